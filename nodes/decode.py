@@ -1,0 +1,60 @@
+"""Decoder nodes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from . import inputs
+from .run import requested, running, ui
+
+if TYPE_CHECKING:
+    from ..pipelines.handle import PipelineHandle
+
+
+class DecodeLatents:
+    """Latents → frames."""
+
+    CATEGORY = inputs.CATEGORY
+    DESCRIPTION = (
+        "Decodes latents to frames with the pipeline's VAE; decoded again in fp32 if the result is not finite."
+    )
+    RETURN_TYPES = ("IMAGE",)
+    RETURN_NAMES = ("images",)
+    FUNCTION = "decode"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {
+            "required": {
+                "pipeline": inputs.pipeline(),
+                "latents": ("LATENT", {"tooltip": "From Sample CogVideoX."}),
+                "tiling": (
+                    "BOOLEAN",
+                    {"default": False, "tooltip": "Decode in overlapping tiles: much less memory, slower."},
+                ),
+                "slicing": (
+                    "BOOLEAN",
+                    {"default": False, "tooltip": "Decode the videos of a batch one after the other: less memory."},
+                ),
+                "precision": inputs.precision(inherit=True),
+            },
+            "hidden": inputs.node_id(),
+        }
+
+    def decode(
+        self,
+        pipeline: PipelineHandle,
+        latents: dict[str, Any],
+        tiling: bool,
+        slicing: bool,
+        precision: str,
+        node_id: str | None = None,
+    ) -> dict[str, Any]:
+        from ..pipelines.decode import decode
+
+        del node_id
+        with running(pipeline):
+            images, report = decode(
+                pipeline, latents["samples"], tiling=tiling, slicing=slicing, request=requested(precision)
+            )
+        return {"ui": ui(report), "result": (images,)}

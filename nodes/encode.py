@@ -1,0 +1,48 @@
+"""Prompt encoding."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from . import inputs
+from .run import requested, running, ui
+
+if TYPE_CHECKING:
+    from ..pipelines.handle import PipelineHandle
+
+
+class EncodePrompt:
+    """Prompt and negative prompt → CONDITIONING."""
+
+    CATEGORY = inputs.CATEGORY
+    DESCRIPTION = (
+        "Encodes a prompt and a negative prompt with the pipeline's text encoder, which is loaded for this and then "
+        "let go. Prompts are remembered: another seed, or a prompt used before, loads nothing."
+    )
+    RETURN_TYPES = ("CONDITIONING", "CONDITIONING")
+    RETURN_NAMES = ("positive", "negative")
+    FUNCTION = "encode"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        text = {"multiline": True, "default": ""}
+        return {
+            "required": {
+                "pipeline": inputs.pipeline(),
+                "prompt": ("STRING", text | {"tooltip": "What the video shows. Long, concrete prompts work best."}),
+                "negative_prompt": ("STRING", text | {"tooltip": "What it should not show. May be empty."}),
+                "precision": inputs.precision(inherit=True),
+            },
+            "hidden": inputs.node_id(),
+        }
+
+    def encode(
+        self, pipeline: PipelineHandle, prompt: str, negative_prompt: str, precision: str, node_id: str | None = None
+    ) -> dict[str, Any]:
+        from ..pipelines.encode import encode_prompts
+
+        del node_id
+        with running(pipeline):
+            embeddings, report = encode_prompts(pipeline, [prompt, negative_prompt], requested(precision))
+        positive, negative = ([[tensor, {}]] for tensor in embeddings)
+        return {"ui": ui(report), "result": (positive, negative)}

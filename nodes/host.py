@@ -1,0 +1,275 @@
+"""The one file that knows ComfyUI: folders, progress, interrupt, memory. Elsewhere: plain folders and tqdm.
+
+ComfyUI is looked up among the loaded modules, never imported: a process that happens to have it installed is not
+one that it runs in. Its modules stand at the top level in ComfyUI itself and under `comfy.cmd` in its pip package.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..pipelines.placement import Placement
+
+logger = logging.getLogger(__name__)
+
+
+class Interrupted(Exception):
+    """The run was asked to stop. Inside ComfyUI its own exception is raised instead."""
+
+
+def _comfy(name: str) -> Any:
+    """One of ComfyUI's modules, or None where this process is not a ComfyUI."""
+    return sys.modules.get(name) or sys.modules.get(f"comfy.cmd.{name}")
+
+
+def _model_management() -> Any:
+    return sys.modules.get("comfy.model_management") if _comfy("folder_paths") else None
+
+
+# --- folders ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlainFolders:
+    models: tuple[Path, ...] = (Path("models/diffusers"),)
+    input: Path = Path("input")
+    output: Path = Path("output")
+
+
+_DEFAULT_FOLDERS = PlainFolders()
+_folders: ContextVar[PlainFolders] = ContextVar("onediff_guard_folders", default=_DEFAULT_FOLDERS)
+
+
+@contextmanager
+def plain_folders(*, models: Sequence[Path], input: Path, output: Path) -> Generator[None]:  # noqa: A002
+    """Name the folders for a process without ComfyUI. models: roots searched for diffusers-format folders."""
+    token = _folders.set(PlainFolders(tuple(models), input, output))
+    try:
+        yield
+    finally:
+        _folders.reset(token)
+
+
+def model_folders() -> dict[str, Path]:
+    """{name: path} of diffusers-format folders in `models/diffusers` and in every extra path."""
+    from ..pipelines.folder import list_folders
+
+    return list_folders(_model_roots())
+
+
+def model_roots_text() -> str:
+    return ", ".join(str(root) for root in _model_roots()) or "no folder"
+
+
+def input_directory() -> Path:
+    folder_paths = _comfy("folder_paths")
+    return Path(folder_paths.get_input_directory()) if folder_paths else _folders.get().input
+
+
+def output_directory() -> Path:
+    folder_paths = _comfy("folder_paths")
+    return Path(folder_paths.get_output_directory()) if folder_paths else _folders.get().output
+
+
+def _model_roots() -> tuple[Path, ...]:
+    folder_paths = _comfy("folder_paths")
+    return tuple(map(Path, folder_paths.get_folder_paths("diffusers"))) if folder_paths else _folders.get().models
+
+
+# --- progress and interrupt -------------------------------------------------------------------------------------------
+
+_interrupt = threading.Event()
+
+
+def interrupt() -> None:
+    """Ask the running node to stop within one step (for processes without ComfyUI, which has its own way)."""
+    _interrupt.set()
+
+
+class Progress:
+    """A progress bar with a line of text; raises when the run was asked to stop."""
+
+    def __init__(self, total: int, node_id: str | None):
+        self._total = total
+        self._node_id = node_id
+        self._bar: Any = None
+
+    def __enter__(self) -> Progress:
+        if utils := _model_management() and sys.modules.get("comfy.utils"):
+            self._bar = utils.ProgressBar(self._total)
+        else:
+            from tqdm import tqdm
+
+            _interrupt.clear()
+            self._bar = tqdm(total=self._total, file=sys.stderr)
+        return self
+
+    def update(self, done: int, text: str) -> None:
+        """done: of `total`. Raises ComfyUI's interrupt exception, or Interrupted."""
+        if management := _model_management():
+            self._bar.update_absolute(done, self._total)
+            self.say(text)
+            management.throw_exception_if_processing_interrupted()
+            return
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update(done - self._bar.n)
+        if _interrupt.is_set():
+            raise Interrupted(f"interrupted after step {done} of {self._total}")
+
+    def say(self, text: str) -> None:
+        """A line of text on the node, where the host can show one."""
+        server = _comfy("server")
+        send = getattr(getattr(getattr(server, "PromptServer", None), "instance", None), "send_progress_text", None)
+        if self._node_id is not None and send:
+            send(text, self._node_id)
+
+    def __exit__(self, *_: object) -> None:
+        if hasattr(self._bar, "close"):
+            self._bar.close()
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def placement() -> Placement:
+    """Where components live: under ComfyUI's memory manager, or simply on this machine's device."""
+    management = _model_management()
+    if management is None:
+        from ..pipelines.placement import PlainPlacement
+
+        return PlainPlacement()
+    return ComfyPlacement(management)
+
+
+def release_cached_memory(device: torch.device) -> None:
+    if management := _model_management():
+        management.soft_empty_cache()
+    elif device.type == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()
+
+
+class ComfyPlacement:
+    """Asks ComfyUI's memory manager for room, and lets it move components away when others need theirs."""
+
+    def __init__(self, management: Any):
+        self.device: torch.device = management.get_torch_device()
+        self._management = management
+        self._residents: dict[str, Resident] = {}
+
+    def make_room(self, n_bytes: int) -> None:
+        reserve = self._management.minimum_inference_memory()
+        if self.device.type != "cpu":
+            self._management.free_memory(n_bytes + reserve, self.device)
+
+    def to_device(self, name: str, module: torch.nn.Module) -> None:
+        import torch
+
+        resident = self._residents.get(name)
+        if resident is None or resident.component is not module:
+            resident = self._residents[name] = Resident(module, self.device)
+        with torch.inference_mode(False):
+            self._management.load_models_gpu([resident])
+
+    def to_host(self, name: str, module: torch.nn.Module) -> None:
+        del module
+        self._unload(name)
+
+    def forget(self, name: str) -> None:
+        self._unload(name)
+        self._residents.pop(name, None)
+        self._management.soft_empty_cache()
+
+    def _unload(self, name: str) -> None:
+        resident = self._residents.get(name)
+        loaded = self._management.current_loaded_models
+        for index in reversed(range(len(loaded))):
+            if resident is not None and loaded[index].model is resident:
+                loaded.pop(index).model_unload()
+
+
+class Resident:
+    """A component as ComfyUI's memory manager wants to see a model: whole on the device, or whole in main memory.
+
+    It has what `LoadedModel` calls on a ModelPatcher, from ComfyUI's pip package 0.0.1 to today. ModelPatcher itself
+    will not do: it may leave part of the weights behind, which only ComfyUI's own layers can run with.
+    """
+
+    parent = None
+
+    def __init__(self, component: torch.nn.Module, device: torch.device):
+        import torch
+
+        self.component = component
+        self.model = component
+        self.load_device = device
+        self.offload_device = torch.device("cpu")
+        self.current_device = self.offload_device
+        self._size = sum(t.nbytes for t in (*component.parameters(), *component.buffers()))
+
+    def _move(self, device: torch.device) -> torch.nn.Module:
+        from ..pipelines.placement import move
+
+        move(self.component, device)
+        self.current_device = device
+        return self.component
+
+    def model_size(self) -> int:
+        return self._size
+
+    def loaded_size(self) -> int:
+        return self._size if self.current_device == self.load_device else 0
+
+    def current_loaded_device(self) -> torch.device:
+        return self.current_device
+
+    def model_dtype(self) -> torch.dtype:
+        return next(self.component.parameters()).dtype
+
+    def model_patches_to(self, _device_or_dtype: Any) -> None: ...
+
+    def model_patches_models(self) -> list[Any]:
+        return []
+
+    def is_clone(self, other: Any) -> bool:
+        return other is self
+
+    def clone_has_same_weights(self, other: Any) -> bool:
+        return other is self
+
+    def lowvram_patch_counter(self) -> int:
+        return 0
+
+    def partially_load(self, device: torch.device, _extra_memory: float = 0, **_: Any) -> int:
+        before = self.loaded_size()
+        self._move(device)
+        return self._size - before
+
+    def partially_unload(self, _device: torch.device, _memory_to_free: float = 0, **_: Any) -> int:
+        return 0  # never in part; the manager then calls detach
+
+    def detach(self, unpatch_all: bool = True) -> torch.nn.Module:
+        del unpatch_all
+        return self._move(self.offload_device)
+
+    def patch_model(self, device_to: torch.device | None = None, **_: Any) -> torch.nn.Module:
+        return self._move(device_to) if device_to else self.component
+
+    def patch_model_lowvram(self, device_to: torch.device, **_: Any) -> torch.nn.Module:
+        return self._move(device_to)
+
+    def unpatch_model(self, device_to: torch.device | None = None, **_: Any) -> None:
+        if device_to:
+            self._move(device_to)

@@ -1,0 +1,44 @@
+"""Inputs that several nodes share, built in one place.
+
+The option lists stand in people's workflow files: add at the end, never rename.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+CATEGORY = "OneDiff Guard"
+PRECISIONS = ("auto", "bf16", "fp16", "fp16 (plain)", "fp32")
+BACKENDS = ("auto", "oneflow", "nexfort", "inductor", "eager")
+OFFLOADS = ("none", "model")
+ON_FAILURE = ("rerun", "stop", "off")
+SCHEDULERS = ("DPM", "DDIM")
+INHERIT = "inherit"
+
+_PRECISION_TIP = (
+    "auto: the right one for this card and model, with the reason in the report. bf16, fp16: guarded, a failing step "
+    "is rerun in fp32. fp16 (plain): neither guarded nor made safe, for comparison. fp32: slow, twice the memory."
+)
+
+
+def precision(*, inherit: bool = False) -> tuple[list[str], dict[str, Any]]:
+    if inherit:
+        tip = f"inherit: as the loader says. {_PRECISION_TIP}"
+        return [INHERIT, *PRECISIONS], {"default": INHERIT, "tooltip": tip}
+    return list(PRECISIONS), {"default": "auto", "tooltip": _PRECISION_TIP}
+
+
+def pipeline() -> tuple[str, dict[str, Any]]:
+    return "ONEDIFF_PIPELINE", {"tooltip": "From a Load node, or through a NaN Guard."}
+
+
+def choice(options: tuple[str, ...], tooltip: str) -> tuple[list[str], dict[str, Any]]:
+    return list(options), {"default": options[0], "tooltip": tooltip}
+
+
+def integer(default: int, least: int, most: int, step: int, tooltip: str, **more: Any) -> tuple[str, dict[str, Any]]:
+    return "INT", {"default": default, "min": least, "max": most, "step": step, "tooltip": tooltip, **more}
+
+
+def node_id() -> dict[str, str]:
+    return {"node_id": "UNIQUE_ID"}

@@ -1,0 +1,78 @@
+"""Loader nodes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from . import host, inputs
+
+if TYPE_CHECKING:
+    from ..pipelines.handle import PipelineHandle
+
+
+class LoadCogVideoX:
+    """A diffusers-format CogVideoX folder → pipeline."""
+
+    CATEGORY = inputs.CATEGORY
+    DESCRIPTION = (
+        "Opens a CogVideoX folder (diffusers format, safetensors) and chooses precision and compile backend for this "
+        "card. Weights are read when a later node first needs them."
+    )
+    RETURN_TYPES = ("ONEDIFF_PIPELINE",)
+    RETURN_NAMES = ("pipeline",)
+    OUTPUT_TOOLTIPS = ("Wire it to Encode Prompt, NaN Guard, Sample CogVideoX and Decode Latents.",)
+    FUNCTION = "load"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        models = list(host.model_folders())
+        return {
+            "required": {
+                "model": (models, {"tooltip": "A folder with model_index.json below models/diffusers."}),
+                "precision": inputs.precision(),
+                "backend": inputs.choice(
+                    inputs.BACKENDS,
+                    "What OneDiff compiles with. auto: the first that works here, named in the report. eager: nothing.",
+                ),
+                "offload": inputs.choice(
+                    inputs.OFFLOADS,
+                    "none: the model stays on the card between nodes. model: it rests in main memory until needed.",
+                ),
+            }
+        }
+
+    @classmethod
+    def VALIDATE_INPUTS(cls, model: str | None = None) -> bool | str:
+        folders = host.model_folders()
+        if model is None or model in folders:
+            return True
+        known = ", ".join(folders) or "none"
+        return (
+            f"model: no folder '{model}' with a model_index.json. Found: {known}. Looked in: {host.model_roots_text()}."
+        )
+
+    @classmethod
+    def IS_CHANGED(cls, model: str, **_: Any) -> str:
+        from ..pipelines.folder import fingerprint
+
+        folder = host.model_folders().get(model)
+        return fingerprint(folder) if folder else ""
+
+    def load(self, model: str, precision: str, backend: str, offload: str) -> tuple[PipelineHandle]:
+        from ..pipelines.errors import BadFolder
+        from ..pipelines.families import COGVIDEOX
+        from ..pipelines.handle import load
+        from ..precision.policy import Precision
+
+        folder = host.model_folders().get(model)
+        if folder is None:
+            raise BadFolder(f"The folder '{model}' is gone. Looked in: {host.model_roots_text()}.")
+        handle = load(
+            folder,
+            COGVIDEOX,
+            precision=Precision(precision),
+            backend=backend,
+            offload=offload,
+            placement=host.placement(),
+        )
+        return (handle,)

@@ -1,0 +1,171 @@
+"""Compiling a denoiser through OneDiff, block by block. The one file that imports onediff.
+
+The blocks are compiled in a shell of the denoiser: the original stays as it was, so that an fp32 rerun calls it
+without compiling anything. Block by block, because identical blocks share one compiled graph.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .errors import BackendUnavailable
+
+logger = logging.getLogger(__name__)
+
+ONEDIFF_BUILDS = "OneDiff needs OneFlow's special builds from OneFlow's own package index, not PyPI's"
+
+
+@dataclass(frozen=True)
+class BackendChoice:
+    """The backend that compiles, and why this one."""
+
+    name: str  # "oneflow", "nexfort", "inductor" or "eager"
+    reason: str
+    automatic: bool = False  # chosen by 'auto': a failure at compile time falls back to eager
+
+
+def choose_backend(request: str, device: torch.device) -> BackendChoice:
+    """Resolve 'auto' to the first backend that works here; check one that was asked for.
+
+    Raises BackendUnavailable where the one asked for does not work, saying what is missing.
+    """
+    if request == "eager":
+        return BackendChoice("eager", "asked for: not compiled")
+    if request in _PROBES:
+        if missing := _PROBES[request](device):
+            raise BackendUnavailable(f"Backend '{request}' does not work here: {missing}. Choose 'auto' or 'eager'.")
+        return BackendChoice(request, "asked for")
+    missing_by_name = {}
+    for name, probe in _PROBES.items():
+        missing = probe(device)
+        if not missing:
+            return BackendChoice(name, f"auto: {_list(missing_by_name) or 'first choice'}", automatic=True)
+        missing_by_name[name] = missing
+    choice = BackendChoice("eager", f"auto: {_list(missing_by_name)}", automatic=True)
+    logger.warning("not compiling: %s", choice.reason)
+    return choice
+
+
+def compiled(denoiser: torch.nn.Module, blocks: str, choice: BackendChoice) -> torch.nn.Module:
+    """A shell of the denoiser whose block list is compiled; the denoiser itself for 'eager'."""
+    if choice.name == "eager":
+        return denoiser
+    import onediff.infer_compiler
+
+    if choice.name == "inductor":
+        _register_inductor()
+    block_list = getattr(denoiser, blocks)
+    logger.info("compiling %d blocks of %s with %s", len(block_list), type(denoiser).__name__, choice.name)
+    shell = copy.copy(denoiser)
+    shell.__dict__["_modules"] = denoiser._modules.copy()
+    shell._modules[blocks] = torch.nn.ModuleList(
+        onediff.infer_compiler.compile(block, backend=choice.name) for block in block_list
+    )
+    if not choice.automatic:
+        return shell
+    return _with_fallback(shell, denoiser, choice.name)
+
+
+def _with_fallback(shell: torch.nn.Module, denoiser: torch.nn.Module, backend: str) -> torch.nn.Module:
+    """'auto' must not lose a run to a compiler that turns out not to work: it goes on without."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    working: list[Callable[..., Any]] = [shell.forward]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return working[0](*args, **kwargs)
+        except TorchDynamoException as error:
+            first_line = str(error).strip().split("\n", 1)[0]
+            logger.warning("%s could not compile (%s); running without it", backend, first_line)
+            working[0] = denoiser
+            return denoiser(*args, **kwargs)
+
+    shell.forward = forward
+    return shell
+
+
+def _register_inductor() -> None:
+    """Make `onediff.infer_compiler.compile(backend="inductor")` work. Looked up first: the pack can be imported twice.
+
+    The compiled module is returned as torch.compile makes it. OneDiff's own wrapper would lift dynamo's limit on
+    recompiles, which is what keeps a changing resolution from compiling without end.
+    """
+    from onediff.infer_compiler.backends import registry
+
+    if "inductor" in registry._BACKENDS:
+        return
+
+    @registry.register_backend("inductor")
+    def inductor(torch_module: torch.nn.Module, *, options: dict[str, Any] | None = None) -> Any:
+        original = getattr(torch_module, "_torch_module", torch_module)
+        return torch.compile(original, backend="inductor", **(options or {}))
+
+
+def _oneflow_missing(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"OneFlow runs on CUDA devices, not on {device.type}"
+    if importlib.util.find_spec("oneflow") is None:
+        return f"OneFlow is not installed ({ONEDIFF_BUILDS})"
+    try:
+        importlib.import_module("oneflow.framework.args_tree")
+    except Exception as error:  # noqa: BLE001 - PyPI's placeholder raises RuntimeError on import, old builds lack the module
+        return f"this OneFlow cannot be used ({_first_line(error)}; {ONEDIFF_BUILDS})"
+    return None
+
+
+def _nexfort_missing(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"nexfort runs on CUDA devices, not on {device.type}"
+    if importlib.util.find_spec("nexfort") is None:
+        return "nexfort is not installed (Python ≤ 3.11 and torch 2.3 to 2.5.1 only)"
+    try:
+        importlib.import_module("nexfort.compilers")
+    except Exception as error:  # noqa: BLE001 - a closed-source extension built for one torch
+        return f"nexfort does not load with torch {torch.__version__} ({_first_line(error)})"
+    return None
+
+
+def _inductor_missing(device: torch.device) -> str | None:
+    if device.type == "mps":
+        return "inductor is not used on mps"
+    if importlib.util.find_spec("onediff") is None:
+        return "onediff is not installed (pip install onediff==1.2.0)"
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        return "inductor needs Triton, which is not installed (on Windows: pip install triton-windows)"
+    if not find_c_compiler():
+        return "inductor needs a C++ compiler, and none was found (set CXX, or install g++, clang++ or MSVC's cl)"
+    return None
+
+
+def find_c_compiler() -> str | None:
+    """Path of the C++ compiler that inductor would use, or None."""
+    names = (
+        [os.environ.get("CXX", ""), "cl"] if os.name == "nt" else [os.environ.get("CXX", ""), "g++", "clang++", "c++"]
+    )
+    return next((path for name in names if name and (path := shutil.which(name))), None)
+
+
+_PROBES: dict[str, Callable[[torch.device], str | None]] = {
+    "oneflow": _oneflow_missing,
+    "nexfort": _nexfort_missing,
+    "inductor": _inductor_missing,
+}
+BACKENDS = ("auto", *_PROBES, "eager")
+
+
+def _list(missing_by_name: dict[str, str]) -> str:
+    return "; ".join(f"no {name}: {missing}" for name, missing in missing_by_name.items())
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"

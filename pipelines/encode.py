@@ -1,0 +1,78 @@
+"""Prompt → text embeddings, kept per prompt and plan."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from ..precision.guard import StageGuard, guarded
+from ..precision.policy import Component, Precision
+from ..precision.report import RunReport
+from .handle import PipelineHandle
+
+logger = logging.getLogger(__name__)
+
+_REMEMBERED = 32  # prompts; at 226 × 4096 float32 each 3.5 MiB
+
+
+def encode_prompts(
+    handle: PipelineHandle, prompts: list[str], request: Precision | None = None
+) -> tuple[list[torch.Tensor], RunReport]:
+    """Encode each prompt. Returns float32 embeddings [1, tokens, channels] in the host's memory, and the report.
+
+    The text encoder is loaded only where a prompt is new, and let go of afterwards.
+    """
+    plan = handle.plan(Component.TEXT_ENCODER, request)
+    report = handle.report(plan)
+    memo = handle.store.prompts
+    keys = [(prompt, plan.dtype, plan.guarded) for prompt in prompts]
+    new = [key for key in dict.fromkeys(keys) if key not in memo]
+    if new:
+        try:
+            pipe = _pipeline(handle, plan.dtype, report)
+            for key in new:
+                logger.info("encoding prompt of %d characters in %s", len(key[0]), plan.dtype)
+                memo[key] = _encode(handle, pipe, key[0])
+        finally:
+            handle.store.drop("text_encoder")
+    embeddings = [memo[key] for key in keys]
+    for key in keys:
+        memo[key] = memo.pop(key)  # most recent last
+    while len(memo) > _REMEMBERED:
+        del memo[next(iter(memo))]
+    return embeddings, report
+
+
+def _pipeline(handle: PipelineHandle, dtype: str, report: RunReport) -> object:
+    import diffusers
+
+    text_encoder = handle.store.module("text_encoder", dtype)
+    guard = StageGuard(
+        "text_encoder",
+        text_encoder,
+        dtype=dtype,
+        policy=handle.policy_for(report.plan),
+        report=report,
+        tf32=handle.architecture.tf32,
+    )
+    return getattr(diffusers, handle.family.pipeline)(
+        tokenizer=handle.store.unweighted("tokenizer"),
+        text_encoder=guarded(text_encoder, guard),
+        vae=None,
+        transformer=None,
+        scheduler=None,
+    )
+
+
+@torch.no_grad()
+def _encode(handle: PipelineHandle, pipe: object, prompt: str) -> torch.Tensor:
+    length = handle.store.folder.denoiser_config.get("max_text_seq_length", 226)
+    embeddings, _ = pipe.encode_prompt(  # pyright: ignore[reportAttributeAccessIssue]
+        prompt,
+        do_classifier_free_guidance=False,
+        max_sequence_length=length,
+        device=handle.store.placement.device,
+        dtype=torch.float32,
+    )
+    return embeddings.cpu()

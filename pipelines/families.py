@@ -1,0 +1,90 @@
+"""What a model family is made of: one frozen spec each, the only place where a new model is added."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import BadSize
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ComponentSpec:
+    """One folder of a diffusers pipeline."""
+
+    library: str  # "diffusers" or "transformers"
+    classes: tuple[str, ...]  # accepted in model_index.json; the first is the usual one
+    weights: bool = True
+
+
+@dataclass(frozen=True)
+class SizeRule:
+    """Sizes that a family can make."""
+
+    pixel_multiple: int  # of width and height
+    frame_multiple: int  # frames = frame_multiple · k + 1
+    pixels: tuple[int, int] = (16, 4096)  # least and most of width and height
+    frames: tuple[int, int] = (1, 1025)
+
+    def check(self, **sizes: int) -> None:
+        """Raise BadSize with the nearest good value for the first size that does not fit."""
+        for name, value in sizes.items():
+            step, offset, (least, most) = (
+                (self.frame_multiple, 1, self.frames) if name == "frames" else (self.pixel_multiple, 0, self.pixels)
+            )
+            good = min(max(round((value - offset) / step) * step + offset, least), most)
+            if value != good:
+                rule = f"{step}·k + {offset}" if offset else f"a multiple of {step}"
+                raise BadSize(f"{name} is {value}, but must be {rule} from {least} to {most}. Nearest: {good}.")
+
+
+@dataclass(frozen=True)
+class FamilySpec:
+    """A family of models that share a diffusers pipeline."""
+
+    name: str
+    pipeline: str  # diffusers class
+    components: Mapping[str, ComponentSpec]
+    denoiser: str  # name of the component that denoises
+    blocks: str  # its ModuleList that is compiled block by block
+    denoiser_inputs: tuple[str, ...]  # keyword arguments that carry activations
+    schedulers: Mapping[str, str]  # what users choose → diffusers class
+    sizes: SizeRule
+    variant: Callable[[Config], str]  # denoiser config → name in precision.policy.VARIANTS
+
+    @property
+    def weighted(self) -> tuple[str, ...]:
+        return tuple(name for name, component in self.components.items() if component.weights)
+
+
+def _cogvideox_variant(config: Config) -> str:
+    from_image = config.get("in_channels", 16) > config.get("out_channels", 16)
+    if config.get("patch_size_t") is not None:
+        return "CogVideoX-1.5-5B-I2V" if from_image or config.get("ofs_embed_dim") else "CogVideoX-1.5-5B"
+    if not config.get("use_rotary_positional_embeddings", False):
+        return "CogVideoX-2B"
+    return "CogVideoX-5B-I2V" if from_image else "CogVideoX-5B"
+
+
+COGVIDEOX = FamilySpec(
+    name="CogVideoX",
+    pipeline="CogVideoXPipeline",
+    components={
+        "tokenizer": ComponentSpec("transformers", ("T5Tokenizer", "T5TokenizerFast"), weights=False),
+        "text_encoder": ComponentSpec("transformers", ("T5EncoderModel",)),
+        "transformer": ComponentSpec("diffusers", ("CogVideoXTransformer3DModel",)),
+        "vae": ComponentSpec("diffusers", ("AutoencoderKLCogVideoX",)),
+        "scheduler": ComponentSpec("diffusers", ("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler"), weights=False),
+    },
+    denoiser="transformer",
+    blocks="transformer_blocks",
+    denoiser_inputs=("hidden_states", "encoder_hidden_states"),
+    schedulers={"DPM": "CogVideoXDPMScheduler", "DDIM": "CogVideoXDDIMScheduler"},
+    sizes=SizeRule(pixel_multiple=16, frame_multiple=4),
+    variant=_cogvideox_variant,
+)
+
+FAMILIES: dict[str, FamilySpec] = {family.pipeline: family for family in (COGVIDEOX,)}

@@ -1,0 +1,111 @@
+"""The loaded components of one model folder, shared by every handle made from it.
+
+A component is loaded when a stage first needs it, in the dtype of the plan, and is there once: asking for it in
+another dtype drops the one there was. So the text encoder is gone before the denoiser is read.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import weakref
+from typing import Any
+
+import torch
+
+from ..precision.guard import DTYPES
+from .errors import BadFolder
+from .folder import ModelFolder, fingerprint
+from .placement import Placement
+
+logger = logging.getLogger(__name__)
+
+
+class ComponentStore:
+    """Components by name; `compiled` and `prompts` are memos that live and die with them."""
+
+    def __init__(self, folder: ModelFolder, placement: Placement):
+        self.folder = folder
+        self.placement = placement
+        self.prompts: dict[tuple[str, str, bool], torch.Tensor] = {}  # (text, dtype, guarded) → [1, tokens, channels]
+        self.compiled: dict[tuple[str, ...], torch.nn.Module] = {}  # compiled shells of the denoiser
+        self._modules: dict[str, tuple[str, torch.nn.Module]] = {}
+        self._unweighted: dict[str, Any] = {}
+        self._lock = threading.RLock()
+
+    def module(self, name: str, dtype: str) -> torch.nn.Module:
+        """The component on its device, loaded in `dtype` ("fp16", "bf16", "fp32") if it is not there already."""
+        with self._lock:
+            loaded_dtype, module = self._modules.get(name, (None, None))
+            if module is None or loaded_dtype != dtype:
+                self.drop(name)
+                module = self._load(name, dtype)
+                self._modules[name] = (dtype, module)
+            self.placement.to_device(name, module)
+            return module
+
+    def unweighted(self, name: str) -> Any:
+        """The tokenizer or the scheduler."""
+        with self._lock:
+            if name not in self._unweighted:
+                self._unweighted[name] = self._from_pretrained(name)
+            return self._unweighted[name]
+
+    def loaded(self) -> dict[str, str]:
+        """{component: dtype} of what is in memory."""
+        return {name: dtype for name, (dtype, _) in self._modules.items()}
+
+    def rest(self, name: str) -> None:
+        """Move a component to the host's memory until it is needed again."""
+        with self._lock:
+            if name in self._modules:
+                self.placement.to_host(name, self._modules[name][1])
+
+    def drop(self, name: str) -> None:
+        """Let go of a component's weights, and of what was compiled from them."""
+        with self._lock:
+            if self._modules.pop(name, None) is None:
+                return
+            if name == self.folder.family.denoiser:
+                self.compiled.clear()
+            gc.collect()  # modules hold reference cycles; without this two copies would be there for a while
+            self.placement.forget(name)
+
+    def _load(self, name: str, dtype: str) -> torch.nn.Module:
+        weights = self.folder.weights[name]
+        logger.info("loading component %s of %s in %s", name, self.folder.path.name, dtype)
+        self.placement.make_room(weights.n_bytes)
+        with torch.inference_mode(False):
+            module = self._from_pretrained(name, torch_dtype=DTYPES[dtype], use_safetensors=True)
+        return module.eval().requires_grad_(False)
+
+    def _from_pretrained(self, name: str, **options: Any) -> Any:
+        import diffusers
+        import transformers
+
+        spec = self.folder.family.components[name]
+        library = {"diffusers": diffusers, "transformers": transformers}[spec.library]
+        loader = getattr(library, self.folder.classes[name])
+        try:
+            return loader.from_pretrained(self.folder.path / name, local_files_only=True, **options)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise BadFolder(
+                f"'{self.folder.path.name}/{name}' could not be loaded as {self.folder.classes[name]}: "
+                f"{type(error).__name__}: {error}. Download that folder again."
+            ) from error
+
+
+_STORES: weakref.WeakValueDictionary[tuple[str, str], ComponentStore] = weakref.WeakValueDictionary()
+
+
+def shared_store(folder: ModelFolder, placement: Placement) -> ComponentStore:
+    """The store of a folder; the same one for as long as a handle to it lives and its files do not change."""
+    key = (str(folder.path.resolve()), fingerprint(folder.path))
+    store = _STORES.get(key)
+    if store is None or store.placement.device != placement.device:
+        store = ComponentStore(folder, placement)
+        _STORES[key] = store
+    return store

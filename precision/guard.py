@@ -1,0 +1,237 @@
+"""The guard: check what a stage puts out, and rerun a failing call in fp32.
+
+It wraps one callable (a denoiser's forward, a text encoder's, a VAE's decode). In a sampling loop the scheduler has
+not advanced yet when the denoiser returns, so there is nothing to roll back.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .report import RunReport, StepRecord
+from .upcast import run_in_fp32
+
+logger = logging.getLogger(__name__)
+
+DTYPES: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
+          "_forward_hooks_always_called")  # fmt: skip
+
+
+class OnFailure(str, Enum):
+    """What a failing call leads to. The values stand in people's workflow files."""
+
+    RERUN = "rerun"
+    STOP = "stop"
+    OFF = "off"
+
+
+@dataclass(frozen=True)
+class GuardPolicy:
+    on_failure: OnFailure = OnFailure.RERUN
+    strict: bool = False  # rerun in plain fp32 instead of TF32 on cards that have it
+
+
+class GuardStopped(RuntimeError):
+    """The guard ended the run; the message says which stage failed, how, and what to do."""
+
+
+@dataclass(frozen=True)
+class _Range:
+    finite: bool
+    largest: float | None  # max |x|; None where there was nothing to measure or it is not finite
+
+    def outcome(self, dtype: str) -> str:
+        if not self.finite:
+            return "non-finite"
+        if dtype == "fp16" and self.largest is not None and self.largest >= torch.finfo(torch.float16).max:
+            return "saturated"
+        return "finite"
+
+
+class StageGuard:
+    """Callable in place of a stage.
+
+    stage: its name in messages and in the report.
+    attempt: what to call; may be compiled.
+    rerun: what to call in fp32 where the attempt fails; the untouched original. Defaults to `attempt`.
+    dtype: "fp16", "bf16" or "fp32": the plan's dtype of this stage.
+    inputs: names of the keyword arguments that carry activations. They are cast to `dtype` before each attempt,
+        since a scheduler may hand on float32; positional tensors are cast too. Other arguments (timesteps, rotary
+        tables) keep their dtype.
+    """
+
+    def __init__(
+        self,
+        stage: str,
+        attempt: Callable[..., Any],
+        *,
+        dtype: str,
+        policy: GuardPolicy,
+        report: RunReport,
+        rerun: Callable[..., Any] | None = None,
+        inputs: tuple[str, ...] = (),
+        tf32: bool = False,
+    ):
+        self.stage = stage
+        self.dtype = dtype
+        self.policy = policy
+        self.report = report
+        self._attempt = attempt
+        self._rerun = rerun or attempt
+        self._inputs = inputs
+        self._tf32 = tf32 and not policy.strict
+        self._step = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the stage once. Returns its output, in float32 where it was rerun.
+
+        Raises GuardStopped where an input is broken, where fp32 fails as well, or where the policy says stop.
+        """
+        started = time.perf_counter()
+        half_args, half_kwargs = self._cast(args, kwargs)
+        output = self._attempt(*half_args, **half_kwargs)
+        given, made, timestep = self._measure(half_args, half_kwargs, output)
+        dtype, outcome = self.dtype, made.outcome(self.dtype)
+        if given.finite and outcome == "finite":
+            pass
+        elif self.policy.on_failure is OnFailure.OFF:
+            outcome = "non-finite" if outcome == "finite" else outcome
+        else:
+            del output
+            problem = outcome if given.finite else "its input does not fit"
+            self._refuse_broken_input(args, kwargs)
+            if self.dtype == "fp32":
+                raise GuardStopped(self._diagnose(args, kwargs))
+            if self.policy.on_failure is OnFailure.STOP:
+                raise GuardStopped(
+                    f"{self._where()}: the output in {self.dtype} is {problem}, and the guard is set to stop. "
+                    "Set the NaN Guard's on_failure to 'rerun' to have such a step computed in fp32."
+                )
+            logger.info("%s: %s in %s, rerunning in fp32", self._where(), problem, self.dtype)
+            output = run_in_fp32(self._rerun, *args, tf32=self._tf32, **kwargs)
+            _, made, _ = self._measure((), {}, output)
+            if not made.finite:
+                raise GuardStopped(self._diagnose(args, kwargs))
+            dtype, outcome = "fp32", "rerun"
+        seconds = time.perf_counter() - started
+        self.report.add(StepRecord(self.stage, self._step, timestep, dtype, outcome, seconds, made.largest))
+        self._step += 1
+        return output
+
+    def _where(self) -> str:
+        return f"{self.stage.replace('_', ' ')}, call {self._step + 1}"
+
+    def _cast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        target = DTYPES[self.dtype]
+
+        def cast(value: Any) -> Any:
+            fits = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != target
+            return value.to(target) if fits else value
+
+        return tuple(map(cast, args)), {k: cast(v) if k in self._inputs else v for k, v in kwargs.items()}
+
+    def _measure(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> tuple[_Range, _Range, float | None]:
+        """Range of the inputs and of the output, and the timestep: one transfer to the host for all of them."""
+        given = _floating((args, [kwargs[name] for name in self._inputs if name in kwargs]))
+        made = _floating(output)
+        values = [bound.float() for tensor in (*given, *made) for bound in torch.aminmax(tensor.detach())]
+        timestep = kwargs.get("timestep")
+        if isinstance(timestep, torch.Tensor) and timestep.numel():
+            values.append(timestep.detach().reshape(-1)[0].float())
+        if not values:
+            return _Range(True, None), _Range(True, None), None
+        numbers = torch.stack([value.to(values[0].device) for value in values]).tolist()
+        bounds = numbers[: 2 * (len(given) + len(made))]
+        at = numbers[-1] if len(numbers) > len(bounds) else None
+        return _range_of(bounds[: 2 * len(given)]), _range_of(bounds[2 * len(given) :]), at
+
+    def _refuse_broken_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        named = {f"argument {i + 1}": v for i, v in enumerate(args)} | {n: kwargs.get(n) for n in self._inputs}
+        for name, value in named.items():
+            broken = sum(_non_finite(t) for t in _floating(value))
+            if broken:
+                raise GuardStopped(
+                    f"{self._where()}: its input '{name}' holds {broken} non-finite values already, so the stage "
+                    "before it made them. Run that stage guarded (precision 'auto' or 'fp16'), or in 'fp32'."
+                )
+
+    def _diagnose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        found = f"{self._where()}: the output is non-finite in fp32 too"
+        owner = getattr(self._rerun, "__self__", self._rerun)
+        if not isinstance(owner, torch.nn.Module):
+            return f"{found}. Precision cannot help here."
+        for name, weight in (*owner.named_parameters(), *owner.named_buffers()):
+            broken = _non_finite(weight) if weight.is_floating_point() else 0
+            if broken:
+                return (
+                    f"{found}, because the weight '{name}' holds {broken} non-finite values of {weight.numel()}. "
+                    "The checkpoint is damaged (or was stored in fp16 beyond its range): download it again."
+                )
+        module = first_non_finite(owner, lambda: run_in_fp32(self._rerun, *args, **kwargs))
+        return f"{found}, first in '{module}'. Its weights and inputs are finite: try another seed or guidance scale."
+
+
+def guarded(module: torch.nn.Module, guard: Callable[..., Any]) -> torch.nn.Module:
+    """A shell of `module` whose forward is `guard`. It shares weights and config; the module itself is not touched."""
+    shell = copy.copy(module)
+    shell.__dict__.update({name: OrderedDict() for name in _HOOKS if name in shell.__dict__})
+    shell.forward = guard
+    return shell
+
+
+def first_non_finite(module: torch.nn.Module, call: Callable[[], Any]) -> str:
+    """Name of the leaf module that first puts out a non-finite value while `call` runs. Its hooks go with it."""
+    here = threading.get_ident()
+    found: list[str] = []
+
+    def watch(name: str) -> Callable[..., None]:
+        def hook(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
+            if not found and threading.get_ident() == here and any(_non_finite(t) for t in _floating(output)):
+                found.append(name)
+
+        return hook
+
+    leaves = [(n, m) for n, m in module.named_modules() if not any(m.children())]
+    handles = [leaf.register_forward_hook(watch(name)) for name, leaf in leaves]
+    try:
+        call()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else type(module).__name__
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch.float16 → "fp16"; others as torch writes them."""
+    return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def _floating(tree: Any) -> list[torch.Tensor]:
+    return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.numel()]
+
+
+def _non_finite(tensor: torch.Tensor) -> int:
+    return int((~torch.isfinite(tensor.detach())).sum())
+
+
+def _range_of(bounds: list[float]) -> _Range:
+    if not bounds:
+        return _Range(True, None)
+    if all(abs(bound) < float("inf") for bound in bounds):  # false for NaN too
+        return _Range(True, max(map(abs, bounds)))
+    return _Range(False, None)

@@ -1,0 +1,91 @@
+"""What a run did, step by step, and why it ran in that dtype."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from .accumulation import Switch
+from .policy import Component, Plan
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One guarded call of a stage."""
+
+    stage: str  # "denoiser", "text_encoder", "vae_decode"
+    step: int  # counted from 0 within its stage
+    timestep: float | None
+    dtype: str  # in which the output that was handed on was computed
+    outcome: str  # "finite", "rerun", "non-finite", "saturated"
+    seconds: float
+    largest: float | None  # max |x| of the output handed on
+    note: str = ""
+
+
+@dataclass
+class RunReport:
+    """Collected while a stage runs; `summary()` for people, `as_dict()` for programs."""
+
+    variant: str
+    architecture: str
+    plan: Plan
+    backend: str = ""
+    backend_reason: str = ""
+    switches: tuple[Switch, ...] = ()
+    steps: list[StepRecord] = field(default_factory=list)
+
+    def add(self, record: StepRecord) -> None:
+        self.steps.append(record)
+
+    @property
+    def reruns(self) -> int:
+        return sum(step.outcome == "rerun" for step in self.steps)
+
+    @property
+    def failed(self) -> int:
+        return sum(step.outcome in ("non-finite", "saturated") for step in self.steps)
+
+    def summary(self) -> str:
+        """One line: why this dtype, how many calls, how many reruns."""
+        if not self.steps:
+            return f"{self.plan.reason}; nothing to compute, all of it was remembered."
+        noun = "step" if self.plan.component is Component.DENOISER else "call"
+        counts = f"{_count(len(self.steps), noun)}, {_count(self.reruns, 'rerun')}"
+        if self.failed:
+            counts += f", {self.failed} NOT FINITE: the result is broken; choose precision 'auto' or 'fp16'"
+        return f"{self.plan.reason}; {counts}."
+
+    def text(self) -> str:
+        """The summary, then a line per step and the switches."""
+        lines = [
+            self.summary(),
+            f"{self.variant} on {self.architecture}",
+            f"backend: {self.backend} ({self.backend_reason})",
+        ]
+        lines += [f"{s.name}={s.value} (by {s.set_by}: {s.reason})" for s in self.switches]
+        for s in self.steps:
+            at = "" if s.timestep is None else f" t={s.timestep:g}"
+            largest = "" if s.largest is None else f", max |x| {s.largest:.4g}"
+            lines.append(
+                f"{s.stage} {s.step + 1}{at}: {s.dtype}, {s.outcome}, {s.seconds:.3f} s{largest}{_dash(s.note)}"
+            )
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        outcomes = Counter(step.outcome for step in self.steps)
+        return asdict(self) | {
+            "summary": self.summary(),
+            "reruns": self.reruns,
+            "outcomes": dict(outcomes),
+            "seconds": sum(step.seconds for step in self.steps),
+        }
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _dash(note: str) -> str:
+    return f" — {note}" if note else ""

@@ -1,0 +1,285 @@
+"""The fp32 rerun: run a half-precision module in float32 without a second set of weights.
+
+`run_in_fp32(module, ...)` is bit-equal to `module.float()(...)`, changes no parameter, registers no hook and compiles
+nothing. Each half tensor that an operation touches is upcast for that operation alone, so the extra memory is one
+layer's weights in float32.
+
+A function mode is the right level: a dispatch mode is too low, since conv2d has compared dtypes before it is reached.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator, Iterable
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from .shared import SharedSetting
+
+HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
+
+Result = TypeVar("Result")
+
+
+class RerunUnsupported(RuntimeError):
+    """The module holds something that cannot be run in float32 from here; the message names it."""
+
+
+def run_in_fp32(function: Callable[..., Result], *args: Any, tf32: bool = False, **kwargs: Any) -> Result:
+    """Call `function` (a module or any callable that runs modules) in float32.
+
+    args, kwargs: passed on, with every fp16/bf16 tensor in them upcast. A tensor that the function changes in place
+        is written back to the caller's tensor in the caller's dtype.
+    tf32: allow TF32 matrix products while it runs (fp32's range, fp16's mantissa; sm80 and later).
+    Returns what the function returns; floating results are float32.
+    Raises RerunUnsupported, naming the module, where a part cannot take float32: a TorchScript module with half
+    weights, a thread started inside forward, an attention kernel for half precision only.
+    """
+    if isinstance(function, torch.nn.Module):
+        _refuse_scripted(function)
+    memo: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    fp32_args, fp32_kwargs = pytree.tree_map_only(torch.Tensor, lambda t: _upcast(t, memo), (args, kwargs))
+    try:
+        with fp32_mode(tf32=tf32):
+            result = function(*fp32_args, **fp32_kwargs)
+    except RuntimeError as error:
+        if isinstance(error, RerunUnsupported) or not _is_dtype_complaint(error):
+            raise
+        culprit = _innermost_module(error.__traceback__, function)
+        raise RerunUnsupported(
+            f"{culprit} cannot run in float32: {_first_line(error)}. It reaches a kernel that the rerun cannot see "
+            "(a scripted function, a thread of its own, or an attention kernel for half precision only). "
+            "Switch that kernel off (PyTorch's own attention works), or choose precision 'fp32' or 'bf16'."
+        ) from error
+    _write_back(memo.values())
+    return result
+
+
+@contextmanager
+def fp32_mode(*, tf32: bool = False) -> Generator[None]:
+    """Everything that this thread runs inside computes in float32; half tensors stay as they are outside."""
+    with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(_EAGER_ONLY.held())
+        if tf32:
+            stack.enter_context(_TF32.held())
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(_autocast_off(_device_types()))
+        stack.enter_context(_Fp32Mode())
+        yield
+
+
+class _Fp32Mode(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self._device_types = _device_types()
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self._in_fp32(func, args, kwargs or {})
+
+    def _in_fp32(self, func: Any, args: Any, kwargs: Any) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__"):
+            return _access_property(func, name, args)
+        if func in _AS_FLOAT32:
+            func = torch.Tensor.float
+        if func in _METADATA:
+            return func(*args, **kwargs)
+        if func in _ALIASING:
+            return _detached_is_fp32(func(*args, **_fp32_dtypes(kwargs, func)), args[0])
+        if func is torch.Tensor.to:
+            dtypes, kwargs = _fp32_dtypes((args[1:], kwargs), func)
+            return _detached_is_fp32(func(args[0], *dtypes, **kwargs), args[0])
+        if func is torch.nn.functional.embedding and _max_norm(args, kwargs) is None:
+            return pytree.tree_map_only(torch.Tensor, _float, func(*args, **kwargs))
+
+        memo: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: _upcast(t, memo), (args, kwargs))
+        args, kwargs = _fp32_dtypes((args, kwargs), func)
+        with _autocast_off(d for d in self._device_types if torch.is_autocast_enabled(d)):
+            result = _call_attention(func, args, kwargs) if func in _ATTENTION else func(*args, **kwargs)
+        written = _write_back(memo.values())
+        return pytree.tree_map_only(
+            torch.Tensor, lambda t: written.get(id(t)) if id(t) in written else _float(t), result
+        )
+
+
+def _float(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in HALF_DTYPES else tensor
+
+
+def _upcast(tensor: torch.Tensor, memo: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """A float32 copy whose version counter tells afterwards whether it was written to."""
+    if tensor.dtype not in HALF_DTYPES:
+        return tensor
+    if id(tensor) not in memo:
+        with torch.inference_mode(False), torch.no_grad():
+            memo[id(tensor)] = (tensor, tensor.float())
+    return memo[id(tensor)][1]
+
+
+def _write_back(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> dict[int, torch.Tensor]:
+    """Copy what was written in place back to the half tensors; {id(float32 copy): half tensor} of those."""
+    written = {}
+    for half, single in pairs:
+        if single._version > 0:
+            half.copy_(single)
+            written[id(single)] = half
+    return written
+
+
+def _fp32_dtypes(tree: Any, func: Any) -> Any:
+    if func is torch.Tensor.view:  # reinterprets bits
+        return tree
+    if func is torch.Tensor.type:
+        tree = pytree.tree_map_only((str, type(torch.HalfTensor)), lambda t: _TENSOR_TYPES.get(t, t), tree)
+    return pytree.tree_map_only(torch.dtype, lambda d: torch.float32 if d in HALF_DTYPES else d, tree)
+
+
+def _detached_is_fp32(result: Any, source: torch.Tensor) -> Any:
+    """Aliases of a half tensor stay half, so that writes reach it; copies are float32 like everything computed."""
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype not in HALF_DTYPES:
+            return tensor
+        shares = tensor.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+        return tensor if shares else tensor.float()
+
+    return pytree.tree_map_only(torch.Tensor, convert, result)
+
+
+def _access_property(func: Any, name: str, args: tuple[Any, ...]) -> Any:
+    if name == "__set__":
+        target, value = args
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and target.dtype in HALF_DTYPES:
+            value = value.to(target.dtype)
+        return func(target, value)
+    value = func(*args)
+    return torch.float32 if isinstance(value, torch.dtype) and value in HALF_DTYPES else value
+
+
+def _max_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[3] if len(args) > 3 else kwargs.get("max_norm")
+
+
+def _call_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """SDPA with the kernels that take float32, even where the user allows only half-precision ones."""
+    if torch.backends.cuda.math_sdp_enabled():
+        return func(*args, **kwargs)
+    with torch.nn.attention.sdpa_kernel(_FP32_ATTENTION):
+        return func(*args, **kwargs)
+
+
+_T = torch.Tensor
+_AS_FLOAT32 = frozenset({_T.half, _T.bfloat16})
+_METADATA = frozenset(
+    {
+        _T.size, _T.stride, _T.dim, _T.ndimension, _T.numel, _T.nelement, _T.storage_offset, _T.data_ptr,
+        _T.untyped_storage, _T.is_contiguous, _T.is_floating_point, _T.is_complex, _T.is_signed, _T.is_inference,
+        _T.element_size, _T.get_device, _T.__len__, _T.__hash__, _T.is_set_to, _T.requires_grad_,
+        torch.is_floating_point, torch.is_complex, torch.numel,
+    }
+)  # fmt: skip
+_ALIASING = frozenset(
+    {
+        _T.view, _T.view_as, _T.reshape, _T.permute, _T.transpose, _T.t, _T.flatten, _T.unflatten, _T.squeeze,
+        _T.unsqueeze, _T.expand, _T.expand_as, _T.narrow, _T.select, _T.chunk, _T.split, _T.unbind, _T.movedim,
+        _T.swapaxes, _T.diagonal, _T.unfold, _T.as_strided, _T.detach, _T.contiguous, _T.__getitem__, _T.cuda, _T.cpu,
+        torch.reshape, torch.permute, torch.transpose, torch.flatten, torch.squeeze, torch.unsqueeze, torch.narrow,
+        torch.select, torch.chunk, torch.split, torch.unbind, torch.movedim, torch.swapaxes, torch.diagonal,
+    }
+)  # fmt: skip
+_ATTENTION = frozenset({torch.nn.functional.scaled_dot_product_attention})
+_FP32_ATTENTION = [torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION, torch.nn.attention.SDPBackend.MATH]
+_TENSOR_TYPES: dict[Any, Any] = {
+    f"{module}.{half}": f"{module}.FloatTensor"
+    for module in ("torch", "torch.cuda")
+    for half in ("HalfTensor", "BFloat16Tensor")
+} | {
+    getattr(module, half): module.FloatTensor
+    for module in (torch, torch.cuda)
+    for half in ("HalfTensor", "BFloat16Tensor")
+}
+
+
+def _device_types() -> tuple[str, ...]:
+    accelerator = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
+    if accelerator is None and torch.cuda.is_available():
+        return ("cpu", "cuda")
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+
+
+@contextmanager
+def _autocast_off(device_types: Iterable[str]) -> Generator[None]:
+    with ExitStack() as stack:
+        for device_type in device_types:
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        yield
+
+
+def _force_eager() -> Callable[[], None]:
+    stance = torch.compiler.set_stance("force_eager")
+    return lambda: stance.__exit__(None, None, None)
+
+
+def _allow_tf32() -> Callable[[], None]:
+    matmul: Any = torch.backends.cuda.matmul
+    conv: Any = torch.backends.cudnn
+    if hasattr(matmul, "fp32_precision"):  # torch 2.9 and later refuse the old switches once the new ones were used
+        before = matmul.fp32_precision, conv.conv.fp32_precision
+        matmul.fp32_precision = conv.conv.fp32_precision = "tf32"
+
+        def restore() -> None:
+            matmul.fp32_precision, conv.conv.fp32_precision = before
+
+        return restore
+    before_old = matmul.allow_tf32, conv.allow_tf32
+    matmul.allow_tf32 = conv.allow_tf32 = True
+
+    def restore_old() -> None:
+        matmul.allow_tf32, conv.allow_tf32 = before_old
+
+    return restore_old
+
+
+_EAGER_ONLY = SharedSetting(_force_eager)
+_TF32 = SharedSetting(_allow_tf32)
+
+
+def _refuse_scripted(module: torch.nn.Module) -> None:
+    for name, child in module.named_modules():
+        if isinstance(child, torch.jit.ScriptModule) and any(p.dtype in HALF_DTYPES for p in child.parameters()):
+            raise RerunUnsupported(
+                f"'{name or type(module).__name__}' is a TorchScript module with half-precision weights: what it runs "
+                "cannot be upcast from outside. Load the model without scripting it, or choose precision 'fp32'."
+            )
+
+
+def _is_dtype_complaint(error: RuntimeError) -> bool:
+    message = str(error).lower()
+    words = ("dtype", "scalar type", "float16", "bfloat16", "fp16", "bf16", "half")
+    return any(word in message for word in words)
+
+
+def _innermost_module(traceback: TracebackType | None, function: Callable[..., Any]) -> str:
+    """Name of the module whose forward raised, read off the traceback: no hook needed."""
+    names = {id(m): n for n, m in function.named_modules()} if isinstance(function, torch.nn.Module) else {}
+    found = type(function).__name__
+    while traceback is not None:
+        owner = traceback.tb_frame.f_locals.get("self")
+        if isinstance(owner, torch.nn.Module):
+            name = names.get(id(owner))
+            found = f"'{name}' ({type(owner).__name__})" if name else type(owner).__name__
+        traceback = traceback.tb_next
+    return found
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0].rstrip(".")

@@ -1,0 +1,206 @@
+"""The step guard: what counts as failing, what it does about it, and what it leaves alone."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from comfyui_onediff_guard.precision.arch import CPU
+from comfyui_onediff_guard.precision.guard import (
+    DTYPES,
+    GuardPolicy,
+    GuardStopped,
+    OnFailure,
+    StageGuard,
+    guarded,
+)
+from comfyui_onediff_guard.precision.policy import VARIANTS, Component, Precision, choose
+from comfyui_onediff_guard.precision.report import RunReport
+from torch import nn
+
+
+class Denoiser(nn.Module):
+    """Squares what it is given: beyond fp16 from |x| = 256 on, well inside bf16 and fp32."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.out = nn.Linear(4, 4)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, hidden_states, timestep=None, table=None):
+        self.seen.append(hidden_states.dtype)
+        squared = hidden_states * hidden_states
+        return (self.out(squared / 1e4) + 0 * self.inner(hidden_states),)
+
+
+def build(dtype="fp16", **policy):
+    torch.manual_seed(0)
+    module = Denoiser().to(DTYPES[dtype]).requires_grad_(False)
+    plan = choose(CPU, VARIANTS["CogVideoX-5B"], Component.DENOISER, Precision(dtype))
+    report = RunReport("CogVideoX-5B", str(CPU), plan)
+    guard = StageGuard(
+        "denoiser", module, dtype=dtype, policy=GuardPolicy(**policy), report=report, inputs=("hidden_states",)
+    )
+    return module, guarded(module, guard), report
+
+
+def latents(scale=1.0):
+    return torch.full((2, 3, 4), float(scale))
+
+
+def test_a_healthy_call_is_bit_equal_and_stays_in_half():
+    module, shell, report = build()
+    x = latents(3).half()
+    expected = module(x)[0]
+    found = shell(hidden_states=x, timestep=torch.tensor([500, 500]))[0]
+    assert found.dtype == torch.float16
+    assert torch.equal(found, expected)
+    (step,) = report.steps
+    assert (step.dtype, step.outcome, step.timestep, step.step) == ("fp16", "finite", 500.0, 0)
+    assert step.largest == expected.abs().max()
+
+
+def test_a_failing_call_is_rerun_and_equals_fp32():
+    module, shell, report = build()
+    x = latents(2000).half()
+    assert not torch.isfinite(module(x)[0]).all()
+    found = shell(hidden_states=x)[0]
+    assert torch.equal(found, copy.deepcopy(module).float()(x.float())[0])
+    assert [step.outcome for step in report.steps] == ["rerun"]
+    assert report.steps[0].dtype == "fp32"
+    assert report.reruns == 1
+
+
+def test_half_steps_go_on_after_a_rerun_handed_on_float32():
+    module, shell, report = build()
+    carried = shell(hidden_states=latents(2000).half())[0]
+    assert carried.dtype == torch.float32
+    shell(hidden_states=carried / carried.abs().max())
+    assert [step.dtype for step in report.steps] == ["fp32", "fp16"]
+    assert module.seen[-1] == torch.float16
+
+
+def test_an_input_beyond_half_keeps_that_call_in_fp32():
+    module, shell, report = build()
+    x = latents(1e5)
+    found = shell(hidden_states=x)[0]
+    assert torch.equal(found, copy.deepcopy(module).float()(x)[0])
+    assert report.steps[0].outcome == "rerun"
+
+
+def test_only_named_inputs_are_cast():
+    _, shell, _ = build()
+    table = torch.zeros(3)
+    seen = []
+    shell.forward._attempt = lambda **given: seen.append(given) or given["hidden_states"]
+    shell(hidden_states=latents(), timestep=torch.tensor([0.25]), table=table)
+    assert seen[0]["hidden_states"].dtype == torch.float16
+    assert seen[0]["table"] is table
+    assert seen[0]["timestep"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 65504.0])
+@pytest.mark.parametrize("position", [(0, 0, 0), (1, 2, 3)])
+def test_a_single_bad_element_is_found(bad, position):
+    _, shell, report = build()
+    attempts = iter([bad])
+
+    def attempt(**given):
+        output = torch.zeros_like(given["hidden_states"])
+        output[position] = next(attempts)
+        return output
+
+    shell.forward._attempt = attempt
+    assert torch.isfinite(shell(hidden_states=latents())[0]).all()
+    assert report.reruns == 1
+
+
+def test_saturation_is_a_failure_in_fp16_only():
+    _, shell, report = build("bf16")
+    shell.forward._attempt = lambda **given: torch.full_like(given["hidden_states"], 65504.0)
+    shell(hidden_states=latents())
+    assert report.steps[0].outcome == "finite"
+
+
+def test_stop_ends_the_run_and_says_what_to_do():
+    _, shell, _ = build(on_failure=OnFailure.STOP)
+    with pytest.raises(GuardStopped, match=r"denoiser, call 1: the output in fp16 is non-finite.*'rerun'"):
+        shell(hidden_states=latents(2000))
+
+
+def test_off_only_watches():
+    module, shell, report = build(on_failure=OnFailure.OFF)
+    found = shell(hidden_states=latents(2000))[0]
+    assert not torch.isfinite(found).all()
+    assert module.seen == [torch.float16]
+    assert report.steps[0].outcome == "non-finite"
+    assert report.failed == 1
+    assert "NOT FINITE" in report.summary()
+
+
+def test_a_broken_input_is_not_blamed_on_the_stage():
+    module, shell, _ = build()
+    x = latents()
+    x[0, 0, :2] = float("nan")
+    with pytest.raises(GuardStopped, match=r"input 'hidden_states' holds 2 non-finite values"):
+        shell(hidden_states=x)
+    assert len(module.seen) == 1, "no rerun was wasted"
+
+
+def test_a_broken_weight_is_named():
+    module, shell, _ = build()
+    module.out.weight[1, 2] = float("inf")
+    with pytest.raises(GuardStopped, match=r"in fp32 too.*weight 'out.weight' holds 1 non-finite values of 16"):
+        shell(hidden_states=latents())
+
+
+def test_where_fp32_fails_too_the_first_module_is_named_and_its_hooks_go():
+    module, shell, _ = build("bf16")
+    with pytest.raises(GuardStopped, match=r"non-finite in fp32 too, first in 'out'"):
+        shell(hidden_states=latents(1e25))
+    assert not any(child._forward_hooks for child in module.modules())
+
+
+def test_fp32_is_checked_too():
+    _, shell, report = build("fp32")
+    shell(hidden_states=latents(2000))
+    assert report.steps[0].outcome == "finite"
+    with pytest.raises(GuardStopped, match="non-finite in fp32 too"):
+        shell(hidden_states=latents(1e30))
+
+
+def test_the_shell_leaves_the_module_alone():
+    module, shell, _ = build()
+    calls = []
+    handle = module.register_forward_hook(lambda *_: calls.append("hook"))
+    x = latents().half()
+    shell(hidden_states=x)
+    assert calls == ["hook"], "the module's own hooks run once, not twice"
+    assert "forward" not in vars(module)
+    assert shell.out.weight is module.out.weight
+    handle.remove()
+
+
+def test_an_exception_passes_through_and_the_next_call_works():
+    _, shell, report = build()
+    attempt = shell.forward._attempt
+    shell.forward._attempt = lambda **_: (_ for _ in ()).throw(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        shell(hidden_states=latents())
+    shell.forward._attempt = attempt
+    shell(hidden_states=latents())
+    assert len(report.steps) == 1
+
+
+def test_the_report_adds_up():
+    _, shell, report = build()
+    for scale in (1, 2000, 3, 2000):
+        shell(hidden_states=latents(scale), timestep=torch.tensor(scale))
+    facts = report.as_dict()
+    assert facts["outcomes"] == {"finite": 2, "rerun": 2}
+    assert facts["reruns"] == 2
+    assert facts["seconds"] == pytest.approx(sum(step["seconds"] for step in facts["steps"]))
+    assert "4 steps, 2 reruns" in facts["summary"]
+    assert len([line for line in report.text().splitlines() if line.startswith("denoiser ")]) == 4

@@ -1,0 +1,359 @@
+"""The fp32 rerun: bit-equal to module.float(), and nothing left behind."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from comfyui_onediff_guard.precision.upcast import RerunUnsupported, run_in_fp32
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import _get_current_function_mode_stack
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+class Block(nn.Module):
+    """Layers of every kind that compares dtypes, and code that casts by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.GroupNorm(2, 8)
+        self.qkv = nn.Linear(8, 24)
+        self.embedding = nn.Embedding(10, 8)
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x, token):
+        x = self.norm(self.conv(x)).flatten(2).transpose(1, 2)
+        x = x + F.scaled_dot_product_attention(*self.qkv(x).chunk(3, dim=-1))
+        x = x.to(self.out.weight.dtype) + self.embedding(token).mul_(2).to(x)
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + torch.finfo(x.dtype).eps)
+        return {"sample": self.out(x), "mask": torch.full((2, 2), torch.finfo(self.out.weight.dtype).min)}
+
+
+def build(dtype, seed=0):
+    torch.manual_seed(seed)
+    module = Block().to(dtype).eval().requires_grad_(False)
+    return module, torch.randn(2, 3, 6, 6).to(dtype), torch.tensor([[3]])
+
+
+def state(module):
+    return {
+        name: (tensor.clone(), tensor.dtype, id(tensor)) for name, tensor in module.state_dict(keep_vars=True).items()
+    }
+
+
+def assert_untouched(module, before):
+    after = state(module)
+    assert after.keys() == before.keys()
+    for name, (tensor, dtype, identity) in before.items():
+        assert after[name][1:] == (dtype, identity)
+        assert torch.equal(after[name][0], tensor)
+    for child in module.modules():
+        assert not child._forward_hooks and not child._forward_pre_hooks
+    assert not _get_current_function_mode_stack()
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("inference_mode", [False, True])
+def test_bit_equal_to_float(dtype, inference_mode):
+    module, x, token = build(dtype)
+    before = state(module)
+    expected = copy.deepcopy(module).float()(x.float(), token)
+    with torch.inference_mode(inference_mode):
+        found = run_in_fp32(module, x, token)
+    for name in expected:
+        assert found[name].dtype == torch.float32
+        assert torch.equal(found[name], expected[name])
+    assert_untouched(module, before)
+
+
+def test_bit_equal_in_a_worker_thread():
+    module, x, token = build(torch.float16)
+    expected = copy.deepcopy(module).float()(x.float(), token)["sample"]
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(run_in_fp32, module, x, token).result()["sample"]
+    assert torch.equal(found, expected)
+
+
+def test_nothing_is_left_behind_when_it_raises():
+    module, x, token = build(torch.float16)
+    before = state(module)
+    broken = copy.copy(module)
+    broken.forward = lambda *_: (_ for _ in ()).throw(KeyError("inside"))
+    with pytest.raises(KeyError, match="inside"):
+        run_in_fp32(broken, x, token)
+    assert_untouched(module, before)
+    assert module(x, token)["sample"].dtype == torch.float16
+
+
+def test_other_threads_stay_in_half():
+    module, x, token = build(torch.bfloat16)
+    inside, checked = threading.Event(), threading.Event()
+    slow = copy.copy(module)
+
+    def forward(*args):
+        inside.set()
+        assert checked.wait(30)
+        return module(*args)
+
+    slow.forward = forward
+    with ThreadPoolExecutor(1) as pool:
+        rerun = pool.submit(run_in_fp32, slow, x, token)
+        assert inside.wait(30)
+        half = module(x, token)["sample"]
+        checked.set()
+        assert half.dtype == torch.bfloat16
+        assert rerun.result()["sample"].dtype == torch.float32
+
+
+def test_no_dynamo_graph_is_added():
+    from torch._dynamo.utils import counters
+
+    module, x, token = build(torch.float16)
+    inner = torch.compile(module.out, backend="eager")
+    inner(torch.zeros(1, 8, dtype=torch.float16))
+    shell = copy.copy(module)
+    shell._modules = dict(module._modules) | {"out": inner}
+    graphs = counters["stats"]["unique_graphs"]
+    assert graphs > 0
+    run_in_fp32(shell, x, token)
+    assert counters["stats"]["unique_graphs"] == graphs
+    inner(torch.zeros(1, 8, dtype=torch.float16))
+    assert counters["stats"]["unique_graphs"] == graphs, "the stance is restored and nothing recompiles"
+
+
+class Recorder:
+    """Runs a function of the input in fp32 and returns what it returns."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, *args):
+        return run_in_fp32(self.function, *args)
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("half()", lambda w: w.half()),
+        ("bfloat16()", lambda w: w.bfloat16()),
+        ("type(str)", lambda w: w.type("torch.HalfTensor")),
+        ("type(class)", lambda w: w.type(torch.HalfTensor)),
+        ("type(dtype)", lambda w: w.type(torch.float16)),
+        ("to(dtype)", lambda w: w.to(torch.float16)),
+        ("to(tensor)", lambda w: w.to(w)),
+        ("to(keyword)", lambda w: w.to(dtype=torch.bfloat16)),
+        ("zeros", lambda w: w * 1 + torch.zeros(3, dtype=torch.float16)),
+        ("new_zeros", lambda w: w + w.new_zeros(3)),
+        ("cat", lambda w: torch.cat([w, w])),
+    ],
+)
+def test_casts_to_half_give_float32(name, function):
+    weight = torch.full((3,), 65504.0, dtype=torch.float16)
+    captured = run_in_fp32(lambda: function(weight) * 2)
+    assert captured.dtype == torch.float32
+    assert torch.isfinite(captured).all() and captured.max() == 131008
+
+
+def test_dtype_reads_as_float32_and_properties_upcast_nothing():
+    weight = torch.zeros(4, 5, dtype=torch.float16)
+    upcast = []
+
+    def read():
+        original = torch.Tensor.float
+        facts = (weight.dtype, weight.shape, weight.device, weight.ndim, weight.size(0), weight.numel(), len(weight))
+        upcast.append(original is torch.Tensor.float)
+        return facts
+
+    from comfyui_onediff_guard.precision import upcast as module
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_upcast", lambda *_: pytest.fail("a property read upcast the tensor"))
+        with module.fp32_mode():
+            facts = read()
+    assert facts == (torch.float32, torch.Size([4, 5]), torch.device("cpu"), 2, 4, 20, 4)
+
+
+def in_place(buffer):
+    buffer.add_(1)
+    buffer[0] = 7
+    buffer[1:].mul_(2)
+    buffer.view(-1)[2] = 9
+    buffer.copy_(buffer * 2)
+    torch.add(buffer, 1, out=buffer)
+    F.relu(buffer, inplace=True)
+    F.hardtanh(buffer, -1, 40, inplace=True)
+    buffer += 0.5
+    return buffer
+
+
+@pytest.mark.parametrize("inference_mode", [False, True])
+def test_in_place_writes_reach_half_tensors_and_their_aliases(inference_mode):
+    expected = in_place(torch.arange(4.0))
+    buffer = torch.arange(4, dtype=torch.float16)
+    alias = buffer[1:]
+    with torch.inference_mode(inference_mode):
+        returned = run_in_fp32(lambda: in_place(buffer))
+    assert buffer.dtype == torch.float16
+    assert torch.equal(buffer.float(), expected)
+    assert torch.equal(alias.float(), expected[1:])
+    assert torch.equal(returned.float(), expected)
+
+
+def test_in_place_on_an_argument_reaches_the_caller_and_is_computed_in_float32():
+    x = torch.full((2,), 1000.0, dtype=torch.float16)
+
+    def square_root_of_square(t):
+        t.mul_(t)
+        return t.sqrt_()
+
+    assert run_in_fp32(square_root_of_square, x).tolist() == [1000.0, 1000.0]
+    assert x.dtype == torch.float16 and x.tolist() == [1000.0, 1000.0]
+
+
+def test_copies_of_half_tensors_are_float32_so_that_writes_do_not_round():
+    table = torch.full((4, 2), 60000.0, dtype=torch.float16)
+    rows = run_in_fp32(lambda: table[torch.tensor([1, 2])].mul_(4))
+    assert rows.dtype == torch.float32 and rows.max() == 240000
+    assert table.max() == 60000
+
+
+def test_bits_are_reinterpreted_not_cast():
+    packed = torch.tensor([1.5, -2.0], dtype=torch.float16).view(torch.uint8)
+    assert run_in_fp32(lambda: packed.view(torch.float16) * 1).tolist() == [1.5, -2.0]
+    weight = torch.tensor([1.5], dtype=torch.float16)
+    assert run_in_fp32(lambda: weight.view(torch.int16)).tolist() == weight.view(torch.int16).tolist()
+
+
+def test_setting_data_keeps_the_dtype():
+    parameter = nn.Parameter(torch.zeros(2, dtype=torch.float16), requires_grad=False)
+
+    def swap():
+        parameter.data = torch.ones(2)
+
+    run_in_fp32(swap)
+    assert parameter.dtype == torch.float16 and parameter.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("where", ["outside", "inside"])
+def test_autocast_is_off(where):
+    weight = torch.full((4, 4), 300.0, dtype=torch.float16)
+
+    def product():
+        if where == "inside":
+            with torch.autocast("cpu", dtype=torch.float16):
+                return weight @ weight
+        return weight @ weight
+
+    with torch.autocast("cpu", dtype=torch.float16, enabled=where == "outside"):
+        found = run_in_fp32(product)
+    assert found.dtype == torch.float32 and found.max() == 360000
+
+
+@torch.jit.script
+def scripted_scale(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x * weight
+
+
+@torch.jit.script
+def scripted_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x @ weight
+
+
+class CallsScript(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.float16), requires_grad=False)
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x, self.weight)
+
+
+def test_scripted_functions_run_where_they_can_and_are_named_where_not():
+    x = torch.full((2, 2), 3.0, dtype=torch.float16)
+    assert torch.equal(run_in_fp32(CallsScript(scripted_scale), x), x.float())
+    model = nn.Sequential(nn.Identity(), CallsScript(scripted_product))
+    with pytest.raises(RerunUnsupported, match=r"'1' \(CallsScript\) cannot run in float32"):
+        run_in_fp32(model, x)
+
+
+def test_scripted_modules_with_half_weights_are_refused_by_name():
+    scripted = torch.jit.script(nn.Linear(2, 2).half())
+    model = nn.Sequential(nn.Identity(), scripted)
+    with pytest.raises(RerunUnsupported, match="'1' is a TorchScript module"):
+        run_in_fp32(model, torch.zeros(1, 2, dtype=torch.float16))
+
+
+class Threaded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 2).half()
+
+    def forward(self, x):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(self.inner, x).result()
+
+
+def test_child_threads_are_named():
+    with pytest.raises(RerunUnsupported, match=r"'inner' \(Linear\) cannot run in float32"):
+        run_in_fp32(Threaded(), torch.zeros(1, 2, dtype=torch.float16))
+
+
+@torch.library.custom_op("onediff_guard_test::half_attention", mutates_args=())
+def half_attention(q: torch.Tensor) -> torch.Tensor:
+    if q.dtype not in HALVES:
+        raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+    return q.clone()
+
+
+class HalfAttention(nn.Module):
+    def forward(self, q):
+        return half_attention(q)
+
+
+def test_attention_for_half_only_is_named():
+    model = nn.ModuleDict({"attn": HalfAttention()})
+    model.forward = lambda q: model["attn"](q)
+    q = torch.zeros(2, dtype=torch.float16)
+    with pytest.raises(RerunUnsupported, match=r"'attn' \(HalfAttention\).*FlashAttention only support"):
+        run_in_fp32(model, q)
+    assert model(q).dtype == torch.float16
+
+
+def test_attention_restricted_to_half_kernels_is_opened_for_the_rerun():
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q = torch.randn(1, 2, 8, 16).half()
+    expected = F.scaled_dot_product_attention(q.float(), q.float(), q.float())
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
+        found = run_in_fp32(lambda: F.scaled_dot_product_attention(q, q, q))
+        assert not torch.backends.cuda.math_sdp_enabled()
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_tf32_is_scoped_even_when_runs_overlap():
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    seen = []
+    inside, leave = threading.Event(), threading.Event()
+
+    def outer():
+        inside.set()
+        leave.wait(30)
+        seen.append(matmul.fp32_precision)
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(run_in_fp32, outer, tf32=True)
+        assert inside.wait(30)
+        run_in_fp32(lambda: seen.append(matmul.fp32_precision), tf32=True)
+        assert matmul.fp32_precision == "tf32"
+        leave.set()
+        first.result()
+    assert seen == ["tf32", "tf32"]
+    assert matmul.fp32_precision == before
