@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from comfyui_onediff_guard.headless.small_model import build_cogvideox
+from comfyui_onediff_guard.pipelines.families import COGVIDEOX
+from comfyui_onediff_guard.pipelines.handle import PipelineHandle, load
+from comfyui_onediff_guard.pipelines.placement import PlainPlacement
+from comfyui_onediff_guard.precision.policy import Precision
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """model_folder(variant, overflow) → a folder built once a session."""
+    root = tmp_path_factory.mktemp("models")
+
+    def folder(variant: str = "2b", overflow: str = "none") -> Path:
+        path = root / f"{variant}-{overflow}"
+        return path if path.exists() else build_cogvideox(path, variant=variant, overflow=overflow)
+
+    return folder
+
+
+@pytest.fixture
+def open_pipeline() -> Callable[..., PipelineHandle]:
+    def open_folder(path: Path, precision: str = "fp32", backend: str = "eager", offload: str = "none"):
+        return load(
+            path,
+            COGVIDEOX,
+            precision=Precision(precision),
+            backend=backend,
+            offload=offload,
+            placement=PlainPlacement(),
+        )
+
+    return open_folder

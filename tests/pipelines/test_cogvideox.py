@@ -1,0 +1,270 @@
+"""CogVideoX end to end on small folders: real diffusers, real from_pretrained, real tokenizer."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+import weakref
+from dataclasses import replace
+
+import diffusers
+import pytest
+import torch
+from comfyui_onediff_guard.pipelines.decode import decode
+from comfyui_onediff_guard.pipelines.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.errors import BadInput, BadSize
+from comfyui_onediff_guard.pipelines.families import COGVIDEOX
+from comfyui_onediff_guard.pipelines.handle import load
+from comfyui_onediff_guard.pipelines.placement import PlainPlacement
+from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
+from comfyui_onediff_guard.precision.accumulation import SWITCHES
+from comfyui_onediff_guard.precision.guard import GuardPolicy, GuardStopped, OnFailure
+from comfyui_onediff_guard.precision.policy import Precision
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+SMALL = SampleSettings(width=64, height=48, frames=9, steps=3, guidance_scale=6.0, seed=3, scheduler="DDIM")
+PROMPT = "a lighthouse above a calm sea"
+
+
+def make(handle, sampling=SMALL, prompt=PROMPT, **decoding):
+    (positive, negative), _ = encode_prompts(handle, [prompt, ""])
+    latents, report = sample(handle, positive, negative, sampling)
+    frames, _ = decode(handle, latents, **decoding)
+    return frames, report
+
+
+@functools.cache
+def diffusers_pipeline(folder):
+    pipe = diffusers.CogVideoXPipeline.from_pretrained(folder)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def by_hand(folder, sampling, prompt=PROMPT, tiling=False):
+    pipe = diffusers_pipeline(folder)
+    scheduler = {"DPM": diffusers.CogVideoXDPMScheduler, "DDIM": diffusers.CogVideoXDDIMScheduler}[sampling.scheduler]
+    pipe.scheduler = scheduler.from_config(pipe.scheduler.config)
+    pipe.vae.enable_tiling() if tiling else pipe.vae.disable_tiling()
+    video = pipe(
+        prompt,
+        negative_prompt="",
+        width=sampling.width,
+        height=sampling.height,
+        num_frames=sampling.frames,
+        num_inference_steps=sampling.steps,
+        guidance_scale=sampling.guidance_scale,
+        generator=torch.Generator().manual_seed(sampling.seed),
+        output_type="pt",
+    ).frames
+    return video[0].permute(0, 2, 3, 1)
+
+
+@pytest.mark.parametrize("variant", ["2b", "5b", "1.5"])
+def test_fp32_is_bit_equal_to_diffusers_with_the_guard_installed(model_folder, open_pipeline, variant):
+    folder = model_folder(variant)
+    handle = open_pipeline(folder)
+    assert handle.policy.on_failure is OnFailure.RERUN
+    frames, report = make(handle)
+    assert torch.equal(frames, by_hand(folder, SMALL))
+    assert [step.outcome for step in report.steps] == ["finite"] * SMALL.steps
+
+
+@pytest.fixture(scope="module")
+def kept_open(model_folder):
+    placement = PlainPlacement()
+    options = {"precision": Precision.FP32, "backend": "eager", "offload": "none", "placement": placement}
+    return load(model_folder("5b"), COGVIDEOX, **options)
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    width=st.sampled_from([48, 64, 80]),
+    height=st.sampled_from([48, 64]),
+    frames=st.sampled_from([1, 5, 9, 13]),
+    steps=st.integers(1, 3),
+    scheduler=st.sampled_from(["DDIM", "DPM"]),
+    guidance_scale=st.sampled_from([1.0, 6.0]),
+    seed=st.integers(0, 2**32),
+    tiling=st.booleans(),
+)
+def test_fp32_is_bit_equal_over_sizes_schedulers_and_guidance(model_folder, kept_open, tiling, **drawn):
+    folder = model_folder("5b")
+    sampling = SampleSettings(**drawn)
+    frames, _ = make(kept_open, sampling, tiling=tiling)
+    assert torch.equal(frames, by_hand(folder, sampling, tiling=tiling))
+
+
+@pytest.mark.parametrize("variant", ["2b", "5b", "1.5"])
+def test_a_stream_beyond_fp16_is_black_in_plain_fp16_and_right_when_guarded(model_folder, open_pipeline, variant):
+    folder = model_folder(variant, "stream")
+    expected, _ = make(open_pipeline(folder, "fp32"))
+    plain, plain_report = make(open_pipeline(folder, "fp16 (plain)"))
+    assert torch.isnan(plain).all()
+    assert plain_report.failed == SMALL.steps and plain_report.reruns == 0
+
+    frames, report = make(open_pipeline(folder, "fp16"))
+    assert torch.isfinite(frames).all()
+    assert (frames - expected).abs().max() <= 2e-2
+    assert report.reruns == SMALL.steps
+    assert f"{SMALL.steps} steps, {SMALL.steps} reruns" in report.summary()
+
+
+def test_a_healthy_half_run_is_bit_equal_with_and_without_the_guard(model_folder, open_pipeline):
+    handle = open_pipeline(model_folder("5b"), "bf16")
+    unguarded = replace(handle, policy=GuardPolicy(OnFailure.OFF))
+    assert torch.equal(make(handle)[0], make(unguarded)[0])
+
+
+def test_the_same_seed_gives_the_same_video_in_every_precision(model_folder, open_pipeline):
+    folder = model_folder("5b")
+    expected, _ = make(open_pipeline(folder, "fp32"))
+    for precision, tolerance in (("fp16", 2e-2), ("bf16", 0.15)):
+        assert (make(open_pipeline(folder, precision))[0] - expected).abs().max() < tolerance
+
+
+def test_stop_policy_stops(model_folder, open_pipeline):
+    handle = replace(open_pipeline(model_folder("5b", "stream"), "fp16"), policy=GuardPolicy(OnFailure.STOP))
+    with pytest.raises(GuardStopped, match="set to stop"):
+        make(handle)
+    frames, _ = make(replace(handle, policy=GuardPolicy()))
+    assert torch.isfinite(frames).all()
+
+
+def test_another_seed_loads_encodes_and_compiles_nothing(model_folder, open_pipeline, caplog):
+    handle = open_pipeline(model_folder("5b"))
+    make(handle)
+    with caplog.at_level(logging.INFO, "comfyui_onediff_guard"):
+        make(handle, replace(SMALL, seed=4))
+    assert caplog.messages == []
+
+
+def test_a_prompt_used_before_is_remembered_and_a_new_one_loads_the_text_encoder_again(
+    model_folder, open_pipeline, caplog
+):
+    handle = open_pipeline(model_folder("2b"))
+    first, _ = encode_prompts(handle, ["one", ""])
+    encode_prompts(handle, ["two", ""])
+    with caplog.at_level(logging.INFO, "comfyui_onediff_guard"):
+        again, report = encode_prompts(handle, ["one", ""])
+        assert caplog.messages == []
+        encode_prompts(handle, ["three", ""])
+    assert torch.equal(first[0], again[0])
+    assert "remembered" in report.summary()
+    assert len([m for m in caplog.messages if m.startswith("encoding prompt")]) == 1, "the empty one was known"
+
+
+def test_the_text_encoder_is_let_go_before_the_denoiser_is_loaded(model_folder, open_pipeline, monkeypatch):
+    handle = open_pipeline(model_folder("2b"))
+    alive = []
+    original = type(handle.store)._load
+
+    def load(store, name, dtype):
+        alive.append((name, [n for n, ref in references.items() if ref() is not None]))
+        module = original(store, name, dtype)
+        references[name] = weakref.ref(module)
+        return module
+
+    references: dict[str, weakref.ref] = {}
+    monkeypatch.setattr(type(handle.store), "_load", load)
+    make(handle)
+    assert alive == [("text_encoder", []), ("transformer", []), ("vae", ["transformer"])]
+
+
+def test_two_precisions_never_hold_two_copies(model_folder, open_pipeline):
+    folder = model_folder("2b")
+    handle = open_pipeline(folder, "fp32")
+    make(handle)
+    old = weakref.ref(handle.store.module("transformer", "fp32"))
+    other = open_pipeline(folder, "bf16")
+    assert other.store is handle.store
+    make(other)
+    gc.collect()
+    assert old() is None
+    assert other.store.loaded() == {"transformer": "bf16", "vae": "bf16"}
+
+
+def test_everything_goes_with_the_last_handle(model_folder, open_pipeline):
+    handle = open_pipeline(model_folder("2b"))
+    make(handle)
+    references = [weakref.ref(handle.store), weakref.ref(handle.store.module("transformer", "fp32"))]
+    del handle
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
+
+
+def test_offload_rests_components_in_host_memory(model_folder, open_pipeline):
+    handle = open_pipeline(model_folder("2b"), offload="model")
+    rested = []
+    handle.store.placement.to_host = lambda name, module: rested.append(name)  # type: ignore[method-assign]
+    make(handle)
+    assert rested == ["transformer", "vae"]
+
+
+def test_t5_keeps_wo_in_fp32(model_folder, open_pipeline):
+    handle = open_pipeline(model_folder("2b"), "fp16")
+    text_encoder = handle.store.module("text_encoder", "fp16")
+    dtypes = {name.rsplit(".", 2)[-2]: p.dtype for name, p in text_encoder.named_parameters()}
+    assert dtypes["wo"] == torch.float32
+    assert dtypes["wi_0"] == torch.float16
+
+
+def test_sizes_are_refused_before_anything_is_loaded(model_folder, open_pipeline):
+    handle = open_pipeline(model_folder("2b"))
+    embeddings = torch.zeros(1, 226, 64)
+    for wrong, message in (
+        ({"width": 70}, "width is 70, but must be a multiple of 16.*Nearest: 64"),
+        ({"height": 0}, "Nearest: 16"),
+        ({"frames": 50}, r"frames is 50, but must be 4·k \+ 1.*Nearest: 49"),
+        ({"frames": 0}, "Nearest: 1"),
+    ):
+        with pytest.raises(BadSize, match=message):
+            sample(handle, embeddings, embeddings, replace(SMALL, **wrong))
+    assert handle.store.loaded() == {}
+
+
+def test_foreign_conditioning_and_latents_are_refused(model_folder, open_pipeline):
+    handle = open_pipeline(model_folder("2b"))
+    foreign = torch.zeros(1, 77, 768)
+    with pytest.raises(BadInput, match=r"'positive' has shape \(1, 77, 768\).*Encode Prompt"):
+        sample(handle, foreign, foreign, SMALL)
+    with pytest.raises(BadInput, match=r"shape \(1, 4, 8, 8\)"):
+        decode(handle, torch.zeros(1, 4, 8, 8))
+    assert handle.store.loaded() == {}
+
+
+def test_broken_latents_are_blamed_on_the_stage_that_made_them(model_folder, open_pipeline):
+    handle = open_pipeline(model_folder("2b"), "fp16")
+    with pytest.raises(GuardStopped, match="vae decode, call 1: its input 'argument 1' holds"):
+        decode(handle, torch.full((1, 16, 3, 6, 8), float("nan")))
+
+
+def test_interrupt_leaves_nothing_behind_and_the_next_run_works(model_folder, open_pipeline):
+    import os
+
+    handle = open_pipeline(model_folder("5b", "stream"), "fp16")
+    (positive, negative), _ = encode_prompts(handle, [PROMPT, ""])
+
+    def interrupt(done, total, report):
+        assert os.environ[SWITCHES[0]]
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sample(handle, positive, negative, SMALL, step_done=interrupt)
+    assert not any(name in os.environ for name in SWITCHES)
+    denoiser = handle.store.module("transformer", "fp16")
+    assert "forward" not in vars(denoiser)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in denoiser.modules())
+    seen = []
+    sample(handle, positive, negative, SMALL, step_done=lambda done, total, report: seen.append((done, total)))
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_precision_can_be_overridden_per_stage(model_folder, open_pipeline):
+    handle = open_pipeline(model_folder("5b"), "fp32")
+    (positive, negative), _ = encode_prompts(handle, [PROMPT, ""], Precision.BF16)
+    _, report = sample(handle, positive, negative, SMALL, request=Precision.BF16)
+    assert report.plan.dtype == "bf16"
+    assert {step.dtype for step in report.steps} == {"bf16"}

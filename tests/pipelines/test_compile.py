@@ -1,0 +1,171 @@
+"""Compiling through OneDiff: which backend, and that the original denoiser stays out of it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import types
+from dataclasses import replace
+
+import pytest
+import torch
+from comfyui_onediff_guard.pipelines import compile as compiling
+from comfyui_onediff_guard.pipelines.compile import BackendChoice, choose_backend, compiled
+from comfyui_onediff_guard.pipelines.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.errors import BackendUnavailable
+from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.utils import counters
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+SMALL = SampleSettings(width=64, height=48, frames=9, steps=2, guidance_scale=6.0, seed=3, scheduler="DDIM")
+
+
+class Transformer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.transformer_blocks = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.transformer_blocks:
+            x = block(x)
+        return x
+
+
+@pytest.fixture
+def no_modules(monkeypatch):
+    """find_spec as on a machine without those packages."""
+
+    def hide(*names):
+        original = compiling.importlib.util.find_spec
+        monkeypatch.setattr(
+            compiling.importlib.util, "find_spec", lambda n, *a: None if n in names else original(n, *a)
+        )
+
+    return hide
+
+
+def test_auto_names_what_was_missing(no_modules, monkeypatch, caplog):
+    no_modules("oneflow", "nexfort", "triton")
+    monkeypatch.setattr(compiling, "find_c_compiler", lambda: None)
+    with caplog.at_level(logging.WARNING, "comfyui_onediff_guard"):
+        choice = choose_backend("auto", CPU)
+    assert choice.name == "eager"
+    assert "no C++ compiler" in choice.reason or "needs a C++ compiler, and none was found" in choice.reason
+    assert len(caplog.messages) == 1 and "\n" not in caplog.messages[0]
+
+    choice = choose_backend("auto", CUDA)
+    assert "OneFlow is not installed" in choice.reason
+    assert "nexfort is not installed" in choice.reason
+    assert "Triton, which is not installed" in choice.reason
+
+
+def test_auto_takes_inductor_where_there_is_a_compiler(monkeypatch):
+    monkeypatch.setattr(compiling, "find_c_compiler", lambda: "cl.exe")
+    assert choose_backend("auto", CPU).name == "inductor"
+
+
+@pytest.mark.parametrize("backend", ["oneflow", "nexfort"])
+def test_a_backend_asked_for_that_does_not_work_is_refused(backend):
+    with pytest.raises(BackendUnavailable, match=rf"Backend '{backend}' does not work here.*'auto' or 'eager'"):
+        choose_backend(backend, CPU)
+
+
+def test_pypis_oneflow_placeholder_that_raises_on_import_is_survived(tmp_path, monkeypatch):
+    (tmp_path / "oneflow.py").write_text("raise RuntimeError('not for this Python')", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(BackendUnavailable, match=r"RuntimeError: not for this Python; OneDiff needs OneFlow's special"):
+        choose_backend("oneflow", CUDA)
+    sys.modules.pop("oneflow", None)
+
+
+def test_the_compiler_is_found_on_windows_without_assuming_linux(monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(compiling, "os", types.SimpleNamespace(name="nt", environ={}))
+    found = {"cl": "C:/VC/cl.exe", "g++": "C:/mingw/g++.exe"}
+    monkeypatch.setattr(compiling.shutil, "which", found.get)
+    assert compiling.find_c_compiler() == "C:/VC/cl.exe"
+    found.pop("cl")
+    assert compiling.find_c_compiler() is None
+
+
+def test_eager_compiles_nothing():
+    model = Transformer()
+    assert compiled(model, "transformer_blocks", BackendChoice("eager", "")) is model
+
+
+def test_inductor_is_registered_in_onediffs_registry_once():
+    import onediff.infer_compiler
+    from onediff.infer_compiler.backends import registry
+
+    compiling._register_inductor()
+    first = registry._BACKENDS["inductor"]
+    compiling._register_inductor()
+    assert registry._BACKENDS["inductor"] is first
+    block = torch.nn.Linear(2, 2)
+    again = onediff.infer_compiler.compile(types.SimpleNamespace(_torch_module=block), backend="inductor")
+    assert again._orig_mod is block, "what OneDiff has wrapped is unwrapped before compiling again"
+
+
+def test_blocks_are_compiled_in_a_shell_through_onediff(monkeypatch):
+    from onediff.infer_compiler.backends import registry
+
+    seen = []
+    monkeypatch.setitem(registry._BACKENDS, "recording", lambda module, *, options=None: seen.append(module) or module)
+    model = Transformer()
+    blocks = list(model.transformer_blocks)
+    shell = compiled(model, "transformer_blocks", BackendChoice("recording", ""))
+    assert seen == blocks
+    assert shell is not model and list(model.transformer_blocks) == blocks
+    assert shell.transformer_blocks is not model.transformer_blocks
+    x = torch.randn(2, 4)
+    assert torch.equal(shell(x), model(x))
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+def test_auto_goes_on_without_a_compiler_that_fails_and_an_explicit_choice_does_not(monkeypatch, caplog, automatic):
+    from onediff.infer_compiler.backends import registry
+
+    def broken(graph, inputs):
+        raise RuntimeError("cl is not found")
+
+    monkeypatch.setitem(
+        registry._BACKENDS, "broken", lambda module, *, options=None: torch.compile(module, backend=broken)
+    )
+    model = Transformer().requires_grad_(False)
+    shell = compiled(model, "transformer_blocks", BackendChoice("broken", "", automatic=automatic))
+    x = torch.randn(2, 4)
+    if not automatic:
+        with pytest.raises(BackendCompilerFailed, match="cl is not found"):
+            shell(x)
+        return
+    assert torch.equal(shell(x), model(x))
+    assert torch.equal(shell(x), model(x))
+    assert len([m for m in caplog.messages if "could not compile" in m]) == 1
+
+
+def test_inductor_end_to_end_a_rerun_and_another_seed_add_no_graph(model_folder, open_pipeline, caplog):
+    handle = open_pipeline(model_folder("5b", "stream"), "fp16", backend="inductor")
+    (positive, negative), _ = encode_prompts(handle, ["a red kite", ""])
+    latents, report = sample(handle, positive, negative, SMALL)
+    assert report.reruns == SMALL.steps
+    assert report.backend == "inductor"
+    graphs = counters["stats"]["unique_graphs"]
+    assert graphs > 0
+
+    with caplog.at_level(logging.INFO, "comfyui_onediff_guard"):
+        sample(handle, positive, negative, replace(SMALL, seed=4))
+    assert counters["stats"]["unique_graphs"] == graphs
+    assert not [m for m in caplog.messages if m.startswith(("loading", "encoding", "compiling"))]
+
+    expected, _ = sample(replace(handle, backend=BackendChoice("eager", "")), positive, negative, SMALL)
+    assert torch.equal(latents, expected), "every step was rerun by the untouched original"
+
+
+def test_inductor_agrees_with_eager(model_folder, open_pipeline):
+    handle = open_pipeline(model_folder("5b"), "fp32", backend="inductor")
+    (positive, negative), _ = encode_prompts(handle, ["a red kite", ""])
+    latents, report = sample(handle, positive, negative, SMALL)
+    expected, _ = sample(replace(handle, backend=BackendChoice("eager", "")), positive, negative, SMALL)
+    assert (latents - expected).abs().max() < 1e-4 * expected.abs().max()
+    assert [step.outcome for step in report.steps] == ["finite"] * SMALL.steps

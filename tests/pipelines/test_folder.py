@@ -1,0 +1,150 @@
+"""Bad folders: found before a weight is read, with what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+
+import pytest
+from comfyui_onediff_guard.pipelines.errors import BadFolder
+from comfyui_onediff_guard.pipelines.families import COGVIDEOX
+from comfyui_onediff_guard.pipelines.folder import fingerprint, inspect, list_folders
+
+
+@pytest.fixture
+def folder(model_folder, tmp_path):
+    return shutil.copytree(model_folder("2b"), tmp_path / "model")
+
+
+def edit_index(folder, **changes):
+    file = folder / "model_index.json"
+    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | changes), encoding="utf-8")
+
+
+def weights_of(folder, component):
+    (file,) = (folder / component).glob("*.safetensors")
+    return file
+
+
+@pytest.mark.parametrize(
+    ("variant", "name"), [("2b", "CogVideoX-2B"), ("5b", "CogVideoX-5B"), ("1.5", "CogVideoX-1.5-5B")]
+)
+def test_variants_are_recognised_by_config(model_folder, variant, name):
+    facts = inspect(model_folder(variant), COGVIDEOX)
+    assert facts.variant == name
+    assert facts.weights["transformer"].stored_dtype == "F32"
+    assert facts.weights["transformer"].n_bytes == weights_of(facts.path, "transformer").stat().st_size
+
+
+def test_not_a_pipeline(folder):
+    (folder / "model_index.json").unlink()
+    with pytest.raises(BadFolder, match=r"'model' is not a diffusers-format folder: it has no model_index.json"):
+        inspect(folder, COGVIDEOX)
+
+
+def test_another_pipeline(folder):
+    edit_index(folder, _class_name="StableVideoDiffusionPipeline")
+    with pytest.raises(BadFolder, match="holds a StableVideoDiffusionPipeline, not a CogVideoXPipeline"):
+        inspect(folder, COGVIDEOX)
+
+
+def test_index_that_is_no_json(folder):
+    (folder / "model_index.json").write_text("<html>", encoding="utf-8")
+    with pytest.raises(BadFolder, match="cannot be read as JSON"):
+        inspect(folder, COGVIDEOX)
+
+
+def test_index_that_is_a_list(folder):
+    (folder / "model_index.json").write_text("[]", encoding="utf-8")
+    with pytest.raises(BadFolder, match="holds a list"):
+        inspect(folder, COGVIDEOX)
+
+
+@pytest.mark.parametrize("component", ["tokenizer", "text_encoder", "transformer", "vae", "scheduler"])
+def test_missing_component(folder, component):
+    shutil.rmtree(folder / component)
+    with pytest.raises(BadFolder, match=f"has no '{component}' folder. The download is incomplete"):
+        inspect(folder, COGVIDEOX)
+
+
+def test_component_of_another_class(folder):
+    edit_index(folder, transformer=["diffusers", "UNet2DConditionModel"])
+    with pytest.raises(BadFolder, match="names UNet2DConditionModel as transformer"):
+        inspect(folder, COGVIDEOX)
+
+
+def test_missing_config_and_missing_weights(folder):
+    (folder / "vae" / "config.json").unlink()
+    with pytest.raises(BadFolder, match=r"'model/vae' has no config.json"):
+        inspect(folder, COGVIDEOX)
+    shutil.copy(folder / "transformer" / "config.json", folder / "vae" / "config.json")
+    weights_of(folder, "vae").unlink()
+    with pytest.raises(BadFolder, match=r"'model/vae' holds no .safetensors file"):
+        inspect(folder, COGVIDEOX)
+
+
+@pytest.mark.parametrize("name", ["diffusion_pytorch_model.bin", "model.pt", "weights.ckpt"])
+def test_pickled_weights_are_refused_by_name(folder, name):
+    file = weights_of(folder, "transformer")
+    file.rename(file.with_name(name))
+    with pytest.raises(BadFolder, match=f"pickled weights \\({name}\\).*refused"):
+        inspect(folder, COGVIDEOX)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1])
+def test_truncated_safetensors(folder, keep):
+    file = weights_of(folder, "transformer")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:keep])
+    with pytest.raises(BadFolder, match=r"'model/transformer/.*' is not a whole safetensors file.*download it again"):
+        inspect(folder, COGVIDEOX)
+
+
+def test_safetensors_that_is_an_error_page(folder):
+    weights_of(folder, "vae").write_bytes(b"<!DOCTYPE html><html>404</html>" * 10)
+    with pytest.raises(BadFolder, match="is not a whole safetensors file"):
+        inspect(folder, COGVIDEOX)
+
+
+def test_missing_shard(folder):
+    file = weights_of(folder, "transformer")
+    index = {"weight_map": {"a": "part-1.safetensors", "b": "part-2.safetensors"}}
+    (folder / "transformer" / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
+    file.rename(file.with_name("part-1.safetensors"))
+    with pytest.raises(BadFolder, match=r"'model/transformer' lacks part-2.safetensors"):
+        inspect(folder, COGVIDEOX)
+
+
+def test_weights_that_do_not_fit_the_config_are_explained(folder, open_pipeline):
+    file = folder / "transformer" / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps(config | {"num_attention_heads": 8}), encoding="utf-8")
+    handle = open_pipeline(folder)
+    with pytest.raises(BadFolder, match="'model/transformer' could not be loaded as CogVideoXTransformer3DModel"):
+        handle.store.module("transformer", "fp32")
+    assert handle.store.loaded() == {}
+
+
+def test_config_with_unknown_fields_loads(folder, open_pipeline):
+    file = folder / "transformer" / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps(config | {"made_up": 1}), encoding="utf-8")
+    assert open_pipeline(folder).store.module("transformer", "fp32") is not None
+
+
+def test_listing(folder, tmp_path):
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    shutil.copytree(folder, tmp_path / "deep" / "er" / "two")
+    other = tmp_path / "other"
+    shutil.copytree(folder, other / "model")
+    found = list_folders([tmp_path, other, tmp_path / "absent"])
+    assert list(found) == ["deep/er/two", "model", "other/model"]
+    assert found["model"] == folder
+
+
+def test_fingerprint_changes_with_the_files(folder):
+    before = fingerprint(folder)
+    assert fingerprint(folder) == before
+    os.utime(folder / "vae" / "config.json", ns=(1, 1))
+    assert fingerprint(folder) != before
