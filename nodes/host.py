@@ -53,8 +53,9 @@ _folders: ContextVar[PlainFolders] = ContextVar("onediff_guard_folders", default
 
 @contextmanager
 def plain_folders(*, models: Sequence[Path], input: Path, output: Path) -> Generator[None]:  # noqa: A002
-    """Name the folders for a process without ComfyUI. models: roots searched for diffusers-format folders."""
+    """Name the folders for one run in a process without ComfyUI. models: roots searched for diffusers-format folders."""
     token = _folders.set(PlainFolders(tuple(models), input, output))
+    _interrupt.clear()
     try:
         yield
     finally:
@@ -111,7 +112,6 @@ class Progress:
         else:
             from tqdm import tqdm
 
-            _interrupt.clear()
             self._bar = tqdm(total=self._total, file=sys.stderr)
         return self
 

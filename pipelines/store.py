@@ -91,6 +91,12 @@ class ComponentStore:
             return loader.from_pretrained(self.folder.path / name, local_files_only=True, **options)
         except torch.OutOfMemoryError:
             raise
+        except ImportError as error:
+            raise BadFolder(
+                f"'{self.folder.path.name}/{name}' needs a Python package that is not installed: "
+                f"{str(error).strip().splitlines()[0]} Install the pack's requirements.txt (sentencepiece and protobuf "
+                "are in it) and start again."
+            ) from error
         except Exception as error:
             raise BadFolder(
                 f"'{self.folder.path.name}/{name}' could not be loaded as {self.folder.classes[name]}: "

@@ -1,0 +1,53 @@
+# make demo    a small CogVideoX that overflows fp16: black without the guard, right with it (output/demo)
+# make test    ruff, basedpyright, pytest with a real ComfyUI: what has to pass before a change goes in
+# make bench   what the guard costs a step
+# Each makes .venv from nothing where it is missing, once. Needs Python 3.10 to 3.12, a C compiler and PyPI, or a mirror
+# of it. PYTHON=python3.12 chooses the interpreter. Using the pack in ComfyUI needs no make: see README.md.
+
+PYTHON ?= python3
+TORCH := torch==2.13.0
+
+# errors alone: at -q pip repeats a warning for every package
+PIP := -m pip install -qq --disable-pip-version-check
+SUPPORTED := import sys; v = sys.version_info[:2]; \
+	sys.exit(0 if (3, 10) <= v <= (3, 12) else f"{sys.executable} is Python {v[0]}.{v[1]}: the pinned packages need 3.10 to 3.12. Choose one: make PYTHON=python3.12")
+
+.PHONY: demo test lint bench clean
+
+demo: .venv/.installed
+	.venv/bin/onediff-guard demo
+
+test: lint .venv-comfyui/.installed
+	.venv/bin/python -m pytest
+
+lint: .venv/.installed
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/basedpyright
+
+bench: .venv/.installed
+	.venv/bin/python benchmarks/guard.py
+
+clean:
+	rm -rf .venv .venv-comfyui build comfyui_onediff_guard.egg-info
+
+# torch first and pinned again by the constraints, so that no other package's wish replaces it
+.venv/.installed: constraints/test.txt pyproject.toml
+	@$(PYTHON) -c '$(SUPPORTED)'
+	@test -x .venv/bin/python || { echo "Making .venv with $$($(PYTHON) --version): a few minutes"; $(PYTHON) -m venv .venv; }
+	@.venv/bin/python -c '$(SUPPORTED)'
+	.venv/bin/python $(PIP) $(TORCH)
+	.venv/bin/python $(PIP) -c constraints/test.txt setuptools
+	.venv/bin/python $(PIP) -c constraints/test.txt --no-build-isolation -e '.[test,bench]'
+	@mkdir -p .venv/importable && ln -sfn ../.. .venv/importable/comfyui_onediff_guard
+	@touch $@
+
+# An environment of its own: the oldest ComfyUI and libraries that the pack supports. constraints/ tells what they are.
+.venv-comfyui/.installed: constraints/comfyui-0.0.1.txt tests/comfyui/torchvision_cpu.py
+	@$(PYTHON) -c '$(SUPPORTED)'
+	@test -x .venv-comfyui/bin/python || { echo "Making .venv-comfyui for the tests in ComfyUI: a few minutes"; $(PYTHON) -m venv .venv-comfyui; }
+	@.venv-comfyui/bin/python -c '$(SUPPORTED)'
+	.venv-comfyui/bin/python $(PIP) $(TORCH)
+	.venv-comfyui/bin/python $(PIP) --no-deps -r constraints/comfyui-0.0.1.txt
+	.venv-comfyui/bin/python tests/comfyui/torchvision_cpu.py
+	@touch $@

@@ -1,0 +1,73 @@
+"""The console command: a table of subcommands, and errors turned into exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import TextIOWrapper
+
+from .errors import ExitCode, HeadlessError
+
+
+@dataclass(frozen=True)
+class Subcommand:
+    name: str
+    module: str  # has add_arguments(parser) and main(args) -> int; imported only when it is used
+    help: str
+
+
+SUBCOMMANDS = (
+    Subcommand("run", ".command", "run a workflow: in this process, on a server, or in a ComfyUI checkout"),
+    Subcommand("demo", ".demo", "make a small model and show what the guard does with it"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code; see `ExitCode`."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    args = _parser(arguments).parse_args(arguments)
+    logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, format="%(message)s")
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a console of Windows may have no arrow, and still be told the rest
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # one way to stop, with clean-up
+    try:
+        return args.main(args)
+    except HeadlessError as error:
+        _complain(str(error), args.verbose)
+        return int(error.exit_code)
+    except KeyboardInterrupt:
+        _complain("Interrupted.", verbose=False)
+        return int(ExitCode.INTERRUPTED)
+    except Exception as error:  # noqa: BLE001 - a script gets an exit code, not a traceback
+        _complain(f"Unexpected {type(error).__name__}: {error}. Run with --verbose to see where.", args.verbose)
+        return int(ExitCode.RUN_FAILED)
+
+
+def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
+    parser = argparse.ArgumentParser(
+        prog="onediff-guard",
+        description="CogVideoX workflows without a browser.",
+        epilog="Exit codes: 0 done, 2 bad input, 3 no server, 4 the run failed, 5 no output, 130 interrupted.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command in SUBCOMMANDS:
+        subparser = commands.add_parser(command.name, help=command.help, description=command.help)
+        subparser.add_argument("--verbose", "-v", action="store_true", help="tell more, and show tracebacks")
+        if command.name == chosen:
+            module = importlib.import_module(command.module, __package__)
+            module.add_arguments(subparser)
+            subparser.set_defaults(main=module.main)
+    return parser
+
+
+def _complain(message: str, verbose: bool) -> None:
+    if verbose:
+        traceback.print_exc()
+    print(f"onediff-guard: {message}", file=sys.stderr)

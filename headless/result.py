@@ -1,0 +1,34 @@
+"""What a headless run gives back, whichever host it ran on, and how it tells about its progress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RunResult:
+    outputs: dict[str, dict[str, Any]]  # node id -> its `ui` dictionary, as in ComfyUI's history
+    results: dict[str, tuple[Any, ...]] = field(repr=False)  # node id -> its outputs; empty for a server's run
+    files: list[Path]  # what was written, in the order of the nodes
+    seconds: float  # from submission to the last file
+
+    def summaries(self) -> list[str]:
+        """One line for each guarded stage, as this pack's nodes put them."""
+        return [str(line) for ui in self.outputs.values() if "onediff_guard" in ui for line in ui.get("text", ())]
+
+
+@dataclass(frozen=True)
+class Progress:
+    node: str  # label of the node that runs
+    value: float | None = None  # steps done, where the node counts any
+    maximum: float | None = None
+
+
+ProgressCallback = Callable[[Progress], None]
+
+
+def no_progress(progress: Progress) -> None:
+    """Tell nobody."""

@@ -1,0 +1,310 @@
+"""A small CogVideoX folder, made on the spot: real classes, real files, random weights.
+
+What lies in the folder is what a published CogVideoX folder has (`model_index.json`, `tokenizer/spiece.model`,
+`text_encoder/`, `transformer/`, `vae/`, `scheduler/`, safetensors), so `CogVideoXPipeline.from_pretrained` and the
+nodes load it as they load the real thing. The demo, the tests and the benchmarks need no download.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import sentencepiece
+import torch
+from diffusers import AutoencoderKLCogVideoX, CogVideoXDDIMScheduler, CogVideoXPipeline, CogVideoXTransformer3DModel
+from transformers import T5Config, T5EncoderModel, T5Tokenizer
+
+Variant = Literal["2b", "5b", "1.5"]
+Overflow = Literal["none", "stream"]
+
+STREAM_PEAK = 5e5  # what `overflow="stream"` makes |residual stream| reach; fp16 ends at 65504
+TEXT_LENGTH = 226  # tokens; what every CogVideoX is trained with
+SENTINELS = 100  # T5's <extra_id_0..99>
+
+
+@dataclass(frozen=True)
+class VariantSpec:
+    """What tells the published variants apart, apart from size. Source: their config.json files."""
+
+    rotary: bool
+    patch_size_t: int | None
+    patch_bias: bool
+    vae_scaling: float
+    snr_shift: float
+
+
+VARIANTS: dict[Variant, VariantSpec] = {
+    "2b": VariantSpec(rotary=False, patch_size_t=None, patch_bias=True, vae_scaling=1.15258426, snr_shift=3.0),
+    "5b": VariantSpec(rotary=True, patch_size_t=None, patch_bias=True, vae_scaling=0.7, snr_shift=1.0),
+    "1.5": VariantSpec(rotary=True, patch_size_t=2, patch_bias=False, vae_scaling=0.7, snr_shift=1.0),
+}
+
+
+def build_cogvideox(
+    folder: Path,
+    *,
+    overflow: Overflow = "none",
+    seed: int = 0,
+    layers: int = 2,
+    variant: Variant = "2b",
+    heads: int = 4,
+    head_dim: int = 16,
+    width: int = 96,
+    height: int = 64,
+    frames: int = 9,
+    dtype: torch.dtype = torch.float32,
+) -> Path:
+    """Write a small CogVideoX pipeline to `folder` and return `folder`.
+
+    The same arguments give the same bytes of weights. Nothing is left behind if it fails: the folder appears whole,
+    by a rename of a temporary one beside it.
+
+    Args:
+        folder: must not exist yet.
+        overflow: "stream" makes the feed-forward of one block write |x| of about 5e5 into the residual stream: more
+            than fp16 holds, so plain fp16 is NaN at each step; fp32 and bf16 are fine, and so is everything inside
+            that block (attention, hidden activations, weights) in fp16.
+        layers, heads, head_dim: of the denoiser; its width is heads * head_dim. head_dim: a multiple of 16.
+        width, height, frames: pixels and frames of the sample size noted in the config (the pipeline's default).
+        dtype: of the stored weights.
+
+    Raises:
+        FileExistsError: `folder` is there already.
+        ValueError: an unknown variant, or a head_dim that rotary positions cannot split.
+    """
+    if variant not in VARIANTS:
+        raise ValueError(f"Unknown CogVideoX variant {variant!r}. Choose one of {', '.join(VARIANTS)}.")
+    if head_dim % 16:
+        raise ValueError(f"head_dim is {head_dim}; 3D rotary positions need a multiple of 16.")
+    with new_folder(folder) as temporary, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        spec = VARIANTS[variant]
+        tokenizer = train_tokenizer(temporary / "tokenizer")
+        text_encoder = small_text_encoder()
+        transformer = CogVideoXTransformer3DModel(
+            num_attention_heads=heads,
+            attention_head_dim=head_dim,
+            text_embed_dim=text_encoder.config.d_model,
+            time_embed_dim=64,
+            num_layers=layers,
+            sample_width=width // 8,
+            sample_height=height // 8,
+            sample_frames=frames,
+            patch_size_t=spec.patch_size_t,
+            patch_bias=spec.patch_bias,
+            max_text_seq_length=TEXT_LENGTH,
+            use_rotary_positional_embeddings=spec.rotary,
+        )
+        if overflow == "stream":
+            make_stream_overflow(transformer)
+        pipeline = CogVideoXPipeline(
+            tokenizer=tokenizer,
+            text_encoder=text_encoder,
+            transformer=transformer,
+            vae=small_vae(spec, width=width, height=height),
+            scheduler=scheduler(spec),
+        )
+        save(pipeline, temporary, dtype)
+    return folder
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Give a temporary folder beside `folder`; it becomes `folder` when the block ends, and vanishes if it raises."""
+    folder = Path(folder)
+    if folder.exists():
+        raise FileExistsError(f"{folder} exists already. Choose another place for the small model, or remove it first.")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        yield temporary
+        temporary.chmod(0o755)
+        os.replace(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def save(pipeline: CogVideoXPipeline, folder: Path, dtype: torch.dtype) -> None:
+    """Save as safetensors in `dtype`, with the tokenizer files that a published folder has."""
+    pipeline.to(dtype)
+    tokenizer_files = folder / "tokenizer"
+    published = {path.name: path.read_bytes() for path in tokenizer_files.iterdir()}
+    pipeline.save_pretrained(folder, safe_serialization=True)
+    for path in tokenizer_files.iterdir():
+        path.unlink()
+    for name, content in published.items():
+        (tokenizer_files / name).write_bytes(content)
+
+
+def train_tokenizer(folder: Path) -> T5Tokenizer:
+    """Train a sentencepiece unigram model, write it to `folder` in the published form, and load it as T5Tokenizer."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(SENTENCES),
+        model_writer=model,
+        model_type="unigram",
+        vocab_size=200,
+        hard_vocab_limit=False,
+        pad_id=0,
+        eos_id=1,
+        unk_id=2,
+        bos_id=-1,
+        pad_piece="<pad>",
+        eos_piece="</s>",
+        unk_piece="<unk>",
+        num_threads=1,
+        minloglevel=2,
+    )
+    sentinels = [f"<extra_id_{i}>" for i in range(SENTINELS)]
+    named = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    folder.mkdir()
+    (folder / "spiece.model").write_bytes(model.getvalue())
+    for name, content in (
+        ("special_tokens_map.json", {**named, "additional_special_tokens": sentinels}),
+        (
+            "tokenizer_config.json",
+            {
+                **named,
+                "additional_special_tokens": sentinels,
+                "extra_ids": SENTINELS,
+                "legacy": True,
+                "model_max_length": TEXT_LENGTH,
+                "tokenizer_class": "T5Tokenizer",
+            },
+        ),
+    ):
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return T5Tokenizer.from_pretrained(folder)
+
+
+def small_text_encoder() -> T5EncoderModel:
+    """A T5 v1.1 encoder (gated GELU), 32 wide, two layers."""
+    return T5EncoderModel(
+        T5Config(
+            vocab_size=384,
+            d_model=32,
+            d_kv=8,
+            d_ff=64,
+            num_layers=2,
+            num_heads=4,
+            feed_forward_proj="gated-gelu",
+            tie_word_embeddings=False,
+            dropout_rate=0.0,
+        )
+    ).eval()
+
+
+def small_vae(spec: VariantSpec, *, width: int, height: int) -> AutoencoderKLCogVideoX:
+    """Four levels as the real one has: 8 times smaller in space, 4 times in time, 16 latent channels."""
+    return AutoencoderKLCogVideoX(
+        down_block_types=("CogVideoXDownBlock3D",) * 4,
+        up_block_types=("CogVideoXUpBlock3D",) * 4,
+        block_out_channels=(8, 16, 16, 16),
+        layers_per_block=1,
+        norm_num_groups=4,
+        sample_width=width,
+        sample_height=height,
+        scaling_factor=spec.vae_scaling,
+    ).eval()
+
+
+def scheduler(spec: VariantSpec) -> CogVideoXDDIMScheduler:
+    return CogVideoXDDIMScheduler(
+        beta_schedule="scaled_linear",
+        beta_start=0.00085,
+        beta_end=0.0120,
+        clip_sample=False,
+        prediction_type="v_prediction",
+        rescale_betas_zero_snr=True,
+        set_alpha_to_one=True,
+        snr_shift_scale=spec.snr_shift,
+        timestep_spacing="trailing",
+    )
+
+
+def make_stream_overflow(transformer: CogVideoXTransformer3DModel, *, peak: float = STREAM_PEAK) -> None:
+    """Scale one block's feed-forward output weights until |residual stream| after it reaches `peak` (in place).
+
+    The feed-forward's hidden activations are made larger too (tens, not thousands), so that the output weights
+    themselves stay far below fp16's largest number.
+    """
+    blocks = transformer.transformer_blocks
+    block = blocks[(len(blocks) - 1) // 2]
+    width = transformer.config.num_attention_heads * transformer.config.attention_head_dim
+    with torch.no_grad():
+        block.ff.net[0].proj.weight.mul_(8.0)
+        for chunk in (2, 5):  # the gates of video and text: no small gate that only a huge weight could make up for
+            block.norm2.linear.bias[chunk * width : (chunk + 1) * width].fill_(1.0)
+        block.ff.net[2].weight.mul_(peak / _stream_peak(transformer, block))
+        block.ff.net[2].weight.mul_(peak / _stream_peak(transformer, block))
+
+
+def _stream_peak(transformer: CogVideoXTransformer3DModel, block: torch.nn.Module) -> float:
+    """The smaller of max |video stream| and max |text stream| after `block`, for one random step."""
+    config = transformer.config
+    frames = 2 * (config.patch_size_t or 1)
+    generator = torch.Generator().manual_seed(0)
+    latents = torch.randn(1, frames, config.in_channels, 8, 12, generator=generator)
+    text = torch.randn(1, config.max_text_seq_length, config.text_embed_dim, generator=generator)
+    rotary = None
+    if config.use_rotary_positional_embeddings:
+        tokens = 2 * 4 * 6
+        rotary = (torch.ones(tokens, config.attention_head_dim), torch.zeros(tokens, config.attention_head_dim))
+    peaks: list[float] = []
+
+    def note(module: torch.nn.Module, args: object, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        peaks.append(min(stream.abs().max().item() for stream in output))
+
+    handle = block.register_forward_hook(note)
+    try:
+        transformer.eval()(latents, text, torch.tensor([500]), image_rotary_emb=rotary)
+    finally:
+        handle.remove()
+    return peaks[0]
+
+
+SENTENCES = (
+    "a slow river of colour moves through the night",
+    "a red balloon floats over a quiet village at dawn",
+    "waves roll onto a sandy beach under a golden sun",
+    "a cat sleeps on a warm window sill while rain falls outside",
+    "the camera glides between tall pine trees covered with snow",
+    "a paper boat drifts down a narrow stream in the forest",
+    "soft clouds turn pink and orange above the mountains",
+    "a dancer turns in a wide hall filled with morning light",
+    "green and violet aurora flows across a dark sky",
+    "a small robot waters flowers in a sunny garden",
+    "city lights blur behind a window of a moving train",
+    "an astronaut walks over red dust towards a distant hill",
+    "ink spreads in clear water and forms a blooming flower",
+    "a dog runs along the shore and splashes through the water",
+    "steam rises from a cup of coffee on a wooden table",
+    "a lantern glows in the fog beside an old stone bridge",
+    "jellyfish pulse gently in the deep blue ocean",
+    "a field of wheat bends in the summer wind",
+    "fireflies blink above the grass in the evening",
+    "a close up of a blue eye that opens slowly",
+    "a hummingbird hovers beside a bright yellow flower",
+    "smoke curls and folds in a beam of white light",
+    "a train crosses a high bridge over a misty valley",
+    "rain drops race down the glass and the street shines",
+    "an old sailor looks over the calm sea at sunset",
+    "low quality, blurry, distorted, watermark, text, jpeg artifacts",
+    "a panda plays the guitar by a quiet lake in a bamboo forest",
+    "a time lapse of a rose that opens its petals",
+    "a drone shot over a winding road along the cliffs",
+    "colourful hot air balloons rise at sunrise over the valley",
+    "a glass marble rolls over a polished table and stops",
+    "leaves fall from a maple tree on a windy autumn day",
+    "quick brown foxes jump over lazy dogs, 0 1 2 3 4 5 6 7 8 9",
+    "The Video Shows A Very Detailed, Cinematic Scene; Best Quality!",
+)

@@ -1,0 +1,39 @@
+"""What all tests share: the repository's root, and a process of its own for what must start from nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The folder that is both the repository and the package."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def fresh_python(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Runs code in a new interpreter, away from the repository's root; returns its stdout, fails with its stderr."""
+    elsewhere = tmp_path_factory.mktemp("fresh")
+
+    def run(code: str, *arguments: str, **environment: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments],
+            cwd=elsewhere,
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run

@@ -1,0 +1,156 @@
+"""Starting and stopping a ComfyUI checkout, with a stand-in main.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import pytest
+from comfyui_onediff_guard.headless import checkout
+from comfyui_onediff_guard.headless.errors import HostError, WorkflowError
+
+MAIN = """\
+import json, subprocess, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+Path("seen.json").write_text(json.dumps({"argv": sys.argv, "child": child.pid}))
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout whose main.py only answers."""
+    monkeypatch.delenv("COMFYUI_PYTHON", raising=False)
+    monkeypatch.delenv("COMFYUI_ARGS", raising=False)
+    monkeypatch.setattr(checkout, "_has_accelerator", lambda python: False)
+    (tmp_path / "main.py").write_text(MAIN)
+    (tmp_path / "comfy").mkdir()
+    (tmp_path / "comfy" / "cli_args.py").write_text('add_argument("--database-url")')
+    return tmp_path
+
+
+def is_running(pid: int) -> bool:
+    if sys.platform == "win32":
+        listed = subprocess.run(["tasklist", "/FI", f"PID eq {pid}"], capture_output=True, text=True, check=True)
+        return str(pid) in listed.stdout
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    return state.stdout.strip() not in ("", "Z")
+
+
+def test_it_is_started_and_the_whole_tree_is_stopped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMFYUI_ARGS", "--extra 1")
+    with checkout.started(folder, models=[folder / "m"], input_dir=folder / "in") as running:
+        assert urlopen(running.url + "/queue").status == 200
+        seen = json.loads((folder / "seen.json").read_text())
+        argv = seen["argv"]
+        config = json.loads(Path(argv[argv.index("--extra-model-paths-config") + 1]).read_text())
+        assert config[checkout.PACK]["diffusers"] == str((folder / "m").resolve())
+        temporary = running.log.parent
+        assert Path(config[checkout.PACK]["custom_nodes"]).is_relative_to(temporary)
+    assert argv[argv.index("--listen") + 1] == "127.0.0.1"
+    assert argv[argv.index("--input-directory") + 1] == str((folder / "in").resolve())
+    assert {"--database-url", "--cpu", "--extra"} <= set(argv)
+    assert "--disable-api-nodes" not in argv, "an older ComfyUI knows no such argument"
+    deadline = time.monotonic() + 5
+    while is_running(seen["child"]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_running(seen["child"])
+    assert not temporary.exists()
+
+
+def test_it_is_stopped_when_the_run_raises(folder: Path) -> None:
+    seen: list[checkout.Running] = []
+
+    def interrupted_run() -> None:
+        with checkout.started(folder) as running:
+            seen.append(running)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_run()
+    with pytest.raises(URLError):
+        urlopen(seen[0].url + "/queue", timeout=2)
+
+
+def test_one_that_does_not_start_shows_its_log(folder: Path) -> None:
+    (folder / "main.py").write_text("raise SystemExit('no module named sun')")
+    with (
+        pytest.raises(HostError, match=r"(?s)did not start: it ended with code 1.*no module named sun"),
+        checkout.started(folder),
+    ):
+        pytest.fail("it started")
+
+
+def test_one_that_never_answers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkout, "START_SECONDS", 0.5)
+    (folder / "main.py").write_text("import time; print('thinking', flush=True); time.sleep(60)")
+    with pytest.raises(HostError, match=r"(?s)did not answer within.*thinking"), checkout.started(folder):
+        pytest.fail("it started")
+
+
+def test_a_folder_without_comfyui(tmp_path: Path) -> None:
+    with pytest.raises(WorkflowError, match=r"there is no main\.py"), checkout.started(tmp_path):
+        pytest.fail("it started")
+
+
+@pytest.mark.parametrize("place", [".venv/bin/python", "venv/Scripts/python.exe"])
+def test_the_interpreter_is_the_checkouts_own(folder: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checkout.find_interpreter(folder) == sys.executable
+    (folder / place).parent.mkdir(parents=True)
+    (folder / place).touch()
+    assert checkout.find_interpreter(folder) == str(folder / place)
+    monkeypatch.setenv("COMFYUI_PYTHON", sys.executable)
+    assert checkout.find_interpreter(folder) == sys.executable
+    monkeypatch.setenv("COMFYUI_PYTHON", str(folder / "none"))
+    with pytest.raises(WorkflowError, match="COMFYUI_PYTHON"):
+        checkout.find_interpreter(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "project", "found"),
+    [
+        ("guard", 'name = "comfyui-onediff-guard"', True),
+        ("guard.disabled", 'name = "comfyui-onediff-guard"', False),
+        ("other", 'name = "comfyui-other"', False),
+        ("empty", None, False),
+    ],
+)
+def test_a_copy_of_the_pack_is_recognised(tmp_path: Path, name: str, project: str | None, found: bool) -> None:
+    pack = tmp_path / "custom_nodes" / name
+    pack.mkdir(parents=True)
+    if project:
+        (pack / "pyproject.toml").write_text(f"[project]\n{project}\n")
+    assert checkout.has_pack(tmp_path) is found
+
+
+def test_the_stub_brings_the_packs_nodes(tmp_path: Path) -> None:
+    stub = checkout._write_stub(tmp_path / "custom_nodes") / checkout.PACK / "__init__.py"
+    code = f"import runpy; print(sorted(runpy.run_path({str(stub)!r})['NODE_CLASS_MAPPINGS']))"
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert "OneDiffGuardSampleCogVideoX" in done.stdout
+
+
+def test_an_interpreter_without_torch_is_named(tmp_path: Path) -> None:
+    fake = tmp_path / "python"
+    fake.write_text("#!/bin/sh\necho no torch here >&2\nexit 1\n")
+    fake.chmod(0o755)
+    if sys.platform == "win32":
+        pytest.skip("a shell script stands in for the interpreter")
+    with pytest.raises(HostError, match=r"cannot import torch \(no torch here\).*COMFYUI_PYTHON"):
+        checkout._has_accelerator(str(fake))

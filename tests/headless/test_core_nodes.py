@@ -1,0 +1,149 @@
+"""The closed list of core nodes: what they write is what ComfyUI would write."""
+
+from __future__ import annotations
+
+import errno
+import warnings
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+import torch
+from comfyui_onediff_guard.headless import core_nodes, files
+from comfyui_onediff_guard.headless.errors import OutputError, WorkflowError
+from comfyui_onediff_guard.headless.result import RunResult
+from PIL import Image, ImageSequence
+
+Run = Callable[..., RunResult]
+
+
+def video(prefix: str = "video/ComfyUI", fps: float = 8) -> dict[str, Any]:
+    inputs = {"video": ["5", 0], "filename_prefix": prefix, "format": "auto", "codec": "auto"}
+    return {
+        "5": {"class_type": "CreateVideo", "inputs": {"images": ["1", 0], "fps": fps}},
+        "2": {"class_type": "SaveVideo", "inputs": inputs},
+    }
+
+
+def webp(**changes: Any) -> dict[str, Any]:
+    inputs = {"images": ["1", 0], "filename_prefix": "w", "fps": 8.0, "lossless": True, "quality": 80}
+    return {"2": {"class_type": "SaveAnimatedWEBP", "inputs": inputs | {"method": "fastest"} | changes}}
+
+
+def test_the_list_is_closed() -> None:
+    known = {"LoadImage", "SaveImage", "PreviewImage", "CreateVideo", "SaveVideo", "SaveAnimatedWEBP"}
+    assert set(core_nodes.NODE_CLASS_MAPPINGS) == known
+
+
+def test_mp4(run: Run, workflow: dict[str, Any], tmp_path: Path) -> None:
+    result = run(workflow | video())
+    assert result.files == [tmp_path / "out" / "video" / "ComfyUI_00001_.mp4"]
+    assert result.outputs["2"]["animated"] == (True,)
+    with av.open(result.files[0]) as file:
+        stream = file.streams.video[0]
+        assert (stream.codec_context.name, stream.width, stream.height) == ("h264", 32, 16)
+        assert stream.average_rate == 8
+        assert "Noise" in file.metadata["prompt"]
+        assert len(list(file.decode(stream))) == 3
+
+
+def test_mp4_with_odd_sides_keeps_its_pixels() -> None:
+    frames = np.full((2, 15, 17, 3), 200, np.uint8)
+    data = core_nodes.encode_mp4(frames, 7.5)
+    with av.open(BytesIO(data)) as file:
+        decoded = next(file.decode(video=0)).to_ndarray(format="rgb24")
+    assert decoded.shape == (16, 18, 3)
+    assert abs(decoded.astype(int) - 200).max() <= 3
+
+
+def test_webp_is_lossless(run: Run, workflow: dict[str, Any]) -> None:
+    result = run(workflow | webp())
+    expected = core_nodes.to_uint8(result.results["1"][0])
+    with Image.open(result.files[0]) as file:
+        frames = [np.array(frame.convert("RGB")) for frame in ImageSequence.Iterator(file)]
+        assert file.info["duration"] == 125
+        assert "Noise" in file.getexif()[core_nodes.EXIF_MODEL]
+    assert np.array_equal(np.stack(frames), expected)
+
+
+@pytest.mark.parametrize("saver", [video(), webp(), {}], ids=["mp4", "webp", "png"])
+def test_nan_is_black_and_nobody_warns(
+    run: Run, workflow: dict[str, Any], saver: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    workflow["1"]["inputs"]["kind"] = "nan"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        path = run(workflow | saver).files[0]
+    if path.suffix == ".mp4":
+        with av.open(path) as file:
+            pixels = next(file.decode(video=0)).to_ndarray(format="rgb24")
+    else:
+        with Image.open(path) as file:
+            pixels = np.array(file.convert("RGB"))
+    assert pixels.max() == 0
+    assert "3 of 3 frames hold NaN" in caplog.text
+
+
+def test_bytes_are_comfyuis() -> None:
+    values = torch.tensor([-1.0, 0.0, 0.5, 0.999, 1.0, 7.0, torch.inf, -torch.inf, torch.nan])
+    images = values.reshape(1, 1, -1, 1)
+    assert core_nodes.to_uint8(images).ravel().tolist() == [0, 0, 127, 254, 255, 255, 255, 0, 0]
+    assert core_nodes.to_uint8(images.bfloat16()).dtype == np.uint8
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P", "I;16"])
+def test_load_image(run: Run, tmp_path: Path, mode: str) -> None:
+    (tmp_path / "input").mkdir()
+    Image.new(mode, (10, 6)).save(tmp_path / "input" / "a.png")
+    result = run(
+        {
+            "1": {"class_type": "LoadImage", "inputs": {"image": "a.png", "upload": "image"}},
+            "2": {"class_type": "PreviewImage", "inputs": {"images": ["1", 0]}},
+        }
+    )
+    images, mask = result.results["1"]
+    assert images.shape == (1, 6, 10, 3)
+    assert mask.shape == ((1, 6, 10) if mode == "RGBA" else (1, 64, 64))
+    assert mask.max() == (1 if mode == "RGBA" else 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("no.png", "no image 'no.png' in the input folder"), ("../a.png", "outside the input")]
+)
+def test_load_image_that_is_not_there(run: Run, tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / "a.png").touch()
+    with pytest.raises(WorkflowError, match=message):
+        run(
+            {
+                "1": {"class_type": "LoadImage", "inputs": {"image": name}},
+                "2": {"class_type": "PreviewImage", "inputs": {"images": ["1", 0]}},
+            }
+        )
+
+
+@pytest.mark.parametrize("saver", [video("../x"), webp(filename_prefix="/x")], ids=["mp4", "webp"])
+def test_a_prefix_that_leads_out_is_found_before_anything_runs(
+    run: Run, workflow: dict[str, Any], saver: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(WorkflowError, match="out of the output folder"):
+        run(workflow | saver)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("saver", [video(), webp(), {}], ids=["mp4", "webp", "png"])
+def test_disk_full(
+    run: Run, workflow: dict[str, Any], saver: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "fsync", full)
+        with pytest.raises(OutputError, match="the disk is full"):
+            run(workflow | saver)
+    assert [path for path in (tmp_path / "out").rglob("*") if path.is_file()] == []
+    assert "_00001_" in run(workflow | saver).files[0].name

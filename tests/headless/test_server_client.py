@@ -1,0 +1,218 @@
+"""The client for a running ComfyUI, against a stand-in server that speaks as old and new versions do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comfyui_onediff_guard.headless import follow
+from comfyui_onediff_guard.headless.errors import (
+    HeadlessError,
+    HostError,
+    InterruptedRunError,
+    OutputError,
+    RunFailedError,
+    UnknownNodesError,
+    WorkflowError,
+)
+from comfyui_onediff_guard.headless.result import Progress, RunResult
+from comfyui_onediff_guard.headless.run import run_on_server
+from comfyui_onediff_guard.headless.settings import Setting
+
+RunThere = Callable[..., RunResult]
+
+
+@pytest.fixture
+def there(comfy: Any, workflow: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunThere:
+    """Run the workflow on the stand-in server, with short pauses."""
+    monkeypatch.setattr(follow, "POLL_SECONDS", 0.2)
+    monkeypatch.setattr(follow, "RECONNECT_SECONDS", 0.05)
+    monkeypatch.setattr(follow, "SETTLE_SECONDS", 0.01)
+
+    def run(**options: Any) -> RunResult:
+        return run_on_server(options.pop("workflow", workflow), url=comfy.url, output_dir=tmp_path / "out", **options)
+
+    return run
+
+
+async def old_success(server: Any) -> None:
+    """0.0.1: no execution_success, the history comes last."""
+    await server.send("execution_start")
+    await server.send("executing", node="1")
+    await server.send("executed", node="2", output={})
+    server.finish({"2": {"images": [{"filename": "a_00001_.png", "subfolder": "", "type": "output"}]}})
+    await server.send("executing", node=None)
+
+
+async def silent_success(server: Any) -> None:
+    """The websocket misses everything."""
+    server.finish({"2": {}})
+
+
+async def broken_socket(server: Any) -> None:
+    for socket in list(server.sockets):
+        await socket.close()
+    server.finish({"2": {}})
+
+
+async def node_error(server: Any) -> None:
+    fault = {"node_id": "1", "exception_type": "builtins.ValueError", "exception_message": "too hot\n"}
+    await server.send("execution_error", **fault)
+    server.finish({}, "error", [["execution_start", {}], ["execution_error", fault]])
+
+
+async def interrupted(server: Any) -> None:
+    server.finish({}, "error", [["execution_interrupted", {"node_id": "1"}]])
+    await server.send("execution_interrupted", node_id="1")
+
+
+async def vanish(server: Any) -> None:
+    """Somebody deletes it, or the server was restarted."""
+    server.running.clear()
+
+
+async def hang(server: Any) -> None:
+    await server.send("executing", node="1")
+
+
+def test_a_run_is_followed_and_its_files_fetched(comfy: Any, there: RunThere, tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    result = there(on_progress=seen.append, changes=[Setting("1", "width", "16")])
+    assert result.files == [tmp_path / "out" / "sub" / "a_00001_.png"]
+    assert result.files[0].read_bytes() == b"picture"
+    assert seen == [Progress("node 1 (Some Noise)"), Progress("node 1 (Some Noise)", 1, 2)]
+    assert comfy.requests[0][1]["prompt"]["1"]["inputs"]["width"] == 16
+
+
+def test_the_old_end_of_a_run(comfy: Any, there: RunThere, tmp_path: Path) -> None:
+    comfy.script = old_success
+    assert there().files == [tmp_path / "out" / "a_00001_.png"]
+
+
+@pytest.mark.parametrize("script", [silent_success, broken_socket])
+def test_the_history_counts_not_the_websocket(comfy: Any, there: RunThere, script: Any) -> None:
+    comfy.script = script
+    assert there().outputs == {"2": {}}
+
+
+def test_files_that_are_there_already_stay(comfy: Any, there: RunThere, tmp_path: Path) -> None:
+    mine = tmp_path / "out" / "sub" / "a_00001_.png"
+    mine.parent.mkdir(parents=True)
+    mine.write_bytes(b"mine")
+    assert [path.name for path in there().files] == ["a_00002_.png"]
+    assert mine.read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize(
+    ("script", "error", "message"),
+    [
+        (node_error, RunFailedError, r"^node 1 \(Some Noise\) failed: ValueError: too hot$"),
+        (interrupted, InterruptedRunError, r"interrupted on the server, at node 1 \(Some Noise\)"),
+        (vanish, RunFailedError, "no longer knows the run the-prompt"),
+    ],
+)
+def test_runs_that_fail(comfy: Any, there: RunThere, script: Any, error: type[HeadlessError], message: str) -> None:
+    comfy.script = script
+    with pytest.raises(error, match=message):
+        there()
+
+
+def test_a_run_out_of_time_is_interrupted_by_its_id(comfy: Any, there: RunThere) -> None:
+    comfy.script = hang
+    with pytest.raises(RunFailedError, match=r"not done after 0\.3 s and was interrupted"):
+        there(timeout=0.3)
+    assert comfy.requests[-1] == ("interrupt", {"prompt_id": comfy.prompt_id})
+
+
+def test_a_run_that_still_waits_is_taken_from_the_queue(comfy: Any, there: RunThere) -> None:
+    async def wait_in_line(server: Any) -> None:
+        server.pending, server.running = server.running, []
+
+    comfy.script = wait_in_line
+    with pytest.raises(RunFailedError):
+        there(timeout=0.3)
+    assert ("queue", {"delete": [comfy.prompt_id]}) in comfy.requests
+    assert "interrupt" not in dict(comfy.requests)
+
+
+def test_a_refusal_names_nodes_and_reasons(comfy: Any, there: RunThere) -> None:
+    comfy.refuse = True
+    comfy.node_errors = {"1": {"errors": [{"message": "Value too small", "details": "width"}]}}
+    with pytest.raises(WorkflowError, match=r"node 1 \(Some Noise\): Value too small: width"):
+        there()
+
+
+def test_a_refusal_of_one_output_of_several_stops_the_rest(comfy: Any, there: RunThere) -> None:
+    comfy.node_errors = {"2": {"errors": [{"message": "Value not in list", "details": "model"}]}}
+    comfy.script = hang
+    with pytest.raises(WorkflowError, match=r"node 2 \(SaveImage\): Value not in list: model"):
+        there()
+    assert comfy.requests[-1][0] == "interrupt"
+
+
+def test_unknown_types_are_named_and_nothing_is_sent(comfy: Any, there: RunThere) -> None:
+    del comfy.object_info["Noise"]
+    with pytest.raises(UnknownNodesError, match="has no node type Noise"):
+        there()
+    assert comfy.requests == []
+
+
+def test_no_server(workflow: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(HostError, match=r"No ComfyUI answers at http://127\.0\.0\.1:9.*--comfyui DIR") as error:
+        run_on_server(workflow, url="127.0.0.1:9", output_dir=tmp_path)
+    assert error.value.exit_code == 3
+
+
+@pytest.mark.parametrize("url", ["ftp://host", "http://", "file:///x"])
+def test_addresses_that_are_none(workflow: dict[str, Any], tmp_path: Path, url: str) -> None:
+    with pytest.raises(WorkflowError, match="expected an address like"):
+        run_on_server(workflow, url=url, output_dir=tmp_path)
+
+
+def test_a_server_that_goes_away(comfy: Any, there: RunThere) -> None:
+    async def die(server: Any) -> None:
+        await server._runner.sites.copy().pop().stop()
+        for socket in list(server.sockets):
+            await socket.close()
+        await server._runner.cleanup()
+
+    comfy.script = die
+    with pytest.raises(RunFailedError, match="does not answer any more"):
+        there(patience=0.3)
+
+
+def test_a_server_that_names_files_outside_is_not_obeyed(comfy: Any, there: RunThere, tmp_path: Path) -> None:
+    async def evil(server: Any) -> None:
+        server.files["x.png"] = b""
+        server.finish({"2": {"images": [{"filename": "x.png", "subfolder": "../..", "type": "output"}]}})
+
+    comfy.script = evil
+    with pytest.raises(OutputError, match="outside the output folder"):
+        there()
+    assert not (tmp_path / "x.png").exists()
+
+
+def test_images_are_uploaded_from_the_input_folder(comfy: Any, there: RunThere, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.png").write_bytes(b"a picture")
+    workflow = {"1": {"class_type": "LoadImage", "inputs": {"image": "a.png"}}}
+    there(workflow=workflow, input_dir=tmp_path / "in")
+    assert comfy.requests[0] == ("upload", b"a picture")
+    assert comfy.requests[1][1]["prompt"]["1"]["inputs"]["image"] == "uploaded a.png"
+
+
+def test_ui_format_is_converted_with_the_servers_schemas(comfy: Any, there: RunThere) -> None:
+    ui = {"nodes": [{"id": 1, "type": "Noise", "widgets_values": [32, 1, "randomize", "nan", "cat", 1.0]}], "links": []}
+    there(workflow=ui)
+    body = comfy.requests[0][1]
+    inputs = {"width": 32, "seed": 1, "kind": "nan", "text": "cat", "gain": 1.0}
+    assert body["prompt"] == {"1": {"class_type": "Noise", "inputs": inputs}}
+    assert body["extra_data"]["extra_pnginfo"]["workflow"] == ui
+
+
+def test_a_download_that_fails(comfy: Any, there: RunThere) -> None:
+    comfy.files.clear()
+    with pytest.raises(RunFailedError, match=r"does not hand out its result sub/a_00001_\.png: HTTP 404"):
+        there()

@@ -1,0 +1,138 @@
+"""UI-format workflows become the graph that the browser would send."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from comfyui_onediff_guard.headless import schema, ui_format
+from comfyui_onediff_guard.headless.errors import UnknownNodesError, WorkflowError
+from comfyui_onediff_guard.headless.graph import Graph, Link
+
+NOISE_WIDGETS = [48, 7, "randomize", "nan", "a cat", 0.5]
+
+
+def node(node_id: int, kind: str, widgets: Any = None, inputs: Any = (), outputs: Any = (), mode: int = 0) -> dict:
+    return {
+        "id": node_id,
+        "type": kind,
+        "mode": mode,
+        "inputs": [{"name": name, "type": type_, "link": link} for name, type_, link in inputs],
+        "outputs": [{"type": type_} for type_ in outputs],
+        "widgets_values": widgets,
+    }
+
+
+def save(link: int | None, node_id: int = 2) -> dict:
+    return node(node_id, "SaveImage", ["prefix"], [("images", "IMAGE", link)])
+
+
+@pytest.fixture
+def convert(classes: dict[str, type]) -> Any:
+    def convert_it(nodes: list[dict], links: list[Any], **more: Any) -> Graph:
+        data = {"nodes": nodes, "links": links, **more}
+        known = ui_format.class_types(data) & set(classes)
+        return ui_format.convert(data, {name: schema.from_class(name, classes[name]) for name in known})
+
+    return convert_it
+
+
+def test_widgets_are_named_and_the_seed_control_is_skipped(convert: Any) -> None:
+    graph = convert([node(1, "Noise", NOISE_WIDGETS), save(5)], [[5, 1, 0, 2, 0, "IMAGE"]])
+    assert graph.nodes["1"].inputs == {"width": 48, "seed": 7, "kind": "nan", "text": "a cat", "gain": 0.5}
+    assert graph.nodes["2"].inputs == {"filename_prefix": "prefix", "images": Link("1", 0)}
+    assert graph.workflow is not None
+
+
+def test_without_a_seed_control_nothing_is_skipped(convert: Any) -> None:
+    widgets = [value for value in NOISE_WIDGETS if value != "randomize"]
+    graph = convert([node(1, "Noise", widgets), save(5)], [[5, 1, 0, 2, 0, "IMAGE"]])
+    assert graph.nodes["1"].inputs["kind"] == "nan"
+
+
+def test_widgets_by_name_and_links_as_objects(convert: Any) -> None:
+    link = {"id": 5, "origin_id": 1, "origin_slot": 0, "target_id": 2, "target_slot": 0, "type": "IMAGE"}
+    graph = convert([node(1, "Noise", {"width": 48, "videopreview": {}}), save(5)], [link])
+    assert graph.nodes["1"].inputs == {"width": 48}
+    assert graph.nodes["2"].inputs["images"] == Link("1", 0)
+
+
+def test_a_converted_widget_takes_its_link_and_keeps_the_places_of_the_others(convert: Any) -> None:
+    target = node(1, "Noise", NOISE_WIDGETS, [("text", "STRING", 6)])
+    target["inputs"][0]["widget"] = {"name": "text"}
+    target["inputs"].append({"name": "width", "type": "INT", "link": None, "widget": {"name": "width"}})
+    graph = convert([target, node(3, "Noise", NOISE_WIDGETS), save(5)], [[5, 1, 0, 2, 0, "I"], [6, 3, 1, 1, 0, "S"]])
+    assert graph.nodes["1"].inputs["text"] == Link("3", 1)
+    assert graph.nodes["1"].inputs["width"] == 48
+    assert graph.nodes["1"].inputs["gain"] == 0.5
+
+
+def test_notes_reroutes_and_primitives_vanish(convert: Any) -> None:
+    target = node(1, "Noise", NOISE_WIDGETS, [("width", "INT", 8)])
+    nodes = [
+        target,
+        node(3, "Reroute", None, [("", "*", 5)], ["*"]),
+        node(4, "Reroute", None, [("", "*", 6)], ["*"]),
+        node(7, "PrimitiveNode", [24, "fixed"], (), ["INT"]),
+        node(9, "Note", ["hello"]),
+        node(10, "MarkdownNote", ["hello"]),
+        save(7),
+    ]
+    links = [[5, 1, 0, 3, 0, "*"], [6, 3, 0, 4, 0, "*"], [7, 4, 0, 2, 0, "*"], [8, 7, 0, 1, 0, "INT"]]
+    graph = convert(nodes, links)
+    assert set(graph.nodes) == {"1", "2"}
+    assert graph.nodes["2"].inputs["images"] == Link("1", 0)
+    assert graph.nodes["1"].inputs["width"] == 24
+
+
+def test_a_muted_node_takes_its_links_with_it(convert: Any) -> None:
+    graph = convert([node(1, "Noise", NOISE_WIDGETS, mode=2), save(5)], [[5, 1, 0, 2, 0, "IMAGE"]])
+    assert set(graph.nodes) == {"2"}
+    assert "images" not in graph.nodes["2"].inputs
+
+
+def test_a_bypassed_node_passes_on_the_input_of_the_same_type(convert: Any) -> None:
+    bypassed = node(3, "Anything", [3], [("number", "INT", None), ("images", "IMAGE", 6)], ["IMAGE"], mode=4)
+    nodes = [node(1, "Noise", NOISE_WIDGETS), bypassed, save(5)]
+    graph = convert(nodes, [[5, 3, 0, 2, 0, "IMAGE"], [6, 1, 0, 3, 1, "IMAGE"]])
+    assert set(graph.nodes) == {"1", "2"}
+    assert graph.nodes["2"].inputs["images"] == Link("1", 0)
+
+
+def test_a_bypassed_node_without_such_an_input_passes_nothing(convert: Any) -> None:
+    bypassed = node(3, "Anything", [3], [("number", "INT", None)], ["IMAGE"], mode=4)
+    graph = convert([bypassed, save(5)], [[5, 3, 0, 2, 0, "IMAGE"]])
+    assert "images" not in graph.nodes["2"].inputs
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("0b1c-uuid", {"definitions": {"subgraphs": [{"id": "0b1c-uuid"}]}}),
+        ("workflow>mine", {}),
+        ("workflow/mine", {"extra": {"groupNodes": {"mine": {}}}}),
+    ],
+)
+def test_subgraphs_and_group_nodes_are_refused(convert: Any, kind: str, more: dict[str, Any]) -> None:
+    with pytest.raises(WorkflowError, match=r"Node 1 is a (subgraph|group node).*Export \(API\)"):
+        convert([node(1, kind)], [], **more)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "links", "message"),
+    [
+        ([save(5)], [], "Link 5 of the workflow leads nowhere"),
+        ([save(5)], [[5, 77, 0, 2, 0, "IMAGE"]], "Link 5 of the workflow leads nowhere"),
+        ([save(5)], [[5]], "link table has an entry that can't be read"),
+        ([{"id": 1}], [], "a node without id or type"),
+        ([node(3, "Reroute", None, [("", "*", 5)]), save(5)], [[5, 3, 0, 3, 0, "*"]], "in a circle"),
+    ],
+)
+def test_broken_workflows(convert: Any, nodes: list[dict], links: list[Any], message: str) -> None:
+    with pytest.raises(WorkflowError, match=message):
+        convert(nodes, links)
+
+
+def test_an_unknown_type_is_named(convert: Any) -> None:
+    with pytest.raises(UnknownNodesError, match="KSampler"):
+        convert([node(1, "KSampler")], [])

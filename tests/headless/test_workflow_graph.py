@@ -1,0 +1,144 @@
+"""API-format JSON in, order and JSON out; `--set`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comfyui_onediff_guard.headless import schema, settings
+from comfyui_onediff_guard.headless.errors import WorkflowError
+from comfyui_onediff_guard.headless.graph import Graph, Link, Node, from_api, is_ui_format, read_json
+from comfyui_onediff_guard.headless.settings import Setting
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+def chain(*links: tuple[str, str]) -> Graph:
+    """A graph of links (source, target)."""
+    names = {name for link in links for name in link}
+    return Graph(
+        {
+            name: Node(name, "Node", {source: Link(source, 0) for source, target in links if target == name})
+            for name in names
+        }
+    )
+
+
+def test_api_format_survives_a_round_trip(workflow: dict[str, Any]) -> None:
+    workflow["1"]["inputs"]["list"] = {"__value__": ["1", 0]}
+    graph = from_api(workflow)
+    assert graph.nodes["2"].inputs["images"] == Link("1", 0)
+    assert graph.nodes["1"].inputs["list"] == ["1", 0]
+    assert graph.to_api() == workflow
+    assert from_api({"prompt": workflow, "client_id": "x"}).to_api() == workflow
+
+
+def test_only_what_targets_need_runs_and_in_order() -> None:
+    graph = chain(("a", "b"), ("b", "c"), ("a", "c"), ("a", "unneeded"))
+    assert graph.order_for(["c"]) == ["a", "b", "c"]
+
+
+@given(st.sets(st.tuples(st.integers(0, 7), st.integers(0, 7)).filter(lambda link: link[0] < link[1]), min_size=1))
+def test_every_node_comes_after_its_sources(links: set[tuple[int, int]]) -> None:
+    graph = chain(*((str(source), str(target)) for source, target in links))
+    order = graph.order_for(graph.nodes)
+    assert sorted(order) == sorted(graph.nodes)
+    assert all(order.index(str(source)) < order.index(str(target)) for source, target in links)
+
+
+def test_a_circle_is_named() -> None:
+    with pytest.raises(WorkflowError, match=r"circle: node .* -> node"):
+        chain(("a", "b"), ("b", "c"), ("c", "a")).order_for(["a"])
+
+
+def test_a_link_to_nowhere_is_named(workflow: dict[str, Any]) -> None:
+    workflow["2"]["inputs"]["images"] = ["9", 0]
+    with pytest.raises(WorkflowError, match="'images' is linked to node 9, which is not in the workflow"):
+        from_api(workflow).order_for(["2"])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "does not hold JSON"),
+        ("[]", "expected a JSON object, found a list"),
+        (None, "Cannot read the workflow"),
+    ],
+)
+def test_files_that_are_no_workflow(tmp_path: Path, content: str | None, message: str) -> None:
+    path = tmp_path / "w.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(WorkflowError, match=message):
+        read_json(path)
+
+
+@pytest.mark.parametrize("data", [{}, {"a": 1}, {"1": {"inputs": {}}}, {"1": {"class_type": "X", "inputs": []}}])
+def test_objects_that_are_no_workflow(data: dict[str, Any]) -> None:
+    with pytest.raises(WorkflowError):
+        from_api(data)
+
+
+def test_formats_are_told_apart(workflow: dict[str, Any]) -> None:
+    assert not is_ui_format(workflow)
+    assert is_ui_format({"nodes": [], "links": []})
+
+
+def apply(workflow: dict[str, Any], classes: dict[str, type], *arguments: str) -> Graph:
+    graph = from_api(workflow)
+    schemas = {name: schema.from_class(name, classes[name]) for name in graph.class_types()}
+    return settings.apply(graph, [Setting.parse(argument) for argument in arguments], schemas)
+
+
+@pytest.mark.parametrize(
+    ("argument", "node", "name", "value"),
+    [
+        ("1.width=64", "1", "width", 64),
+        ("Some Noise.width=64", "1", "width", 64),
+        ("Noise.gain=0.5", "1", "gain", 0.5),
+        ("SaveImage.filename_prefix=a=b", "2", "filename_prefix", "a=b"),
+        ("1.text=a red fox, at dawn", "1", "text", "a red fox, at dawn"),
+        ('1.text="quoted"', "1", "text", "quoted"),
+        ("1.text=1e3", "1", "text", "1e3"),
+        ("1.text=null", "1", "text", "null"),
+        ('1.text=["1", 0]', "1", "text", '["1", 0]'),
+        ("1.text=", "1", "text", ""),
+        ('2.images=["1", 0]', "2", "images", Link("1", 0)),
+    ],
+)
+def test_set(
+    workflow: dict[str, Any], classes: dict[str, type], argument: str, node: str, name: str, value: object
+) -> None:
+    changed = apply(workflow, classes, argument).nodes[node].inputs[name]
+    assert changed == value
+    assert type(changed) is type(value)
+
+
+def test_set_leaves_the_original_alone(workflow: dict[str, Any], classes: dict[str, type]) -> None:
+    before = json.dumps(workflow)
+    apply(workflow, classes, "1.width=8")
+    assert json.dumps(workflow) == before
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("1.width", "expected NODE.INPUT=VALUE"),
+        ("width=3", "expected NODE.INPUT=VALUE"),
+        ("1.wdith=3", "has no input 'wdith'. Its inputs: width, seed"),
+        ("7.width=3", "no node '7'. Its nodes: 1 \\(Some Noise\\), 2 \\(SaveImage\\)"),
+    ],
+)
+def test_set_that_means_nothing(
+    workflow: dict[str, Any], classes: dict[str, type], argument: str, message: str
+) -> None:
+    with pytest.raises(WorkflowError, match=message):
+        apply(workflow, classes, argument)
+
+
+def test_set_with_a_name_that_two_nodes_have(workflow: dict[str, Any], classes: dict[str, type]) -> None:
+    workflow["3"] = {"class_type": "Noise", "inputs": {}}
+    with pytest.raises(WorkflowError, match=r"'Noise' names 2 nodes of the workflow \(1, 3\): use the node's id"):
+        apply(workflow, classes, "Noise.width=8")
