@@ -37,3 +37,17 @@ def fresh_python(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]
         return done.stdout
 
     return run
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """model_folder(variant, overflow) → a folder built once a session."""
+    from comfyui_onediff_guard.headless.small_model import build_cogvideox
+
+    root = tmp_path_factory.mktemp("models")
+
+    def folder(variant: str = "2b", overflow: str = "none") -> Path:
+        path = root / f"{variant}-{overflow}"
+        return path if path.exists() else build_cogvideox(path, variant=variant, overflow=overflow)
+
+    return folder

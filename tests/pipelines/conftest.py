@@ -4,23 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from comfyui_onediff_guard.headless.small_model import build_cogvideox
 from comfyui_onediff_guard.pipelines.families import COGVIDEOX
 from comfyui_onediff_guard.pipelines.handle import PipelineHandle, load
 from comfyui_onediff_guard.pipelines.placement import PlainPlacement
 from comfyui_onediff_guard.precision.policy import Precision
-
-
-@pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """model_folder(variant, overflow) → a folder built once a session."""
-    root = tmp_path_factory.mktemp("models")
-
-    def folder(variant: str = "2b", overflow: str = "none") -> Path:
-        path = root / f"{variant}-{overflow}"
-        return path if path.exists() else build_cogvideox(path, variant=variant, overflow=overflow)
-
-    return folder
 
 
 @pytest.fixture

@@ -1,0 +1,218 @@
+"""Nodes as ComfyUI sees them, and as a process without ComfyUI runs them."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+import torch
+from comfyui_onediff_guard import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
+from comfyui_onediff_guard.nodes import host, inputs
+from comfyui_onediff_guard.nodes.load import LoadCogVideoX
+from comfyui_onediff_guard.nodes.sample import SampleCogVideoX
+from comfyui_onediff_guard.pipelines.compile import BACKENDS
+from comfyui_onediff_guard.pipelines.families import COGVIDEOX
+from comfyui_onediff_guard.precision.guard import OnFailure
+from comfyui_onediff_guard.precision.policy import Precision
+
+
+def node(name):
+    return NODE_CLASS_MAPPINGS[f"OneDiffGuard{name}"]()
+
+
+@pytest.fixture
+def folders(model_folder, tmp_path):
+    model = model_folder("5b", "stream")
+    with host.plain_folders(models=[model.parent], input=tmp_path, output=tmp_path):
+        yield model
+
+
+def run(precision, model, steps=2, **guard):
+    (pipeline,) = node("LoadCogVideoX").load(model.name, precision, "eager", "none")
+    if guard:
+        (pipeline,) = node("NaNGuard").apply(pipeline, **guard)
+    positive, negative = node("EncodePrompt").encode(pipeline, "a paper boat", "", "inherit")["result"]
+    sampled = node("SampleCogVideoX").sample(
+        pipeline, positive, negative, 64, 48, 9, steps, 6.0, 1, "DDIM", "inherit", node_id="5"
+    )
+    decoded = node("DecodeLatents").decode(pipeline, sampled["result"][0], False, False, "inherit")
+    return sampled, decoded
+
+
+def test_options_are_those_of_the_layers_below():
+    assert tuple(p.value for p in Precision) == inputs.PRECISIONS
+    assert tuple(p.value for p in OnFailure) == inputs.ON_FAILURE
+    assert inputs.BACKENDS == BACKENDS
+    assert set(inputs.SCHEDULERS) == set(COGVIDEOX.schedulers)
+
+
+@pytest.mark.parametrize("name", NODE_CLASS_MAPPINGS)
+def test_every_node_is_described_and_every_input_has_a_tooltip(name):
+    cls = NODE_CLASS_MAPPINGS[name]
+    schema = cls.INPUT_TYPES()
+    assert cls.CATEGORY == "OneDiff Guard" and cls.DESCRIPTION and name in NODE_DISPLAY_NAME_MAPPINGS
+    assert callable(getattr(cls, cls.FUNCTION))
+    assert len(cls.RETURN_TYPES) == len(cls.RETURN_NAMES)
+    for group in ("required", "optional"):
+        for input_name, (_, options) in schema.get(group, {}).items():
+            assert options.get("tooltip"), f"{name}.{input_name}"
+
+
+def test_precision_selectors_have_inherit_first_where_they_override():
+    for name in ("EncodePrompt", "SampleCogVideoX", "DecodeLatents"):
+        assert node(name).INPUT_TYPES()["required"]["precision"][0] == ["inherit", *inputs.PRECISIONS]
+    assert node("LoadCogVideoX").INPUT_TYPES()["required"]["precision"][0] == list(inputs.PRECISIONS)
+
+
+def test_guarded_fp16_is_right_where_plain_fp16_is_black(folders):
+    _, plain = run("fp16 (plain)", folders)
+    assert torch.isnan(plain["result"][0]).all()
+    sampled, decoded = run("fp16", folders)
+    _, expected = run("fp32", folders)
+    images = decoded["result"][0]
+    assert images.shape == (9, 48, 64, 3) and images.dtype == torch.float32
+    assert (images - expected["result"][0]).abs().max() <= 2e-2
+    assert sampled["result"][0]["samples"].shape == (1, 16, 3, 6, 8)
+    assert "2 steps, 2 reruns" in sampled["ui"]["text"][0]
+    assert sampled["ui"]["onediff_guard"][0]["reruns"] == 2
+    assert "denoiser 2" in sampled["result"][1]
+
+
+def test_a_handle_is_never_changed_by_a_node(folders):
+    (pipeline,) = node("LoadCogVideoX").load(folders.name, "fp16", "eager", "none")
+    (stopping,) = node("NaNGuard").apply(pipeline, "stop", True)
+    assert (pipeline.policy.on_failure, stopping.policy.on_failure) == (OnFailure.RERUN, OnFailure.STOP)
+    assert stopping.store is pipeline.store
+    with pytest.raises(AttributeError):
+        stopping.policy = pipeline.policy
+
+
+def test_interrupt_stops_within_a_step(folders, monkeypatch):
+    monkeypatch.setattr(host.Progress, "say", lambda self, text: None)
+    original = host.Progress.update
+
+    def interrupt_after_first(self, done, text):
+        if done == 1:
+            host.interrupt()
+        original(self, done, text)
+
+    monkeypatch.setattr(host.Progress, "update", interrupt_after_first)
+    with pytest.raises(host.Interrupted, match="after step 1 of 4"):
+        run("fp32", folders, steps=4)
+
+
+def test_models_are_listed_and_a_missing_one_is_explained(folders):
+    assert folders.name in LoadCogVideoX.INPUT_TYPES()["required"]["model"][0]
+    assert LoadCogVideoX.VALIDATE_INPUTS(folders.name) is True
+    message = LoadCogVideoX.VALIDATE_INPUTS("CogVideoX-9b")
+    assert "no folder 'CogVideoX-9b'" in message and folders.name in message and str(folders.parent) in message
+
+
+def test_the_loader_runs_again_when_a_file_changes(folders):
+    import os
+
+    before = LoadCogVideoX.IS_CHANGED(model=folders.name, precision="auto", backend="auto", offload="none")
+    file = folders / "vae" / "config.json"
+    stat = file.stat()
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns + 10**9))
+    assert LoadCogVideoX.IS_CHANGED(model=folders.name) != before
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"width": 730}, "width is 730.*Nearest: 736"),
+        ({"height": 8, "width": 64}, "height is 8.*Nearest: 16"),
+        ({"frames": 48}, "frames is 48.*Nearest: 49"),
+        ({"frames": 10**9}, "Nearest: 1025"),
+        ({"width": 64, "height": None, "frames": 9}, None),
+        ({}, None),
+    ],
+)
+def test_sizes_are_validated_before_anything_runs(given, message):
+    import re
+
+    answer = SampleCogVideoX.VALIDATE_INPUTS(**given)
+    assert answer is True if message is None else re.search(message, answer)
+
+
+class Management(types.SimpleNamespace):
+    """What ComfyUI's model_management does with a model, in the fewest lines."""
+
+    def __init__(self):
+        super().__init__(current_loaded_models=[], freed=[], interrupted=False)
+
+    def get_torch_device(self):
+        return torch.device("cpu")
+
+    def minimum_inference_memory(self):
+        return 1000
+
+    def free_memory(self, n_bytes, device):
+        self.freed.append(n_bytes)
+
+    def load_models_gpu(self, models):
+        for model in models:
+            if not any(loaded.model is model for loaded in self.current_loaded_models):
+                model.partially_load(model.load_device, 1e32, force_patch_weights=False)
+                self.current_loaded_models.append(types.SimpleNamespace(model=model, model_unload=model.detach))
+
+    def soft_empty_cache(self):
+        pass
+
+    def throw_exception_if_processing_interrupted(self):
+        if self.interrupted:
+            raise KeyError("InterruptProcessingException")
+
+
+@pytest.fixture
+def comfyui(model_folder, monkeypatch):
+    management, bars = Management(), []
+
+    class Bar:
+        def __init__(self, total):
+            bars.append([])
+
+        def update_absolute(self, done, total):
+            bars[-1].append((done, total))
+
+    root = str(model_folder("2b").parent)
+    paths = types.SimpleNamespace(get_folder_paths=lambda name: [root] if name == "diffusers" else [])
+    monkeypatch.setitem(sys.modules, "folder_paths", paths)
+    monkeypatch.setitem(sys.modules, "comfy.model_management", management)
+    monkeypatch.setitem(sys.modules, "comfy.utils", types.SimpleNamespace(ProgressBar=Bar))
+    texts = []
+    instance = types.SimpleNamespace(send_progress_text=lambda text, node_id: texts.append((node_id, text)))
+    monkeypatch.setitem(
+        sys.modules, "server", types.SimpleNamespace(PromptServer=types.SimpleNamespace(instance=instance))
+    )
+    return types.SimpleNamespace(management=management, bars=bars, texts=texts)
+
+
+def test_in_comfyui_its_folders_progress_and_memory_manager_are_used(comfyui, model_folder):
+    model = model_folder("2b")
+    run("fp32", model)
+    assert comfyui.bars == [[(1, 2), (2, 2)]]
+    assert ("5", "step 1/2, fp32, 0 rerun in fp32") in comfyui.texts
+    assert comfyui.texts[-1][1].startswith("asked for fp32; 2 steps, 0 reruns")
+
+
+def test_comfyuis_memory_manager_holds_what_is_loaded_and_loses_what_is_let_go(comfyui, model_folder):
+    (pipeline,) = node("LoadCogVideoX").load(model_folder("2b").name, "fp32", "eager", "none")
+    loaded = comfyui.management.current_loaded_models
+    node("EncodePrompt").encode(pipeline, "x", "", "inherit")
+    assert loaded == [], "the text encoder is let go after encoding"
+    denoiser = pipeline.store.module("transformer", "fp32")
+    assert [entry.model.component for entry in loaded] == [denoiser]
+    assert loaded[0].model.model_size() == sum(p.nbytes for p in (*denoiser.parameters(), *denoiser.buffers()))
+    pipeline.store.rest("transformer")
+    assert loaded == []
+    assert pipeline.store.module("transformer", "fp32") is denoiser, "moved, not read again"
+
+
+def test_comfyuis_interrupt_ends_the_run(comfyui, model_folder):
+    comfyui.management.interrupted = True
+    with pytest.raises(KeyError, match="InterruptProcessingException"):
+        run("fp32", model_folder("2b"))
+    assert comfyui.bars == [[(1, 2)]]
