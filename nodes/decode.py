@@ -52,9 +52,8 @@ class DecodeLatents:
     ) -> dict[str, Any]:
         from ..pipelines.decode import decode
 
-        del node_id
         with running(pipeline):
             images, report = decode(
                 pipeline, latents["samples"], tiling=tiling, slicing=slicing, request=requested(precision)
             )
-        return {"ui": ui(report), "result": (images,)}
+        return {"ui": ui(report, node_id), "result": (images,)}

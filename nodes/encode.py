@@ -41,8 +41,7 @@ class EncodePrompt:
     ) -> dict[str, Any]:
         from ..pipelines.encode import encode_prompts
 
-        del node_id
         with running(pipeline):
             embeddings, report = encode_prompts(pipeline, [prompt, negative_prompt], requested(precision))
         positive, negative = ([[tensor, {}]] for tensor in embeddings)
-        return {"ui": ui(report), "result": (positive, negative)}
+        return {"ui": ui(report, node_id), "result": (positive, negative)}

@@ -52,8 +52,13 @@ _folders: ContextVar[PlainFolders] = ContextVar("onediff_guard_folders", default
 
 
 @contextmanager
-def plain_folders(*, models: Sequence[Path], input: Path, output: Path) -> Generator[None]:  # noqa: A002
-    """Name the folders for one run in a process without ComfyUI. models: roots searched for diffusers-format folders."""
+def plain_folders(
+    *,
+    models: Sequence[Path],
+    input: Path,  # noqa: A002
+    output: Path,
+) -> Generator[None]:
+    """Name the folders for one run in a process without ComfyUI. models: roots searched for diffusers folders."""
     token = _folders.set(PlainFolders(tuple(models), input, output))
     _interrupt.clear()
     try:
@@ -98,6 +103,14 @@ def interrupt() -> None:
     _interrupt.set()
 
 
+def say(node_id: str | None, text: str) -> None:
+    """Show a line of text on a node, where the host can."""
+    instance = getattr(getattr(_comfy("server"), "PromptServer", None), "instance", None)
+    send = getattr(instance, "send_progress_text", None)
+    if node_id is not None and send:
+        send(text, node_id)
+
+
 class Progress:
     """A progress bar with a line of text; raises when the run was asked to stop."""
 
@@ -119,20 +132,13 @@ class Progress:
         """done: of `total`. Raises ComfyUI's interrupt exception, or Interrupted."""
         if management := _model_management():
             self._bar.update_absolute(done, self._total)
-            self.say(text)
+            say(self._node_id, text)
             management.throw_exception_if_processing_interrupted()
             return
         self._bar.set_postfix_str(text, refresh=False)
         self._bar.update(done - self._bar.n)
         if _interrupt.is_set():
             raise Interrupted(f"interrupted after step {done} of {self._total}")
-
-    def say(self, text: str) -> None:
-        """A line of text on the node, where the host can show one."""
-        server = _comfy("server")
-        send = getattr(getattr(getattr(server, "PromptServer", None), "instance", None), "send_progress_text", None)
-        if self._node_id is not None and send:
-            send(text, self._node_id)
 
     def __exit__(self, *_: object) -> None:
         if hasattr(self._bar, "close"):

@@ -32,6 +32,7 @@ def running(pipeline: PipelineHandle) -> Generator[None]:
         raise
 
 
-def ui(report: RunReport) -> dict[str, list[Any]]:
-    """What the node shows, and what programs read from the history."""
+def ui(report: RunReport, node_id: str | None) -> dict[str, list[Any]]:
+    """Say on the node how it ran; returns what programs read from the history."""
+    host.say(node_id, report.summary())
     return {"text": [report.summary()], "onediff_guard": [report.as_dict()]}

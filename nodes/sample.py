@@ -103,5 +103,4 @@ class SampleCogVideoX:
                 request=requested(precision),
                 step_done=step_done,
             )
-            progress.say(report.summary())
-        return {"ui": ui(report), "result": ({"samples": latents}, report.text())}
+        return {"ui": ui(report, node_id), "result": ({"samples": latents}, report.text())}

@@ -15,6 +15,7 @@ from .errors import BadFolder
 from .families import FAMILIES, ComponentSpec, FamilySpec
 
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_STEMS = ("diffusion_pytorch_model", "model")  # file names that from_pretrained looks for
 _MAX_HEADER = 100 * 2**20  # safetensors' own limit
 
 
@@ -25,6 +26,10 @@ class Weights:
     files: tuple[Path, ...]
     n_bytes: int
     stored_dtype: str  # safetensors' name of the dtype that most bytes are in: "F16", "BF16", "F32"
+
+    def bytes_in(self, dtype: str) -> int:
+        """What they take once loaded in "fp16", "bf16" or "fp32"."""
+        return self.n_bytes * (4 if dtype == "fp32" else 2) // (4 if self.stored_dtype == "F32" else 2)
 
 
 @dataclass(frozen=True)
@@ -130,16 +135,23 @@ def _weights(path: Path, name: str) -> Weights:
 
 def _weight_files(path: Path, folder: Path) -> list[Path]:
     where = f"'{path.name}/{folder.name}'"
-    shards = sorted(folder.glob("*.safetensors.index.json"))
-    if shards:
-        names = sorted(set(_read_json(shards[0]).get("weight_map", {}).values()))
+    for stem in _STEMS:
+        index = folder / f"{stem}.safetensors.index.json"
+        if (folder / f"{stem}.safetensors").is_file():
+            return [folder / f"{stem}.safetensors"]
+        if not index.is_file():
+            continue
+        names = sorted(set(_read_json(index).get("weight_map", {}).values()))
         missing = [name for name in names if not (folder / name).is_file()]
         if missing or not names:
             raise BadFolder(f"{where} lacks {', '.join(missing) or 'every shard'}. Fetch the missing files again.")
         return [folder / name for name in names]
-    files = sorted(folder.glob("*.safetensors"))
-    if files:
-        return files[:1] if len(files) == 1 else [_standard_name(where, files)]
+    others = sorted(file.name for file in folder.glob("*.safetensors"))
+    if others:
+        raise BadFolder(
+            f"{where} holds {', '.join(others)}, but no {' or '.join(f'{stem}.safetensors' for stem in _STEMS)}. "
+            "Rename the file that you want to use to that (a variant such as fp16 works)."
+        )
     pickled = sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLED)
     if pickled:
         raise BadFolder(
@@ -147,14 +159,6 @@ def _weight_files(path: Path, folder: Path) -> list[Path]:
             "Get the model in safetensors format."
         )
     raise BadFolder(f"{where} holds no .safetensors file. The download is incomplete: fetch it again.")
-
-
-def _standard_name(where: str, files: list[Path]) -> Path:
-    for file in files:
-        if file.name in ("model.safetensors", "diffusion_pytorch_model.safetensors"):
-            return file
-    names = ", ".join(file.name for file in files)
-    raise BadFolder(f"{where} holds several weight files ({names}) and no index. Keep one, named as diffusers does.")
 
 
 def _header_bytes_by_dtype(file: Path, path: Path) -> Counter[str]:

@@ -75,9 +75,11 @@ class ComponentStore:
     def _load(self, name: str, dtype: str) -> torch.nn.Module:
         weights = self.folder.weights[name]
         logger.info("loading component %s of %s in %s", name, self.folder.path.name, dtype)
-        self.placement.make_room(weights.n_bytes)
+        self.placement.make_room(weights.bytes_in(dtype))
+        library = self.folder.family.components[name].library
+        dtype_option = "dtype" if library == "transformers" else "torch_dtype"
         with torch.inference_mode(False):
-            module = self._from_pretrained(name, torch_dtype=DTYPES[dtype], use_safetensors=True)
+            module = self._from_pretrained(name, use_safetensors=True, **{dtype_option: DTYPES[dtype]})
         return module.eval().requires_grad_(False)
 
     def _from_pretrained(self, name: str, **options: Any) -> Any:

@@ -101,11 +101,14 @@ class _Fp32Mode(TorchFunctionMode):
             return pytree.tree_map_only(torch.Tensor, _float, func(*args, **kwargs))
 
         memo: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: _upcast(t, memo), (args, kwargs))
-        args, kwargs = _fp32_dtypes((args, kwargs), func)
+        fp32_args, fp32_kwargs = pytree.tree_map_only(torch.Tensor, lambda t: _upcast(t, memo), (args, kwargs))
+        fp32_args, fp32_kwargs = _fp32_dtypes((fp32_args, fp32_kwargs), func)
         with _autocast_off(d for d in self._device_types if torch.is_autocast_enabled(d)):
-            result = _call_attention(func, args, kwargs) if func in _ATTENTION else func(*args, **kwargs)
+            call = _call_attention if func in _ATTENTION else _call
+            result = call(func, fp32_args, fp32_kwargs)
         written = _write_back(memo.values())
+        if not written and _shares_storage(result, memo.values()):  # a view: return one of the half tensor instead
+            return func(*args, **kwargs)
         return pytree.tree_map_only(
             torch.Tensor, lambda t: written.get(id(t)) if id(t) in written else _float(t), result
         )
@@ -149,8 +152,7 @@ def _detached_is_fp32(result: Any, source: torch.Tensor) -> Any:
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype not in HALF_DTYPES:
             return tensor
-        shares = tensor.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
-        return tensor if shares else tensor.float()
+        return tensor if _storage(tensor) == _storage(source) else tensor.float()
 
     return pytree.tree_map_only(torch.Tensor, convert, result)
 
@@ -169,6 +171,23 @@ def _max_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[3] if len(args) > 3 else kwargs.get("max_norm")
 
 
+def _shares_storage(result: Any, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    upcast = {_storage(single) for _, single in pairs}
+    tensors = (t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)) if upcast else ()
+    return any(t.numel() > 0 and _storage(t) in upcast for t in tensors)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except NotImplementedError:  # inside vmap, and for sparse tensors: nothing there to alias
+        return id(tensor)
+
+
+def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
+
 def _call_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """SDPA with the kernels that take float32, even where the user allows only half-precision ones."""
     if torch.backends.cuda.math_sdp_enabled():
@@ -179,11 +198,14 @@ def _call_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 _T = torch.Tensor
 _AS_FLOAT32 = frozenset({_T.half, _T.bfloat16})
+# what looks at a tensor, or changes its shape in place, without computing on its values
 _METADATA = frozenset(
     {
         _T.size, _T.stride, _T.dim, _T.ndimension, _T.numel, _T.nelement, _T.storage_offset, _T.data_ptr,
         _T.untyped_storage, _T.is_contiguous, _T.is_floating_point, _T.is_complex, _T.is_signed, _T.is_inference,
         _T.element_size, _T.get_device, _T.__len__, _T.__hash__, _T.is_set_to, _T.requires_grad_,
+        _T.squeeze_, _T.unsqueeze_, _T.t_, _T.transpose_, _T.swapaxes_, _T.swapdims_, _T.as_strided_, _T.detach_,
+        _T.set_, _T.resize_,
         torch.is_floating_point, torch.is_complex, torch.numel,
     }
 )  # fmt: skip
@@ -191,7 +213,8 @@ _ALIASING = frozenset(
     {
         _T.view, _T.view_as, _T.reshape, _T.permute, _T.transpose, _T.t, _T.flatten, _T.unflatten, _T.squeeze,
         _T.unsqueeze, _T.expand, _T.expand_as, _T.narrow, _T.select, _T.chunk, _T.split, _T.unbind, _T.movedim,
-        _T.swapaxes, _T.diagonal, _T.unfold, _T.as_strided, _T.detach, _T.contiguous, _T.__getitem__, _T.cuda, _T.cpu,
+        _T.swapaxes, _T.diagonal, _T.unfold, _T.as_strided, _T.detach, _T.contiguous, _T.__getitem__, _T.__iter__,
+        _T.cuda, _T.cpu,
         torch.reshape, torch.permute, torch.transpose, torch.flatten, torch.squeeze, torch.unsqueeze, torch.narrow,
         torch.select, torch.chunk, torch.split, torch.unbind, torch.movedim, torch.swapaxes, torch.diagonal,
     }

@@ -89,7 +89,6 @@ def test_a_handle_is_never_changed_by_a_node(folders):
 
 
 def test_interrupt_stops_within_a_step(folders, monkeypatch):
-    monkeypatch.setattr(host.Progress, "say", lambda self, text: None)
     original = host.Progress.update
 
     def interrupt_after_first(self, done, text):

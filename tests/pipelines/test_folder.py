@@ -107,6 +107,13 @@ def test_safetensors_that_is_an_error_page(folder):
         inspect(folder, COGVIDEOX)
 
 
+def test_a_variant_file_alone_is_named_with_what_to_do(folder):
+    file = weights_of(folder, "transformer")
+    file.rename(file.with_name("diffusion_pytorch_model.fp16.safetensors"))
+    with pytest.raises(BadFolder, match=r"holds diffusion_pytorch_model.fp16.safetensors, but no .*Rename"):
+        inspect(folder, COGVIDEOX)
+
+
 def test_missing_shard(folder):
     file = weights_of(folder, "transformer")
     index = {"weight_map": {"a": "part-1.safetensors", "b": "part-2.safetensors"}}

@@ -223,6 +223,24 @@ def test_copies_of_half_tensors_are_float32_so_that_writes_do_not_round():
     assert table.max() == 60000
 
 
+def test_views_of_any_kind_alias_the_half_tensor():
+    def write(buffer):
+        for row in buffer:
+            row.add_(1)
+        buffer.ravel()[0] = 7
+        buffer.tensor_split(3)[2].add_(5)
+        buffer.unsqueeze_(0)
+        buffer.real.mul_(2)
+        torch.movedim(buffer, 0, 1).add_(0.5)
+        buffer.T.sub_(1) if buffer.ndim == 2 else buffer.mT.sub_(1)
+        return buffer
+
+    expected = write(torch.zeros(3, 2))
+    buffer = torch.zeros(3, 2, dtype=torch.float16)
+    run_in_fp32(lambda: write(buffer))
+    assert torch.equal(buffer.float(), expected)
+
+
 def test_bits_are_reinterpreted_not_cast():
     packed = torch.tensor([1.5, -2.0], dtype=torch.float16).view(torch.uint8)
     assert run_in_fp32(lambda: packed.view(torch.float16) * 1).tolist() == [1.5, -2.0]
@@ -238,6 +256,43 @@ def test_setting_data_keeps_the_dtype():
 
     run_in_fp32(swap)
     assert parameter.dtype == torch.float16 and parameter.tolist() == [1.0, 1.0]
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x @ x
+
+
+@torch.library.custom_op("onediff_guard_test::square", mutates_args=())
+def custom_square(x: torch.Tensor) -> torch.Tensor:
+    return x @ x
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda w: torch.ops.aten.mm.default(w, w),
+        lambda w: torch.einsum("ij,jk->ik", w, w),
+        lambda w: torch.mm(w, w, out=torch.empty(4, 4, dtype=torch.float16)),
+        lambda w: torch.vmap(lambda row: row * 1200)(w),
+        lambda w: torch.utils.checkpoint.checkpoint(lambda x: x @ x, w, use_reentrant=False),
+        Square.apply,
+        custom_square,
+    ],
+)
+def test_every_way_of_calling_an_operator_is_seen(product):
+    weight = torch.full((4, 4), 300.0, dtype=torch.float16)
+    found = run_in_fp32(lambda: product(weight))
+    assert found.dtype == torch.float32 and found.max() == 360000
+
+
+def test_a_default_dtype_of_half_does_not_leak_in():
+    torch.set_default_dtype(torch.float16)
+    try:
+        assert run_in_fp32(lambda: torch.zeros(1).add_(300) * 300).item() == 90000
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("where", ["outside", "inside"])
