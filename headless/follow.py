@@ -213,7 +213,11 @@ class _Run:
 
     def _raise_if_failed(self, entry: Mapping[str, Any]) -> None:
         status = entry.get("status") or {}
-        messages = dict(status.get("messages") or ())
+        given = status.get("messages") or ()
+        messages = dict(message for message in given if not isinstance(message, str))
+        texts = [message for message in given if isinstance(message, str)]  # ComfyUI's pip-installable fork
+        if any(text.startswith("execution_interrupted") for text in texts):
+            raise InterruptedRunError("The run was interrupted on the server.")
         if "execution_error" in messages:
             fault = messages["execution_error"]
             kind = str(fault.get("exception_type", "error")).removeprefix("builtins.")
@@ -223,4 +227,5 @@ class _Run:
             node = self._label(str(messages["execution_interrupted"].get("node_id")))
             raise InterruptedRunError(f"The run was interrupted on the server, at {node}.")
         if status.get("status_str") == "error":
-            raise RunFailedError(f"{self.server.url} says that the run failed, but not why: look at its log.")
+            why = "; ".join(texts) or "but not why: look at its log"
+            raise RunFailedError(f"{self.server.url} says that the run failed, {why}.")

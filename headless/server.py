@@ -98,7 +98,7 @@ class Server:
             return Place("done", history[prompt_id])
         queue = await self._get("queue")  # all prompts in full, so it comes second
         for key, state in (("queue_running", "running"), ("queue_pending", "pending")):
-            if any(prompt_id in item[:2] for item in queue.get(key, ())):
+            if any(prompt_id == _prompt_id(item) for item in queue.get(key, ())):
                 return Place(state)
         return Place("gone")
 
@@ -171,6 +171,11 @@ async def _json(response: aiohttp.ClientResponse) -> dict[str, Any]:
     if response.status == 200:
         raise HostError(f"{response.url} does not answer with JSON: is this a ComfyUI?")
     return {"error": text}
+
+
+def _prompt_id(item: Any) -> Any:
+    """Of a queue's entry: (priority, id, …) in ComfyUI, a dictionary in its pip-installable fork."""
+    return item.get("prompt_id") if isinstance(item, dict) else item[1]
 
 
 def _reason(error: Exception) -> str:

@@ -258,6 +258,12 @@ class Resident:
     def lowvram_patch_counter(self) -> int:
         return 0
 
+    def is_dynamic(self) -> bool:
+        return False
+
+    def partially_unload_ram(self, _n_bytes: float) -> int:
+        return 0
+
     def partially_load(self, device: torch.device, _extra_memory: float = 0, **_: Any) -> int:
         before = self.loaded_size()
         self._move(device)

@@ -12,7 +12,7 @@ PRECISIONS = ("auto", "bf16", "fp16", "fp16 (plain)", "fp32")
 BACKENDS = ("auto", "oneflow", "nexfort", "inductor", "eager")
 OFFLOADS = ("none", "model")
 ON_FAILURE = ("rerun", "stop", "off")
-SCHEDULERS = ("DPM", "DDIM")
+SCHEDULERS = ("DDIM", "DPM")
 INHERIT = "inherit"
 
 _PRECISION_TIP = (

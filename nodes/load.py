@@ -48,7 +48,7 @@ class LoadCogVideoX:
             return True
         known = ", ".join(folders) or "none"
         return (
-            f"model: no folder '{model}' with a model_index.json. Found: {known}. Looked in: {host.model_roots_text()}."
+            f"No folder '{model}' with a model_index.json. Found: {known}. Looked in: {host.model_roots_text()}."
         )
 
     @classmethod

@@ -48,7 +48,7 @@ class SampleCogVideoX:
                     {"default": 6.0, "min": 0.0, "max": 100.0, "step": 0.1, "tooltip": "1 or less: off, half the work"},
                 ),
                 "seed": inputs.integer(
-                    0, 0, 2**64 - 1, 1, "The same seed gives the same video in every precision and on every card.",
+                    0, 0, 2**64 - 1, 1, "The same seed gives the same noise in every precision and on every card.",
                     control_after_generate=True,
                 ),
                 "scheduler": inputs.choice(inputs.SCHEDULERS, "DPM is advised for 5B and 1.5, DDIM for 2B."),
@@ -92,7 +92,7 @@ class SampleCogVideoX:
         progress = host.Progress(steps, node_id)
 
         def step_done(done: int, total: int, report: RunReport) -> None:
-            progress.update(done, f"step {done}/{total}, {report.plan.dtype}, {report.reruns} rerun in fp32")
+            progress.update(done, f"step {done}/{total}, {report.plan.dtype}, {report.count_reruns()}")
 
         with running(pipeline), progress:
             latents, report = sample(

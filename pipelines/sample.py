@@ -42,7 +42,7 @@ def sample(
     """Denoise. Returns latents [batch, channels, latent frames, height/8, width/8] for the VAE, and the report.
 
     positive, negative: [batch, tokens, channels] embeddings.
-    Latents and scheduler stay in float32, and noise is drawn on the CPU, so that a seed gives the same video in every
+    Latents and scheduler stay in float32, and noise is drawn on the CPU, so that a seed gives the same noise in every
     precision and on every card; the guard casts what enters the denoiser to the plan's dtype.
     Raises BadSize, BadInput before anything is loaded; GuardStopped where a step cannot be saved.
     """

@@ -43,19 +43,24 @@ class RunReport:
     def reruns(self) -> int:
         return sum(step.outcome == "rerun" for step in self.steps)
 
+    def count_reruns(self) -> str:
+        return _count(self.reruns, "rerun")
+
     @property
     def failed(self) -> int:
         return sum(step.outcome in ("non-finite", "saturated") for step in self.steps)
 
     def summary(self) -> str:
         """One line: why this dtype, how many calls, how many reruns."""
+        denoising = self.plan.component is Component.DENOISER
+        stage = "" if denoising else f"{self.plan.component.value.replace('_', ' ')}: "
         if not self.steps:
-            return f"{self.plan.reason}; nothing to compute, all of it was remembered."
-        noun = "step" if self.plan.component is Component.DENOISER else "call"
-        counts = f"{_count(len(self.steps), noun)}, {_count(self.reruns, 'rerun')}"
+            return f"{stage}{self.plan.reason}; nothing to compute, all of it was remembered."
+        noun = "step" if denoising else "call"
+        counts = f"{_count(len(self.steps), noun)}, {self.count_reruns()}"
         if self.failed:
             counts += f", {self.failed} NOT FINITE: the result is broken; choose precision 'auto' or 'fp16'"
-        return f"{self.plan.reason}; {counts}."
+        return f"{stage}{self.plan.reason}; {counts}."
 
     def text(self) -> str:
         """The summary, then a line per step and the switches."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,21 @@ async def interrupted(server: Any) -> None:
     await server.send("execution_interrupted", node_id="1")
 
 
+async def success_in_the_fork(server: Any) -> None:
+    """The pip-installable fork: queue entries are dictionaries, and the history's messages plain strings."""
+    server.running[:] = [{"priority": 0, "prompt_id": server.prompt_id}]
+    await asyncio.sleep(0.5)
+    server.finish({"2": {}}, messages=["execution_start", "execution_success"])
+
+
+async def error_in_the_fork(server: Any) -> None:
+    server.finish({}, "error", ["execution_start", "execution_error: too hot"])
+
+
+async def interrupted_in_the_fork(server: Any) -> None:
+    server.finish({}, "error", ["execution_start", "execution_interrupted"])
+
+
 async def vanish(server: Any) -> None:
     """Somebody deletes it, or the server was restarted."""
     server.running.clear()
@@ -91,7 +107,7 @@ def test_the_old_end_of_a_run(comfy: Any, there: RunThere, tmp_path: Path) -> No
     assert there().files == [tmp_path / "out" / "a_00001_.png"]
 
 
-@pytest.mark.parametrize("script", [silent_success, broken_socket])
+@pytest.mark.parametrize("script", [silent_success, broken_socket, success_in_the_fork])
 def test_the_history_counts_not_the_websocket(comfy: Any, there: RunThere, script: Any) -> None:
     comfy.script = script
     assert there().outputs == {"2": {}}
@@ -110,6 +126,8 @@ def test_files_that_are_there_already_stay(comfy: Any, there: RunThere, tmp_path
     [
         (node_error, RunFailedError, r"^node 1 \(Some Noise\) failed: ValueError: too hot$"),
         (interrupted, InterruptedRunError, r"interrupted on the server, at node 1 \(Some Noise\)"),
+        (error_in_the_fork, RunFailedError, r"says that the run failed, .*too hot"),
+        (interrupted_in_the_fork, InterruptedRunError, "interrupted on the server"),
         (vanish, RunFailedError, "no longer knows the run the-prompt"),
     ],
 )

@@ -1,0 +1,92 @@
+"""Texts beside the code: languages and help pages say something about every node, and about nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comfyui_onediff_guard.headless import schema
+from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS, inputs
+
+ROOT = Path(__file__).resolve().parents[2]
+LOCALES = sorted(path for path in (ROOT / "locales").iterdir() if path.is_dir())
+HELP = ROOT / "web" / "docs"
+COMFYUI_LANGUAGES = {"ar", "en", "es", "fr", "ja", "ko", "ru", "tr", "zh", "zh-TW"}
+
+
+def read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def said_in_code() -> dict[str, Any]:
+    """What `nodeDefs.json` would say in English."""
+    said = {}
+    for name, node in NODE_CLASS_MAPPINGS.items():
+        tips = dict(enumerate(getattr(node, "OUTPUT_TOOLTIPS", ())))
+        said[name] = {
+            "display_name": NODE_DISPLAY_NAME_MAPPINGS[name],
+            "description": node.DESCRIPTION,
+            "inputs": {
+                spec.name: {"name": spec.name, "tooltip": spec.config["tooltip"]}
+                for spec in schema.from_class(name, node).inputs.values()
+            },
+            "outputs": {
+                str(i): {"name": output} | ({"tooltip": tips[i]} if i in tips else {})
+                for i, output in enumerate(node.RETURN_NAMES)
+            },
+        }
+    return said
+
+
+def shape(texts: Any) -> Any:
+    """The same nesting with the texts left out."""
+    return {key: shape(value) for key, value in texts.items()} if isinstance(texts, dict) else str
+
+
+def test_english_is_what_the_nodes_say() -> None:
+    found = read(ROOT / "locales" / "en" / "nodeDefs.json")
+    assert found == said_in_code(), "copy the texts of the node classes into locales/en, and update the translations"
+
+
+@pytest.mark.parametrize("folder", LOCALES, ids=lambda path: path.name)
+def test_a_language_covers_everything_and_nothing_else(folder: Path) -> None:
+    assert folder.name in COMFYUI_LANGUAGES
+    assert shape(read(folder / "nodeDefs.json")) == shape(said_in_code())
+    english = read(ROOT / "locales" / "en" / "main.json")
+    assert shape(read(folder / "main.json")) == shape(english)
+    assert set(english["nodeCategories"]) == {inputs.CATEGORY}
+
+
+def texts(node: Any, path: str = "") -> dict[str, str]:
+    if isinstance(node, str):
+        return {path: node}
+    return {key: text for name, child in node.items() for key, text in texts(child, f"{path}/{name}").items()}
+
+
+@pytest.mark.parametrize("folder", LOCALES, ids=lambda path: path.name)
+def test_a_translation_names_the_same_options_and_numbers(folder: Path) -> None:
+    """Drop-down values stay as they are in every language, so whoever reads a tooltip finds them in the list."""
+    options = (*inputs.PRECISIONS, inputs.INHERIT, *inputs.BACKENDS, *inputs.OFFLOADS, *inputs.ON_FAILURE)
+    marked = re.compile(rf"\b(?:{'|'.join(map(re.escape, (*options, *inputs.SCHEDULERS)))})(?=[:：])|\d+")
+    translated = texts(read(folder / "nodeDefs.json"))
+    for path, text in texts(said_in_code()).items():
+        assert translated[path].strip()
+        wanted, found = (sorted(marked.findall(value)) for value in (text, translated[path]))
+        assert found == wanted, f"{path}: {translated[path]}"
+
+
+@pytest.mark.parametrize("name", NODE_CLASS_MAPPINGS)
+def test_every_node_has_a_help_page_that_names_all_of_it(name: str) -> None:
+    page = (HELP / f"{name}.md").read_text(encoding="utf-8")
+    node = NODE_CLASS_MAPPINGS[name]
+    assert page.startswith(f"# {NODE_DISPLAY_NAME_MAPPINGS[name]}\n")
+    mentioned = set(re.findall(r"`([^`\n]+)`", page))
+    described = schema.from_class(name, node)
+    assert set(described.inputs) | set(node.RETURN_NAMES) <= mentioned
+
+
+def test_no_help_page_is_left_over() -> None:
+    assert {path.stem for path in HELP.glob("*.md")} == set(NODE_CLASS_MAPPINGS)

@@ -1,0 +1,181 @@
+"""The workflows that ComfyUI lists as templates: one graph in both formats, with nothing in it that does not exist."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comfyui_onediff_guard.headless import core_nodes, schema, ui_format, validate
+from comfyui_onediff_guard.headless.graph import Graph, from_api, is_ui_format
+from comfyui_onediff_guard.headless.schema import Schema
+from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS, host
+
+WORKFLOWS = Path(__file__).resolve().parents[2] / "workflows"
+UI_FILES = sorted(WORKFLOWS.glob("*.json"))
+API_FILES = sorted((WORKFLOWS / "api").glob("*.json"))
+CLASSES = {**core_nodes.NODE_CLASS_MAPPINGS, **NODE_CLASS_MAPPINGS}
+SCHEMAS = {name: schema.from_class(name, node) for name, node in CLASSES.items()}
+TEXT_TO_VIDEO = WORKFLOWS / "api" / "cogvideox_text_to_video.json"
+
+
+def read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def api_graph(path: Path) -> Graph:
+    return from_api(read(path))
+
+
+def stem(path: Path) -> str:
+    return path.stem
+
+
+def plain(graph: Graph) -> dict[str, Any]:
+    """What decides the result: classes, inputs, links. Titles are for people."""
+    return {node.id: (node.class_type, dict(node.inputs)) for node in graph.nodes.values()}
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    """A models folder in which the loader finds the name that the workflows have."""
+    folder = tmp_path / "CogVideoX-2b"
+    folder.mkdir()
+    (folder / "model_index.json").write_text("{}", encoding="utf-8")
+    return tmp_path
+
+
+def test_there_is_a_workflow_in_every_format() -> None:
+    assert [path.name for path in UI_FILES] == ["cogvideox_text_to_video.json"]
+    assert {path.name for path in UI_FILES} <= {path.name for path in API_FILES}
+    assert "cogvideox_text_to_video_webp.json" in {path.name for path in API_FILES}
+
+
+@pytest.mark.parametrize("path", UI_FILES, ids=stem)
+def test_ui_format_and_api_format_are_the_same_graph(path: Path) -> None:
+    data = read(path)
+    assert is_ui_format(data)
+    assert plain(ui_format.convert(data, SCHEMAS)) == plain(api_graph(WORKFLOWS / "api" / path.name))
+
+
+@pytest.mark.parametrize("path", API_FILES, ids=stem)
+def test_every_node_and_link_exists(path: Path) -> None:
+    graph = api_graph(path)
+    assert graph.class_types() <= set(CLASSES)
+    for node in graph.nodes.values():
+        assert node.title, f"{node.label} has no title for people"
+        for name, link in node.links().items():
+            source = SCHEMAS[graph.nodes[link.node].class_type]
+            assert source.outputs[link.slot] == SCHEMAS[node.class_type].inputs[name].type, f"{node.label}.{name}"
+
+
+@pytest.mark.parametrize("path", API_FILES, ids=stem)
+def test_every_input_is_known_and_every_required_one_is_given(path: Path) -> None:
+    for node in api_graph(path).nodes.values():
+        inputs = SCHEMAS[node.class_type].inputs
+        assert set(node.inputs) <= set(inputs), node.label
+        assert {name for name, spec in inputs.items() if spec.required} <= set(node.inputs), node.label
+
+
+@pytest.mark.parametrize("path", API_FILES, ids=stem)
+def test_every_option_and_number_is_allowed(path: Path, model_folder: Path) -> None:
+    with host.plain_folders(models=[model_folder], input=model_folder, output=model_folder):
+        validate.plan(api_graph(path), CLASSES)
+
+
+def test_the_workflow_shows_what_the_defaults_are(model_folder: Path) -> None:
+    """What the file sets differs from a fresh node in these alone; each has a reason."""
+    chosen = {
+        "model",  # no default
+        "prompt",
+        "seed",
+        "tiling",  # decoding is what needs the most memory
+        "filename_prefix",
+        "fps",  # CogVideoX 2B and 5B were trained at 8
+    }
+    differing = set()
+    for node in api_graph(TEXT_TO_VIDEO).nodes.values():
+        for name, spec in SCHEMAS[node.class_type].inputs.items():
+            given = node.inputs.get(name)
+            if spec.is_widget and given is not None and given != default(spec):
+                differing.add(name)
+    assert differing == chosen
+
+
+def default(spec: schema.InputSpec) -> Any:
+    return spec.config.get("default", spec.options[0] if spec.options else None)
+
+
+def test_the_webp_twin_differs_in_the_saver_alone() -> None:
+    twin = plain(api_graph(TEXT_TO_VIDEO.with_name("cogvideox_text_to_video_webp.json")))
+    graph = plain(api_graph(TEXT_TO_VIDEO))
+    savers = {"CreateVideo", "SaveVideo", "SaveAnimatedWEBP"}
+    assert {id_: node for id_, node in twin.items() if node[0] not in savers} == {
+        id_: node for id_, node in graph.items() if node[0] not in savers
+    }
+    (webp,) = [inputs for kind, inputs in twin.values() if kind in savers]
+    (video,) = [inputs for kind, inputs in graph.values() if kind == "CreateVideo"]
+    assert (webp["images"], webp["fps"]) == (video["images"], video["fps"])
+
+
+# --- what only the browser reads --------------------------------------------------------------------------------------
+
+
+def boxes(data: dict[str, Any]) -> dict[str, tuple[float, float, float, float]]:
+    """{title: left, top, right, bottom} of every node on the canvas, its title bar of 30 units included."""
+    return {
+        f"{node['id']} {node['type']}": (x, y - 30, x + width, y + height)
+        for node in data["nodes"]
+        for (x, y), (width, height) in [(node["pos"], node["size"])]
+    }
+
+
+@pytest.mark.parametrize("path", UI_FILES, ids=stem)
+def test_no_node_lies_on_another(path: Path) -> None:
+    placed = list(boxes(read(path)).items())
+    for i, (name, a) in enumerate(placed):
+        for other, b in placed[i + 1 :]:
+            apart = a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
+            assert apart, f"{name} overlaps {other}"
+
+
+@pytest.mark.parametrize("path", UI_FILES, ids=stem)
+def test_links_run_from_left_to_right(path: Path) -> None:
+    data = read(path)
+    left = {node["id"]: node["pos"][0] for node in data["nodes"]}
+    for _, origin, _, target, _, _ in data["links"]:
+        assert left[origin] <= left[target]
+
+
+@pytest.mark.parametrize("path", UI_FILES, ids=stem)
+def test_the_link_table_agrees_with_the_slots(path: Path) -> None:
+    data = read(path)
+    nodes = {node["id"]: node for node in data["nodes"]}
+    for link, origin, origin_slot, target, target_slot, kind in data["links"]:
+        assert link in nodes[origin]["outputs"][origin_slot]["links"]
+        assert nodes[target]["inputs"][target_slot]["link"] == link
+        assert nodes[origin]["outputs"][origin_slot]["type"] == nodes[target]["inputs"][target_slot]["type"] == kind
+    assert data["last_link_id"] >= max(link[0] for link in data["links"])
+    assert data["last_node_id"] >= max(nodes)
+
+
+@pytest.mark.parametrize("path", UI_FILES, ids=stem)
+def test_the_browser_learns_which_pack_a_missing_node_is_in(path: Path) -> None:
+    for node in read(path)["nodes"]:
+        if node["type"] not in ui_format.FRONTEND_ONLY:
+            ours = node["type"] in NODE_CLASS_MAPPINGS
+            assert node["properties"]["cnr_id"] == ("comfyui-onediff-guard" if ours else "comfy-core")
+            assert node["properties"]["Node name for S&R"] == node["type"]
+
+
+@pytest.mark.parametrize("path", UI_FILES, ids=stem)
+def test_the_seed_is_followed_by_its_control(path: Path) -> None:
+    for node in read(path)["nodes"]:
+        spec: Schema | None = SCHEMAS.get(node["type"])
+        if spec is None:
+            continue
+        names = [name for w in spec.widgets for name in ([w.name, "control"] if w.may_have_control else [w.name])]
+        assert len(node["widgets_values"]) == len(names), node["type"]
+        if "control" in names:
+            assert node["widgets_values"][names.index("control")] in ui_format.CONTROL_VALUES
