@@ -1,0 +1,127 @@
+"""ComfyUI's page in a headless Chromium: opened, given a workflow, queued, looked at."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+# the page needs none of them; without these flags Chromium calls home at each start
+FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync")
+FLAGS += ("--disable-background-networking", "--disable-component-update")
+READY = "() => Boolean(window.app?.graph && window.LiteGraph?.registered_node_types?.SaveVideo)"
+ENDS = ("execution_success", "execution_error", "execution_interrupted")
+
+LOAD = "async graph => { await window.app.loadGraphData(graph, true, true, null) }"
+MISSING = "() => app.graph.nodes.filter(n => n.has_errors || !LiteGraph.registered_node_types[n.type]).map(n => n.type)"
+PROMPT = "async () => (await app.graphToPrompt()).output"
+SET_WIDGETS = """values => {
+    for (const node of app.graph.nodes)
+        for (const widget of node.widgets ?? [])
+            if (`${node.type}.${widget.name}` in values) widget.value = values[`${node.type}.${widget.name}`]
+}"""
+QUEUE = """async ends => {
+    window.ended = null
+    for (const end of ends) app.api.addEventListener(end, event => { window.ended = [end, event.detail] })
+    await app.queuePrompt(0, 1)
+}"""
+WIDGETS = """type => Object.fromEntries(
+    app.graph.nodes.find(node => node.type === type).widgets.map(widget => [widget.name, widget.value]))"""
+
+
+def missing_browser() -> str:
+    """Why no browser can be used here, '' where one can."""
+    try:
+        import playwright  # noqa: F401
+    except ImportError:
+        return "browser: playwright is not installed (pip install playwright)"
+    return "" if executable() else "browser: no chromium on PATH (Debian's package: chromium)"
+
+
+def executable() -> str | None:
+    return shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+class Canvas:
+    """The page of one ComfyUI server."""
+
+    def __init__(self, page: Any, pictures: Path):
+        self._page = page
+        self._pictures = pictures
+        self.faults: list[str] = []  # URLs that the page asked for in vain
+        page.on("response", lambda answer: self.faults.append(answer.url) if answer.status >= 400 else None)
+
+    def open(self, url: str) -> None:
+        # a newcomer's page opens with the list of templates over the canvas
+        self._page.request.post(f"{url}/api/settings", data={"Comfy.TutorialCompleted": True})
+        self._page.goto(url)
+        self._page.wait_for_function(READY, timeout=60_000)
+
+    def load(self, workflow: Mapping[str, Any]) -> None:
+        """What opening a file does."""
+        self._page.evaluate(LOAD, workflow)
+        self._page.wait_for_timeout(500)
+
+    def missing(self) -> list[str]:
+        """Types of nodes that the page does not know."""
+        return self._page.evaluate(MISSING)
+
+    def prompt(self) -> dict[str, Any]:
+        """What the page would queue: API format."""
+        return self._page.evaluate(PROMPT)
+
+    def set_widgets(self, values: Mapping[str, Any]) -> None:
+        """{"NodeType.widget": value}"""
+        self._page.evaluate(SET_WIDGETS, values)
+
+    def widgets(self, node_type: str) -> dict[str, Any]:
+        return self._page.evaluate(WIDGETS, node_type)
+
+    def queue(self, seconds: float = 90.0) -> tuple[str, Any]:
+        """Press Run and wait: how the run ended, and what the server said about it."""
+        self._page.evaluate(QUEUE, ENDS)
+        self._page.wait_for_function("() => window.ended", timeout=seconds * 1000)
+        self._page.wait_for_timeout(500)
+        return tuple(self._page.evaluate("() => window.ended"))
+
+    def press_run(self) -> None:
+        """Press Run without waiting for a run, because the server will refuse it."""
+        self._page.evaluate("() => { app.queuePrompt(0, 1) }")
+
+    def wait_for_text(self, text: str) -> None:
+        self._page.get_by_text(text).first.wait_for(timeout=10_000)
+
+    def wait_for_video(self) -> None:
+        """Until a video on the page shows its first frame."""
+        shown = "() => [...document.querySelectorAll('video')].some(video => video.readyState >= 2)"
+        self._page.wait_for_function(shown, timeout=20_000)
+
+    def ask(self, path: str) -> Any:
+        """GET from within the page: JSON, or text."""
+        return self._page.evaluate(
+            "async path => { const r = await fetch(path); const t = await r.text();"
+            " try { return JSON.parse(t) } catch { return t } }",
+            path,
+        )
+
+    def picture(self, name: str) -> Path:
+        path = self._pictures / f"{name}.png"
+        self._page.screenshot(path=str(path))
+        return path
+
+
+@contextmanager
+def canvas(url: str, pictures: Path) -> Iterator[Canvas]:
+    """A fresh browser profile with the server's page open in it."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=executable(), args=list(FLAGS))
+        try:
+            canvas = Canvas(browser.new_page(viewport={"width": 1920, "height": 1000}), pictures)
+            canvas.open(url)
+            yield canvas
+        finally:
+            browser.close()

@@ -1,0 +1,191 @@
+"""Two real ComfyUIs that the tests run the pack in, and how each is started.
+
+Leg (a) is `comfyui==0.0.1` from PyPI in `.venv-comfyui`, which the Makefile builds: the oldest supported stack.
+Leg (b) is a current checkout: `COMFYUI_PATH`, or `~/ComfyUI`, run with `COMFYUI_PYTHON`, or with the interpreter of a
+virtual environment in it or beside it (`~/ComfyUI-venv`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from comfyui_onediff_guard.headless import process
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = "ComfyUI-OneDiff-Guard"  # the pack's name in custom_nodes, as a clone has it
+SHIPPED = ("headless", "nodes", "pipelines", "precision", "workflows", "locales", "web")
+START_SECONDS = 180.0
+BIN = "Scripts" if sys.platform == "win32" else "bin"
+OPTIONAL_FLAGS = {"--database-url": "sqlite:///:memory:", "--disable-api-nodes": None}
+
+
+@dataclass(frozen=True)
+class Leg:
+    name: str  # "a" or "b"
+    version: str  # ComfyUI's; "" where it isn't there
+    python: Path
+    program: tuple[str, ...]  # what follows the interpreter
+    base_flag: str  # names the folder of models, custom nodes and outputs
+    workflow: Path  # the shipped one that this ComfyUI has the nodes for
+    missing: str  # why it can't be run here, and what would help; "" where it can
+
+    def command(self, base: Path, port: int) -> list[str]:
+        listen = ["--cpu", "--listen", "127.0.0.1", "--port", str(port), self.base_flag, str(base)]
+        return [str(self.python), *self.program, *listen]
+
+
+def leg_a() -> Leg:
+    folder = ROOT / ".venv-comfyui"
+    found = (folder / ".installed").is_file()
+    return Leg(
+        name="a",
+        version="0.0.1",
+        python=_interpreter(folder),
+        program=("-m", "comfy.cmd.main"),
+        base_flag="--cwd",
+        workflow=ROOT / "workflows" / "api" / "cogvideox_text_to_video_webp.json",
+        missing="" if found else "leg (a): no .venv-comfyui; `make .venv-comfyui/.installed` builds it",
+    )
+
+
+def leg_b() -> Leg:
+    checkout = Path(os.environ.get("COMFYUI_PATH") or Path.home() / "ComfyUI").expanduser()
+    environments = (checkout / ".venv", checkout / "venv", checkout.with_name(checkout.name + "-venv"))
+    named = os.environ.get("COMFYUI_PYTHON")
+    python = next(
+        filter(Path.is_file, [Path(named)] if named else map(_interpreter, environments)), Path(named or sys.executable)
+    )
+    main = checkout / "main.py"
+    missing = ""
+    if not main.is_file():
+        missing = f"leg (b): no current ComfyUI at {checkout}; set COMFYUI_PATH (and COMFYUI_PYTHON)"
+    elif named and not python.is_file():
+        missing = f"leg (b): COMFYUI_PYTHON={named} is not there"
+    text = (checkout / "comfy" / "cli_args.py").read_text(encoding="utf-8") if main.is_file() else ""
+    flags = [part for flag, value in OPTIONAL_FLAGS.items() if flag in text for part in (flag, value) if part]
+    return Leg(
+        name="b",
+        version=_checkout_version(checkout),
+        python=python,
+        program=(str(main), *flags),
+        base_flag="--base-directory",
+        workflow=ROOT / "workflows" / "api" / "cogvideox_text_to_video.json",
+        missing=missing,
+    )
+
+
+def _checkout_version(checkout: Path) -> str:
+    file = checkout / "comfyui_version.py"
+    found = re.search(r'__version__ = "(.+)"', file.read_text(encoding="utf-8")) if file.is_file() else None
+    return found[1] if found else "of an unknown version"
+
+
+def _interpreter(environment: Path) -> Path:
+    return environment / BIN / ("python.exe" if sys.platform == "win32" else "python")
+
+
+@dataclass
+class Server:
+    """A ComfyUI that runs."""
+
+    leg: Leg
+    url: str
+    base: Path  # its models, custom_nodes, input, output
+    log: Path
+
+    def ask(self, path: str, body: Any = None) -> Any:
+        """GET, or POST where there is a body; the JSON answer, None where it is empty."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as response:
+            text = response.read()
+        return json.loads(text) if text.strip().startswith((b"{", b"[")) else None
+
+    def log_text(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def count(self, text: str) -> int:
+        """How many lines of the log have this text in them."""
+        return sum(text in line for line in self.log_text().splitlines())
+
+    def history(self) -> dict[str, Any]:
+        return self.ask("/history")
+
+    def wait_until_running(self, seconds: float = 60.0) -> None:
+        """Until a prompt is being executed."""
+        self._wait(lambda: self.ask("/queue")["queue_running"], seconds, "nothing runs")
+
+    def _wait(self, happened: Any, seconds: float, otherwise: str) -> None:
+        end = time.monotonic() + seconds
+        while not happened():
+            assert time.monotonic() < end, f"{otherwise} after {seconds:g} s:\n{self.tail()}"
+            time.sleep(0.05)
+
+    def tail(self, lines: int = 60) -> str:
+        return "\n".join(self.log_text().splitlines()[-lines:])
+
+
+def install_pack(custom_nodes: Path) -> Path:
+    """Put the pack into custom_nodes: a copy of what a clone holds, not a link, which Windows needs rights for."""
+    target = custom_nodes / FOLDER
+    target.mkdir(parents=True)
+    for name in ("__init__.py", "pyproject.toml", "requirements.txt"):
+        shutil.copy2(ROOT / name, target / name)
+    for name in SHIPPED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return target
+
+
+@contextmanager
+def started(leg: Leg, base: Path) -> Iterator[Server]:
+    """The leg's ComfyUI on a free port of 127.0.0.1, with `base` as its folder; ended with all its children."""
+    port = free_port()
+    for name in ("input", "output", "temp", "user", "hub", "custom_nodes"):
+        (base / name).mkdir(parents=True, exist_ok=True)
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
+    environment |= {
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_CACHE": str(base / "hub"),  # 0.0.1 lists it and fails where it isn't there
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "TORCH_LOGS": "recompiles",
+    }
+    log = base / "comfyui.log"
+    child = process.start(leg.command(base, port), cwd=base, log=log, env=environment)
+    server = Server(leg, f"http://127.0.0.1:{port}", base, log)
+    try:
+        end = time.monotonic() + START_SECONDS
+        while not _answers(server):
+            assert child.poll() is None, f"ComfyUI ended with {child.returncode}:\n{server.tail()}"
+            assert time.monotonic() < end, f"ComfyUI is not up after {START_SECONDS:g} s:\n{server.tail()}"
+            time.sleep(0.2)
+        yield server
+    finally:
+        process.stop_tree(child)
+
+
+def _answers(server: Server) -> bool:
+    try:
+        return server.ask("/queue") is not None
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,40 @@
+"""`onediff-guard run` as a process of its own, and what it printed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from legs import Server
+
+HEALTHY = "small-healthy"  # names of the small models in models/diffusers
+OVERFLOWING = "small-overflowing"
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What `onediff-guard run --json` came to."""
+
+    code: int
+    answer: dict[str, Any]  # the JSON object on stdout
+    stderr: str
+
+    @property
+    def files(self) -> list[Path]:
+        return [Path(name) for name in self.answer["files"]]
+
+    def reports(self) -> list[dict[str, Any]]:
+        return [report for ui in self.answer["outputs"].values() for report in ui.get("onediff_guard", [])]
+
+
+def finish(child: subprocess.Popen[str], server: Server) -> Ran:
+    try:
+        stdout, stderr = child.communicate(timeout=300)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        raise AssertionError(f"onediff-guard run does not end\n{server.tail()}") from None
+    assert stdout.strip(), f"nothing on stdout, exit code {child.returncode}\n{stderr}\n{server.tail()}"
+    return Ran(child.returncode, json.loads(stdout), stderr)

@@ -1,0 +1,98 @@
+"""The shipped workflow as a person meets it: opened on the canvas of a current ComfyUI, and run with a click.
+
+Pictures are left in the test's temporary folder; `ONEDIFF_GUARD_PICTURES` names another place to look at them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import browser
+import legs
+import pytest
+from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS
+from runs import OVERFLOWING
+
+pytestmark = [pytest.mark.comfyui, pytest.mark.parametrize("server", ["b"], indirect=True, ids=["leg_b"])]
+
+WORKFLOWS = legs.ROOT / "workflows"
+NAME = "cogvideox_text_to_video"
+LOADER, SAMPLER = "OneDiffGuardLoadCogVideoX", "OneDiffGuardSampleCogVideoX"
+SMALL = {
+    f"{LOADER}.model": OVERFLOWING,
+    f"{LOADER}.precision": "fp16",
+    f"{LOADER}.backend": "eager",
+    f"{SAMPLER}.width": 96,
+    f"{SAMPLER}.height": 64,
+    f"{SAMPLER}.frames": 9,
+    f"{SAMPLER}.steps": 2,
+}
+
+
+def read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def canvas(server: legs.Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Canvas]:
+    if reason := browser.missing_browser():
+        pytest.skip(reason)
+    named = os.environ.get("ONEDIFF_GUARD_PICTURES")
+    pictures = Path(named) if named else tmp_path_factory.mktemp("pictures")
+    pictures.mkdir(parents=True, exist_ok=True)
+    with browser.canvas(server.url, pictures) as opened:
+        yield opened
+
+
+@pytest.fixture
+def opened(canvas: browser.Canvas) -> browser.Canvas:
+    canvas.load(read(WORKFLOWS / f"{NAME}.json"))
+    return canvas
+
+
+def test_the_page_lists_the_workflow_with_its_picture(canvas: browser.Canvas) -> None:
+    assert canvas.ask("/api/workflow_templates")[legs.FOLDER] == [NAME]
+    assert canvas.ask(f"/api/workflow_templates/{legs.FOLDER}/{NAME}.json") == read(WORKFLOWS / f"{NAME}.json")
+    if (WORKFLOWS / f"{NAME}.jpg").is_file():
+        assert "Not Found" not in str(canvas.ask(f"/api/workflow_templates/{legs.FOLDER}/{NAME}.jpg"))[:100]
+
+
+def test_it_opens_with_every_node_known(opened: browser.Canvas) -> None:
+    opened.picture("opened")
+    assert opened.missing() == []
+    assert not [url for url in opened.faults if legs.FOLDER in url]
+
+
+def test_the_page_makes_the_shipped_api_file_of_it(opened: browser.Canvas) -> None:
+    assert opened.prompt() == read(WORKFLOWS / "api" / f"{NAME}.json")
+
+
+def test_a_run_shows_its_report_on_the_sampler(opened: browser.Canvas) -> None:
+    opened.set_widgets(SMALL)
+    end, detail = opened.queue()
+    assert end == "execution_success", detail
+    opened.wait_for_video()
+    opened.picture("ran")
+    shown = [value for value in opened.widgets(SAMPLER).values() if "rerun" in str(value)]
+    assert shown and "2 steps, 2 reruns" in shown[0], opened.widgets(SAMPLER)
+    assert opened.widgets(SAMPLER)["seed"] != 42, "control after generate: randomize"
+
+
+def test_a_model_that_is_not_there_is_named_on_the_page(opened: browser.Canvas) -> None:
+    """What happens to whoever opens the workflow first and downloads later."""
+    opened.press_run()
+    opened.wait_for_text("no folder 'CogVideoX-2b'")
+    opened.picture("no_model")
+
+
+def test_the_page_finds_help_and_languages(canvas: browser.Canvas) -> None:
+    for name in NODE_CLASS_MAPPINGS:
+        page = (legs.ROOT / "web" / "docs" / f"{name}.md").read_text(encoding="utf-8")
+        assert canvas.ask(f"/extensions/{legs.FOLDER}/docs/{name}.md") == page
+    languages = canvas.ask("/api/i18n")
+    for folder in (legs.ROOT / "locales").iterdir():
+        assert set(languages[folder.name]["nodeDefs"]) >= set(NODE_CLASS_MAPPINGS)

@@ -1,0 +1,128 @@
+"""The pack in a real ComfyUI, driven as a script would drive it: `onediff-guard run --server`."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import av
+import legs
+import numpy as np
+import pytest
+from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
+from PIL import Image, ImageSequence
+from runs import HEALTHY, OVERFLOWING, Ran, finish
+
+pytestmark = pytest.mark.comfyui
+
+FRAMES, HEIGHT, WIDTH = 9, 64, 96
+IMPORT_SECONDS = 0.050
+INTERRUPT_SECONDS = 3.0  # a step, and the client's own end
+WORK = ("loading component", "encoding prompt", "compiling", "Recompiling")  # lines of the log; the last is dynamo's
+
+
+def frames_of(file: Path) -> np.ndarray:
+    """[frames, height, width, 3], uint8, of an animated WEBP or a video."""
+    if file.suffix == ".webp":
+        with Image.open(file) as image:
+            return np.stack([np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(image)])
+    with av.open(str(file)) as container:
+        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+
+
+def assert_is_a_picture(ran: Ran) -> None:
+    """One file, whole, and not black: a black video decodes to zeros, or to one colour."""
+    assert ran.code == 0, ran.answer
+    (file,) = ran.files
+    frames = frames_of(file)
+    assert frames.shape == (FRAMES, HEIGHT, WIDTH, 3)
+    assert all(frame.std() > 2 for frame in frames), [float(frame.std()) for frame in frames]
+
+
+def test_every_node_is_known_to_comfyui(server: legs.Server) -> None:
+    info = server.ask("/object_info")
+    for name, node in NODE_CLASS_MAPPINGS.items():
+        assert name in info
+        assert info[name]["display_name"] == NODE_DISPLAY_NAME_MAPPINGS[name]
+        assert info[name]["category"].startswith("OneDiff Guard")
+        assert set(info[name]["input"]["required"]) == set(node.INPUT_TYPES()["required"])
+    models = info["OneDiffGuardLoadCogVideoX"]["input"]["required"]["model"][0]
+    assert set(models) >= {HEALTHY, OVERFLOWING}
+
+
+def test_comfyui_says_that_the_import_was_quick(server: legs.Server) -> None:
+    found = re.search(rf"([\d.]+) seconds(.*): .*{legs.FOLDER}", server.log_text())
+    assert found, server.tail()
+    assert not found[2], found[0]  # "(IMPORT FAILED)"
+    assert float(found[1]) <= IMPORT_SECONDS
+
+
+def test_the_shipped_workflow_makes_a_video(run: Callable[..., Ran]) -> None:
+    ran = run()
+    assert_is_a_picture(ran)
+    assert ran.reports(), "sampler and decoder report to the history"
+    assert "Sample CogVideoX" in ran.stderr, "the websocket's progress"
+
+
+def test_fp16_that_overflows_is_not_black(run: Callable[..., Ran]) -> None:
+    ran = run(LoadCogVideoX__model=OVERFLOWING, LoadCogVideoX__precision="fp16")
+    assert_is_a_picture(ran)
+
+
+def test_another_seed_repeats_no_work_that_is_done(run: Callable[..., Ran], server: legs.Server) -> None:
+    assert_is_a_picture(run(LoadCogVideoX__backend="inductor", SampleCogVideoX__seed=1))
+    before = {text: server.count(text) for text in WORK}
+    again = run(LoadCogVideoX__backend="inductor", SampleCogVideoX__seed=2)
+    assert_is_a_picture(again)
+    assert before["loading component"]
+    assert before["encoding prompt"]
+    assert before["compiling"]
+    assert {text: server.count(text) for text in WORK} == before
+
+
+def test_an_interrupt_ends_the_run_and_the_next_one_works(
+    start_run: Callable[..., subprocess.Popen[str]], run: Callable[..., Ran], server: legs.Server
+) -> None:
+    run()
+    known = set(server.history())
+    child = start_run(SampleCogVideoX__steps=1000, SampleCogVideoX__seed=3)
+    server.wait_until_running()
+    time.sleep(1)  # the components are there: this is some steps into the thousand
+    server.ask("/interrupt", {})
+    asked = time.monotonic()
+    ran = finish(child, server)
+    assert ran.code == 130, ran.answer
+    assert time.monotonic() - asked < INTERRUPT_SECONDS
+    (prompt_id,) = set(server.history()) - known
+    status = server.history()[prompt_id]["status"]
+    assert status["status_str"] == "error"
+    assert "execution_interrupted" in [name for name, _ in status["messages"]]
+    assert_is_a_picture(run(SampleCogVideoX__seed=4))
+
+
+def test_free_gives_everything_back(run: Callable[..., Ran], server: legs.Server) -> None:
+    run(SampleCogVideoX__seed=5)
+    loaded = server.count("loading component")
+    for _ in range(2):  # 0.0.1 forgets a request that comes while it still tidies up after a run
+        time.sleep(1)
+        server.ask("/free", {"unload_models": True, "free_memory": True})
+    time.sleep(1)
+    assert_is_a_picture(run(SampleCogVideoX__seed=6))
+    assert server.count("loading component") == loaded + 3, "text encoder, denoiser and VAE were let go"
+
+
+def test_wrong_sizes_are_refused_before_anything_loads(run: Callable[..., Ran], server: legs.Server) -> None:
+    loaded = server.count("loading component")
+    ran = run(SampleCogVideoX__width=90, LoadCogVideoX__model=OVERFLOWING, LoadCogVideoX__precision="fp32")
+    assert ran.code == 2, ran.answer
+    assert "96" in ran.answer["error"], "the nearest good value"
+    assert server.count("loading component") == loaded
+
+
+def test_a_folder_that_is_not_there_is_named(run: Callable[..., Ran]) -> None:
+    ran = run(LoadCogVideoX__model="no-such-model")
+    assert ran.code == 2, ran.answer
+    assert "no-such-model" in ran.answer["error"]

@@ -1,0 +1,166 @@
+"""What is handed out is whole: the wheel, ComfyUI-Manager's requirements, the registry's fields, a quick import."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pyright: ignore[reportMissingImports]
+
+PACKAGE = "comfyui_onediff_guard"
+IMPORT_SECONDS = 0.050
+# an in-place copy for building: neither environments nor build leftovers nor caches
+NOT_SOURCE = shutil.ignore_patterns(
+    ".*", "*.egg-info", "__pycache__", "build", "dist", "input", "models", "output", "tests"
+)
+
+
+@pytest.fixture(scope="module")
+def project(root: Path) -> dict[str, Any]:
+    return tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """The wheel, built from a copy so that the tree stays as it is."""
+    folder = tmp_path_factory.mktemp("wheel")
+    shutil.copytree(root, folder / "source", ignore=NOT_SOURCE)
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
+    done = subprocess.run(
+        [*command, "-w", str(folder), str(folder / "source")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (file,) = folder.glob("*.whl")
+    return zipfile.ZipFile(file)
+
+
+def shipped(root: Path) -> set[str]:
+    """What a clone has and a wheel must have, as paths from the root."""
+    files = [root / "__init__.py"]
+    for folder in ("headless", "nodes", "pipelines", "precision"):
+        files += (root / folder).rglob("*.py")
+    for folder in ("workflows", "locales", "web"):
+        files += (file for file in (root / folder).rglob("*") if file.is_file())
+    return {file.relative_to(root).as_posix() for file in files}
+
+
+def test_the_wheel_is_whole(root: Path, wheel: zipfile.ZipFile) -> None:
+    inside = {name.removeprefix(f"{PACKAGE}/") for name in wheel.namelist() if name.startswith(f"{PACKAGE}/")}
+    assert inside == shipped(root), "list the folder or the file type under [tool.setuptools] in pyproject.toml"
+
+
+def test_the_wheel_puts_nothing_else_into_site_packages(wheel: zipfile.ZipFile) -> None:
+    top = {name.split("/")[0] for name in wheel.namelist()}
+    assert {name for name in top if not name.endswith(".dist-info")} == {PACKAGE}
+
+
+def test_the_wheel_brings_license_and_command(wheel: zipfile.ZipFile) -> None:
+    names = wheel.namelist()
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+    (entry_points,) = (name for name in names if name.endswith(".dist-info/entry_points.txt"))
+    assert f"onediff-guard = {PACKAGE}.headless.cli:main" in wheel.read(entry_points).decode()
+
+
+def test_requirements_txt_is_the_dependencies(root: Path, project: dict[str, Any]) -> None:
+    lines = (root / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if line and not line.startswith("#")] == project["project"]["dependencies"]
+
+
+def test_nothing_that_users_install_names_torch(project: dict[str, Any]) -> None:
+    names = {Requirement(line).name for line in project["project"]["dependencies"]}
+    assert not {name for name in names if name.startswith(("torch", "nvidia"))}
+
+
+@pytest.mark.parametrize("constraints", ["test.txt", "comfyui-0.0.1.txt"])
+def test_the_pinned_environments_satisfy_the_dependencies(
+    root: Path, project: dict[str, Any], constraints: str
+) -> None:
+    pins: dict[str, list[str]] = {}
+    for line in (root / "constraints" / constraints).read_text(encoding="utf-8").splitlines():
+        if line and not line.startswith("#"):
+            pin = Requirement(line)
+            pins.setdefault(canonical(pin.name), []).append(next(iter(pin.specifier)).version)
+    for line in project["project"]["dependencies"]:
+        wanted = Requirement(line)
+        found = pins.get(canonical(wanted.name), [])
+        assert found, f"{wanted.name} is not pinned in constraints/{constraints}"
+        assert all(wanted.specifier.contains(version) for version in found), f"{line}: {constraints} has {found}"
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_the_comfy_registry_finds_its_fields(root: Path, project: dict[str, Any]) -> None:
+    table = project["project"]
+    assert re.fullmatch(r"\d+\.\d+\.\d+", table["version"])
+    assert re.fullmatch(r"[a-z0-9-]+", table["name"])
+    assert table["description"]
+    assert len(table["name"]) < 100
+    assert table["urls"]["Repository"]
+    assert table["license"] == "Apache-2.0"
+    assert "Apache License" in (root / "LICENSE").read_text(encoding="utf-8")
+    assert set(project["tool"]["comfy"]) >= {"PublisherId", "DisplayName"}
+
+
+def test_the_changelog_has_an_open_section(root: Path) -> None:
+    assert "## [Unreleased]" in (root / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+IMPORT = """
+import sys, time
+import torch
+before = set(sys.modules)
+start = time.perf_counter()
+import comfyui_onediff_guard
+comfyui_onediff_guard.NODE_CLASS_MAPPINGS, comfyui_onediff_guard.NODE_DISPLAY_NAME_MAPPINGS
+print(time.perf_counter() - start)
+print(*{name.split(".")[0] for name in set(sys.modules) - before})
+"""
+
+
+def test_importing_the_pack_is_quick_and_loads_nothing_heavy(fresh_python: Callable[..., str]) -> None:
+    seconds, loaded = [], set()
+    for _ in range(4):
+        time, modules = fresh_python(IMPORT).splitlines()
+        seconds.append(float(time))
+        loaded.update(modules.split())
+    assert not loaded & {"diffusers", "transformers", "onediff", "onediffx", "accelerate", "oneflow", "nexfort"}
+    assert min(seconds) <= IMPORT_SECONDS, f"the quickest of {len(seconds)} took {min(seconds) * 1000:.0f} ms"
+
+
+def test_the_nodes_alone_import_without_torch(fresh_python: Callable[..., str]) -> None:
+    code = "import sys, comfyui_onediff_guard as p; p.NODE_CLASS_MAPPINGS; print('torch' in sys.modules)"
+    assert fresh_python(code).strip() == "False"
+
+
+def test_a_second_name_for_the_pack_is_harmless(fresh_python: Callable[..., str], root: Path) -> None:
+    """ComfyUI imports the folder by path under a name with the path in it; the console command by its own."""
+    assert int(fresh_python(SECOND_NAME, str(root))) >= 5
+
+
+SECOND_NAME = """
+import importlib.util, sys
+import comfyui_onediff_guard as installed
+root = sys.argv[1]
+name = root.replace(".", "_x_")  # as ComfyUI does
+spec = importlib.util.spec_from_file_location(
+    name, root + "/__init__.py", submodule_search_locations=[root]
+)
+loaded = sys.modules[name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(loaded)
+assert sorted(loaded.NODE_CLASS_MAPPINGS) == sorted(installed.NODE_CLASS_MAPPINGS)
+print(len(loaded.NODE_CLASS_MAPPINGS))
+"""
