@@ -99,7 +99,8 @@ def build(blocks: int, device: torch.device, dtype: str) -> tuple[torch.nn.Modul
     """A denoiser of the 2B model's width, and one step's arguments: both halves of guidance, 256×384, 9 frames."""
     torch.manual_seed(0)
     denoiser = CogVideoXTransformer3DModel(num_layers=blocks, sample_width=48, sample_height=32, sample_frames=9)
-    denoiser = denoiser.to(device, DTYPES[dtype]).eval().requires_grad_(False)
+    denoiser.eval().requires_grad_(False)
+    torch.nn.Module.to(denoiser, device, DTYPES[dtype])
     hidden_states = torch.randn(2, 3, 16, 32, 48, device=device, dtype=DTYPES[dtype])
     prompt = torch.randn(2, 226, 4096, device=device, dtype=DTYPES[dtype])
     timestep = torch.tensor([500, 500], device=device)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from .errors import BackendUnavailable
 
@@ -67,12 +68,23 @@ def compiled(denoiser: torch.nn.Module, blocks: str, choice: BackendChoice) -> t
     logger.info("compiling %d blocks of %s with %s", len(block_list), type(denoiser).__name__, choice.name)
     shell = copy.copy(denoiser)
     shell.__dict__["_modules"] = denoiser._modules.copy()
-    shell._modules[blocks] = torch.nn.ModuleList(
-        onediff.infer_compiler.compile(block, backend=choice.name) for block in block_list
-    )
+    compiled_blocks = [onediff.infer_compiler.compile(block, backend=choice.name) for block in block_list]
+    shell._modules[blocks] = torch.nn.ModuleList([_Contiguous(compiled_blocks[0]), *compiled_blocks[1:]])
     if not choice.automatic:
         return shell
     return _with_fallback(shell, denoiser, choice.name)
+
+
+class _Contiguous(torch.nn.Module):
+    """The first block: it is given slices of one tensor, whose strides would make a graph of its own for it."""
+
+    def __init__(self, block: Any):
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.contiguous, (args, kwargs))
+        return self.block(*args, **kwargs)
 
 
 def _with_fallback(shell: torch.nn.Module, denoiser: torch.nn.Module, backend: str) -> torch.nn.Module:

@@ -146,12 +146,13 @@ def test_auto_goes_on_without_a_compiler_that_fails_and_an_explicit_choice_does_
 
 def test_inductor_end_to_end_a_rerun_and_another_seed_add_no_graph(model_folder, open_pipeline, caplog):
     handle = open_pipeline(model_folder("5b", "stream"), "fp16", backend="inductor")
+    before = counters["stats"]["unique_graphs"]
     (positive, negative), _ = encode_prompts(handle, ["a red kite", ""])
     latents, report = sample(handle, positive, negative, SMALL)
     assert report.reruns == SMALL.steps
     assert report.backend == "inductor"
     graphs = counters["stats"]["unique_graphs"]
-    assert graphs > 0
+    assert graphs - before == 1, "identical blocks share one graph"
 
     with caplog.at_level(logging.INFO, "comfyui_onediff_guard"):
         sample(handle, positive, negative, replace(SMALL, seed=4))
