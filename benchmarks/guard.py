@@ -1,4 +1,5 @@
-"""What the guard costs: a healthy step with and without it, and a rerun beside an already-converted fp32 copy.
+"""What the guard costs: a healthy step with and without it, and a rerun beside an already-converted fp32 copy, in
+seconds and in peak bytes allocated.
 
     python benchmarks/guard.py [--rounds 40] [--blocks 3] [--out benchmarks/results]
 
@@ -68,7 +69,13 @@ def main() -> None:
             device,
         )
 
+        peaks = {
+            "fp32 copy, activations": peak_bytes(lambda: converted(**in_float(call))),
+            "fp32 rerun, activations and weights": peak_bytes(lambda: run_in_fp32(denoiser, **call)),
+        }
     parameters = sum(p.numel() for p in denoiser.parameters())
+    extra = peaks["fp32 rerun, activations and weights"] - peaks["fp32 copy, activations"]
+    largest = max(sum(p.numel() for p in leaf.parameters(recurse=False)) for leaf in denoiser.modules()) * 4
     result = {
         "benchmark": "guard",
         "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
@@ -84,14 +91,17 @@ def main() -> None:
             "noise: unguarded again / unguarded": ratio(healthy, "unguarded again", "unguarded"),
             "fp32 rerun / fp32 copy": ratio(rerun, "fp32 rerun", "fp32 copy"),
             "failing step / healthy step": ratio(rerun, "failing step", "healthy step"),
+            "rerun's extra peak / largest leaf in fp32": round(extra / largest, 4),
+            "rerun's extra peak / all weights in fp32": round(extra / (4 * parameters), 4),
         },
+        "peak_bytes": peaks,
     }
     args.out.mkdir(parents=True, exist_ok=True)
     file = args.out / f"guard-{device.type}-{result['date']}.json"
     file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print(f"{parameters / 1e6:.0f} M parameters, {dtype}, {result['machine']}, {args.rounds} rounds")
     for name, value in (result["median_seconds"] | result["ratios"]).items():
-        print(f"{name:40} {value:8.4f}")
+        print(f"{name:45} {value:8.4f}")
     print(f"written to {file}")
 
 
@@ -148,6 +158,19 @@ def interleave(steps: dict[str, Step], rounds: int, device: torch.device) -> dic
             if round_number >= 0:
                 seconds[name].append(time.perf_counter() - started)
     return seconds
+
+
+def peak_bytes(step: Step) -> int:
+    """The most bytes that the step held at one time, beyond what was there before it, by the profiler's records."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        step()
+    profiler: Any = profile.profiler
+    records = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for record in sorted(records, key=lambda event: event.start_ns()):
+        held += record.nbytes()
+        peak = max(peak, held)
+    return peak
 
 
 def ratio(seconds: dict[str, list[float]], ours: str, theirs: str) -> float:
