@@ -1,0 +1,106 @@
+"""Stages beside the denoiser, threads, and folders with awkward names."""
+
+from __future__ import annotations
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+from comfyui_onediff_guard.pipelines.decode import decode
+from comfyui_onediff_guard.pipelines.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
+from comfyui_onediff_guard.precision.accumulation import SWITCHES
+from comfyui_onediff_guard.precision.guard import GuardPolicy, GuardStopped, OnFailure
+
+SMALL = SampleSettings(width=64, height=48, frames=9, steps=2, guidance_scale=6.0, seed=3, scheduler="DDIM")
+
+
+def overflow_text_encoder(module):
+    """Makes the product inside T5's gated feed-forward leave fp16's range; it is scaled back behind it."""
+    for layer in module.encoder.block:
+        feed_forward = layer.layer[-1].DenseReluDense
+        feed_forward.wi_1.weight.mul_(1e5**0.5)
+        feed_forward.wi_0.weight.mul_(1e5**0.5)
+        feed_forward.wo.weight.div_(1e5)
+
+
+def overflow_vae(module):
+    """Makes the decoder's first convolution leave fp16's range; the group norm behind it takes the scale out again."""
+    module.decoder.conv_in.conv.weight.mul_(1e6)
+    module.decoder.conv_in.conv.bias.mul_(1e6)
+
+
+@pytest.fixture
+def broken_in_half(model_folder, open_pipeline, tmp_path):
+    """broken_in_half(component, how) → a folder whose component overflows fp16."""
+    from safetensors.torch import save_file
+
+    def build(component, how):
+        folder = shutil.copytree(model_folder("2b"), tmp_path / component)
+        module = open_pipeline(folder).store.module(component, "fp32")
+        with torch.no_grad():
+            how(module)
+        (file,) = (folder / component).glob("*.safetensors")
+        save_file({k: v.contiguous().clone() for k, v in module.state_dict().items()}, file, metadata={"format": "pt"})
+        return folder
+
+    return build
+
+
+def test_a_text_encoder_that_overflows_is_rerun(broken_in_half, open_pipeline):
+    folder = broken_in_half("text_encoder", overflow_text_encoder)
+    (expected, _), _ = encode_prompts(open_pipeline(folder, "fp32"), ["a boat", ""])
+    handle = open_pipeline(folder, "fp16")
+    (found, _), report = encode_prompts(handle, ["a boat", ""])
+    assert report.reruns > 0, "the fixture's overflow must be real"
+    assert found.dtype == torch.float32
+    assert torch.isfinite(found).all()
+    assert (found - expected).abs().max() <= 2e-2 * expected.abs().max()
+    plain = open_pipeline(folder, "fp16 (plain)")
+    assert not torch.isfinite(encode_prompts(plain, ["a boat", ""])[0][0]).all()
+
+
+def test_a_decoder_that_overflows_is_rerun_and_the_frames_are_right(broken_in_half, open_pipeline):
+    folder = broken_in_half("vae", overflow_vae)
+    latents = torch.randn(1, 16, 3, 6, 8, generator=torch.Generator().manual_seed(0))
+    expected, _ = decode(open_pipeline(folder, "fp32"), latents)
+    frames, report = decode(open_pipeline(folder, "fp16"), latents)
+    assert report.reruns == 1
+    assert (frames - expected).abs().max() <= 2e-2
+    assert torch.isnan(decode(open_pipeline(folder, "fp16 (plain)"), latents)[0]).all()
+
+
+def test_plain_fp16_embeddings_that_are_broken_are_blamed_on_their_maker(broken_in_half, open_pipeline):
+    folder = broken_in_half("text_encoder", overflow_text_encoder)
+    (positive, negative), _ = encode_prompts(open_pipeline(folder, "fp16 (plain)"), ["a boat", ""])
+    with pytest.raises(GuardStopped, match="input 'encoder_hidden_states' holds"):
+        sample(open_pipeline(folder, "fp32"), positive, negative, SMALL)
+
+
+def test_two_threads_share_one_model(model_folder, open_pipeline):
+    import os
+
+    handle = open_pipeline(model_folder("5b", "stream"), "fp16")
+    (positive, negative), _ = encode_prompts(handle, ["a boat", ""])
+    runs = [(handle, 1), (replace(handle, policy=GuardPolicy(OnFailure.OFF)), 2), (handle, 3)]
+
+    def go(run):
+        return sample(run[0], positive, negative, replace(SMALL, seed=run[1]))
+
+    alone = [go(run) for run in runs]
+    with ThreadPoolExecutor(3) as pool:
+        together = list(pool.map(go, runs))
+    for (expected, _), (found, _) in zip(alone, together, strict=True):
+        assert torch.equal(found.nan_to_num(9e9), expected.nan_to_num(9e9))
+    assert [report.reruns for _, report in together] == [2, 0, 2]
+    assert not any(name in os.environ for name in SWITCHES)
+
+
+def test_a_folder_with_spaces_and_letters_of_other_alphabets(model_folder, open_pipeline, tmp_path):
+    folder = shutil.copytree(model_folder("2b"), tmp_path / "модель – 模型 (1)")
+    handle = open_pipeline(folder)
+    (positive, negative), _ = encode_prompts(handle, ["кораблик 🚢", ""])
+    latents, _ = sample(handle, positive, negative, SMALL)
+    assert torch.isfinite(latents).all()
