@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..precision.streams import Stream
 from .errors import BadSize
 
 Config = Mapping[str, Any]
@@ -51,6 +52,7 @@ class FamilySpec:
     denoiser: str  # name of the component that denoises
     blocks: str  # its ModuleList that is compiled block by block
     denoiser_inputs: tuple[str, ...]  # keyword arguments that carry activations
+    stream: Stream  # where its residual stream runs, for the fold
     schedulers: Mapping[str, str]  # what users choose → diffusers class
     sizes: SizeRule
     variant: Callable[[Config], str]  # denoiser config → name in precision.policy.VARIANTS
@@ -82,6 +84,13 @@ COGVIDEOX = FamilySpec(
     denoiser="transformer",
     blocks="transformer_blocks",
     denoiser_inputs=("hidden_states", "encoder_hidden_states"),
+    stream=Stream(
+        blocks="transformer_blocks",
+        embed="patch_embed",
+        writers=("attn1.to_out.0", "ff.net.2"),
+        norms=("norm1.norm", "norm2.norm"),
+        last_norms=("norm_final",),
+    ),
     schedulers={"DPM": "CogVideoXDPMScheduler", "DDIM": "CogVideoXDDIMScheduler"},
     sizes=SizeRule(pixel_multiple=16, frame_multiple=4),
     variant=_cogvideox_variant,

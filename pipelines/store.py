@@ -29,7 +29,8 @@ class ComponentStore:
         self.folder = folder
         self.placement = placement
         self.prompts: dict[tuple[str, str, bool], torch.Tensor] = {}  # (text, dtype, guarded) → [1, tokens, channels]
-        self.compiled: dict[tuple[str, ...], torch.nn.Module] = {}  # compiled shells of the denoiser
+        self.compiled: dict[tuple[str, str, int], torch.nn.Module] = {}  # (backend, dtype, fold bits) → shell
+        self.stream_peak: float | None = None  # of the denoiser, once it was measured
         self._modules: dict[str, tuple[str, torch.nn.Module]] = {}
         self._unweighted: dict[str, Any] = {}
         self._lock = threading.RLock()

@@ -12,35 +12,16 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
+from .streams import Stream
+
 HEADROOM_BITS = 2  # other prompts and later steps may peak higher than what was measured
-
-
-@dataclass(frozen=True)
-class Stream:
-    """Where a denoiser's residual stream runs, by module names."""
-
-    blocks: str  # the ModuleList of blocks
-    embed: str  # its output starts the stream
-    writers: tuple[str, ...]  # linear layers in each block whose output is added to the stream
-    norms: tuple[str, ...]  # layer norms in each block that read the stream
-    last_norms: tuple[str, ...]  # layer norms behind the last block that read it
-
-    def writer_names(self, module: torch.nn.Module) -> list[str]:
-        return [f"{self.blocks}.{i}.{name}" for i in range(self._count(module)) for name in self.writers]
-
-    def norm_names(self, module: torch.nn.Module) -> list[str]:
-        inner = [f"{self.blocks}.{i}.{name}" for i in range(self._count(module)) for name in self.norms]
-        return [*inner, *self.last_norms]
-
-    def _count(self, module: torch.nn.Module) -> int:
-        return len(list(module.get_submodule(self.blocks).children()))
 
 
 class CannotFold(TypeError):
@@ -56,10 +37,10 @@ def fold(module: torch.nn.Module, stream: Stream, k: int) -> torch.nn.Module:
     replacements: dict[str, Callable[[torch.nn.Module], torch.nn.Module]] = {
         stream.embed: lambda embed: _ScaledOutput(embed, scale)
     }
-    for name in stream.writer_names(module):
+    for name in _names(module, stream, stream.writers):
         _expect(module, name, torch.nn.Linear)
         replacements[name] = lambda linear: _ScaledLinear(linear, scale)
-    for name in stream.norm_names(module):
+    for name in _norm_names(module, stream):
         _expect(module, name, torch.nn.LayerNorm)
         replacements[name] = lambda norm: _with_eps(norm, scale * scale)
     return _replaced(module, replacements)
@@ -67,12 +48,14 @@ def fold(module: torch.nn.Module, stream: Stream, k: int) -> torch.nn.Module:
 
 def stream_peak(module: torch.nn.Module, stream: Stream, call: Callable[[], Any]) -> float:
     """max |x| of the stream while `call` runs `module`, read at its norms' inputs. inf or NaN where it overflowed."""
+    here = threading.get_ident()  # another thread may run the same module
     peaks: list[torch.Tensor] = []
 
     def watch(_module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        peaks.append(args[0].detach().abs().amax().float())
+        if threading.get_ident() == here:
+            peaks.append(args[0].detach().abs().amax().float())
 
-    handles = [module.get_submodule(name).register_forward_pre_hook(watch) for name in stream.norm_names(module)]
+    handles = [module.get_submodule(name).register_forward_pre_hook(watch) for name in _norm_names(module, stream)]
     try:
         call()
     finally:
@@ -90,6 +73,15 @@ def bits_for(peak: float) -> int:
         raise ValueError(f"the stream peaks at {peak}: measure it in fp32, where it is finite")
     ratio = peak / torch.finfo(torch.float16).max
     return max(0, math.ceil(math.log2(ratio)) + HEADROOM_BITS) if ratio else 0
+
+
+def _names(module: torch.nn.Module, stream: Stream, inner: tuple[str, ...]) -> list[str]:
+    blocks = dict(module.get_submodule(stream.blocks).named_children())
+    return [f"{stream.blocks}.{block}.{name}" for block in blocks for name in inner]
+
+
+def _norm_names(module: torch.nn.Module, stream: Stream) -> list[str]:
+    return [*_names(module, stream, stream.norms), *stream.last_norms]
 
 
 class _ScaledLinear(torch.nn.Module):

@@ -93,7 +93,6 @@ class StageGuard:
         self._rerun = rerun or attempt
         self._inputs = inputs
         self._tf32 = tf32 and not policy.strict
-        self._step = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the stage once. Returns its output, in float32 where it was rerun.
@@ -128,8 +127,11 @@ class StageGuard:
             dtype, outcome = "fp32", "rerun"
         seconds = time.perf_counter() - started
         self.report.add(StepRecord(self.stage, self._step, timestep, dtype, outcome, seconds, made.largest))
-        self._step += 1
         return output
+
+    @property
+    def _step(self) -> int:
+        return len(self.report.steps)
 
     def _where(self) -> str:
         return f"{self.stage.replace('_', ' ')}, call {self._step + 1}"

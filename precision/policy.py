@@ -41,6 +41,7 @@ class Plan:
     component: Component
     dtype: str  # "fp16", "bf16" or "fp32"
     guarded: bool  # checked, and rerun in fp32 where it fails
+    folded: bool  # its residual stream is scaled into fp16's range
     reason: str
     source: str
 
@@ -68,7 +69,8 @@ def choose(architecture: Architecture, variant: Variant, component: Component, r
         _automatic(architecture, variant) if request is Precision.AUTO else _asked(architecture, variant, request)
     )
     guarded = dtype != "fp32" and request is not Precision.FP16_PLAIN
-    return Plan(component, dtype, guarded, reason, variant.source)
+    folded = guarded and dtype == "fp16" and component is Component.DENOISER and variant.leaves_fp16
+    return Plan(component, dtype, guarded, folded, reason, variant.source)
 
 
 def _automatic(architecture: Architecture, variant: Variant) -> tuple[str, str]:
@@ -76,10 +78,10 @@ def _automatic(architecture: Architecture, variant: Variant) -> tuple[str, str]:
         if architecture.native_bf16:
             return "bf16", f"{variant.name} was trained in bf16, which {architecture} has in hardware → bf16"
         if architecture.fast_fp16:
-            return "fp16", f"{architecture} has no native bf16 → fp16, guarded"
+            return "fp16", f"{architecture} has no native bf16 → fp16"
         return "fp32", f"{architecture} has neither native bf16 nor fast fp16 → fp32"
     if architecture.fast_fp16:
-        return "fp16", f"{variant.name} was trained in fp16 → fp16, guarded"
+        return "fp16", f"{variant.name} was trained in fp16 → fp16"
     return "fp32", f"{variant.name} was trained in fp16, which is slow on {architecture} → fp32"
 
 
@@ -92,6 +94,6 @@ def _asked(architecture: Architecture, variant: Variant, request: Precision) -> 
         return "bf16", f"asked for bf16, which {architecture} only emulates: slow; 'auto' is faster here"
     if request is Precision.FP16:
         if variant.leaves_fp16:
-            return "fp16", f"asked for fp16; {variant.name} can leave fp16's range, so failing steps rerun in fp32"
-        return "fp16", "asked for fp16, guarded"
+            return "fp16", f"asked for fp16; {variant.name} leaves fp16's range as it is"
+        return "fp16", "asked for fp16"
     return "fp16", "asked for fp16 (plain): neither guarded nor made safe, for comparison"

@@ -34,6 +34,8 @@ class RunReport:
     backend: str = ""
     backend_reason: str = ""
     switches: tuple[Switch, ...] = ()
+    stream_peak: float | None = None  # max |x| of the residual stream, where it was measured for the fold
+    fold_bits: int | None = None  # the stream is scaled by 2^-fold_bits; None where the plan does not fold
     steps: list[StepRecord] = field(default_factory=list)
 
     def add(self, record: StepRecord) -> None:
@@ -60,7 +62,12 @@ class RunReport:
         counts = f"{_count(len(self.steps), noun)}, {self.count_reruns()}"
         if self.failed:
             counts += f", {self.failed} NOT FINITE: the result is broken; choose precision 'auto' or 'fp16'"
-        return f"{stage}{self.plan.reason}; {counts}."
+        return f"{stage}{self.plan.reason}{self._fold()}; {counts}."
+
+    def _fold(self) -> str:
+        if self.fold_bits is None:
+            return ""
+        return f", folded by 2^-{self.fold_bits}" if self.fold_bits else ", not folded: its stream fits"
 
     def text(self) -> str:
         """The summary, then a line per step and the switches."""
@@ -69,6 +76,8 @@ class RunReport:
             f"{self.variant} on {self.architecture}",
             f"backend: {self.backend} ({self.backend_reason})",
         ]
+        if self.stream_peak is not None:
+            lines.append(f"first step in fp32: the residual stream peaks at {self.stream_peak:.4g}, fp16 ends at 65504")
         lines += [f"{s.name}={s.value} (by {s.set_by}: {s.reason})" for s in self.switches]
         for s in self.steps:
             at = "" if s.timestep is None else f" t={s.timestep:g}"

@@ -23,7 +23,7 @@ def node(name):
 
 @pytest.fixture
 def folders(model_folder, tmp_path):
-    model = model_folder("5b", "stream")
+    model = model_folder("2b", "stream")
     with host.plain_folders(models=[model.parent], input=tmp_path, output=tmp_path):
         yield model
 

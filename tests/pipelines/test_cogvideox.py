@@ -107,8 +107,50 @@ def test_a_stream_beyond_fp16_is_black_in_plain_fp16_and_right_when_guarded(mode
     frames, report = make(open_pipeline(folder, "fp16"))
     assert torch.isfinite(frames).all()
     assert (frames - expected).abs().max() <= 2e-2
+    if variant == "2b":  # trained in fp16, so the plan does not fold it
+        assert report.reruns == SMALL.steps
+        assert f"{SMALL.steps} steps, {SMALL.steps} reruns" in report.summary()
+    else:
+        assert [step.dtype for step in report.steps] == ["fp32", "fp16", "fp16"]
+        assert f"folded by 2^-{report.fold_bits}; {SMALL.steps} steps, 0 reruns" in report.summary()
+
+
+def test_the_stream_is_measured_once_and_folded_from_the_first_step_of_the_next_run(model_folder, open_pipeline):
+    handle = open_pipeline(model_folder("5b", "stream"), "fp16")
+    first, measured = make(handle)
+    again, known = make(handle)
+    assert measured.stream_peak == pytest.approx(5e5, rel=0.5)
+    assert known.stream_peak is None
+    assert [step.dtype for step in known.steps] == ["fp16"] * SMALL.steps
+    assert measured.fold_bits == known.fold_bits == 5
+    assert (first - again).abs().max() <= 2e-2
+    denoiser = handle.store.module("transformer", "fp16")
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in denoiser.modules())
+
+
+def test_a_stream_that_fits_is_not_folded(model_folder, open_pipeline):
+    _, report = make(open_pipeline(model_folder("5b"), "fp16"))
+    assert report.fold_bits == 0
+    assert "not folded: its stream fits" in report.summary()
+
+
+def test_where_the_fold_does_not_help_the_guard_does(model_folder, open_pipeline):
+    handle = open_pipeline(model_folder("5b", "stream"), "fp16")
+    expected, _ = make(handle)
+    handle.store.stream_peak = 1.0  # as if measured on a prompt that stayed small
+    frames, report = make(handle)
     assert report.reruns == SMALL.steps
-    assert f"{SMALL.steps} steps, {SMALL.steps} reruns" in report.summary()
+    assert (frames - expected).abs().max() <= 2e-2
+
+
+def test_fp32_is_bit_equal_with_the_fold_installed(model_folder, open_pipeline):
+    from comfyui_onediff_guard.precision.folding import fold
+
+    folder = model_folder("5b", "stream")
+    handle = open_pipeline(folder, "fp32")
+    denoiser = handle.store.module("transformer", "fp32")
+    handle.store.compiled["eager", "fp32", 0] = fold(denoiser, handle.family.stream, 5)
+    assert torch.equal(make(handle)[0], by_hand(folder, SMALL))
 
 
 def test_a_healthy_half_run_is_bit_equal_with_and_without_the_guard(model_folder, open_pipeline):
@@ -125,7 +167,7 @@ def test_the_same_seed_gives_the_same_video_in_every_precision(model_folder, ope
 
 
 def test_stop_policy_stops(model_folder, open_pipeline):
-    handle = replace(open_pipeline(model_folder("5b", "stream"), "fp16"), policy=GuardPolicy(OnFailure.STOP))
+    handle = replace(open_pipeline(model_folder("2b", "stream"), "fp16"), policy=GuardPolicy(OnFailure.STOP))
     with pytest.raises(GuardStopped, match="set to stop"):
         make(handle)
     frames, _ = make(replace(handle, policy=GuardPolicy()))

@@ -145,7 +145,7 @@ def test_auto_goes_on_without_a_compiler_that_fails_and_an_explicit_choice_does_
 
 
 def test_inductor_end_to_end_a_rerun_and_another_seed_add_no_graph(model_folder, open_pipeline, caplog):
-    handle = open_pipeline(model_folder("5b", "stream"), "fp16", backend="inductor")
+    handle = open_pipeline(model_folder("2b", "stream"), "fp16", backend="inductor")
     before = counters["stats"]["unique_graphs"]
     (positive, negative), _ = encode_prompts(handle, ["a red kite", ""])
     latents, report = sample(handle, positive, negative, SMALL)
@@ -161,6 +161,17 @@ def test_inductor_end_to_end_a_rerun_and_another_seed_add_no_graph(model_folder,
 
     expected, _ = sample(replace(handle, backend=BackendChoice("eager", "")), positive, negative, SMALL)
     assert torch.equal(latents, expected), "every step was rerun by the untouched original"
+
+
+def test_the_fold_is_compiled_once_and_needs_no_rerun(model_folder, open_pipeline):
+    handle = open_pipeline(model_folder("5b", "stream"), "fp16", backend="inductor")
+    (positive, negative), _ = encode_prompts(handle, ["a red kite", ""])
+    before = counters["stats"]["unique_graphs"]
+    latents, report = sample(handle, positive, negative, SMALL)
+    assert counters["stats"]["unique_graphs"] - before == 1
+    assert report.reruns == 0 and [step.dtype for step in report.steps] == ["fp32", "fp16"]
+    expected, _ = sample(open_pipeline(model_folder("5b", "stream"), "fp32"), positive, negative, SMALL)
+    assert (latents - expected).abs().max() <= 2e-2 * expected.abs().max()
 
 
 def test_inductor_agrees_with_eager(model_folder, open_pipeline):

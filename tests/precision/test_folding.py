@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from comfyui_onediff_guard.precision.folding import CannotFold, Stream, bits_for, fold, stream_peak
+from comfyui_onediff_guard.pipelines.families import COGVIDEOX as FAMILY
+from comfyui_onediff_guard.precision.folding import CannotFold, bits_for, fold, stream_peak
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from diffusers import CogVideoXTransformer3DModel
 
-COGVIDEOX = Stream(
-    blocks="transformer_blocks",
-    embed="patch_embed",
-    writers=("attn1.to_out.0", "ff.net.2"),
-    norms=("norm1.norm", "norm2.norm"),
-    last_norms=("norm_final",),
-)
+COGVIDEOX = FAMILY.stream
 SMALL = {
     "num_attention_heads": 4,
     "attention_head_dim": 16,

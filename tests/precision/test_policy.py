@@ -55,7 +55,18 @@ def test_what_is_asked_for_is_honoured_and_explained(architecture, variant):
         assert plan.guarded == (request is not Precision.FP32)
         assert request.value in plan.reason
     plain = choose(architecture, variant, Component.DENOISER, Precision.FP16_PLAIN)
-    assert (plain.dtype, plain.guarded) == ("fp16", False)
+    assert (plain.dtype, plain.guarded, plain.folded) == ("fp16", False, False)
+
+
+def test_fp16_is_folded_where_the_model_leaves_its_range_and_in_the_denoiser_alone():
+    folded = {
+        (variant.name, component)
+        for variant in VARIANTS.values()
+        for component in Component
+        if choose(SM75, variant, component, Precision.AUTO).folded
+    }
+    assert folded == {(variant.name, Component.DENOISER) for variant in BF16_TRAINED}
+    assert not choose(SM80, BF16_TRAINED[0], Component.DENOISER, Precision.AUTO).folded
 
 
 def test_bf16_without_hardware_is_called_slow():
