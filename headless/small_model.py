@@ -16,15 +16,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import sentencepiece
 import torch
 from diffusers import AutoencoderKLCogVideoX, CogVideoXDDIMScheduler, CogVideoXPipeline, CogVideoXTransformer3DModel
+from torch import nn
 from transformers import T5Config, T5EncoderModel, T5Tokenizer
+
+from . import flow_decoder, flow_denoiser
 
 Variant = Literal["2b", "5b", "1.5"]
 Overflow = Literal["none", "stream"]
+Look = Literal["noise", "flow"]
 
 STREAM_PEAK = 5e5  # what `overflow="stream"` makes |residual stream| reach; fp16 ends at 65504
 TEXT_LENGTH = 226  # tokens; what every CogVideoX is trained with
@@ -62,6 +66,7 @@ def build_cogvideox(
     height: int = 64,
     frames: int = 9,
     dtype: torch.dtype = torch.float32,
+    look: Look = "noise",
 ) -> Path:
     """Write a small CogVideoX pipeline to `folder` and return `folder`.
 
@@ -74,22 +79,30 @@ def build_cogvideox(
             than fp16 holds, so plain fp16 is NaN at each step; fp32 and bf16 are fine, and so is everything inside
             that block (attention, hidden activations, weights) in fp16.
         layers, heads, head_dim: of the denoiser; its width is heads * head_dim. head_dim: a multiple of 16.
+            look="flow" brings its own.
         width, height, frames: pixels and frames of the sample size noted in the config (the pipeline's default).
         dtype: of the stored weights.
+        look: "noise" has random weights and decodes to grey noise; "flow" has the weights of flow_denoiser.py and
+            flow_decoder.py and decodes to slowly flowing colours (variant "2b" only).
 
     Raises:
         FileExistsError: `folder` is there already.
-        ValueError: an unknown variant, or a head_dim that rotary positions cannot split.
+        ValueError: an unknown variant, a head_dim that rotary positions cannot split, or a flow that isn't a "2b".
     """
+    if look == "flow":
+        if variant != "2b":
+            raise ValueError(f"look='flow' needs variant '2b', which has sinusoidal positions; got {variant!r}.")
+        layers, heads, head_dim = 2, flow_denoiser.HEADS, flow_denoiser.HEAD_DIM
     if variant not in VARIANTS:
         raise ValueError(f"Unknown CogVideoX variant {variant!r}. Choose one of {', '.join(VARIANTS)}.")
     if head_dim % 16:
         raise ValueError(f"head_dim is {head_dim}; 3D rotary positions need a multiple of 16.")
     with new_folder(folder) as temporary, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
         spec = VARIANTS[variant]
         tokenizer = train_tokenizer(temporary / "tokenizer")
+        torch.manual_seed(seed)
         text_encoder = small_text_encoder()
+        torch.manual_seed(seed + 1)  # a component's weights don't hang on how many numbers the one before drew
         transformer = CogVideoXTransformer3DModel(
             num_attention_heads=heads,
             attention_head_dim=head_dim,
@@ -104,14 +117,17 @@ def build_cogvideox(
             max_text_seq_length=TEXT_LENGTH,
             use_rotary_positional_embeddings=spec.rotary,
         )
-        if overflow == "stream":
+        schedule = scheduler(spec)
+        channels, groups = (flow_decoder.BLOCK_CHANNELS, 1) if look == "flow" else ((8, 16, 16, 16), 4)
+        torch.manual_seed(seed + 2)
+        vae = small_vae(spec, channels=channels, groups=groups)
+        if look == "flow":
+            flow_denoiser.set_denoiser(transformer, schedule, peak=STREAM_PEAK if overflow == "stream" else 10.0)
+            flow_decoder.set_decoder(vae)
+        elif overflow == "stream":
             make_stream_overflow(transformer)
         pipeline = CogVideoXPipeline(
-            tokenizer=tokenizer,
-            text_encoder=text_encoder,
-            transformer=transformer,
-            vae=small_vae(spec, width=width, height=height),
-            scheduler=scheduler(spec),
+            tokenizer=tokenizer, text_encoder=text_encoder, transformer=transformer, vae=vae, scheduler=schedule
         )
         save(pipeline, temporary, dtype)
     return folder
@@ -135,7 +151,8 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 def save(pipeline: CogVideoXPipeline, folder: Path, dtype: torch.dtype) -> None:
     """Save as safetensors in `dtype`, with the tokenizer files that a published folder has."""
-    pipeline.to(dtype)
+    for module in (pipeline.text_encoder, pipeline.transformer, pipeline.vae):
+        nn.Module.to(module, dtype)  # not diffusers' own `to`, which warns of modules to be kept in float32: none
     tokenizer_files = folder / "tokenizer"
     published = {path.name: path.read_bytes() for path in tokenizer_files.iterdir()}
     pipeline.save_pretrained(folder, safe_serialization=True)
@@ -187,8 +204,8 @@ def train_tokenizer(folder: Path) -> T5Tokenizer:
 
 
 def small_text_encoder() -> T5EncoderModel:
-    """A T5 v1.1 encoder (gated GELU), 32 wide, two layers."""
-    return T5EncoderModel(
+    """A T5 v1.1 encoder (gated GELU), 32 wide, two layers; the same weights under each version of transformers."""
+    encoder = T5EncoderModel(
         T5Config(
             vocab_size=384,
             d_model=32,
@@ -197,22 +214,35 @@ def small_text_encoder() -> T5EncoderModel:
             num_layers=2,
             num_heads=4,
             feed_forward_proj="gated-gelu",
-            tie_word_embeddings=False,
             dropout_rate=0.0,
         )
-    ).eval()
+    )
+    generator = torch.Generator().manual_seed(torch.initial_seed())
+    with torch.no_grad():
+        for name, weight in sorted(encoder.named_parameters()):
+            if weight.ndim == 2:  # else a norm's, which stays 1
+                spread = 1.0 if name == "shared.weight" else weight.shape[1] ** -0.5
+                weight.copy_(spread * torch.randn(weight.shape, generator=generator))
+    return encoder.eval()
 
 
-def small_vae(spec: VariantSpec, *, width: int, height: int) -> AutoencoderKLCogVideoX:
-    """Four levels as the real one has: 8 times smaller in space, 4 times in time, 16 latent channels."""
+def small_vae(spec: VariantSpec, *, channels: tuple[int, ...], groups: int) -> AutoencoderKLCogVideoX:
+    """Four levels as the real one has: 8 times smaller in space, 4 times in time, 16 latent channels.
+
+    Its sample size makes tiles (half of it) whose overlaps are whole latents, as the real one's are; else diffusers
+    decodes tiles to frames of another size.
+    """
+    levels: dict[str, Any] = {  # diffusers annotates them as tuples of one
+        "block_out_channels": channels,
+        "down_block_types": ("CogVideoXDownBlock3D",) * len(channels),
+        "up_block_types": ("CogVideoXUpBlock3D",) * len(channels),
+    }
     return AutoencoderKLCogVideoX(
-        down_block_types=("CogVideoXDownBlock3D",) * 4,
-        up_block_types=("CogVideoXUpBlock3D",) * 4,
-        block_out_channels=(8, 16, 16, 16),
+        **levels,
         layers_per_block=1,
-        norm_num_groups=4,
-        sample_width=width,
-        sample_height=height,
+        norm_num_groups=groups,
+        sample_width=160,
+        sample_height=96,
         scaling_factor=spec.vae_scaling,
     ).eval()
 
@@ -237,9 +267,9 @@ def make_stream_overflow(transformer: CogVideoXTransformer3DModel, *, peak: floa
     The feed-forward's hidden activations are made larger too (tens, not thousands), so that the output weights
     themselves stay far below fp16's largest number.
     """
-    blocks = transformer.transformer_blocks
+    blocks: Any = transformer.transformer_blocks
     block = blocks[(len(blocks) - 1) // 2]
-    width = transformer.config.num_attention_heads * transformer.config.attention_head_dim
+    width = block.ff.net[2].out_features
     with torch.no_grad():
         block.ff.net[0].proj.weight.mul_(8.0)
         for chunk in (2, 5):  # the gates of video and text: no small gate that only a huge weight could make up for
@@ -248,9 +278,9 @@ def make_stream_overflow(transformer: CogVideoXTransformer3DModel, *, peak: floa
         block.ff.net[2].weight.mul_(peak / _stream_peak(transformer, block))
 
 
-def _stream_peak(transformer: CogVideoXTransformer3DModel, block: torch.nn.Module) -> float:
+def _stream_peak(transformer: CogVideoXTransformer3DModel, block: nn.Module) -> float:
     """The smaller of max |video stream| and max |text stream| after `block`, for one random step."""
-    config = transformer.config
+    config: Any = transformer.config
     frames = 2 * (config.patch_size_t or 1)
     generator = torch.Generator().manual_seed(0)
     latents = torch.randn(1, frames, config.in_channels, 8, 12, generator=generator)
@@ -261,7 +291,7 @@ def _stream_peak(transformer: CogVideoXTransformer3DModel, block: torch.nn.Modul
         rotary = (torch.ones(tokens, config.attention_head_dim), torch.zeros(tokens, config.attention_head_dim))
     peaks: list[float] = []
 
-    def note(module: torch.nn.Module, args: object, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def note(_module: nn.Module, _args: object, output: tuple[torch.Tensor, torch.Tensor]) -> None:
         peaks.append(min(stream.abs().max().item() for stream in output))
 
     handle = block.register_forward_hook(note)

@@ -47,9 +47,7 @@ class LoadCogVideoX:
         if model is None or model in folders:
             return True
         known = ", ".join(folders) or "none"
-        return (
-            f"No folder '{model}' with a model_index.json. Found: {known}. Looked in: {host.model_roots_text()}."
-        )
+        return f"No folder '{model}' with a model_index.json. Found: {known}. Looked in: {host.model_roots_text()}."
 
     @classmethod
     def IS_CHANGED(cls, model: str, **_: Any) -> str:

@@ -76,6 +76,7 @@ class ComponentStore:
     def _load(self, name: str, dtype: str) -> torch.nn.Module:
         weights = self.folder.weights[name]
         logger.info("loading component %s of %s in %s", name, self.folder.path.name, dtype)
+        gc.collect()  # a pipeline that was let go may still wait in a reference cycle
         self.placement.make_room(weights.bytes_in(dtype))
         library = self.folder.family.components[name].library
         dtype_option = "dtype" if library == "transformers" else "torch_dtype"

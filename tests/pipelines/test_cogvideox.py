@@ -153,6 +153,16 @@ def test_fp32_is_bit_equal_with_the_fold_installed(model_folder, open_pipeline):
     assert torch.equal(make(handle)[0], by_hand(folder, SMALL))
 
 
+def test_tiles_give_frames_of_the_same_size(model_folder, open_pipeline):
+    handle = open_pipeline(model_folder("2b"))
+    sampling = replace(SMALL, width=128, height=80, steps=1)
+    whole, _ = make(handle, sampling)
+    tiled, _ = make(handle, sampling, tiling=True)
+    assert tiled.shape == whole.shape == (9, 80, 128, 3)
+    assert not torch.equal(tiled, whole), "it was tiled"
+    assert (tiled - whole).abs().mean() < 0.1
+
+
 def test_a_healthy_half_run_is_bit_equal_with_and_without_the_guard(model_folder, open_pipeline):
     handle = open_pipeline(model_folder("5b"), "bf16")
     unguarded = replace(handle, policy=GuardPolicy(OnFailure.OFF))
@@ -253,6 +263,7 @@ def test_t5_keeps_wo_in_fp32(model_folder, open_pipeline):
 
 
 def test_sizes_are_refused_before_anything_is_loaded(model_folder, open_pipeline):
+    gc.collect()
     handle = open_pipeline(model_folder("2b"))
     embeddings = torch.zeros(1, 226, 64)
     for wrong, message in (
@@ -267,6 +278,7 @@ def test_sizes_are_refused_before_anything_is_loaded(model_folder, open_pipeline
 
 
 def test_foreign_conditioning_and_latents_are_refused(model_folder, open_pipeline):
+    gc.collect()
     handle = open_pipeline(model_folder("2b"))
     foreign = torch.zeros(1, 77, 768)
     with pytest.raises(BadInput, match=r"'positive' has shape \(1, 77, 768\).*Encode Prompt"):

@@ -1,0 +1,148 @@
+"""`onediff-guard demo` as a newcomer runs it, and what it does when it can't write."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+import torch
+from comfyui_onediff_guard.headless import demo, pictures
+from comfyui_onediff_guard.headless.cli import main
+from comfyui_onediff_guard.headless.errors import ExitCode, OutputError
+from PIL import Image
+
+FILES = {"fp16-plain.mp4", "fp16-guarded.mp4", "fp32.mp4", "side-by-side.png", "side-by-side.webp", "report.json"}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """The command in a process of its own, once."""
+    output = tmp_path_factory.mktemp("demo") / "out"
+    done = subprocess.run(
+        [sys.executable, "-m", "comfyui_onediff_guard.headless", "demo", "--out", str(output), "--keep-model"],
+        cwd=output.parent,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+        check=False,
+    )
+    return output, done
+
+
+def _frames(video: Path) -> np.ndarray:
+    with av.open(video) as container:
+        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+
+
+def test_it_succeeds_and_leaves_its_files_and_nothing_else(run: Any) -> None:
+    output, done = run
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in output.iterdir()} == FILES | {"models"}
+    for name in FILES:
+        assert name in done.stdout
+    assert "25 of 25 frames NaN" in done.stdout
+    assert "every frame finite" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_plain_fp16_is_black_and_guarded_fp16_is_right(run: Any) -> None:
+    output, _ = run
+    plain, guarded, reference = (_frames(output / f"{name}.mp4") for name in ("fp16-plain", "fp16-guarded", "fp32"))
+    assert plain.shape == guarded.shape == reference.shape == (25, 160, 256, 3)
+    assert plain.max() <= 2  # black, after a video codec
+    assert guarded.std() > 30
+    assert np.abs(guarded.astype(int) - reference).mean() < 3
+
+
+def test_the_report_has_the_numbers(run: Any) -> None:
+    output, _ = run
+    report = json.loads((output / "report.json").read_text(encoding="utf-8"))
+    plain, guarded, reference = report["runs"]
+    assert [each["precision"] for each in report["runs"]] == ["fp16 (plain)", "fp16", "fp32"]
+    assert plain["frames_not_finite"] == plain["frames"] == 25
+    assert plain["steps_not_finite"] == plain["steps"] == 8
+    assert plain["max_difference_from_fp32"] == "NaN"  # strict JSON
+    assert guarded["frames_not_finite"] == reference["frames_not_finite"] == 0
+    assert guarded["steps_not_finite"] == 0
+    assert guarded["max_difference_from_fp32"] <= 2e-2
+    assert {step["outcome"] for stage in guarded["stages"] for step in stage["steps"]} <= {"finite", "rerun"}
+    assert "toy" in report["note"].lower()
+
+
+def test_the_pictures_show_something(run: Any) -> None:
+    output, _ = run
+    with Image.open(output / "side-by-side.png") as still:
+        assert still.width == pictures.STILL_WIDTH
+        assert len(np.unique(np.asarray(still.convert("RGB").resize((120, 76))).reshape(-1, 3), axis=0)) > 500
+    with Image.open(output / "side-by-side.webp") as moving:
+        assert moving.n_frames == 25
+        assert moving.info["loop"] == 0
+
+
+def test_the_kept_model_can_be_run_again(run: Any) -> None:
+    output, done = run
+    assert (output / "models" / demo.MODEL / "model_index.json").is_file()
+    assert f'--models "{output / "models"}"' in done.stdout
+
+
+def test_an_output_folder_that_takes_no_files_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "taken").write_text("a file", encoding="utf-8")
+    assert main(["demo", "--out", str(tmp_path / "taken")]) == ExitCode.OUTPUT_FAILED
+    assert "taken" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_a_full_disk_leaves_the_earlier_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "report.json"
+    target.write_text("earlier", encoding="utf-8")
+
+    def full(_path: Path, _data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OutputError, match=r"No space left.*--out"):
+        demo._write(target, b"later")
+    assert target.read_text(encoding="utf-8") == "earlier"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def _outcome(value: float, outcomes: tuple[str, ...] = ()) -> demo.Outcome:
+    steps = [{"stage": "denoiser", "outcome": outcome} for outcome in outcomes]
+    return demo.Outcome("fp16", torch.full((2, 4, 4, 3), value), Path("x.mp4"), [{"steps": steps}], 1.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "verdict"), [(0.5, "right"), (0.515, "right"), (0.55, "wrong"), (float("nan"), "black")]
+)
+def test_the_verdict_follows_the_frames(value: float, verdict: str) -> None:
+    assert demo._verdict(_outcome(value), _outcome(0.5)) == verdict
+
+
+def test_numbers_name_what_happened() -> None:
+    reference = _outcome(0.5)
+    assert demo._verdict(reference, reference) == "reference"
+    told = demo._numbers(_outcome(0.51, ("finite", "rerun")), reference)
+    assert told == "every frame finite · 1 of 2 steps computed again in fp32 · max difference from fp32 0.0100"
+    told = demo._numbers(_outcome(float("nan"), ("non-finite", "non-finite")), reference)
+    assert told == "2 of 2 frames NaN · 2 of 2 steps not finite"
+
+
+def test_a_still_has_a_row_for_each_run() -> None:
+    frames = np.full((7, 32, 48, 3), 200, dtype=np.uint8)
+    run = pictures.Run("fp16", "right", pictures.GOOD, "numbers", frames)
+    words = {"heading": "heading", "subheading": "subheading", "footnote": "footnote"}
+    one, three = (pictures.still([run] * count, **words) for count in (1, 3))
+    assert one.width == three.width == pictures.STILL_WIDTH
+    row = (three.height - one.height) // 2
+    assert row > 100
+    black = replace(run, frames=frames * 0)
+    assert np.asarray(pictures.still([black], **words)).mean() < np.asarray(one).mean()
