@@ -5,6 +5,8 @@ nothing. Each half tensor that an operation touches is upcast for that operation
 layer's weights in float32.
 
 A function mode is the right level: a dispatch mode is too low, since conv2d has compared dtypes before it is reached.
+One exception to the bit: `nn.MultiheadAttention` takes its fused path under no function mode, so there it is equal to
+rounding.
 """
 
 from __future__ import annotations
@@ -93,7 +95,7 @@ class _Fp32Mode(TorchFunctionMode):
         if func in _METADATA:
             return func(*args, **kwargs)
         if func in _ALIASING:
-            return _detached_is_fp32(func(*args, **_fp32_dtypes(kwargs, func)), args[0])
+            return _detached_is_fp32(func(*args, **kwargs), args[0])
         if func is torch.Tensor.to:
             dtypes, kwargs = _fp32_dtypes((args[1:], kwargs), func)
             return _detached_is_fp32(func(args[0], *dtypes, **kwargs), args[0])
@@ -139,8 +141,6 @@ def _write_back(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> dict[int,
 
 
 def _fp32_dtypes(tree: Any, func: Any) -> Any:
-    if func is torch.Tensor.view:  # reinterprets bits
-        return tree
     if func is torch.Tensor.type:
         tree = pytree.tree_map_only((str, type(torch.HalfTensor)), lambda t: _TENSOR_TYPES.get(t, t), tree)
     return pytree.tree_map_only(torch.dtype, lambda d: torch.float32 if d in HALF_DTYPES else d, tree)

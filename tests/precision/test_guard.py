@@ -90,6 +90,14 @@ def test_an_input_beyond_half_keeps_that_call_in_fp32():
     assert report.steps[0].outcome == "rerun"
 
 
+def test_an_input_beyond_half_is_noticed_even_where_the_output_is_finite():
+    module, shell, report = build()
+    shell.forward._attempt = lambda hidden_states: (torch.zeros_like(hidden_states),)
+    x = latents(1e5)
+    assert torch.equal(shell(hidden_states=x)[0], copy.deepcopy(module).float()(x)[0])
+    assert report.reruns == 1
+
+
 def test_only_named_inputs_are_cast():
     _, shell, _ = build()
     table = torch.zeros(3)

@@ -244,6 +244,7 @@ def test_views_of_any_kind_alias_the_half_tensor():
 def test_bits_are_reinterpreted_not_cast():
     packed = torch.tensor([1.5, -2.0], dtype=torch.float16).view(torch.uint8)
     assert run_in_fp32(lambda: packed.view(torch.float16) * 1).tolist() == [1.5, -2.0]
+    assert run_in_fp32(lambda: packed.view(dtype=torch.float16) * 1).tolist() == [1.5, -2.0]
     weight = torch.tensor([1.5], dtype=torch.float16)
     assert run_in_fp32(lambda: weight.view(torch.int16)).tolist() == weight.view(torch.int16).tolist()
 
@@ -308,6 +309,19 @@ def test_autocast_is_off(where):
     with torch.autocast("cpu", dtype=torch.float16, enabled=where == "outside"):
         found = run_in_fp32(product)
     assert found.dtype == torch.float32 and found.max() == 360000
+
+
+def test_code_that_asks_for_autocast_is_told_that_it_is_off():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert run_in_fp32(lambda: torch.is_autocast_enabled("cpu")) is False
+        assert torch.is_autocast_enabled("cpu")
+
+
+def test_fused_multihead_attention_is_equal_to_rounding():
+    attention = nn.MultiheadAttention(8, 2, batch_first=True).half().eval().requires_grad_(False)
+    x = torch.randn(2, 5, 8).half()
+    expected = copy.deepcopy(attention).float()(x.float(), x.float(), x.float())[0]
+    assert torch.allclose(run_in_fp32(attention, x, x, x)[0], expected, atol=1e-6)
 
 
 @torch.jit.script
