@@ -23,7 +23,7 @@ class Architecture:
     known: bool = True
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.label})"
+        return self.label if self.label.lower() == self.name else f"{self.name} ({self.label})"
 
 
 _CUDA: dict[tuple[int, int], Architecture] = {

@@ -65,18 +65,18 @@ VARIANTS: dict[str, Variant] = {
 
 def choose(architecture: Architecture, variant: Variant, component: Component, request: Precision) -> Plan:
     """The plan for one component. An unsafe request is honoured in the safe way, and the reason says so."""
-    dtype, reason = (
-        _automatic(architecture, variant) if request is Precision.AUTO else _asked(architecture, variant, request)
-    )
+    dtype, reason = _automatic(architecture, variant) if request is Precision.AUTO else _asked(architecture, request)
     guarded = dtype != "fp32" and request is not Precision.FP16_PLAIN
     folded = guarded and dtype == "fp16" and component is Component.DENOISER and variant.leaves_fp16
+    if folded and request is Precision.FP16:
+        reason += f"; {variant.name} overflows plain fp16"
     return Plan(component, dtype, guarded, folded, reason, variant.source)
 
 
 def _automatic(architecture: Architecture, variant: Variant) -> tuple[str, str]:
     if variant.trained_in == "bf16":
         if architecture.native_bf16:
-            return "bf16", f"{variant.name} was trained in bf16, which {architecture} has in hardware → bf16"
+            return "bf16", f"{variant.name} was trained in bf16, which {architecture} computes natively → bf16"
         if architecture.fast_fp16:
             return "fp16", f"{architecture} has no native bf16 → fp16"
         return "fp32", f"{architecture} has neither native bf16 nor fast fp16 → fp32"
@@ -85,7 +85,7 @@ def _automatic(architecture: Architecture, variant: Variant) -> tuple[str, str]:
     return "fp32", f"{variant.name} was trained in fp16, which is slow on {architecture} → fp32"
 
 
-def _asked(architecture: Architecture, variant: Variant, request: Precision) -> tuple[str, str]:
+def _asked(architecture: Architecture, request: Precision) -> tuple[str, str]:
     if request is Precision.FP32:
         return "fp32", "asked for fp32"
     if request is Precision.BF16:
@@ -93,7 +93,5 @@ def _asked(architecture: Architecture, variant: Variant, request: Precision) -> 
             return "bf16", "asked for bf16"
         return "bf16", f"asked for bf16, which {architecture} only emulates: slow; 'auto' is faster here"
     if request is Precision.FP16:
-        if variant.leaves_fp16:
-            return "fp16", f"asked for fp16; {variant.name} leaves fp16's range as it is"
         return "fp16", "asked for fp16"
     return "fp16", "asked for fp16 (plain): neither guarded nor made safe, for comparison"

@@ -33,7 +33,7 @@ def test_auto_for_models_trained_in_bf16(architecture, dtype, variant, component
     plan = choose(architecture, variant, component, Precision.AUTO)
     assert plan.dtype == dtype
     assert plan.guarded == (dtype != "fp32"), "auto never picks plain fp16"
-    assert architecture.name in plan.reason
+    assert str(architecture) in plan.reason
     assert plan.source.startswith("https://")
 
 
