@@ -100,9 +100,9 @@ class StageGuard:
         Raises GuardStopped where an input is broken, where fp32 fails as well, or where the policy says stop.
         """
         started = time.perf_counter()
-        half_args, half_kwargs = self._cast(args, kwargs)
+        half_args, half_kwargs, changed = self._cast(args, kwargs)
         output = self._attempt(*half_args, **half_kwargs)
-        given, made, timestep = self._measure(half_args, half_kwargs, output)
+        given, made, timestep = self._measure(changed, output, kwargs.get("timestep"))
         dtype, outcome = self.dtype, made.outcome(self.dtype)
         if given.finite and outcome == "finite":
             pass
@@ -121,7 +121,7 @@ class StageGuard:
                 )
             logger.info("%s: %s in %s, rerunning in fp32", self._where(), problem, self.dtype)
             output = run_in_fp32(self._rerun, *args, tf32=self._tf32, **kwargs)
-            _, made, _ = self._measure((), {}, output)
+            _, made, _ = self._measure((), output, None)
             if not made.finite:
                 raise GuardStopped(self._diagnose(args, kwargs))
             dtype, outcome = "fp32", "rerun"
@@ -136,23 +136,27 @@ class StageGuard:
     def _where(self) -> str:
         return f"{self.stage.replace('_', ' ')}, call {self._step + 1}"
 
-    def _cast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _cast(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
+        """The arguments in the plan's dtype, and those of them that had another: a value may not have fitted."""
         target = DTYPES[self.dtype]
+        changed: list[torch.Tensor] = []
 
         def cast(value: Any) -> Any:
-            fits = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != target
-            return value.to(target) if fits else value
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dtype == target:
+                return value
+            changed.append(value.to(target))
+            return changed[-1]
 
-        return tuple(map(cast, args)), {k: cast(v) if k in self._inputs else v for k, v in kwargs.items()}
+        half_args = tuple(map(cast, args))
+        half_kwargs = {name: cast(value) if name in self._inputs else value for name, value in kwargs.items()}
+        return half_args, half_kwargs, changed
 
-    def _measure(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> tuple[_Range, _Range, float | None]:
-        """Range of the inputs and of the output, and the timestep: one transfer to the host for all of them."""
-        given = _floating((args, [kwargs[name] for name in self._inputs if name in kwargs]))
-        made = _floating(output)
+    def _measure(self, given: Any, made: Any, timestep: Any) -> tuple[_Range, _Range, float | None]:
+        """Range of some inputs and of the output, and the timestep: one transfer to the host for all of them."""
+        given, made = _floating(given), _floating(made)
         values = [bound.float() for tensor in (*given, *made) for bound in torch.aminmax(tensor.detach())]
-        timestep = kwargs.get("timestep")
         if isinstance(timestep, torch.Tensor) and timestep.numel():
             values.append(timestep.detach().reshape(-1)[0].float())
         if not values:
