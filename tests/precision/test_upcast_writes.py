@@ -1,0 +1,89 @@
+"""The fp32 rerun and half tensors that are written to, viewed, or read as bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from comfyui_onediff_guard.precision.upcast import run_in_fp32
+from torch import nn
+from torch.nn import functional as F
+
+
+def in_place(buffer):
+    buffer.add_(1)
+    buffer[0] = 7
+    buffer[1:].mul_(2)
+    buffer.view(-1)[2] = 9
+    buffer.copy_(buffer * 2)
+    torch.add(buffer, 1, out=buffer)
+    F.relu(buffer, inplace=True)
+    F.hardtanh(buffer, -1, 40, inplace=True)
+    buffer += 0.5
+    return buffer
+
+
+@pytest.mark.parametrize("inference_mode", [False, True])
+def test_in_place_writes_reach_half_tensors_and_their_aliases(inference_mode):
+    expected = in_place(torch.arange(4.0))
+    buffer = torch.arange(4, dtype=torch.float16)
+    alias = buffer[1:]
+    with torch.inference_mode(inference_mode):
+        returned = run_in_fp32(lambda: in_place(buffer))
+    assert buffer.dtype == torch.float16
+    assert torch.equal(buffer.float(), expected)
+    assert torch.equal(alias.float(), expected[1:])
+    assert torch.equal(returned.float(), expected)
+
+
+def test_in_place_on_an_argument_reaches_the_caller_and_is_computed_in_float32():
+    x = torch.full((2,), 1000.0, dtype=torch.float16)
+
+    def square_root_of_square(t):
+        t.mul_(t)
+        return t.sqrt_()
+
+    assert run_in_fp32(square_root_of_square, x).tolist() == [1000.0, 1000.0]
+    assert x.dtype == torch.float16 and x.tolist() == [1000.0, 1000.0]
+
+
+def test_copies_of_half_tensors_are_float32_so_that_writes_do_not_round():
+    table = torch.full((4, 2), 60000.0, dtype=torch.float16)
+    rows = run_in_fp32(lambda: table[torch.tensor([1, 2])].mul_(4))
+    assert rows.dtype == torch.float32 and rows.max() == 240000
+    assert table.max() == 60000
+
+
+def test_views_of_any_kind_alias_the_half_tensor():
+    def write(buffer):
+        for row in buffer:
+            row.add_(1)
+        buffer.ravel()[0] = 7
+        buffer.tensor_split(3)[2].add_(5)
+        buffer.unsqueeze_(0)
+        buffer.real.mul_(2)
+        torch.movedim(buffer, 0, 1).add_(0.5)
+        buffer.T.sub_(1) if buffer.ndim == 2 else buffer.mT.sub_(1)
+        return buffer
+
+    expected = write(torch.zeros(3, 2))
+    buffer = torch.zeros(3, 2, dtype=torch.float16)
+    run_in_fp32(lambda: write(buffer))
+    assert torch.equal(buffer.float(), expected)
+
+
+def test_bits_are_reinterpreted_not_cast():
+    packed = torch.tensor([1.5, -2.0], dtype=torch.float16).view(torch.uint8)
+    assert run_in_fp32(lambda: packed.view(torch.float16) * 1).tolist() == [1.5, -2.0]
+    assert run_in_fp32(lambda: packed.view(dtype=torch.float16) * 1).tolist() == [1.5, -2.0]
+    weight = torch.tensor([1.5], dtype=torch.float16)
+    assert run_in_fp32(lambda: weight.view(torch.int16)).tolist() == weight.view(torch.int16).tolist()
+
+
+def test_setting_data_keeps_the_dtype():
+    parameter = nn.Parameter(torch.zeros(2, dtype=torch.float16), requires_grad=False)
+
+    def swap():
+        parameter.data = torch.ones(2)
+
+    run_in_fp32(swap)
+    assert parameter.dtype == torch.float16 and parameter.tolist() == [1.0, 1.0]
