@@ -42,8 +42,9 @@ def run_in_fp32(function: Callable[..., Result], *args: Any, tf32: bool = False,
     Raises RerunUnsupported, naming the module, where a part cannot take float32: a TorchScript module with half
     weights, a thread started inside forward, an attention kernel for half precision only.
     """
-    if isinstance(function, torch.nn.Module):
-        _refuse_scripted(function)
+    module = getattr(function, "__self__", function)
+    if isinstance(module, torch.nn.Module):
+        _refuse_scripted(module)
     memo: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     fp32_args, fp32_kwargs = pytree.tree_map_only(torch.Tensor, lambda t: _upcast(t, memo), (args, kwargs))
     try:
@@ -52,7 +53,7 @@ def run_in_fp32(function: Callable[..., Result], *args: Any, tf32: bool = False,
     except RuntimeError as error:
         if isinstance(error, RerunUnsupported) or not _is_dtype_complaint(error):
             raise
-        culprit = _innermost_module(error.__traceback__, function)
+        culprit = _innermost_module(error.__traceback__, module)
         raise RerunUnsupported(
             f"{culprit} cannot run in float32: {_first_line(error)}. It reaches a kernel that the rerun cannot see "
             "(a scripted function, a thread of its own, or an attention kernel for half precision only). "
@@ -94,11 +95,12 @@ class _Fp32Mode(TorchFunctionMode):
             func = torch.Tensor.float
         if func in _METADATA:
             return func(*args, **kwargs)
-        if func in _ALIASING:
+        if func in _ALIASING and args:
             return _detached_is_fp32(func(*args, **kwargs), args[0])
         if func is torch.Tensor.to:
-            dtypes, kwargs = _fp32_dtypes((args[1:], kwargs), func)
-            return _detached_is_fp32(func(args[0], *dtypes, **kwargs), args[0])
+            target = pytree.tree_map_only(torch.Tensor, _float, (args[1:], kwargs))
+            target_args, target_kwargs = _fp32_dtypes(target, func)
+            return _detached_is_fp32(func(args[0], *target_args, **target_kwargs), args[0])
         if func is torch.nn.functional.embedding and _max_norm(args, kwargs) is None:
             return pytree.tree_map_only(torch.Tensor, _float, func(*args, **kwargs))
 
@@ -291,10 +293,10 @@ def _is_dtype_complaint(error: RuntimeError) -> bool:
     return any(word in message for word in words)
 
 
-def _innermost_module(traceback: TracebackType | None, function: Callable[..., Any]) -> str:
+def _innermost_module(traceback: TracebackType | None, module: object) -> str:
     """Name of the module whose forward raised, read off the traceback: no hook needed."""
-    names = {id(m): n for n, m in function.named_modules()} if isinstance(function, torch.nn.Module) else {}
-    found = type(function).__name__
+    names = {id(m): n for n, m in module.named_modules()} if isinstance(module, torch.nn.Module) else {}
+    found = type(module).__name__
     while traceback is not None:
         owner = traceback.tb_frame.f_locals.get("self")
         if isinstance(owner, torch.nn.Module):

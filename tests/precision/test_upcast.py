@@ -160,6 +160,25 @@ def test_casts_to_half_give_float32(name, function):
     assert torch.isfinite(captured).all() and captured.max() == 131008
 
 
+@pytest.mark.parametrize(
+    "cast",
+    [lambda x, w: x.to(w), lambda x, w: x.to(tensor=w), lambda x, w: x.type_as(w), lambda x, w: x.to("cpu", w.dtype)],
+)
+def test_casting_to_a_half_tensor_does_not_round_through_half(cast):
+    weight = torch.ones(1, dtype=torch.float16)
+    assert run_in_fp32(lambda: cast(torch.tensor([1e6 + 1]), weight)).item() == 1e6 + 1
+
+
+def test_a_bound_method_names_its_modules_too():
+    x = torch.ones(2, 2, dtype=torch.float16)
+    shell = nn.Sequential(CallsScript(scripted_product))
+    with pytest.raises(RerunUnsupported, match=r"'0' \(CallsScript\) cannot run in float32"):
+        run_in_fp32(shell.forward, x)
+    scripted = nn.Sequential(torch.jit.script(nn.Linear(2, 2).half()))
+    with pytest.raises(RerunUnsupported, match="'0' is a TorchScript module"):
+        run_in_fp32(scripted.forward, x)
+
+
 def test_dtype_reads_as_float32_and_properties_upcast_nothing():
     weight = torch.zeros(4, 5, dtype=torch.float16)
     upcast = []

@@ -71,6 +71,17 @@ def test_views_of_any_kind_alias_the_half_tensor():
     assert torch.equal(buffer.float(), expected)
 
 
+def test_views_asked_for_by_keyword_alias_too():
+    buffer = torch.zeros(2, 3, dtype=torch.float16)
+
+    def write():
+        torch.transpose(input=buffer, dim0=0, dim1=1).add_(1)
+        torch.split(tensor=buffer, split_size_or_sections=1)[1].add_(1)
+
+    run_in_fp32(write)
+    assert buffer.tolist() == [[1, 1, 1], [2, 2, 2]]
+
+
 def test_bits_are_reinterpreted_not_cast():
     packed = torch.tensor([1.5, -2.0], dtype=torch.float16).view(torch.uint8)
     assert run_in_fp32(lambda: packed.view(torch.float16) * 1).tolist() == [1.5, -2.0]
