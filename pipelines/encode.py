@@ -28,20 +28,26 @@ def encode_prompts(
     memo = handle.store.prompts
     keys = [(prompt, plan.dtype, plan.guarded) for prompt in prompts]
     new = [key for key in dict.fromkeys(keys) if key not in memo]
+    found = {key: memo.pop(key) for key in dict.fromkeys(keys) if key in memo}
+    memo |= found  # most recent last
     if new:
         try:
-            pipe = _pipeline(handle, plan.dtype, report)
-            for key in new:
-                logger.info("encoding prompt of %d characters in %s", len(key[0]), plan.dtype)
-                memo[key] = _encode(handle, pipe, key[0])
+            found |= zip(new, _encode_all(handle, [prompt for prompt, *_ in new], report), strict=True)
         finally:
             handle.store.drop("text_encoder")
-    embeddings = [memo[key] for key in keys]
-    for key in keys:
-        memo[key] = memo.pop(key)  # most recent last
+    memo |= {key: found[key] for key in new if torch.isfinite(found[key]).all()}  # a broken one is not worth keeping
     while len(memo) > _REMEMBERED:
         del memo[next(iter(memo))]
-    return embeddings, report
+    return [found[key] for key in keys], report
+
+
+def _encode_all(handle: PipelineHandle, prompts: list[str], report: RunReport) -> list[torch.Tensor]:
+    pipe = _pipeline(handle, report.plan.dtype, report)
+    embeddings = []
+    for prompt in prompts:
+        logger.info("encoding prompt of %d characters in %s", len(prompt), report.plan.dtype)
+        embeddings.append(_encode(handle, pipe, prompt))
+    return embeddings
 
 
 def _pipeline(handle: PipelineHandle, dtype: str, report: RunReport) -> object:

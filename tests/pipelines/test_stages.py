@@ -62,6 +62,15 @@ def test_a_text_encoder_that_overflows_is_rerun(broken_in_half, open_pipeline):
     assert not torch.isfinite(encode_prompts(plain, ["a boat", ""])[0][0]).all()
 
 
+def test_embeddings_that_came_out_broken_are_not_remembered(broken_in_half, open_pipeline):
+    handle = open_pipeline(broken_in_half("text_encoder", overflow_text_encoder), "fp16")
+    watching = replace(handle, policy=GuardPolicy(OnFailure.OFF))
+    (broken, _), _ = encode_prompts(watching, ["a boat", ""])
+    assert not torch.isfinite(broken).all()
+    (found, _), report = encode_prompts(handle, ["a boat", ""])
+    assert torch.isfinite(found).all() and report.reruns > 0
+
+
 def test_a_decoder_that_overflows_is_rerun_and_the_frames_are_right(broken_in_half, open_pipeline):
     folder = broken_in_half("vae", overflow_vae)
     latents = torch.randn(1, 16, 3, 6, 8, generator=torch.Generator().manual_seed(0))
