@@ -1,6 +1,7 @@
 # make demo    a small CogVideoX that overflows fp16: black without the guard, right with it (output/demo)
 # make test    ruff, basedpyright, pytest with a real ComfyUI: what has to pass before a change goes in
 # make bench   what the guard costs a step
+# make docs    docs/precision.md, from the tables in precision/
 # Each makes .venv from nothing where it is missing, once. Needs Python 3.10 to 3.12, a C compiler and PyPI, or a mirror
 # of it. PYTHON=python3.12 chooses the interpreter. Using the pack in ComfyUI needs no make: see README.md.
 
@@ -12,7 +13,7 @@ PIP := -m pip install -qq --disable-pip-version-check
 SUPPORTED := import sys; v = sys.version_info[:2]; \
 	sys.exit(0 if (3, 10) <= v <= (3, 12) else f"{sys.executable} is Python {v[0]}.{v[1]}: the pinned packages need 3.10 to 3.12. Choose one: make PYTHON=python3.12")
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench docs clean
 
 demo: .venv/.installed
 	.venv/bin/onediff-guard demo
@@ -27,6 +28,9 @@ lint: .venv/.installed
 
 bench: .venv/.installed
 	.venv/bin/python benchmarks/guard.py
+
+docs: .venv/.installed
+	.venv/bin/python -m comfyui_onediff_guard.precision.page
 
 clean:
 	rm -rf .venv .venv-comfyui build comfyui_onediff_guard.egg-info

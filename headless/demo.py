@@ -128,7 +128,9 @@ def _changes(precision: str) -> list[Setting]:
         "Sample CogVideoX.steps": 8,
         "Sample CogVideoX.scheduler": "DDIM",
         "Sample CogVideoX.seed": 1,
+        "NaN Guard.on_failure": "off" if precision == "fp16 (plain)" else "rerun",
         "Decode Latents.tiling": False,
+        "Decode Latents.precision": "fp32",  # the same in all three; fp16 convolutions take minutes on many CPUs
         "Create Video.fps": FPS,
     }
     return [

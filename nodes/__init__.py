@@ -6,6 +6,7 @@ from .decode import DecodeLatents
 from .encode import EncodePrompt
 from .guard import NaNGuard
 from .load import LoadCogVideoX
+from .report import PrecisionReport
 from .sample import SampleCogVideoX
 
 NODE_CLASS_MAPPINGS: dict[str, type] = {
@@ -14,6 +15,7 @@ NODE_CLASS_MAPPINGS: dict[str, type] = {
     "OneDiffGuardNaNGuard": NaNGuard,
     "OneDiffGuardSampleCogVideoX": SampleCogVideoX,
     "OneDiffGuardDecodeLatents": DecodeLatents,
+    "OneDiffGuardPrecisionReport": PrecisionReport,
 }
 
 NODE_DISPLAY_NAME_MAPPINGS: dict[str, str] = {
@@ -22,4 +24,5 @@ NODE_DISPLAY_NAME_MAPPINGS: dict[str, str] = {
     "OneDiffGuardNaNGuard": "NaN Guard",
     "OneDiffGuardSampleCogVideoX": "Sample CogVideoX",
     "OneDiffGuardDecodeLatents": "Decode Latents",
+    "OneDiffGuardPrecisionReport": "Precision Report",
 }

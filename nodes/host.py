@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..pipelines.placement import Placement
+    from ..pipelines.store import ComponentStore
 
 logger = logging.getLogger(__name__)
 
@@ -167,6 +168,45 @@ def release_cached_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+class _Lingering:
+    """The store that a node used last, and a place among ComfyUI's loaded models, to learn by when it unloads them."""
+
+    def __init__(self, store: ComponentStore, management: Any):
+        import torch
+
+        self.store: ComponentStore | None = store
+        self._place = Resident(torch.nn.Module(), store.placement.device)
+        self._loaded = management.current_loaded_models
+        loaded = management.LoadedModel(self._place)
+        loaded.model_load()
+        self._loaded.append(loaded)
+
+    def end(self) -> None:
+        self._loaded[:] = [loaded for loaded in self._loaded if loaded.model is not self._place]
+
+    def unload(self) -> None:
+        """Called amid ComfyUI's unloading, where none of its models may die: weights go, modules stay."""
+        if self.store and not self.store.handles:
+            self.store.empty()
+        else:
+            self.store = None  # its handles keep it
+
+
+_lingering: _Lingering | None = None
+
+
+def linger(store: ComponentStore) -> None:
+    """Keep a store although ComfyUI lets go of its handles: it drops a node's old output before it runs the node anew,
+    and with it what the new precision would share. Ends when ComfyUI unloads models, for room or because of `/free`."""
+    global _lingering
+    management = _model_management()
+    if management is None or (_lingering and _lingering.store is store):
+        return
+    if _lingering:
+        _lingering.end()
+    _lingering = _Lingering(store, management)
+
+
 class ComfyPlacement:
     """Asks ComfyUI's memory manager for room, and lets it move components away when others need theirs."""
 
@@ -228,7 +268,8 @@ class Resident:
     def _move(self, device: torch.device) -> torch.nn.Module:
         from ..pipelines.placement import move
 
-        move(self.component, device)
+        if not any(parameter.is_meta for parameter in self.component.parameters()):
+            move(self.component, device)
         self.current_device = device
         return self.component
 
@@ -242,7 +283,9 @@ class Resident:
         return self.current_device
 
     def model_dtype(self) -> torch.dtype:
-        return next(self.component.parameters()).dtype
+        import torch
+
+        return next((parameter.dtype for parameter in self.component.parameters()), torch.float32)
 
     def model_patches_to(self, _device_or_dtype: Any) -> None: ...
 
@@ -274,6 +317,8 @@ class Resident:
 
     def detach(self, unpatch_all: bool = True) -> torch.nn.Module:
         del unpatch_all
+        if _lingering:
+            _lingering.unload()
         return self._move(self.offload_device)
 
     def patch_model(self, device_to: torch.device | None = None, **_: Any) -> torch.nn.Module:
@@ -283,5 +328,7 @@ class Resident:
         return self._move(device_to)
 
     def unpatch_model(self, device_to: torch.device | None = None, **_: Any) -> None:
+        if _lingering:
+            _lingering.unload()
         if device_to:
             self._move(device_to)

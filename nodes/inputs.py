@@ -11,6 +11,7 @@ CATEGORY = "OneDiff Guard"
 PRECISIONS = ("auto", "bf16", "fp16", "fp16 (plain)", "fp32")
 BACKENDS = ("auto", "oneflow", "nexfort", "inductor", "eager")
 OFFLOADS = ("none", "model")
+ACCUMULATIONS = ("auto", "fast")
 ON_FAILURE = ("rerun", "stop", "off")
 SCHEDULERS = ("DDIM", "DPM")
 INHERIT = "inherit"

@@ -38,7 +38,14 @@ class LoadCogVideoX:
                     inputs.OFFLOADS,
                     "none: the model stays on the card between nodes. model: it rests in main memory until needed.",
                 ),
-            }
+            },
+            "optional": {
+                "accumulation": inputs.choice(
+                    inputs.ACCUMULATIONS,
+                    "Half-precision accumulation in attention. auto: only on cards where it is reported right. fast: "
+                    "on, with attention scores in fp32 (OneFlow); if frames turn black, choose auto.",
+                ),
+            },
         }
 
     @classmethod
@@ -56,10 +63,13 @@ class LoadCogVideoX:
         folder = host.model_folders().get(model)
         return fingerprint(folder) if folder else ""
 
-    def load(self, model: str, precision: str, backend: str, offload: str) -> tuple[PipelineHandle]:
+    def load(
+        self, model: str, precision: str, backend: str, offload: str, accumulation: str = "auto"
+    ) -> tuple[PipelineHandle]:
         from ..pipelines.errors import BadFolder
         from ..pipelines.families import COGVIDEOX
         from ..pipelines.handle import load
+        from ..precision.accumulation import Accumulation
         from ..precision.policy import Precision
 
         folder = host.model_folders().get(model)
@@ -72,5 +82,7 @@ class LoadCogVideoX:
             backend=backend,
             offload=offload,
             placement=host.placement(),
+            accumulation=Accumulation(accumulation),
         )
+        host.linger(handle.store)
         return (handle,)

@@ -30,6 +30,7 @@ def running(pipeline: PipelineHandle) -> Generator[None]:
     except BaseException:
         host.release_cached_memory(pipeline.store.placement.device)
         raise
+    host.linger(pipeline.store)
 
 
 def ui(report: RunReport, node_id: str | None) -> dict[str, list[Any]]:

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from ..precision.accumulation import NEXFORT_OPTION
+from ..precision.arch import Architecture
 from .errors import BackendUnavailable
 
 logger = logging.getLogger(__name__)
@@ -56,8 +58,31 @@ def choose_backend(request: str, device: torch.device) -> BackendChoice:
     return choice
 
 
-def compiled(denoiser: torch.nn.Module, blocks: str, choice: BackendChoice) -> torch.nn.Module:
-    """A shell of the denoiser whose block list is compiled; the denoiser itself for 'eager'."""
+def backend_states(device: torch.device) -> dict[str, str | None]:
+    """{backend: what it lacks here, None where it lacks nothing}, in the order in which 'auto' tries them."""
+    return {name: probe(device) for name, probe in _PROBES.items()}
+
+
+def for_dtype(choice: BackendChoice, architecture: Architecture, dtype: str) -> BackendChoice:
+    """The backend for a plan's dtype: no compiler makes bf16 code for a device that only emulates it.
+
+    Raises BackendUnavailable where a compiler was asked for by name.
+    """
+    if dtype != "bf16" or architecture.native_bf16 or choice.name == "eager":
+        return choice
+    missing = f"{choice.name} cannot compile bf16 for {architecture}, which has none in hardware"
+    if choice.automatic:
+        return BackendChoice("eager", f"auto: {missing}", automatic=True)
+    raise BackendUnavailable(f"{missing}. Choose precision 'auto' or 'fp16', or backend 'eager'.")
+
+
+def compiled(
+    denoiser: torch.nn.Module, blocks: str, choice: BackendChoice, *, half_accumulation: bool = False
+) -> torch.nn.Module:
+    """A shell of the denoiser whose block list is compiled; the denoiser itself for 'eager'.
+
+    half_accumulation: allowed in fused attention. Only nexfort asks at compile time.
+    """
     if choice.name == "eager":
         return denoiser
     import onediff.infer_compiler
@@ -68,7 +93,10 @@ def compiled(denoiser: torch.nn.Module, blocks: str, choice: BackendChoice) -> t
     logger.info("compiling %d blocks of %s with %s", len(block_list), type(denoiser).__name__, choice.name)
     shell = copy.copy(denoiser)
     shell.__dict__["_modules"] = denoiser._modules.copy()
-    compiled_blocks = [onediff.infer_compiler.compile(block, backend=choice.name) for block in block_list]
+    options = {"options": {NEXFORT_OPTION: half_accumulation}} if choice.name == "nexfort" else None
+    compiled_blocks = [
+        onediff.infer_compiler.compile(block, backend=choice.name, options=options) for block in block_list
+    ]
     shell._modules[blocks] = torch.nn.ModuleList([_Contiguous(compiled_blocks[0]), *compiled_blocks[1:]])
     if not choice.automatic:
         return shell

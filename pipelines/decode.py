@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from ..precision.accumulation import accumulation
 from ..precision.guard import StageGuard
 from ..precision.policy import Component, Precision
 from ..precision.report import RunReport
@@ -31,7 +30,7 @@ def decode(
     channels = handle.store.folder.vae_config.get("latent_channels", 16)
     if latents.ndim != 5 or latents.shape[1] != channels:
         raise BadInput(
-            f"The latents have shape {tuple(latents.shape)}, but {handle.store.folder.variant} decodes "
+            f"The latents have shape {tuple(latents.shape)}, but {handle.store.folder.variant.name} decodes "
             f"[batch, {channels}, frames, height, width]. Wire them from a {handle.family.name} sampler."
         )
     from diffusers.video_processor import VideoProcessor
@@ -39,6 +38,7 @@ def decode(
     plan = handle.plan(Component.VAE_DECODE, request)
     report = handle.report(plan)
     vae: Any = copy.copy(handle.store.module("vae", plan.dtype))
+    report.notes += handle.store.notes["vae"]
     vae.use_tiling, vae.use_slicing = tiling, slicing
     guard = StageGuard(
         "vae_decode",
@@ -49,8 +49,7 @@ def decode(
         tf32=handle.architecture.tf32,
     )
     try:
-        with accumulation(handle.architecture) as switches, torch.no_grad():
-            report.switches = switches
+        with handle.switched(report), torch.no_grad():
             video = guard(latents.to(handle.store.placement.device)).sample.float()
     finally:
         handle.finish("vae")

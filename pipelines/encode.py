@@ -6,9 +6,10 @@ import logging
 
 import torch
 
-from ..precision.guard import StageGuard, guarded
+from ..precision.guard import StageGuard
 from ..precision.policy import Component, Precision
 from ..precision.report import RunReport
+from ..precision.shells import with_forward
 from .handle import PipelineHandle
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,8 @@ def encode_prompts(
     memo |= found  # most recent last
     if new:
         try:
-            found |= zip(new, _encode_all(handle, [prompt for prompt, *_ in new], report), strict=True)
+            with handle.switched(report):
+                found |= zip(new, _encode_all(handle, [prompt for prompt, *_ in new], report), strict=True)
         finally:
             handle.store.drop("text_encoder")
     memo |= {key: found[key] for key in new if torch.isfinite(found[key]).all()}  # a broken one is not worth keeping
@@ -54,6 +56,7 @@ def _pipeline(handle: PipelineHandle, dtype: str, report: RunReport) -> object:
     import diffusers
 
     text_encoder = handle.store.module("text_encoder", dtype)
+    report.notes += handle.store.notes["text_encoder"]
     guard = StageGuard(
         "text_encoder",
         text_encoder,
@@ -64,7 +67,7 @@ def _pipeline(handle: PipelineHandle, dtype: str, report: RunReport) -> object:
     )
     return getattr(diffusers, handle.family.pipeline)(
         tokenizer=handle.store.unweighted("tokenizer"),
-        text_encoder=guarded(text_encoder, guard),
+        text_encoder=with_forward(text_encoder, guard),
         vae=None,
         transformer=None,
         scheduler=None,

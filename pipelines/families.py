@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..precision.streams import Stream
@@ -52,10 +52,11 @@ class FamilySpec:
     denoiser: str  # name of the component that denoises
     blocks: str  # its ModuleList that is compiled block by block
     denoiser_inputs: tuple[str, ...]  # keyword arguments that carry activations
-    stream: Stream  # where its residual stream runs, for the fold
-    schedulers: Mapping[str, str]  # what users choose → diffusers class
-    sizes: SizeRule
     variant: Callable[[Config], str]  # denoiser config → name in precision.policy.VARIANTS
+    stream: Stream | None = None  # where its residual stream runs, for the fold
+    clips: bool = False  # its blocks clip fp16 at ±65504: finite, and wrong
+    schedulers: Mapping[str, str] = field(default_factory=dict)  # what users choose → diffusers class
+    sizes: SizeRule = SizeRule(pixel_multiple=8, frame_multiple=1)
 
     @property
     def weighted(self) -> tuple[str, ...]:
@@ -96,4 +97,71 @@ COGVIDEOX = FamilySpec(
     variant=_cogvideox_variant,
 )
 
-FAMILIES: dict[str, FamilySpec] = {family.pipeline: family for family in (COGVIDEOX,)}
+COGVIDEOX_FROM_IMAGE = replace(COGVIDEOX, name="CogVideoX image-to-video", pipeline="CogVideoXImageToVideoPipeline")
+
+COGVIEW3PLUS = FamilySpec(
+    name="CogView3-Plus",
+    pipeline="CogView3PlusPipeline",
+    components={
+        "tokenizer": ComponentSpec("transformers", ("T5Tokenizer", "T5TokenizerFast"), weights=False),
+        "text_encoder": ComponentSpec("transformers", ("T5EncoderModel",)),
+        "transformer": ComponentSpec("diffusers", ("CogView3PlusTransformer2DModel",)),
+        "vae": ComponentSpec("diffusers", ("AutoencoderKL",)),
+        "scheduler": ComponentSpec("diffusers", ("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler"), weights=False),
+    },
+    denoiser="transformer",
+    blocks="transformer_blocks",
+    denoiser_inputs=("hidden_states", "encoder_hidden_states"),
+    variant=lambda _config: "CogView3-Plus-3B",
+    stream=Stream(
+        blocks="transformer_blocks",
+        embed="patch_embed",
+        writers=("attn1.to_out.0", "ff.net.2"),
+        norms=("norm1.norm_x", "norm1.norm_c", "norm2", "norm2_context"),
+        last_norms=("norm_out.norm",),
+    ),
+    clips=True,
+)
+
+COGVIEW4 = FamilySpec(
+    name="CogView4",
+    pipeline="CogView4Pipeline",
+    components={
+        "tokenizer": ComponentSpec("transformers", ("PreTrainedTokenizerFast", "PreTrainedTokenizer"), weights=False),
+        "text_encoder": ComponentSpec("transformers", ("GlmModel",)),
+        "transformer": ComponentSpec("diffusers", ("CogView4Transformer2DModel",)),
+        "vae": ComponentSpec("diffusers", ("AutoencoderKL",)),
+        "scheduler": ComponentSpec("diffusers", ("FlowMatchEulerDiscreteScheduler",), weights=False),
+    },
+    denoiser="transformer",
+    blocks="transformer_blocks",
+    denoiser_inputs=("hidden_states", "encoder_hidden_states"),
+    variant=lambda _config: "CogView4-6B",
+    stream=Stream(
+        blocks="transformer_blocks",
+        embed="patch_embed",
+        writers=("attn1.to_out.0", "ff.net.2"),
+        norms=("norm1.norm", "norm1.norm_context", "norm2", "norm2_context"),
+        last_norms=("norm_out.norm",),
+    ),
+)
+
+SVD = FamilySpec(
+    name="Stable Video Diffusion",
+    pipeline="StableVideoDiffusionPipeline",
+    components={
+        "feature_extractor": ComponentSpec("transformers", ("CLIPImageProcessor",), weights=False),
+        "image_encoder": ComponentSpec("transformers", ("CLIPVisionModelWithProjection",)),
+        "unet": ComponentSpec("diffusers", ("UNetSpatioTemporalConditionModel",)),
+        "vae": ComponentSpec("diffusers", ("AutoencoderKLTemporalDecoder",)),
+        "scheduler": ComponentSpec("diffusers", ("EulerDiscreteScheduler",), weights=False),
+    },
+    denoiser="unet",
+    blocks="down_blocks",
+    denoiser_inputs=("sample", "encoder_hidden_states"),
+    variant=lambda config: "SVD" if config.get("num_frames", 25) <= 14 else "SVD-XT",  # XT 1.1's config is XT's
+)
+
+FAMILIES: dict[str, FamilySpec] = {
+    family.pipeline: family for family in (COGVIDEOX, COGVIDEOX_FROM_IMAGE, COGVIEW3PLUS, COGVIEW4, SVD)
+}

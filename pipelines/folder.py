@@ -8,9 +8,11 @@ import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
+from ..precision.policy import VARIANTS, Variant, as_stored
 from .errors import BadFolder
 from .families import FAMILIES, ComponentSpec, FamilySpec
 
@@ -25,7 +27,12 @@ class Weights:
 
     files: tuple[Path, ...]
     n_bytes: int
-    stored_dtype: str  # safetensors' name of the dtype that most bytes are in: "F16", "BF16", "F32"
+    dtypes: Mapping[str, int]  # safetensors' name of a dtype ("F16", "BF16", "F32") → bytes in it
+
+    @property
+    def stored_dtype(self) -> str:
+        """The dtype that most bytes are in."""
+        return max(self.dtypes, key=lambda name: self.dtypes[name])
 
     def bytes_in(self, dtype: str) -> int:
         """What they take once loaded in "fp16", "bf16" or "fp32"."""
@@ -38,11 +45,12 @@ class ModelFolder:
 
     path: Path
     family: FamilySpec
-    variant: str
+    variant: Variant  # as its config and its stored weights show it
     classes: Mapping[str, str]  # component → class in model_index.json
     weights: Mapping[str, Weights]
     denoiser_config: Mapping[str, Any]
     vae_config: Mapping[str, Any]
+    notes: tuple[str, ...]  # what is unusual about it, in words
 
 
 def inspect(path: Path, expected: FamilySpec) -> ModelFolder:
@@ -50,14 +58,12 @@ def inspect(path: Path, expected: FamilySpec) -> ModelFolder:
 
     Raises BadFolder: not a diffusers folder, another pipeline, a component that is missing, pickled or truncated.
     """
-    index = _read_json(path / "model_index.json", missing=f"'{path.name}' is not a diffusers-format folder: it has no "
-                       "model_index.json. Choose the folder that holds it, or download the model again.")  # fmt: skip
-    found = index.get("_class_name")
+    index = read_json(path / "model_index.json", missing=_no_index(path))
+    found = str(index.get("_class_name") or "pipeline without a name")
     if found != expected.pipeline:
         others = f" It belongs to {FAMILIES[found].name}." if found in FAMILIES else ""
         raise BadFolder(
-            f"'{path.name}' holds a {found or 'pipeline without a name'}, not a {expected.pipeline}.{others} "
-            f"Choose a {expected.name} folder."
+            f"'{path.name}' holds a {found}, not a {expected.pipeline}.{others} Choose a {expected.name} folder."
         )
     classes, weights = {}, {}
     for name, component in expected.components.items():
@@ -65,15 +71,26 @@ def inspect(path: Path, expected: FamilySpec) -> ModelFolder:
         if component.weights:
             weights[name] = _weights(path, name)
     denoiser_config = _read_config(path, expected.denoiser)
+    variant = _variant(path, expected, denoiser_config, weights[expected.denoiser])
     return ModelFolder(
         path=path,
         family=expected,
-        variant=expected.variant(denoiser_config),
+        variant=variant,
         classes=classes,
         weights=weights,
         denoiser_config=denoiser_config,
         vae_config=_read_config(path, "vae"),
+        notes=(*_unlike(variant, denoiser_config), *_mixed(weights)),
     )
+
+
+def family_of(path: Path) -> FamilySpec:
+    """The family that a folder's model_index.json names. Raises BadFolder where it is none of ours."""
+    index = read_json(path / "model_index.json", missing=_no_index(path))
+    found = str(index.get("_class_name") or "pipeline without a name")
+    if found not in FAMILIES:
+        raise BadFolder(f"'{path.name}' holds a {found}. Known: {', '.join(FAMILIES)}.")
+    return FAMILIES[found]
 
 
 def list_folders(roots: Iterable[Path], depth: int = 3) -> dict[str, Path]:
@@ -96,6 +113,68 @@ def fingerprint(path: Path) -> str:
         stat = file.stat()
         digest.update(f"{file.relative_to(path).as_posix()}:{stat.st_size}:{stat.st_mtime_ns};".encode())
     return digest.hexdigest()
+
+
+def read_json(file: Path, *, missing: str = "") -> dict[str, Any]:
+    """A JSON object. Raises BadFolder, with `missing` where the file is not there."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BadFolder(missing or f"'{file}' is missing.") from None
+    except (OSError, ValueError) as error:
+        raise BadFolder(f"'{file}' cannot be read as JSON ({error}). Download it again.") from None
+    if not isinstance(content, dict):
+        raise BadFolder(f"'{file}' holds a {type(content).__name__} where a JSON object belongs. Download it again.")
+    return content
+
+
+def unknown_fields(folder: ModelFolder, name: str) -> list[str]:
+    """A line that names the fields of a component's config which the installed diffusers ignores, if it has such."""
+    if folder.family.components[name].library != "diffusers":
+        return []
+    import diffusers
+
+    known = signature(getattr(diffusers, folder.classes[name]).__init__).parameters
+    config = _read_config(folder.path, name)
+    unknown = sorted(key for key in config if key not in known and not key.startswith("_"))
+    if not unknown:
+        return []
+    return [f"{name}: config.json has fields that diffusers {diffusers.__version__} ignores: {', '.join(unknown)}"]
+
+
+def _no_index(path: Path) -> str:
+    return (
+        f"'{path.name}' is not a diffusers-format folder: it has no model_index.json. "
+        "Choose the folder that holds it, or download the model again."
+    )
+
+
+def _variant(path: Path, family: FamilySpec, config: Mapping[str, Any], weights: Weights) -> Variant:
+    try:
+        name = family.variant(config)
+    except TypeError as error:
+        raise BadFolder(
+            f"'{path.name}/{family.denoiser}/config.json' holds a value of the wrong kind ({error}). Download it again."
+        ) from None
+    return as_stored(VARIANTS[name], weights.stored_dtype)
+
+
+def _unlike(variant: Variant, config: Mapping[str, Any]) -> Iterator[str]:
+    found = [
+        f"{key} {config[key]} instead of {value}"
+        for key, value in variant.sizes.items()
+        if config.get(key, value) != value
+    ]
+    if found:
+        yield f"laid out like {variant.name}, but with {', '.join(found)}: planned like it"
+
+
+def _mixed(weights: Mapping[str, Weights]) -> Iterator[str]:
+    for name, component in weights.items():
+        if len(component.dtypes) > 1:
+            total = sum(component.dtypes.values())
+            shares = ", ".join(f"{dtype} {n / total:.0%}" for dtype, n in component.dtypes.items())
+            yield f"{name} is stored in several dtypes ({shares}): loaded in one, that of its plan"
 
 
 def _walk(folder: Path, depth: int) -> Iterator[Path]:
@@ -130,7 +209,7 @@ def _weights(path: Path, name: str) -> Weights:
     dtypes: Counter[str] = Counter()
     for file in files:
         dtypes.update(_header_bytes_by_dtype(file, path))
-    return Weights(tuple(files), sum(file.stat().st_size for file in files), dtypes.most_common(1)[0][0])
+    return Weights(tuple(files), sum(file.stat().st_size for file in files), dict(dtypes))
 
 
 def _weight_files(path: Path, folder: Path) -> list[Path]:
@@ -141,7 +220,10 @@ def _weight_files(path: Path, folder: Path) -> list[Path]:
             return [folder / f"{stem}.safetensors"]
         if not index.is_file():
             continue
-        names = sorted(set(_read_json(index).get("weight_map", {}).values()))
+        shards = read_json(index).get("weight_map")
+        if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
+            raise BadFolder(f"'{path.name}/{folder.name}/{index.name}' has no weight_map. Fetch that file again.")
+        names = sorted(set(shards.values()))
         missing = [name for name in names if not (folder / name).is_file()]
         if missing or not names:
             raise BadFolder(f"{where} lacks {', '.join(missing) or 'every shard'}. Fetch the missing files again.")
@@ -171,33 +253,22 @@ def _header_bytes_by_dtype(file: Path, path: Path) -> Counter[str]:
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _MAX_HEADER + 1
         if length > min(_MAX_HEADER, size - 8):
             raise BadFolder(f"{broken}: its header is cut off. Delete it and download it again.")
+        counted: Counter[str] = Counter()
+        end = 0
         try:
-            header = json.loads(stream.read(length))
-        except ValueError:
-            raise BadFolder(f"{broken}: its header is not JSON. Delete it and download it again.") from None
-    tensors = [entry for name, entry in header.items() if name != "__metadata__"]
-    expected = 8 + length + max((entry["data_offsets"][1] for entry in tensors), default=0)
+            for name, entry in json.loads(stream.read(length)).items():
+                if name != "__metadata__":
+                    begin, until = entry["data_offsets"]
+                    counted[entry["dtype"]] += until - begin
+                    end = max(end, until)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise BadFolder(f"{broken}: its header is no list of tensors. Delete it and download it again.") from None
+    expected = 8 + length + end
     if size != expected:
         raise BadFolder(f"{broken}: its header promises {expected:,}. Delete it and download it again.")
-    counted: Counter[str] = Counter()
-    for entry in tensors:
-        start, end = entry["data_offsets"]
-        counted[entry["dtype"]] += end - start
     return counted or Counter({"F32": 0})
 
 
 def _read_config(path: Path, name: str) -> dict[str, Any]:
     where = f"'{path.name}/{name}'"
-    return _read_json(path / name / "config.json", missing=f"{where} has no config.json: fetch it again.")
-
-
-def _read_json(file: Path, *, missing: str = "") -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise BadFolder(missing or f"'{file}' is missing.") from None
-    except (OSError, ValueError) as error:
-        raise BadFolder(f"'{file}' cannot be read as JSON ({error}). Download it again.") from None
-    if not isinstance(content, dict):
-        raise BadFolder(f"'{file}' holds a {type(content).__name__} where a JSON object belongs. Download it again.")
-    return content
+    return read_json(path / name / "config.json", missing=f"{where} has no config.json: fetch it again.")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..precision.arch import Architecture, detect
+from ..precision.accumulation import Accumulation, accumulation
+from ..precision.arch import Architecture, detect, present
 from ..precision.guard import GuardPolicy, OnFailure
-from ..precision.policy import VARIANTS, Component, Plan, Precision, choose
+from ..precision.policy import Component, Plan, Precision, choose
 from ..precision.report import RunReport
 from .compile import BackendChoice, choose_backend
 from .families import FamilySpec
@@ -26,6 +29,11 @@ class PipelineHandle:
     backend: BackendChoice
     offload: bool  # rest components in the host's memory between stages
     policy: GuardPolicy
+    accumulation: Accumulation = Accumulation.AUTO
+    beside: tuple[Architecture, ...] = ()  # of the GPUs in this process: the accumulation switches are shared
+
+    def __post_init__(self) -> None:
+        self.store.handles.add(self)
 
     @property
     def family(self) -> FamilySpec:
@@ -33,8 +41,9 @@ class PipelineHandle:
 
     def plan(self, component: Component, request: Precision | None = None) -> Plan:
         """The plan of one component; `request` overrides the loader's precision, None inherits it."""
-        variant = VARIANTS[self.store.folder.variant]
-        return choose(self.architecture, variant, component, request or self.precision)
+        variant = self.store.folder.variant
+        precision = request or self.precision
+        return choose(self.architecture, variant, component, precision, self.accumulation, self.beside)
 
     def policy_for(self, plan: Plan) -> GuardPolicy:
         """The NaN Guard's policy; a plan that is not guarded is only watched."""
@@ -42,13 +51,21 @@ class PipelineHandle:
             return self.policy
         return GuardPolicy(OnFailure.OFF, self.policy.strict)
 
+    @contextmanager
+    def switched(self, report: RunReport) -> Generator[None]:
+        """Hold the accumulation switches while a stage runs, and note them in its report."""
+        with accumulation(self.architecture, self.accumulation, self.beside) as switches:
+            report.switches = switches
+            yield
+
     def report(self, plan: Plan) -> RunReport:
         return RunReport(
-            variant=self.store.folder.variant,
+            variant=self.store.folder.variant.name,
             architecture=str(self.architecture),
             plan=plan,
             backend=self.backend.name,
             backend_reason=self.backend.reason,
+            notes=self.store.folder.notes,
         )
 
     def finish(self, component: str) -> None:
@@ -58,18 +75,41 @@ class PipelineHandle:
 
 
 def load(
-    path: Path, family: FamilySpec, *, precision: Precision, backend: str, offload: str, placement: Placement
+    path: Path,
+    family: FamilySpec,
+    *,
+    precision: Precision,
+    backend: str,
+    offload: str,
+    placement: Placement,
+    accumulation: Accumulation = Accumulation.AUTO,
 ) -> PipelineHandle:
     """Check a folder and make a handle. Weights are read when a stage first needs them.
 
-    Raises BadFolder, or BackendUnavailable where a backend was asked for that does not work here.
+    Raises BadFolder; BackendUnavailable where a backend was asked for that does not work here; PlanImpossible where the
+    device has no such precision.
     """
     folder = inspect(path, family)
-    return PipelineHandle(
+    handle = PipelineHandle(
         store=shared_store(folder, placement),
         architecture=detect(placement.device),
         precision=precision,
         backend=choose_backend(backend, placement.device),
         offload=offload == "model",
         policy=GuardPolicy(),
+        accumulation=accumulation,
+        beside=present(),
     )
+    for component in folder.variant.components:
+        handle.plan(component)
+    if len(handle.store.handles) == 1:
+        _drop_stale(handle)
+    return handle
+
+
+def _drop_stale(handle: PipelineHandle) -> None:
+    """Let go of what nobody else uses and this precision will not, before anything is read beside it."""
+    planned = {handle.family.denoiser: Component.DENOISER, "vae": Component.VAE_DECODE}
+    for name, dtype in handle.store.loaded().items():
+        if name not in planned or handle.plan(planned[name]).dtype != dtype:
+            handle.store.drop(name)

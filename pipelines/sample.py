@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..precision.accumulation import accumulation
-from ..precision.folding import bits_for, fold, stream_peak
-from ..precision.guard import StageGuard, guarded
 from ..precision.policy import Component, Precision
 from ..precision.report import RunReport
-from ..precision.upcast import run_in_fp32
-from .compile import compiled
+from .denoiser import guarded_denoiser
 from .errors import BadInput
 from .handle import PipelineHandle
 
@@ -62,8 +57,7 @@ def sample(
         return values
 
     try:
-        with accumulation(handle.architecture) as switches, torch.no_grad():
-            report.switches = switches
+        with handle.switched(report), torch.no_grad():
             latents = pipe(
                 prompt_embeds=positive.to(device, torch.float32),
                 negative_prompt_embeds=negative.to(device, torch.float32),
@@ -90,7 +84,7 @@ def _pipeline(handle: PipelineHandle, report: RunReport, scheduler: str) -> Any:
         tokenizer=None,
         text_encoder=None,
         vae=None,
-        transformer=_denoiser(handle, report),
+        transformer=guarded_denoiser(handle, report),
         scheduler=scheduler_class.from_config(handle.store.unweighted("scheduler").config),
     )
     spatial, temporal = _vae_factors(folder.vae_config)
@@ -99,76 +93,13 @@ def _pipeline(handle: PipelineHandle, report: RunReport, scheduler: str) -> Any:
     return pipe
 
 
-def _denoiser(handle: PipelineHandle, report: RunReport) -> torch.nn.Module:
-    """The shell that the pipeline is given: guard over compiled blocks over the fold over the untouched original.
-
-    Where the plan folds and the stream has not been measured yet, the first step runs in fp32 and measures it, so that
-    nothing has to fail first.
-    """
-    store, family = handle.store, handle.family
-    original = store.module(family.denoiser, report.plan.dtype)
-    guard: StageGuard | None = None
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        nonlocal guard
-        if guard is None and report.plan.folded and store.stream_peak is None:
-            return _measuring_step(handle, report, original, args, kwargs)
-        guard = guard or _guard(handle, report, original, report.plan.dtype, _attempt(handle, report, original))
-        return guard(*args, **kwargs)
-
-    return guarded(original, step)
-
-
-def _attempt(handle: PipelineHandle, report: RunReport, original: torch.nn.Module) -> torch.nn.Module:
-    """The denoiser as the plan wants it: folded, compiled, or itself."""
-    store, family, plan = handle.store, handle.family, report.plan
-    if plan.folded and store.stream_peak is not None:
-        report.fold_bits = bits_for(store.stream_peak)
-    bits = report.fold_bits or 0
-    key = (handle.backend.name, plan.dtype, bits)
-    if key not in store.compiled:
-        folded = fold(original, family.stream, bits) if bits else original
-        store.compiled[key] = compiled(folded, family.blocks, handle.backend)
-    return store.compiled[key]
-
-
-def _guard(
-    handle: PipelineHandle, report: RunReport, original: torch.nn.Module, dtype: str, attempt: Callable[..., Any]
-) -> StageGuard:
-    return StageGuard(
-        "denoiser",
-        attempt,
-        rerun=original,
-        dtype=dtype,
-        policy=handle.policy_for(report.plan),
-        report=report,
-        inputs=handle.family.denoiser_inputs,
-        tf32=handle.architecture.tf32,
-    )
-
-
-def _measuring_step(
-    handle: PipelineHandle, report: RunReport, original: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    def in_fp32(*args: Any, **kwargs: Any) -> Any:
-        return run_in_fp32(original, *args, tf32=handle.architecture.tf32 and not handle.policy.strict, **kwargs)
-
-    guard = _guard(handle, report, original, "fp32", in_fp32)
-    outputs: list[Any] = []
-    peak = stream_peak(original, handle.family.stream, lambda: outputs.append(guard(*args, **kwargs)))
-    report.stream_peak = peak
-    if math.isfinite(peak):
-        handle.store.stream_peak = peak
-    return outputs[0]
-
-
 def _check_embeddings(handle: PipelineHandle, positive: torch.Tensor, negative: torch.Tensor) -> None:
     config = handle.store.folder.denoiser_config
     channels, tokens = config.get("text_embed_dim", 4096), config.get("max_text_seq_length", 226)
     for name, embeddings in (("positive", positive), ("negative", negative)):
         if embeddings.ndim != 3 or embeddings.shape[-1] != channels or embeddings.shape[1] != tokens:
             raise BadInput(
-                f"'{name}' has shape {tuple(embeddings.shape)}, but {handle.store.folder.variant} takes "
+                f"'{name}' has shape {tuple(embeddings.shape)}, but {handle.store.folder.variant.name} takes "
                 f"[batch, {tokens}, {channels}]. Wire it to an Encode Prompt node that gets the same pipeline."
             )
     if positive.shape != negative.shape:

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from ..precision.guard import DTYPES
+from ..precision.consistency import DamagedByCast, make_consistent
+from ..precision.dtypes import DTYPES
 from .errors import BadFolder
-from .folder import ModelFolder, fingerprint
-from .placement import Placement
+from .folder import ModelFolder, fingerprint, unknown_fields
+from .placement import Placement, move
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +30,12 @@ class ComponentStore:
         self.folder = folder
         self.placement = placement
         self.prompts: dict[tuple[str, str, bool], torch.Tensor] = {}  # (text, dtype, guarded) → [1, tokens, channels]
-        self.compiled: dict[tuple[str, str, int], torch.nn.Module] = {}  # (backend, dtype, fold bits) → shell
+        # (backend, dtype, fold bits, half-precision accumulation) → shell
+        self.compiled: dict[tuple[str, str, int, str], torch.nn.Module] = {}
         self.stream_peak: float | None = None  # of the denoiser, once it was measured
+        self.handles: weakref.WeakSet[Any] = weakref.WeakSet()  # who still uses it
+        self.emptied = False
+        self.notes: dict[str, tuple[str, ...]] = {}  # component → what was found or mended when it was loaded
         self._modules: dict[str, tuple[str, torch.nn.Module]] = {}
         self._unweighted: dict[str, Any] = {}
         self._lock = threading.RLock()
@@ -39,11 +44,14 @@ class ComponentStore:
         """The component on its device, loaded in `dtype` ("fp16", "bf16", "fp32") if it is not there already."""
         with self._lock:
             loaded_dtype, module = self._modules.get(name, (None, None))
-            if module is None or loaded_dtype != dtype:
-                self.drop(name)
-                module = self._load(name, dtype)
-                self._modules[name] = (dtype, module)
+            if module is not None and loaded_dtype == dtype:
+                self.placement.to_device(name, module)
+                return module
+            self.drop(name)
+            module = self._load(name, dtype)
+            self._modules[name] = (dtype, module)
             self.placement.to_device(name, module)
+            self.notes[name] = (*unknown_fields(self.folder, name), *self._checked(name, module, dtype))
             return module
 
     def unweighted(self, name: str) -> Any:
@@ -73,6 +81,15 @@ class ComponentStore:
             gc.collect()  # modules hold reference cycles; without this two copies would be there for a while
             self.placement.forget(name)
 
+    def empty(self) -> None:
+        """Let go of all weights at once; the store is of no more use, and no module has died."""
+        with self._lock:
+            self.emptied = True
+            self.prompts.clear()
+            self.compiled.clear()
+            for _, module in self._modules.values():
+                move(module, torch.device("meta"))
+
     def _load(self, name: str, dtype: str) -> torch.nn.Module:
         weights = self.folder.weights[name]
         logger.info("loading component %s of %s in %s", name, self.folder.path.name, dtype)
@@ -83,6 +100,18 @@ class ComponentStore:
         with torch.inference_mode(False):
             module = self._from_pretrained(name, use_safetensors=True, **{dtype_option: DTYPES[dtype]})
         return module.eval().requires_grad_(False)
+
+    def _checked(self, name: str, module: torch.nn.Module, dtype: str) -> list[str]:
+        """On the device, where fused norms are what will run."""
+        try:
+            with torch.inference_mode(False):
+                found = make_consistent(module, DTYPES[dtype])
+        except DamagedByCast as error:
+            self.drop(name)
+            raise BadFolder(f"'{self.folder.path.name}/{name}': {error}") from None
+        for line in found:
+            logger.warning("%s of %s: %s", name, self.folder.path.name, line)
+        return [f"{name}: {line}" for line in found]
 
     def _from_pretrained(self, name: str, **options: Any) -> Any:
         import diffusers
@@ -115,7 +144,7 @@ def shared_store(folder: ModelFolder, placement: Placement) -> ComponentStore:
     """The store of a folder; the same one for as long as a handle to it lives and its files do not change."""
     key = (str(folder.path.resolve()), fingerprint(folder.path))
     store = _STORES.get(key)
-    if store is None or store.placement.device != placement.device:
+    if store is None or store.emptied or store.placement.device != placement.device:
         store = ComponentStore(folder, placement)
         _STORES[key] = store
     return store

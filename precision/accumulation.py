@@ -1,85 +1,259 @@
-"""Half-precision accumulation in OneFlow's fused attention, switched by architecture while a pipeline samples.
+"""Half-precision accumulation, switched by architecture while a stage runs.
 
-OneFlow reads the switches at kernel launch, so they must hold during sampling, not at compile time. Unset counts as
-True, which comes out as NaN or black on the architectures at risk (OneDiff issues 722, 955, 958).
+OneFlow reads its switches at kernel launch, so they must hold while a pipeline samples, not at compile time. Unset
+counts as True there, which comes out as NaN or black on some architectures (OneDiff issues 722, 955, 958). nexfort and
+PyTorch have switches of their own for the same thing: a user who set OneFlow's under nexfort still got black (OneDiff
+issue 1115). bf16 has fp32's range, so nothing is switched for it.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
+from typing import Any
 
 from .arch import Architecture
 
 ATTENTION_SWITCH = "ONEFLOW_ATTENTION_ALLOW_HALF_PRECISION_ACCUMULATION"
-SWITCHES = (ATTENTION_SWITCH, "ONEFLOW_KERNEL_FMHA_ENABLE_TRT_FLASH_ATTN_IMPL")
+SCORES_SWITCH = "ONEFLOW_ATTENTION_ALLOW_HALF_PRECISION_SCORE_ACCUMULATION_MAX_M"
+NEXFORT_OPTION = "triton.fuse_attention_allow_fp16_reduction"  # the same at compile time
+SOURCE = "https://github.com/siliconflow/onediff/issues/958"
+FAST_SOURCE = "https://github.com/siliconflow/onediff/pull/454"
 _TRUE = frozenset({"1", "true", "yes", "on", "y"})  # what OneFlow itself takes for true
+_FALSE = frozenset({"0", "false", "no", "off", "n", ""})
+
+
+class Accumulation(str, Enum):
+    """The loader's choice. The values stand in people's workflow files: never rename, add at the end."""
+
+    AUTO = "auto"  # by architecture
+    FAST = "fast"  # in half precision, attention scores apart
+
+
+class Mode(Enum):
+    """What the switches are set to, from the safest."""
+
+    OFF = "off"
+    FAST = "on, with attention scores in fp32"
+    ON = "on"
+
+
+@dataclass(frozen=True)
+class Decision:
+    mode: Mode
+    reason: str
+    source: str
+    made_for: Architecture
+
+    def reason_on(self, architecture: Architecture) -> str:
+        shared = "" if architecture == self.made_for else "shared with another GPU in this process; "
+        return shared + self.reason
+
+
+def decide(
+    architecture: Architecture, request: Accumulation = Accumulation.AUTO, others: Iterable[Architecture] = ()
+) -> Decision:
+    """Whether half-precision accumulation is allowed: where reports call it right, else not.
+
+    others: what else this process computes on. The switches are the process's, so the safest value is taken.
+    """
+    return _safest(_decide(row, request) for row in (architecture, *others))
+
+
+def _decide(architecture: Architecture, request: Accumulation) -> Decision:
+    if request is Accumulation.FAST:
+        reason = "asked for 'fast': half-precision accumulation, scores in fp32, reported right on sm89"
+        return Decision(Mode.FAST, reason, FAST_SOURCE, architecture)
+    found = {
+        "right": f"half-precision accumulation is reported right on {architecture}",
+        "wrong": f"half-precision accumulation comes out NaN or black on {architecture}",
+        "untried": f"nobody reported half-precision accumulation on {architecture}: the safe value",
+    }
+    right = architecture.half_accumulation == "right"
+    return Decision(Mode.ON if right else Mode.OFF, found[architecture.half_accumulation], SOURCE, architecture)
+
+
+def _safest(decisions: Iterable[Decision]) -> Decision:
+    return min(decisions, key=lambda decision: list(Mode).index(decision.mode))
 
 
 @dataclass(frozen=True)
 class Switch:
-    """An environment variable as it stands while sampling, and who set it."""
+    """One switch as it stands while a stage runs, and who set it."""
 
     name: str
     value: str
-    set_by: str  # "user" or "onediff-guard"
+    set_by: str  # "user", "onediff-guard" or "default"
     reason: str
 
 
+@dataclass(frozen=True)
+class _Spec:
+    """A process-wide switch and what each mode sets it to; a mode that is not named leaves it alone."""
+
+    name: str
+    values: dict[Mode, str]
+    default: str | None  # what it holds where nobody touched it
+    read: Callable[[], str | None]
+    write: Callable[[str | None], None]
+    kind: str = "boolean"  # or "integer"
+
+
+def _environment(name: str, values: dict[Mode, str], kind: str = "boolean") -> _Spec:
+    def write(value: str | None) -> None:
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+    return _Spec(name, values, None, lambda: os.environ.get(name), write, kind)
+
+
+def _torch(name: str, default: bool, read: Callable[[Any], bool], write: Callable[[Any, bool], None]) -> _Spec:
+    def backends() -> Any:
+        import torch
+
+        return torch.backends.cuda
+
+    def current() -> str | None:
+        try:
+            return str(read(backends()))
+        except AttributeError:  # this PyTorch is older than the switch
+            return None
+
+    def set_to(value: str | None) -> None:
+        if value is not None:
+            write(backends(), value == "True")
+
+    return _Spec(f"torch.backends.cuda.{name}", {Mode.OFF: "False"}, str(default), current, set_to)
+
+
+def _write_matmul(name: str) -> Callable[[Any, bool], None]:
+    return lambda cuda, value: setattr(cuda.matmul, name, value)
+
+
+SPECS: tuple[_Spec, ...] = (
+    _environment(ATTENTION_SWITCH, {Mode.OFF: "0", Mode.FAST: "1", Mode.ON: "1"}),
+    _environment(SCORES_SWITCH, {Mode.FAST: "0"}, kind="integer"),
+    # on by default; open OneFlow's flash attention accumulates in fp16 and does not read the switch for scores
+    _environment("ONEFLOW_KERNEL_FMHA_ENABLE_TRT_FLASH_ATTN_IMPL", {Mode.OFF: "0", Mode.FAST: "0", Mode.ON: "1"}),
+    _environment("NEXFORT_ENABLE_FUSE_ATTENTION_FP16_REDUCTION", {Mode.OFF: "0", Mode.FAST: "0", Mode.ON: "1"}),
+    _environment("NEXFORT_ENABLE_MATMUL_FP16_REDUCTION", {Mode.OFF: "0", Mode.FAST: "1", Mode.ON: "1"}),
+    _torch(
+        "matmul.allow_fp16_reduced_precision_reduction",
+        True,
+        lambda cuda: cuda.matmul.allow_fp16_reduced_precision_reduction,
+        _write_matmul("allow_fp16_reduced_precision_reduction"),
+    ),
+    _torch(
+        "matmul.allow_fp16_accumulation",
+        False,
+        lambda cuda: cuda.matmul.allow_fp16_accumulation,
+        _write_matmul("allow_fp16_accumulation"),
+    ),
+    _torch(
+        "allow_fp16_bf16_reduction_math_sdp",
+        False,
+        lambda cuda: cuda.fp16_bf16_reduction_math_sdp_allowed(),
+        lambda cuda, value: cuda.allow_fp16_bf16_reduction_math_sdp(value),
+    ),
+)
+SWITCHES = tuple(spec.name for spec in SPECS)
+
+
 class _Holders:
-    """Runs that sample at this moment; the process-wide switch takes the safest of their values."""
+    """Stages that run at this moment; the process-wide switches take the safest of their modes."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.wanted: list[bool] = []
+        self.current: list[Decision] = []
         self.before: dict[str, str | None] = {}
 
-    def apply(self) -> None:
-        for name in self.before:
-            if self.before[name] is None:
-                os.environ[name] = "1" if all(self.wanted) else "0"
+    @contextmanager
+    def joined(self, architecture: Architecture, own: Decision) -> Generator[tuple[Switch, ...]]:
+        with self.lock:
+            if not self.current:
+                self.before = {spec.name: spec.read() for spec in SPECS}
+            self.current.append(own)
+            self._apply()
+            switches = self.described(architecture, own, _safest(self.current))
+        try:
+            yield switches
+        finally:
+            with self.lock:
+                self.current.remove(own)
+                self._apply()
 
-    def restore(self) -> None:
-        for name, value in self.before.items():
-            if value is None:
-                os.environ.pop(name, None)
-        self.before.clear()
+    def described(self, architecture: Architecture, own: Decision, safest: Decision) -> tuple[Switch, ...]:
+        before = self.before if self.current else {spec.name: spec.read() for spec in SPECS}
+        return tuple(
+            _describe(spec, before[spec.name], own, safest.mode, safest.reason_on(architecture))
+            for spec in SPECS
+            if not _missing(spec, before[spec.name])
+        )
+
+    def _apply(self) -> None:
+        mode = _safest(self.current).mode if self.current else None
+        for spec in SPECS:
+            before = self.before[spec.name]
+            if not _is_users(spec, before) and not _missing(spec, before):
+                spec.write(before if mode is None else spec.values.get(mode, before))
 
 
 _HOLDERS = _Holders()
 
 
 @contextmanager
-def accumulation(architecture: Architecture) -> Generator[tuple[Switch, ...]]:
-    """Hold the switches for one run; yields them as they stand. A value that the user exported is left alone."""
-    allowed = not architecture.accumulation_risk
-    with _HOLDERS.lock:
-        if not _HOLDERS.wanted:
-            _HOLDERS.before = {name: os.environ.get(name) for name in SWITCHES}
-        _HOLDERS.wanted.append(allowed)
-        _HOLDERS.apply()
-        switches = tuple(_describe(name, architecture) for name in SWITCHES)
-    try:
+def accumulation(
+    architecture: Architecture, request: Accumulation = Accumulation.AUTO, others: Iterable[Architecture] = ()
+) -> Generator[tuple[Switch, ...]]:
+    """Hold the switches for one stage; yields them as they stand. A value that the user set before is left alone."""
+    with _HOLDERS.joined(architecture, decide(architecture, request, others)) as switches:
         yield switches
-    finally:
-        with _HOLDERS.lock:
-            _HOLDERS.wanted.remove(allowed)
-            if _HOLDERS.wanted:
-                _HOLDERS.apply()
-            else:
-                _HOLDERS.restore()
 
 
-def _describe(name: str, architecture: Architecture) -> Switch:
-    value = os.environ[name]
-    if _HOLDERS.before[name] is None:
-        others = " (another run in this process needs the safer value)" if len(set(_HOLDERS.wanted)) > 1 else ""
-        risk = "at risk" if architecture.accumulation_risk else "not at risk"
-        return Switch(name, value, "onediff-guard", f"{architecture} is {risk}{others}")
+def preview(
+    architecture: Architecture, request: Accumulation = Accumulation.AUTO, others: Iterable[Architecture] = ()
+) -> tuple[Switch, ...]:
+    """The switches as they would stand while a stage runs. Sets nothing."""
+    own = decide(architecture, request, others)
+    with _HOLDERS.lock:
+        return _HOLDERS.described(architecture, own, own)
+
+
+def _is_users(spec: _Spec, before: str | None) -> bool:
+    return before is not None and before != spec.default
+
+
+def _missing(spec: _Spec, before: str | None) -> bool:
+    return before is None and spec.default is not None
+
+
+def _describe(spec: _Spec, before: str | None, own: Decision, mode: Mode, reason: str) -> Switch:
+    if _is_users(spec, before):
+        return Switch(spec.name, before or "", "user", _judge(spec, before or "", own))
+    value = spec.values.get(mode, before)
+    if value == before:
+        return Switch(spec.name, "unset" if value is None else value, "default", "left as it is")
+    return Switch(spec.name, value or "", "onediff-guard", reason)
+
+
+def _judge(spec: _Spec, value: str, own: Decision) -> str:
+    """What a value that the user set amounts to."""
     plain = value.strip().lower()
-    if plain in _TRUE or plain in {"0", "false", "no", "off", "n", ""}:
-        return Switch(name, value, "user", "exported before start, respected")
-    return Switch(name, value, "user", f"exported as '{value}', which OneFlow takes for false; write 0 or 1")
+    if spec.kind == "integer":
+        if not plain.lstrip("-").isdigit():
+            return f"'{value}' is no number: unset it, or write -1 or 0"
+        unsafe = own.mode is Mode.FAST and plain != spec.values[Mode.FAST]
+        return f"{_SET}, although 'fast' is reported right with {spec.values[Mode.FAST]}" if unsafe else _SET
+    if plain not in _TRUE | _FALSE:
+        return f"'{value}' is neither true nor false, and is taken for false: unset it, or write 0 or 1"
+    unsafe = spec.values.get(Mode.OFF) in ("0", "False") and plain in _TRUE and own.mode is Mode.OFF
+    return f"{_SET}, although {own.reason}" if unsafe else _SET
+
+
+_SET = "set before this run, respected"

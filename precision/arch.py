@@ -1,12 +1,21 @@
-"""What a device's architecture can do in half precision: one table, read by compute capability."""
+"""What a device's architecture can do in half precision: one table, read by compute capability or gfx target."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import torch
+
+CUDA_GUIDE = "https://docs.nvidia.com/cuda/cuda-programming-guide/05-appendices/compute-capabilities.html"
+OLDER_GUIDE = "https://docs.nvidia.com/deeplearning/tensorrt/archives/tensorrt-861/support-matrix/index.html"
+ROCM_GUIDE = "https://rocm.docs.amd.com/en/latest/reference/precision-support.html"
+MPS_NOTES = "https://github.com/pytorch/pytorch/pull/119641"
+ONEDNN_GUIDE = "https://uxlfoundation.github.io/oneDNN/dev_guide_data_types.html"
+
+HalfAccumulation = Literal["right", "wrong", "untried"]
 
 
 @dataclass(frozen=True)
@@ -15,86 +24,139 @@ class Architecture:
 
     name: str  # "sm75", "gfx1100", "cpu", "mps"
     label: str  # the vendor's name of the generation
-    native_bf16: bool  # in hardware; PyTorch's is_bf16_supported() counts emulation too
-    fast_fp16: bool  # half precision is worth having for speed
+    bf16: Literal["native", "emulated", "none"]  # PyTorch's is_bf16_supported() counts emulation too
+    fast_fp16: bool  # fp16 is worth having for speed
+    fp16_tensor_cores: bool
     tf32: bool
     fp8: bool
-    accumulation_risk: bool  # OneFlow's fused attention accumulates in half precision here
+    half_accumulation: HalfAccumulation  # in OneFlow's fused attention, by its users' reports
+    source: str
     known: bool = True
+
+    @property
+    def native_bf16(self) -> bool:
+        return self.bf16 == "native"
 
     def __str__(self) -> str:
         return self.label if self.label.lower() == self.name else f"{self.name} ({self.label})"
 
 
-_CUDA: dict[tuple[int, int], Architecture] = {
-    (major, minor): Architecture(f"sm{major}{minor}", label, bf16, fp16, tf32, fp8, risk)
-    #  capability        generation     bf16   fp16   tf32   fp8    accumulation risk
-    for (major, minor), (label, bf16, fp16, tf32, fp8, risk) in {
-        (6, 0): ("Pascal", False, True, False, False, True),
-        (6, 1): ("Pascal", False, False, False, False, True),
-        (7, 0): ("Volta", False, True, False, False, False),
-        (7, 2): ("Volta", False, True, False, False, True),
-        (7, 5): ("Turing", False, True, False, False, True),
-        (8, 0): ("Ampere", True, True, True, False, True),
-        (8, 6): ("Ampere", True, True, True, False, True),
-        (8, 7): ("Ampere", True, True, True, False, True),
-        (8, 9): ("Ada", True, True, True, True, True),
-        (9, 0): ("Hopper", True, True, True, True, True),
-        (10, 0): ("Blackwell", True, True, True, True, True),
-        (10, 3): ("Blackwell", True, True, True, True, True),
-        (12, 0): ("Blackwell", True, True, True, True, True),
-        (12, 1): ("Blackwell", True, True, True, True, True),
-    }.items()
-}
+def _nvidia(
+    name: str, label: str, bf16: bool, fp16: bool, tensor: bool, tf32: bool, fp8: bool, half: HalfAccumulation
+) -> Architecture:
+    source = CUDA_GUIDE if name not in ("sm60", "sm61", "sm70", "sm72") else OLDER_GUIDE
+    return Architecture(name, label, "native" if bf16 else "emulated", fp16, tensor, tf32, fp8, half, source)
 
-_ROCM: dict[str, Architecture] = {
-    prefix: Architecture(prefix, label, bf16, True, False, False, False)
-    for prefix, (label, bf16) in {
-        "gfx906": ("Vega 20", False),
-        "gfx908": ("CDNA", True),
-        "gfx90a": ("CDNA 2", True),
-        "gfx94": ("CDNA 3", True),
-        "gfx95": ("CDNA 4", True),
-        "gfx101": ("RDNA", False),
-        "gfx103": ("RDNA 2", False),
-        "gfx11": ("RDNA 3", True),
-        "gfx12": ("RDNA 4", True),
-    }.items()
-}
 
-CPU = Architecture("cpu", "CPU", True, False, False, False, False)
-MPS = Architecture("mps", "Apple GPU", False, True, False, False, False)
+def _amd(name: str, label: str, bf16: bool, matrix: bool, fp8: bool) -> Architecture:
+    """TF32 counts as missing: where AMD has it (CDNA 3, 4), libraries disagree on how exact it is."""
+    return Architecture(name, label, "native" if bf16 else "emulated", True, matrix, False, fp8, "untried", ROCM_GUIDE)
+
+
+# By name; a gfx target is found by its longest prefix here. A new architecture is one row.
+ARCHITECTURES: dict[str, Architecture] = {
+    row.name: row
+    for row in (
+        #                             bf16   fast   tensor TF32   fp8    half-precision
+        #                                    fp16   cores                accumulation
+        _nvidia("sm60", "Pascal",     False, True,  False, False, False, "untried"),
+        _nvidia("sm61", "Pascal",     False, False, False, False, False, "untried"),
+        _nvidia("sm70", "Volta",      False, True,  True,  False, False, "right"),
+        _nvidia("sm72", "Volta",      False, True,  True,  False, False, "untried"),
+        _nvidia("sm75", "Turing",     False, True,  True,  False, False, "wrong"),
+        _nvidia("sm80", "Ampere",     True,  True,  True,  True,  False, "wrong"),
+        _nvidia("sm86", "Ampere",     True,  True,  True,  True,  False, "wrong"),
+        _nvidia("sm87", "Ampere",     True,  True,  True,  True,  False, "untried"),
+        _nvidia("sm89", "Ada",        True,  True,  True,  True,  True,  "wrong"),
+        _nvidia("sm90", "Hopper",     True,  True,  True,  True,  True,  "untried"),
+        _nvidia("sm100", "Blackwell", True,  True,  True,  True,  True,  "untried"),
+        _nvidia("sm103", "Blackwell", True,  True,  True,  True,  True,  "untried"),
+        _nvidia("sm110", "Blackwell", True,  True,  True,  True,  True,  "untried"),
+        _nvidia("sm120", "Blackwell", True,  True,  True,  True,  True,  "untried"),
+        _nvidia("sm121", "Blackwell", True,  True,  True,  True,  True,  "untried"),
+        #                        bf16   matrix fp8
+        #                               cores
+        _amd("gfx906", "Vega 20", False, False, False),
+        _amd("gfx908", "CDNA",    True,  True,  False),
+        _amd("gfx90a", "CDNA 2",  True,  True,  False),
+        _amd("gfx94", "CDNA 3",   True,  True,  True),
+        _amd("gfx95", "CDNA 4",   True,  True,  True),
+        _amd("gfx101", "RDNA",    False, False, False),
+        _amd("gfx103", "RDNA 2",  False, False, False),
+        _amd("gfx11", "RDNA 3",   True,  True,  False),
+        _amd("gfx12", "RDNA 4",   True,  True,  True),
+        Architecture("mps", "Apple GPU", "emulated", True, False, False, False, "untried", MPS_NOTES),
+        Architecture("cpu", "CPU", "native", False, False, False, False, "untried", ONEDNN_GUIDE),
+    )
+}  # fmt: skip
 
 
 def detect(device: torch.device) -> Architecture:
     """The architecture of the device that a pipeline runs on. A device that no table knows gets a safe row."""
     import torch
 
-    if device.type == "cpu":
-        return CPU
-    if device.type == "mps":
-        return MPS
-    if device.type == "cuda" and torch.version.hip:
-        return by_gfx(torch.cuda.get_device_properties(device).gcnArchName)
-    if device.type == "cuda":
+    if device.type == "mps" and not torch.backends.mps.is_macos_or_newer(14, 0):
+        return replace(ARCHITECTURES["mps"], label="Apple GPU before macOS 14", bf16="none")
+    if device.type != "cuda":
+        return ARCHITECTURES.get(device.type) or _unknown(device.type, "not in the table")
+    try:
+        if torch.version.hip:
+            return by_gfx(torch.cuda.get_device_properties(device).gcnArchName)
         return by_capability(*torch.cuda.get_device_capability(device))
-    return Architecture(device.type, "not in the table", False, True, False, False, True, known=False)
+    except (RuntimeError, AssertionError) as error:  # no driver, one too old, or a PyTorch built without CUDA
+        said = str(error).strip() or type(error).__name__
+        return _unknown("cuda", f"could not be asked: {said.splitlines()[0]}")
+
+
+def present() -> tuple[Architecture, ...]:
+    """The architectures of all GPUs that this process can use, each once."""
+    import torch
+
+    devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    return tuple(dict.fromkeys(map(detect, devices)))
+
+
+def named(text: str) -> Architecture:
+    """The row of "sm75", "7.5", "gfx1100", "cpu" or "mps", as someone types it.
+
+    Raises ValueError where it is the name of no architecture.
+    """
+    name = text.strip().lower()
+    if name in ARCHITECTURES:
+        return ARCHITECTURES[name]
+    if match := re.fullmatch(r"(?:sm_?)?(\d+)\.?(\d)[af]?", name):
+        return by_capability(int(match[1]), int(match[2]))
+    if re.fullmatch(r"gfx[0-9a-f]{3,}(:.*)?", name):
+        return by_gfx(name)
+    raise ValueError(f"'{text}' is no architecture. Write one of {', '.join(ARCHITECTURES)}, or a capability as 7.5.")
 
 
 def by_capability(major: int, minor: int) -> Architecture:
-    """NVIDIA compute capability → row; one newer than the table takes the nearest older row, marked unknown."""
-    if row := _CUDA.get((major, minor)):
+    """NVIDIA compute capability → row. One newer than the table takes the nearest older row, marked unknown."""
+    name = f"sm{major}{minor}"
+    if row := ARCHITECTURES.get(name):
         return row
-    older = [capability for capability in _CUDA if capability < (major, minor)]
-    nearest = _CUDA[max(older)] if older else _CUDA[min(_CUDA)]
+    listed = {_capability(row): row for row in ARCHITECTURES.values() if row.name.startswith("sm")}
+    older = [capability for capability in listed if capability < (major, minor)]
+    if not older:
+        return replace(_unknown(name, "older than the table"), fast_fp16=False)
+    nearest = listed[max(older)]
     label = f"not in the table, treated as {nearest.name}"
-    return replace(nearest, name=f"sm{major}{minor}", label=label, accumulation_risk=True, known=False)
+    return replace(nearest, name=name, label=label, half_accumulation="untried", known=False)
 
 
 def by_gfx(name: str) -> Architecture:
     """ROCm's gcnArchName (`gfx90a:sramecc+:xnack-`) → row, by the longest prefix that is in the table."""
     gfx = name.split(":", 1)[0]
-    prefixes = [prefix for prefix in _ROCM if gfx.startswith(prefix)]
+    prefixes = [row for row in ARCHITECTURES if row.startswith("gfx") and gfx.startswith(row)]
     if prefixes:
-        return replace(_ROCM[max(prefixes, key=len)], name=gfx)
-    return Architecture(gfx, "not in the table", False, True, False, False, True, known=False)
+        return replace(ARCHITECTURES[max(prefixes, key=len)], name=gfx)
+    return _unknown(gfx, "not in the table")
+
+
+def _capability(row: Architecture) -> tuple[int, int]:
+    return int(row.name[2:-1]), int(row.name[-1])
+
+
+def _unknown(name: str, label: str) -> Architecture:
+    return Architecture(name, label, "emulated", True, False, False, False, "untried", "no document", known=False)

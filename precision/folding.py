@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import copy
 import math
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
+from .dtypes import FP16_MAX
+from .observe import Peak
+from .shells import Make, replaced
 from .streams import Stream
 
 HEADROOM_BITS = 2  # other prompts and later steps may peak higher than what was measured
@@ -31,37 +33,19 @@ class CannotFold(TypeError):
 def fold(module: torch.nn.Module, stream: Stream, k: int) -> torch.nn.Module:
     """A shell of `module` whose stream is scaled by 2^-k. Weights are shared, and `module` is not touched.
 
+    A writer may be a `Linear` inside an adapter (peft's LoRA): what is added to its output follows its input.
+
     Raises CannotFold where a writer is no `Linear`, or a norm no `LayerNorm`.
     """
     scale = 2.0**-k
-    replacements: dict[str, Callable[[torch.nn.Module], torch.nn.Module]] = {
-        stream.embed: lambda embed: _ScaledOutput(embed, scale)
-    }
-    for name in _names(module, stream, stream.writers):
+    replacements: dict[str, Make] = {stream.embed: lambda embed: _ScaledOutput(embed, scale)}
+    for name in stream.writer_names(module):
         _expect(module, name, torch.nn.Linear)
-        replacements[name] = lambda linear: _ScaledLinear(linear, scale)
-    for name in _norm_names(module, stream):
+        replacements[name] = lambda writer: _scaled_writer(writer, scale)
+    for name in stream.norm_names(module):
         _expect(module, name, torch.nn.LayerNorm)
         replacements[name] = lambda norm: _with_eps(norm, scale * scale)
-    return _replaced(module, replacements)
-
-
-def stream_peak(module: torch.nn.Module, stream: Stream, call: Callable[[], Any]) -> float:
-    """max |x| of the stream while `call` runs `module`, read at its norms' inputs. inf or NaN where it overflowed."""
-    here = threading.get_ident()  # another thread may run the same module
-    peaks: list[torch.Tensor] = []
-
-    def watch(_module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        if threading.get_ident() == here:
-            peaks.append(args[0].detach().abs().amax().float())
-
-    handles = [module.get_submodule(name).register_forward_pre_hook(watch) for name in _norm_names(module, stream)]
-    try:
-        call()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return torch.stack(peaks).amax().item()
+    return replaced(module, replacements)
 
 
 def bits_for(peak: float) -> int:
@@ -71,17 +55,20 @@ def bits_for(peak: float) -> int:
     """
     if not math.isfinite(peak):
         raise ValueError(f"the stream peaks at {peak}: measure it in fp32, where it is finite")
-    ratio = peak / torch.finfo(torch.float16).max
+    ratio = peak / FP16_MAX
     return max(0, math.ceil(math.log2(ratio)) + HEADROOM_BITS) if ratio else 0
 
 
-def _names(module: torch.nn.Module, stream: Stream, inner: tuple[str, ...]) -> list[str]:
-    blocks = dict(module.get_submodule(stream.blocks).named_children())
-    return [f"{stream.blocks}.{block}.{name}" for block in blocks for name in inner]
-
-
-def _norm_names(module: torch.nn.Module, stream: Stream) -> list[str]:
-    return [*_names(module, stream, stream.norms), *stream.last_norms]
+def _scaled_writer(writer: torch.nn.Module, scale: float) -> torch.nn.Module:
+    if isinstance(writer, torch.nn.Linear):
+        return _ScaledLinear(writer, scale)
+    with_bias = [
+        name
+        for name, layer in writer.named_modules()
+        if isinstance(layer, torch.nn.Linear) and layer.bias is not None  # pyright: ignore[reportUnnecessaryComparison]
+    ]
+    biases: dict[str, Make] = {name: lambda linear: _ScaledBias(linear, scale) for name in with_bias}
+    return _ScaledInput(replaced(writer, biases) if biases else writer, scale)
 
 
 class _ScaledLinear(torch.nn.Module):
@@ -95,14 +82,34 @@ class _ScaledLinear(torch.nn.Module):
         return F.linear(x * self.scale, self.linear.weight, None if bias is None else bias * self.scale)  # pyright: ignore
 
 
+class _ScaledBias(_ScaledLinear):
+    """For an input that is scaled already."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.linear.weight, self.linear.bias * self.scale)  # pyright: ignore
+
+
+class _ScaledInput(torch.nn.Module):
+    def __init__(self, module: torch.nn.Module, scale: float):
+        super().__init__()
+        self.module = module
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.module(x * self.scale)
+
+
 class _ScaledOutput(torch.nn.Module):
     def __init__(self, module: torch.nn.Module, scale: float):
         super().__init__()
         self.module = module
         self.scale = scale
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self.module(*args, **kwargs) * self.scale
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.module(*args, **kwargs)
+        if isinstance(output, tuple):  # the image's tokens and the text's
+            return tuple(part * self.scale for part in output)
+        return output * self.scale
 
 
 def _with_eps(norm: torch.nn.Module, factor: float) -> torch.nn.Module:
@@ -111,27 +118,38 @@ def _with_eps(norm: torch.nn.Module, factor: float) -> torch.nn.Module:
     return shell
 
 
-def _replaced(
-    module: torch.nn.Module, replacements: Mapping[str, Callable[[torch.nn.Module], torch.nn.Module]]
-) -> torch.nn.Module:
-    """A shell of `module` in which the named submodules are replaced; only what leads to them is copied, shallowly."""
-    if make := replacements.get(""):
-        return make(module)
-    below: dict[str, dict[str, Callable[[torch.nn.Module], torch.nn.Module]]] = {}
-    for path, make in replacements.items():
-        first, _, rest = path.partition(".")
-        below.setdefault(first, {})[rest] = make
-    shell = copy.copy(module)
-    shell.__dict__["_modules"] = dict(module._modules)
-    for name, inner in below.items():
-        shell._modules[name] = _replaced(module.get_submodule(name), inner)
-    return shell
-
-
 def _expect(module: torch.nn.Module, name: str, kind: type[torch.nn.Module]) -> None:
     found = module.get_submodule(name)
+    adapted = getattr(found, "base_layer", None)  # as peft names it
+    if isinstance(adapted, kind) and not getattr(found, "lora_variant", None):  # of LoRA, DoRA is no mere sum
+        return
     if not isinstance(found, kind):
         raise CannotFold(
             f"'{name}' is a {type(found).__name__}, and the fold needs a {kind.__name__} there. "
             "Use precision 'bf16' or 'fp32' for this model."
         )
+
+
+def explain(peaks: Mapping[str, Peak], stream: Stream, module: torch.nn.Module, k: int) -> str:
+    """Why a step overflowed fp16, from its layers' peaks in fp32: where the fold helps, and where it cannot.
+
+    k: the bits by which the stream was scaled; 0 where it was not folded.
+    """
+    norms, writers = set(stream.norm_names(module)), set(stream.writer_names(module))
+    in_stream = max((peaks[name].input for name in norms & peaks.keys()), default=0.0)
+    inner = {
+        name: peak.input if _adapted(name) in writers else max(peak.input, peak.output)
+        for name, peak in peaks.items()
+        if name not in norms and not name.startswith(f"{stream.embed}.")
+    }
+    worst = max(inner, key=lambda name: inner[name], default="")
+    if worst and not inner[worst] <= FP16_MAX:
+        return f"'{worst}' reaches {inner[worst]:.3g}, beyond fp16's 65504: inside a block, where the fold cannot help"
+    if not in_stream <= FP16_MAX * 2**k:
+        return f"the residual stream reaches {in_stream:.3g}, beyond fp16's 65504" + (f" at 2^-{k}" if k else "")
+    return "no layer's output leaves fp16's range: it overflows inside attention, where the fold cannot help"
+
+
+def _adapted(name: str) -> str:
+    """The layer to which a part of an adapter (peft's LoRA) belongs; any other layer itself."""
+    return name.split(".base_layer")[0].split(".lora_")[0]

@@ -6,28 +6,21 @@ not advanced yet when the denoiser returns, so there is nothing to roll back.
 
 from __future__ import annotations
 
-import copy
 import logging
-import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from .dtypes import DTYPES, FP16_MAX
+from .observe import Peak, first_non_finite, floating, leaf_peaks, non_finite
 from .report import RunReport, StepRecord
 from .upcast import run_in_fp32
 
 logger = logging.getLogger(__name__)
-
-DTYPES: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
-          "_forward_hooks_always_called")  # fmt: skip
 
 
 class OnFailure(str, Enum):
@@ -53,10 +46,11 @@ class _Range:
     finite: bool
     largest: float | None  # max |x|; None where there was nothing to measure or it is not finite
 
-    def outcome(self, dtype: str) -> str:
-        if not self.finite:
+    def outcome(self, dtype: str, inside: _Range) -> str:
+        """inside: of what the stage computed on the way, where that is watched."""
+        if not self.finite or not inside.finite:
             return "non-finite"
-        if dtype == "fp16" and self.largest is not None and self.largest >= torch.finfo(torch.float16).max:
+        if dtype == "fp16" and max(self.largest or 0, inside.largest or 0) >= FP16_MAX:
             return "saturated"
         return "finite"
 
@@ -71,6 +65,9 @@ class StageGuard:
     inputs: names of the keyword arguments that carry activations. They are cast to `dtype` before each attempt,
         since a scheduler may hand on float32; positional tensors are cast too. Other arguments (timesteps, rotary
         tables) keep their dtype.
+    peak_inside: max |x| that the last attempt reached inside, for stages that clip: a clipped value is finite, and
+        wrong. Saturation counts as failure.
+    explain: from the layers' peaks in fp32 to the reason of a failure; asked at the first rerun.
     """
 
     def __init__(
@@ -84,6 +81,8 @@ class StageGuard:
         rerun: Callable[..., Any] | None = None,
         inputs: tuple[str, ...] = (),
         tf32: bool = False,
+        peak_inside: Callable[[], torch.Tensor | None] | None = None,
+        explain: Callable[[Mapping[str, Peak]], str] | None = None,
     ):
         self.stage = stage
         self.dtype = dtype
@@ -93,6 +92,8 @@ class StageGuard:
         self._rerun = rerun or attempt
         self._inputs = inputs
         self._tf32 = tf32 and not policy.strict
+        self._peak_inside = peak_inside or (lambda: None)
+        self._explain = explain
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the stage once. Returns its output, in float32 where it was rerun.
@@ -102,8 +103,8 @@ class StageGuard:
         started = time.perf_counter()
         half_args, half_kwargs, changed = self._cast(args, kwargs)
         output = self._attempt(*half_args, **half_kwargs)
-        given, made, timestep = self._measure(changed, output, kwargs.get("timestep"))
-        dtype, outcome = self.dtype, made.outcome(self.dtype)
+        given, made, inside, timestep = self._measure(changed, output, self._peak_inside(), kwargs.get("timestep"))
+        dtype, outcome, note = self.dtype, made.outcome(self.dtype, inside), ""
         if given.finite and outcome == "finite":
             pass
         elif self.policy.on_failure is OnFailure.OFF:
@@ -120,13 +121,13 @@ class StageGuard:
                     "Set the NaN Guard's on_failure to 'rerun' to have such a step computed in fp32."
                 )
             logger.info("%s: %s in %s, rerunning in fp32", self._where(), problem, self.dtype)
-            output = run_in_fp32(self._rerun, *args, tf32=self._tf32, **kwargs)
-            _, made, _ = self._measure((), output, None)
+            output, note = self._again(args, kwargs)
+            _, made, _, _ = self._measure((), output)
             if not made.finite:
                 raise GuardStopped(self._diagnose(args, kwargs))
-            dtype, outcome = "fp32", "rerun"
+            dtype, outcome, note = "fp32", "rerun", f"{problem} in {self.dtype}{note}"
         seconds = time.perf_counter() - started
-        self.report.add(StepRecord(self.stage, self._step, timestep, dtype, outcome, seconds, made.largest))
+        self.report.add(StepRecord(self.stage, self._step, timestep, dtype, outcome, seconds, made.largest, note))
         return output
 
     @property
@@ -153,23 +154,47 @@ class StageGuard:
         half_kwargs = {name: cast(value) if name in self._inputs else value for name, value in kwargs.items()}
         return half_args, half_kwargs, changed
 
-    def _measure(self, given: Any, made: Any, timestep: Any) -> tuple[_Range, _Range, float | None]:
-        """Range of some inputs and of the output, and the timestep: one transfer to the host for all of them."""
-        given, made = _floating(given), _floating(made)
+    def _again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str]:
+        """The call in fp32, and why it had to be, once a run."""
+
+        def rerun() -> Any:
+            return run_in_fp32(self._rerun, *args, tf32=self._tf32, **kwargs)
+
+        explain, self._explain = self._explain, None
+        if explain is None or not isinstance(self._rerun, torch.nn.Module):
+            return rerun(), ""
+        outputs: list[Any] = []
+        peaks = leaf_peaks(self._rerun, lambda: outputs.append(rerun()))
+        reason = explain(peaks)
+        logger.info("%s: %s", self._where(), reason)
+        return outputs[0], f": {reason}"
+
+    def _measure(
+        self, given: Any, made: Any, inside: torch.Tensor | None = None, timestep: Any = None
+    ) -> tuple[_Range, _Range, _Range, float | None]:
+        """Ranges of some inputs, of the output and inside, and the timestep: one transfer to the host for all."""
+        given, made = floating(given), floating(made)
         values = [bound.float() for tensor in (*given, *made) for bound in torch.aminmax(tensor.detach())]
+        inside_at = len(values)
+        if inside is not None:
+            values.append(inside)
         if isinstance(timestep, torch.Tensor) and timestep.numel():
             values.append(timestep.detach().reshape(-1)[0].float())
-        if not values:
-            return _Range(True, None), _Range(True, None), None
-        numbers = torch.stack([value.to(values[0].device) for value in values]).tolist()
-        bounds = numbers[: 2 * (len(given) + len(made))]
-        at = numbers[-1] if len(numbers) > len(bounds) else None
-        return _range_of(bounds[: 2 * len(given)]), _range_of(bounds[2 * len(given) :]), at
+        else:
+            timestep = None
+        numbers = torch.stack([value.to(values[0].device) for value in values]).tolist() if values else []
+        bounds, rest = numbers[:inside_at], numbers[inside_at:]
+        return (
+            _range_of(bounds[: 2 * len(given)]),
+            _range_of(bounds[2 * len(given) :]),
+            _range_of(rest[:1] if inside is not None else []),
+            rest[-1] if timestep is not None else None,
+        )
 
     def _refuse_broken_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         named = {f"argument {i + 1}": v for i, v in enumerate(args)} | {n: kwargs.get(n) for n in self._inputs}
         for name, value in named.items():
-            broken = sum(_non_finite(t) for t in _floating(value))
+            broken = sum(non_finite(t) for t in floating(value))
             if broken:
                 raise GuardStopped(
                     f"{self._where()}: its input '{name}' holds {broken} non-finite values already, so the stage "
@@ -182,7 +207,7 @@ class StageGuard:
         if not isinstance(owner, torch.nn.Module):
             return f"{found}. Precision cannot help here."
         for name, weight in (*owner.named_parameters(), *owner.named_buffers()):
-            broken = _non_finite(weight) if weight.is_floating_point() else 0
+            broken = non_finite(weight) if weight.is_floating_point() else 0
             if broken:
                 return (
                     f"{found}, because the weight '{name}' holds {broken} non-finite values of {weight.numel()}. "
@@ -190,49 +215,6 @@ class StageGuard:
                 )
         module = first_non_finite(owner, lambda: run_in_fp32(self._rerun, *args, **kwargs))
         return f"{found}, first in '{module}'. Its weights and inputs are finite: try another seed or guidance scale."
-
-
-def guarded(module: torch.nn.Module, guard: Callable[..., Any]) -> torch.nn.Module:
-    """A shell of `module` whose forward is `guard`. It shares weights and config; the module itself is not touched."""
-    shell = copy.copy(module)
-    shell.__dict__.update({name: OrderedDict() for name in _HOOKS if name in shell.__dict__})
-    shell.forward = guard
-    return shell
-
-
-def first_non_finite(module: torch.nn.Module, call: Callable[[], Any]) -> str:
-    """Name of the leaf module that first puts out a non-finite value while `call` runs. Its hooks go with it."""
-    here = threading.get_ident()
-    found: list[str] = []
-
-    def watch(name: str) -> Callable[..., None]:
-        def hook(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
-            if not found and threading.get_ident() == here and any(_non_finite(t) for t in _floating(output)):
-                found.append(name)
-
-        return hook
-
-    leaves = [(n, m) for n, m in module.named_modules() if not any(m.children())]
-    handles = [leaf.register_forward_hook(watch(name)) for name, leaf in leaves]
-    try:
-        call()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found[0] if found else type(module).__name__
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """torch.float16 → "fp16"; others as torch writes them."""
-    return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
-
-
-def _floating(tree: Any) -> list[torch.Tensor]:
-    return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.numel()]
-
-
-def _non_finite(tensor: torch.Tensor) -> int:
-    return int((~torch.isfinite(tensor.detach())).sum())
 
 
 def _range_of(bounds: list[float]) -> _Range:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from .accumulation import Accumulation, decide
 from .arch import Architecture
 
 
@@ -20,8 +22,18 @@ class Precision(str, Enum):
 
 class Component(str, Enum):
     TEXT_ENCODER = "text_encoder"
+    IMAGE_ENCODER = "image_encoder"
+    VAE_ENCODE = "vae_encode"
     DENOISER = "denoiser"
     VAE_DECODE = "vae_decode"
+
+    @property
+    def words(self) -> str:
+        return {"vae_encode": "VAE encoder", "vae_decode": "VAE decoder"}.get(self.value, self.value.replace("_", " "))
+
+
+class PlanImpossible(ValueError):
+    """What was asked for cannot run; the message says what to choose instead."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +41,18 @@ class Variant:
     """A model as its authors trained it."""
 
     name: str
-    trained_in: str  # "fp16" or "bf16"
-    leaves_fp16: bool  # activations are known to leave fp16's range
+    trained_in: str  # "fp16" or "bf16": what its authors ran it in
+    leaves_fp16: bool  # the denoiser's activations are known to leave fp16's range
+    folds: bool  # its residual stream feeds layer norms alone
+    components: tuple[Component, ...]
     source: str
+    needs_fp32: Mapping[Component, str] = field(default_factory=dict)  # component → why
+    sizes: Mapping[str, int] = field(default_factory=dict)  # the published denoiser's config, to know a fine-tune by
+    fact: str = ""  # what is known of its dtype, where it is not that its authors say so
+
+    @property
+    def said(self) -> str:
+        return self.fact or f"{self.name} was trained in {self.trained_in}"
 
 
 @dataclass(frozen=True)
@@ -42,56 +63,176 @@ class Plan:
     dtype: str  # "fp16", "bf16" or "fp32"
     guarded: bool  # checked, and rerun in fp32 where it fails
     folded: bool  # its residual stream is scaled into fp16's range
-    reason: str
+    accumulation: str  # half-precision accumulation in attention: "off", "on", or on with scores in fp32
+    reason: str  # of the dtype
     source: str
+    guard_reason: str
+    fold_reason: str
+    accumulation_reason: str
+    accumulation_source: str
 
     @property
     def half(self) -> bool:
         return self.dtype != "fp32"
 
 
-_CARD = "https://huggingface.co/zai-org"
+_IMAGE = (Component.TEXT_ENCODER, Component.DENOISER, Component.VAE_DECODE)
+_VIDEO = (Component.TEXT_ENCODER, Component.VAE_ENCODE, Component.DENOISER, Component.VAE_DECODE)
+_FROM_IMAGE = (Component.IMAGE_ENCODER, Component.VAE_ENCODE, Component.DENOISER, Component.VAE_DECODE)
+_ZAI = "https://huggingface.co/zai-org"
+_2B = {"num_layers": 30, "num_attention_heads": 30}
+_5B = {"num_layers": 42, "num_attention_heads": 48}
+_COGVIEW3 = {"num_layers": 30, "num_attention_heads": 64}
+_COGVIEW4 = {"num_layers": 28, "num_attention_heads": 32}
+
+
+def _svd(name: str, repository: str, frames: int) -> Variant:
+    return Variant(
+        name,
+        "fp16",
+        leaves_fp16=False,
+        folds=False,
+        components=_FROM_IMAGE,
+        source=f"https://huggingface.co/stabilityai/stable-video-diffusion-img2vid{repository}",
+        needs_fp32={Component.VAE_ENCODE: "SVD's VAE encoder leaves fp16's range (force_upcast in its config) → fp32"},
+        sizes={"num_frames": frames},
+        fact=f"{name} is published in fp16",
+    )
+
+
+# By name. A new variant is one row.
 VARIANTS: dict[str, Variant] = {
     v.name: v
     for v in (
-        Variant("CogVideoX-2B", "fp16", False, f"{_CARD}/CogVideoX-2b"),
-        Variant("CogVideoX-5B", "bf16", True, f"{_CARD}/CogVideoX-5b"),
-        Variant("CogVideoX-5B-I2V", "bf16", True, f"{_CARD}/CogVideoX-5b-I2V"),
-        Variant("CogVideoX-1.5-5B", "bf16", True, f"{_CARD}/CogVideoX1.5-5B"),
-        Variant("CogVideoX-1.5-5B-I2V", "bf16", True, f"{_CARD}/CogVideoX1.5-5B-I2V"),
+        #       name                    trained leaves folds  components
+        #                               in      fp16
+        Variant("CogVideoX-2B",         "fp16", False, True,  _VIDEO, f"{_ZAI}/CogVideoX-2b", sizes=_2B),
+        Variant("CogVideoX-5B",         "bf16", True,  True,  _VIDEO, f"{_ZAI}/CogVideoX-5b", sizes=_5B),
+        Variant("CogVideoX-5B-I2V",     "bf16", True,  True,  _VIDEO, f"{_ZAI}/CogVideoX-5b-I2V", sizes=_5B),
+        Variant("CogVideoX-1.5-5B",     "bf16", True,  True,  _VIDEO, f"{_ZAI}/CogVideoX1.5-5B", sizes=_5B),
+        Variant("CogVideoX-1.5-5B-I2V", "bf16", True,  True,  _VIDEO, f"{_ZAI}/CogVideoX1.5-5B-I2V", sizes=_5B),
+        Variant("CogView3-Plus-3B",     "bf16", True,  True,  _IMAGE, f"{_ZAI}/CogView3-Plus-3B", sizes=_COGVIEW3),
+        Variant("CogView4-6B",          "bf16", True,  True,  _IMAGE, f"{_ZAI}/CogView4-6B", sizes=_COGVIEW4),
+        _svd("SVD", "", 14),
+        _svd("SVD-XT", "-xt", 25),
+        _svd("SVD-XT 1.1", "-xt-1-1", 25),
     )
-}
+}  # fmt: skip
 
 
-def choose(architecture: Architecture, variant: Variant, component: Component, request: Precision) -> Plan:
-    """The plan for one component. An unsafe request is honoured in the safe way, and the reason says so."""
-    dtype, reason = _automatic(architecture, variant) if request is Precision.AUTO else _asked(architecture, request)
-    guarded = dtype != "fp32" and request is not Precision.FP16_PLAIN
-    folded = guarded and dtype == "fp16" and component is Component.DENOISER and variant.leaves_fp16
-    if folded and request is Precision.FP16:
-        reason += f"; {variant.name} overflows plain fp16"
-    return Plan(component, dtype, guarded, folded, reason, variant.source)
+def as_stored(variant: Variant, stored_dtype: str) -> Variant:
+    """The variant as its denoiser's stored weights show it: a fine-tune may have been trained in another dtype.
+
+    stored_dtype: safetensors' name, "F16", "BF16" or "F32". Weights in bf16 are evidence of training in bf16: they may
+    leave fp16's range. Weights in fp16 are not evidence against bf16: people convert, and activations stay what they
+    were; nor are weights in fp32, which say nothing.
+    """
+    if variant.trained_in == "fp16" and stored_dtype == "BF16":
+        fact = f"{variant.said}, but these weights are stored in bf16: a fine-tune trained in bf16"
+        return replace(variant, trained_in="bf16", leaves_fp16=True, fact=fact)
+    return variant
+
+
+def choose(
+    architecture: Architecture,
+    variant: Variant,
+    component: Component,
+    request: Precision,
+    accumulation: Accumulation = Accumulation.AUTO,
+    beside: Iterable[Architecture] = (),
+) -> Plan:
+    """The plan for one component. An unsafe request is honoured in the safe way, and the reasons say so.
+
+    beside: other architectures in this process.
+
+    Raises PlanImpossible where the variant has no such component, or the device no such dtype.
+    """
+    if component not in variant.components:
+        has = ", ".join(part.words for part in variant.components)
+        raise PlanImpossible(f"{variant.name} has no {component.words}. It has: {has}.")
+    if request is Precision.BF16 and architecture.bf16 == "none":
+        raise PlanImpossible(
+            f"{architecture} has no bf16, not even emulated. Choose precision 'auto', 'fp16' or 'fp32'."
+        )
+    dtype, reason = _dtype(architecture, variant, component, request)
+    guarded, guard_reason = _guard(variant, dtype, request)
+    folded, fold_reason = _fold(variant, component, dtype, request)
+    switched = decide(architecture, accumulation, beside)
+    return Plan(
+        component=component,
+        dtype=dtype,
+        guarded=guarded,
+        folded=folded,
+        accumulation=switched.mode.value,
+        reason=reason,
+        source=variant.source,
+        guard_reason=guard_reason,
+        fold_reason=fold_reason,
+        accumulation_reason=switched.reason_on(architecture),
+        accumulation_source=switched.source,
+    )
+
+
+def _dtype(architecture: Architecture, variant: Variant, component: Component, request: Precision) -> tuple[str, str]:
+    if request in (Precision.AUTO, Precision.FP16) and component in variant.needs_fp32:
+        asked = "asked for fp16, but " if request is Precision.FP16 else ""
+        return "fp32", asked + variant.needs_fp32[component]
+    if request is Precision.AUTO:
+        return _automatic(architecture, variant)
+    return _asked(architecture, variant, request)
 
 
 def _automatic(architecture: Architecture, variant: Variant) -> tuple[str, str]:
     if variant.trained_in == "bf16":
         if architecture.native_bf16:
-            return "bf16", f"{variant.name} was trained in bf16, which {architecture} computes natively → bf16"
+            return "bf16", f"{variant.said}, which {architecture} computes natively → bf16"
         if architecture.fast_fp16:
             return "fp16", f"{architecture} has no native bf16 → fp16"
         return "fp32", f"{architecture} has neither native bf16 nor fast fp16 → fp32"
     if architecture.fast_fp16:
-        return "fp16", f"{variant.name} was trained in fp16 → fp16"
-    return "fp32", f"{variant.name} was trained in fp16, which is slow on {architecture} → fp32"
+        return "fp16", f"{variant.said} → fp16"
+    return "fp32", f"{variant.said}, which is slow on {architecture} → fp32"
 
 
-def _asked(architecture: Architecture, request: Precision) -> tuple[str, str]:
+def _asked(architecture: Architecture, variant: Variant, request: Precision) -> tuple[str, str]:
     if request is Precision.FP32:
         return "fp32", "asked for fp32"
     if request is Precision.BF16:
-        if architecture.native_bf16:
-            return "bf16", "asked for bf16"
-        return "bf16", f"asked for bf16, which {architecture} only emulates: slow; 'auto' is faster here"
-    if request is Precision.FP16:
-        return "fp16", "asked for fp16"
-    return "fp16", "asked for fp16 (plain): neither guarded nor made safe, for comparison"
+        reason = "asked for bf16"
+        if not architecture.native_bf16:
+            reason += f", which {architecture} only emulates: slow, and hungry for memory; 'auto' is faster here"
+        elif variant.trained_in == "fp16":
+            reason += f"; {variant.said}, which keeps 3 more bits: 'auto' is nearer to fp32"
+        return "bf16", reason
+    if request is Precision.FP16_PLAIN:
+        return "fp16", "asked for fp16 (plain): neither guarded nor made safe, for comparison"
+    reason = "asked for fp16"
+    if not architecture.fast_fp16:
+        reason += f", which is slow on {architecture}"
+    return "fp16", f"{reason}; {variant.name} overflows plain fp16" if variant.leaves_fp16 else reason
+
+
+def _guard(variant: Variant, dtype: str, request: Precision) -> tuple[bool, str]:
+    if dtype == "fp32":
+        return False, "not needed: fp32 is what the guard would rerun in; a non-finite result ends the run"
+    if request is Precision.FP16_PLAIN:
+        return False, "off: asked for fp16 (plain), only watched"
+    if dtype == "bf16":
+        return True, "on: bf16 has fp32's range, so it should never have to act; a check costs next to nothing"
+    if variant.leaves_fp16:
+        return True, f"on, and needed: {variant.name} leaves fp16's range"
+    return True, f"on: {variant.name} is not known to leave fp16's range, but a LoRA or a prompt may"
+
+
+def _fold(variant: Variant, component: Component, dtype: str, request: Precision) -> tuple[bool, str]:
+    if component is not Component.DENOISER:
+        return False, "only denoisers are folded"
+    if dtype != "fp16":
+        return False, f"{dtype} has the range"
+    if request is Precision.FP16_PLAIN:
+        return False, "asked for fp16 (plain)"
+    if not variant.folds:
+        return False, "its stream feeds more than layer norms: nothing would cancel out"
+    if not variant.leaves_fp16:
+        return False, f"{variant.name} is not known to leave fp16's range"
+    return True, "its residual stream may leave fp16's range, and feeds layer norms alone: scaled by a measured 2^-k"

@@ -36,6 +36,7 @@ class RunReport:
     switches: tuple[Switch, ...] = ()
     stream_peak: float | None = None  # max |x| of the residual stream, where it was measured for the fold
     fold_bits: int | None = None  # the stream is scaled by 2^-fold_bits; None where the plan does not fold
+    notes: tuple[str, ...] = ()  # what is unusual about the model, or was mended when it was loaded
     steps: list[StepRecord] = field(default_factory=list)
 
     def add(self, record: StepRecord) -> None:
@@ -75,6 +76,9 @@ class RunReport:
             self.summary(),
             f"{self.variant} on {self.architecture}",
             f"backend: {self.backend} ({self.backend_reason})",
+            f"guard {self.plan.guard_reason}",
+            f"fold: {self.plan.fold_reason}",
+            *(f"note: {note}" for note in self.notes),
         ]
         if self.stream_peak is not None:
             lines.append(f"first step in fp32: the residual stream peaks at {self.stream_peak:.4g}, fp16 ends at 65504")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import types
-
 import pytest
 import torch
 from comfyui_onediff_guard import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
@@ -136,78 +133,12 @@ def test_sizes_are_validated_before_anything_runs(given, message):
     assert answer is True if message is None else re.search(message, str(answer))
 
 
-class Management(types.SimpleNamespace):
-    """What ComfyUI's model_management does with a model, in the fewest lines."""
-
-    def __init__(self):
-        super().__init__(current_loaded_models=[], freed=[], interrupted=False)
-
-    def get_torch_device(self):
-        return torch.device("cpu")
-
-    def minimum_inference_memory(self):
-        return 1000
-
-    def free_memory(self, n_bytes, device):
-        self.freed.append(n_bytes)
-
-    def load_models_gpu(self, models):
-        for model in models:
-            if not any(loaded.model is model for loaded in self.current_loaded_models):
-                model.partially_load(model.load_device, 1e32, force_patch_weights=False)
-                self.current_loaded_models.append(types.SimpleNamespace(model=model, model_unload=model.detach))
-
-    def soft_empty_cache(self):
-        pass
-
-    def throw_exception_if_processing_interrupted(self):
-        if self.interrupted:
-            raise KeyError("InterruptProcessingException")
-
-
-@pytest.fixture
-def comfyui(model_folder, monkeypatch):
-    management, bars = Management(), []
-
-    class Bar:
-        def __init__(self, total):
-            bars.append([])
-
-        def update_absolute(self, done, total):
-            bars[-1].append((done, total))
-
-    root = str(model_folder("2b").parent)
-    paths = types.SimpleNamespace(get_folder_paths=lambda name: [root] if name == "diffusers" else [])
-    monkeypatch.setitem(sys.modules, "folder_paths", paths)
-    monkeypatch.setitem(sys.modules, "comfy.model_management", management)
-    monkeypatch.setitem(sys.modules, "comfy.utils", types.SimpleNamespace(ProgressBar=Bar))
-    texts = []
-    instance = types.SimpleNamespace(send_progress_text=lambda text, node_id: texts.append((node_id, text)))
-    monkeypatch.setitem(
-        sys.modules, "server", types.SimpleNamespace(PromptServer=types.SimpleNamespace(instance=instance))
-    )
-    return types.SimpleNamespace(management=management, bars=bars, texts=texts)
-
-
 def test_in_comfyui_its_folders_progress_and_memory_manager_are_used(comfyui, model_folder):
     model = model_folder("2b")
     run("fp32", model)
     assert comfyui.bars == [[(1, 2), (2, 2)]]
     assert ("5", "step 1/2, fp32, 0 reruns") in comfyui.texts
     assert comfyui.texts[-1][1].startswith("asked for fp32; 2 steps, 0 reruns")
-
-
-def test_comfyuis_memory_manager_holds_what_is_loaded_and_loses_what_is_let_go(comfyui, model_folder):
-    (pipeline,) = node("LoadCogVideoX").load(model_folder("2b").name, "fp32", "eager", "none")
-    loaded = comfyui.management.current_loaded_models
-    node("EncodePrompt").encode(pipeline, "x", "", "inherit")
-    assert loaded == [], "the text encoder is let go after encoding"
-    denoiser = pipeline.store.module("transformer", "fp32")
-    assert [entry.model.component for entry in loaded] == [denoiser]
-    assert loaded[0].model.model_size() == sum(p.nbytes for p in (*denoiser.parameters(), *denoiser.buffers()))
-    pipeline.store.rest("transformer")
-    assert loaded == []
-    assert pipeline.store.module("transformer", "fp32") is denoiser, "moved, not read again"
 
 
 def test_comfyuis_interrupt_ends_the_run(comfyui, model_folder):

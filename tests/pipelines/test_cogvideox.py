@@ -149,7 +149,7 @@ def test_fp32_is_bit_equal_with_the_fold_installed(model_folder, open_pipeline):
     folder = model_folder("5b", "stream")
     handle = open_pipeline(folder, "fp32")
     denoiser = handle.store.module("transformer", "fp32")
-    handle.store.compiled["eager", "fp32", 0] = fold(denoiser, handle.family.stream, 5)
+    handle.store.compiled["eager", "fp32", 0, "off"] = fold(denoiser, handle.family.stream, 5)
     assert torch.equal(make(handle)[0], by_hand(folder, SMALL))
 
 

@@ -10,10 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 from comfyui_onediff_guard.pipelines import compile as compiling
-from comfyui_onediff_guard.pipelines.compile import BackendChoice, choose_backend, compiled
+from comfyui_onediff_guard.pipelines.compile import BackendChoice, choose_backend, compiled, for_dtype
 from comfyui_onediff_guard.pipelines.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.errors import BackendUnavailable
 from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
+from comfyui_onediff_guard.precision import arch
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 
@@ -181,3 +182,33 @@ def test_inductor_agrees_with_eager(model_folder, open_pipeline):
     expected, _ = sample(replace(handle, backend=BackendChoice("eager", "")), positive, negative, SMALL)
     assert (latents - expected).abs().max() < 1e-4 * expected.abs().max()
     assert [step.outcome for step in report.steps] == ["finite"] * SMALL.steps
+
+
+@pytest.mark.parametrize(("card", "dtype"), [("sm75", "fp16"), ("sm75", "fp32"), ("sm80", "bf16"), ("cpu", "bf16")])
+def test_a_dtype_that_the_card_has_is_compiled(card, dtype):
+    choice = BackendChoice("inductor", "asked for")
+    assert for_dtype(choice, arch.named(card), dtype) is choice
+
+
+def test_emulated_bf16_is_not_compiled():
+    auto = for_dtype(BackendChoice("inductor", "auto: first choice", automatic=True), arch.named("sm75"), "bf16")
+    assert auto.name == "eager" and "inductor cannot compile bf16 for sm75 (Turing)" in auto.reason
+    with pytest.raises(BackendUnavailable, match="Choose precision 'auto' or 'fp16', or backend 'eager'"):
+        for_dtype(BackendChoice("oneflow", "asked for"), arch.named("sm70"), "bf16")
+    eager = BackendChoice("eager", "asked for: not compiled")
+    assert for_dtype(eager, arch.named("sm70"), "bf16") is eager
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_nexfort_is_told_of_half_accumulation_at_compile_time(monkeypatch, allowed):
+    from onediff.infer_compiler.backends import registry
+
+    seen = []
+
+    def nexfort(module, *, options=None):
+        seen.append(options)
+        return module
+
+    monkeypatch.setitem(registry._BACKENDS, "nexfort", nexfort)
+    compiled(Transformer(), "transformer_blocks", BackendChoice("nexfort", "asked for"), half_accumulation=allowed)
+    assert seen == [{"options": {"triton.fuse_attention_allow_fp16_reduction": allowed}}] * 3

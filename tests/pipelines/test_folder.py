@@ -7,6 +7,8 @@ import os
 import shutil
 
 import pytest
+import torch
+from comfyui_onediff_guard.headless.small_model import build_cogvideox
 from comfyui_onediff_guard.pipelines.errors import BadFolder
 from comfyui_onediff_guard.pipelines.families import COGVIDEOX
 from comfyui_onediff_guard.pipelines.folder import fingerprint, inspect, list_folders
@@ -32,7 +34,7 @@ def weights_of(folder, component):
 )
 def test_variants_are_recognised_by_config(model_folder, variant, name):
     facts = inspect(model_folder(variant), COGVIDEOX)
-    assert facts.variant == name
+    assert facts.variant.name == name
     assert facts.weights["transformer"].stored_dtype == "F32"
     assert facts.weights["transformer"].n_bytes == weights_of(facts.path, "transformer").stat().st_size
 
@@ -155,3 +157,77 @@ def test_fingerprint_changes_with_the_files(folder):
     assert fingerprint(folder) == before
     os.utime(folder / "vae" / "config.json", ns=(1, 1))
     assert fingerprint(folder) != before
+
+
+def rewrite(folder, component, **fields):
+    file = folder / component / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def test_a_fine_tune_is_known_by_its_stored_dtype(tmp_path):
+    for dtype, trained in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float32, "fp16")):
+        folder = build_cogvideox(tmp_path / str(dtype), dtype=dtype)
+        variant = inspect(folder, COGVIDEOX).variant
+        assert (variant.name, variant.trained_in, variant.leaves_fp16) == (
+            "CogVideoX-2B",
+            trained,
+            dtype == torch.bfloat16,
+        )
+
+
+def test_what_is_unlike_the_published_model_is_noted(model_folder):
+    (note,) = inspect(model_folder("2b"), COGVIDEOX).notes
+    assert "laid out like CogVideoX-2B, but with num_layers 2 instead of 30" in note
+
+
+def test_a_checkpoint_of_several_dtypes_is_noted_and_loads(model_folder, tmp_path, open_pipeline):
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(model_folder("2b"), tmp_path / "mixed")
+    (file,) = (folder / "transformer").glob("*.safetensors")
+    weights = load_file(file)
+    save_file({k: v.half() if "attn" in k else v for k, v in weights.items()}, file, metadata={"format": "pt"})
+    notes = inspect(folder, COGVIDEOX).notes
+    assert any(note.startswith("transformer is stored in several dtypes (F") for note in notes)
+    handle = open_pipeline(folder, "bf16")
+    assert {p.dtype for p in handle.store.module("transformer", "bf16").parameters()} == {torch.bfloat16}
+
+
+def test_fields_that_diffusers_does_not_know_are_named_and_the_model_runs(model_folder, tmp_path, open_pipeline):
+    folder = shutil.copytree(model_folder("5b"), tmp_path / "newer")
+    rewrite(folder, "transformer", use_flux_capacitor=True)
+    handle = open_pipeline(folder, "bf16")
+    handle.store.module("transformer", "bf16")
+    (note,) = handle.store.notes["transformer"]
+    assert note.startswith("transformer: config.json has fields that diffusers") and "use_flux_capacitor" in note
+    assert handle.store.folder.variant.name == "CogVideoX-5B"
+
+
+def test_a_config_value_of_the_wrong_kind_is_refused(model_folder, tmp_path):
+    folder = shutil.copytree(model_folder("2b"), tmp_path / "odd")
+    rewrite(folder, "transformer", in_channels="sixteen")
+    with pytest.raises(BadFolder, match="holds a value of the wrong kind"):
+        inspect(folder, COGVIDEOX)
+
+
+@pytest.mark.parametrize(
+    "header", ["[]", '{"weight": "F16"}', '{"weight": {"dtype": "F16"}}', '{"weight": {"data_offsets": 3}}']
+)
+def test_a_header_that_lists_no_tensors(folder, header):
+    weights_of(folder, "vae").write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    with pytest.raises(BadFolder, match="its header is no list of tensors"):
+        inspect(folder, COGVIDEOX)
+
+
+@pytest.mark.parametrize("index", [[], {"weight_map": ["a"]}, {"weight_map": {"weight": 3}}, {}])
+def test_an_index_of_shards_that_lists_none(folder, index):
+    weights_of(folder, "vae").unlink()
+    (folder / "vae" / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(BadFolder, match=r"has no weight_map|holds a list where a JSON object belongs"):
+        inspect(folder, COGVIDEOX)
+
+
+def test_a_class_name_that_is_no_name(folder):
+    edit_index(folder, _class_name=["CogVideoXPipeline"])
+    with pytest.raises(BadFolder, match="not a CogVideoXPipeline"):
+        inspect(folder, COGVIDEOX)

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from comfyui_onediff_guard.precision.guard import DTYPES
+from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 
 

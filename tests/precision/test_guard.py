@@ -6,18 +6,20 @@ import copy
 
 import pytest
 import torch
-from comfyui_onediff_guard.precision.arch import CPU
+from comfyui_onediff_guard.precision.arch import ARCHITECTURES
+from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.guard import (
-    DTYPES,
     GuardPolicy,
     GuardStopped,
     OnFailure,
     StageGuard,
-    guarded,
 )
 from comfyui_onediff_guard.precision.policy import VARIANTS, Component, Precision, choose
 from comfyui_onediff_guard.precision.report import RunReport
+from comfyui_onediff_guard.precision.shells import with_forward
 from torch import nn
+
+CPU = ARCHITECTURES["cpu"]
 
 
 class Denoiser(nn.Module):
@@ -43,7 +45,7 @@ def build(dtype="fp16", **policy):
     guard = StageGuard(
         "denoiser", module, dtype=dtype, policy=GuardPolicy(**policy), report=report, inputs=("hidden_states",)
     )
-    return module, guarded(module, guard), report
+    return module, with_forward(module, guard), report
 
 
 def latents(scale=1.0):

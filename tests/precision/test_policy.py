@@ -1,172 +1,316 @@
-"""Architectures, policy and switches: pure tables."""
+"""Precision by architecture, model and component: the whole matrix, and the facts that it stands on."""
 
 from __future__ import annotations
 
-import os
-import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
 
 import pytest
-import torch
-from comfyui_onediff_guard.precision import arch
-from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH, SWITCHES, accumulation
-from comfyui_onediff_guard.precision.policy import VARIANTS, Component, Precision, choose
+from comfyui_onediff_guard.precision import page
+from comfyui_onediff_guard.precision.accumulation import Accumulation
+from comfyui_onediff_guard.precision.arch import ARCHITECTURES, Architecture, by_capability, by_gfx, named
+from comfyui_onediff_guard.precision.policy import (
+    VARIANTS,
+    Component,
+    Plan,
+    PlanImpossible,
+    Precision,
+    Variant,
+    as_stored,
+    choose,
+)
 
-SM70, SM75, SM80, SM90 = (arch.by_capability(*c) for c in ((7, 0), (7, 5), (8, 0), (9, 0)))
-BF16_TRAINED = [v for v in VARIANTS.values() if v.trained_in == "bf16"]
+TEXT, IMAGE, VAE_IN, DENOISER, VAE_OUT = (
+    Component.TEXT_ENCODER,
+    Component.IMAGE_ENCODER,
+    Component.VAE_ENCODE,
+    Component.DENOISER,
+    Component.VAE_DECODE,
+)
+AUTO, BF16, FP16, PLAIN, FP32 = Precision
+
+# What the authors and vendors say, written by hand. `fold` is fp16 with the stream scaled into range.
+# No bf16 below sm80, on RDNA 2, on Apple GPUs; fp16 is not worth having on sm61 and CPUs.
+GOLDEN = """
+                      sm61 sm70 sm75 sm80 sm86 sm89 sm90 sm120 sm130 gfx90a gfx1030 gfx1100 gfx9999 mps  cpu
+CogVideoX-2B          fp32 fp16 fp16 fp16 fp16 fp16 fp16 fp16  fp16  fp16   fp16    fp16    fp16    fp16 fp32
+CogVideoX-5B          fp32 fold fold bf16 bf16 bf16 bf16 bf16  bf16  bf16   fold    bf16    fold    fold bf16
+CogVideoX-5B-I2V      fp32 fold fold bf16 bf16 bf16 bf16 bf16  bf16  bf16   fold    bf16    fold    fold bf16
+CogVideoX-1.5-5B      fp32 fold fold bf16 bf16 bf16 bf16 bf16  bf16  bf16   fold    bf16    fold    fold bf16
+CogVideoX-1.5-5B-I2V  fp32 fold fold bf16 bf16 bf16 bf16 bf16  bf16  bf16   fold    bf16    fold    fold bf16
+CogView3-Plus-3B      fp32 fold fold bf16 bf16 bf16 bf16 bf16  bf16  bf16   fold    bf16    fold    fold bf16
+CogView4-6B           fp32 fold fold bf16 bf16 bf16 bf16 bf16  bf16  bf16   fold    bf16    fold    fold bf16
+SVD                   fp32 fp16 fp16 fp16 fp16 fp16 fp16 fp16  fp16  fp16   fp16    fp16    fp16    fp16 fp32
+SVD-XT                fp32 fp16 fp16 fp16 fp16 fp16 fp16 fp16  fp16  fp16   fp16    fp16    fp16    fp16 fp32
+SVD-XT 1.1            fp32 fp16 fp16 fp16 fp16 fp16 fp16 fp16  fp16  fp16   fp16    fp16    fp16    fp16 fp32
+"""
+CARDS, *ROWS = (line.rsplit(maxsplit=15)[-16:] for line in GOLDEN.strip().splitlines())
+SVDS = ("SVD", "SVD-XT", "SVD-XT 1.1")
+
+UNLISTED = (by_capability(13, 0), by_capability(5, 2), by_gfx("gfx9999"))
+OLD_MAC = replace(ARCHITECTURES["mps"], label="Apple GPU before macOS 14", bf16="none")
+DEVICES = (*ARCHITECTURES.values(), *UNLISTED, OLD_MAC)
+SM61, SM70, SM75, SM80, CPU = (ARCHITECTURES[name] for name in ("sm61", "sm70", "sm75", "sm80", "cpu"))
+TWO_B, FIVE_B = VARIANTS["CogVideoX-2B"], VARIANTS["CogVideoX-5B"]
 
 
-@pytest.mark.parametrize("component", Component)
-@pytest.mark.parametrize("variant", BF16_TRAINED, ids=lambda v: v.name)
+def every_plan(device: Architecture) -> Iterator[tuple[Variant, Precision, Accumulation, Plan]]:
+    """All that can be asked for on a device, but for bf16 where there is none."""
+    for variant, request, switch in product(VARIANTS.values(), Precision, Accumulation):
+        if request is not BF16 or device.bf16 != "none":
+            for component in variant.components:
+                yield variant, request, switch, choose(device, variant, component, request, switch)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+def test_auto_chooses_what_the_documents_say(row: list[str]) -> None:
+    variant = VARIANTS[row[0]]
+    found = {}
+    for card in CARDS:
+        plan = choose(named(card), variant, DENOISER, AUTO)
+        found[card] = "fold" if plan.folded else plan.dtype
+    assert found == dict(zip(CARDS, row[1:], strict=True))
+
+
+def test_the_documents_speak_of_every_model() -> None:
+    assert [row[0] for row in ROWS] == list(VARIANTS)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_the_other_components_run_as_the_denoiser_but_for_svds_vae_encoder(device: Architecture) -> None:
+    for variant in VARIANTS.values():
+        denoiser = choose(device, variant, DENOISER, AUTO)
+        for component in variant.components:
+            svds = variant.name in SVDS and component is VAE_IN
+            assert choose(device, variant, component, AUTO).dtype == ("fp32" if svds else denoiser.dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_what_is_asked_for_is_done(device: Architecture) -> None:
+    for variant, request, _, plan in every_plan(device):
+        kept = variant.name in SVDS and plan.component is VAE_IN and request is FP16
+        expected = {BF16: "bf16", FP16: "fp32" if kept else "fp16", PLAIN: "fp16", FP32: "fp32"}
+        assert plan.dtype == expected.get(request, plan.dtype)
+        assert plan.half == (plan.dtype in ("fp16", "bf16"))
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_half_is_guarded_unless_plain_and_folded_where_it_helps(device: Architecture) -> None:
+    for variant, request, _, plan in every_plan(device):
+        assert plan.guarded == (plan.dtype != "fp32" and request is not PLAIN)
+        foldable = plan.component is DENOISER and variant.folds and variant.leaves_fp16
+        assert plan.folded == (foldable and plan.dtype == "fp16" and request is not PLAIN)
+        assert plan.guarded or not plan.folded, "a fold does not help overflow inside a layer: the guard must be there"
+        if plan.dtype == "fp16" and request is not PLAIN and plan.component is DENOISER and variant.leaves_fp16:
+            assert plan.folded and plan.guarded, "never plain fp16 unless asked for by that name"
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_every_decision_has_its_reason_and_source(device: Architecture) -> None:
+    for variant, request, switch, plan in every_plan(device):
+        assert plan.source == variant.source
+        fast = switch is Accumulation.FAST
+        assert (
+            plan.accumulation_source == f"https://github.com/siliconflow/onediff/{'pull/454' if fast else 'issues/958'}"
+        )
+        assert plan.reason.endswith(f"→ {plan.dtype}") or request is not AUTO
+        assert plan.reason.startswith(f"asked for {request.value}") or request is AUTO
+        assert plan.guard_reason.startswith("on" if plan.guarded else ("off", "not needed"))
+        assert plan.fold_reason
+        assert ("'fast'" if fast else str(device)) in plan.accumulation_reason
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_half_precision_accumulation_is_on_for_volta_and_where_fast_is_asked_for(device: Architecture) -> None:
+    for _, _, switch, plan in every_plan(device):
+        if switch is Accumulation.FAST:
+            assert plan.accumulation == "on, with attention scores in fp32"
+        else:
+            assert plan.accumulation == ("on" if device.name == "sm70" else "off")
+
+
+def test_accumulation_is_auto_where_nothing_is_said() -> None:
+    assert choose(SM70, TWO_B, DENOISER, AUTO).accumulation == "on"
+    assert choose(SM80, TWO_B, DENOISER, AUTO).accumulation == "off"
+
+
 @pytest.mark.parametrize(
-    ("architecture", "dtype"),
+    ("device", "model", "reason"),
     [
-        (SM70, "fp16"),
-        (SM75, "fp16"),
-        (SM80, "bf16"),
-        (SM90, "bf16"),
-        (arch.CPU, "bf16"),
-        (arch.by_capability(6, 1), "fp32"),
+        ("sm80", "CogVideoX-5B", "CogVideoX-5B was trained in bf16, which sm80 (Ampere) computes natively → bf16"),
+        ("sm75", "CogVideoX-5B", "sm75 (Turing) has no native bf16 → fp16"),
+        ("sm61", "CogVideoX-5B", "sm61 (Pascal) has neither native bf16 nor fast fp16 → fp32"),
+        ("sm80", "CogVideoX-2B", "CogVideoX-2B was trained in fp16 → fp16"),
+        ("cpu", "CogVideoX-2B", "CogVideoX-2B was trained in fp16, which is slow on CPU → fp32"),
+        ("sm80", "SVD-XT", "SVD-XT is published in fp16 → fp16"),
     ],
-    ids=str,
 )
-def test_auto_for_models_trained_in_bf16(architecture, dtype, variant, component):
-    plan = choose(architecture, variant, component, Precision.AUTO)
-    assert plan.dtype == dtype
-    assert plan.guarded == (dtype != "fp32"), "auto never picks plain fp16"
-    assert str(architecture) in plan.reason
-    assert plan.source.startswith("https://")
+def test_the_reason_for_auto_names_the_fact_that_decided(device: str, model: str, reason: str) -> None:
+    assert choose(named(device), VARIANTS[model], DENOISER, AUTO).reason == reason
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_a_request_that_costs_something_says_what(device: Architecture) -> None:
+    for variant, request, _, plan in every_plan(device):
+        if request is AUTO:
+            continue
+        safe = request is FP16 and plan.dtype == "fp16"
+        assert ("is slow on" in plan.reason) == (safe and not device.fast_fp16)
+        assert ("overflows plain fp16" in plan.reason) == (safe and variant.leaves_fp16)
+        assert ("only emulates" in plan.reason) == (request is BF16 and device.bf16 == "emulated")
+        nearer = request is BF16 and device.native_bf16 and variant.trained_in == "fp16"
+        assert ("'auto' is nearer to fp32" in plan.reason) == nearer
+        assert ("for comparison" in plan.reason) == (request is PLAIN)
+
+
+def test_svds_vae_encoder_stays_in_fp32_with_the_reason() -> None:
+    assert "force_upcast" in choose(SM80, VARIANTS["SVD"], VAE_IN, AUTO).reason
+    assert choose(SM80, VARIANTS["SVD"], VAE_IN, FP16).reason.startswith("asked for fp16, but SVD's VAE encoder")
+    assert choose(SM80, VARIANTS["SVD"], VAE_IN, BF16).dtype == "bf16", "bf16 has the range"
+
+
+def test_the_guard_says_whether_it_is_needed() -> None:
+    assert "needed: CogVideoX-5B leaves fp16's range" in choose(SM75, FIVE_B, DENOISER, AUTO).guard_reason
+    assert "CogVideoX-2B is not known to leave" in choose(SM75, TWO_B, DENOISER, AUTO).guard_reason
+    assert "bf16 has fp32's range" in choose(SM80, FIVE_B, DENOISER, AUTO).guard_reason
+    assert "ends the run" in choose(SM80, FIVE_B, DENOISER, FP32).guard_reason
+    assert "only watched" in choose(SM80, FIVE_B, DENOISER, PLAIN).guard_reason
 
 
 @pytest.mark.parametrize(
-    ("architecture", "dtype"), [(SM75, "fp16"), (SM80, "fp16"), (SM90, "fp16"), (arch.CPU, "fp32")]
+    ("model", "component", "request_", "words"),
+    [
+        ("CogVideoX-5B", DENOISER, FP16, "2^-k"),
+        ("CogVideoX-5B", TEXT, FP16, "only denoisers are folded"),
+        ("CogVideoX-5B", DENOISER, BF16, "bf16 has the range"),
+        ("CogVideoX-5B", DENOISER, FP32, "fp32 has the range"),
+        ("CogVideoX-5B", DENOISER, PLAIN, "asked for fp16 (plain)"),
+        ("CogVideoX-2B", DENOISER, FP16, "CogVideoX-2B is not known to leave fp16's range"),
+        ("SVD", DENOISER, FP16, "more than layer norms"),
+    ],
 )
-def test_auto_for_2b_which_was_trained_in_fp16(architecture, dtype):
-    plan = choose(architecture, VARIANTS["CogVideoX-2B"], Component.DENOISER, Precision.AUTO)
-    assert plan.dtype == dtype
-    assert "trained in fp16" in plan.reason
+def test_the_fold_says_why_or_why_not(model: str, component: Component, request_: Precision, words: str) -> None:
+    assert words in choose(SM75, VARIANTS[model], component, request_).fold_reason
+
+
+def test_bf16_is_refused_where_there_is_none_and_the_error_says_what_to_choose() -> None:
+    for variant in VARIANTS.values():
+        for component in variant.components:
+            with pytest.raises(
+                PlanImpossible, match=r"before macOS 14\) has no bf16.* Choose .*'auto', 'fp16' or 'fp32'"
+            ):
+                choose(OLD_MAC, variant, component, BF16)
+            assert choose(OLD_MAC, variant, component, AUTO).dtype != "bf16"
 
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=lambda v: v.name)
-@pytest.mark.parametrize("architecture", [SM70, SM90, arch.CPU, arch.MPS], ids=str)
-def test_what_is_asked_for_is_honoured_and_explained(architecture, variant):
-    for request in (Precision.BF16, Precision.FP16, Precision.FP32):
-        plan = choose(architecture, variant, Component.DENOISER, request)
-        assert plan.dtype == request.value
-        assert plan.guarded == (request is not Precision.FP32)
-        assert request.value in plan.reason
-    plain = choose(architecture, variant, Component.DENOISER, Precision.FP16_PLAIN)
-    assert (plain.dtype, plain.guarded, plain.folded) == ("fp16", False, False)
+def test_a_component_that_a_model_lacks_is_refused_and_the_error_says_what_it_has(variant: Variant) -> None:
+    lacking = set(Component) - set(variant.components)
+    for component, request in product(lacking, Precision):
+        with pytest.raises(PlanImpossible) as refused:
+            choose(SM80, variant, component, request)
+        said, has = str(refused.value).split(" It has: ")
+        assert said == f"{variant.name} has no {component.words}."
+        assert has == ", ".join(part.words for part in variant.components) + "."
 
 
-def test_fp16_is_folded_where_the_model_leaves_its_range_and_in_the_denoiser_alone():
-    folded = {
-        (variant.name, component)
-        for variant in VARIANTS.values()
-        for component in Component
-        if choose(SM75, variant, component, Precision.AUTO).folded
-    }
-    assert folded == {(variant.name, Component.DENOISER) for variant in BF16_TRAINED}
-    assert not choose(SM80, BF16_TRAINED[0], Component.DENOISER, Precision.AUTO).folded
+def test_components_are_named_as_people_name_them() -> None:
+    assert [part.words for part in Component] == [
+        "text encoder",
+        "image encoder",
+        "VAE encoder",
+        "denoiser",
+        "VAE decoder",
+    ]
 
 
-def test_bf16_without_hardware_is_called_slow():
-    assert "emulates" in choose(SM75, VARIANTS["CogVideoX-5B"], Component.DENOISER, Precision.BF16).reason
-
-
-def test_native_bf16_and_the_rest_by_capability():
-    assert not SM70.native_bf16 and not SM75.native_bf16 and SM80.native_bf16
-    assert not SM75.tf32 and SM80.tf32
-    assert not SM80.fp8 and arch.by_capability(8, 9).fp8
-    assert {c for c in ((7, 5), (8, 0), (8, 6), (8, 9)) if arch.by_capability(*c).accumulation_risk} == {
-        (7, 5), (8, 0), (8, 6), (8, 9)
-    }  # fmt: skip
-    assert not SM70.accumulation_risk
-
-
-def test_a_card_newer_than_the_table_gets_the_nearest_older_row_and_a_warning():
-    newer = arch.by_capability(15, 0)
-    assert newer.native_bf16 and newer.accumulation_risk and not newer.known
-    assert newer.name == "sm150" and "treated as sm121" in newer.label
-
-
-def test_a_card_older_than_the_table():
-    assert not arch.by_capability(5, 2).native_bf16
-
-
-@pytest.mark.parametrize(("name", "bf16"), [("gfx1100", True), ("gfx1030", False), ("gfx90a:sramecc+:xnack-", True)])
-def test_rocm_by_gfx(name, bf16):
-    assert arch.by_gfx(name).native_bf16 == bf16
-
-
-def test_unknown_rocm_is_safe():
-    assert not arch.by_gfx("gfx9999").known
-
-
-def test_detect_asks_the_device_for_its_capability(monkeypatch):
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: {0: (7, 5), 1: (9, 0)}[device.index])
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_: pytest.fail("it counts emulation as support"))
-    assert arch.detect(torch.device("cuda", 0)).name == "sm75"
-    assert arch.detect(torch.device("cuda", 1)).name == "sm90"
-    assert arch.detect(torch.device("cpu")) == arch.CPU
-    assert not arch.detect(torch.device("xpu")).known
-
-
-@pytest.fixture(autouse=True)
-def clean_environment(monkeypatch):
-    for name in SWITCHES:
-        monkeypatch.delenv(name, raising=False)
+COG, SAI = "https://huggingface.co/zai-org", "https://huggingface.co/stabilityai/stable-video-diffusion-img2vid"
+VIDEO, FROM_TEXT, FROM_IMAGE = (
+    (TEXT, VAE_IN, DENOISER, VAE_OUT),
+    (TEXT, DENOISER, VAE_OUT),
+    (IMAGE, VAE_IN, DENOISER, VAE_OUT),
+)
+BLOCKS_30, BLOCKS_42 = {"num_layers": 30, "num_attention_heads": 30}, {"num_layers": 42, "num_attention_heads": 48}
+COGVIEW3, COGVIEW4 = {"num_layers": 30, "num_attention_heads": 64}, {"num_layers": 28, "num_attention_heads": 32}
 
 
 @pytest.mark.parametrize(
-    ("architecture", "value"), [(SM70, "1"), (SM75, "0"), (SM80, "0"), (arch.by_capability(15, 0), "0")]
-)
-def test_accumulation_by_architecture_and_restored(architecture, value):
-    with accumulation(architecture) as switches:
-        assert [os.environ[name] for name in SWITCHES] == [value, value]
-        assert {s.set_by for s in switches} == {"onediff-guard"}
-        assert architecture.name in switches[0].reason
-    assert not any(name in os.environ for name in SWITCHES)
+    ("name", "trained_in", "leaves", "folds", "components", "source", "sizes"),
+    [
+        ("CogVideoX-2B", "fp16", False, True, VIDEO, f"{COG}/CogVideoX-2b", BLOCKS_30),
+        ("CogVideoX-5B", "bf16", True, True, VIDEO, f"{COG}/CogVideoX-5b", BLOCKS_42),
+        ("CogVideoX-5B-I2V", "bf16", True, True, VIDEO, f"{COG}/CogVideoX-5b-I2V", BLOCKS_42),
+        ("CogVideoX-1.5-5B", "bf16", True, True, VIDEO, f"{COG}/CogVideoX1.5-5B", BLOCKS_42),
+        ("CogVideoX-1.5-5B-I2V", "bf16", True, True, VIDEO, f"{COG}/CogVideoX1.5-5B-I2V", BLOCKS_42),
+        ("CogView3-Plus-3B", "bf16", True, True, FROM_TEXT, f"{COG}/CogView3-Plus-3B", COGVIEW3),
+        ("CogView4-6B", "bf16", True, True, FROM_TEXT, f"{COG}/CogView4-6B", COGVIEW4),
+        ("SVD", "fp16", False, False, FROM_IMAGE, SAI, {"num_frames": 14}),
+        ("SVD-XT", "fp16", False, False, FROM_IMAGE, f"{SAI}-xt", {"num_frames": 25}),
+        ("SVD-XT 1.1", "fp16", False, False, FROM_IMAGE, f"{SAI}-xt-1-1", {"num_frames": 25}),
+    ],
+)  # fmt: skip
+def test_the_table_holds_what_is_published(
+    name: str, trained_in: str, leaves: bool, folds: bool, components: tuple, source: str, sizes: dict
+) -> None:
+    v = VARIANTS[name]
+    assert (v.name, v.trained_in, v.leaves_fp16, v.folds) == (name, trained_in, leaves, folds)
+    assert (v.components, v.source, v.sizes) == (components, source, sizes)
+    assert set(v.needs_fp32) == ({VAE_IN} if name in SVDS else set())
 
 
-def test_accumulation_is_restored_on_error():
-    with pytest.raises(KeyboardInterrupt), accumulation(SM80):
-        raise KeyboardInterrupt
-    assert ATTENTION_SWITCH not in os.environ
+def test_the_values_that_stand_in_workflow_files_are_as_they_were() -> None:
+    assert [request.value for request in Precision][:5] == ["auto", "bf16", "fp16", "fp16 (plain)", "fp32"]
 
 
-@pytest.mark.parametrize("exported", ["1", "0", "true", "off"])
-def test_a_value_that_the_user_exported_wins(monkeypatch, exported):
-    monkeypatch.setenv(ATTENTION_SWITCH, exported)
-    with accumulation(SM80) as switches:
-        assert os.environ[ATTENTION_SWITCH] == exported
-        assert switches[0].set_by == "user"
-    assert os.environ[ATTENTION_SWITCH] == exported
+def test_weights_of_2b_stored_in_bf16_are_a_fine_tune_that_may_overflow() -> None:
+    tuned = as_stored(TWO_B, "BF16")
+    native, emulating = (choose(device, tuned, DENOISER, AUTO) for device in (SM80, SM75))
+    assert native.dtype == "bf16"
+    assert "these weights are stored in bf16" in native.reason
+    assert (emulating.dtype, emulating.folded, emulating.guarded) == ("fp16", True, True)
+    assert (tuned.name, tuned.components, tuned.source) == (TWO_B.name, TWO_B.components, TWO_B.source)
 
 
-def test_nonsense_is_respected_and_named(monkeypatch):
-    monkeypatch.setenv(ATTENTION_SWITCH, "maybe")
-    with accumulation(SM80) as switches:
-        assert "'maybe', which OneFlow takes for false" in switches[0].reason
+def test_weights_of_svd_stored_in_bf16_cannot_be_folded() -> None:
+    tuned = as_stored(VARIANTS["SVD"], "BF16")
+    assert choose(SM80, tuned, DENOISER, AUTO).dtype == "bf16"
+    plan = choose(SM75, tuned, DENOISER, AUTO)
+    assert (plan.dtype, plan.folded, plan.guarded) == ("fp16", False, True)
+    assert "needed" in plan.guard_reason
+    assert choose(SM80, tuned, VAE_IN, AUTO).dtype == "fp32"
 
 
-def test_the_safest_value_wins_while_runs_overlap():
-    inside, leave = threading.Event(), threading.Event()
+@pytest.mark.parametrize(
+    ("name", "stored"),
+    [("CogVideoX-2B", "F16"), ("CogVideoX-2B", "F32"), ("CogVideoX-5B", "F16"), ("CogVideoX-5B", "F32"),
+     ("CogVideoX-5B", "BF16"), ("SVD", "F16")],
+)  # fmt: skip
+def test_other_stored_dtypes_are_no_evidence(name: str, stored: str) -> None:
+    """People convert bf16 models to fp16: their activations stay what they were."""
+    assert as_stored(VARIANTS[name], stored) == VARIANTS[name]
 
-    def risky():
-        with accumulation(SM80):
-            inside.set()
-            leave.wait(30)
 
-    thread = threading.Thread(target=risky)
-    with accumulation(SM70):
-        assert os.environ[ATTENTION_SWITCH] == "1"
-        thread.start()
-        assert inside.wait(30)
-        assert os.environ[ATTENTION_SWITCH] == "0"
-        with accumulation(SM70) as switches:
-            assert switches[0].value == "0" and "another run" in switches[0].reason
-        leave.set()
-        thread.join()
-        assert os.environ[ATTENTION_SWITCH] == "1"
-    assert ATTENTION_SWITCH not in os.environ
+def test_a_new_model_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = Variant("Toy-1B", "bf16", True, True, FROM_TEXT, "https://example.org/toy")
+    monkeypatch.setitem(VARIANTS, "Toy-1B", toy)
+    assert choose(SM80, toy, DENOISER, AUTO).reason.startswith("Toy-1B was trained in bf16")
+    assert choose(SM75, toy, DENOISER, AUTO).folded
+    text = page.render()
+    assert "| [Toy-1B] | bf16 | yes | yes | text encoder, denoiser, VAE decoder |" in text
+    assert "[CogView4-6B], [Toy-1B] |" in text, "in the column of those that run like it"
+    assert "[Toy-1B]: https://example.org/toy\n" in text
+
+
+def test_a_new_architecture_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    rubin = replace(ARCHITECTURES["sm121"], name="sm140", label="Rubin")
+    wave = replace(ARCHITECTURES["gfx12"], name="gfx15", label="Wave")
+    monkeypatch.setitem(ARCHITECTURES, "sm140", rubin)
+    monkeypatch.setitem(ARCHITECTURES, "gfx15", wave)
+    assert named("sm140") == named("14.0") == by_capability(14, 0) == rubin
+    assert by_capability(14, 5).label == "not in the table, treated as sm140"
+    assert str(by_gfx("gfx1500:xnack-")) == "gfx1500 (Wave)"
+    assert choose(rubin, FIVE_B, DENOISER, AUTO).reason.endswith("which sm140 (Rubin) computes natively → bf16")
+    text = page.render()
+    assert "| Rubin | `sm140` | native | yes | yes | yes | yes | untried |" in text
+    assert "Rubin (`sm140`), Wave (`gfx15`)" in text, "in the row of those that run like it"

@@ -1,0 +1,46 @@
+"""`onediff-guard doctor`: what would run here, or on another card, and why. Runs nothing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from .errors import WorkflowError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from ..nodes.inputs import ACCUMULATIONS, PRECISIONS
+
+    parser.add_argument("--model", type=Path, metavar="DIR", help="a model folder (default: all known variants)")
+    parser.add_argument(
+        "--arch", metavar="NAME", help="plan for another card, for example sm75, 8.6, gfx1100, mps or cpu"
+    )
+    parser.add_argument("--precision", choices=PRECISIONS, default=PRECISIONS[0], help="as the loader's precision")
+    parser.add_argument(
+        "--accumulation", choices=ACCUMULATIONS, default=ACCUMULATIONS[0], help="as the loader's accumulation"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the diagnosis. 0 wherever it could be made, with or without a GPU."""
+    from ..nodes.report import BAD_REQUEST, examine
+
+    try:
+        diagnosis = examine(args.model, args.arch, args.precision, args.accumulation)
+    except BAD_REQUEST as error:
+        wrong = WorkflowError(str(error))
+        if args.json:
+            _print_json({"status": "error", "exit_code": int(wrong.exit_code), "error": str(wrong)})
+        raise wrong from error
+    if args.json:
+        _print_json({"status": "done", **diagnosis.as_dict()})
+    else:
+        print(diagnosis.text())
+    return 0
+
+
+def _print_json(data: dict[str, Any]) -> None:
+    print(json.dumps(data, allow_nan=False))

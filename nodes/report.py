@@ -1,0 +1,101 @@
+"""What would run, and why: the Precision Report node, and the same for `onediff-guard doctor`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..pipelines.errors import BadFolder, BadInput
+from . import host, inputs
+
+if TYPE_CHECKING:
+    from ..pipelines.diagnosis import Diagnosis
+    from ..pipelines.handle import PipelineHandle
+    from ..precision.arch import Architecture
+
+THIS_CARD = "this card"
+LOADERS = {"CogVideoXPipeline": "Load CogVideoX"}  # diffusers pipeline → the node that loads it
+BAD_REQUEST = (BadFolder, BadInput)  # what `examine` raises at a wrong request
+
+
+def examine(
+    model: Path | None = None, architecture: str | None = None, precision: str = "auto", accumulation: str = "auto"
+) -> Diagnosis:
+    """What would run on this machine or on another architecture, for one model folder or for all variants.
+
+    Raises BadInput for an architecture that nobody has heard of, or a model that is no folder, and BadFolder for one
+    that cannot be used.
+    """
+    from ..pipelines.diagnosis import diagnose
+    from ..precision.accumulation import Accumulation
+    from ..precision.policy import Precision
+
+    if model is not None and not model.is_dir():
+        raise BadInput(f"There is no folder '{model}'. Name the one that holds the model's model_index.json.")
+    try:
+        return diagnose(
+            model.resolve() if model else None,
+            _architecture(architecture),
+            precision=Precision(precision),
+            accumulation=Accumulation(accumulation),
+            loaders=LOADERS,
+        )
+    except OSError as error:
+        raise BadFolder(f"'{model}' cannot be read: {error}.") from error
+
+
+def _architecture(name: str | None) -> Architecture | None:
+    from ..precision.arch import named
+
+    if name is None or name == THIS_CARD:
+        return None
+    try:
+        return named(name)
+    except ValueError as error:
+        raise BadInput(str(error)) from None
+
+
+class PrecisionReport:
+    """Pipeline → what each of its components runs in, and why, as text."""
+
+    CATEGORY = inputs.CATEGORY
+    DESCRIPTION = (
+        "Shows what runs here and why, before anything runs: card, driver and packages, compile backends, "
+        "half-precision switches and who set them, and the precision of each part of the model. "
+        "It can show the plan for another card too."
+    )
+    RETURN_TYPES = ("STRING",)
+    RETURN_NAMES = ("report",)
+    OUTPUT_TOOLTIPS = ("The report as text, for nodes that show or save text.",)
+    OUTPUT_NODE = True
+    FUNCTION = "show"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        from ..precision.arch import ARCHITECTURES
+
+        return {
+            "required": {"pipeline": inputs.pipeline()},
+            "optional": {
+                "architecture": inputs.choice(
+                    (THIS_CARD, *ARCHITECTURES),
+                    "Show the plan for another card. Nothing changes for this one.",
+                ),
+            },
+            "hidden": inputs.node_id(),
+        }
+
+    @classmethod
+    def IS_CHANGED(cls, **_: Any) -> float:
+        """Always: variables, drivers and packages change without the graph."""
+        return float("nan")
+
+    def show(
+        self, pipeline: PipelineHandle, architecture: str = THIS_CARD, node_id: str | None = None
+    ) -> dict[str, Any]:
+        from ..pipelines.diagnosis import diagnose_pipeline
+
+        diagnosis = diagnose_pipeline(pipeline, _architecture(architecture))
+        text = diagnosis.text()
+        host.say(node_id, text)
+        return {"ui": {"text": [text], "onediff_guard": [diagnosis.as_dict()]}, "result": (text,)}

@@ -1,0 +1,118 @@
+"""Are a loaded component's dtypes what they should be? Repairs what can be repaired, and says what it found.
+
+Two things go wrong with T5 in fp16 (diffusers shows `expected scalar type Float but found Half`). Its feed-forward's
+last layer, `wo`, stays in fp32, as `_keep_in_fp32_modules` asks; a later `.to(fp16)` undoes that without a word, and
+values beyond 65504 become infinite. And with `wo` in fp32 the stream is fp32 while the norms' weights are fp16, which
+some fused norms (apex's FusedRMSNorm, which older transformers take where it is installed) refuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from .dtypes import dtype_name
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class DamagedByCast(ValueError):
+    """Weights that belong in fp32 were cast to fp16 and overflowed: what was lost cannot be brought back."""
+
+
+def make_consistent(module: torch.nn.Module, dtype: torch.dtype) -> list[str]:
+    """Bring a component that was just loaded in `dtype` to rights; returns a line for each thing found.
+
+    - Parameters that the class keeps in fp32 (`_keep_in_fp32_modules`) and that are in half precision are put back.
+    - Where some are kept in fp32, norms that refuse an input of another dtype than their weight compute in fp32.
+    - Parameters in any other dtype than expected are named.
+
+    Raises DamagedByCast where a parameter that belongs in fp32 is not finite any more.
+    """
+    kept = _kept_in_fp32(module, dtype)
+    return [*_put_back(module, kept), *(_soften_norms(module) if kept else ()), *_name_strangers(module, dtype, kept)]
+
+
+class Fp32Norm(torch.nn.Module):
+    """A norm that computes in fp32, and hands on the dtype that its weight had, as the norm itself would."""
+
+    def __init__(self, norm: torch.nn.Module):
+        super().__init__()
+        self.dtype = next(norm.parameters()).dtype
+        self.norm = norm.float()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x.float()).to(self.dtype)
+
+
+def _put_back(module: torch.nn.Module, kept: frozenset[str]) -> Iterator[str]:
+    cast = {name: p for name, p in module.named_parameters() if _in(kept, name) and p.dtype in _HALF}
+    for name, parameter in cast.items():
+        broken = int((~torch.isfinite(parameter)).sum())
+        if broken:
+            raise DamagedByCast(
+                f"'{name}' belongs in fp32 ({type(module).__name__} says so), but was cast to "
+                f"{dtype_name(parameter.dtype)}, where {broken} of its values are not finite. Load the weights "
+                "again, in fp16 from the start and without a later .to(torch.float16)."
+            )
+        parameter.data = parameter.data.float()
+    if cast:
+        yield f"{_some(list(cast))} put back in fp32, where {type(module).__name__} keeps {', '.join(sorted(kept))}"
+
+
+def _soften_norms(module: torch.nn.Module) -> Iterator[str]:
+    refusing = {name: child for name, child in module.named_modules() if _refuses_mixed_dtypes(child)}
+    for name, norm in refusing.items():
+        parent, _, own = name.rpartition(".")
+        module.get_submodule(parent)._modules[own] = Fp32Norm(norm)
+    if refusing:
+        kind = type(next(iter(refusing.values()))).__name__
+        yield f"{_some(list(refusing))} ({kind}) refuses inputs of another dtype than its weight: computes in fp32 now"
+
+
+def _name_strangers(module: torch.nn.Module, dtype: torch.dtype, kept: frozenset[str]) -> Iterator[str]:
+    softened = tuple(f"{name}." for name, child in module.named_modules() if isinstance(child, Fp32Norm))
+    strangers: dict[torch.dtype, list[str]] = {}
+    for name, parameter in module.named_parameters():
+        expected = torch.float32 if _in(kept, name) or name.startswith(softened) else dtype
+        if parameter.is_floating_point() and parameter.dtype != expected:
+            strangers.setdefault(parameter.dtype, []).append(name)
+    for found, names in strangers.items():
+        yield f"{_some(names)}: in {dtype_name(found)}, not in {dtype_name(dtype)} as the rest"
+
+
+def _kept_in_fp32(module: torch.nn.Module, dtype: torch.dtype) -> frozenset[str]:
+    """Names that the class keeps in fp32; the strict ones in bf16 too (as transformers and diffusers do it)."""
+    strict = getattr(module, "_keep_in_fp32_modules_strict", None) or ()
+    usual = getattr(module, "_keep_in_fp32_modules", None) or ()
+    return frozenset({torch.float16: (*usual, *strict), torch.bfloat16: tuple(strict)}.get(dtype, ()))
+
+
+def _in(kept: frozenset[str], parameter: str) -> bool:
+    return not kept.isdisjoint(parameter.split("."))
+
+
+def _refuses_mixed_dtypes(module: torch.nn.Module) -> bool:
+    """Tried, not told by its name: does a half-precision norm take a row in its own dtype, and raise at an fp32 one?"""
+    weight: Any = getattr(module, "weight", None)
+    if any(module.children()) or not isinstance(weight, torch.nn.Parameter):
+        return False
+    if "norm" not in type(module).__name__.lower() or weight.dtype not in _HALF or weight.ndim != 1:
+        return False
+    row = torch.ones(1, *weight.shape, device=weight.device)
+    return _takes(module, row.to(weight.dtype)) and not _takes(module, row)
+
+
+@torch.no_grad()
+def _takes(module: torch.nn.Module, row: torch.Tensor) -> bool:
+    try:
+        module(row)
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    return True
+
+
+def _some(names: list[str]) -> str:
+    return f"'{names[0]}'" if len(names) == 1 else f"'{names[0]}' and {len(names) - 1} more"

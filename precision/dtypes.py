@@ -1,0 +1,14 @@
+"""The three dtypes of a plan, by the names that people use."""
+
+from __future__ import annotations
+
+import torch
+
+DTYPES: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+FP16_MAX: float = torch.finfo(torch.float16).max  # 65504
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch.float16 → "fp16"; others as torch writes them."""
+    return _NAMES.get(dtype, str(dtype).removeprefix("torch."))

@@ -1,0 +1,127 @@
+"""Watching a module while it computes: hooks that are there for one call, in one thread, and then gone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .shells import replaced
+from .streams import Stream
+
+
+@dataclass(frozen=True)
+class Peak:
+    """max |x| of what went into a layer and of what came out; inf or NaN where it overflowed."""
+
+    input: float
+    output: float
+
+
+def floating(tree: Any) -> list[torch.Tensor]:
+    """The non-empty floating tensors of a nest of tuples, lists and dicts."""
+    return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.numel()]
+
+
+def non_finite(tensor: torch.Tensor) -> int:
+    return int((~torch.isfinite(tensor.detach())).sum())
+
+
+def largest(tree: Any) -> torch.Tensor:
+    """max |x| over all floating tensors, as a float32 scalar on their device; 0 where there are none."""
+    found = [tensor.detach().abs().amax().float() for tensor in floating(tree)]
+    return torch.stack([peak.to(found[0].device) for peak in found]).amax() if found else torch.zeros(())
+
+
+def leaf_peaks(module: torch.nn.Module, call: Callable[[], Any]) -> dict[str, Peak]:
+    """Peaks of each layer (a module without children) that runs while `call` does; of all its calls."""
+    peaks: dict[str, list[torch.Tensor]] = {}
+
+    def watch(name: str, _layer: torch.nn.Module, given: Any, made: Any) -> None:
+        output = largest(made)
+        peaks.setdefault(name, []).append(torch.stack([largest(given).to(output.device), output]))
+
+    with _hooked(_leaves(module), watch):
+        call()
+    return {name: Peak(*torch.stack(found).amax(0).tolist()) for name, found in peaks.items()}
+
+
+def stream_peak(module: torch.nn.Module, stream: Stream, call: Callable[[], Any]) -> float:
+    """max |x| of the residual stream while `call` runs `module`, read at its norms' inputs. inf or NaN: overflowed."""
+    peaks: list[torch.Tensor] = []
+    norms = {name: module.get_submodule(name) for name in stream.norm_names(module)}
+    with _hooked(norms, lambda _name, _norm, given, _made: peaks.append(largest(given[0]))):
+        call()
+    return torch.stack(peaks).amax().item()
+
+
+def first_non_finite(module: torch.nn.Module, call: Callable[[], Any]) -> str:
+    """Name of the layer that first puts out a non-finite value while `call` runs."""
+    found: list[str] = []
+
+    def watch(name: str, _layer: torch.nn.Module, _given: Any, made: Any) -> None:
+        if not found and any(map(non_finite, floating(made))):
+            found.append(name)
+
+    with _hooked(_leaves(module), watch):
+        call()
+    return found[0] if found else type(module).__name__
+
+
+class BlockOutputs:
+    """max |x| of what a denoiser's blocks put out, for families that clip their stream: a clipped value is finite."""
+
+    def __init__(self) -> None:
+        self._peaks: list[torch.Tensor] = []
+
+    def watched(self, module: torch.nn.Module, blocks: str) -> torch.nn.Module:
+        """A shell of `module` whose blocks are watched; compiled blocks stay compiled."""
+        names = [f"{blocks}.{name}" for name, _ in module.get_submodule(blocks).named_children()]
+        return replaced(module, dict.fromkeys(names, lambda block: _Watched(block, self._peaks.append)))
+
+    def take(self) -> torch.Tensor | None:
+        """Of all blocks since the last call, as a scalar on their device."""
+        peaks, self._peaks[:] = self._peaks[:], []
+        return torch.stack(peaks).amax() if peaks else None
+
+
+class _Watched(torch.nn.Module):
+    def __init__(self, module: torch.nn.Module, see: Callable[[torch.Tensor], None]):
+        super().__init__()
+        self.module = module
+        self._see = see
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        made = self.module(*args, **kwargs)
+        self._see(largest(made))
+        return made
+
+
+@contextmanager
+def _hooked(
+    layers: Mapping[str, torch.nn.Module], see: Callable[[str, torch.nn.Module, Any, Any], None]
+) -> Generator[None]:
+    here = threading.get_ident()  # another thread may run the same module
+
+    def hook_for(name: str) -> Callable[..., None]:
+        def hook(layer: torch.nn.Module, given: Any, made: Any) -> None:
+            if threading.get_ident() == here:
+                see(name, layer, given, made)
+
+        return hook
+
+    handles = [layer.register_forward_hook(hook_for(name)) for name, layer in layers.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _leaves(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    return {name: layer for name, layer in module.named_modules() if not any(layer.children())}

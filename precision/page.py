@@ -1,0 +1,386 @@
+"""docs/precision.md, written from the tables themselves: `make docs`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, product
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from .accumulation import NEXFORT_OPTION, SPECS, Accumulation, Mode, decide
+from .arch import ARCHITECTURES, Architecture, by_capability, by_gfx
+from .policy import VARIANTS, Component, Plan, PlanImpossible, Precision, Variant, choose
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "precision.md"
+
+CARDS = """\
+# Precision by card and model
+
+<!-- Written by `make docs` from precision/arch.py, policy.py and accumulation.py. Do not edit it here. -->
+
+What each card can do, what `auto` chooses on it for each model, and why. What was chosen on your machine is in the
+sampler's report, with the reason. The tables name more models than there are nodes for: the [README](../README.md)
+says which can be loaded today.
+
+## Cards
+
+The Precision Report node names yours, and so does `onediff-guard doctor`. For NVIDIA, `sm86` means compute capability
+8.6; NVIDIA has a [list of cards by capability](https://developer.nvidia.com/cuda-gpus). A gfx name here stands for all
+targets that begin with it (`gfx11` for `gfx1100`); the longest name that fits counts.
+"""
+
+CARD_COLUMNS = """\
+- **bf16**: *native* is computed by the hardware. *emulated* is computed in fp32 and cast: right, but slow. PyTorch's
+  own check (`is_bf16_supported`) counts emulation as support, so it is not used here.
+- **fast fp16**: fp16 is faster than fp32.
+- **tensor cores**: matrix units for fp16. AMD calls them matrix cores.
+- **TF32**: fp32's range with fp16's mantissa. The fp32 rerun of a failed step uses it, unless `strict` is on.
+- **fp8**: for information. Nothing here runs in fp8.
+- **half-precision accumulation**: *right* or *wrong* by users' reports, *untried* where there is none. See
+  [below](#half-precision-accumulation).
+
+## Models
+
+- **dtype**: in which its authors trained or published it. *fp16 models* and *bf16 models* below are meant by it.
+- **leaves fp16's range**: activations of the denoiser are known to grow beyond 65504. Plain fp16 is NaN or black then.
+- **can be folded**: the residual stream feeds layer norms alone, so it can be scaled into fp16's range and the result
+  stays the same.
+
+A model's name links to what its authors say, here and everywhere below.
+"""
+
+AUTO = """\
+These are the published models. Where the weights of an fp16 model are stored in bf16, they are taken for a fine-tune
+that was trained in bf16 and may leave fp16's range. Weights stored in fp16 or fp32 change nothing.
+
+## What `auto` chooses
+
+For the denoiser. *fp16 folded* is fp16 with the residual stream scaled into range. Whatever runs in fp16 or bf16 is
+guarded: a call that comes out NaN or infinite is computed again in fp32. `auto` never takes plain fp16.
+"""
+
+OTHERS = """\
+An NVIDIA card that is newer than the table is treated as the nearest older one in it.
+
+### The other components
+
+Text encoders, image encoders and VAEs run in the same dtype as the denoiser, and are never folded. The exceptions:
+"""
+
+REASONS = """\
+### Why
+
+The report gives the denoiser's reason, with the names of your card and model in place of *this device* and *this
+model*.
+"""
+
+REQUESTS = """\
+## What the other values do
+
+For the denoiser. `bf16`, `fp16`, `fp16 (plain)` and `fp32` are honoured, but for what says *refused*.
+"""
+
+GUARD = """\
+## Guard and fold
+
+By the dtype that the denoiser ends up in, whether `auto` chose it or you did.
+"""
+
+ACCUMULATION = """\
+## Half-precision accumulation
+
+Attention kernels may add up in fp16 instead of fp32. That is faster, and on some cards it comes out NaN or black. The
+switches for it belong to the whole process. They are set while a model runs, and put back when it is done. The
+loader's `accumulation` chooses:
+"""
+
+SWITCHES = """\
+What the switches are set to. *left* means left as it was.
+"""
+
+RULES = f"""\
+- A switch that you have set yourself is never touched. The report names it.
+- Where several GPUs share the process, or several runs overlap, the safest value holds for all.
+- nexfort asks once more when it compiles: `{NEXFORT_OPTION}` is true where accumulation is *on*.
+- bf16 has fp32's range, so its own switches are left alone.
+- A PyTorch that lacks one of the `torch.` switches is no problem: that one is left out.
+"""
+
+
+@dataclass(frozen=True)
+class _Device:
+    """A row of the architectures, or one that stands for devices that have none."""
+
+    kind: str  # "Ampere"
+    name: str  # "sm80"; empty where the kind says it all
+    architecture: Architecture
+
+
+def _devices() -> list[_Device]:
+    mps = replace(ARCHITECTURES["mps"], label="Apple GPU before macOS 14", bf16="none")
+    return [
+        *(_Device(a.label, "" if a.label.lower() == a.name else a.name, a) for a in ARCHITECTURES.values()),
+        _Device(mps.label, "", mps),
+        _Device("older NVIDIA cards", "", by_capability(0, 0)),
+        _Device("any other device", "", by_gfx("gfx")),
+    ]
+
+
+def render() -> str:
+    """The whole page. Pure: the same tables give the same text."""
+    parts = [
+        CARDS,
+        _cards(),
+        CARD_COLUMNS,
+        _models(),
+        AUTO,
+        _matrix(),
+        OTHERS,
+        _other_components(),
+        REASONS,
+        _table(["runs in", "reason", "models", "where"], _reasons(Precision.AUTO, _links)),
+        REQUESTS,
+        _requests(),
+        _lacking(),
+        GUARD,
+        _guard_and_fold(),
+        ACCUMULATION,
+        _verdicts(),
+        SWITCHES,
+        _switches(),
+        RULES,
+        "".join(f"[{variant.name}]: {variant.source}\n" for variant in VARIANTS.values()),
+    ]
+    return "\n".join(parts)
+
+
+def _cards() -> str:
+    def row(group: Sequence[_Device]) -> list[str]:
+        a = group[0].architecture
+        names = ", ".join(f"`{device.architecture.name}`" for device in group)
+        flags = map(_yes, (a.fast_fp16, a.fp16_tensor_cores, a.tf32, a.fp8))
+        return [a.label, names, a.bf16, *flags, a.half_accumulation, _link(a.source)]
+
+    listed = [device for device in _devices() if device.architecture.known]
+    alike = groupby(listed, key=lambda device: replace(device.architecture, name=""))
+    titles = ["generation", "name", "bf16", "fast fp16", "tensor cores", "TF32", "fp8"]
+    return _table([*titles, "half-precision accumulation", "source"], [row(list(group)) for _, group in alike])
+
+
+def _models() -> str:
+    return _table(
+        ["model", "dtype", "leaves fp16's range", "can be folded", "components"],
+        [
+            [f"[{v.name}]", v.trained_in, _yes(v.leaves_fp16), _yes(v.folds), ", ".join(c.words for c in v.components)]
+            for v in VARIANTS.values()
+        ],
+    )
+
+
+def _matrix() -> str:
+    """Devices with the same cells in one row, models with the same cells in one column."""
+    devices = _devices()
+    columns: dict[tuple[str, ...], list[str]] = {}
+    for variant in VARIANTS.values():
+        plans = (choose(d.architecture, variant, Component.DENOISER, Precision.AUTO) for d in devices)
+        columns.setdefault(tuple(map(_cell, plans)), []).append(variant.name)
+    rows: dict[tuple[str, ...], list[_Device]] = {}
+    for index, device in enumerate(devices):
+        rows.setdefault(tuple(column[index] for column in columns), []).append(device)
+    most_first = sorted(rows.items(), key=lambda row: -len(row[1]))
+    return _table(
+        ["card", *map(_links, columns.values())],
+        [[_kinds(group), *(f"**{cell}**" for cell in cells)] for cells, group in most_first],
+    )
+
+
+def _other_components() -> str:
+    rows = []
+    for request in Precision:
+        cases = []
+        for variant, device in product(VARIANTS.values(), _devices()):
+            denoiser, reason = _outcome(device, variant, Component.DENOISER, request)
+            usual = (denoiser.removesuffix(" folded"), reason)
+            for component in variant.components:
+                outcome = _outcome(device, variant, component, request)
+                if outcome != usual and component is not Component.DENOISER:
+                    cases.append((variant, device, (component.words, *outcome)))
+        for (component, cell, reason), names, devices in _grouped(cases):
+            rows.append([f"`{request.value}`", component, cell, reason, _links(names), _where(devices)])
+    return _table(["asked for", "component", "runs in", "reason", "models", "where"], rows)
+
+
+def _reasons(request: Precision, models: Callable[[Sequence[str]], str]) -> list[list[str]]:
+    cases = [
+        (variant, device, _outcome(device, variant, Component.DENOISER, request))
+        for variant, device in product(VARIANTS.values(), _devices())
+    ]
+    return [[*outcome, models(names), _where(devices)] for outcome, names, devices in _grouped(cases)]
+
+
+def _requests() -> str:
+    rows = [
+        [f"`{request.value}`", *row]
+        for request in Precision
+        if request is not Precision.AUTO
+        for row in _reasons(request, _which)
+    ]
+    return _table(["asked for", "runs in", "reason", "models", "where"], rows)
+
+
+def _lacking() -> str:
+    architecture = next(iter(ARCHITECTURES.values()))
+    for variant, component in product(VARIANTS.values(), Component):
+        if component not in variant.components:
+            try:
+                choose(architecture, variant, component, Precision.AUTO)
+            except PlanImpossible as refused:
+                return f"A component that a model lacks is refused in every precision: “{refused}”\n"
+    return ""
+
+
+def _guard_and_fold() -> str:
+    native = next(device for device in _devices() if device.architecture.native_bf16)
+    rows = []
+    for request in (Precision.BF16, Precision.FP16, Precision.FP16_PLAIN, Precision.FP32):
+        alike: dict[tuple[str, str], list[str]] = {}
+        for variant in VARIANTS.values():
+            plan = choose(_nameless(native.architecture), _anonymous(variant), Component.DENOISER, request)
+            fold = f"{'yes' if plan.folded else 'no'}: {plan.fold_reason}"
+            alike.setdefault((plan.guard_reason, fold), []).append(variant.name)
+        rows += [[request.value, guard, fold, _which(names)] for (guard, fold), names in alike.items()]
+    return _table(["runs in", "guarded", "folded", "models"], rows)
+
+
+def _verdicts() -> str:
+    rows = []
+    for request in Accumulation:
+        alike: dict[tuple[str, str, str], list[_Device]] = {}
+        for device in _devices():
+            decision = decide(_nameless(device.architecture), request)
+            alike.setdefault((decision.mode.value, decision.reason, decision.source), []).append(device)
+        for (mode, reason, source), devices in sorted(alike.items(), key=lambda row: len(row[1])):
+            rows.append([f"`{request.value}`", mode, reason, _where(devices), _link(source)])
+    return _table(["asked for", "accumulation in fp16", "reason", "where", "source"], rows)
+
+
+def _switches() -> str:
+    used: dict[Mode, dict[str, None]] = {}
+    for request, device in product(Accumulation, _devices()):
+        used.setdefault(decide(device.architecture, request).mode, {})[f"`{request.value}`"] = None
+    modes = [mode for mode in Mode if mode in used]
+    return _table(
+        ["switch", *(f"{', '.join(used[mode])}: {mode.value}" for mode in modes)],
+        [[f"`{spec.name}`", *(spec.values.get(mode, "left") for mode in modes)] for spec in SPECS],
+    )
+
+
+def _outcome(device: _Device, variant: Variant, component: Component, request: Precision) -> tuple[str, str]:
+    """What it runs in, and the reason, without the names of device and model."""
+    try:
+        plan = choose(_nameless(device.architecture), _anonymous(variant), component, request)
+    except PlanImpossible as refused:
+        return "*refused*", str(refused)
+    return _cell(plan), plan.reason
+
+
+def _nameless(architecture: Architecture) -> Architecture:
+    return replace(architecture, name="this device", label="this device")
+
+
+def _anonymous(variant: Variant) -> Variant:
+    return replace(variant, name="this model", fact=variant.fact.replace(variant.name, "this model"))
+
+
+Outcome = tuple[str, ...]
+
+
+def _grouped(cases: Iterable[tuple[Variant, _Device, Outcome]]) -> list[tuple[Outcome, list[str], list[_Device]]]:
+    """Each outcome once, with its models and devices; again only where its models differ in their devices."""
+    outcomes: dict[Outcome, dict[str, list[_Device]]] = {}
+    for variant, device, outcome in cases:
+        outcomes.setdefault(outcome, {}).setdefault(variant.name, []).append(device)
+    rows = []
+    for outcome, by_model in outcomes.items():
+        alike: dict[tuple[_Device, ...], list[str]] = {}
+        for name, devices in by_model.items():
+            alike.setdefault(tuple(devices), []).append(name)
+        rows += [(outcome, names, list(devices)) for devices, names in alike.items()]
+    return rows
+
+
+_BF16: dict[str, Callable[[Architecture], bool]] = {
+    "bf16 native": lambda a: a.bf16 == "native",
+    "bf16 emulated": lambda a: a.bf16 == "emulated",
+    "no bf16": lambda a: a.bf16 == "none",
+    "no native bf16": lambda a: a.bf16 != "native",
+}
+_FP16: dict[str, Callable[[Architecture], bool]] = {
+    "fast fp16": lambda a: a.fast_fp16,
+    "no fast fp16": lambda a: not a.fast_fp16,
+}
+
+
+def _where(devices: Iterable[_Device]) -> str:
+    """Devices by what they have in common, else by name."""
+    chosen, every = set(devices), _devices()
+    if chosen == set(every):
+        return "everywhere"
+    for words, has in (_BF16 | _FP16).items():
+        if chosen == {device for device in every if has(device.architecture)}:
+            return words
+    for (bf16, first), (fp16, second) in product(_BF16.items(), _FP16.items()):
+        if chosen == {device for device in every if first(device.architecture) and second(device.architecture)}:
+            return f"{bf16}, {fp16}"
+    if len(chosen) > len(every) / 2:
+        return f"everywhere but {_kinds(device for device in every if device not in chosen)}"
+    return _kinds(device for device in every if device in chosen)
+
+
+def _kinds(devices: Iterable[_Device]) -> str:
+    def words(kind: str, group: Iterable[_Device]) -> str:
+        names = [f"`{device.name}`" for device in group if device.name]
+        return f"{kind} ({', '.join(names)})" if names else kind
+
+    return ", ".join(words(kind, group) for kind, group in groupby(devices, key=lambda device: device.kind))
+
+
+def _which(names: Sequence[str]) -> str:
+    """Models by what they have in common, else by name."""
+    trained_in = {VARIANTS[name].trained_in for name in names}
+    if len(names) == len(VARIANTS):
+        return "all"
+    if len(names) == sum(variant.trained_in in trained_in for variant in VARIANTS.values()):
+        return f"{min(trained_in)} models"
+    return _links(names)
+
+
+def _links(names: Iterable[str]) -> str:
+    return ", ".join(f"[{name}]" for name in names)
+
+
+def _cell(plan: Plan) -> str:
+    return f"{plan.dtype} folded" if plan.folded else plan.dtype
+
+
+def _yes(flag: bool) -> str:
+    return "yes" if flag else "–"
+
+
+def _link(source: str) -> str:
+    _, host, path, *_ = urlsplit(source)
+    return f"[{path[1:] if host == 'github.com' else host}]({source})" if host else source
+
+
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (titles, ["---"] * len(titles), *rows))
+
+
+def main(path: Path = PAGE) -> None:
+    """Write the page, with the same bytes on every system."""
+    path.write_text(render(), encoding="utf-8", newline="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Shells: shallow copies of a module that share its weights and replace something. The module stays as it is."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+Make = Callable[[torch.nn.Module], torch.nn.Module]
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
+          "_forward_hooks_always_called")  # fmt: skip
+
+
+def replaced(module: torch.nn.Module, replacements: Mapping[str, Make]) -> torch.nn.Module:
+    """A shell of `module` in which each named submodule is what its function makes of it. Only what leads there is
+    copied."""
+    if make := replacements.get(""):
+        return make(module)
+    below: dict[str, dict[str, Make]] = {}
+    for path, make in replacements.items():
+        first, _, rest = path.partition(".")
+        below.setdefault(first, {})[rest] = make
+    shell = copy.copy(module)
+    shell.__dict__["_modules"] = dict(module._modules)
+    for name, inner in below.items():
+        shell._modules[name] = replaced(module.get_submodule(name), inner)
+    return shell
+
+
+def with_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> torch.nn.Module:
+    """A shell of `module` that calls `forward`, without the module's hooks, which the original still runs."""
+    shell = copy.copy(module)
+    shell.__dict__.update({name: OrderedDict() for name in _HOOKS if name in shell.__dict__})
+    shell.forward = forward
+    return shell
+
+
+def structural_copy(module: torch.nn.Module) -> torch.nn.Module:
+    """A shell of `module` whose submodules are shells too: what is put into it, at any depth, is not in `module`.
+
+    Parameters and buffers are the same objects, and stay so when either is moved to another device.
+    """
+    shells: dict[int, torch.nn.Module] = {}
+
+    def copied(part: torch.nn.Module) -> torch.nn.Module:
+        if id(part) not in shells:
+            shell = shells[id(part)] = copy.copy(part)
+            shell.__dict__["_modules"] = {
+                name: None if child is None else copied(child) for name, child in part._modules.items()
+            }
+        return shells[id(part)]
+
+    return copied(module)

@@ -1,0 +1,304 @@
+"""The five known ways to a black picture (README), each on a model that is built for its mechanism.
+
+Each shows first that the mechanism is real: plain fp16, or the switch as it was, fails as users report it.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from comfyui_onediff_guard.pipelines.denoiser import guarded_denoiser
+from comfyui_onediff_guard.pipelines.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.errors import BadFolder
+from comfyui_onediff_guard.pipelines.families import COGVIEW3PLUS
+from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
+from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH
+from comfyui_onediff_guard.precision.consistency import DamagedByCast, make_consistent
+from comfyui_onediff_guard.precision.observe import stream_peak
+from comfyui_onediff_guard.precision.policy import Component, Precision
+from conftest import FP16_MAX, cogview3_call
+from diffusers import CogVideoXTransformer3DModel, CogView3PlusTransformer2DModel
+from torch.nn import functional as F
+from transformers import T5EncoderModel
+
+SMALL = SampleSettings(width=64, height=48, frames=9, steps=3, guidance_scale=6.0, seed=3, scheduler="DPM")
+
+
+def sampled(handle, prompt="a lighthouse above a calm sea"):
+    (positive, negative), _ = encode_prompts(handle, [prompt, ""], Precision.FP32)
+    return sample(handle, positive, negative, SMALL)
+
+
+def error(found, expected):
+    return ((found - expected).abs().max() / expected.abs().max()).item()
+
+
+# --- case 1: the residual stream of a model trained in bf16 leaves fp16's range ---------------------------------------
+
+
+def test_case_1_stream(model_folder, on_card):
+    folder = model_folder("1.5", "stream")
+    expected, _ = sampled(on_card(folder, "sm75", "fp32"))
+    plain, plain_report = sampled(on_card(folder, "sm75", "fp16 (plain)"))
+    assert torch.isnan(plain).all() and plain_report.failed == SMALL.steps
+    bf16, _ = sampled(on_card(folder, "sm80"))
+
+    handle = on_card(folder, "sm75")
+    sampled(handle)  # its first step measures the stream
+    latents, report = sampled(handle)
+    assert [(step.dtype, step.outcome) for step in report.steps] == [("fp16", "finite")] * SMALL.steps
+    assert error(latents, expected) <= error(bf16, expected) / 4, "nearer to fp32 than an A100's bf16"
+    assert f"sm75 (Turing) has no native bf16 → fp16, folded by 2^-{report.fold_bits}; 3 steps, 0 reruns" in (
+        report.summary()
+    )
+
+
+# --- case 2: a model belongs in the dtype that it was trained in ------------------------------------------------------
+
+
+def overflow_inside_a_feed_forward(denoiser):
+    """Hidden activations of one feed-forward reach 3e5; what it writes to the stream stays as it was."""
+    feed_forward = denoiser.transformer_blocks[1].ff
+    factor = 1e5
+    feed_forward.net[0].proj.weight.mul_(factor)
+    feed_forward.net[0].proj.bias.mul_(factor)
+    feed_forward.net[2].weight.div_(factor)
+
+
+@pytest.fixture
+def overflowing_inside(model_folder, changed):
+    return changed(model_folder("5b"), "transformer", CogVideoXTransformer3DModel, overflow_inside_a_feed_forward)
+
+
+def test_case_2_inside_of_a_feed_forward(overflowing_inside, on_card):
+    expected, _ = sampled(on_card(overflowing_inside, "sm80", "fp32"))
+    plain, _ = sampled(on_card(overflowing_inside, "sm80", "fp16 (plain)"))
+    assert not torch.isfinite(plain).all()
+
+    latents, report = sampled(on_card(overflowing_inside, "sm80"))
+    assert report.plan.dtype == "bf16" and report.reruns == 0
+    assert error(latents, expected) < 0.1
+
+    latents, report = sampled(on_card(overflowing_inside, "sm75"))
+    assert report.plan.folded and report.reruns == SMALL.steps - 1, "all but the first, which measures"
+    assert error(latents, expected) < 5e-3
+    assert "'transformer_blocks.1.ff.net.0.proj' reaches" in report.text()
+    assert "inside a block, where the fold cannot help" in report.text()
+
+
+def test_case_2_weights_trained_in_fp16_lose_digits_in_bf16(model_folder, changed, on_card):
+    folder = changed(
+        model_folder("2b"),
+        "transformer",
+        CogVideoXTransformer3DModel,
+        lambda denoiser: [p.copy_(p.half()) for p in denoiser.parameters()],
+    )
+    expected, _ = sampled(on_card(folder, "sm80", "fp32"))
+    lost, _ = sampled(on_card(folder, "sm80", "bf16"))
+    latents, report = sampled(on_card(folder, "sm80"))
+    assert report.plan.dtype == "fp16" and "CogVideoX-2B was trained in fp16" in report.summary()
+    assert error(latents, expected) <= error(lost, expected) / 4
+
+
+# --- case 3: T5 in fp16 -----------------------------------------------------------------------------------------------
+
+
+class FusedRMSNorm(torch.nn.Module):
+    """As apex's: an input of another dtype than its weight is refused by the kernel. Older transformers put apex's in
+    T5LayerNorm's place where it is installed."""
+
+    def __init__(self, hidden_size, eps=1e-6):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size))
+        self.eps = eps
+
+    def forward(self, x):
+        if x.dtype != self.weight.dtype:
+            raise RuntimeError("expected scalar type Float but found Half")
+        variance = x.float().pow(2).mean(-1, keepdim=True)
+        return (self.weight * (x.float() * torch.rsqrt(variance + self.eps))).to(x.dtype)
+
+
+def beyond_fp16(text_encoder):
+    """A weight of a feed-forward's last layer that fp16 cannot hold, as T5 v1.1 XXL has. Its input is small."""
+    feed_forward = text_encoder.encoder.block[0].layer[1].DenseReluDense
+    feed_forward.wo.weight[3, 5] = 66246.0
+    feed_forward.wi_0.weight[5] *= 2**-7
+    feed_forward.wi_1.weight[5] *= 2**-9
+
+
+def encoded(handle):
+    (embeddings, _), report = encode_prompts(handle, ["a boat", ""])
+    return embeddings, report
+
+
+def test_case_3_text_encoder(model_folder, changed, on_card):
+    folder = changed(model_folder("2b"), "text_encoder", T5EncoderModel, beyond_fp16)
+    expected, _ = encoded(on_card(folder, "sm75", "fp32"))
+    tokens = torch.tensor([[5, 9, 1]])
+    right = T5EncoderModel.from_pretrained(folder / "text_encoder")(tokens).last_hidden_state
+    undone = T5EncoderModel.from_pretrained(folder / "text_encoder", dtype=torch.float16)
+    torch.nn.Module.to(undone, torch.float16)  # wo's large value becomes infinite, and T5 clamps what it makes
+    assert not error(undone(tokens).last_hidden_state, right) < 0.1
+    with pytest.raises(DamagedByCast, match=r"wo.weight' belongs in fp32.*1 of its values are not finite"):
+        make_consistent(undone, torch.float16)
+
+    embeddings, report = encoded(on_card(folder, "sm75"))
+    assert report.plan.dtype == "fp16" and report.reruns == 0
+    assert error(embeddings, expected) < 1e-2
+
+
+def test_case_3_text_encoder_with_a_norm_that_refuses_mixed_dtypes(model_folder, on_card, monkeypatch):
+    folder = model_folder("2b")
+    expected, _ = encoded(on_card(folder, "sm75", "fp32"))
+    monkeypatch.setattr("transformers.models.t5.modeling_t5.T5LayerNorm", FusedRMSNorm)
+    plain = T5EncoderModel.from_pretrained(folder / "text_encoder", dtype=torch.float16)
+    with pytest.raises(RuntimeError, match="expected scalar type Float but found Half"):
+        plain(torch.tensor([[5, 9, 1]]))
+
+    embeddings, report = encoded(on_card(folder, "sm75"))
+    assert report.plan.dtype == "fp16" and report.reruns == 0
+    assert error(embeddings, expected) < 1e-2
+    assert "(FusedRMSNorm) refuses inputs of another dtype than its weight: computes in fp32 now" in report.text()
+
+
+def test_case_3_a_text_encoder_that_was_cast_after_loading_is_put_right_or_refused(
+    model_folder, changed, on_card, monkeypatch
+):
+    load = T5EncoderModel.from_pretrained
+
+    def load_and_cast(*args, **options):
+        return torch.nn.Module.to(load(*args, **options), torch.float16)
+
+    folder = model_folder("2b")
+    damaged = changed(folder, "text_encoder", T5EncoderModel, beyond_fp16)
+    expected, _ = encoded(on_card(folder, "sm75", "fp32"))
+    monkeypatch.setattr(T5EncoderModel, "from_pretrained", load_and_cast)
+    embeddings, report = encoded(on_card(folder, "sm75", "fp16"))
+    assert "put back in fp32, where T5EncoderModel keeps wo" in report.text()
+    assert error(embeddings, expected) < 1e-2
+    handle = on_card(damaged, "sm75", "fp16")
+    with pytest.raises(BadFolder, match="belongs in fp32"):
+        encoded(handle)
+    assert handle.store.loaded() == {}
+
+
+# --- case 4: half-precision accumulation in fused attention, by contract ----------------------------------------------
+
+
+class FusedAttention:
+    """Stands in for OneFlow's kernel: it reads the switch at each launch, and unset counts as true."""
+
+    def __init__(self):
+        self.seen: list[str | None] = []
+
+    def __call__(self, query, key, value, **options):
+        switch = os.environ.get(ATTENTION_SWITCH)
+        self.seen.append(switch)
+        if query.dtype == torch.float16 and (switch or "true").lower() in {"1", "true", "yes", "on", "y"}:
+            scores = (query.float() @ key.float().transpose(-1, -2)) * 1e6  # K is large, as in SVD: OneDiff PR 454
+            return (scores.half().softmax(-1) @ value).to(value.dtype)
+        return F.scaled_dot_product_attention.__wrapped__(query, key, value, **options)
+
+
+@pytest.fixture
+def fused_attention(monkeypatch):
+    kernel, original = FusedAttention(), F.scaled_dot_product_attention
+
+    def launch(*args, **options):
+        return kernel(*args, **options)
+
+    launch.__wrapped__ = original  # type: ignore[attr-defined]
+    monkeypatch.setattr(F, "scaled_dot_product_attention", launch)
+    return kernel
+
+
+@pytest.mark.parametrize("card", ["sm75", "sm80", "sm86", "sm89"])
+def test_case_4_accumulation(model_folder, on_card, fused_attention, monkeypatch, card):
+    folder = model_folder("2b")
+    expected, _ = sampled(on_card(folder, card, "fp32"))
+    monkeypatch.setenv(ATTENTION_SWITCH, "1")  # as it was: what unset counts as
+    plain, _ = sampled(on_card(folder, card, "fp16 (plain)"))
+    assert not torch.isfinite(plain).all()
+    _, exported = sampled(on_card(folder, card))
+    assert exported.reruns == SMALL.steps, "the user's value is respected; the guard saves the run"
+    assert "inside attention, where the fold cannot help" in exported.text()
+    monkeypatch.delenv(ATTENTION_SWITCH)
+
+    fused_attention.seen.clear()
+    latents, report = sampled(on_card(folder, card))
+    assert report.plan.dtype == "fp16" and report.reruns == 0
+    assert set(fused_attention.seen) == {"0"}, "at the moment of each launch"
+    assert error(latents, expected) < 2e-2
+    assert ATTENTION_SWITCH not in os.environ
+
+
+def test_case_4_accumulation_is_left_on_for_volta(model_folder, on_card, fused_attention):
+    handle = on_card(model_folder("2b"), "sm70", "fp32")
+    sampled(handle)
+    assert set(fused_attention.seen) == {"1"}
+
+
+# --- case 5: CogView3-Plus clips its stream in fp16 -------------------------------------------------------------------
+
+
+def overflow_stream(gates, writer):
+    """The stream of the image's tokens, the text's, or both, reaches 5e5 after a block."""
+
+    def change(denoiser):
+        block, width = denoiser.transformer_blocks[0], 64
+        for gate in gates:
+            block.norm1.linear.bias[gate * width : (gate + 1) * width] = 16.0
+        linear = block.get_submodule(writer)
+        for _ in range(3):
+            peak = stream_peak(denoiser, COGVIEW3PLUS.stream, lambda: denoiser(**cogview3_call(denoiser)))
+            linear.weight.mul_(5e5 / peak)
+
+    return change
+
+
+FEED_FORWARD, ATTENTION = "ff.net.2", "attn1.to_out.0"
+IMAGE, TEXT = 5, 11  # chunks of norm1.linear: the gates of the feed-forward; 3 before each, those of attention
+CLIPPED = {
+    "a finite wrong picture": ((IMAGE, TEXT), FEED_FORWARD, True),
+    "a clipped text, of which the last norm sees nothing": ((TEXT,), FEED_FORWARD, True),
+    "NaN, which the clip keeps": ((IMAGE - 3, TEXT - 3), ATTENTION, False),
+}
+
+
+@pytest.mark.parametrize(("gates", "writer", "finite"), CLIPPED.values(), ids=CLIPPED)
+def test_case_5_clip(cogview3_folder, changed, on_card, gates, writer, finite):
+    folder = changed(cogview3_folder, "transformer", CogView3PlusTransformer2DModel, overflow_stream(gates, writer))
+
+    def step(precision, card="sm75", fold=True):
+        handle = on_card(folder, card, precision, COGVIEW3PLUS)
+        if not fold:
+            handle.store.stream_peak = 1.0  # as if measured on a prompt that stayed small
+        report = handle.report(handle.plan(Component.DENOISER))
+        denoiser = guarded_denoiser(handle, report)
+        with torch.no_grad():
+            outputs = [denoiser(**cogview3_call(denoiser))[0].float() for _ in range(2)]
+        return outputs[-1], report
+
+    expected, _ = step("fp32")
+    plain, report = step("fp16 (plain)")
+    assert torch.isfinite(plain).all() == finite
+    assert report.failed == 2, "a clipped value is a failure"
+    if IMAGE in gates:
+        assert error(plain, expected) > 0.4
+    bf16, report = step("auto", "sm80")
+    assert report.plan.dtype == "bf16" and report.reruns == 0
+
+    unfolded, report = step("auto", fold=False)
+    assert [record.outcome for record in report.steps] == ["rerun", "rerun"]
+    assert error(unfolded, expected) < 2e-3
+    folded, report = step("auto")
+    assert [record.dtype for record in report.steps] == ["fp32", "fp16"], "the first step measures"
+    assert report.reruns == 0
+    assert error(folded, expected) <= error(bf16, expected) / 4
+
+
+def test_fp16_ends_where_the_models_above_go_beyond():
+    assert torch.finfo(torch.float16).max == FP16_MAX < 66246 < 5e5

@@ -1,0 +1,174 @@
+"""`onediff-guard doctor`: for people, for scripts, and at bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comfyui_onediff_guard.headless import cli
+from comfyui_onediff_guard.pipelines import diagnosis
+from comfyui_onediff_guard.precision import arch, policy
+from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH
+
+Doctor = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def doctor(capsys: pytest.CaptureFixture[str]) -> Doctor:
+    """doctor(*arguments) → exit code, stdout, stderr."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = cli.main(["doctor", *arguments])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def strictly(text: str) -> Any:
+    """One JSON object, without the NaN and Infinity that Python's parser would take."""
+    return json.loads(text, parse_constant=pytest.fail)
+
+
+def test_all_variants_on_this_machine(doctor: Doctor) -> None:
+    code, out, err = doctor()
+    assert (code, err) == (0, "")
+    for part in ("This machine", "PyTorch", "Compile backends", ATTENTION_SWITCH, *policy.VARIANTS):
+        assert part in out
+    assert "OneFlow's special builds and nexfort: neither has been available" in out
+
+
+def test_a_model_on_another_card(doctor: Doctor, model_folder: Callable[..., Path]) -> None:
+    code, out, _ = doctor("--arch", "7.5", "--model", str(model_folder("5b")))
+    assert code == 0
+    assert "Plan for 5b-none: CogVideoX-5B on sm75 (Turing), precision auto" in out
+    assert "sm75 (Turing) has no native bf16 → fp16" in out
+
+
+def test_one_json_object(doctor: Doctor, model_folder: Callable[..., Path]) -> None:
+    code, out, err = doctor(
+        "--json", "--model", str(model_folder("2b")), "--arch", "sm86", "--precision", "fp16 (plain)",
+        "--accumulation", "fast",
+    )  # fmt: skip
+    told = strictly(out)
+    assert (code, err, told["status"]) == (0, "", "done")
+    assert told["architecture"]["name"] == "sm86" and told["here"] is False
+    assert (told["precision"], told["accumulation"]) == ("fp16 (plain)", "fast")
+    (model,) = told["models"]
+    assert [plan["component"] for plan in model["plans"]] == ["text_encoder", "vae_encode", "denoiser", "vae_decode"]
+    assert {plan["dtype"] for plan in model["plans"]} == {"fp16"} and not any(p["guarded"] for p in model["plans"])
+    assert told["not_run"] and told["machine"]["packages"]["diffusers"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--arch", "potato"], "'potato' is no architecture. Write one of sm60"),
+        (["--arch", ""], "'' is no architecture"),
+        (["--model", "absent"], "There is no folder 'absent'"),
+        (["--model", "file"], "There is no folder 'file'"),
+        (["--model", "."], "is not a diffusers-format folder: it has no model_index.json"),
+        (["--model", "other"], "'other' holds a FluxPipeline. Known: CogVideoXPipeline"),
+        (["--model", "cut"], "its header is cut off"),
+    ],
+)
+def test_bad_input(
+    doctor: Doctor,
+    model_folder: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
+    shutil.copytree(model_folder("2b"), tmp_path / "cut")
+    next((tmp_path / "cut" / "vae").glob("*.safetensors")).write_bytes(b"1234")
+    code, out, err = doctor(*arguments)
+    assert (code, out) == (2, "")
+    assert message in err and "Traceback" not in err
+    code, out, err = doctor(*arguments, "--json")
+    told = strictly(out)
+    assert (code, told["status"], told["exit_code"]) == (2, "error", 2)
+    assert message in told["error"]
+
+
+def test_a_model_that_may_not_be_read(
+    doctor: Doctor, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(diagnosis, "inspect", refuse)
+    code, _, err = doctor("--model", str(model_folder("2b")))
+    assert code == 2 and "cannot be read: [Errno 13] Permission denied" in err
+
+
+@pytest.mark.parametrize("arguments", [["--precision", "int8"], ["--accumulation", "on"], ["model"], ["--model"]])
+def test_bad_usage(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        cli.main(["doctor", *arguments])
+    assert error.value.code == 2
+
+
+def test_nonsense_in_an_exported_variable(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ATTENTION_SWITCH, "maybe")
+    code, out, _ = doctor("--arch", "sm80")
+    assert code == 0
+    assert "set by you: 'maybe' is neither true nor false" in out
+    _, out, _ = doctor("--arch", "sm80", "--json")
+    switches = {switch["name"]: switch for switch in strictly(out)["switches"]}
+    assert (switches[ATTENTION_SWITCH]["value"], switches[ATTENTION_SWITCH]["set_by"]) == ("maybe", "user")
+
+
+def test_rows_added_to_the_tables_show_up(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = replace(arch.named("sm75"), name="sm300", label="Made-up")
+    model = replace(policy.VARIANTS["CogVideoX-5B"], name="CogVideoX-99B")
+    monkeypatch.setitem(arch.ARCHITECTURES, card.name, card)
+    monkeypatch.setitem(policy.VARIANTS, model.name, model)
+    code, out, _ = doctor("--arch", "sm300")
+    assert code == 0
+    assert "Plans on sm300 (Made-up)" in out and "\n  CogVideoX-99B " in out
+    assert "sm300" in doctor("--arch", "potato")[2], "a wrong name is answered with the table"
+
+
+def test_a_fresh_process_away_from_the_repository(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "comfyui_onediff_guard.headless", "doctor", "--json"]
+    environment = {**os.environ, ATTENTION_SWITCH: "maybe", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    told = strictly(done.stdout)
+    assert told["machine"]["gpus"] == [] and told["status"] == "done"
+
+
+def test_a_pytorch_that_cannot_be_imported_is_told(tmp_path: Path, model_folder: Callable[..., Path]) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(
+        "raise OSError('[WinError 126] c10.dll or one of its dependencies')"
+    )
+    command = [sys.executable, "-m", "comfyui_onediff_guard.headless", "doctor", "--model", str(model_folder("2b"))]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "cannot be imported (OSError: [WinError 126] c10.dll" in " ".join(done.stdout.split())
+    assert "none: nothing runs without PyTorch" in done.stdout
+
+
+def test_help_imports_nothing_heavy(fresh_python: Callable[..., str]) -> None:
+    code = (
+        "import sys; from comfyui_onediff_guard.headless import cli\n"
+        "try: cli.main(['doctor', '--help'])\n"
+        "except SystemExit: print(sorted({'torch', 'av', 'aiohttp', 'diffusers'} & set(sys.modules)))"
+    )
+    out = fresh_python(code)
+    assert out.endswith("[]\n") and "--arch" in out

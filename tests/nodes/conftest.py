@@ -1,0 +1,91 @@
+"""A ComfyUI of few lines: what its modules do with this pack, without the rest."""
+
+from __future__ import annotations
+
+import sys
+import types
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+
+class LoadedModel:
+    """As ComfyUI's: it does not keep the model."""
+
+    def __init__(self, model):
+        self._model = weakref.ref(model)
+
+    @property
+    def model(self) -> Any:
+        return self._model()
+
+    def model_load(self):
+        self.model.partially_load(self.model.load_device, 1e32, force_patch_weights=False)
+
+    def model_unload(self):
+        self.model.detach()
+
+
+class Management(types.SimpleNamespace):
+    """What ComfyUI's model_management does with a model, in the fewest lines."""
+
+    def __init__(self):
+        super().__init__(current_loaded_models=[], freed=[], interrupted=False, LoadedModel=LoadedModel)
+
+    def get_torch_device(self):
+        return torch.device("cpu")
+
+    def minimum_inference_memory(self):
+        return 1000
+
+    def free_memory(self, n_bytes, device):
+        self.freed.append(n_bytes)
+
+    def load_models_gpu(self, models):
+        for model in models:
+            self.current_loaded_models[:] = [loaded for loaded in self.current_loaded_models if loaded.model]
+            if not any(loaded.model is model for loaded in self.current_loaded_models):
+                self.current_loaded_models.insert(0, LoadedModel(model))
+                self.current_loaded_models[0].model_load()
+
+    def unload_all_models(self):
+        while self.current_loaded_models:
+            loaded = self.current_loaded_models.pop()
+            assert loaded.model is not None, "a model died amid unloading, which ComfyUI does not expect"
+            loaded.model_unload()
+
+    def soft_empty_cache(self):
+        pass
+
+    def throw_exception_if_processing_interrupted(self):
+        if self.interrupted:
+            raise KeyError("InterruptProcessingException")
+
+
+@pytest.fixture
+def comfyui(model_folder, monkeypatch):
+    from comfyui_onediff_guard.nodes import host
+
+    monkeypatch.setattr(host, "_lingering", None)
+    management, bars = Management(), []
+
+    class Bar:
+        def __init__(self, total):
+            bars.append([])
+
+        def update_absolute(self, done, total):
+            bars[-1].append((done, total))
+
+    root = str(model_folder("2b").parent)
+    paths = types.SimpleNamespace(get_folder_paths=lambda name: [root] if name == "diffusers" else [])
+    monkeypatch.setitem(sys.modules, "folder_paths", paths)
+    monkeypatch.setitem(sys.modules, "comfy.model_management", management)
+    monkeypatch.setitem(sys.modules, "comfy.utils", types.SimpleNamespace(ProgressBar=Bar))
+    texts = []
+    instance = types.SimpleNamespace(send_progress_text=lambda text, node_id: texts.append((node_id, text)))
+    monkeypatch.setitem(
+        sys.modules, "server", types.SimpleNamespace(PromptServer=types.SimpleNamespace(instance=instance))
+    )
+    return types.SimpleNamespace(management=management, bars=bars, texts=texts)

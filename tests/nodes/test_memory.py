@@ -1,0 +1,146 @@
+"""What stays in memory under ComfyUI's memory manager, and what goes, from one run of a graph to the next."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
+from comfyui_onediff_guard.nodes import host
+from comfyui_onediff_guard.pipelines.store import ComponentStore
+
+
+def node(name):
+    return NODE_CLASS_MAPPINGS[f"OneDiffGuard{name}"]()
+
+
+def weights_in_memory():
+    """Bytes of all parameters that live anywhere in this process."""
+    gc.collect()
+    parameters = [o for o in gc.get_objects() if issubclass(type(o), torch.nn.Parameter) and not o.is_meta]
+    return sum({p.data_ptr(): p.nbytes for p in parameters}.values())
+
+
+class Graph:
+    """Load → Encode → Sample → Decode, of which ComfyUI keeps the outputs; a node that changed loses its own first."""
+
+    def __init__(self, model):
+        self.model = model
+        self.outputs = {}
+
+    def run(self, precision, sampler="inherit"):
+        self.outputs.clear()
+        (pipeline,) = self.outputs["load"] = node("LoadCogVideoX").load(self.model, precision, "eager", "none")
+        encoded = node("EncodePrompt").encode(pipeline, "a paper boat", "", "inherit")
+        positive, negative = self.outputs["encode"] = encoded["result"]
+        sampled = node("SampleCogVideoX").sample(
+            pipeline, positive, negative, 64, 48, 9, 1, 6.0, 1, "DDIM", sampler, node_id="5"
+        )
+        self.outputs["sample"] = sampled["result"]
+        node("DecodeLatents").decode(pipeline, sampled["result"][0], False, False, "inherit")
+
+
+@pytest.fixture
+def graph(comfyui, model_folder):
+    return Graph(model_folder("2b").name)
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """Component and bytes of all weights in memory right after it was read, for each that is read."""
+    seen = []
+    original = ComponentStore._load
+
+    def load(store, name, dtype):
+        module = original(store, name, dtype)
+        seen.append((name, weights_in_memory()))
+        return module
+
+    monkeypatch.setattr(ComponentStore, "_load", load)
+    return seen
+
+
+def names(loads):
+    return [name for name, _ in loads]
+
+
+def test_comfyuis_memory_manager_holds_what_is_loaded_and_loses_what_is_let_go(comfyui, model_folder):
+    (pipeline,) = node("LoadCogVideoX").load(model_folder("2b").name, "fp32", "eager", "none")
+
+    def loaded():
+        return [m.model.component for m in comfyui.management.current_loaded_models if m.model and m.model.model_size()]
+
+    node("EncodePrompt").encode(pipeline, "x", "", "inherit")
+    assert loaded() == [], "the text encoder is let go after encoding"
+    denoiser = pipeline.store.module("transformer", "fp32")
+    assert loaded() == [denoiser]
+    size = comfyui.management.current_loaded_models[0].model.model_size()
+    assert size == sum(p.nbytes for p in (*denoiser.parameters(), *denoiser.buffers()))
+    pipeline.store.rest("transformer")
+    assert loaded() == []
+    assert pipeline.store.module("transformer", "fp32") is denoiser, "moved, not read again"
+
+
+def test_another_precision_that_comes_to_the_same_reads_nothing(graph, loads):
+    graph.run("auto")  # fp32 on a CPU, for a model trained in fp16
+    assert names(loads) == ["text_encoder", "transformer", "vae"]
+    graph.run("fp32")
+    assert names(loads) == ["text_encoder", "transformer", "vae"]
+
+
+def test_the_samplers_precision_reads_the_denoiser_alone(graph, loads):
+    graph.run("fp32")
+    del loads[:]
+    graph.run("fp32", sampler="bf16")
+    assert names(loads) == ["transformer"]
+
+
+def test_switching_precision_never_leaves_two_copies(graph, loads):
+    before = weights_in_memory()
+    graph.run("fp32")
+    whole = weights_in_memory() - before
+    largest = max(whole, *(n - before for _, n in loads))
+    for precision, read in (
+        ("bf16", ["text_encoder", "transformer", "vae"]),
+        ("fp16", ["text_encoder", "transformer", "vae"]),
+        ("fp32", ["transformer", "vae"]),  # its prompt is remembered
+    ):
+        del loads[:]
+        graph.run(precision)
+        assert names(loads) == read
+        assert max(n for _, n in loads) - before <= largest
+        assert weights_in_memory() - before == (whole if precision == "fp32" else whole // 2)
+
+
+def test_free_gives_everything_back(comfyui, graph):
+    before = weights_in_memory()
+    graph.run("fp32")
+    assert weights_in_memory() > before
+    comfyui.management.unload_all_models()  # what ComfyUI does at /free, in this order
+    graph.outputs.clear()
+    assert weights_in_memory() == before
+
+
+def test_a_store_that_nobody_uses_gives_way_when_room_is_needed(comfyui, graph, loads):
+    before = weights_in_memory()
+    graph.run("fp32")
+    graph.outputs.clear()  # another workflow was opened
+    assert weights_in_memory() > before
+    comfyui.management.unload_all_models()
+    assert weights_in_memory() == before
+    del loads[:]
+    graph.run("fp32")
+    assert names(loads) == ["text_encoder", "transformer", "vae"], "what was emptied is not used again"
+
+
+def test_another_model_takes_the_place_of_the_last_one(graph, loads, model_folder):
+    other = Graph(model_folder("5b").name)
+    before = weights_in_memory()
+    graph.run("fp32")
+    alone = weights_in_memory() - before
+    graph.outputs.clear()
+    other.run("fp32")
+    assert host._lingering and host._lingering.store
+    assert host._lingering.store.folder.path.name == other.model
+    assert weights_in_memory() - before < 2 * alone

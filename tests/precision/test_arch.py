@@ -1,0 +1,289 @@
+"""What each architecture can do, and how a device's row is found."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from comfyui_onediff_guard.precision import arch
+from comfyui_onediff_guard.precision.arch import ARCHITECTURES, Architecture, by_capability, by_gfx, detect, named
+
+GPU = torch.device("cuda", 0)
+NVIDIA = {name: row for name, row in ARCHITECTURES.items() if name.startswith("sm")}
+
+
+@pytest.fixture(autouse=True)
+def never_asks_pytorch_for_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts emulation as support: True on Volta and Turing."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_, **__: pytest.fail("it counts emulation"))
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch):
+    """gpus((7, 5), (9, 0)): a CUDA machine with these; gpus("gfx90a:xnack-"): a ROCm one."""
+
+    def install(*cards: tuple[int, int] | str) -> None:
+        rocm = isinstance(cards[0], str)
+        monkeypatch.setattr(torch.version, "hip", "6.2" if rocm else None)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
+        monkeypatch.setattr(
+            torch.cuda,
+            "get_device_capability",
+            (lambda _: pytest.fail("9.0 is gfx906 as well as gfx90a")) if rocm else lambda device: cards[device.index],
+        )
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=cards[device.index])
+        )
+
+    return install
+
+
+@pytest.mark.parametrize("name", NVIDIA)
+def test_nvidia_by_capability_as_documented(name: str) -> None:
+    row, capability = NVIDIA[name], int(name[2:])
+    assert row.name == name
+    assert row.bf16 == ("native" if capability >= 80 else "emulated")
+    assert row.tf32 == (capability >= 80)
+    assert row.fp8 == (capability >= 89)
+    assert row.fp16_tensor_cores == (capability >= 70)
+    assert row.fast_fp16 == (name != "sm61"), "GTX 10: fp16 at 1/64 of fp32"
+    verdicts = {"sm70": "right", "sm75": "wrong", "sm80": "wrong", "sm86": "wrong", "sm89": "wrong"}
+    assert row.half_accumulation == verdicts.get(name, "untried")
+    old = capability <= 72  # the current guide begins at 7.5
+    assert row.source == (arch.OLDER_GUIDE if old else arch.CUDA_GUIDE)
+
+
+def test_every_nvidia_generation_since_pascal_is_listed() -> None:
+    labels: dict[str, list[str]] = {}
+    for name, row in NVIDIA.items():
+        labels.setdefault(row.label, []).append(name)
+    assert labels == {
+        "Pascal": ["sm60", "sm61"],
+        "Volta": ["sm70", "sm72"],
+        "Turing": ["sm75"],
+        "Ampere": ["sm80", "sm86", "sm87"],
+        "Ada": ["sm89"],
+        "Hopper": ["sm90"],
+        "Blackwell": ["sm100", "sm103", "sm110", "sm120", "sm121"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "label", "bf16", "matrix", "fp8"),
+    [
+        ("gfx906", "Vega 20", "emulated", False, False),
+        ("gfx908", "CDNA", "native", True, False),
+        ("gfx90a", "CDNA 2", "native", True, False),
+        ("gfx94", "CDNA 3", "native", True, True),
+        ("gfx95", "CDNA 4", "native", True, True),
+        ("gfx101", "RDNA", "emulated", False, False),
+        ("gfx103", "RDNA 2", "emulated", False, False),
+        ("gfx11", "RDNA 3", "native", True, False),
+        ("gfx12", "RDNA 4", "native", True, True),
+    ],
+)
+def test_amd_by_target(name: str, label: str, bf16: str, matrix: bool, fp8: bool) -> None:
+    expected = Architecture(name, label, bf16, True, matrix, False, fp8, "untried", arch.ROCM_GUIDE)
+    assert ARCHITECTURES[name] == expected
+
+
+def test_apple_and_cpu() -> None:
+    no = {"fp16_tensor_cores": False, "tf32": False, "fp8": False, "half_accumulation": "untried"}
+    assert ARCHITECTURES["mps"] == Architecture("mps", "Apple GPU", "emulated", True, **no, source=arch.MPS_NOTES)
+    assert ARCHITECTURES["cpu"] == Architecture("cpu", "CPU", "native", False, **no, source=arch.ONEDNN_GUIDE)
+
+
+def test_rows_are_known_by_their_name_and_say_where_they_come_from() -> None:
+    for name, row in ARCHITECTURES.items():
+        assert row.name == name and row.known
+        assert row.source.startswith("https://")
+        assert row.native_bf16 == (row.bf16 == "native")
+
+
+def test_an_architecture_reads_as_name_and_generation() -> None:
+    assert str(ARCHITECTURES["sm75"]) == "sm75 (Turing)"
+    assert str(ARCHITECTURES["mps"]) == "mps (Apple GPU)"
+    assert str(ARCHITECTURES["cpu"]) == "CPU"
+
+
+def test_a_cpu_is_found() -> None:
+    assert detect(torch.device("cpu")) is ARCHITECTURES["cpu"]
+
+
+def test_an_nvidia_gpu_is_found_by_its_own_capability(gpus) -> None:
+    gpus((7, 5), (9, 0))
+    assert detect(torch.device("cuda", 0)) is ARCHITECTURES["sm75"]
+    assert detect(torch.device("cuda", 1)) is ARCHITECTURES["sm90"]
+
+
+def test_an_amd_gpu_is_found_by_its_target_without_the_suffix(gpus) -> None:
+    gpus("gfx90a:sramecc+:xnack-")
+    assert detect(GPU) == ARCHITECTURES["gfx90a"]
+
+
+def test_a_mac_is_asked_for_macos_14(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: (major, minor) <= (14, 3))
+    assert detect(torch.device("mps")) is ARCHITECTURES["mps"]
+
+
+def test_a_mac_before_macos_14_has_no_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: (major, minor) <= (13, 7))
+    found = detect(torch.device("mps"))
+    assert (found.bf16, found.native_bf16, found.known) == ("none", False, True)
+    assert str(found) == "mps (Apple GPU before macOS 14)"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("Found no NVIDIA driver.\nPlease check."), "Found no NVIDIA driver."),
+        (AssertionError("Torch not compiled with CUDA enabled"), "Torch not compiled with CUDA enabled"),
+        (AssertionError(), "AssertionError"),
+    ],
+    ids=["driver", "build", "silent"],
+)  # fmt: skip
+def test_a_gpu_that_cannot_be_asked_is_taken_for_the_least(gpus, monkeypatch, error: Exception, said: str) -> None:
+    def fail(_: object) -> None:
+        raise error
+
+    gpus((9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", fail)
+    found = detect(GPU)
+    assert str(found) == f"cuda (could not be asked: {said})"
+    assert_safe(found)
+
+
+def test_an_interrupt_is_not_taken_for_a_driver_error(gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    gpus((9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        detect(GPU)
+
+
+@pytest.mark.parametrize("kind", ["xpu", "hpu"])
+def test_a_kind_of_device_that_nobody_listed_is_safe(kind: str) -> None:
+    found = detect(torch.device(kind))
+    assert str(found) == f"{kind} (not in the table)"
+    assert_safe(found)
+
+
+def test_all_gpus_of_the_process_are_seen_each_once(gpus) -> None:
+    gpus((8, 6), (7, 0), (8, 6))
+    assert arch.present() == (ARCHITECTURES["sm86"], ARCHITECTURES["sm70"])
+
+
+def test_a_process_without_gpus_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert arch.present() == ()
+
+
+def assert_safe(found: Architecture) -> None:
+    """Nothing that may be missing is used, and the row says that it is a guess."""
+    assert not found.known
+    assert found.bf16 == "emulated"
+    assert not (found.fp16_tensor_cores or found.tf32 or found.fp8)
+    assert found.half_accumulation == "untried"
+    assert found.source == "no document"
+
+
+@pytest.mark.parametrize(
+    ("capability", "nearest"),
+    [((15, 0), "sm121"), ((12, 2), "sm121"), ((10, 1), "sm100"), ((8, 8), "sm87"), ((9, 9), "sm90"), ((7, 3), "sm72")],
+)
+def test_a_card_that_is_not_listed_is_taken_for_the_nearest_older_one(
+    capability: tuple[int, int], nearest: str
+) -> None:
+    found, row = by_capability(*capability), ARCHITECTURES[nearest]
+    assert str(found) == f"sm{capability[0]}{capability[1]} (not in the table, treated as {nearest})"
+    assert (found.bf16, found.tf32, found.fp8) == (row.bf16, row.tf32, row.fp8)
+    assert (found.fast_fp16, found.fp16_tensor_cores) == (row.fast_fp16, row.fp16_tensor_cores)
+    assert found.source == row.source
+    assert not found.known
+
+
+def test_reports_about_a_card_say_nothing_about_its_neighbours() -> None:
+    assert by_capability(7, 1).half_accumulation == "untried", "Volta's is right, by reports on sm70"
+    assert by_capability(8, 8).half_accumulation == "untried"
+
+
+def test_a_card_older_than_the_table_is_safe_and_slow_in_fp16() -> None:
+    found = by_capability(5, 2)
+    assert str(found) == "sm52 (older than the table)"
+    assert not found.fast_fp16
+    assert_safe(found)
+
+
+@pytest.mark.parametrize(
+    ("target", "row"),
+    [
+        ("gfx1030", "gfx103"),
+        ("gfx1036", "gfx103"),
+        ("gfx1010", "gfx101"),
+        ("gfx1100", "gfx11"),
+        ("gfx1151", "gfx11"),
+        ("gfx1201", "gfx12"),
+        ("gfx942:sramecc+:xnack-", "gfx94"),
+        ("gfx950", "gfx95"),
+        ("gfx90a", "gfx90a"),
+        ("gfx908", "gfx908"),
+    ],
+)
+def test_a_gfx_target_belongs_to_the_row_that_it_begins_with(target: str, row: str) -> None:
+    found = by_gfx(target)
+    assert (found.name, found.label) == (target.split(":")[0], ARCHITECTURES[row].label)
+    assert found.known
+
+
+def test_the_longest_gfx_row_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ARCHITECTURES, "gfx1151", ARCHITECTURES["gfx906"])
+    assert by_gfx("gfx1151").label == "Vega 20"
+    assert by_gfx("gfx1150").label == "RDNA 3"
+
+
+@pytest.mark.parametrize("target", ["gfx9999", "gfx900", "gfx90c", "gfx10"])
+def test_an_unknown_gfx_target_is_safe(target: str) -> None:
+    found = by_gfx(f"{target}:xnack-")
+    assert str(found) == f"{target} (not in the table)"
+    assert found.fast_fp16
+    assert_safe(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("sm75", "sm75"),
+        ("SM_75", "sm75"),
+        ("7.5", "sm75"),
+        ("75", "sm75"),
+        (" sm80\n", "sm80"),
+        ("sm_90a", "sm90"),
+        ("sm_120f", "sm120"),
+        ("12.0", "sm120"),
+        ("120", "sm120"),
+        ("13.0", "sm130"),
+        ("5.2", "sm52"),
+        ("cpu", "cpu"),
+        ("CPU", "cpu"),
+        ("MPS", "mps"),
+        ("gfx94", "gfx94"),
+        ("GFX1100", "gfx1100"),
+        ("gfx90a:sramecc+:xnack-", "gfx90a"),
+        ("gfx9999", "gfx9999"),
+    ],
+)
+def test_an_architecture_as_someone_types_it(text: str, name: str) -> None:
+    assert named(text).name == name
+
+
+@pytest.mark.parametrize(
+    "text", ["", "7", "sm", "sm7", "7,5", "7.5.1", "-7.5", "a100", "RTX 3090", "gfx", "gfxyz", "cuda"]
+)
+def test_what_is_no_architecture_is_refused_with_the_names_there_are(text: str) -> None:
+    with pytest.raises(ValueError, match="is no architecture") as refused:
+        named(text)
+    assert f"'{text}'" in str(refused.value)
+    assert all(name in str(refused.value) for name in (*ARCHITECTURES, "7.5"))
