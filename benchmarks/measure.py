@@ -1,0 +1,124 @@
+"""What the benchmarks share: the model and one step of it, interleaved timing, and the result file.
+
+Paired and interleaved: each round runs every contestant once, in an order that turns from round to round, and a figure
+is the median over rounds of the ratio within a round. Noise is the same ratio of a contestant to itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from comfyui_onediff_guard.precision.dtypes import DTYPES
+from diffusers import CogVideoXTransformer3DModel
+
+Step = Callable[[], Any]
+RESULTS = Path(__file__).parent / "results"
+
+
+def arguments(description: str | None, *, rounds: int, rounds_help: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=rounds, help=rounds_help)
+    parser.add_argument("--blocks", type=int, default=3, help="of CogVideoX-2B's 30")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    return parser
+
+
+def device_and_dtype() -> tuple[torch.device, str]:
+    """fp16 on a GPU; bf16 on a CPU, where the time of fp16 says nothing about a GPU's."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return device, "fp16" if device.type == "cuda" else "bf16"
+
+
+def build(blocks: int, device: torch.device, dtype: str) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """A denoiser of the 2B model's width, and one step's arguments: both halves of guidance, 256×384, 9 frames."""
+    torch.manual_seed(0)
+    denoiser = CogVideoXTransformer3DModel(num_layers=blocks, sample_width=48, sample_height=32, sample_frames=9)
+    denoiser.eval().requires_grad_(False)
+    torch.nn.Module.to(denoiser, device, DTYPES[dtype])
+    hidden_states = torch.randn(2, 3, 16, 32, 48, device=device, dtype=DTYPES[dtype])
+    prompt = torch.randn(2, 226, 4096, device=device, dtype=DTYPES[dtype])
+    timestep = torch.tensor([500, 500], device=device)
+    call = {"hidden_states": hidden_states, "encoder_hidden_states": prompt, "timestep": timestep}
+    return denoiser, call | {"return_dict": False}
+
+
+def interleave(steps: dict[str, Step], rounds: int, device: torch.device) -> dict[str, list[float]]:
+    """Seconds of each step in each round; one warm-up round is thrown away."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    names = list(steps)
+    for round_number in range(-1, rounds):
+        turn = (round_number + 1) % len(names)
+        for name in names[turn:] + names[:turn]:
+            _synchronize(device)
+            started = time.perf_counter()
+            steps[name]()
+            _synchronize(device)
+            if round_number >= 0:
+                seconds[name].append(time.perf_counter() - started)
+    return seconds
+
+
+def ratio(seconds: dict[str, list[float]], ours: str, theirs: str) -> float:
+    return round(statistics.median(_ratios(seconds, ours, theirs)), 4)
+
+
+def quartiles(seconds: dict[str, list[float]], ours: str, theirs: str) -> list[float]:
+    """Half of the rounds lay between these two ratios."""
+    low, _, high = statistics.quantiles(_ratios(seconds, ours, theirs), n=4)
+    return [round(low, 4), round(high, 4)]
+
+
+def medians(seconds: dict[str, list[float]]) -> dict[str, float]:
+    return {name: round(statistics.median(values), 4) for name, values in seconds.items()}
+
+
+def setting(
+    benchmark: str, denoiser: torch.nn.Module, call: dict[str, Any], dtype: str, device: torch.device, rounds: int
+) -> dict[str, Any]:
+    """The head of a result: what was measured, and on what."""
+    return {
+        "benchmark": benchmark,
+        "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
+        "machine": _machine(device),
+        "torch": torch.__version__,
+        "dtype": dtype,
+        "parameters": sum(p.numel() for p in denoiser.parameters()),
+        "tokens": call["hidden_states"].shape[1] * 16 * 24 + 226,
+        "rounds": rounds,
+    }
+
+
+def write(result: dict[str, Any], folder: Path, device: torch.device) -> None:
+    """The result as a file in `folder`, and its figures on standard output."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{result['benchmark']}-{device.type}-{result['date']}.json"
+    file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    millions = result["parameters"] / 1e6
+    print(f"{millions:.0f} M parameters, {result['dtype']}, {result['machine']}, {result['rounds']} rounds")
+    for name, value in (result["median_seconds"] | result["ratios"]).items():
+        print(f"{name:50} {value:8.4f}")
+    print(f"written to {file}")
+
+
+def _ratios(seconds: dict[str, list[float]], ours: str, theirs: str) -> list[float]:
+    return [a / b for a, b in zip(seconds[ours], seconds[theirs], strict=True)]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _machine(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {platform.machine()}, {torch.get_num_threads()} threads"
