@@ -1,6 +1,6 @@
 # make demo    a small CogVideoX that overflows fp16: black without the guard, right with it (output/demo)
 # make test    ruff, basedpyright, pytest with a real ComfyUI: what has to pass before a change goes in
-# make bench   what the guard costs a step
+# make bench   what the guard and the fold cost a step
 # make docs    docs/precision.md, from the tables in precision/
 # Each makes .venv from nothing where it is missing, once. Needs Python 3.10 to 3.12, a C compiler and PyPI, or a mirror
 # of it. PYTHON=python3.12 chooses the interpreter. Using the pack in ComfyUI needs no make: see README.md.
@@ -28,6 +28,7 @@ lint: .venv/.installed
 
 bench: .venv/.installed
 	.venv/bin/python benchmarks/guard.py
+	.venv/bin/python benchmarks/fold.py
 
 docs: .venv/.installed
 	.venv/bin/python -m comfyui_onediff_guard.precision.page

@@ -54,7 +54,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
     parser = argparse.ArgumentParser(
         prog="onediff-guard",
-        description="CogVideoX workflows without a browser, and why they run as they do.",
+        description="Workflows without a browser, and why they run as they do.",
         epilog="Exit codes: 0 done, 2 bad input, 3 no server, 4 the run failed, 5 no output, 130 interrupted.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

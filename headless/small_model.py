@@ -12,25 +12,34 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import sentencepiece
 import torch
-from diffusers import AutoencoderKLCogVideoX, CogVideoXDDIMScheduler, CogVideoXPipeline, CogVideoXTransformer3DModel
+from diffusers import (
+    AutoencoderKLCogVideoX,
+    CogVideoXDDIMScheduler,
+    CogVideoXImageToVideoPipeline,
+    CogVideoXPipeline,
+    CogVideoXTransformer3DModel,
+    DiffusionPipeline,
+)
 from torch import nn
 from transformers import T5Config, T5EncoderModel, T5Tokenizer
 
 from . import flow_decoder, flow_denoiser
 
-Variant = Literal["2b", "5b", "1.5"]
+Variant = Literal["2b", "5b", "1.5", "5b-i2v", "1.5-i2v"]
 Overflow = Literal["none", "stream"]
 Look = Literal["noise", "flow"]
+Module = TypeVar("Module", bound=nn.Module)
 
 STREAM_PEAK = 5e5  # what `overflow="stream"` makes |residual stream| reach; fp16 ends at 65504
+TIME_WIDTH = 64
 TEXT_LENGTH = 226  # tokens; what every CogVideoX is trained with
 SENTINELS = 100  # T5's <extra_id_0..99>
 
@@ -44,12 +53,20 @@ class VariantSpec:
     patch_bias: bool
     vae_scaling: float
     snr_shift: float
+    from_image: bool = False  # the image's latents are 16 more input channels
+    learned_positions: bool = False  # stored, and for the sample size alone
+    ofs: bool = False  # the only one with an embedding of an offset, as wide as that of the time
 
 
+_2B = VariantSpec(rotary=False, patch_size_t=None, patch_bias=True, vae_scaling=1.15258426, snr_shift=3.0)
+_5B = VariantSpec(rotary=True, patch_size_t=None, patch_bias=True, vae_scaling=0.7, snr_shift=1.0)
+_15 = VariantSpec(rotary=True, patch_size_t=2, patch_bias=False, vae_scaling=0.7, snr_shift=1.0)
 VARIANTS: dict[Variant, VariantSpec] = {
-    "2b": VariantSpec(rotary=False, patch_size_t=None, patch_bias=True, vae_scaling=1.15258426, snr_shift=3.0),
-    "5b": VariantSpec(rotary=True, patch_size_t=None, patch_bias=True, vae_scaling=0.7, snr_shift=1.0),
-    "1.5": VariantSpec(rotary=True, patch_size_t=2, patch_bias=False, vae_scaling=0.7, snr_shift=1.0),
+    "2b": _2B,
+    "5b": _5B,
+    "1.5": _15,
+    "5b-i2v": replace(_5B, from_image=True, learned_positions=True),
+    "1.5-i2v": replace(_15, from_image=True, ofs=True),
 }
 
 
@@ -80,7 +97,9 @@ def build_cogvideox(
             that block (attention, hidden activations, weights) in fp16.
         layers, heads, head_dim: of the denoiser; its width is heads * head_dim. head_dim: a multiple of 16.
             look="flow" brings its own.
-        width, height, frames: pixels and frames of the sample size noted in the config (the pipeline's default).
+        variant: the two that end in "i2v" are image-to-video pipelines.
+        width, height, frames: pixels and frames of the sample size noted in the config: the pipeline's default. As with
+            the published ones, "5b-i2v" can make no other width and height, and the 1.5 ones no larger.
         dtype: of the stored weights.
         look: "noise" has random weights and decodes to grey noise; "flow" has the weights of flow_denoiser.py and
             flow_decoder.py and decodes to slowly flowing colours (variant "2b" only).
@@ -106,8 +125,10 @@ def build_cogvideox(
         transformer = CogVideoXTransformer3DModel(
             num_attention_heads=heads,
             attention_head_dim=head_dim,
+            in_channels=32 if spec.from_image else 16,
+            ofs_embed_dim=TIME_WIDTH if spec.ofs else None,
             text_embed_dim=text_encoder.config.d_model,
-            time_embed_dim=64,
+            time_embed_dim=TIME_WIDTH,
             num_layers=layers,
             sample_width=width // 8,
             sample_height=height // 8,
@@ -116,7 +137,11 @@ def build_cogvideox(
             patch_bias=spec.patch_bias,
             max_text_seq_length=TEXT_LENGTH,
             use_rotary_positional_embeddings=spec.rotary,
+            use_learned_positional_embeddings=spec.learned_positions,
         )
+        if spec.learned_positions:
+            positions: Any = transformer.patch_embed.pos_embedding
+            positions.add_(0.1 * torch.randn_like(positions))  # else those that the class computes for other sizes
         schedule = scheduler(spec)
         channels, groups = (flow_decoder.BLOCK_CHANNELS, 1) if look == "flow" else ((8, 16, 16, 16), 4)
         torch.manual_seed(seed + 2)
@@ -125,8 +150,9 @@ def build_cogvideox(
             flow_denoiser.set_denoiser(transformer, schedule, peak=STREAM_PEAK if overflow == "stream" else 10.0)
             flow_decoder.set_decoder(vae)
         elif overflow == "stream":
-            make_stream_overflow(transformer)
-        pipeline = CogVideoXPipeline(
+            make_stream_overflow(transformer, ("norm2.linear", (2, 5)), lambda: step(transformer))
+        pipeline_class = CogVideoXImageToVideoPipeline if spec.from_image else CogVideoXPipeline
+        pipeline = pipeline_class(
             tokenizer=tokenizer, text_encoder=text_encoder, transformer=transformer, vae=vae, scheduler=schedule
         )
         save(pipeline, temporary, dtype)
@@ -149,17 +175,31 @@ def new_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def save(pipeline: CogVideoXPipeline, folder: Path, dtype: torch.dtype) -> None:
-    """Save as safetensors in `dtype`, with the tokenizer files that a published folder has."""
-    for module in (pipeline.text_encoder, pipeline.transformer, pipeline.vae):
-        nn.Module.to(module, dtype)  # not diffusers' own `to`, which warns of modules to be kept in float32: none
-    tokenizer_files = folder / "tokenizer"
-    published = {path.name: path.read_bytes() for path in tokenizer_files.iterdir()}
+def save(pipeline: DiffusionPipeline, folder: Path, dtype: torch.dtype, named: Mapping[str, str] | None = None) -> None:
+    """Save as safetensors in `dtype`. A component whose folder is there already keeps the files in it: they are as
+    published, whatever the installed version of transformers would write.
+
+    Args:
+        named: component → its class in model_index.json, where the installed transformers calls it something else.
+    """
+    for module in pipeline.components.values():
+        if isinstance(module, nn.Module):
+            nn.Module.to(module, dtype)  # not diffusers' own `to`, which warns of modules to be kept in float32: none
+    published = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     pipeline.save_pretrained(folder, safe_serialization=True)
-    for path in tokenizer_files.iterdir():
-        path.unlink()
-    for name, content in published.items():
-        (tokenizer_files / name).write_bytes(content)
+    for component in {path.parent for path in published}:
+        for path in component.iterdir():
+            path.unlink()
+    for path, content in published.items():
+        path.write_bytes(content)
+    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    for component, name in (named or {}).items():
+        index[component][1] = name
+    write_json(folder / "model_index.json", index)
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def train_tokenizer(folder: Path) -> T5Tokenizer:
@@ -181,25 +221,13 @@ def train_tokenizer(folder: Path) -> T5Tokenizer:
         num_threads=1,
         minloglevel=2,
     )
-    sentinels = [f"<extra_id_{i}>" for i in range(SENTINELS)]
-    named = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    named: dict[str, Any] = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    named["additional_special_tokens"] = [f"<extra_id_{i}>" for i in range(SENTINELS)]
+    rest = {"extra_ids": SENTINELS, "legacy": True, "model_max_length": TEXT_LENGTH, "tokenizer_class": "T5Tokenizer"}
     folder.mkdir()
     (folder / "spiece.model").write_bytes(model.getvalue())
-    for name, content in (
-        ("special_tokens_map.json", {**named, "additional_special_tokens": sentinels}),
-        (
-            "tokenizer_config.json",
-            {
-                **named,
-                "additional_special_tokens": sentinels,
-                "extra_ids": SENTINELS,
-                "legacy": True,
-                "model_max_length": TEXT_LENGTH,
-                "tokenizer_class": "T5Tokenizer",
-            },
-        ),
-    ):
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "special_tokens_map.json", named)
+    write_json(folder / "tokenizer_config.json", {**named, **rest})
     return T5Tokenizer.from_pretrained(folder)
 
 
@@ -217,13 +245,22 @@ def small_text_encoder() -> T5EncoderModel:
             dropout_rate=0.0,
         )
     )
+    return draw_weights(encoder)
+
+
+def draw_weights(module: Module) -> Module:
+    """Draw all matrices anew, in the order of their names: how a version of transformers draws them doesn't matter.
+
+    Biases and the weights of norms stay 0 and 1.
+    """
     generator = torch.Generator().manual_seed(torch.initial_seed())
     with torch.no_grad():
-        for name, weight in sorted(encoder.named_parameters()):
-            if weight.ndim == 2:  # else a norm's, which stays 1
-                spread = 1.0 if name == "shared.weight" else weight.shape[1] ** -0.5
+        for name, weight in sorted(module.named_parameters()):
+            if weight.ndim > 1 or name.endswith("class_embedding"):
+                words = name.endswith(("shared.weight", "embed_tokens.weight"))
+                spread = 1.0 if words or weight.ndim == 1 else weight[0].numel() ** -0.5
                 weight.copy_(spread * torch.randn(weight.shape, generator=generator))
-    return encoder.eval()
+    return module.eval()
 
 
 def small_vae(spec: VariantSpec, *, channels: tuple[int, ...], groups: int) -> AutoencoderKLCogVideoX:
@@ -244,6 +281,7 @@ def small_vae(spec: VariantSpec, *, channels: tuple[int, ...], groups: int) -> A
         sample_width=160,
         sample_height=96,
         scaling_factor=spec.vae_scaling,
+        invert_scale_latents=spec.patch_size_t is not None,
     ).eval()
 
 
@@ -261,34 +299,38 @@ def scheduler(spec: VariantSpec) -> CogVideoXDDIMScheduler:
     )
 
 
-def make_stream_overflow(transformer: CogVideoXTransformer3DModel, *, peak: float = STREAM_PEAK) -> None:
+def make_stream_overflow(
+    transformer: nn.Module,
+    gates: tuple[str, tuple[int, int]],
+    run: Callable[[], object],
+    *,
+    peak: float = STREAM_PEAK,
+) -> None:
     """Scale one block's feed-forward output weights until |residual stream| after it reaches `peak` (in place).
 
     The feed-forward's hidden activations are made larger too (tens, not thousands), so that the output weights
     themselves stay far below fp16's largest number.
+
+    Args:
+        gates: which linear layer of the block computes the feed-forward's gates, and which chunks of its output they
+            are, the picture's and the text's.
+        run: one step of the transformer.
     """
-    blocks: Any = transformer.transformer_blocks
+    blocks: Any = transformer.get_submodule("transformer_blocks")
     block = blocks[(len(blocks) - 1) // 2]
     width = block.ff.net[2].out_features
+    gate, chunks = block.get_submodule(gates[0]), gates[1]
     with torch.no_grad():
         block.ff.net[0].proj.weight.mul_(8.0)
-        for chunk in (2, 5):  # the gates of video and text: no small gate that only a huge weight could make up for
-            block.norm2.linear.bias[chunk * width : (chunk + 1) * width].fill_(1.0)
-        block.ff.net[2].weight.mul_(peak / _stream_peak(transformer, block))
-        block.ff.net[2].weight.mul_(peak / _stream_peak(transformer, block))
+        for chunk in chunks:  # no small gate that only a huge weight could make up for
+            gate.bias[chunk * width : (chunk + 1) * width].fill_(1.0)
+        transformer.eval()
+        for _ in range(2):
+            block.ff.net[2].weight.mul_(peak / _stream_peak(block, run))
 
 
-def _stream_peak(transformer: CogVideoXTransformer3DModel, block: nn.Module) -> float:
-    """The smaller of max |video stream| and max |text stream| after `block`, for one random step."""
-    config: Any = transformer.config
-    frames = 2 * (config.patch_size_t or 1)
-    generator = torch.Generator().manual_seed(0)
-    latents = torch.randn(1, frames, config.in_channels, 8, 12, generator=generator)
-    text = torch.randn(1, config.max_text_seq_length, config.text_embed_dim, generator=generator)
-    rotary = None
-    if config.use_rotary_positional_embeddings:
-        tokens = 2 * 4 * 6
-        rotary = (torch.ones(tokens, config.attention_head_dim), torch.zeros(tokens, config.attention_head_dim))
+def _stream_peak(block: nn.Module, run: Callable[[], object]) -> float:
+    """The smaller of max |picture's stream| and max |text's stream| after `block`."""
     peaks: list[float] = []
 
     def note(_module: nn.Module, _args: object, output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -296,10 +338,25 @@ def _stream_peak(transformer: CogVideoXTransformer3DModel, block: nn.Module) -> 
 
     handle = block.register_forward_hook(note)
     try:
-        transformer.eval()(latents, text, torch.tensor([500]), image_rotary_emb=rotary)
+        run()
     finally:
         handle.remove()
     return peaks[0]
+
+
+def step(transformer: CogVideoXTransformer3DModel) -> None:
+    """One step from random latents of the sample size."""
+    config: Any = transformer.config
+    frames, height, width = 2 * (config.patch_size_t or 1), config.sample_height, config.sample_width
+    generator = torch.Generator().manual_seed(0)
+    latents = torch.randn(1, frames, config.in_channels, height, width, generator=generator)
+    text = torch.randn(1, config.max_text_seq_length, config.text_embed_dim, generator=generator)
+    rotary = None
+    if config.use_rotary_positional_embeddings:
+        tokens = 2 * (height // 2) * (width // 2)
+        rotary = (torch.ones(tokens, config.attention_head_dim), torch.zeros(tokens, config.attention_head_dim))
+    ofs = torch.full((1,), 2.0) if config.ofs_embed_dim else None
+    transformer(latents, text, torch.tensor([500]), ofs=ofs, image_rotary_emb=rotary)
 
 
 SENTENCES = (

@@ -5,9 +5,11 @@ from __future__ import annotations
 from .decode import DecodeLatents
 from .encode import EncodePrompt
 from .guard import NaNGuard
-from .load import LoadCogVideoX
+from .load import LoadCogVideoX, LoadCogView3Plus, LoadCogView4, LoadStableVideoDiffusion
 from .report import PrecisionReport
-from .sample import SampleCogVideoX
+from .sample import SampleCogVideoX, SampleCogVideoXFromImage, SampleCogVideoXFromVideo
+from .sample_image import SampleCogView
+from .sample_svd import SampleStableVideoDiffusion
 
 NODE_CLASS_MAPPINGS: dict[str, type] = {
     "OneDiffGuardLoadCogVideoX": LoadCogVideoX,
@@ -16,6 +18,13 @@ NODE_CLASS_MAPPINGS: dict[str, type] = {
     "OneDiffGuardSampleCogVideoX": SampleCogVideoX,
     "OneDiffGuardDecodeLatents": DecodeLatents,
     "OneDiffGuardPrecisionReport": PrecisionReport,
+    "OneDiffGuardSampleCogVideoXFromImage": SampleCogVideoXFromImage,
+    "OneDiffGuardSampleCogVideoXFromVideo": SampleCogVideoXFromVideo,
+    "OneDiffGuardLoadCogView3Plus": LoadCogView3Plus,
+    "OneDiffGuardLoadCogView4": LoadCogView4,
+    "OneDiffGuardSampleCogView": SampleCogView,
+    "OneDiffGuardLoadStableVideoDiffusion": LoadStableVideoDiffusion,
+    "OneDiffGuardSampleStableVideoDiffusion": SampleStableVideoDiffusion,
 }
 
 NODE_DISPLAY_NAME_MAPPINGS: dict[str, str] = {
@@ -25,4 +34,11 @@ NODE_DISPLAY_NAME_MAPPINGS: dict[str, str] = {
     "OneDiffGuardSampleCogVideoX": "Sample CogVideoX",
     "OneDiffGuardDecodeLatents": "Decode Latents",
     "OneDiffGuardPrecisionReport": "Precision Report",
+    "OneDiffGuardSampleCogVideoXFromImage": "Sample CogVideoX from Image",
+    "OneDiffGuardSampleCogVideoXFromVideo": "Sample CogVideoX from Video",
+    "OneDiffGuardLoadCogView3Plus": "Load CogView3-Plus",
+    "OneDiffGuardLoadCogView4": "Load CogView4",
+    "OneDiffGuardSampleCogView": "Sample CogView",
+    "OneDiffGuardLoadStableVideoDiffusion": "Load Stable Video Diffusion",
+    "OneDiffGuardSampleStableVideoDiffusion": "Sample Stable Video Diffusion",
 }

@@ -27,7 +27,7 @@ class DecodeLatents:
         return {
             "required": {
                 "pipeline": inputs.pipeline(),
-                "latents": ("LATENT", {"tooltip": "From Sample CogVideoX."}),
+                "latents": ("LATENT", {"tooltip": "From a sampler, with the same pipeline."}),
                 "tiling": (
                     "BOOLEAN",
                     {"default": False, "tooltip": "Decode in overlapping tiles: much less memory, slower."},
@@ -37,6 +37,11 @@ class DecodeLatents:
                     {"default": False, "tooltip": "Decode the videos of a batch one after the other: less memory."},
                 ),
                 "precision": inputs.precision(inherit=True),
+            },
+            "optional": {
+                "chunk": inputs.integer(
+                    0, 0, 1024, 1, "Frames or images decoded at once (SVD, CogView); fewer need less memory. 0: all."
+                ),
             },
             "hidden": inputs.node_id(),
         }
@@ -48,12 +53,18 @@ class DecodeLatents:
         tiling: bool,
         slicing: bool,
         precision: str,
+        chunk: int = 0,
         node_id: str | None = None,
     ) -> dict[str, Any]:
         from ..pipelines.decode import decode
 
         with running(pipeline):
             images, report = decode(
-                pipeline, latents["samples"], tiling=tiling, slicing=slicing, request=requested(precision)
+                pipeline,
+                latents["samples"],
+                tiling=tiling,
+                slicing=slicing,
+                chunk=chunk,
+                request=requested(precision),
             )
         return {"ui": ui(report, node_id), "result": (images,)}

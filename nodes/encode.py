@@ -29,7 +29,10 @@ class EncodePrompt:
         return {
             "required": {
                 "pipeline": inputs.pipeline(),
-                "prompt": ("STRING", text | {"tooltip": "What the video shows. Long, concrete prompts work best."}),
+                "prompt": (
+                    "STRING",
+                    text | {"tooltip": "What the video or image shows. Long, concrete prompts work best."},
+                ),
                 "negative_prompt": ("STRING", text | {"tooltip": "What it should not show. May be empty."}),
                 "precision": inputs.precision(inherit=True),
             },

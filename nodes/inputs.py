@@ -12,6 +12,7 @@ PRECISIONS = ("auto", "bf16", "fp16", "fp16 (plain)", "fp32")
 BACKENDS = ("auto", "oneflow", "nexfort", "inductor", "eager")
 OFFLOADS = ("none", "model")
 ACCUMULATIONS = ("auto", "fast")
+FITS = ("crop", "stretch", "refuse")
 ON_FAILURE = ("rerun", "stop", "off")
 SCHEDULERS = ("DDIM", "DPM")
 INHERIT = "inherit"
@@ -39,6 +40,14 @@ def choice(options: tuple[str, ...], tooltip: str) -> tuple[list[str], dict[str,
 
 def integer(default: int, least: int, most: int, step: int, tooltip: str, **more: Any) -> tuple[str, dict[str, Any]]:
     return "INT", {"default": default, "min": least, "max": most, "step": step, "tooltip": tooltip, **more}
+
+
+def fit() -> tuple[list[str], dict[str, Any]]:
+    return choice(
+        FITS,
+        "Where the image has another size. crop: keep its aspect, cut off at the sides. stretch: do not keep it. "
+        "refuse: end with an error.",
+    )
 
 
 def node_id() -> dict[str, str]:

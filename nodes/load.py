@@ -10,17 +10,13 @@ if TYPE_CHECKING:
     from ..pipelines.handle import PipelineHandle
 
 
-class LoadCogVideoX:
-    """A diffusers-format CogVideoX folder → pipeline."""
+class _Loader:
+    """A diffusers-format folder of one of `PIPELINES` → pipeline."""
 
+    PIPELINES: tuple[str, ...] = ()  # diffusers classes that model_index.json may name
     CATEGORY = inputs.CATEGORY
-    DESCRIPTION = (
-        "Opens a CogVideoX folder (diffusers format, safetensors) and chooses precision and compile backend for this "
-        "card. Weights are read when a later node first needs them."
-    )
     RETURN_TYPES = ("ONEDIFF_PIPELINE",)
     RETURN_NAMES = ("pipeline",)
-    OUTPUT_TOOLTIPS = ("Wire it to Encode Prompt, NaN Guard, Sample CogVideoX and Decode Latents.",)
     FUNCTION = "load"
 
     @classmethod
@@ -67,7 +63,8 @@ class LoadCogVideoX:
         self, model: str, precision: str, backend: str, offload: str, accumulation: str = "auto"
     ) -> tuple[PipelineHandle]:
         from ..pipelines.errors import BadFolder
-        from ..pipelines.families import COGVIDEOX
+        from ..pipelines.families import FAMILIES
+        from ..pipelines.folder import family_of
         from ..pipelines.handle import load
         from ..precision.accumulation import Accumulation
         from ..precision.policy import Precision
@@ -75,9 +72,10 @@ class LoadCogVideoX:
         folder = host.model_folders().get(model)
         if folder is None:
             raise BadFolder(f"The folder '{model}' is gone. Looked in: {host.model_roots_text()}.")
+        family = family_of(folder)
         handle = load(
             folder,
-            COGVIDEOX,
+            family if family.pipeline in self.PIPELINES else FAMILIES[self.PIPELINES[0]],
             precision=Precision(precision),
             backend=backend,
             offload=offload,
@@ -86,3 +84,39 @@ class LoadCogVideoX:
         )
         host.linger(handle.store)
         return (handle,)
+
+
+class LoadCogVideoX(_Loader):
+    PIPELINES = ("CogVideoXPipeline", "CogVideoXImageToVideoPipeline")
+    DESCRIPTION = (
+        "Opens a CogVideoX folder (diffusers format, safetensors) and chooses precision and compile backend for this "
+        "card. Weights are read when a later node first needs them."
+    )
+    OUTPUT_TOOLTIPS = ("Wire it to Encode Prompt, NaN Guard, a CogVideoX sampler and Decode Latents.",)
+
+
+class LoadCogView3Plus(_Loader):
+    PIPELINES = ("CogView3PlusPipeline",)
+    DESCRIPTION = (
+        "Opens a CogView3-Plus folder (diffusers format, safetensors) and chooses precision and compile backend for "
+        "this card. Weights are read when a later node first needs them."
+    )
+    OUTPUT_TOOLTIPS = ("Wire it to Encode Prompt, NaN Guard, Sample CogView and Decode Latents.",)
+
+
+class LoadCogView4(_Loader):
+    PIPELINES = ("CogView4Pipeline",)
+    DESCRIPTION = (
+        "Opens a CogView4 folder (diffusers format, safetensors) and chooses precision and compile backend for this "
+        "card. Weights are read when a later node first needs them."
+    )
+    OUTPUT_TOOLTIPS = LoadCogView3Plus.OUTPUT_TOOLTIPS
+
+
+class LoadStableVideoDiffusion(_Loader):
+    PIPELINES = ("StableVideoDiffusionPipeline",)
+    DESCRIPTION = (
+        "Opens a Stable Video Diffusion folder (diffusers format, safetensors) and chooses precision and compile "
+        "backend for this card. Weights are read when a later node first needs them."
+    )
+    OUTPUT_TOOLTIPS = ("Wire it to NaN Guard, Sample Stable Video Diffusion and Decode Latents.",)

@@ -14,7 +14,13 @@ if TYPE_CHECKING:
     from ..precision.arch import Architecture
 
 THIS_CARD = "this card"
-LOADERS = {"CogVideoXPipeline": "Load CogVideoX"}  # diffusers pipeline → the node that loads it
+LOADERS = {
+    "CogVideoXPipeline": "Load CogVideoX",
+    "CogVideoXImageToVideoPipeline": "Load CogVideoX",
+    "CogView3PlusPipeline": "Load CogView3-Plus",
+    "CogView4Pipeline": "Load CogView4",
+    "StableVideoDiffusionPipeline": "Load Stable Video Diffusion",
+}  # diffusers pipeline → the node that loads it
 BAD_REQUEST = (BadFolder, BadInput)  # what `examine` raises at a wrong request
 
 

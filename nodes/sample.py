@@ -1,4 +1,4 @@
-"""Sampler nodes."""
+"""What samplers have in common, and the CogVideoX samplers."""
 
 from __future__ import annotations
 
@@ -8,18 +8,72 @@ from . import host, inputs
 from .run import requested, running, ui
 
 if TYPE_CHECKING:
+    import torch
+
+    from ..pipelines.families import FamilySpec
     from ..pipelines.handle import PipelineHandle
+    from ..pipelines.sample import SampleSettings
     from ..precision.report import RunReport
 
+FROM_ENCODE_PROMPT = {"tooltip": "From Encode Prompt."}
+NEGATIVE = {"tooltip": "From Encode Prompt. Not used at guidance scale 1 or less."}
 
-class SampleCogVideoX:
-    """Pipeline and prompts → latents, and a report of every step."""
 
+def seed() -> tuple[str, dict[str, Any]]:
+    return inputs.integer(
+        0, 0, 2**64 - 1, 1, "The same seed gives the same noise in every precision and on every card.",
+        control_after_generate=True,
+    )  # fmt: skip
+
+
+def guidance(default: float) -> tuple[str, dict[str, Any]]:
+    tip = "1 or less: off, half the work."
+    return "FLOAT", {"default": default, "min": 0.0, "max": 100.0, "step": 0.1, "tooltip": tip}
+
+
+def check_sizes(family: FamilySpec, **given: int | None) -> bool | str:
+    """What VALIDATE_INPUTS returns."""
+    from ..pipelines.errors import BadSize
+
+    try:
+        family.sizes.check(**{name: value for name, value in given.items() if value is not None})
+    except BadSize as error:
+        return str(error)
+    return True
+
+
+def run(
+    pipeline: PipelineHandle,
+    positive: list[Any] | None,
+    negative: list[Any] | None,
+    settings: SampleSettings,
+    precision: str,
+    node_id: str | None,
+    **start: Any,
+) -> dict[str, Any]:
+    """Sample with progress on the node; returns what a sampler node returns."""
+    from ..pipelines.sample import sample
+
+    progress = host.Progress(settings.computed_steps, node_id)
+
+    def step_done(done: int, total: int, report: RunReport) -> None:
+        progress.update(done, f"step {done}/{total}, {report.plan.dtype}, {report.count_reruns()}")
+
+    with running(pipeline), progress:
+        latents, report = sample(
+            pipeline,
+            positive[0][0] if positive else None,
+            negative[0][0] if negative else None,
+            settings,
+            request=requested(precision),
+            step_done=step_done,
+            **start,
+        )
+    return {"ui": ui(report, node_id), "result": ({"samples": latents}, report.text())}
+
+
+class _CogVideoXSampler:
     CATEGORY = inputs.CATEGORY
-    DESCRIPTION = (
-        "Runs CogVideoX's denoising steps. Each step is checked, and computed again in fp32 if it fails. "
-        "The report says which precision was used and why, and what each step did."
-    )
     RETURN_TYPES = ("LATENT", "STRING")
     RETURN_NAMES = ("latents", "report")
     FUNCTION = "sample"
@@ -35,22 +89,16 @@ class SampleCogVideoX:
         return {
             "required": {
                 "pipeline": inputs.pipeline(),
-                "positive": ("CONDITIONING", {"tooltip": "From Encode Prompt."}),
-                "negative": ("CONDITIONING", {"tooltip": "From Encode Prompt. Not used at guidance scale 1 or less."}),
+                "positive": ("CONDITIONING", FROM_ENCODE_PROMPT),
+                "negative": ("CONDITIONING", NEGATIVE),
                 "width": inputs.integer(720, least, most, size, size_tip),
                 "height": inputs.integer(480, least, most, size, size_tip),
                 "frames": inputs.integer(
                     49, *sizes.frames, frames, f"{frames}·k + 1: 49 for 2B and 5B, 81 for 1.5."
                 ),
                 "steps": inputs.integer(50, 1, 1000, 1, "Denoising steps."),
-                "guidance_scale": (
-                    "FLOAT",
-                    {"default": 6.0, "min": 0.0, "max": 100.0, "step": 0.1, "tooltip": "1 or less: off, half the work"},
-                ),
-                "seed": inputs.integer(
-                    0, 0, 2**64 - 1, 1, "The same seed gives the same noise in every precision and on every card.",
-                    control_after_generate=True,
-                ),
+                "guidance_scale": guidance(6.0),
+                "seed": seed(),
                 "scheduler": inputs.choice(inputs.SCHEDULERS, "DPM is advised for 5B and 1.5, DDIM for 2B."),
                 "precision": inputs.precision(inherit=True),
             },
@@ -61,15 +109,18 @@ class SampleCogVideoX:
     def VALIDATE_INPUTS(
         cls, width: int | None = None, height: int | None = None, frames: int | None = None
     ) -> bool | str:
-        from ..pipelines.errors import BadSize
         from ..pipelines.families import COGVIDEOX
 
-        given = {"width": width, "height": height, "frames": frames}
-        try:
-            COGVIDEOX.sizes.check(**{name: value for name, value in given.items() if value is not None})
-        except BadSize as error:
-            return str(error)
-        return True
+        return check_sizes(COGVIDEOX, width=width, height=height, frames=frames)
+
+
+class SampleCogVideoX(_CogVideoXSampler):
+    """Pipeline and prompts → latents, and a report of every step."""
+
+    DESCRIPTION = (
+        "Runs CogVideoX's denoising steps. Each step is checked, and computed again in fp32 if it fails. "
+        "The report says which precision was used and why, and what each step did."
+    )
 
     def sample(
         self,
@@ -86,21 +137,91 @@ class SampleCogVideoX:
         precision: str,
         node_id: str | None = None,
     ) -> dict[str, Any]:
-        from ..pipelines.sample import SampleSettings, sample
+        from ..pipelines.sample import SampleSettings
 
-        settings = SampleSettings(width, height, frames, steps, guidance_scale, seed, scheduler)
-        progress = host.Progress(steps, node_id)
+        settings = SampleSettings(width, height, steps, seed, frames, guidance_scale, scheduler)
+        return run(pipeline, positive, negative, settings, precision, node_id)
 
-        def step_done(done: int, total: int, report: RunReport) -> None:
-            progress.update(done, f"step {done}/{total}, {report.plan.dtype}, {report.count_reruns()}")
 
-        with running(pipeline), progress:
-            latents, report = sample(
-                pipeline,
-                positive[0][0],
-                negative[0][0],
-                settings,
-                request=requested(precision),
-                step_done=step_done,
-            )
-        return {"ui": ui(report, node_id), "result": ({"samples": latents}, report.text())}
+class SampleCogVideoXFromImage(_CogVideoXSampler):
+    """Pipeline, prompts and a first frame → latents, and a report of every step."""
+
+    DESCRIPTION = (
+        "Runs the denoising steps of a CogVideoX image-to-video model. The image becomes the first frame. Each step is "
+        "checked, and computed again in fp32 if it fails. The report says which precision was used and why."
+    )
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        inputs_ = super().INPUT_TYPES()
+        inputs_["required"] |= {"image": ("IMAGE", {"tooltip": "The first frame."}), "fit": inputs.fit()}
+        return inputs_
+
+    def sample(
+        self,
+        pipeline: PipelineHandle,
+        positive: list[Any],
+        negative: list[Any],
+        width: int,
+        height: int,
+        frames: int,
+        steps: int,
+        guidance_scale: float,
+        seed: int,
+        scheduler: str,
+        precision: str,
+        image: torch.Tensor,
+        fit: str,
+        node_id: str | None = None,
+    ) -> dict[str, Any]:
+        from ..pipelines.pictures import fitted
+        from ..pipelines.sample import SampleSettings
+
+        first = fitted(image[:1], width, height, fit)[0]
+        settings = SampleSettings(width, height, steps, seed, frames, guidance_scale, scheduler)
+        return run(pipeline, positive, negative, settings, precision, node_id, image=first)
+
+
+class SampleCogVideoXFromVideo(_CogVideoXSampler):
+    """Pipeline, prompts and a video → latents, and a report of every step."""
+
+    DESCRIPTION = (
+        "Makes a video from a video and a prompt, with a CogVideoX text-to-video model. Each step is checked, and "
+        "computed again in fp32 if it fails. The report says which precision was used and why."
+    )
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        inputs_ = super().INPUT_TYPES()
+        del inputs_["required"]["frames"]
+        tip = "How much of it is made anew: 0.8 runs the last 80 % of the steps; 1 keeps little more than its length."
+        inputs_["required"] |= {
+            "video": ("IMAGE", {"tooltip": "Its frames, 4·k + 1 of them."}),
+            "strength": ("FLOAT", {"default": 0.8, "min": 0.01, "max": 1.0, "step": 0.01, "tooltip": tip}),
+            "fit": inputs.fit(),
+        }
+        return inputs_
+
+    def sample(
+        self,
+        pipeline: PipelineHandle,
+        positive: list[Any],
+        negative: list[Any],
+        width: int,
+        height: int,
+        steps: int,
+        guidance_scale: float,
+        seed: int,
+        scheduler: str,
+        precision: str,
+        video: torch.Tensor,
+        strength: float,
+        fit: str,
+        node_id: str | None = None,
+    ) -> dict[str, Any]:
+        from ..pipelines.pictures import fitted
+        from ..pipelines.sample import SampleSettings
+
+        frames = fitted(video, width, height, fit)
+        settings = SampleSettings(width, height, steps, seed, len(frames), guidance_scale, scheduler, strength)
+        return run(pipeline, positive, negative, settings, precision, node_id, video=frames)

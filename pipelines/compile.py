@@ -6,7 +6,6 @@ without compiling anything. Block by block, because identical blocks share one c
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import logging
 import os
@@ -20,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ..precision.accumulation import NEXFORT_OPTION
 from ..precision.arch import Architecture
+from ..precision.shells import replaced
 from .errors import BackendUnavailable
 
 logger = logging.getLogger(__name__)
@@ -77,9 +77,10 @@ def for_dtype(choice: BackendChoice, architecture: Architecture, dtype: str) -> 
 
 
 def compiled(
-    denoiser: torch.nn.Module, blocks: str, choice: BackendChoice, *, half_accumulation: bool = False
+    denoiser: torch.nn.Module, parts: tuple[str, ...], choice: BackendChoice, *, half_accumulation: bool = False
 ) -> torch.nn.Module:
-    """A shell of the denoiser whose block list is compiled; the denoiser itself for 'eager'.
+    """A shell of the denoiser in which the named parts are compiled, a list block by block; the denoiser itself for
+    'eager'.
 
     half_accumulation: allowed in fused attention. Only nexfort asks at compile time.
     """
@@ -89,15 +90,17 @@ def compiled(
 
     if choice.name == "inductor":
         _register_inductor()
-    block_list = getattr(denoiser, blocks)
-    logger.info("compiling %d blocks of %s with %s", len(block_list), type(denoiser).__name__, choice.name)
-    shell = copy.copy(denoiser)
-    shell.__dict__["_modules"] = denoiser._modules.copy()
     options = {"options": {NEXFORT_OPTION: half_accumulation}} if choice.name == "nexfort" else None
-    compiled_blocks = [
-        onediff.infer_compiler.compile(block, backend=choice.name, options=options) for block in block_list
-    ]
-    shell._modules[blocks] = torch.nn.ModuleList([_Contiguous(compiled_blocks[0]), *compiled_blocks[1:]])
+
+    def compile_blocks(part: torch.nn.Module) -> torch.nn.Module:
+        blocks = list(part) if isinstance(part, torch.nn.ModuleList) else [part]
+        made = [onediff.infer_compiler.compile(block, backend=choice.name, options=options) for block in blocks]
+        if not isinstance(part, torch.nn.ModuleList):
+            return made[0]
+        return torch.nn.ModuleList([_Contiguous(made[0]), *made[1:]])
+
+    logger.info("compiling %s of %s with %s", ", ".join(parts), type(denoiser).__name__, choice.name)
+    shell = replaced(denoiser, dict.fromkeys(parts, compile_blocks))
     if not choice.automatic:
         return shell
     return _with_fallback(shell, denoiser, choice.name)
@@ -109,6 +112,12 @@ class _Contiguous(torch.nn.Module):
     def __init__(self, block: Any):
         super().__init__()
         self.block = block
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("block"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.contiguous, (args, kwargs))

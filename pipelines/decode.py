@@ -1,4 +1,4 @@
-"""Latents → frames."""
+"""Latents → frames or images."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ def decode(
     *,
     tiling: bool = False,
     slicing: bool = False,
+    chunk: int = 0,
     request: Precision | None = None,
 ) -> tuple[torch.Tensor, RunReport]:
-    """Decode latents [batch, channels, latent frames, h, w] to [batch · frames, height, width, 3] in 0..1, float32.
+    """Decode latents, in the family's layout, to [frames or images, height, width, 3] in 0..1, float32.
 
     tiling, slicing: decode in overlapping tiles, or one video of a batch at a time; slower, with less memory.
+    chunk: frames or images decoded at once, where the VAE takes them apart (SVD, CogView); 0: all.
     Raises BadInput where the latents are not this model's; GuardStopped where they or the result are not finite.
     """
-    channels = handle.store.folder.vae_config.get("latent_channels", 16)
-    if latents.ndim != 5 or latents.shape[1] != channels:
+    layout, config = handle.family.layout, handle.store.folder.vae_config
+    channels = layout.channels(config)
+    if latents.ndim != layout.dimensions or latents.shape[1] != channels:
         raise BadInput(
             f"The latents have shape {tuple(latents.shape)}, but {handle.store.folder.variant.name} decodes "
-            f"[batch, {channels}, frames, height, width]. Wire them from a {handle.family.name} sampler."
+            f"{layout.shape.format(channels=channels)}. Wire them from a {handle.family.name} sampler."
         )
-    from diffusers.video_processor import VideoProcessor
-
     plan = handle.plan(Component.VAE_DECODE, request)
     report = handle.report(plan)
     vae: Any = copy.copy(handle.store.module("vae", plan.dtype))
@@ -48,10 +49,14 @@ def decode(
         report=report,
         tf32=handle.architecture.tf32,
     )
+
+    def decoded(part: torch.Tensor, **options: Any) -> torch.Tensor:
+        return guard(part, **options).sample.float()
+
     try:
         with handle.switched(report), torch.no_grad():
-            video = guard(latents.to(handle.store.placement.device)).sample.float()
+            latents = latents.to(handle.store.placement.device)
+            pixels = torch.cat([part.cpu() for part in layout.decoded(decoded, latents, chunk)])
     finally:
         handle.finish("vae")
-    frames: Any = VideoProcessor(vae_scale_factor=8).postprocess_video(video, output_type="pt")
-    return frames.flatten(0, 1).permute(0, 2, 3, 1).cpu(), report
+    return (pixels * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 3, 1), report

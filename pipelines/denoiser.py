@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from ..precision.accumulation import Mode
 from ..precision.folding import bits_for, explain, fold
 from ..precision.guard import StageGuard
 from ..precision.observe import BlockOutputs, Peak, stream_peak
 from ..precision.report import RunReport
-from ..precision.shells import with_forward
+from ..precision.shells import as_float32, with_forward
 from ..precision.upcast import run_in_fp32
 from .compile import compiled, for_dtype
 from .handle import PipelineHandle
@@ -24,11 +26,11 @@ def guarded_denoiser(handle: PipelineHandle, report: RunReport) -> torch.nn.Modu
     loaded for it and not touched."""
     original = handle.store.module(handle.family.denoiser, report.plan.dtype)
     report.notes += handle.store.notes[handle.family.denoiser]
-    return with_forward(original, _Steps(handle, report, original))
+    return as_float32(with_forward(original, _Steps(handle, report, original)))
 
 
 class _Steps:
-    """Calls of the denoiser in one run.
+    """Calls of the denoiser in one run. It returns float32, so that guidance and scheduler compute in that.
 
     Where the plan folds and the stream has not been measured yet, the first step runs in fp32 and measures it, so that
     nothing has to fail first.
@@ -38,28 +40,34 @@ class _Steps:
         self._handle = handle
         self._report = report
         self._original = original
+        self._signature = inspect.signature(original.forward)
         self._guard: StageGuard | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._step(**self._signature.bind(*args, **kwargs).arguments)
+        return pytree.tree_map_only(torch.Tensor, torch.Tensor.float, output)
+
+    def _step(self, **kwargs: Any) -> Any:
         stream = self._handle.family.stream
         if self._guard is None and self._report.plan.folded and stream and self._handle.store.stream_peak is None:
             outputs: list[Any] = []
             guard = self._guarding("fp32", self._in_fp32)
-            peak = stream_peak(self._original, stream, lambda: outputs.append(guard(*args, **kwargs)))
+            peak = stream_peak(self._original, stream, lambda: outputs.append(guard(**kwargs)))
             self._report.stream_peak = peak
             if math.isfinite(peak):
                 self._handle.store.stream_peak = peak
             return outputs[0]
         self._guard = self._guard or self._planned()
-        return self._guard(*args, **kwargs)
+        return self._guard(**kwargs)
 
     def _planned(self) -> StageGuard:
         handle, plan = self._handle, self._report.plan
         attempt = self._attempt()
-        if not (handle.family.clips and plan.dtype == "fp16"):
+        stream = handle.family.stream
+        if not (handle.family.clips and stream and plan.dtype == "fp16"):
             return self._guarding(plan.dtype, attempt)
         outputs = BlockOutputs()
-        return self._guarding(plan.dtype, outputs.watched(attempt, handle.family.blocks), peak_inside=outputs.take)
+        return self._guarding(plan.dtype, outputs.watched(attempt, stream.blocks), peak_inside=outputs.take)
 
     def _attempt(self) -> torch.nn.Module:
         """The denoiser as the plan wants it: folded, compiled, or itself."""

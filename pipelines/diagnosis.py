@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 NOT_RUN = (
     "OneFlow's special builds and nexfort: neither has been available.",
     "CUDA, ROCm and Apple GPUs: all that is known to work was run on CPUs.",
-    "Published weights of CogVideoX: all models here are small ones with its classes and random or computed weights.",
+    "Published weights of any model: all models here are small ones with their classes and random or computed weights.",
     "Windows and macOS: nothing assumes Linux, but nobody has run it there.",
 )
 

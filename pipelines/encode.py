@@ -10,6 +10,7 @@ from ..precision.guard import StageGuard
 from ..precision.policy import Component, Precision
 from ..precision.report import RunReport
 from ..precision.shells import with_forward
+from .errors import BadInput
 from .handle import PipelineHandle
 
 logger = logging.getLogger(__name__)
@@ -23,7 +24,9 @@ def encode_prompts(
     """Encode each prompt. Returns float32 embeddings [1, tokens, channels] in the host's memory, and the report.
 
     The text encoder is loaded only where a prompt is new, and let go of afterwards.
+    Raises BadInput where the model takes no prompt.
     """
+    _limit(handle)
     plan = handle.plan(Component.TEXT_ENCODER, request)
     report = handle.report(plan)
     memo = handle.store.prompts
@@ -48,6 +51,8 @@ def _encode_all(handle: PipelineHandle, prompts: list[str], report: RunReport) -
     embeddings = []
     for prompt in prompts:
         logger.info("encoding prompt of %d characters in %s", len(prompt), report.plan.dtype)
+        if cut := _cut(handle, prompt):
+            report.notes += (f"the prompt is longer than {_limit(handle)} tokens; this was cut off: {cut}",)
         embeddings.append(_encode(handle, pipe, prompt))
     return embeddings
 
@@ -76,12 +81,25 @@ def _pipeline(handle: PipelineHandle, dtype: str, report: RunReport) -> object:
 
 @torch.no_grad()
 def _encode(handle: PipelineHandle, pipe: object, prompt: str) -> torch.Tensor:
-    length = handle.store.folder.denoiser_config.get("max_text_seq_length", 226)
     embeddings, _ = pipe.encode_prompt(  # pyright: ignore[reportAttributeAccessIssue]
         prompt,
         do_classifier_free_guidance=False,
-        max_sequence_length=length,
+        max_sequence_length=_limit(handle),
         device=handle.store.placement.device,
         dtype=torch.float32,
     )
     return embeddings.cpu()
+
+
+def _limit(handle: PipelineHandle) -> int:
+    rule = handle.family.prompt
+    if rule is None:
+        raise BadInput(f"{handle.store.folder.variant.name} takes no prompt: it starts from an image.")
+    return rule.tokens(handle.store.folder.denoiser_config)
+
+
+def _cut(handle: PipelineHandle, prompt: str) -> str:
+    """What the model does not see of a prompt that is too long."""
+    tokenizer, limit = handle.store.unweighted("tokenizer"), _limit(handle)
+    tokens = tokenizer(prompt).input_ids
+    return tokenizer.decode(tokens[limit - 1 : -1]) if len(tokens) > limit else ""

@@ -1,5 +1,11 @@
 """Errors whose message is meant for the person at the canvas: what was found, what was expected, what to do."""
 
+from __future__ import annotations
+
+import errno
+
+_HTTP_LIBRARIES = {"httpcore", "httpcore2", "httpx", "httpx2", "requests", "urllib3"}  # by huggingface_hub's version
+
 
 class BadFolder(ValueError):
     """A model folder that cannot be used."""
@@ -15,3 +21,61 @@ class BadInput(ValueError):
 
 class BackendUnavailable(RuntimeError):
     """The compile backend that was asked for does not work here."""
+
+
+class BadLora(ValueError):
+    """A LoRA file that cannot be used with this model."""
+
+
+class HubError(RuntimeError):
+    """A model that cannot be had from the hub."""
+
+    unreachable = False  # the hub gave no answer, so that a copy from before may be used
+
+    @classmethod
+    def of(cls, error: Exception, hub_id: str, revision: str) -> HubError:
+        """What huggingface_hub, its HTTP library or the disk raised, in words."""
+        from huggingface_hub import errors
+
+        if isinstance(error, cls):
+            return error
+        if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+            error = error.__cause__
+        status = getattr(getattr(error, "response", None), "status_code", 0)
+        libraries = {base.__module__.split(".")[0] for base in type(error).__mro__}
+        again = "What was downloaded is kept: run it again to go on."
+        unreachable = False
+        if isinstance(error, errors.GatedRepoError):
+            text = f"'{hub_id}' is gated. Accept its terms on its page, and set HF_TOKEN to a token of that account."
+        elif isinstance(error, errors.RepositoryNotFoundError):
+            text = (
+                f"There is no '{hub_id}' on the hub, or it is private or gated. Check the spelling; where it is "
+                "private, set HF_TOKEN to a token that may read it."
+            )
+        elif isinstance(error, errors.RevisionNotFoundError):
+            text = f"'{hub_id}' has no revision '{revision}'. Write a branch (main), a tag or a commit that it has."
+        elif status in (401, 403):
+            text = f"The hub refused '{hub_id}' (HTTP {status}). Check HF_TOKEN: it may be wrong, or may not read this."
+        elif status in (404, 410):
+            text = f"A file of '{hub_id}' is gone from the hub (HTTP {status}). Run it again, or name another revision."
+        elif status:
+            unreachable = True
+            text = f"The hub cannot serve '{hub_id}' now (HTTP {status}). {again}"
+        elif getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+            text = f"The disk is full. Make room, or set HF_HOME to a folder on a larger disk. {again}"
+        elif libraries & _HTTP_LIBRARIES or isinstance(error, (ConnectionError, TimeoutError)):
+            unreachable = True
+            reason = str(error).strip().split("\n")[0] or "no answer"
+            text = (
+                f"The hub cannot be reached for '{hub_id}' ({type(error).__name__}: {reason}). Check the network, a "
+                f"proxy, and HF_ENDPOINT. {again}"
+            )
+        elif isinstance(error, OSError) and error.errno is None:  # http_get's own, for a file of another length
+            text = f"A file of '{hub_id}' ended early, or too late ({error}). {again}"
+        elif isinstance(error, OSError):
+            text = f"The cache cannot be written ({error}). Set HF_HOME to a folder that can. {again}"
+        else:
+            text = f"'{hub_id}' could not be downloaded ({type(error).__name__}: {error}). {again}"
+        explained = cls(text)
+        explained.unreachable = unreachable
+        return explained

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..precision.streams import Stream
+from . import layouts
 from .errors import BadSize
+from .layouts import Layout
 
 Config = Mapping[str, Any]
 
@@ -26,7 +28,7 @@ class SizeRule:
     """Sizes that a family can make."""
 
     pixel_multiple: int  # of width and height
-    frame_multiple: int  # frames = frame_multiple · k + 1
+    frame_multiple: int = 1  # frames = frame_multiple · k + 1
     pixels: tuple[int, int] = (16, 4096)  # least and most of width and height
     frames: tuple[int, int] = (1, 1025)
 
@@ -38,8 +40,17 @@ class SizeRule:
             )
             good = min(max(round((value - offset) / step) * step + offset, least), most)
             if value != good:
-                rule = f"{step}·k + {offset}" if offset else f"a multiple of {step}"
-                raise BadSize(f"{name} is {value}, but must be {rule} from {least} to {most}. Nearest: {good}.")
+                rule = f"{step}·k + {offset} from" if offset else f"a multiple of {step} from"
+                rule = "from" if step == 1 else rule
+                raise BadSize(f"{name} is {value}, but must be {rule} {least} to {most}. Nearest: {good}.")
+
+
+@dataclass(frozen=True)
+class PromptRule:
+    """How a family's prompts are encoded."""
+
+    tokens: Callable[[Config], int]  # denoiser config → the most it takes
+    fixed: bool = True  # padded to that number; else as long as the prompt is
 
 
 @dataclass(frozen=True)
@@ -50,13 +61,18 @@ class FamilySpec:
     pipeline: str  # diffusers class
     components: Mapping[str, ComponentSpec]
     denoiser: str  # name of the component that denoises
-    blocks: str  # its ModuleList that is compiled block by block
+    blocks: tuple[str, ...]  # its parts that are compiled, a list of blocks block by block
     denoiser_inputs: tuple[str, ...]  # keyword arguments that carry activations
     variant: Callable[[Config], str]  # denoiser config → name in precision.policy.VARIANTS
     stream: Stream | None = None  # where its residual stream runs, for the fold
     clips: bool = False  # its blocks clip fp16 at ±65504: finite, and wrong
-    schedulers: Mapping[str, str] = field(default_factory=dict)  # what users choose → diffusers class
-    sizes: SizeRule = SizeRule(pixel_multiple=8, frame_multiple=1)
+    layout: Layout = layouts.COGVIDEOX
+    sizes: SizeRule = SizeRule(pixel_multiple=16, frame_multiple=4)
+    schedulers: Mapping[str, str] = field(default_factory=dict)  # what users choose → diffusers class; none: its own
+    prompt: PromptRule | None = None  # None: no text encoder
+    takes_image: bool = False
+    from_video: str = ""  # diffusers class that starts from a video instead of noise
+    separate_guidance: bool = False  # the denoiser is called once with the prompt and once without, not with both
 
     @property
     def weighted(self) -> tuple[str, ...]:
@@ -83,7 +99,7 @@ COGVIDEOX = FamilySpec(
         "scheduler": ComponentSpec("diffusers", ("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler"), weights=False),
     },
     denoiser="transformer",
-    blocks="transformer_blocks",
+    blocks=("transformer_blocks",),
     denoiser_inputs=("hidden_states", "encoder_hidden_states"),
     stream=Stream(
         blocks="transformer_blocks",
@@ -93,11 +109,20 @@ COGVIDEOX = FamilySpec(
         last_norms=("norm_final",),
     ),
     schedulers={"DPM": "CogVideoXDPMScheduler", "DDIM": "CogVideoXDDIMScheduler"},
-    sizes=SizeRule(pixel_multiple=16, frame_multiple=4),
     variant=_cogvideox_variant,
+    prompt=PromptRule(lambda config: config.get("max_text_seq_length", 226)),
+    from_video="CogVideoXVideoToVideoPipeline",
 )
 
-COGVIDEOX_FROM_IMAGE = replace(COGVIDEOX, name="CogVideoX image-to-video", pipeline="CogVideoXImageToVideoPipeline")
+COGVIDEOX_FROM_IMAGE = replace(
+    COGVIDEOX,
+    name="CogVideoX image-to-video",
+    pipeline="CogVideoXImageToVideoPipeline",
+    takes_image=True,
+    from_video="",
+)
+
+_COGVIEW_SIZES = SizeRule(pixel_multiple=32, pixels=(64, 2048))  # their authors: multiples of 32, best from 512 on
 
 COGVIEW3PLUS = FamilySpec(
     name="CogView3-Plus",
@@ -110,9 +135,13 @@ COGVIEW3PLUS = FamilySpec(
         "scheduler": ComponentSpec("diffusers", ("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler"), weights=False),
     },
     denoiser="transformer",
-    blocks="transformer_blocks",
+    blocks=("transformer_blocks",),
     denoiser_inputs=("hidden_states", "encoder_hidden_states"),
     variant=lambda _config: "CogView3-Plus-3B",
+    layout=layouts.IMAGES,
+    sizes=_COGVIEW_SIZES,
+    schedulers={"DDIM": "CogVideoXDDIMScheduler", "DPM": "CogVideoXDPMScheduler"},
+    prompt=PromptRule(lambda _config: 224),
     stream=Stream(
         blocks="transformer_blocks",
         embed="patch_embed",
@@ -127,16 +156,22 @@ COGVIEW4 = FamilySpec(
     name="CogView4",
     pipeline="CogView4Pipeline",
     components={
-        "tokenizer": ComponentSpec("transformers", ("PreTrainedTokenizerFast", "PreTrainedTokenizer"), weights=False),
+        "tokenizer": ComponentSpec(
+            "transformers", ("PreTrainedTokenizerFast", "PreTrainedTokenizer", "TokenizersBackend"), weights=False
+        ),
         "text_encoder": ComponentSpec("transformers", ("GlmModel",)),
         "transformer": ComponentSpec("diffusers", ("CogView4Transformer2DModel",)),
         "vae": ComponentSpec("diffusers", ("AutoencoderKL",)),
         "scheduler": ComponentSpec("diffusers", ("FlowMatchEulerDiscreteScheduler",), weights=False),
     },
     denoiser="transformer",
-    blocks="transformer_blocks",
+    blocks=("transformer_blocks",),
     denoiser_inputs=("hidden_states", "encoder_hidden_states"),
     variant=lambda _config: "CogView4-6B",
+    layout=layouts.IMAGES,
+    sizes=_COGVIEW_SIZES,
+    prompt=PromptRule(lambda _config: 1024, fixed=False),
+    separate_guidance=True,
     stream=Stream(
         blocks="transformer_blocks",
         embed="patch_embed",
@@ -150,16 +185,21 @@ SVD = FamilySpec(
     name="Stable Video Diffusion",
     pipeline="StableVideoDiffusionPipeline",
     components={
-        "feature_extractor": ComponentSpec("transformers", ("CLIPImageProcessor",), weights=False),
+        "feature_extractor": ComponentSpec(
+            "transformers", ("CLIPImageProcessor", "CLIPImageProcessorPil", "CLIPImageProcessorFast"), weights=False
+        ),
         "image_encoder": ComponentSpec("transformers", ("CLIPVisionModelWithProjection",)),
         "unet": ComponentSpec("diffusers", ("UNetSpatioTemporalConditionModel",)),
         "vae": ComponentSpec("diffusers", ("AutoencoderKLTemporalDecoder",)),
         "scheduler": ComponentSpec("diffusers", ("EulerDiscreteScheduler",), weights=False),
     },
     denoiser="unet",
-    blocks="down_blocks",
+    blocks=("down_blocks", "mid_block", "up_blocks"),
     denoiser_inputs=("sample", "encoder_hidden_states"),
     variant=lambda config: "SVD" if config.get("num_frames", 25) <= 14 else "SVD-XT",  # XT 1.1's config is XT's
+    layout=layouts.FRAMES,
+    sizes=SizeRule(pixel_multiple=64, frames=(2, 200), pixels=(64, 4096)),  # diffusers cannot guide a single frame
+    takes_image=True,
 )
 
 FAMILIES: dict[str, FamilySpec] = {

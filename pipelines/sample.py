@@ -1,18 +1,22 @@
-"""Prompt embeddings → latents, by the diffusers pipeline's own denoising loop."""
+"""Prompt embeddings, or an image → latents, by the diffusers pipeline's own denoising loop."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from ..precision.guard import StageGuard
 from ..precision.policy import Component, Precision
 from ..precision.report import RunReport
+from ..precision.shells import with_forward
+from . import vae
 from .denoiser import guarded_denoiser
-from .errors import BadInput
+from .errors import BadInput, BadSize
 from .handle import PipelineHandle
+from .layouts import spatial_factor, temporal_factor
 
 StepDone = Callable[[int, int, RunReport], None]  # steps done, steps in all, report so far; raises to interrupt
 
@@ -21,104 +25,177 @@ StepDone = Callable[[int, int, RunReport], None]  # steps done, steps in all, re
 class SampleSettings:
     width: int  # pixels
     height: int  # pixels
-    frames: int
     steps: int
-    guidance_scale: float  # 1 or less: no classifier-free guidance, the negative prompt is not used
     seed: int
-    scheduler: str  # a key of the family's schedulers
+    frames: int = 1
+    guidance_scale: float | None = None  # 1 or less: no classifier-free guidance, the negative prompt is not used
+    scheduler: str = ""  # a key of the family's schedulers; "": the folder's own
+    strength: float | None = None  # from a video: the part of the steps that is computed, 0..1
+    more: Mapping[str, Any] = field(default_factory=dict)  # what else the diffusers pipeline takes, by its names
+
+    @property
+    def computed_steps(self) -> int:
+        return self.steps if self.strength is None else min(int(self.steps * self.strength), self.steps)
 
 
 def sample(
     handle: PipelineHandle,
-    positive: torch.Tensor,
-    negative: torch.Tensor,
+    positive: torch.Tensor | None,
+    negative: torch.Tensor | None,
     settings: SampleSettings,
     *,
+    image: Any = None,
+    video: list[Any] | None = None,
     request: Precision | None = None,
     step_done: StepDone | None = None,
 ) -> tuple[torch.Tensor, RunReport]:
-    """Denoise. Returns latents [batch, channels, latent frames, height/8, width/8] for the VAE, and the report.
+    """Denoise. Returns latents in the family's layout, as its VAE takes them, and the report.
 
-    positive, negative: [batch, tokens, channels] embeddings.
+    positive, negative: [batch, tokens, channels] embeddings; None for families without a prompt.
+    image: a PIL image, for families that start from one. video: PIL images to start from instead of noise.
     Latents and scheduler stay in float32, and noise is drawn on the CPU, so that a seed gives the same noise in every
     precision and on every card; the guard casts what enters the denoiser to the plan's dtype.
     Raises BadSize, BadInput before anything is loaded; GuardStopped where a step cannot be saved.
     """
-    handle.family.sizes.check(width=settings.width, height=settings.height, frames=settings.frames)
-    _check_embeddings(handle, positive, negative)
+    family = handle.family
+    family.sizes.check(width=settings.width, height=settings.height, frames=settings.frames)
+    _check_positions(handle, settings)
+    _check_start(handle, image, video)
+    embeddings = _checked_embeddings(handle, positive, negative)
     plan = handle.plan(Component.DENOISER, request)
     report = handle.report(plan)
-    pipe = _pipeline(handle, report, settings.scheduler)
-    device = handle.store.placement.device
+    guided = settings.guidance_scale is not None and settings.guidance_scale > 1
+    report.calls_per_step = 2 if family.separate_guidance and guided else 1
 
     def on_step_end(_pipe: Any, step: int, _timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
         if step_done:
-            step_done(step + 1, settings.steps, report)
+            step_done(step + 1, settings.computed_steps, report)
         return values
 
     try:
         with handle.switched(report), torch.no_grad():
-            latents = pipe(
-                prompt_embeds=positive.to(device, torch.float32),
-                negative_prompt_embeds=negative.to(device, torch.float32),
+            pipe = _pipeline(handle, report, settings.scheduler, request, from_video=video is not None)
+            if embeddings:  # diffusers' CogView3-Plus would put zeros in place of a negative prompt that is encoded
+                pipe.encode_prompt = lambda *_, **__: tuple(embeddings.values())
+            given = {
+                "image": image,
+                "video": video,
+                "strength": settings.strength,
+                "guidance_scale": settings.guidance_scale,
+                "num_frames": settings.frames if family.layout.counts_frames and video is None else None,
+                **embeddings,
+                **settings.more,
+            }
+            result = pipe(
                 width=settings.width,
                 height=settings.height,
-                num_frames=settings.frames,
                 num_inference_steps=settings.steps,
-                guidance_scale=settings.guidance_scale,
                 generator=torch.Generator("cpu").manual_seed(settings.seed),
                 callback_on_step_end=on_step_end,
                 output_type="latent",
-            ).frames
+                **{name: value for name, value in given.items() if value is not None},
+            )
     finally:
-        handle.finish(handle.family.denoiser)
-    return _to_vae_space(handle, latents, settings.frames).cpu(), report
+        handle.finish(family.denoiser)
+    latents = result.frames if family.layout.counts_frames else result.images
+    config = handle.store.folder.vae_config
+    return family.layout.unscaled(latents, settings.frames, config).cpu(), report
 
 
-def _pipeline(handle: PipelineHandle, report: RunReport, scheduler: str) -> Any:
+def _pipeline(
+    handle: PipelineHandle, report: RunReport, scheduler: str, request: Precision | None, *, from_video: bool
+) -> Any:
     import diffusers
 
-    folder, family = handle.store.folder, handle.family
-    scheduler_class = getattr(diffusers, family.schedulers[scheduler])
-    pipe = getattr(diffusers, family.pipeline)(
-        tokenizer=None,
-        text_encoder=None,
-        vae=None,
-        transformer=guarded_denoiser(handle, report),
-        scheduler=scheduler_class.from_config(handle.store.unweighted("scheduler").config),
-    )
-    spatial, temporal = _vae_factors(folder.vae_config)
-    pipe.vae_scale_factor_spatial, pipe.vae_scale_factor_temporal = spatial, temporal
+    family, config = handle.family, handle.store.folder.vae_config
+    parts: dict[str, Any] = dict.fromkeys(family.components)
+    own = handle.store.unweighted("scheduler")
+    kind = getattr(diffusers, family.schedulers[scheduler]) if scheduler else type(own)
+    parts["scheduler"] = kind.from_config(own.config)
+    if family.takes_image or from_video:
+        parts["vae"], encoding = vae.guarded_encoder(handle, request)
+        report.before.append(encoding)
+    if "image_encoder" in parts:
+        parts["image_encoder"], encoding = _guarded_image_encoder(handle, request)
+        parts["feature_extractor"] = handle.store.unweighted("feature_extractor")
+        report.before.append(encoding)
+    parts[family.denoiser] = guarded_denoiser(handle, report)
+    pipe = getattr(diffusers, family.from_video if from_video else family.pipeline)(**parts)
+    if family.layout.counts_frames and "temporal_compression_ratio" in config:
+        pipe.vae_scale_factor_spatial, pipe.vae_scale_factor_temporal = spatial_factor(config), temporal_factor(config)
+    pipe.vae_scale_factor = spatial_factor(config)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
-def _check_embeddings(handle: PipelineHandle, positive: torch.Tensor, negative: torch.Tensor) -> None:
-    config = handle.store.folder.denoiser_config
-    channels, tokens = config.get("text_embed_dim", 4096), config.get("max_text_seq_length", 226)
+def _guarded_image_encoder(handle: PipelineHandle, request: Precision | None) -> tuple[torch.nn.Module, RunReport]:
+    plan = handle.plan(Component.IMAGE_ENCODER, request)
+    report = handle.report(plan)
+    encoder = handle.store.module("image_encoder", plan.dtype)
+    report.notes += handle.store.notes["image_encoder"]
+    guard = StageGuard(
+        "image_encoder",
+        encoder,
+        dtype=plan.dtype,
+        policy=handle.policy_for(plan),
+        report=report,
+        tf32=handle.architecture.tf32,
+    )
+
+    def encode(pixels: torch.Tensor) -> Any:
+        output = guard(pixels)
+        output.image_embeds = output.image_embeds.float()  # diffusers takes the latents' dtype from it
+        return output
+
+    return with_forward(encoder, encode), report
+
+
+def _check_positions(handle: PipelineHandle, settings: SampleSettings) -> None:
+    """Some CogVideoX have positions for one size only (5B-I2V), or up to a size (1.5)."""
+    config, name = handle.store.folder.denoiser_config, handle.store.folder.variant.name
+    pixels = spatial_factor(handle.store.folder.vae_config)
+    wide, high = config.get("sample_width", 0) * pixels, config.get("sample_height", 0) * pixels
+    given = f"{settings.width}×{settings.height}"
+    if config.get("use_learned_positional_embeddings"):
+        frames = config["sample_frames"]
+        if (settings.width, settings.height, settings.frames) != (wide, high, frames):
+            raise BadSize(f"{name} makes {wide}×{high} with {frames} frames only, not {given} with {settings.frames}.")
+    elif config.get("patch_size_t") and (settings.width > wide or settings.height > high):
+        raise BadSize(f"{name} makes up to {wide}×{high}, not {given}.")
+
+
+def _check_start(handle: PipelineHandle, image: Any, video: list[Any] | None) -> None:
+    family, name = handle.family, handle.store.folder.variant.name
+    if family.takes_image and image is None:
+        raise BadInput(f"{name} starts from an image. Use the sampler that takes one.")
+    if image is not None and not family.takes_image:
+        raise BadInput(f"{name} does not start from an image. Use the plain sampler, or an image-to-video model.")
+    if video is not None and not family.from_video:
+        raise BadInput(f"{name} does not start from a video. Use a text-to-video model for that.")
+
+
+def _checked_embeddings(
+    handle: PipelineHandle, positive: torch.Tensor | None, negative: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """As the pipeline's arguments."""
+    rule, config = handle.family.prompt, handle.store.folder.denoiser_config
+    if rule is None or positive is None or negative is None:
+        return {}
+    channels, tokens = config.get("text_embed_dim", 4096), rule.tokens(config)
     for name, embeddings in (("positive", positive), ("negative", negative)):
-        if embeddings.ndim != 3 or embeddings.shape[-1] != channels or embeddings.shape[1] != tokens:
+        fits = embeddings.ndim == 3 and embeddings.shape[-1] == channels
+        if not fits or (embeddings.shape[1] != tokens if rule.fixed else embeddings.shape[1] > tokens + 15):
             raise BadInput(
                 f"'{name}' has shape {tuple(embeddings.shape)}, but {handle.store.folder.variant.name} takes "
                 f"[batch, {tokens}, {channels}]. Wire it to an Encode Prompt node that gets the same pipeline."
             )
-    if positive.shape != negative.shape:
+    if rule.fixed and positive.shape != negative.shape:
         raise BadInput(
             f"'positive' has shape {tuple(positive.shape)} and 'negative' {tuple(negative.shape)}; they must agree. "
             "Take both from one Encode Prompt node."
         )
-
-
-def _vae_factors(config: Any) -> tuple[int, int]:
-    return 2 ** (len(config.get("block_out_channels", (1, 1, 1, 1))) - 1), int(config["temporal_compression_ratio"])
-
-
-def _to_vae_space(handle: PipelineHandle, latents: torch.Tensor, frames: int) -> torch.Tensor:
-    """[batch, frames, channels, height, width] as sampled → [batch, channels, frames, height, width], unscaled.
-
-    The 1.5 layout pads in front to a multiple of its temporal patch; the padding is dropped.
-    """
-    config = handle.store.folder.vae_config
-    wanted = (frames - 1) // _vae_factors(config)[1] + 1
-    latents = latents[:, latents.shape[1] - wanted :].permute(0, 2, 1, 3, 4)
-    return 1 / config["scaling_factor"] * latents
+    device = handle.store.placement.device
+    return {
+        "prompt_embeds": positive.to(device, torch.float32),
+        "negative_prompt_embeds": negative.to(device, torch.float32),
+    }

@@ -119,7 +119,8 @@ class ComponentStore:
 
         spec = self.folder.family.components[name]
         library = {"diffusers": diffusers, "transformers": transformers}[spec.library]
-        loader = getattr(library, self.folder.classes[name])
+        # a folder saved by another transformers may name a class that this one calls otherwise
+        loader = getattr(library, self.folder.classes[name], None) or getattr(library, spec.classes[0])
         try:
             return loader.from_pretrained(self.folder.path / name, local_files_only=True, **options)
         except torch.OutOfMemoryError:

@@ -140,7 +140,9 @@ def explain(peaks: Mapping[str, Peak], stream: Stream, module: torch.nn.Module, 
     inner = {
         name: peak.input if _adapted(name) in writers else max(peak.input, peak.output)
         for name, peak in peaks.items()
-        if name not in norms and not name.startswith(f"{stream.embed}.")
+        if name not in norms
+        and not name.startswith(f"{stream.embed}.")
+        and not isinstance(module.get_submodule(name), torch.nn.Dropout)  # behind a writer it holds the stream
     }
     worst = max(inner, key=lambda name: inner[name], default="")
     if worst and not inner[worst] <= FP16_MAX:

@@ -61,6 +61,7 @@ class StageGuard:
     stage: its name in messages and in the report.
     attempt: what to call; may be compiled.
     rerun: what to call in fp32 where the attempt fails; the untouched original. Defaults to `attempt`.
+    owner: the module whose weights `rerun` uses. Defaults to `rerun`, or what it is a method of.
     dtype: "fp16", "bf16" or "fp32": the plan's dtype of this stage.
     inputs: names of the keyword arguments that carry activations. They are cast to `dtype` before each attempt,
         since a scheduler may hand on float32; positional tensors are cast too. Other arguments (timesteps, rotary
@@ -79,6 +80,7 @@ class StageGuard:
         policy: GuardPolicy,
         report: RunReport,
         rerun: Callable[..., Any] | None = None,
+        owner: torch.nn.Module | None = None,
         inputs: tuple[str, ...] = (),
         tf32: bool = False,
         peak_inside: Callable[[], torch.Tensor | None] | None = None,
@@ -90,6 +92,7 @@ class StageGuard:
         self.report = report
         self._attempt = attempt
         self._rerun = rerun or attempt
+        self._owner = owner or getattr(self._rerun, "__self__", self._rerun)
         self._inputs = inputs
         self._tf32 = tf32 and not policy.strict
         self._peak_inside = peak_inside or (lambda: None)
@@ -203,7 +206,7 @@ class StageGuard:
 
     def _diagnose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         found = f"{self._where()}: the output is non-finite in fp32 too"
-        owner = getattr(self._rerun, "__self__", self._rerun)
+        owner = self._owner
         if not isinstance(owner, torch.nn.Module):
             return f"{found}. Precision cannot help here."
         for name, weight in (*owner.named_parameters(), *owner.named_buffers()):

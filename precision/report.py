@@ -36,6 +36,8 @@ class RunReport:
     switches: tuple[Switch, ...] = ()
     stream_peak: float | None = None  # max |x| of the residual stream, where it was measured for the fold
     fold_bits: int | None = None  # the stream is scaled by 2^-fold_bits; None where the plan does not fold
+    calls_per_step: int = 1  # of the denoiser
+    before: list[RunReport] = field(default_factory=list)  # stages that ran first, to encode an image
     notes: tuple[str, ...] = ()  # what is unusual about the model, or was mended when it was loaded
     steps: list[StepRecord] = field(default_factory=list)
 
@@ -56,11 +58,11 @@ class RunReport:
     def summary(self) -> str:
         """One line: why this dtype, how many calls, how many reruns."""
         denoising = self.plan.component is Component.DENOISER
-        stage = "" if denoising else f"{self.plan.component.value.replace('_', ' ')}: "
+        stage = "" if denoising else f"{self.plan.component.words}: "
         if not self.steps:
             return f"{stage}{self.plan.reason}; nothing to compute, all of it was remembered."
         noun = "step" if denoising else "call"
-        counts = f"{_count(len(self.steps), noun)}, {self.count_reruns()}"
+        counts = f"{_count(-(-len(self.steps) // self.calls_per_step), noun)}, {self.count_reruns()}"
         if self.failed:
             counts += f", {self.failed} NOT FINITE: the result is broken; choose precision 'auto' or 'fp16'"
         return f"{stage}{self.plan.reason}{self._fold()}; {counts}."
@@ -73,6 +75,7 @@ class RunReport:
     def text(self) -> str:
         """The summary, then a line per step and the switches."""
         lines = [
+            *(report.summary() for report in self.before),
             self.summary(),
             f"{self.variant} on {self.architecture}",
             f"backend: {self.backend} ({self.backend_reason})",
@@ -83,7 +86,7 @@ class RunReport:
         if self.stream_peak is not None:
             lines.append(f"first step in fp32: the residual stream peaks at {self.stream_peak:.4g}, fp16 ends at 65504")
         lines += [f"{s.name}={s.value} (by {s.set_by}: {s.reason})" for s in self.switches]
-        for s in self.steps:
+        for s in [step for report in (*self.before, self) for step in report.steps]:
             at = "" if s.timestep is None else f" t={s.timestep:g}"
             largest = "" if s.largest is None else f", max |x| {s.largest:.4g}"
             lines.append(

@@ -31,6 +31,18 @@ def replaced(module: torch.nn.Module, replacements: Mapping[str, Make]) -> torch
     return shell
 
 
+def as_float32(module: torch.nn.Module) -> torch.nn.Module:
+    """A shell that says its dtype is float32, so that a diffusers pipeline hands it float32 and keeps latents in it."""
+    shell, kind = copy.copy(module), type(module)
+    says = {
+        "dtype": property(lambda _self: torch.float32),
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+    }
+    shell.__class__ = type(kind.__name__, (kind,), says)
+    return shell
+
+
 def with_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> torch.nn.Module:
     """A shell of `module` that calls `forward`, without the module's hooks, which the original still runs."""
     shell = copy.copy(module)

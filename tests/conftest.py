@@ -41,13 +41,16 @@ def fresh_python(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """model_folder(variant, overflow) → a folder built once a session."""
-    from comfyui_onediff_guard.headless.small_model import build_cogvideox
+    """model_folder(variant, overflow) → a folder built once a session. Variants: small_families.BUILDERS."""
+    from comfyui_onediff_guard.headless.small_families import BUILDERS
 
     root = tmp_path_factory.mktemp("models")
 
     def folder(variant: str = "2b", overflow: str = "none") -> Path:
         path = root / f"{variant}-{overflow}"
-        return path if path.exists() else build_cogvideox(path, variant=variant, overflow=overflow)
+        if path.exists():
+            return path
+        options = {} if overflow == "none" else {"overflow": overflow}  # Stable Video Diffusion's has no overflow
+        return BUILDERS[variant](path, **options)
 
     return folder

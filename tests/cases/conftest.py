@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.headless.small_model import new_folder, small_text_encoder, train_tokenizer
+from comfyui_onediff_guard.headless.small_families import build_cogview3
 from comfyui_onediff_guard.pipelines.families import COGVIDEOX, FamilySpec
 from comfyui_onediff_guard.pipelines.handle import PipelineHandle, load
 from comfyui_onediff_guard.pipelines.placement import PlainPlacement
 from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.policy import Precision
-
-FP16_MAX = 65504
 
 
 @pytest.fixture
@@ -51,50 +49,4 @@ def changed(model_folder, tmp_path) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def cogview3_folder(tmp_path_factory) -> Path:
     """A healthy small CogView3-Plus folder."""
-    from diffusers import (
-        AutoencoderKL,
-        CogVideoXDDIMScheduler,
-        CogView3PlusPipeline,
-        CogView3PlusTransformer2DModel,
-    )
-
-    folder = tmp_path_factory.mktemp("cogview") / "small-cogview3"
-    with new_folder(folder) as temporary, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        text_encoder = small_text_encoder()
-        transformer = CogView3PlusTransformer2DModel(
-            in_channels=4,
-            out_channels=4,
-            num_layers=3,
-            attention_head_dim=16,
-            num_attention_heads=4,
-            text_embed_dim=text_encoder.config.d_model,
-            time_embed_dim=32,
-            condition_dim=8,
-            pos_embed_max_size=16,
-            sample_size=16,
-        )
-        CogView3PlusPipeline(
-            tokenizer=train_tokenizer(temporary / "trained"),
-            text_encoder=text_encoder,
-            vae=AutoencoderKL(latent_channels=4, block_out_channels=(8,), norm_num_groups=4),
-            transformer=transformer,
-            scheduler=CogVideoXDDIMScheduler(),
-        ).save_pretrained(temporary)
-        shutil.rmtree(temporary / "trained")
-    return folder
-
-
-def cogview3_call(denoiser: torch.nn.Module) -> dict[str, Any]:
-    """Arguments of one step: a guided batch of two 16×16 latents."""
-    generator = torch.Generator().manual_seed(0)
-    size = torch.tensor([[128.0, 128.0]] * 2)
-    return {
-        "hidden_states": torch.randn(2, 4, 16, 16, generator=generator),
-        "encoder_hidden_states": torch.randn(2, 12, 32, generator=generator),
-        "timestep": torch.tensor([500, 500]),
-        "original_size": size,
-        "target_size": size,
-        "crop_coords": torch.zeros(2, 2),
-        "return_dict": False,
-    }
+    return build_cogview3(tmp_path_factory.mktemp("cogview") / "small-cogview3", layers=3)

@@ -9,6 +9,7 @@ import os
 
 import pytest
 import torch
+from cogview_step import cogview3_call
 from comfyui_onediff_guard.pipelines.denoiser import guarded_denoiser
 from comfyui_onediff_guard.pipelines.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.errors import BadFolder
@@ -18,7 +19,6 @@ from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH
 from comfyui_onediff_guard.precision.consistency import DamagedByCast, make_consistent
 from comfyui_onediff_guard.precision.observe import stream_peak
 from comfyui_onediff_guard.precision.policy import Component, Precision
-from conftest import FP16_MAX, cogview3_call
 from diffusers import CogVideoXTransformer3DModel, CogView3PlusTransformer2DModel
 from torch.nn import functional as F
 from transformers import T5EncoderModel
@@ -301,4 +301,4 @@ def test_case_5_clip(cogview3_folder, changed, on_card, gates, writer, finite):
 
 
 def test_fp16_ends_where_the_models_above_go_beyond():
-    assert torch.finfo(torch.float16).max == FP16_MAX < 66246 < 5e5
+    assert torch.finfo(torch.float16).max < 66246 < 5e5

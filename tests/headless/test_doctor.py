@@ -53,9 +53,11 @@ def test_a_model_on_another_card(doctor: Doctor, model_folder: Callable[..., Pat
     assert "sm75 (Turing) has no native bf16 → fp16" in out
 
 
-def test_one_json_object(doctor: Doctor, model_folder: Callable[..., Path]) -> None:
+def test_one_json_object(doctor: Doctor, model_folder: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    folder = model_folder("2b")
+    capsys.readouterr()  # what building it printed
     code, out, err = doctor(
-        "--json", "--model", str(model_folder("2b")), "--arch", "sm86", "--precision", "fp16 (plain)",
+        "--json", "--model", str(folder), "--arch", "sm86", "--precision", "fp16 (plain)",
         "--accumulation", "fast",
     )  # fmt: skip
     told = strictly(out)

@@ -141,6 +141,7 @@ def test_where_the_fold_does_not_help_the_guard_does(model_folder, open_pipeline
     frames, report = make(handle)
     assert report.reruns == SMALL.steps
     assert (frames - expected).abs().max() <= 2e-2
+    assert "non-finite in fp16: the residual stream reaches 5" in report.text()
 
 
 def test_fp32_is_bit_equal_with_the_fold_installed(model_folder, open_pipeline):

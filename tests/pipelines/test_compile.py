@@ -92,7 +92,7 @@ def test_the_compiler_is_found_on_windows_without_assuming_linux(monkeypatch):
 
 def test_eager_compiles_nothing():
     model = Transformer()
-    assert compiled(model, "transformer_blocks", BackendChoice("eager", "")) is model
+    assert compiled(model, ("transformer_blocks",), BackendChoice("eager", "")) is model
 
 
 def test_inductor_is_registered_in_onediffs_registry_once():
@@ -115,7 +115,7 @@ def test_blocks_are_compiled_in_a_shell_through_onediff(monkeypatch):
     monkeypatch.setitem(registry._BACKENDS, "recording", lambda module, *, options=None: seen.append(module) or module)
     model = Transformer()
     blocks = list(model.transformer_blocks)
-    shell = compiled(model, "transformer_blocks", BackendChoice("recording", ""))
+    shell = compiled(model, ("transformer_blocks",), BackendChoice("recording", ""))
     assert seen == blocks
     assert shell is not model and list(model.transformer_blocks) == blocks
     assert shell.transformer_blocks is not model.transformer_blocks
@@ -134,7 +134,7 @@ def test_auto_goes_on_without_a_compiler_that_fails_and_an_explicit_choice_does_
         registry._BACKENDS, "broken", lambda module, *, options=None: torch.compile(module, backend=broken)
     )
     model = Transformer().requires_grad_(False)
-    shell = compiled(model, "transformer_blocks", BackendChoice("broken", "", automatic=automatic))
+    shell = compiled(model, ("transformer_blocks",), BackendChoice("broken", "", automatic=automatic))
     x = torch.randn(2, 4)
     if not automatic:
         with pytest.raises(BackendCompilerFailed, match="cl is not found"):
@@ -210,5 +210,5 @@ def test_nexfort_is_told_of_half_accumulation_at_compile_time(monkeypatch, allow
         return module
 
     monkeypatch.setitem(registry._BACKENDS, "nexfort", nexfort)
-    compiled(Transformer(), "transformer_blocks", BackendChoice("nexfort", "asked for"), half_accumulation=allowed)
+    compiled(Transformer(), ("transformer_blocks",), BackendChoice("nexfort", "asked for"), half_accumulation=allowed)
     assert seen == [{"options": {"triton.fuse_attention_allow_fp16_reduction": allowed}}] * 3

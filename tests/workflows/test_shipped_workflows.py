@@ -1,5 +1,7 @@
 """The workflows that ComfyUI lists as templates: one graph in both formats, with nothing in it that does not exist."""
 
+# ruff: noqa: N802 - INPUT_TYPES is ComfyUI's
+
 from __future__ import annotations
 
 import json
@@ -8,14 +10,45 @@ from typing import Any
 
 import pytest
 from comfyui_onediff_guard.headless import core_nodes, schema, ui_format, validate
-from comfyui_onediff_guard.headless.graph import Graph, from_api, is_ui_format
+from comfyui_onediff_guard.headless.errors import UnknownNodesError
+from comfyui_onediff_guard.headless.graph import Graph, Link, from_api, is_ui_format
 from comfyui_onediff_guard.headless.schema import Schema
 from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS, host
 
 WORKFLOWS = Path(__file__).resolve().parents[2] / "workflows"
 UI_FILES = sorted(WORKFLOWS.glob("*.json"))
 API_FILES = sorted((WORKFLOWS / "api").glob("*.json"))
-CLASSES = {**core_nodes.NODE_CLASS_MAPPINGS, **NODE_CLASS_MAPPINGS}
+HERE = {**core_nodes.NODE_CLASS_MAPPINGS, **NODE_CLASS_MAPPINGS}  # what runs without a ComfyUI
+
+
+class LoadVideo:
+    RETURN_TYPES = ("VIDEO",)
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {"required": {"file": (["video.mp4"], {"video_upload": True})}}
+
+
+class GetVideoComponents:
+    RETURN_TYPES = ("IMAGE", "AUDIO", "FLOAT")
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {"required": {"video": ("VIDEO",)}}
+
+
+class ImageFromBatch:
+    RETURN_TYPES = ("IMAGE",)
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        number = {"batch_index": (0, 0, 4095), "length": (1, 1, 4096)}
+        given = {name: ("INT", {"default": d, "min": low, "max": high}) for name, (d, low, high) in number.items()}
+        return {"required": {"image": ("IMAGE",), **given}}
+
+
+SERVER_ONLY = {node.__name__: node for node in (LoadVideo, GetVideoComponents, ImageFromBatch)}  # ComfyUI 0.3.64's
+CLASSES = {**HERE, **SERVER_ONLY}
 SCHEMAS = {name: schema.from_class(name, node) for name, node in CLASSES.items()}
 TEXT_TO_VIDEO = WORKFLOWS / "api" / "cogvideox_text_to_video.json"
 
@@ -37,19 +70,60 @@ def plain(graph: Graph) -> dict[str, Any]:
     return {node.id: (node.class_type, dict(node.inputs)) for node in graph.nodes.values()}
 
 
+MODELS = (
+    "CogVideoX-2b",
+    "CogVideoX-5b",
+    "CogVideoX-5b-I2V",
+    "CogView3-Plus-3B",
+    "CogView4-6B",
+    "stable-video-diffusion-img2vid-xt",
+)
+
+
 @pytest.fixture
 def model_folder(tmp_path: Path) -> Path:
-    """A models folder in which the loader finds the name that the workflows have."""
-    folder = tmp_path / "CogVideoX-2b"
-    folder.mkdir()
-    (folder / "model_index.json").write_text("{}", encoding="utf-8")
+    """A models folder in which the loaders find the names that the workflows have, and ComfyUI's example picture."""
+    for name in MODELS:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model_index.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "example.png").touch()
     return tmp_path
 
 
 def test_there_is_a_workflow_in_every_format() -> None:
-    assert [path.name for path in UI_FILES] == ["cogvideox_text_to_video.json"]
-    assert {path.name for path in UI_FILES} <= {path.name for path in API_FILES}
-    assert "cogvideox_text_to_video_webp.json" in {path.name for path in API_FILES}
+    plain_and_guarded = {"cogvideox_image_to_video", "cogview3_text_to_image", "cogview4_text_to_image"}
+    plain_and_guarded |= {"svd_image_to_video"}
+    alone = {"cogvideox_text_to_video", "cogvideox_video_to_video"}
+    wanted = alone | plain_and_guarded | {f"{name}_guarded" for name in plain_and_guarded}
+    assert {path.stem for path in UI_FILES} == wanted
+    assert {path.stem for path in API_FILES} == wanted | {"cogvideox_text_to_video_webp"}
+
+
+@pytest.mark.parametrize("path", UI_FILES, ids=stem)
+def test_there_is_a_small_picture_of_every_workflow(path: Path) -> None:
+    data = path.with_suffix(".jpg").read_bytes()
+    assert data.startswith(b"\xff\xd8\xff") and len(data) < 40_000
+
+
+@pytest.mark.parametrize("path", UI_FILES, ids=stem)
+def test_a_guarded_workflow_has_guard_and_report(path: Path) -> None:
+    own = api_graph(WORKFLOWS / "api" / path.name).class_types()
+    both = {"OneDiffGuardNaNGuard", "OneDiffGuardPrecisionReport"}
+    if path.stem.endswith("_guarded"):
+        twin = api_graph(WORKFLOWS / "api" / path.name.replace("_guarded", "")).class_types()
+        assert own == twin | both and not twin & both
+
+
+def test_which_workflows_need_a_server(model_folder: Path) -> None:
+    """And the run without one says so, by the names of the nodes."""
+    graphs = {path.stem: api_graph(path) for path in API_FILES}
+    (name,) = [name for name, graph in graphs.items() if graph.class_types() & set(SERVER_ONLY)]
+    assert name == "cogvideox_video_to_video"
+    with (
+        host.plain_folders(models=[model_folder], input=model_folder, output=model_folder),
+        pytest.raises(UnknownNodesError, match=r"GetVideoComponents, ImageFromBatch, LoadVideo.*--server"),
+    ):
+        validate.plan(graphs[name], HERE)
 
 
 @pytest.mark.parametrize("path", UI_FILES, ids=stem)
@@ -84,23 +158,29 @@ def test_every_option_and_number_is_allowed(path: Path, model_folder: Path) -> N
         validate.plan(api_graph(path), CLASSES)
 
 
-def test_the_workflow_shows_what_the_defaults_are(model_folder: Path) -> None:
+FILES = {"model", "image", "file"}  # drop-downs without a default
+CHOSEN = {
+    # decoding is what needs the most memory; CogVideoX 2B and 5B were trained at 8 frames a second
+    "cogvideox_text_to_video": {"tiling", "fps"},
+    "cogvideox_image_to_video": {"tiling", "fps", "scheduler"},  # DPM is advised for 5B
+    "cogvideox_video_to_video": {"tiling", "scheduler", "length"},  # as many frames as 5B makes
+    "cogview3_text_to_image": {"guidance_scale"},  # as its authors use it
+    "cogview4_text_to_image": {"guidance_scale"},
+    "svd_image_to_video": {"chunk", "fps"},  # memory; SVD's 7 frames a second in CreateVideo
+}
+
+
+@pytest.mark.parametrize("path", UI_FILES, ids=stem)
+def test_the_workflow_shows_what_the_defaults_are(path: Path) -> None:
     """What the file sets differs from a fresh node in these alone; each has a reason."""
-    chosen = {
-        "model",  # no default
-        "prompt",
-        "seed",
-        "tiling",  # decoding is what needs the most memory
-        "filename_prefix",
-        "fps",  # CogVideoX 2B and 5B were trained at 8
-    }
+    chosen = {"prompt", "seed", "filename_prefix"} | CHOSEN[path.stem.removesuffix("_guarded")]
     differing = set()
-    for node in api_graph(TEXT_TO_VIDEO).nodes.values():
+    for node in api_graph(WORKFLOWS / "api" / path.name).nodes.values():
         for name, spec in SCHEMAS[node.class_type].inputs.items():
             given = node.inputs.get(name)
-            if spec.is_widget and given is not None and given != default(spec):
-                differing.add(name)
-    assert differing == chosen
+            if spec.is_widget and name not in FILES and not isinstance(given, (Link, type(None))):
+                differing |= {name} if given != default(spec) else set()
+    assert differing == chosen - ({"prompt"} if path.stem.startswith("svd") else set())
 
 
 def default(spec: schema.InputSpec) -> Any:

@@ -1,0 +1,368 @@
+"""Small folders of the other families, made on the spot: CogView3-Plus, CogView4 and Stable Video Diffusion.
+
+As in small_model.py: real classes, the published layout of files and the published settings, random weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderKLTemporalDecoder,
+    CogVideoXDDIMScheduler,
+    CogView3PlusPipeline,
+    CogView3PlusTransformer2DModel,
+    CogView4Pipeline,
+    CogView4Transformer2DModel,
+    EulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    StableVideoDiffusionPipeline,
+    UNetSpatioTemporalConditionModel,
+)
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import (
+    CLIPImageProcessor,
+    CLIPVisionConfig,
+    CLIPVisionModelWithProjection,
+    GlmConfig,
+    GlmModel,
+    PreTrainedTokenizerFast,
+)
+
+from .small_model import (
+    SENTENCES,
+    VARIANTS,
+    Overflow,
+    build_cogvideox,
+    draw_weights,
+    make_stream_overflow,
+    new_folder,
+    save,
+    small_text_encoder,
+    train_tokenizer,
+    write_json,
+)
+
+TEXT_WIDTH = 32
+GLM_VOCABULARY = 384  # bytes, pairs of them, and the special tokens behind
+GLM_SPECIAL = (
+    *("<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>"),
+    *("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+)
+
+
+def build_cogview3(
+    folder: Path,
+    *,
+    overflow: Overflow = "none",
+    seed: int = 0,
+    layers: int = 2,
+    heads: int = 4,
+    head_dim: int = 16,
+    size: int = 128,
+    dtype: torch.dtype = torch.float32,
+) -> Path:
+    """Write a small CogView3-Plus pipeline to `folder` and return `folder`.
+
+    Args:
+        folder: must not exist yet. It appears whole or not at all; the same arguments give the same bytes.
+        overflow: "stream" makes the feed-forward of one block write |x| of about 5e5 into the residual stream. In plain
+            fp16 the block clips that to 65504: each step comes out finite, and wrong.
+        layers, heads, head_dim: of the denoiser; its width is heads * head_dim.
+        size: pixels of the sample size noted in the config, the pipeline's default. 2048 is the most that it can make.
+        dtype: of the stored weights.
+
+    Raises:
+        FileExistsError: `folder` is there already.
+    """
+    with new_folder(folder) as temporary, torch.random.fork_rng(devices=[]):
+        tokenizer = train_tokenizer(temporary / "tokenizer")
+        torch.manual_seed(seed)
+        text_encoder = small_text_encoder()
+        torch.manual_seed(seed + 1)
+        transformer = CogView3PlusTransformer2DModel(
+            num_layers=layers,
+            num_attention_heads=heads,
+            attention_head_dim=head_dim,
+            text_embed_dim=text_encoder.config.d_model,
+            time_embed_dim=32,
+            condition_dim=8,
+            sample_size=size // 8,
+        )
+        if overflow == "stream":
+            make_stream_overflow(transformer, ("norm1.linear", (5, 11)), lambda: cogview_step(transformer))
+        torch.manual_seed(seed + 2)
+        pipeline = CogView3PlusPipeline(
+            tokenizer=tokenizer,
+            text_encoder=text_encoder,
+            transformer=transformer,
+            vae=small_image_vae(shift_factor=None),
+            scheduler=CogVideoXDDIMScheduler(
+                beta_schedule="scaled_linear",
+                beta_start=0.00085,
+                beta_end=0.0120,
+                clip_sample=False,
+                prediction_type="v_prediction",
+                rescale_betas_zero_snr=True,
+                set_alpha_to_one=True,
+                snr_shift_scale=4.0,
+                timestep_spacing="trailing",
+            ),
+        )
+        save(pipeline, temporary, dtype)
+    return folder
+
+
+def build_cogview4(
+    folder: Path,
+    *,
+    overflow: Overflow = "none",
+    seed: int = 0,
+    layers: int = 2,
+    heads: int = 4,
+    head_dim: int = 16,
+    size: int = 128,
+    dtype: torch.dtype = torch.float32,
+) -> Path:
+    """Write a small CogView4 pipeline to `folder` and return `folder`.
+
+    The arguments are those of build_cogview3, except that "stream" is NaN in plain fp16: CogView4 clips nothing.
+    head_dim: a multiple of 4.
+
+    Raises:
+        FileExistsError: `folder` is there already.
+        ValueError: a head_dim that rotary positions cannot split.
+    """
+    if head_dim % 4:
+        raise ValueError(f"head_dim is {head_dim}; 2D rotary positions need a multiple of 4.")
+    with new_folder(folder) as temporary, torch.random.fork_rng(devices=[]):
+        tokenizer: Any = train_glm_tokenizer(temporary / "tokenizer")  # diffusers annotates it as AutoTokenizer
+        torch.manual_seed(seed)
+        text_encoder = small_glm(tokenizer)
+        torch.manual_seed(seed + 1)
+        transformer = CogView4Transformer2DModel(
+            num_layers=layers,
+            num_attention_heads=heads,
+            attention_head_dim=head_dim,
+            text_embed_dim=TEXT_WIDTH,
+            time_embed_dim=32,
+            condition_dim=8,
+            sample_size=size // 8,
+        )
+        if overflow == "stream":
+            make_stream_overflow(transformer, ("norm1.linear", (10, 11)), lambda: cogview_step(transformer))
+        torch.manual_seed(seed + 2)
+        pipeline = CogView4Pipeline(
+            tokenizer=tokenizer,
+            text_encoder=text_encoder,
+            transformer=transformer,
+            vae=small_image_vae(shift_factor=0.0),
+            scheduler=FlowMatchEulerDiscreteScheduler(
+                base_image_seq_len=256,
+                base_shift=0.25,
+                max_image_seq_len=4096,
+                max_shift=0.75,
+                shift=1.0,
+                time_shift_type="linear",
+                use_dynamic_shifting=True,
+            ),
+        )
+        save(pipeline, temporary, dtype, named={"tokenizer": "PreTrainedTokenizerFast"})
+    return folder
+
+
+def build_svd(folder: Path, *, frames: int = 14, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """Write a small Stable Video Diffusion pipeline to `folder` and return `folder`.
+
+    Args:
+        folder: must not exist yet. It appears whole or not at all; the same arguments give the same bytes.
+        frames: 14 is SVD, 25 is SVD-XT. Noted in the config as the pipeline's default.
+        dtype: of the stored weights.
+
+    Raises:
+        FileExistsError: `folder` is there already.
+    """
+    with new_folder(folder) as temporary, torch.random.fork_rng(devices=[]):
+        (temporary / "feature_extractor").mkdir()
+        write_json(temporary / "feature_extractor" / "preprocessor_config.json", CLIP_IMAGES)
+        torch.manual_seed(seed)
+        image_encoder = CLIPVisionModelWithProjection(
+            CLIPVisionConfig(
+                hidden_size=32,
+                intermediate_size=64,
+                projection_dim=TEXT_WIDTH,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                image_size=224,
+                patch_size=14,
+                hidden_act="gelu",
+            )
+        )
+        draw_weights(image_encoder)
+        torch.manual_seed(seed + 1)
+        # groups of the norms are 32 in the class, so no level can be narrower
+        unet = UNetSpatioTemporalConditionModel(
+            sample_size=8,
+            block_out_channels=(32, 32, 32, 64),
+            addition_time_embed_dim=16,
+            projection_class_embeddings_input_dim=48,
+            layers_per_block=1,
+            cross_attention_dim=TEXT_WIDTH,
+            num_attention_heads=(2, 2, 2, 4),
+            num_frames=frames,
+        )
+        torch.manual_seed(seed + 2)
+        levels: dict[str, Any] = {  # diffusers annotates them as tuples of one
+            "block_out_channels": (32, 32, 32, 32),
+            "down_block_types": ("DownEncoderBlock2D",) * 4,
+        }
+        vae = AutoencoderKLTemporalDecoder(
+            **levels, latent_channels=4, sample_size=64, scaling_factor=0.18215, force_upcast=True
+        )
+        pipeline = StableVideoDiffusionPipeline(
+            vae=vae.eval(),
+            image_encoder=image_encoder,
+            unet=unet,
+            scheduler=EulerDiscreteScheduler(
+                beta_start=0.00085,
+                beta_end=0.012,
+                beta_schedule="scaled_linear",
+                prediction_type="v_prediction",
+                interpolation_type="linear",
+                use_karras_sigmas=True,
+                sigma_min=0.002,
+                sigma_max=700.0,
+                timestep_spacing="leading",
+                timestep_type="continuous",
+                steps_offset=1,
+            ),
+            feature_extractor=CLIPImageProcessor.from_pretrained(temporary / "feature_extractor"),
+        )
+        save(pipeline, temporary, dtype, named={"feature_extractor": "CLIPImageProcessor"})
+    return folder
+
+
+BUILDERS: Mapping[str, Callable[..., Path]] = {
+    **{variant: partial(build_cogvideox, variant=variant) for variant in VARIANTS},
+    "cogview3": build_cogview3,
+    "cogview4": build_cogview4,
+    "svd": build_svd,
+    "svd-xt": partial(build_svd, frames=25),
+}
+
+
+def small_image_vae(*, shift_factor: float | None) -> AutoencoderKL:
+    """CogView's: 8 times smaller, 16 latent channels, neither attention nor convolutions around the latents."""
+    levels: dict[str, Any] = {
+        "block_out_channels": (8, 16, 16, 16),
+        "down_block_types": ("DownEncoderBlock2D",) * 4,
+        "up_block_types": ("UpDecoderBlock2D",) * 4,
+    }
+    return AutoencoderKL(
+        **levels,
+        layers_per_block=1,
+        latent_channels=16,
+        norm_num_groups=4,
+        sample_size=64,
+        scaling_factor=1.0,
+        shift_factor=shift_factor,
+        force_upcast=True,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        mid_block_add_attention=False,
+    ).eval()
+
+
+def train_glm_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE, write it to `folder` in GLM-4's published form, and load it.
+
+    Each text starts with [gMASK]<sop>, so that an empty one isn't empty; shorter ones are padded on the left.
+    """
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=GLM_VOCABULARY - len(GLM_SPECIAL),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(SENTENCES, trainer)
+    bpe.add_special_tokens(list(GLM_SPECIAL))
+    start = [(token, bpe.token_to_id(token)) for token in ("[gMASK]", "<sop>")]
+    template = processors.TemplateProcessing(
+        single="[gMASK]:0 <sop>:0 $A:0", pair="[gMASK]:0 <sop>:0 $A:0 $B:1", special_tokens=start
+    )
+    bpe.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
+    named = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
+    folder.mkdir()
+    bpe.save(str(folder / "tokenizer.json"))
+    write_json(folder / "special_tokens_map.json", {**named, "additional_special_tokens": GLM_SPECIAL})
+    write_json(
+        folder / "tokenizer_config.json",
+        {
+            **named,
+            "additional_special_tokens": GLM_SPECIAL,
+            "clean_up_tokenization_spaces": False,
+            "do_lower_case": False,
+            "model_input_names": ["input_ids", "attention_mask"],
+            "model_max_length": 128000,
+            "padding_side": "left",
+            "remove_space": False,
+            "tokenizer_class": "PreTrainedTokenizerFast",
+        },
+    )
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def small_glm(tokenizer: PreTrainedTokenizerFast) -> GlmModel:
+    """A GLM-4 of three layers; CogView4 reads what the last but one writes."""
+    config: dict[str, Any] = {
+        "vocab_size": GLM_VOCABULARY,
+        "hidden_size": TEXT_WIDTH,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 8192,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    return draw_weights(GlmModel(GlmConfig(**config)))
+
+
+def cogview_step(transformer: CogView3PlusTransformer2DModel | CogView4Transformer2DModel) -> None:
+    """One step from random latents."""
+    config: Any = transformer.config
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.tensor([[128.0, 128.0]])
+    transformer(
+        hidden_states=torch.randn(1, config.in_channels, 16, 16, generator=generator),
+        encoder_hidden_states=torch.randn(1, 32, config.text_embed_dim, generator=generator),
+        timestep=torch.tensor([500]),
+        original_size=sizes,
+        target_size=sizes,
+        crop_coords=torch.zeros(1, 2),
+    )
+
+
+CLIP_IMAGES: dict[str, Any] = {  # the published preprocessor_config.json
+    "crop_size": {"height": 224, "width": 224},
+    "do_center_crop": True,
+    "do_convert_rgb": True,
+    "do_normalize": True,
+    "do_rescale": True,
+    "do_resize": True,
+    "feature_extractor_type": "CLIPFeatureExtractor",
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_processor_type": "CLIPImageProcessor",
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "resample": 3,
+    "rescale_factor": 0.00392156862745098,
+    "size": {"shortest_edge": 224},
+}

@@ -1,0 +1,221 @@
+"""A hub on this machine: the parts of its API that huggingface_hub speaks when it downloads, and faults on demand.
+
+As on the real one, small files are served in place, and large ones (LFS) are redirected to another host, the CDN, which
+knows ranges. `requests` is what came in: what was asked for, from which byte on, and how many bytes went out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+LFS = (".safetensors", ".model", ".bin", ".ckpt", ".msgpack")
+BLOCK = 32 * 1024  # bytes sent at a time
+
+
+@dataclass
+class Request:
+    method: str
+    path: str  # of the file in its repository, or of the API
+    first_byte: int = 0
+    sent: int = 0  # bytes of the body
+    cdn: bool = False
+    authorization: str | None = None
+    encoding: str | None = None  # that the client accepts
+
+
+@dataclass
+class Commit:
+    files: Mapping[str, bytes]
+
+    @property
+    def sha(self) -> str:
+        names = b"".join(path.encode() + blob_id(path, data).encode() for path, data in sorted(self.files.items()))
+        return hashlib.sha1(names).hexdigest()
+
+
+@dataclass
+class Faults:
+    seconds_per_block: float = 0.0
+    hang: set[str] = field(default_factory=set)  # files that stop after the first block
+    cut: dict[str, int] = field(default_factory=dict)  # file → how many more answers end in their middle
+    corrupt: set[str] = field(default_factory=set)  # files whose bytes differ from their hash
+    status: dict[str, tuple[int, str]] = field(default_factory=dict)  # file or "api" → status, X-Error-Code
+    no_ranges: bool = False
+    sha: str | None = None  # what the API says instead of the commit
+    blob: str | None = None  # what the API says instead of each hash
+
+
+class HubServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.endpoint = f"http://127.0.0.1:{self.server_port}"
+        self.cdn = f"http://localhost:{self.server_port}"  # another host
+        self.revisions: dict[tuple[str, str], Commit] = {}  # (hub id, branch, tag or commit)
+        self.token: str | None = None  # the only one that is let in; None: no token is needed
+        self.faults = Faults()
+        self.requests: list[Request] = []
+        self.closing = threading.Event()
+        self._connections: list[socket.socket] = []
+        self._thread = threading.Thread(target=partial(self.serve_forever, poll_interval=0.02), daemon=True)
+        self._thread.start()
+
+    def push(self, hub_id: str, files: Mapping[str, bytes], revision: str = "main") -> str:
+        """Returns the commit."""
+        commit = Commit(files)
+        self.revisions[hub_id, revision] = self.revisions[hub_id, commit.sha] = commit
+        return commit.sha
+
+    def close(self) -> None:
+        self.closing.set()
+        self.shutdown()
+        self.server_close()
+        for connection in self._connections:  # clients keep them
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._connections.append(request)
+        super().process_request(request, client_address)
+
+    def gets(self, path: str = "") -> list[Request]:
+        """Bodies that were sent of the files whose path ends so."""
+        return [request for request in self.requests if request.sent and request.path.endswith(path)]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is no news."""
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def blob_id(path: str, data: bytes) -> str:
+    if path.endswith(LFS):
+        return hashlib.sha256(data).hexdigest()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: HubServer  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        url = unquote(urlsplit(self.path).path)
+        self.request_log = Request(self.command, url, authorization=self.headers.get("Authorization"))
+        self.request_log.encoding = self.headers.get("Accept-Encoding")
+        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/revision/(.+)", url):
+            self.server.requests.append(self.request_log)
+            self._model_info(*match.groups())
+        elif match := re.fullmatch(r"/cdn/([^/]+/[^/]+)/([^/]+)/(.+)", url):
+            self.server.requests.append(self.request_log)
+            self.request_log.cdn = True
+            self._file(*match.groups())
+        elif match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", url):
+            self.server.requests.append(self.request_log)
+            self._resolve(*match.groups())
+        else:  # the library also looks for news about itself
+            self._fail(404, "RepoNotFound")
+
+    def _commit(self, hub_id: str, revision: str) -> Commit | None:
+        """None: an error was sent."""
+        if self.server.token and self.headers.get("Authorization") != f"Bearer {self.server.token}":
+            self._fail(401, "RepoNotFound")
+        elif hub_id not in {known for known, _ in self.server.revisions}:
+            self._fail(404, "RepoNotFound")
+        elif (hub_id, revision) not in self.server.revisions:
+            self._fail(404, "RevisionNotFound")
+        else:
+            return self.server.revisions[hub_id, revision]
+        return None
+
+    def _model_info(self, hub_id: str, revision: str) -> None:
+        self.request_log.path = "api"
+        if self._faulty("api") or not (commit := self._commit(hub_id, revision)):
+            return
+        faults, siblings = self.server.faults, []
+        for path, data in commit.files.items():
+            blob = faults.blob or blob_id(path, data)
+            lfs = {"sha256": blob, "size": len(data), "pointerSize": 130} if path.endswith(LFS) else None
+            siblings.append({"rfilename": path, "size": len(data), "blobId": blob} | ({"lfs": lfs} if lfs else {}))
+        info = {"id": hub_id, "modelId": hub_id, "sha": faults.sha or commit.sha, "private": False, "tags": []}
+        self._send(json.dumps({**info, "siblings": siblings}).encode(), {"Content-Type": "application/json"})
+
+    def _resolve(self, hub_id: str, revision: str, path: str) -> None:
+        self.request_log.path = path
+        if self._faulty(path) or not (commit := self._commit(hub_id, revision)):
+            return
+        if path not in commit.files:
+            self._fail(404, "EntryNotFound")
+            return
+        data = commit.files[path]
+        headers = {"X-Repo-Commit": commit.sha, "ETag": f'"{blob_id(path, data)}"'}
+        if path.endswith(LFS):
+            headers |= {"X-Linked-Etag": headers["ETag"], "X-Linked-Size": str(len(data))}
+            headers |= {"Location": f"{self.server.cdn}/cdn/{hub_id}/{commit.sha}/{path}"}
+            self._send(b"", headers, 302)
+        else:
+            self._send(data, headers, path=path)
+
+    def _file(self, hub_id: str, revision: str, path: str) -> None:
+        self.request_log.path = path
+        data = self.server.revisions[hub_id, revision].files[path]
+        wanted = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
+        if wanted and not self.server.faults.no_ranges:
+            self.request_log.first_byte = first = int(wanted[1])
+            headers = {"Content-Range": f"bytes {first}-{len(data) - 1}/{len(data)}"}
+            self._send(data[first:], headers, 206, path)
+        else:
+            self._send(data, {}, path=path)
+
+    def _faulty(self, path: str) -> bool:
+        status, code = self.server.faults.status.get(path, (0, ""))
+        if status:
+            self._fail(status, code)
+        return bool(status)
+
+    def _fail(self, status: int, code: str) -> None:
+        self._send(b"", {"X-Error-Code": code, "X-Error-Message": code}, status)
+
+    def _send(self, data: bytes, headers: Mapping[str, str], status: int = 200, path: str = "") -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(data))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        faults, body = self.server.faults, memoryview(data)
+        if path in faults.corrupt:
+            body = memoryview(bytes(byte ^ 1 for byte in data[:BLOCK]) + data[BLOCK:])
+        if faults.cut.get(path, 0) > 0:
+            faults.cut[path] -= 1
+            body = body[: len(body) // 2]
+        for start in range(0, len(body), BLOCK):
+            self.wfile.write(body[start : start + BLOCK])
+            self.request_log.sent += len(body[start : start + BLOCK])
+            time.sleep(faults.seconds_per_block)
+            if path in faults.hang:
+                self.server.closing.wait(30)
+                break
+        if self.request_log.sent < len(data):
+            self.close_connection = True
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        """`requests` is the log."""

@@ -1,0 +1,298 @@
+"""Every family end to end on small folders, against its diffusers pipeline called by hand."""
+
+from __future__ import annotations
+
+import functools
+
+import diffusers
+import pytest
+import torch
+from comfyui_onediff_guard.pipelines.decode import decode
+from comfyui_onediff_guard.pipelines.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.errors import BadInput, BadSize
+from comfyui_onediff_guard.pipelines.folder import family_of
+from comfyui_onediff_guard.pipelines.handle import load
+from comfyui_onediff_guard.pipelines.pictures import fitted
+from comfyui_onediff_guard.pipelines.placement import PlainPlacement
+from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
+from comfyui_onediff_guard.precision.policy import Precision
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+PROMPT = "a lighthouse above a calm sea"
+TEXT_TO_IMAGE = ("cogview3", "cogview4")
+FROM_IMAGE = ("5b-i2v", "1.5-i2v")
+
+
+def opened(folder, precision="fp32"):
+    options = {"backend": "eager", "offload": "none", "placement": PlainPlacement()}
+    return load(folder, family_of(folder), precision=Precision(precision), **options)
+
+
+def picture(width=96, height=80, seed=0):
+    """A ComfyUI IMAGE of one soft random picture."""
+    generator = torch.Generator().manual_seed(seed)
+    coarse = torch.rand(1, 3, 5, 6, generator=generator)
+    return torch.nn.functional.interpolate(coarse, (height, width), mode="bilinear").permute(0, 2, 3, 1)
+
+
+def prompts(handle):
+    (positive, negative), _ = encode_prompts(handle, [PROMPT, "grey"])
+    return positive, negative
+
+
+def make(handle, sampling, *, chunk=0, **start):
+    embeddings = prompts(handle) if handle.family.prompt else (None, None)
+    latents, report = sample(handle, *embeddings, sampling, **start)
+    frames, _ = decode(handle, latents, chunk=chunk)
+    return frames, report
+
+
+def by_hand(handle, sampling, kind=None, **given):
+    """With the same weights: how a weight lies in memory changes the last bit of a convolution on some CPUs."""
+    folder = handle.store.folder.path
+    weights = {name: handle.store.module(name, "fp32") for name in handle.family.weighted}
+    pipe = getattr(diffusers, kind or handle.family.pipeline).from_pretrained(folder, **weights)
+    pipe.set_progress_bar_config(disable=True)
+    if sampling.scheduler:
+        pipe.scheduler = getattr(diffusers, family_of(folder).schedulers[sampling.scheduler]).from_config(
+            pipe.scheduler.config
+        )
+    if family_of(folder).prompt:
+        given |= {"prompt": PROMPT, "negative_prompt": "grey", "guidance_scale": sampling.guidance_scale}
+    result = pipe(
+        width=sampling.width,
+        height=sampling.height,
+        num_inference_steps=sampling.steps,
+        generator=torch.Generator().manual_seed(sampling.seed),
+        output_type="pt",
+        **given,
+    )
+    if family_of(folder).prompt is None or "frames" in result:
+        return result.frames[0].permute(0, 2, 3, 1).float()
+    return result.images.permute(0, 2, 3, 1).float()
+
+
+def largest_difference(found, expected):
+    assert found.shape == expected.shape
+    return (found - expected).abs().max().item()
+
+
+HEALTH = {"deadline": None, "suppress_health_check": list(HealthCheck), "max_examples": 3}
+
+
+@pytest.mark.parametrize("variant", TEXT_TO_IMAGE)
+@settings(**HEALTH)
+@given(
+    width=st.sampled_from([64, 96, 128]),
+    height=st.sampled_from([64, 96]),
+    steps=st.integers(1, 3),
+    guidance_scale=st.sampled_from([1.0, 5.0]),
+    seed=st.integers(0, 2**32),
+)
+def test_text_to_image_is_bit_equal_to_diffusers(model_folder, variant, **drawn):
+    folder, sampling = model_folder(variant), SampleSettings(**drawn)
+    handle = opened(folder)
+    images, report = make(handle, sampling)
+    assert largest_difference(images, by_hand(handle, sampling)) == 0
+    assert f"{sampling.steps} step" in report.summary() and report.reruns == 0
+
+
+@pytest.mark.parametrize("variant", FROM_IMAGE)
+@settings(**HEALTH)
+@given(
+    size=st.sampled_from([(64, 48, 5), (96, 64, 9), (80, 64, 13)]),
+    steps=st.integers(1, 3),
+    scheduler=st.sampled_from(["DDIM", "DPM"]),
+    guidance_scale=st.sampled_from([1.0, 6.0]),
+    seed=st.integers(0, 2**32),
+)
+def test_image_to_video_is_bit_equal_to_diffusers(model_folder, variant, size, **drawn):
+    width, height, frames = size if variant == "1.5-i2v" else (96, 64, 9)  # the size that it has positions for
+    folder, sampling = model_folder(variant), SampleSettings(width, height, frames=frames, **drawn)
+    (first,) = fitted(picture(), sampling.width, sampling.height, "crop")
+    handle = opened(folder)
+    found, report = make(handle, sampling, image=first)
+    assert largest_difference(found, by_hand(handle, sampling, image=first, num_frames=sampling.frames)) == 0
+    assert [stage.plan.component.value for stage in report.before] == ["vae_encode"]
+
+
+@pytest.mark.parametrize("variant", ["2b", "5b"])
+@settings(**HEALTH)
+@given(
+    frames=st.sampled_from([5, 9]),
+    steps=st.integers(2, 4),
+    strength=st.sampled_from([0.5, 0.8, 1.0]),
+    scheduler=st.sampled_from(["DDIM", "DPM"]),
+    seed=st.integers(0, 2**32),
+)
+def test_video_to_video_is_bit_equal_to_diffusers(model_folder, variant, **drawn):
+    folder, sampling = model_folder(variant), SampleSettings(64, 48, guidance_scale=6.0, **drawn)
+    video = fitted(torch.cat([picture(seed=i) for i in range(sampling.frames)]), 64, 48, "stretch")
+    handle, kind = opened(folder), "CogVideoXVideoToVideoPipeline"
+    frames, report = make(handle, sampling, video=video)
+    expected = by_hand(handle, sampling, kind, video=video, strength=sampling.strength)
+    assert largest_difference(frames, expected) == 0
+    assert len(report.steps) == sampling.computed_steps
+
+
+@settings(**HEALTH)
+@given(
+    width=st.sampled_from([64, 128]),
+    frames=st.integers(2, 5),
+    steps=st.integers(1, 3),
+    chunk=st.sampled_from([0, 2]),
+    seed=st.integers(0, 2**32),
+    more=st.fixed_dictionaries(
+        {
+            "min_guidance_scale": st.just(1.0),
+            "max_guidance_scale": st.sampled_from([1.0, 3.0]),
+            "fps": st.sampled_from([7, 24]),
+            "motion_bucket_id": st.integers(1, 255),
+            "noise_aug_strength": st.sampled_from([0.0, 0.02]),
+        }
+    ),
+)
+def test_svd_is_bit_equal_to_diffusers(model_folder, chunk, **drawn):
+    folder, sampling = model_folder("svd"), SampleSettings(height=64, **drawn)
+    (start,) = fitted(picture(), sampling.width, sampling.height, "crop")
+    handle = opened(folder)
+    frames, report = make(handle, sampling, image=start, chunk=chunk)
+    expected = by_hand(
+        handle,
+        sampling,
+        image=start,
+        num_frames=sampling.frames,
+        decode_chunk_size=chunk or sampling.frames,
+        **sampling.more,
+    )
+    assert largest_difference(frames, expected) == 0
+    assert [stage.plan.component.value for stage in report.before] == ["vae_encode", "image_encoder"]
+
+
+STARTS = {
+    "cogview3": ({"guidance_scale": 5.0}, None),
+    "cogview4": ({"guidance_scale": 5.0}, None),
+    "5b-i2v": ({"guidance_scale": 6.0, "frames": 9}, "image"),
+    "1.5-i2v": ({"guidance_scale": 6.0, "frames": 9}, "image"),
+    "svd": ({"frames": 4, "more": {"max_guidance_scale": 3.0}}, "image"),
+}
+SIZES = {"5b-i2v": (96, 64)}
+
+
+def started(variant):
+    drawn, start = STARTS[variant]
+    sampling = SampleSettings(*SIZES.get(variant, (64, 64)), steps=3, seed=5, **drawn)
+    return sampling, ({"image": fitted(picture(), sampling.width, sampling.height, "crop")[0]} if start else {})
+
+
+@pytest.mark.parametrize("variant", STARTS)
+def test_half_precision_is_near_fp32_with_the_same_seed(model_folder, variant):
+    folder = model_folder(variant)
+    sampling, start = started(variant)
+    expected, _ = make(opened(folder), sampling, **start)
+    coarse = 10 if variant == "svd" else 1  # random weights, and a scheduler that starts at 700 times the latents
+    for precision, tolerance in (("bf16", 0.05), ("fp16", 0.005 * coarse)):
+        frames, report = make(opened(folder, precision), sampling, **start)
+        assert report.reruns == 0
+        assert (frames - expected).abs().mean() < tolerance
+
+
+@pytest.mark.parametrize("variant", STARTS)
+def test_a_half_step_after_a_rerun_works_and_the_frames_are_right(model_folder, variant):
+    folder = model_folder(variant)
+    sampling, start = started(variant)
+    expected, _ = make(opened(folder), sampling, **start)
+    dtype = "fp16" if variant == "svd" else "bf16"  # its scheduler starts at 700 times the latents: bf16 is coarse
+    handle = opened(folder, dtype)
+    denoiser = handle.store.module(handle.family.denoiser, dtype)
+    forward, calls = denoiser.forward, []
+
+    @functools.wraps(forward)
+    def fails_first(*args, **options):
+        output = forward(*args, **options)
+        calls.append(output[0].dtype)
+        return (output[0] * float("nan"),) if len(calls) == 1 else output
+
+    denoiser.forward = fails_first
+    frames, report = make(handle, sampling, **start)
+    assert [step.outcome for step in report.steps][:2] == ["rerun", "finite"]
+    assert {step.dtype for step in report.steps[1:]} == {dtype}
+    assert (frames - expected).abs().mean() < 0.05
+
+
+def test_svd_encodes_in_fp32_from_weights_that_are_there_once(model_folder):
+    handle = opened(model_folder("svd"), "fp16")
+    sampling, start = started("svd")
+    _, report = make(handle, sampling, **start)
+    (encoding, looking) = report.before
+    assert [step.dtype for step in encoding.steps] == ["fp32"]
+    assert "force_upcast" in encoding.summary()
+    assert [step.dtype for step in looking.steps] == ["fp16"]
+    assert {p.dtype for p in handle.store.module("vae", "fp16").parameters()} == {torch.float16}
+
+
+def test_the_wrong_start_is_refused_before_anything_is_loaded(model_folder):
+    sampling = SampleSettings(96, 64, 2, 0, frames=9, guidance_scale=6.0)
+    (image,) = fitted(picture(), 96, 64, "crop")
+    embeddings = torch.zeros(1, 226, 32)
+    for variant, start, message in (
+        ("5b-i2v", {}, "starts from an image"),
+        ("5b", {"image": image}, "does not start from an image"),
+        ("5b-i2v", {"image": image, "video": [image]}, "does not start from a video"),
+    ):
+        handle = opened(model_folder(variant))
+        with pytest.raises(BadInput, match=message):
+            sample(handle, embeddings, embeddings, sampling, **start)
+        assert handle.store.loaded() == {}
+    with pytest.raises(BadInput, match="takes no prompt"):
+        encode_prompts(opened(model_folder("svd")), ["a boat"])
+
+
+def test_what_was_cut_off_a_long_prompt_is_said(model_folder):
+    handle = opened(model_folder("cogview3"))
+    long = "the end of a very long prompt " * 60 + "zebra"
+    _, report = encode_prompts(handle, [long])
+    (note,) = [note for note in report.notes if "cut off" in note]
+    assert "longer than 224 tokens" in note and note.rstrip().endswith("zebra")
+    _, report = encode_prompts(handle, ["short"])
+    assert not any("cut off" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("fit", ["crop", "stretch"])
+def test_pictures_are_fitted(fit):
+    for channels in (1, 3, 4):
+        image = torch.rand(2, 30, 50, channels)
+        found = fitted(image, 64, 48, fit)
+        assert [p.size for p in found] == [(64, 48)] * 2 and {p.mode for p in found} == {"RGB"}
+    (same,) = fitted(torch.full((1, 48, 64, 3), 0.5), 64, 48, fit)
+    assert same.getpixel((0, 0)) == (128, 128, 128)
+    (clear,) = fitted(torch.cat([torch.ones(1, 8, 8, 3), torch.zeros(1, 8, 8, 1)], -1), 8, 8, fit)
+    assert clear.getpixel((0, 0)) == (0, 0, 0), "transparent is black"
+
+
+def test_pictures_that_do_not_fit_are_refused():
+    with pytest.raises(BadInput, match=r"50×30, but 64×48 is to be made"):
+        fitted(torch.rand(1, 30, 50, 3), 64, 48, "refuse")
+    with pytest.raises(BadInput, match="has shape"):
+        fitted(torch.rand(1, 16, 5, 6, 8), 64, 48, "crop")
+    with pytest.raises(BadInput, match="NaN or infinite"):
+        fitted(torch.full((1, 8, 8, 3), float("nan")), 64, 48, "crop")
+
+
+@pytest.mark.parametrize(
+    ("variant", "size", "message"),
+    [
+        ("5b-i2v", (64, 48, 9), "makes 96×64 with 9 frames only, not 64×48 with 9"),
+        ("5b-i2v", (96, 64, 13), "makes 96×64 with 9 frames only, not 96×64 with 13"),
+        ("1.5-i2v", (112, 64, 9), "makes up to 96×64, not 112×64"),
+        ("svd", (64, 64, 1), "frames is 1, but must be from 2 to 200. Nearest: 2"),
+        ("cogview3", (72, 64, 1), "width is 72, but must be a multiple of 32 from 64 to 2048. Nearest: 64"),
+    ],
+)
+def test_sizes_that_a_model_has_no_positions_for_are_refused(model_folder, variant, size, message):
+    handle = opened(model_folder(variant))
+    width, height, frames = size
+    with pytest.raises(BadSize, match=message):
+        sample(handle, None, None, SampleSettings(width, height, 2, 0, frames=frames))
+    assert handle.store.loaded() == {}

@@ -1,0 +1,92 @@
+"""The fold over LoRA layers, as peft makes them, on what writes to the stream."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from comfyui_onediff_guard.precision.folding import CannotFold, bits_for, explain, fold
+from comfyui_onediff_guard.precision.observe import leaf_peaks, stream_peak
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, inject_adapter_in_model
+from small_denoisers import ATTENTION, FEED_FORWARD, MODELS, build, in_dtype
+
+# peft's, at each adapter after the first
+pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "ff.net.2"]
+
+
+def adapted(name, scales=(1.0,), peak=None, writer=FEED_FORWARD, **config):
+    """(denoiser with an adapter for each scale, one call's arguments)"""
+    denoiser, call = build(name, peak=peak, writer=writer)
+    config = {"r": 4, "lora_alpha": 6, "target_modules": TARGETS, "init_lora_weights": False} | config
+    names = [f"lora_{index}" for index in range(len(scales))]
+    for adapter in names:
+        inject_adapter_in_model(LoraConfig(**config), denoiser, adapter_name=adapter)
+    for layer in denoiser.modules():
+        if hasattr(layer, "set_scale"):
+            layer.set_adapter(names)
+            for adapter, scale in zip(names, scales, strict=True):
+                layer.set_scale(adapter, scale)
+    return denoiser.eval().requires_grad_(False), call
+
+
+@pytest.mark.parametrize(("k", "lora_bias"), [(6, False), (12, True)])
+@pytest.mark.parametrize("name", MODELS)
+def test_fp32_is_bit_equal_with_and_without_the_fold(name, k, lora_bias):
+    denoiser, call = adapted(name, (0.7, -0.3), lora_bias=lora_bias)
+    state = {name: tensor.clone() for name, tensor in denoiser.state_dict().items()}
+    expected = denoiser(**call)[0]
+    assert not torch.equal(expected, build(name)[0](**call)[0]), "the LoRA does something"
+    assert torch.equal(fold(denoiser, MODELS[name].family.stream, k)(**call)[0], expected)
+    assert torch.equal(denoiser(**call)[0], expected), "the original is not touched"
+    assert all(torch.equal(state[name], tensor) for name, tensor in denoiser.state_dict().items())
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    rank=st.integers(1, 9),
+    scales=st.lists(st.floats(-3, 3, width=32), min_size=1, max_size=3),
+    targets=st.lists(st.sampled_from(TARGETS), min_size=1, unique=True),
+    k=st.integers(0, 12),
+)
+def test_fp32_is_bit_equal_at_any_rank_scale_and_target(rank, scales, targets, k):
+    denoiser, call = adapted("CogVideoX-5B", scales, r=rank, target_modules=targets)
+    folded = fold(denoiser, MODELS["CogVideoX-5B"].family.stream, k)
+    assert torch.equal(folded(**call)[0], denoiser(**call)[0])
+
+
+@pytest.mark.parametrize(("name", "writer"), [("CogVideoX-5B", ATTENTION), ("CogView4", FEED_FORWARD)])
+def test_a_stream_beyond_fp16_is_finite_and_four_times_nearer_than_bf16_when_folded(name, writer):
+    stream = MODELS[name].family.stream
+    denoiser, call = adapted(name, peak=5e5, writer=writer)
+    peak = stream_peak(denoiser, stream, lambda: denoiser(**call))
+    assert peak > 1e5
+    expected = denoiser(**call)[0]
+    bf16 = adapted(name, peak=5e5, writer=writer)[0].to(torch.bfloat16)(**in_dtype(call, torch.bfloat16))[0].float()
+
+    half, half_call = denoiser.half(), in_dtype(call, torch.float16)
+    assert torch.isnan(half(**half_call)[0]).all()
+    folded = fold(half, stream, bits_for(peak))(**half_call)[0]
+    assert torch.isfinite(folded).all()
+    assert (folded.float() - expected).abs().max() <= (bf16 - expected).abs().max() / 4
+
+
+def test_the_stream_is_blamed_for_what_an_adapted_writer_puts_out():
+    denoiser, call = adapted("CogVideoX-5B")
+    denoiser.transformer_blocks[1].ff.net[2].base_layer.weight.mul_(1e7)
+    peaks = leaf_peaks(denoiser, lambda: denoiser(**call))
+    assert peaks["transformer_blocks.1.ff.net.2.base_layer"].output > 65504
+    reason = explain(
+        {name: peak for name, peak in peaks.items() if not name.endswith("net.3")},
+        MODELS["CogVideoX-5B"].family.stream,
+        denoiser,
+        0,
+    )
+    assert reason.startswith("the residual stream reaches")
+
+
+def test_dora_is_no_mere_sum_and_cannot_be_folded():
+    denoiser, _ = adapted("CogVideoX-5B", use_dora=True)
+    with pytest.raises(CannotFold, match=r"attn1.to_out.0' is a Linear"):
+        fold(denoiser, MODELS["CogVideoX-5B"].family.stream, 4)
