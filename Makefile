@@ -28,6 +28,7 @@ lint: .venv/.installed
 
 bench: .venv/.installed
 	.venv/bin/python benchmarks/guard.py
+	.venv/bin/python benchmarks/learning.py
 	.venv/bin/python benchmarks/fold.py
 
 docs: .venv/.installed

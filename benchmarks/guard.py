@@ -5,7 +5,8 @@ in seconds and in peak bytes allocated.
 
 Where noise hides what the guard costs, the guard alone shows it: its casts and checks around an output that is there
 already. A denoiser of CogVideoX-2B's width, bf16 on a CPU and fp16 on a GPU; the failing step has a fault injected into
-the half attempt's output. How it is timed, and what noise is: benchmarks/measure.py.
+the half attempt's output. A watched rerun, which tells the layer that failed, is what the first failing step has; what
+that is good for is measured in benchmarks/learning.py. How it is timed, and what noise is: benchmarks/measure.py.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from typing import Any
 
 import torch
 from comfyui_onediff_guard.precision.arch import detect
+from comfyui_onediff_guard.precision.cost import largest_layer
 from comfyui_onediff_guard.precision.guard import GuardPolicy, StageGuard
+from comfyui_onediff_guard.precision.observe import leaf_peaks
 from comfyui_onediff_guard.precision.policy import VARIANTS, Component, Precision, choose
 from comfyui_onediff_guard.precision.report import RunReport
 from comfyui_onediff_guard.precision.shells import with_forward
@@ -48,6 +51,7 @@ def main() -> None:
             {
                 "fp32 copy": lambda: converted(**given),
                 "fp32 rerun": lambda: run_in_fp32(denoiser, **call),
+                "watched rerun": lambda: leaf_peaks(denoiser, lambda: run_in_fp32(denoiser, **call)),
                 "failing step": lambda: failing(**given),
                 "healthy step": lambda: shell(**given),
             },
@@ -58,10 +62,11 @@ def main() -> None:
         peaks = {
             "fp32 copy, activations": peak_bytes(lambda: converted(**given)),
             "fp32 rerun, activations and weights": peak_bytes(lambda: run_in_fp32(denoiser, **call)),
+            "fp32 rerun, watched": peak_bytes(lambda: leaf_peaks(denoiser, lambda: run_in_fp32(denoiser, **call))),
         }
     extra = peaks["fp32 rerun, activations and weights"] - peaks["fp32 copy, activations"]
     weights = 4 * sum(p.numel() for p in denoiser.parameters())
-    largest = max(sum(p.numel() for p in leaf.parameters(recurse=False)) for leaf in denoiser.modules()) * 4
+    largest = largest_layer(denoiser)
     result = setting("guard", denoiser, call, dtype, device, args.rounds) | {
         "median_seconds": medians(healthy | rerun),
         "ratios": {
@@ -69,6 +74,7 @@ def main() -> None:
             "guard alone / unguarded": ratio(healthy, "guard alone", "unguarded"),
             "noise: unguarded again / unguarded": ratio(healthy, "unguarded again", "unguarded"),
             "fp32 rerun / fp32 copy": ratio(rerun, "fp32 rerun", "fp32 copy"),
+            "watched rerun / fp32 copy": ratio(rerun, "watched rerun", "fp32 copy"),
             "failing step / healthy step": ratio(rerun, "failing step", "healthy step"),
             "rerun's extra peak / largest leaf in fp32": round(extra / largest, 4),
             "rerun's extra peak / all weights in fp32": round(extra / weights, 4),

@@ -88,7 +88,7 @@ def setting(
     return {
         "benchmark": benchmark,
         "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
-        "machine": _machine(device),
+        "machine": machine(device),
         "torch": torch.__version__,
         "dtype": dtype,
         "parameters": sum(p.numel() for p in denoiser.parameters()),
@@ -99,14 +99,19 @@ def setting(
 
 def write(result: dict[str, Any], folder: Path, device: torch.device) -> None:
     """The result as a file in `folder`, and its figures on standard output."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{result['benchmark']}-{device.type}-{result['date']}.json"
-    file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    file = write_json(result, folder, device.type)
     millions = result["parameters"] / 1e6
     print(f"{millions:.0f} M parameters, {result['dtype']}, {result['machine']}, {result['rounds']} rounds")
     for name, value in (result["median_seconds"] | result["ratios"]).items():
         print(f"{name:50} {value:8.4f}")
     print(f"written to {file}")
+
+
+def write_json(result: dict[str, Any], folder: Path, device: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{result['benchmark']}-{device}-{result['date']}.json"
+    file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return file
 
 
 def _ratios(seconds: dict[str, list[float]], ours: str, theirs: str) -> list[float]:
@@ -118,7 +123,7 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def _machine(device: torch.device) -> str:
+def machine(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU, {platform.machine()}, {torch.get_num_threads()} threads"

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..nodes import host
 from . import process
 from .errors import HostError, RunFailedError, UnknownNodesError, WorkflowError
 from .follow import run_on_server
@@ -91,7 +92,7 @@ def run_in_checkout(
 
     Args:
         checkout: a folder with ComfyUI's main.py.
-        models: more folders to search for models in diffusers format, besides the checkout's own.
+        models: more folders to search for models, besides the checkout's own.
 
     Raises:
         HostError: it does not start; with the end of its log.
@@ -182,8 +183,8 @@ def _arguments(checkout: Path, folder: Path, port: int, models: Sequence[Path], 
     paths = {}
     if not has_pack(checkout):
         paths["custom_nodes"] = str(_write_stub(folder / "custom_nodes"))
-    if models:
-        paths["diffusers"] = "\n".join(str(root.resolve()) for root in models)
+    for kind in host.MODEL_KINDS if models else ():
+        paths[kind] = "\n".join(str(root.resolve()) for root in host.laid_out(models, kind))
     if paths:
         config = folder / "extra_model_paths.yaml"
         config.write_text(json.dumps({PACK: paths}), encoding="utf-8")  # JSON is YAML

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="DIR",
-        help="folder with models in diffusers format (default: models); may be repeated",
+        help="models, laid out as ComfyUI's folder or simply side by side (default: models); may be repeated",
     )
     parser.add_argument("--input", type=Path, metavar="DIR", help="images that LoadImage reads (default: input)")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")

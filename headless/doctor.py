@@ -13,7 +13,8 @@ from .errors import WorkflowError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from ..nodes.inputs import ACCUMULATIONS, PRECISIONS
 
-    parser.add_argument("--model", type=Path, metavar="DIR", help="a model folder (default: all known variants)")
+    models = "a folder, SVD's single file, or the hub id of a model in the cache (default: all known variants)"
+    parser.add_argument("--model", type=Path, metavar="MODEL", help=models)
     parser.add_argument(
         "--arch", metavar="NAME", help="plan for another card, for example sm75, 8.6, gfx1100, mps or cpu"
     )

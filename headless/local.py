@@ -49,7 +49,7 @@ def run_local(
 
     Args:
         workflow: a graph, or a workflow's JSON in API or UI format.
-        models: folders that are searched for models in diffusers format.
+        models: folders that are searched for models: laid out as ComfyUI's, or simply side by side.
         input_dir: where LoadImage looks.
         output_dir: where results go; made if it isn't there.
         changes: inputs to set first.

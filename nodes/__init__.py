@@ -6,6 +6,7 @@ from .decode import DecodeLatents
 from .encode import EncodePrompt
 from .guard import NaNGuard
 from .load import LoadCogVideoX, LoadCogView3Plus, LoadCogView4, LoadStableVideoDiffusion
+from .lora import LoadLoRA
 from .report import PrecisionReport
 from .sample import SampleCogVideoX, SampleCogVideoXFromImage, SampleCogVideoXFromVideo
 from .sample_image import SampleCogView
@@ -25,6 +26,7 @@ NODE_CLASS_MAPPINGS: dict[str, type] = {
     "OneDiffGuardSampleCogView": SampleCogView,
     "OneDiffGuardLoadStableVideoDiffusion": LoadStableVideoDiffusion,
     "OneDiffGuardSampleStableVideoDiffusion": SampleStableVideoDiffusion,
+    "OneDiffGuardLoadLoRA": LoadLoRA,
 }
 
 NODE_DISPLAY_NAME_MAPPINGS: dict[str, str] = {
@@ -41,4 +43,5 @@ NODE_DISPLAY_NAME_MAPPINGS: dict[str, str] = {
     "OneDiffGuardSampleCogView": "Sample CogView",
     "OneDiffGuardLoadStableVideoDiffusion": "Load Stable Video Diffusion",
     "OneDiffGuardSampleStableVideoDiffusion": "Sample Stable Video Diffusion",
+    "OneDiffGuardLoadLoRA": "Load LoRA",
 }

@@ -66,5 +66,6 @@ class DecodeLatents:
                 slicing=slicing,
                 chunk=chunk,
                 request=requested(precision),
+                made_by=latents.get("made_by"),
             )
         return {"ui": ui(report, node_id), "result": (images,)}

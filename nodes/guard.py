@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from ..pipelines.handle import PipelineHandle
 
 
+PROFILE = "the NaN Guard's profile"  # what messages call it
+
+
 class NaNGuard:
     """Pipeline → the same pipeline with another guard policy."""
 
@@ -40,10 +43,56 @@ class NaNGuard:
                         "tooltip": "Rerun in plain fp32 instead of TF32 on cards that have TF32. Slower.",
                     },
                 ),
-            }
+            },
+            "optional": {
+                "scope": inputs.choice(
+                    inputs.SCOPES,
+                    "step: rerun the failing step alone. learned: and from then on run the block that made it fail in "
+                    "fp32, or fold the stream further, in later runs too. run: the rest of the run is in fp32.",
+                ),
+                "stay_after": inputs.integer(
+                    3, 1, 1000, 1, "In scope learned: after so many failing steps, the rest of the run is in fp32."
+                ),
+                "report": (
+                    "BOOLEAN",
+                    {"default": True, "tooltip": "On: the report has a line for every step. Off: the summary alone."},
+                ),
+                "profile": (
+                    "STRING",
+                    {
+                        "default": "",
+                        "multiline": True,
+                        "tooltip": "What was learned elsewhere, as `onediff-guard profile show` prints it; used where "
+                        "it fits this model and card. Empty: what was learned here.",
+                    },
+                ),
+            },
         }
 
-    def apply(self, pipeline: PipelineHandle, on_failure: str, strict: bool) -> tuple[PipelineHandle]:
-        from ..precision.guard import GuardPolicy, OnFailure
+    @classmethod
+    def VALIDATE_INPUTS(cls, profile: str | None = None) -> bool | str:
+        from ..pipelines.errors import BadProfile
+        from ..pipelines.profiles import parse
 
-        return (replace(pipeline, policy=GuardPolicy(OnFailure(on_failure), strict)),)
+        try:
+            _ = profile and profile.strip() and parse(profile, PROFILE)
+        except BadProfile as error:
+            return str(error)
+        return True
+
+    def apply(
+        self,
+        pipeline: PipelineHandle,
+        on_failure: str,
+        strict: bool,
+        scope: str = "step",
+        stay_after: int = 3,
+        report: bool = True,
+        profile: str = "",
+    ) -> tuple[PipelineHandle]:
+        from ..pipelines.profiles import parse
+        from ..precision.guard import GuardPolicy, OnFailure, Scope
+
+        policy = GuardPolicy(OnFailure(on_failure), strict, Scope(scope), stay_after)
+        given = parse(profile, PROFILE) if profile.strip() else None
+        return (replace(pipeline, policy=policy, full_report=report, profile=given),)

@@ -7,6 +7,7 @@ one that it runs in. Its modules stand at the top level in ComfyUI itself and un
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 from collections.abc import Generator, Sequence
@@ -43,11 +44,13 @@ def _model_management() -> Any:
 
 @dataclass(frozen=True)
 class PlainFolders:
-    models: tuple[Path, ...] = (Path("models/diffusers"),)
+    models: tuple[Path, ...] = (Path("models"),)
     input: Path = Path("input")
     output: Path = Path("output")
 
 
+PROFILES_VARIABLE = "ONEDIFF_GUARD_PROFILES"
+MODEL_KINDS = ("diffusers", "checkpoints", "loras")  # folders of ComfyUI's that are read
 _DEFAULT_FOLDERS = PlainFolders()
 _folders: ContextVar[PlainFolders] = ContextVar("onediff_guard_folders", default=_DEFAULT_FOLDERS)
 
@@ -59,7 +62,10 @@ def plain_folders(
     input: Path,  # noqa: A002
     output: Path,
 ) -> Generator[None]:
-    """Name the folders for one run in a process without ComfyUI. models: roots searched for diffusers folders."""
+    """Name the folders for one run in a process without ComfyUI.
+
+    models: each laid out as ComfyUI's (diffusers, checkpoints, loras), or searched as it is where none is there.
+    """
     token = _folders.set(PlainFolders(tuple(models), input, output))
     _interrupt.clear()
     try:
@@ -68,15 +74,35 @@ def plain_folders(
         _folders.reset(token)
 
 
+def laid_out(models: Sequence[Path], kind: str) -> tuple[Path, ...]:
+    """Where models of a kind lie in such roots."""
+    return tuple(root / kind if (root / kind).is_dir() else root for root in models)
+
+
 def model_folders() -> dict[str, Path]:
     """{name: path} of diffusers-format folders in `models/diffusers` and in every extra path."""
     from ..pipelines.folder import list_folders
 
-    return list_folders(_model_roots())
+    return list_folders(_roots("diffusers"))
 
 
-def model_roots_text() -> str:
-    return ", ".join(str(root) for root in _model_roots()) or "no folder"
+def weight_files(kind: str) -> dict[str, Path]:
+    """{name: path} of the .safetensors files in `models/<kind>` ("checkpoints", "loras") and in every extra path."""
+    if folder_paths := _comfy("folder_paths"):
+        names = (name for name in folder_paths.get_filename_list(kind) if name.lower().endswith(".safetensors"))
+        paths = {name: folder_paths.get_full_path(kind, name) for name in names}
+        return {name: Path(path) for name, path in paths.items() if path}
+    found: dict[str, Path] = {}
+    for root in _roots(kind):
+        for path in sorted(root.rglob("*.safetensors")):
+            if not (path.parent / "config.json").is_file():  # else a component of a folder
+                found.setdefault(path.relative_to(root).as_posix(), path)
+    return found
+
+
+def roots_text(*kinds: str) -> str:
+    """Where models of these kinds are looked for, for messages."""
+    return ", ".join(dict.fromkeys(str(root) for kind in kinds for root in _roots(kind))) or "no folder"
 
 
 def input_directory() -> Path:
@@ -89,9 +115,21 @@ def output_directory() -> Path:
     return Path(folder_paths.get_output_directory()) if folder_paths else _folders.get().output
 
 
-def _model_roots() -> tuple[Path, ...]:
-    folder_paths = _comfy("folder_paths")
-    return tuple(map(Path, folder_paths.get_folder_paths("diffusers"))) if folder_paths else _folders.get().models
+def profiles_directory() -> Path:
+    """Where what runs taught is kept: ONEDIFF_GUARD_PROFILES, else ComfyUI's user folder, else ~/.onediff-guard."""
+    if named := os.environ.get(PROFILES_VARIABLE):
+        return Path(named).expanduser()
+    if folder_paths := _comfy("folder_paths"):
+        user = getattr(folder_paths, "get_user_directory", None)  # 0.0.1 has none
+        root = Path(user()) if user else Path(folder_paths.get_output_directory()).parent / "user"
+        return root / "onediff_guard" / "profiles"
+    return Path.home() / ".onediff-guard" / "profiles"
+
+
+def _roots(kind: str) -> tuple[Path, ...]:
+    if folder_paths := _comfy("folder_paths"):
+        return tuple(map(Path, folder_paths.get_folder_paths(kind)))
+    return laid_out(_folders.get().models, kind)
 
 
 # --- progress and interrupt -------------------------------------------------------------------------------------------
@@ -113,11 +151,12 @@ def say(node_id: str | None, text: str) -> None:
 
 
 class Progress:
-    """A progress bar with a line of text; raises when the run was asked to stop."""
+    """A progress bar with a line of text; raises when the run was asked to stop. total: 0 where not known yet."""
 
-    def __init__(self, total: int, node_id: str | None):
+    def __init__(self, total: int, node_id: str | None, unit: str = "it"):
         self._total = total
         self._node_id = node_id
+        self._unit = unit
         self._bar: Any = None
 
     def __enter__(self) -> Progress:
@@ -126,20 +165,23 @@ class Progress:
         else:
             from tqdm import tqdm
 
-            self._bar = tqdm(total=self._total, file=sys.stderr)
+            known = {"total": self._total or None, "unit": self._unit, "unit_scale": self._unit == "B"}
+            self._bar = tqdm(**known, file=sys.stderr)
         return self
 
-    def update(self, done: int, text: str) -> None:
-        """done: of `total`. Raises ComfyUI's interrupt exception, or Interrupted."""
+    def update(self, done: int, text: str, total: int = 0) -> None:
+        """done: of the total, which may be given later. Raises ComfyUI's interrupt exception, or Interrupted."""
+        self._total = total or self._total
         if management := _model_management():
-            self._bar.update_absolute(done, self._total)
+            self._bar.update_absolute(done, max(self._total, 1))
             say(self._node_id, text)
             management.throw_exception_if_processing_interrupted()
             return
+        self._bar.total = self._total or None
         self._bar.set_postfix_str(text, refresh=False)
         self._bar.update(done - self._bar.n)
         if _interrupt.is_set():
-            raise Interrupted(f"interrupted after step {done} of {self._total}")
+            raise Interrupted(f"interrupted at {text}")
 
     def __exit__(self, *_: object) -> None:
         if hasattr(self._bar, "close"):

@@ -14,8 +14,10 @@ OFFLOADS = ("none", "model")
 ACCUMULATIONS = ("auto", "fast")
 FITS = ("crop", "stretch", "refuse")
 ON_FAILURE = ("rerun", "stop", "off")
+SCOPES = ("step", "learned", "run")
 SCHEDULERS = ("DDIM", "DPM")
 INHERIT = "inherit"
+NO_MODEL = "none found: fill in hub_id"  # alone in a list of models that would be empty, which ComfyUI cannot use
 
 _PRECISION_TIP = (
     "auto: the right one for this card and model, with the reason in the report. bf16, fp16: guarded, a failing step "
@@ -40,6 +42,21 @@ def choice(options: tuple[str, ...], tooltip: str) -> tuple[list[str], dict[str,
 
 def integer(default: int, least: int, most: int, step: int, tooltip: str, **more: Any) -> tuple[str, dict[str, Any]]:
     return "INT", {"default": default, "min": least, "max": most, "step": step, "tooltip": tooltip, **more}
+
+
+def from_hub() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Optional inputs of every loader."""
+    hub_id = (
+        "A model on the Hugging Face Hub as owner/name, used in place of model. Empty: model is used. Files go to the "
+        "Hub's own cache; an interrupted download goes on where it ended."
+    )
+    revision = "Of hub_id: a branch, a tag or a commit. Empty: main."
+    download = "Of hub_id. On: downloads what the cache lacks, newer commits too. Off: uses the cache alone."
+    return {
+        "hub_id": ("STRING", {"default": "", "tooltip": hub_id}),
+        "revision": ("STRING", {"default": "", "tooltip": revision}),
+        "download": ("BOOLEAN", {"default": True, "tooltip": download}),
+    }
 
 
 def fit() -> tuple[list[str], dict[str, Any]]:

@@ -4,27 +4,43 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import host, inputs
+from . import host, hub, inputs
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ..pipelines.families import FamilySpec
     from ..pipelines.handle import PipelineHandle
 
 
 class _Loader:
-    """A diffusers-format folder of one of `PIPELINES` → pipeline."""
+    """A model of one of `PIPELINES`, on this machine or on the hub → pipeline."""
 
     PIPELINES: tuple[str, ...] = ()  # diffusers classes that model_index.json may name
     CATEGORY = inputs.CATEGORY
     RETURN_TYPES = ("ONEDIFF_PIPELINE",)
     RETURN_NAMES = ("pipeline",)
     FUNCTION = "load"
+    MODEL_TIP = "A folder with model_index.json below models/diffusers."
+    ROOTS: tuple[str, ...] = ("diffusers",)
+
+    @classmethod
+    def models(cls) -> dict[str, Path]:
+        """{name in the list: path}."""
+        return host.model_folders()
+
+    @classmethod
+    def families(cls) -> list[FamilySpec]:
+        from ..pipelines.families import FAMILIES
+
+        return [FAMILIES[name] for name in cls.PIPELINES]
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        models = list(host.model_folders())
+        models = list(cls.models()) or [inputs.NO_MODEL]
         return {
             "required": {
-                "model": (models, {"tooltip": "A folder with model_index.json below models/diffusers."}),
+                "model": (models, {"tooltip": cls.MODEL_TIP}),
                 "precision": inputs.precision(),
                 "backend": inputs.choice(
                     inputs.BACKENDS,
@@ -41,46 +57,73 @@ class _Loader:
                     "Half-precision accumulation in attention. auto: only on cards where it is reported right. fast: "
                     "on, with attention scores in fp32 (OneFlow); if frames turn black, choose auto.",
                 ),
+                **inputs.from_hub(),
             },
+            "hidden": inputs.node_id(),
         }
 
     @classmethod
-    def VALIDATE_INPUTS(cls, model: str | None = None) -> bool | str:
-        folders = host.model_folders()
-        if model is None or model in folders:
+    def VALIDATE_INPUTS(cls, model: str | None = None, hub_id: str | None = None) -> bool | str:
+        if hub_id and hub_id.strip():
+            return hub.check(hub_id.strip())
+        models = cls.models()
+        if model is None or model in models or (model == inputs.NO_MODEL and hub_id is None):  # None: comes by a wire
             return True
-        known = ", ".join(folders) or "none"
-        return f"No folder '{model}' with a model_index.json. Found: {known}. Looked in: {host.model_roots_text()}."
+        return cls._missing(model)
 
     @classmethod
-    def IS_CHANGED(cls, model: str, **_: Any) -> str:
+    def IS_CHANGED(cls, model: str = "", hub_id: str = "", revision: str = "", **_: Any) -> str:
         from ..pipelines.folder import fingerprint
 
-        folder = host.model_folders().get(model)
-        return fingerprint(folder) if folder else ""
+        if hub_id.strip():
+            return hub.cached_commit(hub_id.strip(), revision.strip(), cls.families())
+        path = cls.models().get(model)
+        return fingerprint(path) if path else ""
+
+    @classmethod
+    def _missing(cls, model: str) -> str:
+        what = "" if model == inputs.NO_MODEL else f" '{model}'"
+        found = ", ".join(cls.models()) or "none"
+        return (
+            f"No folder{what} with a model_index.json. Found: {found}. Looked in: {host.roots_text(*cls.ROOTS)}. "
+            "Put one there, or fill in hub_id."
+        )
 
     def load(
-        self, model: str, precision: str, backend: str, offload: str, accumulation: str = "auto"
+        self,
+        model: str,
+        precision: str,
+        backend: str,
+        offload: str,
+        accumulation: str = "auto",
+        hub_id: str = "",
+        revision: str = "",
+        download: bool = True,
+        node_id: str | None = None,
     ) -> tuple[PipelineHandle]:
         from ..pipelines.errors import BadFolder
-        from ..pipelines.families import FAMILIES
-        from ..pipelines.folder import family_of
         from ..pipelines.handle import load
+        from ..pipelines.models import family_of
         from ..precision.accumulation import Accumulation
         from ..precision.policy import Precision
 
-        folder = host.model_folders().get(model)
-        if folder is None:
-            raise BadFolder(f"The folder '{model}' is gone. Looked in: {host.model_roots_text()}.")
-        family = family_of(folder)
+        families = self.families()
+        if hub_id.strip():
+            path = hub.fetch(hub_id.strip(), revision.strip(), families, download=download, node_id=node_id)
+        else:
+            path = self.models().get(model)
+        if path is None:
+            raise BadFolder(self._missing(model))
+        family = family_of(path)
         handle = load(
-            folder,
-            family if family.pipeline in self.PIPELINES else FAMILIES[self.PIPELINES[0]],
+            path,
+            family if family in families else families[0],
             precision=Precision(precision),
             backend=backend,
             offload=offload,
             placement=host.placement(),
             accumulation=Accumulation(accumulation),
+            profiles=host.profiles_directory(),
         )
         host.linger(handle.store)
         return (handle,)
@@ -116,7 +159,14 @@ class LoadCogView4(_Loader):
 class LoadStableVideoDiffusion(_Loader):
     PIPELINES = ("StableVideoDiffusionPipeline",)
     DESCRIPTION = (
-        "Opens a Stable Video Diffusion folder (diffusers format, safetensors) and chooses precision and compile "
-        "backend for this card. Weights are read when a later node first needs them."
+        "Opens Stable Video Diffusion, a folder (diffusers format, safetensors) or a single file, and chooses "
+        "precision and compile backend for this card. Weights are read when a later node first needs them."
     )
+    MODEL_TIP = "A folder with model_index.json below models/diffusers, or a file in models/checkpoints."
+    ROOTS = ("diffusers", "checkpoints")
+
+    @classmethod
+    def models(cls) -> dict[str, Path]:
+        return host.model_folders() | host.weight_files("checkpoints")
+
     OUTPUT_TOOLTIPS = ("Wire it to NaN Guard, Sample Stable Video Diffusion and Decode Latents.",)

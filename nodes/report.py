@@ -27,20 +27,20 @@ BAD_REQUEST = (BadFolder, BadInput)  # what `examine` raises at a wrong request
 def examine(
     model: Path | None = None, architecture: str | None = None, precision: str = "auto", accumulation: str = "auto"
 ) -> Diagnosis:
-    """What would run on this machine or on another architecture, for one model folder or for all variants.
+    """What would run on this machine or on another architecture, for one model or for all variants.
 
-    Raises BadInput for an architecture that nobody has heard of, or a model that is no folder, and BadFolder for one
+    model: its folder, Stable Video Diffusion's single file, or the hub id of a model in the cache.
+
+    Raises BadInput for an architecture that nobody has heard of, or a model that is not there, and BadFolder for one
     that cannot be used.
     """
     from ..pipelines.diagnosis import diagnose
     from ..precision.accumulation import Accumulation
     from ..precision.policy import Precision
 
-    if model is not None and not model.is_dir():
-        raise BadInput(f"There is no folder '{model}'. Name the one that holds the model's model_index.json.")
     try:
         return diagnose(
-            model.resolve() if model else None,
+            _on_disk(model) if model else None,
             _architecture(architecture),
             precision=Precision(precision),
             accumulation=Accumulation(accumulation),
@@ -48,6 +48,22 @@ def examine(
         )
     except OSError as error:
         raise BadFolder(f"'{model}' cannot be read: {error}.") from error
+
+
+def _on_disk(model: Path) -> Path:
+    from ..pipelines.errors import HubError
+    from ..pipelines.families import FAMILIES
+    from ..pipelines.hub import fetch
+
+    if model.exists():
+        return model.resolve()
+    try:
+        return fetch(model.as_posix(), None, *FAMILIES.values(), download=False)
+    except HubError:
+        raise BadInput(
+            f"There is no '{model}'. Name the folder that holds the model's model_index.json, Stable Video Diffusion's "
+            "single file, or the hub id of a model that a Load node has downloaded."
+        ) from None
 
 
 def _architecture(name: str | None) -> Architecture | None:

@@ -33,7 +33,8 @@ def running(pipeline: PipelineHandle) -> Generator[None]:
     host.linger(pipeline.store)
 
 
-def ui(report: RunReport, node_id: str | None) -> dict[str, list[Any]]:
-    """Say on the node how it ran; returns what programs read from the history."""
-    host.say(node_id, report.summary())
-    return {"text": [report.summary()], "onediff_guard": [report.as_dict()]}
+def ui(report: RunReport, node_id: str | None, *more: str) -> dict[str, list[Any]]:
+    """Say on the node how it ran, and `more` on lines of their own; returns what programs read from the history."""
+    text = "\n".join((report.summary(), *more))
+    host.say(node_id, text)
+    return {"text": [text], "onediff_guard": [report.as_dict()]}

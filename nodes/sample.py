@@ -69,7 +69,8 @@ def run(
             step_done=step_done,
             **start,
         )
-    return {"ui": ui(report, node_id), "result": ({"samples": latents}, report.text())}
+    latent = {"samples": latents, "made_by": pipeline.family.pipeline}
+    return {"ui": ui(report, node_id), "result": (latent, report.text() if pipeline.full_report else report.summary())}
 
 
 class _CogVideoXSampler:

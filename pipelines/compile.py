@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ..precision.accumulation import NEXFORT_OPTION
 from ..precision.arch import Architecture
-from ..precision.shells import replaced
+from ..precision.shells import replaced, with_forward
 from .errors import BackendUnavailable
 
 logger = logging.getLogger(__name__)
@@ -92,18 +92,20 @@ def compiled(
         _register_inductor()
     options = {"options": {NEXFORT_OPTION: half_accumulation}} if choice.name == "nexfort" else None
 
+    works = _Works(choice.name)
+
+    def compile_block(block: torch.nn.Module) -> torch.nn.Module:
+        made = onediff.infer_compiler.compile(block, backend=choice.name, options=options)
+        return _with_fallback(made, block, works) if choice.automatic else made
+
     def compile_blocks(part: torch.nn.Module) -> torch.nn.Module:
-        blocks = list(part) if isinstance(part, torch.nn.ModuleList) else [part]
-        made = [onediff.infer_compiler.compile(block, backend=choice.name, options=options) for block in blocks]
         if not isinstance(part, torch.nn.ModuleList):
-            return made[0]
+            return compile_block(part)
+        made = list(map(compile_block, part))
         return torch.nn.ModuleList([_Contiguous(made[0]), *made[1:]])
 
     logger.info("compiling %s of %s with %s", ", ".join(parts), type(denoiser).__name__, choice.name)
-    shell = replaced(denoiser, dict.fromkeys(parts, compile_blocks))
-    if not choice.automatic:
-        return shell
-    return _with_fallback(shell, denoiser, choice.name)
+    return replaced(denoiser, dict.fromkeys(parts, compile_blocks))
 
 
 class _Contiguous(torch.nn.Module):
@@ -124,23 +126,29 @@ class _Contiguous(torch.nn.Module):
         return self.block(*args, **kwargs)
 
 
-def _with_fallback(shell: torch.nn.Module, denoiser: torch.nn.Module, backend: str) -> torch.nn.Module:
+@dataclass
+class _Works:
+    """Whether a compiler has shown that it does not."""
+
+    backend: str
+    so_far: bool = True
+
+
+def _with_fallback(compiled: Callable[..., Any], block: torch.nn.Module, works: _Works) -> torch.nn.Module:
     """'auto' must not lose a run to a compiler that turns out not to work: it goes on without."""
     from torch._dynamo.exc import TorchDynamoException
 
-    working: list[Callable[..., Any]] = [shell.forward]
-
     def forward(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return working[0](*args, **kwargs)
-        except TorchDynamoException as error:
-            first_line = str(error).strip().split("\n", 1)[0]
-            logger.warning("%s could not compile (%s); running without it", backend, first_line)
-            working[0] = denoiser
-            return denoiser(*args, **kwargs)
+        if works.so_far:
+            try:
+                return compiled(*args, **kwargs)
+            except TorchDynamoException as error:
+                first_line = str(error).strip().split("\n", 1)[0]
+                logger.warning("%s could not compile (%s); running without it", works.backend, first_line)
+                works.so_far = False
+        return block(*args, **kwargs)
 
-    shell.forward = forward
-    return shell
+    return with_forward(block, forward)
 
 
 def _register_inductor() -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 
-from ..precision.guard import StageGuard
+from ..precision.guard import GuardPolicy, GuardStopped, OnFailure
+from ..precision.observe import non_finite
 from ..precision.policy import Component, Precision
 from ..precision.report import RunReport
 from .errors import BadInput
+from .families import FAMILIES
 from .handle import PipelineHandle
+from .vae import guarded_decoder
 
 
 def decode(
@@ -22,36 +24,24 @@ def decode(
     slicing: bool = False,
     chunk: int = 0,
     request: Precision | None = None,
+    made_by: str | None = None,
 ) -> tuple[torch.Tensor, RunReport]:
     """Decode latents, in the family's layout, to [frames or images, height, width, 3] in 0..1, float32.
 
     tiling, slicing: decode in overlapping tiles, or one video of a batch at a time; slower, with less memory.
     chunk: frames or images decoded at once, where the VAE takes them apart (SVD, CogView); 0: all.
-    Raises BadInput where the latents are not this model's; GuardStopped where they or the result are not finite.
+    made_by: the diffusers pipeline whose latents they are, where that is known.
+    Raises BadInput where the latents are not this model's, GuardStopped where they are not finite, both before a weight
+    is read; GuardStopped where the result is not finite.
     """
-    layout, config = handle.family.layout, handle.store.folder.vae_config
-    channels = layout.channels(config)
-    if latents.ndim != layout.dimensions or latents.shape[1] != channels:
-        raise BadInput(
-            f"The latents have shape {tuple(latents.shape)}, but {handle.store.folder.variant.name} decodes "
-            f"{layout.shape.format(channels=channels)}. Wire them from a {handle.family.name} sampler."
-        )
     plan = handle.plan(Component.VAE_DECODE, request)
-    report = handle.report(plan)
-    vae: Any = copy.copy(handle.store.module("vae", plan.dtype))
-    report.notes += handle.store.notes["vae"]
+    _check(handle, latents, made_by, policy=handle.policy_for(plan))
+    layout = handle.family.layout
+    vae, report = guarded_decoder(handle, request)
     vae.use_tiling, vae.use_slicing = tiling, slicing
-    guard = StageGuard(
-        "vae_decode",
-        vae.decode,
-        dtype=plan.dtype,
-        policy=handle.policy_for(plan),
-        report=report,
-        tf32=handle.architecture.tf32,
-    )
 
     def decoded(part: torch.Tensor, **options: Any) -> torch.Tensor:
-        return guard(part, **options).sample.float()
+        return vae.decode(part, **options).sample.float()
 
     try:
         with handle.switched(report), torch.no_grad():
@@ -60,3 +50,24 @@ def decode(
     finally:
         handle.finish("vae")
     return (pixels * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 3, 1), report
+
+
+def _check(handle: PipelineHandle, latents: torch.Tensor, made_by: str | None, policy: GuardPolicy) -> None:
+    family, model = handle.family, handle.store.model
+    channels = family.layout.channels(model.vae_config)
+    wire = f"Wire them from a {family.name} sampler."
+    if latents.ndim != family.layout.dimensions or latents.shape[1] != channels or not latents.numel():
+        raise BadInput(
+            f"The latents have shape {tuple(latents.shape)}, but {model.variant.name} decodes "
+            f"{family.layout.shape.format(channels=channels)}. {wire}"
+        )
+    if made_by in FAMILIES and FAMILIES[made_by].components != family.components:
+        raise BadInput(
+            f"The latents are {FAMILIES[made_by].name}'s, but {model.variant.name} is to decode them. {wire}"
+        )
+    broken = non_finite(latents)
+    if broken and policy.on_failure is not OnFailure.OFF:
+        raise GuardStopped(
+            f"vae decode: {broken} of the latents' {latents.numel()} values are not finite already: the sampler made "
+            "them so, or the file that held them is damaged. Sample again, guarded (precision 'auto' or 'fp16')."
+        )

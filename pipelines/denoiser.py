@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from ..precision.accumulation import Mode
-from ..precision.folding import bits_for, explain, fold
-from ..precision.guard import StageGuard
-from ..precision.observe import BlockOutputs, Peak, stream_peak
+from ..precision.findings import Anatomy
+from ..precision.guard import Scope, StageGuard
+from ..precision.islands import Attempt, half_attempt
+from ..precision.learned import NOTHING, Learned
+from ..precision.learning import Learner
+from ..precision.observe import BlockOutputs, stream_peak
 from ..precision.report import RunReport
 from ..precision.shells import as_float32, with_forward
 from ..precision.upcast import run_in_fp32
 from .compile import compiled, for_dtype
 from .handle import PipelineHandle
+from .lora import keys
+from .memory import recall, remember
 
 
 def guarded_denoiser(handle: PipelineHandle, report: RunReport) -> torch.nn.Module:
     """A shell of the denoiser that runs as the report's plan says. The original, which it shares weights with, is
     loaded for it and not touched."""
-    original = handle.store.module(handle.family.denoiser, report.plan.dtype)
+    original = handle.store.denoiser(report.plan.dtype, handle.loras)
     report.notes += handle.store.notes[handle.family.denoiser]
     return as_float32(with_forward(original, _Steps(handle, report, original)))
 
@@ -41,6 +47,8 @@ class _Steps:
         self._report = report
         self._original = original
         self._signature = inspect.signature(original.forward)
+        self._known, notes = _known(handle, report, original)
+        report.notes += notes
         self._guard: StageGuard | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -49,44 +57,30 @@ class _Steps:
 
     def _step(self, **kwargs: Any) -> Any:
         stream = self._handle.family.stream
-        if self._guard is None and self._report.plan.folded and stream and self._handle.store.stream_peak is None:
+        if self._guard is None and self._report.plan.folded and stream and self._known.stream_peak is None:
             outputs: list[Any] = []
             guard = self._guarding("fp32", self._in_fp32)
             peak = stream_peak(self._original, stream, lambda: outputs.append(guard(**kwargs)))
             self._report.stream_peak = peak
             if math.isfinite(peak):
-                self._handle.store.stream_peak = peak
+                self._known = replace(self._known, stream_peak=peak)
+                remember(self._handle, self._report.plan.dtype, self._known)
             return outputs[0]
         self._guard = self._guard or self._planned()
-        return self._guard(**kwargs)
+        output = self._guard(**kwargs)
+        self._report.learned = self._guard.learned
+        return output
 
     def _planned(self) -> StageGuard:
-        handle, plan = self._handle, self._report.plan
-        attempt = self._attempt()
-        stream = handle.family.stream
-        if not (handle.family.clips and stream and plan.dtype == "fp16"):
-            return self._guarding(plan.dtype, attempt)
-        outputs = BlockOutputs()
-        return self._guarding(plan.dtype, outputs.watched(attempt, stream.blocks), peak_inside=outputs.take)
-
-    def _attempt(self) -> torch.nn.Module:
-        """The denoiser as the plan wants it: folded, compiled, or itself."""
-        handle, store, report = self._handle, self._handle.store, self._report
-        backend = for_dtype(handle.backend, handle.architecture, report.plan.dtype)
-        report.backend, report.backend_reason = backend.name, backend.reason
-        if report.plan.folded and store.stream_peak is not None:
-            report.fold_bits = bits_for(store.stream_peak)
-        bits = report.fold_bits or 0
-        key = (backend.name, report.plan.dtype, bits, report.plan.accumulation)
-        if key not in store.compiled:
-            stream = handle.family.stream
-            folded = fold(self._original, stream, bits) if bits and stream else self._original
-            half_accumulation = report.plan.accumulation == Mode.ON.value
-            store.compiled[key] = compiled(folded, handle.family.blocks, backend, half_accumulation=half_accumulation)
-        return store.compiled[key]
+        attempts, dtype = _Attempts(self._handle, self._report, self._original), self._report.plan.dtype
+        learner = Learner(self._original, dtype, attempts.build, attempts.anatomy, self._known)
+        return self._guarding(dtype, learner, attempts.peak_inside)
 
     def _guarding(
-        self, dtype: str, attempt: Callable[..., Any], peak_inside: Callable[[], torch.Tensor | None] | None = None
+        self,
+        dtype: str,
+        attempt: Callable[..., Any] | Learner,
+        peak_inside: Callable[[], torch.Tensor | None] | None = None,
     ) -> StageGuard:
         handle = self._handle
         return StageGuard(
@@ -99,14 +93,60 @@ class _Steps:
             inputs=handle.family.denoiser_inputs,
             tf32=handle.architecture.tf32,
             peak_inside=peak_inside,
-            explain=self._explain if handle.family.stream and dtype == "fp16" else None,
         )
 
     def _in_fp32(self, *args: Any, **kwargs: Any) -> Any:
-        tf32 = self._handle.architecture.tf32 and not self._handle.policy.strict
-        return run_in_fp32(self._original, *args, tf32=tf32, **kwargs)
+        return run_in_fp32(self._original, *args, tf32=_tf32(self._handle), **kwargs)
 
-    def _explain(self, peaks: Mapping[str, Peak]) -> str:
-        stream = self._handle.family.stream
-        assert stream is not None
-        return explain(peaks, stream, self._original, self._report.fold_bits or 0)
+
+class _Attempts:
+    """Makes the denoiser as the plan and what was learned ask for: folded, compiled, with islands, or itself."""
+
+    def __init__(self, handle: PipelineHandle, report: RunReport, original: torch.nn.Module):
+        self._handle = handle
+        self._report = report
+        self._original = original
+        self._block_outputs = BlockOutputs()
+        self._clips = handle.family.clips and report.plan.dtype == "fp16"
+        self.anatomy = Anatomy.of(original, handle.family.blocks, handle.family.stream)
+
+    def build(self, learned: Learned) -> Attempt:
+        handle, store, report = self._handle, self._handle.store, self._report
+        dtype, loras, stream = report.plan.dtype, keys(handle.loras), handle.family.stream
+        backend = for_dtype(handle.backend, handle.architecture, dtype)
+        report.backend, report.backend_reason = backend.name, backend.reason
+
+        def in_blocks(folded: torch.nn.Module, bits: int) -> torch.nn.Module:
+            key = (backend.name, dtype, bits, report.plan.accumulation, loras)
+            if key not in store.compiled:
+                half_accumulation = report.plan.accumulation == Mode.ON.value
+                blocks = handle.family.blocks
+                store.compiled[key] = compiled(folded, blocks, backend, half_accumulation=half_accumulation)
+            return store.compiled[key]
+
+        tf32 = _tf32(handle)
+        made = half_attempt(self._original, self.anatomy, learned, dtype, compiled=in_blocks, tf32=tf32)
+        remember(handle, dtype, learned)
+        if report.plan.folded or made.bits:
+            report.fold_bits = made.bits
+        if self._clips and stream:
+            made = replace(made, run=self._block_outputs.watched(made.run, stream.blocks))
+        return made
+
+    def peak_inside(self) -> torch.Tensor | None:
+        """max |x| of the latest attempt's block outputs, where the family clips."""
+        return self._block_outputs.take()
+
+
+def _known(handle: PipelineHandle, report: RunReport, denoiser: torch.nn.Module) -> tuple[Learned, tuple[str, ...]]:
+    """What earlier runs taught, as far as this one may use it, and what to say about it."""
+    plan = report.plan
+    learns = handle.policy_for(plan).scope is Scope.LEARNED
+    if not plan.half or not (plan.folded or learns):
+        return NOTHING, ()
+    learned, notes = recall(handle, plan.dtype, dict(denoiser.named_modules()))
+    return (learned if learns else Learned(learned.stream_peak)), notes
+
+
+def _tf32(handle: PipelineHandle) -> bool:
+    return handle.architecture.tf32 and not handle.policy.strict

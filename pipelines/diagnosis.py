@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..precision.accumulation import Accumulation, Switch, preview
 from ..precision.arch import Architecture
+from ..precision.learned import NOTHING, named
 from ..precision.policy import VARIANTS, Component, Plan, PlanImpossible, Precision, Variant, choose
 from .families import FAMILIES, FamilySpec
-from .folder import ModelFolder, family_of, inspect, unknown_fields
 from .machine import Machine, first_line, look, tried
+from .models import family_of, open_model
+from .stored import StoredModel
 
 if TYPE_CHECKING:
     from .compile import BackendChoice
@@ -100,17 +102,17 @@ def diagnose(
         notes = _without_loader(loaders)
     else:
         family = family_of(model)
-        folder = inspect(model, family)
-        models = (_plans(folder.variant, chosen, precision, accumulation, folder),)
-        notes = (*_no_loader(family, loaders), *_about(folder))
+        stored = open_model(model, family)
+        models = (_plans(stored.variant, chosen, precision, accumulation, stored),)
+        notes = (*_no_loader(family, loaders), *_about(stored))
     return _put_together(machine, architecture, precision, accumulation, models, notes)
 
 
 def diagnose_pipeline(handle: PipelineHandle, architecture: Architecture | None = None) -> Diagnosis:
     """The same for a pipeline on a wire, with its own precision, accumulation, backend and guard policy."""
-    folder = handle.store.folder
+    model = handle.store.model
     chosen = architecture or handle.architecture
-    models = (_plans(folder.variant, chosen, handle.precision, handle.accumulation, folder),)
+    models = (_plans(model.variant, chosen, handle.precision, handle.accumulation, model),)
     found_at_load = (note for notes in handle.store.notes.values() for note in notes)
     return _put_together(
         look(handle.store.placement.device),
@@ -118,7 +120,7 @@ def diagnose_pipeline(handle: PipelineHandle, architecture: Architecture | None 
         handle.precision,
         handle.accumulation,
         models,
-        (*_about(folder), *found_at_load, *_measured(handle)),
+        (*_about(model), *found_at_load, *_measured(handle)),
         handle,
     )
 
@@ -165,7 +167,7 @@ def _plans(
     architecture: Architecture,
     precision: Precision,
     accumulation: Accumulation,
-    folder: ModelFolder | None = None,
+    model: StoredModel | None = None,
 ) -> ModelPlans:
     """What can be planned, and why the rest cannot."""
 
@@ -176,12 +178,12 @@ def _plans(
             return str(error)
 
     outcomes = {component.value: plan(component) for component in variant.components}
-    stored = {name: f"{w.stored_dtype}, {_size(w.n_bytes)}" for name, w in folder.weights.items()} if folder else {}
+    stored = {name: f"{w.stored_dtype}, {_size(w.n_bytes)}" for name, w in model.weights.items()} if model else {}
     return ModelPlans(
         variant=variant.name,
         plans=tuple(outcome for outcome in outcomes.values() if isinstance(outcome, Plan)),
         refused={name: outcome for name, outcome in outcomes.items() if isinstance(outcome, str)},
-        folder=folder.path.name if folder else "",
+        folder=model.name if model else "",
         stored=stored,
     )
 
@@ -190,15 +192,15 @@ def _size(n_bytes: int) -> str:
     return f"{n_bytes / 1e9:.1f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.1f} MB"
 
 
-def _about(folder: ModelFolder) -> Iterator[str]:
-    yield from folder.notes
-    for name in folder.family.weighted:
-        yield from _unknown_fields(folder, name)
+def _about(model: StoredModel) -> Iterator[str]:
+    yield from model.notes
+    for name in model.family.weighted:
+        yield from _unknown_fields(model, name)
 
 
-def _unknown_fields(folder: ModelFolder, name: str) -> list[str]:
+def _unknown_fields(model: StoredModel, name: str) -> list[str]:
     try:
-        return unknown_fields(folder, name)
+        return model.unknown_fields(name)
     except Exception as error:  # noqa: BLE001 - diffusers may be missing, broken, or older than the model
         return [f"the model's configs were not compared with diffusers, which cannot be asked ({first_line(error)})"]
 
@@ -215,9 +217,12 @@ def _without_loader(loaders: Mapping[str, str]) -> Iterator[str]:
 
 
 def _measured(handle: PipelineHandle) -> Iterator[str]:
-    peak = handle.store.stream_peak
-    if peak is not None:
-        yield f"the residual stream was measured: it peaks at {peak:.4g}, and fp16 ends at 65504"
+    for dtype in ("fp16", "bf16"):
+        learned = handle.store.learned.get(handle.memory_key(dtype), NOTHING)
+        if learned.stream_peak is not None:
+            yield f"the residual stream was measured: it peaks at {learned.stream_peak:.4g}, and fp16 ends at 65504"
+        if learned.islands:
+            yield f"runs in {dtype} taught that {named(learned.islands)} has to run in fp32 (scope: learned)"
 
 
 def _backends(machine: Machine, chosen: BackendChoice | None) -> Backends:

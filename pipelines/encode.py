@@ -29,6 +29,7 @@ def encode_prompts(
     _limit(handle)
     plan = handle.plan(Component.TEXT_ENCODER, request)
     report = handle.report(plan)
+    report.notes += cut_off(handle, prompts)
     memo = handle.store.prompts
     keys = [(prompt, plan.dtype, plan.guarded) for prompt in prompts]
     new = [key for key in dict.fromkeys(keys) if key not in memo]
@@ -51,8 +52,6 @@ def _encode_all(handle: PipelineHandle, prompts: list[str], report: RunReport) -
     embeddings = []
     for prompt in prompts:
         logger.info("encoding prompt of %d characters in %s", len(prompt), report.plan.dtype)
-        if cut := _cut(handle, prompt):
-            report.notes += (f"the prompt is longer than {_limit(handle)} tokens; this was cut off: {cut}",)
         embeddings.append(_encode(handle, pipe, prompt))
     return embeddings
 
@@ -94,12 +93,18 @@ def _encode(handle: PipelineHandle, pipe: object, prompt: str) -> torch.Tensor:
 def _limit(handle: PipelineHandle) -> int:
     rule = handle.family.prompt
     if rule is None:
-        raise BadInput(f"{handle.store.folder.variant.name} takes no prompt: it starts from an image.")
-    return rule.tokens(handle.store.folder.denoiser_config)
+        raise BadInput(f"{handle.store.model.variant.name} takes no prompt: it starts from an image.")
+    return rule.tokens(handle.store.model.denoiser_config)
 
 
-def _cut(handle: PipelineHandle, prompt: str) -> str:
-    """What the model does not see of a prompt that is too long."""
+def cut_off(handle: PipelineHandle, prompts: list[str]) -> tuple[str, ...]:
+    """A line for each prompt that is too long, with what the model does not see of it."""
     tokenizer, limit = handle.store.unweighted("tokenizer"), _limit(handle)
-    tokens = tokenizer(prompt).input_ids
-    return tokenizer.decode(tokens[limit - 1 : -1]) if len(tokens) > limit else ""
+    notes = []
+    for prompt in prompts:
+        tokens = tokenizer(prompt).input_ids
+        last = int(tokens[-1:] == [tokenizer.eos_token_id])  # T5 keeps room for it, GLM has none
+        if len(tokens) > limit:
+            cut = tokenizer.decode(tokens[limit - last : len(tokens) - last])
+            notes.append(f"the prompt is longer than {limit} tokens; this was cut off: {cut}")
+    return tuple(notes)

@@ -27,6 +27,10 @@ class BadLora(ValueError):
     """A LoRA file that cannot be used with this model."""
 
 
+class BadProfile(ValueError):
+    """A profile of what was learned that cannot be used."""
+
+
 class HubError(RuntimeError):
     """A model that cannot be had from the hub."""
 

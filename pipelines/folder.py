@@ -10,11 +10,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..precision.policy import VARIANTS, Variant, as_stored
 from .errors import BadFolder
 from .families import FAMILIES, ComponentSpec, FamilySpec
+from .stored import StoredModel, Weights, name_of
+
+if TYPE_CHECKING:
+    import torch
 
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _STEMS = ("diffusion_pytorch_model", "model")  # file names that from_pretrained looks for
@@ -22,35 +26,54 @@ _MAX_HEADER = 100 * 2**20  # safetensors' own limit
 
 
 @dataclass(frozen=True)
-class Weights:
-    """The safetensors files of one component."""
-
-    files: tuple[Path, ...]
-    n_bytes: int
-    dtypes: Mapping[str, int]  # safetensors' name of a dtype ("F16", "BF16", "F32") → bytes in it
-
-    @property
-    def stored_dtype(self) -> str:
-        """The dtype that most bytes are in."""
-        return max(self.dtypes, key=lambda name: self.dtypes[name])
-
-    def bytes_in(self, dtype: str) -> int:
-        """What they take once loaded in "fp16", "bf16" or "fp32"."""
-        return self.n_bytes * (4 if dtype == "fp32" else 2) // (4 if self.stored_dtype == "F32" else 2)
-
-
-@dataclass(frozen=True)
-class ModelFolder:
+class ModelFolder(StoredModel):
     """A folder that passed every check."""
 
-    path: Path
-    family: FamilySpec
-    variant: Variant  # as its config and its stored weights show it
     classes: Mapping[str, str]  # component → class in model_index.json
-    weights: Mapping[str, Weights]
-    denoiser_config: Mapping[str, Any]
-    vae_config: Mapping[str, Any]
-    notes: tuple[str, ...]  # what is unusual about it, in words
+
+    def component(self, name: str, dtype: torch.dtype) -> torch.nn.Module:
+        dtype_option = "dtype" if self.family.components[name].library == "transformers" else "torch_dtype"
+        return self._from_pretrained(name, use_safetensors=True, **{dtype_option: dtype})
+
+    def unweighted(self, name: str) -> Any:
+        return self._from_pretrained(name)
+
+    def unknown_fields(self, name: str) -> list[str]:
+        if self.family.components[name].library != "diffusers":
+            return []
+        import diffusers
+
+        known = signature(getattr(diffusers, self.classes[name]).__init__).parameters
+        config = _read_config(self.path, name)
+        unknown = sorted(key for key in config if key not in known and not key.startswith("_"))
+        if not unknown:
+            return []
+        return [f"{name}: config.json has fields that diffusers {diffusers.__version__} ignores: {', '.join(unknown)}"]
+
+    def _from_pretrained(self, name: str, **options: Any) -> Any:
+        import diffusers
+        import torch
+        import transformers
+
+        spec = self.family.components[name]
+        library = {"diffusers": diffusers, "transformers": transformers}[spec.library]
+        # a folder saved by another transformers may name a class that this one calls otherwise
+        loader = getattr(library, self.classes[name], None) or getattr(library, spec.classes[0])
+        try:
+            return loader.from_pretrained(self.path / name, local_files_only=True, **options)
+        except torch.OutOfMemoryError:
+            raise
+        except ImportError as error:
+            raise BadFolder(
+                f"'{self.name}/{name}' needs a Python package that is not installed: "
+                f"{str(error).strip().splitlines()[0]} Install the pack's requirements.txt (sentencepiece and protobuf "
+                "are in it) and start again."
+            ) from error
+        except Exception as error:
+            raise BadFolder(
+                f"'{self.name}/{name}' could not be loaded as {self.classes[name]}: "
+                f"{type(error).__name__}: {error}. Download that folder again."
+            ) from error
 
 
 def inspect(path: Path, expected: FamilySpec) -> ModelFolder:
@@ -63,7 +86,7 @@ def inspect(path: Path, expected: FamilySpec) -> ModelFolder:
     if found != expected.pipeline:
         others = f" It belongs to {FAMILIES[found].name}." if found in FAMILIES else ""
         raise BadFolder(
-            f"'{path.name}' holds a {found}, not a {expected.pipeline}.{others} Choose a {expected.name} folder."
+            f"'{name_of(path)}' holds a {found}, not a {expected.pipeline}.{others} Choose a {expected.name} folder."
         )
     classes, weights = {}, {}
     for name, component in expected.components.items():
@@ -89,7 +112,7 @@ def family_of(path: Path) -> FamilySpec:
     index = read_json(path / "model_index.json", missing=_no_index(path))
     found = str(index.get("_class_name") or "pipeline without a name")
     if found not in FAMILIES:
-        raise BadFolder(f"'{path.name}' holds a {found}. Known: {', '.join(FAMILIES)}.")
+        raise BadFolder(f"'{name_of(path)}' holds a {found}. Known: {', '.join(FAMILIES)}.")
     return FAMILIES[found]
 
 
@@ -107,9 +130,9 @@ def list_folders(roots: Iterable[Path], depth: int = 3) -> dict[str, Path]:
 
 
 def fingerprint(path: Path) -> str:
-    """Changes when a file of the folder is added, removed or rewritten (by names, sizes and times)."""
+    """Changes when a file of the folder is added, removed or rewritten (by names, sizes and times), or a single one."""
     digest = hashlib.sha256()
-    for file in sorted(p for p in path.rglob("*") if p.is_file()):
+    for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
         stat = file.stat()
         digest.update(f"{file.relative_to(path).as_posix()}:{stat.st_size}:{stat.st_mtime_ns};".encode())
     return digest.hexdigest()
@@ -128,23 +151,9 @@ def read_json(file: Path, *, missing: str = "") -> dict[str, Any]:
     return content
 
 
-def unknown_fields(folder: ModelFolder, name: str) -> list[str]:
-    """A line that names the fields of a component's config which the installed diffusers ignores, if it has such."""
-    if folder.family.components[name].library != "diffusers":
-        return []
-    import diffusers
-
-    known = signature(getattr(diffusers, folder.classes[name]).__init__).parameters
-    config = _read_config(folder.path, name)
-    unknown = sorted(key for key in config if key not in known and not key.startswith("_"))
-    if not unknown:
-        return []
-    return [f"{name}: config.json has fields that diffusers {diffusers.__version__} ignores: {', '.join(unknown)}"]
-
-
 def _no_index(path: Path) -> str:
     return (
-        f"'{path.name}' is not a diffusers-format folder: it has no model_index.json. "
+        f"'{name_of(path)}' is not a diffusers-format folder: it has no model_index.json. "
         "Choose the folder that holds it, or download the model again."
     )
 
@@ -154,7 +163,8 @@ def _variant(path: Path, family: FamilySpec, config: Mapping[str, Any], weights:
         name = family.variant(config)
     except TypeError as error:
         raise BadFolder(
-            f"'{path.name}/{family.denoiser}/config.json' holds a value of the wrong kind ({error}). Download it again."
+            f"'{name_of(path)}/{family.denoiser}/config.json' holds a value of the wrong kind ({error}). "
+            "Download it again."
         ) from None
     return as_stored(VARIANTS[name], weights.stored_dtype)
 
@@ -194,11 +204,11 @@ def _component_class(path: Path, index: Mapping[str, Any], name: str, component:
     found = entry[1] if isinstance(entry, list) and len(entry) == 2 else None
     if found not in component.classes:
         raise BadFolder(
-            f"'{path.name}': model_index.json names {found or 'nothing'} as {name}, "
+            f"'{name_of(path)}': model_index.json names {found or 'nothing'} as {name}, "
             f"but a {' or a '.join(component.classes)} is needed. Download the model again, or use the original one."
         )
     if not (path / name).is_dir():
-        raise BadFolder(f"'{path.name}' has no '{name}' folder. The download is incomplete: fetch it again.")
+        raise BadFolder(f"'{name_of(path)}' has no '{name}' folder. The download is incomplete: fetch it again.")
     return found
 
 
@@ -213,7 +223,7 @@ def _weights(path: Path, name: str) -> Weights:
 
 
 def _weight_files(path: Path, folder: Path) -> list[Path]:
-    where = f"'{path.name}/{folder.name}'"
+    where = f"'{name_of(path)}/{folder.name}'"
     for stem in _STEMS:
         index = folder / f"{stem}.safetensors.index.json"
         if (folder / f"{stem}.safetensors").is_file():
@@ -222,7 +232,7 @@ def _weight_files(path: Path, folder: Path) -> list[Path]:
             continue
         shards = read_json(index).get("weight_map")
         if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
-            raise BadFolder(f"'{path.name}/{folder.name}/{index.name}' has no weight_map. Fetch that file again.")
+            raise BadFolder(f"'{name_of(path)}/{folder.name}/{index.name}' has no weight_map. Fetch that file again.")
         names = sorted(set(shards.values()))
         missing = [name for name in names if not (folder / name).is_file()]
         if missing or not names:
@@ -245,7 +255,7 @@ def _weight_files(path: Path, folder: Path) -> list[Path]:
 
 def _header_bytes_by_dtype(file: Path, path: Path) -> Counter[str]:
     """Bytes per dtype, from the header; raises BadFolder where file and header disagree."""
-    where = file.relative_to(path.parent).as_posix()
+    where = f"{name_of(path)}/{file.relative_to(path).as_posix()}"
     size = file.stat().st_size
     broken = f"'{where}' is not a whole safetensors file ({size:,} bytes)"
     with file.open("rb") as stream:
@@ -270,5 +280,5 @@ def _header_bytes_by_dtype(file: Path, path: Path) -> Counter[str]:
 
 
 def _read_config(path: Path, name: str) -> dict[str, Any]:
-    where = f"'{path.name}/{name}'"
+    where = f"'{name_of(path)}/{name}'"
     return read_json(path / name / "config.json", missing=f"{where} has no config.json: fetch it again.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..precision.accumulation import Accumulation, accumulation
@@ -14,9 +14,11 @@ from ..precision.policy import Component, Plan, Precision, choose
 from ..precision.report import RunReport
 from .compile import BackendChoice, choose_backend
 from .families import FamilySpec
-from .folder import inspect
+from .lora import Lora, check_lora, keys, skeleton
+from .models import open_model
 from .placement import Placement
-from .store import ComponentStore, shared_store
+from .profiles import Profile
+from .store import ComponentStore, MemoryKey, shared_store
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,17 +33,25 @@ class PipelineHandle:
     policy: GuardPolicy
     accumulation: Accumulation = Accumulation.AUTO
     beside: tuple[Architecture, ...] = ()  # of the GPUs in this process: the accumulation switches are shared
+    loras: tuple[Lora, ...] = ()  # added to the denoiser
+    full_report: bool = True  # with a line for every step
+    profiles: Path | None = None  # folder of what runs taught; None: nothing is kept
+    profile: Profile | None = None  # from elsewhere, used in place of what is kept
 
     def __post_init__(self) -> None:
         self.store.handles.add(self)
 
     @property
     def family(self) -> FamilySpec:
-        return self.store.folder.family
+        return self.store.model.family
+
+    def memory_key(self, dtype: str) -> MemoryKey:
+        """Of what runs taught about the denoiser in `dtype`."""
+        return dtype, keys(self.loras), self.profile.text() if self.profile else ""
 
     def plan(self, component: Component, request: Precision | None = None) -> Plan:
         """The plan of one component; `request` overrides the loader's precision, None inherits it."""
-        variant = self.store.folder.variant
+        variant = self.store.model.variant
         precision = request or self.precision
         return choose(self.architecture, variant, component, precision, self.accumulation, self.beside)
 
@@ -60,12 +70,12 @@ class PipelineHandle:
 
     def report(self, plan: Plan) -> RunReport:
         return RunReport(
-            variant=self.store.folder.variant.name,
+            variant=self.store.model.variant.name,
             architecture=str(self.architecture),
             plan=plan,
             backend=self.backend.name,
             backend_reason=self.backend.reason,
-            notes=self.store.folder.notes,
+            notes=(*self.store.model.notes, *(map(str, self.loras) if plan.component is Component.DENOISER else ())),
         )
 
     def finish(self, component: str) -> None:
@@ -83,15 +93,16 @@ def load(
     offload: str,
     placement: Placement,
     accumulation: Accumulation = Accumulation.AUTO,
+    profiles: Path | None = None,
 ) -> PipelineHandle:
-    """Check a folder and make a handle. Weights are read when a stage first needs them.
+    """Check a model and make a handle. Weights are read when a stage first needs them.
 
     Raises BadFolder; BackendUnavailable where a backend was asked for that does not work here; PlanImpossible where the
     device has no such precision.
     """
-    folder = inspect(path, family)
+    model = open_model(path, family)
     handle = PipelineHandle(
-        store=shared_store(folder, placement),
+        store=shared_store(model, placement),
         architecture=detect(placement.device),
         precision=precision,
         backend=choose_backend(backend, placement.device),
@@ -99,12 +110,19 @@ def load(
         policy=GuardPolicy(),
         accumulation=accumulation,
         beside=present(),
+        profiles=profiles,
     )
-    for component in folder.variant.components:
+    for component in model.variant.components:
         handle.plan(component)
     if len(handle.store.handles) == 1:
         _drop_stale(handle)
     return handle
+
+
+def add_lora(handle: PipelineHandle, lora: Lora) -> PipelineHandle:
+    """The pipeline with one more LoRA, checked by its header. Raises BadLora."""
+    check_lora(lora.path, handle.family, skeleton(handle.store.model))
+    return replace(handle, loras=(*handle.loras, lora))
 
 
 def _drop_stale(handle: PipelineHandle) -> None:

@@ -23,9 +23,10 @@ import torch
 from ..precision.shells import structural_copy
 from .errors import BadLora
 from .families import FamilySpec
-from .folder import ModelFolder
+from .stored import StoredModel
 
 Shape = tuple[int, ...]
+LoraKey = tuple[str, int, int, float]
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,18 @@ class Lora:
         if not math.isfinite(self.scale):
             raise BadLora(f"The scale of '{self.path.name}' is {self.scale}, and must be a finite number, such as 1.")
 
+    @property
+    def key(self) -> LoraKey:
+        """Changes with the file and the scale."""
+        try:
+            stat = self.path.stat()
+        except OSError:
+            return (str(self.path), 0, 0, self.scale)
+        return (str(self.path), stat.st_size, stat.st_mtime_ns, self.scale)
+
+    def __str__(self) -> str:
+        return f"LoRA {self.path.name} at {self.scale:g}"
+
 
 @dataclass(frozen=True)
 class LoraWeights:
@@ -93,6 +106,11 @@ class _Placed:
     @property
     def biased(self) -> bool:
         return any(name.endswith(".bias") for name in self.keys)
+
+
+def keys(loras: Sequence[Lora]) -> tuple[LoraKey, ...]:
+    """Of those that act."""
+    return tuple(lora.key for lora in loras if lora.scale)
 
 
 def check_lora(path: Path, family: FamilySpec, denoiser: torch.nn.Module) -> None:
@@ -157,13 +175,13 @@ def with_loras(denoiser: torch.nn.Module, loras: Sequence[Lora], family: FamilyS
     return shell.eval().requires_grad_(False)
 
 
-def skeleton(folder: ModelFolder) -> torch.nn.Module:
-    """The folder's denoiser without weights (on the meta device): enough to check a LoRA before anything is loaded."""
+def skeleton(model: StoredModel) -> torch.nn.Module:
+    """The model's denoiser without weights (on the meta device): enough to check a LoRA before anything is loaded."""
     import diffusers
 
-    cls = getattr(diffusers, folder.classes[folder.family.denoiser])
+    cls = getattr(diffusers, model.family.components[model.family.denoiser].classes[0])
     with torch.device("meta"):
-        return cls.from_config(dict(folder.denoiser_config))
+        return cls.from_config(dict(model.denoiser_config))
 
 
 def _loader(family: FamilySpec) -> Any:

@@ -20,7 +20,7 @@ def fitted(images: torch.Tensor, width: int, height: int, fit: str) -> list[Any]
     """
     from PIL import Image
 
-    if images.ndim != 4 or images.shape[-1] not in (1, 3, 4) or not len(images):
+    if images.ndim != 4 or images.shape[-1] not in (1, 3, 4) or not images.numel():
         raise BadInput(
             f"The image has shape {tuple(images.shape)}, but [images, height, width, 1, 3 or 4] is needed. "
             "Wire it from Load Image."

@@ -17,6 +17,7 @@ from .denoiser import guarded_denoiser
 from .errors import BadInput, BadSize
 from .handle import PipelineHandle
 from .layouts import spatial_factor, temporal_factor
+from .memory import keep
 
 StepDone = Callable[[int, int, RunReport], None]  # steps done, steps in all, report so far; raises to interrupt
 
@@ -96,10 +97,12 @@ def sample(
                 **{name: value for name, value in given.items() if value is not None},
             )
     finally:
+        keep(handle, plan.dtype)
         handle.finish(family.denoiser)
     latents = result.frames if family.layout.counts_frames else result.images
-    config = handle.store.folder.vae_config
-    return family.layout.unscaled(latents, settings.frames, config).cpu(), report
+    config = handle.store.model.vae_config
+    latents = family.layout.unscaled(latents, settings.frames, config)
+    return latents.cpu().contiguous(), report  # ComfyUI 0.0.1's SaveLatent takes no other
 
 
 def _pipeline(
@@ -107,7 +110,7 @@ def _pipeline(
 ) -> Any:
     import diffusers
 
-    family, config = handle.family, handle.store.folder.vae_config
+    family, config = handle.family, handle.store.model.vae_config
     parts: dict[str, Any] = dict.fromkeys(family.components)
     own = handle.store.unweighted("scheduler")
     kind = getattr(diffusers, family.schedulers[scheduler]) if scheduler else type(own)
@@ -152,8 +155,8 @@ def _guarded_image_encoder(handle: PipelineHandle, request: Precision | None) ->
 
 def _check_positions(handle: PipelineHandle, settings: SampleSettings) -> None:
     """Some CogVideoX have positions for one size only (5B-I2V), or up to a size (1.5)."""
-    config, name = handle.store.folder.denoiser_config, handle.store.folder.variant.name
-    pixels = spatial_factor(handle.store.folder.vae_config)
+    config, name = handle.store.model.denoiser_config, handle.store.model.variant.name
+    pixels = spatial_factor(handle.store.model.vae_config)
     wide, high = config.get("sample_width", 0) * pixels, config.get("sample_height", 0) * pixels
     given = f"{settings.width}×{settings.height}"
     if config.get("use_learned_positional_embeddings"):
@@ -165,7 +168,7 @@ def _check_positions(handle: PipelineHandle, settings: SampleSettings) -> None:
 
 
 def _check_start(handle: PipelineHandle, image: Any, video: list[Any] | None) -> None:
-    family, name = handle.family, handle.store.folder.variant.name
+    family, name = handle.family, handle.store.model.variant.name
     if family.takes_image and image is None:
         raise BadInput(f"{name} starts from an image. Use the sampler that takes one.")
     if image is not None and not family.takes_image:
@@ -178,7 +181,7 @@ def _checked_embeddings(
     handle: PipelineHandle, positive: torch.Tensor | None, negative: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
     """As the pipeline's arguments."""
-    rule, config = handle.family.prompt, handle.store.folder.denoiser_config
+    rule, config = handle.family.prompt, handle.store.model.denoiser_config
     if rule is None or positive is None or negative is None:
         return {}
     channels, tokens = config.get("text_embed_dim", 4096), rule.tokens(config)
@@ -186,7 +189,7 @@ def _checked_embeddings(
         fits = embeddings.ndim == 3 and embeddings.shape[-1] == channels
         if not fits or (embeddings.shape[1] != tokens if rule.fixed else embeddings.shape[1] > tokens + 15):
             raise BadInput(
-                f"'{name}' has shape {tuple(embeddings.shape)}, but {handle.store.folder.variant.name} takes "
+                f"'{name}' has shape {tuple(embeddings.shape)}, but {handle.store.model.variant.name} takes "
                 f"[batch, {tokens}, {channels}]. Wire it to an Encode Prompt node that gets the same pipeline."
             )
     if rule.fixed and positive.shape != negative.shape:

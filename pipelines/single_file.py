@@ -7,7 +7,7 @@ after the other, each straight into the dtype that is wanted; the rest of the fi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -15,13 +15,16 @@ from typing import Any
 
 import torch
 
+from ..precision.policy import VARIANTS, as_stored
 from . import svd_keys
 from .errors import BadFolder
-from .folder import Weights
+from .families import SVD
+from .stored import StoredModel, Weights
 from .svd_keys import PREFIXES, Shapes, Source
 
 NUM_FRAMES = 25  # SVD-XT's; a file of SVD, which makes 14, has the same keys and shapes
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}  # an element, by safetensors' name
+_MAPPED_AT_ONCE = 2**24  # elements
 _WORDS = {"unet": "UNet", "vae": "VAE", "image_encoder": "image encoder"}
 _GET = "Get svd_xt.safetensors from https://huggingface.co/stabilityai/stable-video-diffusion-img2vid-xt."
 
@@ -49,17 +52,16 @@ class SvdComponent:
 
 
 @dataclass(frozen=True)
-class SvdFile:
+class SvdFile(StoredModel):
     """A single file that passed every check."""
 
-    path: Path
     components: Mapping[str, SvdComponent]  # unet, vae, image_encoder
-    notes: tuple[str, ...]  # what is unusual about it, in words
 
+    def component(self, name: str, dtype: torch.dtype) -> torch.nn.Module:
+        return load_component(self, name, dtype)
 
-def is_single_file(path: Path) -> bool:
-    """Whether the path is a file that can be tried, rather than a diffusers-format folder."""
-    return path.suffix.lower() == ".safetensors" and path.is_file()
+    def unweighted(self, name: str) -> Any:
+        return load_unweighted(name)
 
 
 def read_svd(path: Path, num_frames: int = NUM_FRAMES) -> SvdFile:
@@ -84,7 +86,18 @@ def read_svd(path: Path, num_frames: int = NUM_FRAMES) -> SvdFile:
                 raise BadFolder(f"'{path.name}' holds '{key}' as {dtype}: quantised weights are not supported. {_GET}")
             sizes[dtype] += prod(shape) * _BYTES[dtype]
         components[name] = SvdComponent(config, sources, Weights((path,), sizes.total(), dict(sizes)))
-    return SvdFile(path, components, tuple(_notes(shapes)))
+    weights = {name: component.weights for name, component in components.items()}
+    unet, vae = components["unet"].config, components["vae"].config
+    return SvdFile(
+        path=path,
+        family=SVD,
+        variant=as_stored(VARIANTS[SVD.variant(unet)], weights["unet"].stored_dtype),
+        weights=weights,
+        denoiser_config=unet,
+        vae_config=vae,
+        notes=tuple(_notes(shapes)),
+        components=components,
+    )
 
 
 def load_component(file: SvdFile | Path, name: str, dtype: torch.dtype) -> torch.nn.Module:
@@ -186,16 +199,31 @@ def _read(
 
     state: dict[str, torch.Tensor] = {}
     try:
-        with safe_open(path, framework="pt") as file:  # maps the file: a tensor's pages are read when it is cast
-            for key, source in sources.items():
-                if source.key:
-                    tensor = CHANGES[source.how](file.get_tensor(source.key))
-                else:
-                    tensor = MADE[source.how](tuple(places[key].shape))
-                state[key] = tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        for part in _parts(sources, places):
+            with safe_open(path, framework="pt") as file:  # maps the file: a tensor's pages are read when it is cast
+                for key in part:
+                    source = sources[key]
+                    if source.key:
+                        tensor = CHANGES[source.how](file.get_tensor(source.key))
+                    else:
+                        tensor = MADE[source.how](tuple(places[key].shape))
+                    state[key] = tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
+                    del tensor
     except (SafetensorError, OSError) as error:
         raise BadFolder(f"'{path.name}' could not be read: {error}. Was it replaced? Load it again.") from error
     return state
+
+
+def _parts(sources: Mapping[str, Source], places: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
+    """Parameters that are read from one map of the file: its pages count as this process's until it is let go of."""
+    part, elements = [], 0
+    for key in sources:
+        part.append(key)
+        elements += places[key].numel()
+        if elements >= _MAPPED_AT_ONCE:
+            yield part
+            part, elements = [], 0
+    yield part
 
 
 def _fill_buffers(module: torch.nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""The loaded components of one model folder, shared by every handle made from it.
+"""The loaded components of one model, shared by every handle made from it.
 
 A component is loaded when a stage first needs it, in the dtype of the plan, and is there once: asking for it in
 another dtype drops the one there was. So the text encoder is gone before the denoiser is read.
@@ -16,27 +16,33 @@ import torch
 
 from ..precision.consistency import DamagedByCast, make_consistent
 from ..precision.dtypes import DTYPES
+from ..precision.learned import Learned
 from .errors import BadFolder
-from .folder import ModelFolder, fingerprint, unknown_fields
+from .folder import fingerprint
+from .lora import Lora, LoraKey, keys, with_loras
 from .placement import Placement, move
+from .stored import StoredModel
 
 logger = logging.getLogger(__name__)
+
+MemoryKey = tuple[str, tuple[LoraKey, ...], str]  # dtype, LoRAs, a profile that was given
 
 
 class ComponentStore:
     """Components by name; `compiled` and `prompts` are memos that live and die with them."""
 
-    def __init__(self, folder: ModelFolder, placement: Placement):
-        self.folder = folder
+    def __init__(self, model: StoredModel, placement: Placement):
+        self.model = model
         self.placement = placement
         self.prompts: dict[tuple[str, str, bool], torch.Tensor] = {}  # (text, dtype, guarded) → [1, tokens, channels]
-        # (backend, dtype, fold bits, half-precision accumulation) → shell
-        self.compiled: dict[tuple[str, str, int, str], torch.nn.Module] = {}
-        self.stream_peak: float | None = None  # of the denoiser, once it was measured
+        # (backend, dtype, fold bits, half-precision accumulation, LoRAs) → shell
+        self.compiled: dict[tuple[str, str, int, str, tuple[LoraKey, ...]], torch.nn.Module] = {}
+        self.learned: dict[MemoryKey, Learned] = {}  # what runs taught about the denoiser
         self.handles: weakref.WeakSet[Any] = weakref.WeakSet()  # who still uses it
         self.emptied = False
         self.notes: dict[str, tuple[str, ...]] = {}  # component → what was found or mended when it was loaded
         self._modules: dict[str, tuple[str, torch.nn.Module]] = {}
+        self._with_loras: tuple[tuple[LoraKey, ...], torch.nn.Module] | None = None  # the latest
         self._unweighted: dict[str, Any] = {}
         self._lock = threading.RLock()
 
@@ -51,14 +57,29 @@ class ComponentStore:
             module = self._load(name, dtype)
             self._modules[name] = (dtype, module)
             self.placement.to_device(name, module)
-            self.notes[name] = (*unknown_fields(self.folder, name), *self._checked(name, module, dtype))
+            self.notes[name] = (*self.model.unknown_fields(name), *self._checked(name, module, dtype))
             return module
+
+    def denoiser(self, dtype: str, loras: tuple[Lora, ...] = ()) -> torch.nn.Module:
+        """The denoiser in `dtype`, or a shell of it with LoRAs added. Raises BadLora."""
+        with self._lock:
+            module, key = self.module(self.model.family.denoiser, dtype), keys(loras)
+            if not key:
+                return module
+            if self._with_loras is None or self._with_loras[0] != key:
+                self._forget_loras()
+                self._with_loras = key, with_loras(module, loras, self.model.family)
+            return self._with_loras[1]
+
+    def _forget_loras(self) -> None:
+        self._with_loras = None
+        self.compiled = {compiled: shell for compiled, shell in self.compiled.items() if not compiled[-1]}
 
     def unweighted(self, name: str) -> Any:
         """The tokenizer or the scheduler."""
         with self._lock:
             if name not in self._unweighted:
-                self._unweighted[name] = self._from_pretrained(name)
+                self._unweighted[name] = self.model.unweighted(name)
             return self._unweighted[name]
 
     def loaded(self) -> dict[str, str]:
@@ -76,8 +97,9 @@ class ComponentStore:
         with self._lock:
             if self._modules.pop(name, None) is None:
                 return
-            if name == self.folder.family.denoiser:
+            if name == self.model.family.denoiser:
                 self.compiled.clear()
+                self._with_loras = None
             gc.collect()  # modules hold reference cycles; without this two copies would be there for a while
             self.placement.forget(name)
 
@@ -87,18 +109,17 @@ class ComponentStore:
             self.emptied = True
             self.prompts.clear()
             self.compiled.clear()
+            self._with_loras = None
             for _, module in self._modules.values():
                 move(module, torch.device("meta"))
 
     def _load(self, name: str, dtype: str) -> torch.nn.Module:
-        weights = self.folder.weights[name]
-        logger.info("loading component %s of %s in %s", name, self.folder.path.name, dtype)
+        weights = self.model.weights[name]
+        logger.info("loading component %s of %s in %s", name, self.model.name, dtype)
         gc.collect()  # a pipeline that was let go may still wait in a reference cycle
         self.placement.make_room(weights.bytes_in(dtype))
-        library = self.folder.family.components[name].library
-        dtype_option = "dtype" if library == "transformers" else "torch_dtype"
         with torch.inference_mode(False):
-            module = self._from_pretrained(name, use_safetensors=True, **{dtype_option: DTYPES[dtype]})
+            module = self.model.component(name, DTYPES[dtype])
         return module.eval().requires_grad_(False)
 
     def _checked(self, name: str, module: torch.nn.Module, dtype: str) -> list[str]:
@@ -108,44 +129,20 @@ class ComponentStore:
                 found = make_consistent(module, DTYPES[dtype])
         except DamagedByCast as error:
             self.drop(name)
-            raise BadFolder(f"'{self.folder.path.name}/{name}': {error}") from None
+            raise BadFolder(f"'{self.model.name}/{name}': {error}") from None
         for line in found:
-            logger.warning("%s of %s: %s", name, self.folder.path.name, line)
+            logger.warning("%s of %s: %s", name, self.model.name, line)
         return [f"{name}: {line}" for line in found]
-
-    def _from_pretrained(self, name: str, **options: Any) -> Any:
-        import diffusers
-        import transformers
-
-        spec = self.folder.family.components[name]
-        library = {"diffusers": diffusers, "transformers": transformers}[spec.library]
-        # a folder saved by another transformers may name a class that this one calls otherwise
-        loader = getattr(library, self.folder.classes[name], None) or getattr(library, spec.classes[0])
-        try:
-            return loader.from_pretrained(self.folder.path / name, local_files_only=True, **options)
-        except torch.OutOfMemoryError:
-            raise
-        except ImportError as error:
-            raise BadFolder(
-                f"'{self.folder.path.name}/{name}' needs a Python package that is not installed: "
-                f"{str(error).strip().splitlines()[0]} Install the pack's requirements.txt (sentencepiece and protobuf "
-                "are in it) and start again."
-            ) from error
-        except Exception as error:
-            raise BadFolder(
-                f"'{self.folder.path.name}/{name}' could not be loaded as {self.folder.classes[name]}: "
-                f"{type(error).__name__}: {error}. Download that folder again."
-            ) from error
 
 
 _STORES: weakref.WeakValueDictionary[tuple[str, str], ComponentStore] = weakref.WeakValueDictionary()
 
 
-def shared_store(folder: ModelFolder, placement: Placement) -> ComponentStore:
-    """The store of a folder; the same one for as long as a handle to it lives and its files do not change."""
-    key = (str(folder.path.resolve()), fingerprint(folder.path))
+def shared_store(model: StoredModel, placement: Placement) -> ComponentStore:
+    """The store of a model; the same one for as long as a handle to it lives and its files do not change."""
+    key = (str(model.path.resolve()), fingerprint(model.path))
     store = _STORES.get(key)
     if store is None or store.emptied or store.placement.device != placement.device:
-        store = ComponentStore(folder, placement)
+        store = ComponentStore(model, placement)
         _STORES[key] = store
     return store

@@ -1,55 +1,88 @@
-"""The VAE as a pipeline sees it while it samples: an encoder whose every call is guarded."""
+"""The VAE as a pipeline sees it: its encoder or decoder is guarded call by call.
+
+A VAE calls its network once for each tile and chunk of frames, and a video's chunks hand on a cache. Guarded there, a
+failure costs one chunk in fp32: the first whose output or cache is bad.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ..precision.findings import Anatomy
 from ..precision.guard import StageGuard
+from ..precision.islands import half_attempt
+from ..precision.learning import Learner
 from ..precision.policy import Component, Precision
 from ..precision.report import RunReport
-from ..precision.shells import as_float32
+from ..precision.shells import Make, as_float32, replaced, with_forward
 from ..precision.upcast import run_in_fp32
 from .handle import PipelineHandle
 
+_BLOCKS = ("down_blocks", "mid_block", "up_blocks")  # of diffusers' encoders and decoders
 
-def guarded_encoder(handle: PipelineHandle, request: Precision | None) -> tuple[torch.nn.Module, RunReport]:
-    """A shell of the VAE whose `encode` is a guarded stage, and that stage's report.
+
+def guarded_decoder(handle: PipelineHandle, request: Precision | None) -> tuple[Any, RunReport]:
+    """A shell of the VAE whose `decode` is guarded, and that stage's report."""
+    return _guarded(handle, Component.VAE_DECODE, "decoder", "post_quant_conv", request)
+
+
+def guarded_encoder(handle: PipelineHandle, request: Precision | None) -> tuple[Any, RunReport]:
+    """A shell of the VAE whose `encode` is guarded, and that stage's report.
 
     The weights are in the decoder's dtype, as they are there once; where the plan wants fp32 for encoding alone, they
     are upcast as it computes. Latents are drawn in float32, so that a seed draws the same in every precision. The
     shell says float32 and asks for no upcast: diffusers would cast the shared weights themselves.
     """
-    plan = handle.plan(Component.VAE_ENCODE, request)
-    report = handle.report(plan)
-    vae: Any = handle.store.module("vae", handle.plan(Component.VAE_DECODE, request).dtype)
-    report.notes += handle.store.notes["vae"]
-
-    def moments(pixels: torch.Tensor) -> torch.Tensor:
-        return vae.encode(pixels).latent_dist.parameters
-
-    def moments_in_fp32(pixels: torch.Tensor) -> torch.Tensor:
-        return run_in_fp32(moments, pixels, tf32=handle.architecture.tf32 and not handle.policy.strict)
-
-    guard = StageGuard(
-        "vae_encode",
-        moments if plan.half else moments_in_fp32,
-        rerun=moments,
-        owner=vae,
-        dtype=plan.dtype,
-        policy=handle.policy_for(plan),
-        report=report,
-        tf32=handle.architecture.tf32,
-    )
+    vae, report = _guarded(handle, Component.VAE_ENCODE, "encoder", "quant_conv", request)
 
     def encode(pixels: torch.Tensor) -> Any:
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
         from diffusers.models.modeling_outputs import AutoencoderKLOutput
 
-        return AutoencoderKLOutput(latent_dist=DiagonalGaussianDistribution(guard(pixels).float()))  # pyright: ignore[reportArgumentType]
+        moments = vae.encode(pixels).latent_dist.parameters.float()
+        return AutoencoderKLOutput(latent_dist=DiagonalGaussianDistribution(moments))  # pyright: ignore[reportArgumentType]
 
     shell: Any = as_float32(vae)
     shell.encode = encode
     shell.register_to_config(force_upcast=False)
     return shell, report
+
+
+def _guarded(
+    handle: PipelineHandle, component: Component, part: str, conv: str, request: Precision | None
+) -> tuple[Any, RunReport]:
+    """part: the network. conv: the 1×1 convolution between it and the latents, which some VAEs have; it costs nothing
+    and runs in fp32."""
+    plan = handle.plan(component, request)
+    report = handle.report(plan)
+    vae: Any = handle.store.module("vae", handle.plan(Component.VAE_DECODE, request).dtype)
+    report.notes += handle.store.notes["vae"]
+    network = vae.get_submodule(part)
+    tf32 = handle.architecture.tf32 and not handle.policy.strict
+    guard = StageGuard(
+        component.value,
+        _learning(network, plan.dtype, tf32) if plan.half else _in_fp32(network, tf32=tf32),
+        rerun=network,
+        dtype=plan.dtype,
+        policy=handle.policy_for(plan),
+        report=report,
+        inputs=("conv_cache",),
+        tf32=handle.architecture.tf32,
+    )
+    shells: dict[str, Make] = {part: lambda _network: with_forward(network, guard)}
+    if getattr(vae, conv, None) is not None:
+        shells[conv] = lambda module: with_forward(module, _in_fp32(module))
+    return replaced(vae, shells), report
+
+
+def _learning(network: torch.nn.Module, dtype: str, tf32: bool) -> Learner:
+    parts = [name for name in _BLOCKS if getattr(network, name, None) is not None]
+    anatomy = Anatomy.of(network, parts)
+    return Learner(network, dtype, lambda known: half_attempt(network, anatomy, known, dtype, tf32=tf32), anatomy)
+
+
+def _in_fp32(module: torch.nn.Module, *, tf32: bool = False) -> Callable[..., Any]:
+    return lambda *args, **kwargs: run_in_fp32(module, *args, tf32=tf32, **kwargs)

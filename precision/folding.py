@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from .dtypes import FP16_MAX
-from .observe import Peak
 from .shells import Make, replaced
 from .streams import Stream
 
@@ -128,30 +126,3 @@ def _expect(module: torch.nn.Module, name: str, kind: type[torch.nn.Module]) -> 
             f"'{name}' is a {type(found).__name__}, and the fold needs a {kind.__name__} there. "
             "Use precision 'bf16' or 'fp32' for this model."
         )
-
-
-def explain(peaks: Mapping[str, Peak], stream: Stream, module: torch.nn.Module, k: int) -> str:
-    """Why a step overflowed fp16, from its layers' peaks in fp32: where the fold helps, and where it cannot.
-
-    k: the bits by which the stream was scaled; 0 where it was not folded.
-    """
-    norms, writers = set(stream.norm_names(module)), set(stream.writer_names(module))
-    in_stream = max((peaks[name].input for name in norms & peaks.keys()), default=0.0)
-    inner = {
-        name: peak.input if _adapted(name) in writers else max(peak.input, peak.output)
-        for name, peak in peaks.items()
-        if name not in norms
-        and not name.startswith(f"{stream.embed}.")
-        and not isinstance(module.get_submodule(name), torch.nn.Dropout)  # behind a writer it holds the stream
-    }
-    worst = max(inner, key=lambda name: inner[name], default="")
-    if worst and not inner[worst] <= FP16_MAX:
-        return f"'{worst}' reaches {inner[worst]:.3g}, beyond fp16's 65504: inside a block, where the fold cannot help"
-    if not in_stream <= FP16_MAX * 2**k:
-        return f"the residual stream reaches {in_stream:.3g}, beyond fp16's 65504" + (f" at 2^-{k}" if k else "")
-    return "no layer's output leaves fp16's range: it overflows inside attention, where the fold cannot help"
-
-
-def _adapted(name: str) -> str:
-    """The layer to which a part of an adapter (peft's LoRA) belongs; any other layer itself."""
-    return name.split(".base_layer")[0].split(".lora_")[0]

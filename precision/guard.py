@@ -7,20 +7,30 @@ not advanced yet when the denoiser returns, so there is nothing to roll back.
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
+from .cost import extra_peak
 from .dtypes import DTYPES, FP16_MAX
-from .observe import Peak, first_non_finite, floating, leaf_peaks, non_finite
-from .report import RunReport, StepRecord
+from .findings import Finding
+from .islands import Attempt
+from .learned import Learned
+from .learning import STAY, Learner
+from .observe import first_broken, floating, non_finite
+from .report import Rerun, RunReport, StepRecord
 from .upcast import run_in_fp32
 
 logger = logging.getLogger(__name__)
+
+STAYS = "half precision is not tried any more"
+_Call = tuple[tuple[Any, ...], dict[str, Any]]  # its arguments, by position and by name
 
 
 class OnFailure(str, Enum):
@@ -31,10 +41,20 @@ class OnFailure(str, Enum):
     OFF = "off"
 
 
+class Scope(str, Enum):
+    """How far a rerun reaches. The values stand in people's workflow files."""
+
+    STEP = "step"  # the failing call alone
+    LEARNED = "learned"  # and what made it fail, from the next call on
+    RUN = "run"  # and all calls after it
+
+
 @dataclass(frozen=True)
 class GuardPolicy:
     on_failure: OnFailure = OnFailure.RERUN
     strict: bool = False  # rerun in plain fp32 instead of TF32 on cards that have it
+    scope: Scope = Scope.STEP
+    stay_after: int = 3  # failing calls of a run, in scope LEARNED, after which the rest of it is in fp32
 
 
 class GuardStopped(RuntimeError):
@@ -59,8 +79,9 @@ class StageGuard:
     """Callable in place of a stage.
 
     stage: its name in messages and in the report.
-    attempt: what to call; may be compiled.
-    rerun: what to call in fp32 where the attempt fails; the untouched original. Defaults to `attempt`.
+    attempt: what to call; may be compiled. A Learner where the scope LEARNED shall change it.
+    rerun: what to call in fp32 where the attempt fails; the untouched original. Defaults to the Learner's module, or to
+        `attempt`.
     owner: the module whose weights `rerun` uses. Defaults to `rerun`, or what it is a method of.
     dtype: "fp16", "bf16" or "fp32": the plan's dtype of this stage.
     inputs: names of the keyword arguments that carry activations. They are cast to `dtype` before each attempt,
@@ -68,13 +89,12 @@ class StageGuard:
         tables) keep their dtype.
     peak_inside: max |x| that the last attempt reached inside, for stages that clip: a clipped value is finite, and
         wrong. Saturation counts as failure.
-    explain: from the layers' peaks in fp32 to the reason of a failure; asked at the first rerun.
     """
 
     def __init__(
         self,
         stage: str,
-        attempt: Callable[..., Any],
+        attempt: Callable[..., Any] | Learner,
         *,
         dtype: str,
         policy: GuardPolicy,
@@ -84,19 +104,22 @@ class StageGuard:
         inputs: tuple[str, ...] = (),
         tf32: bool = False,
         peak_inside: Callable[[], torch.Tensor | None] | None = None,
-        explain: Callable[[Mapping[str, Peak]], str] | None = None,
     ):
         self.stage = stage
         self.dtype = dtype
         self.policy = policy
         self.report = report
-        self._attempt = attempt
-        self._rerun = rerun or attempt
+        learner = attempt if isinstance(attempt, Learner) else None
+        self._learns = learner is not None and policy.scope is Scope.LEARNED
+        self._attempt: Callable[..., Any] = learner.attempt.run if learner else attempt  # pyright: ignore[reportAttributeAccessIssue]
+        self._rerun = rerun or (learner.module if learner else self._attempt)
         self._owner = owner or getattr(self._rerun, "__self__", self._rerun)
+        self._learner = learner or self._watching()
         self._inputs = inputs
         self._tf32 = tf32 and not policy.strict
         self._peak_inside = peak_inside or (lambda: None)
-        self._explain = explain
+        self._failures = 0
+        self._stays = self._learns and self._learner is not None and self._learner.learned.whole_run_fp32
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the stage once. Returns its output, in float32 where it was rerun.
@@ -104,34 +127,102 @@ class StageGuard:
         Raises GuardStopped where an input is broken, where fp32 fails as well, or where the policy says stop.
         """
         started = time.perf_counter()
+        if self._stays:
+            output, made, timestep = self._in_fp32(args, kwargs)
+            return self._recorded(output, started, timestep, "fp32", "finite", made, note=STAYS)
         half_args, half_kwargs, changed = self._cast(args, kwargs)
         output = self._attempt(*half_args, **half_kwargs)
         given, made, inside, timestep = self._measure(changed, output, self._peak_inside(), kwargs.get("timestep"))
-        dtype, outcome, note = self.dtype, made.outcome(self.dtype, inside), ""
+        outcome = made.outcome(self.dtype, inside)
         if given.finite and outcome == "finite":
-            pass
-        elif self.policy.on_failure is OnFailure.OFF:
+            return self._recorded(output, started, timestep, self.dtype, outcome, made)
+        if self.policy.on_failure is OnFailure.OFF:
             outcome = "non-finite" if outcome == "finite" else outcome
-        else:
-            del output
-            problem = outcome if given.finite else "its input does not fit"
-            self._refuse_broken_input(args, kwargs)
-            if self.dtype == "fp32":
-                raise GuardStopped(self._diagnose(args, kwargs))
-            if self.policy.on_failure is OnFailure.STOP:
-                raise GuardStopped(
-                    f"{self._where()}: the output in {self.dtype} is {problem}, and the guard is set to stop. "
-                    "Set the NaN Guard's on_failure to 'rerun' to have such a step computed in fp32."
-                )
-            logger.info("%s: %s in %s, rerunning in fp32", self._where(), problem, self.dtype)
-            output, note = self._again(args, kwargs)
-            _, made, _, _ = self._measure((), output)
-            if not made.finite:
-                raise GuardStopped(self._diagnose(args, kwargs))
-            dtype, outcome, note = "fp32", "rerun", f"{problem} in {self.dtype}{note}"
+            return self._recorded(output, started, timestep, self.dtype, outcome, made)
+        del output
+        problem = outcome if given.finite else "its input does not fit"
+        self._refuse(problem, args, kwargs)
+        half_call = (half_args, half_kwargs) if given.finite else None
+        output, made, finding, rerun = self._again(args, kwargs, half_call, saturated=outcome == "saturated")
+        note = f"{problem} in {self.dtype}" + (f": {finding.reason}" if finding else "")
+        return self._recorded(output, started, timestep, "fp32", "rerun", made, note=note, rerun=rerun)
+
+    def _refuse(self, problem: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise GuardStopped where a rerun cannot help, or is not wanted."""
+        self._refuse_broken_input(args, kwargs)
+        if self.dtype == "fp32":
+            raise GuardStopped(self._diagnose(args, kwargs))
+        if self.policy.on_failure is OnFailure.STOP:
+            raise GuardStopped(
+                f"{self._where()}: the output in {self.dtype} is {problem}, and the guard is set to stop. "
+                "Set the NaN Guard's on_failure to 'rerun' to have such a step computed in fp32."
+            )
+        logger.info("%s: %s in %s, rerunning in fp32", self._where(), problem, self.dtype)
+
+    def _again(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], half_call: _Call | None, *, saturated: bool
+    ) -> tuple[Any, _Range, Finding | None, Rerun]:
+        """The call in fp32, why it had to be, and what that cost.
+
+        half_call: the arguments that failed; None where the stage is not to blame.
+        """
+        started, finding = time.perf_counter(), None
+        learner = self._learner if half_call and (self._learns or not self._failures) else None
+        with extra_peak(self._owner) as extra_bytes:
+            if learner:
+                (output, made, _), finding = learner.watch(lambda: self._in_fp32(args, kwargs))
+            else:
+                output, made, _ = self._in_fp32(args, kwargs)
+        if learner and half_call and finding is None:
+            finding = learner.locate(*half_call[0], saturated=saturated, **half_call[1])
+        action = self._follow(finding)
+        module, peak = (finding.module, finding.peak) if finding else ("", None)
+        return output, made, finding, Rerun(module, peak, action, time.perf_counter() - started, extra_bytes())
+
+    def _recorded(
+        self, output: Any, started: float, timestep: float | None, dtype: str, outcome: str, made: _Range, **more: Any
+    ) -> Any:
         seconds = time.perf_counter() - started
-        self.report.add(StepRecord(self.stage, self._step, timestep, dtype, outcome, seconds, made.largest, note))
+        record = StepRecord(self.stage, self._step, timestep, dtype, outcome, seconds, made.largest, **more)
+        self.report.add(record)
         return output
+
+    def _in_fp32(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, _Range, float | None]:
+        """The call in fp32, its range and timestep. Raises GuardStopped where that is non-finite too."""
+        output = run_in_fp32(self._rerun, *args, tf32=self._tf32, **kwargs)
+        _, made, _, timestep = self._measure((), output, timestep=kwargs.get("timestep"))
+        if not made.finite:
+            self._refuse_broken_input(args, kwargs)
+            raise GuardStopped(self._diagnose(args, kwargs))
+        return output, made, timestep
+
+    def _follow(self, finding: Finding | None) -> str:
+        """What the next calls do otherwise, in words; "" where nothing changes."""
+        self._failures += 1
+        action = ""
+        if self._learns and finding and self._learner:
+            action = self._learner.learn(finding)
+            self._attempt = self._learner.attempt.run
+            self._stays = self._learner.learned.whole_run_fp32
+        patience = {Scope.STEP: math.inf, Scope.LEARNED: self.policy.stay_after, Scope.RUN: 1}[self.policy.scope]
+        if self._failures < patience or self._stays:
+            return action
+        self._stays = True
+        if self._learner:
+            self._learner.stay()
+        return STAY
+
+    def _watching(self) -> Learner | None:
+        """For a stage whose attempt stays as it is: where it fails is found all the same."""
+        if self.dtype == "fp32" or not isinstance(self._owner, torch.nn.Module):
+            return None
+        attempt = Attempt(self._attempt, self._attempt)
+        return Learner(self._owner, self.dtype, lambda _: attempt)
+
+    @property
+    def learned(self) -> Learned | None:
+        """What is known by now; None where nothing may be learned."""
+        return self._learner.learned if self._learner and self._learns else None
 
     @property
     def _step(self) -> int:
@@ -154,23 +245,10 @@ class StageGuard:
             return changed[-1]
 
         half_args = tuple(map(cast, args))
-        half_kwargs = {name: cast(value) if name in self._inputs else value for name, value in kwargs.items()}
+        half_kwargs = {
+            name: pytree.tree_map(cast, value) if name in self._inputs else value for name, value in kwargs.items()
+        }
         return half_args, half_kwargs, changed
-
-    def _again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str]:
-        """The call in fp32, and why it had to be, once a run."""
-
-        def rerun() -> Any:
-            return run_in_fp32(self._rerun, *args, tf32=self._tf32, **kwargs)
-
-        explain, self._explain = self._explain, None
-        if explain is None or not isinstance(self._rerun, torch.nn.Module):
-            return rerun(), ""
-        outputs: list[Any] = []
-        peaks = leaf_peaks(self._rerun, lambda: outputs.append(rerun()))
-        reason = explain(peaks)
-        logger.info("%s: %s", self._where(), reason)
-        return outputs[0], f": {reason}"
 
     def _measure(
         self, given: Any, made: Any, inside: torch.Tensor | None = None, timestep: Any = None
@@ -216,7 +294,7 @@ class StageGuard:
                     f"{found}, because the weight '{name}' holds {broken} non-finite values of {weight.numel()}. "
                     "The checkpoint is damaged (or was stored in fp16 beyond its range): download it again."
                 )
-        module = first_non_finite(owner, lambda: run_in_fp32(self._rerun, *args, **kwargs))
+        module = first_broken(owner, lambda: run_in_fp32(self._rerun, *args, **kwargs)) or type(owner).__name__
         return f"{found}, first in '{module}'. Its weights and inputs are finite: try another seed or guidance scale."
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -34,21 +35,22 @@ def non_finite(tensor: torch.Tensor) -> int:
 
 def largest(tree: Any) -> torch.Tensor:
     """max |x| over all floating tensors, as a float32 scalar on their device; 0 where there are none."""
-    found = [tensor.detach().abs().amax().float() for tensor in floating(tree)]
-    return torch.stack([peak.to(found[0].device) for peak in found]).amax() if found else torch.zeros(())
+    found = [bound.float() for tensor in floating(tree) for bound in torch.aminmax(tensor.detach())]
+    return torch.stack([bound.to(found[0].device) for bound in found]).abs().amax() if found else torch.zeros(())
 
 
-def leaf_peaks(module: torch.nn.Module, call: Callable[[], Any]) -> dict[str, Peak]:
-    """Peaks of each layer (a module without children) that runs while `call` does; of all its calls."""
-    peaks: dict[str, list[torch.Tensor]] = {}
+def leaf_peaks(module: torch.nn.Module, call: Callable[[], Any], also: Iterable[str] = ()) -> dict[str, Peak]:
+    """Peaks of each layer (a module without children) that runs while `call` does, of all its calls; in the order in
+    which they ran first.
 
-    def watch(name: str, _layer: torch.nn.Module, given: Any, made: Any) -> None:
-        output = largest(made)
-        peaks.setdefault(name, []).append(torch.stack([largest(given).to(output.device), output]))
-
-    with _hooked(_leaves(module), watch):
-        call()
-    return {name: Peak(*torch.stack(found).amax(0).tolist()) for name, found in peaks.items()}
+    also: names of other modules to watch.
+    """
+    seen = _watched(_leaves(module) | {name: module.get_submodule(name) for name in also}, call)
+    peaks: dict[str, Peak] = {}
+    for name, peak in seen:
+        before = peaks.get(name, peak)
+        peaks[name] = Peak(_larger(before.input, peak.input), _larger(before.output, peak.output))
+    return peaks
 
 
 def stream_peak(module: torch.nn.Module, stream: Stream, call: Callable[[], Any]) -> float:
@@ -60,17 +62,13 @@ def stream_peak(module: torch.nn.Module, stream: Stream, call: Callable[[], Any]
     return torch.stack(peaks).amax().item()
 
 
-def first_non_finite(module: torch.nn.Module, call: Callable[[], Any]) -> str:
-    """Name of the layer that first puts out a non-finite value while `call` runs."""
-    found: list[str] = []
-
-    def watch(name: str, _layer: torch.nn.Module, _given: Any, made: Any) -> None:
-        if not found and any(map(non_finite, floating(made))):
-            found.append(name)
-
-    with _hooked(_leaves(module), watch):
-        call()
-    return found[0] if found else type(module).__name__
+def first_broken(module: torch.nn.Module, call: Callable[[], Any], limit: float = math.inf) -> str | None:
+    """Name of the module in which a NaN, or an |x| of `limit` or more, first comes up while `call` runs: it is in its
+    output and not in its input. "" is `module` itself; None where there is none."""
+    seen = _watched(dict(module.named_modules()), call)
+    broken = [(name, not peak.input < limit) for name, peak in seen if not peak.output < limit]
+    here = (name for name, given_broken in broken if not given_broken)
+    return next(here, broken[0][0] if broken else None)
 
 
 class BlockOutputs:
@@ -102,6 +100,27 @@ class _Watched(torch.nn.Module):
         return made
 
 
+def _watched(modules: Mapping[str, torch.nn.Module], call: Callable[[], Any]) -> list[tuple[str, Peak]]:
+    """Each call of the modules while `call` runs, in the order in which they end; one transfer to the host for all."""
+    names: list[str] = []
+    peaks: list[torch.Tensor] = []
+
+    def see(name: str, _layer: torch.nn.Module, given: Any, made: Any) -> None:
+        names.append(name)
+        output = largest(made)
+        peaks.append(torch.stack([largest(given).to(output.device), output]))
+
+    with _hooked(modules, see):
+        call()
+    numbers = torch.stack([peak.to(peaks[0].device) for peak in peaks]).tolist() if peaks else []
+    return [(name, Peak(*pair)) for name, pair in zip(names, numbers, strict=True)]
+
+
+def _larger(a: float, b: float) -> float:
+    """NaN where either is."""
+    return b if math.isnan(b) or b > a else a
+
+
 @contextmanager
 def _hooked(
     layers: Mapping[str, torch.nn.Module], see: Callable[[str, torch.nn.Module, Any, Any], None]
@@ -109,13 +128,15 @@ def _hooked(
     here = threading.get_ident()  # another thread may run the same module
 
     def hook_for(name: str) -> Callable[..., None]:
-        def hook(layer: torch.nn.Module, given: Any, made: Any) -> None:
-            if threading.get_ident() == here:
-                see(name, layer, given, made)
+        def hook(layer: torch.nn.Module, args: Any, *rest: Any) -> None:
+            if threading.get_ident() == here:  # in others, the keywords may be missing while a hook comes or goes
+                kwargs, made = rest
+                with torch._C.DisableTorchFunction():  # the fp32 rerun's mode, which would copy what is looked at
+                    see(name, layer, (*args, *kwargs.values()), made)
 
         return hook
 
-    handles = [layer.register_forward_hook(hook_for(name)) for name, layer in layers.items()]
+    handles = [layer.register_forward_hook(hook_for(name), with_kwargs=True) for name, layer in layers.items()]
     try:
         yield
     finally:

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .accumulation import Switch
+from .learned import Learned, named
 from .policy import Component, Plan
+
+
+@dataclass(frozen=True)
+class Rerun:
+    """What a call cost that had to be computed again in fp32, why, and what followed from it."""
+
+    module: str  # the first to leave the dtype's range; "" where it was not looked for, or not found
+    peak: float | None  # max |x| there in fp32, where it was measured
+    action: str  # what the next calls do otherwise; "" where nothing
+    seconds: float  # beyond the attempt that failed
+    extra_bytes: int | None  # at its peak; measured on CUDA, elsewhere the largest layer's weights in float32
 
 
 @dataclass(frozen=True)
@@ -22,6 +35,7 @@ class StepRecord:
     seconds: float
     largest: float | None  # max |x| of the output handed on
     note: str = ""
+    rerun: Rerun | None = None
 
 
 @dataclass
@@ -36,6 +50,7 @@ class RunReport:
     switches: tuple[Switch, ...] = ()
     stream_peak: float | None = None  # max |x| of the residual stream, where it was measured for the fold
     fold_bits: int | None = None  # the stream is scaled by 2^-fold_bits; None where the plan does not fold
+    learned: Learned | None = None  # what the run knew in the end, where it learns
     calls_per_step: int = 1  # of the denoiser
     before: list[RunReport] = field(default_factory=list)  # stages that ran first, to encode an image
     notes: tuple[str, ...] = ()  # what is unusual about the model, or was mended when it was loaded
@@ -65,12 +80,16 @@ class RunReport:
         counts = f"{_count(-(-len(self.steps) // self.calls_per_step), noun)}, {self.count_reruns()}"
         if self.failed:
             counts += f", {self.failed} NOT FINITE: the result is broken; choose precision 'auto' or 'fp16'"
-        return f"{stage}{self.plan.reason}{self._fold()}; {counts}."
+        return f"{stage}{self.plan.reason}{self._fold()}{self._islands()}; {counts}."
 
     def _fold(self) -> str:
         if self.fold_bits is None:
             return ""
         return f", folded by 2^-{self.fold_bits}" if self.fold_bits else ", not folded: its stream fits"
+
+    def _islands(self) -> str:
+        islands = self.learned.islands if self.learned else ()
+        return f", {named(islands)} in fp32" if islands else ""
 
     def text(self) -> str:
         """The summary, then a line per step and the switches."""
@@ -92,20 +111,43 @@ class RunReport:
             lines.append(
                 f"{s.stage} {s.step + 1}{at}: {s.dtype}, {s.outcome}, {s.seconds:.3f} s{largest}{_dash(s.note)}"
             )
+            if s.rerun:
+                lines.append(f"    rerun: {_rerun(s.rerun)}")
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
         outcomes = Counter(step.outcome for step in self.steps)
-        return asdict(self) | {
+        facts = asdict(self) | {
             "summary": self.summary(),
             "reruns": self.reruns,
             "outcomes": dict(outcomes),
             "seconds": sum(step.seconds for step in self.steps),
+            "rerun_seconds": sum(step.rerun.seconds for step in self.steps if step.rerun),
         }
+        return _for_json(facts)
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _rerun(rerun: Rerun) -> str:
+    parts = [f"{rerun.seconds:.3f} s"]
+    if rerun.extra_bytes is not None:
+        parts.append(f"{rerun.extra_bytes / 1e6:.3g} MB more")
+    if rerun.module:
+        peak = "" if rerun.peak is None else f", max |x| {rerun.peak:.4g}"
+        parts.append(f"first in '{rerun.module}'{peak}")
+    return "; ".join([*parts, rerun.action] if rerun.action else parts)
+
+
+def _for_json(value: Any) -> Any:
+    """JSON has no infinity and no NaN: they become "inf", "-inf" and "nan"."""
+    if isinstance(value, dict):
+        return {key: _for_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_for_json(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _dash(note: str) -> str:

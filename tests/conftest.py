@@ -13,6 +13,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.fixture(autouse=True)
+def _profiles_elsewhere(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test's runs learn is not kept for the next test, nor for whoever runs the tests."""
+    monkeypatch.setenv("ONEDIFF_GUARD_PROFILES", str(tmp_path_factory.mktemp("profiles")))
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The folder that is both the repository and the package."""

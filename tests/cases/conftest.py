@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from as_comfyui import GRAPHS, Made
 from comfyui_onediff_guard.headless.small_families import build_cogview3
+from comfyui_onediff_guard.nodes import host
+from comfyui_onediff_guard.pipelines import handle
 from comfyui_onediff_guard.pipelines.families import COGVIDEOX, FamilySpec
 from comfyui_onediff_guard.pipelines.handle import PipelineHandle, load
 from comfyui_onediff_guard.pipelines.placement import PlainPlacement
 from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.policy import Precision
+from diffusers import AutoencoderKLTemporalDecoder
 
 
 @pytest.fixture
@@ -24,10 +28,36 @@ def on_card() -> Callable[..., PipelineHandle]:
 
     def open_folder(folder: Path, card: str, precision: str = "auto", family: FamilySpec = COGVIDEOX):
         options: dict[str, Any] = {"backend": "eager", "offload": "none", "placement": PlainPlacement()}
-        handle = load(folder, family, precision=Precision(precision), **options)
-        return replace(handle, architecture=arch.named(card))
+        opened = load(folder, family, precision=Precision(precision), **options)
+        return replace(opened, architecture=arch.named(card))
 
     return open_folder
+
+
+@pytest.fixture
+def card(monkeypatch) -> Callable[[str], None]:
+    """card("sm75") makes this CPU that card, for whatever a loader node opens from then on."""
+
+    def become(name: str) -> None:
+        monkeypatch.setattr(handle, "detect", lambda _device: arch.named(name))
+        monkeypatch.setattr(handle, "present", lambda: ())
+
+    return become
+
+
+@pytest.fixture
+def through_nodes(card, tmp_path) -> Callable[..., Made]:
+    """through_nodes(family, folder, "sm75", precision) → what the family's graph makes on that card.
+
+    decode="fp32" saves time: fp16 convolutions take long on a CPU.
+    """
+
+    def run(family: str, folder: Path, name: str, precision: str = "auto", **settings: str) -> Made:
+        card(name)
+        with host.plain_folders(models=[folder.parent], input=tmp_path, output=tmp_path):
+            return GRAPHS[family].run(folder, precision=precision, **settings)
+
+    return run
 
 
 @pytest.fixture
@@ -50,3 +80,13 @@ def changed(model_folder, tmp_path) -> Callable[..., Path]:
 def cogview3_folder(tmp_path_factory) -> Path:
     """A healthy small CogView3-Plus folder."""
     return build_cogview3(tmp_path_factory.mktemp("cogview") / "small-cogview3", layers=3)
+
+
+@pytest.fixture(scope="session")
+def svd_folder(tmp_path_factory, model_folder) -> Path:
+    """A small SVD whose VAE has two layers a block, as the published one: only then does its decoder attend."""
+    folder = shutil.copytree(model_folder("svd"), tmp_path_factory.mktemp("svd") / "svd-two-layers")
+    config = AutoencoderKLTemporalDecoder.load_config(folder / "vae")
+    torch.manual_seed(0)
+    AutoencoderKLTemporalDecoder.from_config(config, layers_per_block=2).save_pretrained(folder / "vae")
+    return folder

@@ -17,9 +17,21 @@ from comfyui_onediff_guard.pipelines.families import COGVIEW3PLUS
 from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH
 from comfyui_onediff_guard.precision.consistency import DamagedByCast, make_consistent
-from comfyui_onediff_guard.precision.observe import stream_peak
+from comfyui_onediff_guard.precision.learned import Learned
 from comfyui_onediff_guard.precision.policy import Component, Precision
 from diffusers import CogVideoXTransformer3DModel, CogView3PlusTransformer2DModel
+from mechanisms import (
+    ATTENTION,
+    FEED_FORWARD,
+    IMAGE,
+    TEXT,
+    FusedAttention,
+    FusedRMSNorm,
+    beyond_fp16,
+    error,
+    overflow_inside_a_feed_forward,
+    overflow_stream,
+)
 from torch.nn import functional as F
 from transformers import T5EncoderModel
 
@@ -29,10 +41,6 @@ SMALL = SampleSettings(width=64, height=48, frames=9, steps=3, guidance_scale=6.
 def sampled(handle, prompt="a lighthouse above a calm sea"):
     (positive, negative), _ = encode_prompts(handle, [prompt, ""], Precision.FP32)
     return sample(handle, positive, negative, SMALL)
-
-
-def error(found, expected):
-    return ((found - expected).abs().max() / expected.abs().max()).item()
 
 
 # --- case 1: the residual stream of a model trained in bf16 leaves fp16's range ---------------------------------------
@@ -56,15 +64,6 @@ def test_case_1_stream(model_folder, on_card):
 
 
 # --- case 2: a model belongs in the dtype that it was trained in ------------------------------------------------------
-
-
-def overflow_inside_a_feed_forward(denoiser):
-    """Hidden activations of one feed-forward reach 3e5; what it writes to the stream stays as it was."""
-    feed_forward = denoiser.transformer_blocks[1].ff
-    factor = 1e5
-    feed_forward.net[0].proj.weight.mul_(factor)
-    feed_forward.net[0].proj.bias.mul_(factor)
-    feed_forward.net[2].weight.div_(factor)
 
 
 @pytest.fixture
@@ -103,30 +102,6 @@ def test_case_2_weights_trained_in_fp16_lose_digits_in_bf16(model_folder, change
 
 
 # --- case 3: T5 in fp16 -----------------------------------------------------------------------------------------------
-
-
-class FusedRMSNorm(torch.nn.Module):
-    """As apex's: an input of another dtype than its weight is refused by the kernel. Older transformers put apex's in
-    T5LayerNorm's place where it is installed."""
-
-    def __init__(self, hidden_size, eps=1e-6):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size))
-        self.eps = eps
-
-    def forward(self, x):
-        if x.dtype != self.weight.dtype:
-            raise RuntimeError("expected scalar type Float but found Half")
-        variance = x.float().pow(2).mean(-1, keepdim=True)
-        return (self.weight * (x.float() * torch.rsqrt(variance + self.eps))).to(x.dtype)
-
-
-def beyond_fp16(text_encoder):
-    """A weight of a feed-forward's last layer that fp16 cannot hold, as T5 v1.1 XXL has. Its input is small."""
-    feed_forward = text_encoder.encoder.block[0].layer[1].DenseReluDense
-    feed_forward.wo.weight[3, 5] = 66246.0
-    feed_forward.wi_0.weight[5] *= 2**-7
-    feed_forward.wi_1.weight[5] *= 2**-9
 
 
 def encoded(handle):
@@ -188,21 +163,6 @@ def test_case_3_a_text_encoder_that_was_cast_after_loading_is_put_right_or_refus
 # --- case 4: half-precision accumulation in fused attention, by contract ----------------------------------------------
 
 
-class FusedAttention:
-    """Stands in for OneFlow's kernel: it reads the switch at each launch, and unset counts as true."""
-
-    def __init__(self):
-        self.seen: list[str | None] = []
-
-    def __call__(self, query, key, value, **options):
-        switch = os.environ.get(ATTENTION_SWITCH)
-        self.seen.append(switch)
-        if query.dtype == torch.float16 and (switch or "true").lower() in {"1", "true", "yes", "on", "y"}:
-            scores = (query.float() @ key.float().transpose(-1, -2)) * 1e6  # K is large, as in SVD: OneDiff PR 454
-            return (scores.half().softmax(-1) @ value).to(value.dtype)
-        return F.scaled_dot_product_attention.__wrapped__(query, key, value, **options)
-
-
 @pytest.fixture
 def fused_attention(monkeypatch):
     kernel, original = FusedAttention(), F.scaled_dot_product_attention
@@ -244,23 +204,6 @@ def test_case_4_accumulation_is_left_on_for_volta(model_folder, on_card, fused_a
 # --- case 5: CogView3-Plus clips its stream in fp16 -------------------------------------------------------------------
 
 
-def overflow_stream(gates, writer):
-    """The stream of the image's tokens, the text's, or both, reaches 5e5 after a block."""
-
-    def change(denoiser):
-        block, width = denoiser.transformer_blocks[0], 64
-        for gate in gates:
-            block.norm1.linear.bias[gate * width : (gate + 1) * width] = 16.0
-        linear = block.get_submodule(writer)
-        for _ in range(3):
-            peak = stream_peak(denoiser, COGVIEW3PLUS.stream, lambda: denoiser(**cogview3_call(denoiser)))
-            linear.weight.mul_(5e5 / peak)
-
-    return change
-
-
-FEED_FORWARD, ATTENTION = "ff.net.2", "attn1.to_out.0"
-IMAGE, TEXT = 5, 11  # chunks of norm1.linear: the gates of the feed-forward; 3 before each, those of attention
 CLIPPED = {
     "a finite wrong picture": ((IMAGE, TEXT), FEED_FORWARD, True),
     "a clipped text, of which the last norm sees nothing": ((TEXT,), FEED_FORWARD, True),
@@ -275,7 +218,9 @@ def test_case_5_clip(cogview3_folder, changed, on_card, gates, writer, finite):
     def step(precision, card="sm75", fold=True):
         handle = on_card(folder, card, precision, COGVIEW3PLUS)
         if not fold:
-            handle.store.stream_peak = 1.0  # as if measured on a prompt that stayed small
+            handle.store.learned[handle.memory_key("fp16")] = Learned(
+                1.0
+            )  # as if measured on a prompt that stayed small
         report = handle.report(handle.plan(Component.DENOISER))
         denoiser = guarded_denoiser(handle, report)
         with torch.no_grad():

@@ -6,10 +6,11 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import families
 import legs
 import pytest
 from runs import HEALTHY, OVERFLOWING, Ran, finish
@@ -31,13 +32,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session")
 def small_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A models/diffusers folder with a healthy CogVideoX and one whose residual stream leaves fp16's range."""
+    """A ComfyUI's models: of every family, and a CogVideoX whose residual stream leaves fp16's range."""
     from comfyui_onediff_guard.headless.small_model import build_cogvideox
 
-    folder = tmp_path_factory.mktemp("models") / "diffusers"
-    build_cogvideox(folder / HEALTHY)
-    build_cogvideox(folder / OVERFLOWING, overflow="stream")
-    return folder
+    models = tmp_path_factory.mktemp("comfyui") / "models"
+    build_cogvideox(models / "diffusers" / HEALTHY)
+    build_cogvideox(models / "diffusers" / OVERFLOWING, overflow="stream")
+    families.build(models)
+    return models
 
 
 @pytest.fixture(scope="session", params=LEGS, ids=lambda name: f"leg_{name}")
@@ -49,16 +51,40 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     small_models: Path = request.getfixturevalue("small_models")
     base = tmp_path_factory.mktemp(f"leg_{leg.name}")
     legs.install_pack(base / "custom_nodes")
-    (base / "models").mkdir()
-    shutil.copytree(small_models, base / "models" / "diffusers")
+    shutil.copytree(small_models, base / "models")
+    families.write_inputs(base / "input")
     with legs.started(leg, base) as running:
         _started[leg.name] = leg
         yield running
 
 
 @pytest.fixture
-def start_run(server: legs.Server, tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
-    """Starts `onediff-guard run --server` on the leg's workflow, small enough for a CPU; keywords become --set."""
+def start_graph(server: legs.Server, tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
+    """Starts `onediff-guard run --server` on a workflow; `changes` become --set."""
+
+    def start(workflow: Path, changes: Mapping[str, Any] | None = None) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "comfyui_onediff_guard.headless", "run", str(workflow)]
+        command += ["--server", server.url, "--out", str(tmp_path / "out"), "--json", "--timeout", "240"]
+        for name, value in (changes or {}).items():
+            command += ["--set", f"{name}={json.dumps(value)}"]
+        return subprocess.Popen(
+            command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8"
+        )
+
+    return start
+
+
+@pytest.fixture
+def run_graph(server: legs.Server, start_graph: Callable[..., subprocess.Popen[str]]) -> Callable[..., Ran]:
+    """The same, waited for."""
+    return lambda *arguments: finish(start_graph(*arguments), server)
+
+
+@pytest.fixture
+def start_run(
+    server: legs.Server, start_graph: Callable[..., subprocess.Popen[str]]
+) -> Callable[..., subprocess.Popen[str]]:
+    """Starts the leg's text-to-video workflow, small enough for a CPU; keywords become --set."""
 
     def start(**settings: Any) -> subprocess.Popen[str]:
         changes = {
@@ -71,13 +97,7 @@ def start_run(server: legs.Server, tmp_path: Path) -> Callable[..., subprocess.P
             "OneDiffGuardDecodeLatents.tiling": False,
             **{f"OneDiffGuard{name.replace('__', '.')}": value for name, value in settings.items()},
         }
-        command = [sys.executable, "-m", "comfyui_onediff_guard.headless", "run", str(server.leg.workflow)]
-        command += ["--server", server.url, "--out", str(tmp_path / "out"), "--json", "--timeout", "240"]
-        for name, value in changes.items():
-            command += ["--set", f"{name}={json.dumps(value)}"]
-        return subprocess.Popen(
-            command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8"
-        )
+        return start_graph(server.leg.workflow, changes)
 
     return start
 

@@ -1,4 +1,4 @@
-"""`onediff-guard run` as a process of its own, and what it printed."""
+"""`onediff-guard run` as a process of its own, what it printed, and what it wrote."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import av
+import numpy as np
 from legs import Server
+from PIL import Image, ImageSequence
 
 HEALTHY = "small-healthy"  # names of the small models in models/diffusers
 OVERFLOWING = "small-overflowing"
@@ -38,3 +41,12 @@ def finish(child: subprocess.Popen[str], server: Server) -> Ran:
         raise AssertionError(f"onediff-guard run does not end\n{server.tail()}") from None
     assert stdout.strip(), f"nothing on stdout, exit code {child.returncode}\n{stderr}\n{server.tail()}"
     return Ran(child.returncode, json.loads(stdout), stderr)
+
+
+def frames_of(file: Path) -> np.ndarray:
+    """[frames, height, width, 3], uint8, of an animated WEBP or a video."""
+    if file.suffix == ".webp":
+        with Image.open(file) as image:
+            return np.stack([np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(image)])
+    with av.open(str(file)) as container:
+        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])

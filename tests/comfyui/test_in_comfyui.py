@@ -6,15 +6,11 @@ import re
 import subprocess
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-import av
 import legs
-import numpy as np
 import pytest
 from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
-from PIL import Image, ImageSequence
-from runs import HEALTHY, OVERFLOWING, Ran, finish
+from runs import HEALTHY, OVERFLOWING, Ran, finish, frames_of
 
 pytestmark = pytest.mark.comfyui
 
@@ -22,15 +18,6 @@ FRAMES, HEIGHT, WIDTH = 9, 64, 96
 IMPORT_SECONDS = 0.050
 INTERRUPT_SECONDS = 3.0  # a step, and the client's own end
 WORK = ("loading component", "encoding prompt", "compiling", "Recompiling")  # lines of the log; the last is dynamo's
-
-
-def frames_of(file: Path) -> np.ndarray:
-    """[frames, height, width, 3], uint8, of an animated WEBP or a video."""
-    if file.suffix == ".webp":
-        with Image.open(file) as image:
-            return np.stack([np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(image)])
-    with av.open(str(file)) as container:
-        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
 
 
 def assert_is_a_picture(ran: Ran) -> None:

@@ -75,8 +75,8 @@ def test_one_json_object(doctor: Doctor, model_folder: Callable[..., Path], caps
     [
         (["--arch", "potato"], "'potato' is no architecture. Write one of sm60"),
         (["--arch", ""], "'' is no architecture"),
-        (["--model", "absent"], "There is no folder 'absent'"),
-        (["--model", "file"], "There is no folder 'file'"),
+        (["--model", "absent"], "There is no 'absent'. Name the folder"),
+        (["--model", "file"], "'file' is not a .safetensors file"),
         (["--model", "."], "is not a diffusers-format folder: it has no model_index.json"),
         (["--model", "other"], "'other' holds a FluxPipeline. Known: CogVideoXPipeline"),
         (["--model", "cut"], "its header is cut off"),
@@ -111,7 +111,7 @@ def test_a_model_that_may_not_be_read(
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(diagnosis, "inspect", refuse)
+    monkeypatch.setattr(diagnosis, "open_model", refuse)
     code, _, err = doctor("--model", str(model_folder("2b")))
     assert code == 2 and "cannot be read: [Errno 13] Permission denied" in err
 

@@ -65,7 +65,7 @@ class Management(types.SimpleNamespace):
 
 
 @pytest.fixture
-def comfyui(model_folder, monkeypatch):
+def comfyui(model_folder, monkeypatch, tmp_path):
     from comfyui_onediff_guard.nodes import host
 
     monkeypatch.setattr(host, "_lingering", None)
@@ -79,7 +79,11 @@ def comfyui(model_folder, monkeypatch):
             bars[-1].append((done, total))
 
     root = str(model_folder("2b").parent)
-    paths = types.SimpleNamespace(get_folder_paths=lambda name: [root] if name == "diffusers" else [])
+    paths = types.SimpleNamespace(
+        get_folder_paths=lambda name: [root] if name == "diffusers" else [],
+        get_filename_list=lambda _name: [],
+        get_user_directory=lambda: str(tmp_path / "user"),
+    )
     monkeypatch.setitem(sys.modules, "folder_paths", paths)
     monkeypatch.setitem(sys.modules, "comfy.model_management", management)
     monkeypatch.setitem(sys.modules, "comfy.utils", types.SimpleNamespace(ProgressBar=Bar))

@@ -142,5 +142,5 @@ def test_another_model_takes_the_place_of_the_last_one(graph, loads, model_folde
     graph.outputs.clear()
     other.run("fp32")
     assert host._lingering and host._lingering.store
-    assert host._lingering.store.folder.path.name == other.model
+    assert host._lingering.store.model.path.name == other.model
     assert weights_in_memory() - before < 2 * alone

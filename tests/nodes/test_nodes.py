@@ -94,7 +94,7 @@ def test_interrupt_stops_within_a_step(folders, monkeypatch):
         original(self, done, text)
 
     monkeypatch.setattr(host.Progress, "update", interrupt_after_first)
-    with pytest.raises(host.Interrupted, match="after step 1 of 4"):
+    with pytest.raises(host.Interrupted, match="at step 1/4"):
         run("fp32", folders, steps=4)
 
 

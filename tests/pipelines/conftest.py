@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
@@ -8,6 +8,8 @@ from comfyui_onediff_guard.pipelines.families import COGVIDEOX
 from comfyui_onediff_guard.pipelines.handle import PipelineHandle, load
 from comfyui_onediff_guard.pipelines.placement import PlainPlacement
 from comfyui_onediff_guard.precision.policy import Precision
+from hub_files import files_of
+from hub_server import HubServer, running_hub
 
 
 @pytest.fixture
@@ -23,3 +25,16 @@ def open_pipeline() -> Callable[..., PipelineHandle]:
         )
 
     return open_folder
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Generator[HubServer]:
+    """A hub that huggingface_hub in this process talks to, and an empty cache."""
+    with running_hub(monkeypatch, tmp_path) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def files(model_folder: Callable[..., Path]) -> dict[str, bytes]:
+    """Of a small CogVideoX."""
+    return files_of(model_folder())

@@ -20,6 +20,7 @@ from comfyui_onediff_guard.pipelines.placement import PlainPlacement
 from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
 from comfyui_onediff_guard.precision.accumulation import SWITCHES
 from comfyui_onediff_guard.precision.guard import GuardPolicy, GuardStopped, OnFailure
+from comfyui_onediff_guard.precision.learned import Learned
 from comfyui_onediff_guard.precision.policy import Precision
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -137,7 +138,7 @@ def test_a_stream_that_fits_is_not_folded(model_folder, open_pipeline):
 def test_where_the_fold_does_not_help_the_guard_does(model_folder, open_pipeline):
     handle = open_pipeline(model_folder("5b", "stream"), "fp16")
     expected, _ = make(handle)
-    handle.store.stream_peak = 1.0  # as if measured on a prompt that stayed small
+    handle.store.learned[handle.memory_key("fp16")] = Learned(1.0)  # as if measured on a prompt that stayed small
     frames, report = make(handle)
     assert report.reruns == SMALL.steps
     assert (frames - expected).abs().max() <= 2e-2
@@ -291,8 +292,9 @@ def test_foreign_conditioning_and_latents_are_refused(model_folder, open_pipelin
 
 def test_broken_latents_are_blamed_on_the_stage_that_made_them(model_folder, open_pipeline):
     handle = open_pipeline(model_folder("2b"), "fp16")
-    with pytest.raises(GuardStopped, match="vae decode, call 1: its input 'argument 1' holds"):
+    with pytest.raises(GuardStopped, match="vae decode: 2304 of the latents' 2304 values are not finite already"):
         decode(handle, torch.full((1, 16, 3, 6, 8), float("nan")))
+    assert handle.store.loaded() == {}
 
 
 def test_interrupt_leaves_nothing_behind_and_the_next_run_works(model_folder, open_pipeline):

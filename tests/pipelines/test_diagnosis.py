@@ -23,6 +23,7 @@ from comfyui_onediff_guard.pipelines.errors import BadFolder
 from comfyui_onediff_guard.precision import arch, policy
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH, SWITCHES, Accumulation
 from comfyui_onediff_guard.precision.guard import GuardPolicy, OnFailure
+from comfyui_onediff_guard.precision.learned import Learned
 from comfyui_onediff_guard.precision.policy import VARIANTS, Component, Precision
 from safetensors.torch import load_file, save_file
 
@@ -434,9 +435,7 @@ def test_a_pipeline_is_told_as_it_is_set(folder: Path, open_pipeline: Callable[.
     assert (found.precision, found.accumulation) == (Precision.FP16, Accumulation.FAST)
     assert (found.on_failure, found.strict, found.backends.chosen) == ("stop", True, "eager")
     assert found.backends.reason == handle.backend.reason
-    assert found.models[0].plans == tuple(
-        handle.plan(component) for component in handle.store.folder.variant.components
-    )
+    assert found.models[0].plans == tuple(handle.plan(component) for component in handle.store.model.variant.components)
     assert switch(found, ATTENTION_SWITCH).value == "1"
     assert "denoiser fp16 stop yes" in one_line(found)
     assert "plain fp32, not in TF32: strict is on" in one_line(found)
@@ -452,7 +451,7 @@ def test_what_was_found_while_it_ran_is_told_once(folder: Path, open_pipeline: C
     edit_config(folder, "vae", made_up=1)
     handle = open_pipeline(folder)
     handle.store.module("vae", "fp32")
-    handle.store.stream_peak = 5.1e5
+    handle.store.learned[handle.memory_key("fp16")] = Learned(5.1e5)
     notes = diagnose_pipeline(handle).notes
     assert len([note for note in notes if "made_up" in note]) == 1
     assert "the residual stream was measured: it peaks at 5.1e+05, and fp16 ends at 65504" in notes

@@ -50,7 +50,7 @@ def make(handle, sampling, *, chunk=0, **start):
 
 def by_hand(handle, sampling, kind=None, **given):
     """With the same weights: how a weight lies in memory changes the last bit of a convolution on some CPUs."""
-    folder = handle.store.folder.path
+    folder = handle.store.model.path
     weights = {name: handle.store.module(name, "fp32") for name in handle.family.weighted}
     pipe = getattr(diffusers, kind or handle.family.pipeline).from_pretrained(folder, **weights)
     pipe.set_progress_bar_config(disable=True)

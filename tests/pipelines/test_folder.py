@@ -200,7 +200,7 @@ def test_fields_that_diffusers_does_not_know_are_named_and_the_model_runs(model_
     handle.store.module("transformer", "bf16")
     (note,) = handle.store.notes["transformer"]
     assert note.startswith("transformer: config.json has fields that diffusers") and "use_flux_capacitor" in note
-    assert handle.store.folder.variant.name == "CogVideoX-5B"
+    assert handle.store.model.variant.name == "CogVideoX-5B"
 
 
 def test_a_config_value_of_the_wrong_kind_is_refused(model_folder, tmp_path):

@@ -19,7 +19,8 @@ import svd_layout
 import torch
 from comfyui_onediff_guard.pipelines import single_file, svd_keys
 from comfyui_onediff_guard.pipelines.errors import BadFolder
-from comfyui_onediff_guard.pipelines.single_file import is_single_file, load_component, load_unweighted, read_svd
+from comfyui_onediff_guard.pipelines.models import is_single_file
+from comfyui_onediff_guard.pipelines.single_file import load_component, load_unweighted, read_svd
 from safetensors.torch import load_file, save_file
 
 COMPONENTS = ("unet", "vae", "image_encoder")
@@ -169,6 +170,25 @@ def test_loading_reads_the_components_tensors_alone(small: Path, monkeypatch: py
     assert read and all(key.startswith(VAE) for key in read) and max(Counter(read).values()) == 1
 
 
+def test_the_file_is_mapped_part_by_part(small: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its pages count as this process's memory for as long as it is mapped."""
+    whole = load_component(small, "unet", torch.float16).state_dict()
+    maps: list[Path] = []
+
+    def safe_open(path: Path, **options: Any) -> Any:
+        maps.append(path)
+        return original(path, **options)
+
+    original = safetensors.safe_open
+    file = read_svd(small)
+    monkeypatch.setattr(safetensors, "safe_open", safe_open)
+    monkeypatch.setattr(single_file, "_MAPPED_AT_ONCE", 100_000)
+    parts = load_component(file, "unet", torch.float16).state_dict()
+    assert len(maps) > 10
+    assert parts.keys() == whole.keys()
+    assert all(torch.equal(parts[key], whole[key]) for key in whole)
+
+
 def test_loaded_weights_outlive_the_file(tmp_path: Path):
     file = svd_layout.write(tmp_path / "svd.safetensors")
     vae: Any = load_component(file, "vae", torch.float32)
@@ -224,9 +244,10 @@ def test_scheduler_is_the_published_one():
 def test_which_paths_are_single_files(tmp_path: Path, small: Path):
     assert is_single_file(small)
     assert not is_single_file(small.parent)
-    assert not is_single_file(tmp_path / "gone.safetensors")
+    assert is_single_file(tmp_path / "gone.safetensors"), "so that the message speaks of a file"
     (tmp_path / "svd.ckpt").touch()
-    assert not is_single_file(tmp_path / "svd.ckpt")
+    assert is_single_file(tmp_path / "svd.ckpt"), "which is refused as pickled"
+    assert not is_single_file(tmp_path)
 
 
 NOT_SVD = {  # keys by which it is told → what it is called

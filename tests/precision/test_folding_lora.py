@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from comfyui_onediff_guard.precision.folding import CannotFold, bits_for, explain, fold
+from comfyui_onediff_guard.precision.findings import Anatomy, find
+from comfyui_onediff_guard.precision.folding import CannotFold, bits_for, fold
 from comfyui_onediff_guard.precision.observe import leaf_peaks, stream_peak
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -77,13 +78,10 @@ def test_the_stream_is_blamed_for_what_an_adapted_writer_puts_out():
     denoiser.transformer_blocks[1].ff.net[2].base_layer.weight.mul_(1e7)
     peaks = leaf_peaks(denoiser, lambda: denoiser(**call))
     assert peaks["transformer_blocks.1.ff.net.2.base_layer"].output > 65504
-    reason = explain(
-        {name: peak for name, peak in peaks.items() if not name.endswith("net.3")},
-        MODELS["CogVideoX-5B"].family.stream,
-        denoiser,
-        0,
-    )
-    assert reason.startswith("the residual stream reaches")
+    anatomy = Anatomy.of(denoiser, ["transformer_blocks"], MODELS["CogVideoX-5B"].family.stream)
+    finding = find({name: peak for name, peak in peaks.items() if not name.endswith("net.3")}, anatomy, "fp16")
+    assert finding is not None and finding.reason.startswith("the residual stream reaches")
+    assert finding.stream is not None and not finding.islands
 
 
 def test_dora_is_no_mere_sum_and_cannot_be_folded():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from comfyui_onediff_guard.precision.guard import (
     GuardPolicy,
     GuardStopped,
     OnFailure,
+    Scope,
     StageGuard,
 )
 from comfyui_onediff_guard.precision.policy import VARIANTS, Component, Precision, choose
@@ -52,6 +54,10 @@ def latents(scale=1.0):
     return torch.full((2, 3, 4), float(scale))
 
 
+def reruns(report) -> list[Any]:
+    return [step.rerun for step in report.steps]
+
+
 def test_a_healthy_call_is_bit_equal_and_stays_in_half():
     module, shell, report = build()
     x = latents(3).half()
@@ -73,6 +79,43 @@ def test_a_failing_call_is_rerun_and_equals_fp32():
     assert [step.outcome for step in report.steps] == ["rerun"]
     assert report.steps[0].dtype == "fp32"
     assert report.reruns == 1
+
+
+def test_a_stage_that_cannot_learn_names_where_it_failed_once():
+    module, shell, report = build(scope=Scope.LEARNED, stay_after=9)
+    module.out.weight.mul_(1000)
+    for _ in range(2):
+        shell(hidden_states=latents(2000).half())
+    first, second = reruns(report)
+    assert (first.module, first.action, second.module) == ("out", "", "")
+    assert first.peak > 65504 and "'out' reaches" in report.steps[0].note
+    assert report.steps[1].note == "non-finite in fp16"
+
+
+def test_what_overflows_in_a_stages_own_forward_is_said_to_be_outside_of_its_layers():
+    _, shell, report = build()
+    shell(hidden_states=latents(2000).half())
+    assert reruns(report)[0].module == "" and "it overflows outside of all layers" in report.steps[0].note
+
+
+def test_a_stage_that_cannot_learn_stays_in_fp32_where_it_keeps_failing():
+    module, shell, report = build(scope=Scope.LEARNED, stay_after=2)
+    for _ in range(3):
+        shell(hidden_states=latents(2000).half())
+    assert [step.outcome for step in report.steps] == ["rerun", "rerun", "finite"]
+    assert report.steps[2].dtype == "fp32" and len([d for d in module.seen if d == torch.float16]) == 3
+
+
+def test_fp32_that_breaks_later_is_diagnosed_where_half_is_not_tried():
+    module, shell, _ = build(scope=Scope.RUN)
+    shell(hidden_states=latents(2000).half())
+    module.out.weight[1, 2] = float("inf")
+    with pytest.raises(GuardStopped, match=r"weight 'out.weight' holds 1 non-finite"):
+        shell(hidden_states=latents())
+    x = latents()
+    x[0, 0, 0] = float("nan")
+    with pytest.raises(GuardStopped, match="its input 'hidden_states' holds 1 non-finite values already"):
+        shell(hidden_states=x)
 
 
 def test_half_steps_go_on_after_a_rerun_handed_on_float32():
@@ -168,7 +211,7 @@ def test_a_broken_weight_is_named():
 
 def test_where_fp32_fails_too_the_first_module_is_named_and_its_hooks_go():
     module, shell, _ = build("bf16")
-    with pytest.raises(GuardStopped, match=r"non-finite in fp32 too, first in 'out'"):
+    with pytest.raises(GuardStopped, match=r"non-finite in fp32 too, first in 'Denoiser'"):
         shell(hidden_states=latents(1e25))
     assert not any(child._forward_hooks for child in module.modules())
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from comfyui_onediff_guard.precision.observe import BlockOutputs, first_non_finite, largest, leaf_peaks
+from comfyui_onediff_guard.precision.observe import BlockOutputs, first_broken, largest, leaf_peaks
 from torch import nn
 
 
@@ -37,7 +37,7 @@ def hooks(module):
 
 def test_peaks_of_what_went_in_and_came_out_of_each_layer():
     module = Denoiser(-10.0, 100.0)
-    peaks = leaf_peaks(module, lambda: [module(torch.tensor([x])) for x in (1.0, -3.0)])
+    peaks = leaf_peaks(module, lambda: [module(torch.tensor([x])) for x in (1.0, -3.0, 2.0)])
     assert (peaks["blocks.0"].input, peaks["blocks.0"].output) == (3.0, 30.0)
     assert (peaks["blocks.1"].input, peaks["blocks.1"].output) == (30.0, 3000.0)
     assert hooks(module) == 0
@@ -48,13 +48,49 @@ def test_overflow_shows_as_it_is():
     peaks = leaf_peaks(module, lambda: module(torch.ones(1)))
     assert peaks["blocks.1"].output == math.inf
     assert math.isnan(peaks["blocks.2"].output)
-    assert first_non_finite(module, lambda: module(torch.ones(1))) == "blocks.1"
-    assert first_non_finite(module, lambda: module(torch.zeros(1))) == "Denoiser", "none: the module itself"
+    assert first_broken(module, lambda: module(torch.ones(1))) == "blocks.1"
+    assert first_broken(module, lambda: module(torch.zeros(1))) is None
+
+
+class Squaring(nn.Module):
+    """Overflows in its own forward, and hands that to a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Identity()
+
+    def forward(self, x):
+        return self.layer(x * x)
+
+
+def test_a_module_is_not_blamed_for_what_it_was_given():
+    module = nn.Sequential(nn.Identity(), Squaring(), nn.Identity())
+    assert first_broken(module, lambda: module(torch.full((1,), 1e30))) == "1"
+    assert first_broken(module, lambda: module(torch.full((1,), 10.0)), limit=100.0) == "1"
+    assert first_broken(module, lambda: module(torch.full((1,), 9.0)), limit=100.0) is None
+    assert first_broken(module, lambda: module(torch.full((1,), math.nan))) == "0", "given broken: the first to show it"
+    squaring = module[1]
+    assert first_broken(squaring, lambda: squaring(torch.full((1,), 1e30))) == "", "the module itself"
+
+
+def test_arguments_by_keyword_are_seen():
+    class Keywords(nn.Module):
+        def forward(self, *, x):
+            return x + 1
+
+    module = nn.ModuleDict({"a": Keywords()})
+    assert leaf_peaks(module, lambda: module["a"](x=torch.tensor([-7.0])))["a"].input == 7.0
+
+
+def test_layers_come_in_the_order_in_which_they_ran_with_the_blocks_asked_for():
+    module = nn.ModuleDict({"late": nn.Identity(), "early": nn.Sequential(nn.Identity())})
+    peaks = leaf_peaks(module, lambda: module["late"](module["early"](torch.ones(1))), also=("early",))
+    assert list(peaks) == ["early.0", "early", "late"]
 
 
 def test_hooks_go_when_the_call_raises():
     module = Denoiser(1.0)
-    for watch in (leaf_peaks, first_non_finite):
+    for watch in (leaf_peaks, first_broken):
         with pytest.raises(TypeError):
             watch(module, lambda: module("no tensor"))
         assert hooks(module) == 0

@@ -12,14 +12,16 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+import pytest
 
 LFS = (".safetensors", ".model", ".bin", ".ckpt", ".msgpack")
 BLOCK = 32 * 1024  # bytes sent at a time
@@ -100,8 +102,28 @@ class HubServer(ThreadingHTTPServer):
         """A client that went away is no news."""
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+@contextmanager
+def running_hub(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Generator[HubServer]:
+    """A hub that huggingface_hub in this process talks to, and an empty cache in `folder`."""
+    from huggingface_hub import constants, file_download
+
+    server = HubServer()
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    for name, value in {
+        "ENDPOINT": server.endpoint,
+        "HUGGINGFACE_CO_URL_TEMPLATE": server.endpoint + "/{repo_id}/resolve/{revision}/{filename}",
+        "HF_HUB_CACHE": str(folder / "cache"),
+        "HF_TOKEN_PATH": str(folder / "token"),
+        "HF_HUB_OFFLINE": False,
+        "DOWNLOAD_CHUNK_SIZE": BLOCK,
+    }.items():
+        monkeypatch.setattr(constants, name, value)
+        if hasattr(file_download, name):  # older versions import some by name
+            monkeypatch.setattr(file_download, name, value)
+    try:
+        yield server
+    finally:
+        server.close()
 
 
 def blob_id(path: str, data: bytes) -> str:

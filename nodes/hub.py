@@ -1,0 +1,57 @@
+"""Models from the hub, as loader nodes take them: checked early, fetched with progress on the node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from . import host
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ..pipelines.families import FamilySpec
+
+
+def check(hub_id: str) -> bool | str:
+    """What VALIDATE_INPUTS returns. Asks nobody."""
+    from ..pipelines import hub
+    from ..pipelines.errors import HubError
+
+    try:
+        hub.check_id(hub_id)
+    except HubError as error:
+        return str(error)
+    return True
+
+
+def cached_commit(hub_id: str, revision: str, families: Iterable[FamilySpec]) -> str:
+    """The commit of the whole model in the cache, '' where there is none. Asks nobody and never raises."""
+    from ..pipelines import hub
+
+    with suppress(Exception):  # whatever is wrong, running the node says it
+        return hub.fetch(hub_id, revision, *families, download=False).name
+    return ""
+
+
+def fetch(hub_id: str, revision: str, families: Iterable[FamilySpec], *, download: bool, node_id: str | None) -> Path:
+    """The model's folder in the cache, downloaded as far as it is not there. An interrupt ends the download.
+
+    Raises HubError, BadFolder.
+    """
+    from ..pipelines import hub
+
+    with host.Progress(0, node_id, unit="B") as progress:
+
+        def told(done: int, total: int, text: str) -> None:
+            progress.update(done, f"{text}, {_amount(done, total)}" if total else text, total)
+
+        folder = hub.fetch(hub_id, revision, *families, download=download, progress=told)
+    host.say(node_id, f"{hub_id}, commit {folder.name}")
+    return folder
+
+
+def _amount(done: int, total: int) -> str:
+    unit, name = (1e9, "GB") if total >= 1e9 else (1e6, "MB")
+    return f"{done / unit:.1f} of {total / unit:.1f} {name}"

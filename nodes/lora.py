@@ -1,0 +1,59 @@
+"""LoRAs for a pipeline."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from . import host, inputs
+
+if TYPE_CHECKING:
+    from ..pipelines.handle import PipelineHandle
+
+
+class LoadLoRA:
+    """Pipeline → the same pipeline with a LoRA added to its denoiser."""
+
+    CATEGORY = inputs.CATEGORY
+    DESCRIPTION = (
+        "Adds a LoRA to CogVideoX or CogView4. Several in a row add up. The model's weights stay as they are: without "
+        "this node they run unchanged again, with nothing to reload."
+    )
+    RETURN_TYPES = ("ONEDIFF_PIPELINE",)
+    RETURN_NAMES = ("pipeline",)
+    FUNCTION = "add"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        files = list(host.weight_files("loras"))
+        strength = {"default": 1.0, "min": -10.0, "max": 10.0, "step": 0.05}
+        return {
+            "required": {
+                "pipeline": inputs.pipeline(),
+                "lora": (files, {"tooltip": "A .safetensors file in models/loras, trained on this model."}),
+                "strength": ("FLOAT", {**strength, "tooltip": "1: as it was trained. 0: not at all."}),
+            }
+        }
+
+    @classmethod
+    def VALIDATE_INPUTS(cls, lora: str | None = None) -> bool | str:
+        files = host.weight_files("loras")
+        if lora is None or lora in files:
+            return True
+        return f"No LoRA '{lora}'. Found: {', '.join(files) or 'none'}. Looked in: {host.roots_text('loras')}."
+
+    @classmethod
+    def IS_CHANGED(cls, lora: str, **_: Any) -> str:
+        from ..pipelines.folder import fingerprint
+
+        path = host.weight_files("loras").get(lora)
+        return fingerprint(path) if path else ""
+
+    def add(self, pipeline: PipelineHandle, lora: str, strength: float) -> tuple[PipelineHandle]:
+        from ..pipelines.errors import BadLora
+        from ..pipelines.handle import add_lora
+        from ..pipelines.lora import Lora
+
+        path = host.weight_files("loras").get(lora)
+        if path is None:
+            raise BadLora(f"The LoRA '{lora}' is gone. Looked in: {host.roots_text('loras')}.")
+        return (add_lora(pipeline, Lora(path, strength)),)

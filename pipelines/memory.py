@@ -1,0 +1,78 @@
+"""What runs taught about a pipeline's denoiser: in its store for this process, in a profile for later ones."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ..precision.learned import NOTHING, Learned
+from .errors import BadProfile
+from .handle import PipelineHandle
+from .profiles import Profile, identify, read, write
+
+logger = logging.getLogger(__name__)
+
+
+def recall(handle: PipelineHandle, dtype: str, modules: Iterable[str]) -> tuple[Learned, tuple[str, ...]]:
+    """What is known, and lines for the report: what a profile brought, or why it was left alone.
+
+    modules: names in the denoiser.
+    """
+    key = handle.memory_key(dtype)
+    if key in handle.store.learned:
+        return handle.store.learned[key], ()
+    learned, notes = _from_profile(handle, dtype, modules)
+    handle.store.learned[key] = learned
+    return learned, notes
+
+
+def remember(handle: PipelineHandle, dtype: str, learned: Learned) -> None:
+    """Add to what is known, for as long as the store lives."""
+    key = handle.memory_key(dtype)
+    before = handle.store.learned.get(key, NOTHING)
+    peak = before.stream_peak if learned.stream_peak is None else learned.stream_peak
+    handle.store.learned[key] = Learned(peak, learned.islands or before.islands)
+
+
+def keep(handle: PipelineHandle, dtype: str) -> None:
+    """Write what is known to a profile, unless the one on disk says the same. A disk that refuses is logged."""
+    learned = handle.store.learned.get(handle.memory_key(dtype), NOTHING)
+    if handle.profiles is None or learned == NOTHING:
+        return
+    profile = replace(_here(handle, dtype), learned=learned)
+    try:
+        if not _is_kept(handle, profile):
+            logger.info("keeping a profile: %s", write(handle.profiles, profile))
+    except OSError as error:
+        logger.warning("The profile %s could not be kept in %s: %s", profile.name, handle.profiles, error)
+
+
+def _from_profile(handle: PipelineHandle, dtype: str, modules: Iterable[str]) -> tuple[Learned, tuple[str, ...]]:
+    here = _here(handle, dtype)
+    try:
+        found = handle.profile or _on_disk(handle, here)
+    except BadProfile as error:
+        return NOTHING, (str(error),)
+    if found is None:
+        return NOTHING, ()
+    if misfit := found.misfit(here, modules):
+        whose = "the profile that was given" if handle.profile else f"the profile {found.name}"
+        return NOTHING, (f"{whose} is left alone: {misfit}",)
+    return found.learned, (f"from a profile: {found.in_words()}",)
+
+
+def _here(handle: PipelineHandle, dtype: str) -> Profile:
+    return identify(handle.store.model, handle.loras, handle.architecture.name, dtype)
+
+
+def _is_kept(handle: PipelineHandle, profile: Profile) -> bool:
+    try:
+        return _on_disk(handle, profile) == profile
+    except BadProfile:
+        return False
+
+
+def _on_disk(handle: PipelineHandle, profile: Profile) -> Profile | None:
+    file = handle.profiles and handle.profiles / f"{profile.name}.json"
+    return read(file) if file and file.is_file() else None

@@ -1,0 +1,155 @@
+"""Where a failing call left its dtype's range, and what follows from it. Decided from measured peaks: no tensor is
+touched here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from .dtypes import DTYPES
+from .folding import bits_for
+from .learned import Learned, named
+from .observe import Peak
+from .streams import Stream
+
+RANGE: dict[str, float] = {name: torch.finfo(dtype).max for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """A module's parts by their full names, as far as the guard needs them."""
+
+    blocks: tuple[str, ...] = ()  # what becomes an island as a whole
+    stream: Stream | None = None  # the residual stream, where it can be folded
+    norms: frozenset[str] = frozenset()  # what reads the stream
+    writers: frozenset[str] = frozenset()  # what writes to the stream
+
+    @classmethod
+    def of(cls, module: torch.nn.Module, parts: Iterable[str], stream: Stream | None = None) -> Anatomy:
+        """parts: names of blocks, or of lists of blocks."""
+        blocks: list[str] = []
+        for part in parts:
+            found = module.get_submodule(part)
+            is_list = isinstance(found, torch.nn.ModuleList)
+            blocks += [f"{part}.{name}" for name, _ in found.named_children()] if is_list else [part]
+        if stream is None:
+            return cls(tuple(blocks))
+        norms, writers = frozenset(stream.norm_names(module)), frozenset(stream.writer_names(module))
+        return cls((stream.embed, *blocks), stream, norms, writers)
+
+    def home(self, name: str) -> str | None:
+        """The block that a module is in, or the module itself outside of the blocks; None where it holds blocks."""
+        if any(not name or block.startswith(f"{name}.") for block in self.blocks or ("",)):
+            return None
+        return next((block for block in self.blocks if f"{name}.".startswith(f"{block}.")), name)
+
+    def folds(self, dtype: str) -> bool:
+        """bf16 has fp32's range: nothing to fold."""
+        return self.stream is not None and dtype == "fp16"
+
+    def inner(self, name: str, peak: Peak) -> float:
+        """What a layer reaches apart from the stream."""
+        if name in self.blocks and not self.stream:
+            return 0.0
+        if name in self.norms:
+            return peak.output
+        return peak.input if _adapted(name) in self.writers else max(peak.input, peak.output)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Why a call failed."""
+
+    reason: str
+    module: str = ""  # the first to leave the range; "" where none was found
+    peak: float | None = None  # max |x| there in fp32, where it was measured
+    stream: float | None = None  # max |x| of the residual stream, where that left the range
+    islands: tuple[str, ...] = ()  # what would have to run in fp32
+    hopeless: bool = False  # no fold and no island helps
+
+
+def find(
+    peaks: Mapping[str, Peak], anatomy: Anatomy, dtype: str, islands: Collection[str] = (), bits: int = 0
+) -> Finding | None:
+    """What left the range of `dtype`, from the peaks of layers and blocks in fp32; None where nothing did.
+
+    peaks: in the order in which layers ran. islands: they run in fp32 already. bits: the stream is scaled by 2^-bits.
+    """
+    limit, here = RANGE[dtype], f"{dtype}'s {RANGE[dtype]:.5g}"
+    stream = {name: peaks[name].input for name in peaks if name in anatomy.norms}
+    stream = {name: value for name, value in stream.items() if not value <= limit * 2.0**bits}
+    handed_on = {} if anatomy.stream else {name: peaks[name].output for name in peaks if name in anatomy.blocks}
+    handed_on = {name: value for name, value in handed_on.items() if not value <= limit}
+    inner = {name: anatomy.inner(name, peak) for name, peak in peaks.items()}
+    inner = {name: value for name, value in inner.items() if not value <= limit and anatomy.home(name) not in islands}
+    first = next((name for name in peaks if name in inner or name in stream or name in handed_on), None)
+    if first is None:
+        return None
+    reasons: list[str] = []
+    if inner:
+        name, peak = next(iter(inner.items()))
+        helpless = ": inside a block, where the fold cannot help" if anatomy.folds(dtype) else ""
+        reasons.append(f"'{name}' reaches {peak:.3g}, beyond {here}{helpless}")
+    if stream:
+        scaled = f" at 2^-{bits}" if bits else ""
+        reasons.append(f"the residual stream reaches {max(stream.values(), key=_order):.3g}, beyond {here}{scaled}")
+    if handed_on:
+        name, peak = next(iter(handed_on.items()))
+        reasons = [f"'{name}' puts out {peak:.3g}, beyond {here}: what comes after it cannot take it"]
+    homes = {name: anatomy.home(name) for name in inner}
+    too_large = any(home not in anatomy.blocks and not peaks[name].output <= limit for name, home in homes.items())
+    return Finding(
+        "; ".join(reasons),
+        first,
+        {**handed_on, **inner, **stream}[first],
+        max(stream.values(), key=_order) if stream else None,
+        tuple(dict.fromkeys(home for home in homes.values() if home is not None)),
+        hopeless=bool(handed_on) or too_large,
+    )
+
+
+def found_in_half(
+    name: str | None, peaks: Mapping[str, Peak], anatomy: Anatomy, dtype: str, islands: Collection[str] = ()
+) -> Finding:
+    """Why a call failed that leaves no range in fp32.
+
+    name: the module that came out broken when the half-precision call was made once more; None where none did.
+    """
+    if name is None:
+        return Finding(f"no layer's output leaves {dtype}'s range, and computed again it did not fail")
+    inside = f"inside '{name}'" if name else "outside of all layers"
+    inside = "inside attention" if "attn" in name or "attention" in name else inside
+    reason = f"'{name}'" if name else "the output"
+    reason += f" is broken in {dtype}, although no layer's output leaves its range: it overflows {inside}"
+    reason += ", where the fold cannot help" if anatomy.folds(dtype) else ""
+    home = anatomy.home(name)
+    peak = peaks[name].output if name in peaks else None
+    if home is None or home in islands:
+        return Finding(reason, name, peak, hopeless=True)
+    return Finding(reason, name, peak, islands=(home,))
+
+
+def taught(learned: Learned, finding: Finding, anatomy: Anatomy, dtype: str) -> tuple[Learned, str]:
+    """What is known after a failure, and what follows from it in words; "" where nothing does."""
+    if finding.hopeless or (finding.stream is not None and not math.isfinite(finding.stream)):
+        return replace(learned, whole_run_fp32=True), "the rest of the run in fp32"
+    actions: list[str] = []
+    if finding.stream is not None and anatomy.folds(dtype):
+        learned = replace(learned, stream_peak=max(finding.stream, learned.stream_peak or 0.0))
+        actions.append(f"folded by 2^-{bits_for(finding.stream)}")
+    if finding.islands:
+        learned = replace(learned, islands=tuple(dict.fromkeys((*learned.islands, *finding.islands))))
+        actions.append(f"{named(finding.islands)} in fp32")
+    return learned, f"{' and '.join(actions)} from the next call on" if actions else ""
+
+
+def _order(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def _adapted(name: str) -> str:
+    """The layer to which a part of an adapter (peft's LoRA) belongs; any other layer itself."""
+    return name.split(".base_layer")[0].split(".lora_")[0]

@@ -1,0 +1,94 @@
+"""What one run learns from the calls that fail: it watches the fp32 rerun, and makes the next attempt another one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+
+from .dtypes import FP16_MAX
+from .findings import Anatomy, Finding, find, found_in_half, taught
+from .folding import CannotFold
+from .islands import Attempt
+from .learned import NOTHING, Learned
+from .observe import Peak, first_broken, leaf_peaks
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+STAY = "the rest of the run in fp32"
+LAYERS = Anatomy()  # of a module of which nothing is known
+
+
+class Learner:
+    """The attempt of a stage, as what was learned so far asks for.
+
+    module: the untouched original, which the rerun calls.
+    build: makes the attempt anew after each lesson; called once at the start too.
+    learned: from earlier runs.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        dtype: str,
+        build: Callable[[Learned], Attempt],
+        anatomy: Anatomy = LAYERS,
+        learned: Learned = NOTHING,
+    ):
+        self.module = module
+        self.learned = learned
+        self.attempt = build(learned)
+        self._dtype = dtype
+        self._build = build
+        self._anatomy = anatomy
+        self._peaks: dict[str, Peak] = {}
+
+    def watch(self, rerun: Callable[[], Result]) -> tuple[Result, Finding | None]:
+        """The rerun's result, and what left the dtype's range in it."""
+        results: list[Result] = []
+        blocks = () if self._anatomy.stream else self._anatomy.blocks
+        peaks = leaf_peaks(self.module, lambda: results.append(rerun()), also=blocks)
+        self._peaks = {name: peak for name, peak in peaks.items() if _counts(self.module.get_submodule(name))}
+        return results[0], find(self._peaks, self._anatomy, self._dtype, self.learned.islands, self.attempt.bits)
+
+    def locate(self, *args: Any, saturated: bool = False, **kwargs: Any) -> Finding:
+        """Where a call fails that leaves no range in fp32: makes the half-precision call once more, not compiled.
+
+        saturated: it is finite, but reaches fp16's last value.
+        """
+        eager = self.attempt.eager
+        module = eager if isinstance(eager, torch.nn.Module) else self.module
+        limit = FP16_MAX if saturated else torch.inf
+        name = first_broken(module, lambda: eager(*args, **kwargs), limit)
+        return found_in_half(name, self._peaks, self._anatomy, self._dtype, self.learned.islands)
+
+    def learn(self, finding: Finding) -> str:
+        """Make the next attempt another one. Returns what follows, in words; "" where nothing does."""
+        learned, action = taught(self.learned, finding, self._anatomy, self._dtype)
+        if learned == self.learned:
+            return ""
+        if not learned.whole_run_fp32:
+            try:
+                self.attempt = self._build(learned)
+            except CannotFold as error:
+                logger.warning("%s", error)
+                return self.stay()
+        self.learned = learned
+        logger.info("%s: %s", finding.reason, action)
+        return action
+
+    def stay(self) -> str:
+        """Half precision is not tried any more."""
+        self.learned = replace(self.learned, whole_run_fp32=True)
+        return STAY
+
+
+def _counts(layer: torch.nn.Module) -> bool:
+    """Not what only hands its input on, nor what computes in fp32 in the half-precision call too, like T5's `wo`."""
+    weights = list(layer.parameters(recurse=False))
+    in_fp32 = bool(weights) and all(weight.dtype is torch.float32 for weight in weights)
+    return not (in_fp32 or isinstance(layer, torch.nn.Dropout))

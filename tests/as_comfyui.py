@@ -1,0 +1,151 @@
+"""Nodes run as ComfyUI runs them: inputs validated, the rest at their defaults, the method that FUNCTION names, inside
+of inference mode. And every family's graph by that."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
+
+PREFIX = "OneDiffGuard"
+PROMPT, NEGATIVE = "a lighthouse above a calm sea", "grey"
+
+
+class Refused(ValueError):
+    """A node's VALIDATE_INPUTS said no: ComfyUI runs nothing of the graph."""
+
+
+def call(name: str, wired: Collection[str] = (), **given: Any) -> dict[str, Any]:
+    """Run one node. Returns {"result": its outputs, "ui": what it showed}.
+
+    wired: inputs that come from other nodes, which ComfyUI does not know yet when it validates.
+    """
+    cls = NODE_CLASS_MAPPINGS[PREFIX + name]
+    inputs = _with_defaults(cls, given)
+    validate = getattr(cls, "VALIDATE_INPUTS", None)
+    if validate:
+        named = validate.__func__.__code__.co_varnames[1 : validate.__func__.__code__.co_argcount]
+        answer = validate(**{n: inputs[n] for n in named if n in inputs and n not in wired})
+        if answer is not True:
+            raise Refused(answer)
+    with torch.inference_mode():
+        answer = getattr(cls(), cls.FUNCTION)(**inputs)
+    return answer if isinstance(answer, dict) else {"result": answer, "ui": {}}
+
+
+def as_json(name: str, **given: Any) -> dict[str, Any]:
+    """The node as it stands in a graph in API format."""
+    return {"class_type": PREFIX + name, "inputs": _with_defaults(NODE_CLASS_MAPPINGS[PREFIX + name], given)}
+
+
+def _with_defaults(cls: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    schema = cls.INPUT_TYPES()
+    inputs = {**schema["required"], **schema.get("optional", {})}
+    unknown = given.keys() - inputs.keys()
+    assert not unknown, f"{cls.__name__} has no {unknown}"
+    return {name: options["default"] for name, (_, options) in inputs.items() if "default" in options} | dict(given)
+
+
+def picture(width: int = 96, height: int = 80, seed: int = 0, frames: int = 1) -> torch.Tensor:
+    """A ComfyUI IMAGE of soft random pictures."""
+    generator = torch.Generator().manual_seed(seed)
+    coarse = torch.rand(frames, 3, 5, 6, generator=generator)
+    return torch.nn.functional.interpolate(coarse, (height, width), mode="bilinear").permute(0, 2, 3, 1)
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a graph made."""
+
+    conditioning: list[torch.Tensor]  # positive and negative
+    latents: torch.Tensor
+    images: torch.Tensor
+    reports: dict[str, dict[str, Any]]  # "encode", "sample", "decode"
+    text: str  # the sampler's report
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Load → (Encode Prompt) → Sample → Decode Latents of one family, small."""
+
+    loader: str
+    sampler: str
+    sampling: Mapping[str, Any]
+    prompted: bool = True
+    start: Mapping[str, Any] = field(default_factory=dict)  # an image or a video
+
+    def load(self, folder: Path, **settings: Any) -> Any:
+        """settings: of the loader."""
+        return call(self.loader, **{"model": folder.name, "backend": "eager"} | settings)["result"][0]
+
+    def encode(self, pipeline: Any, **settings: Any) -> dict[str, Any]:
+        return call("EncodePrompt", **{"pipeline": pipeline, "prompt": PROMPT, "negative_prompt": NEGATIVE} | settings)
+
+    def sample(self, pipeline: Any, prompts: Sequence[Any] = (), **settings: Any) -> dict[str, Any]:
+        wired = dict(zip(("positive", "negative"), prompts, strict=False))
+        return call(
+            self.sampler, **{"pipeline": pipeline, "seed": 3, **self.sampling, **self.start, **wired} | settings
+        )
+
+    def decode(self, pipeline: Any, latents: Any, **settings: Any) -> dict[str, Any]:
+        return call("DecodeLatents", pipeline=pipeline, latents=latents, **settings)
+
+    def run(self, folder: Path, decode: str = "inherit", **settings: Any) -> Made:
+        """decode: the decoder's precision. settings: of the loader."""
+        pipeline = self.load(folder, **settings)
+        encoded = self.encode(pipeline) if self.prompted else {"result": (), "ui": {}}
+        sampled = self.sample(pipeline, encoded["result"])
+        latents, text = sampled["result"]
+        decoded = self.decode(pipeline, latents, precision=decode)
+        shown = {"encode": encoded, "sample": sampled, "decode": decoded}
+        return Made(
+            conditioning=[tensor for ((tensor, _),) in encoded["result"]],
+            latents=latents["samples"],
+            images=decoded["result"][0],
+            reports={name: node["ui"]["onediff_guard"][0] for name, node in shown.items() if node["ui"]},
+            text=text,
+        )
+
+
+def save_latent(latents: Mapping[str, torch.Tensor], file: Path) -> None:
+    """As the SaveLatent of the oldest supported ComfyUI writes it; today's makes the tensor contiguous first."""
+    content = {"latent_tensor": latents["samples"], "latent_format_version_0": torch.tensor([])}
+    safetensors.torch.save_file(content, file, metadata={"prompt": ""})
+
+
+def load_latent(file: Path) -> dict[str, torch.Tensor]:
+    """As LoadLatent reads it."""
+    content = safetensors.torch.load_file(file, device="cpu")
+    multiplier = 1.0 if "latent_format_version_0" in content else 1.0 / 0.18215
+    return {"samples": content["latent_tensor"].float() * multiplier}
+
+
+_VIDEO = {"width": 32, "height": 32, "frames": 9, "steps": 2, "scheduler": "DPM"}
+_FIXED = _VIDEO | {"width": 96, "height": 64}  # the one size that the small 5B-I2V has positions for
+_IMAGE = {"width": 64, "height": 64, "steps": 2}
+_FROM_VIDEO = {name: value for name, value in _VIDEO.items() if name != "frames"} | {"steps": 4, "strength": 0.5}
+
+GRAPHS: dict[str, Graph] = {
+    "2b": Graph("LoadCogVideoX", "SampleCogVideoX", _VIDEO),
+    "5b": Graph("LoadCogVideoX", "SampleCogVideoX", _VIDEO),
+    "1.5": Graph("LoadCogVideoX", "SampleCogVideoX", _VIDEO),
+    "5b-i2v": Graph("LoadCogVideoX", "SampleCogVideoXFromImage", _FIXED, start={"image": picture()}),
+    "1.5-i2v": Graph("LoadCogVideoX", "SampleCogVideoXFromImage", _VIDEO, start={"image": picture()}),
+    "5b from a video": Graph(
+        "LoadCogVideoX", "SampleCogVideoXFromVideo", _FROM_VIDEO, start={"video": picture(frames=9)}
+    ),
+    "cogview3": Graph("LoadCogView3Plus", "SampleCogView", _IMAGE),
+    "cogview4": Graph("LoadCogView4", "SampleCogView", _IMAGE),
+    "svd": Graph(
+        "LoadStableVideoDiffusion",
+        "SampleStableVideoDiffusion",
+        {"width": 64, "height": 64, "frames": 2, "steps": 2},
+        prompted=False,
+        start={"image": picture()},
+    ),
+}  # fmt: skip

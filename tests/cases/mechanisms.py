@@ -1,0 +1,144 @@
+"""What makes a model come out black, built into a small one: each of the five known causes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from cogview_step import cogview3_call
+from comfyui_onediff_guard.pipelines.families import COGVIEW3PLUS
+from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH
+from comfyui_onediff_guard.precision.observe import stream_peak
+from torch.nn import functional as F
+
+
+def error(found, expected):
+    return ((found - expected).abs().max() / expected.abs().max()).item()
+
+
+def overflow_inside_a_feed_forward(denoiser):
+    """Hidden activations of one feed-forward reach 3e5; what it writes to the stream stays as it was."""
+    feed_forward = denoiser.transformer_blocks[1].ff
+    factor = 1e5
+    feed_forward.net[0].proj.weight.mul_(factor)
+    feed_forward.net[0].proj.bias.mul_(factor)
+    feed_forward.net[2].weight.div_(factor)
+
+
+class FusedRMSNorm(torch.nn.Module):
+    """As apex's: an input of another dtype than its weight is refused by the kernel. Older transformers put apex's in
+    T5LayerNorm's place where it is installed."""
+
+    def __init__(self, hidden_size, eps=1e-6):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size))
+        self.eps = eps
+
+    def forward(self, x):
+        if x.dtype != self.weight.dtype:
+            raise RuntimeError("expected scalar type Float but found Half")
+        variance = x.float().pow(2).mean(-1, keepdim=True)
+        return (self.weight * (x.float() * torch.rsqrt(variance + self.eps))).to(x.dtype)
+
+
+def beyond_fp16(text_encoder):
+    """A weight of a feed-forward's last layer that fp16 cannot hold, as T5 v1.1 XXL has. Its input is small."""
+    feed_forward = text_encoder.encoder.block[0].layer[1].DenseReluDense
+    feed_forward.wo.weight[3, 5] = 66246.0
+    feed_forward.wi_0.weight[5] *= 2**-7
+    feed_forward.wi_1.weight[5] *= 2**-9
+
+
+class FusedAttention:
+    """Stands in for OneFlow's kernel: it reads the switch at each launch, and unset counts as true."""
+
+    def __init__(self):
+        self.seen: list[str | None] = []
+
+    def __call__(self, query, key, value, **options):
+        switch = os.environ.get(ATTENTION_SWITCH)
+        self.seen.append(switch)
+        if query.dtype == torch.float16 and (switch or "true").lower() in {"1", "true", "yes", "on", "y"}:
+            scores = (query.float() @ key.float().transpose(-1, -2)) * 1e6  # K is large, as in SVD: OneDiff PR 454
+            return (scores.half().softmax(-1) @ value).to(value.dtype)
+        return F.scaled_dot_product_attention.__wrapped__(query, key, value, **options)
+
+
+def overflow_stream(gates: tuple[int, ...], writer: str) -> Callable[[Any], None]:
+    """The stream of the image's tokens, the text's, or both, reaches 5e5 after a block."""
+
+    def change(denoiser):
+        block, width = denoiser.transformer_blocks[0], 64
+        for gate in gates:
+            block.norm1.linear.bias[gate * width : (gate + 1) * width] = 16.0
+        linear = block.get_submodule(writer)
+        for _ in range(3):
+            peak = stream_peak(denoiser, COGVIEW3PLUS.stream, lambda: denoiser(**cogview3_call(denoiser)))
+            linear.weight.mul_(5e5 / peak)
+
+    return change
+
+
+FLASH_SWITCH = "ONEFLOW_KERNEL_FMHA_ENABLE_TRT_FLASH_ATTN_IMPL"
+FEED_FORWARD, ATTENTION = "ff.net.2", "attn1.to_out.0"
+IMAGE, TEXT = 5, 11  # chunks of norm1.linear: the gates of the feed-forward; 3 before each, those of attention
+
+
+class OneFlow:
+    """Stands in for OneFlow's special builds on one card: what `compile` makes of a block launches the fused attention,
+    which reads the environment as C code does, at the moment of each launch."""
+
+    def __init__(self, card: str):
+        self.launches: list[tuple[bool, str | None, str | None]] = []  # (in a compiled block, switch, flash switch)
+        self._accumulates_in_half = card in ("sm75", "sm80", "sm86", "sm89")
+        self._attention = F.scaled_dot_product_attention
+        self._compiled = 0
+
+    def compile(self, module: torch.nn.Module, *, options: Any = None) -> torch.nn.Module:
+        return _Compiled(self, module)
+
+    def environment(self) -> set[str]:
+        return {name for name in (ATTENTION_SWITCH, FLASH_SWITCH) if _getenv(name) is not None}
+
+    def launch(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
+        """In place of PyTorch's attention, which does not read the switches: it only notes them."""
+        switch = _getenv(ATTENTION_SWITCH)
+        self.launches.append((self._compiled > 0, switch, _getenv(FLASH_SWITCH)))
+        allowed = (switch or "true").lower() in {"1", "true", "yes", "on", "y"}
+        if self._compiled and self._accumulates_in_half and allowed and query.dtype == torch.float16:
+            scores = (query.float() @ key.float().transpose(-1, -2)) * 1e6  # K is large, as in SVD: OneDiff PR 454
+            return (scores.half().softmax(-1) @ value).to(value.dtype)
+        return self._attention(query, key, value, **options)
+
+
+class _Compiled(torch.nn.Module):
+    def __init__(self, oneflow: OneFlow, module: torch.nn.Module):
+        super().__init__()
+        self.module = module
+        self._oneflow = oneflow
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._oneflow._compiled += 1
+        try:
+            return self.module(*args, **kwargs)
+        finally:
+            self._oneflow._compiled -= 1
+
+
+def _getenv(name: str) -> str | None:
+    """The process's environment, not Python's copy of it."""
+    if os.name == "nt":
+        return os.environ.get(name)
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_char_p
+    value = getenv(name.encode())
+    return None if value is None else value.decode()

@@ -1,0 +1,108 @@
+"""The shipped workflows of every family, small enough for a CPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import svd_layout
+import torch
+from PIL import Image
+
+MODELS = {  # folder that a workflow names → which small model stands in for it
+    "CogVideoX-5b": "5b",
+    "CogVideoX-5b-I2V": "5b-i2v",
+    "CogView3-Plus-3B": "cogview3",
+    "CogView4-6B": "cogview4",
+    "stable-video-diffusion-img2vid-xt": "svd-xt",
+}
+SVD_FILE = "svd_xt.safetensors"
+LORA = "paper.safetensors"
+IMAGE, VIDEO = "example.png", "video.mp4"
+FRAMES = 9
+SIZES = {"width": 96, "height": 64, "frames": FRAMES, "steps": 2, "length": FRAMES, "tiling": False, "backend": "eager"}
+SVD_SIZES = {"width": 64, "height": 64, "frames": 3}
+
+
+def build(models: Path) -> None:
+    """Fill a ComfyUI's `models` with one small model of each family, a single file and a LoRA."""
+    from comfyui_onediff_guard.headless.small_families import BUILDERS
+
+    for name, variant in MODELS.items():
+        BUILDERS[variant](models / "diffusers" / name)
+    (models / "checkpoints").mkdir(parents=True)
+    svd_layout.write(models / "checkpoints" / SVD_FILE, svd_layout.Layout(image=224, patch=56))
+    (models / "loras").mkdir()
+    _train(models / "diffusers" / "CogVideoX-5b" / "transformer", models / "loras" / LORA)
+
+
+def write_inputs(folder: Path) -> None:
+    """A picture of another aspect and a video of another size than the models make."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ramp = np.linspace(0, 255, 120 * 90 * 3).reshape(90, 120, 3).astype(np.uint8)
+    Image.fromarray(ramp).save(folder / IMAGE)
+    with av.open(str(folder / VIDEO), "w") as container:
+        stream: Any = container.add_stream("h264", rate=8)
+        stream.width, stream.height, stream.pix_fmt = 120, 90, "yuv420p"
+        for shift in range(FRAMES + 2):
+            frame = av.VideoFrame.from_ndarray(np.roll(ramp, 10 * shift, axis=1), format="rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+
+
+def small(workflow: Path, known: Mapping[str, Any]) -> dict[str, Any]:
+    """A shipped API file with small sizes, and a saver that the ComfyUI knows. known: its nodes by class."""
+    graph = json.loads(workflow.read_text(encoding="utf-8"))
+    for node in graph.values():
+        sizes = SIZES | (SVD_SIZES if "StableVideo" in node["class_type"] else {})
+        node["inputs"] |= {name: value for name, value in sizes.items() if name in node["inputs"]}
+    if "CreateVideo" not in known:
+        _save_as_webp(graph)
+    return graph
+
+
+def change(graph: dict[str, Any], class_type: str, **values: Any) -> dict[str, Any]:
+    for node in graph.values():
+        if node["class_type"] == class_type:
+            node["inputs"] |= values
+    return graph
+
+
+def with_lora(graph: dict[str, Any]) -> dict[str, Any]:
+    """A Load LoRA behind the loader."""
+    (loader,) = [id_ for id_, node in graph.items() if node["class_type"].startswith("OneDiffGuardLoad")]
+    for node in graph.values():
+        for name, value in node["inputs"].items():
+            if value == [loader, 0]:
+                node["inputs"][name] = ["lora", 0]
+    inputs = {"pipeline": [loader, 0], "lora": LORA, "strength": 0.8}
+    graph["lora"] = {"class_type": "OneDiffGuardLoadLoRA", "inputs": inputs, "_meta": {"title": "Load LoRA"}}
+    return graph
+
+
+def _save_as_webp(graph: dict[str, Any]) -> None:
+    creators = {id_: node for id_, node in graph.items() if node["class_type"] == "CreateVideo"}
+    for node in graph.values():
+        if node["class_type"] == "SaveVideo":
+            images = creators[node["inputs"]["video"][0]]["inputs"]["images"]
+            node["class_type"] = "SaveAnimatedWEBP"
+            node["inputs"] = {"images": images, "filename_prefix": "made", "fps": 8.0}
+            node["inputs"] |= {"lossless": True, "quality": 90, "method": "default"}
+    for id_ in creators:
+        del graph[id_]
+
+
+def _train(denoiser: Path, file: Path) -> None:
+    import diffusers
+    from peft import LoraConfig, get_peft_model_state_dict
+
+    student: Any = diffusers.CogVideoXTransformer3DModel.from_pretrained(denoiser)
+    torch.manual_seed(1)
+    student.add_adapter(LoraConfig(r=4, lora_alpha=4, init_lora_weights=False, target_modules=["to_q", "to_v"]))
+    diffusers.CogVideoXPipeline.save_lora_weights(
+        file.parent, transformer_lora_layers=get_peft_model_state_dict(student), weight_name=file.name
+    )

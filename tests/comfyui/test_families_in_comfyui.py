@@ -1,0 +1,74 @@
+"""Every shipped workflow, on small models of its family, in a real ComfyUI."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import families
+import legs
+import pytest
+from runs import Ran, frames_of
+
+pytestmark = pytest.mark.comfyui
+
+API = legs.ROOT / "workflows" / "api"
+WORKFLOWS = sorted(path.stem for path in API.glob("*.json") if not path.stem.startswith("cogvideox_text_to_video"))
+SIZES = {  # frames, height, width
+    "cogvideox_image_to_video": (9, 64, 96),
+    "cogvideox_video_to_video": (9, 64, 96),
+    "cogview3_text_to_image": (1, 64, 96),
+    "cogview4_text_to_image": (1, 64, 96),
+    "svd_image_to_video": (3, 64, 64),
+}
+
+
+@pytest.fixture
+def made(server: legs.Server, run_graph: Callable[..., Ran], tmp_path: Path) -> Callable[..., Any]:
+    """made(graph) → (frames, reports), whole and not black"""
+
+    def make(graph: dict[str, Any], size: tuple[int, int, int]) -> tuple[Any, list[dict[str, Any]]]:
+        file = tmp_path / "workflow.json"
+        file.write_text(json.dumps(graph), encoding="utf-8")
+        ran = run_graph(file)
+        assert ran.code == 0, (ran.answer, server.tail())
+        (saved,) = ran.files
+        frames = frames_of(saved)
+        assert frames.shape == (*size, 3)
+        assert all(frame.std() > 2 for frame in frames), [float(frame.std()) for frame in frames]
+        return frames, ran.reports()
+
+    return make
+
+
+def small(server: legs.Server, name: str) -> dict[str, Any]:
+    known = server.ask("/object_info")
+    graph = families.small(API / f"{name}.json", known)
+    if missing := {node["class_type"] for node in graph.values()} - set(known):
+        pytest.skip(f"this ComfyUI has no {', '.join(sorted(missing))}")
+    return graph
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_a_shipped_workflow_makes_what_it_promises(server: legs.Server, made: Callable[..., Any], name: str) -> None:
+    _, reports = made(small(server, name), SIZES[name.removesuffix("_guarded")])
+    assert any(report.get("plan", {}).get("component") == "denoiser" and report["steps"] for report in reports)
+
+
+def test_svd_from_comfyuis_single_file(server: legs.Server, made: Callable[..., Any]) -> None:
+    graph = small(server, "svd_image_to_video")
+    families.change(graph, "OneDiffGuardLoadStableVideoDiffusion", model=families.SVD_FILE)
+    _, reports = made(graph, SIZES["svd_image_to_video"])
+    assert {report["variant"] for report in reports} == {"SVD-XT"}
+
+
+def test_a_lora_in_the_folder_of_loras(server: legs.Server, made: Callable[..., Any]) -> None:
+    video = API / "cogvideox_text_to_video.json"
+    graph = families.small(video, server.ask("/object_info"))
+    families.change(graph, "OneDiffGuardLoadCogVideoX", model="CogVideoX-5b")
+    without, _ = made(graph, (9, 64, 96))
+    frames, reports = made(families.with_lora(graph), (9, 64, 96))
+    assert any(f"LoRA {families.LORA} at 0.8" in report["notes"] for report in reports)
+    assert abs(frames.astype(int) - without).max() > 4

@@ -1,0 +1,140 @@
+"""Sample, save the latents with ComfyUI's SaveLatent, and decode them after LoadLatent: later, in another process."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import legs
+import numpy as np
+import pytest
+import torch
+from as_comfyui import GRAPHS, NEGATIVE, PROMPT, as_json
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+pytestmark = pytest.mark.comfyui
+
+FAMILIES = ("2b", "5b-i2v", "cogview3", "cogview4", "svd")
+PICTURE = "start.png"
+Graph = dict[str, dict[str, Any]]
+
+
+@pytest.fixture
+def models(server: legs.Server, model_folder: Callable[..., Path]) -> dict[str, str]:
+    """{family: the name of its folder on the server}."""
+    for family in FAMILIES:
+        folder = server.base / "models" / "diffusers" / f"saved-{family}"
+        shutil.copytree(model_folder(family), folder, dirs_exist_ok=True)
+    ramp = np.linspace(0, 255, 96 * 80 * 3).reshape(80, 96, 3).astype(np.uint8)
+    Image.fromarray(ramp).save(server.base / "input" / PICTURE)
+    return {family: f"saved-{family}" for family in FAMILIES}
+
+
+def ran(server: legs.Server, graph: Graph, seconds: float = 240.0) -> dict[str, Any]:
+    """What the history says of it."""
+    prompt_id = server.ask("/prompt", {"prompt": graph})["prompt_id"]
+    end = time.monotonic() + seconds
+    while prompt_id not in server.history():
+        assert time.monotonic() < end, server.tail()
+        time.sleep(0.1)
+    return server.history()[prompt_id]
+
+
+def message(history: dict[str, Any], name: str) -> dict[str, Any]:
+    return dict(history["status"]["messages"]).get(name, {})
+
+
+def loader(family: str, model: str) -> Graph:
+    return {f"{family} load": as_json(GRAPHS[family].loader, model=model, precision="fp32", backend="eager")}
+
+
+def sampler(family: str, model: str) -> Graph:
+    """Load → Encode → Sample → SaveLatent."""
+    graph, pipeline = GRAPHS[family], [f"{family} load", 0]
+    nodes = loader(family, model)
+    given: dict[str, Any] = {"pipeline": pipeline, "seed": 3, **graph.sampling}
+    if graph.prompted:
+        nodes[f"{family} encode"] = as_json("EncodePrompt", pipeline=pipeline, prompt=PROMPT, negative_prompt=NEGATIVE)
+        given |= {"positive": [f"{family} encode", 0], "negative": [f"{family} encode", 1]}
+    if graph.start:
+        nodes["picture"] = {"class_type": "LoadImage", "inputs": {"image": PICTURE}}
+        given |= {"image": ["picture", 0]}
+    nodes[f"{family} sample"] = as_json(graph.sampler, **given)
+    saved = {"samples": [f"{family} sample", 0], "filename_prefix": f"latents/{family}"}
+    return nodes | {f"{family} save": {"class_type": "SaveLatent", "inputs": saved}}
+
+
+def decoder(family: str, latents: list[Any]) -> Graph:
+    """Decode Latents → SaveImage, on a loader that is there."""
+    decode = as_json("DecodeLatents", pipeline=[f"{family} load", 0], latents=latents)
+    images = {"images": [f"{family} decode", 0], "filename_prefix": family}
+    return {f"{family} decode": decode, f"{family} images": {"class_type": "SaveImage", "inputs": images}}
+
+
+def frames(server: legs.Server, history: dict[str, Any], family: str) -> np.ndarray:
+    files = [server.base / "output" / image["filename"] for image in history["outputs"][f"{family} images"]["images"]]
+    return np.stack([np.asarray(Image.open(file)) for file in files]).astype(int)
+
+
+def test_latents_are_saved_and_decoded_after_a_restart(
+    server: legs.Server, models: dict[str, str], tmp_path: Path
+) -> None:
+    graph: Graph = {}
+    for family, model in models.items():
+        graph |= sampler(family, model) | decoder(family, [f"{family} sample", 0])
+    before = ran(server, graph)
+    assert before["status"]["status_str"] == "success", message(before, "execution_error")
+
+    shutil.copytree(server.base / "models", tmp_path / "models")
+    shutil.copytree(server.base / "custom_nodes", tmp_path / "custom_nodes")
+    (tmp_path / "input").mkdir()
+    later: Graph = {}
+    for family, model in models.items():
+        (saved,) = before["outputs"][f"{family} save"]["latents"]
+        file = f"{family}.latent"
+        shutil.copy2(server.base / "output" / saved["subfolder"] / saved["filename"], tmp_path / "input" / file)
+        latents = {"class_type": "LoadLatent", "inputs": {"latent": file}}
+        later |= loader(family, model) | {f"{family} latents": latents} | decoder(family, [f"{family} latents", 0])
+    damaged = load_file(tmp_path / "input" / "2b.latent")
+    damaged["latent_tensor"][..., 0] = float("nan")
+    save_file(damaged, tmp_path / "input" / "damaged.latent")
+
+    with legs.started(server.leg, tmp_path) as restarted:
+        after = ran(restarted, later)
+        assert after["status"]["status_str"] == "success", message(after, "execution_error")
+        for family in models:
+            found, expected = frames(restarted, after, family), frames(server, before, family)
+            assert found.shape == expected.shape
+            assert np.abs(found - expected).max() <= 1, family
+        read = [line for line in restarted.log_text().splitlines() if "loading component" in line]
+        assert len(read) == len(models)
+        assert all("loading component vae" in line for line in read), "no step is run anew"
+
+        later["2b latents"]["inputs"]["latent"] = "damaged.latent"
+        failed = ran(restarted, later)
+        assert "values are not finite already" in message(failed, "execution_error")["exception_message"]
+        assert message(failed, "execution_error")["node_id"] == "2b decode"
+        later["2b latents"]["inputs"]["latent"] = "2b.latent"
+        assert ran(restarted, later)["status"]["status_str"] == "success"
+
+
+def test_a_decode_that_fails_costs_no_step(server: legs.Server, models: dict[str, str]) -> None:
+    graph = sampler("2b", models["2b"]) | loader("svd", models["svd"]) | decoder("svd", ["2b sample", 0])
+    graph["2b sample"]["inputs"]["seed"] = 4
+    failed = ran(server, graph)
+    assert "Wire them from a Stable Video Diffusion sampler" in message(failed, "execution_error")["exception_message"]
+    loaded = server.count("loading component transformer")
+
+    mended = sampler("2b", models["2b"]) | decoder("2b", ["2b sample", 0])
+    mended["2b sample"]["inputs"]["seed"] = 4
+    history = ran(server, mended)
+    assert history["status"]["status_str"] == "success", message(history, "execution_error")
+    assert "2b sample" in message(history, "execution_cached")["nodes"]
+    assert server.count("loading component transformer") == loaded
+    (saved,) = history["outputs"]["2b save"]["latents"]
+    latents = load_file(server.base / "output" / saved["subfolder"] / saved["filename"])["latent_tensor"]
+    assert torch.isfinite(latents).all()

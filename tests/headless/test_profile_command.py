@@ -1,0 +1,86 @@
+"""`onediff-guard profile`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from comfyui_onediff_guard.headless import cli
+from comfyui_onediff_guard.nodes.host import PROFILES_VARIABLE, profiles_directory
+from comfyui_onediff_guard.pipelines.profiles import Profile, read, write
+from comfyui_onediff_guard.precision.learned import Learned
+
+PROFILE = Profile("CogVideoX-5b", "0" * 32, (), "sm75", "fp16", {"torch": "2.13"}, Learned(5e5, ("blocks.3",)))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv(PROFILES_VARIABLE, str(tmp_path / "profiles"))
+    return tmp_path / "profiles"
+
+
+@pytest.fixture
+def command(capsys):
+    def run(*arguments):
+        code = cli.main(["profile", *map(str, arguments)])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_list_names_good_ones_and_bad_ones(folder, command):
+    code, out, _ = command("list")
+    assert code == 0 and f"No profiles in {folder}" in out
+    write(folder, PROFILE)
+    (folder / "broken.json").write_text("{")
+    _, out, _ = command("list")
+    assert "CogVideoX-5b, sm75, fp16; residual stream peaks at 5e+05; 'blocks.3' in fp32" in out
+    assert "broken\n    'broken.json' is no profile that can be used" in out
+    told = json.loads(command("list", "--json")[1])
+    assert [entry["name"] for entry in told["profiles"]] == [PROFILE.name, "broken"]
+    assert told["profiles"][0]["learned"]["islands"] == ["blocks.3"] and "error" in told["profiles"][1]
+
+
+def test_show_prints_what_a_node_takes(folder, command):
+    write(folder, PROFILE)
+    code, out, _ = command("show", "CogVideoX")
+    assert code == 0 and out == PROFILE.text()
+
+
+def test_export_and_import_elsewhere(folder, command, tmp_path):
+    write(folder, PROFILE)
+    shared = tmp_path / "shared.json"
+    assert command("export", "CogVideoX", shared)[:2] == (0, f"{shared}\n")
+    code, out, err = command("--dir", tmp_path / "other", "import", shared)
+    assert (code, out) == (0, f"{PROFILE.name}\n") and "'blocks.3' in fp32" in err
+    assert read(tmp_path / "other" / f"{PROFILE.name}.json") == PROFILE
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["show", "Cog"], 2, "One profile's name must start with 'Cog', and these do: CogVideoX-5b-sm75-fp16-"),
+        (["show", "x"], 2, "these do: none. Looked in"),
+        (["export", "CogVideoX-5b-sm80", "no/such/folder/file.json"], 5, "could not be written"),
+        (["import", "absent.json"], 2, "The profile 'absent.json' cannot be read"),
+    ],
+)
+def test_bad_input(folder, command, arguments, code, says):
+    write(folder, PROFILE)
+    write(folder, replace(PROFILE, architecture="sm80"))
+    found, _, err = command(*arguments)
+    assert found == code and says in err
+
+
+def test_a_bad_file_is_not_imported(folder, command, tmp_path):
+    (tmp_path / "bad.json").write_text(PROFILE.text().replace('"format": 1', '"format": 7'))
+    code, _, err = command("import", tmp_path / "bad.json")
+    assert code == 2 and "its format is 7" in err and not folder.exists()
+
+
+def test_where_profiles_are(folder, monkeypatch, tmp_path):
+    assert profiles_directory() == folder
+    monkeypatch.delenv(PROFILES_VARIABLE)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert profiles_directory() == tmp_path / ".onediff-guard" / "profiles"

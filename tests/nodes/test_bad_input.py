@@ -1,0 +1,221 @@
+"""What people wire or type that cannot work: said in words, before a weight is read, and the next run works."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from as_comfyui import GRAPHS, Refused, call, picture
+from comfyui_onediff_guard.nodes import host
+from comfyui_onediff_guard.pipelines.errors import BadInput, BadSize
+
+FROM_IMAGE = ("1.5-i2v", "svd")
+STARTS = {"1.5-i2v": "image", "svd": "image", "5b from a video": "video"}
+
+
+@pytest.fixture
+def opened(model_folder, tmp_path) -> Iterator[object]:
+    """opened(family) → its graph and a pipeline, with nothing loaded."""
+    root: Path = model_folder("2b").parent
+
+    def load(family, precision="fp32"):
+        gc.collect()  # the pipelines of the tests before
+        graph = GRAPHS[family]
+        return graph, graph.load(model_folder(family.split()[0]), precision=precision)
+
+    with host.plain_folders(models=[root], input=tmp_path, output=tmp_path):
+        yield load
+
+
+def prompts(graph, pipeline):
+    return graph.encode(pipeline)["result"] if graph.prompted else ()
+
+
+def refused(graph, pipeline, error, message, **bad):
+    """The sampler refuses it before it loads anything; with good input the same pipeline samples and decodes."""
+    wired = prompts(graph, pipeline)
+    assert pipeline.store.loaded() == {}
+    with pytest.raises(error, match=message):
+        graph.sample(pipeline, wired, **bad)
+    assert pipeline.store.loaded() == {}
+    latents = graph.sample(pipeline, wired)["result"][0]
+    assert torch.isfinite(graph.decode(pipeline, latents)["result"][0]).all()
+
+
+# --- images -----------------------------------------------------------------------------------------------------------
+
+
+def start(family, **given):
+    frames = 9 if STARTS[family] == "video" else 1
+    return {STARTS[family]: picture(frames=frames, **given)}
+
+
+@pytest.mark.parametrize("family", STARTS)
+def test_an_image_of_another_size_is_fitted_as_chosen(opened, family):
+    graph, pipeline = opened(family)
+    wired = prompts(graph, pipeline)
+    width, height = graph.sampling["width"], graph.sampling["height"]
+    latents = {
+        fit: graph.sample(pipeline, wired, fit=fit, **start(family, width=2 * width, height=height))["result"][0]
+        for fit in ("crop", "stretch")
+    }
+    assert latents["crop"]["samples"].shape == latents["stretch"]["samples"].shape
+    assert not torch.equal(latents["crop"]["samples"], latents["stretch"]["samples"])
+
+
+@pytest.mark.parametrize("family", STARTS)
+def test_an_image_of_another_size_is_refused_where_that_is_chosen(opened, family):
+    graph, pipeline = opened(family)
+    message = r"The image is 80×40, but \d+×\d+ is to be made. Set fit to 'crop' or 'stretch', or resize"
+    refused(graph, pipeline, BadInput, message, fit="refuse", **start(family, width=80, height=40))
+
+
+@pytest.mark.parametrize("family", FROM_IMAGE)
+def test_alpha_and_grey_become_rgb(opened, family):
+    graph, pipeline = opened(family)
+    wired = prompts(graph, pipeline)
+    rgb = picture()
+    grey = rgb[..., :1]
+    opaque, clear = (torch.cat([rgb, torch.full_like(grey, alpha)], -1) for alpha in (1.0, 0.0))
+
+    def sampled(image):
+        return graph.sample(pipeline, wired, image=image)["result"][0]["samples"]
+
+    assert torch.equal(sampled(opaque), sampled(rgb))
+    assert torch.equal(sampled(clear), sampled(torch.zeros_like(rgb))), "transparent is black"
+    assert torch.equal(sampled(grey), sampled(grey.expand_as(rgb)))
+    assert torch.equal(sampled(torch.cat([rgb, clear[..., :3] * 0])), sampled(rgb)), "of a batch, the first"
+
+
+NAN = picture().index_fill(1, torch.tensor([3]), float("nan"))
+IMAGES = {
+    "no image": (picture()[:0], r"has shape \(0, 80, 96, 3\)"),
+    "no pixels": (picture()[:, :0], r"has shape \(1, 0, 96, 3\)"),
+    "no batch": (picture()[0], r"has shape \((1|80), 96, 3\), but \[images, height, width, 1, 3 or 4\] is needed"),
+    "channels first": (picture().permute(0, 3, 1, 2), r"has shape \(1, 3, 80, 96\)"),
+    "two channels": (picture()[..., :2], r"has shape \(1, 80, 96, 2\)"),
+    "NaN": (NAN, r"holds NaN or infinite values already. Look at the node that made it"),
+    "infinite": (NAN.nan_to_num(nan=float("inf")), r"holds NaN or infinite values"),
+}
+
+
+@pytest.mark.parametrize("family", STARTS)
+@pytest.mark.parametrize("what", IMAGES)
+def test_what_is_no_image_is_refused(opened, family, what):
+    graph, pipeline = opened(family)
+    image, message = IMAGES[what]
+    wired = [[[torch.zeros(1, 226, 32), {}]]] * 2 if graph.prompted else ()
+    with pytest.raises(BadInput, match=message):
+        graph.sample(pipeline, wired, **{STARTS[family]: image})
+    assert pipeline.store.loaded() == {}
+
+
+def test_after_a_refused_image_the_next_run_works(opened):
+    graph, pipeline = opened("svd")
+    refused(graph, pipeline, BadInput, "NaN or infinite", image=NAN)
+
+
+def test_a_video_of_a_length_that_cannot_be_made_is_refused(opened):
+    graph, pipeline = opened("5b from a video")
+    refused(graph, pipeline, BadSize, "frames is 7, but must be .*Nearest: 9", video=picture(frames=7))
+
+
+# --- prompts ----------------------------------------------------------------------------------------------------------
+
+PROMPTED = ("2b", "1.5-i2v", "cogview3", "cogview4")
+
+
+@pytest.mark.parametrize("family", PROMPTED)
+def test_empty_prompts_make_a_picture(opened, family):
+    graph, pipeline = opened(family)
+    wired = graph.encode(pipeline, prompt="", negative_prompt="")["result"]
+    latents = graph.sample(pipeline, wired)["result"][0]
+    assert torch.isfinite(graph.decode(pipeline, latents)["result"][0]).all()
+
+
+LIMITS = {"2b": 226, "1.5-i2v": 226, "cogview3": 224, "cogview4": 1024}
+
+
+@pytest.mark.parametrize("family", PROMPTED)
+@pytest.mark.parametrize("which", ["prompt", "negative_prompt"])
+def test_what_is_cut_off_a_long_prompt_is_said_on_the_node_and_in_the_history(opened, family, which):
+    graph, pipeline = opened(family)
+    long = "the end of a very long prompt " * (LIMITS[family] // 4) + "zebra"
+    encoded = graph.encode(pipeline, **{which: long})
+    (note,) = [note for note in encoded["ui"]["onediff_guard"][0]["notes"] if "cut off" in note]
+    assert f"longer than {LIMITS[family]} tokens" in note and note.rstrip().endswith("zebra")
+    assert "cut off" in encoded["ui"]["text"][0], "where it is seen"
+    again = graph.encode(pipeline, **{which: long})
+    assert any("cut off" in note for note in again["ui"]["onediff_guard"][0]["notes"]), "also where it was remembered"
+    latents = graph.sample(pipeline, encoded["result"])["result"][0]["samples"]
+    assert torch.isfinite(latents).all()
+
+
+def test_a_family_without_prompts_says_so(opened):
+    graph, pipeline = opened("svd")
+    with pytest.raises(BadInput, match="takes no prompt: it starts from an image"):
+        graph.encode(pipeline)
+    assert pipeline.store.loaded() == {}
+
+
+@pytest.mark.parametrize(("encoded_by", "sampled_by"), [("2b", "cogview3"), ("cogview3", "2b"), ("cogview4", "2b")])
+def test_another_familys_prompts_are_refused(opened, encoded_by, sampled_by):
+    graph, pipeline = opened(encoded_by)
+    foreign = prompts(graph, pipeline)
+    graph, pipeline = opened(sampled_by)
+    with pytest.raises(BadInput, match="Wire it to an Encode Prompt node that gets the same pipeline"):
+        graph.sample(pipeline, foreign)
+    assert pipeline.store.loaded() == {}
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
+
+SIZES = [
+    ("2b", {"frames": 0}, "frames is 0, but must be .* Nearest: 1"),
+    ("1.5-i2v", {"frames": -3}, "frames is -3.* Nearest: 1"),
+    ("svd", {"frames": 0}, "frames is 0, but must be from 2 to 200. Nearest: 2"),
+    ("svd", {"frames": 1}, "frames is 1, but must be from 2 to 200. Nearest: 2"),
+    ("cogview3", {"width": 0}, "width is 0.* Nearest: 64"),
+    ("cogview4", {"height": 70}, "height is 70, but must be a multiple of 32.* Nearest: 64"),
+]
+
+
+@pytest.mark.parametrize(("family", "size", "message"), SIZES)
+def test_sizes_that_cannot_be_made_are_refused_before_the_graph_runs(opened, family, size, message):
+    graph, pipeline = opened(family)
+    wired = [[[torch.zeros(1, 226, 32), {}]]] * 2 if graph.prompted else ()
+    with pytest.raises(Refused, match=message):
+        graph.sample(pipeline, wired, **size)
+
+
+@pytest.mark.parametrize(("family", "size", "message"), SIZES)
+def test_sizes_that_come_over_a_wire_are_refused_before_a_weight_is_read(opened, family, size, message):
+    """ComfyUI validates constants alone."""
+    graph, pipeline = opened(family)
+    wired = [[[torch.zeros(1, 226, 32), {}]]] * 2 if graph.prompted else ()
+    given = {"pipeline": pipeline, **dict(zip(("positive", "negative"), wired, strict=False))}
+    with pytest.raises(BadSize, match=message):
+        call(graph.sampler, wired=tuple(size), **{**given, "seed": 3, **graph.sampling, **graph.start, **size})
+    assert pipeline.store.loaded() == {}
+
+
+def test_one_frame_of_cogvideox_is_a_picture(opened):
+    graph, pipeline = opened("2b")
+    latents = graph.sample(pipeline, prompts(graph, pipeline), frames=1)["result"][0]
+    images = graph.decode(pipeline, latents)["result"][0]
+    assert images.shape == (1, 32, 32, 3) and torch.isfinite(images).all()
+
+
+def test_the_wrong_sampler_is_named(opened):
+    _, from_image = opened("1.5-i2v")
+    plain, _ = opened("2b")
+    with pytest.raises(BadInput, match=r"starts from an image\. Use the sampler"):
+        plain.sample(from_image, prompts(plain, from_image))
+    svd, _ = opened("svd")
+    _, cogview = opened("cogview3")
+    with pytest.raises(BadInput, match="does not start from an image"):
+        svd.sample(cogview)
+    assert cogview.store.loaded() == {}

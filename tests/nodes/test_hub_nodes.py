@@ -1,0 +1,328 @@
+"""Loader nodes that take their model from the hub: the real huggingface_hub against a hub on this machine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
+from comfyui_onediff_guard.headless import cli
+from comfyui_onediff_guard.nodes import host, inputs
+from comfyui_onediff_guard.pipelines.errors import BadFolder, HubError
+from comfyui_onediff_guard.pipelines.families import COGVIDEOX
+from comfyui_onediff_guard.pipelines.hub import fetch
+from hub_files import DENOISER, ID, files_of, partials, text, without
+from hub_server import HubServer, running_hub
+from huggingface_hub import constants
+
+LOADERS = {
+    "2b": "LoadCogVideoX",
+    "5b-i2v": "LoadCogVideoX",
+    "cogview3": "LoadCogView3Plus",
+    "cogview4": "LoadCogView4",
+    "svd": "LoadStableVideoDiffusion",
+}
+
+
+class InterruptProcessingException(Exception):
+    """As ComfyUI's."""
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Generator[HubServer]:
+    with running_hub(monkeypatch, tmp_path) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def files(model_folder: Callable[..., Path]) -> dict[str, bytes]:
+    """Of a small CogVideoX."""
+    return files_of(model_folder())
+
+
+@pytest.fixture
+def no_models(tmp_path: Path) -> Iterator[Path]:
+    """A process without ComfyUI that has no models."""
+    with host.plain_folders(models=[tmp_path / "models"], input=tmp_path, output=tmp_path):
+        yield tmp_path
+
+
+def loader(name: str = "LoadCogVideoX") -> Any:
+    return NODE_CLASS_MAPPINGS[f"OneDiffGuard{name}"]
+
+
+def load(name: str = "LoadCogVideoX", hub_id: str = ID, **more: Any) -> Any:
+    (pipeline,) = loader(name)().load(inputs.NO_MODEL, "fp32", "eager", "none", hub_id=hub_id, node_id="7", **more)
+    return pipeline
+
+
+# --- inputs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(set(LOADERS.values())))
+def test_old_workflows_stay_valid(no_models: Path, name: str) -> None:
+    """Widget values stand in files in the order of the inputs, so new ones come last, and are optional."""
+    schema = loader(name).INPUT_TYPES()
+    assert list(schema["optional"])[-3:] == ["hub_id", "revision", "download"]
+    assert [schema["optional"][key][1]["default"] for key in ("hub_id", "revision", "download")] == ["", "", True]
+    assert schema["hidden"] == {"node_id": "UNIQUE_ID"}
+    assert schema["required"]["model"][0] == [inputs.NO_MODEL], "an empty list has no value that could be sent"
+
+
+def test_the_list_without_models_is_refused_until_a_hub_id_is_filled_in(no_models: Path) -> None:
+    check = loader().VALIDATE_INPUTS
+    refused = str(check(model=inputs.NO_MODEL, hub_id=""))
+    assert refused.startswith("No folder with a model_index.json. Found: none.") and str(no_models) in refused
+    assert "hub_id" in refused and "No folder 'CogVideoX-2b'" in check(model="CogVideoX-2b", hub_id=" ")
+    assert check(model=inputs.NO_MODEL, hub_id=ID) is True
+    assert check(model="gone", hub_id=f" {ID} ") is True
+    assert check(model=inputs.NO_MODEL, hub_id=None) is True, "by a wire: it is not known yet"
+    with pytest.raises(BadFolder, match=r"No folder with a model_index.json. Found: none"):
+        load(hub_id=" ")
+
+
+def test_what_cannot_be_a_hub_id_is_refused_before_anything_runs(server: HubServer, no_models: Path) -> None:
+    assert "is no hub id. Write owner/name" in str(loader().VALIDATE_INPUTS(model="any", hub_id="CogVideoX-2b"))
+    with pytest.raises(HubError, match=r"is no revision. Write a branch"):
+        load(revision="../main")
+    assert loader().IS_CHANGED(hub_id="CogVideoX-2b") == loader().IS_CHANGED(hub_id=ID, revision="../main") == ""
+    assert not server.requests
+
+
+def test_checking_imports_no_torch(fresh_python: Callable[..., str]) -> None:
+    code = (
+        "import sys\n"
+        "from comfyui_onediff_guard.nodes.load import LoadCogVideoX\n"
+        "print(LoadCogVideoX.VALIDATE_INPUTS(model='', hub_id='a/b'), 'torch' in sys.modules)"
+    )
+    assert fresh_python(code).split() == ["True", "False"]
+
+
+# --- download ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", LOADERS)
+def test_every_loader_downloads_its_models(
+    server: HubServer, no_models: Path, model_folder: Callable[..., Path], variant: str
+) -> None:
+    server.push(ID, files := files_of(model_folder(variant)))
+    pipeline = load(LOADERS[variant], f" {ID} ")
+    assert pipeline.family.pipeline == json.loads(files["model_index.json"])["_class_name"]
+    assert files_of(pipeline.store.model.path) == files
+
+
+def test_the_node_shows_the_bytes_and_then_the_commit(server: HubServer, files: dict[str, bytes], comfyui: Any) -> None:
+    commit = server.push(ID, files)
+    server.faults.seconds_per_block = 0.02
+    load()
+    total = sum(map(len, files.values()))
+    (bar,) = comfyui.bars
+    assert bar[0] == (0, 1), "nothing is known yet, and no total of 0 is sent"
+    assert bar[-1] == (total, total) and any(0 < done < total for done, _ in bar)
+    assert {node for node, _ in comfyui.texts} == {"7"}
+    first, *between, last = [text for _, text in comfyui.texts]
+    assert first == f"looking for {ID}" and last == f"{ID}, commit {commit}"
+    assert any(line.startswith(f"{ID}: ") and line.endswith(f" of {total / 1e6:.1f} MB") for line in between)
+
+
+def test_without_comfyui_the_bytes_are_on_stderr(
+    server: HubServer, files: dict[str, bytes], no_models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.push(ID, files)
+    load()
+    size = f"{sum(map(len, files.values())) / 1e6:.1f}"
+    assert f"{size} of {size} MB" in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_the_download_and_the_next_run_goes_on(
+    server: HubServer, files: dict[str, bytes], comfyui: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.push(ID, files)
+    server.faults.seconds_per_block = 0.03
+
+    def interrupted() -> None:
+        if comfyui.bars[-1][-1][0] > 700_000:
+            raise InterruptProcessingException
+
+    with monkeypatch.context() as patch:
+        patch.setattr(comfyui.management, "throw_exception_if_processing_interrupted", interrupted)
+        with pytest.raises(InterruptProcessingException):
+            load()
+    kept = sum(path.stat().st_size for path in partials())
+    assert kept > 0 and loader().IS_CHANGED(hub_id=ID) == ""
+    server.requests.clear()
+    server.faults.seconds_per_block = 0
+    assert files_of(load().store.model.path) == files
+    assert kept == sum(request.first_byte for request in server.requests)
+
+
+def test_without_comfyui_an_interrupt_ends_it_too(server: HubServer, files: dict[str, bytes], no_models: Path) -> None:
+    server.push(ID, files)
+    host.interrupt()
+    with pytest.raises(host.Interrupted, match=f"looking for {ID}"):
+        load()
+    assert not server.gets(".safetensors")
+
+
+def test_off_uses_the_cache_alone(server: HubServer, files: dict[str, bytes], no_models: Path) -> None:
+    server.push(ID, files)
+    with pytest.raises(HubError, match=f"'{ID}' at 'main' is not in the cache .*Downloads are turned off"):
+        load(download=False)
+    assert not server.requests
+    first = load().store.model.path
+    server.push(ID, text(files, "scheduler/scheduler_config.json", snr_shift_scale=2.0))
+    server.requests.clear()
+    assert load(download=False).store.model.path == first and not server.requests
+    assert load().store.model.path != first
+
+
+def test_a_revision_is_that_commit(server: HubServer, files: dict[str, bytes], no_models: Path) -> None:
+    old = server.push(ID, files)
+    server.push(ID, text(files, "scheduler/scheduler_config.json", snr_shift_scale=2.0))
+    assert load(revision=f" {old} ").store.model.path.name == old
+    assert load().store.model.path.name != old
+
+
+# --- what cannot be had -----------------------------------------------------------------------------------------------
+
+
+def test_no_network(server: HubServer, files: dict[str, bytes], no_models: Path) -> None:
+    server.push(ID, files)
+    folder = load().store.model.path
+    server.close()
+    assert load().store.model.path == folder, "what is there is used"
+    with pytest.raises(HubError, match=r"cannot be reached for 'owner/other'.*Check the network"):
+        load(hub_id="owner/other")
+
+
+def test_what_the_hub_does_not_have_or_give(server: HubServer, files: dict[str, bytes], no_models: Path) -> None:
+    server.push(ID, files)
+    with pytest.raises(HubError, match=r"no 'owner/other' on the hub"):
+        load(hub_id="owner/other")
+    with pytest.raises(HubError, match=r"has no revision 'v9'"):
+        load(revision="v9")
+    server.faults.status = {"api": (403, "GatedRepo")}
+    with pytest.raises(HubError, match=r"is gated. Accept its terms.*HF_TOKEN"):
+        load()
+    assert not server.gets(".safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "said"),
+    [
+        ("LoadCogView4", "CogVideoXPipeline", "not a CogView4Pipeline. It belongs to CogVideoX. Name a CogView4 repo"),
+        (
+            "LoadCogVideoX",
+            "CogView4Pipeline",
+            "not a CogVideoXPipeline or a CogVideoXImageToVideoPipeline. It belongs to CogView4. Name a CogVideoX or a "
+            "CogVideoX image-to-video repository",
+        ),
+    ],
+)
+def test_another_family_is_named_before_weights_are_fetched(
+    server: HubServer, files: dict[str, bytes], no_models: Path, name: str, found: str, said: str
+) -> None:
+    server.push(ID, text(files, "model_index.json", _class_name=found))
+    with pytest.raises(BadFolder, match=f"^'{ID}' holds a {found}, {said}"):
+        load(name)
+    assert [request.path for request in server.gets()] == ["api", "model_index.json"]
+
+
+def test_another_family_in_the_cache_is_named_too(server: HubServer, files: dict[str, bytes], no_models: Path) -> None:
+    server.push(ID, files)
+    load()
+    for download in (True, False):
+        with pytest.raises(BadFolder, match=f"^'{ID}' holds a CogVideoXPipeline, not a CogView4Pipeline"):
+            load("LoadCogView4", download=download)
+
+
+def test_messages_name_the_hub_id_and_not_the_commit(
+    server: HubServer, files: dict[str, bytes], no_models: Path
+) -> None:
+    server.push(ID, text(files, "text_encoder/config.json", num_heads="four"))
+    pipeline = load()
+    assert pipeline.store.model.name == ID
+    with pytest.raises(BadFolder, match=f"^'{ID}/text_encoder' could not be loaded"):
+        loader("EncodePrompt")().encode(pipeline, "a boat", "", "inherit")
+    (pipeline.store.model.path / "vae" / "config.json").unlink()
+    server.close()
+    with pytest.raises(HubError, match=ID):
+        load()
+    with pytest.raises(BadFolder, match=f"^'{ID}/vae' has no config.json"):
+        load(download=False)
+
+
+# --- when the loader runs again ---------------------------------------------------------------------------------------
+
+
+def test_a_new_commit_in_the_cache_is_noticed_and_nobody_is_asked(
+    server: HubServer, files: dict[str, bytes], no_models: Path
+) -> None:
+    changed = loader().IS_CHANGED
+    old = server.push(ID, files)
+    assert changed(model=inputs.NO_MODEL, hub_id=ID) == ""
+    load()
+    assert changed(model=inputs.NO_MODEL, hub_id=f" {ID} ", revision=" ") == old
+    new = server.push(ID, text(files, "scheduler/scheduler_config.json", snr_shift_scale=2.0))
+    server.requests.clear()
+    assert changed(hub_id=ID) == old and not server.requests, "what the hub has is asked when the node runs"
+    fetch(ID, None, COGVIDEOX)
+    server.close()
+    assert changed(hub_id=ID) == new and changed(hub_id=ID, revision=old) == old
+    assert changed(hub_id=ID, revision="v9") == ""
+    assert loader("LoadCogView4").IS_CHANGED(hub_id=ID) == "", "not a model of its own"
+
+
+def test_a_cache_that_is_damaged_never_raises(server: HubServer, files: dict[str, bytes], no_models: Path) -> None:
+    server.push(ID, files)
+    folder = load().store.model.path
+    (folder / "model_index.json").write_bytes(b"\xff")
+    assert loader().IS_CHANGED(hub_id=ID) == ""
+    (folder / DENOISER).resolve().unlink()
+    assert loader().IS_CHANGED(hub_id=ID) == ""
+    shutil.rmtree(constants.HF_HUB_CACHE)
+    Path(constants.HF_HUB_CACHE).touch()
+    assert loader().IS_CHANGED(hub_id=ID) == ""
+
+
+# --- without a browser ------------------------------------------------------------------------------------------------
+
+
+def test_a_hub_id_from_the_command_line(
+    server: HubServer, files: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.push(ID, files)
+    old = {"model": "CogVideoX-2b", "precision": "fp32", "backend": "eager", "offload": "none"}
+    workflow = {
+        "1": {"class_type": "OneDiffGuardLoadCogVideoX", "inputs": old},
+        "2": {"class_type": "OneDiffGuardPrecisionReport", "inputs": {"pipeline": ["1", 0]}},
+    }
+    (tmp_path / "workflow.json").write_text(json.dumps(workflow), encoding="utf-8")
+    run = ["run", str(tmp_path / "workflow.json"), "--models", str(tmp_path / "none"), "--out", str(tmp_path / "out")]
+    assert cli.main(run) == 2 and "No folder 'CogVideoX-2b'" in capsys.readouterr().err
+    assert cli.main([*run, "--json", "--set", f"OneDiffGuardLoadCogVideoX.hub_id={ID}"]) == 0
+    assert f"Plan for {ID}: " in capsys.readouterr().out
+    assert cli.main([*run, "--set", "1.hub_id=CogVideoX-2b"]) == 2 and "is no hub id" in capsys.readouterr().err
+    assert cli.main([*run, "--set", "1.hub_id=owner/other"]) == 4 and "no 'owner/other'" in capsys.readouterr().err
+
+
+def test_the_doctor_knows_models_in_the_cache(
+    server: HubServer, files: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.push(ID, files)
+    assert cli.main(["doctor", "--model", ID]) == 2 and f"There is no '{ID}'" in capsys.readouterr().err
+    assert not server.requests, "a plan is worth no download"
+    fetch(ID, None, COGVIDEOX)
+    assert cli.main(["doctor", "--model", ID]) == 0
+    assert f"Plan for {ID}: " in capsys.readouterr().out
+
+
+def test_a_model_without_weights_is_refused_early(server: HubServer, files: dict[str, bytes], no_models: Path) -> None:
+    server.push(ID, without(files, DENOISER))
+    with pytest.raises(BadFolder, match=f"'{ID}/transformer' holds no weights"):
+        load()
+    assert not server.gets(".safetensors")

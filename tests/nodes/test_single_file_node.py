@@ -1,0 +1,107 @@
+"""Stable Video Diffusion from ComfyUI's single file, through the nodes."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import diffusers
+import pytest
+import svd_layout
+import torch
+from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
+from comfyui_onediff_guard.headless import cli
+from comfyui_onediff_guard.nodes import host
+from comfyui_onediff_guard.pipelines.errors import BadFolder
+from comfyui_onediff_guard.pipelines.pictures import fitted
+from safetensors.torch import save_file
+
+PIPELINE = svd_layout.Layout(image=224, patch=56)  # the pipeline always shows CLIP 224 pixels
+IMAGE = torch.linspace(0, 1, 64 * 64 * 3).reshape(1, 64, 64, 3)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Laid out as ComfyUI's folder of models."""
+    root = tmp_path_factory.mktemp("models")
+    (root / "checkpoints" / "video").mkdir(parents=True)
+    svd_layout.write(root / "checkpoints" / "video" / "svd_xt.safetensors", PIPELINE)
+    tensor = {"cond_stage_model.transformer.text_model.x": torch.zeros(1)}
+    tensor["model.diffusion_model.input_blocks.0.0.weight"] = torch.zeros(1)
+    save_file(tensor, root / "checkpoints" / "dreamshaper.safetensors")
+    return root
+
+
+@pytest.fixture(autouse=True)
+def folders(models, tmp_path):
+    with host.plain_folders(models=[models], input=tmp_path, output=tmp_path):
+        yield
+
+
+def node(name):
+    return NODE_CLASS_MAPPINGS[f"OneDiffGuard{name}"]()
+
+
+def load(precision="fp32", name="video/svd_xt.safetensors"):
+    (pipeline,) = node("LoadStableVideoDiffusion").load(name, precision, "eager", "none")
+    return pipeline
+
+
+def sample(pipeline, steps=2):
+    return node("SampleStableVideoDiffusion").sample(
+        pipeline, IMAGE, 64, 64, 3, steps, 1.0, 3.0, 7, 127, 0.02, 5, "crop", "inherit"
+    )["result"]
+
+
+def test_files_stand_in_the_list_of_the_loader_that_reads_them():
+    (names, _) = node("LoadStableVideoDiffusion").INPUT_TYPES()["required"]["model"]
+    assert names == ["dreamshaper.safetensors", "video/svd_xt.safetensors"]
+    assert node("LoadCogVideoX").INPUT_TYPES()["required"]["model"][0] != names
+    assert node("LoadStableVideoDiffusion").VALIDATE_INPUTS(model="video/svd_xt.safetensors") is True
+    assert "checkpoints" in node("LoadStableVideoDiffusion").VALIDATE_INPUTS(model="svd.safetensors")
+
+
+def test_a_file_samples_and_decodes_as_diffusers_does_with_its_weights():
+    pipeline = load()
+    latents, _ = sample(pipeline)
+    frames = node("DecodeLatents").decode(pipeline, latents, False, False, "inherit")["result"][0]
+    store = pipeline.store
+    parts: dict[str, Any] = {name: store.module(name, "fp32") for name in ("unet", "vae", "image_encoder")}
+    parts |= {name: store.unweighted(name) for name in ("scheduler", "feature_extractor")}
+    by_hand = diffusers.StableVideoDiffusionPipeline(**parts)
+    by_hand.set_progress_bar_config(disable=True)
+    expected = by_hand(
+        fitted(IMAGE, 64, 64, "crop")[0], width=64, height=64, num_frames=3, num_inference_steps=2,
+        generator=torch.Generator().manual_seed(5), output_type="pt", max_guidance_scale=3.0,
+    ).frames  # fmt: skip
+    assert torch.equal(frames.permute(0, 3, 1, 2), expected[0])
+
+
+def test_half_precision_is_guarded():
+    pipeline = load("bf16")
+    found, report = sample(pipeline, steps=1)
+    assert "SVD-XT" in report and "1 step, 0 reruns" in report and found["samples"].isfinite().all()
+    assert {p.dtype for p in pipeline.store.module("unet", "bf16").parameters()} == {torch.bfloat16}
+
+
+def test_another_models_file_is_named_and_nothing_is_kept():
+    with pytest.raises(BadFolder, match=r"'dreamshaper.safetensors' is a Stable Diffusion 1 checkpoint, not a"):
+        load(name="dreamshaper.safetensors")
+    with pytest.raises(BadFolder, match=r"No .*away.safetensors|is gone"):
+        load(name="away.safetensors")
+
+
+def test_a_rewritten_file_is_loaded_anew(models):
+    cls, name = type(node("LoadStableVideoDiffusion")), "video/svd_xt.safetensors"
+    before, store = cls.IS_CHANGED(model=name), load().store
+    assert load().store is store
+    os.utime(models / "checkpoints" / name, ns=(1, 1))
+    assert cls.IS_CHANGED(model=name) != before and load().store is not store
+
+
+def test_doctor_plans_a_file(models, capsys):
+    file = models / "checkpoints" / "video" / "svd_xt.safetensors"
+    assert cli.main(["doctor", "--model", str(file)]) == 0
+    assert "Plan for svd_xt.safetensors: SVD-XT" in capsys.readouterr().out
+    assert cli.main(["doctor", "--model", str(file.with_name("gone.safetensors"))]) == 2
+    assert "There is no '" in capsys.readouterr().err

@@ -1,0 +1,101 @@
+"""A fault in any layer of any stage, from any call on: found, rightly named, recovered, and nothing left behind."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from comfyui_onediff_guard.pipelines.decode import decode
+from comfyui_onediff_guard.pipelines.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.folder import family_of
+from comfyui_onediff_guard.pipelines.handle import load
+from comfyui_onediff_guard.pipelines.pictures import fitted
+from comfyui_onediff_guard.pipelines.placement import PlainPlacement
+from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
+from comfyui_onediff_guard.precision.policy import Precision
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+STAGES = {  # (model, stage) → the component, and the part of it that runs
+    ("5b-i2v", "text_encoder"): ("text_encoder", ""),
+    ("5b-i2v", "vae_encode"): ("vae", "encoder"),
+    ("5b-i2v", "denoiser"): ("transformer", ""),
+    ("5b-i2v", "vae_decode"): ("vae", "decoder"),
+    ("cogview4", "denoiser"): ("transformer", ""),
+    ("svd", "image_encoder"): ("image_encoder", ""),
+}
+SIZES = {"5b-i2v": (96, 64, 9), "cogview4": (64, 64, 1), "svd": (64, 64, 2)}
+HEALTH = {"deadline": None, "suppress_health_check": list(HealthCheck), "max_examples": 20, "derandomize": True}
+
+
+def opened(folder, precision):
+    options: dict[str, Any] = {"backend": "eager", "offload": "none", "placement": PlainPlacement()}
+    return load(folder, family_of(folder), precision=Precision(precision), **options)
+
+
+def run(handle, model):
+    """(frames, {stage: its report})"""
+    width, height, frames = SIZES[model]
+    reports, positive, negative = {}, None, None
+    if handle.family.prompt:
+        (positive, negative), reports["text_encoder"] = encode_prompts(handle, ["a red kite", "grey"])
+    image = torch.rand(1, 64, 96, 3, generator=torch.Generator().manual_seed(2))
+    start = {"image": fitted(image, width, height, "crop")[0]} if handle.family.takes_image else {}
+    guidance = 5.0 if handle.family.prompt else None
+    sampling = SampleSettings(width, height, steps=2, seed=3, frames=frames, guidance_scale=guidance)
+    latents, reports["denoiser"] = sample(handle, positive, negative, sampling, **start)
+    reports |= {report.plan.component.value: report for report in reports["denoiser"].before}
+    pixels, reports["vae_decode"] = decode(handle, latents)
+    return pixels, reports
+
+
+@contextmanager
+def broken(layer, first_call):
+    """Its half-precision output is NaN from a call on. Yields a list that is filled once that happened."""
+    forward, happened, calls = layer.forward, [], iter(range(10**6))
+
+    def faulty(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        if isinstance(output, torch.Tensor) and output.dtype == torch.bfloat16 and next(calls) >= first_call:
+            happened.append(True)
+            output = output * torch.nan
+        return output
+
+    layer.forward = faulty
+    try:
+        yield happened
+    finally:
+        del layer.forward
+
+
+@settings(**HEALTH)
+@given(where=st.sampled_from(list(STAGES)), data=st.data())
+def test_a_fault_in_any_layer_of_any_stage(model_folder, where, data):
+    model, stage = where
+    component, part = STAGES[where]
+    handle = opened(model_folder(model), "bf16")
+    healthy, _ = run(handle, model)
+    handle.store.prompts.clear()  # so that the text encoder runs again
+    owner = handle.store.module(component, "bf16").get_submodule(part)
+    layers = {name: layer for name, layer in owner.named_modules() if name and not [*layer.children()]}
+    layers = {name: layer for name, layer in layers.items() if [*layer.parameters()]}
+    before = {name: vars(layer).copy() for name, layer in layers.items()}
+    name = data.draw(st.sampled_from(sorted(layers)))
+    first_call = data.draw(st.sampled_from([0, 0, 1]))
+    with broken(layers[name], first_call) as happened:
+        frames, reports = run(handle, model)
+    assume(happened)
+    failed = [step for step in reports[stage].steps if step.outcome == "rerun"]
+    assert failed and failed[0].stage == stage and failed[0].rerun.module == name
+    others = [report for other, report in reports.items() if other != stage]
+    assert not [step for report in others for step in report.steps if step.outcome != "finite"]
+    assert torch.isfinite(frames).all()
+    assert (frames - healthy).abs().max() < 0.25
+    for name, layer in layers.items():
+        assert {key: value for key, value in vars(layer).items() if not key.startswith("_")} == {
+            key: value for key, value in before[name].items() if not key.startswith("_")
+        }
+        assert not layer._forward_hooks and not layer._forward_pre_hooks
+    counted = sum(report.as_dict()["rerun_seconds"] for report in reports.values())
+    assert 0 < counted < sum(report.as_dict()["seconds"] for report in reports.values())

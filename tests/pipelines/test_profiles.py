@@ -1,0 +1,153 @@
+"""Profiles: written whole, read strictly, and used only where they fit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from dataclasses import replace
+
+import pytest
+from comfyui_onediff_guard.pipelines import profiles
+from comfyui_onediff_guard.pipelines.errors import BadProfile
+from comfyui_onediff_guard.pipelines.families import COGVIDEOX
+from comfyui_onediff_guard.pipelines.folder import inspect
+from comfyui_onediff_guard.pipelines.profiles import Profile, identify, kept, parse, read, write
+from comfyui_onediff_guard.precision.learned import NOTHING, Learned
+from hypothesis import given
+from hypothesis import strategies as st
+
+ISLANDS = ("transformer_blocks.3", "transformer_blocks.17")
+PROFILE = Profile(
+    model="CogVideoX 5b/fine:tune",
+    weights="0" * 32,
+    loras=(),
+    architecture="sm75",
+    dtype="fp16",
+    versions={"torch": "2.13", "diffusers": "0.42"},
+    learned=Learned(5.1e5, ISLANDS),
+)
+
+
+@given(
+    st.builds(
+        Profile,
+        model=st.text(min_size=1),
+        weights=st.text(min_size=1),
+        loras=st.lists(st.text()).map(tuple),
+        architecture=st.text(min_size=1),
+        dtype=st.sampled_from(["fp16", "bf16"]),
+        versions=st.dictionaries(st.text(), st.text()),
+        learned=st.builds(
+            Learned,
+            st.none() | st.floats(0, 1e38),
+            st.lists(st.text()).map(tuple),
+        ),
+    )
+)
+def test_what_is_written_is_read_again(profile):
+    assert parse(profile.text(), "it") == profile
+
+
+def test_a_file_is_written_whole_and_named_after_its_model(tmp_path):
+    file = write(tmp_path / "new", PROFILE)
+    assert file.name.startswith("CogVideoX-5b-fine-tune-sm75-fp16-") and read(file) == PROFILE
+    again = write(tmp_path / "new", replace(PROFILE, learned=Learned(1.0)))
+    assert again == file and read(file).learned == Learned(1.0), "one model has one file"
+    other = write(tmp_path / "new", replace(PROFILE, loras=("x at 1",)))
+    assert other != file
+    assert {path.suffix for path in (tmp_path / "new").iterdir()} == {".json"}
+
+
+def test_a_write_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
+    file = write(tmp_path, PROFILE)
+    monkeypatch.setattr(profiles.Path, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        write(tmp_path, replace(PROFILE, learned=NOTHING))
+    assert read(file) == PROFILE and list(tmp_path.iterdir()) == [file]
+
+
+def test_readers_never_see_half_a_file(tmp_path):
+    file, found = write(tmp_path, PROFILE), []
+
+    def keep_writing():
+        for peak in range(200):
+            write(tmp_path, replace(PROFILE, learned=Learned(float(peak), ISLANDS * 50)))
+
+    writer = threading.Thread(target=keep_writing)
+    writer.start()
+    while writer.is_alive():
+        found.append(read(file))
+    writer.join()
+    assert found
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"kind": "a poem"}, "'kind'"),
+        ({"format": 2}, "format is 2, and this version reads 1"),
+        ({"learned": None}, "no 'learned'"),
+        ({"learned": {"stream_peak": -1, "islands": []}}, "learned.stream_peak' is '-1'"),
+        ({"learned": {"stream_peak": 1, "islands": "all"}}, "learned.islands"),
+        ({"learned": {"stream_peak": True, "islands": []}}, "learned.stream_peak"),
+        ({"dtype": "int8"}, "'dtype' is 'int8'"),
+        ({"versions": {"torch": 2}}, "'versions'"),
+        ({"weights": ""}, "'weights'"),
+    ],
+)
+def test_a_profile_that_cannot_be_used_is_named(change, says, tmp_path):
+    file = tmp_path / "found.json"
+    file.write_text(json.dumps(json.loads(PROFILE.text()) | change))
+    with pytest.raises(BadProfile, match=r"'found.json' is no profile that can be used: .*Delete it") as error:
+        read(file)
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"learned": NaN}', "\x00"])
+def test_nonsense_is_no_profile(text):
+    with pytest.raises(BadProfile, match="'it' is no profile"):
+        parse(text, "it")
+
+
+def test_a_large_or_binary_file_is_no_profile(tmp_path):
+    (tmp_path / "large.json").write_bytes(b" " * (2**20 + 1))
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    found = dict(kept(tmp_path))
+    assert all(isinstance(error, BadProfile) for error in found.values()) and len(found) == 2
+    assert not list(kept(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"weights": "1" * 32}, "another model's weights"),
+        ({"loras": ("x at 1",)}, "other LoRAs"),
+        ({"architecture": "sm80"}, "it is for sm80, and this is sm75"),
+        ({"dtype": "bf16"}, "it is for bf16, and this is fp16"),
+        ({"versions": {"torch": "2.9", "diffusers": "0.42"}}, "made with torch 2.9, and this is 2.13"),
+        ({"versions": {}}, "torch of no version"),
+        ({"learned": Learned(islands=("transformer_blocks.99",))}, "this model has no 'transformer_blocks.99'"),
+    ],
+)
+def test_one_that_does_not_fit_says_why(change, says):
+    assert PROFILE.misfit(replace(PROFILE, learned=NOTHING), ISLANDS) == ""
+    assert says in replace(PROFILE, **change).misfit(replace(PROFILE, learned=NOTHING), ISLANDS)
+
+
+def test_a_model_is_known_by_its_config_headers_and_weights(model_folder, tmp_path):
+    def weights(folder):
+        return identify(inspect(folder, COGVIDEOX), (), "sm75", "fp16").weights
+
+    folder = shutil.copytree(model_folder("2b"), tmp_path / "moved")
+    assert weights(folder) == weights(model_folder("2b"))
+    assert weights(model_folder("2b", "stream")) != weights(folder), "a fine-tune has its base's headers and sizes"
+    assert weights(model_folder("5b")) != weights(folder)
+    here = identify(inspect(folder, COGVIDEOX), (), "sm75", "fp16")
+    assert here.learned == NOTHING and set(here.versions) == {"torch", "diffusers"}
+
+
+def test_in_words():
+    words = "CogVideoX 5b/fine:tune, sm75, fp16; residual stream peaks at 5.1e+05; 'transformer_blocks.3', "
+    assert PROFILE.in_words() == words + "'transformer_blocks.17' in fp32"
+    assert replace(PROFILE, learned=NOTHING).in_words().endswith("nothing learned")

@@ -1,0 +1,112 @@
+"""A VAE that fails in one chunk or tile: that one is computed again in fp32, with the cache that it hands on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from comfyui_onediff_guard.pipelines.decode import decode
+from comfyui_onediff_guard.pipelines.vae import guarded_encoder
+from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
+
+FRAMES = 25  # decoded in 3 chunks
+
+
+@pytest.fixture
+def latents():
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(1, 16, (FRAMES - 1) // 4 + 1, 4, 6, generator=generator)
+
+
+def breaking(monkeypatch, module, calls, change):
+    """Alters what `module` puts out in half precision at these calls, counted from 0 over both precisions."""
+    forward, count = module.forward, iter(range(10**6))
+
+    def broken(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        half = next(count) in calls and (output[0] if isinstance(output, tuple) else output).dtype == torch.bfloat16
+        return change(output) if half else output
+
+    monkeypatch.setattr(module, "forward", broken)
+
+
+def nan_in_output(output):
+    return (output[0] * torch.nan, *output[1:]) if isinstance(output, tuple) else output * torch.nan
+
+
+def infinite_cache(output):
+    frames, cache = output
+    return frames, {"mid_block": {**cache["mid_block"], "resnet_0": torch.full((2,), torch.inf)}} | {
+        name: value for name, value in cache.items() if name != "mid_block"
+    }
+
+
+def outcomes(report):
+    return [step.outcome for step in report.steps]
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_chunk_that_fails_is_computed_again_alone(model_folder, open_pipeline, monkeypatch, latents, failing):
+    expected, _ = decode(open_pipeline(model_folder("2b"), "fp32"), latents)
+    handle = open_pipeline(model_folder("2b"), "bf16")
+    healthy, report = decode(handle, latents)
+    assert outcomes(report) == ["finite"] * 3
+    decoder = handle.store.module("vae", "bf16").decoder
+    breaking(monkeypatch, decoder.conv_out, {failing}, nan_in_output)
+    frames, report = decode(handle, latents)
+    assert outcomes(report) == ["rerun" if chunk == failing else "finite" for chunk in range(3)]
+    assert report.steps[failing].stage == "vae_decode" and "non-finite in bf16" in report.steps[failing].note
+    assert (frames - expected).abs().max() <= (healthy - expected).abs().max() + 1e-3
+    edges = [0, 9, 17, 25]
+    here = slice(edges[failing], edges[failing + 1])
+    assert (frames[here] - expected[here]).abs().mean() < (healthy[here] - expected[here]).abs().mean()
+
+
+def test_a_chunk_whose_cache_alone_is_bad_is_the_one_that_is_redone(model_folder, open_pipeline, monkeypatch, latents):
+    expected, _ = decode(open_pipeline(model_folder("2b"), "fp32"), latents)
+    handle = open_pipeline(model_folder("2b"), "bf16")
+    breaking(monkeypatch, handle.store.module("vae", "bf16").decoder, {1}, infinite_cache)
+    frames, report = decode(handle, latents)
+    assert outcomes(report) == ["finite", "rerun", "finite"], "the next chunk gets a good cache, cast to bf16"
+    assert (frames - expected).abs().max() < 0.1
+
+
+def test_a_tile_that_fails_is_computed_again_alone(model_folder, open_pipeline, monkeypatch):
+    generator = torch.Generator().manual_seed(3)
+    latents = torch.randn(1, 16, 3, 40, 40, generator=generator)
+    handle = open_pipeline(model_folder("2b"), "bf16")
+    healthy, report = decode(handle, latents, tiling=True)
+    tiles = len(report.steps)
+    assert tiles > 2 and report.reruns == 0
+    breaking(monkeypatch, handle.store.module("vae", "bf16").decoder.conv_out, {2}, nan_in_output)
+    frames, report = decode(handle, latents, tiling=True)
+    assert [step for step, outcome in enumerate(outcomes(report)) if outcome == "rerun"] == [2]
+    assert len(report.steps) == tiles and (frames - healthy).abs().max() < 0.1
+
+
+def test_encoding_a_video_is_guarded_chunk_by_chunk(model_folder, open_pipeline, monkeypatch):
+    video = torch.rand(1, 3, FRAMES, 32, 48, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    expected = guarded_encoder(open_pipeline(model_folder("2b"), "fp32"), None)[0].encode(video).latent_dist.mode()
+    handle = open_pipeline(model_folder("2b"), "bf16")
+    encoder = handle.store.module("vae", "bf16").encoder
+    breaking(monkeypatch, encoder.conv_out, {1}, nan_in_output)
+    shell, report = guarded_encoder(handle, None)
+    with torch.no_grad():
+        found = shell.encode(video).latent_dist.mode()
+    assert outcomes(report) == ["finite", "rerun", "finite"] and report.steps[1].stage == "vae_encode"
+    assert found.dtype == torch.float32
+    assert (found - expected).abs().max() / expected.abs().max() < 0.1
+
+
+def test_in_scope_learned_a_block_that_fails_becomes_an_island(model_folder, open_pipeline, monkeypatch, latents):
+    handle = open_pipeline(model_folder("2b"), "bf16")
+    handle = replace(handle, policy=GuardPolicy(scope=Scope.LEARNED))
+    block = handle.store.module("vae", "bf16").decoder.up_blocks[1]
+    breaking(monkeypatch, block, set(range(100)), nan_in_output)
+    frames, report = decode(handle, latents)
+    assert outcomes(report) == ["rerun", "finite", "finite"] and torch.isfinite(frames).all()
+    rerun = report.steps[0].rerun
+    assert rerun and "up_blocks.1" in rerun.action
+    untouched, report = decode(replace(handle, policy=GuardPolicy(scope=Scope.STEP)), latents)
+    assert outcomes(report) == ["rerun"] * 3 and torch.isfinite(untouched).all()

@@ -1,0 +1,169 @@
+"""A list of blocks between two layers, small, and faults to inject into its half-precision calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from comfyui_onediff_guard.precision.arch import ARCHITECTURES
+from comfyui_onediff_guard.precision.dtypes import DTYPES
+from comfyui_onediff_guard.precision.findings import Anatomy
+from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope, StageGuard
+from comfyui_onediff_guard.precision.islands import Attempt, half_attempt
+from comfyui_onediff_guard.precision.learned import NOTHING, Learned
+from comfyui_onediff_guard.precision.learning import Learner
+from comfyui_onediff_guard.precision.policy import VARIANTS, Component, Precision, choose
+from comfyui_onediff_guard.precision.report import RunReport
+from comfyui_onediff_guard.precision.shells import replaced, with_forward
+from comfyui_onediff_guard.precision.streams import Stream
+from torch import nn
+
+WIDTH = 8
+STREAM = Stream("blocks", "embed", writers=("write",), norms=("norm",), last_norms=("last_norm",))
+Spoil = Callable[[torch.Tensor], None]  # changes an output in place
+
+
+class Block(nn.Module):
+    """Reads the stream through a norm, and adds to it."""
+
+    shrink: torch.Tensor  # what its inner layer puts out is multiplied by it
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.write = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("shrink", torch.ones(()))
+
+    def forward(self, x):
+        hidden = torch.sin(self.inner(self.norm(x)) * self.shrink)
+        return x + self.write(hidden)
+
+
+class Blocky(nn.Module):
+    """x [batch, frames, WIDTH] → the same."""
+
+    def __init__(self, blocks: int):
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.last_norm = nn.LayerNorm(WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, timestep=None):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return (self.out(self.last_norm(x)),)
+
+
+def build(blocks: int = 4, dtype: str = "fp16", seed: int = 0) -> Blocky:
+    torch.manual_seed(seed)
+    return Blocky(blocks).to(DTYPES[dtype]).eval().requires_grad_(False)
+
+
+def overflow_inside(module: Blocky, block: int) -> None:
+    """A block's inner layer reaches 1e5 or more, and what the block puts out stays as small as it was."""
+    found: Any = module.blocks[block]
+    with torch.no_grad():
+        found.inner.weight.mul_(2.0**17)
+        found.shrink.mul_(2.0**-18)
+
+
+def overflow_stream(module: Blocky, block: int, reach: float = 5e5) -> None:
+    """What a block writes takes the stream beyond fp16; what it is computed from stays inside."""
+    found: Any = module.blocks[block]
+    with torch.no_grad():
+        found.write.weight.mul_(reach).clamp_(-6e4, 6e4)
+
+
+def latents(seed: int = 0, batch: int = 2, frames: int = 3) -> torch.Tensor:
+    return torch.randn(batch, frames, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass
+class Faults:
+    """Spoils what named modules put out in half precision, in the calls given. An fp32 rerun knows nothing of it."""
+
+    where: dict[str, Spoil]
+    calls: Collection[int]  # counted from 0
+    call: int = field(default=-1)
+
+    def injected(self, module: nn.Module) -> nn.Module:
+        """A shell of `module` with the faults in it."""
+
+        def make(spoil: Spoil) -> Callable[[nn.Module], nn.Module]:
+            def faulty(part: nn.Module) -> nn.Module:
+                def forward(*args: Any, **kwargs: Any) -> Any:
+                    made = part(*args, **kwargs)
+                    if self.call in self.calls and made.dtype != torch.float32:
+                        spoil(made)
+                    return made
+
+                return with_forward(part, forward)
+
+            return faulty
+
+        return replaced(module, {name: make(spoil) for name, spoil in self.where.items()})
+
+
+@dataclass
+class Run:
+    """A guarded module, and what a sampling loop does with it."""
+
+    module: Blocky
+    guard: StageGuard
+    report: RunReport
+    learner: Learner
+    faults: Faults
+    built: list[Learned]
+
+    def __call__(self, x: torch.Tensor, **more: Any) -> torch.Tensor:
+        self.faults.call += 1
+        return self.guard(x, **more)[0]
+
+    @property
+    def learned(self) -> Any:
+        return self.guard.learned
+
+    def rerun(self, step: int) -> Any:
+        return self.report.steps[step].rerun
+
+    @property
+    def outcomes(self) -> list[str]:
+        return [step.outcome for step in self.report.steps]
+
+    @property
+    def dtypes(self) -> list[str]:
+        return [step.dtype for step in self.report.steps]
+
+
+def guarded(
+    module: Blocky,
+    dtype: str = "fp16",
+    *,
+    scope: Scope = Scope.LEARNED,
+    stay_after: int = 3,
+    faults: Faults | None = None,
+    stream: Stream | None = STREAM,
+    learned: Learned = NOTHING,
+    **more: Any,
+) -> Run:
+    """more: of half_attempt."""
+    faults, built = faults or Faults({}, ()), []
+    anatomy = Anatomy.of(module, ["blocks"], stream)
+
+    def make(known: Learned) -> Attempt:
+        built.append(known)
+        return half_attempt(faulty, anatomy, known, dtype, **more)
+
+    # the attempt is made of the faulty shell; the rerun calls the module
+    faulty = faults.injected(module)
+    learner = Learner(module, dtype, make, anatomy, learned)
+    plan = choose(ARCHITECTURES["cpu"], VARIANTS["CogVideoX-5B"], Component.DENOISER, Precision(dtype))
+    report = RunReport("CogVideoX-5B", "cpu", plan)
+    policy = GuardPolicy(scope=scope, stay_after=stay_after)
+    guard = StageGuard("denoiser", learner, rerun=module, dtype=dtype, policy=policy, report=report)
+    return Run(module, guard, report, learner, faults, built)

@@ -1,0 +1,153 @@
+"""From measured peaks to where a call failed, and to what follows: tables, no tensors."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from blocky import STREAM, build
+from comfyui_onediff_guard.precision import findings
+from comfyui_onediff_guard.precision.findings import Anatomy, Finding, found_in_half, taught
+from comfyui_onediff_guard.precision.learned import Learned, named
+from comfyui_onediff_guard.precision.observe import Peak
+
+FOLDS = Anatomy.of(build(3), ["blocks"], STREAM)
+PLAIN = Anatomy.of(build(3), ["blocks"])
+HEALTHY = {
+    "embed": Peak(3, 50),
+    "blocks.0.norm": Peak(50, 3),
+    "blocks.0.inner": Peak(3, 40),
+    "blocks.0.write": Peak(1, 9e4),  # goes to the stream
+    "blocks.1.norm": Peak(100, 3),
+    "last_norm": Peak(200, 3),
+    "out": Peak(3, 3),
+}
+
+
+def find(*args, **kwargs) -> Any:
+    return findings.find(*args, **kwargs)
+
+
+def test_a_modules_parts_by_name():
+    assert PLAIN.blocks == ("blocks.0", "blocks.1", "blocks.2")
+    assert FOLDS.blocks == ("embed", *PLAIN.blocks), "where the stream is scaled"
+    assert FOLDS.writers == {f"blocks.{i}.write" for i in range(3)}
+    assert FOLDS.norms == {"last_norm", *(f"blocks.{i}.norm" for i in range(3))}
+    assert Anatomy.of(build(1), ["embed", "blocks"]).blocks == ("embed", "blocks.0"), "a part that is no list"
+
+
+@pytest.mark.parametrize(
+    ("name", "home"),
+    [
+        ("blocks.1", "blocks.1"),
+        ("embed.proj", "embed"),
+        ("blocks.1.ff.net.0", "blocks.1"),
+        ("blocks.10.ff", "blocks.10.ff"),  # not one of blocks.1
+        ("out", "out"),
+        ("blocks", None),
+        ("", None),
+    ],
+)
+def test_where_a_module_lives(name, home):
+    assert FOLDS.home(name) == home
+
+
+def test_nothing_is_found_where_nothing_left_the_range():
+    assert find(HEALTHY, FOLDS, "fp16") is None
+    assert find({"blocks.0.inner": Peak(65504, 65504)}, FOLDS, "fp16") is None, "the last value that fits"
+
+
+@pytest.mark.parametrize(
+    ("changed", "module", "peak", "stream", "islands"),
+    [
+        ({"blocks.1.inner": Peak(3, 65505)}, "blocks.1.inner", 65505, None, ("blocks.1",)),
+        ({"blocks.1.inner": Peak(7e4, 1)}, "blocks.1.inner", 7e4, None, ("blocks.1",)),
+        ({"blocks.1.inner": Peak(3, math.inf)}, "blocks.1.inner", math.inf, None, ("blocks.1",)),
+        ({"blocks.1.write": Peak(7e4, 1)}, "blocks.1.write", 7e4, None, ("blocks.1",)),
+        ({"blocks.1.norm": Peak(7e4, 1)}, "blocks.1.norm", 7e4, 7e4, ()),
+        ({"blocks.1.norm": Peak(1, 7e4)}, "blocks.1.norm", 7e4, None, ("blocks.1",)),
+        ({"blocks.1.norm": Peak(7e4, 1), "last_norm": Peak(9e4, 1)}, "blocks.1.norm", 7e4, 9e4, ()),
+        ({"blocks.1.norm": Peak(7e4, 1), "blocks.0.inner": Peak(1, 8e4)}, "blocks.0.inner", 8e4, 7e4, ("blocks.0",)),
+        ({"out": Peak(7e4, 1)}, "out", 7e4, None, ("out",)),
+        ({"embed": Peak(1, 7e4)}, "embed", 7e4, None, ("embed",)),
+        ({"blocks.0.inner": Peak(1, 7e4), "blocks.1.inner": Peak(1, 8e4)}, "blocks.0.inner", 7e4, None,
+         ("blocks.0", "blocks.1")),
+    ],
+)  # fmt: skip
+def test_what_left_the_range(changed, module, peak, stream, islands):
+    found = find(HEALTHY | changed, FOLDS, "fp16")
+    assert (found.module, found.peak, found.stream, found.islands) == (module, peak, stream, islands)
+    assert not found.hopeless and len(found.reason) < 200
+
+
+def test_the_stream_counts_as_it_is_scaled():
+    peaks = {"blocks.1.norm": Peak(5e5, 1)}
+    assert find(peaks, FOLDS, "fp16", bits=3) is None
+    found = find(peaks, FOLDS, "fp16", bits=2)
+    assert found.stream == 5e5 and found.reason.endswith("beyond fp16's 65504 at 2^-2")
+
+
+def test_what_is_an_island_already_is_not_found_again():
+    peaks = {"blocks.1.inner": Peak(3, 7e4)}
+    assert find(peaks, FOLDS, "fp16", islands=("blocks.1",)) is None
+    assert find(peaks | {"out": Peak(8e4, 1)}, FOLDS, "fp16", islands=("blocks.1",)).islands == ("out",)
+
+
+def test_bf16_has_bf16s_range():
+    assert find({"blocks.1.inner": Peak(3, 1e38), "blocks.1.norm": Peak(1e38, 1)}, FOLDS, "bf16") is None
+    found = find({"blocks.1.inner": Peak(3, math.inf)}, FOLDS, "bf16")
+    assert found.islands == ("blocks.1",) and "bf16's 3.3895e+38" in found.reason
+
+
+def test_a_layer_outside_of_the_blocks_whose_output_does_not_fit_cannot_be_helped():
+    for anatomy in (FOLDS, PLAIN):
+        assert find({"out": Peak(1, 7e4)}, anatomy, "fp16").hopeless
+
+
+def test_a_block_whose_output_does_not_fit_cannot_be_helped_where_nothing_folds():
+    peaks = {"blocks.1": Peak(1, 7e4), "blocks.2.norm": Peak(7e4, 1)}
+    found = find(peaks, PLAIN, "fp16")
+    assert found.hopeless and found.module == "blocks.1" and "puts out 7e+04" in found.reason
+    assert taught(Learned(), found, PLAIN, "fp16") == (Learned(whole_run_fp32=True), "the rest of the run in fp32")
+
+
+@pytest.mark.parametrize(
+    ("name", "islands", "words"),
+    [
+        ("blocks.1.attn", ("blocks.1",), "inside attention, where the fold cannot help"),
+        ("blocks.1.inner", ("blocks.1",), "inside 'blocks.1.inner', where the fold cannot help"),
+        ("out", ("out",), "inside 'out'"),
+    ],
+)
+def test_what_only_the_half_call_shows(name, islands, words):
+    found = found_in_half(name, {"out": Peak(1, 2)}, FOLDS, "fp16")
+    assert (found.module, found.islands, found.hopeless) == (name, islands, False)
+    assert words in found.reason and found.peak == (2 if name == "out" else None)
+
+
+def test_what_only_the_half_call_shows_and_no_island_helps():
+    assert found_in_half("", {}, FOLDS, "fp16").hopeless, "the module's own forward"
+    assert found_in_half("blocks.1.inner", {}, FOLDS, "bf16", islands=("blocks.1",)).hopeless, "it is one already"
+    nothing = found_in_half(None, {}, FOLDS, "bf16")
+    assert not nothing.hopeless and not nothing.islands and "did not fail" in nothing.reason
+
+
+def test_lessons_add_up():
+    learned, action = taught(Learned(), Finding("", stream=5e5, islands=("blocks.1",)), FOLDS, "fp16")
+    assert learned == Learned(5e5, ("blocks.1",))
+    assert action == "folded by 2^-5 and 'blocks.1' in fp32 from the next call on"
+    learned, action = taught(learned, Finding("", islands=("blocks.0",)), FOLDS, "fp16")
+    assert taught(learned, Finding("", islands=("blocks.1",)), FOLDS, "fp16")[0] == learned, "known already"
+    assert learned == Learned(5e5, ("blocks.1", "blocks.0"))
+    assert taught(learned, Finding("", stream=4e5), FOLDS, "fp16")[0] == learned, "the largest counts"
+    assert taught(learned, Finding("nothing was found"), FOLDS, "fp16") == (learned, "")
+
+
+def test_a_stream_that_is_not_finite_cannot_be_folded():
+    assert taught(Learned(), Finding("", stream=math.inf), FOLDS, "fp16")[0].whole_run_fp32
+
+
+def test_names_are_short():
+    assert named(("a", "b")) == "'a', 'b'"
+    assert named(tuple("abcd")) == "4 blocks"

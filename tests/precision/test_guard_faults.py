@@ -1,0 +1,229 @@
+"""Faults of every kind, in every place and call: found, rightly named, recovered, and nothing left behind."""
+
+from __future__ import annotations
+
+import copy
+import math
+import threading
+from dataclasses import dataclass
+
+import pytest
+import torch
+from blocky import Faults, build, guarded, latents, overflow_inside
+from comfyui_onediff_guard.precision.guard import Scope
+from comfyui_onediff_guard.precision.learned import Learned
+from comfyui_onediff_guard.precision.shells import with_forward
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+NAN, INF = math.nan, math.inf
+PLACES = {  # in what a module puts out, [batch, frames, channels]
+    "one element": (1, 2, 3),
+    "all": ...,
+    "the unconditional half": 0,
+    "the last frame": (slice(None), -1),
+}
+
+
+def spoil(value, place):
+    return lambda made: made.__setitem__(place, value)
+
+
+def in_fp32(module, x):
+    return copy.deepcopy(module).float()(x)[0]
+
+
+def state(module):
+    """Everything that a guard might leave on a module."""
+    return {
+        name: (
+            id(part),
+            part.__dict__.keys() - {"_forward_hooks_with_kwargs"},
+            {key: id(child) for key, child in part._modules.items()},
+            {key: (id(p), p.dtype, p._version, p.data_ptr()) for key, p in part._parameters.items()},
+            {key: (id(p), p.dtype, p._version) for key, p in part._buffers.items()},
+            [len(getattr(part, hooks)) for hooks in vars(part) if "hooks" in hooks],
+            "forward" in vars(part),
+        )
+        for name, part in module.named_modules()
+    }
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_a_value_anywhere(value, place, dtype):
+    module = build(dtype=dtype)
+    run = guarded(module, dtype, faults=Faults({"blocks.1.write": spoil(value, place)}, [0]))
+    x = latents()
+    assert torch.equal(run(x), in_fp32(module, x))
+    assert run.rerun(0).module == "blocks.1.write"
+
+
+@pytest.mark.parametrize("calls", [[0], [4], [1, 2, 3], range(5)], ids=str)
+@pytest.mark.parametrize("scope", Scope)
+def test_calls(calls, scope):
+    module = build(dtype="bf16")
+    run = guarded(module, "bf16", scope=scope, stay_after=9, faults=Faults({"blocks.1": spoil(NAN, 0)}, calls))
+    for call in range(5):
+        assert (run(latents(call)) - in_fp32(module, latents(call))).abs().max() < 0.1
+    failed = list(calls) if scope is Scope.STEP else list(calls)[:1]
+    assert [index for index, step in enumerate(run.report.steps) if step.outcome == "rerun"] == failed
+    in_half = {
+        Scope.STEP: [call not in calls for call in range(5)],
+        Scope.LEARNED: [call != failed[0] for call in range(5)],
+        Scope.RUN: [call < failed[0] for call in range(5)],
+    }
+    assert [dtype == "bf16" for dtype in run.dtypes] == in_half[scope]
+
+
+def test_saturation_is_located_too():
+    module = build()
+    run = guarded(module, faults=Faults({"out": spoil(65504.0, (0, 0, 0))}, [0]))
+    run(latents())
+    assert run.report.steps[0].note.startswith("saturated in fp16: 'out'")
+    assert run.learned.islands == ("out",)
+    run = guarded(build(dtype="bf16"), "bf16", faults=Faults({"out": spoil(65504.0, (0, 0, 0))}, [0]))
+    run(latents())
+    assert run.outcomes == ["finite"], "bf16 goes further"
+
+
+@dataclass
+class Interrupt:
+    """Raises in a block the n-th time that it is called."""
+
+    at: int
+    calls: int = 0
+
+    def __call__(self, *_):
+        self.calls += 1
+        if self.calls == self.at:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("at", [1, 2, 3], ids=["in the attempt", "in the rerun", "while it is located"])
+def test_an_interrupt_leaves_nothing_behind(at):
+    module = build()
+    before = state(module)
+    run = guarded(module, faults=Faults({"blocks.1": spoil(NAN, 0)}, range(9)))
+    interrupt = Interrupt(at)
+    hook = module.blocks[2].norm.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(latents())
+    hook.remove()
+    assert interrupt.calls == at
+    assert state(module) == before and torch.overrides._get_current_function_mode() is None
+    assert run.report.steps == [] and run.learned == Learned()
+    run(latents())
+    assert run.outcomes == ["rerun"] and run.learned.islands == ("blocks.1",)
+    assert state(module) == before
+
+
+def test_two_runs_that_share_a_module_learn_apart():
+    module = build()
+    runs = [
+        guarded(module, faults=Faults({f"blocks.{index}": spoil(NAN, 0)}, range(9)), scope=scope)
+        for index, scope in enumerate((Scope.LEARNED, Scope.LEARNED, Scope.STEP))
+    ]
+    for call in range(3):
+        for run in runs:
+            assert (run(latents(call)) - in_fp32(module, latents(call))).abs().max() < 0.1
+    assert [run.report.reruns for run in runs] == [1, 1, 3]
+    assert [run.learner.learned.islands for run in runs] == [("blocks.0",), ("blocks.1",), ()]
+
+
+def test_two_threads_that_share_a_module():
+    module = build(6, dtype="bf16")
+    before, calls = state(module), 12
+    runs = [guarded(module, "bf16", faults=Faults({f"blocks.{i}.inner": spoil(NAN, 0)}, [i, 6])) for i in range(4)]
+    wrong, barrier = [], threading.Barrier(len(runs))
+
+    def work(index):
+        barrier.wait()
+        for call in range(calls):
+            x = latents(100 * index + call)
+            if (runs[index](x) - in_fp32(module, x)).abs().max() > 0.2:
+                wrong.append((index, call))
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(runs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    for index, run in enumerate(runs):
+        assert run.outcomes == ["rerun" if call == index else "finite" for call in range(calls)]
+        assert run.rerun(index).module == f"blocks.{index}.inner"
+    assert state(module) == before
+
+
+MODULES = ("embed", "last_norm", "out", "block", "block.norm", "block.inner", "block.write")
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    data=st.data(), dtype=st.sampled_from(["fp16", "bf16"]), scope=st.sampled_from(Scope), seed=st.integers(0, 2**20)
+)
+def test_a_fault_anywhere_is_found_named_and_recovered(data, dtype, scope, seed):
+    blocks, calls = data.draw(st.integers(1, 5), "blocks"), 4
+    block = f"blocks.{data.draw(st.integers(0, blocks - 1), 'block')}"
+    name = data.draw(st.sampled_from(MODULES), "module").replace("block", block)
+    at = data.draw(st.integers(0, calls - 1), "call")
+    value = data.draw(st.sampled_from([NAN, INF, -INF]), "value")
+    place = data.draw(st.sampled_from(list(PLACES.values())), "place")
+    module = build(blocks, dtype, seed)
+    run = guarded(module, dtype, scope=scope, faults=Faults({name: spoil(value, place)}, [at]))
+    for call in range(calls):
+        x = latents(seed + call)
+        found, expected = run(x), in_fp32(module, x)
+        if call == at:
+            assert torch.equal(found, expected)
+        assert (found - expected).abs().max() < 0.15
+    assert run.outcomes == ["rerun" if call == at else "finite" for call in range(calls)]
+    rerun = run.rerun(at)
+    assert rerun.module == name
+    home = block if name.startswith("blocks") else name
+    assert run.learner.learned == Learned(
+        islands=(home,) if scope is Scope.LEARNED else (), whole_run_fp32=scope is Scope.RUN
+    )
+    check_totals(run.report)
+
+
+def check_totals(report):
+    facts = report.as_dict()
+    steps = facts["steps"]
+    assert [step["step"] for step in steps] == list(range(len(steps)))
+    assert sum(facts["outcomes"].values()) == len(steps)
+    assert facts["reruns"] == facts["outcomes"].get("rerun", 0) == sum(step["rerun"] is not None for step in steps)
+    assert facts["seconds"] == pytest.approx(sum(step["seconds"] for step in steps))
+    reruns = [step["rerun"] for step in steps if step["rerun"]]
+    assert facts["rerun_seconds"] == pytest.approx(sum(rerun["seconds"] for rerun in reruns))
+    assert all(step["rerun"] is None or step["rerun"]["seconds"] <= step["seconds"] for step in steps)
+    assert f"{facts['reruns']} rerun" in facts["summary"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), dtype=st.sampled_from(["fp16", "bf16"]))
+def test_guards_that_come_and_go_in_any_order_leave_the_module_as_it_was(data, dtype):
+    module = build(3, dtype)
+    overflow_inside(module, 1)
+    hooked = []
+    hook = module.blocks[0].register_forward_hook(lambda *_: hooked.append(1))  # somebody else's
+    before, values = state(module), {name: p.clone() for name, p in module.state_dict().items()}
+    guards = {}
+    for what, index in data.draw(
+        st.lists(st.tuples(st.sampled_from(["install", "call", "remove"]), st.integers(0, 3)))
+    ):
+        if what == "install":
+            scope = data.draw(st.sampled_from(Scope))
+            run = guarded(module, dtype, scope=scope, faults=Faults({f"blocks.{index % 3}": spoil(NAN, 0)}, [1, 2]))
+            guards[index] = run, with_forward(module, run.guard)
+        elif what == "call" and index in guards:
+            run, shell = guards[index]
+            run.faults.call += 1
+            assert torch.isfinite(shell(latents(index))[0]).all()
+        elif what == "remove":
+            guards.pop(index, None)
+        assert state(module) == before
+    assert all(torch.equal(values[name], p) for name, p in module.state_dict().items())
+    hook.remove()

@@ -1,0 +1,204 @@
+"""Islands: some blocks in fp32, the others half, compiled and folded as they were."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from blocky import STREAM, Block, build, latents, overflow_inside, overflow_stream
+from comfyui_onediff_guard.precision import islands
+from comfyui_onediff_guard.precision.dtypes import DTYPES
+from comfyui_onediff_guard.precision.findings import Anatomy
+from comfyui_onediff_guard.precision.islands import half_attempt, with_islands
+from comfyui_onediff_guard.precision.learned import Learned
+from comfyui_onediff_guard.precision.observe import stream_peak
+from comfyui_onediff_guard.precision.shells import replaced
+from comfyui_onediff_guard.precision.upcast import run_in_fp32
+from torch import nn
+
+
+class Recorder:
+    """The dtypes that each block's inner layer is given."""
+
+    def __init__(self, module):
+        self.seen: dict[str, list[torch.dtype]] = {}
+        for name, block in module.blocks.named_children():
+            block.inner.register_forward_hook(self._hook(name))
+
+    def _hook(self, name):
+        return lambda _layer, given, _made: self.seen.setdefault(name, []).append(given[0].dtype)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_an_island_computes_in_fp32_and_everything_else_in_half(dtype):
+    module = build(dtype=dtype)
+    shell: Any = with_islands(module, ["blocks.1"], dtype)
+    x = latents().to(DTYPES[dtype])
+    block = shell.blocks[1]
+    embedded = shell.embed(x)
+    expected = copy.deepcopy(module.blocks[1]).float()(embedded.float()).to(DTYPES[dtype])
+    made = block(embedded)
+    assert made.dtype == DTYPES[dtype] and made.is_contiguous()
+    assert torch.equal(made, expected)
+    assert shell(x)[0].dtype == DTYPES[dtype]
+    recorder = Recorder(module)
+    shell(x)
+    assert recorder.seen == {name: [torch.float32 if name == "1" else DTYPES[dtype]] for name in ("0", "1", "2", "3")}
+
+
+def test_the_original_is_untouched_and_weights_are_shared():
+    module = build()
+    before = {name: id(part) for name, part in module.named_modules()}
+    values = {name: p.clone() for name, p in module.named_parameters()}
+    shell = with_islands(module, ["blocks.1", "out"], "fp16")
+    shell(latents().half())
+    assert {name: id(part) for name, part in module.named_modules()} == before
+    assert all("forward" not in vars(part) for part in module.modules())
+    assert all(torch.equal(values[name], p) and p.dtype == torch.float16 for name, p in module.named_parameters())
+    assert {id(p) for p in shell.parameters()} == {id(p) for p in module.parameters()}
+    assert list(shell.state_dict()) == list(module.state_dict()), "and under the same names"
+    assert with_islands(module, [], "fp16") is module
+
+
+def test_an_island_says_and_knows_what_its_block_does():
+    class Down(nn.Module):
+        has_cross_attention = True
+
+        def forward(self, x, *, scale, texts):
+            return x * scale, [texts, x.sum(-1), x.argmax(-1)], 7
+
+    module = nn.ModuleDict({"down": Down()}).half()
+    island: Any = with_islands(module, ["down"], "fp16").get_submodule("down")
+    assert island.has_cross_attention and isinstance(island, Down)
+    x = torch.full((2, 4), 300.0).half()
+    made, (texts, summed, index), number = island(x, scale=2.0, texts="a boat")
+    assert (made.dtype, summed.dtype, texts, number) == (torch.float16, torch.float16, "a boat", 7)
+    assert summed.tolist() == [1200.0, 1200.0] and index.dtype == torch.int64
+
+
+def test_what_an_island_puts_out_is_contiguous():
+    """A compiled neighbour would be compiled anew for other strides."""
+
+    class Transposing(nn.Module):
+        def forward(self, x):
+            return (x + 1).transpose(0, 1)
+
+    island = with_islands(nn.ModuleDict({"a": Transposing()}), ["a"], "fp16").get_submodule("a")
+    assert island(torch.ones(2, 3).half()).is_contiguous()
+
+
+def test_what_does_not_fit_is_infinite_for_the_guard_to_find():
+    linear = nn.Linear(2, 2).requires_grad_(False)
+    linear.weight.fill_(6e4)
+    module = nn.ModuleDict({"a": linear}).half()
+    made = with_islands(module, ["a"], "fp16").get_submodule("a")(torch.ones(1, 2).half())
+    assert torch.isinf(made).all()
+
+
+def test_an_inner_overflow_is_healed_by_an_island_of_its_block():
+    module = build()
+    overflow_inside(module, 2)
+    x = latents()
+    expected = copy.deepcopy(module).float()(x)[0]
+    assert not torch.equal(module(x.half())[0].float(), expected)
+    recorder = Recorder(module)
+    found = with_islands(module, ["blocks.2"], "fp16")(x.half())[0]
+    assert torch.isfinite(found).all() and (found.float() - expected).abs().max() < 5e-3
+    assert recorder.seen["2"] == [torch.float32]
+
+
+def test_a_folded_island_is_the_folded_block():
+    module = build()
+    overflow_stream(module, 1)
+    overflow_inside(module, 2)
+    anatomy, x = Anatomy.of(module, ["blocks"], STREAM), latents()
+    peak = stream_peak(module, STREAM, lambda: run_in_fp32(module, x))
+    expected = copy.deepcopy(module).float()(x)[0]
+    for learned in (Learned(peak), Learned(None, ("blocks.2",))):
+        assert not torch.isfinite(half_attempt(module, anatomy, learned, "fp16").run(x.half())[0]).all()
+    both = half_attempt(module, anatomy, Learned(peak, ("blocks.2",)), "fp16")
+    assert both.bits > 0 and both.run is both.eager
+    assert (both.run(x.half())[0].float() - expected).abs().max() < 1e-2
+
+
+@pytest.mark.parametrize("tf32", [True, False])
+def test_islands_take_tf32_where_the_rerun_does(monkeypatch, tf32):
+    asked = []
+    monkeypatch.setattr(islands, "run_in_fp32", lambda block, x, *, tf32: asked.append(tf32) or block(x))
+    module = build()
+    known, anatomy = Learned(None, ("blocks.1",)), Anatomy.of(module, ["blocks"], STREAM)
+    half_attempt(module, anatomy, known, "fp16", tf32=tf32).run(latents().half())
+    compiled_too = half_attempt(module, anatomy, known, "fp16", tf32=tf32, compiled=lambda m, _: copy.copy(m))
+    compiled_too.run(latents().half())
+    assert asked == [tf32, tf32]
+
+
+def test_bf16_is_not_folded():
+    module = build(dtype="bf16")
+    attempt = half_attempt(module, Anatomy.of(module, ["blocks"], STREAM), Learned(1e9), "bf16")
+    assert attempt.bits == 0 and attempt.run is module
+
+
+class Compiler:
+    """A backend that counts what it compiles, and runs it as it is."""
+
+    def __init__(self):
+        torch._dynamo.reset()
+        self.graphs = 0
+        self.shells: dict[int, nn.Module] = {}
+
+    def __call__(self, graph, inputs):
+        self.graphs += 1
+        return graph.forward
+
+    def compiled(self, folded: nn.Module, bits: int) -> nn.Module:
+        """Block by block, in a shell; remembered by the fold's bits."""
+        if bits not in self.shells:
+            compile_all = lambda blocks: nn.ModuleList(torch.compile(b, backend=self) for b in blocks)  # noqa: E731
+            self.shells[bits] = replaced(folded, {"blocks": compile_all})
+        return self.shells[bits]
+
+
+@pytest.mark.parametrize("peak", [None, 5e5])
+@pytest.mark.parametrize("inference", [False, True])
+def test_an_island_leaves_the_compiled_shell_and_nothing_recompiles(peak, inference):
+    compiler, module = Compiler(), build(6)
+    anatomy, x = Anatomy.of(module, ["blocks"], STREAM), latents().half()
+
+    def attempt(*names):
+        return half_attempt(module, anatomy, Learned(peak, names), "fp16", compiled=compiler.compiled)
+
+    with torch.inference_mode() if inference else torch.no_grad():
+        healthy = attempt()
+        healthy.run(x)
+        assert compiler.graphs == 1, "identical blocks share one graph"
+        for names in (("blocks.2",), ("blocks.2", "blocks.3"), ("blocks.0",), ("blocks.5",), ("embed", "out")):
+            with_island = attempt(*names)
+            found = with_island.run(x)[0]
+            assert torch.equal(found, with_island.eager(x)[0])
+            for index, block in enumerate(with_island.run.blocks):
+                is_island = f"blocks.{index}" in names
+                assert (block is healthy.run.blocks[index]) != is_island, "the others are the same compiled modules"
+                assert isinstance(block, Block) == is_island, "and it is made of the block, not of its compiled twin"
+        healthy.run(x)
+    assert compiler.graphs == 1, "and a healthy run afterwards compiles nothing either"
+
+
+def test_a_block_is_not_compiled_inside_its_island():
+    compiler, module = Compiler(), build(2)
+    anatomy = Anatomy.of(module, ["blocks"], STREAM)
+    known = Learned(None, ("blocks.0", "blocks.1"))
+    half_attempt(module, anatomy, known, "fp16", compiled=compiler.compiled).run(latents().half())
+    assert compiler.graphs == 0
+
+
+def test_two_runs_with_islands_of_their_own_share_a_module():
+    module = build()
+    first, second = (with_islands(module, [name], "fp16") for name in ("blocks.0", "blocks.1"))
+    x, recorder = latents().half(), Recorder(module)
+    for shell in (first, second):
+        shell(x)
+    assert recorder.seen["0"] == [torch.float32, torch.float16]
+    assert recorder.seen["1"] == [torch.float16, torch.float32]
