@@ -40,7 +40,7 @@ def keep(handle: PipelineHandle, dtype: str) -> None:
     learned = handle.store.learned.get(handle.memory_key(dtype), NOTHING)
     if handle.profiles is None or learned == NOTHING:
         return
-    profile = replace(_here(handle, dtype), learned=learned)
+    profile = replace(here(handle, dtype), learned=learned)
     try:
         if not _is_kept(handle, profile):
             logger.info("keeping a profile: %s", write(handle.profiles, profile))
@@ -49,20 +49,21 @@ def keep(handle: PipelineHandle, dtype: str) -> None:
 
 
 def _from_profile(handle: PipelineHandle, dtype: str, modules: Iterable[str]) -> tuple[Learned, tuple[str, ...]]:
-    here = _here(handle, dtype)
+    run = here(handle, dtype)
     try:
-        found = handle.profile or _on_disk(handle, here)
+        found = handle.profile or _on_disk(handle, run)
     except BadProfile as error:
         return NOTHING, (str(error),)
     if found is None:
         return NOTHING, ()
-    if misfit := found.misfit(here, modules):
+    if misfit := found.misfit(run, modules):
         whose = "the profile that was given" if handle.profile else f"the profile {found.name}"
         return NOTHING, (f"{whose} is left alone: {misfit}",)
     return found.learned, (f"from a profile: {found.in_words()}",)
 
 
-def _here(handle: PipelineHandle, dtype: str) -> Profile:
+def here(handle: PipelineHandle, dtype: str) -> Profile:
+    """The profile of a pipeline of which nothing is known yet."""
     return identify(handle.store.model, handle.loras, handle.architecture.name, dtype)
 
 

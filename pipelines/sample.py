@@ -19,6 +19,7 @@ from .handle import PipelineHandle
 from .layouts import spatial_factor, temporal_factor
 from .memory import keep
 
+MakeDenoiser = Callable[[PipelineHandle, RunReport], torch.nn.Module]
 StepDone = Callable[[int, int, RunReport], None]  # steps done, steps in all, report so far; raises to interrupt
 
 
@@ -49,11 +50,13 @@ def sample(
     video: list[Any] | None = None,
     request: Precision | None = None,
     step_done: StepDone | None = None,
+    denoiser: MakeDenoiser = guarded_denoiser,
 ) -> tuple[torch.Tensor, RunReport]:
     """Denoise. Returns latents in the family's layout, as its VAE takes them, and the report.
 
     positive, negative: [batch, tokens, channels] embeddings; None for families without a prompt.
     image: a PIL image, for families that start from one. video: PIL images to start from instead of noise.
+    denoiser: makes the one that the diffusers pipeline is given.
     Latents and scheduler stay in float32, and noise is drawn on the CPU, so that a seed gives the same noise in every
     precision and on every card; the guard casts what enters the denoiser to the plan's dtype.
     Raises BadSize, BadInput before anything is loaded; GuardStopped where a step cannot be saved.
@@ -75,7 +78,7 @@ def sample(
 
     try:
         with handle.switched(report), torch.no_grad():
-            pipe = _pipeline(handle, report, settings.scheduler, request, from_video=video is not None)
+            pipe = _pipeline(handle, report, denoiser, settings.scheduler, request, from_video=video is not None)
             if embeddings:  # diffusers' CogView3-Plus would put zeros in place of a negative prompt that is encoded
                 pipe.encode_prompt = lambda *_, **__: tuple(embeddings.values())
             given = {
@@ -106,7 +109,13 @@ def sample(
 
 
 def _pipeline(
-    handle: PipelineHandle, report: RunReport, scheduler: str, request: Precision | None, *, from_video: bool
+    handle: PipelineHandle,
+    report: RunReport,
+    denoiser: MakeDenoiser,
+    scheduler: str,
+    request: Precision | None,
+    *,
+    from_video: bool,
 ) -> Any:
     import diffusers
 
@@ -122,7 +131,7 @@ def _pipeline(
         parts["image_encoder"], encoding = _guarded_image_encoder(handle, request)
         parts["feature_extractor"] = handle.store.unweighted("feature_extractor")
         report.before.append(encoding)
-    parts[family.denoiser] = guarded_denoiser(handle, report)
+    parts[family.denoiser] = denoiser(handle, report)
     pipe = getattr(diffusers, family.from_video if from_video else family.pipeline)(**parts)
     if family.layout.counts_frames and "temporal_compression_ratio" in config:
         pipe.vae_scale_factor_spatial, pipe.vae_scale_factor_temporal = spatial_factor(config), temporal_factor(config)

@@ -95,7 +95,7 @@ def find(
         reasons.append(f"'{name}' reaches {peak:.3g}, beyond {here}{helpless}")
     if stream:
         scaled = f" at 2^-{bits}" if bits else ""
-        reasons.append(f"the residual stream reaches {max(stream.values(), key=_order):.3g}, beyond {here}{scaled}")
+        reasons.append(f"the residual stream reaches {max(stream.values(), key=order):.3g}, beyond {here}{scaled}")
     if handed_on:
         name, peak = next(iter(handed_on.items()))
         reasons = [f"'{name}' puts out {peak:.3g}, beyond {here}: what comes after it cannot take it"]
@@ -105,7 +105,7 @@ def find(
         "; ".join(reasons),
         first,
         {**handed_on, **inner, **stream}[first],
-        max(stream.values(), key=_order) if stream else None,
+        max(stream.values(), key=order) if stream else None,
         tuple(dict.fromkeys(home for home in homes.values() if home is not None)),
         hopeless=bool(handed_on) or too_large,
     )
@@ -146,7 +146,8 @@ def taught(learned: Learned, finding: Finding, anatomy: Anatomy, dtype: str) -> 
     return learned, f"{' and '.join(actions)} from the next call on" if actions else ""
 
 
-def _order(value: float) -> float:
+def order(value: float) -> float:
+    """For sorting: NaN is the largest."""
     return math.inf if math.isnan(value) else value
 
 

@@ -52,7 +52,7 @@ class Learner:
         results: list[Result] = []
         blocks = () if self._anatomy.stream else self._anatomy.blocks
         peaks = leaf_peaks(self.module, lambda: results.append(rerun()), also=blocks)
-        self._peaks = {name: peak for name, peak in peaks.items() if _counts(self.module.get_submodule(name))}
+        self._peaks = {name: peak for name, peak in peaks.items() if counts(self.module.get_submodule(name))}
         return results[0], find(self._peaks, self._anatomy, self._dtype, self.learned.islands, self.attempt.bits)
 
     def locate(self, *args: Any, saturated: bool = False, **kwargs: Any) -> Finding:
@@ -87,7 +87,7 @@ class Learner:
         return STAY
 
 
-def _counts(layer: torch.nn.Module) -> bool:
+def counts(layer: torch.nn.Module) -> bool:
     """Not what only hands its input on, nor what computes in fp32 in the half-precision call too, like T5's `wo`."""
     weights = list(layer.parameters(recurse=False))
     in_fp32 = bool(weights) and all(weight.dtype is torch.float32 for weight in weights)

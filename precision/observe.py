@@ -23,6 +23,10 @@ class Peak:
     input: float
     output: float
 
+    def widened(self, other: Peak) -> Peak:
+        """Of both; NaN where either is."""
+        return Peak(_larger(self.input, other.input), _larger(self.output, other.output))
+
 
 def floating(tree: Any) -> list[torch.Tensor]:
     """The non-empty floating tensors of a nest of tuples, lists and dicts."""
@@ -45,11 +49,10 @@ def leaf_peaks(module: torch.nn.Module, call: Callable[[], Any], also: Iterable[
 
     also: names of other modules to watch.
     """
-    seen = _watched(_leaves(module) | {name: module.get_submodule(name) for name in also}, call)
+    seen = _watched(leaves(module) | {name: module.get_submodule(name) for name in also}, call)
     peaks: dict[str, Peak] = {}
     for name, peak in seen:
-        before = peaks.get(name, peak)
-        peaks[name] = Peak(_larger(before.input, peak.input), _larger(before.output, peak.output))
+        peaks[name] = peaks.get(name, peak).widened(peak)
     return peaks
 
 
@@ -57,7 +60,7 @@ def stream_peak(module: torch.nn.Module, stream: Stream, call: Callable[[], Any]
     """max |x| of the residual stream while `call` runs `module`, read at its norms' inputs. inf or NaN: overflowed."""
     peaks: list[torch.Tensor] = []
     norms = {name: module.get_submodule(name) for name in stream.norm_names(module)}
-    with _hooked(norms, lambda _name, _norm, given, _made: peaks.append(largest(given[0]))):
+    with hooked(norms, lambda _name, _norm, given, _made: peaks.append(largest(given[0]))):
         call()
     return torch.stack(peaks).amax().item()
 
@@ -110,7 +113,7 @@ def _watched(modules: Mapping[str, torch.nn.Module], call: Callable[[], Any]) ->
         output = largest(made)
         peaks.append(torch.stack([largest(given).to(output.device), output]))
 
-    with _hooked(modules, see):
+    with hooked(modules, see):
         call()
     numbers = torch.stack([peak.to(peaks[0].device) for peak in peaks]).tolist() if peaks else []
     return [(name, Peak(*pair)) for name, pair in zip(names, numbers, strict=True)]
@@ -122,9 +125,10 @@ def _larger(a: float, b: float) -> float:
 
 
 @contextmanager
-def _hooked(
+def hooked(
     layers: Mapping[str, torch.nn.Module], see: Callable[[str, torch.nn.Module, Any, Any], None]
 ) -> Generator[None]:
+    """`see(name, layer, what went in, what came out)` is told each call of the layers in this thread, inside."""
     here = threading.get_ident()  # another thread may run the same module
 
     def hook_for(name: str) -> Callable[..., None]:
@@ -144,5 +148,6 @@ def _hooked(
             handle.remove()
 
 
-def _leaves(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+def leaves(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Its layers (modules without children) by their names."""
     return {name: layer for name, layer in module.named_modules() if not any(layer.children())}

@@ -124,7 +124,7 @@ class RunReport:
             "seconds": sum(step.seconds for step in self.steps),
             "rerun_seconds": sum(step.rerun.seconds for step in self.steps if step.rerun),
         }
-        return _for_json(facts)
+        return for_json(facts)
 
 
 def _count(number: int, noun: str) -> str:
@@ -141,12 +141,12 @@ def _rerun(rerun: Rerun) -> str:
     return "; ".join([*parts, rerun.action] if rerun.action else parts)
 
 
-def _for_json(value: Any) -> Any:
+def for_json(value: Any) -> Any:
     """JSON has no infinity and no NaN: they become "inf", "-inf" and "nan"."""
     if isinstance(value, dict):
-        return {key: _for_json(item) for key, item in value.items()}
+        return {key: for_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_for_json(item) for item in value]
+        return [for_json(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

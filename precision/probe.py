@@ -1,0 +1,220 @@
+"""What every layer of a module reaches while it computes in fp32, and what follows from it: dtype, fold, islands.
+
+Computed in fp32, so that the measurement cannot overflow itself: it shows how far beyond fp16's range a layer would go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+
+from .dtypes import FP16_MAX
+from .findings import RANGE, Anatomy, find, order, taught
+from .folding import HEADROOM_BITS, bits_for
+from .learned import NOTHING, Learned, named
+from .learning import counts
+from .observe import Peak, floating, hooked, largest, leaves
+from .upcast import HALF_DTYPES
+
+FP16_TINY: float = torch.finfo(torch.float16).tiny  # 2^-14: below it, fp16 loses digits
+_SLICE = 2**22  # elements that are counted at once: little memory beside the activations
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Values:
+    """What a layer or block did in one step. Shares are of the values that it put out, 0 to 1."""
+
+    peak: Peak
+    subnormal: float  # 0 < |x| < 2^-14: fp16 keeps fewer digits of them, or none
+    over_eighth: float  # |x| > 65504/8
+    over_half: float  # |x| > 65504/2
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A layer or block at its largest."""
+
+    name: str
+    reach: float  # max |x|
+    step: int  # counted from 0
+    values: Values  # in that step
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What was measured."""
+
+    anatomy: Anatomy
+    steps: tuple[Mapping[str, Values], ...]  # by layer and block, in the order in which they ran
+
+    def reach(self, name: str, values: Values) -> float:
+        """max |x| that counts for a layer or block: of a block what it puts out; of a layer what it reaches apart from
+        the residual stream, which shows in the blocks."""
+        if name in self.anatomy.blocks:
+            return values.peak.output
+        return self.anatomy.inner(name, values.peak)
+
+    def peaks(self) -> dict[str, Peak]:
+        """Of all steps, of what `find` looks at: the blocks too where there is no stream."""
+        peaks: dict[str, Peak] = {}
+        for step in self.steps:
+            for name, values in step.items():
+                if not (self.anatomy.stream and name in self.anatomy.blocks):
+                    peaks[name] = peaks.get(name, values.peak).widened(values.peak)
+        return peaks
+
+    def entries(self) -> list[Entry]:
+        """Every layer and block at its largest, the largest first."""
+        found: dict[str, Entry] = {}
+        for index, step in enumerate(self.steps):
+            for name, values in step.items():
+                reach = self.reach(name, values)
+                if name not in found or order(reach) > order(found[name].reach):
+                    found[name] = Entry(name, reach, index, values)
+        return sorted(found.values(), key=lambda entry: -order(entry.reach))
+
+    def worst(self, number: int = 10) -> list[Entry]:
+        """The first of `entries`; of the residual stream, which runs through all blocks, only where it is largest."""
+        blocks = [entry for entry in self.entries() if self.anatomy.stream and entry.name in self.anatomy.blocks]
+        return [entry for entry in self.entries() if entry not in blocks[1:]][:number]
+
+
+class Probe:
+    """Watches a module's layers and blocks, call by call; hooks are there while a call runs, and then gone."""
+
+    def __init__(self, module: torch.nn.Module, anatomy: Anatomy):
+        half = any(parameter.dtype in HALF_DTYPES for parameter in module.parameters())
+        layers = {name: layer for name, layer in leaves(module).items() if _looked_at(layer, half)}
+        self._modules = layers | {name: module.get_submodule(name) for name in anatomy.blocks}
+        self._anatomy = anatomy
+        self._step: dict[str, list[_Call]] = {}
+        self._steps: list[dict[str, Values]] = []
+
+    def watch(self, call: Callable[[], Result]) -> Result:
+        """The result of `call`, which runs the module in fp32."""
+        names: list[str] = []
+        peaks: list[torch.Tensor] = []
+        numbers: list[torch.Tensor] = []
+
+        def see(name: str, _layer: torch.nn.Module, given: Any, made: Any) -> None:
+            output = largest(made)
+            names.append(name)
+            peaks.append(torch.stack([largest(given).to(output.device), output]))
+            numbers.append(_count(made).to(output.device))
+
+        with hooked(self._modules, see):
+            result = call()
+        if names:
+            device = peaks[0].device
+            seen_peaks = torch.stack([peak.to(device) for peak in peaks]).tolist()
+            seen_numbers = torch.stack([number.to(device) for number in numbers]).tolist()
+            for name, peak, number in zip(names, seen_peaks, seen_numbers, strict=True):
+                self._step.setdefault(name, []).append(_Call(Peak(*peak), *number))
+        return result
+
+    def end_step(self) -> None:
+        """What was watched since the last step belongs to one step."""
+        self._steps.append({name: _together(calls) for name, calls in self._step.items()})
+        self._step = {}
+
+    @property
+    def probed(self) -> Probed:
+        return Probed(self._anatomy, tuple(self._steps))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a dtype holds what was measured, and how."""
+
+    dtype: str
+    learned: Learned  # what a run has to know so that nothing fails
+    bits: int  # the stream is scaled by 2^-bits
+    reason: str
+
+    @property
+    def fits(self) -> bool:
+        return not self.learned.whole_run_fp32
+
+    @property
+    def plan(self) -> str:
+        """In a few words."""
+        if not self.fits:
+            return f"not {self.dtype}"
+        how = [f"folded by 2^-{self.bits}"] if self.bits else []
+        if islands := self.learned.islands:
+            how.append(f"{'island' if len(islands) == 1 else 'islands'}: {named(islands)}")
+        return f"{self.dtype} {' + '.join(how)}" if how else self.dtype + (" plain" if self.dtype == "fp16" else "")
+
+
+def judge(probed: Probed, dtype: str) -> Verdict:
+    """What a dtype needs to hold what was measured."""
+    peaks, anatomy = probed.peaks(), probed.anatomy
+    finding = find(peaks, anatomy, dtype)
+    learned = taught(NOTHING, finding, anatomy, dtype)[0] if finding else NOTHING
+    stream = max((peaks[name].input for name in peaks if name in anatomy.norms), default=0.0)
+    bits = 0
+    if anatomy.folds(dtype) and not learned.whole_run_fp32:
+        learned, bits = replace(learned, stream_peak=stream), bits_for(stream)
+    if finding and find(peaks, anatomy, dtype, learned.islands, bits):
+        learned = replace(learned, whole_run_fp32=True)
+    return Verdict(dtype, learned, bits, finding.reason if finding else _why_it_fits(probed, dtype, stream, bits))
+
+
+def recommend(probed: Probed, dtype: str, *, native_bf16: bool) -> Verdict:
+    """The first that fits: the plan's dtype, bf16 where the card computes it natively, fp32."""
+    candidates = dict.fromkeys((dtype, *(("bf16",) if native_bf16 else ()), "fp32"))
+    verdicts = [judge(probed, candidate) for candidate in candidates]
+    return next((verdict for verdict in verdicts if verdict.fits), verdicts[-1])
+
+
+def _why_it_fits(probed: Probed, dtype: str, stream: float, bits: int) -> str:
+    ends = f"{dtype} ends at {RANGE[dtype]:.5g}"
+    if bits:
+        return f"the residual stream reaches {stream:.3g}, less than {HEADROOM_BITS} bits below where {ends}"
+    entry = next(iter(probed.entries()), None)
+    return f"the most is {entry.reach:.3g}, in '{entry.name}'; {ends}" if entry else ends
+
+
+@dataclass(frozen=True)
+class _Call:
+    peak: Peak
+    subnormal: int
+    over_eighth: int
+    over_half: int
+    values: int
+
+
+def _together(calls: list[_Call]) -> Values:
+    peak = calls[0].peak
+    for call in calls[1:]:
+        peak = peak.widened(call.peak)
+    total = max(sum(call.values for call in calls), 1)
+    return Values(
+        peak,
+        subnormal=sum(call.subnormal for call in calls) / total,
+        over_eighth=sum(call.over_eighth for call in calls) / total,
+        over_half=sum(call.over_half for call in calls) / total,
+    )
+
+
+def _count(tree: Any) -> torch.Tensor:
+    """[4] int64: how many values are subnormal, over 1/8 and over 1/2 of fp16's range, and how many there are."""
+    tensors = floating(tree)
+    counted = torch.zeros(4, dtype=torch.int64, device=tensors[0].device if tensors else None)
+    for tensor in tensors:
+        for part in tensor.detach().reshape(-1).split(_SLICE):
+            size = part.abs()
+            found = [(size > 0) & (size < FP16_TINY), size > FP16_MAX / 8, size > FP16_MAX / 2]
+            counted[:3] += torch.stack([mask.sum() for mask in found]).to(counted.device)
+        counted[3] += tensor.numel()
+    return counted
+
+
+def _looked_at(layer: torch.nn.Module, half: bool) -> bool:
+    """half: the module is stored in half precision; else each of its layers counts, fp32 or not."""
+    return counts(layer) if half else not isinstance(layer, torch.nn.Dropout)

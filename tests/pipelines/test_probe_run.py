@@ -1,0 +1,119 @@
+"""The probe's recommendation, applied: no step fails any more."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+
+import pytest
+import torch
+from comfyui_onediff_guard.pipelines.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.probe import keep_profile, probe, usual_size
+from comfyui_onediff_guard.pipelines.profiles import parse
+from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
+from comfyui_onediff_guard.precision import arch
+from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
+from comfyui_onediff_guard.precision.policy import Precision
+
+SMALL = SampleSettings(width=64, height=48, frames=9, steps=3, guidance_scale=6.0, seed=3, scheduler="DDIM")
+LEARNED = GuardPolicy(scope=Scope.LEARNED)
+
+
+@pytest.fixture
+def opened(open_pipeline):
+    def fresh(folder, card="sm75", precision="auto"):
+        gc.collect()
+        handle = open_pipeline(folder, precision)
+        handle.store.learned.clear()
+        return replace(handle, architecture=arch.named(card))
+
+    return fresh
+
+
+def prompts(handle):
+    return encode_prompts(handle, ["a red kite", ""])[0]
+
+
+def hooks(module):
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules())
+
+
+@pytest.mark.parametrize("variant", ["2b", "5b", "1.5"])
+def test_applied_it_leads_to_no_rerun(model_folder, opened, variant):
+    handle = opened(model_folder(variant, "stream"), precision="fp16")
+    found = probe(handle, *prompts(handle), SMALL)
+    assert found.chosen.plan == f"fp16 folded by 2^-{found.chosen.bits}" and found.chosen.bits > 0
+    applied = replace(handle, policy=LEARNED, profile=parse(found.profile_text, "it"))
+    latents, report = sample(applied, *prompts(applied), SMALL)
+    assert [(step.dtype, step.outcome) for step in report.steps] == [("fp16", "finite")] * SMALL.steps
+    assert torch.isfinite(latents).all() and report.fold_bits == found.chosen.bits
+
+
+def test_a_card_with_bf16_keeps_it(model_folder, opened):
+    handle = opened(model_folder("5b", "stream"), "sm80")
+    found = probe(handle, *prompts(handle), SMALL)
+    assert found.chosen.plan == "bf16" and parse(found.profile_text, "it").dtype == "bf16"
+    assert "Nothing has to be set for it" in found.text() and "fp16 folded by 2^-" in found.text()
+
+
+def test_what_is_stored_in_fp32_is_measured_all_the_same(model_folder, opened):
+    handle = opened(model_folder("2b", "stream"), "sm75", "fp32")
+    found = probe(handle, *prompts(handle), SMALL)
+    assert found.chosen.plan == "fp32" and found.profile_text == ""
+    assert any(verdict.plan.startswith("fp16 folded") for verdict in found.verdicts)
+
+
+def test_every_step_is_measured_with_its_timestep_and_the_cost_is_stated(model_folder, opened):
+    handle = opened(model_folder("2b", "stream"))
+    denoiser = handle.store.denoiser("fp16")
+    found = probe(handle, *prompts(handle), SMALL)
+    assert len(found.probed.steps) == len(found.timesteps) == SMALL.steps
+    assert list(found.timesteps) == sorted(found.timesteps, reverse=True)
+    assert found.seconds > 0 and found.healthy_seconds > 0
+    assert f"3 steps in {found.seconds:.3g} s" in found.text() and "as healthy ones in fp16" in found.text()
+    assert hooks(denoiser) == 0
+    blocks = len(denoiser.transformer_blocks)
+    assert {f"transformer_blocks.{i}" for i in range(blocks)} <= set(found.probed.steps[0])
+
+
+def test_an_interrupt_ends_it_and_leaves_nothing_behind(model_folder, opened):
+    handle = opened(model_folder("2b", "stream"))
+    denoiser = handle.store.denoiser("fp16")
+    before = dict(denoiser.__dict__)
+
+    def stop(done, _total, _report):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        probe(handle, *prompts(handle), SMALL, step_done=stop)
+    assert hooks(denoiser) == 0 and denoiser.__dict__ == before
+    assert torch.overrides._get_current_function_mode_stack() == []
+    assert handle.store.learned == {}, "nothing is learned by measuring"
+
+
+def test_the_same_steps_without_it_see_nothing_of_it(model_folder, opened):
+    handle = opened(model_folder("2b"), precision="bf16")
+    expected, _ = sample(handle, *prompts(handle), SMALL)
+    probe(handle, *prompts(handle), SMALL)
+    latents, _ = sample(handle, *prompts(handle), SMALL)
+    assert torch.equal(latents, expected)
+
+
+def test_it_is_kept_where_that_is_asked_for(model_folder, opened, tmp_path):
+    handle = replace(opened(model_folder("2b", "stream")), profiles=tmp_path / "profiles")
+    found = probe(handle, *prompts(handle), SMALL, request=Precision.FP16)
+    assert not (tmp_path / "profiles").exists()
+    assert found.profile and found.profile.name in keep_profile(handle, found)
+    assert (tmp_path / "profiles" / f"{found.profile.name}.json").read_text() == found.profile_text
+    _, report = sample(replace(handle, policy=LEARNED), *prompts(handle), SMALL)
+    assert report.reruns == 0, "in this process too"
+    healthy = opened(model_folder("5b"), "sm80")
+    assert keep_profile(healthy, probe(healthy, *prompts(healthy), SMALL)).startswith("nothing to keep")
+
+
+def test_the_size_is_the_models_own_where_none_is_given(model_folder, opened):
+    handle = opened(model_folder("2b"))
+    config = handle.store.model.denoiser_config
+    expected = (config["sample_width"] * 8, config["sample_height"] * 8, config["sample_frames"])
+    assert usual_size(handle, 0, 0, 0) == expected
+    assert usual_size(handle, 64, 48, 9) == (64, 48, 9)

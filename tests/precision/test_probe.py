@@ -1,0 +1,172 @@
+"""What the probe counts, by hand on a small module; and what it recommends."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from blocky import STREAM, build, overflow_inside, overflow_stream
+from comfyui_onediff_guard.precision.findings import Anatomy
+from comfyui_onediff_guard.precision.folding import bits_for
+from comfyui_onediff_guard.precision.islands import half_attempt
+from comfyui_onediff_guard.precision.learned import Learned
+from comfyui_onediff_guard.precision.observe import Peak
+from comfyui_onediff_guard.precision.probe import Probe, judge, recommend
+from comfyui_onediff_guard.precision.upcast import run_in_fp32
+from torch import nn
+
+
+class Layer(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return x * self.factor
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(Layer(2.0)), nn.Sequential(nn.Dropout(), Layer(-1e6))])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def hooks(module):
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules())
+
+
+def probed_calls(module, anatomy, *inputs):
+    probe = Probe(module, anatomy)
+    for x in inputs:
+        probe.watch(lambda x=x: run_in_fp32(module, x))
+        probe.end_step()
+    assert hooks(module) == 0
+    return probe.probed
+
+
+TINY, MAX = 2.0**-14, 65504.0
+
+
+def test_shares_are_those_counted_by_hand():
+    module = Two().eval()
+    x = torch.tensor([0.0, TINY / 2, TINY * 0.49, MAX / 16, MAX / 4, -MAX, 1.0, MAX / 4 + 4])
+    first = probed_calls(module, Anatomy.of(module, ["blocks"]), x).steps[0]
+    assert list(first) == ["blocks.0.0", "blocks.0", "blocks.1.1", "blocks.1"], "as they end; a dropout only hands on"
+    layer = first["blocks.0.0"]
+    assert layer.peak == Peak(MAX, 2 * MAX)
+    # doubled: 0, 2^-14 itself, less than it, MAX/8 itself, MAX/2 itself, beyond, 2, over MAX/2
+    assert layer.subnormal == 1 / 8, "neither zero nor 2^-14"
+    assert layer.over_eighth == 3 / 8 and layer.over_half == 2 / 8, "a bound itself is not over it"
+    assert first["blocks.0"] == layer
+    assert first["blocks.1"].peak.output == pytest.approx(2e6 * MAX)
+
+
+def test_calls_of_one_step_are_counted_together_and_steps_apart():
+    module = Two().eval()
+    probe = Probe(module, Anatomy.of(module, ["blocks"]))
+    for step in [(torch.full((3,), 1e-6), torch.full((1,), 4.0)), (torch.full((2,), MAX),)]:
+        for x in step:
+            probe.watch(lambda x=x: module(x))
+        probe.end_step()
+    first, second = (step["blocks.0"] for step in probe.probed.steps)
+    assert (first.subnormal, first.over_eighth, first.peak.output) == (3 / 4, 0.0, 8.0)
+    assert (second.subnormal, second.over_half) == (0.0, 1.0)
+    assert probe.probed.worst(1)[0].step == 1
+
+
+def test_many_values_are_counted_in_parts(monkeypatch):
+    monkeypatch.setattr("comfyui_onediff_guard.precision.probe._SLICE", 3)
+    module = nn.Identity()
+    x = torch.tensor([1e-6] * 4 + [MAX] * 6).reshape(2, 5).t()
+    (values,) = probed_calls(module, Anatomy(), x).steps[0].values()
+    assert (values.subnormal, values.over_half) == (0.4, 0.6)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_hooks_are_gone_after_an_interrupt(error):
+    module = Two().eval()
+
+    def call():
+        module(torch.ones(1))
+        assert hooks(module) == 4, "two layers, two blocks"
+        raise error
+
+    with pytest.raises(error):
+        Probe(module, Anatomy.of(module, ["blocks"])).watch(call)
+    assert hooks(module) == 0
+
+
+# --- what is recommended ----------------------------------------------------------------------------------------------
+
+X = torch.linspace(-3, 3, 48).reshape(1, 6, 8)
+
+
+def measured(module, stream=STREAM):
+    anatomy = Anatomy.of(module, ["blocks"], stream)
+    return anatomy, probed_calls(module, anatomy, X)
+
+
+def worked_in_half(module, anatomy, verdict):
+    attempt = half_attempt(module, anatomy, verdict.learned, verdict.dtype)
+    return torch.isfinite(attempt.run(X.half())[0]).all()
+
+
+def test_what_fits_is_plain():
+    _, probed = measured(build())
+    verdict = judge(probed, "fp16")
+    assert verdict.fits and verdict.plan == "fp16 plain" and verdict.bits == 0 and verdict.learned.islands == ()
+    assert "fp16 ends at 65504" in verdict.reason
+
+
+def test_a_stream_is_folded_and_an_inner_overflow_becomes_an_island():
+    module = build()
+    overflow_stream(module, 1)
+    anatomy, probed = measured(module)
+    verdict = judge(probed, "fp16")
+    assert verdict.learned.islands == () and verdict.plan == f"fp16 folded by 2^-{verdict.bits}"
+    assert verdict.bits == bits_for(verdict.learned.stream_peak) > 0
+    assert worked_in_half(module, anatomy, verdict)
+    overflow_inside(module, 2)
+    anatomy, probed = measured(module)
+    verdict = judge(probed, "fp16")
+    assert verdict.plan == f"fp16 folded by 2^-{verdict.bits} + island: 'blocks.2'"
+    assert worked_in_half(module, anatomy, verdict)
+    assert not torch.isfinite(module(X.half())[0]).all(), "as it is, it fails"
+    assert judge(probed, "bf16").plan == "bf16"
+
+
+def test_a_stream_close_to_the_end_of_the_range_is_folded_for_headroom():
+    module = build()
+    overflow_stream(module, 1, reach=4e4)
+    _, probed = measured(module)
+    verdict = judge(probed, "fp16")
+    assert 65504 / 4 < verdict.learned.stream_peak < 65504
+    assert verdict.bits in (1, 2) and "less than 2 bits below" in verdict.reason
+
+
+def test_what_no_fold_and_no_island_helps_takes_the_next_dtype():
+    module = build()
+    overflow_stream(module, 1)
+    _, probed = measured(module, stream=None)
+    verdict = judge(probed, "fp16")
+    assert not verdict.fits and verdict.plan == "not fp16"
+    assert "what comes after it cannot take it" in verdict.reason
+    assert recommend(probed, "fp16", native_bf16=True).dtype == "bf16"
+    assert recommend(probed, "fp16", native_bf16=False).dtype == "fp32"
+    assert recommend(probed, "bf16", native_bf16=False).dtype == "bf16", "the plan's own first"
+    assert recommend(probed, "fp16", native_bf16=False).learned == Learned()
+
+
+def test_the_worst_are_named_and_a_stream_once():
+    module = build(6)
+    overflow_stream(module, 1)
+    overflow_inside(module, 3)
+    _, probed = measured(module)
+    worst = probed.worst(3)
+    assert len({entry.name for entry in worst if entry.name in probed.anatomy.blocks}) == 1
+    assert "blocks.3.inner" in [entry.name for entry in worst]
+    assert [entry.reach for entry in worst] == sorted((entry.reach for entry in worst), reverse=True)
