@@ -7,6 +7,7 @@ from .encode import EncodePrompt
 from .guard import NaNGuard
 from .load import LoadCogVideoX, LoadCogView3Plus, LoadCogView4, LoadStableVideoDiffusion
 from .lora import LoadLoRA
+from .probe import NumericsProbe
 from .report import PrecisionReport
 from .sample import SampleCogVideoX, SampleCogVideoXFromImage, SampleCogVideoXFromVideo
 from .sample_image import SampleCogView
@@ -27,6 +28,7 @@ NODE_CLASS_MAPPINGS: dict[str, type] = {
     "OneDiffGuardLoadStableVideoDiffusion": LoadStableVideoDiffusion,
     "OneDiffGuardSampleStableVideoDiffusion": SampleStableVideoDiffusion,
     "OneDiffGuardLoadLoRA": LoadLoRA,
+    "OneDiffGuardNumericsProbe": NumericsProbe,
 }
 
 NODE_DISPLAY_NAME_MAPPINGS: dict[str, str] = {
@@ -44,4 +46,5 @@ NODE_DISPLAY_NAME_MAPPINGS: dict[str, str] = {
     "OneDiffGuardLoadStableVideoDiffusion": "Load Stable Video Diffusion",
     "OneDiffGuardSampleStableVideoDiffusion": "Sample Stable Video Diffusion",
     "OneDiffGuardLoadLoRA": "Load LoRA",
+    "OneDiffGuardNumericsProbe": "Numerics Probe",
 }

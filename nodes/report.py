@@ -41,7 +41,7 @@ def examine(
     try:
         return diagnose(
             _on_disk(model) if model else None,
-            _architecture(architecture),
+            architecture_of(architecture),
             precision=Precision(precision),
             accumulation=Accumulation(accumulation),
             loaders=LOADERS,
@@ -66,7 +66,8 @@ def _on_disk(model: Path) -> Path:
         ) from None
 
 
-def _architecture(name: str | None) -> Architecture | None:
+def architecture_of(name: str | None) -> Architecture | None:
+    """By its name; None for this card's. Raises BadInput where nobody has heard of it."""
     from ..precision.arch import named
 
     if name is None or name == THIS_CARD:
@@ -117,7 +118,7 @@ class PrecisionReport:
     ) -> dict[str, Any]:
         from ..pipelines.diagnosis import diagnose_pipeline
 
-        diagnosis = diagnose_pipeline(pipeline, _architecture(architecture))
+        diagnosis = diagnose_pipeline(pipeline, architecture_of(architecture))
         text = diagnosis.text()
         host.say(node_id, text)
         return {"ui": {"text": [text], "onediff_guard": [diagnosis.as_dict()]}, "result": (text,)}

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..precision.arch import Architecture
 from ..precision.findings import Anatomy
 from ..precision.guard import GuardPolicy, OnFailure, StageGuard
 from ..precision.learned import NOTHING
@@ -33,7 +34,7 @@ class Probing:
     """What was measured, and what is recommended."""
 
     model: str
-    architecture: str
+    architecture: Architecture
     plan: Plan  # the pipeline's
     settings: SampleSettings
     probed: Probed
@@ -70,7 +71,7 @@ class Probing:
             "Each precision:",
             *(f"    {verdict.plan}: {verdict.reason}" for verdict in self.verdicts),
             f"The largest of {len(self.probed.entries())} layers and blocks:",
-            *(f"    {_in_words(entry)}" for entry in self.probed.worst(WORST)),
+            *(f"    {self._in_words(entry)}" for entry in self.probed.worst(WORST)),
         ]
         if small := self._subnormal():
             share, name = small.values.subnormal, small.name
@@ -84,7 +85,7 @@ class Probing:
             {
                 "summary": self.headline,
                 "model": self.model,
-                "architecture": self.architecture,
+                "architecture": self.architecture.name,
                 "dtype": self.chosen.dtype,
                 "plan": self.chosen.plan,
                 "fold_bits": self.chosen.bits,
@@ -92,12 +93,31 @@ class Probing:
                 "reason": self._because(),
                 "verdicts": [asdict(v) | {"plan": v.plan, "fits": v.fits} for v in self.verdicts],
                 "worst": worst,
-                "steps": len(self.probed.steps),
+                "measured_steps": len(self.probed.steps),
                 "timesteps": self.timesteps,
                 "seconds": self.seconds,
                 "healthy_seconds": self.healthy_seconds,
+                "profile": self.profile_text,
             }
         )
+
+    def name_of(self, entry: Entry) -> str:
+        in_stream = self.probed.anatomy.stream is not None and entry.name in self.probed.anatomy.blocks
+        return f"residual stream behind {entry.name}" if in_stream else entry.name
+
+    def needs(self) -> list[str]:
+        """A line for each precision."""
+        emulated = "" if self.architecture.native_bf16 else f", but {self.architecture} has no native bf16"
+        return [
+            f"{v.dtype}: {v.plan.removeprefix(v.dtype).strip() or 'fits'}{emulated if v.dtype == 'bf16' else ''}"
+            for v in self.verdicts
+        ]
+
+    def _in_words(self, entry: Entry) -> str:
+        values, said = entry.values, f"{entry.reach:.3g} in {self.name_of(entry)}, step {entry.step + 1}"
+        if entry.reach == values.peak.output and values.over_eighth:
+            said += f": {values.over_half:.2%} over 1/2 of fp16's range, {values.over_eighth:.2%} over 1/8"
+        return said
 
     def _because(self) -> str:
         if self.chosen.dtype == self.plan.dtype:
@@ -109,7 +129,7 @@ class Probing:
         steps: list[str] = []
         if self.chosen.dtype != self.plan.dtype or (self.plan.half and not self.plan.guarded):
             steps.append(f"set precision to '{self.chosen.dtype}'")
-        if self.chosen.learned != NOTHING and self.chosen.fits:
+        if self.chosen.bits or self.chosen.learned.islands or (self.plan.folded and self.chosen.dtype == "fp16"):
             steps.append("wire `profile` into the NaN Guard's `profile`, and set its scope to 'learned'")
         return f"To apply it: {'; '.join(steps)}." if steps else "Nothing has to be set for it."
 
@@ -129,6 +149,10 @@ def probe(
     step_done: StepDone | None = None,
 ) -> Probing:
     """Sample with a schedule of a few steps, all of them in fp32, and measure. Arguments and errors as `sample`'s."""
+    if handle.family.prompt and (positive is None or negative is None):
+        raise BadInput(
+            f"{handle.store.model.variant.name} needs a prompt: wire positive and negative from Encode Prompt."
+        )
     measured: list[_Measured] = []
 
     def denoiser(handle: PipelineHandle, report: RunReport) -> torch.nn.Module:
@@ -151,7 +175,7 @@ def probe(
         profile = replace(here(handle, chosen.dtype), learned=chosen.learned)
     return Probing(
         model=handle.store.model.name,
-        architecture=str(handle.architecture),
+        architecture=handle.architecture,
         plan=plan,
         settings=settings,
         probed=probed,
@@ -241,11 +265,3 @@ class _Measured:
     @property
     def _tf32(self) -> bool:
         return self._handle.architecture.tf32 and not self._handle.policy.strict
-
-
-def _in_words(entry: Entry) -> str:
-    values = entry.values
-    return (
-        f"{entry.reach:.3g} at step {entry.step + 1}, {entry.name} ({values.over_half:.2%} over 1/2 of fp16's range, "
-        f"{values.over_eighth:.2%} over 1/8, {values.subnormal:.2%} subnormal)"
-    )

@@ -79,9 +79,17 @@ class Probed:
         return sorted(found.values(), key=lambda entry: -order(entry.reach))
 
     def worst(self, number: int = 10) -> list[Entry]:
-        """The first of `entries`; of the residual stream, which runs through all blocks, only where it is largest."""
-        blocks = [entry for entry in self.entries() if self.anatomy.stream and entry.name in self.anatomy.blocks]
-        return [entry for entry in self.entries() if entry not in blocks[1:]][:number]
+        """The first of `entries`; of what several layers hand on, or are given, only the first. The residual stream,
+        which runs through all blocks, counts where it is largest."""
+        stream, seen, found = False, set[tuple[float, int]](), list[Entry]()
+        for entry in self.entries():
+            in_stream = self.anatomy.stream is not None and entry.name in self.anatomy.blocks
+            if (in_stream and stream) or (entry.reach, entry.step) in seen:
+                continue
+            stream = stream or in_stream
+            seen.add((entry.reach, entry.step))
+            found.append(entry)
+        return found[:number]
 
 
 class Probe:
@@ -144,7 +152,7 @@ class Verdict:
     def plan(self) -> str:
         """In a few words."""
         if not self.fits:
-            return f"not {self.dtype}"
+            return f"{self.dtype} does not do"
         how = [f"folded by 2^-{self.bits}"] if self.bits else []
         if islands := self.learned.islands:
             how.append(f"{'island' if len(islands) == 1 else 'islands'}: {named(islands)}")

@@ -10,7 +10,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-HEAVY = {"accelerate", "av", "diffusers", "onediff", "onediffx", "oneflow", "nexfort", "torch", "transformers"}
+HEAVY = {
+    "accelerate",
+    "av",
+    "diffusers",
+    "matplotlib",
+    "onediff",
+    "onediffx",
+    "oneflow",
+    "nexfort",
+    "torch",
+    "transformers",
+}
 COMFYUI = {
     "app",
     "comfy",

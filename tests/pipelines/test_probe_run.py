@@ -31,7 +31,8 @@ def opened(open_pipeline):
 
 
 def prompts(handle):
-    return encode_prompts(handle, ["a red kite", ""])[0]
+    (positive, negative), _ = encode_prompts(handle, ["a red kite", ""])
+    return positive, negative
 
 
 def hooks(module):

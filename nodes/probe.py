@@ -1,0 +1,123 @@
+"""The Numerics Probe node."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from . import host, inputs
+from .report import THIS_CARD, architecture_of
+from .run import running
+from .sample import FROM_ENCODE_PROMPT, NEGATIVE, guidance, seed
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..pipelines.handle import PipelineHandle
+    from ..precision.report import RunReport
+
+
+class NumericsProbe:
+    """Pipeline and prompts → a picture of what every layer reaches, a recommendation, and a profile that applies it."""
+
+    CATEGORY = inputs.CATEGORY
+    DESCRIPTION = (
+        "Runs a few sampling steps in fp32, measures what every layer reaches, draws it against the ranges of fp16 and "
+        "bf16, and recommends how to run this model on this card: precision, fold, and blocks that need fp32. "
+        "Nothing else is changed or slowed down by it."
+    )
+    RETURN_TYPES = ("IMAGE", "STRING", "STRING")
+    RETURN_NAMES = ("images", "recommendation", "profile")
+    OUTPUT_TOOLTIPS = (
+        "A heat map: layers by step and by block, the ranges' ends in its colour bar, the largest values named.",
+        "What to set and why, the largest values, and what the measurement cost, as text.",
+        "Wire it to the NaN Guard's profile, with scope learned. Empty where fp32 is recommended.",
+    )
+    OUTPUT_NODE = True
+    FUNCTION = "probe"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        from ..precision.arch import ARCHITECTURES
+
+        size_tip = "Pixels. 0: what the model was made for. Smaller is faster, and reaches much the same values."
+        return {
+            "required": {
+                "pipeline": inputs.pipeline(),
+                "steps": inputs.integer(
+                    4, 1, 1000, 1, "Steps of a whole schedule, from noise to result, all measured. More take longer."
+                ),
+                "width": inputs.integer(0, 0, 4096, 16, size_tip),
+                "height": inputs.integer(0, 0, 4096, 16, size_tip),
+                "frames": inputs.integer(0, 0, 1025, 1, "0: what the model was made for."),
+                "guidance_scale": guidance(6.0),
+                "seed": seed(),
+            },
+            "optional": {
+                "positive": ("CONDITIONING", FROM_ENCODE_PROMPT),
+                "negative": ("CONDITIONING", NEGATIVE),
+                "image": ("IMAGE", {"tooltip": "For models that start from an image."}),
+                "fit": inputs.fit(),
+                "architecture": inputs.choice(
+                    (THIS_CARD, *ARCHITECTURES), "Recommend for another card. It is measured on this one all the same."
+                ),
+                "save": (
+                    "BOOLEAN",
+                    {
+                        "default": False,
+                        "tooltip": "On: the profile is kept too, for all later runs with the NaN Guard's scope "
+                        "learned.",
+                    },
+                ),
+            },
+            "hidden": inputs.node_id(),
+        }
+
+    def probe(
+        self,
+        pipeline: PipelineHandle,
+        steps: int,
+        width: int,
+        height: int,
+        frames: int,
+        guidance_scale: float,
+        seed: int,
+        positive: list[Any] | None = None,
+        negative: list[Any] | None = None,
+        image: torch.Tensor | None = None,
+        fit: str = "crop",
+        architecture: str = THIS_CARD,
+        save: bool = False,
+        node_id: str | None = None,
+    ) -> dict[str, Any]:
+        import torch
+
+        from ..pipelines.pictures import fitted
+        from ..pipelines.probe import keep_profile, probe, usual_size
+        from ..pipelines.probe_figure import draw
+        from ..pipelines.sample import SampleSettings
+
+        pipeline = replace(pipeline, architecture=architecture_of(architecture) or pipeline.architecture)
+        width, height, frames = usual_size(pipeline, width, height, frames)
+        start = fitted(image[:1], width, height, fit)[0] if image is not None else None
+        scale = guidance_scale if pipeline.family.prompt else None  # Stable Video Diffusion has a range of its own
+        settings = SampleSettings(width, height, steps, seed, frames, scale)
+        progress = host.Progress(steps, node_id)
+
+        def step_done(done: int, total: int, _report: RunReport) -> None:
+            progress.update(done, f"step {done}/{total}, measured in fp32")
+
+        with running(pipeline), progress:
+            probing = probe(
+                pipeline,
+                positive[0][0] if positive else None,
+                negative[0][0] if negative else None,
+                settings,
+                image=start,
+                step_done=step_done,
+            )
+        text = probing.text() + (f"\nThe profile: {keep_profile(pipeline, probing)}" if save else "")
+        host.say(node_id, text)
+        picture = torch.from_numpy(draw(probing)).float().div(255)[None]
+        shown = {"text": [text], "onediff_guard": [probing.as_dict()]}
+        return {"ui": shown, "result": (picture, text, probing.profile_text)}

@@ -1,0 +1,91 @@
+"""The Numerics Probe node: what it hands on, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from as_comfyui import GRAPHS, call, picture
+from comfyui_onediff_guard.nodes import host
+from comfyui_onediff_guard.pipelines.errors import BadInput, BadSize
+from comfyui_onediff_guard.pipelines.profiles import parse
+from comfyui_onediff_guard.precision.policy import Component
+
+SMALL = {"steps": 1, "width": 64, "height": 48, "frames": 9}
+
+
+@pytest.fixture
+def folder(model_folder: Callable[..., Path], tmp_path: Path) -> Iterator[Path]:
+    model = model_folder("5b", "stream")
+    with host.plain_folders(models=[model.parent], input=tmp_path, output=tmp_path):
+        yield model
+
+
+def probed(pipeline: Any, **given: Any) -> dict[str, Any]:
+    positive, negative = GRAPHS["5b"].encode(pipeline)["result"]
+    return call("NumericsProbe", **{"pipeline": pipeline, "positive": positive, "negative": negative} | SMALL | given)
+
+
+def test_it_hands_on_a_picture_a_recommendation_and_a_profile(folder: Path) -> None:
+    answer = probed(GRAPHS["5b"].load(folder), architecture="sm75", seed=3)
+    images, text, profile = answer["result"]
+    assert images.ndim == 4 and images.shape[0] == 1 and images.shape[3] == 3
+    assert images.dtype == torch.float32 and images.min() >= 0 and images.max() <= 1
+    assert text.startswith("Recommended on sm75 (Turing): fp16 folded by 2^-") and answer["ui"]["text"] == [text]
+    assert parse(profile, "it").architecture == "sm75"
+    (told,) = answer["ui"]["onediff_guard"]
+    assert told["profile"] == profile and told["measured_steps"] == 1 and len(told["worst"]) == 10
+    json.dumps(told, allow_nan=False)
+    assert list(host.profiles_directory().glob("*.json")) == [], "kept only where that is asked for"
+
+
+def test_another_card_changes_the_recommendation_and_not_the_pipeline(folder: Path) -> None:
+    pipeline = GRAPHS["5b"].load(folder)
+    (told,) = probed(pipeline, architecture="sm80")["ui"]["onediff_guard"]
+    assert (told["plan"], told["architecture"]) == ("bf16", "sm80") and pipeline.architecture.name == "cpu"
+
+
+def test_it_keeps_the_profile_where_that_is_asked_for(folder: Path) -> None:
+    answer = probed(GRAPHS["5b"].load(folder), architecture="sm75", save=True)
+    (file,) = host.profiles_directory().glob("*.json")
+    assert file.read_text() == answer["result"][2] and f"kept as {file.stem}" in answer["result"][1]
+
+
+def test_the_size_is_the_models_own_unless_given(folder: Path) -> None:
+    with pytest.raises(BadSize, match="width is 65"):
+        probed(GRAPHS["5b"].load(folder), width=65)
+    assert probed(GRAPHS["5b"].load(folder), width=0, height=0, frames=0)["result"][1]
+
+
+def test_what_is_missing_is_named(folder: Path, model_folder: Callable[..., Path]) -> None:
+    pipeline = GRAPHS["5b"].load(folder)
+    with pytest.raises(BadInput, match="wire positive and negative from Encode Prompt"):
+        call("NumericsProbe", pipeline=pipeline, **SMALL)
+    with pytest.raises(BadInput, match="starts from an image"):
+        call("NumericsProbe", pipeline=GRAPHS["svd"].load(model_folder("svd")), steps=1)
+    with pytest.raises(BadInput, match="'sm7' is no architecture"):
+        probed(pipeline, architecture="sm7")
+
+
+def test_a_model_without_a_prompt(folder: Path, model_folder: Callable[..., Path]) -> None:
+    pipeline = GRAPHS["svd"].load(model_folder("svd"))
+    answer = call(
+        "NumericsProbe", pipeline=pipeline, image=picture(), steps=1, width=64, height=64, frames=2, architecture="sm80"
+    )
+    assert answer["result"][1].startswith("Recommended on sm80 (Ampere): fp16 plain")
+
+
+def test_it_shows_its_progress_and_can_be_interrupted(comfyui: Any, model_folder: Callable[..., Path]) -> None:
+    pipeline = GRAPHS["2b"].load(model_folder("2b"))
+    probed(pipeline, steps=2)
+    assert comfyui.bars[-1] == [(1, 2), (2, 2)]
+    comfyui.management.interrupted = True
+    with pytest.raises(KeyError, match="InterruptProcessingException"):
+        probed(pipeline, steps=2)
+    assert comfyui.bars[-1] == [(1, 2)]
+    denoiser = pipeline.store.denoiser(pipeline.plan(Component.DENOISER).dtype)
+    assert not any(module._forward_hooks for module in denoiser.modules())

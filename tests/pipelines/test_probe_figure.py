@@ -1,0 +1,123 @@
+"""The probe's picture: rows that are few enough, cells that are right, texts that can be read."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+from comfyui_onediff_guard.pipelines.probe import Probing
+from comfyui_onediff_guard.pipelines.probe_figure import _Scale, draw, figure_of
+from comfyui_onediff_guard.pipelines.probe_rows import STREAM, rows_of
+from comfyui_onediff_guard.pipelines.sample import SampleSettings
+from comfyui_onediff_guard.precision import arch
+from comfyui_onediff_guard.precision.findings import Anatomy
+from comfyui_onediff_guard.precision.observe import Peak
+from comfyui_onediff_guard.precision.policy import VARIANTS, Component, Precision, choose
+from comfyui_onediff_guard.precision.probe import Probed, Values, judge
+from comfyui_onediff_guard.precision.streams import Stream
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
+
+NORMS = ("norm1.norm", "norm2.norm")
+
+
+def measured(blocks: int, leaves: int, steps: int, *, stream: bool = True, lists: int = 1, value=lambda *_: 1.0):
+    """Made up. value(block, leaf, step) → max |x|."""
+    names = [f"part_{i}.blocks" for i in range(lists)] if lists > 1 else ["blocks"]
+    paths = [f"{name}.{block}" for name in names for block in range(blocks)]
+    found = []
+    for step in range(steps):
+        row = {"embed": value(0, 0, step)}
+        for index, path in enumerate(paths):
+            row |= {f"{path}.layers.{leaf}.linear": value(index, leaf, step) for leaf in range(leaves)}
+            row[path] = value(index, -1, step)
+        row["proj_out"] = value(0, 0, step)
+        found.append({name: Values(Peak(reach, reach), 0.1, 0.2, 0.3) for name, reach in row.items()})
+    where = Stream("blocks", "embed", (), ("norm",), ()) if stream else None
+    return Probed(Anatomy((("embed",) if stream else ()) + tuple(paths), where), tuple(found))
+
+
+def probing(probed: Probed) -> Probing:
+    card = arch.named("sm75")
+    plan = choose(card, VARIANTS["CogVideoX-5B"], Component.DENOISER, Precision.AUTO)
+    settings = SampleSettings(720, 480, 4, 0, 49)
+    verdicts = tuple(judge(probed, dtype) for dtype in ("fp16", "bf16", "fp32"))
+    times = tuple(range(len(probed.steps)))
+    return Probing("CogVideoX-5b", card, plan, settings, probed, times, 9.0, 3.0, verdicts[0], verdicts, None)
+
+
+def test_the_same_layer_of_all_blocks_is_one_row():
+    made = rows_of(measured(3, 2, 4, value=lambda block, leaf, step: 100 * block + 10 * (leaf + 1) + step))
+    assert [row.label for row in made.rows] == ["embed", STREAM, "layers.0.linear", "layers.1.linear", "proj_out"]
+    layer = made.rows[3]
+    assert layer.by_step == {0: 220, 1: 221, 2: 222, 3: 223}, "the largest of all blocks"
+    assert layer.by_block == {"blocks.0": 23, "blocks.1": 123, "blocks.2": 223}, "the largest of all steps"
+    assert made.rows[0].by_block == {} and made.left_out == 0
+
+
+def test_too_many_rows_lose_their_numbers_and_then_the_smallest_are_left_out():
+    made = rows_of(measured(2, 40, 1, stream=False, value=lambda block, leaf, _: leaf), most=36)
+    assert [row.label for row in made.rows] == ["embed", "block output", "layers.*.linear", "proj_out"]
+    assert made.rows[2].by_step == {0: 39}
+    made = rows_of(measured(2, 3, 1, value=lambda block, leaf, _: leaf + 5.0), most=2)
+    assert len(made.rows) == 2 and made.left_out == 2 and made.below == 5.0
+
+
+def test_the_scale_rises_and_ends_where_the_ranges_end():
+    scale = _Scale(5e5)
+    places = [scale.at(value) for value in (0.0, 1e-2, 1.0, 65504 / 8, 65504, 66000, 5e5, 1e6, 3e38, math.inf)]
+    assert places == sorted(places) and places[0] == 0 and places[-1] == 1
+    assert scale.at(65504) == pytest.approx(0.62) and scale.at(1e6) == pytest.approx(0.92)
+    assert math.isnan(scale.at(None))
+    assert _Scale(1e37).at(1e36) < 1
+
+
+def test_what_overflows_is_red_and_nothing_else():
+    def red(picture: np.ndarray) -> int:
+        r, b = (picture[400:, 200:900, i].astype(int) for i in (0, 2))
+        return int(((r > 150) & (r > b + 100)).sum())
+
+    assert red(draw(probing(measured(30, 20, 4)))) == 0
+    one = measured(30, 20, 4, value=lambda block, leaf, step: 2e5 if (block, leaf) == (17, 9) else 1.0)
+    assert red(draw(probing(one))) > 500
+
+
+@pytest.mark.parametrize(
+    ("blocks", "leaves", "steps", "options"),
+    [
+        (30, 20, 4, {"value": lambda block, leaf, step: 10.0 ** (block % 7)}),
+        (42, 20, 50, {"value": lambda block, leaf, step: 10.0 ** (leaf % 9 - 3)}),
+        (2, 3, 1, {}),
+        (3, 45, 4, {"stream": False, "lists": 3}),
+        (60, 60, 2, {"value": lambda block, leaf, step: 1e30 * block}),
+        (3, 2, 1, {"value": lambda block, leaf, step: 1e5 if leaf >= 0 else 1.0}),
+    ],
+    ids=["30 blocks of 20 layers", "50 steps", "little", "several lists", "huge", "three islands"],
+)
+def test_texts_are_inside_and_overlap_nowhere(blocks, leaves, steps, options):
+    figure = figure_of(probing(measured(blocks, leaves, steps, **options)))
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    renderer = canvas.get_renderer()
+    texts = [t for t in figure.findobj(Text) if t.get_visible() and t.get_text().strip()]
+    boxes = [(t.get_text(), t.get_window_extent(renderer)) for t in texts]
+    width, height = canvas.get_width_height()
+    for text, box in boxes:
+        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height, text
+    for (one, a), (other, b) in combinations(boxes, 2):
+        across = min(a.x1, b.x1) - max(a.x0, b.x0)
+        down = min(a.y1, b.y1) - max(a.y0, b.y0)
+        assert not (across > 1 and down > 2.5), f"'{one}' and '{other}'"
+    assert {"fp16 ends: 65504", "bf16 ends: 3.4e38"} <= {text for text, _ in boxes}
+
+
+def test_matplotlib_is_loaded_when_something_is_drawn(fresh_python):
+    code = "import sys\nimport comfyui_onediff_guard.pipelines.probe_figure\nprint('matplotlib' in sys.modules)"
+    assert fresh_python(code).strip() == "False"
+
+
+def test_it_opens_no_window_and_keeps_no_figure():
+    assert "pyplot" not in Path(figure_of.__code__.co_filename).read_text().replace("No pyplot", "")
