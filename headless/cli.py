@@ -26,6 +26,7 @@ SUBCOMMANDS = (
     Subcommand("run", ".command", "run a workflow: in this process, on a server, or in a ComfyUI checkout"),
     Subcommand("demo", ".demo", "make a small model and show what the guard does with it"),
     Subcommand("doctor", ".doctor", "say what would run here or on another card, and why"),
+    Subcommand("probe", ".probe", "measure a model over a few steps, draw it, and recommend how to run it"),
     Subcommand("profile", ".profile", "list, show, export and import what runs taught about models"),
 )
 

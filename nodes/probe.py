@@ -1,12 +1,13 @@
-"""The Numerics Probe node."""
+"""The Numerics Probe node, and what `onediff-guard probe` asks."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import host, inputs
-from .report import THIS_CARD, architecture_of
+from . import host, inputs, load
+from .report import THIS_CARD, architecture_of, on_disk
 from .run import running
 from .sample import FROM_ENCODE_PROMPT, NEGATIVE, guidance, seed
 
@@ -15,6 +16,30 @@ if TYPE_CHECKING:
 
     from ..pipelines.handle import PipelineHandle
     from ..precision.report import RunReport
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What the console command has to wire for a model."""
+
+    model: Path
+    loader: type  # the node that loads it
+    prompted: bool
+    from_image: bool
+
+
+def subject_of(model: Path) -> Subject:
+    """model: a folder, Stable Video Diffusion's single file, or the hub id of a model in the cache.
+
+    Raises BadInput where it is not there, BadFolder where no node loads it.
+    """
+    from ..pipelines.models import family_of
+
+    path = on_disk(model)
+    family = family_of(path)
+    loaders = load.LoadCogVideoX, load.LoadCogView3Plus, load.LoadCogView4, load.LoadStableVideoDiffusion
+    loader = next(loader for loader in loaders if family.pipeline in loader.PIPELINES)
+    return Subject(path, loader, family.prompt is not None, family.takes_image)
 
 
 class NumericsProbe:

@@ -40,7 +40,7 @@ def examine(
 
     try:
         return diagnose(
-            _on_disk(model) if model else None,
+            on_disk(model) if model else None,
             architecture_of(architecture),
             precision=Precision(precision),
             accumulation=Accumulation(accumulation),
@@ -50,7 +50,8 @@ def examine(
         raise BadFolder(f"'{model}' cannot be read: {error}.") from error
 
 
-def _on_disk(model: Path) -> Path:
+def on_disk(model: Path) -> Path:
+    """Of a path, or of the hub id of a model in the cache. Raises BadInput where there is no such."""
     from ..pipelines.errors import HubError
     from ..pipelines.families import FAMILIES
     from ..pipelines.hub import fetch

@@ -1,0 +1,90 @@
+"""`onediff-guard probe`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import svd_layout
+from comfyui_onediff_guard.headless import cli
+from comfyui_onediff_guard.nodes.host import profiles_directory
+from comfyui_onediff_guard.pipelines.profiles import read
+from PIL import Image
+
+SMALL = ("--steps", "1", "--width", "64", "--height", "48", "--frames", "9")
+
+
+@pytest.fixture
+def probe(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
+    def run(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = cli.main(["probe", "--out", str(tmp_path / "out"), *arguments])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def test_it_writes_picture_text_and_profile(probe, model_folder, tmp_path):
+    code, out, _ = probe("--model", str(model_folder("5b", "stream")), "--arch", "7.5", *SMALL)
+    assert code == 0 and out.startswith("Recommended on sm75 (Turing): fp16 folded by 2^-")
+    picture, text, profile = (tmp_path / "out" / f"probe_00001_.{suffix}" for suffix in ("png", "txt", "json"))
+    assert out.splitlines()[-3:] == [str(picture), str(text), str(profile)]
+    assert Image.open(picture).width > 1000 and out.startswith(text.read_text())
+    assert read(profile).architecture == "sm75" and (read(profile).learned.stream_peak or 0) > 65504
+    assert list(profiles_directory().glob("*.json")) == []
+    probe("--model", str(model_folder("5b", "stream")), *SMALL)
+    assert (tmp_path / "out" / "probe_00002_.png").is_file(), "never over another file"
+
+
+def test_one_json_object_and_the_profile_kept(probe, model_folder):
+    code, out, _ = probe("--model", str(model_folder("cogview4")), "--json", "--save", "--steps", "1",
+                         "--width", "64", "--height", "64", "--arch", "sm75")  # fmt: skip
+    told = json.loads(out, parse_constant=pytest.fail)
+    assert code == 0 and told["status"] == "done" and told["plan"] == "fp16 plain"
+    assert [Path(file).suffix for file in told["files"]] == [".png", ".txt", ".json"]
+    (file,) = profiles_directory().glob("*.json")
+    assert file.read_text() == told["profile"]
+
+
+def test_a_model_that_starts_from_an_image(probe, model_folder, tmp_path):
+    model = str(model_folder("svd"))
+    assert probe("--model", model, *SMALL)[0] == 2
+    Image.new("RGB", (80, 60), (90, 120, 30)).save(tmp_path / "start.png")
+    code, out, _ = probe("--model", model, "--image", str(tmp_path / "start.png"), "--steps", "1",
+                         "--width", "64", "--height", "64", "--frames", "2", "--arch", "sm80")  # fmt: skip
+    assert code == 0 and out.startswith("Recommended on sm80 (Ampere): fp16 plain")
+
+
+def test_a_single_file(probe, tmp_path):
+    file = tmp_path / "checkpoints" / "svd_xt.safetensors"
+    file.parent.mkdir()
+    svd_layout.write(file, svd_layout.Layout(image=224, patch=56))
+    Image.new("RGB", (80, 60), (90, 120, 30)).save(tmp_path / "start.png")
+    code, out, _ = probe("--model", str(file), "--image", str(tmp_path / "start.png"), "--steps", "1",
+                         "--width", "64", "--height", "64", "--frames", "2", "--precision", "fp32")  # fmt: skip
+    assert code == 0 and out.startswith("Recommended on ") and ": fp32" in out
+
+
+def test_fp32_needs_no_profile(probe, model_folder, tmp_path):
+    code, out, _ = probe("--model", str(model_folder("2b")), "--precision", "fp32", *SMALL)
+    assert code == 0 and ": fp32" in out.splitlines()[0]
+    assert sorted(file.suffix for file in (tmp_path / "out").iterdir()) == [".png", ".txt"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--model", "nowhere/to/be-found"), "There is no 'nowhere/to/be-found'"),
+        (("--model", "MODEL", "--arch", "sm7"), "'sm7' is no architecture"),
+        (("--model", "MODEL", "--steps", "0"), "steps"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_runs(probe, model_folder, arguments, says):
+    given = [str(model_folder("2b")) if argument == "MODEL" else argument for argument in arguments]
+    code, out, err = probe(*given)
+    assert (code, out) == (2, "") and says in err
+    told = json.loads(probe(*given, "--json")[1])
+    assert told["status"] == "error" and says in told["error"]
