@@ -8,6 +8,7 @@ from .guard import NaNGuard
 from .load import LoadCogVideoX, LoadCogView3Plus, LoadCogView4, LoadStableVideoDiffusion
 from .lora import LoadLoRA
 from .probe import NumericsProbe
+from .native import NaNGuardModel
 from .report import PrecisionReport
 from .sample import SampleCogVideoX, SampleCogVideoXFromImage, SampleCogVideoXFromVideo
 from .sample_image import SampleCogView
@@ -29,6 +30,7 @@ NODE_CLASS_MAPPINGS: dict[str, type] = {
     "OneDiffGuardSampleStableVideoDiffusion": SampleStableVideoDiffusion,
     "OneDiffGuardLoadLoRA": LoadLoRA,
     "OneDiffGuardNumericsProbe": NumericsProbe,
+    "OneDiffGuardNaNGuardModel": NaNGuardModel,
 }
 
 NODE_DISPLAY_NAME_MAPPINGS: dict[str, str] = {
@@ -47,4 +49,5 @@ NODE_DISPLAY_NAME_MAPPINGS: dict[str, str] = {
     "OneDiffGuardSampleStableVideoDiffusion": "Sample Stable Video Diffusion",
     "OneDiffGuardLoadLoRA": "Load LoRA",
     "OneDiffGuardNumericsProbe": "Numerics Probe",
+    "OneDiffGuardNaNGuardModel": "NaN Guard (MODEL)",
 }

@@ -31,18 +31,8 @@ class NaNGuard:
         return {
             "required": {
                 "pipeline": inputs.pipeline(),
-                "on_failure": inputs.choice(
-                    inputs.ON_FAILURE,
-                    "rerun: compute the failing step again in fp32 and go on. stop: end the run with the reason. "
-                    "off: only watch and report.",
-                ),
-                "strict": (
-                    "BOOLEAN",
-                    {
-                        "default": False,
-                        "tooltip": "Rerun in plain fp32 instead of TF32 on cards that have TF32. Slower.",
-                    },
-                ),
+                "on_failure": inputs.on_failure(),
+                "strict": inputs.strict(),
             },
             "optional": {
                 "scope": inputs.choice(

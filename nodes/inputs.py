@@ -15,6 +15,7 @@ ACCUMULATIONS = ("auto", "fast")
 FITS = ("crop", "stretch", "refuse")
 ON_FAILURE = ("rerun", "stop", "off")
 SCOPES = ("step", "learned", "run")
+NATIVE_SCOPES = ("step", "run")  # of ComfyUI's own models
 SCHEDULERS = ("DDIM", "DPM")
 INHERIT = "inherit"
 NO_MODEL = "none found: fill in hub_id"  # alone in a list of models that would be empty, which ComfyUI cannot use
@@ -57,6 +58,19 @@ def from_hub() -> dict[str, tuple[str, dict[str, Any]]]:
         "revision": ("STRING", {"default": "", "tooltip": revision}),
         "download": ("BOOLEAN", {"default": True, "tooltip": download}),
     }
+
+
+def on_failure() -> tuple[list[str], dict[str, Any]]:
+    return choice(
+        ON_FAILURE,
+        "rerun: compute the failing step again in fp32 and go on. stop: end the run with the reason. "
+        "off: only watch and report.",
+    )
+
+
+def strict() -> tuple[str, dict[str, Any]]:
+    tip = "Rerun in plain fp32 instead of TF32 on cards that have TF32. Slower."
+    return "BOOLEAN", {"default": False, "tooltip": tip}
 
 
 def fit() -> tuple[list[str], dict[str, Any]]:

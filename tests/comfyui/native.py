@@ -1,0 +1,44 @@
+"""Runs native_in_comfyui.py in leg (b)'s interpreter, and reads what it found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import legs
+import pytest
+import torch
+from safetensors.torch import load_file
+
+HERE = Path(__file__).resolve().parent
+Ran = dict[str, Any]  # "case/name" → tensor or fact
+
+
+def run(cases: str, folder: Path, *options: str) -> Ran:
+    """cases: a module beside this one. options: of ComfyUI's main.py."""
+    leg = legs.leg_b()
+    if leg.missing:
+        pytest.skip(leg.missing)
+    pack = legs.install_pack(folder / "custom_nodes")
+    command = [leg.python, HERE / "native_in_comfyui.py", Path(leg.program[0]).parent, pack, folder, cases, *options]
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    done = subprocess.run(
+        list(map(str, command)),
+        cwd=folder,
+        env=environment | {"PYTHONUTF8": "1"},
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=False,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-8000:]
+    return {**load_file(folder / "tensors.safetensors"), **json.loads((folder / "facts.json").read_text("utf-8"))}
+
+
+def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Largest, as a share of the largest value."""
+    return ((ours - theirs).abs().max() / theirs.abs().max()).item()

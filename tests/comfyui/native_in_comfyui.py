@@ -1,0 +1,88 @@
+"""ComfyUI's own models under the pack's guard. Run by ComfyUI's interpreter.
+
+    python native_in_comfyui.py CHECKOUT PACK RESULTS MODULE [OPTION …]
+
+PACK is the pack's folder, imported by its path as ComfyUI does. Every function of MODULE named `case_…` runs, and
+gives tensors and facts; RESULTS is a folder for them: `tensors.safetensors` and `facts.json`, by "case/name".
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import sys
+import types
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+NODE_ID = "7"
+said: list[str] = []  # progress texts that were sent to the guard's node
+_pack: Any = None
+
+
+class Instance:
+    """A stand-in for ComfyUI's server: what the pack shows on a node."""
+
+    @staticmethod
+    def send_progress_text(text: str, node_id: str) -> None:
+        assert node_id == NODE_ID
+        said.append(text)
+
+
+def import_pack(folder: Path) -> None:
+    global _pack
+    spec = importlib.util.spec_from_file_location(
+        "custom_nodes_pack", folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    assert spec and spec.loader
+    _pack = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(_pack)
+
+
+def node(name: str, *wired: Any, on_failure: str = "rerun", strict: bool = False, scope: str = "step") -> Any:
+    """What one of the pack's guards puts out."""
+    cls = _pack.NODE_CLASS_MAPPINGS[f"OneDiffGuard{name}"]
+    with torch.inference_mode():
+        return getattr(cls(), cls.FUNCTION)(*wired, on_failure, strict, scope, node_id=NODE_ID)[0]
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    """What it raises, "" where it does not."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - the test says which it has to be
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def main(pack: Path, results: Path, module: str) -> None:
+    import_pack(pack)
+    sys.modules["server"] = types.ModuleType("server")
+    sys.modules["server"].PromptServer = types.SimpleNamespace(instance=Instance)  # pyright: ignore[reportAttributeAccessIssue]
+    tensors: dict[str, torch.Tensor] = {}
+    facts: dict[str, Any] = {}
+    for name, case in vars(import_module(module)).items():
+        if name.startswith("case_"):
+            said.clear()
+            for key, value in case().items():
+                kept = tensors if isinstance(value, torch.Tensor) else facts
+                kept[f"{name.removeprefix('case_')}/{key}"] = value
+    tensors = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+    import_module("safetensors.torch").save_file(tensors, results / "tensors.safetensors")
+    (results / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, sys.argv[1])
+    folders = [Path(name) for name in sys.argv[2:4]]
+    cases = sys.argv[4]
+    sys.argv[1:] = ["--cpu", *sys.argv[5:]]
+    import_module("comfy.options").enable_args_parsing()
+    logging.basicConfig(level=logging.INFO)
+    sys.modules["native_in_comfyui"] = sys.modules["__main__"]
+    main(folders[0], folders[1], cases)

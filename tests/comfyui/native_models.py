@@ -1,0 +1,164 @@
+"""Small models of ComfyUI's own, made by its own classes with random weights, and a sampling run of each.
+
+Imported by ComfyUI's interpreter alone, after its options have been read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+import torch
+
+CPU = torch.device("cpu")
+UNET = {
+    "image_size": 32,
+    "out_channels": 4,
+    "model_channels": 32,
+    "num_res_blocks": [1, 1],
+    "channel_mult": [1, 2],
+    "transformer_depth": [1, 1],
+    "transformer_depth_output": [1, 1, 1, 1],
+    "transformer_depth_middle": 1,
+    "use_spatial_transformer": True,
+    "legacy": False,
+    "context_dim": 24,
+}
+SVD = UNET | {
+    "channel_mult": [1, 1],
+    "in_channels": 8,
+    "adm_in_channels": 768,
+    "use_linear_in_transformer": True,
+    "num_classes": "sequential",
+    "model_channels": 64,  # a head has as many
+    "use_temporal_resblock": True,
+    "use_temporal_attention": True,
+    "extra_ff_mix_layer": True,
+    "use_spatial_context": True,
+    "merge_strategy": "learned_with_images",
+    "merge_factor": 0.0,
+    "video_kernel_size": [3, 1, 1],
+}
+FLUX = {
+    "image_model": "flux",
+    "in_channels": 16,
+    "out_channels": 16,
+    "patch_size": 2,
+    "vec_in_dim": 24,
+    "context_in_dim": 32,
+    "hidden_size": 48,
+    "mlp_ratio": 2.0,
+    "num_heads": 2,
+    "depth": 2,
+    "depth_single_blocks": 2,
+    "axes_dim": [8, 8, 8],
+    "theta": 10000,
+    "qkv_bias": True,
+    "guidance_embed": False,
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    config: str  # its class in comfy.supported_models
+    sizes: Mapping[str, Any]
+    latents: tuple[int, ...]
+    context: tuple[int, ...]
+    hot: Mapping[str, float]  # weight → what it is multiplied by, so that fp16 overflows and fp32 does not
+    cfg: float = 4.0
+    scheduler: str = "simple"
+    extra: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # further conditions, by shape
+
+
+LAYOUTS = {
+    "sd15": Layout(
+        "SD15",
+        UNET | {"in_channels": 4, "adm_in_channels": None, "use_linear_in_transformer": False},
+        latents=(1, 4, 8, 8),
+        context=(1, 7, 24),
+        hot={"input_blocks.1.0.in_layers.2.weight": 1e5},
+    ),
+    "svd": Layout(
+        "SVD_img2vid",
+        SVD,
+        latents=(2, 4, 4, 4),
+        context=(1, 1, 24),
+        hot={"input_blocks.1.0.in_layers.2.weight": 1e5},
+        scheduler="karras",
+        extra={"concat_latent_image": (1, 4, 4, 4)},
+    ),
+    "flux": Layout(
+        "FluxSchnell",
+        FLUX,
+        latents=(1, 16, 8, 8),
+        context=(1, 7, 32),
+        hot={"double_blocks.0.txt_mlp.2.weight": 8e4},
+        cfg=1.0,
+        extra={"pooled_output": (1, 24)},
+    ),
+}
+
+
+def make_model(
+    layout: Layout,
+    dtype: torch.dtype = torch.float16,
+    compute: torch.dtype | None = None,
+    *,
+    hot: bool = False,
+    operations: Any = None,
+) -> Any:
+    """ComfyUI's ModelPatcher.
+
+    dtype: of the weights. compute: what they are cast to at each layer; None where they are not cast. hot: overflows.
+    operations: ComfyUI's layer classes; None where it shall choose.
+    """
+    config = getattr(import_module("comfy.supported_models"), layout.config)(dict(layout.sizes))
+    config.set_inference_dtype(dtype, compute)
+    config.custom_operations = operations
+    model = config.get_model({}, "", device=CPU).eval().requires_grad_(False)
+    model.diffusion_model.load_state_dict(_weights(model.diffusion_model, layout.hot if hot else {}))
+    return import_module("comfy.model_patcher").ModelPatcher(model, CPU, CPU)
+
+
+def in_fp32(patcher: Any, layout: Layout) -> Any:
+    """A model with the same weights, in fp32."""
+    twin = make_model(layout, torch.float32)
+    weights = patcher.model.diffusion_model.state_dict()
+    twin.model.diffusion_model.load_state_dict({name: weight.float() for name, weight in weights.items()})
+    return twin
+
+
+def _weights(network: torch.nn.Module, hot: Mapping[str, float]) -> dict[str, torch.Tensor]:
+    """Random, such that activations stay about 1."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(name: str, weight: torch.Tensor) -> torch.Tensor:
+        random = torch.randn(weight.shape, generator=generator)
+        if weight.ndim > 1:
+            return random * weight[0].numel() ** -0.5
+        return 0.05 * random + (1.0 if name.endswith(("weight", "scale")) else 0.0)
+
+    drawn = {name: draw(name, weight) for name, weight in sorted(network.state_dict().items())}
+    return {name: weight * hot.get(name, 1.0) for name, weight in drawn.items()}
+
+
+def sample(
+    patcher: Any, layout: Layout, *, steps: int = 3, latents: torch.Tensor | None = None, **conditions: Any
+) -> torch.Tensor:
+    """As the KSampler node does. conditions: further ones of the positive prompt."""
+    generator = torch.Generator().manual_seed(5)
+
+    def random(shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    noise, given = random(layout.latents), {name: random(shape) for name, shape in layout.extra.items()}
+    positive, negative = ([[random(layout.context), dict(given)]] for _ in range(2))
+    positive[0][1].update(conditions)
+    start = torch.zeros(layout.latents) if latents is None else latents
+    prompts = (positive, negative, start)
+    with torch.inference_mode():
+        return import_module("comfy.sample").sample(
+            patcher, noise, steps, layout.cfg, "euler", layout.scheduler, *prompts, seed=1, disable_pbar=True
+        )
