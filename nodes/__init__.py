@@ -9,6 +9,7 @@ from .load import LoadCogVideoX, LoadCogView3Plus, LoadCogView4, LoadStableVideo
 from .lora import LoadLoRA
 from .probe import NumericsProbe
 from .native import NaNGuardModel
+from .native import NaNGuardModel, NaNGuardVAE
 from .report import PrecisionReport
 from .sample import SampleCogVideoX, SampleCogVideoXFromImage, SampleCogVideoXFromVideo
 from .sample_image import SampleCogView
@@ -31,6 +32,7 @@ NODE_CLASS_MAPPINGS: dict[str, type] = {
     "OneDiffGuardLoadLoRA": LoadLoRA,
     "OneDiffGuardNumericsProbe": NumericsProbe,
     "OneDiffGuardNaNGuardModel": NaNGuardModel,
+    "OneDiffGuardNaNGuardVAE": NaNGuardVAE,
 }
 
 NODE_DISPLAY_NAME_MAPPINGS: dict[str, str] = {
@@ -50,4 +52,5 @@ NODE_DISPLAY_NAME_MAPPINGS: dict[str, str] = {
     "OneDiffGuardLoadLoRA": "Load LoRA",
     "OneDiffGuardNumericsProbe": "Numerics Probe",
     "OneDiffGuardNaNGuardModel": "NaN Guard (MODEL)",
+    "OneDiffGuardNaNGuardVAE": "NaN Guard (VAE)",
 }

@@ -2,10 +2,13 @@
 
 A MODEL is guarded through the wrappers that ComfyUI keeps for each MODEL: around `apply_model`, where inputs are not
 cast to half precision yet, and around a whole sampling run, for its report. What other packs wrap stays in the chain.
+A VAE has no wrappers, so its copy gets a shell of the network whose `decode` and `encode` are guarded tile by tile.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 import logging
 import sys
 from collections.abc import Callable, Generator
@@ -32,6 +35,7 @@ logger = logging.getLogger(__name__)
 KEY = "onediff_guard"  # of our wrappers on a MODEL
 ATTENTION_OVERRIDE = "optimized_attention_override"  # in transformer_options
 TAKE_FP32 = {f"attention_{name}" for name in ("basic", "sub_quad", "split", "xformers", "pytorch")}
+_UNGUARDED = "onediff_guard_unguarded"
 
 
 def guarded_model(patcher: Any, policy: GuardPolicy, node_id: str | None) -> Any:
@@ -47,6 +51,27 @@ def guarded_model(patcher: Any, policy: GuardPolicy, node_id: str | None) -> Any
         clone.remove_wrappers_with_key(kind, KEY)
         clone.add_wrapper_with_key(kind, KEY, wrapper)
     return clone
+
+
+def guarded_vae(vae: Any, policy: GuardPolicy, node_id: str | None) -> Any:
+    """A copy of a VAE that is guarded. A guard that it had before is replaced.
+
+    Raises BadInput where there is no VAE in it, or another pack has replaced one of its methods.
+    """
+    vae = getattr(vae, _UNGUARDED, vae)
+    network = getattr(vae, "first_stage_model", None)
+    if network is None:
+        raise BadInput("There is no VAE in this checkpoint. Use a VAE loader in its place.")
+    guard, copied, shell = _Guarding(policy, node_id), copy.copy(vae), copy.copy(network)
+    for name, component in (("decode", Component.VAE_DECODE), ("encode", Component.VAE_ENCODE)):
+        shell.__dict__[name] = _guarded_network(guard, vae, component, getattr(network, name))
+    copied.first_stage_model = shell
+    for name in ("decode", "decode_tiled", "encode", "encode_tiled"):
+        if name in vars(vae):
+            raise BadInput(f"Another node has replaced this VAE's '{name}'. Put the NaN Guard before that node.")
+        setattr(copied, name, _as_one_run(guard, getattr(copied, name)))
+    setattr(copied, _UNGUARDED, vae)
+    return copied
 
 
 @dataclass(frozen=True)
@@ -249,6 +274,29 @@ class _Clips(TorchFunctionMode):
 def _clips(network: torch.nn.Module) -> bool:
     forwards = (getattr(type(layer).forward, "__code__", None) for layer in network.modules())
     return any("nan_to_num" in code.co_names for code in forwards if code)
+
+
+# --- VAE --------------------------------------------------------------------------------------------------------------
+
+
+def _guarded_network(
+    guard: _Guarding, vae: Any, component: Component, method: Callable[..., Any]
+) -> Callable[..., Any]:
+    network = vae.first_stage_model
+
+    def stage() -> _Stage:
+        return _Stage(type(network).__name__, component, network, vae.vae_dtype, vae.device, method, method)
+
+    return functools.wraps(method)(lambda *args, **kwargs: guard.call(stage, *args, **kwargs))
+
+
+def _as_one_run(guard: _Guarding, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with guard.run():
+            return method(*args, **kwargs)
+
+    return run
 
 
 def _plan(component: Component, model: str, dtype: str) -> Plan:

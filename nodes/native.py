@@ -35,6 +35,31 @@ class NaNGuardModel:
         return (guarded_model(model, _policy(on_failure, strict, scope), node_id),)
 
 
+class NaNGuardVAE:
+    """VAE → the same VAE, guarded."""
+
+    CATEGORY = inputs.CATEGORY
+    DESCRIPTION = (
+        "Guards any of ComfyUI's own VAEs: an encoding or decoding that comes out NaN or infinite (a black picture) is "
+        "computed again in fp32 from the same weights, tile by tile. What it did is shown on this node."
+    )
+    RETURN_TYPES = ("VAE",)
+    RETURN_NAMES = ("vae",)
+    FUNCTION = "apply"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        tip = "From a loader. It stays as it is; what comes out is guarded."
+        return {"required": {"vae": ("VAE", {"tooltip": tip}), **_policy_inputs()}, "hidden": inputs.node_id()}
+
+    def apply(
+        self, vae: Any, on_failure: str, strict: bool, scope: str = "step", node_id: str | None = None
+    ) -> tuple[Any]:
+        from .comfy_models import guarded_vae
+
+        return (guarded_vae(vae, _policy(on_failure, strict, scope), node_id),)
+
+
 def _policy_inputs() -> dict[str, Any]:
     return {
         "on_failure": inputs.on_failure(),

@@ -162,3 +162,38 @@ def sample(
         return import_module("comfy.sample").sample(
             patcher, noise, steps, layout.cfg, "euler", layout.scheduler, *prompts, seed=1, disable_pbar=True
         )
+
+
+VAE_SETTINGS: dict[str, Any] = {"double_z": True, "z_channels": 4, "resolution": 256, "in_channels": 3, "out_ch": 3}
+VAE_SETTINGS |= {"ch": 32, "ch_mult": [1, 1, 1, 1], "num_res_blocks": 1, "attn_resolutions": [], "dropout": 0.0}
+HOT_DECODER = {"decoder.mid.block_1.conv1.weight": 5e4}
+HOT_ENCODER = {"encoder.mid.block_1.conv1.weight": 5e4}
+
+
+def make_vae(dtype: torch.dtype, hot: Mapping[str, float] | None = None, *, temporal: bool = False) -> Any:
+    """ComfyUI's VAE. hot: weights and what they are multiplied by. temporal: SVD's, whose decoder mixes frames."""
+    config = {"params": {"ddconfig": VAE_SETTINGS, "embed_dim": 4}}
+    vae = import_module("comfy.sd").VAE(sd={}, device=CPU, config=config, dtype=dtype)
+    if temporal:
+        video = {**VAE_SETTINGS, "video_kernel_size": [3, 1, 1], "alpha": 0.0}
+        vae.first_stage_model = (
+            import_module("comfy.ldm.models.autoencoder")
+            .AutoencodingEngine(
+                regularizer_config={"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"},
+                encoder_config={"target": "comfy.ldm.modules.diffusionmodules.model.Encoder", "params": VAE_SETTINGS},
+                decoder_config={"target": "comfy.ldm.modules.temporal_ae.VideoDecoder", "params": video},
+            )
+            .eval()
+        )
+        vae.patcher = import_module("comfy.model_patcher").ModelPatcher(vae.first_stage_model, CPU, CPU)
+    network = vae.first_stage_model.requires_grad_(False)
+    network.load_state_dict(_weights(network, hot or {}))
+    network.to(dtype)
+    return vae
+
+
+def vae_in_fp32(vae: Any, *, temporal: bool = False) -> Any:
+    """A VAE with the same weights, in fp32."""
+    twin = make_vae(torch.float32, temporal=temporal)
+    twin.first_stage_model.load_state_dict({n: w.float() for n, w in vae.first_stage_model.state_dict().items()})
+    return twin
