@@ -7,9 +7,8 @@ from .encode import EncodePrompt
 from .guard import NaNGuard
 from .load import LoadCogVideoX, LoadCogView3Plus, LoadCogView4, LoadStableVideoDiffusion
 from .lora import LoadLoRA
-from .probe import NumericsProbe
-from .native import NaNGuardModel
 from .native import NaNGuardModel, NaNGuardVAE
+from .probe import NumericsProbe
 from .report import PrecisionReport
 from .sample import SampleCogVideoX, SampleCogVideoXFromImage, SampleCogVideoXFromVideo
 from .sample_image import SampleCogView
