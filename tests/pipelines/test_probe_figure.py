@@ -50,11 +50,11 @@ def probing(probed: Probed) -> Probing:
 
 
 def test_the_same_layer_of_all_blocks_is_one_row():
-    made = rows_of(measured(3, 2, 4, value=lambda block, leaf, step: 100 * block + 10 * (leaf + 1) + step))
+    made = rows_of(measured(3, 2, 4, value=lambda block, leaf, step: 100 * (2 - block) + 10 * (leaf + 1) + step))
     assert [row.label for row in made.rows] == ["embed", STREAM, "layers.0.linear", "layers.1.linear", "proj_out"]
     layer = made.rows[3]
     assert layer.by_step == {0: 220, 1: 221, 2: 222, 3: 223}, "the largest of all blocks"
-    assert layer.by_block == {"blocks.0": 23, "blocks.1": 123, "blocks.2": 223}, "the largest of all steps"
+    assert layer.by_block == {"blocks.0": 223, "blocks.1": 123, "blocks.2": 23}, "the largest of all steps"
     assert made.rows[0].by_block == {} and made.left_out == 0
 
 
@@ -91,7 +91,7 @@ def test_what_overflows_is_red_and_nothing_else():
         (30, 20, 4, {"value": lambda block, leaf, step: 10.0 ** (block % 7)}),
         (42, 20, 50, {"value": lambda block, leaf, step: 10.0 ** (leaf % 9 - 3)}),
         (2, 3, 1, {}),
-        (3, 45, 4, {"stream": False, "lists": 3}),
+        (8, 45, 4, {"stream": False, "lists": 3}),
         (60, 60, 2, {"value": lambda block, leaf, step: 1e30 * block}),
         (3, 2, 1, {"value": lambda block, leaf, step: 1e5 if leaf >= 0 else 1.0}),
     ],

@@ -54,7 +54,8 @@ TINY, MAX = 2.0**-14, 65504.0
 def test_shares_are_those_counted_by_hand():
     module = Two().eval()
     x = torch.tensor([0.0, TINY / 2, TINY * 0.49, MAX / 16, MAX / 4, -MAX, 1.0, MAX / 4 + 4])
-    first = probed_calls(module, Anatomy.of(module, ["blocks"]), x).steps[0]
+    probed = probed_calls(module, Anatomy.of(module, ["blocks"]), x)
+    first = probed.steps[0]
     assert list(first) == ["blocks.0.0", "blocks.0", "blocks.1.1", "blocks.1"], "as they end; a dropout only hands on"
     layer = first["blocks.0.0"]
     assert layer.peak == Peak(MAX, 2 * MAX)
@@ -62,7 +63,8 @@ def test_shares_are_those_counted_by_hand():
     assert layer.subnormal == 1 / 8, "neither zero nor 2^-14"
     assert layer.over_eighth == 3 / 8 and layer.over_half == 2 / 8, "a bound itself is not over it"
     assert first["blocks.0"] == layer
-    assert first["blocks.1"].peak.output == pytest.approx(2e6 * MAX)
+    assert first["blocks.1"].peak == Peak(2 * MAX, pytest.approx(2e6 * MAX))
+    assert probed.reach("blocks.1", first["blocks.1"]) == pytest.approx(2e6 * MAX), "of a block, what it puts out"
 
 
 def test_calls_of_one_step_are_counted_together_and_steps_apart():
@@ -160,6 +162,14 @@ def test_what_no_fold_and_no_island_helps_takes_the_next_dtype():
     assert recommend(probed, "fp16", native_bf16=False).dtype == "fp32"
     assert recommend(probed, "bf16", native_bf16=False).dtype == "bf16", "the plan's own first"
     assert recommend(probed, "fp16", native_bf16=False).learned == Learned()
+
+
+def test_what_cannot_be_an_island_takes_the_next_dtype():
+    module = nn.Linear(1, 1)
+    with torch.no_grad():
+        module.weight.fill_(1e-5)
+    verdict = judge(probed_calls(module, Anatomy(), torch.full((1, 1), 1e5)), "fp16")
+    assert not verdict.fits and "reaches 1e+05" in verdict.reason
 
 
 def test_the_worst_are_named_and_a_stream_once():
