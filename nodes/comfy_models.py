@@ -183,9 +183,10 @@ class _ModelGuard(_Guarding):
     ) -> Any:
         """x: noisy latents, float32. t: sigma. Returns the denoised latents."""
         given = {"x": x, "c_concat": c_concat, "c_crossattn": c_crossattn, **conditions}
-        call = {**given, "timestep": t, "control": control, "transformer_options": transformer_options or {}}
+        options = transformer_options or {}
+        call = {**given, "timestep": t, "control": control, "transformer_options": options, "memory": _Memory(options)}
         try:
-            return self.call(lambda: _denoiser(executor.class_obj, x.device), executor=executor, **call)
+            made = self.call(lambda: _denoiser(executor.class_obj, x.device), executor=executor, **call)
         except GuardStopped as stopped:
             for name, value in given.items():
                 if broken := sum(map(non_finite, floating(value))):
@@ -195,6 +196,8 @@ class _ModelGuard(_Guarding):
                         "look at the nodes before the sampler, and at those that change the model."
                     ) from stopped
             raise
+        call["memory"].settle()
+        return made
 
 
 _INPUTS = {"x": "latents", "c_concat": "latents to start from", "c_crossattn": "a prompt"}
@@ -202,8 +205,9 @@ _INPUTS = {"x": "latents", "c_concat": "latents to start from", "c_crossattn": "
 
 def _denoiser(model: Any, device: torch.device) -> _Stage:
     """model: ComfyUI's BaseModel."""
+    network = getattr(model.diffusion_model, "_orig_mod", model.diffusion_model)  # of a compiled one
     dtype = model.manual_cast_dtype or model.get_dtype()
-    clips = _Clips() if dtype is torch.float16 and _clips(model.diffusion_model) else None
+    clips = _Clips() if dtype is torch.float16 and _clips(network) else None
 
     def attempt(**call: Any) -> Any:
         with clips or nullcontext():
@@ -212,7 +216,7 @@ def _denoiser(model: Any, device: torch.device) -> _Stage:
     return _Stage(
         model=type(model.model_config).__name__,
         component=Component.DENOISER,
-        network=model.diffusion_model,
+        network=network,
         dtype=dtype,
         device=device,
         attempt=attempt,
@@ -222,10 +226,11 @@ def _denoiser(model: Any, device: torch.device) -> _Stage:
 
 
 def _apply_model(
-    *, executor: Any, x: Any, timestep: Any, c_concat: Any, c_crossattn: Any, control: Any, **more: Any
+    *, executor: Any, x: Any, timestep: Any, c_concat: Any, c_crossattn: Any, control: Any, memory: _Memory, **more: Any
 ) -> Any:
     """Goes on with the chain. ControlNet's residuals are taken off their lists as they are used: off a copy, so that
     the call can be made again."""
+    memory.rewind()
     options = more.pop("transformer_options")
     control = pytree.tree_map(lambda residual: residual, control)
     return executor(x, timestep, c_concat, c_crossattn, control, options, **more)
@@ -234,7 +239,43 @@ def _apply_model(
 def _apply_model_in_fp32(*, executor: Any, transformer_options: dict[str, Any], **call: Any) -> Any:
     _refuse_fp8_products(executor.class_obj.diffusion_model)
     options = {**transformer_options, ATTENTION_OVERRIDE: _attention_in_fp32}
-    return _apply_model(executor=executor, transformer_options=options, **call)
+    made = _apply_model(executor=executor, transformer_options=options, **call)
+    call["memory"].keep()
+    return made
+
+
+class _Memory:
+    """What ComfyUI's EasyCache remembers of the steps before, by which it skips the model.
+
+    It sits inside the guard. So each call for one step starts from the same, and the one that counts leaves its own:
+    else a rerun, with the inputs of the attempt before it, would be skipped for what the attempt left.
+    """
+
+    def __init__(self, transformer_options: dict[str, Any]):
+        self._holder = transformer_options.get("easycache")
+        self._before = self._now()
+        self._kept: dict[str, Any] | None = None
+
+    def rewind(self) -> None:
+        self._set(self._before)
+
+    def keep(self) -> None:
+        self._kept = self._now()
+
+    def settle(self) -> None:
+        if self._kept is not None:
+            self._set(self._kept)
+
+    def _now(self) -> dict[str, Any]:
+        return _copied(vars(self._holder)) if self._holder else {}
+
+    def _set(self, state: dict[str, Any]) -> None:
+        if self._holder:
+            vars(self._holder).update(_copied(state))
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: copy.copy(value) if isinstance(value, (dict, list)) else value for name, value in state.items()}
 
 
 def _attention_in_fp32(chosen: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
