@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import time
@@ -122,3 +123,17 @@ def test_a_folder_that_is_not_there_is_named(run: Callable[..., Ran]) -> None:
     ran = run(LoadCogVideoX__model="no-such-model")
     assert ran.code == 2, ran.answer
     assert "no-such-model" in ran.answer["error"]
+
+
+def test_what_a_run_learned_is_kept_in_the_user_folder(run: Callable[..., Ran], server: legs.Server) -> None:
+    learning = {"LoadCogVideoX__model": OVERFLOWING, "LoadCogVideoX__precision": "fp16", "NaNGuard__scope": "learned"}
+    first = run(**learning, SampleCogVideoX__seed=21)
+    assert_is_a_picture(first)
+    assert sum(report["reruns"] for report in first.reports()) == 1, "its stream is folded from the second step on"
+    (profile,) = (server.base / "user" / "onediff_guard" / "profiles").glob("*.json")
+    assert json.loads(profile.read_text(encoding="utf-8"))["learned"]["stream_peak"] > 65504
+    server.ask("/free", {"unload_models": True, "free_memory": True})
+    time.sleep(1)
+    again = run(**learning, SampleCogVideoX__seed=22)
+    assert_is_a_picture(again)
+    assert sum(report["reruns"] for report in again.reports()) == 0
