@@ -23,14 +23,19 @@ LEARNED = GuardPolicy(scope=Scope.LEARNED)
 def opened(open_pipeline, tmp_path):
     """opened(folder, policy) → a pipeline as a new process would open it, with tmp_path/profiles for its memory."""
 
+    stores = []
+
     def fresh(folder, policy=LEARNED, **changes):
         gc.collect()
         handle = open_pipeline(folder, "fp16")
         handle.store.learned.clear()
+        stores.append(handle.store)
         changes = {"architecture": arch.named("sm75"), "profiles": tmp_path / "profiles"} | changes
         return replace(handle, policy=policy, **changes)
 
-    return fresh
+    yield fresh
+    for store in stores:
+        store.learned.clear()
 
 
 def sampled(handle, seed=3):
