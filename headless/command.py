@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from pathlib import Path
-from typing import Any
 
+from . import answer
 from .errors import HeadlessError, InterruptedRunError, WorkflowError
 from .graph import read_json
 from .progress import ProgressPrinter
@@ -56,17 +55,10 @@ def main(args: argparse.Namespace) -> int:
             raise InterruptedRunError("Interrupted.") from error
     except HeadlessError as error:
         if args.json:
-            _print_json({"status": "error", "exit_code": int(error.exit_code), "error": str(error)})
+            answer.failed(error)
         raise
     if args.json:
-        _print_json(
-            {
-                "status": "done",
-                "files": [str(path) for path in result.files],
-                "outputs": result.outputs,
-                "seconds": round(result.seconds, 3),
-            }
-        )
+        answer.done(files=result.files, outputs=result.outputs, seconds=round(result.seconds, 3))
     else:
         for line in [*map(str, result.files), *result.summaries()]:
             print(line)
@@ -122,18 +114,3 @@ def _seconds(text: str) -> float:
     if not (math.isfinite(seconds) and seconds > 0):
         raise ValueError(text)
     return seconds
-
-
-def _print_json(data: dict[str, Any]) -> None:
-    print(json.dumps(_plain(data), allow_nan=False))
-
-
-def _plain(value: Any) -> Any:
-    """The value with what JSON cannot hold as text: NaN, infinity, paths."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    return value if isinstance(value, (str, int, bool)) or value is None else str(value)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
-from typing import Any
 
+from . import answer
 from .errors import WorkflowError
 
 
@@ -34,14 +33,10 @@ def main(args: argparse.Namespace) -> int:
     except BAD_REQUEST as error:
         wrong = WorkflowError(str(error))
         if args.json:
-            _print_json({"status": "error", "exit_code": int(wrong.exit_code), "error": str(wrong)})
+            answer.failed(wrong)
         raise wrong from error
     if args.json:
-        _print_json({"status": "done", **diagnosis.as_dict()})
+        answer.done(**diagnosis.as_dict())
     else:
         print(diagnosis.text())
     return 0
-
-
-def _print_json(data: dict[str, Any]) -> None:
-    print(json.dumps(data, allow_nan=False))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
+from . import answer
 from .errors import HeadlessError, OutputError, WorkflowError
 from .progress import ProgressPrinter
 from .result import RunResult
@@ -44,11 +44,11 @@ def main(args: argparse.Namespace) -> int:
         files = [*result.files, *_write_beside(result.files[0], *result.results["probe"][1:])]
     except HeadlessError as error:
         if args.json:
-            _print_json({"status": "error", "exit_code": int(error.exit_code), "error": str(error)})
+            answer.failed(error)
         raise
     if args.json:
         (told,) = result.outputs["probe"]["onediff_guard"]
-        _print_json({"status": "done", "files": [str(file) for file in files], **told})
+        answer.done(files=files, **told)
     else:
         for line in [result.results["probe"][1], *map(str, files)]:
             print(line)
@@ -110,7 +110,3 @@ def _write_beside(picture: Path, text: str, profile: str) -> list[Path]:
     except OSError as error:
         raise OutputError(f"Cannot write beside {picture}: {error}. Free space, or choose --out.") from error
     return [file for file, content in contents.items() if content]
-
-
-def _print_json(data: dict[str, Any]) -> None:
-    print(json.dumps(data, allow_nan=False))

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from . import answer
 from .errors import OutputError, WorkflowError
 
 
@@ -51,7 +52,7 @@ def _list(folder: Path, args: argparse.Namespace) -> None:
     found = profiles.listed(folder)
     if args.json:
         facts = [{"name": name, **_facts(profile)} for name, profile in found]
-        print(json.dumps({"status": "done", "folder": str(folder), "profiles": facts}))
+        answer.done(folder=folder, profiles=facts)
         return
     for name, profile in found:
         print(f"{name}\n    {profile if isinstance(profile, Exception) else profile.in_words()}")

@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,28 @@ def guarded_denoiser(handle: PipelineHandle, report: RunReport) -> torch.nn.Modu
     return as_float32(with_forward(original, _Steps(handle, report, original)))
 
 
+def denoiser_guard(
+    handle: PipelineHandle,
+    report: RunReport,
+    original: torch.nn.Module,
+    attempt: Callable[..., Any] | Learner,
+    dtype: str = "fp32",
+    **options: Any,
+) -> StageGuard:
+    """The guard of a denoiser's calls. options: of StageGuard, in place of the handle's."""
+    given: dict[str, Any] = {
+        "policy": handle.policy_for(report.plan),
+        "inputs": handle.family.denoiser_inputs,
+        "tf32": handle.architecture.tf32,
+    }
+    return StageGuard("denoiser", attempt, rerun=original, dtype=dtype, report=report, **given | options)
+
+
+def in_fp32(handle: PipelineHandle, module: torch.nn.Module) -> Callable[..., Any]:
+    """The module's call, in fp32 whatever its weights are in."""
+    return partial(run_in_fp32, module, tf32=handle.tf32)
+
+
 class _Steps:
     """Calls of the denoiser in one run. It returns float32, so that guidance and scheduler compute in that.
 
@@ -59,7 +82,7 @@ class _Steps:
         stream = self._handle.family.stream
         if self._guard is None and self._report.plan.folded and stream and self._known.stream_peak is None:
             outputs: list[Any] = []
-            guard = self._guarding("fp32", self._in_fp32)
+            guard = denoiser_guard(self._handle, self._report, self._original, in_fp32(self._handle, self._original))
             peak = stream_peak(self._original, stream, lambda: outputs.append(guard(**kwargs)))
             self._report.stream_peak = peak
             if math.isfinite(peak):
@@ -74,29 +97,9 @@ class _Steps:
     def _planned(self) -> StageGuard:
         attempts, dtype = _Attempts(self._handle, self._report, self._original), self._report.plan.dtype
         learner = Learner(self._original, dtype, attempts.build, attempts.anatomy, self._known)
-        return self._guarding(dtype, learner, attempts.peak_inside)
-
-    def _guarding(
-        self,
-        dtype: str,
-        attempt: Callable[..., Any] | Learner,
-        peak_inside: Callable[[], torch.Tensor | None] | None = None,
-    ) -> StageGuard:
-        handle = self._handle
-        return StageGuard(
-            "denoiser",
-            attempt,
-            rerun=self._original,
-            dtype=dtype,
-            policy=handle.policy_for(self._report.plan),
-            report=self._report,
-            inputs=handle.family.denoiser_inputs,
-            tf32=handle.architecture.tf32,
-            peak_inside=peak_inside,
+        return denoiser_guard(
+            self._handle, self._report, self._original, learner, dtype, peak_inside=attempts.peak_inside
         )
-
-    def _in_fp32(self, *args: Any, **kwargs: Any) -> Any:
-        return run_in_fp32(self._original, *args, tf32=_tf32(self._handle), **kwargs)
 
 
 class _Attempts:
@@ -124,8 +127,7 @@ class _Attempts:
                 store.compiled[key] = compiled(folded, blocks, backend, half_accumulation=half_accumulation)
             return store.compiled[key]
 
-        tf32 = _tf32(handle)
-        made = half_attempt(self._original, self.anatomy, learned, dtype, compiled=in_blocks, tf32=tf32)
+        made = half_attempt(self._original, self.anatomy, learned, dtype, compiled=in_blocks, tf32=handle.tf32)
         remember(handle, dtype, learned)
         if report.plan.folded or made.bits:
             report.fold_bits = made.bits
@@ -146,7 +148,3 @@ def _known(handle: PipelineHandle, report: RunReport, denoiser: torch.nn.Module)
         return NOTHING, ()
     learned, notes = recall(handle, plan.dtype, dict(denoiser.named_modules()))
     return (learned if learns else Learned(learned.stream_peak)), notes
-
-
-def _tf32(handle: PipelineHandle) -> bool:
-    return handle.architecture.tf32 and not handle.policy.strict

@@ -45,6 +45,11 @@ class PipelineHandle:
     def family(self) -> FamilySpec:
         return self.store.model.family
 
+    @property
+    def tf32(self) -> bool:
+        """Whether what is computed in fp32 for safety may use TF32's matrix products."""
+        return self.architecture.tf32 and not self.policy.strict
+
     def memory_key(self, dtype: str) -> MemoryKey:
         """Of what runs taught about the denoiser in `dtype`."""
         return dtype, keys(self.loras), self.profile.text() if self.profile else ""

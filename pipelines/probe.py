@@ -11,13 +11,13 @@ import torch
 
 from ..precision.arch import Architecture
 from ..precision.findings import Anatomy
-from ..precision.guard import GuardPolicy, OnFailure, StageGuard
+from ..precision.guard import GuardPolicy, OnFailure
 from ..precision.learned import NOTHING
 from ..precision.policy import Plan, Precision
 from ..precision.probe import Entry, Probe, Probed, Verdict, judge, recommend
 from ..precision.report import RunReport, for_json
 from ..precision.shells import as_float32, with_forward
-from ..precision.upcast import run_in_fp32
+from .denoiser import denoiser_guard, in_fp32
 from .errors import BadInput
 from .handle import PipelineHandle
 from .layouts import spatial_factor
@@ -222,7 +222,7 @@ class _Measured:
         self._report = report
         self._original = handle.store.denoiser(report.plan.dtype, handle.loras)
         self._signature = inspect.signature(self._original.forward)
-        self._guard = self._guarding("fp32", self._in_fp32, report)
+        self._guard = denoiser_guard(handle, report, self._original, in_fp32(handle, self._original))
         self.probe = Probe(self._original, Anatomy.of(self._original, handle.family.blocks, handle.family.stream))
         self.seconds = 0.0
         self.healthy_seconds = 0.0  # of one call
@@ -242,26 +242,8 @@ class _Measured:
     def _seconds_of_a_healthy_call(self, given: dict[str, Any]) -> float:
         """Of the second of two: the first makes room, and chooses kernels."""
         report = self._handle.report(self._report.plan)
-        guard = self._guarding(report.plan.dtype, self._original, report, GuardPolicy(OnFailure.OFF))
+        policy = GuardPolicy(OnFailure.OFF)
+        guard = denoiser_guard(self._handle, report, self._original, self._original, report.plan.dtype, policy=policy)
         for _ in range(2):
             guard(**given)
         return report.steps[-1].seconds
-
-    def _guarding(self, dtype: str, call: Any, report: RunReport, policy: GuardPolicy | None = None) -> StageGuard:
-        return StageGuard(
-            "denoiser",
-            call,
-            rerun=self._original,
-            dtype=dtype,
-            policy=policy or self._handle.policy_for(report.plan),
-            report=report,
-            inputs=self._handle.family.denoiser_inputs,
-            tf32=self._tf32,
-        )
-
-    def _in_fp32(self, *args: Any, **kwargs: Any) -> Any:
-        return run_in_fp32(self._original, *args, tf32=self._tf32, **kwargs)
-
-    @property
-    def _tf32(self) -> bool:
-        return self._handle.architecture.tf32 and not self._handle.policy.strict

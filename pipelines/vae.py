@@ -6,7 +6,7 @@ failure costs one chunk in fp32: the first whose output or cache is bad.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,10 +61,9 @@ def _guarded(
     vae: Any = handle.store.module("vae", handle.plan(Component.VAE_DECODE, request).dtype)
     report.notes += handle.store.notes["vae"]
     network = vae.get_submodule(part)
-    tf32 = handle.architecture.tf32 and not handle.policy.strict
     guard = StageGuard(
         component.value,
-        _learning(network, plan.dtype, tf32) if plan.half else _in_fp32(network, tf32=tf32),
+        _learning(network, plan.dtype, handle.tf32) if plan.half else partial(run_in_fp32, network, tf32=handle.tf32),
         rerun=network,
         dtype=plan.dtype,
         policy=handle.policy_for(plan),
@@ -74,7 +73,7 @@ def _guarded(
     )
     shells: dict[str, Make] = {part: lambda _network: with_forward(network, guard)}
     if getattr(vae, conv, None) is not None:
-        shells[conv] = lambda module: with_forward(module, _in_fp32(module))
+        shells[conv] = lambda module: with_forward(module, partial(run_in_fp32, module))
     return replaced(vae, shells), report
 
 
@@ -82,7 +81,3 @@ def _learning(network: torch.nn.Module, dtype: str, tf32: bool) -> Learner:
     parts = [name for name in _BLOCKS if getattr(network, name, None) is not None]
     anatomy = Anatomy.of(network, parts)
     return Learner(network, dtype, lambda known: half_attempt(network, anatomy, known, dtype, tf32=tf32), anatomy)
-
-
-def _in_fp32(module: torch.nn.Module, *, tf32: bool = False) -> Callable[..., Any]:
-    return lambda *args, **kwargs: run_in_fp32(module, *args, tf32=tf32, **kwargs)
