@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..precision.findings import RANGE
-from .probe import WORST
 from .probe_rows import Row, rows_of
+from .probing import WORST
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from .probe import Probing
+    from .probing import Probing
 
 DPI = 110
 _INK, _GREY, _RED = "#1f2328", "#59636e", "#b3001b"
@@ -72,9 +72,7 @@ def figure_of(probing: Probing) -> Figure:
     right.set_yticks([])
     _name_columns(right, blocks, "by block")
     _colour_bar(axes(bar, 0.24), scale)
-    settings = probing.settings
-    frames = f", {settings.frames} frames" if settings.frames > 1 else ""
-    what = f"{probing.model}, {settings.width}×{settings.height}{frames}, seed {settings.seed}. {probing.cost}."
+    what = f"{probing.model}, {probing.sampled}. {probing.cost}."
     large = 16 if len(probing.headline) < 88 else 11
     write(0.15, 0.42, probing.headline, fontsize=large, fontweight="bold", color=_INK)
     write(0.15, 0.72, what, fontsize=10)

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from comfyui_onediff_guard.pipelines.probe import Probing
 from comfyui_onediff_guard.pipelines.probe_figure import _Scale, draw, figure_of
 from comfyui_onediff_guard.pipelines.probe_rows import STREAM, rows_of
-from comfyui_onediff_guard.pipelines.sample import SampleSettings
+from comfyui_onediff_guard.pipelines.probing import Probing
 from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.findings import Anatomy
 from comfyui_onediff_guard.precision.observe import Peak
@@ -43,10 +42,10 @@ def measured(blocks: int, leaves: int, steps: int, *, stream: bool = True, lists
 def probing(probed: Probed) -> Probing:
     card = arch.named("sm75")
     plan = choose(card, VARIANTS["CogVideoX-5B"], Component.DENOISER, Precision.AUTO)
-    settings = SampleSettings(720, 480, 4, 0, 49)
+    sampled = "720×480, 49 frames, seed 0"
     verdicts = tuple(judge(probed, dtype) for dtype in ("fp16", "bf16", "fp32"))
     times = tuple(range(len(probed.steps)))
-    return Probing("CogVideoX-5b", card, plan, settings, probed, times, 9.0, 3.0, verdicts[0], verdicts, None)
+    return Probing("CogVideoX-5b", card, plan, sampled, probed, times, 9.0, 3.0, verdicts[0], verdicts, "")
 
 
 def test_the_same_layer_of_all_blocks_is_one_row():
