@@ -7,7 +7,7 @@ from .encode import EncodePrompt
 from .guard import NaNGuard
 from .load import LoadCogVideoX, LoadCogView3Plus, LoadCogView4, LoadStableVideoDiffusion
 from .lora import LoadLoRA
-from .native import NaNGuardModel, NaNGuardVAE
+from .native import NaNGuardModel, NaNGuardVAE, NumericsProbeModel
 from .probe import NumericsProbe
 from .report import PrecisionReport
 from .sample import SampleCogVideoX, SampleCogVideoXFromImage, SampleCogVideoXFromVideo
@@ -32,6 +32,7 @@ NODE_CLASS_MAPPINGS: dict[str, type] = {
     "OneDiffGuardNumericsProbe": NumericsProbe,
     "OneDiffGuardNaNGuardModel": NaNGuardModel,
     "OneDiffGuardNaNGuardVAE": NaNGuardVAE,
+    "OneDiffGuardNumericsProbeModel": NumericsProbeModel,
 }
 
 NODE_DISPLAY_NAME_MAPPINGS: dict[str, str] = {
@@ -52,4 +53,5 @@ NODE_DISPLAY_NAME_MAPPINGS: dict[str, str] = {
     "OneDiffGuardNumericsProbe": "Numerics Probe",
     "OneDiffGuardNaNGuardModel": "NaN Guard (MODEL)",
     "OneDiffGuardNaNGuardVAE": "NaN Guard (VAE)",
+    "OneDiffGuardNumericsProbeModel": "Numerics Probe (MODEL)",
 }

@@ -1,7 +1,6 @@
 """ComfyUI's own MODEL and VAE under the guard: on a copy that shares the weights, with nothing patched elsewhere.
 
-A MODEL is guarded through the wrappers that ComfyUI keeps for each MODEL: around `apply_model`, where inputs are not
-cast to half precision yet, and around a whole sampling run, for its report. What other packs wrap stays in the chain.
+A MODEL is guarded through ComfyUI's wrappers: around `apply_model`, and around a whole sampling run, for its report.
 A VAE has no wrappers, so its copy gets a shell of the network whose `decode` and `encode` are guarded tile by tile.
 """
 
@@ -10,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,23 +16,18 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from ..pipelines.errors import BadInput
 from ..precision.arch import detect
-from ..precision.dtypes import DTYPES, dtype_name
-from ..precision.guard import GuardPolicy, GuardStopped, StageGuard
-from ..precision.observe import floating, largest, non_finite
-from ..precision.policy import Component, Plan
+from ..precision.guard import GuardPolicy, StageGuard
+from ..precision.observe import largest
+from ..precision.policy import Component
 from ..precision.report import RunReport
-from ..precision.upcast import RerunUnsupported
 from . import host
+from .comfy_calls import ModelCall, apply_model, apply_model_in_fp32, around_apply_model, comfy_plan, wrapped
 
 logger = logging.getLogger(__name__)
 
-KEY = "onediff_guard"  # of our wrappers on a MODEL
-ATTENTION_OVERRIDE = "optimized_attention_override"  # in transformer_options
-TAKE_FP32 = {f"attention_{name}" for name in ("basic", "sub_quad", "split", "xformers", "pytorch")}
 _UNGUARDED = "onediff_guard_unguarded"
 
 
@@ -43,14 +36,8 @@ def guarded_model(patcher: Any, policy: GuardPolicy, node_id: str | None) -> Any
 
     Raises BadInput where ComfyUI is too old to have the wrappers.
     """
-    kinds: Any = getattr(sys.modules.get("comfy.patcher_extension"), "WrappersMP", None)
-    if not hasattr(kinds, "APPLY_MODEL"):
-        raise BadInput("This ComfyUI cannot wrap a MODEL's apply_model, which the guard needs. Update ComfyUI.")
-    guard, clone = _ModelGuard(policy, node_id), patcher.clone()
-    for kind, wrapper in ((kinds.OUTER_SAMPLE, guard.sample), (kinds.APPLY_MODEL, guard.apply_model)):
-        clone.remove_wrappers_with_key(kind, KEY)
-        clone.add_wrapper_with_key(kind, KEY, wrapper)
-    return clone
+    guard = _ModelGuard(policy, node_id)
+    return wrapped(patcher, {"OUTER_SAMPLE": guard.sample, "APPLY_MODEL": around_apply_model(guard.apply_model)})
 
 
 def guarded_vae(vae: Any, policy: GuardPolicy, node_id: str | None) -> Any:
@@ -144,17 +131,15 @@ class _Run:
         logger.log(logging.WARNING if notes or report.failed else logging.INFO, "NaN Guard: %s", text)
 
     def _guarding(self, stage: _Stage) -> StageGuard:
-        name, architecture = dtype_name(stage.dtype), detect(stage.device)
-        if name not in DTYPES:
-            raise BadInput(f"{stage.model} computes in {name}. The NaN Guard knows {', '.join(DTYPES)}.")
+        architecture, plan = detect(stage.device), comfy_plan(stage.component, stage.model, stage.dtype)
         return StageGuard(
             stage.component.value,
             stage.attempt,
             rerun=stage.rerun,
             owner=stage.network,
-            dtype=name,
+            dtype=plan.dtype,
             policy=self._policy,
-            report=RunReport(stage.model, str(architecture), _plan(stage.component, stage.model, name)),
+            report=RunReport(stage.model, str(architecture), plan),
             tf32=architecture.tf32,
             peak_inside=stage.peak_inside,
         )
@@ -164,134 +149,33 @@ class _Run:
 
 
 class _ModelGuard(_Guarding):
-    """The two wrappers of a MODEL. `executor` goes on with the chain of wrappers, and ends in ComfyUI itself."""
+    """Of a MODEL: what its two wrappers do. `executor` goes on with the chain, and ends in ComfyUI itself."""
 
     def sample(self, executor: Any, noise: Any, latent_image: Any, sampler: Any, sigmas: Any, *more: Any) -> Any:
         with self.run(steps=len(sigmas) - 1):
             return executor(noise, latent_image, sampler, sigmas, *more)
 
-    def apply_model(
-        self,
-        executor: Any,
-        x: torch.Tensor,
-        t: torch.Tensor,
-        c_concat: torch.Tensor | None = None,
-        c_crossattn: torch.Tensor | None = None,
-        control: dict[str, Any] | None = None,
-        transformer_options: dict[str, Any] | None = None,
-        **conditions: Any,
-    ) -> Any:
-        """x: noisy latents, float32. t: sigma. Returns the denoised latents."""
-        given = {"x": x, "c_concat": c_concat, "c_crossattn": c_crossattn, **conditions}
-        options = transformer_options or {}
-        call = {**given, "timestep": t, "control": control, "transformer_options": options, "memory": _Memory(options)}
-        try:
-            made = self.call(lambda: _denoiser(executor.class_obj, x.device), executor=executor, **call)
-        except GuardStopped as stopped:
-            for name, value in given.items():
-                if broken := sum(map(non_finite, floating(value))):
-                    what = _INPUTS.get(name, f"condition '{name}'")
-                    raise GuardStopped(
-                        f"The model was given {what} with {broken} non-finite values, so another node made them: "
-                        "look at the nodes before the sampler, and at those that change the model."
-                    ) from stopped
-            raise
-        call["memory"].settle()
-        return made
+    def apply_model(self, call: ModelCall) -> Any:
+        return self.call(lambda: _denoiser(call), **call.arguments)
 
 
-_INPUTS = {"x": "latents", "c_concat": "latents to start from", "c_crossattn": "a prompt"}
+def _denoiser(call: ModelCall) -> _Stage:
+    clips = _Clips() if call.dtype is torch.float16 and _clips(call.network) else None
 
-
-def _denoiser(model: Any, device: torch.device) -> _Stage:
-    """model: ComfyUI's BaseModel."""
-    network = getattr(model.diffusion_model, "_orig_mod", model.diffusion_model)  # of a compiled one
-    dtype = model.manual_cast_dtype or model.get_dtype()
-    clips = _Clips() if dtype is torch.float16 and _clips(network) else None
-
-    def attempt(**call: Any) -> Any:
+    def attempt(**arguments: Any) -> Any:
         with clips or nullcontext():
-            return _apply_model(**call)
+            return apply_model(**arguments)
 
     return _Stage(
-        model=type(model.model_config).__name__,
+        model=call.name,
         component=Component.DENOISER,
-        network=network,
-        dtype=dtype,
-        device=device,
+        network=call.network,
+        dtype=call.dtype,
+        device=call.device,
         attempt=attempt,
-        rerun=_apply_model_in_fp32,
+        rerun=apply_model_in_fp32,
         peak_inside=clips.take if clips else None,
     )
-
-
-def _apply_model(
-    *, executor: Any, x: Any, timestep: Any, c_concat: Any, c_crossattn: Any, control: Any, memory: _Memory, **more: Any
-) -> Any:
-    """Goes on with the chain. ControlNet's residuals are taken off their lists as they are used: off a copy, so that
-    the call can be made again."""
-    memory.rewind()
-    options = more.pop("transformer_options")
-    control = pytree.tree_map(lambda residual: residual, control)
-    return executor(x, timestep, c_concat, c_crossattn, control, options, **more)
-
-
-def _apply_model_in_fp32(*, executor: Any, transformer_options: dict[str, Any], **call: Any) -> Any:
-    _refuse_fp8_products(executor.class_obj.diffusion_model)
-    options = {**transformer_options, ATTENTION_OVERRIDE: _attention_in_fp32}
-    made = _apply_model(executor=executor, transformer_options=options, **call)
-    call["memory"].keep()
-    return made
-
-
-class _Memory:
-    """What ComfyUI's EasyCache remembers of the steps before, by which it skips the model.
-
-    It sits inside the guard. So each call for one step starts from the same, and the one that counts leaves its own:
-    else a rerun, with the inputs of the attempt before it, would be skipped for what the attempt left.
-    """
-
-    def __init__(self, transformer_options: dict[str, Any]):
-        self._holder = transformer_options.get("easycache")
-        self._before = self._now()
-        self._kept: dict[str, Any] | None = None
-
-    def rewind(self) -> None:
-        self._set(self._before)
-
-    def keep(self) -> None:
-        self._kept = self._now()
-
-    def settle(self) -> None:
-        if self._kept is not None:
-            self._set(self._kept)
-
-    def _now(self) -> dict[str, Any]:
-        return _copied(vars(self._holder)) if self._holder else {}
-
-    def _set(self, state: dict[str, Any]) -> None:
-        if self._holder:
-            vars(self._holder).update(_copied(state))
-
-
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: copy.copy(value) if isinstance(value, (dict, list)) else value for name, value in state.items()}
-
-
-def _attention_in_fp32(chosen: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """For the rerun: kernels for half precision alone (sage, flash, another pack's) give way to PyTorch's own."""
-    if getattr(chosen, "__name__", "") not in TAKE_FP32:
-        chosen = sys.modules["comfy.ldm.modules.attention"].attention_pytorch
-    return chosen(*args, **kwargs)
-
-
-def _refuse_fp8_products(network: torch.nn.Module) -> None:
-    for name, layer in network.named_modules():
-        if type(layer).__qualname__.startswith("fp8_ops.") and layer.weight.dtype is torch.float8_e4m3fn:
-            raise RerunUnsupported(
-                f"'{name}' multiplies in fp8 (ComfyUI's --fast fp8_matrix_mult), which rounds what goes into it: "
-                "a rerun would not be fp32. Start ComfyUI without it."
-            )
 
 
 class _Clips(TorchFunctionMode):
@@ -338,21 +222,3 @@ def _as_one_run(guard: _Guarding, method: Callable[..., Any]) -> Callable[..., A
             return method(*args, **kwargs)
 
     return run
-
-
-def _plan(component: Component, model: str, dtype: str) -> Plan:
-    """Of a stage whose dtype ComfyUI chose."""
-    half = dtype != "fp32"
-    return Plan(
-        component=component,
-        dtype=dtype,
-        guarded=half,
-        folded=False,
-        accumulation="as it is",
-        reason=f"{model} computes in {dtype} here, by ComfyUI's settings",
-        source="ComfyUI",
-        guard_reason="on: the NaN Guard's node" if half else "only watching: fp32 is what it would rerun in",
-        fold_reason="ComfyUI's models are not folded",
-        accumulation_reason="ComfyUI's own",
-        accumulation_source="ComfyUI",
-    )

@@ -126,6 +126,12 @@ def profiles_directory() -> Path:
     return Path.home() / ".onediff-guard" / "profiles"
 
 
+def samplers() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of ComfyUI's samplers, and of its schedulers: what KSampler offers."""
+    known = getattr(sys.modules.get("comfy.samplers"), "KSampler", None)
+    return (tuple(known.SAMPLERS), tuple(known.SCHEDULERS)) if known else (("euler",), ("normal",))
+
+
 def _roots(kind: str) -> tuple[Path, ...]:
     if folder_paths := _comfy("folder_paths"):
         return tuple(map(Path, folder_paths.get_folder_paths(kind)))

@@ -20,6 +20,8 @@ SCHEDULERS = ("DDIM", "DPM")
 INHERIT = "inherit"
 NO_MODEL = "none found: fill in hub_id"  # alone in a list of models that would be empty, which ComfyUI cannot use
 
+PROBED_STEPS = "Steps of a whole schedule, from noise to result, all measured. More take longer."
+
 _PRECISION_TIP = (
     "auto: the right one for this card and model, with the reason in the report. bf16, fp16: guarded, a failing step "
     "is rerun in fp32. fp16 (plain): neither guarded nor made safe, for comparison. fp32: slow, twice the memory."

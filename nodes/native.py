@@ -1,10 +1,12 @@
-"""The guard for ComfyUI's own MODEL and VAE."""
+"""The guard and the numerics probe for ComfyUI's own MODEL, and the guard for its VAE."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import inputs
+from . import host, inputs
+from .probe import PICTURE, TEXT, shown
+from .sample import seed
 
 if TYPE_CHECKING:
     from ..precision.guard import GuardPolicy
@@ -58,6 +60,69 @@ class NaNGuardVAE:
         from .comfy_models import guarded_vae
 
         return (guarded_vae(vae, _policy(on_failure, strict, scope), node_id),)
+
+
+class NumericsProbeModel:
+    """MODEL and what KSampler takes → a picture of what every layer reaches, and a recommendation."""
+
+    CATEGORY = inputs.CATEGORY
+    DESCRIPTION = (
+        "Runs a few sampling steps of any of ComfyUI's own models in fp32, measures what every layer reaches, draws it "
+        "against the ranges of fp16 and bf16, and recommends a dtype for this model on this card. Wire it as a "
+        "KSampler. Nothing else is changed or slowed down by it."
+    )
+    RETURN_TYPES = ("IMAGE", "STRING")
+    RETURN_NAMES = ("images", "recommendation")
+    OUTPUT_TOOLTIPS = (PICTURE, TEXT)
+    OUTPUT_NODE = True
+    FUNCTION = "probe"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        samplers, schedulers = host.samplers()
+        cfg_tip = "As in KSampler. 1: off, half the work."
+        latent_tip = (
+            "As in KSampler: an empty one, or what to start from. Smaller is faster, and reaches much the same."
+        )
+        return {
+            "required": {
+                "model": ("MODEL", {"tooltip": "From a loader, a LoRA or another node that changes it."}),
+                "positive": ("CONDITIONING", {"tooltip": "As in KSampler."}),
+                "negative": ("CONDITIONING", {"tooltip": "As in KSampler."}),
+                "latent_image": ("LATENT", {"tooltip": latent_tip}),
+                "steps": inputs.integer(4, 1, 1000, 1, inputs.PROBED_STEPS),
+                "cfg": ("FLOAT", {"default": 7.0, "min": 0.0, "max": 100.0, "step": 0.1, "tooltip": cfg_tip}),
+                "sampler_name": inputs.choice(samplers, "As in KSampler."),
+                "scheduler": inputs.choice(schedulers, "As in KSampler."),
+                "seed": seed(),
+            },
+            "hidden": inputs.node_id(),
+        }
+
+    def probe(
+        self,
+        model: Any,
+        positive: list[Any],
+        negative: list[Any],
+        latent_image: dict[str, Any],
+        steps: int,
+        cfg: float,
+        sampler_name: str,
+        scheduler: str,
+        seed: int,
+        node_id: str | None = None,
+    ) -> dict[str, Any]:
+        from .comfy_probe import KSampling, probe_model
+
+        progress = host.Progress(steps, node_id)
+
+        def step_done(done: int) -> None:
+            progress.update(done, f"step {done}/{steps}, measured in fp32")
+
+        with progress:
+            sampling = KSampling(steps, cfg, sampler_name, scheduler, seed)
+            probing = probe_model(model, positive, negative, latent_image, sampling, step_done)
+        return shown(probing, probing.text(), node_id)
 
 
 def _policy_inputs() -> dict[str, Any]:

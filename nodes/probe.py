@@ -15,7 +15,24 @@ if TYPE_CHECKING:
     import torch
 
     from ..pipelines.handle import PipelineHandle
+    from ..pipelines.probing import Probing
     from ..precision.report import RunReport
+
+
+PICTURE = "A heat map: layers by step and by block, the ranges' ends in its colour bar, the largest values named."
+TEXT = "What to set and why, the largest values, and what the measurement cost, as text."
+
+
+def shown(probing: Probing, text: str, node_id: str | None, *more: Any) -> dict[str, Any]:
+    """What a probe's node hands ComfyUI: picture, text and more as its outputs; text and facts to show."""
+    import torch
+
+    from ..pipelines.probe_figure import draw
+
+    host.say(node_id, text)
+    picture = torch.from_numpy(draw(probing)).float().div(255)[None]
+    ui = {"text": [text], "onediff_guard": [probing.as_dict()]}
+    return {"ui": ui, "result": (picture, text, *more)}
 
 
 @dataclass(frozen=True)
@@ -54,8 +71,8 @@ class NumericsProbe:
     RETURN_TYPES = ("IMAGE", "STRING", "STRING")
     RETURN_NAMES = ("images", "recommendation", "profile")
     OUTPUT_TOOLTIPS = (
-        "A heat map: layers by step and by block, the ranges' ends in its colour bar, the largest values named.",
-        "What to set and why, the largest values, and what the measurement cost, as text.",
+        PICTURE,
+        TEXT,
         "Wire it to the NaN Guard's profile, with scope learned. Empty where fp32 is recommended.",
     )
     OUTPUT_NODE = True
@@ -69,9 +86,7 @@ class NumericsProbe:
         return {
             "required": {
                 "pipeline": inputs.pipeline(),
-                "steps": inputs.integer(
-                    4, 1, 1000, 1, "Steps of a whole schedule, from noise to result, all measured. More take longer."
-                ),
+                "steps": inputs.integer(4, 1, 1000, 1, inputs.PROBED_STEPS),
                 "width": inputs.integer(0, 0, 4096, 16, size_tip),
                 "height": inputs.integer(0, 0, 4096, 16, size_tip),
                 "frames": inputs.integer(0, 0, 1025, 1, "0: what the model was made for."),
@@ -115,11 +130,8 @@ class NumericsProbe:
         save: bool = False,
         node_id: str | None = None,
     ) -> dict[str, Any]:
-        import torch
-
         from ..pipelines.pictures import fitted
         from ..pipelines.probe import keep_profile, probe, usual_size
-        from ..pipelines.probe_figure import draw
         from ..pipelines.sample import SampleSettings
 
         pipeline = replace(pipeline, architecture=architecture_of(architecture) or pipeline.architecture)
@@ -142,7 +154,4 @@ class NumericsProbe:
                 step_done=step_done,
             )
         text = probing.text() + (f"\nThe profile: {keep_profile(pipeline, probing)}" if save else "")
-        host.say(node_id, text)
-        picture = torch.from_numpy(draw(probing)).float().div(255)[None]
-        shown = {"text": [text], "onediff_guard": [probing.as_dict()]}
-        return {"ui": shown, "result": (picture, text, probing.profile_text)}
+        return shown(probing, text, node_id, probing.profile_text)

@@ -159,8 +159,8 @@ class Verdict:
         return f"{self.dtype} {' + '.join(how)}" if how else self.dtype + (" plain" if self.dtype == "fp16" else "")
 
 
-def judge(probed: Probed, dtype: str) -> Verdict:
-    """What a dtype needs to hold what was measured."""
+def judge(probed: Probed, dtype: str, *, islands: bool = True) -> Verdict:
+    """What a dtype needs to hold what was measured. islands: blocks can be run in fp32."""
     peaks, anatomy = probed.peaks(), probed.anatomy
     finding = find(peaks, anatomy, dtype)
     learned = taught(NOTHING, finding, anatomy, dtype)[0] if finding else NOTHING
@@ -168,15 +168,15 @@ def judge(probed: Probed, dtype: str) -> Verdict:
     bits = 0
     if anatomy.folds(dtype) and not learned.whole_run_fp32:
         learned, bits = replace(learned, stream_peak=stream), bits_for(stream)
-    if finding and find(peaks, anatomy, dtype, learned.islands, bits):
+    if finding and (find(peaks, anatomy, dtype, learned.islands, bits) or (learned.islands and not islands)):
         learned = replace(learned, whole_run_fp32=True)
     return Verdict(dtype, learned, bits, finding.reason if finding else _why_it_fits(probed, dtype, stream, bits))
 
 
-def recommend(probed: Probed, dtype: str, *, native_bf16: bool) -> Verdict:
-    """The first that fits: the plan's dtype, bf16 where the card computes it natively, fp32."""
+def recommend(probed: Probed, dtype: str, *, native_bf16: bool, islands: bool = True) -> Verdict:
+    """The first that fits: the plan's dtype, bf16 where the card computes it natively, fp32. islands: as `judge`'s."""
     candidates = dict.fromkeys((dtype, *(("bf16",) if native_bf16 else ()), "fp32"))
-    verdicts = [judge(probed, candidate) for candidate in candidates]
+    verdicts = [judge(probed, candidate, islands=islands) for candidate in candidates]
     return next((verdict for verdict in verdicts if verdict.fits), verdicts[-1])
 
 

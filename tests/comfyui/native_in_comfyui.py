@@ -46,9 +46,14 @@ def import_pack(folder: Path) -> None:
 
 def node(name: str, *wired: Any, on_failure: str = "rerun", strict: bool = False, scope: str = "step") -> Any:
     """What one of the pack's guards puts out."""
+    return pack_node(name, *wired, on_failure, strict, scope, node_id=NODE_ID)[0]
+
+
+def pack_node(name: str, *args: Any, **kwargs: Any) -> Any:
+    """What one of the pack's nodes returns."""
     cls = _pack.NODE_CLASS_MAPPINGS[f"OneDiffGuard{name}"]
     with torch.inference_mode():
-        return getattr(cls(), cls.FUNCTION)(*wired, on_failure, strict, scope, node_id=NODE_ID)[0]
+        return getattr(cls(), cls.FUNCTION)(*args, **kwargs)
 
 
 def error_of(call: Callable[[], Any]) -> str:
@@ -61,6 +66,8 @@ def error_of(call: Callable[[], Any]) -> str:
 
 
 def main(pack: Path, results: Path, module: str) -> None:
+    for name in ("folder_paths", "comfy.sample", "comfy.utils"):  # ComfyUI itself has them loaded
+        import_module(name)
     import_pack(pack)
     sys.modules["server"] = types.ModuleType("server")
     sys.modules["server"].PromptServer = types.SimpleNamespace(instance=Instance)  # pyright: ignore[reportAttributeAccessIssue]

@@ -144,23 +144,30 @@ def _weights(network: torch.nn.Module, hot: Mapping[str, float]) -> dict[str, to
     return {name: weight * hot.get(name, 1.0) for name, weight in drawn.items()}
 
 
-def sample(
-    patcher: Any, layout: Layout, *, steps: int = 3, latents: torch.Tensor | None = None, **conditions: Any
-) -> torch.Tensor:
-    """As the KSampler node does. conditions: further ones of the positive prompt."""
-    generator = torch.Generator().manual_seed(5)
+def prompts(layout: Layout, **conditions: Any) -> tuple[list[Any], list[Any]]:
+    """Random; positive and negative. conditions: further ones of the positive."""
+    generator = torch.Generator().manual_seed(6)
 
     def random(shape: tuple[int, ...]) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
 
-    noise, given = random(layout.latents), {name: random(shape) for name, shape in layout.extra.items()}
+    given = {name: random(shape) for name, shape in layout.extra.items()}
     positive, negative = ([[random(layout.context), dict(given)]] for _ in range(2))
     positive[0][1].update(conditions)
+    return positive, negative
+
+
+def sample(
+    patcher: Any, layout: Layout, *, steps: int = 3, latents: torch.Tensor | None = None, **conditions: Any
+) -> torch.Tensor:
+    """As the KSampler node does. conditions: further ones of the positive prompt."""
+    noise = torch.randn(layout.latents, generator=torch.Generator().manual_seed(5))
+    positive, negative = prompts(layout, **conditions)
     start = torch.zeros(layout.latents) if latents is None else latents
-    prompts = (positive, negative, start)
+    given = (positive, negative, start)
     with torch.inference_mode():
         return import_module("comfy.sample").sample(
-            patcher, noise, steps, layout.cfg, "euler", layout.scheduler, *prompts, seed=1, disable_pbar=True
+            patcher, noise, steps, layout.cfg, "euler", layout.scheduler, *given, seed=1, disable_pbar=True
         )
 
 

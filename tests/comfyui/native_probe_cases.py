@@ -1,0 +1,102 @@
+"""What the probe finds in a MODEL: run in ComfyUI's interpreter, judged in test_native_probe.py."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from native_in_comfyui import NODE_ID, error_of, node, pack_node, said
+from native_models import LAYOUTS, Layout, in_fp32, make_model, prompts, sample
+
+SD15 = LAYOUTS["sd15"]
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def probed(patcher: Any, layout: Layout, **given: Any) -> dict[str, Any]:
+    positive, negative = prompts(layout)
+    wired = {"model": patcher, "positive": positive, "negative": negative, "node_id": NODE_ID}
+    settings = {"steps": 3, "cfg": layout.cfg, "sampler_name": "euler", "scheduler": layout.scheduler, "seed": 1}
+    latent = {"samples": torch.zeros(layout.latents)}
+    with torch.inference_mode():
+        return pack_node("NumericsProbeModel", **wired | {"latent_image": latent} | settings | given)
+
+
+def facts(shown: dict[str, Any]) -> dict[str, Any]:
+    return shown["ui"]["onediff_guard"][0]
+
+
+def case_overflowing() -> dict[str, Any]:
+    """Probed, and the recommendation applied."""
+    results: dict[str, Any] = {}
+    for name, layout in LAYOUTS.items():
+        patcher = make_model(layout, hot=True)
+        said.clear()
+        shown = probed(patcher, layout)
+        results[f"{name}, told on the node"] = list(said)
+        results[f"{name}, picture"], results[f"{name}, text"] = shown["result"]
+        results[f"{name}, facts"] = facts(shown)
+        chosen = patcher.clone()
+        chosen.set_model_compute_dtype(DTYPES[facts(shown)["dtype"]])
+        said.clear()
+        results[f"{name}, applied"] = sample(node("NaNGuardModel", chosen), layout)
+        results[f"{name}, applied said"] = list(said)
+        results[f"{name}, reached"] = _reached(in_fp32(patcher, layout), layout, *layout.hot)
+    return results
+
+
+def _reached(patcher: Any, layout: Layout, weight: str) -> float:
+    """The largest that the layer of a weight puts out, in a run without the probe and by a hook of its own."""
+    reached: list[float] = []
+    layer = patcher.model.diffusion_model.get_submodule(weight.removesuffix(".weight"))
+    hook = layer.register_forward_hook(lambda _layer, _given, made: reached.append(made.abs().max().item()))
+    positive, negative = prompts(layout)
+    noise = import_module("comfy.sample").prepare_noise(torch.zeros(layout.latents), 1)
+    given = (patcher, noise, 3, layout.cfg, "euler", layout.scheduler, positive, negative, torch.zeros(layout.latents))
+    with torch.inference_mode():
+        import_module("comfy.sample").sample(*given, seed=1, disable_pbar=True)
+    hook.remove()
+    return max(reached)
+
+
+def case_healthy() -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for name, dtypes in {
+        "fp16": (torch.float16, None),
+        "bf16": (torch.bfloat16, None),
+        "fp32": (torch.float32, None),
+        "fp32 computed in fp16": (torch.float32, torch.float16),
+        "fp8 computed in bf16": (torch.float8_e4m3fn, torch.bfloat16),
+    }.items():
+        results[name] = facts(probed(make_model(SD15, *dtypes), SD15))
+    return results
+
+
+def case_leaves_nothing() -> dict[str, Any]:
+    """The MODEL that was probed, guarded before, and what is behind it."""
+    patcher = make_model(SD15)
+    before, guarded = sample(patcher, SD15), node("NaNGuardModel", patcher)
+    said.clear()
+    shown = facts(probed(guarded, SD15))
+    told = list(said)
+    said.clear()
+    return {
+        "same": torch.equal(before, sample(patcher, SD15)) and torch.equal(before, sample(guarded, SD15)),
+        "guarded said": list(said),
+        "told": told,
+        "worst": shown["worst"],
+        "unguarded worst": facts(probed(patcher, SD15))["worst"],
+        "hooks": sum(len(layer._forward_hooks) for layer in patcher.model.modules()),
+    }
+
+
+def case_hopeless() -> dict[str, Any]:
+    broken = make_model(SD15)
+    broken.model.diffusion_model.input_blocks[1][0].in_layers[2].weight[0, 0] = torch.inf
+    nan = {"samples": torch.full(SD15.latents, torch.nan)}
+    return {
+        "weight": error_of(lambda: probed(broken, SD15)),
+        "latents": error_of(lambda: probed(make_model(SD15), SD15, latent_image=nan)),
+        "double": error_of(lambda: probed(make_model(SD15, torch.float64), SD15)),
+        "afterwards": facts(probed(make_model(SD15), SD15))["dtype"],
+    }

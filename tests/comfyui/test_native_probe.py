@@ -1,0 +1,71 @@
+"""Numerics Probe (MODEL) on ComfyUI's own small models, in a current ComfyUI: SD1.5 and SVD layouts, and Flux."""
+
+from __future__ import annotations
+
+import native
+import pytest
+import torch
+
+HOT = {  # the layer whose weights are too large
+    "sd15": "input_blocks.1.0.in_layers.2",
+    "svd": "input_blocks.1.0.in_layers.2",
+    "flux": "double_blocks.0.txt_mlp.2",
+}
+BLOCK = {"sd15": "input_blocks.1", "svd": "input_blocks.1", "flux": "double_blocks.0"}
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> native.Ran:
+    return native.run("native_probe_cases", tmp_path_factory.mktemp("native_probe"))
+
+
+@pytest.mark.parametrize("layout", HOT)
+def test_it_names_the_layer_that_overflows_and_what_it_reaches(ran: native.Ran, layout: str) -> None:
+    found = ran[f"overflowing/{layout}, facts"]
+    worst = next(entry for entry in found["worst"] if entry["name"] == HOT[layout])
+    assert worst["reach"] == pytest.approx(ran[f"overflowing/{layout}, reached"], rel=1e-3)
+    assert worst["reach"] > 65504 and found["measured_steps"] == STEPS
+    fp16 = next(verdict for verdict in found["verdicts"] if verdict["dtype"] == "fp16")
+    assert not fp16["fits"] and fp16["plan"] == "fp16 does not do" and BLOCK[layout] in fp16["reason"]
+
+
+@pytest.mark.parametrize("layout", HOT)
+def test_the_recommendation_applied_leads_to_no_rerun(ran: native.Ran, layout: str) -> None:
+    found = ran[f"overflowing/{layout}, facts"]
+    assert found["dtype"] in ("bf16", "fp32")
+    assert f"Model Compute Dtype, set to '{found['dtype']}'" in ran[f"overflowing/{layout}, text"]
+    said = ran[f"overflowing/{layout}, applied said"]
+    assert f"{STEPS} steps, 0 reruns" in said[-1] and found["dtype"] in said[-1]
+    assert ran[f"overflowing/{layout}, applied"].isfinite().all()
+
+
+@pytest.mark.parametrize("layout", HOT)
+def test_the_picture_is_an_image_and_the_node_tells_each_step(ran: native.Ran, layout: str) -> None:
+    picture, said = ran[f"overflowing/{layout}, picture"], ran[f"overflowing/{layout}, told on the node"]
+    assert picture.ndim == 4 and picture.shape[-1] == 3 and picture.dtype == torch.float32
+    assert picture.min() >= 0 and picture.max() <= 1 and picture.std() > 0.05
+    assert said[:STEPS] == [f"step {step}/{STEPS}, measured in fp32" for step in range(1, STEPS + 1)]
+    assert said[STEPS:] == [ran[f"overflowing/{layout}, text"]]
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32", "fp32 computed in fp16", "fp8 computed in bf16"])
+def test_what_fits_stays_as_it_is(ran: native.Ran, dtype: str) -> None:
+    found = ran[f"healthy/{dtype}"]
+    assert found["dtype"] == dtype.rpartition(" ")[2]
+    assert all(verdict["fits"] for verdict in found["verdicts"])
+    assert found["healthy_seconds"] > 0 and found["seconds"] > 0
+
+
+def test_nothing_is_left_and_a_guard_before_it_does_not_count(ran: native.Ran) -> None:
+    assert ran["leaves_nothing/same"] and ran["leaves_nothing/hooks"] == 0
+    assert ran["leaves_nothing/worst"] == ran["leaves_nothing/unguarded worst"]
+    assert len(ran["leaves_nothing/told"]) == STEPS + 1
+    assert any("0 reruns" in text for text in ran["leaves_nothing/guarded said"])
+
+
+def test_bad_input_is_named_and_the_next_run_works(ran: native.Ran) -> None:
+    assert "'input_blocks.1.0.in_layers.2.weight' holds" in ran["hopeless/weight"]
+    assert "was given latents with 512 non-finite values" in ran["hopeless/latents"]
+    assert ran["hopeless/double"].startswith("BadInput: SD15 computes in float64")
+    assert ran["hopeless/afterwards"] == "fp16"
