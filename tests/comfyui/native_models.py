@@ -41,6 +41,13 @@ SVD = UNET | {
     "merge_factor": 0.0,
     "video_kernel_size": [3, 1, 1],
 }
+SDXL = UNET | {
+    "in_channels": 4,
+    "adm_in_channels": 2816,
+    "use_linear_in_transformer": True,
+    "num_classes": "sequential",
+    "model_channels": 64,  # a head has as many
+}
 FLUX = {
     "image_model": "flux",
     "in_channels": 16,
@@ -57,6 +64,16 @@ FLUX = {
     "theta": 10000,
     "qkv_bias": True,
     "guidance_embed": False,
+}
+WAN = {
+    "image_model": "wan2.1",
+    "model_type": "t2v",
+    "dim": 96,  # 2 heads of 48, of which time has 16 and height and width have 16 each
+    "ffn_dim": 128,
+    "freq_dim": 32,
+    "text_dim": 32,
+    "num_heads": 2,
+    "num_layers": 2,
 }
 
 
@@ -97,6 +114,21 @@ LAYOUTS = {
         hot={"double_blocks.0.txt_mlp.2.weight": 8e4},
         cfg=1.0,
         extra={"pooled_output": (1, 24)},
+    ),
+    "sdxl": Layout(
+        "SDXL",
+        SDXL,
+        latents=(1, 4, 8, 8),
+        context=(1, 7, 24),
+        hot={"input_blocks.1.0.in_layers.2.weight": 1e5},
+        extra={"pooled_output": (1, 1280)},
+    ),
+    "wan": Layout(
+        "WAN21_T2V",
+        WAN,
+        latents=(1, 16, 2, 8, 8),
+        context=(1, 7, 32),
+        hot={"blocks.0.ffn.0.weight": 1e5},
     ),
 }
 

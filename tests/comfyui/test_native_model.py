@@ -6,7 +6,7 @@ import native
 import pytest
 import torch
 
-LAYOUTS = ("sd15", "svd", "flux")
+LAYOUTS = ("sd15", "sdxl", "svd", "flux", "wan")
 HALF = ("fp16", "bf16", "fp16 computed in bf16", "fp32 computed in fp16", "fp8 computed in fp16")
 STEPS = 3
 
