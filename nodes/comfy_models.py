@@ -151,9 +151,11 @@ class _Run:
 class _ModelGuard(_Guarding):
     """Of a MODEL: what its two wrappers do. `executor` goes on with the chain, and ends in ComfyUI itself."""
 
-    def sample(self, executor: Any, noise: Any, latent_image: Any, sampler: Any, sigmas: Any, *more: Any) -> Any:
+    def sample(
+        self, executor: Any, noise: Any, latent_image: Any, sampler: Any, sigmas: Any, *more: Any, **by_name: Any
+    ) -> Any:
         with self.run(steps=len(sigmas) - 1):
-            return executor(noise, latent_image, sampler, sigmas, *more)
+            return executor(noise, latent_image, sampler, sigmas, *more, **by_name)
 
     def apply_model(self, call: ModelCall) -> Any:
         return self.call(lambda: _denoiser(call), **call.arguments)

@@ -139,3 +139,11 @@ def case_control() -> dict[str, Any]:
         controlled.set_model_unet_function_wrapper(Residuals(SD15))
         results[name] = sample(controlled, SD15)
     return results
+
+
+def case_newer() -> dict[str, Any]:
+    """ComfyUI 0.12 hands on `latent_shapes` too, by name."""
+    handed_on: dict[str, Any] = {}
+    (wrapper,) = guarded(make_model(SD15)).get_all_wrappers(KINDS.OUTER_SAMPLE)
+    wrapper(lambda *_args, **by_name: handed_on.update(by_name), None, None, None, [1.0, 0.0], latent_shapes=[(1, 4)])
+    return {"handed on": handed_on}

@@ -77,3 +77,7 @@ def test_a_broken_input_is_not_blamed_on_the_model(ran: native.Ran) -> None:
 def test_a_controlnet_reaches_the_rerun(ran: native.Ran) -> None:
     assert native.difference(ran["control/without"], ran["control/fp32"]) > 2e-2
     assert torch.equal(ran["control/guarded"], ran["control/fp32"])
+
+
+def test_what_a_newer_comfyui_gives_the_sampler_is_handed_on(ran: native.Ran) -> None:
+    assert ran["newer/handed on"] == {"latent_shapes": [[1, 4]]}
