@@ -36,13 +36,13 @@ def remember(handle: PipelineHandle, dtype: str, learned: Learned) -> None:
 
 
 def keep(handle: PipelineHandle, dtype: str) -> None:
-    """Write what is known to a profile, unless the one on disk says the same. A disk that refuses is logged."""
+    """Write what is known to a profile, unless the given one or the kept one says it. A disk that refuses is logged."""
     learned = handle.store.learned.get(handle.memory_key(dtype), NOTHING)
     if handle.profiles is None or learned == NOTHING:
         return
     profile = replace(here(handle, dtype), learned=learned)
     try:
-        if not _is_kept(handle, profile):
+        if not _is_given(handle, profile) and not _is_kept(handle, profile):
             logger.info("keeping a profile: %s", write(handle.profiles, profile))
     except OSError as error:
         logger.warning("The profile %s could not be kept in %s: %s", profile.name, handle.profiles, error)
@@ -65,6 +65,11 @@ def _from_profile(handle: PipelineHandle, dtype: str, modules: Iterable[str]) ->
 def here(handle: PipelineHandle, dtype: str) -> Profile:
     """The profile of a pipeline of which nothing is known yet."""
     return identify(handle.store.model, handle.loras, handle.architecture.name, dtype)
+
+
+def _is_given(handle: PipelineHandle, profile: Profile) -> bool:
+    given, known = handle.profile, profile.learned
+    return given is not None and given.learned == known and not given.misfit(profile, known.islands)
 
 
 def _is_kept(handle: PipelineHandle, profile: Profile) -> bool:

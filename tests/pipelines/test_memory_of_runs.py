@@ -119,10 +119,21 @@ def test_a_profile_that_a_workflow_carries(model_folder, opened, tmp_path):
     kept(tmp_path).unlink()
     _, report = sampled(opened(folder, profile=carried))
     assert report.reruns == 0 and "from a profile" in report.text()
+    assert not list((tmp_path / "profiles").iterdir()), "nothing was learned that the workflow does not carry"
     elsewhere = replace(carried, architecture="sm70")
     _, report = sampled(opened(folder, profile=elsewhere))
     assert "the profile that was given is left alone: it is for sm70, and this is sm75" in report.notes
     assert report.reruns == 1
+    assert profiles.read(kept(tmp_path)) == carried, "what a run learned itself is kept, the same or not"
+
+
+def test_what_is_learned_on_top_of_a_profile_that_a_workflow_carries_is_kept(model_folder, opened, tmp_path):
+    folder = model_folder("2b", "stream")
+    sampled(opened(folder))
+    whole = profiles.read(kept(tmp_path))
+    kept(tmp_path).unlink()
+    _, report = sampled(opened(folder, profile=replace(whole, learned=Learned(1.0))))
+    assert report.reruns == 1 and profiles.read(kept(tmp_path)) == whole
 
 
 def test_a_disk_that_refuses_costs_no_run(model_folder, opened, tmp_path, caplog):
