@@ -48,7 +48,6 @@ class SvdComponent:
 
     config: Mapping[str, Any]  # as its config.json would say
     sources: Mapping[str, Source]  # parameter → tensor of the file
-    weights: Weights
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def read_svd(path: Path, num_frames: int = NUM_FRAMES) -> SvdFile:
     header = _read_header(path)
     shapes = {key: shape for key, (shape, _) in header.items()}
     _check_is_svd(path.name, shapes)
-    components = {}
+    components, weights = {}, {}
     for name in PREFIXES:
         config, sources = fit(path.name, name, shapes, num_frames)
         taken = {source.key for source in sources.values() if source.key}
@@ -85,8 +84,8 @@ def read_svd(path: Path, num_frames: int = NUM_FRAMES) -> SvdFile:
             if dtype not in _BYTES:
                 raise BadFolder(f"'{path.name}' holds '{key}' as {dtype}: quantised weights are not supported. {_GET}")
             sizes[dtype] += prod(shape) * _BYTES[dtype]
-        components[name] = SvdComponent(config, sources, Weights((path,), sizes.total(), dict(sizes)))
-    weights = {name: component.weights for name, component in components.items()}
+        components[name] = SvdComponent(config, sources)
+        weights[name] = Weights((path,), sizes.total(), dict(sizes))
     unet, vae = components["unet"].config, components["vae"].config
     return SvdFile(
         path=path,

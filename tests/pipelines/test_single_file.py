@@ -204,7 +204,7 @@ def test_the_file_is_weighed_by_component(small: Path):
     tensors = load_file(small)
     for name, prefix in svd_keys.PREFIXES.items():
         n_bytes = sum(tensor.nbytes for key, tensor in tensors.items() if key.startswith(prefix))
-        weights = file.components[name].weights
+        weights = file.weights[name]
         assert (weights.files, weights.n_bytes, weights.dtypes) == ((small,), n_bytes, {"F32": n_bytes})
     assert file.notes == ()
 
