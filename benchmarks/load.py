@@ -14,13 +14,14 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 import json
+import runpy
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -182,11 +183,8 @@ def svd_file(folder: Path, dtype: torch.dtype) -> Path:
     """ComfyUI's single file, with a UNet of the published depth and 3/5 of its width."""
     from safetensors.torch import save_file
 
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-    import svd_layout  # pyright: ignore[reportMissingImports]
-
-    layout = svd_layout.Layout(channels=(192, 384, 768, 768), attends=(True, True, True, False), blocks=2)
-    shapes: Mapping[str, tuple[int, ...]] = svd_layout.shapes(layout)
+    svd = SimpleNamespace(**runpy.run_path(str(Path(__file__).resolve().parents[1] / "tests" / "svd_layout.py")))
+    shapes = svd.shapes(svd.Layout(channels=(192, 384, 768, 768), attends=(True, True, True, False), blocks=2))
     save_file({key: torch.randn(shape).to(dtype) for key, shape in shapes.items()}, folder / "svd.safetensors")
     return folder / "svd.safetensors"
 
