@@ -42,10 +42,10 @@ class EncodePrompt:
     def encode(
         self, pipeline: PipelineHandle, prompt: str, negative_prompt: str, precision: str, node_id: str | None = None
     ) -> dict[str, Any]:
-        from ..pipelines.encode import cut_off, encode_prompts
+        from ..pipelines.encode import encode_prompts
 
         with running(pipeline):
             embeddings, report = encode_prompts(pipeline, [prompt, negative_prompt], requested(precision))
-            shown = ui(report, node_id, *cut_off(pipeline, [prompt, negative_prompt]))
+            shown = ui(report, node_id, *report.notes)
         positive, negative = ([[tensor, {}]] for tensor in embeddings)
         return {"ui": shown, "result": (positive, negative)}

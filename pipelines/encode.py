@@ -29,7 +29,7 @@ def encode_prompts(
     _limit(handle)
     plan = handle.plan(Component.TEXT_ENCODER, request)
     report = handle.report(plan)
-    report.notes += cut_off(handle, prompts)
+    report.notes += _cut_off(handle, prompts)
     memo = handle.store.prompts
     keys = [(prompt, plan.dtype, plan.guarded) for prompt in prompts]
     new = [key for key in dict.fromkeys(keys) if key not in memo]
@@ -97,7 +97,7 @@ def _limit(handle: PipelineHandle) -> int:
     return rule.tokens(handle.store.model.denoiser_config)
 
 
-def cut_off(handle: PipelineHandle, prompts: list[str]) -> tuple[str, ...]:
+def _cut_off(handle: PipelineHandle, prompts: list[str]) -> tuple[str, ...]:
     """A line for each prompt that is too long, with what the model does not see of it."""
     tokenizer, limit = handle.store.unweighted("tokenizer"), _limit(handle)
     notes = []
