@@ -28,6 +28,12 @@ def overflow_inside_a_feed_forward(denoiser):
     feed_forward.net[2].weight.div_(factor)
 
 
+def trained_in_fp16(denoiser):
+    """Weights that fp16 holds to the last digit, and bf16 does not."""
+    for parameter in denoiser.parameters():
+        parameter.copy_(parameter.half())
+
+
 class FusedRMSNorm(torch.nn.Module):
     """As apex's: an input of another dtype than its weight is refused by the kernel. Older transformers put apex's in
     T5LayerNorm's place where it is installed."""

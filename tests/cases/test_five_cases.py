@@ -31,6 +31,7 @@ from mechanisms import (
     error,
     overflow_inside_a_feed_forward,
     overflow_stream,
+    trained_in_fp16,
 )
 from torch.nn import functional as F
 from transformers import T5EncoderModel
@@ -88,12 +89,7 @@ def test_case_2_inside_of_a_feed_forward(overflowing_inside, on_card):
 
 
 def test_case_2_weights_trained_in_fp16_lose_digits_in_bf16(model_folder, changed, on_card):
-    folder = changed(
-        model_folder("2b"),
-        "transformer",
-        CogVideoXTransformer3DModel,
-        lambda denoiser: [p.copy_(p.half()) for p in denoiser.parameters()],
-    )
+    folder = changed(model_folder("2b"), "transformer", CogVideoXTransformer3DModel, trained_in_fp16)
     expected, _ = sampled(on_card(folder, "sm80", "fp32"))
     lost, _ = sampled(on_card(folder, "sm80", "bf16"))
     latents, report = sampled(on_card(folder, "sm80"))

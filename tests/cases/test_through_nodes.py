@@ -27,6 +27,7 @@ from mechanisms import (
     error,
     overflow_inside_a_feed_forward,
     overflow_stream,
+    trained_in_fp16,
 )
 from onediff.infer_compiler.backends import registry
 from torch.nn import functional as F
@@ -104,12 +105,7 @@ def test_case_2_trained_in_bf16(model_folder, changed, through_nodes, family):
 
 
 def test_case_2_trained_in_fp16(model_folder, changed, through_nodes):
-    folder = changed(
-        model_folder("2b"),
-        "transformer",
-        CogVideoXTransformer3DModel,
-        lambda denoiser: [p.copy_(p.half()) for p in denoiser.parameters()],
-    )
+    folder = changed(model_folder("2b"), "transformer", CogVideoXTransformer3DModel, trained_in_fp16)
     expected = through_nodes("2b", folder, "sm80", "fp32")
     lost = through_nodes("2b", folder, "sm80", "bf16")
     made = through_nodes("2b", folder, "sm80")

@@ -15,6 +15,7 @@ from comfyui_onediff_guard.pipelines.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.errors import BackendUnavailable
 from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
 from comfyui_onediff_guard.precision import arch
+from comfyui_onediff_guard.precision.observe import BlockOutputs
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 
@@ -143,6 +144,25 @@ def test_auto_goes_on_without_a_compiler_that_fails_and_an_explicit_choice_does_
     assert torch.equal(shell(x), model(x))
     assert torch.equal(shell(x), model(x))
     assert len([m for m in caplog.messages if "could not compile" in m]) == 1
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_blocks_that_auto_compiled_can_be_watched(monkeypatch, works):
+    """What a clipping family saturates at is read at them."""
+    from onediff.infer_compiler.backends import registry
+
+    def backend(graph, _inputs):
+        if not works:
+            raise RuntimeError("no compiler")
+        return graph.forward
+
+    compile_block = lambda module, *, options=None: torch.compile(module, backend=backend)  # noqa: E731
+    monkeypatch.setitem(registry._BACKENDS, "stand-in", compile_block)
+    model, outputs = Transformer().requires_grad_(False), BlockOutputs()
+    shell = compiled(model, ("transformer_blocks",), BackendChoice("stand-in", "", automatic=True))
+    x = torch.full((1, 4), 100.0)
+    assert torch.equal(outputs.watched(shell, "transformer_blocks")(x), model(x))
+    assert outputs.take() is not None
 
 
 def test_inductor_end_to_end_a_rerun_and_another_seed_add_no_graph(model_folder, open_pipeline, caplog):

@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines.compile import BackendChoice, compiled
 from comfyui_onediff_guard.pipelines.denoiser import guarded_denoiser
 from comfyui_onediff_guard.pipelines.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
-from comfyui_onediff_guard.precision.observe import BlockOutputs
 from comfyui_onediff_guard.precision.policy import Component
 from torch._dynamo.utils import counters
 
@@ -106,33 +104,3 @@ def test_a_denoiser_that_is_let_go_lets_go_of_the_model(model_folder, open_pipel
         assert store() is None, "no reference cycle holds the weights"
     finally:
         gc.enable()
-
-
-class Transformer(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-@pytest.mark.parametrize("works", [True, False])
-def test_blocks_that_auto_compiled_can_be_watched(monkeypatch, works):
-    """What a clipping family saturates at is read at them."""
-    from onediff.infer_compiler.backends import registry
-
-    def backend(graph, _inputs):
-        if not works:
-            raise RuntimeError("no compiler")
-        return graph.forward
-
-    compile_block = lambda module, *, options=None: torch.compile(module, backend=backend)  # noqa: E731
-    monkeypatch.setitem(registry._BACKENDS, "stand-in", compile_block)
-    model, outputs = Transformer().requires_grad_(False), BlockOutputs()
-    shell = compiled(model, ("blocks",), BackendChoice("stand-in", "", automatic=True))
-    x = torch.full((1, 4), 100.0)
-    assert torch.equal(outputs.watched(shell, "blocks")(x), model(x))
-    assert outputs.take() is not None

@@ -1,4 +1,4 @@
-"""A list of blocks between two layers, small, and faults to inject into its half-precision calls."""
+"""Small modules: a list of blocks between two layers, faults to inject into its half-precision calls, a gain."""
 
 from __future__ import annotations
 
@@ -59,6 +59,15 @@ class Blocky(nn.Module):
         return (self.out(self.last_norm(x)),)
 
 
+class Gain(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return x * self.factor
+
+
 def build(blocks: int = 4, dtype: str = "fp16", seed: int = 0) -> Blocky:
     torch.manual_seed(seed)
     return Blocky(blocks).to(DTYPES[dtype]).eval().requires_grad_(False)
@@ -77,6 +86,10 @@ def overflow_stream(module: Blocky, block: int, reach: float = 5e5) -> None:
     found: Any = module.blocks[block]
     with torch.no_grad():
         found.write.weight.mul_(reach).clamp_(-6e4, 6e4)
+
+
+def hooks(module):
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules())
 
 
 def latents(seed: int = 0, batch: int = 2, frames: int = 3) -> torch.Tensor:

@@ -7,17 +7,9 @@ import threading
 
 import pytest
 import torch
+from blocky import Gain, hooks
 from comfyui_onediff_guard.precision.observe import BlockOutputs, first_broken, largest, leaf_peaks
 from torch import nn
-
-
-class Gain(nn.Module):
-    def __init__(self, factor):
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, x):
-        return x * self.factor
 
 
 class Denoiser(nn.Module):
@@ -29,10 +21,6 @@ class Denoiser(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
-
-
-def hooks(module):
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules())
 
 
 def test_peaks_of_what_went_in_and_came_out_of_each_layer():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from blocky import STREAM, build, overflow_inside, overflow_stream
+from blocky import STREAM, Gain, build, hooks, overflow_inside, overflow_stream
 from comfyui_onediff_guard.precision.findings import Anatomy
 from comfyui_onediff_guard.precision.folding import bits_for
 from comfyui_onediff_guard.precision.islands import half_attempt
@@ -15,28 +15,15 @@ from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from torch import nn
 
 
-class Layer(nn.Module):
-    def __init__(self, factor):
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, x):
-        return x * self.factor
-
-
 class Two(nn.Module):
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList([nn.Sequential(Layer(2.0)), nn.Sequential(nn.Dropout(), Layer(-1e6))])
+        self.blocks = nn.ModuleList([nn.Sequential(Gain(2.0)), nn.Sequential(nn.Dropout(), Gain(-1e6))])
 
     def forward(self, x):
         for block in self.blocks:
             x = block(x)
         return x
-
-
-def hooks(module):
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules())
 
 
 def probed_calls(module, anatomy, *inputs):
