@@ -1,0 +1,212 @@
+"""Machines with all that can be wrong with one."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from comfyui_onediff_guard.pipelines import machine
+from comfyui_onediff_guard.pipelines.diagnosis import diagnose
+from comfyui_onediff_guard.precision import arch
+from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH
+from told import one_line, switch
+
+POSIX = pytest.mark.skipif(os.name == "nt", reason="the stand-in for nvidia-smi is a shell script")
+
+
+@pytest.fixture
+def nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    def install(script: str) -> None:
+        file = tmp_path / "bin" / "nvidia-smi"
+        file.parent.mkdir()
+        file.write_text(f"#!/bin/sh\n{script}\n")
+        file.chmod(file.stat().st_mode | stat.S_IEXEC)
+        monkeypatch.setenv("PATH", f"{file.parent}{os.pathsep}/bin{os.pathsep}/usr/bin")
+
+    return install
+
+
+def test_a_machine_without_a_gpu() -> None:
+    found = diagnose()
+    assert found.here and found.architecture.name == "cpu"
+    assert found.machine.gpus == () and found.machine.device == "cpu"
+    assert found.machine.advice == (), "a PyTorch for the CPU, on a machine with nothing else, is no fault"
+    assert "none that PyTorch can use" in found.text()
+    assert "none found, neither NVIDIA's nor AMD's" in found.text()
+
+
+def test_every_gpu_of_the_process_and_the_plan_for_the_first(cards: Callable[..., None]) -> None:
+    cards((7, 0), (8, 0), built=("sm_70", "sm_80"))
+    found = diagnose()
+    assert (found.architecture.name, found.machine.device) == ("sm70", "cuda:0")
+    assert "0: Card 0, sm70 (Volta), 24 GiB" in found.text()
+    assert "1: Card 1, sm80 (Ampere), 24 GiB" in found.text()
+    assert found.machine.built_for == "CUDA 12.8"
+    assert not [note for note in found.notes if "Card" in note]
+    attention = switch(found, ATTENTION_SWITCH)
+    assert attention.value == "0" and "shared with another GPU" in attention.reason
+    elsewhere = switch(diagnose(architecture=arch.named("sm70")), ATTENTION_SWITCH)
+    assert elsewhere.value == "1", "another machine than this one"
+
+
+def test_a_gpu_newer_than_the_table(cards: Callable[..., None]) -> None:
+    cards((13, 0), built=("sm_90", "compute_120"))
+    found = diagnose()
+    assert found.architecture.name == "sm130" and not found.architecture.known
+    assert "sm130 (not in the table, treated as sm121): little is known of it" in one_line(found)
+    assert {plan.dtype for model in found.models for plan in model.plans} <= {"bf16", "fp16", "fp32"}
+    assert all(plan.guarded for model in found.models for plan in model.plans if plan.half)
+    assert switch(found, ATTENTION_SWITCH).value == "0"
+    assert "no kernels" not in one_line(found), "compute_120 is compiled by the driver"
+
+
+@pytest.mark.parametrize(
+    ("capability", "built", "runs"),
+    [
+        ((12, 0), ("sm_80", "sm_90"), False),
+        ((12, 0), ("sm_90", "compute_90"), True),
+        ((8, 9), ("sm_80", "sm_90"), True),
+        ((8, 0), ("sm_86",), False),
+        ((9, 0), ("sm_90a",), True),
+        ((6, 1), ("sm_75", "compute_120"), False),
+        ((8, 0), (), True),  # nothing told
+    ],
+)
+def test_a_pytorch_without_code_for_the_card(
+    cards: Callable[..., None], capability: tuple[int, int], built: tuple[str, ...], runs: bool
+) -> None:
+    cards(capability, built=built)
+    assert ("has no kernels for Card 0" in one_line(diagnose())) != runs
+
+
+@POSIX
+def test_a_driver_and_a_pytorch_that_is_built_for_the_cpu(nvidia_smi: Callable[[str], None]) -> None:
+    nvidia_smi("echo '550.54.14, NVIDIA L4'; echo '550.54.14, NVIDIA A100'; echo '550.54.14, NVIDIA L4'")
+    found = diagnose()
+    assert found.machine.driver == "NVIDIA 550.54.14 (2 × NVIDIA L4, NVIDIA A100)"
+    (advice,) = found.machine.advice
+    assert "built for the CPU alone, so the card is not used" in advice
+    assert "Install a CUDA build: https://" in advice
+
+
+@POSIX
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("echo 'Failed to initialize NVML: version mismatch'; exit 18", "nvidia-smi says: Failed to initialize NVML"),
+        ("exit 9", "says: nothing, and ends with 9"),
+        ("exec sleep 60", "did not answer within 0.2 s"),
+    ],
+    ids=["mismatch", "silent", "hangs"],
+)  # fmt: skip
+def test_an_nvidia_smi_that_does_not_work(
+    nvidia_smi: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, script: str, said: str
+) -> None:
+    if "sleep" in script:
+        monkeypatch.setattr(machine, "_SECONDS", 0.2)
+    nvidia_smi(script)
+    assert said in diagnose().machine.driver
+
+
+def test_the_kernel_module_tells_where_there_is_no_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    module = tmp_path / "version"
+    module.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.161.08  Tue Mar  5 22:42:15 UTC 2024\n")
+    monkeypatch.setattr(machine, "_NVIDIA_MODULE", module)
+    assert diagnose().machine.driver == "NVIDIA 535.161.08"
+    monkeypatch.setattr(machine, "_NVIDIA_MODULE", tmp_path / "absent")
+    monkeypatch.setattr(machine, "_AMD_MODULE", tmp_path)
+    assert diagnose().machine.driver.startswith("AMD amdgpu NVRM")
+
+
+def test_cards_that_pytorch_counts_and_cannot_use(cards: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    cards((8, 0), (8, 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    found = diagnose()
+    assert found.machine.gpus == () and "can use no GPU: it counts none" in one_line(found)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("The NVIDIA driver on your system is too old\n(found version 11040)."),
+        AssertionError("The NVIDIA driver on your system is too old (found version 11040)."),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_driver_too_old_for_pytorch(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def init() -> None:
+        raise error
+
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    found = diagnose()
+    assert found.architecture.name == "cpu"
+    (advice,) = found.machine.advice
+    assert advice == (
+        "PyTorch is built for CUDA 12.8, but can use no GPU: The NVIDIA driver on your system is too old "
+        "(found version 11040).; CUDA_VISIBLE_DEVICES is ''"
+    )
+
+
+def test_cuda_that_breaks_at_every_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("CUDA error: unknown error")
+
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    for name in ("is_available", "device_count", "current_device", "get_device_capability", "get_arch_list", "init"):
+        monkeypatch.setattr(torch.cuda, name, broken)
+    found = diagnose()
+    assert found.architecture.name == "cpu"
+    assert "can use no GPU: CUDA error: unknown error" in one_line(found)
+
+
+@pytest.mark.parametrize(
+    ("version", "advised"),
+    [("2.3.1+cu121", True), ("1.13.1", True), ("2.4.0", False), ("2.10.0.dev1+rocm7", False), ("home-made", False)],
+)
+def test_pytorch_2_4_or_newer_is_advised(monkeypatch: pytest.MonkeyPatch, version: str, advised: bool) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    found = diagnose()
+    assert bool(found.machine.advice) == advised
+    assert version in found.text()
+    if advised:
+        assert f"PyTorch 2.4 or newer is advised, this is {version}" in one_line(found)
+        assert "https://github.com/zai-org/CogVideo/issues/637" in one_line(found)
+
+
+def test_versions_are_read_and_nothing_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"diffusers": "0.42.1", "transformers": "5.23.0", "nexfort": "0.1.dev330"}
+    monkeypatch.setattr(machine, "version_of", versions.get)
+    found = diagnose()
+    assert "diffusers 0.42.1, transformers 5.23.0, nexfort 0.1.dev330" in one_line(found)
+    assert "not installed: onediff, onediffx, oneflow" in one_line(found)
+    assert [note for note in found.notes if note.startswith("not installed: onediff. In the pack's folder")]
+    assert "nexfort" not in sys.modules
+
+
+def test_a_pytorch_that_cannot_be_imported(fresh_python: Callable[..., str], folder: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken" / "torch"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')")
+    code = """
+import json, sys
+from pathlib import Path
+from comfyui_onediff_guard.pipelines.diagnosis import diagnose
+for model in (None, Path(sys.argv[1])):
+    found = diagnose(model)
+    found.text()
+    print(json.dumps(found.as_dict(), allow_nan=False))
+"""
+    for line in fresh_python(code, str(folder), PYTHONPATH=str(broken.parent)).splitlines():
+        told = json.loads(line)
+        assert "libcudart.so.12" in told["notes"][0] and "Install it again" in told["notes"][0]
+        assert told["switches"] == [] and "accumulation switches could not be read" in told["notes"][1]
+        assert told["models"][0]["plans"]

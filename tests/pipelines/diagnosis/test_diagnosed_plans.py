@@ -1,0 +1,185 @@
+"""What would run and why: for models with all that can be odd, and for a pipeline on a wire."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comfyui_onediff_guard.pipelines.diagnosis import NOT_RUN, diagnose, diagnose_pipeline
+from comfyui_onediff_guard.pipelines.errors import BadFolder
+from comfyui_onediff_guard.precision import arch, policy
+from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH, Accumulation
+from comfyui_onediff_guard.precision.guard import GuardPolicy, OnFailure
+from comfyui_onediff_guard.precision.learned import Learned
+from comfyui_onediff_guard.precision.policy import VARIANTS, Component, Precision
+from safetensors.torch import load_file, save_file
+from told import edit_config, one_line, switch
+
+SM75, SM80 = arch.named("sm75"), arch.named("sm80")
+LOADERS = {"CogVideoXPipeline": "Load CogVideoX"}
+
+
+def test_all_variants_where_no_model_is_named() -> None:
+    found = diagnose(architecture=SM75, loaders=LOADERS)
+    assert [model.variant for model in found.models] == list(VARIANTS)
+    for model in found.models:
+        assert tuple(plan.component for plan in model.plans) == VARIANTS[model.variant].components
+    text = found.text()
+    assert re.search(r"CogVideoX-5B +fp16 +– +fp16 +fp16 folded +fp16\n", text)
+    assert text.count("has no native bf16") == 1, "each reason once"
+    assert "plans are for" in text and not found.here
+    assert "no node loads these yet: CogVideoX image-to-video" in one_line(found)
+
+
+def test_one_model_with_reasons_and_sources(folder: Path) -> None:
+    found = diagnose(folder, SM75, loaders=LOADERS)
+    (model,) = found.models
+    assert (model.folder, model.variant) == ("model", "CogVideoX-5B")
+    assert [plan.dtype for plan in model.plans] == ["fp16"] * 4
+    text = one_line(found)
+    for plan in model.plans:
+        assert plan.reason in text and plan.guard_reason in text and plan.accumulation_reason in text
+        assert plan.source in text and plan.accumulation_source in text
+        assert plan.component is not Component.DENOISER or plan.fold_reason in text
+    assert model.stored["transformer"].startswith("F32, ") and "transformer F32" in text
+    assert "no node loads" not in text
+
+
+def test_a_model_that_no_node_loads_yet_gets_its_plan(folder: Path) -> None:
+    index = folder / "model_index.json"
+    index.write_text(index.read_text().replace("CogVideoXPipeline", "CogVideoXImageToVideoPipeline"))
+    assert "no node loads CogVideoX image-to-video yet" in one_line(diagnose(folder, loaders=LOADERS))
+
+
+def test_a_checkpoint_in_two_dtypes(folder: Path) -> None:
+    (file,) = (folder / "transformer").glob("*.safetensors")
+    tensors = load_file(file)
+    save_file({n: t.half() if i % 2 else t.float() for i, (n, t) in enumerate(tensors.items())}, file)
+    found = diagnose(folder, SM80)
+    assert re.search(r"transformer is stored in several dtypes \(.*F16 \d+%.*\): loaded in one", one_line(found))
+    assert {plan.dtype for plan in found.models[0].plans} == {"bf16"}
+
+
+def test_a_config_with_unknown_fields(folder: Path) -> None:
+    edit_config(folder, "transformer", made_up=1, another={"deep": None})
+    edit_config(folder, "text_encoder", made_up=1)  # transformers takes whatever it is given
+    assert re.search(
+        r"transformer: config.json has fields that diffusers [\d.]+ ignores: another, made_up",
+        one_line(diagnose(folder)),
+    )
+
+
+def test_a_diffusers_that_cannot_be_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    notes = [note for note in diagnose(folder).notes if "not compared with diffusers" in note]
+    assert len(notes) == 1 and "import of diffusers halted" in notes[0]
+
+
+def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(BadFolder, match="is not a diffusers-format folder"):
+        diagnose(tmp_path)
+
+
+def test_what_cannot_run_is_refused_in_words() -> None:
+    before_14 = replace(arch.ARCHITECTURES["mps"], label="Apple GPU before macOS 14", bf16="none")
+    found = diagnose(architecture=before_14, precision=Precision.BF16)
+    assert all(not model.plans and model.refused for model in found.models)
+    assert "refused: mps (Apple GPU before macOS 14) has no bf16, not even emulated" in one_line(found)
+
+
+def test_rows_added_to_the_tables_show_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = replace(SM80, name="sm300", label="Made-up", half_accumulation="wrong")
+    model = replace(VARIANTS["CogVideoX-5B"], name="CogVideoX-99B", needs_fp32={Component.VAE_DECODE: "it is shy"})
+    monkeypatch.setitem(arch.ARCHITECTURES, card.name, card)
+    monkeypatch.setitem(policy.VARIANTS, model.name, model)
+    found = diagnose(architecture=arch.named("sm300"))
+    assert found.models[-1].variant == "CogVideoX-99B"
+    text = one_line(found)
+    assert "CogVideoX-99B bf16 – bf16 bf16 fp32" in text
+    assert "it is shy CogVideoX-99B: VAE decoder alone" in text
+    assert "comes out NaN or black on sm300 (Made-up)" in text
+
+
+# --- a pipeline on a wire ---------------------------------------------------------------------------------------------
+
+
+def test_a_pipeline_is_told_as_it_is_set(folder: Path, open_pipeline: Callable[..., Any]) -> None:
+    edit_config(folder, "vae", made_up=1)
+    handle = replace(
+        open_pipeline(folder, "fp16", "eager"),
+        policy=GuardPolicy(OnFailure.STOP, strict=True),
+        accumulation=Accumulation.FAST,
+        architecture=SM80,
+        beside=(SM80,),
+    )
+    found = diagnose_pipeline(handle)
+    assert found.here and found.architecture == SM80
+    assert (found.precision, found.accumulation) == (Precision.FP16, Accumulation.FAST)
+    assert (found.on_failure, found.strict, found.backends.chosen) == ("stop", True, "eager")
+    assert found.backends.reason == handle.backend.reason
+    assert found.models[0].plans == tuple(handle.plan(component) for component in handle.store.model.variant.components)
+    assert switch(found, ATTENTION_SWITCH).value == "1"
+    assert "denoiser fp16 stop yes" in one_line(found)
+    assert "plain fp32, not in TF32: strict is on" in one_line(found)
+    assert "made_up" in one_line(found)
+    assert handle.store.loaded() == {}, "no weight was read"
+
+    other = diagnose_pipeline(handle, SM75)
+    assert not other.here and other.architecture == SM75
+    assert other.models[0].plans[0].reason.startswith("asked for fp16")
+
+
+def test_what_was_found_while_it_ran_is_told_once(folder: Path, open_pipeline: Callable[..., Any]) -> None:
+    edit_config(folder, "vae", made_up=1)
+    handle = open_pipeline(folder)
+    handle.store.module("vae", "fp32")
+    handle.store.learned[handle.memory_key("fp16")] = Learned(5.1e5)
+    notes = diagnose_pipeline(handle).notes
+    assert len([note for note in notes if "made_up" in note]) == 1
+    assert "the residual stream was measured: it peaks at 5.1e+05, and fp16 ends at 65504" in notes
+
+
+def test_it_is_the_pipelines_device_and_its_neighbours(
+    folder: Path, open_pipeline: Callable[..., Any], cards: Callable[..., None]
+) -> None:
+    handle = replace(open_pipeline(folder), architecture=arch.named("sm70"), beside=(SM75,))
+    cards((12, 0))
+    found = diagnose_pipeline(handle)
+    assert (found.machine.device, found.machine.gpus[0].name) == ("cpu", "Card 0")
+    assert "shared with another GPU" in switch(found, ATTENTION_SWITCH).reason
+
+
+def test_a_guard_that_is_off_is_named(folder: Path, open_pipeline: Callable[..., Any]) -> None:
+    handle = replace(open_pipeline(folder, "bf16"), policy=GuardPolicy(OnFailure.OFF))
+    assert "The NaN Guard is off: steps are only watched" in diagnose_pipeline(handle).notes
+
+
+# --- both forms -------------------------------------------------------------------------------------------------------
+
+
+def everything(folder: Path) -> list[Any]:
+    models = [diagnose(folder, SM75), diagnose(folder, SM80, precision=Precision.FP16_PLAIN)]
+    return models + [diagnose(architecture=a, precision=p) for a in arch.ARCHITECTURES.values() for p in Precision]
+
+
+def test_the_text_is_narrow_and_the_dict_is_json(folder: Path) -> None:
+    for found in everything(folder):
+        wide = [line for line in found.text().splitlines() if len(line) > 100 or line != line.rstrip()]
+        assert not wide
+        told = found.as_dict()
+        assert json.loads(json.dumps(told, allow_nan=False)) == told, "no enum, tuple or key that JSON would change"
+        assert told["models"][0]["variant"] in found.text()
+
+
+def test_readme_says_what_was_never_run_too(root: Path) -> None:
+    section = (
+        (root / "README.md").read_text(encoding="utf-8").split("\n## What has not been run\n")[1].split("\n## ")[0]
+    )
+    assert [line.split(":")[0] for line in NOT_RUN] == re.findall(r"^- ([^:]+):", section, re.MULTILINE)
+    assert all(line.split(":")[0] in one_line(diagnose()) for line in NOT_RUN)

@@ -1,0 +1,68 @@
+"""Compile backends and accumulation switches: which, why, and set by whom."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+from comfyui_onediff_guard.pipelines import compile as compiling
+from comfyui_onediff_guard.pipelines.diagnosis import diagnose
+from comfyui_onediff_guard.precision import arch
+from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH, SWITCHES, Accumulation
+from comfyui_onediff_guard.precision.policy import Precision
+from told import one_line, switch
+
+SM75, SM80 = arch.named("sm75"), arch.named("sm80")
+
+
+@pytest.mark.parametrize("compiler", ["c++", None])
+def test_backends_are_those_of_auto(monkeypatch: pytest.MonkeyPatch, compiler: str | None) -> None:
+    monkeypatch.setattr(compiling, "find_c_compiler", lambda: compiler)
+    found = diagnose().backends
+    assert [state.name for state in found.states] == list(compiling.BACKENDS[1:])
+    assert found.chosen == compiling.choose_backend("auto", torch.device("cpu")).name
+    assert {state.name for state in found.states if not state.found} == (
+        {"oneflow", "nexfort"} if compiler else {"oneflow", "nexfort", "inductor"}
+    )
+    assert all(state.reason for state in found.states)
+
+
+def test_what_is_not_compiled_is_said(cards: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    cards((7, 5))
+    monkeypatch.setitem(compiling._PROBES, "inductor", lambda device: None)
+    assert "not compiled: inductor cannot compile bf16" in one_line(diagnose(precision=Precision.BF16))
+    assert "not compiled: inductor" not in one_line(diagnose())
+    elsewhere = diagnose(architecture=arch.named("sm70"), precision=Precision.BF16)
+    assert "not compiled: inductor" not in one_line(elsewhere), "another machine has other backends"
+
+
+@pytest.mark.parametrize("exported", ["maybe", "2", "-"])
+def test_nonsense_in_an_exported_variable(monkeypatch: pytest.MonkeyPatch, exported: str) -> None:
+    monkeypatch.setenv(ATTENTION_SWITCH, exported)
+    found = diagnose(architecture=SM80)
+    attention = switch(found, ATTENTION_SWITCH)
+    assert (attention.value, attention.set_by) == (exported, "user")
+    assert f"set by you: '{exported}' is neither true nor false" in one_line(found)
+    assert all(plan.guarded for model in found.models for plan in model.plans if plan.half)
+    assert os.environ[ATTENTION_SWITCH] == exported
+
+
+def test_what_the_user_set_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEXFORT_ENABLE_MATMUL_FP16_REDUCTION", "1")
+    text = diagnose(architecture=SM80).text()
+    assert (
+        text.index("set by you") < text.index("NEXFORT_ENABLE_MATMUL_FP16_REDUCTION = 1") < text.index("set by onediff")
+    )
+
+
+def test_every_switch_and_who_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = dict(os.environ)
+    found = diagnose(architecture=SM75)
+    assert [s.name for s in found.switches] == list(SWITCHES)
+    assert {s.set_by for s in found.switches} == {"onediff-guard", "default"}
+    assert all(f"{s.name} = {s.value}" in found.text() for s in found.switches)
+    fast = diagnose(architecture=SM75, accumulation=Accumulation.FAST)
+    assert switch(fast, ATTENTION_SWITCH).value == "1"
+    assert dict(os.environ) == before, "asking sets nothing"
