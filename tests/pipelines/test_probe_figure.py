@@ -20,8 +20,6 @@ from comfyui_onediff_guard.precision.streams import Stream
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
-NORMS = ("norm1.norm", "norm2.norm")
-
 
 def measured(blocks: int, leaves: int, steps: int, *, stream: bool = True, lists: int = 1, value=lambda *_: 1.0):
     """Made up. value(block, leaf, step) → max |x|."""
