@@ -205,6 +205,7 @@ def test_a_half_step_after_a_rerun_works_and_the_frames_are_right(model_folder, 
     expected, _ = make(opened(folder), sampling, **start)
     dtype = "fp16" if variant == "svd" else "bf16"  # its scheduler starts at 700 times the latents: bf16 is coarse
     handle = opened(folder, dtype)
+    healthy, _ = make(handle, sampling, **start)
     denoiser = handle.store.module(handle.family.denoiser, dtype)
     forward, calls = denoiser.forward, []
 
@@ -218,7 +219,7 @@ def test_a_half_step_after_a_rerun_works_and_the_frames_are_right(model_folder, 
     frames, report = make(handle, sampling, **start)
     assert [step.outcome for step in report.steps][:2] == ["rerun", "finite"]
     assert {step.dtype for step in report.steps[1:]} == {dtype}
-    assert (frames - expected).abs().mean() < 0.05
+    assert (frames - expected).abs().mean() < 2 * (healthy - expected).abs().mean()
 
 
 def test_svd_encodes_in_fp32_from_weights_that_are_there_once(model_folder):
