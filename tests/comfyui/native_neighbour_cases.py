@@ -84,7 +84,8 @@ def case_lora() -> dict[str, Any]:
         patcher.add_patches(patch, 1.0)
         results[f"{order}, guarded"] = sample(patcher if order == "after" else guarded(patcher), SD15)
     results["unchanged"] = bool(torch.isnan(sample(hot, SD15)).all())
-    low, whole = make_model(SD15, hot=True), in_fp32(hot, SD15)
+    low = make_model(SD15, hot=True)
+    whole = in_fp32(low, SD15)
     for name, patcher in (("lowvram, guarded", guarded(low)), ("lowvram, fp32", whole)):
         patcher.add_patches(patch, 1.0)
         patcher.load(CPU, lowvram_model_memory=1 if "guarded" in name else 0, full_load="fp32" in name)
