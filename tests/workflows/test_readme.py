@@ -40,6 +40,11 @@ def test_the_file_map_has_a_sentence_for_every_file() -> None:
         assert (ROOT / name).exists(), f"{name} is in the file map and nowhere else"
 
 
+def test_every_workflow_is_in_the_table() -> None:
+    named = {name for row in rows(section("Install"))[1:] for name in quoted(row[0])}
+    assert named == {path.stem.removesuffix("_guarded") for path in (ROOT / "workflows").glob("*.json")}
+
+
 @pytest.mark.parametrize("name", NODE_CLASS_MAPPINGS)
 def test_the_node_table_has_every_input_and_output(name: str) -> None:
     row = next(row for row in rows(section("Nodes")) if row[0] == NODE_DISPLAY_NAME_MAPPINGS[name])

@@ -1,16 +1,15 @@
 """The workflows that ComfyUI lists as templates: one graph in both formats, with nothing in it that does not exist."""
 
-# ruff: noqa: N802 - INPUT_TYPES is ComfyUI's
-
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from typing import Any
 
+import comfyui_nodes
 import pytest
-from comfyui_onediff_guard.headless import core_nodes, schema, ui_format, validate
-from comfyui_onediff_guard.headless.errors import UnknownNodesError
+from comfyui_onediff_guard.headless import cli, core_nodes, schema, ui_format, validate
+from comfyui_onediff_guard.headless.errors import ExitCode
 from comfyui_onediff_guard.headless.graph import Graph, Link, from_api, is_ui_format
 from comfyui_onediff_guard.headless.schema import Schema
 from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS, host
@@ -19,37 +18,15 @@ WORKFLOWS = Path(__file__).resolve().parents[2] / "workflows"
 UI_FILES = sorted(WORKFLOWS.glob("*.json"))
 API_FILES = sorted((WORKFLOWS / "api").glob("*.json"))
 HERE = {**core_nodes.NODE_CLASS_MAPPINGS, **NODE_CLASS_MAPPINGS}  # what runs without a ComfyUI
-
-
-class LoadVideo:
-    RETURN_TYPES = ("VIDEO",)
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict[str, Any]:
-        return {"required": {"file": (["video.mp4"], {"video_upload": True})}}
-
-
-class GetVideoComponents:
-    RETURN_TYPES = ("IMAGE", "AUDIO", "FLOAT")
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict[str, Any]:
-        return {"required": {"video": ("VIDEO",)}}
-
-
-class ImageFromBatch:
-    RETURN_TYPES = ("IMAGE",)
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict[str, Any]:
-        number = {"batch_index": (0, 0, 4095), "length": (1, 1, 4096)}
-        given = {name: ("INT", {"default": d, "min": low, "max": high}) for name, (d, low, high) in number.items()}
-        return {"required": {"image": ("IMAGE",), **given}}
-
-
-SERVER_ONLY = {node.__name__: node for node in (LoadVideo, GetVideoComponents, ImageFromBatch)}  # ComfyUI 0.3.64's
+SERVER_ONLY = comfyui_nodes.NODE_CLASS_MAPPINGS
 CLASSES = {**HERE, **SERVER_ONLY}
 SCHEMAS = {name: schema.from_class(name, node) for name, node in CLASSES.items()}
+SAMPLING = {"KSampler", "VAEDecode"}
+LOADERS = {  # of the workflows for ComfyUI's own models
+    "native_sd15_text_to_image": "CheckpointLoaderSimple",
+    "native_svd_image_to_video": "ImageOnlyCheckpointLoader",
+}
+NATIVE = set(LOADERS)
 TEXT_TO_VIDEO = WORKFLOWS / "api" / "cogvideox_text_to_video.json"
 
 
@@ -93,7 +70,9 @@ def model_folder(tmp_path: Path) -> Path:
 def test_there_is_a_workflow_in_every_format() -> None:
     plain_and_guarded = {"cogvideox_image_to_video", "cogview3_text_to_image", "cogview4_text_to_image"}
     plain_and_guarded |= {"svd_image_to_video", "cogvideox_video_to_video"}
-    wanted = {"cogvideox_text_to_video"} | plain_and_guarded | {f"{name}_guarded" for name in plain_and_guarded}
+    wanted = (
+        {"cogvideox_text_to_video"} | NATIVE | plain_and_guarded | {f"{name}_guarded" for name in plain_and_guarded}
+    )
     assert {path.stem for path in UI_FILES} == wanted
     assert {path.stem for path in API_FILES} == wanted | {"cogvideox_text_to_video_webp"}
 
@@ -113,16 +92,47 @@ def test_a_guarded_workflow_has_guard_and_report(path: Path) -> None:
         assert own == twin | both and not twin & both
 
 
-def test_which_workflows_need_a_server(model_folder: Path) -> None:
-    """And the run without one says so, by the names of the nodes."""
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_native_workflow_has_both_guards_where_they_belong(name: str) -> None:
+    nodes = api_graph(WORKFLOWS / "api" / f"{name}.json").nodes
+    sources = {
+        (node.class_type, key): nodes[link.node].class_type
+        for node in nodes.values()
+        for key, link in node.links().items()
+    }
+    assert sources["KSampler", "model"] == "OneDiffGuardNaNGuardModel"
+    assert {source for (_, key), source in sources.items() if key == "vae"} == {
+        LOADERS[name],
+        "OneDiffGuardNaNGuardVAE",
+    }
+    assert sources["OneDiffGuardNaNGuardVAE", "vae"] == LOADERS[name]
+
+
+def test_which_workflows_need_a_server() -> None:
+    """And the run without one says so, by the names of the nodes and of the two ways on."""
     graphs = {path.stem: api_graph(path) for path in API_FILES}
-    names = [name for name, graph in graphs.items() if graph.class_types() & set(SERVER_ONLY)]
-    assert names == ["cogvideox_video_to_video", "cogvideox_video_to_video_guarded"]
-    with (
-        host.plain_folders(models=[model_folder], input=model_folder, output=model_folder),
-        pytest.raises(UnknownNodesError, match=r"GetVideoComponents, ImageFromBatch, LoadVideo.*--server"),
-    ):
-        validate.plan(graphs[names[0]], HERE)
+    needing = {name: graph.class_types() & set(SERVER_ONLY) for name, graph in graphs.items()}
+    video = {"LoadVideo", "GetVideoComponents", "ImageFromBatch"}
+    guided = {"VideoLinearCFGGuidance", "SVD_img2vid_Conditioning", "ImageOnlyCheckpointLoader"}
+    assert {name: nodes for name, nodes in needing.items() if nodes} == {
+        "cogvideox_video_to_video": video,
+        "cogvideox_video_to_video_guarded": video,
+        "native_sd15_text_to_image": SAMPLING | {"CheckpointLoaderSimple", "CLIPTextEncode", "EmptyLatentImage"},
+        "native_svd_image_to_video": SAMPLING | guided,
+    }
+
+
+@pytest.mark.parametrize("folder", [WORKFLOWS, WORKFLOWS / "api"], ids=["ui", "api"])
+@pytest.mark.parametrize("name", [*LOADERS, "cogvideox_video_to_video"])
+def test_a_run_without_a_server_names_what_is_missing(
+    folder: Path, name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = folder / f"{name}.json"
+    assert cli.main(["run", str(path), "--out", str(tmp_path)]) == ExitCode.BAD_INPUT
+    said = capsys.readouterr().err
+    lacking = sorted(api_graph(WORKFLOWS / "api" / path.name).class_types() & set(SERVER_ONLY))
+    assert f"there is no node type {', '.join(lacking)}:" in said
+    assert "--server URL" in said and "--comfyui DIR" in said
 
 
 @pytest.mark.parametrize("path", UI_FILES, ids=stem)
@@ -157,7 +167,7 @@ def test_every_option_and_number_is_allowed(path: Path, model_folder: Path) -> N
         validate.plan(api_graph(path), CLASSES)
 
 
-FILES = {"model", "image", "file"}  # drop-downs without a default
+FILES = {"model", "image", "file", "ckpt_name"}  # drop-downs without a default
 CHOSEN = {
     # decoding is what needs the most memory; CogVideoX 2B and 5B were trained at 8 frames a second
     "cogvideox_text_to_video": {"tiling", "fps"},
@@ -166,20 +176,23 @@ CHOSEN = {
     "cogview3_text_to_image": {"guidance_scale"},  # as its authors use it
     "cogview4_text_to_image": {"guidance_scale"},
     "svd_image_to_video": {"chunk", "fps"},  # memory; SVD's 7 frames a second in CreateVideo
+    "native_sd15_text_to_image": {"scheduler"},  # these two as in ComfyUI's own examples of these models
+    "native_svd_image_to_video": {"cfg", "scheduler", "video_frames"},  # frames: SVD-XT's
 }
 
 
 @pytest.mark.parametrize("path", UI_FILES, ids=stem)
 def test_the_workflow_shows_what_the_defaults_are(path: Path) -> None:
     """What the file sets differs from a fresh node in these alone; each has a reason."""
-    chosen = {"prompt", "seed", "filename_prefix"} | CHOSEN[path.stem.removesuffix("_guarded")]
     differing = set()
     for node in api_graph(WORKFLOWS / "api" / path.name).nodes.values():
         for name, spec in SCHEMAS[node.class_type].inputs.items():
             given = node.inputs.get(name)
             if spec.is_widget and name not in FILES and not isinstance(given, (Link, type(None))):
                 differing |= {name} if given != default(spec) else set()
-    assert differing == chosen - ({"prompt"} if path.stem.startswith("svd") else set())
+    prompt = {"native_sd15": {"text"}, "native_svd": set(), "svd": set()}
+    named = next((names for start, names in prompt.items() if path.stem.startswith(start)), {"prompt"})
+    assert differing == {"seed", "filename_prefix"} | named | CHOSEN[path.stem.removesuffix("_guarded")]
 
 
 def default(spec: schema.InputSpec) -> Any:
