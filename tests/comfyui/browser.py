@@ -22,6 +22,16 @@ SET_WIDGETS = """values => {
         for (const widget of node.widgets ?? [])
             if (`${node.type}.${widget.name}` in values) widget.value = values[`${node.type}.${widget.name}`]
 }"""
+INSERT = """([type, before, values]) => {
+    const [target] = app.graph.nodes.filter(node => node.type === before)
+    const source = target.getInputNode(0), slot = target.getInputLink(0).origin_slot
+    const added = LiteGraph.createNode(type)
+    app.graph.add(added)
+    added.pos = [target.pos[0], target.pos[1] - 150]
+    for (const widget of added.widgets) widget.value = values[widget.name]
+    source.connect(slot, added, 0)
+    added.connect(0, target, 0)
+}"""
 QUEUE = """async ends => {
     window.ended = null
     for (const end of ends) app.api.addEventListener(end, event => { window.ended = [end, event.detail] })
@@ -75,6 +85,10 @@ class Canvas:
     def set_widgets(self, values: Mapping[str, Any]) -> None:
         """{"NodeType.widget": value}"""
         self._page.evaluate(SET_WIDGETS, values)
+
+    def insert(self, node_type: str, before: str, **values: Any) -> None:
+        """Put a node into the link to the first input of the only node of type `before`."""
+        self._page.evaluate(INSERT, [node_type, before, values])
 
     def widgets(self, node_type: str) -> dict[str, Any]:
         return self._page.evaluate(WIDGETS, node_type)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import os
 import shutil
 import subprocess
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import families
 import legs
 import pytest
-from runs import HEALTHY, OVERFLOWING, Ran, finish
+from runs import HEALTHY, OVERFLOWING, Ran, finish, start
 
 LEGS = {"a": legs.leg_a, "b": legs.leg_b}
 _started: dict[str, legs.Leg] = {}
@@ -58,20 +57,19 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield running
 
 
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where screenshots go: `ONEDIFF_GUARD_PICTURES`, else a temporary folder."""
+    named = os.environ.get("ONEDIFF_GUARD_PICTURES")
+    folder = Path(named) if named else tmp_path_factory.mktemp("pictures")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 @pytest.fixture
 def start_graph(server: legs.Server, tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
-    """Starts `onediff-guard run --server` on a workflow; `changes` become --set."""
-
-    def start(workflow: Path, changes: Mapping[str, Any] | None = None) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "comfyui_onediff_guard.headless", "run", str(workflow)]
-        command += ["--server", server.url, "--out", str(tmp_path / "out"), "--json", "--timeout", "240"]
-        for name, value in (changes or {}).items():
-            command += ["--set", f"{name}={json.dumps(value)}"]
-        return subprocess.Popen(
-            command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8"
-        )
-
-    return start
+    """Starts `onediff-guard run --server` on a workflow; changes become --set."""
+    return lambda workflow, changes=None: start(server, workflow, tmp_path, changes)
 
 
 @pytest.fixture
@@ -86,7 +84,7 @@ def start_run(
 ) -> Callable[..., subprocess.Popen[str]]:
     """Starts the leg's text-to-video workflow, small enough for a CPU; keywords become --set."""
 
-    def start(**settings: Any) -> subprocess.Popen[str]:
+    def start_small(**settings: Any) -> subprocess.Popen[str]:
         changes = {
             "OneDiffGuardLoadCogVideoX.model": HEALTHY,
             "OneDiffGuardLoadCogVideoX.backend": "eager",
@@ -99,7 +97,7 @@ def start_run(
         }
         return start_graph(server.leg.workflow, changes)
 
-    return start
+    return start_small
 
 
 @pytest.fixture

@@ -151,7 +151,7 @@ def install_pack(custom_nodes: Path) -> Path:
 
 
 @contextmanager
-def started(leg: Leg, base: Path) -> Iterator[Server]:
+def started(leg: Leg, base: Path, *options: str) -> Iterator[Server]:
     """The leg's ComfyUI on a free port of 127.0.0.1, with `base` as its folder; ended with all its children."""
     port = free_port()
     for name in ("input", "output", "temp", "user", "hub", "custom_nodes"):
@@ -165,7 +165,7 @@ def started(leg: Leg, base: Path) -> Iterator[Server]:
         "TORCH_LOGS": "recompiles",
     }
     log = base / "comfyui.log"
-    child = process.start(leg.command(base, port), cwd=base, log=log, env=environment)
+    child = process.start([*leg.command(base, port), *options], cwd=base, log=log, env=environment)
     server = Server(leg, f"http://127.0.0.1:{port}", base, log)
     try:
         end = time.monotonic() + START_SECONDS

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,19 @@ class Ran:
 
     def reports(self) -> list[dict[str, Any]]:
         return [report for ui in self.answer["outputs"].values() for report in ui.get("onediff_guard", [])]
+
+
+def start(
+    server: Server, workflow: Path, folder: Path, changes: Mapping[str, Any] | None = None
+) -> subprocess.Popen[str]:
+    """Start `onediff-guard run --server` on a workflow. folder: gets the results. changes: become --set."""
+    command = [sys.executable, "-m", "comfyui_onediff_guard.headless", "run", str(workflow)]
+    command += ["--server", server.url, "--out", str(folder / "out"), "--json", "--timeout", "240"]
+    for name, value in (changes or {}).items():
+        command += ["--set", f"{name}={json.dumps(value)}"]
+    return subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8"
+    )
 
 
 def finish(child: subprocess.Popen[str], server: Server) -> Ran:

@@ -6,7 +6,6 @@ Pictures are left in the test's temporary folder; `ONEDIFF_GUARD_PICTURES` names
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,12 +37,9 @@ def read(path: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def canvas(server: legs.Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Canvas]:
+def canvas(server: legs.Server, pictures: Path) -> Iterator[browser.Canvas]:
     if reason := browser.missing_browser():
         pytest.skip(reason)
-    named = os.environ.get("ONEDIFF_GUARD_PICTURES")
-    pictures = Path(named) if named else tmp_path_factory.mktemp("pictures")
-    pictures.mkdir(parents=True, exist_ok=True)
     with browser.canvas(server.url, pictures) as opened:
         yield opened
 

@@ -1,0 +1,90 @@
+"""Single files that ComfyUI's own loaders take for SD1.5 and for Stable Video Diffusion, as small as they may be.
+
+ComfyUI tells these models by the width of the UNet and of what it attends to, SVD also by how its blocks attend. Text
+encoder, image encoder and VAE it builds in the published sizes, whatever the file holds. So the UNets have few or
+narrow levels, the rest is of full size, and the encoders' layers do nothing but for the first: they are zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import svd_layout
+import torch
+from safetensors.torch import save_file
+from svd_layout import UNET, VAE, Keys, autoencoder, conv, norm, resblock, transformer
+
+WIDTH, CONTEXT, EMBEDDED = 320, 768, 1280  # what SD1.5 is told by, and four times its width
+TEXT = "cond_stage_model.transformer.text_model."
+TOKENS, LENGTH, LAYERS = 49408, 77, 12
+SVD = replace(svd_layout.REAL, channels=(320,) * 4)
+ENCODERS = (f"{TEXT}encoder.layers.", f"{svd_layout.CLIP}visual.transformer.resblocks.")
+OVERFLOWING = (  # these times 3e5 leave fp16's range; in fp32 the norm that follows takes the factor out again
+    f"{UNET}input_blocks.1.0.in_layers.2.weight",
+    f"{VAE}encoder.mid.block_1.conv1.weight",
+    f"{VAE}decoder.mid.block_1.conv1.weight",
+)
+
+
+def write_sd15(file: Path, *, overflows: bool) -> None:
+    _write(file, dict(_sd15()), overflows)
+
+
+def write_svd(file: Path, *, overflows: bool) -> None:
+    _write(file, svd_layout.shapes(SVD, unused=False), overflows)
+
+
+def _write(file: Path, shapes: dict[str, tuple[int, ...]], overflows: bool) -> None:
+    first = tuple(f"{layers}0." for layers in ENCODERS)
+    idle = {key for key in shapes if key.startswith(ENCODERS) and not key.startswith(first)}
+    weights = svd_layout.draw({key: shape for key, shape in shapes.items() if key not in idle})
+    for key in OVERFLOWING if overflows else ():
+        weights[key] *= 3e5
+    halves = {key: weight.half() for key, weight in weights.items()}
+    save_file(halves | {key: torch.zeros(shapes[key], dtype=torch.float16) for key in idle}, file)
+
+
+def _sd15() -> Keys:
+    yield from _unet()
+    for key, shape in autoencoder(svd_layout.REAL, temporal=False):
+        yield VAE + key, shape
+    yield from conv(f"{VAE}quant_conv", 8, 8, 1, 1)
+    yield from conv(f"{VAE}post_quant_conv", 4, 4, 1, 1)
+    yield from _text_encoder()
+
+
+def _unet() -> Keys:
+    """SD1.5's, with one level of one block instead of four of two."""
+    yield from conv(f"{UNET}time_embed.0", EMBEDDED, WIDTH)
+    yield from conv(f"{UNET}time_embed.2", EMBEDDED, EMBEDDED)
+    yield from conv(f"{UNET}input_blocks.0.0", WIDTH, 4, 3, 3)
+    yield from _block(f"{UNET}input_blocks.1", WIDTH)
+    yield from _block(f"{UNET}middle_block", WIDTH)
+    yield from resblock(f"{UNET}middle_block.2", WIDTH, WIDTH, EMBEDDED, (3, 3))
+    yield from _block(f"{UNET}output_blocks.0", 2 * WIDTH)
+    yield from _block(f"{UNET}output_blocks.1", 2 * WIDTH)
+    yield from norm(f"{UNET}out.0", WIDTH)
+    yield from conv(f"{UNET}out.2", 4, WIDTH, 3, 3)
+
+
+def _block(name: str, of: int) -> Keys:
+    yield from resblock(f"{name}.0", of, WIDTH, EMBEDDED, (3, 3))
+    yield from norm(f"{name}.1.norm", WIDTH)
+    yield from conv(f"{name}.1.proj_in", WIDTH, WIDTH, 1, 1)
+    yield from transformer(f"{name}.1.transformer_blocks.0", WIDTH, CONTEXT, feeds_in=False)
+    yield from conv(f"{name}.1.proj_out", WIDTH, WIDTH, 1, 1)
+
+
+def _text_encoder() -> Keys:
+    yield f"{TEXT}embeddings.token_embedding.weight", (TOKENS, CONTEXT)
+    yield f"{TEXT}embeddings.position_embedding.weight", (LENGTH, CONTEXT)
+    for i in range(LAYERS):
+        layer = f"{TEXT}encoder.layers.{i}."
+        yield from norm(f"{layer}layer_norm1", CONTEXT)
+        yield from norm(f"{layer}layer_norm2", CONTEXT)
+        for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            yield from conv(f"{layer}self_attn.{part}", CONTEXT, CONTEXT)
+        yield from conv(f"{layer}mlp.fc1", 4 * CONTEXT, CONTEXT)
+        yield from conv(f"{layer}mlp.fc2", CONTEXT, 4 * CONTEXT)
+    yield from norm(f"{TEXT}final_layer_norm", CONTEXT)
