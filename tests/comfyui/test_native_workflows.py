@@ -8,70 +8,22 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import browser
 import comfyui_nodes
 import families
 import legs
-import native_checkpoints
 import numpy as np
 import pytest
 from comfyui_onediff_guard.headless import schema
-from runs import finish, frames_of, start
+from native_graphs import CASES, GUARDS, HOT, SMALL, WORKFLOWS, Made, graph, make
 
 pytestmark = pytest.mark.comfyui
 
-WORKFLOWS = legs.ROOT / "workflows"
-GUARDS = ("OneDiffGuardNaNGuardModel", "OneDiffGuardNaNGuardVAE")
-SMALL = {"width": 16, "height": 16, "video_frames": 2, "steps": 2}
-HOT = "overflowing_"
 HALF = ("--force-fp16", "--fp16-vae")
 TOLERANCE = 2e-2  # of the pixels' range
-Graph = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Case:
-    file: str  # in models/checkpoints, and in the workflow
-    loader: str
-    model: str  # ComfyUI's class, as the report names it
-    vae: str
-    size: tuple[int, int, int]  # frames, height, width
-    write: Callable[..., None]
-
-
-CASES = {
-    "native_sd15_text_to_image": Case(
-        comfyui_nodes.SD15_FILE,
-        "CheckpointLoaderSimple",
-        "SD15",
-        "AutoencoderKL",
-        (1, 16, 16),
-        native_checkpoints.write_sd15,
-    ),
-    "native_svd_image_to_video": Case(
-        comfyui_nodes.SVD_FILE,
-        "ImageOnlyCheckpointLoader",
-        "SVD_img2vid",
-        "AutoencodingEngine",
-        (2, 16, 16),
-        native_checkpoints.write_svd,
-    ),
-}
-
-
-@dataclass(frozen=True)
-class Made:
-    frames: np.ndarray  # [frames, height, width, 3], uint8
-    reports: list[str]  # the guards' lines in ComfyUI's log
-
-    def report(self, start: str) -> str:
-        (found,) = [line for line in self.reports if line.startswith(start)]
-        return found
 
 
 @pytest.fixture(scope="module")
@@ -111,39 +63,6 @@ def server(leg: legs.Leg, base: Path, in_fp32: dict[str, Made]) -> Iterator[legs
         yield running
 
 
-def graph(name: str, *, hot: bool = False, half: bool = False, guarded: bool = True) -> Graph:
-    """The shipped API file, small."""
-    found: Graph = json.loads((WORKFLOWS / "api" / f"{name}.json").read_text(encoding="utf-8"))
-    case = CASES[name]
-    for node in found.values():
-        node["inputs"] |= {key: value for key, value in SMALL.items() if key in node["inputs"]}
-    (loader,) = [id_ for id_, node in found.items() if node["class_type"] == case.loader]
-    found[loader]["inputs"]["ckpt_name"] = HOT * hot + case.file
-    if half:
-        _relink(found, [loader, 0], ["half", 0])
-        found["half"] = {"class_type": "ModelComputeDtype", "inputs": {"model": [loader, 0], "dtype": "fp16"}}
-    for id_ in [] if guarded else [id_ for id_, node in found.items() if node["class_type"] in GUARDS]:
-        inputs = found.pop(id_)["inputs"]
-        _relink(found, [id_, 0], inputs.get("model") or inputs["vae"])
-    return found
-
-
-def _relink(graph: Graph, old: list[Any], new: list[Any]) -> None:
-    for node in graph.values():
-        node["inputs"] |= {name: new for name, value in node["inputs"].items() if value == old}
-
-
-def make(server: legs.Server, graph: Graph) -> Made:
-    before = len(server.log_text())
-    file = server.base / "workflow.json"
-    file.write_text(json.dumps(graph), encoding="utf-8")
-    ran = finish(start(server, file, server.base), server)
-    assert ran.code == 0, (ran.answer, server.tail())
-    (saved,) = ran.files
-    said = server.log_text()[before:].splitlines()
-    return Made(frames_of(saved), [line.split("NaN Guard: ", 1)[1] for line in said if "NaN Guard: " in line])
-
-
 def test_the_stand_ins_of_other_tests_are_comfyuis_nodes(server: legs.Server) -> None:
     """What tests/workflows takes the shipped files by is what ComfyUI says of its nodes."""
     known = server.ask("/object_info")
@@ -161,7 +80,7 @@ def test_the_stand_ins_of_other_tests_are_comfyuis_nodes(server: legs.Server) ->
 @pytest.mark.parametrize("name", CASES)
 def test_a_healthy_run_is_the_same_with_and_without_the_guards(server: legs.Server, name: str) -> None:
     case = CASES[name]
-    plain = make(server, graph(name, half=True, guarded=False))
+    plain = make(server, graph(name, half=True, without=GUARDS))
     guarded = make(server, graph(name, half=True))
     assert guarded.frames.shape == (*case.size, 3)
     assert all(frame.std() > 2 for frame in guarded.frames)
@@ -176,7 +95,7 @@ def test_an_overflowing_model_is_black_without_the_guards_and_right_with_them(
     server: legs.Server, in_fp32: dict[str, Made], name: str
 ) -> None:
     case = CASES[name]
-    plain = make(server, graph(name, hot=True, half=True, guarded=False))
+    plain = make(server, graph(name, hot=True, half=True, without=GUARDS))
     guarded = make(server, graph(name, hot=True, half=True))
     right = in_fp32[name]
     assert guarded.frames.shape == right.frames.shape == (*case.size, 3)

@@ -1,0 +1,48 @@
+"""The guards for ComfyUI's own models in comfyui 0.0.1, whose MODEL has no wrappers: one says so, the other works."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import legs
+import native_checkpoints
+import pytest
+from native_graphs import CASES, GUARDS, HOT, graph, make, run
+
+pytestmark = pytest.mark.comfyui
+
+NAME = "native_sd15_text_to_image"
+MODEL_GUARD = GUARDS[0]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[legs.Server]:
+    leg = legs.leg_a()
+    if leg.missing:
+        pytest.skip(leg.missing)
+    base = tmp_path_factory.mktemp("native_in_old_comfyui")
+    legs.install_pack(base / "custom_nodes")
+    checkpoint = base / "models" / "checkpoints" / (HOT + CASES[NAME].file)
+    checkpoint.parent.mkdir(parents=True)
+    native_checkpoints.write_sd15(checkpoint, overflows=True)
+    with legs.started(leg, base, "--fp16-vae") as running:
+        yield running
+    checkpoint.unlink()
+
+
+def test_the_guard_of_models_says_what_is_missing_and_the_next_run_works(server: legs.Server) -> None:
+    ran = run(server, graph(NAME, hot=True))
+    assert ran.code == 4, ran.answer
+    assert "This ComfyUI cannot wrap a MODEL's apply_model" in ran.answer["error"]
+    assert "Update ComfyUI" in ran.answer["error"]
+    guarded = make(server, graph(NAME, hot=True, without={MODEL_GUARD}))
+    assert guarded.frames.shape == (*CASES[NAME].size, 3)
+    assert guarded.frames.std() > 2
+
+
+def test_the_guard_of_vaes_works(server: legs.Server) -> None:
+    plain = make(server, graph(NAME, hot=True, without=GUARDS))
+    guarded = make(server, graph(NAME, hot=True, without={MODEL_GUARD}))
+    assert plain.frames.max() == 0
+    assert guarded.frames.std() > 2
+    assert "1 call, 1 rerun" in guarded.report("VAE decoder: AutoencoderKL computes in fp16")
