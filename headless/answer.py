@@ -4,17 +4,33 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
-from .errors import HeadlessError
+from .errors import HeadlessError, InterruptedRunError
 
 
 def done(**facts: Any) -> None:
     _print({"status": "done", **facts})
 
 
-def failed(error: HeadlessError) -> None:
-    _print({"status": "error", "exit_code": int(error.exit_code), "error": str(error)})
+def failed(error: HeadlessError, **facts: Any) -> None:
+    _print({"status": "error", "exit_code": int(error.exit_code), "error": str(error), **facts})
+
+
+@contextmanager
+def errors_told(as_json: bool) -> Generator[None]:
+    """Print what goes wrong as the one object, where that was asked for. Ctrl-C becomes an error like the others."""
+    try:
+        try:
+            yield
+        except KeyboardInterrupt as error:
+            raise InterruptedRunError("Interrupted.") from error
+    except HeadlessError as error:
+        if as_json:
+            failed(error)
+        raise
 
 
 def _print(facts: dict[str, Any]) -> None:

@@ -28,9 +28,10 @@ from typing import Any
 from ..nodes import host
 from . import process
 from .errors import HostError, RunFailedError, UnknownNodesError, WorkflowError
-from .follow import run_on_server
+from .follow import read_for_server, run_on_server
 from .graph import Graph
 from .result import ProgressCallback, RunResult, no_progress
+from .schema import Schema
 from .server import Server
 from .settings import Setting
 
@@ -73,8 +74,22 @@ class Running:
     url: str
     log: Path
 
-    def tail(self) -> str:
-        return _tail(self.log)
+    def read(self, workflow: Graph | Mapping[str, Any]) -> tuple[Graph, dict[str, Schema]]:
+        """As `read_for_server`; errors with the end of the log."""
+        with self._log_told():
+            return read_for_server(workflow, url=self.url)
+
+    def run(self, workflow: Graph | Mapping[str, Any], **options: Any) -> RunResult:
+        """As `run_on_server`; errors with the end of the log."""
+        with self._log_told():
+            return run_on_server(workflow, url=self.url, patience=PATIENCE_SECONDS, **options)
+
+    @contextmanager
+    def _log_told(self) -> Iterator[None]:
+        try:
+            yield
+        except (UnknownNodesError, HostError, RunFailedError) as error:
+            raise type(error)(f"{error}\nThe end of ComfyUI's log:\n{_tail(self.log)}") from error
 
 
 def run_in_checkout(
@@ -98,18 +113,7 @@ def run_in_checkout(
         HostError: it does not start; with the end of its log.
     """
     with started(checkout, models=models, input_dir=input_dir) as running:
-        try:
-            return run_on_server(
-                workflow,
-                url=running.url,
-                output_dir=output_dir,
-                changes=changes,
-                timeout=timeout,
-                patience=PATIENCE_SECONDS,
-                on_progress=on_progress,
-            )
-        except (UnknownNodesError, HostError, RunFailedError) as error:
-            raise type(error)(f"{error}\nThe end of ComfyUI's log:\n{running.tail()}") from error
+        return running.run(workflow, output_dir=output_dir, changes=changes, timeout=timeout, on_progress=on_progress)
 
 
 @contextmanager

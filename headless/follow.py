@@ -81,6 +81,21 @@ def run_on_server(
     return asyncio.run(run())
 
 
+def read_for_server(workflow: Graph | Mapping[str, Any], *, url: str) -> tuple[Graph, dict[str, Schema]]:
+    """A workflow, and the schemas of its node types on a running ComfyUI.
+
+    Raises:
+        HostError: no ComfyUI answers there.
+        WorkflowError: it is no workflow, or the server lacks some of its node types.
+    """
+
+    async def read() -> tuple[Graph, dict[str, Schema]]:
+        async with Server(url) as server:
+            return await _read(server, workflow)
+
+    return asyncio.run(read())
+
+
 async def _read(server: Server, workflow: Graph | Mapping[str, Any]) -> tuple[Graph, dict[str, Schema]]:
     if not isinstance(workflow, Graph) and is_ui_format(workflow):
         schemas = await server.schemas(ui_format.class_types(workflow))

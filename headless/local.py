@@ -21,6 +21,7 @@ from .errors import HeadlessError, InterruptedRunError, RunFailedError
 from .files import PREVIEW_FOLDER, ensure_writable, file_entries
 from .graph import Graph, Link, from_api, is_ui_format
 from .result import Progress, ProgressCallback, RunResult, no_progress
+from .schema import Schema
 from .validate import Plan, known_schemas, plan
 
 logger = logging.getLogger(__name__)
@@ -84,6 +85,17 @@ def run_local(
             if entry.type != "input"
         ]
     return RunResult(outputs, results, files, time.perf_counter() - started)
+
+
+def read_local(workflow: Graph | Mapping[str, Any]) -> tuple[Graph, dict[str, Schema]]:
+    """A workflow, and the schemas of its node types.
+
+    Raises:
+        WorkflowError: it is none, or has node types that need a ComfyUI.
+    """
+    classes = default_classes()
+    graph = _read(workflow, classes)
+    return graph, known_schemas(graph.class_types(), classes)
 
 
 def _read(workflow: Graph | Mapping[str, Any], classes: Mapping[str, type]) -> Graph:
