@@ -34,15 +34,15 @@ def errors_told(as_json: bool) -> Generator[None]:
 
 
 def _print(facts: dict[str, Any]) -> None:
-    print(json.dumps(_plain(facts), allow_nan=False))
+    print(json.dumps(plain(facts), allow_nan=False))
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """The value with what JSON cannot hold as text: NaN, infinity, paths."""
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     return value if isinstance(value, (str, int, bool)) or value is None else str(value)

@@ -24,6 +24,7 @@ class Subcommand:
 
 SUBCOMMANDS = (
     Subcommand("run", ".command", "run a workflow: in this process, on a server, or in a ComfyUI checkout"),
+    Subcommand("compare", ".compare", "run a workflow in several precisions, and put them side by side"),
     Subcommand("demo", ".demo", "make a small model and show what the guard does with it"),
     Subcommand("doctor", ".doctor", "say what would run here or on another card, and why"),
     Subcommand("probe", ".probe", "measure a model over a few steps, draw it, and recommend how to run it"),

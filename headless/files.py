@@ -151,6 +151,25 @@ def write_named(folder: Path, name: str, data: bytes) -> Path:
     return _write(folder, data, names())
 
 
+def write_together(folder: Path, stem: str, contents: Mapping[str, bytes]) -> list[Path]:
+    """Write `<stem><suffix>` for each suffix, all or none; where one is taken, all under the next number that is free.
+
+    Raises:
+        OutputError: disk full, no permission and the like; nothing is left behind.
+    """
+    if any((folder / f"{stem}{suffix}").exists() for suffix in contents):
+        stem = f"{stem}_{_next_counter(folder, stem):05}_"
+    written: list[Path] = []
+    try:
+        for suffix, data in contents.items():
+            written.append(_write(folder, data, iter([f"{stem}{suffix}"])))
+    except BaseException:
+        for path in written:
+            path.unlink(missing_ok=True)
+        raise
+    return written
+
+
 def _write(folder: Path, data: bytes, names: Iterator[str]) -> Path:
     temporary = folder / f".{uuid.uuid4().hex}.tmp"
     target = folder

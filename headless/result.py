@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .files import file_entries
+
 
 @dataclass(frozen=True)
 class RunResult:
@@ -18,6 +20,16 @@ class RunResult:
     def summaries(self) -> list[str]:
         """One line for each guarded stage, as this pack's nodes put them."""
         return [str(line) for ui in self.outputs.values() if "onediff_guard" in ui for line in ui.get("text", ())]
+
+    def stages(self) -> list[dict[str, Any]]:
+        """The reports of all guarded stages, in the order of the nodes."""
+        reports = [report for ui in self.outputs.values() for report in ui.get("onediff_guard", ())]
+        return [report for report in reports if "steps" in report]
+
+    def files_of(self, node: str) -> list[Path]:
+        """What one node wrote."""
+        writers = [writer for writer, ui in self.outputs.items() for entry in file_entries(ui) if entry.type != "input"]
+        return [file for writer, file in zip(writers, self.files, strict=True) if writer == node]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from comfyui_onediff_guard.headless import files
 from comfyui_onediff_guard.headless.errors import OutputError, WorkflowError
-from comfyui_onediff_guard.headless.files import FileEntry, resolve_prefix, write_counted, write_named
+from comfyui_onediff_guard.headless.files import FileEntry, resolve_prefix, write_counted, write_named, write_together
 
 
 def names(folder: Path) -> list[str]:
@@ -56,6 +56,29 @@ def test_a_failed_write_leaves_nothing_behind(
     with pytest.raises(OutputError, match=f"{expected}.*Nothing was left half-written") as error:
         write_counted(tmp_path, "a", ".png", b"data")
     assert error.value.exit_code == 5
+    assert names(tmp_path) == []
+
+
+def test_files_that_belong_together_have_one_number(tmp_path: Path) -> None:
+    def write(*suffixes: str) -> list[str]:
+        return [path.name for path in write_together(tmp_path, "a", dict.fromkeys(suffixes, b"1"))]
+
+    assert write(".png", ".json") == ["a.png", "a.json"]
+    assert write(".png", ".webp", ".json") == ["a_00001_.png", "a_00001_.webp", "a_00001_.json"]
+    assert write(".json") == ["a_00002_.json"]
+
+
+def test_of_files_that_belong_together_all_are_written_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace = Path.replace
+
+    def full(self: Path, target: Path) -> Path:
+        if target.suffix == ".json":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OutputError, match="the disk is full"):
+        write_together(tmp_path, "a", {".png": b"1", ".webp": b"2", ".json": b"3"})
     assert names(tmp_path) == []
 
 

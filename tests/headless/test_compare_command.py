@@ -1,0 +1,293 @@
+"""`onediff-guard compare`: files, numbers and exit codes, with stand-in nodes and with small models."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from comfyui_onediff_guard.headless import cli, local
+from conftest import FakeComfy
+from PIL import Image
+
+API = Path(__file__).resolve().parents[2] / "workflows" / "api"
+HEADER = ["precision", "plan", "PSNR (dB)", "max error", "seconds", "reruns", "finite frames"]
+ERRORS = {"fp32": 0.0, "bf16": 3 / 64, "fp16": 1 / 256, "auto": 0.0}  # what the stand-in is off by
+
+
+class Painter:
+    """Frames of noise, off by what its precision is off by, with a report as the samplers give it."""
+
+    RETURN_TYPES = ("IMAGE",)
+    FUNCTION = "paint"
+    PRECISIONS = ("auto", "bf16", "fp16", "fp16 (plain)", "fp32", "broken", "Ctrl-C")
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
+        return {"required": {"precision": (list(cls.PRECISIONS),), "frames": ("INT", {"default": 3})}}
+
+    def paint(self, precision: str, frames: int) -> dict[str, Any]:
+        if precision == "broken":
+            raise RuntimeError("this precision is broken")
+        if precision == "Ctrl-C":
+            signal.raise_signal(signal.SIGINT)
+        images = torch.rand(frames, 24, 32, 3, generator=torch.Generator().manual_seed(0)) / 2
+        images = images + ERRORS[precision] if precision in ERRORS else images * math.nan
+        outcome = "finite" if precision in ERRORS else "non-finite"
+        steps = [{"stage": "denoiser", "step": n, "outcome": outcome, "seconds": 0.5} for n in range(2)]
+        if precision == "fp16":
+            steps[1]["outcome"] = "rerun"
+        plan = {"component": "denoiser", "dtype": precision[:4], "guarded": precision != "fp16 (plain)"}
+        report = {"plan": plan, "steps": steps, "fold_bits": 6 if precision == "fp16" else None}
+        return {"ui": {"onediff_guard": [report]}, "result": (images,)}
+
+
+@pytest.fixture
+def here(tmp_path: Path, classes: dict[str, type], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A current folder with workflow.json, where the stand-in nodes are what this process knows."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(local, "default_classes", lambda: classes | {"Painter": Painter})
+    workflow = {
+        "1": {"class_type": "Painter", "inputs": {"precision": "auto", "frames": 3}},
+        "2": {"class_type": "SaveImage", "inputs": {"images": ["1", 0], "filename_prefix": "p"}},
+    }
+    (tmp_path / "workflow.json").write_text(json.dumps(workflow))
+    return tmp_path
+
+
+@pytest.fixture
+def compare(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    def run(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = cli.main(["compare", *arguments])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def rows(out: str) -> dict[str, list[str]]:
+    """The table by precision, in cells."""
+    header, *lines = out.splitlines()
+    starts = [header.index(name) for name in HEADER]
+    cells = [[line[a:b].strip() for a, b in zip(starts, [*starts[1:], None], strict=True)] for line in lines[:4]]
+    return {row[0]: row[1:] for row in cells}
+
+
+def test_a_table_for_people(here: Path, compare: Any) -> None:
+    code, out, err = compare("workflow.json", "--precisions", 'bf16,fp16,"fp16 (plain)"')
+    assert code == 0
+    assert rows(out) == {
+        "fp32": ["fp32", "inf", "0", "1.00", "0", "3 of 3"],
+        "bf16": ["bf16", "26.6", "0.047", "1.00", "0", "3 of 3"],
+        "fp16": ["fp16, folded by 2^-6", "48.2", "0.0039", "1.00", "1", "3 of 3"],
+        "fp16 (plain)": ["fp16, neither folded nor guarded", "none", "none", "1.00", "0", "0 of 3"],
+    }
+    assert "errors: from float frames" in out and "seconds: of the denoising steps alone" in out
+    files = [str(Path("output", "compare", f"compare.{kind}")) for kind in ("png", "webp", "json")]
+    assert out.splitlines()[-3:] == files
+    assert [line for line in err.splitlines() if line.startswith("in ")] == [
+        "in fp32:", "in bf16:", "in fp16:", "in fp16 (plain):",
+    ]  # fmt: skip
+    assert sorted(path.name for path in (here / "output" / "compare").iterdir()) == sorted(
+        ["compare.png", "compare.webp", "compare.json"]
+    ), "nothing else is left"
+
+
+def test_one_json_object_and_a_file_that_says_the_same(here: Path, compare: Any) -> None:
+    code, out, _ = compare("workflow.json", "--precisions", "fp32,fp16,fp16 (plain)", "--json", "--out", "o")
+    told = json.loads(out, parse_constant=pytest.fail)
+    assert (code, told["status"], told["reference"]) == (0, "done", "fp32")
+    reference, fp16, plain = told["runs"]
+    assert reference["psnr_db"] == "inf" and reference["max_error"] == 0
+    assert fp16["psnr_db"] == pytest.approx(20 * math.log10(256), abs=1e-4)
+    assert (fp16["seconds"], fp16["median_step_seconds"], fp16["reruns"]) == (1.0, 0.5, 1)
+    assert (plain["psnr_db"], plain["max_error"], plain["frame_psnr_db"]) == (None, None, [None] * 3)
+    assert (plain["finite_frames"], plain["calls_not_finite"], plain["plan"]) == (
+        0,
+        2,
+        "fp16, neither folded nor guarded",
+    )
+    files = told.pop("files")
+    assert told.pop("status") == "done"
+    assert json.loads(Path(files[2]).read_text(), parse_constant=pytest.fail) == told
+
+
+def test_the_picture_and_the_animation(here: Path, compare: Any) -> None:
+    compare("workflow.json", "--precisions", "bf16,fp16 (plain)", "--out", "o")
+    with Image.open("o/compare.png") as still, Image.open("o/compare.webp") as moving:
+        assert still.width <= 1600 and moving.n_frames == 3
+        pixels = np.asarray(still.convert("RGB")).astype(int)
+    assert pixels[:, : still.width // 3].std() > 20, "fp32's picture"
+    compare("workflow.json", "--precisions", "bf16", "--set", "1.frames=1", "--out", "one")
+    assert sorted(path.suffix for path in Path("one").iterdir()) == [".json", ".png"], "one frame does not move"
+
+
+def test_a_second_comparison_stands_beside_the_first(here: Path, compare: Any) -> None:
+    compare("workflow.json", "--precisions", "bf16", "--set", "1.frames=1", "--out", "o")
+    first = {path.name: path.read_bytes() for path in Path("o").iterdir()}
+    _, out, _ = compare("workflow.json", "--precisions", "bf16", "--out", "o")
+    assert [Path(line).name for line in out.splitlines()[-3:]] == [
+        f"compare_00001_.{kind}" for kind in ("png", "webp", "json")
+    ]
+    assert {name: Path("o", name).read_bytes() for name in first} == first
+
+
+def test_a_precision_that_fails_loses_none_of_the_others(here: Path, compare: Any) -> None:
+    code, out, err = compare("workflow.json", "--precisions", "broken,bf16", "--out", "o")
+    assert code == 4
+    assert "broken     failed: node 1 (Painter) failed: RuntimeError: this precision is broken" in out
+    assert rows(out)["bf16"][1] == "26.6"
+    assert "Not every precision ran" in err and "this precision is broken" in err
+    assert len(list(Path("o").iterdir())) == 3
+    code, out, _ = compare("workflow.json", "--precisions", "broken,bf16", "--out", "o", "--json")
+    told = json.loads(out)
+    assert (code, told["status"], told["exit_code"], len(told["files"])) == (4, "error", 4, 3)
+    assert [set(run) == {"precision", "error"} for run in told["runs"]] == [False, True, False]
+
+
+def test_without_fp32_there_is_nothing_to_compare_with(here: Path, compare: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(Painter, "paint", lambda self, precision, frames: 1 / 0)
+    code, out, err = compare("workflow.json", "--precisions", "bf16", "--out", "o")
+    assert (code, out) == (4, "") and "ZeroDivisionError" in err and "in bf16:" not in err
+    assert list(Path("o").iterdir()) == []
+
+
+def test_frames_of_another_number_are_a_failure(here: Path, compare: Any, monkeypatch: Any) -> None:
+    paint = Painter.paint
+    monkeypatch.setattr(Painter, "paint", lambda self, precision, frames: paint(self, precision, len(precision)))
+    code, out, _ = compare("workflow.json", "--precisions", "fp16,auto,fp16 (plain)")
+    assert code == 4 and "failed: Its frames have the shape (12, 24, 32, 3), the reference's (4, 24, 32, 3)" in out
+    assert rows(out)["fp16"][1] == "48.2"
+
+
+def test_an_interrupt_leaves_nothing(here: Path, compare: Any) -> None:
+    code, out, err = compare("workflow.json", "--precisions", "bf16,Ctrl-C,fp16", "--out", "o", "--json")
+    assert code == 130 and "in fp16:" not in err
+    assert json.loads(out)["exit_code"] == 130
+    assert list(Path("o").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["nothing.json"], 2, "Cannot read the workflow nothing.json"),
+        (["workflow.json", "--precisions", "fp8"], 2, "has no precision 'fp8'. It has 'auto', 'bf16'"),
+        (["workflow.json", "--set", "x"], 2, "expected NODE.INPUT=VALUE"),
+        (["workflow.json", "--set", "1.precision=bf16"], 2, "Every precision of the workflow is held"),
+        (["workflow.json", "--set", "1.frames=many"], 2, "expected a whole number"),
+        (["workflow.json", "--server", "127.0.0.1:9"], 3, "No ComfyUI answers"),
+        (["workflow.json", "--server", "127.0.0.1:9", "--models", "m"], 2, "--models has no meaning"),
+        (["workflow.json", "--comfyui", "."], 2, "there is no main.py"),
+        (["noise.json"], 2, "no node with a precision to set. Found: Noise, SaveImage"),
+        (["workflow.json", "--out", "workflow.json"], 5, "Cannot write"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_runs(
+    here: Path, workflow: dict[str, Any], compare: Any, arguments: list[str], code: int, message: str
+) -> None:
+    (here / "noise.json").write_text(json.dumps(workflow))
+    before = sorted(here.iterdir())
+    found, out, err = compare(*arguments, "--json")
+    assert found == code
+    told = json.loads(out)
+    assert (told["status"], told["exit_code"]) == ("error", code)
+    assert message in told["error"] and message in err
+    assert "node 2 (SaveImage)" not in err and [p for p in sorted(here.iterdir()) if p.is_file()] == before
+
+
+@pytest.mark.parametrize("precisions", ["fp32", "", ","])
+def test_one_precision_is_bad_usage(precisions: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        cli.main(["compare", "workflow.json", "--precisions", precisions])
+    assert error.value.code == 2
+    assert "at least one precision to compare with fp32" in capsys.readouterr().err
+
+
+@pytest.fixture
+def painting(comfy: FakeComfy, tmp_path: Path) -> FakeComfy:
+    """A server whose Painter gives PNG files: noise in fp32 and bf16, black in plain fp16."""
+    comfy.object_info["Painter"] = {"input": json.loads(json.dumps(Painter.INPUT_TYPES())), "output": ["IMAGE"]}
+    comfy.object_info["SaveImage"]["output_node"] = True
+    comfy.object_info["PreviewImage"] = {"input": {"required": {"images": ["IMAGE"]}}, "output_node": True}
+
+    async def script(server: FakeComfy) -> None:
+        precision = server.requests[-1][1]["prompt"]["1"]["inputs"]["precision"]
+        result = Painter().paint(precision, 2)
+        names = []
+        for number, frame in enumerate(result["result"][0].nan_to_num().mul(255).byte().numpy()):
+            names.append(f"{precision}_{number:05}_.png")
+            Image.fromarray(frame).save(tmp_path / "frame.png")
+            server.files[names[-1]] = (tmp_path / "frame.png").read_bytes()
+        images = [{"filename": name, "subfolder": "", "type": "temp"} for name in names]
+        server.finish({"1": result["ui"], "compare": {"images": images}})
+        await server.send("execution_success")
+
+    comfy.script = script
+    return comfy
+
+
+def test_a_server_gives_files(here: Path, painting: FakeComfy, compare: Any) -> None:
+    code, out, err = compare(
+        "workflow.json", "--server", painting.url, "--precisions", "bf16,fp16 (plain)", "--out", "o"
+    )
+    assert code == 0, err
+    assert "errors: from 8-bit PNG files, whose steps are 1/255" in out
+    told = json.loads(Path("o/compare.json").read_text())
+    reference, bf16, plain = told["runs"]
+    assert bf16["max_error"] == pytest.approx(12 / 255) and reference["psnr_db"] == "inf"
+    assert (plain["finite_frames"], plain["black_frames"], plain["psnr_db"]) == (0, 2, None), "told by the report"
+    prompts = [body["prompt"] for path, body in painting.requests if path == "prompt"]
+    assert [prompt["1"]["inputs"]["precision"] for prompt in prompts] == ["fp32", "bf16", "fp16 (plain)"]
+    assert all(prompt["compare"]["class_type"] == "PreviewImage" and "2" not in prompt for prompt in prompts)
+    assert len(list(Path("o").iterdir())) == 3
+
+
+SMALL = {
+    "cogvideox_text_to_video": ("Load CogVideoX", "Sample CogVideoX", {"width": 96, "height": 64, "frames": 9}),
+    "cogview4_text_to_image": ("Load CogView4", "Sample CogView", {"width": 64, "height": 64}),
+}
+
+
+def small(name: str, model: Path, *more: str) -> list[str]:
+    """Arguments for a shipped workflow on a small model."""
+    loader, sampler, sizes = SMALL[name]
+    changes = {f"{loader}.model": model.name, f"{loader}.backend": "eager"}
+    changes |= {"Decode Latents.tiling": "false", "Decode Latents.precision": "fp32"}  # fp16 convolutions are slow here
+    changes |= {f"{sampler}.{key}": str(value) for key, value in (sizes | {"steps": 2}).items()}
+    sets = [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
+    return [str(API / f"{name}.json"), "--models", str(model.parent), *sets, *more]
+
+
+def test_a_model_that_overflows_is_black_in_plain_fp16_alone(
+    compare: Any, model_folder: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = model_folder("2b", "stream")
+    code, out, err = compare(*small("cogvideox_text_to_video", model), "--out", "o", "--json")
+    assert code == 0, err
+    reference, bf16, fp16, plain = json.loads(out)["runs"]
+    assert [run["precision"] for run in (reference, bf16, fp16, plain)] == ["fp32", "bf16", "fp16", "fp16 (plain)"]
+    assert (plain["finite_frames"], plain["psnr_db"]) == (0, None) and plain["calls_not_finite"] >= 2
+    assert fp16["max_error"] <= 2e-2 and fp16["finite_frames"] == fp16["frames"] == 9
+    assert fp16["reruns"] >= 2 and reference["reruns"] == bf16["reruns"] == 0
+    assert fp16["psnr_db"] > bf16["psnr_db"] > 20
+    assert all(0 < run["seconds"] < run["total_seconds"] for run in (reference, bf16, fp16, plain))
+
+
+def test_an_image_model(compare: Any, model_folder: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = small("cogview4_text_to_image", model_folder("cogview4"), "--precisions", "bf16,fp16")
+    code, out, err = compare(*arguments, "--out", "o", "--json")
+    assert code == 0, err
+    told = json.loads(out)
+    reference, bf16, fp16 = told["runs"]
+    assert [Path(file).suffix for file in told["files"]] == [".png", ".json"]
+    assert reference["frames"] == 1 and fp16["plan"].startswith("fp16")
+    assert fp16["psnr_db"] > bf16["psnr_db"] > 20

@@ -1,0 +1,111 @@
+"""PSNR, largest error and broken frames, against closed forms."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from comfyui_onediff_guard.headless import frames as measured
+from comfyui_onediff_guard.headless.errors import RunFailedError
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+SHAPE = (3, 4, 5, 3)
+
+
+def flat(*values: float) -> np.ndarray:
+    """Frames of one value each."""
+    return np.stack([np.full(SHAPE[1:], value, np.float32) for value in values])
+
+
+@given(st.integers(1, 255))
+def test_a_constant_error_has_the_psnr_of_its_size(steps: int) -> None:
+    error = steps / 256  # exact in float32
+    like = measured.compare(flat(error, error, error), flat(0, 0, 0))
+    assert like.max_error == error
+    assert like.psnr == pytest.approx(-20 * math.log10(error))
+    assert like.frame_psnr == pytest.approx((like.psnr,) * 3)
+
+
+@given(st.integers(1, 60))
+def test_one_wrong_pixel_counts_by_its_share(wrong: int) -> None:
+    reference = flat(0.5)
+    frames = reference.copy()
+    frames.reshape(-1)[:wrong] = 0.75
+    like = measured.compare(frames, reference)
+    assert like.psnr == pytest.approx(-10 * math.log10(0.25**2 * wrong / 60))
+    assert like.max_error == 0.25
+
+
+@given(st.permutations([0.0, 0.25, 0.5]))
+def test_the_whole_is_the_mean_of_the_squares_and_not_of_the_decibels(errors: list[float]) -> None:
+    like = measured.compare(flat(*(0.25 + error for error in errors)), flat(0.25, 0.25, 0.25))
+    assert like.psnr == pytest.approx(-10 * math.log10((0.25**2 + 0.5**2) / 3))
+    assert like.max_error == 0.5
+    assert sum(psnr == math.inf for psnr in like.frame_psnr) == 1
+
+
+def test_equal_frames_have_infinite_psnr_also_where_they_are_black() -> None:
+    for reference in (flat(0.2, 0.4), flat(0.0, 0.4)):
+        like = measured.compare(reference.copy(), reference)
+        assert (like.psnr, like.max_error, like.finite, like.black, like.broken) == (math.inf, 0.0, 2, 0, 0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_frame_that_is_not_finite_has_none_and_so_has_the_whole(bad: float) -> None:
+    frames = flat(0.2, 0.4, 0.6)
+    frames[1, 0, 0, 0] = bad
+    like = measured.compare(frames, flat(0.2, 0.4, 0.5))
+    assert like.frame_psnr == (math.inf, None, pytest.approx(20, abs=1e-4))
+    assert (like.psnr, like.max_error) == (None, None)
+    assert (like.finite, like.black, like.broken) == (2, 0, 1)
+
+
+def test_a_black_frame_has_none_where_the_reference_is_not_black() -> None:
+    like = measured.compare(flat(0.0, 0.4), flat(0.2, 0.4))
+    assert like.frame_psnr == (None, math.inf)
+    assert (like.psnr, like.max_error, like.finite, like.black, like.broken) == (None, None, 2, 1, 1)
+
+
+def test_a_reference_that_is_not_finite_gives_no_number() -> None:
+    like = measured.compare(flat(0.2), flat(math.nan))
+    assert (like.frame_psnr, like.psnr, like.finite) == ((None,), None, 1)
+
+
+def test_frames_of_another_shape_are_refused() -> None:
+    with pytest.raises(RunFailedError, match=r"shape \(2, 4, 5, 3\), the reference's \(3, 4, 5, 3\)"):
+        measured.compare(flat(0, 0), flat(0, 0, 0))
+
+
+def test_the_difference_is_the_largest_of_a_pixels_channels() -> None:
+    frame, reference = flat(0.5)[0], flat(0.5)[0]
+    frame[0, 0] = (0.5, 0.25, 0.625)
+    frame[1, 1, 2] = math.nan
+    reference[2, 2, 0] = frame[2, 2, 0] = math.inf
+    apart = measured.difference(frame, reference)
+    assert apart[0, 0] == 0.25
+    assert np.argwhere(np.isnan(apart)).tolist() == [[1, 1], [2, 2]]
+    assert np.nansum(apart) == 0.25
+
+
+def test_what_is_not_finite_is_shown_as_saved() -> None:
+    shown = measured.as_bytes(np.array([math.nan, math.inf, -math.inf, 0.5, 2.0, -1.0, 1.0], np.float32))
+    assert shown.tolist() == [0, 255, 0, 127, 255, 0, 255]
+
+
+def test_pngs_are_read_as_they_were_saved(tmp_path) -> None:
+    values = np.arange(60, dtype=np.uint8).reshape(4, 5, 3)
+    Image.fromarray(values).save(tmp_path / "a.png")
+    Image.fromarray(255 - values).save(tmp_path / "b.png")
+    read = measured.read_pngs([tmp_path / "a.png", tmp_path / "b.png"])
+    assert read.dtype == np.float32 and (measured.as_bytes(read) == np.stack([values, 255 - values])).all()
+    Image.new("RGB", (3, 3)).save(tmp_path / "c.png")
+    with pytest.raises(RunFailedError, match="one size"):
+        measured.read_pngs([tmp_path / "a.png", tmp_path / "c.png"])
+    (tmp_path / "d.png").write_bytes(b"no picture")
+    with pytest.raises(RunFailedError, match="cannot be read"):
+        measured.read_pngs([tmp_path / "d.png"])
+    with pytest.raises(RunFailedError, match=r"found 0 of these: \[\]"):
+        measured.read_pngs([])

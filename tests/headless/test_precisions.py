@@ -1,0 +1,124 @@
+"""What sets a workflow's precision, what is held, and which frames are compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comfyui_onediff_guard.headless.errors import WorkflowError
+from comfyui_onediff_guard.headless.graph import Link, read_json
+from comfyui_onediff_guard.headless.local import read_local
+from comfyui_onediff_guard.headless.precisions import SHOWN, Comparable, comparable
+from comfyui_onediff_guard.headless.schema import from_object_info
+from comfyui_onediff_guard.headless.settings import Setting
+
+API = Path(__file__).resolve().parents[2] / "workflows" / "api"
+PRECISIONS = ("fp32", "fp16 (plain)", "fp16", "bf16")
+LOCAL = sorted(path.stem for path in API.glob("*.json") if "video_to_video" not in path.stem)
+
+
+def subject(name: str = "cogvideox_text_to_video", *changes: str) -> Comparable:
+    graph, schemas = read_local(read_json(API / f"{name}.json"))
+    return comparable(graph, schemas, [Setting.parse(change) for change in changes], PRECISIONS)
+
+
+def values(found: Comparable, precision: str, name: str = "precision") -> dict[str, Any]:
+    nodes = found.in_precision(precision).nodes.values()
+    return {node.class_type: node.inputs[name] for node in nodes if name in node.inputs}
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_every_shipped_workflow_can_be_compared(name: str) -> None:
+    found = subject(name)
+    graph = found.in_precision("bf16")
+    assert graph.nodes[SHOWN].inputs == {"images": found.frames}
+    assert graph.nodes[found.frames.node].class_type == "OneDiffGuardDecodeLatents"
+    (loader,) = (kind for kind, value in values(found, "bf16").items() if value == "bf16")
+    assert loader.startswith("OneDiffGuardLoad")
+    assert {value for kind, value in values(found, "bf16").items() if kind != loader} == {"inherit"}
+    assert not {"SaveVideo", "SaveImage", "SaveAnimatedWEBP"} & graph.class_types()
+
+
+def test_nothing_but_the_precision_changes() -> None:
+    one, other = (subject().in_precision(precision) for precision in ("fp32", "bf16"))
+    assert one.with_input("1", "precision", "bf16") == other
+    assert other.nodes["4"].inputs["seed"] == 42
+
+
+def test_plain_fp16_runs_unguarded_and_the_others_as_the_workflow_says() -> None:
+    assert values(subject(), "fp16 (plain)", "on_failure") == {"OneDiffGuardNaNGuard": "off"}
+    assert values(subject(), "fp16", "on_failure") == {"OneDiffGuardNaNGuard": "rerun"}
+    held = subject("cogvideox_text_to_video", "NaN Guard.on_failure=stop")
+    assert values(held, "fp16 (plain)", "on_failure") == {"OneDiffGuardNaNGuard": "stop"}
+
+
+def test_a_precision_of_a_nodes_own_is_set_too_unless_it_is_held() -> None:
+    workflow = dict(read_json(API / "cogvideox_text_to_video.json"))
+    workflow["5"]["inputs"]["precision"] = "fp32"
+    graph, schemas = read_local(workflow)
+    found = comparable(graph, schemas, [], PRECISIONS)
+    assert values(found, "bf16")["OneDiffGuardDecodeLatents"] == "bf16"
+    found = subject("cogvideox_text_to_video", "Decode Latents.precision=fp32")
+    assert values(found, "bf16")["OneDiffGuardDecodeLatents"] == "fp32"
+    assert values(found, "bf16")["OneDiffGuardLoadCogVideoX"] == "bf16"
+
+
+def test_fps_is_the_video_makers() -> None:
+    assert subject("cogvideox_text_to_video", "Create Video.fps=12").fps == 12
+    assert subject("cogview3_text_to_image").fps == 8
+
+
+def test_the_frames_are_those_that_hang_on_the_precision() -> None:
+    workflow = dict(read_json(API / "cogvideox_image_to_video.json"))
+    first = {"class_type": "PreviewImage", "inputs": {"images": ["image", 0]}}
+    workflow = {"image": {"class_type": "LoadImage", "inputs": {"image": "a.png"}}, "first": first, **workflow}
+    graph, schemas = read_local(workflow)
+    found = comparable(graph, schemas, [], PRECISIONS)
+    assert graph.nodes[found.frames.node].class_type == "OneDiffGuardDecodeLatents"
+    assert "first" not in found.in_precision("bf16").nodes
+
+
+def _native() -> tuple[Any, Any]:
+    """ComfyUI's own loader and sampler, as a server describes them."""
+    kinds = {
+        "CheckpointLoaderSimple": {"input": {"required": {"ckpt_name": [["a"]]}}, "output": ["MODEL", "CLIP", "VAE"]},
+        "UNETLoader": {"input": {"required": {"weight_dtype": [["default", "fp8"]]}}, "output": ["MODEL"]},
+    }
+    from comfyui_onediff_guard.headless.graph import from_api
+
+    graph = from_api({str(n): {"class_type": kind, "inputs": {}} for n, kind in enumerate(kinds)})
+    return graph, {kind: from_object_info(kind, info) for kind, info in kinds.items()}
+
+
+def test_a_workflow_of_comfyuis_own_models_is_refused_and_told_why() -> None:
+    with pytest.raises(WorkflowError, match=r"(?s)Found: CheckpointLoaderSimple, UNETLoader\. .*--force-fp16"):
+        comparable(*_native(), [], PRECISIONS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "precisions", "says"),
+    [
+        (["Load CogVideoX.precision=bf16"], PRECISIONS, "Every precision of the workflow is held: node 1"),
+        ([], ("fp32", "fp8"), r"has no precision 'fp8'\. It has 'auto', 'bf16'"),
+        (["Load CogVideoX.colour=red"], PRECISIONS, "has no input 'colour'"),
+    ],
+)
+def test_what_cannot_be_compared_is_said(changes: list[str], precisions: tuple[str, ...], says: str) -> None:
+    graph, schemas = read_local(read_json(API / "cogvideox_text_to_video.json"))
+    with pytest.raises(WorkflowError, match=says):
+        comparable(graph, schemas, [Setting.parse(change) for change in changes], precisions)
+
+
+def test_a_workflow_that_shows_nothing_is_refused() -> None:
+    workflow = {key: node for key, node in read_json(API / "cogvideox_text_to_video.json").items() if key in "123"}
+    workflow["4"] = {"class_type": "OneDiffGuardPrecisionReport", "inputs": {"pipeline": ["1", 0]}}
+    graph, schemas = read_local(workflow)
+    with pytest.raises(WorkflowError, match=r"no pictures that could be compared.*SaveImage"):
+        comparable(graph, schemas, [], PRECISIONS)
+
+
+def test_a_link_into_nowhere_is_named() -> None:
+    graph, schemas = read_local(read_json(API / "cogvideox_text_to_video.json"))
+    with pytest.raises(WorkflowError, match="not in the workflow"):
+        comparable(graph.with_input("6", "images", Link("77", 0)), schemas, [], PRECISIONS)
