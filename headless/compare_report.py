@@ -74,7 +74,7 @@ def contents(comparison: Comparison, facts: dict[str, Any]) -> dict[str, bytes]:
     drawn = [_drawn(outcome) for outcome in comparison.outcomes]
     first, middle = comparison.runs[0], comparison.middle
     which = f"Frame {middle + 1} of {len(first.frames)}; below it" if len(first.frames) > 1 else "Below the picture"
-    footnote = f"Errors from {comparison.errors_from}. Seconds of {SECONDS_OF}."
+    footnote = f"Errors from {comparison.errors_from}; white is 1. Seconds of {SECONDS_OF}."
     grid = pictures.grid(
         drawn,
         [outcome.difference if isinstance(outcome, Outcome) else None for outcome in comparison.outcomes],

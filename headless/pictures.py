@@ -20,7 +20,7 @@ GOOD: Colour = (35, 134, 54)
 NEUTRAL: Colour = (62, 71, 84)
 
 STILL_WIDTH = 1200  # px; what a README shows without scaling
-GRID_WIDTH, CELL_WIDTH = 1600, 330  # px; at most
+GRID_WIDTH, CELL_WIDTH = 1600, 312  # px; at most
 MARGIN, GAP = 28, 11  # px
 HEAD = 104  # px; heading and subheading
 SCALE = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # of difference maps, logarithmic; the same in every picture
@@ -183,7 +183,7 @@ def _scale(picture: Image.Image, left: int, top: int, width: int, height: int) -
         draw.text((at, above + 26), f"{value:g}", QUIET, small, anchor="mt")
     swatch = above + 52
     draw.rectangle((start, swatch, start + 12, swatch + 12), fill=NEUTRAL)
-    draw.text((start + 20, swatch + 6), "NaN    black: 0.0001 or less    white is 1", QUIET, small, anchor="lm")
+    draw.text((start + 20, swatch + 6), f"NaN      black: {SCALE[0]:g} or less", QUIET, small, anchor="lm")
 
 
 def _fitted(words: str, font: ImageFont.FreeTypeFont, width: int) -> str:
