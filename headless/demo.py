@@ -115,8 +115,7 @@ def _run(precision: str, models: Path, output: Path) -> Outcome:
             video = output / f"{RUNS[precision]}.mp4"
             os.replace(result.files[0], video)
     decoder = next(node for node, spec in workflow.items() if spec["class_type"] == "OneDiffGuardDecodeLatents")
-    stages = [report for ui in result.outputs.values() for report in ui.get("onediff_guard", ())]
-    return Outcome(precision, result.results[decoder][0].float().cpu(), video, stages, result.seconds)
+    return Outcome(precision, result.results[decoder][0].float().cpu(), video, result.stages(), result.seconds)
 
 
 def _changes(precision: str) -> list[Setting]:

@@ -60,6 +60,18 @@ def test_plain_fp16_is_black_and_guarded_fp16_is_near(
     assert set((server.base / "output").rglob("*")) == saved, "nothing is left in the server's output folder"
 
 
+def test_what_comfyui_remembers_keeps_its_report(
+    start_compare: Callable[..., subprocess.Popen[str]], run_graph: Callable[..., Ran], server: legs.Server
+) -> None:
+    before = run_graph(server.leg.workflow, SMALL | {"OneDiffGuardLoadCogVideoX.precision": "fp32"})
+    (sampled,) = (report for report in before.reports() if report["plan"]["component"] == "denoiser")
+    ran = finish(start_compare("fp16"), server)
+    assert ran.code == 0, ran.answer
+    reference = ran.answer["runs"][0]
+    assert (reference["plan"], reference["steps"], reference["finite_frames"]) == ("fp32", 2, 9)
+    assert reference["seconds"] == sum(step["seconds"] for step in sampled["steps"]), "not sampled again"
+
+
 def test_an_interrupt_ends_the_comparison_and_leaves_nothing(
     start_compare: Callable[..., subprocess.Popen[str]], server: legs.Server, tmp_path: Path
 ) -> None:
