@@ -86,7 +86,8 @@ def contents(comparison: Comparison, facts: dict[str, Any]) -> dict[str, bytes]:
     files = {".png": pictures.png(grid)}
     if len(first.frames) > 1:
         moving = [run for run in drawn if len(run.frames)]
-        files[".webp"] = pictures.webp(pictures.animation(moving, footnote=footnote), fps=comparison.fps)
+        animation = pictures.animation(moving, footnote=f"{comparison.workflow}, one seed")
+        files[".webp"] = pictures.webp(animation, fps=comparison.fps)
     return files | {".json": f"{json.dumps(answer.plain(facts), indent=2)}\n".encode()}
 
 
