@@ -13,7 +13,7 @@ from .schema import Schema
 INPUT = "precision"
 FOLLOWS = "inherit"
 REFERENCE = "fp32"
-SHOWN = "compare"  # id of the node that hands out the frames
+SHOWN = "onediff-guard-compare"  # id of the node that hands out the frames
 PLAIN = "fp16 (plain)"
 GUARD, UNGUARDED = "on_failure", "off"
 FPS = 8.0

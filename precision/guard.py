@@ -279,7 +279,7 @@ class StageGuard:
             if broken:
                 raise GuardStopped(
                     f"{self._where()}: its input '{name}' holds {broken} non-finite values already, so the stage "
-                    "before it made them. Guard that stage (precision 'auto' or 'fp16', or a NaN Guard), or run it in fp32."
+                    "before it made them. Guard that one (precision 'auto', or a NaN Guard), or run it in fp32."
                 )
 
     def _diagnose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

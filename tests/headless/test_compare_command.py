@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from comfyui_onediff_guard.headless import cli, local
+from comfyui_onediff_guard.headless.precisions import SHOWN
 from conftest import FakeComfy
 from PIL import Image
 
@@ -226,7 +227,7 @@ def painting(comfy: FakeComfy, tmp_path: Path) -> FakeComfy:
             Image.fromarray(frame).save(tmp_path / "frame.png")
             server.files[names[-1]] = (tmp_path / "frame.png").read_bytes()
         images = [{"filename": name, "subfolder": "", "type": "temp"} for name in names]
-        server.finish({"1": result["ui"], "compare": {"images": images}})
+        server.finish({"1": result["ui"], SHOWN: {"images": images}})
         await server.send("execution_success")
 
     comfy.script = script
@@ -245,7 +246,7 @@ def test_a_server_gives_files(here: Path, painting: FakeComfy, compare: Any) -> 
     assert (plain["finite_frames"], plain["black_frames"], plain["psnr_db"]) == (0, 2, None), "told by the report"
     prompts = [body["prompt"] for path, body in painting.requests if path == "prompt"]
     assert [prompt["1"]["inputs"]["precision"] for prompt in prompts] == ["fp32", "bf16", "fp16 (plain)"]
-    assert all(prompt["compare"]["class_type"] == "PreviewImage" and "2" not in prompt for prompt in prompts)
+    assert all(prompt[SHOWN]["class_type"] == "PreviewImage" and "2" not in prompt for prompt in prompts)
     assert len(list(Path("o").iterdir())) == 3
 
 

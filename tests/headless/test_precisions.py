@@ -15,7 +15,8 @@ from comfyui_onediff_guard.headless.settings import Setting
 
 API = Path(__file__).resolve().parents[2] / "workflows" / "api"
 PRECISIONS = ("fp32", "fp16 (plain)", "fp16", "bf16")
-LOCAL = sorted(path.stem for path in API.glob("*.json") if "video_to_video" not in path.stem)
+NEED_COMFYUI = ("cogvideox_video_to_video", "native_")  # nodes of ComfyUI's
+LOCAL = sorted(path.stem for path in API.glob("*.json") if not path.stem.startswith(NEED_COMFYUI))
 
 
 def subject(name: str = "cogvideox_text_to_video", *changes: str) -> Comparable:
