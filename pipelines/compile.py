@@ -10,6 +10,7 @@ import importlib.util
 import logging
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -106,6 +107,12 @@ def compiled(
 
     logger.info("compiling %s of %s with %s", ", ".join(parts), type(denoiser).__name__, choice.name)
     return replaced(denoiser, dict.fromkeys(parts, compile_blocks))
+
+
+def graphs_compiled() -> int:
+    """By dynamo, in this process so far. OneFlow compiles without it."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
 
 
 class _Contiguous(torch.nn.Module):

@@ -13,6 +13,7 @@ from ..precision.policy import Component, Precision
 from ..precision.report import RunReport
 from ..precision.shells import with_forward
 from . import vae
+from .compile import graphs_compiled
 from .denoiser import guarded_denoiser
 from .errors import BadInput, BadSize
 from .handle import PipelineHandle
@@ -76,6 +77,7 @@ def sample(
             step_done(step + 1, settings.computed_steps, report)
         return values
 
+    graphs = graphs_compiled()
     try:
         with handle.switched(report), torch.no_grad():
             pipe = _pipeline(handle, report, denoiser, settings.scheduler, request, from_video=video is not None)
@@ -100,6 +102,7 @@ def sample(
                 **{name: value for name, value in given.items() if value is not None},
             )
     finally:
+        report.graphs = None if report.backend in ("eager", "oneflow") else graphs_compiled() - graphs
         keep(handle, plan.dtype)
         handle.finish(family.denoiser)
     latents = result.frames if family.layout.counts_frames else result.images

@@ -47,6 +47,7 @@ class RunReport:
     plan: Plan
     backend: str = ""
     backend_reason: str = ""
+    graphs: int | None = None  # compiled anew in this run, as dynamo counts; None where nothing is compiled
     switches: tuple[Switch, ...] = ()
     stream_peak: float | None = None  # max |x| of the residual stream, where it was measured for the fold
     fold_bits: int | None = None  # the stream is scaled by 2^-fold_bits; None where the plan does not fold
@@ -82,6 +83,9 @@ class RunReport:
             counts += f", {self.failed} NOT FINITE: the result is broken; choose precision 'auto' or 'fp16'"
         return f"{stage}{self.plan.reason}{self._fold()}{self._islands()}; {counts}."
 
+    def _compiled(self) -> str:
+        return "" if self.graphs is None else f", {_count(self.graphs, 'graph')} compiled anew"
+
     def _fold(self) -> str:
         if self.fold_bits is None:
             return ""
@@ -97,7 +101,7 @@ class RunReport:
             *(report.summary() for report in self.before),
             self.summary(),
             f"{self.variant} on {self.architecture}",
-            f"backend: {self.backend} ({self.backend_reason})",
+            f"backend: {self.backend} ({self.backend_reason}){self._compiled()}",
             f"guard {self.plan.guard_reason}",
             f"fold: {self.plan.fold_reason}",
             *(f"note: {note}" for note in self.notes),

@@ -1,0 +1,76 @@
+"""What a run compiles anew: counted by dynamo, in inference mode, in which ComfyUI runs its nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from comfyui_onediff_guard.pipelines import compile as compiling
+from comfyui_onediff_guard.pipelines.compile import BackendChoice
+from comfyui_onediff_guard.pipelines.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.handle import PipelineHandle, load
+from comfyui_onediff_guard.pipelines.models import family_of
+from comfyui_onediff_guard.pipelines.placement import PlainPlacement
+from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
+from comfyui_onediff_guard.precision.policy import Precision
+from comfyui_onediff_guard.precision.report import RunReport
+
+SIZES = {  # width, height, frames
+    "2b": [(96, 64, 9), (128, 64, 9), (96, 96, 17), (64, 128, 9), (160, 96, 25)],
+    "1.5": [(96, 64, 13), (64, 64, 13), (96, 48, 21), (64, 48, 5)],
+    "cogview3": [(64, 64, 1), (128, 64, 1), (96, 96, 1), (64, 128, 1)],
+    "cogview4": [(64, 64, 1), (128, 64, 1), (96, 96, 1), (64, 128, 1)],
+}
+Run = Callable[..., RunReport]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo traces and counts as ever; what it traced runs as it is, where inductor would take long."""
+    from onediff.infer_compiler.backends import registry
+
+    compiling._register_inductor()
+    compile_block = lambda module, *, options=None: torch.compile(module, backend="eager")  # noqa: E731
+    monkeypatch.setitem(registry._BACKENDS, "inductor", compile_block)
+    torch.compiler.reset()
+
+
+def opened(folder: Any) -> PipelineHandle:
+    options: dict[str, Any] = {"offload": "none", "placement": PlainPlacement()}
+    return load(folder, family_of(folder), precision=Precision.FP32, backend="inductor", **options)
+
+
+def run(handle: PipelineHandle, size: tuple[int, int, int], prompt: str = "a red kite", **settings: Any) -> RunReport:
+    width, height, frames = size
+    given = {"steps": 1, "seed": 0, "guidance_scale": 6.0} | settings
+    with torch.inference_mode():
+        (positive, negative), _ = encode_prompts(handle, [prompt, ""])
+        return sample(handle, positive, negative, SampleSettings(width, height, frames=frames, **given))[1]
+
+
+@pytest.mark.parametrize("model", SIZES)
+def test_seed_steps_guidance_and_prompt_compile_nothing_anew(model_folder: Any, model: str) -> None:
+    handle, (size, *_) = opened(model_folder(model)), SIZES[model]
+    assert run(handle, size).graphs == 1, "identical blocks share one graph"
+    for changed in ({"seed": 3}, {"steps": 3}, {"guidance_scale": 2.5}, {"prompt": "a boat on a lake"}):
+        assert run(handle, size, **changed).graphs == 0, changed
+
+
+@pytest.mark.parametrize("model", SIZES)
+def test_a_new_size_compiles_once_and_all_after_it_nothing(model_folder: Any, model: str) -> None:
+    handle, (first, second, *more) = opened(model_folder(model)), SIZES[model]
+    assert run(handle, first).graphs == 1
+    assert run(handle, second).graphs == 1, "whose graph takes any size"
+    assert [run(handle, size).graphs for size in (*more, first, second)] == [0] * (len(more) + 2)
+
+
+def test_the_report_says_so(model_folder: Any) -> None:
+    handle, (size, *_) = opened(model_folder("2b")), SIZES["2b"]
+    first, again = run(handle, size), run(handle, size)
+    assert "backend: inductor (asked for), 1 graph compiled anew" in first.text()
+    assert "0 graphs compiled anew" in again.text() and again.as_dict()["graphs"] == 0
+    eager = run(replace(handle, backend=BackendChoice("eager", "asked for: not compiled")), size)
+    assert eager.graphs is None and "compiled anew" not in eager.text()
