@@ -28,13 +28,11 @@ def main(args: argparse.Namespace) -> int:
     """Print the diagnosis. 0 wherever it could be made, with or without a GPU."""
     from ..nodes.report import BAD_REQUEST, examine
 
-    try:
-        diagnosis = examine(args.model, args.arch, args.precision, args.accumulation)
-    except BAD_REQUEST as error:
-        wrong = WorkflowError(str(error))
-        if args.json:
-            answer.failed(wrong)
-        raise wrong from error
+    with answer.errors_told(args.json):
+        try:
+            diagnosis = examine(args.model, args.arch, args.precision, args.accumulation)
+        except BAD_REQUEST as error:
+            raise WorkflowError(str(error)) from error
     if args.json:
         answer.done(**diagnosis.as_dict())
     else:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from . import answer
-from .errors import HeadlessError, OutputError, WorkflowError
+from .errors import OutputError, WorkflowError
 from .progress import ProgressPrinter
 from .result import RunResult
 
@@ -39,13 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Measure, write picture, text and profile, and print the recommendation; the exit code."""
-    try:
+    with answer.errors_told(args.json):
         result = _run(args)
         files = [*result.files, *_write_beside(result.files[0], *result.results["probe"][1:])]
-    except HeadlessError as error:
-        if args.json:
-            answer.failed(error)
-        raise
     if args.json:
         (told,) = result.outputs["probe"]["onediff_guard"]
         answer.done(files=files, **told)
