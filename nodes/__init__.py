@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .compile import OneDiffCompile
 from .decode import DecodeLatents
 from .encode import EncodePrompt
 from .guard import NaNGuard
@@ -33,6 +34,7 @@ NODE_CLASS_MAPPINGS: dict[str, type] = {
     "OneDiffGuardNaNGuardModel": NaNGuardModel,
     "OneDiffGuardNaNGuardVAE": NaNGuardVAE,
     "OneDiffGuardNumericsProbeModel": NumericsProbeModel,
+    "OneDiffGuardCompile": OneDiffCompile,
 }
 
 NODE_DISPLAY_NAME_MAPPINGS: dict[str, str] = {
@@ -54,4 +56,5 @@ NODE_DISPLAY_NAME_MAPPINGS: dict[str, str] = {
     "OneDiffGuardNaNGuardModel": "NaN Guard (MODEL)",
     "OneDiffGuardNaNGuardVAE": "NaN Guard (VAE)",
     "OneDiffGuardNumericsProbeModel": "Numerics Probe (MODEL)",
+    "OneDiffGuardCompile": "OneDiff Compile",
 }

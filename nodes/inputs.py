@@ -10,6 +10,7 @@ from typing import Any
 CATEGORY = "OneDiff Guard"
 PRECISIONS = ("auto", "bf16", "fp16", "fp16 (plain)", "fp32")
 BACKENDS = ("auto", "oneflow", "nexfort", "inductor", "eager")
+COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
 OFFLOADS = ("none", "model")
 ACCUMULATIONS = ("auto", "fast")
 FITS = ("crop", "stretch", "refuse")

@@ -37,6 +37,51 @@ class BackendChoice:
     automatic: bool = False  # chosen by 'auto': a failure at compile time falls back to eager
 
 
+MODES = ("default", "max-autotune-no-cudagraphs")  # inductor's. CUDA graphs would reuse what a block put out
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """How blocks are compiled, whatever the backend calls it.
+
+    dynamic: True: one graph for sizes of any kind. False: one for each size. None: the backend's own way; inductor's
+        is a graph for the first size, and one for all others.
+    mode: one of MODES; inductor alone.
+    fullgraph: what cannot be in one graph is an error; inductor alone.
+    """
+
+    dynamic: bool | None = None
+    mode: str = MODES[0]
+    fullgraph: bool = False
+
+    def given_to(self, backend: str, *, half_accumulation: bool) -> Any:
+        """As OneDiff's backend takes them.
+
+        half_accumulation: allowed in fused attention. Only nexfort asks at compile time.
+        """
+        if backend == "inductor":
+            return {"dynamic": self.dynamic, "mode": self.mode, "fullgraph": self.fullgraph}
+        if backend == "nexfort":
+            dynamic = {} if self.dynamic is None else {"dynamic": self.dynamic}
+            return {"options": {NEXFORT_OPTION: half_accumulation}, **dynamic}
+        if self.dynamic is None:
+            return None
+        from onediff.infer_compiler import OneflowCompileOptions
+
+        return OneflowCompileOptions(dynamic=self.dynamic)
+
+    def in_words(self, backend: str) -> str:
+        """What differs from the default, and what the backend does not take; "" where neither does."""
+        if backend == "eager":
+            return ""
+        sizes = {None: "", True: "one graph for all sizes", False: "a graph for each size"}[self.dynamic]
+        others = [f"mode {self.mode}" if self.mode != MODES[0] else "", "fullgraph" if self.fullgraph else ""]
+        said = ", ".join(filter(None, others))
+        if said and backend != "inductor":
+            said = f"{said}: not used, inductor's alone"
+        return ", ".join(filter(None, [sizes, said]))
+
+
 def choose_backend(request: str, device: torch.device) -> BackendChoice:
     """Resolve 'auto' to the first backend that works here; check one that was asked for.
 
@@ -78,12 +123,17 @@ def for_dtype(choice: BackendChoice, architecture: Architecture, dtype: str) -> 
 
 
 def compiled(
-    denoiser: torch.nn.Module, parts: tuple[str, ...], choice: BackendChoice, *, half_accumulation: bool = False
+    denoiser: torch.nn.Module,
+    parts: tuple[str, ...],
+    choice: BackendChoice,
+    how: CompileOptions | None = None,
+    *,
+    half_accumulation: bool = False,
 ) -> torch.nn.Module:
     """A shell of the denoiser in which the named parts are compiled, a list block by block; the denoiser itself for
     'eager'.
 
-    half_accumulation: allowed in fused attention. Only nexfort asks at compile time.
+    half_accumulation: as `CompileOptions.given_to` takes it.
     """
     if choice.name == "eager":
         return denoiser
@@ -91,8 +141,7 @@ def compiled(
 
     if choice.name == "inductor":
         _register_inductor()
-    options = {"options": {NEXFORT_OPTION: half_accumulation}} if choice.name == "nexfort" else None
-
+    options = (how or CompileOptions()).given_to(choice.name, half_accumulation=half_accumulation)
     works = _Works(choice.name)
 
     def compile_block(block: torch.nn.Module) -> torch.nn.Module:

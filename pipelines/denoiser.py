@@ -117,14 +117,16 @@ class _Attempts:
         handle, store, report = self._handle, self._handle.store, self._report
         dtype, loras, stream = report.plan.dtype, keys(handle.loras), handle.family.stream
         backend = for_dtype(handle.backend, handle.architecture, dtype)
-        report.backend, report.backend_reason = backend.name, backend.reason
+        how = handle.compile_options
+        report.backend = backend.name
+        report.backend_reason = "; ".join(filter(None, [backend.reason, how.in_words(backend.name)]))
 
         def in_blocks(folded: torch.nn.Module, bits: int) -> torch.nn.Module:
-            key = (backend.name, dtype, bits, report.plan.accumulation, loras)
+            key = (backend.name, how, dtype, bits, report.plan.accumulation, loras)
             if key not in store.compiled:
                 half_accumulation = report.plan.accumulation == Mode.ON.value
                 blocks = handle.family.blocks
-                store.compiled[key] = compiled(folded, blocks, backend, half_accumulation=half_accumulation)
+                store.compiled[key] = compiled(folded, blocks, backend, how, half_accumulation=half_accumulation)
             return store.compiled[key]
 
         made = half_attempt(self._original, self.anatomy, learned, dtype, compiled=in_blocks, tf32=handle.tf32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..precision.accumulation import Accumulation, accumulation
@@ -12,7 +12,7 @@ from ..precision.arch import Architecture, detect, present
 from ..precision.guard import GuardPolicy, OnFailure
 from ..precision.policy import Component, Plan, Precision, choose
 from ..precision.report import RunReport
-from .compile import BackendChoice, choose_backend
+from .compile import BackendChoice, CompileOptions, choose_backend
 from .families import FamilySpec
 from .lora import Lora, check_lora, keys, skeleton
 from .models import open_model
@@ -34,6 +34,7 @@ class PipelineHandle:
     accumulation: Accumulation = Accumulation.AUTO
     beside: tuple[Architecture, ...] = ()  # of the GPUs in this process: the accumulation switches are shared
     loras: tuple[Lora, ...] = ()  # added to the denoiser
+    compile_options: CompileOptions = field(default_factory=CompileOptions)
     full_report: bool = True  # with a line for every step
     profiles: Path | None = None  # folder of what runs taught; None: nothing is kept
     profile: Profile | None = None  # from elsewhere, used in place of what is kept

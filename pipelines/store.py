@@ -17,6 +17,7 @@ import torch
 from ..precision.consistency import DamagedByCast, make_consistent
 from ..precision.dtypes import DTYPES
 from ..precision.learned import Learned
+from .compile import CompileOptions
 from .errors import BadFolder
 from .folder import fingerprint
 from .lora import Lora, LoraKey, keys, with_loras
@@ -35,8 +36,8 @@ class ComponentStore:
         self.model = model
         self.placement = placement
         self.prompts: dict[tuple[str, str, bool], torch.Tensor] = {}  # (text, dtype, guarded) → [1, tokens, channels]
-        # (backend, dtype, fold bits, half-precision accumulation, LoRAs) → shell
-        self.compiled: dict[tuple[str, str, int, str, tuple[LoraKey, ...]], torch.nn.Module] = {}
+        # (backend, how, dtype, fold bits, half-precision accumulation, LoRAs) → shell
+        self.compiled: dict[tuple[str, CompileOptions, str, int, str, tuple[LoraKey, ...]], torch.nn.Module] = {}
         self.learned: dict[MemoryKey, Learned] = {}  # what runs taught about the denoiser
         self.handles: weakref.WeakSet[Any] = weakref.WeakSet()  # who still uses it
         self.emptied = False

@@ -8,7 +8,7 @@ from comfyui_onediff_guard import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPING
 from comfyui_onediff_guard.nodes import host, inputs
 from comfyui_onediff_guard.nodes.load import LoadCogVideoX
 from comfyui_onediff_guard.nodes.sample import SampleCogVideoX
-from comfyui_onediff_guard.pipelines.compile import BACKENDS
+from comfyui_onediff_guard.pipelines.compile import BACKENDS, MODES
 from comfyui_onediff_guard.pipelines.families import COGVIDEOX
 from comfyui_onediff_guard.precision.guard import OnFailure
 from comfyui_onediff_guard.precision.policy import Precision
@@ -41,6 +41,7 @@ def test_options_are_those_of_the_layers_below():
     assert tuple(p.value for p in Precision) == inputs.PRECISIONS
     assert tuple(p.value for p in OnFailure) == inputs.ON_FAILURE
     assert inputs.BACKENDS == BACKENDS
+    assert inputs.COMPILE_MODES == MODES
     assert set(inputs.SCHEDULERS) == set(COGVIDEOX.schedulers)
 
 

@@ -6,17 +6,26 @@ import logging
 import sys
 import types
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from comfyui_onediff_guard.pipelines import compile as compiling
-from comfyui_onediff_guard.pipelines.compile import BackendChoice, choose_backend, compiled, for_dtype
+from comfyui_onediff_guard.pipelines.compile import (
+    BackendChoice,
+    CompileOptions,
+    choose_backend,
+    compiled,
+    for_dtype,
+)
 from comfyui_onediff_guard.pipelines.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.errors import BackendUnavailable
 from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
 from comfyui_onediff_guard.precision import arch
+from comfyui_onediff_guard.precision.accumulation import NEXFORT_OPTION
 from comfyui_onediff_guard.precision.observe import BlockOutputs
-from torch._dynamo.exc import BackendCompilerFailed
+from onediff.infer_compiler import OneflowCompileOptions
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._dynamo.utils import counters
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -217,6 +226,55 @@ def test_emulated_bf16_is_not_compiled():
         for_dtype(BackendChoice("oneflow", "asked for"), arch.named("sm70"), "bf16")
     eager = BackendChoice("eager", "asked for: not compiled")
     assert for_dtype(eager, arch.named("sm70"), "bf16") is eager
+
+
+@pytest.mark.parametrize(
+    ("backend", "how", "given", "said"),
+    [
+        ("inductor", CompileOptions(), {"dynamic": None, "mode": "default", "fullgraph": False}, ""),
+        (
+            "inductor",
+            CompileOptions(False, "max-autotune-no-cudagraphs", True),
+            {"dynamic": False, "mode": "max-autotune-no-cudagraphs", "fullgraph": True},
+            "a graph for each size, mode max-autotune-no-cudagraphs, fullgraph",
+        ),
+        (
+            "nexfort",
+            CompileOptions(True),
+            {"options": {NEXFORT_OPTION: False}, "dynamic": True},
+            "one graph for all sizes",
+        ),
+        (
+            "nexfort",
+            CompileOptions(fullgraph=True),
+            {"options": {NEXFORT_OPTION: False}},
+            "fullgraph: not used, inductor's alone",
+        ),
+        ("oneflow", CompileOptions(), None, ""),
+        ("oneflow", CompileOptions(False), OneflowCompileOptions(dynamic=False), "a graph for each size"),
+    ],
+)
+def test_each_backend_is_given_its_own_options(monkeypatch, backend, how, given, said):
+    from onediff.infer_compiler.backends import registry
+
+    seen = []
+    monkeypatch.setitem(registry._BACKENDS, backend, lambda module, *, options: seen.append(options) or module)
+    compiled(Transformer(), ("transformer_blocks",), BackendChoice(backend, "asked for"), how)
+    assert seen == [given] * 3
+    assert how.in_words(backend) == said and how.in_words("eager") == ""
+
+
+def test_a_block_that_needs_several_graphs_is_an_error_where_one_is_asked_for():
+    class Breaks(torch.nn.Module):
+        def forward(self, x):
+            torch._dynamo.graph_break()
+            return x + 1
+
+    model = torch.nn.Module()
+    model.blocks = torch.nn.ModuleList([Breaks()])
+    shell: Any = compiled(model, ("blocks",), BackendChoice("inductor", "asked for"), CompileOptions(fullgraph=True))
+    with pytest.raises(TorchDynamoException, match="graph_break"):
+        shell.blocks[0](torch.zeros(2))
 
 
 @pytest.mark.parametrize("allowed", [True, False])

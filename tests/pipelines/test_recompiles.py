@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.pipelines import compile as compiling
-from comfyui_onediff_guard.pipelines.compile import BackendChoice
+from comfyui_onediff_guard.pipelines.compile import BackendChoice, CompileOptions
 from comfyui_onediff_guard.pipelines.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.handle import PipelineHandle, load
 from comfyui_onediff_guard.pipelines.models import family_of
@@ -22,7 +22,7 @@ SIZES = {  # width, height, frames
     "2b": [(96, 64, 9), (128, 64, 9), (96, 96, 17), (64, 128, 9), (160, 96, 25)],
     "1.5": [(96, 64, 13), (64, 64, 13), (96, 48, 21), (64, 48, 5)],
     "cogview3": [(64, 64, 1), (128, 64, 1), (96, 96, 1), (64, 128, 1)],
-    "cogview4": [(64, 64, 1), (128, 64, 1), (96, 96, 1), (64, 128, 1)],
+    "cogview4": [(96, 64, 1), (128, 64, 1), (96, 96, 1), (64, 128, 1)],  # never as many image tokens as text tokens
 }
 Run = Callable[..., RunReport]
 
@@ -33,7 +33,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     from onediff.infer_compiler.backends import registry
 
     compiling._register_inductor()
-    compile_block = lambda module, *, options=None: torch.compile(module, backend="eager")  # noqa: E731
+    compile_block = lambda module, *, options: torch.compile(module, backend="eager", **options)  # noqa: E731
     monkeypatch.setitem(registry._BACKENDS, "inductor", compile_block)
     torch.compiler.reset()
 
@@ -65,6 +65,25 @@ def test_a_new_size_compiles_once_and_all_after_it_nothing(model_folder: Any, mo
     assert run(handle, first).graphs == 1
     assert run(handle, second).graphs == 1, "whose graph takes any size"
     assert [run(handle, size).graphs for size in (*more, first, second)] == [0] * (len(more) + 2)
+
+
+@pytest.mark.parametrize("model", SIZES)
+def test_one_graph_for_all_sizes(model_folder: Any, model: str) -> None:
+    handle = replace(opened(model_folder(model)), compile_options=CompileOptions(dynamic=True))
+    assert [run(handle, size).graphs for size in SIZES[model]] == [1] + [0] * (len(SIZES[model]) - 1)
+
+
+def test_a_graph_for_each_size(model_folder: Any) -> None:
+    handle = replace(opened(model_folder("cogview3")), compile_options=CompileOptions(dynamic=False))
+    sizes = SIZES["cogview3"][:3]
+    assert [run(handle, size).graphs for size in (*sizes, *sizes)] == [1] * len(sizes) + [0] * len(sizes)
+
+
+def test_other_options_and_back_compile_nothing_that_is_there(model_folder: Any) -> None:
+    handle, (size, *_) = opened(model_folder("2b")), SIZES["2b"]
+    other = replace(handle, compile_options=CompileOptions(dynamic=True))
+    assert [run(each, size).graphs for each in (handle, other, handle, other)] == [1, 1, 0, 0]
+    assert "backend: inductor (asked for; one graph for all sizes), 0 graphs" in run(other, size).text()
 
 
 def test_the_report_says_so(model_folder: Any) -> None:

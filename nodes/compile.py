@@ -1,0 +1,64 @@
+"""How a pipeline's denoiser is compiled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from . import inputs
+
+if TYPE_CHECKING:
+    from ..pipelines.handle import PipelineHandle
+
+DYNAMIC = {"auto": None, "on": True, "off": False}  # the names stand in people's workflow files
+
+
+class OneDiffCompile:
+    """Pipeline → the same pipeline, compiled otherwise."""
+
+    CATEGORY = inputs.CATEGORY
+    DESCRIPTION = (
+        "Says how OneDiff compiles the denoiser. Pipelines are compiled without this node too, as their loader's "
+        "backend says; it is here to change how. Nothing is compiled before a step needs it."
+    )
+    RETURN_TYPES = ("ONEDIFF_PIPELINE",)
+    RETURN_NAMES = ("pipeline",)
+    FUNCTION = "apply"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {
+            "required": {
+                "pipeline": inputs.pipeline(),
+                "backend": inputs.choice(
+                    (inputs.INHERIT, *inputs.BACKENDS),
+                    "inherit: as the loader says. auto: the first that works here. eager: not compiled.",
+                ),
+                "dynamic": inputs.choice(
+                    tuple(DYNAMIC),
+                    "auto: one graph for the first size, one for all others. on: one for all from the start; takes "
+                    "longer to compile, once. off: one for each size; fastest where the size stays.",
+                ),
+                "mode": inputs.choice(
+                    inputs.COMPILE_MODES,
+                    "inductor's. max-autotune-no-cudagraphs: tries more kernels, which takes minutes, once.",
+                ),
+                "fullgraph": (
+                    "BOOLEAN",
+                    {
+                        "default": False,
+                        "tooltip": "inductor's. On: a block that does not fit into one graph is an error.",
+                    },
+                ),
+            }
+        }
+
+    def apply(
+        self, pipeline: PipelineHandle, backend: str, dynamic: str, mode: str, fullgraph: bool
+    ) -> tuple[PipelineHandle]:
+        from ..pipelines.compile import CompileOptions, choose_backend
+
+        device = pipeline.store.placement.device
+        chosen = pipeline.backend if backend == inputs.INHERIT else choose_backend(backend, device)
+        options = CompileOptions(DYNAMIC[dynamic], mode, fullgraph)
+        return (replace(pipeline, backend=chosen, compile_options=options),)

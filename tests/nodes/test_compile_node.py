@@ -1,0 +1,43 @@
+"""OneDiff Compile: another way to compile, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
+from comfyui_onediff_guard.nodes import host
+from comfyui_onediff_guard.pipelines.compile import CompileOptions
+from comfyui_onediff_guard.pipelines.errors import BackendUnavailable
+
+
+@pytest.fixture
+def pipeline(model_folder: Any, tmp_path: Any) -> Any:
+    model = model_folder("2b")
+    with host.plain_folders(models=[model.parent], input=tmp_path, output=tmp_path):
+        loader = NODE_CLASS_MAPPINGS["OneDiffGuardLoadCogVideoX"]()
+        yield loader.load(model.name, "fp32", "eager", "none")[0]
+
+
+def compile_node(pipeline: Any, **given: Any) -> Any:
+    settings = {"backend": "inherit", "dynamic": "auto", "mode": "default", "fullgraph": False} | given
+    return NODE_CLASS_MAPPINGS["OneDiffGuardCompile"]().apply(pipeline, **settings)[0]
+
+
+def test_the_pipeline_on_the_wire_is_not_changed(pipeline: Any) -> None:
+    other = compile_node(pipeline, backend="inductor", dynamic="on", mode="max-autotune-no-cudagraphs", fullgraph=True)
+    assert other.compile_options == CompileOptions(True, "max-autotune-no-cudagraphs", True)
+    assert other.backend.name == "inductor" and other.store is pipeline.store
+    assert pipeline.backend.name == "eager" and pipeline.compile_options == CompileOptions()
+
+
+def test_what_is_left_as_it_is(pipeline: Any) -> None:
+    same = compile_node(pipeline)
+    assert same.backend is pipeline.backend and same.compile_options == CompileOptions()
+    assert compile_node(pipeline, dynamic="off").compile_options == CompileOptions(False)
+    assert compile_node(compile_node(pipeline, dynamic="off")).compile_options == CompileOptions(), "the last counts"
+
+
+def test_a_backend_that_does_not_work_here_is_named(pipeline: Any) -> None:
+    with pytest.raises(BackendUnavailable, match="Backend 'oneflow' does not work here: OneFlow runs on CUDA"):
+        compile_node(pipeline, backend="oneflow")
