@@ -18,7 +18,8 @@ import legs
 import numpy as np
 import pytest
 from comfyui_onediff_guard.headless import schema
-from native_graphs import CASES, GUARDS, HOT, SMALL, WORKFLOWS, Made, graph, make
+from native_graphs import CASES, GUARDS, HOT, SMALL, WORKFLOWS, Made, graph, make, run
+from PIL import Image
 
 pytestmark = pytest.mark.comfyui
 
@@ -107,6 +108,26 @@ def test_an_overflowing_model_is_black_without_the_guards_and_right_with_them(
     assert "2 steps, 2 reruns" in guarded.report(f"{case.model} computes in fp16")
     assert "1 call, 1 rerun" in guarded.report(f"VAE decoder: {case.vae} computes in fp16")
     assert "computes in fp32" in right.report(case.model)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_probe_takes_what_the_sampler_takes(server: legs.Server, name: str) -> None:
+    nodes = graph(name, hot=True, half=True, without=GUARDS[:1])
+    (sampler,) = (node["inputs"] for node in nodes.values() if node["class_type"] == "KSampler")
+    probing = {key: value for key, value in sampler.items() if key != "denoise"}
+    nodes = {
+        id_: node for id_, node in nodes.items() if not node["class_type"].startswith(("KSampler", "VAEDecode", "Save"))
+    }
+    nodes["probe"] = {"class_type": "OneDiffGuardNumericsProbeModel", "inputs": probing}
+    nodes["save"] = {"class_type": "SaveImage", "inputs": {"images": ["probe", 0], "filename_prefix": "probe"}}
+    ran = run(server, nodes)
+    assert ran.code == 0, (ran.answer, server.tail())
+    (found,) = ran.answer["outputs"]["probe"]["onediff_guard"]
+    assert found["model"] == CASES[name].model and found["measured_steps"] == 2 and found["dtype"] in ("bf16", "fp32")
+    assert found["worst"][0]["reach"] > 65504
+    (file,) = ran.files
+    picture = np.asarray(Image.open(file).convert("RGB"))
+    assert picture.shape[1] > 800 and picture.std() > 20
 
 
 @pytest.mark.parametrize("name", CASES)
