@@ -47,7 +47,7 @@ class CompileOptions:
     dynamic: True: one graph for sizes of any kind. False: one for each size. None: the backend's own way; inductor's
         is a graph for the first size, and one for all others.
     mode: one of MODES; inductor alone.
-    fullgraph: what cannot be in one graph is an error; inductor alone.
+    fullgraph: what cannot be in one graph is an error, whoever chose the backend; inductor alone.
     """
 
     dynamic: bool | None = None
@@ -141,12 +141,14 @@ def compiled(
 
     if choice.name == "inductor":
         _register_inductor()
-    options = (how or CompileOptions()).given_to(choice.name, half_accumulation=half_accumulation)
+    how = how or CompileOptions()
+    options = how.given_to(choice.name, half_accumulation=half_accumulation)
+    falls_back = choice.automatic and not how.fullgraph
     works = _Works(choice.name)
 
     def compile_block(block: torch.nn.Module) -> torch.nn.Module:
         made = onediff.infer_compiler.compile(block, backend=choice.name, options=options)
-        return _with_fallback(made, block, works) if choice.automatic else made
+        return _with_fallback(made, block, works) if falls_back else made
 
     def compile_blocks(part: torch.nn.Module) -> torch.nn.Module:
         if not isinstance(part, torch.nn.ModuleList):

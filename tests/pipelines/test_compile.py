@@ -264,7 +264,8 @@ def test_each_backend_is_given_its_own_options(monkeypatch, backend, how, given,
     assert how.in_words(backend) == said and how.in_words("eager") == ""
 
 
-def test_a_block_that_needs_several_graphs_is_an_error_where_one_is_asked_for():
+@pytest.mark.parametrize("automatic", [True, False])
+def test_a_block_that_needs_several_graphs_is_an_error_where_one_is_asked_for(automatic):
     class Breaks(torch.nn.Module):
         def forward(self, x):
             torch._dynamo.graph_break()
@@ -272,7 +273,7 @@ def test_a_block_that_needs_several_graphs_is_an_error_where_one_is_asked_for():
 
     model = torch.nn.Module()
     model.blocks = torch.nn.ModuleList([Breaks()])
-    shell: Any = compiled(model, ("blocks",), BackendChoice("inductor", "asked for"), CompileOptions(fullgraph=True))
+    shell: Any = compiled(model, ("blocks",), BackendChoice("inductor", "", automatic), CompileOptions(fullgraph=True))
     with pytest.raises(TorchDynamoException, match="graph_break"):
         shell.blocks[0](torch.zeros(2))
 
