@@ -12,7 +12,7 @@ from typing import Any
 import families
 import legs
 import pytest
-from runs import HEALTHY, OVERFLOWING, Ran, finish, start
+from runs import HEALTHY, OVERFLOWING, SMALL, Ran, finish, start
 
 LEGS = {"a": legs.leg_a, "b": legs.leg_b}
 _started: dict[str, legs.Leg] = {}
@@ -27,6 +27,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             terminalreporter.write_line(f"SKIPPED {leg.missing}")
         elif name in _started:
             terminalreporter.write_line(f"leg ({name}): ran in ComfyUI {leg.version}, {leg.python}")
+
+
+@pytest.fixture(scope="session")
+def leg() -> legs.Leg:
+    """Leg (b), for tests that need a current ComfyUI."""
+    found = legs.leg_b()
+    if found.missing:
+        pytest.skip(found.missing)
+    return found
 
 
 @pytest.fixture(scope="session")
@@ -87,12 +96,7 @@ def start_run(
     def start_small(**settings: Any) -> subprocess.Popen[str]:
         changes = {
             "OneDiffGuardLoadCogVideoX.model": HEALTHY,
-            "OneDiffGuardLoadCogVideoX.backend": "eager",
-            "OneDiffGuardSampleCogVideoX.width": 96,
-            "OneDiffGuardSampleCogVideoX.height": 64,
-            "OneDiffGuardSampleCogVideoX.frames": 9,
-            "OneDiffGuardSampleCogVideoX.steps": 2,
-            "OneDiffGuardDecodeLatents.tiling": False,
+            **SMALL,
             **{f"OneDiffGuard{name.replace('__', '.')}": value for name, value in settings.items()},
         }
         return start_graph(server.leg.workflow, changes)

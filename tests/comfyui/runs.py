@@ -17,6 +17,14 @@ from PIL import Image, ImageSequence
 
 HEALTHY = "small-healthy"  # names of the small models in models/diffusers
 OVERFLOWING = "small-overflowing"
+SMALL = {  # text to video, small enough for a CPU
+    "OneDiffGuardLoadCogVideoX.backend": "eager",
+    "OneDiffGuardSampleCogVideoX.width": 96,
+    "OneDiffGuardSampleCogVideoX.height": 64,
+    "OneDiffGuardSampleCogVideoX.frames": 9,
+    "OneDiffGuardSampleCogVideoX.steps": 2,
+    "OneDiffGuardDecodeLatents.tiling": False,
+}
 
 
 @dataclass(frozen=True)

@@ -12,18 +12,13 @@ from typing import Any
 
 import legs
 import pytest
-from runs import OVERFLOWING, Ran, finish
+from runs import OVERFLOWING, SMALL, Ran, finish
 
 pytestmark = pytest.mark.comfyui
 
-SMALL = {
+OVERFLOWS = {
     "OneDiffGuardLoadCogVideoX.model": OVERFLOWING,
-    "OneDiffGuardLoadCogVideoX.backend": "eager",
-    "OneDiffGuardSampleCogVideoX.width": 96,
-    "OneDiffGuardSampleCogVideoX.height": 64,
-    "OneDiffGuardSampleCogVideoX.frames": 9,
-    "OneDiffGuardSampleCogVideoX.steps": 2,
-    "OneDiffGuardDecodeLatents.tiling": False,
+    **SMALL,
     "OneDiffGuardDecodeLatents.precision": "fp32",
 }
 
@@ -33,7 +28,7 @@ def start_compare(server: legs.Server, tmp_path: Path) -> Callable[..., subproce
     """Starts the command on the leg's text-to-video workflow; `changes` become --set."""
 
     def start(precisions: str, **changes: Any) -> subprocess.Popen[str]:
-        sets = SMALL | {f"OneDiffGuard{name.replace('__', '.')}": value for name, value in changes.items()}
+        sets = OVERFLOWS | {f"OneDiffGuard{name.replace('__', '.')}": value for name, value in changes.items()}
         command = [sys.executable, "-m", "comfyui_onediff_guard.headless", "compare", str(server.leg.workflow)]
         command += ["--server", server.url, "--out", str(tmp_path / "out"), "--json", "--timeout", "240"]
         command += ["--precisions", precisions]
@@ -63,7 +58,7 @@ def test_plain_fp16_is_black_and_guarded_fp16_is_near(
 def test_what_comfyui_remembers_keeps_its_report(
     start_compare: Callable[..., subprocess.Popen[str]], run_graph: Callable[..., Ran], server: legs.Server
 ) -> None:
-    before = run_graph(server.leg.workflow, SMALL | {"OneDiffGuardLoadCogVideoX.precision": "fp32"})
+    before = run_graph(server.leg.workflow, OVERFLOWS | {"OneDiffGuardLoadCogVideoX.precision": "fp32"})
     (sampled,) = (report for report in before.reports() if report["plan"]["component"] == "denoiser")
     ran = finish(start_compare("fp16"), server)
     assert ran.code == 0, ran.answer

@@ -23,14 +23,6 @@ MOST = 0.9  # of the tests have to pass: else the same outcome says little
 
 
 @pytest.fixture(scope="module")
-def leg() -> legs.Leg:
-    found = legs.leg_b()
-    if found.missing:
-        pytest.skip(found.missing)
-    return found
-
-
-@pytest.fixture(scope="module")
 def runner(leg: legs.Leg) -> str:
     """ComfyUI's interpreter where it has what its tests need, else this one."""
     for python in map(str, (leg.python, sys.executable)):

@@ -28,14 +28,6 @@ TOLERANCE = 2e-2  # of the pixels' range
 
 
 @pytest.fixture(scope="module")
-def leg() -> legs.Leg:
-    found = legs.leg_b()
-    if found.missing:
-        pytest.skip(found.missing)
-    return found
-
-
-@pytest.fixture(scope="module")
 def base(leg: legs.Leg, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A ComfyUI's folder with pack, picture and checkpoints; these go when the tests are over, for their size."""
     folder = tmp_path_factory.mktemp("native_workflows")

@@ -22,14 +22,6 @@ Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def leg() -> legs.Leg:
-    found = legs.leg_b()
-    if found.missing:
-        pytest.skip(found.missing)
-    return found
-
-
-@pytest.fixture(scope="module")
 def inputs() -> Tensors:
     generator = torch.Generator().manual_seed(1)
 
