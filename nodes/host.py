@@ -163,6 +163,7 @@ class Progress:
         self._total = total
         self._node_id = node_id
         self._unit = unit
+        self._done = 0
         self._bar: Any = None
 
     def __enter__(self) -> Progress:
@@ -177,17 +178,21 @@ class Progress:
 
     def update(self, done: int, text: str, total: int = 0) -> None:
         """done: of the total, which may be given later. Raises ComfyUI's interrupt exception, or Interrupted."""
-        self._total = total or self._total
+        self._done, self._total = done, total or self._total
         if management := _model_management():
             self._bar.update_absolute(done, max(self._total, 1))
             say(self._node_id, text)
             management.throw_exception_if_processing_interrupted()
             return
         self._bar.total = self._total or None
-        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.set_postfix_str(text, refresh=done == self._bar.n)
         self._bar.update(done - self._bar.n)
         if _interrupt.is_set():
             raise Interrupted(f"interrupted at {text}")
+
+    def tell(self, text: str) -> None:
+        """Another line of text, while as much is done as before. Raises as `update` does."""
+        self.update(self._done, text)
 
     def __exit__(self, *_: object) -> None:
         if hasattr(self._bar, "close"):

@@ -67,6 +67,7 @@ def run(
             settings,
             request=requested(precision),
             step_done=step_done,
+            tell=progress.tell,
             **start,
         )
     latent = {"samples": latents, "made_by": pipeline.family.pipeline}

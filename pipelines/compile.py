@@ -10,17 +10,16 @@ import importlib.util
 import logging
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ..precision.accumulation import NEXFORT_OPTION
 from ..precision.arch import Architecture
-from ..precision.shells import replaced, with_forward
+from ..precision.shells import replaced
+from .compiled_block import Compiling
 from .errors import BackendUnavailable
 
 logger = logging.getLogger(__name__)
@@ -143,70 +142,19 @@ def compiled(
         _register_inductor()
     how = how or CompileOptions()
     options = how.given_to(choice.name, half_accumulation=half_accumulation)
-    falls_back = choice.automatic and not how.fullgraph
-    works = _Works(choice.name)
+    shared = Compiling(choice.name, falls_back=choice.automatic and not how.fullgraph)
 
-    def compile_block(block: torch.nn.Module) -> torch.nn.Module:
+    def compile_block(block: torch.nn.Module, *, first: bool = False) -> torch.nn.Module:
         made = onediff.infer_compiler.compile(block, backend=choice.name, options=options)
-        return _with_fallback(made, block, works) if falls_back else made
+        return shared.in_place_of(block, made, first=first)
 
     def compile_blocks(part: torch.nn.Module) -> torch.nn.Module:
         if not isinstance(part, torch.nn.ModuleList):
             return compile_block(part)
-        made = list(map(compile_block, part))
-        return torch.nn.ModuleList([_Contiguous(made[0]), *made[1:]])
+        return torch.nn.ModuleList([compile_block(block, first=number == 0) for number, block in enumerate(part)])
 
     logger.info("compiling %s of %s with %s", ", ".join(parts), type(denoiser).__name__, choice.name)
     return replaced(denoiser, dict.fromkeys(parts, compile_blocks))
-
-
-def graphs_compiled() -> int:
-    """By dynamo, in this process so far. OneFlow compiles without it."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
-
-
-class _Contiguous(torch.nn.Module):
-    """The first block: it is given slices of one tensor, whose strides would make a graph of its own for it."""
-
-    def __init__(self, block: Any):
-        super().__init__()
-        self.block = block
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("block"), name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.contiguous, (args, kwargs))
-        return self.block(*args, **kwargs)
-
-
-@dataclass
-class _Works:
-    """Whether a compiler has shown that it does not."""
-
-    backend: str
-    so_far: bool = True
-
-
-def _with_fallback(compiled: Callable[..., Any], block: torch.nn.Module, works: _Works) -> torch.nn.Module:
-    """'auto' must not lose a run to a compiler that turns out not to work: it goes on without."""
-    from torch._dynamo.exc import TorchDynamoException
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if works.so_far:
-            try:
-                return compiled(*args, **kwargs)
-            except TorchDynamoException as error:
-                first_line = str(error).strip().split("\n", 1)[0]
-                logger.warning("%s could not compile (%s); running without it", works.backend, first_line)
-                works.so_far = False
-        return block(*args, **kwargs)
-
-    return with_forward(block, forward)
 
 
 def _register_inductor() -> None:

@@ -13,7 +13,7 @@ from ..precision.policy import Component, Precision
 from ..precision.report import RunReport
 from ..precision.shells import with_forward
 from . import vae
-from .compile import graphs_compiled
+from .compiled_block import Tell, graphs_compiled, listening
 from .denoiser import guarded_denoiser
 from .errors import BadInput, BadSize
 from .handle import PipelineHandle
@@ -51,12 +51,14 @@ def sample(
     video: list[Any] | None = None,
     request: Precision | None = None,
     step_done: StepDone | None = None,
+    tell: Tell | None = None,
     denoiser: MakeDenoiser = guarded_denoiser,
 ) -> tuple[torch.Tensor, RunReport]:
     """Denoise. Returns latents in the family's layout, as its VAE takes them, and the report.
 
     positive, negative: [batch, tokens, channels] embeddings; None for families without a prompt.
     image: a PIL image, for families that start from one. video: PIL images to start from instead of noise.
+    tell: is given a line on what takes long within a step; may raise, to interrupt.
     denoiser: makes the one that the diffusers pipeline is given.
     Latents and scheduler stay in float32, and noise is drawn on the CPU, so that a seed gives the same noise in every
     precision and on every card; the guard casts what enters the denoiser to the plan's dtype.
@@ -77,9 +79,12 @@ def sample(
             step_done(step + 1, settings.computed_steps, report)
         return values
 
+    def note(line: str) -> None:
+        report.notes += () if line in report.notes else (line,)
+
     graphs = graphs_compiled()
     try:
-        with handle.switched(report), torch.no_grad():
+        with handle.switched(report), listening(tell or (lambda _: None), note), torch.no_grad():
             pipe = _pipeline(handle, report, denoiser, settings.scheduler, request, from_video=video is not None)
             if embeddings:  # diffusers' CogView3-Plus would put zeros in place of a negative prompt that is encoded
                 pipe.encode_prompt = lambda *_, **__: tuple(embeddings.values())

@@ -4,6 +4,8 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
+import torch
+from comfyui_onediff_guard.pipelines import compile as compiling
 from comfyui_onediff_guard.pipelines.families import COGVIDEOX
 from comfyui_onediff_guard.pipelines.handle import PipelineHandle, load
 from comfyui_onediff_guard.pipelines.placement import PlainPlacement
@@ -25,6 +27,17 @@ def open_pipeline() -> Callable[..., PipelineHandle]:
         )
 
     return open_folder
+
+
+@pytest.fixture
+def traced_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo traces and counts as ever; what it traced runs as it is, where inductor would take long."""
+    from onediff.infer_compiler.backends import registry
+
+    compiling._register_inductor()
+    compile_block = lambda module, *, options: torch.compile(module, backend="eager", **options)  # noqa: E731
+    monkeypatch.setitem(registry._BACKENDS, "inductor", compile_block)
+    torch.compiler.reset()
 
 
 @pytest.fixture

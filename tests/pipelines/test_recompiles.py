@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines import compile as compiling
 from comfyui_onediff_guard.pipelines.compile import BackendChoice, CompileOptions
 from comfyui_onediff_guard.pipelines.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.handle import PipelineHandle, load
@@ -24,18 +22,7 @@ SIZES = {  # width, height, frames
     "cogview3": [(64, 64, 1), (128, 64, 1), (96, 96, 1), (64, 128, 1)],
     "cogview4": [(96, 64, 1), (128, 64, 1), (96, 96, 1), (64, 128, 1)],  # never as many image tokens as text tokens
 }
-Run = Callable[..., RunReport]
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamo traces and counts as ever; what it traced runs as it is, where inductor would take long."""
-    from onediff.infer_compiler.backends import registry
-
-    compiling._register_inductor()
-    compile_block = lambda module, *, options: torch.compile(module, backend="eager", **options)  # noqa: E731
-    monkeypatch.setitem(registry._BACKENDS, "inductor", compile_block)
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("traced_alone")
 
 
 def opened(folder: Any) -> PipelineHandle:

@@ -1,0 +1,135 @@
+"""What a run hears while blocks are compiled, and how many sizes they are compiled for."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from comfyui_onediff_guard.pipelines.compile import BackendChoice, CompileOptions, compiled
+from comfyui_onediff_guard.pipelines.compiled_block import COMPILED_SIZES, graphs_compiled, listening
+from comfyui_onediff_guard.pipelines.handle import load
+from comfyui_onediff_guard.pipelines.models import family_of
+from comfyui_onediff_guard.pipelines.placement import PlainPlacement
+from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
+from comfyui_onediff_guard.precision.policy import Precision
+from PIL import Image
+
+pytestmark = pytest.mark.usefixtures("traced_alone")
+BLOCKS = 4
+LIMIT = f"inductor compiled for {COMPILED_SIZES} sizes, and no more"
+
+
+class Scaled(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 + x.shape[-1]
+
+
+class Denoiser(torch.nn.Module):
+    def __init__(self, *blocks: torch.nn.Module):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(blocks or [Scaled() for _ in range(BLOCKS)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Ears:
+    def __init__(self) -> None:
+        self.progress: list[str] = []
+        self.notes: list[str] = []
+
+    def call(self, module: torch.nn.Module, size: int) -> torch.Tensor:
+        with torch.inference_mode(), listening(self.progress.append, self.notes.append):
+            return module(torch.ones(1, size))
+
+
+def shell(denoiser: torch.nn.Module, *, dynamic: bool | None = None) -> torch.nn.Module:
+    return compiled(denoiser, ("blocks",), BackendChoice("inductor", ""), CompileOptions(dynamic))
+
+
+def test_each_block_is_told_of_at_a_new_size_and_none_at_one_that_it_met() -> None:
+    module, ears = shell(Denoiser()), Ears()
+    ears.call(module, 3)
+    assert ears.progress == [f"inductor: compiling block {n} of {BLOCKS}" for n in range(1, BLOCKS + 1)]
+    ears.call(module, 3)
+    assert len(ears.progress) == BLOCKS
+    ears.call(module, 4)
+    assert len(ears.progress) == 2 * BLOCKS and not ears.notes
+    module(torch.ones(1, 5))  # with nobody listening
+
+
+def test_an_interrupt_while_compiling_leaves_nothing_behind() -> None:
+    module, denoiser, ears = shell(Denoiser()), Denoiser(), Ears()
+
+    def interrupt(text: str) -> None:
+        if "block 3" in text:
+            raise KeyboardInterrupt(text)
+
+    with pytest.raises(KeyboardInterrupt, match="block 3"), listening(interrupt, ears.notes.append):
+        module(torch.ones(1, 3))
+    assert torch.equal(ears.call(module, 3), denoiser(torch.ones(1, 3)))
+    assert ears.progress == [f"inductor: compiling block {n} of {BLOCKS}" for n in (3, 4)], "two were compiled already"
+
+
+def test_after_so_many_sizes_new_ones_run_uncompiled_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    module, denoiser, ears = shell(Denoiser(), dynamic=False), Denoiser(), Ears()
+    for size in range(2, 2 + COMPILED_SIZES):
+        before = graphs_compiled()
+        ears.call(module, size)
+        assert graphs_compiled() - before == 1 and not ears.notes, size
+    before = graphs_compiled()
+    with caplog.at_level(logging.WARNING, "comfyui_onediff_guard"):
+        for size in (50, 51):
+            assert torch.equal(ears.call(module, size), denoiser(torch.ones(1, size)))
+    assert len(ears.notes) == 2 * BLOCKS and set(ears.notes) == {ears.notes[0]} and LIMIT in ears.notes[0]
+    assert len([message for message in caplog.messages if LIMIT in message]) == 1, "the log says it once"
+    said = len(ears.progress)
+    for size in range(2, 2 + COMPILED_SIZES):
+        ears.call(module, size)
+    assert graphs_compiled() == before and len(ears.notes) == 2 * BLOCKS and len(ears.progress) == said
+
+
+def test_what_others_compile_meanwhile_is_not_counted() -> None:
+    module, ears = shell(Denoiser(), dynamic=True), Ears()
+    for size in range(2, 12):
+        ears.call(module, size)
+        torch.compile(lambda x, k=size: x * k, backend="eager")(torch.ones(2))
+    assert not ears.notes
+
+
+@torch._dynamo.config.patch(recompile_limit=2)
+def test_dynamos_own_limit_stands_outside_and_does_not_count_inside() -> None:
+    """Blocks of several kinds that share their code, as in a UNet, have more graphs for it than dynamo would allow."""
+
+    class Kind(torch.nn.Module):
+        def __init__(self, number: int):
+            super().__init__()
+            self.number = number
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.number
+
+    module, ears = shell(Denoiser(*map(Kind, range(5))), dynamic=False), Ears()
+    before = graphs_compiled()
+    ears.call(module, 2)
+    assert graphs_compiled() - before == 5
+    assert torch._dynamo.config.recompile_limit == 2
+
+
+@torch._dynamo.config.patch(recompile_limit=1)
+def test_every_block_of_a_unet_is_compiled(model_folder: Any) -> None:
+    folder = model_folder("svd")
+    options: dict[str, Any] = {"offload": "none", "placement": PlainPlacement()}
+    handle = load(folder, family_of(folder), precision=Precision.FP32, backend="inductor", **options)
+    told: list[str] = []
+    settings = SampleSettings(64, 64, steps=1, seed=0, frames=2)
+    with torch.inference_mode():
+        start = Image.new("RGB", (64, 64), "grey")
+        reports = [sample(handle, None, None, settings, image=start, tell=told.append)[1] for _ in range(2)]
+    assert told == [f"inductor: compiling block {n} of 9" for n in range(1, 10)]
+    kinds = 5  # of blocks, each with code of its own: more graphs than those need several for one code
+    assert reports[0].graphs is not None and reports[0].graphs > kinds and reports[1].graphs == 0
