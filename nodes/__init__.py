@@ -14,6 +14,7 @@ from .report import PrecisionReport
 from .sample import SampleCogVideoX, SampleCogVideoXFromImage, SampleCogVideoXFromVideo
 from .sample_image import SampleCogView
 from .sample_svd import SampleStableVideoDiffusion
+from .warm_up import WarmUp
 
 NODE_CLASS_MAPPINGS: dict[str, type] = {
     "OneDiffGuardLoadCogVideoX": LoadCogVideoX,
@@ -35,6 +36,7 @@ NODE_CLASS_MAPPINGS: dict[str, type] = {
     "OneDiffGuardNaNGuardVAE": NaNGuardVAE,
     "OneDiffGuardNumericsProbeModel": NumericsProbeModel,
     "OneDiffGuardCompile": OneDiffCompile,
+    "OneDiffGuardWarmUp": WarmUp,
 }
 
 NODE_DISPLAY_NAME_MAPPINGS: dict[str, str] = {
@@ -57,4 +59,5 @@ NODE_DISPLAY_NAME_MAPPINGS: dict[str, str] = {
     "OneDiffGuardNaNGuardVAE": "NaN Guard (VAE)",
     "OneDiffGuardNumericsProbeModel": "Numerics Probe (MODEL)",
     "OneDiffGuardCompile": "OneDiff Compile",
+    "OneDiffGuardWarmUp": "Warm Up",
 }

@@ -65,8 +65,7 @@ def sample(
     Raises BadSize, BadInput before anything is loaded; GuardStopped where a step cannot be saved.
     """
     family = handle.family
-    family.sizes.check(width=settings.width, height=settings.height, frames=settings.frames)
-    _check_positions(handle, settings)
+    check_size(handle, settings)
     _check_start(handle, image, video)
     embeddings = _checked_embeddings(handle, positive, negative)
     plan = handle.plan(Component.DENOISER, request)
@@ -170,8 +169,10 @@ def _guarded_image_encoder(handle: PipelineHandle, request: Precision | None) ->
     return with_forward(encoder, encode), report
 
 
-def _check_positions(handle: PipelineHandle, settings: SampleSettings) -> None:
-    """Some CogVideoX have positions for one size only (5B-I2V), or up to a size (1.5)."""
+def check_size(handle: PipelineHandle, settings: SampleSettings) -> None:
+    """Raise BadSize where the model cannot make it. Some CogVideoX have positions for one size only (5B-I2V), or up to
+    a size (1.5)."""
+    handle.family.sizes.check(width=settings.width, height=settings.height, frames=settings.frames)
     config, name = handle.store.model.denoiser_config, handle.store.model.variant.name
     pixels = spatial_factor(handle.store.model.vae_config)
     wide, high = config.get("sample_width", 0) * pixels, config.get("sample_height", 0) * pixels

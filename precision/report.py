@@ -65,7 +65,7 @@ class RunReport:
         return sum(step.outcome == "rerun" for step in self.steps)
 
     def count_reruns(self) -> str:
-        return _count(self.reruns, "rerun")
+        return counted(self.reruns, "rerun")
 
     @property
     def failed(self) -> int:
@@ -78,13 +78,13 @@ class RunReport:
         if not self.steps:
             return f"{stage}{self.plan.reason}; nothing to compute, all of it was remembered."
         noun = "step" if denoising else "call"
-        counts = f"{_count(-(-len(self.steps) // self.calls_per_step), noun)}, {self.count_reruns()}"
+        counts = f"{counted(-(-len(self.steps) // self.calls_per_step), noun)}, {self.count_reruns()}"
         if self.failed:
             counts += f", {self.failed} NOT FINITE: the result is broken; choose precision 'auto' or 'fp16'"
         return f"{stage}{self.plan.reason}{self._fold()}{self._islands()}; {counts}."
 
     def _compiled(self) -> str:
-        return "" if self.graphs is None else f", {_count(self.graphs, 'graph')} compiled anew"
+        return "" if self.graphs is None else f", {counted(self.graphs, 'graph')} compiled anew"
 
     def _fold(self) -> str:
         if self.fold_bits is None:
@@ -131,7 +131,7 @@ class RunReport:
         return for_json(facts)
 
 
-def _count(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 

@@ -1,0 +1,85 @@
+"""Compiling ahead of a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from . import host, inputs
+from .run import requested, running
+from .sample import FROM_ENCODE_PROMPT
+
+if TYPE_CHECKING:
+    from ..pipelines.handle import PipelineHandle
+
+
+class WarmUp:
+    """Pipeline → the same pipeline, compiled for the sizes that are named."""
+
+    CATEGORY = inputs.CATEGORY
+    DESCRIPTION = (
+        "Compiles the denoiser ahead, by sampling two steps at each size, so that later runs at these sizes start at "
+        "once. It may run alone, or stand between a loader and a sampler."
+    )
+    RETURN_TYPES = ("ONEDIFF_PIPELINE", "STRING")
+    RETURN_NAMES = ("pipeline", "report")
+    FUNCTION = "warm_up"
+    OUTPUT_NODE = True
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {
+            "required": {
+                "pipeline": inputs.pipeline(),
+                "sizes": (
+                    "STRING",
+                    {
+                        "multiline": True,
+                        "default": "",
+                        "tooltip": "One a line: width×height, or width×height×frames. Empty: what the model was made "
+                        "for.",
+                    },
+                ),
+                "guidance": (
+                    "BOOLEAN",
+                    {"default": True, "tooltip": "On: later runs have a guidance scale above 1. Off: 1 or less."},
+                ),
+                "precision": inputs.precision(inherit=True),
+            },
+            "optional": {
+                "positive": ("CONDITIONING", {"tooltip": f"{FROM_ENCODE_PROMPT['tooltip']} Else an empty prompt."}),
+                "negative": ("CONDITIONING", {"tooltip": f"{FROM_ENCODE_PROMPT['tooltip']} Else an empty prompt."}),
+            },
+            "hidden": inputs.node_id(),
+        }
+
+    def warm_up(
+        self,
+        pipeline: PipelineHandle,
+        sizes: str,
+        guidance: bool,
+        precision: str,
+        positive: list[Any] | None = None,
+        negative: list[Any] | None = None,
+        node_id: str | None = None,
+    ) -> dict[str, Any]:
+        from ..pipelines.errors import BadInput
+        from ..pipelines.warm_up import STEPS, sizes_of, warm_up
+
+        if (positive is None) != (negative is None):
+            raise BadInput("Warm Up has one of 'positive' and 'negative'. Wire both, or neither.")
+        wanted = sizes_of(pipeline, sizes)
+        progress = host.Progress(len(wanted) * STEPS, node_id)
+        with running(pipeline), progress:
+            warmed = warm_up(
+                pipeline,
+                wanted,
+                embeddings=(positive[0][0], negative[0][0]) if positive and negative else None,
+                guidance=guidance,
+                request=requested(precision),
+                step_done=lambda done, _total, text: progress.update(done, text),
+                tell=progress.tell,
+            )
+        text = "\n".join(map(str, warmed))
+        host.say(node_id, text)
+        ui = {"text": [text], "onediff_guard": [each.report.as_dict() for each in warmed]}
+        return {"ui": ui, "result": (pipeline, text)}
