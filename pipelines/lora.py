@@ -172,7 +172,15 @@ def with_loras(denoiser: torch.nn.Module, loras: Sequence[Lora], family: FamilyS
                     tensors, prefix=None, adapter_name=name, metadata=dict(weights.config), low_cpu_mem_usage=True
                 )
         shell.set_adapters(names, [lora.scale for lora in acting])
+        _scales_as_tensors(shell)
     return shell.eval().requires_grad_(False)
+
+
+def _scales_as_tensors(shell: torch.nn.Module) -> None:
+    """peft's scales as scalar tensors: a number would be a constant of what is compiled, and each scale a new graph."""
+    for layer in shell.modules():
+        if isinstance(scaling := getattr(layer, "scaling", None), dict):
+            scaling |= {name: torch.tensor(scale, dtype=torch.float32) for name, scale in scaling.items()}
 
 
 def skeleton(model: StoredModel) -> torch.nn.Module:

@@ -248,7 +248,7 @@ def test_the_fp32_rerun_of_a_half_shell_is_the_float_shell(dtype, trained):
     assert torch.equal(run_in_fp32(folded, **inputs)[0], expected)
 
 
-def test_every_scale_is_honoured_when_compiled_and_they_share_two_graphs(trained):
+def test_every_scale_is_honoured_when_compiled_and_they_share_one_graph(trained):
     torch.compiler.reset()
     before, outputs = counters["stats"]["unique_graphs"], []
     for scale in (1.0, -0.5, 2.5, 0.3, 0.4, 0.6, 0.7, 0.8, 0.9, 1.1):  # more than dynamo's limit on recompiles
@@ -256,7 +256,7 @@ def test_every_scale_is_honoured_when_compiled_and_they_share_two_graphs(trained
         outputs.append(compiled(shell, COGVIDEOX.blocks, INDUCTOR)(**call)[0])
         torch.testing.assert_close(outputs[-1], shell(**call)[0], atol=1e-5, rtol=1e-5)
     assert min((a - b).abs().max() for i, a in enumerate(outputs) for b in outputs[:i]) > 1e-3
-    assert counters["stats"]["unique_graphs"] - before == 2
+    assert counters["stats"]["unique_graphs"] - before == 1
 
 
 def test_compiled_and_folded_and_unloaded(trained):
