@@ -1,4 +1,4 @@
-"""How a pipeline's denoiser is compiled."""
+"""How a pipeline's denoiser is compiled, and its attention computed."""
 
 from __future__ import annotations
 
@@ -50,15 +50,30 @@ class OneDiffCompile:
                         "tooltip": "inductor's. On: a block that does not fit into one graph is an error.",
                     },
                 ),
-            }
+            },
+            "optional": {
+                "attention": inputs.choice(
+                    inputs.ATTENTIONS,
+                    "Of PyTorch's kernels. auto: its own choice. measured: the fastest right one on this card, timed "
+                    "once for each size. The others: that one, wherever it takes the call.",
+                )
+            },
         }
 
     def apply(
-        self, pipeline: PipelineHandle, backend: str, dynamic: str, mode: str, fullgraph: bool
+        self,
+        pipeline: PipelineHandle,
+        backend: str,
+        dynamic: str,
+        mode: str,
+        fullgraph: bool,
+        attention: str = inputs.ATTENTIONS[0],
     ) -> tuple[PipelineHandle]:
         from ..pipelines.compile import CompileOptions, choose_backend
 
         device = pipeline.store.placement.device
         chosen = pipeline.backend if backend == inputs.INHERIT else choose_backend(backend, device)
-        options = CompileOptions(DYNAMIC[dynamic], mode, fullgraph)
+        options = CompileOptions(
+            DYNAMIC[dynamic], mode, fullgraph, "" if attention == inputs.ATTENTIONS[0] else attention
+        )
         return (replace(pipeline, backend=chosen, compile_options=options),)

@@ -11,6 +11,7 @@ CATEGORY = "OneDiff Guard"
 PRECISIONS = ("auto", "bf16", "fp16", "fp16 (plain)", "fp32")
 BACKENDS = ("auto", "oneflow", "nexfort", "inductor", "eager")
 COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
+ATTENTIONS = ("auto", "measured", "flash", "cudnn", "efficient", "math")
 OFFLOADS = ("none", "model")
 ACCUMULATIONS = ("auto", "fast")
 FITS = ("crop", "stretch", "refuse")

@@ -12,13 +12,15 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..precision.accumulation import NEXFORT_OPTION
 from ..precision.arch import Architecture
-from ..precision.shells import replaced
+from ..precision.attention import KERNELS, Attended
+from ..precision.shells import Make, replaced, with_forward
 from .compiled_block import Compiling
 from .errors import BackendUnavailable
 
@@ -37,6 +39,12 @@ class BackendChoice:
 
 
 MODES = ("default", "max-autotune-no-cudagraphs")  # inductor's. CUDA graphs would reuse what a block put out
+MEASURED = "measured"
+ATTENTIONS = ("", MEASURED, *KERNELS)
+
+
+def uses_torch_attention(backend: str) -> bool:
+    return backend in ("inductor", "eager")
 
 
 @dataclass(frozen=True)
@@ -47,38 +55,47 @@ class CompileOptions:
         is a graph for the first size, and one for all others.
     mode: one of MODES; inductor alone.
     fullgraph: what cannot be in one graph is an error, whoever chose the backend; inductor alone.
+    attention: one of ATTENTIONS; "": PyTorch's own choice. For backends that use PyTorch's attention, and for 'eager'.
     """
 
     dynamic: bool | None = None
     mode: str = MODES[0]
     fullgraph: bool = False
+    attention: str = ""
 
-    def given_to(self, backend: str, *, half_accumulation: bool) -> Any:
+    def given_to(self, backend: str, *, half_accumulation: bool, graph_file: Path | None = None) -> Any:
         """As OneDiff's backend takes them.
 
-        half_accumulation: allowed in fused attention. Only nexfort asks at compile time.
+        half_accumulation: allowed in fused attention.
+        graph_file: where OneFlow keeps a block's graph: read where it is there, else written after the first call.
         """
         if backend == "inductor":
             return {"dynamic": self.dynamic, "mode": self.mode, "fullgraph": self.fullgraph}
         if backend == "nexfort":
             dynamic = {} if self.dynamic is None else {"dynamic": self.dynamic}
             return {"options": {NEXFORT_OPTION: half_accumulation}, **dynamic}
-        if self.dynamic is None:
-            return None
         from onediff.infer_compiler import OneflowCompileOptions
 
-        return OneflowCompileOptions(dynamic=self.dynamic)
+        options: dict[str, Any] = {"attention_allow_half_precision_accumulation": half_accumulation}
+        if self.dynamic is not None:
+            options["dynamic"] = self.dynamic
+        if graph_file:
+            options["graph_file"] = str(graph_file)
+        return OneflowCompileOptions(**options)
 
     def in_words(self, backend: str) -> str:
         """What differs from the default, and what the backend does not take; "" where neither does."""
+        attention = f"attention: {self.attention}" if self.attention in KERNELS else ""
+        if attention and not uses_torch_attention(backend):
+            attention = f"{attention}: not used, {backend} has its own"
         if backend == "eager":
-            return ""
+            return attention
         sizes = {None: "", True: "one graph for all sizes", False: "a graph for each size"}[self.dynamic]
         others = [f"mode {self.mode}" if self.mode != MODES[0] else "", "fullgraph" if self.fullgraph else ""]
         said = ", ".join(filter(None, others))
         if said and backend != "inductor":
             said = f"{said}: not used, inductor's alone"
-        return ", ".join(filter(None, [sizes, said]))
+        return ", ".join(filter(None, [sizes, said, attention]))
 
 
 def choose_backend(request: str, device: torch.device) -> BackendChoice:
@@ -128,33 +145,38 @@ def compiled(
     how: CompileOptions | None = None,
     *,
     half_accumulation: bool = False,
+    graphs: Path | None = None,
 ) -> torch.nn.Module:
     """A shell of the denoiser in which the named parts are compiled, a list block by block; the denoiser itself for
-    'eager'.
+    'eager', unless its attention is to be computed by a kernel of its own.
 
-    half_accumulation: as `CompileOptions.given_to` takes it.
+    half_accumulation: as `CompileOptions.given_to` takes it. graphs: a folder for OneFlow's graphs, one for each block.
     """
+    how = how or CompileOptions()
+    kernel = how.attention if how.attention in KERNELS and uses_torch_attention(choice.name) else ""
     if choice.name == "eager":
-        return denoiser
+        attended = lambda block: with_forward(block, Attended(block, kernel))  # noqa: E731
+        return replaced(denoiser, dict.fromkeys(parts, _each(attended))) if kernel else denoiser
     import onediff.infer_compiler
 
     if choice.name == "inductor":
         _register_inductor()
-    how = how or CompileOptions()
-    options = how.given_to(choice.name, half_accumulation=half_accumulation)
     shared = Compiling(choice.name, falls_back=choice.automatic and not how.fullgraph)
 
-    def compile_block(block: torch.nn.Module, *, first: bool = False) -> torch.nn.Module:
-        made = onediff.infer_compiler.compile(block, backend=choice.name, options=options)
-        return shared.in_place_of(block, made, first=first)
-
-    def compile_blocks(part: torch.nn.Module) -> torch.nn.Module:
-        if not isinstance(part, torch.nn.ModuleList):
-            return compile_block(part)
-        return torch.nn.ModuleList([compile_block(block, first=number == 0) for number, block in enumerate(part)])
+    def compile_block(block: torch.nn.Module) -> torch.nn.Module:
+        file = graphs and graphs / f"block-{shared.blocks + 1}"
+        options = how.given_to(choice.name, half_accumulation=half_accumulation, graph_file=file)
+        run = Attended(block, kernel) if kernel else block
+        made = onediff.infer_compiler.compile(run, backend=choice.name, options=options)
+        return shared.in_place_of(block, made)
 
     logger.info("compiling %s of %s with %s", ", ".join(parts), type(denoiser).__name__, choice.name)
-    return replaced(denoiser, dict.fromkeys(parts, compile_blocks))
+    return replaced(denoiser, dict.fromkeys(parts, _each(compile_block)))
+
+
+def _each(make: Make) -> Make:
+    """For each block of a list, or for a part that is none."""
+    return lambda part: torch.nn.ModuleList(map(make, part)) if isinstance(part, torch.nn.ModuleList) else make(part)
 
 
 def _register_inductor() -> None:

@@ -69,17 +69,14 @@ class Compiling:
     _anew: bool = False  # the present call of the denoiser compiled something
     _logged: set[str] = field(default_factory=set)
 
-    def in_place_of(self, block: torch.nn.Module, compiled: Callable[..., Any], *, first: bool) -> torch.nn.Module:
-        """A shell of `block` that runs what was compiled of it.
-
-        first: of a list. It is given slices of one tensor, whose strides would make a graph of its own for it.
-        """
+    def in_place_of(self, block: torch.nn.Module, compiled: Callable[..., Any]) -> torch.nn.Module:
+        """A shell of `block` that runs what was compiled of it."""
         self.blocks += 1
         number = self.blocks
         met: set[Any] = set()
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if first:
+            if number == 1:  # it is given slices of one tensor, whose strides would make a graph of its own for it
                 args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.contiguous, (args, kwargs))
             self._count_sizes(number)
             size = tuple(t.shape for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from ..precision.observe import BlockOutputs, stream_peak
 from ..precision.report import RunReport
 from ..precision.shells import as_float32, with_forward
 from ..precision.upcast import run_in_fp32
+from .attention import with_attention
 from .compile import compiled, for_dtype
 from .handle import PipelineHandle
 from .lora import keys
@@ -89,13 +90,14 @@ class _Steps:
                 self._known = replace(self._known, stream_peak=peak)
                 remember(self._handle, self._report.plan.dtype, self._known)
             return outputs[0]
-        self._guard = self._guard or self._planned()
+        self._guard = self._guard or self._planned(kwargs)
         output = self._guard(**kwargs)
         self._report.learned = self._guard.learned
         return output
 
-    def _planned(self) -> StageGuard:
-        attempts, dtype = _Attempts(self._handle, self._report, self._original), self._report.plan.dtype
+    def _planned(self, inputs: Mapping[str, Any]) -> StageGuard:
+        dtype = self._report.plan.dtype
+        attempts = _Attempts(self._handle, self._report, self._original, inputs)
         learner = Learner(self._original, dtype, attempts.build, attempts.anatomy, self._known)
         return denoiser_guard(
             self._handle, self._report, self._original, learner, dtype, peak_inside=attempts.peak_inside
@@ -105,10 +107,15 @@ class _Steps:
 class _Attempts:
     """Makes the denoiser as the plan and what was learned ask for: folded, compiled, with islands, or itself."""
 
-    def __init__(self, handle: PipelineHandle, report: RunReport, original: torch.nn.Module):
+    def __init__(self, handle: PipelineHandle, report: RunReport, original: torch.nn.Module, inputs: Mapping[str, Any]):
         self._handle = handle
         self._report = report
         self._original = original
+        self._backend = for_dtype(handle.backend, handle.architecture, report.plan.dtype)
+        self._how, attention = with_attention(handle, self._backend.name, report.plan.dtype, inputs)
+        report.backend = self._backend.name
+        said = [self._backend.reason, handle.compile_options.in_words(self._backend.name), attention]
+        report.backend_reason = "; ".join(filter(None, said))
         self._block_outputs = BlockOutputs()
         self._clips = handle.family.clips and report.plan.dtype == "fp16"
         self.anatomy = Anatomy.of(original, handle.family.blocks, handle.family.stream)
@@ -116,10 +123,7 @@ class _Attempts:
     def build(self, learned: Learned) -> Attempt:
         handle, store, report = self._handle, self._handle.store, self._report
         dtype, loras, stream = report.plan.dtype, keys(handle.loras), handle.family.stream
-        backend = for_dtype(handle.backend, handle.architecture, dtype)
-        how = handle.compile_options
-        report.backend = backend.name
-        report.backend_reason = "; ".join(filter(None, [backend.reason, how.in_words(backend.name)]))
+        backend, how = self._backend, self._how
 
         def in_blocks(folded: torch.nn.Module, bits: int) -> torch.nn.Module:
             key = (backend.name, how, dtype, bits, report.plan.accumulation, loras)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..precision.attention import Choice
 from ..precision.consistency import DamagedByCast, make_consistent
 from ..precision.dtypes import DTYPES
 from ..precision.learned import Learned
@@ -39,6 +40,7 @@ class ComponentStore:
         # (backend, how, dtype, fold bits, half-precision accumulation, LoRAs) → shell
         self.compiled: dict[tuple[str, CompileOptions, str, int, str, tuple[LoraKey, ...]], torch.nn.Module] = {}
         self.learned: dict[MemoryKey, Learned] = {}  # what runs taught about the denoiser
+        self.attention: dict[tuple[str, tuple[torch.Size, ...]], Choice] = {}  # by dtype and sizes, measured
         self.handles: weakref.WeakSet[Any] = weakref.WeakSet()  # who still uses it
         self.emptied = False
         self.notes: dict[str, tuple[str, ...]] = {}  # component → what was found or mended when it was loaded

@@ -47,7 +47,7 @@ def with_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> torch.
     """A shell of `module` that calls `forward`, without the module's hooks, which the original still runs."""
     shell = copy.copy(module)
     shell.__dict__.update({name: OrderedDict() for name in _HOOKS if name in shell.__dict__})
-    shell.forward = forward
+    shell.__dict__["forward"] = forward  # set as an attribute, a module would become a submodule of both
     return shell
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
 import types
@@ -28,6 +29,7 @@ from onediff.infer_compiler import OneflowCompileOptions
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._dynamo.utils import counters
 
+ONEFLOW = OneflowCompileOptions(attention_allow_half_precision_accumulation=False)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SMALL = SampleSettings(width=64, height=48, frames=9, steps=2, guidance_scale=6.0, seed=3, scheduler="DDIM")
 
@@ -250,8 +252,9 @@ def test_emulated_bf16_is_not_compiled():
             {"options": {NEXFORT_OPTION: False}},
             "fullgraph: not used, inductor's alone",
         ),
-        ("oneflow", CompileOptions(), None, ""),
-        ("oneflow", CompileOptions(False), OneflowCompileOptions(dynamic=False), "a graph for each size"),
+        ("oneflow", CompileOptions(), ONEFLOW, ""),
+        ("oneflow", CompileOptions(False), dataclasses.replace(ONEFLOW, dynamic=False), "a graph for each size"),
+        ("oneflow", CompileOptions(attention="flash"), ONEFLOW, "attention: flash: not used, oneflow has its own"),
     ],
 )
 def test_each_backend_is_given_its_own_options(monkeypatch, backend, how, given, said):
@@ -261,7 +264,8 @@ def test_each_backend_is_given_its_own_options(monkeypatch, backend, how, given,
     monkeypatch.setitem(registry._BACKENDS, backend, lambda module, *, options: seen.append(options) or module)
     compiled(Transformer(), ("transformer_blocks",), BackendChoice(backend, "asked for"), how)
     assert seen == [given] * 3
-    assert how.in_words(backend) == said and how.in_words("eager") == ""
+    assert how.in_words(backend) == said
+    assert how.in_words("eager") == (f"attention: {how.attention}" if how.attention else "")
 
 
 @pytest.mark.parametrize("automatic", [True, False])
@@ -291,3 +295,15 @@ def test_nexfort_is_told_of_half_accumulation_at_compile_time(monkeypatch, allow
     monkeypatch.setitem(registry._BACKENDS, "nexfort", nexfort)
     compiled(Transformer(), ("transformer_blocks",), BackendChoice("nexfort", "asked for"), half_accumulation=allowed)
     assert seen == [{"options": {"triton.fuse_attention_allow_fp16_reduction": allowed}}] * 3
+
+
+def test_oneflow_is_told_of_half_accumulation_and_of_a_graph_file_for_each_block(monkeypatch, tmp_path):
+    """Blocks share a structure, and so would share OneFlow's name of a file: each has its own weights in it."""
+    from onediff.infer_compiler.backends import registry
+
+    seen = []
+    monkeypatch.setitem(registry._BACKENDS, "oneflow", lambda module, *, options: seen.append(options) or module)
+    oneflow = BackendChoice("oneflow", "asked for")
+    compiled(Transformer(), ("transformer_blocks",), oneflow, half_accumulation=True, graphs=tmp_path)
+    assert [options.attention_allow_half_precision_accumulation for options in seen] == [True] * 3
+    assert [options.graph_file for options in seen] == [str(tmp_path / f"block-{n}") for n in (1, 2, 3)]

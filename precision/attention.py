@@ -1,0 +1,219 @@
+"""Which of PyTorch's kernels computes attention: named, or measured on this device at the shapes of a run.
+
+PyTorch chooses by a fixed order of what can take a call, not by speed. Which kernel is the fastest depends on the card,
+its driver, the head size and the length.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import statistics
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+_TIMED = ("flash", "cudnn", "efficient")  # "math" keeps all scores in memory, and is never the fastest
+_ROUNDS = 5
+_CHECKED = 64  # queries whose result is compared with fp32's
+_TOLERANCE = 4.0  # times the smallest error
+_MARGIN = 1.05  # by which another kernel must be faster than PyTorch's own choice: less is noise
+_HAS_PRIORITY = "set_priority" in inspect.signature(sdpa_kernel).parameters
+
+sdpa = torch.nn.functional.scaled_dot_product_attention
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of scaled dot-product attention."""
+
+    query: tuple[int, ...]  # [batch, heads, tokens, channels]
+    key: tuple[int, ...]
+    value: tuple[int, ...]
+    dtype: torch.dtype
+    mask: tuple[tuple[int, ...], torch.dtype] | None = None
+    causal: bool = False
+    scale: float | None = None
+
+    def with_queries(self, number: int) -> Call:
+        """Its first ones alone. A mask that has a row for each of them is cut alike."""
+        tokens = min(number, self.query[-2])
+        mask = self.mask and ((*self.mask[0][:-2], min(tokens, self.mask[0][-2]), self.mask[0][-1]), self.mask[1])
+        return replace(self, query=(*self.query[:-2], tokens, self.query[-1]), mask=mask)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What one kernel does with all calls of a step."""
+
+    seconds: float
+    error: float  # max |difference| to fp32
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The fastest kernel that is right, or "" where PyTorch's own choice is."""
+
+    kernel: str
+    timings: Mapping[str, Timing]  # with "auto": PyTorch's own choice
+
+    def __str__(self) -> str:
+        if not self.kernel:
+            return "attention: PyTorch's own choice, measured the fastest here"
+        ratio = self.timings["auto"].seconds / self.timings[self.kernel].seconds
+        return f"attention: {self.kernel}, measured {ratio:.2f} times as fast here as PyTorch's own choice"
+
+
+def preferring(kernel: str) -> AbstractContextManager[Any]:
+    """The kernel wherever it takes a call, else another one. Dynamo traces it as it stands."""
+    first = KERNELS[kernel]
+    if first is SDPBackend.MATH or not _HAS_PRIORITY:  # before PyTorch 2.6, an order cannot be given
+        return sdpa_kernel([first, SDPBackend.MATH])
+    return sdpa_kernel([first, *(other for other in KERNELS.values() if other is not first)], set_priority=True)
+
+
+class Attended(torch.nn.Module):
+    """A block whose attention is computed by one kernel, wherever it takes the call."""
+
+    def __init__(self, block: torch.nn.Module, kernel: str):
+        super().__init__()
+        self.block = block
+        self.kernel = kernel
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with preferring(self.kernel):
+            return self.block(*args, **kwargs)
+
+
+def attention_calls(run: Callable[[], object]) -> Counter[Call]:
+    """The calls of attention while `run` runs, which may be on the meta device."""
+    seen: Counter[Call] = Counter()
+
+    class Recording(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is sdpa:
+                seen[_call(*args, **(kwargs or {}))] += 1
+            return func(*args, **(kwargs or {}))
+
+    with Recording():
+        run()
+    return seen
+
+
+def measure(calls: Mapping[Call, int], device: torch.device) -> Choice:
+    """Time the kernels on random numbers, interleaved, and check each against fp32.
+
+    calls: with how often each comes in a step. A kernel is left out that does not take one of them, or whose error is
+    more than four times the least.
+    """
+    if not calls:
+        return Choice("", {})
+    with torch.inference_mode():
+        names = ["auto", *(name for name in _TIMED if all(_takes(name, call, device) for call in calls))]
+        errors = {name: max(_error(name, call, device) for call in calls) for name in names}
+        seconds = dict.fromkeys(names, 0.0)
+        for call, count in calls.items():
+            for name, each in _seconds(names, call, device).items():
+                seconds[name] += count * each
+    handicapped = {name: seconds[name] * (1 if name == "auto" else _MARGIN) for name in names}
+    right = [name for name in names if errors[name] <= _TOLERANCE * min(errors.values())]
+    fastest = min(right, key=handicapped.__getitem__)
+    timings = {name: Timing(seconds[name], errors[name]) for name in names}
+    chosen_anyway = fastest == "auto" or {_own(call, device) for call in calls} == {KERNELS[fastest]}
+    return Choice("" if chosen_anyway else fastest, timings)
+
+
+def _call(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    **_: Any,
+) -> Call:
+    del dropout_p
+    mask = None if attn_mask is None else (tuple(attn_mask.shape), attn_mask.dtype)
+    return Call(tuple(query.shape), tuple(key.shape), tuple(value.shape), query.dtype, mask, is_causal, scale)
+
+
+def _tensors(call: Call, device: torch.device) -> dict[str, Any]:
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+    made = {name: random(getattr(call, name), call.dtype) for name in ("query", "key", "value")}
+    if call.mask:
+        shape, dtype = call.mask
+        mask = random(shape, torch.float32)
+        made["attn_mask"] = mask > -1 if dtype is torch.bool else mask.to(dtype)
+    return made | {"is_causal": call.causal, "scale": call.scale}
+
+
+def _run(name: str, given: Mapping[str, Any]) -> torch.Tensor:
+    if name == "auto":
+        return sdpa(**given)
+    with sdpa_kernel(KERNELS[name]):
+        return sdpa(**given)
+
+
+def _takes(name: str, call: Call, device: torch.device) -> bool:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of why it does not
+            _run(name, _tensors(call.with_queries(_CHECKED), device))
+    except RuntimeError:
+        return False
+    return True
+
+
+def _own(call: Call, device: torch.device) -> SDPBackend:
+    """What PyTorch would choose."""
+    with torch.inference_mode():
+        return SDPBackend(torch._fused_sdp_choice(**_tensors(call.with_queries(_CHECKED), device)))
+
+
+def _error(name: str, call: Call, device: torch.device) -> float:
+    given = _tensors(call.with_queries(_CHECKED), device)
+    floats = {key: value.float() if _is_floating(value) else value for key, value in given.items()}
+    right = _run("math", floats)
+    difference = (_run(name, given).float() - right).abs().max().item()
+    return math.inf if math.isnan(difference) else difference
+
+
+def _seconds(names: Sequence[str], call: Call, device: torch.device) -> dict[str, float]:
+    given = _tensors(call, device)
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(1 + _ROUNDS):
+        for name in names:
+            _wait(device)
+            started = time.perf_counter()
+            _run(name, given)
+            _wait(device)
+            taken[name].append(time.perf_counter() - started)
+    return {name: statistics.median(seconds[1:]) for name, seconds in taken.items()}
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _is_floating(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()

@@ -1,0 +1,132 @@
+"""PyTorch's attention kernels: which calls there are, and which kernel is taken for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from comfyui_onediff_guard.precision import attention
+from comfyui_onediff_guard.precision.attention import (
+    Attended,
+    Call,
+    Choice,
+    Timing,
+    attention_calls,
+    measure,
+    preferring,
+)
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import profile
+
+CPU = torch.device("cpu")
+SMALL = Call((1, 2, 80, 16), (1, 2, 80, 16), (1, 2, 80, 16), torch.bfloat16)
+OPERATORS = {
+    "flash": "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "math": "aten::_scaled_dot_product_attention_math",
+}
+sdpa = torch.nn.functional.scaled_dot_product_attention
+
+
+def kernels_of(run: Callable[[], Any]) -> set[str]:
+    with profile() as profiled:
+        run()
+    ran = {event.key for event in profiled.key_averages()}
+    return {name for name, operator in OPERATORS.items() if operator in ran}
+
+
+def test_a_step_on_the_meta_device_tells_its_calls() -> None:
+    query, key = (torch.empty(2, 4, tokens, 8, device="meta", dtype=torch.float16) for tokens in (6, 9))
+    mask = torch.empty(2, 1, 6, 9, device="meta", dtype=torch.bool)
+
+    def step() -> None:
+        for _ in range(3):
+            sdpa(query, key, key, attn_mask=mask)
+        sdpa(query, query, query, is_causal=True, scale=0.5)
+
+    first = Call((2, 4, 6, 8), (2, 4, 9, 8), (2, 4, 9, 8), torch.float16, ((2, 1, 6, 9), torch.bool))
+    second = Call((2, 4, 6, 8), (2, 4, 6, 8), (2, 4, 6, 8), torch.float16, causal=True, scale=0.5)
+    assert attention_calls(step) == {first: 3, second: 1}
+    assert first.with_queries(4) == Call(
+        (2, 4, 4, 8), (2, 4, 9, 8), (2, 4, 9, 8), torch.float16, ((2, 1, 4, 9), torch.bool)
+    )
+
+
+def test_a_kernel_that_is_named_computes() -> None:
+    given = attention._tensors(SMALL, CPU)
+    expected = sdpa(**given)
+    with preferring("math"):
+        assert kernels_of(lambda: sdpa(**given)) == {"math"}
+    for kernel in ("flash", "cudnn", "efficient"):  # the last two take nothing on a CPU: another one does
+        with preferring(kernel):
+            torch.testing.assert_close(sdpa(**given), expected)
+
+
+class Block(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sdpa(x, x, x)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_block_is_computed_by_its_kernel_compiled_or_not(compiled: bool) -> None:
+    torch.compiler.reset()
+    x = torch.randn(1, 2, 80, 16)
+    make = (lambda module: torch.compile(module, backend="aot_eager")) if compiled else (lambda module: module)
+    with torch.inference_mode():
+        for kernel in ("math", "flash", "math"):
+            block = make(Attended(Block(), kernel))
+            block(x)
+            in_parts = compiled and kernel == "math"  # a product, a softmax and a product
+            assert kernels_of(lambda block=block: block(x)) == (set() if in_parts else {kernel})
+    assert kernels_of(lambda: sdpa(x, x, x)) == {"flash"}, "it holds inside the block alone"
+
+
+def test_pytorchs_own_choice_is_kept_where_it_is_the_fastest() -> None:
+    choice = measure({SMALL: 2}, CPU)
+    assert choice.kernel == "" and set(choice.timings) == {"auto", "flash"}
+    assert str(choice) == "attention: PyTorch's own choice, measured the fastest here"
+    assert all(timing.seconds > 0 and 0 < timing.error < 0.1 for timing in choice.timings.values())
+
+
+def test_another_kernel_is_taken_where_it_is_faster() -> None:
+    long = Call((1, 4, 700, 32), (1, 4, 700, 32), (1, 4, 700, 32), torch.bfloat16)
+    with sdpa_kernel(SDPBackend.MATH):  # as if PyTorch chose so
+        choice = measure({long: 1}, CPU)
+    assert choice.kernel == "flash"
+    assert choice.timings["auto"].seconds > choice.timings["flash"].seconds
+    assert "attention: flash, measured" in str(choice) and "times as fast here as PyTorch's own choice" in str(choice)
+
+
+@pytest.mark.parametrize("wrong", [0.5, math.nan])
+def test_a_fast_kernel_that_is_wrong_is_not_taken(monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
+    real = attention._run
+
+    def run(name: str, given: Any) -> torch.Tensor:
+        if name == "flash":
+            return given["query"] + wrong
+        with sdpa_kernel(SDPBackend.MATH):
+            return real("auto", given)
+
+    monkeypatch.setattr(attention, "_TIMED", ("flash",))
+    monkeypatch.setattr(attention, "_run", run)
+    monkeypatch.setattr(attention, "_own", lambda _call, _device: SDPBackend.MATH)
+    choice = measure({SMALL: 1}, CPU)
+    assert choice.timings["flash"].seconds < choice.timings["auto"].seconds
+    assert choice.kernel == "" and choice.timings["flash"].error > 0.4
+
+
+def test_nothing_to_attend_to_is_nothing_to_choose() -> None:
+    assert measure({}, CPU) == Choice("", {})
+    assert str(Choice("cudnn", {"auto": Timing(3.0, 0.1), "cudnn": Timing(2.0, 0.1)})).startswith(
+        "attention: cudnn, measured 1.50 times"
+    )
+
+
+@pytest.mark.parametrize("mask", [torch.bool, torch.float32])
+def test_masks_and_causal_calls_are_timed_and_checked(mask: torch.dtype) -> None:
+    masked = Call((1, 2, 80, 16), (1, 2, 70, 16), (1, 2, 70, 16), torch.float32, ((1, 1, 80, 70), mask))
+    causal = Call((1, 2, 80, 16), (1, 2, 80, 16), (1, 2, 80, 16), torch.float32, causal=True, scale=0.3)
+    choice = measure({masked: 1, causal: 1}, CPU)
+    assert max(timing.error for timing in choice.timings.values()) < 1e-5
