@@ -50,6 +50,7 @@ class PlainFolders:
 
 
 PROFILES_VARIABLE = "ONEDIFF_GUARD_PROFILES"
+COMPILED_VARIABLE = "ONEDIFF_GUARD_COMPILED"
 MODEL_KINDS = ("diffusers", "checkpoints", "loras")  # folders of ComfyUI's that are read
 _DEFAULT_FOLDERS = PlainFolders()
 _folders: ContextVar[PlainFolders] = ContextVar("onediff_guard_folders", default=_DEFAULT_FOLDERS)
@@ -117,13 +118,22 @@ def output_directory() -> Path:
 
 def profiles_directory() -> Path:
     """Where what runs taught is kept: ONEDIFF_GUARD_PROFILES, else ComfyUI's user folder, else ~/.onediff-guard."""
-    if named := os.environ.get(PROFILES_VARIABLE):
+    return _kept(PROFILES_VARIABLE, "profiles")
+
+
+def compiled_directory() -> Path:
+    """Where compiled code is kept: ONEDIFF_GUARD_COMPILED, else ComfyUI's user folder, else ~/.onediff-guard."""
+    return _kept(COMPILED_VARIABLE, "compiled")
+
+
+def _kept(variable: str, what: str) -> Path:
+    if named := os.environ.get(variable):
         return Path(named).expanduser()
     if folder_paths := _comfy("folder_paths"):
         user = getattr(folder_paths, "get_user_directory", None)  # 0.0.1 has none
         root = Path(user()) if user else Path(folder_paths.get_output_directory()).parent / "user"
-        return root / "onediff_guard" / "profiles"
-    return Path.home() / ".onediff-guard" / "profiles"
+        return root / "onediff_guard" / what
+    return Path.home() / ".onediff-guard" / what
 
 
 def samplers() -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -124,6 +124,7 @@ class _Loader:
             placement=host.placement(),
             accumulation=Accumulation(accumulation),
             profiles=host.profiles_directory(),
+            compiled=host.compiled_directory(),
         )
         host.linger(handle.store)
         return (handle,)

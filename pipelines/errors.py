@@ -31,6 +31,10 @@ class BadProfile(ValueError):
     """A profile of what was learned that cannot be used."""
 
 
+class BadCompiled(ValueError):
+    """A file of compiled code that cannot be used."""
+
+
 class HubError(RuntimeError):
     """A model that cannot be had from the hub."""
 

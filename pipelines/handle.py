@@ -38,6 +38,7 @@ class PipelineHandle:
     full_report: bool = True  # with a line for every step
     profiles: Path | None = None  # folder of what runs taught; None: nothing is kept
     profile: Profile | None = None  # from elsewhere, used in place of what is kept
+    compiled: Path | None = None  # folder of compiled code for later processes; None: none is kept
 
     def __post_init__(self) -> None:
         self.store.handles.add(self)
@@ -100,6 +101,7 @@ def load(
     placement: Placement,
     accumulation: Accumulation = Accumulation.AUTO,
     profiles: Path | None = None,
+    compiled: Path | None = None,
 ) -> PipelineHandle:
     """Check a model and make a handle. Weights are read when a stage first needs them.
 
@@ -117,6 +119,7 @@ def load(
         accumulation=accumulation,
         beside=present(),
         profiles=profiles,
+        compiled=compiled,
     )
     for component in model.variant.components:
         handle.plan(component)

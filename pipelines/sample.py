@@ -12,7 +12,7 @@ from ..precision.guard import StageGuard
 from ..precision.policy import Component, Precision
 from ..precision.report import RunReport
 from ..precision.shells import with_forward
-from . import vae
+from . import compile_cache, vae
 from .compiled_block import Tell, graphs_compiled, listening
 from .denoiser import guarded_denoiser
 from .errors import BadInput, BadSize
@@ -78,12 +78,10 @@ def sample(
             step_done(step + 1, settings.computed_steps, report)
         return values
 
-    def note(line: str) -> None:
-        report.notes += () if line in report.notes else (line,)
-
-    graphs = graphs_compiled()
+    graphs, from_cache = graphs_compiled(), compile_cache.graphs_from_cache()
+    heard = listening(tell or (lambda _: None), report.note)
     try:
-        with handle.switched(report), listening(tell or (lambda _: None), note), torch.no_grad():
+        with handle.switched(report), compile_cache.kept(handle, report), heard, torch.no_grad():
             pipe = _pipeline(handle, report, denoiser, settings.scheduler, request, from_video=video is not None)
             if embeddings:  # diffusers' CogView3-Plus would put zeros in place of a negative prompt that is encoded
                 pipe.encode_prompt = lambda *_, **__: tuple(embeddings.values())
@@ -107,6 +105,7 @@ def sample(
             )
     finally:
         report.graphs = None if report.backend in ("eager", "oneflow") else graphs_compiled() - graphs
+        report.graphs_kept = min(compile_cache.graphs_from_cache() - from_cache, report.graphs or 0)
         keep(handle, plan.dtype)
         handle.finish(family.denoiser)
     latents = result.frames if family.layout.counts_frames else result.images

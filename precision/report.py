@@ -47,7 +47,8 @@ class RunReport:
     plan: Plan
     backend: str = ""
     backend_reason: str = ""
-    graphs: int | None = None  # compiled anew in this run, as dynamo counts; None where nothing is compiled
+    graphs: int | None = None  # traced anew in this run, as dynamo counts; None where nothing is compiled
+    graphs_kept: int = 0  # of them, those whose code an earlier run had compiled and kept
     switches: tuple[Switch, ...] = ()
     stream_peak: float | None = None  # max |x| of the residual stream, where it was measured for the fold
     fold_bits: int | None = None  # the stream is scaled by 2^-fold_bits; None where the plan does not fold
@@ -59,6 +60,10 @@ class RunReport:
 
     def add(self, record: StepRecord) -> None:
         self.steps.append(record)
+
+    def note(self, line: str) -> None:
+        """What is worth a line, once."""
+        self.notes += () if line in self.notes else (line,)
 
     @property
     def reruns(self) -> int:
@@ -84,7 +89,13 @@ class RunReport:
         return f"{stage}{self.plan.reason}{self._fold()}{self._islands()}; {counts}."
 
     def _compiled(self) -> str:
-        return "" if self.graphs is None else f", {counted(self.graphs, 'graph')} compiled anew"
+        if self.graphs is None:
+            return ""
+        graphs = f", {counted(self.graphs, 'graph')}"
+        if not self.graphs_kept:
+            return f"{graphs} compiled anew"
+        kept = "" if self.graphs_kept == self.graphs else f"{self.graphs_kept} of them "
+        return f"{graphs}, {kept}from the cache of earlier runs"
 
     def _fold(self) -> str:
         if self.fold_bits is None:

@@ -14,9 +14,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(autouse=True)
-def _profiles_elsewhere(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test's runs learn is not kept for the next test, nor for whoever runs the tests."""
+def _kept_elsewhere(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test's runs learn and compile is not kept for the next test, nor for whoever runs the tests."""
     monkeypatch.setenv("ONEDIFF_GUARD_PROFILES", str(tmp_path_factory.mktemp("profiles")))
+    monkeypatch.setenv("ONEDIFF_GUARD_COMPILED_GB", "0")
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,390 @@
+"""What inductor compiled is there for the next process, and nothing that is wrong with it fails a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from comfyui_onediff_guard.pipelines import compile_cache
+from comfyui_onediff_guard.pipelines.compile import BackendChoice, CompileOptions
+from comfyui_onediff_guard.pipelines.compile_cache import INDUCTOR, LIMIT_VARIABLE, TRITON, kept, target_of
+from comfyui_onediff_guard.pipelines.compiled_code import SUFFIX, unpack
+from comfyui_onediff_guard.precision.policy import Component, Precision
+
+CHILD = """
+import hashlib, json, subprocess, sys
+from pathlib import Path
+
+commands = []
+start = subprocess.Popen.__init__
+
+def recorded(self, args, *more, **named):
+    commands.append([args] if isinstance(args, str) else list(map(str, args)))
+    start(self, args, *more, **named)
+
+subprocess.Popen.__init__ = recorded
+import torch
+from comfyui_onediff_guard.pipelines.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.families import COGVIDEOX
+from comfyui_onediff_guard.pipelines.handle import load
+from comfyui_onediff_guard.pipelines.placement import PlainPlacement
+from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
+from comfyui_onediff_guard.precision.policy import Precision
+
+model, compiled = map(Path, sys.argv[1:3])
+handle = load(
+    model, COGVIDEOX, precision=Precision("fp32"), backend="inductor", offload="none",
+    placement=PlainPlacement(), compiled=compiled,
+)
+with torch.inference_mode():
+    (positive, negative), _ = encode_prompts(handle, ["a red kite", ""])
+    settings = SampleSettings(64, 48, frames=9, steps=2, seed=3, guidance_scale=6.0)
+    latents, report = sample(handle, positive, negative, settings)
+asked = ({"--version"}, {"-v"})  # of the compiler's version
+print(json.dumps({
+    "graphs": report.graphs, "kept": report.graphs_kept, "notes": report.notes, "text": report.text(),
+    "built": [c for c in commands if "g++" in c[0] and set(c[1:]) not in asked],
+    "latents": hashlib.sha256(latents.numpy().tobytes()).hexdigest(),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def run(model_folder, fresh_python, tmp_path_factory):
+    """run(folder) → what a new process that samples with that folder of compiled code did. Its /tmp is new, too, or
+    `temporary`, where the headers that inductor precompiled are left."""
+
+    def sampled(folder: Path, temporary: Path | None = None) -> dict:
+        environment = {LIMIT_VARIABLE: "2", "TMPDIR": str(temporary or tmp_path_factory.mktemp("tmp"))}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv(INDUCTOR, raising=False)  # torch exports it as soon as it compiles
+            patch.delenv(TRITON, raising=False)
+            told = fresh_python(CHILD, str(model_folder("2b")), str(folder), **environment)
+        return json.loads(told.splitlines()[-1])
+
+    return sampled
+
+
+@pytest.fixture(scope="module")
+def first(run, tmp_path_factory):
+    """(folder, what the process did that filled it, its /tmp)."""
+    folder, temporary = tmp_path_factory.mktemp("kept") / "compiled", tmp_path_factory.mktemp("tmp")
+    return folder, run(folder, temporary), temporary
+
+
+@pytest.fixture
+def pipeline(model_folder, open_pipeline, tmp_path, monkeypatch):
+    monkeypatch.setenv(LIMIT_VARIABLE, "2")
+    monkeypatch.delenv(INDUCTOR, raising=False)
+    monkeypatch.delenv(TRITON, raising=False)
+    handle = open_pipeline(model_folder("2b"))
+    return replace(handle, backend=BackendChoice("inductor", "asked for"), compiled=tmp_path / "compiled")
+
+
+def in_new_process():
+    compile_cache._works.clear()
+
+
+def written(handle, **files):
+    """The report of a run in which a compiler writes these files, and what it found there before."""
+    report = handle.report(handle.plan(Component.DENOISER))
+    found = {}
+    with kept(handle, report):
+        folder = Path(os.environ[INDUCTOR])
+        found.update({path.name: path.read_text() for path in folder.rglob("*") if path.is_file()})
+        for name, text in files.items():
+            (folder / "ab").mkdir(exist_ok=True)
+            (folder / "ab" / name).write_text(text)
+    return report, found
+
+
+def only_file(handle):
+    (file,) = handle.compiled.iterdir()
+    return file
+
+
+def test_a_second_process_compiles_nothing(run, first):
+    folder, cold, _ = first
+    assert cold["graphs"] == 1 and cold["kept"] == 0 and cold["built"]
+    (file,) = folder.iterdir()
+    made = file.read_bytes()
+    warm = run(folder)
+    assert warm["built"] == [], "no library, no header, no probe"
+    assert (warm["graphs"], warm["kept"], warm["notes"]) == (1, 1, cold["notes"])
+    assert "1 graph, from the cache of earlier runs" in warm["text"] and "compiled anew" not in warm["text"]
+    assert warm["latents"] == cold["latents"] and file.read_bytes() == made
+
+
+def test_a_library_that_was_cut_short_is_thrown_away_and_built_again(run, first, tmp_path):
+    folder, cold, temporary = first
+    shutil.copytree(folder, tmp_path / "damaged")
+    (file,) = (tmp_path / "damaged").iterdir()
+    rewrite(file, lambda name, content: content[: len(content) // 2] if name.endswith(".so") else content)
+    again = run(tmp_path / "damaged", temporary)
+    assert [note for note in again["notes"] if "thrown away" in note and "is not what it was" in note]
+    assert again["kept"] == 0 and again["built"] and again["latents"] == cold["latents"]
+    assert file.stat().st_size > 1000, "kept again"
+
+
+def rewrite(file, change):
+    with zipfile.ZipFile(file) as archive:
+        contents = {name: change(name, archive.read(name)) for name in archive.namelist()}
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, content in contents.items():
+            archive.writestr(name, content)
+
+
+def test_what_is_written_is_there_in_the_next_process_and_nowhere_else(pipeline):
+    report, found = written(pipeline, kernel="code")
+    assert found == {} and report.notes == pipeline.store.model.notes
+    assert INDUCTOR not in os.environ and TRITON not in os.environ
+    assert only_file(pipeline).name == f"{target_of(pipeline, report.plan).name}{SUFFIX}"
+    in_new_process()
+    assert written(pipeline)[1] == {"kernel": "code"}
+
+
+@pytest.mark.parametrize("what", ["torch", "device", "python", "dtype", "accumulation", "options", "config"])
+def test_for_something_else_nothing_is_there(pipeline, monkeypatch, what):
+    written(pipeline, kernel="code")
+    here = compile_cache.platform_of(pipeline.store.placement.device, pipeline.architecture.name)
+    changed = {
+        "dtype": {"precision": Precision.BF16},
+        "options": {"compile_options": CompileOptions(dynamic=True)},
+    }
+    other = replace(pipeline, **changed.get(what, {}))
+    if what in ("torch", "device", "python"):
+        monkeypatch.setattr(compile_cache, "platform_of", lambda *_: replace(here, **{what: "another"}))
+    if what == "accumulation":
+        plan = replace(other.plan(Component.DENOISER), accumulation="on")
+        monkeypatch.setattr(type(other), "plan", lambda *_: plan)
+    if what == "config":
+        config = {**other.store.model.denoiser_config, "num_layers": 7}
+        monkeypatch.setattr(other.store, "model", replace(other.store.model, denoiser_config=config))
+    in_new_process()
+    assert written(other, another="code")[1] == {}
+    assert len(list(pipeline.compiled.iterdir())) == 2
+
+
+def test_a_process_that_ran_another_model_keeps_each_ones_own(pipeline):
+    other = replace(pipeline, compile_options=CompileOptions(dynamic=True))
+    written(pipeline, kernel="code")
+    assert written(other, another="code")[1] == {}
+    assert written(pipeline)[1] == {"kernel": "code"}
+
+
+def test_two_processes_at_once_keep_what_both_compiled(pipeline):
+    written(pipeline)
+    mine = dict(compile_cache._works)
+    in_new_process()
+    written(pipeline, theirs="code")
+    compile_cache._works.clear()
+    compile_cache._works.update(mine)
+    written(pipeline, mine="code")
+    in_new_process()
+    assert written(pipeline)[1] == {"mine": "code", "theirs": "code"}
+
+
+def garbage(file):
+    file.write_bytes(b"no archive at all")
+
+
+def half(file):
+    file.write_bytes(file.read_bytes()[:100])
+
+
+def empty(file):
+    file.write_bytes(b"")
+
+
+def for_something_else(file):
+    rewrite(file, lambda name, content: content.replace(b'"CogVideoX-2B"', b'"CogVideoX-5B"'))
+
+
+def half_a_manifest(file):
+    rewrite(file, lambda name, content: content[:40] if name == "manifest.json" else content)
+
+
+def another_byte(file):
+    rewrite(file, lambda name, content: b"codf" if name.endswith("kernel") else content)
+
+
+def a_folder(file):
+    file.unlink()
+    (file / "inside").mkdir(parents=True)
+
+
+@pytest.mark.parametrize("damage", [garbage, half, empty, half_a_manifest, another_byte, for_something_else, a_folder])
+def test_a_damaged_file_is_thrown_away_with_a_line(pipeline, damage, caplog):
+    written(pipeline, kernel="code")
+    damage(only_file(pipeline))
+    in_new_process()
+    report, found = written(pipeline, kernel="code")
+    (line,) = report.notes[len(pipeline.store.model.notes) :]
+    assert found == {} and line.startswith("the compile cache is thrown away") and line in caplog.messages
+    in_new_process()
+    assert written(pipeline)[1] == {"kernel": "code"}, "kept again"
+
+
+def test_every_damage_to_a_byte_is_noticed_or_does_no_harm(pipeline, tmp_path):
+    report, _ = written(pipeline, kernel="code" * 50, another="more" * 50)
+    file, target = only_file(pipeline), target_of(pipeline, report.plan)
+    whole = file.read_bytes()
+    noticed = 0
+    for place in range(0, len(whole), 3):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
+        folder = tmp_path / f"unpacked{place}"
+        folder.mkdir()
+        try:
+            unpack(file, target, folder)
+        except (compile_cache.BadCompiled, OSError):
+            noticed += 1
+        texts = {path.name: path.read_text() for path in folder.rglob("*") if path.is_file()}
+        assert set(texts.items()) <= {("kernel", "code" * 50), ("another", "more" * 50)}, place
+    assert noticed > len(whole) // 3 // 2
+
+
+def test_a_folder_that_is_a_file_costs_a_line(pipeline):
+    pipeline.compiled.write_text("in the way")
+    report, _ = written(pipeline, kernel="code")
+    assert [note for note in report.notes if note.startswith("compiled code could not be kept in ")]
+    assert pipeline.compiled.read_text() == "in the way"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_a_folder_that_cannot_be_written_costs_a_line(pipeline):
+    report, _ = written(replace(pipeline, compiled=Path("/proc/compiled")), kernel="code")
+    assert [note for note in report.notes if note.startswith("compiled code could not be kept in /proc/compiled")]
+
+
+def test_a_full_disk_costs_a_line_and_leaves_nothing(pipeline, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(zipfile.ZipFile, "writestr", full)
+    report, _ = written(pipeline, kernel="code")
+    assert "No space left on device" in report.notes[-1] and list(pipeline.compiled.iterdir()) == []
+
+
+def test_without_a_folder_to_work_in_the_run_goes_on(pipeline, monkeypatch):
+    def none(**_):
+        raise OSError("no usable temporary directory")
+
+    monkeypatch.setattr(compile_cache.tempfile, "TemporaryDirectory", none)
+    report = pipeline.report(pipeline.plan(Component.DENOISER))
+    with kept(pipeline, report):
+        assert INDUCTOR not in os.environ
+    assert "there is no folder to work in" in report.notes[-1]
+
+
+def test_what_the_user_exported_is_respected_and_told(pipeline, monkeypatch, tmp_path):
+    monkeypatch.setenv(INDUCTOR, str(tmp_path / "users"))
+    report = pipeline.report(pipeline.plan(Component.DENOISER))
+    with kept(pipeline, report):
+        assert os.environ[INDUCTOR] == str(tmp_path / "users")
+    assert f"{INDUCTOR}={tmp_path / 'users'}" in report.notes[-1] and not pipeline.compiled.exists()
+
+
+def test_a_folder_of_tritons_that_the_user_exported_stays(pipeline, monkeypatch, tmp_path):
+    monkeypatch.setenv(TRITON, str(tmp_path / "users"))
+    with kept(pipeline, pipeline.report(pipeline.plan(Component.DENOISER))):
+        assert os.environ[TRITON] == str(tmp_path / "users") and INDUCTOR in os.environ
+    assert os.environ[TRITON] == str(tmp_path / "users")
+
+
+def test_what_torch_exported_itself_is_put_back(pipeline, monkeypatch):
+    from torch._inductor.runtime.runtime_utils import default_cache_dir
+
+    monkeypatch.setenv(INDUCTOR, default_cache_dir())
+    monkeypatch.setenv(TRITON, f"{default_cache_dir()}/triton/0")
+    report = pipeline.report(pipeline.plan(Component.DENOISER))
+    with kept(pipeline, report):
+        assert os.environ[TRITON] == f"{os.environ[INDUCTOR]}/triton"
+        assert not os.environ[INDUCTOR].startswith(default_cache_dir())
+    assert report.notes == pipeline.store.model.notes
+    assert (os.environ[INDUCTOR], os.environ[TRITON]) == (default_cache_dir(), f"{default_cache_dir()}/triton/0")
+
+
+def test_a_run_that_was_interrupted_keeps_what_it_compiled_and_a_failed_compiler_does_not(pipeline):
+    from torch._dynamo.exc import InternalTorchDynamoError
+
+    class Interrupted(Exception):
+        pass
+
+    def compile_and_raise(report, error):
+        with kept(pipeline, report):
+            (Path(os.environ[INDUCTOR]) / type(error).__name__).write_text("code")
+            raise error
+
+    def ended_by(error):
+        report = pipeline.report(pipeline.plan(Component.DENOISER))
+        with pytest.raises(type(error)):
+            compile_and_raise(report, error)
+        assert INDUCTOR not in os.environ
+        return report
+
+    ended_by(KeyboardInterrupt())
+    assert not pipeline.compiled.exists(), "the compiler may have been ended with it"
+    in_new_process()
+    ended_by(Interrupted())
+    assert only_file(pipeline)
+    report = ended_by(InternalTorchDynamoError("cannot be compiled"))
+    assert "compiling failed" in report.notes[-1] and list(pipeline.compiled.iterdir()) == []
+    assert written(pipeline)[1] == {}
+
+
+@pytest.mark.parametrize("without", ["backend", "folder", "limit"])
+def test_where_nothing_is_kept_nothing_is_touched(pipeline, monkeypatch, without):
+    changed = {"backend": {"backend": BackendChoice("eager", "asked for")}, "folder": {"compiled": None}}
+    if without == "limit":
+        monkeypatch.setenv(LIMIT_VARIABLE, "0")
+    handle = replace(pipeline, **changed.get(without, {}))
+    with kept(handle, handle.report(handle.plan(Component.DENOISER))):
+        assert INDUCTOR not in os.environ
+    assert not pipeline.compiled.exists() and not compile_cache._works.keys() & {pipeline.compiled}
+
+
+def test_the_oldest_is_dropped_and_never_what_is_in_use(pipeline, monkeypatch):
+    def used(dynamic, seconds_ago):
+        handle = replace(pipeline, compile_options=CompileOptions(dynamic=dynamic))
+        report, _ = written(handle, **{f"kernel{dynamic}": os.urandom(3000).hex()})
+        file = pipeline.compiled / f"{target_of(handle, report.plan).name}{SUFFIX}"
+        os.utime(file, times=(time.time() - seconds_ago,) * 2)
+        return file
+
+    monkeypatch.setenv(LIMIT_VARIABLE, "0.00001")  # 10 kB: two of them
+    oldest, older = used(None, 300), used(True, 200)
+    in_new_process()
+    written(replace(pipeline, compile_options=CompileOptions()))  # used, and so no longer the oldest
+    latest = used(False, 0)
+    assert sorted(pipeline.compiled.iterdir()) == sorted([oldest, latest]) and not older.exists()
+    monkeypatch.setenv(LIMIT_VARIABLE, "0.000000001")
+    written(pipeline, more="code")
+    assert list(pipeline.compiled.iterdir()) == [oldest], "in use"
+
+
+def test_a_limit_that_is_no_number_is_told_and_not_used(pipeline, monkeypatch):
+    monkeypatch.setenv(LIMIT_VARIABLE, "much")
+    report, _ = written(pipeline, kernel="code")
+    assert f"{LIMIT_VARIABLE} is not used" in report.notes[-1] and only_file(pipeline)
+
+
+def test_tritons_paths_are_those_of_the_folder_they_are_in(pipeline):
+    """Its group files name their members by their whole path; without that it would compile again."""
+    report = pipeline.report(pipeline.plan(Component.DENOISER))
+    for process in range(2):
+        in_new_process()
+        with kept(pipeline, report):
+            folder = Path(os.environ[TRITON])
+            assert folder == Path(os.environ[INDUCTOR]) / "triton"
+            group = folder / "HASH" / "__grp__kernel.json"
+            if process == 0:
+                group.parent.mkdir(parents=True)
+                group.write_text(json.dumps({"child_paths": {"k.cubin": str(folder / "HASH" / "k.cubin")}}))
+            assert json.loads(group.read_text()) == {"child_paths": {"k.cubin": str(folder / "HASH" / "k.cubin")}}
