@@ -29,6 +29,7 @@ SUBCOMMANDS = (
     Subcommand("doctor", ".doctor", "say what would run here or on another card, and why"),
     Subcommand("probe", ".probe", "measure a model over a few steps, draw it, and recommend how to run it"),
     Subcommand("profile", ".profile", "list, show, export and import what runs taught about models"),
+    Subcommand("compiled", ".compiled", "list, export, import and clear code that was compiled for later runs"),
 )
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..pipelines.errors import BadFolder, BadInput
-from . import host, inputs
+from . import compiled, host, inputs
 
 if TYPE_CHECKING:
     from ..pipelines.diagnosis import Diagnosis
@@ -39,15 +40,20 @@ def examine(
     from ..precision.policy import Precision
 
     try:
-        return diagnose(
+        diagnosis = diagnose(
             on_disk(model) if model else None,
             architecture_of(architecture),
             precision=Precision(precision),
             accumulation=Accumulation(accumulation),
             loaders=LOADERS,
         )
+        return _with_cache(diagnosis)
     except OSError as error:
         raise BadFolder(f"'{model}' cannot be read: {error}.") from error
+
+
+def _with_cache(diagnosis: Diagnosis) -> Diagnosis:
+    return replace(diagnosis, compile_cache=compiled.in_words(compiled.folder(None)))
 
 
 def on_disk(model: Path) -> Path:
@@ -119,7 +125,7 @@ class PrecisionReport:
     ) -> dict[str, Any]:
         from ..pipelines.diagnosis import diagnose_pipeline
 
-        diagnosis = diagnose_pipeline(pipeline, architecture_of(architecture))
+        diagnosis = _with_cache(diagnose_pipeline(pipeline, architecture_of(architecture)))
         text = diagnosis.text()
         host.say(node_id, text)
         return {"ui": {"text": [text], "onediff_guard": [diagnosis.as_dict()]}, "result": (text,)}

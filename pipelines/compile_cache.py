@@ -24,8 +24,6 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ..precision.policy import Plan
 from ..precision.report import RunReport
 from .compiled_code import SUFFIX, Platform, Target, files_in, pack, unpack
@@ -33,6 +31,8 @@ from .errors import BadCompiled
 from .machine import version_of
 
 if TYPE_CHECKING:
+    import torch
+
     from .handle import PipelineHandle
 
 logger = logging.getLogger(__name__)
@@ -51,8 +51,8 @@ def kept(handle: PipelineHandle, report: RunReport) -> Generator[None]:
     if folder is None or not limit or handle.backend.name != "inductor":
         yield
         return
-    if exported := _exported():
-        _say(report, f"compiled code is kept in {INDUCTOR}={exported}, as it was exported")
+    if own := exported():
+        report.notes += (f"compiled code is kept in {INDUCTOR}={own}, as it was exported",)
         yield
         return
     work = _opened(folder, target_of(handle, report.plan), report)
@@ -99,6 +99,8 @@ def target_of(handle: PipelineHandle, plan: Plan) -> Target:
 
 @lru_cache
 def platform_of(device: torch.device, architecture: str) -> Platform:
+    import torch
+
     libc = " ".join(platform.libc_ver())
     return Platform(
         architecture=architecture,
@@ -122,6 +124,12 @@ def limit_of(variables: Mapping[str, str]) -> float:
 def kept_files(folder: Path) -> list[Path]:
     """Those used last first."""
     return sorted(folder.glob(f"*{SUFFIX}"), key=_last_used, reverse=True)
+
+
+def exported() -> str:
+    """Inductor's folder as the user exported it, "" where it is inductor's own choice, which it exports too."""
+    value = os.environ.get(INDUCTOR, "")
+    return "" if _set_by_torch(value) else value
 
 
 @dataclass
@@ -269,12 +277,6 @@ def _forget_probes() -> None:
             probe.cache_clear()
 
 
-def _exported() -> str:
-    """Inductor's folder as the user exported it, "" where it is inductor's own choice, which it exports too."""
-    value = os.environ.get(INDUCTOR, "")
-    return "" if _set_by_torch(value) else value
-
-
 def _set_by_torch(value: str) -> bool:
     """To its default, when it was asked for it."""
     path, temporary = Path(value), Path(tempfile.gettempdir()).absolute()
@@ -311,7 +313,9 @@ def _triton_version() -> str:
 
 
 def _cpu() -> str:
-    """Inductor compiles for the very CPU: code for another with more instruction sets would be killed here."""
+    """Inductor compiles for the very CPU: code for one with more instruction sets would end this process."""
+    import torch
+
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -68,6 +68,7 @@ class Diagnosis:
     switches: tuple[Switch, ...]
     models: tuple[ModelPlans, ...]
     notes: tuple[str, ...]
+    compile_cache: str = ""  # where it is and how full; empty where nobody said
     not_run: tuple[str, ...] = NOT_RUN
 
     def text(self) -> str:

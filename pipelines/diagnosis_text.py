@@ -60,6 +60,8 @@ def _backends(diagnosis: Diagnosis) -> list[str]:
     rows = [
         (f"{'*' if state.name == backends.chosen else ' '} {state.name}", state.reason) for state in backends.states
     ]
+    if diagnosis.compile_cache:
+        rows.append(("compile cache", diagnosis.compile_cache))
     return ["Compile backends here (* is used; 'auto' takes the first that is found)", *_rows(rows)]
 
 

@@ -1,0 +1,115 @@
+"""What the console command asks about compiled code."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..pipelines.errors import BadCompiled
+from . import host
+
+if TYPE_CHECKING:
+    from ..pipelines.compiled_code import Platform
+
+
+def folder(named: Path | None) -> Path:
+    return named or host.compiled_directory()
+
+
+def listed(where: Path) -> list[tuple[str, int, Any]]:
+    """(name, bytes, Target, or what went wrong in place of one that cannot be used) of each, used last first."""
+    from ..pipelines.compile_cache import kept_files
+    from ..pipelines.compiled_code import SUFFIX, read_target
+
+    def target(file: Path) -> Any:
+        try:
+            return read_target(file)
+        except (BadCompiled, OSError) as error:
+            return error
+
+    return [(file.name.removesuffix(SUFFIX), file.stat().st_size, target(file)) for file in kept_files(where)]
+
+
+def in_words(where: Path) -> str:
+    """Where it is, and how much of how much is used."""
+    from ..pipelines.compile_cache import INDUCTOR, LIMIT_VARIABLE, exported, kept_files, limit_of
+
+    try:
+        limit = limit_of(os.environ)
+    except ValueError as error:
+        return f"{LIMIT_VARIABLE} is not used: {error}"
+    if own := exported():
+        return f"inductor's own, {INDUCTOR}={own}, as it was exported"
+    if not limit:
+        return f"off ({LIMIT_VARIABLE}=0)"
+    try:
+        sizes = [file.stat().st_size for file in kept_files(where)]
+    except OSError as error:
+        return f"{where} cannot be read: {error}"
+    return f"{where}, {len(sizes)} kept, {sum(sizes) / 1e9:.2g} of {limit:g} GB"
+
+
+def export(where: Path, name: str, file: Path) -> None:
+    """Raises BadCompiled, OSError."""
+    from ..pipelines.compiled_code import check, copy
+
+    found = _one(where, name)
+    check(found)
+    copy(found, file)
+
+
+def take(where: Path, file: Path) -> tuple[str, str]:
+    """Check a file and keep it; its name, and what it is for in words. Raises BadCompiled, OSError."""
+    from ..pipelines.compiled_code import SUFFIX, check, copy
+
+    try:
+        target = check(file)
+    except OSError as error:
+        raise BadCompiled(f"'{file}' cannot be read: {error}.") from error
+    if misfit := target.machine.misfit(_here()):
+        raise BadCompiled(
+            f"'{file.name}' cannot be used on this machine: {misfit}. Export it on a machine like this one, or let a "
+            "run compile here."
+        )
+    where.mkdir(parents=True, exist_ok=True)
+    copy(file, where / f"{target.name}{SUFFIX}")
+    return target.name, target.in_words()
+
+
+def clear(where: Path, name: str) -> list[str]:
+    """Delete those whose names start so; which. Raises OSError."""
+    from ..pipelines.compiled_code import SUFFIX
+
+    files = _named(where, name)
+    for file in files:
+        file.unlink()
+    return [file.name.removesuffix(SUFFIX) for file in files]
+
+
+def _one(where: Path, name: str) -> Path:
+    from ..pipelines.compiled_code import SUFFIX
+
+    files = _named(where, name)
+    found = [file for file in files if file.name == f"{name}{SUFFIX}"] or files
+    if len(found) != 1:
+        which = ", ".join(file.name.removesuffix(SUFFIX) for file in found) or "none"
+        raise BadCompiled(
+            f"The name of one that is kept must start with '{name}', and these do: {which}. Looked in {where}."
+        )
+    return found[0]
+
+
+def _named(where: Path, name: str) -> list[Path]:
+    from ..pipelines.compile_cache import kept_files
+
+    return sorted(file for file in kept_files(where) if file.name.startswith(name))
+
+
+def _here() -> Platform:
+    from ..pipelines.compile_cache import platform_of
+    from ..pipelines.placement import default_device
+    from ..precision.arch import detect
+
+    device = default_device()
+    return platform_of(device, detect(device).name)
