@@ -1,0 +1,46 @@
+"""A ComfyUI that is started again compiles nothing anew, and says so."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import legs
+import pytest
+from runs import HEALTHY, SMALL, Ran, finish, start
+
+pytestmark = pytest.mark.comfyui
+
+
+@pytest.fixture(params=[legs.leg_a, legs.leg_b], ids=["leg_a", "leg_b"])
+def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> legs.Leg:
+    leg = request.param()
+    if leg.missing:
+        pytest.skip(leg.missing)
+    for variable in ("ONEDIFF_GUARD_COMPILED_GB", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(variable, raising=False)
+    return leg
+
+
+def test_the_second_start_compiles_nothing(either: legs.Leg, small_models: Path, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    legs.install_pack(base / "custom_nodes")
+    shutil.copytree(small_models / "diffusers" / HEALTHY, base / "models" / "diffusers" / HEALTHY)
+    changes = {
+        **SMALL,
+        "OneDiffGuardLoadCogVideoX.model": HEALTHY,
+        "OneDiffGuardLoadCogVideoX.backend": "inductor",
+    }
+
+    def sampled(process: int) -> tuple[int, int, str]:
+        (tmp_path / str(process)).mkdir()
+        with legs.started(either, base) as server:
+            ran: Ran = finish(start(server, either.workflow, tmp_path / str(process), changes), server)
+        assert ran.code == 0, ran.answer
+        (report,) = (report for report in ran.reports() if report["graphs"] is not None)
+        return report["graphs"], report["graphs_kept"], report["backend"]
+
+    assert sampled(1) == (1, 0, "inductor")
+    (kept,) = (base / "user" / "onediff_guard" / "compiled").iterdir()
+    assert kept.name.startswith("CogVideoX-2B-cpu-fp32-")
+    assert sampled(2) == (1, 1, "inductor")
