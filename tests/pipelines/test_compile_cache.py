@@ -232,6 +232,22 @@ def test_a_damaged_file_is_thrown_away_with_a_line(pipeline, damage, caplog):
     assert written(pipeline)[1] == {"kernel": "code"}, "kept again"
 
 
+@pytest.mark.parametrize(
+    ("graphs", "from_cache", "says"),
+    [
+        (2, 0, "2 graphs compiled anew"),
+        (3, 2, "3 graphs, 2 of them from the cache of earlier runs"),
+        (2, 2, "2 graphs, from the cache of earlier runs"),
+        (0, 0, "0 graphs compiled anew"),
+    ],
+)
+def test_the_report_tells_what_was_compiled_from_what_was_kept(pipeline, graphs, from_cache, says):
+    report = pipeline.report(pipeline.plan(Component.DENOISER))
+    report.graphs, report.graphs_kept = graphs, from_cache
+    assert f"backend: inductor (asked for), {says}\n" in report.text()
+    assert (report.as_dict()["graphs"], report.as_dict()["graphs_kept"]) == (graphs, from_cache)
+
+
 def test_every_damage_to_a_byte_is_noticed_or_does_no_harm(pipeline, tmp_path):
     report, _ = written(pipeline, kernel="code" * 50, another="more" * 50)
     file, target = only_file(pipeline), target_of(pipeline, report.plan)
