@@ -28,7 +28,7 @@ from ..precision.policy import Plan
 from ..precision.report import RunReport
 from .compiled_code import SUFFIX, Platform, Target, files_in, pack, unpack
 from .errors import BadCompiled
-from .machine import version_of
+from .machine import first_line, version_of
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +55,7 @@ def kept(handle: PipelineHandle, report: RunReport) -> Generator[None]:
         report.notes += (f"compiled code is kept in {INDUCTOR}={own}, as it was exported",)
         yield
         return
-    work = _opened(folder, target_of(handle, report.plan), report)
+    work = _ready(handle, folder, report)
     if work is None:
         yield
         return
@@ -149,19 +149,27 @@ class _Work:
 _works: dict[Path, _Work] = {}  # of this process
 
 
-def _opened(folder: Path, target: Target, report: RunReport) -> _Work | None:
-    """The process's own folder for a target, filled with what is kept; None where there can be none."""
+def _ready(handle: PipelineHandle, folder: Path, report: RunReport) -> _Work | None:
+    """The folder to compile in, with what inductor has loaded from others forgotten: it would not write that to this
+    one. None where there can be none."""
+    try:
+        work = _opened(folder, target_of(handle, report.plan), report)
+        _forget_loaded()
+        _offer_built(work.folder)
+    except Exception as error:  # noqa: BLE001 - no disk, a broken inductor, one of other names: a run does without
+        _say(report, f"compiled code is not kept: {first_line(error)}")
+        return None
+    return work
+
+
+def _opened(folder: Path, target: Target, report: RunReport) -> _Work:
+    """The process's own folder for a target, filled with what is kept."""
     file = folder / f"{target.name}{SUFFIX}"
     with suppress(OSError):
         os.utime(file)
     if file in _works:
         return _works[file]
-    try:
-        holder = tempfile.TemporaryDirectory(prefix="onediff_guard_", ignore_cleanup_errors=True)
-    except OSError as error:
-        _say(report, f"compiled code is not kept: there is no folder to work in ({error})")
-        return None
-    work = _Work(target, file, holder)
+    work = _Work(target, file, tempfile.TemporaryDirectory(prefix="onediff_guard_", ignore_cleanup_errors=True))
     if _fill(work, report):
         work.known = files_in(work.folder)
     _forget_probes()
@@ -229,15 +237,12 @@ def _drop_oldest(used: Path, limit: float) -> None:
 
 @contextmanager
 def _folders(work: _Work) -> Generator[None]:
-    """Inductor and Triton read these variables whenever they compile. What they have loaded from other folders is
-    forgotten: they would not write it to this one."""
+    """Inductor and Triton read these variables whenever they compile."""
     before = {variable: os.environ.get(variable) for variable in (INDUCTOR, TRITON)}
     os.environ[INDUCTOR] = str(work.folder)
     triton = before[TRITON]
     if triton is None or _set_by_torch(triton):
         os.environ[TRITON] = str(work.folder / "triton")
-    _forget_loaded()
-    _offer_built(work.folder)
     try:
         yield
     finally:

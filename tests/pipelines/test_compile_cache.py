@@ -288,15 +288,27 @@ def test_a_full_disk_costs_a_line_and_leaves_nothing(pipeline, monkeypatch):
     assert "No space left on device" in report.notes[-1] and list(pipeline.compiled.iterdir()) == []
 
 
-def test_without_a_folder_to_work_in_the_run_goes_on(pipeline, monkeypatch):
-    def none(**_):
-        raise OSError("no usable temporary directory")
+def no_disk(**_):
+    raise OSError("no usable temporary directory")
 
-    monkeypatch.setattr(compile_cache.tempfile, "TemporaryDirectory", none)
+
+def no_inductor():
+    raise ImportError("no module named torch._inductor")
+
+
+@pytest.mark.parametrize(
+    ("broken", "by", "says"),
+    [
+        ("tempfile.TemporaryDirectory", no_disk, "compiled code is not kept: OSError: no usable temporary directory"),
+        ("_forget_loaded", no_inductor, "compiled code is not kept: ImportError: no module named torch._inductor"),
+    ],
+)
+def test_where_it_cannot_begin_the_run_goes_on(pipeline, monkeypatch, broken, by, says):
+    monkeypatch.setattr(f"{compile_cache.__name__}.{broken}", by)
     report = pipeline.report(pipeline.plan(Component.DENOISER))
     with kept(pipeline, report):
         assert INDUCTOR not in os.environ
-    assert "there is no folder to work in" in report.notes[-1]
+    assert report.notes[-1] == says and not pipeline.compiled.exists()
 
 
 def test_what_the_user_exported_is_respected_and_told(pipeline, monkeypatch, tmp_path):
