@@ -10,6 +10,7 @@ from pathlib import Path
 from ..precision.accumulation import Accumulation, accumulation
 from ..precision.arch import Architecture, detect, present
 from ..precision.guard import GuardPolicy, OnFailure
+from ..precision.peaks import Memory, peak_memory
 from ..precision.policy import Component, Plan, Precision, choose
 from ..precision.report import RunReport
 from .compile import BackendChoice, CompileOptions, choose_backend
@@ -70,10 +71,15 @@ class PipelineHandle:
 
     @contextmanager
     def switched(self, report: RunReport) -> Generator[None]:
-        """Hold the accumulation switches while a stage runs, and note them in its report."""
-        with accumulation(self.architecture, self.accumulation, self.beside) as switches:
+        """Hold the accumulation switches while a stage runs, measure its memory, and note both in its report."""
+        device = self.store.placement.device
+        with peak_memory(device) as peak, accumulation(self.architecture, self.accumulation, self.beside) as switches:
             report.switches = switches
-            yield
+            try:
+                yield
+            finally:
+                if found := peak():
+                    report.memory = Memory(str(device), found, self.store.bytes_on_device())
 
     def report(self, plan: Plan) -> RunReport:
         return RunReport(

@@ -89,6 +89,13 @@ class ComponentStore:
         """{component: dtype} of what is in memory."""
         return {name: dtype for name, (dtype, _) in self._modules.items()}
 
+    def bytes_on_device(self) -> int:
+        """Of the components' weights and buffers, that are on the device now."""
+        with self._lock:
+            modules = [module for _, module in self._modules.values()]
+            tensors = {t for module in modules for t in (*module.parameters(), *module.buffers())}
+        return sum(t.nbytes for t in tensors if t.device == self.placement.device)
+
     def rest(self, name: str) -> None:
         """Move a component to the host's memory until it is needed again."""
         with self._lock:

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 
+from .observe import floating
+from .peaks import peak_memory
+
 
 @contextmanager
-def extra_peak(owner: object) -> Generator[Callable[[], int | None]]:
+def extra_peak(owner: object, given: Any = ()) -> Generator[Callable[[], int | None]]:
     """Yields a function that tells, afterwards, how many bytes were allocated at the peak beyond what was there before.
 
-    Measured on CUDA, whose peak counter it resets. Elsewhere nobody counts, and it is the largest layer's weights in
-    float32, which is what a rerun adds to its activations; None where `owner` is no module.
+    given: a nest of the tensors that are computed with; the owner's weights may be elsewhere until they are needed.
+    Measured on CUDA. Elsewhere it is the largest layer's weights in float32, which is what a rerun adds to its
+    activations; None where `owner` is no module.
     """
     module = owner if isinstance(owner, torch.nn.Module) else None
-    devices = {p.device for p in module.parameters() if p.is_cuda} if module else set()
+    tensors = [*floating(given), *(module.parameters() if module else ())]
+    devices = sorted({tensor.device for tensor in tensors if tensor.is_cuda}, key=str)
     before = {device: torch.cuda.memory_allocated(device) for device in devices}
-    for device in devices:
-        torch.cuda.reset_peak_memory_stats(device)
     extra = None if devices or module is None else largest_layer(module)
-    yield lambda: extra
-    if devices:
-        extra = sum(torch.cuda.max_memory_allocated(device) - before[device] for device in devices)
+    with ExitStack() as stack:
+        peaks = {device: stack.enter_context(peak_memory(device)) for device in devices}
+        yield lambda: extra
+        if devices:
+            found = {device: peak() for device, peak in peaks.items()}
+            extra = sum(peak.used - before[device] for device, peak in found.items() if peak)
 
 
 def largest_layer(module: torch.nn.Module) -> int:

@@ -168,7 +168,7 @@ class StageGuard:
         """
         started, finding = time.perf_counter(), None
         learner = self._learner if half_call and (self._learns or not self._failures) else None
-        with extra_peak(self._owner) as extra_bytes:
+        with extra_peak(self._owner, (args, kwargs)) as extra_bytes:
             if learner:
                 (output, made, _), finding = learner.watch(lambda: self._in_fp32(args, kwargs))
             else:

@@ -9,6 +9,7 @@ from typing import Any
 
 from .accumulation import Switch
 from .learned import Learned, named
+from .peaks import Memory
 from .policy import Component, Plan
 
 
@@ -54,6 +55,7 @@ class RunReport:
     fold_bits: int | None = None  # the stream is scaled by 2^-fold_bits; None where the plan does not fold
     learned: Learned | None = None  # what the run knew in the end, where it learns
     calls_per_step: int = 1  # of the denoiser
+    memory: Memory | None = None  # None where nobody counts
     before: list[RunReport] = field(default_factory=list)  # stages that ran first, to encode an image
     notes: tuple[str, ...] = ()  # what is unusual about the model, or was mended when it was loaded
     steps: list[StepRecord] = field(default_factory=list)
@@ -116,6 +118,7 @@ class RunReport:
             f"guard {self.plan.guard_reason}",
             f"fold: {self.plan.fold_reason}",
             *(f"note: {note}" for note in self.notes),
+            *([f"memory: {self.memory}"] if self.memory else ()),
         ]
         if self.stream_peak is not None:
             lines.append(f"first step in fp32: the residual stream peaks at {self.stream_peak:.4g}, fp16 ends at 65504")

@@ -1,0 +1,135 @@
+"""Memory peaks: right for a stage and for a rerun inside it, although they share one counter."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from comfyui_onediff_guard.precision import peaks
+from comfyui_onediff_guard.precision.cost import extra_peak
+from comfyui_onediff_guard.precision.peaks import Memory, Peak, peak_memory
+
+CUDA = torch.device("cuda", 0)
+
+
+class Allocator:
+    """CUDA's counters as PyTorch keeps them: a peak since the last reset, of the whole process."""
+
+    def __init__(self):
+        self.now = self.peak = 0
+
+    def use(self, n_bytes):
+        self.now += n_bytes
+        self.peak = max(self.peak, self.now)
+
+    def reset(self, _device):
+        self.peak = self.now
+
+
+@pytest.fixture
+def allocator(monkeypatch):
+    made = Allocator()
+    monkeypatch.setattr(peaks, "_COUNTERS", {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: made.now)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _device: made.peak)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _device: 2 * made.peak)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", made.reset)
+    return made
+
+
+def test_what_was_used_before_is_not_counted(allocator):
+    allocator.use(1000)
+    allocator.use(-900)
+    with peak_memory(CUDA) as peak:
+        allocator.use(50)
+        allocator.use(-50)
+    allocator.use(500)
+    assert peak() == Peak(150, 300), "nor is what came afterwards"
+
+
+@pytest.mark.parametrize("first", [700, 20])
+def test_a_stage_and_a_rerun_inside_it_both_know_their_own_peak(allocator, first):
+    allocator.use(100)
+    with peak_memory(torch.device("cuda")) as stage:
+        allocator.use(first)  # before the rerun, which starts the counter anew
+        allocator.use(-first)
+        with peak_memory(CUDA) as rerun:
+            allocator.use(60)
+            allocator.use(-60)
+        allocator.use(10)
+        allocator.use(-10)
+    assert rerun() == Peak(160, 320)
+    assert stage() == Peak(100 + max(first, 60), 2 * (100 + max(first, 60)))
+
+
+def test_a_rerun_counts_what_it_takes_beyond_what_was_there(allocator):
+    class OnCuda(torch.Tensor):
+        is_cuda = True  # pyright: ignore[reportAssignmentType]
+        device = CUDA  # pyright: ignore[reportAssignmentType]
+
+    activations: Any = OnCuda([0.0])
+    allocator.use(100)
+    with peak_memory(CUDA) as stage, extra_peak(torch.nn.Linear(2, 2), [activations]) as extra:
+        allocator.use(60)
+        allocator.use(-60)
+    assert extra() == 60, "its weights are in main memory, and it computes on CUDA"
+    assert stage() == Peak(160, 320)
+
+
+def test_a_run_that_fails_leaves_nobody_watching(allocator):
+    with pytest.raises(KeyError), peak_memory(CUDA):
+        raise KeyError
+    assert [counter.watches for counter in peaks._COUNTERS.values()] == [[]]
+
+
+def test_the_peak_of_a_process_on_a_cpu():
+    if peaks._counter(torch.device("cpu")) is None:
+        pytest.skip("this system does not count")
+    size = 64 * 2**20
+    with peak_memory(torch.device("cpu")) as stage:
+        before = peaks._resident().used
+        torch.ones(size, dtype=torch.uint8)
+        with peak_memory(torch.device("cpu")) as rerun:
+            torch.ones(size // 4, dtype=torch.uint8)
+    found, inner = stage(), rerun()
+    assert found and inner and found.reserved is None
+    assert 0.9 * size < found.used - before < 1.5 * size
+    assert 0.9 * size / 4 < inner.used - before < 0.6 * size, "what was given back before it is not its own"
+
+
+def test_a_system_that_does_not_count_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(peaks, "_COUNTERS", {})
+    monkeypatch.setattr(peaks, "_CLEAR", tmp_path / "missing" / "clear_refs")
+    for device in ("cpu", "mps"):
+        with peak_memory(torch.device(device)) as peak:
+            assert peak() is None
+
+
+def test_threads_that_overlap_are_told_what_was_reached_while_they_ran(allocator):
+    inside, go_on = threading.Event(), threading.Event()
+    found = []
+
+    def run():
+        with peak_memory(CUDA) as peak:
+            inside.set()
+            go_on.wait(10)
+        found.append(peak())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    inside.wait(10)
+    allocator.use(70)
+    allocator.use(-70)
+    with peak_memory(CUDA) as mine:
+        go_on.set()
+        thread.join(10)
+    assert (found, mine()) == ([Peak(70, 140)], Peak(0, 0))
+
+
+def test_in_words():
+    cuda = Memory("cuda:0", Peak(11_300_000_000, 12_000_000_000), 5_100_000_000)
+    assert str(cuda) == "11.3 GB at its peak on cuda:0, 5.1 GB of it weights; 12.0 GB with what PyTorch keeps for later"
+    assert str(Memory("cpu", Peak(912_000_000), 0)) == "912 MB at its peak of the process on cpu, 0 MB of it weights"
