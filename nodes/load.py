@@ -48,7 +48,9 @@ class _Loader:
                 ),
                 "offload": inputs.choice(
                     inputs.OFFLOADS,
-                    "none: the model stays on the card between nodes. model: it rests in main memory until needed.",
+                    "none: the model stays on the card between nodes. model: it rests in main memory until needed. "
+                    "group: the denoiser and the text encoder stay there, and each block comes as it runs. "
+                    "sequential: layer by layer; slowest, least memory.",
                 ),
             },
             "optional": {

@@ -27,20 +27,30 @@ from .compile import compiled, for_dtype
 from .handle import PipelineHandle
 from .lora import keys
 from .memory import recall, remember
+from .offload import Onloading
 
 
 def guarded_denoiser(handle: PipelineHandle, report: RunReport) -> torch.nn.Module:
     """A shell of the denoiser that runs as the report's plan says. The original, which it shares weights with, is
     loaded for it and not touched."""
-    original = handle.store.denoiser(report.plan.dtype, handle.loras)
-    report.notes += handle.store.notes[handle.family.denoiser]
-    return as_float32(with_forward(original, _Steps(handle, report, original)))
+    original, weights = loaded_denoiser(handle, report)
+    steps = _Steps(handle, report, original, weights)
+    return as_float32(with_forward(original, steps), handle.store.placement.device)
+
+
+def loaded_denoiser(handle: PipelineHandle, report: RunReport) -> tuple[torch.nn.Module, Onloading]:
+    """The denoiser as the report's plan says, with the pipeline's LoRAs, and how its weights come to the device."""
+    store, name = handle.store, handle.family.denoiser
+    original = store.denoiser(report.plan.dtype, handle.loras, handle.offload)
+    report.notes += store.notes[name]
+    return original, store.onloading(name, handle.offload, handle.loras)
 
 
 def denoiser_guard(
     handle: PipelineHandle,
     report: RunReport,
     original: torch.nn.Module,
+    weights: Onloading,
     attempt: Callable[..., Any] | Learner,
     dtype: str = "fp32",
     **options: Any,
@@ -51,7 +61,8 @@ def denoiser_guard(
         "inputs": handle.family.denoiser_inputs,
         "tf32": handle.architecture.tf32,
     }
-    return StageGuard("denoiser", attempt, rerun=original, dtype=dtype, report=report, **given | options)
+    rerun = weights.shell(original)
+    return StageGuard("denoiser", attempt, rerun=rerun, owner=original, dtype=dtype, report=report, **given | options)
 
 
 def in_fp32(handle: PipelineHandle, module: torch.nn.Module) -> Callable[..., Any]:
@@ -66,24 +77,27 @@ class _Steps:
     nothing has to fail first.
     """
 
-    def __init__(self, handle: PipelineHandle, report: RunReport, original: torch.nn.Module):
+    def __init__(self, handle: PipelineHandle, report: RunReport, original: torch.nn.Module, weights: Onloading):
         self._handle = handle
         self._report = report
         self._original = original
+        self._weights = weights
         self._signature = inspect.signature(original.forward)
         self._known, notes = _known(handle, report, original)
         report.notes += notes
         self._guard: StageGuard | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = self._step(**self._signature.bind(*args, **kwargs).arguments)
+        with self._weights:
+            output = self._step(**self._signature.bind(*args, **kwargs).arguments)
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.float, output)
 
     def _step(self, **kwargs: Any) -> Any:
         stream = self._handle.family.stream
         if self._guard is None and self._report.plan.folded and stream and self._known.stream_peak is None:
             outputs: list[Any] = []
-            guard = denoiser_guard(self._handle, self._report, self._original, in_fp32(self._handle, self._original))
+            exact = in_fp32(self._handle, self._weights.shell(self._original))
+            guard = denoiser_guard(self._handle, self._report, self._original, self._weights, exact)
             peak = stream_peak(self._original, stream, lambda: outputs.append(guard(**kwargs)))
             self._report.stream_peak = peak
             if math.isfinite(peak):
@@ -96,21 +110,28 @@ class _Steps:
         return output
 
     def _planned(self, inputs: Mapping[str, Any]) -> StageGuard:
+        attempts = _Attempts(self._handle, self._report, self._original, self._weights, inputs)
         dtype = self._report.plan.dtype
-        attempts = _Attempts(self._handle, self._report, self._original, inputs)
         learner = Learner(self._original, dtype, attempts.build, attempts.anatomy, self._known)
-        return denoiser_guard(
-            self._handle, self._report, self._original, learner, dtype, peak_inside=attempts.peak_inside
-        )
+        given = self._handle, self._report, self._original, self._weights, learner, dtype
+        return denoiser_guard(*given, peak_inside=attempts.peak_inside)
 
 
 class _Attempts:
     """Makes the denoiser as the plan and what was learned ask for: folded, compiled, with islands, or itself."""
 
-    def __init__(self, handle: PipelineHandle, report: RunReport, original: torch.nn.Module, inputs: Mapping[str, Any]):
+    def __init__(
+        self,
+        handle: PipelineHandle,
+        report: RunReport,
+        original: torch.nn.Module,
+        weights: Onloading,
+        inputs: Mapping[str, Any],
+    ):
         self._handle = handle
         self._report = report
         self._original = original
+        self._weights = weights
         self._backend = for_dtype(handle.backend, handle.architecture, report.plan.dtype)
         self._how, attention = with_attention(handle, self._backend.name, report.plan.dtype, inputs)
         report.backend = self._backend.name
@@ -133,7 +154,15 @@ class _Attempts:
                 store.compiled[key] = compiled(folded, blocks, backend, how, half_accumulation=half_accumulation)
             return store.compiled[key]
 
-        made = half_attempt(self._original, self.anatomy, learned, dtype, compiled=in_blocks, tf32=handle.tf32)
+        made = half_attempt(
+            self._original,
+            self.anatomy,
+            learned,
+            dtype,
+            compiled=in_blocks,
+            onloaded=self._weights.shell,
+            tf32=handle.tf32,
+        )
         remember(handle, dtype, learned)
         if report.plan.folded or made.bits:
             report.fold_bits = made.bits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 
@@ -59,19 +60,26 @@ def _encode_all(handle: PipelineHandle, prompts: list[str], report: RunReport) -
 def _pipeline(handle: PipelineHandle, dtype: str, report: RunReport) -> object:
     import diffusers
 
-    text_encoder = handle.store.module("text_encoder", dtype)
+    text_encoder = handle.store.module("text_encoder", dtype, handle.offload)
     report.notes += handle.store.notes["text_encoder"]
+    weights = handle.store.onloading("text_encoder", handle.offload)
     guard = StageGuard(
         "text_encoder",
-        text_encoder,
+        weights.shell(text_encoder),
+        owner=text_encoder,
         dtype=dtype,
         policy=handle.policy_for(report.plan),
         report=report,
         tf32=handle.architecture.tf32,
     )
+
+    def encode(*args: Any, **kwargs: Any) -> Any:
+        with weights:
+            return guard(*args, **kwargs)
+
     return getattr(diffusers, handle.family.pipeline)(
         tokenizer=handle.store.unweighted("tokenizer"),
-        text_encoder=with_forward(text_encoder, guard),
+        text_encoder=with_forward(text_encoder, encode),
         vae=None,
         transformer=None,
         scheduler=None,

@@ -17,6 +17,7 @@ from .compile import BackendChoice, CompileOptions, choose_backend
 from .families import FamilySpec
 from .lora import Lora, check_lora, keys, skeleton
 from .models import open_model
+from .offload import Offload, backend_with, brings_parts_to
 from .placement import Placement
 from .profiles import Profile
 from .store import ComponentStore, MemoryKey, shared_store
@@ -30,7 +31,7 @@ class PipelineHandle:
     architecture: Architecture
     precision: Precision
     backend: BackendChoice
-    offload: bool  # rest components in the host's memory between stages
+    offload: Offload
     policy: GuardPolicy
     accumulation: Accumulation = Accumulation.AUTO
     beside: tuple[Architecture, ...] = ()  # of the GPUs in this process: the accumulation switches are shared
@@ -42,6 +43,8 @@ class PipelineHandle:
     compiled: Path | None = None  # folder of compiled code for later processes; None: none is kept
 
     def __post_init__(self) -> None:
+        backend = backend_with(self.backend, self.offload, self.store.placement.device)
+        object.__setattr__(self, "backend", backend)  # a node may have put another one here
         self.store.handles.add(self)
 
     @property
@@ -88,12 +91,21 @@ class PipelineHandle:
             plan=plan,
             backend=self.backend.name,
             backend_reason=self.backend.reason,
-            notes=(*self.store.model.notes, *(map(str, self.loras) if plan.component is Component.DENOISER else ())),
+            notes=(
+                *self.store.model.notes,
+                *(map(str, self.loras) if plan.component is Component.DENOISER else ()),
+                *self._idle_offload(),
+            ),
         )
+
+    def _idle_offload(self) -> tuple[str, ...]:
+        if not self.offload.in_parts or brings_parts_to(self.store.placement.device):
+            return ()
+        return (f"offload '{self.offload.value}' is as 'model' here: a CPU computes in main memory",)
 
     def finish(self, component: str) -> None:
         """A stage is done with a component."""
-        if self.offload:
+        if self.offload is not Offload.NONE:
             self.store.rest(component)
 
 
@@ -111,8 +123,8 @@ def load(
 ) -> PipelineHandle:
     """Check a model and make a handle. Weights are read when a stage first needs them.
 
-    Raises BadFolder; BackendUnavailable where a backend was asked for that does not work here; PlanImpossible where the
-    device has no such precision.
+    Raises BadFolder; BackendUnavailable where a backend was asked for that does not work here, or not with this
+    offload; PlanImpossible where the device has no such precision.
     """
     model = open_model(path, family)
     handle = PipelineHandle(
@@ -120,7 +132,7 @@ def load(
         architecture=detect(placement.device),
         precision=precision,
         backend=choose_backend(backend, placement.device),
-        offload=offload == "model",
+        offload=Offload(offload),
         policy=GuardPolicy(),
         accumulation=accumulation,
         beside=present(),

@@ -16,7 +16,7 @@ from ..precision.policy import Plan, Precision
 from ..precision.probe import Verdict, judge, recommend
 from ..precision.report import RunReport
 from ..precision.shells import as_float32, with_forward
-from .denoiser import denoiser_guard, in_fp32
+from .denoiser import denoiser_guard, in_fp32, loaded_denoiser
 from .errors import BadInput
 from .handle import PipelineHandle
 from .layouts import spatial_factor
@@ -106,18 +106,20 @@ def usual_size(handle: PipelineHandle, width: int, height: int, frames: int) -> 
 
 def _watched(handle: PipelineHandle, report: RunReport) -> tuple[torch.nn.Module, Measured]:
     """A shell of the denoiser that computes in fp32, and what its calls reach."""
-    original = handle.store.denoiser(report.plan.dtype, handle.loras)
+    original, weights = loaded_denoiser(handle, report)
     measured = Measured(original, Anatomy.of(original, handle.family.blocks, handle.family.stream))
     signature, unguarded = inspect.signature(original.forward), GuardPolicy(OnFailure.OFF)
-    guard = denoiser_guard(handle, report, original, in_fp32(handle, original))
+    shell = weights.shell(original)
+    guard = denoiser_guard(handle, report, original, weights, in_fp32(handle, shell))
     aside = handle.report(report.plan)  # of the healthy calls: they are no steps of the run
-    healthy = denoiser_guard(handle, aside, original, original, report.plan.dtype, policy=unguarded)
+    healthy = denoiser_guard(handle, aside, original, weights, shell, report.plan.dtype, policy=unguarded)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
-        return measured.call(lambda: guard(**given), lambda: healthy(**given))
+        with weights:
+            return measured.call(lambda: guard(**given), lambda: healthy(**given))
 
-    return as_float32(with_forward(original, forward)), measured
+    return as_float32(with_forward(original, forward), handle.store.placement.device), measured
 
 
 def _to_apply(plan: Plan, chosen: Verdict) -> str:

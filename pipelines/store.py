@@ -10,6 +10,7 @@ import gc
 import logging
 import threading
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from .compile import CompileOptions
 from .errors import BadFolder
 from .folder import fingerprint
 from .lora import Lora, LoraKey, keys, with_loras
+from .offload import InParts, Offload, Onloading, Whole, brings_parts_to, in_parts
 from .placement import Placement, move
 from .stored import StoredModel
 
@@ -46,33 +48,68 @@ class ComponentStore:
         self.notes: dict[str, tuple[str, ...]] = {}  # component → what was found or mended when it was loaded
         self._modules: dict[str, tuple[str, torch.nn.Module]] = {}
         self._with_loras: tuple[tuple[LoraKey, ...], torch.nn.Module] | None = None  # the latest
+        self._onloading: dict[str, tuple[Offload, InParts]] = {}  # of components that are not on the device whole
         self._unweighted: dict[str, Any] = {}
         self._lock = threading.RLock()
 
-    def module(self, name: str, dtype: str) -> torch.nn.Module:
-        """The component on its device, loaded in `dtype` ("fp16", "bf16", "fp32") if it is not there already."""
+    def module(self, name: str, dtype: str, offload: Offload = Offload.NONE) -> torch.nn.Module:
+        """The component, loaded in `dtype` ("fp16", "bf16", "fp32") if it is not there already; on its device, or in
+        main memory where `offload` brings its weights in parts."""
         with self._lock:
-            loaded_dtype, module = self._modules.get(name, (None, None))
-            if module is not None and loaded_dtype == dtype:
-                self.placement.to_device(name, module)
+            if self.loaded().get(name) == dtype:
+                module = self._modules[name][1]
+                self._place(name, module, offload)
                 return module
             self.drop(name)
+            gc.collect()  # a pipeline that was let go may still wait in a reference cycle
+            if not self._in_parts(offload):
+                self.placement.make_room(self.model.weights[name].bytes_in(dtype))
             module = self._load(name, dtype)
             self._modules[name] = (dtype, module)
-            self.placement.to_device(name, module)
+            self._place(name, module, offload)
             self.notes[name] = (*self.model.unknown_fields(name), *self._checked(name, module, dtype))
             return module
 
-    def denoiser(self, dtype: str, loras: tuple[Lora, ...] = ()) -> torch.nn.Module:
-        """The denoiser in `dtype`, or a shell of it with LoRAs added. Raises BadLora."""
+    def denoiser(self, dtype: str, loras: tuple[Lora, ...] = (), offload: Offload = Offload.NONE) -> torch.nn.Module:
+        """The denoiser in `dtype`, or a shell of it with LoRAs added, as `module` has it. Raises BadLora."""
         with self._lock:
-            module, key = self.module(self.model.family.denoiser, dtype), keys(loras)
+            module, key = self.module(self.model.family.denoiser, dtype, offload), keys(loras)
             if not key:
                 return module
             if self._with_loras is None or self._with_loras[0] != key:
                 self._forget_loras()
                 self._with_loras = key, with_loras(module, loras, self.model.family)
+            elif not self._in_parts(offload):
+                move(self._with_loras[1], self.placement.device)  # what the LoRAs added
             return self._with_loras[1]
+
+    def onloading(self, name: str, offload: Offload, loras: tuple[Lora, ...] = ()) -> Onloading:
+        """How the weights of a component that is loaded, or of the denoiser with LoRAs, come to the device."""
+        if not self._in_parts(offload):
+            return Whole()
+        with self._lock:
+            family, component = self.model.family, self._modules[name][1]
+            parts: dict[str, Iterable[str]] = {}
+            if name == family.denoiser:
+                parts = {"blocks": family.blocks, "whole": (family.stream.embed,) if family.stream else ()}
+                component = self._with_loras[1] if keys(loras) and self._with_loras else component
+            known_for, known = self._onloading.get(name, (None, None))
+            if known is None or known_for is not offload or known.component is not component:
+                self._onloading.pop(name, None)
+                known = in_parts(component, offload, self.placement.device, **parts)
+                self._onloading[name] = offload, known
+            self.placement.make_room(known.most_bytes)
+            return known
+
+    def _in_parts(self, offload: Offload) -> bool:
+        return offload.in_parts and brings_parts_to(self.placement.device)
+
+    def _place(self, name: str, module: torch.nn.Module, offload: Offload) -> None:
+        if self._in_parts(offload):
+            self.placement.to_host(name, module)
+        else:
+            self._onloading.pop(name, None)
+            self.placement.to_device(name, module)
 
     def _forget_loras(self) -> None:
         self._with_loras = None
@@ -90,11 +127,13 @@ class ComponentStore:
         return {name: dtype for name, (dtype, _) in self._modules.items()}
 
     def bytes_on_device(self) -> int:
-        """Of the components' weights and buffers, that are on the device now."""
+        """Of the components' weights and buffers: of those that are on the device now, and of those that come in parts
+        the most that is there at once."""
         with self._lock:
-            modules = [module for _, module in self._modules.values()]
-            tensors = {t for module in modules for t in (*module.parameters(), *module.buffers())}
-        return sum(t.nbytes for t in tensors if t.device == self.placement.device)
+            modules = [module for name, (_, module) in self._modules.items() if name not in self._onloading]
+            in_parts = sum(weights.most_bytes for _, weights in self._onloading.values())
+        tensors = {t for module in modules for t in (*module.parameters(), *module.buffers())}
+        return in_parts + sum(t.nbytes for t in tensors if t.device == self.placement.device)
 
     def rest(self, name: str) -> None:
         """Move a component to the host's memory until it is needed again."""
@@ -107,6 +146,7 @@ class ComponentStore:
         with self._lock:
             if self._modules.pop(name, None) is None:
                 return
+            self._onloading.pop(name, None)
             if name == self.model.family.denoiser:
                 self.compiled.clear()
                 self._with_loras = None
@@ -120,23 +160,20 @@ class ComponentStore:
             self.prompts.clear()
             self.compiled.clear()
             self._with_loras = None
+            self._onloading.clear()
             for _, module in self._modules.values():
                 move(module, torch.device("meta"))
 
     def _load(self, name: str, dtype: str) -> torch.nn.Module:
-        weights = self.model.weights[name]
         logger.info("loading component %s of %s in %s", name, self.model.name, dtype)
-        gc.collect()  # a pipeline that was let go may still wait in a reference cycle
-        self.placement.make_room(weights.bytes_in(dtype))
         with torch.inference_mode(False):
             module = self.model.component(name, DTYPES[dtype])
         return module.eval().requires_grad_(False)
 
     def _checked(self, name: str, module: torch.nn.Module, dtype: str) -> list[str]:
-        """On the device, where fused norms are what will run."""
         try:
             with torch.inference_mode(False):
-                found = make_consistent(module, DTYPES[dtype])
+                found = make_consistent(module, DTYPES[dtype], self.placement.device)
         except DamagedByCast as error:
             self.drop(name)
             raise BadFolder(f"'{self.model.name}/{name}': {error}") from None

@@ -8,6 +8,7 @@ some fused norms (apex's FusedRMSNorm, which older transformers take where it is
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,17 +23,20 @@ class DamagedByCast(ValueError):
     """Weights that belong in fp32 were cast to fp16 and overflowed: what was lost cannot be brought back."""
 
 
-def make_consistent(module: torch.nn.Module, dtype: torch.dtype) -> list[str]:
+def make_consistent(module: torch.nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> list[str]:
     """Bring a component that was just loaded in `dtype` to rights; returns a line for each thing found.
 
     - Parameters that the class keeps in fp32 (`_keep_in_fp32_modules`) and that are in half precision are put back.
     - Where some are kept in fp32, norms that refuse an input of another dtype than their weight compute in fp32.
     - Parameters in any other dtype than expected are named.
 
+    device: where it will compute, if it is elsewhere now. Fused norms are asked there.
+
     Raises DamagedByCast where a parameter that belongs in fp32 is not finite any more.
     """
     kept = _kept_in_fp32(module, dtype)
-    return [*_put_back(module, kept), *(_soften_norms(module) if kept else ()), *_name_strangers(module, dtype, kept)]
+    softened = _soften_norms(module, device) if kept else ()
+    return [*_put_back(module, kept), *softened, *_name_strangers(module, dtype, kept)]
 
 
 class Fp32Norm(torch.nn.Module):
@@ -62,8 +66,8 @@ def _put_back(module: torch.nn.Module, kept: frozenset[str]) -> Iterator[str]:
         yield f"{_some(list(cast))} put back in fp32, where {type(module).__name__} keeps {', '.join(sorted(kept))}"
 
 
-def _soften_norms(module: torch.nn.Module) -> Iterator[str]:
-    refusing = {name: child for name, child in module.named_modules() if _refuses_mixed_dtypes(child)}
+def _soften_norms(module: torch.nn.Module, device: torch.device | None) -> Iterator[str]:
+    refusing = {name: child for name, child in module.named_modules() if _refuses_mixed_dtypes(child, device)}
     for name, norm in refusing.items():
         parent, _, own = name.rpartition(".")
         module.get_submodule(parent)._modules[own] = Fp32Norm(norm)
@@ -94,13 +98,15 @@ def _in(kept: frozenset[str], parameter: str) -> bool:
     return not kept.isdisjoint(parameter.split("."))
 
 
-def _refuses_mixed_dtypes(module: torch.nn.Module) -> bool:
+def _refuses_mixed_dtypes(module: torch.nn.Module, device: torch.device | None) -> bool:
     """Tried, not told by its name: does a half-precision norm take a row in its own dtype, and raise at an fp32 one?"""
     weight: Any = getattr(module, "weight", None)
     if any(module.children()) or not isinstance(weight, torch.nn.Parameter):
         return False
     if "norm" not in type(module).__name__.lower() or weight.dtype not in _HALF or weight.ndim != 1:
         return False
+    if device is not None and device != weight.device:
+        module, weight = copy.deepcopy(module).to(device), weight.to(device)
     row = torch.ones(1, *weight.shape, device=weight.device)
     return _takes(module, row.to(weight.dtype)) and not _takes(module, row)
 

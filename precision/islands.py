@@ -33,20 +33,25 @@ def half_attempt(
     dtype: str,
     *,
     compiled: Callable[[torch.nn.Module, int], torch.nn.Module] = lambda folded, _bits: folded,
+    onloaded: Callable[[torch.nn.Module, torch.nn.Module], torch.nn.Module] = lambda shell, _folded: shell,
     tf32: bool = False,
 ) -> Attempt:
     """The module as what was learned asks for: folded, then compiled, then with islands, which leave what is compiled.
 
     compiled: from the folded module and the fold's bits to a shell of it with compiled blocks; remembered by whoever
         gives it, since islands change nothing about it.
+    onloaded: from a shell, and the folded module that it is one of, to one that brings its weights to the device.
     Raises CannotFold.
     """
     peak = learned.stream_peak if anatomy.folds(dtype) else None
     bits = bits_for(peak) if peak is not None else 0
     folded = fold(module, anatomy.stream, bits) if bits and anatomy.stream else module
     shell = compiled(folded, bits)
-    eager = with_islands(folded, learned.islands, dtype, tf32=tf32)
-    run = eager if shell is folded else with_islands(shell, learned.islands, dtype, source=folded, tf32=tf32)
+    blocks = onloaded(folded, folded)
+    eager = with_islands(blocks, learned.islands, dtype, tf32=tf32)
+    run = eager
+    if shell is not folded:
+        run = with_islands(onloaded(shell, folded), learned.islands, dtype, source=blocks, tf32=tf32)
     return Attempt(run, eager, bits)
 
 

@@ -31,14 +31,19 @@ def replaced(module: torch.nn.Module, replacements: Mapping[str, Make]) -> torch
     return shell
 
 
-def as_float32(module: torch.nn.Module) -> torch.nn.Module:
-    """A shell that says its dtype is float32, so that a diffusers pipeline hands it float32 and keeps latents in it."""
+def as_float32(module: torch.nn.Module, device: torch.device | None = None) -> torch.nn.Module:
+    """A shell that says its dtype is float32, so that a diffusers pipeline hands it float32 and keeps latents in it.
+
+    device: that it says too, where its weights are elsewhere until they are needed.
+    """
     shell, kind = copy.copy(module), type(module)
-    says = {
+    says: dict[str, Any] = {
         "dtype": property(lambda _self: torch.float32),
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
     }
+    if device is not None:
+        says["device"] = property(lambda _self: device)
     shell.__class__ = type(kind.__name__, (kind,), says)
     return shell
 

@@ -1,0 +1,442 @@
+"""Weights that come to the device in parts: with every mechanism the result is the same to the bit, and all are back.
+
+There is no second device here. A stand-in for diffusers' ModuleGroup keeps the weights that are not brought, and leaves
+NaN in their place: whoever computes with one of them makes NaN. What diffusers does with CUDA's streams is not run.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from comfyui_onediff_guard.pipelines import handle as handles
+from comfyui_onediff_guard.pipelines import offload as offloading
+from comfyui_onediff_guard.pipelines import store as stores
+from comfyui_onediff_guard.pipelines.decode import decode
+from comfyui_onediff_guard.pipelines.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.folder import family_of
+from comfyui_onediff_guard.pipelines.handle import add_lora, load
+from comfyui_onediff_guard.pipelines.lora import Lora
+from comfyui_onediff_guard.pipelines.offload import InParts, Offload, in_parts
+from comfyui_onediff_guard.pipelines.pictures import fitted
+from comfyui_onediff_guard.pipelines.placement import PlainPlacement
+from comfyui_onediff_guard.pipelines.probe import probe
+from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
+from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
+from comfyui_onediff_guard.precision.policy import Precision
+from diffusers.hooks import group_offloading
+from safetensors.torch import save_file
+from torch._dynamo.utils import counters
+
+SIZES = {"5b-i2v": (96, 64, 9), "cogview3": (64, 64, 1), "cogview4": (64, 64, 1), "svd": (64, 64, 2)}
+LEARNED = GuardPolicy(scope=Scope.LEARNED)
+IN_PARTS = ["group", "sequential"]
+
+
+class Apart(group_offloading.ModuleGroup):
+    """Weights that cannot be computed with before they are brought."""
+
+    log: list[tuple[str, Apart]]
+    here: set[Apart]
+    most_bytes: int
+
+    @property
+    def tensors(self):
+        modules = [t for module in self.modules for t in (*module.parameters(), *module.buffers())]
+        return list(dict.fromkeys([*modules, *self.parameters, *self.buffers]))
+
+    def onload_(self):
+        Apart.log.append(("onload", self))
+        if self not in Apart.here:
+            for tensor, data in self.kept.items():
+                tensor.data = data
+            Apart.here.add(self)
+        Apart.most_bytes = max(Apart.most_bytes, sum(t.nbytes for group in Apart.here for t in group.tensors))
+
+    def offload_(self):
+        Apart.log.append(("offload", self))
+        if self in Apart.here or not hasattr(self, "kept"):
+            self.kept = {tensor: tensor.data for tensor in self.tensors}
+            for tensor in self.tensors:
+                tensor.data = torch.full_like(tensor.data, torch.nan if tensor.is_floating_point() else 2**30)
+            Apart.here.discard(self)
+
+
+class Placement(PlainPlacement):
+    def __init__(self):
+        super().__init__(torch.device("cpu"))
+        self.asked: list[int] = []
+        self.moved: list[str] = []
+
+    def make_room(self, n_bytes):
+        self.asked.append(n_bytes)
+
+    def to_device(self, name, module):
+        self.moved.append(name)
+
+
+@pytest.fixture
+def apart(monkeypatch):
+    """Main memory and the device are two places, for weights that come in parts."""
+    gc.collect()
+    monkeypatch.setattr(group_offloading, "ModuleGroup", Apart)
+    for module in (handles, offloading, stores):
+        monkeypatch.setattr(module, "brings_parts_to", lambda _device: True)
+    Apart.log, Apart.here, Apart.most_bytes = [], set(), 0
+    return Apart
+
+
+def opened(folder, offload, precision="bf16", backend="eager"):
+    """Each with weights of its own: those of a store are shared, and here they are NaN at rest."""
+    stores._STORES.clear()
+    options: dict[str, Any] = {"backend": backend, "offload": offload, "placement": Placement()}
+    return load(folder, family_of(folder), precision=Precision(precision), **options)
+
+
+def run(handle, model="2b", seed=3, steps=2, **more):
+    """(latents, frames, the sampling's report)"""
+    report: Any
+    width, height, frames = SIZES.get(model, (64, 48, 9))
+    positive = negative = None
+    if handle.family.prompt:
+        (positive, negative), _ = encode_prompts(handle, ["a red kite", "grey"])
+    image = torch.rand(1, 64, 96, 3, generator=torch.Generator().manual_seed(2))
+    start = {"image": fitted(image, width, height, "crop")[0]} if handle.family.takes_image else {}
+    guidance = 5.0 if handle.family.prompt else None
+    settings = SampleSettings(width, height, steps=steps, seed=seed, frames=frames, guidance_scale=guidance)
+    latents, report = sample(handle, positive, negative, settings, **start, **more)
+    return latents, decode(handle, latents)[0], report
+
+
+def assert_same(found, expected):
+    (latents, frames, report), (expected_latents, expected_frames, expected_report) = found, expected
+    assert torch.isfinite(expected_latents).all()
+    assert torch.equal(latents, expected_latents)
+    assert torch.equal(frames, expected_frames)
+    assert [(step.dtype, step.outcome) for step in report.steps] == [
+        (step.dtype, step.outcome) for step in expected_report.steps
+    ]
+
+
+def all_away(handle):
+    """Whether every weight of the denoiser is in main memory."""
+    denoiser = handle.store._modules[handle.family.denoiser][1]
+    return not Apart.here and all(t.isnan().all() for t in denoiser.parameters())
+
+
+@pytest.mark.parametrize("offload", IN_PARTS)
+@pytest.mark.parametrize("model", ["2b", "1.5", "5b-i2v", "cogview3", "cogview4", "svd"])
+def test_every_family_is_bit_equal_and_all_weights_are_back(model_folder, apart, model, offload):
+    expected = run(opened(model_folder(model), "none"), model)
+    handle = opened(model_folder(model), offload)
+    assert_same(run(handle, model), expected)
+    assert all_away(handle)
+    assert handle.family.denoiser not in handle.store.placement.moved, "never moved whole"
+    assert "text_encoder" not in handle.store.placement.moved
+
+
+@pytest.mark.parametrize("offload", IN_PARTS)
+def test_only_what_computes_is_there(model_folder, apart, offload):
+    handle = opened(model_folder("2b"), offload)
+    _, _, report = run(handle)
+    weights = handle.store._onloading["transformer"][1]
+    total = sum(t.nbytes for t in offloading._tensors(weights.component))
+    assert Apart.most_bytes == weights.most_bytes < total
+    assert handle.store.placement.asked.count(weights.most_bytes) == 1, (
+        "room is asked for what comes, not for the whole"
+    )
+    assert handle.store.model.weights["transformer"].bytes_in("bf16") not in handle.store.placement.asked
+    if report.memory:
+        assert report.memory.weights == weights.most_bytes
+    one = [place for what, place in apart.log if what == "onload"]
+    assert len(set(one)) > 3, "block by block"
+
+
+@pytest.mark.parametrize("offload", IN_PARTS)
+def test_a_rerun_computes_with_the_same_weights(model_folder, apart, offload):
+    folder = model_folder("5b", "stream")
+    expected = run(opened(folder, "none", "fp16"))
+    assert expected[2].reruns or expected[2].fold_bits, "the case is one"
+    handle = opened(folder, offload, "fp16")
+    assert_same(run(handle), expected)
+    assert all_away(handle)
+
+
+@pytest.mark.parametrize("offload", IN_PARTS)
+def test_what_is_learned_folds(model_folder, apart, offload):
+    folder = model_folder("2b", "stream")
+    expected = run(replace(opened(folder, "none", "fp16"), policy=LEARNED), steps=3)
+    assert expected[2].fold_bits and expected[2].reruns == 1
+    handle = replace(opened(folder, offload, "fp16"), policy=LEARNED)
+    found = run(handle, steps=3)
+    assert_same(found, expected)
+    assert found[2].fold_bits == expected[2].fold_bits
+    assert all_away(handle)
+
+
+def overflow_inside(handle):
+    """Hidden activations of one feed-forward reach 1e5 and more; what it writes to the stream stays as it was."""
+    denoiser = handle.store.denoiser("fp16", offload=handle.offload)
+    with torch.no_grad():
+        feed_forward = denoiser.transformer_blocks[1].ff
+        feed_forward.net[0].proj.weight.mul_(2.0**17)
+        feed_forward.net[2].weight.mul_(2.0**-17)
+
+
+@pytest.mark.parametrize(("offload", "backend"), [("group", "eager"), ("group", "inductor"), ("sequential", "eager")])
+def test_what_is_learned_makes_islands(model_folder, apart, offload, backend):
+    def made(offload):
+        handle = replace(opened(model_folder("2b"), offload, "fp16", backend), policy=LEARNED)
+        overflow_inside(handle)
+        before = counters["stats"]["unique_graphs"]
+        result = run(handle, steps=3)
+        return handle, result, counters["stats"]["unique_graphs"] - before
+
+    torch._dynamo.reset()
+    _, expected, _ = made("none")
+    torch._dynamo.reset()
+    handle, found, graphs = made(offload)
+    assert expected[2].learned.islands == found[2].learned.islands == ("transformer_blocks.1",)
+    assert found[2].steps[0].rerun.module == expected[2].steps[0].rerun.module
+    assert_same(found, expected)
+    assert graphs == (backend == "inductor"), "all blocks share one graph, although their weights come and go"
+    assert all_away(handle)
+
+
+def test_group_with_inductor_is_bit_equal_to_inductor(model_folder, apart):
+    torch._dynamo.reset()
+    expected = run(opened(model_folder("2b"), "none", backend="inductor"))
+    torch._dynamo.reset()
+    handle = opened(model_folder("2b"), "group", backend="inductor")
+    found = run(handle)
+    assert_same(found, expected)
+    assert found[2].graphs == expected[2].graphs
+    assert run(handle, seed=4)[2].graphs == 0
+    assert all_away(handle)
+
+
+@pytest.fixture
+def lora(model_folder, tmp_path):
+    torch.manual_seed(0)
+    denoiser: Any = opened(model_folder("2b"), "none").store.denoiser("fp32")
+    tensors = {}
+    for block in range(len(denoiser.transformer_blocks)):
+        for name in ("attn1.to_q", "attn1.to_out.0", "ff.net.2"):
+            outputs, inputs = denoiser.get_submodule(f"transformer_blocks.{block}.{name}").weight.shape
+            tensors[f"transformer.transformer_blocks.{block}.{name}.lora_A.weight"] = torch.randn(2, inputs)
+            tensors[f"transformer.transformer_blocks.{block}.{name}.lora_B.weight"] = torch.randn(outputs, 2) / 8
+    save_file(tensors, tmp_path / "kite.safetensors")
+    return Lora(tmp_path / "kite.safetensors")
+
+
+@pytest.mark.parametrize("offload", IN_PARTS)
+@pytest.mark.parametrize("overflow", ["none", "stream"])
+def test_loras_come_with_their_layers(model_folder, lora, apart, offload, overflow):
+    folder, precision = model_folder("2b", overflow), "bf16" if overflow == "none" else "fp16"
+
+    def made(offload):
+        handle = replace(opened(folder, offload, precision), policy=LEARNED)
+        return handle, run(add_lora(handle, lora), steps=3)
+
+    _, expected = made("none")
+    handle, found = made(offload)
+    assert_same(found, expected)
+    assert bool(found[2].fold_bits) == (overflow == "stream")
+    assert all_away(handle)
+    assert not torch.equal(run(opened(folder, "none", precision), steps=3)[0], expected[0]), "the LoRA acts"
+
+
+@pytest.mark.parametrize("offload", IN_PARTS)
+def test_the_probe_measures_the_same(model_folder, apart, offload):
+    def probed(offload):
+        handle = opened(model_folder("2b"), offload)
+        (positive, negative), _ = encode_prompts(handle, ["a red kite", ""])
+        settings = SampleSettings(64, 48, steps=2, seed=3, frames=9, guidance_scale=5.0)
+        return handle, probe(handle, positive, negative, settings)
+
+    _, expected = probed("none")
+    handle, found = probed(offload)
+    assert found.probed == expected.probed
+    assert all_away(handle)
+
+
+@pytest.mark.parametrize("offload", IN_PARTS)
+def test_an_interrupt_and_an_error_leave_nothing_on_the_device(model_folder, apart, offload):
+    handle = opened(model_folder("2b"), offload)
+
+    def interrupt(done, _total, _report):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(handle, step_done=interrupt)
+    assert all_away(handle)
+    layer = handle.store._modules["transformer"][1].transformer_blocks[0].ff.net[2]
+
+    def fail(*_):
+        assert Apart.here
+        raise KeyError("as out of memory")
+
+    failing = layer.register_forward_pre_hook(fail)
+    with pytest.raises(KeyError, match="as out of memory"):
+        run(handle)
+    assert all_away(handle)
+    failing.remove()
+    expected = run(opened(model_folder("2b"), "none"))
+    assert_same(run(handle), expected)
+
+
+def test_two_runs_at_once_do_not_take_each_others_weights(model_folder, apart):
+    import threading
+
+    handle = opened(model_folder("2b"), "group")
+    expected = run(handle)
+    found: list[Any] = []
+    threads = [threading.Thread(target=lambda: found.append(run(handle))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for each in found:
+        assert_same(each, expected)
+    assert len(found) == 2 and all_away(handle)
+
+
+def test_one_model_open_with_several_kinds(model_folder, monkeypatch):
+    """Of one store, whose weights every kind finds where the other left them."""
+    gc.collect()
+    for module in (handles, offloading, stores):
+        monkeypatch.setattr(module, "brings_parts_to", lambda _device: True)
+    first = opened(model_folder("2b"), "none")
+    made = {kind: replace(first, offload=Offload(kind)) for kind in ("group", "none", "sequential", "model", "group")}
+    expected = run(first)
+    for kind, handle in [*made.items(), *made.items()]:
+        assert_same(run(handle), expected)
+        assert ("transformer" in handle.store._onloading) == handle.offload.in_parts, kind
+
+
+def test_without_an_accelerator_it_is_as_model_and_says_so(model_folder):
+    handle = opened(model_folder("2b"), "group")
+    expected = run(opened(model_folder("2b"), "none"))
+    rested = []
+    handle.store.placement.to_host = lambda name, _module: rested.append(name)
+    found = run(handle)
+    assert_same(found, expected)
+    assert rested == ["transformer", "vae"]
+    assert "note: offload 'group' is as 'model' here: a CPU computes in main memory" in found[2].text()
+
+
+class Recorder:
+    """In place of ModuleGroup: what it is told, in order."""
+
+    log: list[tuple[Any, ...]]
+
+    def __init__(self, **given):
+        self.given = given
+        self.name = given["modules"][0].name if given["modules"] else "rest"
+
+    def onload_(self):
+        Recorder.log.append(("onload", self.name))
+
+    def offload_(self):
+        Recorder.log.append(("offload", self.name))
+
+
+class Block(torch.nn.Linear):
+    def __init__(self, name, fails=False):
+        super().__init__(2, 2)
+        self.name = name
+        self.fails = fails
+
+    def forward(self, input):  # noqa: A002 - torch's name
+        Recorder.log.append(("compute", self.name))
+        if self.fails:
+            raise KeyError(self.name)
+        return input
+
+
+class Blocks(torch.nn.Module):
+    def __init__(self, fails=False):
+        super().__init__()
+        self.embed = torch.nn.Linear(2, 2, bias=False)
+        self.blocks = torch.nn.ModuleList([Block("first"), Block("second", fails), Block("third")])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """What InParts would tell CUDA."""
+
+    class Stream:
+        def __init__(self, device):
+            self.device = device
+
+        def synchronize(self):
+            Recorder.log.append(("wait",))
+
+    Recorder.log = []
+    monkeypatch.setattr(group_offloading, "ModuleGroup", Recorder)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    return torch.device("cuda", 0)
+
+
+def steps(weights, module):
+    del Recorder.log[:]
+    with weights:
+        weights.shell(module)(torch.zeros(1, 2))
+
+
+def test_on_cuda_the_next_block_is_on_its_way_while_one_computes(cuda):
+    module = Blocks()
+    weights = in_parts(module, Offload.GROUP, cuda)
+    for group in (*weights._groups, weights._rest):
+        assert group.given["stream"].device == cuda and group.given["record_stream"] and group.given["non_blocking"]
+        assert group.given["onload_device"] == cuda and group.given["offload_device"] == torch.device("cpu")
+        assert not group.given["low_cpu_mem_usage"], "pinned once"
+    assert weights._rest.given["parameters"] == [module.embed.weight]
+    assert weights.most_bytes == 4 * (4 + 2 * 6), "what is in no block, and two blocks of three"
+    steps(weights, module)
+    said = [entry for entry in Recorder.log if entry != ("wait",)]
+    assert said == [
+        ("onload", "rest"),
+        ("onload", "first"),
+        ("onload", "second"),
+        ("compute", "first"),
+        ("offload", "first"),
+        ("onload", "third"),
+        ("compute", "second"),
+        ("offload", "second"),
+        ("compute", "third"),
+        ("offload", "third"),
+        ("offload", "rest"),
+    ]
+    arrived = Recorder.log.index(("wait",), Recorder.log.index(("offload", "first")))
+    assert arrived < Recorder.log.index(("compute", "second")), "a block waits for its own weights"
+
+
+def test_on_cuda_sequential_brings_one_layer_at_a_time_and_pins_nothing_for_good(cuda):
+    module = Blocks()
+    module.embed.name = "embed"
+    weights = in_parts(module, Offload.SEQUENTIAL, cuda)
+    assert all(group.given["low_cpu_mem_usage"] and group.given["stream"] for group in weights._groups)
+    steps(weights, module)
+    said = [entry for entry in Recorder.log if entry != ("wait",)]
+    assert said[1:4] == [("onload", "first"), ("compute", "first"), ("offload", "first")]
+    assert said[4:7] == [("onload", "second"), ("compute", "second"), ("offload", "second")]
+    assert weights.most_bytes == 4 * 6
+
+
+def test_on_cuda_a_block_that_was_on_its_way_goes_back_when_another_fails(cuda):
+    module = Blocks(fails=True)
+    weights = in_parts(module, Offload.GROUP, cuda)
+    with pytest.raises(KeyError, match="second"):
+        steps(weights, module)
+    away = [name for what, *name in Recorder.log if what == "offload"]
+    assert sorted(map(str, *zip(*away, strict=True))) == ["first", "rest", "second", "third"]
+    assert isinstance(weights, InParts) and not weights._here
