@@ -24,6 +24,7 @@ from ..precision.shells import as_float32, with_forward
 from ..precision.upcast import run_in_fp32
 from .attention import with_attention
 from .compile import compiled, for_dtype
+from .families import ENCODERS
 from .handle import PipelineHandle
 from .lora import keys
 from .memory import recall, remember
@@ -88,6 +89,8 @@ class _Steps:
         self._guard: StageGuard | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._report.steps:
+            self._handle.finish(*ENCODERS)
         with self._weights:
             output = self._step(**self._signature.bind(*args, **kwargs).arguments)
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.float, output)

@@ -13,6 +13,8 @@ from .layouts import Layout
 
 Config = Mapping[str, Any]
 
+ENCODERS = ("image_encoder", "vae")  # components that make what the denoiser starts from
+
 
 @dataclass(frozen=True)
 class ComponentSpec:

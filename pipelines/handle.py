@@ -103,10 +103,11 @@ class PipelineHandle:
             return ()
         return (f"offload '{self.offload.value}' is as 'model' here: a CPU computes in main memory",)
 
-    def finish(self, component: str) -> None:
-        """A stage is done with a component."""
+    def finish(self, *components: str) -> None:
+        """A stage is done with components, of which some may not have been loaded."""
         if self.offload is not Offload.NONE:
-            self.store.rest(component)
+            for component in components:
+                self.store.rest(component)
 
 
 def load(

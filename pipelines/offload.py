@@ -8,6 +8,7 @@ go in a shell too, around what is compiled and under what runs in fp32.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ import torch
 from ..precision.shells import Make, replaced, with_forward
 from .compile import BackendChoice, choose_backend
 from .errors import BackendUnavailable
+
+logger = logging.getLogger(__name__)
 
 _HOST = torch.device("cpu")
 
@@ -209,7 +212,13 @@ def in_parts(
     whole: names of modules that are not taken apart, by SEQUENTIAL.
     """
     if offload is Offload.GROUP:
-        return InParts(component, dict(_blocks(component, tuple(blocks))), device, pinned=True)
+        parts = dict(_blocks(component, tuple(blocks)))
+        try:
+            return InParts(component, parts, device, pinned=True)
+        except RuntimeError as error:  # systems allow only so much of it
+            why = str(error).strip().split("\n", 1)[0]
+            logger.warning("main memory cannot be page-locked (%s): blocks come when they are needed, slower", why)
+            return InParts(component, parts, device, pinned=False)
     return InParts(component, dict(_layers(component, frozenset(whole))), device, pinned=False)
 
 

@@ -16,6 +16,7 @@ from . import compile_cache, vae
 from .compiled_block import Tell, graphs_compiled, listening
 from .denoiser import guarded_denoiser
 from .errors import BadInput, BadSize
+from .families import ENCODERS
 from .handle import PipelineHandle
 from .layouts import spatial_factor, temporal_factor
 from .memory import keep
@@ -107,7 +108,7 @@ def sample(
         report.graphs = None if report.backend in ("eager", "oneflow") else graphs_compiled() - graphs
         report.graphs_kept = min(compile_cache.graphs_from_cache() - from_cache, report.graphs or 0)
         keep(handle, plan.dtype)
-        handle.finish(family.denoiser)
+        handle.finish(family.denoiser, *ENCODERS)
     latents = result.frames if family.layout.counts_frames else result.images
     config = handle.store.model.vae_config
     latents = family.layout.unscaled(latents, settings.frames, config)

@@ -8,6 +8,9 @@ import pytest
 import torch
 from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
 from comfyui_onediff_guard.nodes import host
+from comfyui_onediff_guard.pipelines import handle as handles
+from comfyui_onediff_guard.pipelines import offload as offloading
+from comfyui_onediff_guard.pipelines import store as stores
 from comfyui_onediff_guard.pipelines.store import ComponentStore
 
 
@@ -25,13 +28,14 @@ def weights_in_memory():
 class Graph:
     """Load → Encode → Sample → Decode, of which ComfyUI keeps the outputs; a node that changed loses its own first."""
 
-    def __init__(self, model):
+    def __init__(self, model, offload="none"):
         self.model = model
+        self.offload = offload
         self.outputs = {}
 
     def run(self, precision, sampler="inherit"):
         self.outputs.clear()
-        (pipeline,) = self.outputs["load"] = node("LoadCogVideoX").load(self.model, precision, "eager", "none")
+        (pipeline,) = self.outputs["load"] = node("LoadCogVideoX").load(self.model, precision, "eager", self.offload)
         encoded = node("EncodePrompt").encode(pipeline, "a paper boat", "", "inherit")
         positive, negative = self.outputs["encode"] = encoded["result"]
         sampled = node("SampleCogVideoX").sample(
@@ -144,3 +148,33 @@ def test_another_model_takes_the_place_of_the_last_one(graph, loads, model_folde
     assert host._lingering and host._lingering.store
     assert host._lingering.store.model.path.name == other.model
     assert weights_in_memory() - before < 2 * alone
+
+
+@pytest.mark.parametrize("offload", ["group", "sequential"])
+def test_weights_that_come_in_parts_are_not_said_to_be_on_the_device_and_free_gives_them_back(
+    comfyui, graph, monkeypatch, offload
+):
+    for module in (handles, offloading, stores):
+        monkeypatch.setattr(module, "brings_parts_to", lambda _device: True)
+    before = weights_in_memory()
+    seen = set()
+
+    def load(models, to_device=comfyui.management.load_models_gpu):
+        seen.update(type(model.component).__name__ for model in models)
+        to_device(models)
+
+    monkeypatch.setattr(comfyui.management, "load_models_gpu", load)
+    graph.offload = offload
+    graph.run("fp32")
+    assert seen == {"AutoencoderKLCogVideoX"}
+    assert not any(m.model and m.model.model_size() for m in comfyui.management.current_loaded_models)
+    graph.offload = "none"
+    graph.run("fp32")
+    assert "CogVideoXTransformer3DModel" in seen, "whole again"
+    graph.offload = offload
+    graph.run("fp32")
+    loaded = [m.model.component for m in comfyui.management.current_loaded_models if m.model and m.model.model_size()]
+    assert loaded == []
+    comfyui.management.unload_all_models()
+    graph.outputs.clear()
+    assert weights_in_memory() == before

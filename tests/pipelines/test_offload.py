@@ -27,6 +27,8 @@ from comfyui_onediff_guard.pipelines.probe import probe
 from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.policy import Precision
+from comfyui_onediff_guard.precision.shells import as_float32
+from diffusers import CogVideoXPipeline
 from diffusers.hooks import group_offloading
 from safetensors.torch import save_file
 from torch._dynamo.utils import counters
@@ -430,6 +432,41 @@ def test_on_cuda_sequential_brings_one_layer_at_a_time_and_pins_nothing_for_good
     assert said[1:4] == [("onload", "first"), ("compute", "first"), ("offload", "first")]
     assert said[4:7] == [("onload", "second"), ("compute", "second"), ("offload", "second")]
     assert weights.most_bytes == 4 * 6
+
+
+def test_on_cuda_without_enough_memory_to_pin_blocks_come_when_they_are_needed(cuda, monkeypatch, caplog):
+    class Scarce(Recorder):
+        def __init__(self, **given):
+            if not given["low_cpu_mem_usage"] and given["modules"] and given["modules"][0].name == "second":
+                raise RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA")
+            super().__init__(**given)
+
+    monkeypatch.setattr(group_offloading, "ModuleGroup", Scarce)
+    module = Blocks()
+    weights = in_parts(module, Offload.GROUP, cuda)
+    assert len(caplog.messages) == 1 and "(CUDA error: out of memory): blocks come when" in caplog.messages[0]
+    steps(weights, module)
+    said = [entry for entry in Recorder.log if entry != ("wait",)]
+    assert said[1:4] == [("onload", "first"), ("compute", "first"), ("offload", "first")]
+
+
+def test_diffusers_is_told_the_device_that_computes(model_folder):
+    pipe: Any = CogVideoXPipeline.from_pretrained(model_folder("2b"))
+    pipe.transformer = as_float32(pipe.transformer, torch.device("cuda", 1))
+    pipe.text_encoder = pipe.vae = None
+    assert pipe._execution_device == torch.device("cuda", 1)
+    assert as_float32(pipe.transformer).device == torch.device("cuda", 1), "and by a shell of it"
+
+
+@pytest.mark.parametrize("model", ["5b-i2v", "svd"])
+def test_what_encoded_the_image_rests_while_the_denoiser_runs(model_folder, apart, model):
+    handle = opened(model_folder(model), "group")
+    rested: list[str] = []
+    first: list[list[str]] = []
+    handle.store.placement.to_host = lambda name, _module: rested.append(name)
+    run(handle, model, step_done=lambda *_: first.append(rested[:]))
+    encoders = ["image_encoder", "vae"] if model == "svd" else ["vae"]
+    assert first[0][-len(encoders) :] == encoders
 
 
 def test_on_cuda_a_block_that_was_on_its_way_goes_back_when_another_fails(cuda):
