@@ -74,11 +74,18 @@ class InParts:
     component: in main memory.
     parts: {name in it: what comes and goes together}, in the order in which they run. What is in none of them is on the
         device inside `with`.
-    pinned: keep weights in page-locked memory, and bring the next part while one computes. CUDA only.
+    ahead: bring the next part while one computes. CUDA only.
+    pinned: keep weights in page-locked memory; else they are put there as they are brought. CUDA only.
     """
 
     def __init__(
-        self, component: torch.nn.Module, parts: Mapping[str, torch.nn.Module], device: torch.device, *, pinned: bool
+        self,
+        component: torch.nn.Module,
+        parts: Mapping[str, torch.nn.Module],
+        device: torch.device,
+        *,
+        ahead: bool,
+        pinned: bool,
     ):
         self.component = component
         stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -118,7 +125,7 @@ class InParts:
         self._groups = [group(modules) for modules in together]
         self._rest = group([], parameters=rest)
         self._stream = stream
-        self._ahead = pinned and stream is not None
+        self._ahead = ahead and stream is not None
         self._here: set[int] = set()
         self._lock = threading.RLock()
         sizes = [0] * max(len(together), 1)
@@ -205,26 +212,35 @@ def in_parts(
     *,
     blocks: Iterable[str] = (),
     whole: Iterable[str] = (),
+    once: bool = False,
 ) -> InParts:
     """A component's weights as `offload` (GROUP or SEQUENTIAL) brings them.
 
     blocks: names of its parts, a list of blocks block by block; none: its outermost lists.
     whole: names of modules that are not taken apart, by SEQUENTIAL.
+    once: it is let go after use, so that page-locking all of it would take longer than it saves.
     """
     if offload is Offload.GROUP:
         parts = dict(_blocks(component, tuple(blocks)))
         try:
-            return InParts(component, parts, device, pinned=True)
+            return InParts(component, parts, device, ahead=True, pinned=not once)
         except RuntimeError as error:  # systems allow only so much of it
             why = str(error).strip().split("\n", 1)[0]
-            logger.warning("main memory cannot be page-locked (%s): blocks come when they are needed, slower", why)
-            return InParts(component, parts, device, pinned=False)
-    return InParts(component, dict(_layers(component, frozenset(whole))), device, pinned=False)
+            logger.warning("main memory cannot be page-locked for all blocks (%s): slower, one at a time", why)
+            return InParts(component, parts, device, ahead=True, pinned=False)
+    return InParts(component, dict(_layers(component, frozenset(whole))), device, ahead=False, pinned=False)
 
 
 def brings_parts_to(device: torch.device) -> bool:
     """Whether there is a device to bring them to."""
     return device.type != "cpu"
+
+
+def release_page_locked() -> None:
+    """Give the system back what PyTorch keeps of page-locked memory that nobody uses."""
+    release = getattr(getattr(torch, "accelerator", None), "empty_host_cache", None)
+    if release and torch.cuda.is_available():
+        release()
 
 
 _LASTING = {  # backend → why what it compiled cannot follow weights that move

@@ -10,7 +10,6 @@ import gc
 import logging
 import threading
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from .compile import CompileOptions
 from .errors import BadFolder
 from .folder import fingerprint
 from .lora import Lora, LoraKey, keys, with_loras
-from .offload import InParts, Offload, Onloading, Whole, brings_parts_to, in_parts
+from .offload import InParts, Offload, Onloading, Whole, brings_parts_to, in_parts, release_page_locked
 from .placement import Placement, move
 from .stored import StoredModel
 
@@ -89,7 +88,7 @@ class ComponentStore:
             return Whole()
         with self._lock:
             family, component = self.model.family, self._modules[name][1]
-            parts: dict[str, Iterable[str]] = {}
+            parts: dict[str, Any] = {"once": name == "text_encoder"}
             if name == family.denoiser:
                 parts = {"blocks": family.blocks, "whole": (family.stream.embed,) if family.stream else ()}
                 component = self._with_loras[1] if keys(loras) and self._with_loras else component
@@ -146,11 +145,13 @@ class ComponentStore:
         with self._lock:
             if self._modules.pop(name, None) is None:
                 return
-            self._onloading.pop(name, None)
+            came_in_parts = self._onloading.pop(name, None) is not None
             if name == self.model.family.denoiser:
                 self.compiled.clear()
                 self._with_loras = None
             gc.collect()  # modules hold reference cycles; without this two copies would be there for a while
+            if came_in_parts:
+                release_page_locked()
             self.placement.forget(name)
 
     def empty(self) -> None:

@@ -95,6 +95,25 @@ def test_a_norm_that_refuses_fp32_computes_in_fp32_and_hands_on_its_own_dtype():
     assert make_consistent(module, torch.float16) == [], "mended once"
 
 
+def test_a_norm_is_asked_on_the_device_where_it_will_compute():
+    class FusedNorm(Norm):
+        """Refuses mixed dtypes there alone, as a fused kernel for CUDA does."""
+
+        def forward(self, x):
+            return super().forward(x) if x.is_meta else x
+
+    def loaded():
+        module = Encoder().as_loaded()
+        module.norm.__class__ = FusedNorm
+        return module
+
+    make_consistent(here := loaded(), torch.float16)
+    assert isinstance(here.norm, FusedNorm), "nothing is refused here"
+    make_consistent(there := loaded(), torch.float16, torch.device("meta"))
+    assert isinstance(there.norm, Fp32Norm)
+    assert not there.norm.norm.weight.is_meta, "a copy was asked"
+
+
 def test_parameters_in_another_dtype_are_named():
     module = Plain().half()
     module.wi.float()
