@@ -1,7 +1,7 @@
 """Weights that come to the device in parts: with every mechanism the result is the same to the bit, and all are back.
 
 There is no second device here. A stand-in for diffusers' ModuleGroup keeps the weights that are not brought, and leaves
-NaN in their place: whoever computes with one of them makes NaN. What diffusers does with CUDA's streams is not run.
+NaN in their place: whoever computes with one of them makes NaN.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from comfyui_onediff_guard.pipelines.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.folder import family_of
 from comfyui_onediff_guard.pipelines.handle import add_lora, load
 from comfyui_onediff_guard.pipelines.lora import Lora
-from comfyui_onediff_guard.pipelines.offload import InParts, Offload, in_parts
+from comfyui_onediff_guard.pipelines.offload import Offload
 from comfyui_onediff_guard.pipelines.pictures import fitted
 from comfyui_onediff_guard.pipelines.placement import PlainPlacement
 from comfyui_onediff_guard.pipelines.probe import probe
@@ -330,117 +330,6 @@ def test_without_an_accelerator_it_is_as_model_and_says_so(model_folder):
     assert "note: offload 'group' is as 'model' here: a CPU computes in main memory" in found[2].text()
 
 
-class Recorder:
-    """In place of ModuleGroup: what it is told, in order."""
-
-    log: list[tuple[Any, ...]]
-
-    def __init__(self, **given):
-        self.given = given
-        self.name = given["modules"][0].name if given["modules"] else "rest"
-
-    def onload_(self):
-        Recorder.log.append(("onload", self.name))
-
-    def offload_(self):
-        Recorder.log.append(("offload", self.name))
-
-
-class Block(torch.nn.Linear):
-    def __init__(self, name, fails=False):
-        super().__init__(2, 2)
-        self.name = name
-        self.fails = fails
-
-    def forward(self, input):  # noqa: A002 - torch's name
-        Recorder.log.append(("compute", self.name))
-        if self.fails:
-            raise KeyError(self.name)
-        return input
-
-
-class Blocks(torch.nn.Module):
-    def __init__(self, fails=False):
-        super().__init__()
-        self.embed = torch.nn.Linear(2, 2, bias=False)
-        self.blocks = torch.nn.ModuleList([Block("first"), Block("second", fails), Block("third")])
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-@pytest.fixture
-def cuda(monkeypatch):
-    """What InParts would tell CUDA."""
-
-    class Stream:
-        def __init__(self, device):
-            self.device = device
-
-        def synchronize(self):
-            Recorder.log.append(("wait",))
-
-    Recorder.log = []
-    monkeypatch.setattr(group_offloading, "ModuleGroup", Recorder)
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    return torch.device("cuda", 0)
-
-
-def steps(weights, module):
-    del Recorder.log[:]
-    with weights:
-        weights.shell(module)(torch.zeros(1, 2))
-
-
-def test_on_cuda_the_next_block_is_on_its_way_while_one_computes(cuda):
-    module = Blocks()
-    weights = in_parts(module, Offload.GROUP, cuda)
-    for group in (*weights._groups, weights._rest):
-        assert group.given["stream"].device == cuda and group.given["record_stream"] and group.given["non_blocking"]
-        assert group.given["onload_device"] == cuda and group.given["offload_device"] == torch.device("cpu")
-        assert not group.given["low_cpu_mem_usage"], "pinned once"
-    assert weights._rest.given["parameters"] == [module.embed.weight]
-    assert weights.most_bytes == 4 * (4 + 2 * 6), "what is in no block, and two blocks of three"
-    steps(weights, module)
-    said = [entry for entry in Recorder.log if entry != ("wait",)]
-    assert said == [
-        ("onload", "rest"),
-        ("onload", "first"),
-        ("onload", "second"),
-        ("compute", "first"),
-        ("offload", "first"),
-        ("onload", "third"),
-        ("compute", "second"),
-        ("offload", "second"),
-        ("compute", "third"),
-        ("offload", "third"),
-        ("offload", "rest"),
-    ]
-    arrived = Recorder.log.index(("wait",), Recorder.log.index(("offload", "first")))
-    assert arrived < Recorder.log.index(("compute", "second")), "a block waits for its own weights"
-
-
-def test_on_cuda_sequential_brings_one_layer_at_a_time_and_pins_nothing_for_good(cuda):
-    module = Blocks()
-    module.embed.name = "embed"
-    weights = in_parts(module, Offload.SEQUENTIAL, cuda)
-    assert all(group.given["low_cpu_mem_usage"] and group.given["stream"] for group in weights._groups)
-    steps(weights, module)
-    said = [entry for entry in Recorder.log if entry != ("wait",)]
-    assert said[1:4] == [("onload", "first"), ("compute", "first"), ("offload", "first")]
-    assert said[4:7] == [("onload", "second"), ("compute", "second"), ("offload", "second")]
-    assert weights.most_bytes == 4 * 6
-
-
-def test_on_cuda_what_is_let_go_after_use_is_not_pinned_for_good(cuda):
-    weights = in_parts(Blocks(), Offload.GROUP, cuda, once=True)
-    assert all(group.given["low_cpu_mem_usage"] for group in (*weights._groups, weights._rest))
-    steps(weights, weights.component)
-    assert Recorder.log.index(("onload", "second")) < Recorder.log.index(("compute", "first"))
-
-
 @pytest.mark.parametrize("offload", IN_PARTS)
 def test_the_text_encoder_is_what_is_let_go(model_folder, apart, offload):
     handle = opened(model_folder("2b"), offload)
@@ -462,22 +351,6 @@ def test_page_locked_memory_goes_back_to_the_system_with_its_component(model_fol
         assert len(released) == times
 
 
-def test_on_cuda_without_enough_memory_to_pin_each_block_is_pinned_as_it_comes(cuda, monkeypatch, caplog):
-    class Scarce(Recorder):
-        def __init__(self, **given):
-            if not given["low_cpu_mem_usage"] and given["modules"] and given["modules"][0].name == "second":
-                raise RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA")
-            super().__init__(**given)
-
-    monkeypatch.setattr(group_offloading, "ModuleGroup", Scarce)
-    module = Blocks()
-    weights = in_parts(module, Offload.GROUP, cuda)
-    assert len(caplog.messages) == 1 and "(CUDA error: out of memory): slower" in caplog.messages[0]
-    assert all(group.given["low_cpu_mem_usage"] for group in weights._groups)
-    steps(weights, module)
-    assert Recorder.log.index(("onload", "second")) < Recorder.log.index(("compute", "first"))
-
-
 def test_diffusers_is_told_the_device_that_computes(model_folder):
     pipe: Any = CogVideoXPipeline.from_pretrained(model_folder("2b"))
     pipe.transformer = as_float32(pipe.transformer, torch.device("cuda", 1))
@@ -495,13 +368,3 @@ def test_what_encoded_the_image_rests_while_the_denoiser_runs(model_folder, apar
     run(handle, model, step_done=lambda *_: first.append(rested[:]))
     encoders = ["image_encoder", "vae"] if model == "svd" else ["vae"]
     assert first[0][-len(encoders) :] == encoders
-
-
-def test_on_cuda_a_block_that_was_on_its_way_goes_back_when_another_fails(cuda):
-    module = Blocks(fails=True)
-    weights = in_parts(module, Offload.GROUP, cuda)
-    with pytest.raises(KeyError, match="second"):
-        steps(weights, module)
-    away = [name for what, *name in Recorder.log if what == "offload"]
-    assert sorted(map(str, *zip(*away, strict=True))) == ["first", "rest", "second", "third"]
-    assert isinstance(weights, InParts) and not weights._here

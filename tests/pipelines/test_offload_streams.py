@@ -1,0 +1,147 @@
+"""What diffusers is told about CUDA's streams and page-locked memory, in order; none of it is run on CUDA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from comfyui_onediff_guard.pipelines.offload import InParts, Offload, in_parts
+from diffusers.hooks import group_offloading
+
+
+class Recorder:
+    """In place of ModuleGroup: what it is told, in order."""
+
+    log: list[tuple[Any, ...]]
+
+    def __init__(self, **given):
+        self.given = given
+        self.name = given["modules"][0].name if given["modules"] else "rest"
+
+    def onload_(self):
+        Recorder.log.append(("onload", self.name))
+
+    def offload_(self):
+        Recorder.log.append(("offload", self.name))
+
+
+class Block(torch.nn.Linear):
+    def __init__(self, name, fails=False):
+        super().__init__(2, 2)
+        self.name = name
+        self.fails = fails
+
+    def forward(self, input):  # noqa: A002 - torch's name
+        Recorder.log.append(("compute", self.name))
+        if self.fails:
+            raise KeyError(self.name)
+        return input
+
+
+class Blocks(torch.nn.Module):
+    def __init__(self, fails=False):
+        super().__init__()
+        self.embed = torch.nn.Linear(2, 2, bias=False)
+        self.blocks = torch.nn.ModuleList([Block("first"), Block("second", fails), Block("third")])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """What InParts would tell CUDA."""
+
+    class Stream:
+        def __init__(self, device):
+            self.device = device
+
+        def synchronize(self):
+            Recorder.log.append(("wait",))
+
+    Recorder.log = []
+    monkeypatch.setattr(group_offloading, "ModuleGroup", Recorder)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    return torch.device("cuda", 0)
+
+
+def steps(weights, module):
+    del Recorder.log[:]
+    with weights:
+        weights.shell(module)(torch.zeros(1, 2))
+
+
+def test_on_cuda_the_next_block_is_on_its_way_while_one_computes(cuda):
+    module = Blocks()
+    weights = in_parts(module, Offload.GROUP, cuda)
+    for group in (*weights._groups, weights._rest):
+        assert group.given["stream"].device == cuda and group.given["record_stream"] and group.given["non_blocking"]
+        assert group.given["onload_device"] == cuda and group.given["offload_device"] == torch.device("cpu")
+        assert not group.given["low_cpu_mem_usage"], "pinned once"
+    assert weights._rest.given["parameters"] == [module.embed.weight]
+    assert weights.most_bytes == 4 * (4 + 2 * 6), "what is in no block, and two blocks of three"
+    steps(weights, module)
+    said = [entry for entry in Recorder.log if entry != ("wait",)]
+    assert said == [
+        ("onload", "rest"),
+        ("onload", "first"),
+        ("onload", "second"),
+        ("compute", "first"),
+        ("offload", "first"),
+        ("onload", "third"),
+        ("compute", "second"),
+        ("offload", "second"),
+        ("compute", "third"),
+        ("offload", "third"),
+        ("offload", "rest"),
+    ]
+    arrived = Recorder.log.index(("wait",), Recorder.log.index(("offload", "first")))
+    assert arrived < Recorder.log.index(("compute", "second")), "a block waits for its own weights"
+
+
+def test_on_cuda_sequential_brings_one_layer_at_a_time_and_pins_nothing_for_good(cuda):
+    module = Blocks()
+    module.embed.name = "embed"
+    weights = in_parts(module, Offload.SEQUENTIAL, cuda)
+    assert all(group.given["low_cpu_mem_usage"] and group.given["stream"] for group in weights._groups)
+    steps(weights, module)
+    said = [entry for entry in Recorder.log if entry != ("wait",)]
+    assert said[1:4] == [("onload", "first"), ("compute", "first"), ("offload", "first")]
+    assert said[4:7] == [("onload", "second"), ("compute", "second"), ("offload", "second")]
+    assert weights.most_bytes == 4 * 6
+
+
+def test_on_cuda_what_is_let_go_after_use_is_not_pinned_for_good(cuda):
+    weights = in_parts(Blocks(), Offload.GROUP, cuda, once=True)
+    assert all(group.given["low_cpu_mem_usage"] for group in (*weights._groups, weights._rest))
+    steps(weights, weights.component)
+    assert Recorder.log.index(("onload", "second")) < Recorder.log.index(("compute", "first"))
+
+
+def test_on_cuda_without_enough_memory_to_pin_each_block_is_pinned_as_it_comes(cuda, monkeypatch, caplog):
+    class Scarce(Recorder):
+        def __init__(self, **given):
+            if not given["low_cpu_mem_usage"] and given["modules"] and given["modules"][0].name == "second":
+                raise RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA")
+            super().__init__(**given)
+
+    monkeypatch.setattr(group_offloading, "ModuleGroup", Scarce)
+    module = Blocks()
+    weights = in_parts(module, Offload.GROUP, cuda)
+    assert len(caplog.messages) == 1 and "(CUDA error: out of memory): slower" in caplog.messages[0]
+    assert all(group.given["low_cpu_mem_usage"] for group in weights._groups)
+    steps(weights, module)
+    assert Recorder.log.index(("onload", "second")) < Recorder.log.index(("compute", "first"))
+
+
+def test_on_cuda_a_block_that_was_on_its_way_goes_back_when_another_fails(cuda):
+    module = Blocks(fails=True)
+    weights = in_parts(module, Offload.GROUP, cuda)
+    with pytest.raises(KeyError, match="second"):
+        steps(weights, module)
+    away = [name for what, *name in Recorder.log if what == "offload"]
+    assert sorted(map(str, *zip(*away, strict=True))) == ["first", "rest", "second", "third"]
+    assert isinstance(weights, InParts) and not weights._here
