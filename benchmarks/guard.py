@@ -24,7 +24,7 @@ from comfyui_onediff_guard.precision.policy import VARIANTS, Component, Precisio
 from comfyui_onediff_guard.precision.report import RunReport
 from comfyui_onediff_guard.precision.shells import with_forward
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
-from measure import Step, arguments, build, device_and_dtype, interleave, medians, ratio, setting, write
+from measure import arguments, build, device_and_dtype, interleave, medians, peak_bytes, ratio, setting, write
 
 
 def main() -> None:
@@ -60,9 +60,12 @@ def main() -> None:
         )
 
         peaks = {
-            "fp32 copy, activations": peak_bytes(lambda: converted(**given)),
-            "fp32 rerun, activations and weights": peak_bytes(lambda: run_in_fp32(denoiser, **call)),
-            "fp32 rerun, watched": peak_bytes(lambda: leaf_peaks(denoiser, lambda: run_in_fp32(denoiser, **call))),
+            name: peak_bytes(step, device)
+            for name, step in {
+                "fp32 copy, activations": lambda: converted(**given),
+                "fp32 rerun, activations and weights": lambda: run_in_fp32(denoiser, **call),
+                "fp32 rerun, watched": lambda: leaf_peaks(denoiser, lambda: run_in_fp32(denoiser, **call)),
+            }.items()
         }
     extra = peaks["fp32 rerun, activations and weights"] - peaks["fp32 copy, activations"]
     weights = 4 * sum(p.numel() for p in denoiser.parameters())
@@ -110,19 +113,6 @@ def guards(denoiser: torch.nn.Module, dtype: str, call: dict[str, Any]) -> tuple
 def in_float(call: dict[str, Any]) -> dict[str, Any]:
     floating = {k: v.float() for k, v in call.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
     return call | floating
-
-
-def peak_bytes(step: Step) -> int:
-    """The most bytes that the step held at one time, beyond what was there before it, by the profiler's records."""
-    with torch.profiler.profile(profile_memory=True) as profile:
-        step()
-    profiler: Any = profile.profiler
-    records = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = peak = 0
-    for record in sorted(records, key=lambda event: event.start_ns()):
-        held += record.nbytes()
-        peak = max(peak, held)
-    return peak
 
 
 if __name__ == "__main__":

@@ -14,13 +14,14 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from diffusers import CogVideoXTransformer3DModel
 
 Step = Callable[[], Any]
+Result = TypeVar("Result")
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -58,13 +59,46 @@ def interleave(steps: dict[str, Step], rounds: int, device: torch.device) -> dic
     for round_number in range(-1, rounds):
         turn = (round_number + 1) % len(names)
         for name in names[turn:] + names[:turn]:
-            _synchronize(device)
+            synchronize(device)
             started = time.perf_counter()
             steps[name]()
-            _synchronize(device)
+            synchronize(device)
             if round_number >= 0:
                 seconds[name].append(time.perf_counter() - started)
     return seconds
+
+
+def peak_bytes(step: Step, device: torch.device) -> int:
+    """The most bytes that the step held at one time, beyond what was there before it.
+
+    On a GPU by its allocator; on a CPU by the profiler's records.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        step()
+        return torch.cuda.max_memory_allocated(device) - before
+    with torch.profiler.profile(profile_memory=True) as profile:
+        step()
+    profiler: Any = profile.profiler
+    records = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for record in sorted(records, key=lambda event: event.start_ns()):
+        held += record.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def attempt(run: Callable[[], Result]) -> Result | str:
+    """What it returns, or in a line how it failed: a contestant that cannot run must not end the others' run."""
+    try:
+        return run()
+    except Exception as error:  # noqa: BLE001 - out of memory, a backend that is not there, a compiler that fails
+        lines = str(error).strip().splitlines()
+        failure = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # after the exception has let go of what it held
+    return failure
 
 
 def ratio(seconds: dict[str, list[float]], ours: str, theirs: str) -> float:
@@ -118,7 +152,7 @@ def _ratios(seconds: dict[str, list[float]], ours: str, theirs: str) -> list[flo
     return [a / b for a, b in zip(seconds[ours], seconds[theirs], strict=True)]
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
 

@@ -1,0 +1,99 @@
+"""PyTorch's attention kernels side by side, on what a model hands to them in a step at its size."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from typing import Any
+
+import torch
+from comfyui_onediff_guard.precision.dtypes import DTYPES
+from contestants import Subject
+from denoisers import build, step
+from measure import attempt, interleave
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+CHOICE = "torch's own choice"
+MOST = 4  # shapes of a model, those that take most
+Shape = tuple[int, int, int, int, int]  # batch, heads, queries, keys, channels of a head
+
+
+class _Shapes(TorchFunctionMode):
+    """Counts the shapes that reach attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[Shape] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        if func is F.scaled_dot_product_attention:
+            names = ("query", "key")
+            query, key = (args[i] if i < len(args) else kwargs[name] for i, name in enumerate(names))
+            batch, heads, queries, channels = query.shape
+            self.seen[batch, heads, queries, key.shape[-2], channels] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def shapes(subject: Subject) -> list[tuple[Shape, int]]:
+    """(shape, calls in a step), those that take most operations first."""
+    device = torch.device("meta")
+    module: Any = build(subject.model, subject.size, device, torch.bfloat16)
+    call = step(subject.model, module.config, subject.size, device, torch.bfloat16)
+    with torch.no_grad(), _Shapes() as counted:
+        module(**call)
+    return sorted(counted.seen.items(), key=lambda each: -each[1] * _operations(each[0]))
+
+
+def _operations(shape: Shape) -> int:
+    batch, heads, queries, keys, channels = shape
+    return 4 * batch * heads * queries * keys * channels
+
+
+def attention(subject: Subject, rounds: int) -> list[dict[str, Any]]:
+    """One entry for each shape and half-precision dtype: seconds and error of each kernel, or why it has none."""
+    return [
+        compare(shape, calls, dtype, subject.device, rounds)
+        for shape, calls in shapes(subject)[:MOST]
+        for dtype in ("bf16", "fp16")
+    ]
+
+
+def compare(shape: Shape, calls: int, dtype: str, device: torch.device, rounds: int) -> dict[str, Any]:
+    batch, heads, queries, keys, channels = shape
+    query, key, value = (
+        torch.randn(batch, tokens, heads, channels, device=device, dtype=DTYPES[dtype]).transpose(1, 2)
+        for tokens in (queries, keys, keys)
+    )
+
+    def kernel(backend: SDPBackend) -> torch.Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(query, key, value)
+
+    contestants = {CHOICE: lambda: F.scaled_dot_product_attention(query, key, value)}
+    contestants |= {name: lambda backend=backend: kernel(backend) for name, backend in KERNELS.items()}
+    expected = _exact(query[:1, :1], key[:1, :1], value[:1, :1])
+    rows: dict[str, dict[str, Any]] = {}
+    for name, run in list(contestants.items()):
+        error = attempt(lambda run=run: (run()[:1, :1].float() - expected).abs().max().item())
+        rows[name] = {"error": error} if isinstance(error, str) else {"max_error": round(error, 6)}
+        if isinstance(error, str):
+            del contestants[name]
+    for name, seconds in interleave(contestants, rounds, device).items():
+        middle = statistics.median(seconds)
+        rows[name] |= {"seconds": round(middle, 6), "tflops": round(_operations(shape) / middle / 1e12, 3)}
+    return {"shape": shape, "calls": calls, "dtype": dtype, "rounds": rounds, "rows": rows}
+
+
+def _exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """In fp32, one head's: all of them would not fit."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(query.float(), key.float(), value.float())

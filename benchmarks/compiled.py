@@ -1,0 +1,22 @@
+"""What compiling gains a step, and what it costs at the start: ours beside diffusers', on a CPU.
+
+    python benchmarks/compiled.py [--models cogvideox-2b ...] [--stage steps compile ...] [--rounds 20]
+
+The denoisers of gpu.py, cut down to a CPU's size, with random weights, in bf16: the same stages, in the same code.
+How they are timed, and what noise is (`diffusers again`): benchmarks/measure.py.
+"""
+
+from __future__ import annotations
+
+import harness
+
+MODELS = ("cogvideox-2b",)
+STAGES = ("steps", "rerun", "compile")
+
+
+def main() -> None:
+    harness.measure("compiled", harness.arguments(__doc__, MODELS, STAGES).parse_args(), "cut")
+
+
+if __name__ == "__main__":
+    main()

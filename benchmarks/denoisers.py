@@ -1,0 +1,187 @@
+"""The denoisers that gpu.py and compiled.py time, as they are published and cut down, and one step of each.
+
+Weights are random: what a step costs does not hang on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from comfyui_onediff_guard.pipelines.families import COGVIDEOX, COGVIEW3PLUS, SVD, FamilySpec
+
+Call = dict[str, Any]
+Floats = Callable[..., torch.Tensor]  # shape → random numbers in the step's dtype
+
+
+@dataclass(frozen=True)
+class Size:
+    """What is computed."""
+
+    width: int  # pixels
+    height: int  # pixels
+    frames: int = 1
+    config: Mapping[str, Any] = field(default_factory=dict)  # what differs from the published denoiser's
+
+    def __str__(self) -> str:
+        return f"{self.width}×{self.height}" + (f", {self.frames} frames" if self.frames > 1 else "")
+
+
+@dataclass(frozen=True)
+class Model:
+    """One published denoiser."""
+
+    family: FamilySpec
+    kind: str  # diffusers class
+    config: Mapping[str, Any]  # what differs from the class's defaults
+    arguments: Callable[[Any, Size, Floats], Call]  # of one step: from the config
+    fails: str  # a layer, as the one that leaves half precision's range
+    sizes: Mapping[str, Size]  # "full": as published; "cut": for a CPU; "tiny": to try the scripts
+
+
+def build(model: Model, size: Size, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
+    """The denoiser with random weights, made where and in what they stay: no copy in fp32, no file."""
+    import diffusers
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+            torch.manual_seed(0)
+            module = getattr(diffusers, model.kind)(**{**model.config, **size.config})
+    finally:
+        torch.set_default_dtype(before)
+    torch.nn.Module.to(module, device, dtype)  # what asked for neither default
+    return module.eval().requires_grad_(False)
+
+
+def step(model: Model, config: Any, size: Size, device: torch.device, dtype: torch.dtype) -> Call:
+    """The arguments of one step with both halves of guidance, as the diffusers pipeline passes them in `dtype`."""
+    generator = torch.Generator().manual_seed(0)
+
+    def floats(*shape: int) -> torch.Tensor:
+        if device.type == "meta":
+            return torch.empty(shape, device=device, dtype=dtype)
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    given = model.arguments(config, size, floats)
+    return {name: _on(device, value) for name, value in given.items()} | {"return_dict": False}
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(part.to(device) for part in value)
+    return value.to(device)
+
+
+def _cogvideox(config: Any, size: Size, floats: Floats) -> Call:
+    frames, height, width = (size.frames - 1) // 4 + 1, size.height // 8, size.width // 8
+    call: Call = {
+        "hidden_states": floats(2, frames, config.in_channels, height, width),
+        "encoder_hidden_states": floats(2, config.max_text_seq_length, config.text_embed_dim),
+        "timestep": torch.tensor([500, 500]),
+    }
+    if config.use_rotary_positional_embeddings:
+        call["image_rotary_emb"] = _rotary(config, size, frames)
+    return call
+
+
+def _rotary(config: Any, size: Size, frames: int) -> tuple[torch.Tensor, torch.Tensor]:
+    from diffusers import CogVideoXPipeline
+
+    pipeline: Any = SimpleNamespace(vae_scale_factor_spatial=8, transformer=SimpleNamespace(config=config))
+    tables = CogVideoXPipeline._prepare_rotary_positional_embeddings
+    return tables(pipeline, size.height, size.width, frames, torch.device("cpu"))
+
+
+def _cogview3(config: Any, size: Size, floats: Floats) -> Call:
+    sides = torch.tensor([[size.height, size.width]] * 2, dtype=floats(1).dtype)
+    return {
+        "hidden_states": floats(2, config.in_channels, size.height // 8, size.width // 8),
+        "encoder_hidden_states": floats(2, 224, config.text_embed_dim),
+        "timestep": torch.tensor([500, 500]),
+        "original_size": sides,
+        "target_size": sides.clone(),
+        "crop_coords": torch.zeros_like(sides),
+    }
+
+
+def _svd(config: Any, size: Size, floats: Floats) -> Call:
+    tokens = floats(2, 1, config.cross_attention_dim)
+    return {
+        "sample": floats(2, size.frames, config.in_channels, size.height // 8, size.width // 8),
+        "encoder_hidden_states": tokens,
+        "timestep": torch.tensor(1.2),
+        "added_time_ids": torch.tensor([[6, 127, 0.02]] * 2, dtype=tokens.dtype),
+    }
+
+
+_SMALL_COG = {"num_attention_heads": 2, "attention_head_dim": 16, "text_embed_dim": 32, "time_embed_dim": 32}
+_SMALL_VIDEO = _SMALL_COG | {"num_layers": 2, "sample_width": 8, "sample_height": 8, "sample_frames": 5}
+_TINY_VIDEO = Size(64, 64, 5, _SMALL_VIDEO)
+_CUT_VIDEO = Size(
+    128,
+    96,
+    5,
+    {"num_layers": 12, "num_attention_heads": 3, "sample_width": 16, "sample_height": 12, "sample_frames": 5},
+)
+
+MODELS: dict[str, Model] = {
+    "cogvideox-2b": Model(
+        COGVIDEOX,
+        "CogVideoXTransformer3DModel",
+        config={},
+        arguments=_cogvideox,
+        fails="transformer_blocks.1.ff.net.0",
+        sizes={"full": Size(720, 480, 49), "cut": _CUT_VIDEO, "tiny": _TINY_VIDEO},
+    ),
+    "cogvideox-5b": Model(
+        COGVIDEOX,
+        "CogVideoXTransformer3DModel",
+        config={"num_layers": 42, "num_attention_heads": 48, "use_rotary_positional_embeddings": True},
+        arguments=_cogvideox,
+        fails="transformer_blocks.1.ff.net.0",
+        sizes={"full": Size(720, 480, 49), "cut": _CUT_VIDEO, "tiny": _TINY_VIDEO},
+    ),
+    "cogview3-plus": Model(
+        COGVIEW3PLUS,
+        "CogView3PlusTransformer2DModel",
+        config={},
+        arguments=_cogview3,
+        fails="transformer_blocks.1.ff.net.0",
+        sizes={
+            "full": Size(1024, 1024),
+            "cut": Size(128, 128, config={"num_layers": 12, "num_attention_heads": 5}),
+            "tiny": Size(64, 64, config=_SMALL_COG | {"num_layers": 2, "condition_dim": 8, "sample_size": 8}),
+        },
+    ),
+    "svd-xt": Model(
+        SVD,
+        "UNetSpatioTemporalConditionModel",
+        config={},
+        arguments=_svd,
+        fails="down_blocks.1.resnets.0.spatial_res_block.conv1",
+        sizes={
+            "full": Size(1024, 576, 25),
+            "cut": Size(128, 64, 5, {"block_out_channels": (32, 64, 128, 128), "num_attention_heads": (1, 1, 2, 2)}),
+            "tiny": Size(
+                64,
+                64,
+                2,
+                {
+                    "block_out_channels": (32, 32),
+                    "down_block_types": ("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
+                    "up_block_types": ("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
+                    "num_attention_heads": (1, 1),
+                    "layers_per_block": 1,
+                    "addition_time_embed_dim": 8,
+                    "projection_class_embeddings_input_dim": 24,
+                    "cross_attention_dim": 16,
+                },
+            ),
+        },
+    ),
+}

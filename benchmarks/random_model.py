@@ -1,0 +1,65 @@
+"""A denoiser made on the spot, behind the interface of a model on disk: all above it is what users run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from comfyui_onediff_guard.pipelines.compile import choose_backend
+from comfyui_onediff_guard.pipelines.families import FamilySpec
+from comfyui_onediff_guard.pipelines.handle import PipelineHandle
+from comfyui_onediff_guard.pipelines.placement import PlainPlacement
+from comfyui_onediff_guard.pipelines.store import ComponentStore
+from comfyui_onediff_guard.pipelines.stored import StoredModel, Weights
+from comfyui_onediff_guard.precision.arch import detect
+from comfyui_onediff_guard.precision.guard import GuardPolicy
+from comfyui_onediff_guard.precision.policy import VARIANTS, Precision
+
+Make = Callable[[torch.dtype], torch.nn.Module]
+
+
+@dataclass(frozen=True)
+class RandomModel(StoredModel):
+    """A model that has a denoiser alone, which is made where others read theirs."""
+
+    make: Make
+
+    def component(self, name: str, dtype: torch.dtype) -> torch.nn.Module:
+        """On whatever device `make` chooses."""
+        if name != self.family.denoiser:
+            raise KeyError(f"{self.name} has no '{name}', only '{self.family.denoiser}'")
+        return self.make(dtype)
+
+    def unweighted(self, name: str) -> NoReturn:
+        raise KeyError(f"{self.name} has no '{name}', only '{self.family.denoiser}'")
+
+
+def store(name: str, family: FamilySpec, config: Any, make: Make, device: torch.device) -> ComponentStore:
+    """config: the denoiser's."""
+    model = RandomModel(
+        path=Path(name),
+        family=family,
+        variant=VARIANTS[family.variant(config)],
+        weights={family.denoiser: Weights((), 0, {"BF16": 0})},
+        denoiser_config=config,
+        vae_config={},
+        notes=("random weights",),
+        make=make,
+    )
+    return ComponentStore(model, PlainPlacement(device))
+
+
+def handle(components: ComponentStore, dtype: str, backend: str, policy: GuardPolicy) -> PipelineHandle:
+    """Raises BackendUnavailable."""
+    device = components.placement.device
+    return PipelineHandle(
+        store=components,
+        architecture=detect(device),
+        precision=Precision(dtype),
+        backend=choose_backend(backend, device),
+        offload=False,
+        policy=policy,
+    )
