@@ -1,6 +1,6 @@
 # make demo    a small CogVideoX that overflows fp16: black without the guard, right with it (output/demo)
 # make test    ruff, basedpyright, pytest with a real ComfyUI: what has to pass before a change goes in
-# make bench   what the guard and the fold cost a step
+# make bench   what the guard, the fold and compiling cost and gain a step
 # make docs    docs/precision.md, from the tables in precision/
 # Each makes .venv from nothing where it is missing, once. Needs Python 3.10 to 3.12, a C compiler and PyPI, or a mirror
 # of it. PYTHON=python3.12 chooses the interpreter. Using the pack in ComfyUI needs no make: see README.md.
@@ -27,9 +27,10 @@ lint: .venv/.installed
 	.venv/bin/basedpyright
 
 bench: .venv/.installed
-	.venv/bin/python benchmarks/guard.py
-	.venv/bin/python benchmarks/learning.py
-	.venv/bin/python benchmarks/fold.py
+	.venv/bin/python benchmarks/guard.py --blocks 1 --rounds 8
+	.venv/bin/python benchmarks/learning.py --heads 2 --rounds 8
+	.venv/bin/python benchmarks/fold.py --blocks 1 --rounds 8
+	.venv/bin/python benchmarks/compiled.py --rounds 10
 
 docs: .venv/.installed
 	.venv/bin/python -m comfyui_onediff_guard.precision.page
