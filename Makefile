@@ -27,9 +27,9 @@ lint: .venv/.installed
 	.venv/bin/basedpyright
 
 bench: .venv/.installed
-	.venv/bin/python benchmarks/guard.py --blocks 1 --rounds 8
+	.venv/bin/python benchmarks/guard.py --heads 4 --rounds 20
 	.venv/bin/python benchmarks/learning.py --heads 2 --rounds 8
-	.venv/bin/python benchmarks/fold.py --blocks 1 --rounds 8
+	.venv/bin/python benchmarks/fold.py --heads 4 --rounds 20
 	.venv/bin/python benchmarks/compiled.py --rounds 10
 
 docs: .venv/.installed

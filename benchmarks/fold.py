@@ -25,7 +25,7 @@ BITS = 6
 def main() -> None:
     args = arguments(__doc__, rounds=40, rounds_help="of all contestants").parse_args()
     device, dtype = device_and_dtype()
-    denoiser, call = build(args.blocks, device, dtype)
+    denoiser, call = build(args.blocks, args.heads, device, dtype)
     assert COGVIDEOX.stream
     folded = fold(denoiser, COGVIDEOX.stream, BITS)
     backend = choose_backend("inductor", device)

@@ -31,7 +31,7 @@ def main() -> None:
     help_text = "of the healthy step; a quarter of them of the fp32 steps"
     args = arguments(__doc__, rounds=40, rounds_help=help_text).parse_args()
     device, dtype = device_and_dtype()
-    denoiser, call = build(args.blocks, device, dtype)
+    denoiser, call = build(args.blocks, args.heads, device, dtype)
     shell, failing, idle = guards(denoiser, dtype, call)
     converted = copy.deepcopy(denoiser).float()
     with torch.no_grad():

@@ -35,8 +35,7 @@ PROMPT = (226, 4096)  # tokens, channels
 
 def main() -> None:
     parser = arguments(__doc__, rounds=50, rounds_help="steps of each run")
-    parser.add_argument("--heads", type=int, default=8, help="of 64 channels; CogVideoX-2B has 30")
-    parser.set_defaults(blocks=30)
+    parser.set_defaults(blocks=30, heads=8)
     args = parser.parse_args()
     device, dtype = device_and_dtype()
     denoiser, call = build(args.blocks, args.heads, device, dtype)

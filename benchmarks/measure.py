@@ -29,6 +29,7 @@ def arguments(description: str | None, *, rounds: int, rounds_help: str) -> argp
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=rounds, help=rounds_help)
     parser.add_argument("--blocks", type=int, default=3, help="of CogVideoX-2B's 30")
+    parser.add_argument("--heads", type=int, default=30, help="of 64 channels; CogVideoX-2B has 30")
     parser.add_argument("--out", type=Path, default=RESULTS)
     return parser
 
@@ -39,10 +40,12 @@ def device_and_dtype() -> tuple[torch.device, str]:
     return device, "fp16" if device.type == "cuda" else "bf16"
 
 
-def build(blocks: int, device: torch.device, dtype: str) -> tuple[torch.nn.Module, dict[str, Any]]:
-    """A denoiser of the 2B model's width, and one step's arguments: both halves of guidance, 256×384, 9 frames."""
+def build(blocks: int, heads: int, device: torch.device, dtype: str) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """A denoiser of the 2B model's kind, and one step's arguments: both halves of guidance, 256×384, 9 frames."""
     torch.manual_seed(0)
-    denoiser = CogVideoXTransformer3DModel(num_layers=blocks, sample_width=48, sample_height=32, sample_frames=9)
+    denoiser = CogVideoXTransformer3DModel(
+        num_layers=blocks, num_attention_heads=heads, sample_width=48, sample_height=32, sample_frames=9
+    )
     denoiser.eval().requires_grad_(False)
     torch.nn.Module.to(denoiser, device, DTYPES[dtype])
     hidden_states = torch.randn(2, 3, 16, 32, 48, device=device, dtype=DTYPES[dtype])

@@ -11,6 +11,7 @@ import torch
 from comfyui_onediff_guard.pipelines.compile import choose_backend
 from comfyui_onediff_guard.pipelines.families import FamilySpec
 from comfyui_onediff_guard.pipelines.handle import PipelineHandle
+from comfyui_onediff_guard.pipelines.offload import Offload
 from comfyui_onediff_guard.pipelines.placement import PlainPlacement
 from comfyui_onediff_guard.pipelines.store import ComponentStore
 from comfyui_onediff_guard.pipelines.stored import StoredModel, Weights
@@ -60,6 +61,6 @@ def handle(components: ComponentStore, dtype: str, backend: str, policy: GuardPo
         architecture=detect(device),
         precision=Precision(dtype),
         backend=choose_backend(backend, device),
-        offload=False,
+        offload=Offload.NONE,
         policy=policy,
     )

@@ -105,6 +105,7 @@ class Server:
     url: str
     base: Path  # its models, custom_nodes, input, output
     log: Path
+    pid: int
 
     def ask(self, path: str, body: Any = None) -> Any:
         """GET, or POST where there is a body; the JSON answer, None where it is empty."""
@@ -166,7 +167,7 @@ def started(leg: Leg, base: Path, *options: str) -> Iterator[Server]:
     }
     log = base / "comfyui.log"
     child = process.start([*leg.command(base, port), *options], cwd=base, log=log, env=environment)
-    server = Server(leg, f"http://127.0.0.1:{port}", base, log)
+    server = Server(leg, f"http://127.0.0.1:{port}", base, log, child.pid)
     try:
         end = time.monotonic() + START_SECONDS
         while not _answers(server):

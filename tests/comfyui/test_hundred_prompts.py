@@ -1,0 +1,80 @@
+"""A hundred prompts of mixed shape and seed in one ComfyUI's queue: memory stays, and nothing is compiled twice."""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import legs
+import pytest
+from runs import HEALTHY, SMALL
+
+pytestmark = pytest.mark.comfyui
+
+PROMPTS, SETTLED = 100, 10
+FLAT = 1.02
+SECONDS, POLL = 900.0, 0.3
+SHAPES = [(96, 64, 9), (64, 64, 9), (64, 96, 5)]
+TEXTS = ["a red kite", "a boat on a lake", "snow on a quiet street"]
+
+
+def resident_bytes(pid: int) -> int:
+    """What the process holds of memory at this moment."""
+    lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
+
+
+def graph_of(workflow: Path, number: int) -> dict[str, Any]:
+    graph = copy.deepcopy(json.loads(workflow.read_text(encoding="utf-8")))
+    width, height, frames = SHAPES[(number * number + number // 7) % len(SHAPES)]
+    changes = SMALL | {
+        "OneDiffGuardLoadCogVideoX.model": HEALTHY,
+        "OneDiffGuardLoadCogVideoX.backend": "inductor",
+        "OneDiffGuardEncodePrompt.prompt": TEXTS[number % len(TEXTS)],
+        "OneDiffGuardSampleCogVideoX.width": width,
+        "OneDiffGuardSampleCogVideoX.height": height,
+        "OneDiffGuardSampleCogVideoX.frames": frames,
+        "OneDiffGuardSampleCogVideoX.seed": 1000 + number,
+    }
+    for node in graph.values():
+        for name, value in changes.items():
+            class_type, _, key = name.partition(".")
+            if node["class_type"] == class_type:
+                assert key in node["inputs"], name
+                node["inputs"][key] = value
+    return graph
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads a process's memory from Linux's /proc")
+def test_memory_stays_and_nothing_is_compiled_twice(server: legs.Server) -> None:
+    graphs = [graph_of(server.leg.workflow, number) for number in range(PROMPTS)]
+    queued = [server.ask("/prompt", {"prompt": graph})["prompt_id"] for graph in graphs]
+    resident: list[int] = []
+    end = time.monotonic() + SECONDS
+    while len(resident) < PROMPTS:
+        assert time.monotonic() < end, f"{len(resident)} of {PROMPTS} after {SECONDS:g} s:\n{server.tail()}"
+        time.sleep(POLL)
+        queue = server.ask("/queue")
+        done = PROMPTS - len(queue["queue_running"]) - len(queue["queue_pending"])
+        resident += [resident_bytes(server.pid)] * (done - len(resident))
+    history = server.history()
+
+    compiled: dict[tuple[int, ...], list[int]] = {}
+    for prompt, graph in zip(queued, graphs, strict=True):
+        assert history[prompt]["status"]["status_str"] == "success", history[prompt]["status"]
+        (node_id,) = [key for key, node in graph.items() if node["class_type"] == "OneDiffGuardSampleCogVideoX"]
+        (report,) = history[prompt]["outputs"][node_id]["onediff_guard"]
+        inputs = graph[node_id]["inputs"]
+        shape = tuple(inputs[name] for name in ("width", "height", "frames"))
+        compiled.setdefault(shape, []).append(report["graphs"])
+    assert len(compiled) == len(SHAPES)
+    for shape, graphs_of_runs in compiled.items():
+        assert set(graphs_of_runs[1:]) == {0}, (shape, graphs_of_runs)
+    assert max(map(sum, compiled.values())) >= 1, "something was compiled at all"
+
+    settled, most = resident[SETTLED - 1], max(resident[SETTLED:])
+    print(f"{settled / 1e6:.0f} MB after {SETTLED} prompts, then at most {most / settled:.4f} of it")
+    assert most <= FLAT * settled, [round(each / 1e6) for each in resident]
