@@ -29,6 +29,7 @@ from .handle import PipelineHandle
 from .lora import keys
 from .memory import recall, remember
 from .offload import Onloading
+from .oneflow_graphs import graphs_folder
 
 
 def guarded_denoiser(handle: PipelineHandle, report: RunReport) -> torch.nn.Module:
@@ -152,9 +153,14 @@ class _Attempts:
         def in_blocks(folded: torch.nn.Module, bits: int) -> torch.nn.Module:
             key = (backend.name, how, dtype, bits, report.plan.accumulation, loras)
             if key not in store.compiled:
-                half_accumulation = report.plan.accumulation == Mode.ON.value
-                blocks = handle.family.blocks
-                store.compiled[key] = compiled(folded, blocks, backend, how, half_accumulation=half_accumulation)
+                store.compiled[key] = compiled(
+                    folded,
+                    handle.family.blocks,
+                    backend,
+                    how,
+                    half_accumulation=report.plan.accumulation == Mode.ON.value,
+                    graphs=graphs_folder(handle, report.plan, bits),
+                )
             return store.compiled[key]
 
         made = half_attempt(

@@ -1,0 +1,88 @@
+"""OneFlow's graph files, as far as OneDiff is told of them: OneFlow itself could not be had."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from comfyui_onediff_guard.pipelines import oneflow_graphs
+from comfyui_onediff_guard.pipelines.compile import BackendChoice, CompileOptions
+from comfyui_onediff_guard.pipelines.handle import PipelineHandle, load
+from comfyui_onediff_guard.pipelines.models import family_of
+from comfyui_onediff_guard.pipelines.placement import PlainPlacement
+from comfyui_onediff_guard.pipelines.warm_up import Size, warm_up
+from comfyui_onediff_guard.precision.policy import Component, Precision
+
+
+@pytest.fixture
+def handle(model_folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PipelineHandle:
+    monkeypatch.setenv("ONEDIFF_GUARD_COMPILED_GB", "1")
+    folder = model_folder("2b")
+    options: dict[str, Any] = {"offload": "none", "placement": PlainPlacement(), "compiled": tmp_path}
+    made = load(folder, family_of(folder), precision=Precision.BF16, backend="eager", **options)
+    return replace(made, backend=BackendChoice("oneflow", "asked for"))
+
+
+def folder_of(handle: PipelineHandle, bits: int = 0) -> Path:
+    folder = oneflow_graphs.graphs_folder(handle, handle.plan(Component.DENOISER), bits)
+    assert folder is not None
+    return folder
+
+
+def test_every_block_of_a_run_is_given_a_file(
+    handle: PipelineHandle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from onediff.infer_compiler.backends import registry
+
+    files: list[Path] = []
+
+    def oneflow(module: torch.nn.Module, *, options: Any) -> torch.nn.Module:
+        files.append(Path(options.graph_file))
+        return module
+
+    monkeypatch.setitem(registry._BACKENDS, "oneflow", oneflow)
+    with torch.inference_mode():
+        warm_up(handle, [Size(64, 48, 9)])
+    assert len(set(files)) == len(handle.store.denoiser("bf16").transformer_blocks)
+    (folder,) = {file.parent for file in files}
+    assert folder == folder_of(handle) and folder.is_dir() and folder.parent == tmp_path / "oneflow"
+
+
+def test_what_changes_a_graph_changes_the_folder(handle: PipelineHandle, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [
+        folder_of(handle),
+        folder_of(handle, bits=3),
+        folder_of(replace(handle, compile_options=CompileOptions(dynamic=False))),
+        folder_of(replace(handle, precision=Precision.FP16)),
+    ]
+    monkeypatch.setattr(oneflow_graphs, "version_of", lambda _package: "another")
+    assert len({*folders, folder_of(handle)}) == 5
+
+
+def test_folders_not_used_longest_go_beyond_the_limit(handle: PipelineHandle, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, newer = folder_of(handle, bits=1), folder_of(handle, bits=2)
+    for second, folder in ((1000, old), (2000, newer)):
+        (folder / "block-1.graph").write_bytes(bytes(600))
+        os.utime(folder, (second, second))
+    monkeypatch.setenv("ONEDIFF_GUARD_COMPILED_GB", "0.000001")
+    used = folder_of(handle, bits=3)
+    assert [folder.is_dir() for folder in (used, newer, old)] == [True, True, False], (
+        "a thousand bytes hold one of them"
+    )
+
+
+def test_where_nothing_is_kept_there_is_no_folder(
+    handle: PipelineHandle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plan = handle.plan(Component.DENOISER)
+    for other in (replace(handle, compiled=None), replace(handle, backend=BackendChoice("inductor", ""))):
+        assert oneflow_graphs.graphs_folder(other, plan, 0) is None
+    monkeypatch.setenv("ONEDIFF_GUARD_COMPILED_GB", "0")
+    assert oneflow_graphs.graphs_folder(handle, plan, 0) is None
+    (tmp_path / "oneflow").write_text("a file", encoding="utf-8")
+    monkeypatch.setenv("ONEDIFF_GUARD_COMPILED_GB", "1")
+    assert oneflow_graphs.graphs_folder(handle, plan, 0) is None
