@@ -7,40 +7,17 @@ from collections import Counter
 from typing import Any
 
 import torch
+from comfyui_onediff_guard.precision.attention import KERNELS, attention_calls
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from contestants import Subject
 from denoisers import build, step
 from measure import attempt, interleave
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 
-KERNELS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cuDNN": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
 CHOICE = "torch's own choice"
 MOST = 4  # shapes of a model, those that take most
 Shape = tuple[int, int, int, int, int]  # batch, heads, queries, keys, channels of a head
-
-
-class _Shapes(TorchFunctionMode):
-    """Counts the shapes that reach attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[Shape] = Counter()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        if func is F.scaled_dot_product_attention:
-            names = ("query", "key")
-            query, key = (args[i] if i < len(args) else kwargs[name] for i, name in enumerate(names))
-            batch, heads, queries, channels = query.shape
-            self.seen[batch, heads, queries, key.shape[-2], channels] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def shapes(subject: Subject) -> list[tuple[Shape, int]]:
@@ -48,9 +25,13 @@ def shapes(subject: Subject) -> list[tuple[Shape, int]]:
     device = torch.device("meta")
     module: Any = build(subject.model, subject.size, device, torch.bfloat16)
     call = step(subject.model, module.config, subject.size, device, torch.bfloat16)
-    with torch.no_grad(), _Shapes() as counted:
-        module(**call)
-    return sorted(counted.seen.items(), key=lambda each: -each[1] * _operations(each[0]))
+    with torch.no_grad():
+        calls = attention_calls(lambda: module(**call))
+    counted: Counter[Shape] = Counter()
+    for each, number in calls.items():
+        batch, heads, queries, channels = each.query
+        counted[batch, heads, queries, each.key[-2], channels] += number
+    return sorted(counted.items(), key=lambda each: -each[1] * _operations(each[0]))
 
 
 def _operations(shape: Shape) -> int:

@@ -91,7 +91,7 @@ def test_attention_tells_what_each_kernel_does_with_the_model_s_shapes() -> None
     assert entries[0]["shape"] == (2, 2, 32 + 226, 32 + 226, 16) and entries[0]["calls"] == 2
     rows = entries[0]["rows"]
     assert rows["flash"]["max_error"] < 0.02 and rows["math"]["seconds"] > 0 and rows[attention.CHOICE]["seconds"] > 0
-    assert "No viable backend" in rows["cuDNN"]["error"]
+    assert "No viable backend" in rows["cudnn"]["error"]
 
 
 def test_the_profile_tells_kinds_of_kernels() -> None:
