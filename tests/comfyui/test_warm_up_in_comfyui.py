@@ -1,0 +1,105 @@
+"""Warm Up in a real ComfyUI: the server answers while it compiles, and the run after it compiles nothing."""
+
+from __future__ import annotations
+
+import struct
+import time
+from typing import Any
+
+import legs
+import pytest
+import websocket
+
+pytestmark = pytest.mark.comfyui
+
+SIZE = {"width": 96, "height": 64}
+LOADER: dict[str, Any] = {"model": "CogView3-Plus-3B", "precision": "fp32", "backend": "inductor", "offload": "none"}
+WARM_UP: dict[str, Any] = {"pipeline": ["1", 0], "sizes": "96×64", "guidance": True, "precision": "inherit"}
+ENCODE: dict[str, Any] = {"pipeline": ["2", 0], "prompt": "a kite", "negative_prompt": "", "precision": "inherit"}
+SAMPLE: dict[str, Any] = {
+    **SIZE,
+    "pipeline": ["2", 0],
+    "positive": ["3", 0],
+    "negative": ["3", 1],
+    "precision": "inherit",
+    "steps": 2,
+    "guidance_scale": 5.0,
+    "seed": 7,
+}
+DECODE: dict[str, Any] = {
+    "pipeline": ["2", 0],
+    "latents": ["4", 0],
+    "tiling": False,
+    "slicing": False,
+    "precision": "inherit",
+}
+TEXT_EVENT = 3  # of the websocket's binary messages: its number, the length of the node's id, the id, the text
+SECONDS = 300.0
+
+
+def graph(*more: tuple[str, dict[str, Any]]) -> dict[str, Any]:
+    nodes = (("LoadCogView3Plus", LOADER), ("WarmUp", WARM_UP), *more)
+    made = {
+        str(n): {"class_type": f"OneDiffGuard{name}", "inputs": given} for n, (name, given) in enumerate(nodes, start=1)
+    }
+    if more:
+        made["6"] = {"class_type": "PreviewImage", "inputs": {"images": [str(len(made)), 0]}}
+    return made
+
+
+def run(server: legs.Server, prompt: dict[str, Any], client: str = "") -> tuple[dict[str, Any], int]:
+    """What the history says of it in the end, and how often the server answered while it ran."""
+    queued = server.ask("/prompt", {"prompt": prompt, "client_id": client})
+    prompt_id = queued["prompt_id"]
+    assert not queued["node_errors"], queued["node_errors"]
+    answers, end = 0, time.monotonic() + SECONDS
+    while prompt_id not in (history := server.history()):
+        assert time.monotonic() < end, server.tail()
+        answers += bool(server.ask("/queue")["queue_running"])
+        time.sleep(0.2)
+    assert history[prompt_id]["status"]["status_str"] == "success", history[prompt_id]["status"]
+    return history[prompt_id]["outputs"], answers
+
+
+def texts_of(socket: websocket.WebSocket) -> list[str]:
+    """Lines of text that nodes showed so far."""
+    found = []
+    socket.settimeout(1)
+    while True:
+        try:
+            message = socket.recv()
+        except websocket.WebSocketTimeoutException:
+            return found
+        if isinstance(message, bytes) and struct.unpack_from(">I", message)[0] == TEXT_EVENT:
+            (length,) = struct.unpack_from(">I", message, 4)
+            found.append(message[8 + length :].decode())
+
+
+def test_the_server_answers_while_it_compiles_and_the_next_run_compiles_nothing(server: legs.Server) -> None:
+    socket = websocket.create_connection(f"{server.url.replace('http', 'ws')}/ws?clientId=warm")
+    outputs, answers = run(server, graph(), "warm")
+    texts = texts_of(socket)
+    socket.close()
+    (report,) = outputs["2"]["onediff_guard"]
+    assert report["graphs"] == 1 and "96×64: " in outputs["2"]["text"][0]
+    assert answers >= 3, "the event loop was free while the denoiser was compiled"
+    if server.leg.name == "b":  # 0.0.1 shows no text on nodes
+        assert any("96×64: inductor: compiling block 1 of" in text for text in texts), texts
+        assert any("96×64: step 2/2" in text for text in texts), texts
+
+    sampled, _ = run(server, graph(("EncodePrompt", ENCODE), ("SampleCogView", SAMPLE), ("DecodeLatents", DECODE)))
+    (report,) = sampled["4"]["onediff_guard"]
+    assert report["graphs"] == 0 and report["backend"] == "inductor"
+
+
+def test_a_size_that_cannot_be_is_named_and_the_next_run_works(server: legs.Server) -> None:
+    wrong = graph()
+    wrong["2"]["inputs"] = WARM_UP | {"sizes": "96×64\n90×64"}
+    prompt_id = server.ask("/prompt", {"prompt": wrong})["prompt_id"]
+    end = time.monotonic() + SECONDS
+    while prompt_id not in (history := server.history()):
+        assert time.monotonic() < end, server.tail()
+        time.sleep(0.2)
+    assert history[prompt_id]["status"]["status_str"] == "error"
+    assert "has the line '90×64': width is 90, but must be a multiple of 32" in str(history[prompt_id]["status"])
+    run(server, graph())
