@@ -6,7 +6,7 @@ Weights are random: what a step costs does not hang on them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,7 +39,7 @@ class Model:
     config: Mapping[str, Any]  # what differs from the class's defaults
     arguments: Callable[[Any, Size, Floats], Call]  # of one step: from the config
     fails: str  # a layer, as the one that leaves half precision's range
-    sizes: Mapping[str, Size]  # "full": as published; "cut": for a CPU; "tiny": to try the scripts
+    sizes: Mapping[str, Size]  # "full": as published; "cut", "deep": for a CPU, with all blocks; "tiny": for tests
 
 
 def build(model: Model, size: Size, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
@@ -122,12 +122,11 @@ def _svd(config: Any, size: Size, floats: Floats) -> Call:
 _SMALL_COG = {"num_attention_heads": 2, "attention_head_dim": 16, "text_embed_dim": 32, "time_embed_dim": 32}
 _SMALL_VIDEO = _SMALL_COG | {"num_layers": 2, "sample_width": 8, "sample_height": 8, "sample_frames": 5}
 _TINY_VIDEO = Size(64, 64, 5, _SMALL_VIDEO)
-_CUT_VIDEO = Size(
-    128,
-    96,
-    5,
-    {"num_layers": 12, "num_attention_heads": 3, "sample_width": 16, "sample_height": 12, "sample_frames": 5},
+_NARROW_VIDEO = Size(
+    128, 96, 5, {"num_attention_heads": 3, "sample_width": 16, "sample_height": 12, "sample_frames": 5}
 )
+_CUT_VIDEO = replace(_NARROW_VIDEO, config={**_NARROW_VIDEO.config, "num_layers": 12})
+_VIDEO = {"full": Size(720, 480, 49), "cut": _CUT_VIDEO, "deep": _NARROW_VIDEO, "tiny": _TINY_VIDEO}
 
 MODELS: dict[str, Model] = {
     "cogvideox-2b": Model(
@@ -136,7 +135,7 @@ MODELS: dict[str, Model] = {
         config={},
         arguments=_cogvideox,
         fails="transformer_blocks.1.ff.net.0",
-        sizes={"full": Size(720, 480, 49), "cut": _CUT_VIDEO, "tiny": _TINY_VIDEO},
+        sizes=_VIDEO,
     ),
     "cogvideox-5b": Model(
         COGVIDEOX,
@@ -144,7 +143,7 @@ MODELS: dict[str, Model] = {
         config={"num_layers": 42, "num_attention_heads": 48, "use_rotary_positional_embeddings": True},
         arguments=_cogvideox,
         fails="transformer_blocks.1.ff.net.0",
-        sizes={"full": Size(720, 480, 49), "cut": _CUT_VIDEO, "tiny": _TINY_VIDEO},
+        sizes=_VIDEO,
     ),
     "cogview3-plus": Model(
         COGVIEW3PLUS,
@@ -155,6 +154,7 @@ MODELS: dict[str, Model] = {
         sizes={
             "full": Size(1024, 1024),
             "cut": Size(128, 128, config={"num_layers": 12, "num_attention_heads": 5}),
+            "deep": Size(128, 128, config={"num_attention_heads": 5}),
             "tiny": Size(64, 64, config=_SMALL_COG | {"num_layers": 2, "condition_dim": 8, "sample_size": 8}),
         },
     ),
