@@ -112,3 +112,23 @@ def test_the_page_finds_help_and_languages(canvas: browser.Canvas) -> None:
     languages = canvas.ask("/api/i18n")
     for folder in (legs.ROOT / "locales").iterdir():
         assert set(languages[folder.name]["nodeDefs"]) >= set(NODE_CLASS_MAPPINGS)
+
+
+def test_compile_and_warm_up_stand_before_a_sampler_and_say_what_they_did(opened: browser.Canvas) -> None:
+    opened.set_widgets(SMALL | {f"{LOADER}.precision": "fp32", f"{LOADER}.backend": "auto"})
+    how = {"backend": "inductor", "dynamic": "auto", "mode": "default", "fullgraph": False, "attention": "measured"}
+    opened.insert("OneDiffGuardCompile", SAMPLER, **how)
+    opened.insert("OneDiffGuardWarmUp", SAMPLER, sizes="96×64×9\n64×64×9", guidance=True, precision="inherit")
+    assert not opened.missing()
+    end, said = opened.queue(seconds=240)
+    assert end == "execution_success", said
+    opened.wait_for_text("64×64×9: ")
+    opened.picture("warm_up")
+    (report,) = [
+        output["onediff_guard"][0]
+        for prompt in opened.ask("/api/history").values()
+        for node_id, output in prompt["outputs"].items()
+        if prompt["prompt"][2][node_id]["class_type"] == SAMPLER and prompt["status"]["status_str"] == "success"
+        if output.get("onediff_guard") and output["onediff_guard"][0]["backend"] == "inductor"
+    ]
+    assert report["graphs"] == 0 and "attention: " in report["backend_reason"]
