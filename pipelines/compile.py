@@ -10,6 +10,7 @@ import importlib.util
 import logging
 import os
 import shutil
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -229,6 +230,12 @@ def _inductor_missing(device: torch.device) -> str | None:
         return "inductor needs Triton, which is not installed (on Windows: pip install triton-windows)"
     if not find_c_compiler():
         return "inductor needs a C++ compiler, and none was found (set CXX, or install g++, clang++ or MSVC's cl)"
+    headers = Path(sysconfig.get_path("include"))
+    if not (headers / "Python.h").is_file():
+        return (
+            f"inductor needs Python's headers, and {headers} has no Python.h (Windows' embedded Python: put 'include' "
+            "and 'libs' of the same Python's installer beside it; Linux: install python3-dev)"
+        )
     return None
 
 

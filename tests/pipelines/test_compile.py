@@ -102,6 +102,17 @@ def test_the_compiler_is_found_on_windows_without_assuming_linux(monkeypatch):
     assert compiling.find_c_compiler() is None
 
 
+def test_an_embedded_python_without_headers_is_told_what_to_do(monkeypatch, tmp_path):
+    monkeypatch.setattr(compiling, "find_c_compiler", lambda: "cl.exe")
+    monkeypatch.setattr(compiling.sysconfig, "get_path", lambda _name: str(tmp_path))
+    choice = choose_backend("auto", CPU)
+    assert choice.name == "eager" and f"{tmp_path} has no Python.h" in choice.reason and "embedded" in choice.reason
+    with pytest.raises(BackendUnavailable, match="put 'include' and 'libs' of the same"):
+        choose_backend("inductor", CPU)
+    (tmp_path / "Python.h").touch()
+    assert choose_backend("auto", CPU).name == "inductor"
+
+
 def test_eager_compiles_nothing():
     model = Transformer()
     assert compiled(model, ("transformer_blocks",), BackendChoice("eager", "")) is model
