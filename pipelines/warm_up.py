@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ..precision.policy import Precision
-from ..precision.report import RunReport, counted
+from ..precision.report import RunReport
 from .compiled_block import Tell
 from .encode import encode_prompts
 from .errors import BadInput, BadSize
@@ -44,9 +44,7 @@ class Warmed:
     report: RunReport
 
     def __str__(self) -> str:
-        graphs = self.report.graphs
-        compiled = "" if graphs is None else f", {counted(graphs, 'graph')} compiled anew"
-        return f"{self.size}: {self.seconds:.1f} s{compiled}; {self.report.summary()}"
+        return f"{self.size}: {self.seconds:.1f} s{self.report.compiled()}; {self.report.summary()}"
 
 
 def sizes_of(handle: PipelineHandle, text: str) -> list[Size]:

@@ -90,7 +90,8 @@ class RunReport:
             counts += f", {self.failed} NOT FINITE: the result is broken; choose precision 'auto' or 'fp16'"
         return f"{stage}{self.plan.reason}{self._fold()}{self._islands()}; {counts}."
 
-    def _compiled(self) -> str:
+    def compiled(self) -> str:
+        """ ", 1 graph compiled anew", or from where; "" where nothing is compiled."""
         if self.graphs is None:
             return ""
         graphs = f", {counted(self.graphs, 'graph')}"
@@ -114,7 +115,7 @@ class RunReport:
             *(report.summary() for report in self.before),
             self.summary(),
             f"{self.variant} on {self.architecture}",
-            f"backend: {self.backend} ({self.backend_reason}){self._compiled()}",
+            f"backend: {self.backend} ({self.backend_reason}){self.compiled()}",
             f"guard {self.plan.guard_reason}",
             f"fold: {self.plan.fold_reason}",
             *(f"note: {note}" for note in self.notes),

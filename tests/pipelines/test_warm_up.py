@@ -73,7 +73,9 @@ def test_where_the_plan_folds_the_folded_denoiser_is_what_is_warm(model_folder: 
     with torch.inference_mode():
         (warmed,) = warm_up(handle, [Size(64, 48, 9)])
     assert [step.dtype for step in warmed.report.steps] == ["fp32", "fp16"] and warmed.report.graphs == 1
-    assert f"folded by 2^-{warmed.report.fold_bits}" in str(warmed)
+    assert f"folded by 2^-{warmed.report.fold_bits}" in str(warmed) and "1 graph compiled anew" in str(warmed)
+    warmed.report.graphs_kept = 1
+    assert "1 graph, from the cache of earlier runs" in str(warmed)
     assert graphs_of_a_run(handle, Size(64, 48, 9)) == 0
 
 
