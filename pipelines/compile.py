@@ -21,7 +21,7 @@ import torch
 from ..precision.accumulation import NEXFORT_OPTION
 from ..precision.arch import Architecture
 from ..precision.attention import KERNELS, Attended
-from ..precision.shells import Make, replaced, with_forward
+from ..precision.shells import Make, replaced
 from .compiled_block import Compiling
 from .errors import BackendUnavailable
 
@@ -149,19 +149,18 @@ def compiled(
     graphs: Path | None = None,
 ) -> torch.nn.Module:
     """A shell of the denoiser in which the named parts are compiled, a list block by block; the denoiser itself for
-    'eager', unless its attention is to be computed by a kernel of its own.
+    'eager'.
 
     half_accumulation: as `CompileOptions.given_to` takes it. graphs: a folder for OneFlow's graphs, one for each block.
     """
-    how = how or CompileOptions()
-    kernel = how.attention if how.attention in KERNELS and uses_torch_attention(choice.name) else ""
     if choice.name == "eager":
-        attended = lambda block: with_forward(block, Attended(block, kernel))  # noqa: E731
-        return replaced(denoiser, dict.fromkeys(parts, _each(attended))) if kernel else denoiser
+        return denoiser
     import onediff.infer_compiler
 
     if choice.name == "inductor":
         _register_inductor()
+    how = how or CompileOptions()
+    kernel = how.attention if how.attention in KERNELS and uses_torch_attention(choice.name) else ""
     shared = Compiling(choice.name, falls_back=choice.automatic and not how.fullgraph)
 
     def compile_block(block: torch.nn.Module) -> torch.nn.Module:

@@ -13,6 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..precision.accumulation import Mode
+from ..precision.attention import Attended
 from ..precision.findings import Anatomy
 from ..precision.guard import Scope, StageGuard
 from ..precision.islands import Attempt, half_attempt
@@ -177,6 +178,8 @@ class _Attempts:
             report.fold_bits = made.bits
         if self._clips and stream:
             made = replace(made, run=self._block_outputs.watched(made.run, stream.blocks))
+        if backend.name == "eager" and how.attention:  # what is compiled has it inside
+            made = replace(made, run=Attended(made.run, how.attention))
         return made
 
     def peak_inside(self) -> torch.Tensor | None:

@@ -15,6 +15,7 @@ import torch
 from comfyui_onediff_guard.pipelines import handle as handles
 from comfyui_onediff_guard.pipelines import offload as offloading
 from comfyui_onediff_guard.pipelines import store as stores
+from comfyui_onediff_guard.pipelines.compile import CompileOptions
 from comfyui_onediff_guard.pipelines.decode import decode
 from comfyui_onediff_guard.pipelines.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.folder import family_of
@@ -165,6 +166,15 @@ def test_a_rerun_computes_with_the_same_weights(model_folder, apart, offload):
     handle = opened(folder, offload, "fp16")
     assert_same(run(handle), expected)
     assert all_away(handle)
+
+
+@pytest.mark.parametrize("offload", IN_PARTS)
+def test_an_attention_kernel_is_chosen_alike(model_folder, apart, offload):
+    how = CompileOptions(attention="math")
+    expected = run(replace(opened(model_folder("2b"), "none"), compile_options=how))
+    handle = replace(opened(model_folder("2b"), offload), compile_options=how)
+    assert_same(run(handle), expected)
+    assert "attention: math" in expected[2].backend_reason and all_away(handle)
 
 
 @pytest.mark.parametrize("offload", IN_PARTS)
