@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import statistics
 import time
 from pathlib import Path
@@ -49,9 +50,9 @@ def graph_of(workflow: Path, number: int) -> dict[str, Any]:
     return graph
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads a process's memory from Linux's /proc")
-def test_memory_stays_and_nothing_is_compiled_twice(server: legs.Server) -> None:
-    graphs = [graph_of(server.leg.workflow, number) for number in range(PROMPTS)]
+def run_hundred(server: legs.Server, first: int) -> tuple[dict[tuple[int, ...], list[int]], list[int]]:
+    """Graphs that each run compiled, by shape; and what the server held of memory after each prompt."""
+    graphs = [graph_of(server.leg.workflow, first + number) for number in range(PROMPTS)]
     queued = [server.ask("/prompt", {"prompt": graph})["prompt_id"] for graph in graphs]
     resident: list[int] = []
     end = time.monotonic() + SECONDS
@@ -62,20 +63,29 @@ def test_memory_stays_and_nothing_is_compiled_twice(server: legs.Server) -> None
         done = PROMPTS - len(queue["queue_running"]) - len(queue["queue_pending"])
         resident += [resident_bytes(server.pid)] * (done - len(resident))
     history = server.history()
-
     compiled: dict[tuple[int, ...], list[int]] = {}
     for prompt, graph in zip(queued, graphs, strict=True):
         assert history[prompt]["status"]["status_str"] == "success", history[prompt]["status"]
         (node_id,) = [key for key, node in graph.items() if node["class_type"] == "OneDiffGuardSampleCogVideoX"]
         (report,) = history[prompt]["outputs"][node_id]["onediff_guard"]
+        assert report["backend"] == "inductor"
         inputs = graph[node_id]["inputs"]
         shape = tuple(inputs[name] for name in ("width", "height", "frames"))
         compiled.setdefault(shape, []).append(report["graphs"])
-    assert len(compiled) == len(SHAPES)
-    for shape, graphs_of_runs in compiled.items():
-        assert set(graphs_of_runs[1:]) == {0}, (shape, graphs_of_runs)
-    assert max(map(sum, compiled.values())) >= 1, "something was compiled at all"
+    return compiled, resident
 
-    settled, last = (statistics.median(resident[-n:][:SETTLED]) for n in (PROMPTS - SETTLED, SETTLED))
-    print(f"{settled / 1e6:.0f} MB after {SETTLED} prompts, {last / settled:.4f} of it at the end")
-    assert last <= FLAT * settled, " ".join(str(round(each / 1e6)) for each in resident)
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads a process's memory from Linux's /proc")
+def test_memory_stays_and_nothing_is_compiled_twice(server: legs.Server) -> None:
+    ratio, resident = math.inf, []
+    for hundred in range(2):  # the allocator may take one more piece in the first; what leaks takes it in each
+        compiled, resident = run_hundred(server, hundred * PROMPTS)
+        assert len(compiled) == len(SHAPES)
+        for shape, graphs in compiled.items():
+            assert set(graphs[1:]) == {0} and graphs[0] <= (not hundred), (shape, graphs)
+        settled, last = (statistics.median(resident[-n:][:SETTLED]) for n in (PROMPTS - SETTLED, SETTLED))
+        ratio = last / settled
+        print(f"{settled / 1e6:.0f} MB after {SETTLED} prompts, {ratio:.4f} of it at the end")
+        if ratio <= FLAT:
+            break
+    assert ratio <= FLAT, " ".join(str(round(each / 1e6)) for each in resident)
