@@ -24,8 +24,6 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..precision.policy import Plan
-from ..precision.report import RunReport
 from .compiled_code import SUFFIX, Platform, Target, files_in, pack, unpack
 from .errors import BadCompiled
 from .machine import first_line, version_of
@@ -33,6 +31,8 @@ from .machine import first_line, version_of
 if TYPE_CHECKING:
     import torch
 
+    from ..precision.policy import Plan
+    from ..precision.report import RunReport
     from .handle import PipelineHandle
 
 logger = logging.getLogger(__name__)
