@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..pipelines.errors import BadCompiled
 from . import host
+from .kept import the_one
 
 if TYPE_CHECKING:
     from ..pipelines.compiled_code import Platform
@@ -19,8 +20,7 @@ def folder(named: Path | None) -> Path:
 
 def listed(where: Path) -> list[tuple[str, int, Any]]:
     """(name, bytes, Target, or what went wrong in place of one that cannot be used) of each, used last first."""
-    from ..pipelines.compile_cache import kept_files
-    from ..pipelines.compiled_code import SUFFIX, read_target
+    from ..pipelines.compiled_code import read_target
 
     def target(file: Path) -> Any:
         try:
@@ -28,12 +28,13 @@ def listed(where: Path) -> list[tuple[str, int, Any]]:
         except (BadCompiled, OSError) as error:
             return error
 
-    return [(file.name.removesuffix(SUFFIX), file.stat().st_size, target(file)) for file in kept_files(where)]
+    return [(name, file.stat().st_size, target(file)) for name, file in _named(where).items()]
 
 
 def in_words(where: Path) -> str:
     """Where it is, and how much of how much is used."""
-    from ..pipelines.compile_cache import INDUCTOR, LIMIT_VARIABLE, exported, kept_files, limit_of
+    from ..pipelines.compile_cache import INDUCTOR, exported, kept_files
+    from ..pipelines.keeping import LIMIT_VARIABLE, limit_of
 
     try:
         limit = limit_of(os.environ)
@@ -54,7 +55,7 @@ def export(where: Path, name: str, file: Path) -> None:
     """Raises BadCompiled, OSError."""
     from ..pipelines.compiled_code import check, copy
 
-    found = _one(where, name)
+    found = the_one(_named(where), name, where, "that is kept", BadCompiled)
     check(found)
     copy(found, file)
 
@@ -79,31 +80,17 @@ def take(where: Path, file: Path) -> tuple[str, str]:
 
 def clear(where: Path, name: str) -> list[str]:
     """Delete those whose names start so; which. Raises OSError."""
-    from ..pipelines.compiled_code import SUFFIX
-
-    files = _named(where, name)
-    for file in files:
+    cleared = {each: file for each, file in sorted(_named(where).items()) if each.startswith(name)}
+    for file in cleared.values():
         file.unlink()
-    return [file.name.removesuffix(SUFFIX) for file in files]
+    return list(cleared)
 
 
-def _one(where: Path, name: str) -> Path:
+def _named(where: Path) -> dict[str, Path]:
+    from ..pipelines.compile_cache import kept_files
     from ..pipelines.compiled_code import SUFFIX
 
-    files = _named(where, name)
-    found = [file for file in files if file.name == f"{name}{SUFFIX}"] or files
-    if len(found) != 1:
-        which = ", ".join(file.name.removesuffix(SUFFIX) for file in found) or "none"
-        raise BadCompiled(
-            f"The name of one that is kept must start with '{name}', and these do: {which}. Looked in {where}."
-        )
-    return found[0]
-
-
-def _named(where: Path, name: str) -> list[Path]:
-    from ..pipelines.compile_cache import kept_files
-
-    return sorted(file for file in kept_files(where) if file.name.startswith(name))
+    return {file.name.removesuffix(SUFFIX): file for file in kept_files(where)}
 
 
 def _here() -> Platform:

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..pipelines.errors import BadProfile
 from . import host
+from .kept import the_one
 
 
 def folder(named: Path | None) -> Path:
@@ -24,12 +25,7 @@ def one(where: Path, name: str) -> Any:
     """The Profile whose name starts so. Raises BadProfile where it is none or several, or cannot be used."""
     from ..pipelines.profiles import read
 
-    files = sorted(file for file in where.glob("*.json") if file.stem.startswith(name)) if where.is_dir() else []
-    found = [file for file in files if file.stem == name] or files
-    if len(found) != 1:
-        which = ", ".join(file.stem for file in found) or "none"
-        raise BadProfile(f"One profile's name must start with '{name}', and these do: {which}. Looked in {where}.")
-    return read(found[0])
+    return read(the_one({file.stem: file for file in where.glob("*.json")}, name, where, "profile", BadProfile))
 
 
 def export(where: Path, name: str, file: Path) -> None:

@@ -17,7 +17,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from .compiled_code import SUFFIX, Platform, Target, files_in, pack, unpack
 from .errors import BadCompiled
+from .keeping import delete, drop_oldest, last_used, limit_here
 from .machine import first_line, version_of
 
 if TYPE_CHECKING:
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LIMIT_VARIABLE = "ONEDIFF_GUARD_COMPILED_GB"
-DEFAULT_LIMIT = 2.0  # GB
 INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 _STALE = 24 * 3600  # seconds after which an unfinished file is nobody's
 
@@ -47,12 +46,12 @@ _STALE = 24 * 3600  # seconds after which an unfinished file is nobody's
 def kept(handle: PipelineHandle, report: RunReport) -> Generator[None]:
     """Hold inductor's folders while a pipeline samples: what earlier processes compiled is there, and what is compiled
     now is kept."""
-    folder, limit = handle.compiled, _limit(report)
+    folder, limit = handle.compiled, limit_here(partial(_say, report))
     if folder is None or not limit or handle.backend.name != "inductor":
         yield
         return
     if own := exported():
-        report.notes += (f"compiled code is kept in {INDUCTOR}={own}, as it was exported",)
+        report.note(f"compiled code is kept in {INDUCTOR}={own}, as it was exported")
         yield
         return
     work = _ready(handle, folder, report)
@@ -112,18 +111,9 @@ def platform_of(device: torch.device, architecture: str) -> Platform:
     )
 
 
-def limit_of(variables: Mapping[str, str]) -> float:
-    """How many GB may be kept; 0: nothing is. Raises ValueError."""
-    given = variables.get(LIMIT_VARIABLE, "").strip()
-    limit = float(given) if given else DEFAULT_LIMIT
-    if not 0 <= limit < float("inf"):
-        raise ValueError(f"{given} is not a number of GB")
-    return limit
-
-
 def kept_files(folder: Path) -> list[Path]:
     """Those used last first."""
-    return sorted(folder.glob(f"*{SUFFIX}"), key=_last_used, reverse=True)
+    return sorted(folder.glob(f"*{SUFFIX}"), key=last_used, reverse=True)
 
 
 def exported() -> str:
@@ -199,7 +189,7 @@ def _throw_away(work: _Work, report: RunReport) -> None:
 
 def _delete(file: Path, report: RunReport) -> None:
     try:
-        shutil.rmtree(file) if file.is_dir() else file.unlink(missing_ok=True)
+        delete(file)
     except OSError as error:
         _say(report, f"it could not be deleted: {error}")
 
@@ -215,23 +205,16 @@ def _keep(work: _Work, limit: float, report: RunReport) -> None:
         pack(work.folder, work.target, work.file)
         work.known = files_in(work.folder)
         logger.info("keeping compiled code: %s", work.file)
-        _drop_oldest(work.file, limit)
+        drop_oldest(kept_files(work.file.parent), work.file, limit)
+        _drop_unfinished(work.file.parent)
     except OSError as error:
         _say(report, f"compiled code could not be kept in {work.file.parent}: {error}")
 
 
-def _drop_oldest(used: Path, limit: float) -> None:
-    """Until what is kept fits the limit. The file in use stays; another process has copied what it uses."""
-    left = limit * 1e9
-    for file in [used, *(file for file in kept_files(used.parent) if file != used)]:
-        with suppress(OSError):
-            left -= file.stat().st_size
-            if left < 0 and file != used:
-                logger.info("more than %g GB of compiled code: dropping %s", limit, file.name)
-                file.unlink()
-    for unfinished in used.parent.glob(".*.tmp"):
-        with suppress(OSError):
-            if time.time() - unfinished.stat().st_mtime > _STALE:
+def _drop_unfinished(folder: Path) -> None:
+    for unfinished in folder.glob(".*.tmp"):
+        if time.time() - last_used(unfinished) > _STALE:
+            with suppress(OSError):
                 unfinished.unlink()
 
 
@@ -292,24 +275,9 @@ def _of_the_compiler(error: Exception) -> bool:
     return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
 
 
-def _limit(report: RunReport) -> float:
-    try:
-        return limit_of(os.environ)
-    except ValueError as error:
-        _say(report, f"{LIMIT_VARIABLE} is not used: {error}. Write a number, such as {DEFAULT_LIMIT:g}")
-        return DEFAULT_LIMIT
-
-
 def _say(report: RunReport, line: str) -> None:
     logger.warning("%s", line)
-    report.notes += (line,)
-
-
-def _last_used(file: Path) -> float:
-    try:
-        return file.stat().st_mtime
-    except OSError:
-        return 0.0
+    report.note(line)
 
 
 def _triton_version() -> str:

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import struct
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any
 
 from .errors import BadCompiled
+from .keeping import replacing
 
 FORMAT = 1
 SUFFIX = ".compiled.zip"
@@ -134,20 +133,6 @@ def files_in(folder: Path) -> dict[str, int]:
         if not unfinished and not set(_LEFT_OUT) & set(name.parts) and path.is_file():
             found[name.as_posix()] = path.stat().st_size
     return found
-
-
-@contextmanager
-def replacing(file: Path) -> Iterator[BinaryIO]:
-    """A stream that becomes `file` at the end, or nothing where the body raises. Raises OSError."""
-    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=".", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            yield stream
-        Path(temporary).replace(file)
-    except BaseException:
-        with suppress(OSError):
-            Path(temporary).unlink()
-        raise
 
 
 # what zipfile raises at bytes that are no archive, or no longer one

@@ -5,13 +5,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import shutil
-from contextlib import suppress
 from pathlib import Path
 
 from ..precision.policy import Plan
-from .compile_cache import DEFAULT_LIMIT, limit_of
 from .handle import PipelineHandle
+from .keeping import drop_oldest, limit_here
 from .machine import version_of
 from .profiles import identify
 
@@ -27,10 +25,7 @@ def graphs_folder(handle: PipelineHandle, plan: Plan, bits: int) -> Path | None:
     Folders of the same cache that were not used longest are dropped beyond its limit, which both kinds have each.
     bits: of the fold.
     """
-    try:
-        limit = limit_of(os.environ)
-    except ValueError:
-        limit = DEFAULT_LIMIT
+    limit = limit_here(logger.warning)
     if handle.compiled is None or not limit or handle.backend.name != "oneflow":
         return None
     known = identify(handle.store.model, handle.loras, handle.architecture.name, plan.dtype)
@@ -41,18 +36,8 @@ def graphs_folder(handle: PipelineHandle, plan: Plan, bits: int) -> Path | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         os.utime(folder)
-        _drop_oldest(folder, limit)
+        drop_oldest(folder.parent.iterdir(), folder, limit)
     except OSError as error:
         logger.warning("OneFlow's graphs are not kept in %s: %s", folder, error)
         return None
     return folder
-
-
-def _drop_oldest(used: Path, limit: float) -> None:
-    left = limit * 1e9
-    for folder in sorted(used.parent.iterdir(), key=lambda each: each.stat().st_mtime, reverse=True):
-        with suppress(OSError):
-            left -= sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-            if left < 0 and folder != used:
-                logger.info("more than %g GB of OneFlow's graphs: dropping %s", limit, folder.name)
-                shutil.rmtree(folder)

@@ -10,18 +10,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 import struct
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..precision.learned import NOTHING, Learned, named
 from .errors import BadProfile
+from .keeping import replacing
 from .stored import StoredModel
 
 if TYPE_CHECKING:
@@ -146,15 +144,8 @@ def write(folder: Path, profile: Profile) -> Path:
 
 def write_text(file: Path, text: str) -> Path:
     """Whole or not at all. Raises OSError."""
-    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=".", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        Path(temporary).replace(file)
-    except BaseException:
-        with suppress(OSError):
-            Path(temporary).unlink()
-        raise
+    with replacing(file) as stream:
+        stream.write(text.encode())
     return file
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from aiohttp import web
-from comfyui_onediff_guard.headless import core_nodes
+from comfyui_onediff_guard.headless import cli, core_nodes
 from comfyui_onediff_guard.headless.result import RunResult
 from comfyui_onediff_guard.headless.run import run_local
 
@@ -242,3 +242,15 @@ def comfy() -> Iterator[FakeComfy]:
     server.start()
     yield server
     server.stop()
+
+
+@pytest.fixture
+def console(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """console(*arguments of onediff-guard) → (exit status, what it printed, and to stderr)."""
+
+    def run(*arguments: Any) -> tuple[int, str, str]:
+        code = cli.main([*map(str, arguments)])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run

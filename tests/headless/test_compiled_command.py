@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import zipfile
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from comfyui_onediff_guard.headless import cli
+from archives import rewrite
 from comfyui_onediff_guard.nodes.host import COMPILED_VARIABLE, compiled_directory
-from comfyui_onediff_guard.pipelines.compile_cache import INDUCTOR, LIMIT_VARIABLE, platform_of
+from comfyui_onediff_guard.pipelines.compile_cache import INDUCTOR, platform_of
 from comfyui_onediff_guard.pipelines.compiled_code import SUFFIX, Target, check, pack, unpack
+from comfyui_onediff_guard.pipelines.keeping import LIMIT_VARIABLE
 
 
 @pytest.fixture
@@ -22,12 +23,8 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def command(capsys):
-    def run(*arguments):
-        code = cli.main(["compiled", *map(str, arguments)])
-        return code, *capsys.readouterr()
-
-    return run
+def command(console):
+    return partial(console, "compiled")
 
 
 def target(model="CogVideoX-5B", **machine):
@@ -120,11 +117,7 @@ DAMAGES = {
 def test_a_bad_file_is_not_imported(folder, command, tmp_path, damage):
     change, says = DAMAGES[damage]
     file = keep(tmp_path / "theirs", target(), tmp_path)
-    with zipfile.ZipFile(file) as archive:
-        contents = change({name: archive.read(name) for name in archive.namelist()})
-    with zipfile.ZipFile(file, "w") as archive:
-        for name, content in contents.items():
-            archive.writestr(name, content)
+    rewrite(file, change)
     code, _, err = command("import", file)
     assert code == 2 and says in err and not folder.exists()
     assert not list(tmp_path.rglob("evil*"))
@@ -186,14 +179,14 @@ def test_where_compiled_code_is(folder, monkeypatch, tmp_path):
         ({LIMIT_VARIABLE: "3", INDUCTOR: "/elsewhere"}, f"inductor's own, {INDUCTOR}=/elsewhere, as it was exported"),
     ],
 )
-def test_doctor_says_where_and_how_much(folder, monkeypatch, capsys, tmp_path, variables, says):
+def test_doctor_says_where_and_how_much(folder, monkeypatch, console, tmp_path, variables, says):
     monkeypatch.delenv(INDUCTOR, raising=False)
     for variable, value in variables.items():
         monkeypatch.setenv(variable, value)
     keep(folder, target(), tmp_path)
-    assert cli.main(["doctor", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)["compile_cache"]
+    code, out, _ = console("doctor", "--json")
+    assert code == 0
+    told = json.loads(out)["compile_cache"]
     assert says in told
-    assert cli.main(["doctor"]) == 0
-    assert "compile cache" in capsys.readouterr().out
+    assert "compile cache" in console("doctor")[1]
     assert check(folder / f"{target().name}{SUFFIX}") == target(), "asking changes nothing"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
-from comfyui_onediff_guard.headless import cli
 from comfyui_onediff_guard.nodes.host import PROFILES_VARIABLE, profiles_directory
 from comfyui_onediff_guard.pipelines.profiles import Profile, read, write
 from comfyui_onediff_guard.precision.learned import Learned
@@ -21,12 +21,8 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def command(capsys):
-    def run(*arguments):
-        code = cli.main(["profile", *map(str, arguments)])
-        return code, *capsys.readouterr()
-
-    return run
+def command(console):
+    return partial(console, "profile")
 
 
 def test_list_names_good_ones_and_bad_ones(folder, command):
@@ -60,7 +56,7 @@ def test_export_and_import_elsewhere(folder, command, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (["show", "Cog"], 2, "One profile's name must start with 'Cog', and these do: CogVideoX-5b-sm75-fp16-"),
+        (["show", "Cog"], 2, "The name of one profile must start with 'Cog', and these do: CogVideoX-5b-sm75-fp16-"),
         (["show", "x"], 2, "these do: none. Looked in"),
         (["export", "CogVideoX-5b-sm80", "no/such/folder/file.json"], 5, "could not be written"),
         (["import", "absent.json"], 2, "The profile 'absent.json' cannot be read"),

@@ -1,0 +1,101 @@
+"""What inductor compiled is there for the next process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from archives import rewrite
+from comfyui_onediff_guard.pipelines.compile_cache import INDUCTOR, TRITON
+from comfyui_onediff_guard.pipelines.keeping import LIMIT_VARIABLE
+
+CHILD = """
+import hashlib, json, subprocess, sys
+from pathlib import Path
+
+commands = []
+start = subprocess.Popen.__init__
+
+def recorded(self, args, *more, **named):
+    commands.append([args] if isinstance(args, str) else list(map(str, args)))
+    start(self, args, *more, **named)
+
+subprocess.Popen.__init__ = recorded
+import torch
+from comfyui_onediff_guard.pipelines.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.families import COGVIDEOX
+from comfyui_onediff_guard.pipelines.handle import load
+from comfyui_onediff_guard.pipelines.placement import PlainPlacement
+from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
+from comfyui_onediff_guard.precision.policy import Precision
+
+model, compiled = map(Path, sys.argv[1:3])
+handle = load(
+    model, COGVIDEOX, precision=Precision("fp32"), backend="inductor", offload="none",
+    placement=PlainPlacement(), compiled=compiled,
+)
+with torch.inference_mode():
+    (positive, negative), _ = encode_prompts(handle, ["a red kite", ""])
+    settings = SampleSettings(64, 48, frames=9, steps=2, seed=3, guidance_scale=6.0)
+    latents, report = sample(handle, positive, negative, settings)
+asked = ({"--version"}, {"-v"})  # of the compiler's version
+print(json.dumps({
+    "graphs": report.graphs, "kept": report.graphs_kept, "notes": report.notes, "text": report.text(),
+    "built": [c for c in commands if "g++" in c[0] and set(c[1:]) not in asked],
+    "latents": hashlib.sha256(latents.numpy().tobytes()).hexdigest(),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def run(model_folder, fresh_python, tmp_path_factory):
+    """run(folder) → what a new process that samples with that folder of compiled code did. Its /tmp is new, too, or
+    `temporary`, where the headers that inductor precompiled are left."""
+
+    def sampled(folder: Path, temporary: Path | None = None) -> dict:
+        environment = {LIMIT_VARIABLE: "2", "TMPDIR": str(temporary or tmp_path_factory.mktemp("tmp"))}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv(INDUCTOR, raising=False)  # torch exports it as soon as it compiles
+            patch.delenv(TRITON, raising=False)
+            told = fresh_python(CHILD, str(model_folder("2b")), str(folder), **environment)
+        return json.loads(told.splitlines()[-1])
+
+    return sampled
+
+
+@pytest.fixture(scope="module")
+def first(run, tmp_path_factory):
+    """(folder, what the process did that filled it, its /tmp)."""
+    folder, temporary = tmp_path_factory.mktemp("kept") / "compiled", tmp_path_factory.mktemp("tmp")
+    return folder, run(folder, temporary), temporary
+
+
+def test_a_second_process_compiles_nothing(run, first):
+    folder, cold, _ = first
+    assert cold["graphs"] == 1 and cold["kept"] == 0 and cold["built"]
+    (file,) = folder.iterdir()
+    made = file.read_bytes()
+    warm = run(folder)
+    assert warm["built"] == [], "no library, no header, no probe"
+    assert (warm["graphs"], warm["kept"], warm["notes"]) == (1, 1, cold["notes"])
+    assert "1 graph, from the cache of earlier runs" in warm["text"] and "compiled anew" not in warm["text"]
+    assert warm["latents"] == cold["latents"] and file.read_bytes() == made
+
+
+def test_a_library_that_was_cut_short_is_thrown_away_and_built_again(run, first, tmp_path):
+    folder, cold, temporary = first
+    shutil.copytree(folder, tmp_path / "damaged")
+    (file,) = (tmp_path / "damaged").iterdir()
+    rewrite(file, halve_libraries)
+    again = run(tmp_path / "damaged", temporary)
+    assert [note for note in again["notes"] if "thrown away" in note and "is not what it was" in note]
+    assert again["kept"] == 0 and again["built"] and again["latents"] == cold["latents"]
+    assert file.stat().st_size > 1000, "kept again"
+
+
+def halve_libraries(contents):
+    return {
+        name: content[: len(content) // 2] if name.endswith(".so") else content for name, content in contents.items()
+    }
