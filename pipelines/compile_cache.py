@@ -17,12 +17,14 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from .compiled_code import SUFFIX, Platform, Target, files_in, pack, unpack
 from .errors import BadCompiled
@@ -39,7 +41,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
-_STALE = 24 * 3600  # seconds after which an unfinished file is nobody's
+_STALE = 24 * 3600  # seconds after which what nobody finished or deleted is nobody's
+_PREFIX = "onediff_guard_"  # of a process's folder; its number follows
 
 
 @contextmanager
@@ -159,7 +162,9 @@ def _opened(folder: Path, target: Target, report: RunReport) -> _Work:
         os.utime(file)
     if file in _works:
         return _works[file]
-    work = _Work(target, file, tempfile.TemporaryDirectory(prefix="onediff_guard_", ignore_cleanup_errors=True))
+    _drop_stale(_left_behind())
+    holder = tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{os.getpid()}_", ignore_cleanup_errors=True)
+    work = _Work(target, file, holder)
     if _fill(work, report):
         work.known = files_in(work.folder)
     _forget_probes()
@@ -206,16 +211,24 @@ def _keep(work: _Work, limit: float, report: RunReport) -> None:
         work.known = files_in(work.folder)
         logger.info("keeping compiled code: %s", work.file)
         drop_oldest(kept_files(work.file.parent), work.file, limit)
-        _drop_unfinished(work.file.parent)
+        _drop_stale(work.file.parent.glob(".*.tmp"))
     except OSError as error:
         _say(report, f"compiled code could not be kept in {work.file.parent}: {error}")
 
 
-def _drop_unfinished(folder: Path) -> None:
-    for unfinished in folder.glob(".*.tmp"):
-        if time.time() - last_used(unfinished) > _STALE:
+def _left_behind() -> Iterator[Path]:
+    """Folders of processes that were killed before they could delete them."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        process = folder.name.removeprefix(_PREFIX).partition("_")[0]
+        if not (process.isdigit() and psutil.pid_exists(int(process))):
+            yield folder
+
+
+def _drop_stale(left: Iterable[Path]) -> None:
+    for path in left:
+        if time.time() - last_used(path) > _STALE:
             with suppress(OSError):
-                unfinished.unlink()
+                delete(path)
 
 
 @contextmanager

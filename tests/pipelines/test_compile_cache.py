@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
+import tempfile
 import time
 import zipfile
 from dataclasses import replace
@@ -309,6 +311,22 @@ def test_the_oldest_is_dropped_and_never_what_is_in_use(pipeline, monkeypatch):
     monkeypatch.setenv(LIMIT_VARIABLE, "0.000000001")
     written(pipeline, more="code")
     assert list(pipeline.compiled.iterdir()) == [oldest], "in use"
+
+
+def test_what_a_killed_process_left_is_deleted_a_day_later(pipeline, monkeypatch, tmp_path):
+    def left(name, days):
+        folder = tmp_path / f"onediff_guard_{name}"
+        (folder / "ab").mkdir(parents=True)
+        os.utime(folder, times=(time.time() - days * 24 * 3600,) * 2)
+        return folder
+
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    old, of_older_versions = left(f"{dead.pid}_a", 1.1), left("a", 1.1)
+    fresh, in_use = left(f"{dead.pid}_b", 0.9), left(f"{os.getpid()}_c", 9)
+    written(pipeline, kernel="code")
+    assert fresh.exists() and in_use.exists() and not old.exists() and not of_older_versions.exists()
 
 
 def test_a_limit_that_is_no_number_is_told_and_not_used(pipeline, monkeypatch):
