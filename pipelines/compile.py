@@ -182,8 +182,8 @@ def _each(make: Make) -> Make:
 def _register_inductor() -> None:
     """Make `onediff.infer_compiler.compile(backend="inductor")` work. Looked up first: the pack can be imported twice.
 
-    The compiled module is returned as torch.compile makes it. OneDiff's own wrapper would lift dynamo's limit on
-    recompiles, which is what keeps a changing resolution from compiling without end.
+    The compiled module is returned as torch.compile makes it, without OneDiff's own wrapper. How many sizes it compiles
+    for is limited in compiled_block.py.
     """
     from onediff.infer_compiler.backends import registry
 
