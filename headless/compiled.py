@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from ..nodes.host import COMPILED_VARIABLE
 
     parser.epilog = TRUST
-    actions = kept.add_arguments(parser, "compiled code", COMPILED_VARIABLE, "compiled")
+    actions = kept.add_arguments(parser, "compiled code", COMPILED_VARIABLE, "compiled", "machines like this one")
     cleared = actions.add_parser("clear", help="delete all, or those whose names start so")
     cleared.add_argument("name", nargs="?", default="", help="the beginning of their names (default: all)")
 

@@ -23,8 +23,9 @@ class Kept(Protocol):
     def take(self, where: Path, file: Path) -> tuple[str, str]: ...
 
 
-def add_arguments(parser: argparse.ArgumentParser, what: str, variable: str, folder: str) -> Any:
-    """The arguments that both take, with the actions to add to. folder: its name in ComfyUI's user folder."""
+def add_arguments(parser: argparse.ArgumentParser, what: str, variable: str, folder: str, whose: str) -> Any:
+    """The arguments that both take, with the actions to add to. folder: its name in ComfyUI's user folder. whose: for
+    whom one is exported."""
     parser.add_argument(
         "--dir", type=Path, metavar="DIR",
         help=f"folder of {what} (default: {variable}, or ~/.onediff-guard/{folder}; in ComfyUI it is "
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser, what: str, variable: str, fol
     actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
     listing = actions.add_parser("list", help="name them all")
     listing.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    export = actions.add_parser("export", help="copy one to a file, to share it")
+    export = actions.add_parser("export", help=f"copy one to a file, for {whose}")
     export.add_argument("name", help="its name, or the beginning of it")
     export.add_argument("file", type=Path)
     taken = actions.add_parser("import", help="check a file and keep it", description=parser.epilog)

@@ -13,7 +13,7 @@ from . import answer, kept
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from ..nodes.host import PROFILES_VARIABLE
 
-    actions = kept.add_arguments(parser, "profiles", PROFILES_VARIABLE, "profiles")
+    actions = kept.add_arguments(parser, "profiles", PROFILES_VARIABLE, "profiles", "others with this model and card")
     show = actions.add_parser("show", help="print one, as JSON")
     show.add_argument("name", help="its name, or the beginning of it")
 
