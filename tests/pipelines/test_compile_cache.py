@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -348,3 +349,19 @@ def test_tritons_paths_are_those_of_the_folder_they_are_in(pipeline):
                 group.parent.mkdir(parents=True)
                 group.write_text(json.dumps({"child_paths": {"k.cubin": str(folder / "HASH" / "k.cubin")}}))
             assert json.loads(group.read_text()) == {"child_paths": {"k.cubin": str(folder / "HASH" / "k.cubin")}}
+
+
+@pytest.mark.parametrize("gone", ["folder", "files"])
+def test_a_temporary_folder_that_was_cleaned_costs_nothing_that_is_kept(pipeline, gone):
+    """As systemd does with what nobody touched for ten days, while ComfyUI runs."""
+    written(pipeline, kernel="code")
+    folder = compile_cache._works[only_file(pipeline)].folder
+    if gone == "folder":
+        shutil.rmtree(folder)
+    else:
+        (folder / "ab" / "kernel").unlink()
+    report, _ = written(pipeline)
+    assert report.notes == pipeline.store.model.notes
+    written(pipeline, another="code")
+    in_new_process()
+    assert written(pipeline)[1] == {"kernel": "code", "another": "code"}
