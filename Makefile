@@ -1,5 +1,7 @@
 # make demo    a small CogVideoX that overflows fp16: black without the guard, right with it (output/demo)
-# make test    ruff, basedpyright, pytest with a real ComfyUI: what has to pass before a change goes in
+# make check   ruff, basedpyright, and the tests that load no pipeline and compile nothing
+# make test    those, and one real thing of each kind, with a real ComfyUI: what has to pass before a change goes in
+# make test-all  every test, and the real-ComfyUI ones again in each further ComfyUI that is found
 # make bench   what the guard, the fold and compiling cost and gain a step
 # make docs    docs/precision.md, from the tables in precision/
 # Each makes .venv from nothing where it is missing, once. Needs Python 3.10 to 3.12, a C compiler and PyPI, or a mirror
@@ -13,13 +15,28 @@ PIP := -m pip install -qq --disable-pip-version-check
 SUPPORTED := import sys; v = sys.version_info[:2]; \
 	sys.exit(0 if (3, 10) <= v <= (3, 12) else f"{sys.executable} is Python {v[0]}.{v[1]}: the pinned packages need 3.10 to 3.12. Choose one: make PYTHON=python3.12")
 
-.PHONY: demo test lint bench docs clean
+# of pytest, each with one thread
+JOBS ?= 2
+TESTS := .venv/bin/python -m pytest -n $(JOBS) --dist loadgroup
+
+# checkouts for `make test-all`: COMFYUI_PATH, else all ComfyUI* in your home folder
+COMFYUIS ?= $(or $(COMFYUI_PATH),$(patsubst %/main.py,%,$(wildcard $(HOME)/ComfyUI*/main.py)))
+
+.PHONY: demo check test test-all lint bench docs clean
 
 demo: .venv/.installed
 	.venv/bin/onediff-guard demo
 
+check: lint
+	$(TESTS) --tier check
+
 test: lint .venv-comfyui/.installed
-	.venv/bin/python -m pytest
+	$(TESTS) --tier test
+
+test-all: lint .venv-comfyui/.installed
+	COMFYUI_PATH=$(firstword $(COMFYUIS)) $(TESTS)
+	@set -e; for path in $(wordlist 2,99,$(COMFYUIS)); do \
+		COMFYUI_PATH=$$path $(TESTS) tests/comfyui -k 'not leg_a'; done
 
 lint: .venv/.installed
 	.venv/bin/ruff check .

@@ -1,16 +1,52 @@
-"""What all tests share: the repository's root, and a process of its own for what must start from nothing."""
+"""What all tests share: tiers, the repository's root, and a process of its own for what must start from nothing."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import hypothesis
 import pytest
+import tiers
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tier", choices=tiers.TIERS, default="all", help="how much to run, see tests/tiers.py")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any test is imported: what is drawn is drawn anew in `make test-all` alone, and inductor's cache is the
+    run's, not the machine's."""
+    tier = config.getoption("--tier")
+    hypothesis.settings.register_profile("all", deadline=None)
+    hypothesis.settings.register_profile("smaller", deadline=None, derandomize=True, database=None)
+    hypothesis.settings.load_profile("all" if tier == "all" else "smaller")
+    os.environ[tiers.VARIABLE] = tier
+    if not hasattr(config, "workerinput"):  # else a process of a run whose cache stands in the environment
+        cache = os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="onediff-guard-inductor-")
+        config.add_cleanup(lambda: shutil.rmtree(cache, ignore_errors=True))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what the tier does not run. With xdist (`--dist loadgroup`) a module's tests go to one process, and so
+    do all that share a server."""
+    names = [item.nodeid for item in items]
+    everything = not config.getoption("keyword") and config.args == config.getini("testpaths")
+    if everything and (wrong := tiers.unfitting(names)):
+        raise pytest.UsageError(f"tests/tiers.py names what is no test: {', '.join(sorted(wrong))}")
+    left_out = tiers.left_out(config.getoption("--tier"), names)
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
+    items[:] = [item for item in items if item.nodeid not in left_out]
+    for item in items:
+        server = "server" in getattr(item, "fixturenames", ()) and item.get_closest_marker("comfyui")
+        item.add_marker(pytest.mark.xdist_group("server" if server else item.nodeid.partition("::")[0]))
 
 
 @pytest.fixture(autouse=True)

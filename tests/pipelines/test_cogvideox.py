@@ -25,6 +25,7 @@ from comfyui_onediff_guard.precision.learned import Learned
 from comfyui_onediff_guard.precision.policy import Precision
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tiers import drawn
 
 SMALL = SampleSettings(width=64, height=48, frames=9, steps=3, guidance_scale=6.0, seed=3, scheduler="DDIM")
 PROMPT = "a lighthouse above a calm sea"
@@ -80,7 +81,7 @@ def kept_open(model_folder):
     return load(model_folder("5b"), COGVIDEOX, **options)
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=drawn(8, 2), suppress_health_check=list(HealthCheck))
 @given(
     width=st.sampled_from([48, 64, 80]),
     height=st.sampled_from([48, 64]),

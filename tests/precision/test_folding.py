@@ -10,6 +10,7 @@ from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_denoisers import ATTENTION, FEED_FORWARD, MODELS, Size, build, in_dtype
+from tiers import drawn
 
 SIZES = st.builds(
     Size,
@@ -38,7 +39,7 @@ def test_fp32_is_bit_equal_with_and_without_the_fold(name, k):
     assert all(torch.equal(state[name], tensor) for name, tensor in denoiser.state_dict().items())
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=drawn(40, 10), suppress_health_check=[HealthCheck.too_slow])
 @given(name=st.sampled_from(sorted(MODELS)), size=SIZES, k=st.integers(0, 12))
 def test_fp32_is_bit_equal_at_any_size_and_k(name, size, k):
     denoiser, call = build(name, size=size)

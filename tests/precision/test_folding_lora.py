@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, inject_adapter_in_model
 from small_denoisers import ATTENTION, FEED_FORWARD, MODELS, build, in_dtype
+from tiers import drawn
 
 # peft's, at each adapter after the first
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
@@ -44,7 +45,7 @@ def test_fp32_is_bit_equal_with_and_without_the_fold(name, k, lora_bias):
     assert all(torch.equal(state[name], tensor) for name, tensor in denoiser.state_dict().items())
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=drawn(15, 5), suppress_health_check=[HealthCheck.too_slow])
 @given(
     rank=st.integers(1, 9),
     scales=st.lists(st.floats(-3, 3, width=32), min_size=1, max_size=3),

@@ -15,6 +15,7 @@ from comfyui_onediff_guard.precision.learned import Learned
 from comfyui_onediff_guard.precision.shells import with_forward
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import drawn
 
 NAN, INF = math.nan, math.inf
 PLACES = {  # in what a module puts out, [batch, frames, channels]
@@ -160,7 +161,7 @@ def test_two_threads_that_share_a_module():
 MODULES = ("embed", "last_norm", "out", "block", "block.norm", "block.inner", "block.write")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=drawn(150, 40))
 @given(
     data=st.data(), dtype=st.sampled_from(["fp16", "bf16"]), scope=st.sampled_from(Scope), seed=st.integers(0, 2**20)
 )
@@ -202,7 +203,7 @@ def check_totals(report):
     assert f"{facts['reruns']} rerun" in facts["summary"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=drawn(60, 20))
 @given(data=st.data(), dtype=st.sampled_from(["fp16", "bf16"]))
 def test_guards_that_come_and_go_in_any_order_leave_the_module_as_it_was(data, dtype):
     module = build(3, dtype)
