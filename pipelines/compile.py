@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..precision.accumulation import NEXFORT_OPTION
+from ..precision.accumulation import NEXFORT_OPTION, NEXFORT_SWITCH, allowed
 from ..precision.arch import Architecture
 from ..precision.attention import KERNELS, Attended
 from ..precision.shells import Make, replaced
@@ -64,22 +64,22 @@ class CompileOptions:
     fullgraph: bool = False
     attention: str = ""
 
-    def given_to(self, backend: str, *, half_accumulation: bool, graph_file: Path | None = None) -> Any:
+    def given_to(self, backend: str, *, graph_file: Path | None = None) -> Any:
         """As OneDiff's backend takes them.
 
-        half_accumulation: allowed in fused attention.
         graph_file: where OneFlow keeps a block's graph: read where it is there, else written after the first call.
+
+        OneDiff writes a variable of OneFlow's for each option that is given, so none is given for accumulation: what
+        stands while a stage runs is the user's, or the plan's. nexfort is told what stands.
         """
         if backend == "inductor":
             return {"dynamic": self.dynamic, "mode": self.mode, "fullgraph": self.fullgraph}
         if backend == "nexfort":
             dynamic = {} if self.dynamic is None else {"dynamic": self.dynamic}
-            return {"options": {NEXFORT_OPTION: half_accumulation}, **dynamic}
+            return {"options": {NEXFORT_OPTION: allowed(NEXFORT_SWITCH)}, **dynamic}
         from onediff.infer_compiler import OneflowCompileOptions
 
-        options: dict[str, Any] = {"attention_allow_half_precision_accumulation": half_accumulation}
-        if self.dynamic is not None:
-            options["dynamic"] = self.dynamic
+        options: dict[str, Any] = {} if self.dynamic is None else {"dynamic": self.dynamic}
         if graph_file:
             options["graph_file"] = str(graph_file)
         return OneflowCompileOptions(**options)
@@ -145,13 +145,12 @@ def compiled(
     choice: BackendChoice,
     how: CompileOptions | None = None,
     *,
-    half_accumulation: bool = False,
     graphs: Path | None = None,
 ) -> torch.nn.Module:
     """A shell of the denoiser in which the named parts are compiled, a list block by block; the denoiser itself for
     'eager'.
 
-    half_accumulation: as `CompileOptions.given_to` takes it. graphs: a folder for OneFlow's graphs, one for each block.
+    graphs: a folder for OneFlow's graphs, one for each block.
     """
     if choice.name == "eager":
         return denoiser
@@ -165,7 +164,7 @@ def compiled(
 
     def compile_block(block: torch.nn.Module) -> torch.nn.Module:
         file = graphs and graphs / f"block-{shared.blocks + 1}"
-        options = how.given_to(choice.name, half_accumulation=half_accumulation, graph_file=file)
+        options = how.given_to(choice.name, graph_file=file)
         run = Attended(block, kernel) if kernel else block
         made = onediff.infer_compiler.compile(run, backend=choice.name, options=options)
         return shared.in_place_of(block, made)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..precision.accumulation import Mode
 from ..precision.attention import Attended
 from ..precision.findings import Anatomy
 from ..precision.guard import Scope, StageGuard
@@ -159,7 +158,6 @@ class _Attempts:
                     handle.family.blocks,
                     backend,
                     how,
-                    half_accumulation=report.plan.accumulation == Mode.ON.value,
                     graphs=graphs_folder(handle, report.plan, bits),
                 )
             return store.compiled[key]

@@ -14,6 +14,12 @@ if TYPE_CHECKING:
 
 WIDTH = 96
 NONE = "–"
+_SETTERS = {
+    "user": "set by you",
+    "onediff": "set by OneDiff",
+    "others": "set by ComfyUI or another pack",
+    "default": "not set by anyone",
+}
 
 
 def in_words(diagnosis: Diagnosis) -> str:
@@ -71,9 +77,9 @@ def _switches(diagnosis: Diagnosis) -> list[str]:
     alike: dict[tuple[str, str], list[str]] = {}
     for switch in sorted(diagnosis.switches, key=lambda switch: switch.set_by != "user"):
         alike.setdefault((switch.set_by, switch.reason), []).append(f"{switch.name} = {switch.value}")
-    lines = ["Half-precision accumulation: its switches, as they stand while a model runs"]
+    lines = ["Half-precision accumulation, and what else OneDiff sets: as it stands while a model runs"]
     for (set_by, reason), names in alike.items():
-        who = {"user": "set by you", "default": "not set by anyone"}.get(set_by, f"set by {set_by}")
+        who = _SETTERS.get(set_by, f"set by {set_by}")
         lines += _wrapped(f"{who}: {reason}", "  ", "    ")
         lines += [f"    {name}" for name in names]
     return lines

@@ -4,6 +4,9 @@ OneFlow reads its switches at kernel launch, so they must hold while a pipeline 
 counts as True there, which comes out as NaN or black on some architectures (OneDiff issues 722, 955, 958). nexfort and
 PyTorch have switches of their own for the same thing: a user who set OneFlow's under nexfort still got black (OneDiff
 issue 1115). bf16 has fp32's range, so nothing is switched for it.
+
+OneDiff writes variables of OneFlow's at each compile and leaves them. They are held too, at OneDiff's own values, so
+that a run that compiles nothing sees what the one before it saw, and put back.
 """
 
 from __future__ import annotations
@@ -21,8 +24,33 @@ from .arch import Architecture
 ATTENTION_SWITCH = "ONEFLOW_ATTENTION_ALLOW_HALF_PRECISION_ACCUMULATION"
 SCORES_SWITCH = "ONEFLOW_ATTENTION_ALLOW_HALF_PRECISION_SCORE_ACCUMULATION_MAX_M"
 NEXFORT_OPTION = "triton.fuse_attention_allow_fp16_reduction"  # the same at compile time
+NEXFORT_SWITCH = "NEXFORT_ENABLE_FUSE_ATTENTION_FP16_REDUCTION"
 SOURCE = "https://github.com/siliconflow/onediff/issues/958"
 FAST_SOURCE = "https://github.com/siliconflow/onediff/pull/454"
+# set to 1 at every compile where they are unset: OneDiff 1.2's set_oneflow_default_env_vars
+ONEDIFF_DEFAULTS = (
+    "ONEFLOW_RUN_GRAPH_BY_VM",
+    "ONEFLOW_GRAPH_DELAY_VARIABLE_OP_EXECUTION",
+    "ONEFLOW_MLIR_CSE",
+    "ONEFLOW_MLIR_ENABLE_INFERENCE_OPTIMIZATION",
+    "ONEFLOW_MLIR_ENABLE_ROUND_TRIP",
+    "ONEFLOW_MLIR_FUSE_FORWARD_OPS",
+    "ONEFLOW_MLIR_FUSE_OPS_WITH_BACKWARD_IMPL",
+    "ONEFLOW_MLIR_GROUP_MATMUL",
+    "ONEFLOW_MLIR_PREFER_NHWC",
+    "ONEFLOW_KERNEL_ENABLE_FUSED_CONV_BIAS",
+    "ONEFLOW_KERNEL_ENABLE_FUSED_LINEAR",
+    "ONEFLOW_KERNEL_CONV_CUTLASS_IMPL_ENABLE_TUNING_WARMUP",
+    "ONEFLOW_KERNEL_GEMM_CUTLASS_IMPL_ENABLE_TUNING_WARMUP",
+    "ONEFLOW_KERNEL_CONV_ENABLE_CUTLASS_IMPL",
+    "ONEFLOW_KERNEL_GEMM_ENABLE_CUTLASS_IMPL",
+    "ONEFLOW_CONVOLUTION_BIAS_ADD_ACT_FUSION",
+    "ONEFLOW_CONV_ALLOW_HALF_PRECISION_ACCUMULATION",
+    "ONEFLOW_MATMUL_ALLOW_HALF_PRECISION_ACCUMULATION",
+    "ONEFLOW_LINEAR_EMBEDDING_SKIP_INIT",
+    "ONEFLOW_MLIR_GROUP_MATMUL_QUANT",
+    "ONEFLOW_CONV2D_KERNEL_ENABLE_TUNING_WARMUP",
+)
 _TRUE = frozenset({"1", "true", "yes", "on", "y"})  # what OneFlow itself takes for true
 _FALSE = frozenset({"0", "false", "no", "off", "n", ""})
 
@@ -87,7 +115,7 @@ class Switch:
 
     name: str
     value: str
-    set_by: str  # "user", "onediff-guard" or "default"
+    set_by: str  # "user", "onediff-guard", "onediff", "others" (ComfyUI or another pack) or "default"
     reason: str
 
 
@@ -97,20 +125,21 @@ class _Spec:
 
     name: str
     values: dict[Mode, str]
-    default: str | None  # what it holds where nobody touched it
+    default: str | None  # PyTorch's; None for a variable, which is unset by default
     read: Callable[[], str | None]
     write: Callable[[str | None], None]
     kind: str = "boolean"  # or "integer"
+    set_by: str = "onediff-guard"  # or "onediff", whose value we hold
 
 
-def _environment(name: str, values: dict[Mode, str], kind: str = "boolean") -> _Spec:
+def _environment(name: str, values: dict[Mode, str], **more: str) -> _Spec:
     def write(value: str | None) -> None:
         if value is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
 
-    return _Spec(name, values, None, lambda: os.environ.get(name), write, kind)
+    return _Spec(name, values, None, lambda: os.environ.get(name), write, **more)
 
 
 def _torch(name: str, default: bool, read: Callable[[Any], bool], write: Callable[[Any, bool], None]) -> _Spec:
@@ -141,7 +170,7 @@ SPECS: tuple[_Spec, ...] = (
     _environment(SCORES_SWITCH, {Mode.FAST: "0"}, kind="integer"),
     # on by default; open OneFlow's flash attention accumulates in fp16 and does not read the switch for scores
     _environment("ONEFLOW_KERNEL_FMHA_ENABLE_TRT_FLASH_ATTN_IMPL", {Mode.OFF: "0", Mode.FAST: "0", Mode.ON: "1"}),
-    _environment("NEXFORT_ENABLE_FUSE_ATTENTION_FP16_REDUCTION", {Mode.OFF: "0", Mode.FAST: "0", Mode.ON: "1"}),
+    _environment(NEXFORT_SWITCH, {Mode.OFF: "0", Mode.FAST: "0", Mode.ON: "1"}),
     _environment("NEXFORT_ENABLE_MATMUL_FP16_REDUCTION", {Mode.OFF: "0", Mode.FAST: "1", Mode.ON: "1"}),
     _torch(
         "matmul.allow_fp16_reduced_precision_reduction",
@@ -161,6 +190,7 @@ SPECS: tuple[_Spec, ...] = (
         lambda cuda: cuda.fp16_bf16_reduction_math_sdp_allowed(),
         lambda cuda, value: cuda.allow_fp16_bf16_reduction_math_sdp(value),
     ),
+    *(_environment(name, dict.fromkeys(Mode, "1"), set_by="onediff") for name in ONEDIFF_DEFAULTS),
 )
 SWITCHES = tuple(spec.name for spec in SPECS)
 
@@ -200,8 +230,9 @@ class _Holders:
         mode = _safest(self.current).mode if self.current else None
         for spec in SPECS:
             before = self.before[spec.name]
-            if not _is_users(spec, before) and not _missing(spec, before):
-                spec.write(before if mode is None else spec.values.get(mode, before))
+            if not _missing(spec, before):
+                values = {} if _is_users(spec, before) else spec.values
+                spec.write(before if mode is None else values.get(mode, before))
 
 
 _HOLDERS = _Holders()
@@ -225,8 +256,14 @@ def preview(
         return _HOLDERS.described(architecture, own, own)
 
 
+def allowed(name: str) -> bool:
+    """Whether a variable allows half precision as it stands now: as OneFlow and nexfort read it, unset allows."""
+    return os.environ.get(name, "1").lower() in _TRUE
+
+
 def _is_users(spec: _Spec, before: str | None) -> bool:
-    return before is not None and before != spec.default
+    """Only a variable says so: ComfyUI and other packs set PyTorch's switches, some at import."""
+    return spec.default is None and before is not None
 
 
 def _missing(spec: _Spec, before: str | None) -> bool:
@@ -234,12 +271,16 @@ def _missing(spec: _Spec, before: str | None) -> bool:
 
 
 def _describe(spec: _Spec, before: str | None, own: Decision, mode: Mode, reason: str) -> Switch:
-    if _is_users(spec, before):
-        return Switch(spec.name, before or "", "user", _judge(spec, before or "", own))
+    if before is not None and _is_users(spec, before):
+        return Switch(spec.name, before, "user", _judge(spec, before, own))
+    by_others = before != spec.default
     value = spec.values.get(mode, before)
     if value == before:
-        return Switch(spec.name, "unset" if value is None else value, "default", "left as it is")
-    return Switch(spec.name, value or "", "onediff-guard", reason)
+        return Switch(spec.name, "unset" if value is None else value, "others" if by_others else "default", _LEFT)
+    if spec.set_by == "onediff":
+        return Switch(spec.name, value or "", "onediff", _ONEDIFFS)
+    after = f"; {_OTHERS} had it {before}, as it is again after the run" if by_others else ""
+    return Switch(spec.name, value or "", "onediff-guard", reason + after)
 
 
 def _judge(spec: _Spec, value: str, own: Decision) -> str:
@@ -257,3 +298,6 @@ def _judge(spec: _Spec, value: str, own: Decision) -> str:
 
 
 _SET = "set before this run, respected"
+_LEFT = "left as it is"
+_OTHERS = "ComfyUI or another pack"
+_ONEDIFFS = "its own value, which it writes at each compile"

@@ -8,7 +8,7 @@ from itertools import groupby, product
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from .accumulation import NEXFORT_OPTION, SPECS, Accumulation, Mode, decide
+from .accumulation import NEXFORT_OPTION, NEXFORT_SWITCH, ONEDIFF_DEFAULTS, SPECS, Accumulation, Mode, decide
 from .arch import ARCHITECTURES, Architecture, by_capability, by_gfx
 from .policy import VARIANTS, Component, Plan, PlanImpossible, Precision, Variant, choose
 
@@ -100,9 +100,14 @@ What the switches are set to. *left* means left as it was.
 """
 
 RULES = f"""\
-- A switch that you have set yourself is never touched. The report names it.
+- A variable that you have exported is never touched. The report names it.
+- The `torch.` switches are nobody's: ComfyUI sets some at import. They are made safe while a model runs whoever set
+  them, and the report says what they were. To leave them on, choose `fast`.
+- OneDiff sets the last {len(ONEDIFF_DEFAULTS)} at each compile, where they are unset, and leaves them. They are put
+  back too.
 - Where several GPUs share the process, or several runs overlap, the safest value holds for all.
-- nexfort asks once more when it compiles: `{NEXFORT_OPTION}` is true where accumulation is *on*.
+- nexfort asks once more when it compiles: its option `{NEXFORT_OPTION}` is true where
+  `{NEXFORT_SWITCH}` is.
 - bf16 has fp32's range, so its own switches are left alone.
 - A PyTorch that lacks one of the `torch.` switches is no problem: that one is left out.
 """

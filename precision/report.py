@@ -123,7 +123,7 @@ class RunReport:
         ]
         if self.stream_peak is not None:
             lines.append(f"first step in fp32: the residual stream peaks at {self.stream_peak:.4g}, fp16 ends at 65504")
-        lines += [f"{s.name}={s.value} (by {s.set_by}: {s.reason})" for s in self.switches]
+        lines += _switches(self.switches)
         for s in [step for report in (*self.before, self) for step in report.steps]:
             at = "" if s.timestep is None else f" t={s.timestep:g}"
             largest = "" if s.largest is None else f", max |x| {s.largest:.4g}"
@@ -144,6 +144,14 @@ class RunReport:
             "rerun_seconds": sum(step.rerun.seconds for step in self.steps if step.rerun),
         }
         return for_json(facts)
+
+
+def _switches(switches: tuple[Switch, ...]) -> list[str]:
+    """A line for each; one for all that OneDiff sets."""
+    lines = [f"{s.name}={s.value} (by {s.set_by}: {s.reason})" for s in switches if s.set_by != "onediff"]
+    if theirs := [s for s in switches if s.set_by == "onediff"]:
+        lines.append(f"{counted(len(theirs), 'variable')} more of OneFlow's (by onediff: {theirs[0].reason})")
+    return lines
 
 
 def counted(number: int, noun: str) -> str:

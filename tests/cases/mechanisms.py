@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from cogview_step import cogview3_call
 from comfyui_onediff_guard.pipelines.families import COGVIEW3PLUS
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH
 from comfyui_onediff_guard.precision.observe import stream_peak
+from onediff.infer_compiler.backends.env_var import set_oneflow_default_env_vars, set_oneflow_env_vars
 from torch.nn import functional as F
 
 
@@ -89,30 +90,45 @@ def overflow_stream(gates: tuple[int, ...], writer: str) -> Callable[[Any], None
 
 
 FLASH_SWITCH = "ONEFLOW_KERNEL_FMHA_ENABLE_TRT_FLASH_ATTN_IMPL"
+BESIDE = tuple(f"ONEFLOW_{kind}_ALLOW_HALF_PRECISION_ACCUMULATION" for kind in ("CONV", "MATMUL"))
 FEED_FORWARD, ATTENTION = "ff.net.2", "attn1.to_out.0"
 IMAGE, TEXT = 5, 11  # chunks of norm1.linear: the gates of the feed-forward; 3 before each, those of attention
 
 
+class Launch(NamedTuple):
+    """What a kernel saw when it was launched."""
+
+    compiled: bool  # in a compiled block
+    attention: str | None  # the variables
+    flash: str | None
+    conv: str | None
+    matmul: str | None
+
+
 class OneFlow:
     """Stands in for OneFlow's special builds on one card: what `compile` makes of a block launches the fused attention,
-    which reads the environment as C code does, at the moment of each launch."""
+    which reads the environment as C code does, at the moment of each launch. What OneDiff does to the environment when
+    it compiles, OneDiff's own functions do here."""
 
     def __init__(self, card: str):
-        self.launches: list[tuple[bool, str | None, str | None]] = []  # (in a compiled block, switch, flash switch)
+        self.launches: list[Launch] = []
         self._accumulates_in_half = card in ("sm75", "sm80", "sm86", "sm89")
         self._attention = F.scaled_dot_product_attention
         self._compiled = 0
 
     def compile(self, module: torch.nn.Module, *, options: Any = None) -> torch.nn.Module:
+        set_oneflow_default_env_vars()
+        set_oneflow_env_vars(options)
         return _Compiled(self, module)
 
-    def environment(self) -> set[str]:
-        return {name for name in (ATTENTION_SWITCH, FLASH_SWITCH) if _getenv(name) is not None}
+    def environment(self) -> dict[str, str]:
+        """All that is OneFlow's in it."""
+        return {name: value for name, value in os.environ.items() if name.startswith("ONEFLOW_")}
 
     def launch(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
         """In place of PyTorch's attention, which does not read the switches: it only notes them."""
         switch = _getenv(ATTENTION_SWITCH)
-        self.launches.append((self._compiled > 0, switch, _getenv(FLASH_SWITCH)))
+        self.launches.append(Launch(self._compiled > 0, switch, *map(_getenv, (FLASH_SWITCH, *BESIDE))))
         allowed = (switch or "true").lower() in {"1", "true", "yes", "on", "y"}
         if self._compiled and self._accumulates_in_half and allowed and query.dtype == torch.float16:
             scores = (query.float() @ key.float().transpose(-1, -2)) * 1e6  # K is large, as in SVD: OneDiff PR 454

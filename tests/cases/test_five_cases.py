@@ -6,16 +6,18 @@ Each shows first that the mechanism is real: plain fp16, or the switch as it was
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 from cogview_step import cogview3_call
+from comfyui_onediff_guard.pipelines.compile import BackendChoice
 from comfyui_onediff_guard.pipelines.denoiser import guarded_denoiser
 from comfyui_onediff_guard.pipelines.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.errors import BadFolder
 from comfyui_onediff_guard.pipelines.families import COGVIEW3PLUS
 from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
-from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH
+from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH, Accumulation
 from comfyui_onediff_guard.precision.consistency import DamagedByCast, make_consistent
 from comfyui_onediff_guard.precision.learned import Learned
 from comfyui_onediff_guard.precision.policy import Component, Precision
@@ -27,12 +29,14 @@ from mechanisms import (
     TEXT,
     FusedAttention,
     FusedRMSNorm,
+    OneFlow,
     beyond_fp16,
     error,
     overflow_inside_a_feed_forward,
     overflow_stream,
     trained_in_fp16,
 )
+from onediff.infer_compiler.backends import registry
 from torch.nn import functional as F
 from transformers import T5EncoderModel
 
@@ -189,6 +193,38 @@ def test_case_4_accumulation(model_folder, on_card, fused_attention, monkeypatch
     assert set(fused_attention.seen) == {"0"}, "at the moment of each launch"
     assert error(latents, expected) < 2e-2
     assert ATTENTION_SWITCH not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("card", "request_", "exported", "expected"),
+    [
+        ("sm70", "auto", None, "1"),
+        ("sm80", "auto", None, "0"),
+        ("sm80", "fast", None, "1"),
+        ("sm70", "auto", "0", "0"),
+        ("sm80", "auto", "1", "1"),
+    ],
+)
+def test_case_4_a_run_that_compiles_nothing_sees_what_the_one_that_compiled_saw(
+    model_folder, on_card, monkeypatch, card, request_, exported, expected
+):
+    kernel = OneFlow("sm70")  # whose results are right in either mode: what it sees is looked at
+    monkeypatch.setitem(registry._BACKENDS, "oneflow", kernel.compile)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", kernel.launch)
+    if exported:
+        monkeypatch.setenv(ATTENTION_SWITCH, exported)
+    before = kernel.environment()
+    handle = on_card(model_folder("2b"), card)
+    handle = replace(handle, backend=BackendChoice("oneflow", "asked for"), accumulation=Accumulation(request_))
+    handle.store.compiled.clear()  # what another test's stand-in made
+    for _ in range(2):
+        kernel.launches.clear()
+        _, report = sampled(handle)
+        inside = {launch[1:] for launch in kernel.launches if launch.compiled}
+        assert {(seen[0], *seen[2:]) for seen in inside} == {(expected, "1", "1")}
+        assert kernel.environment() == before
+    (told,) = [switch for switch in report.switches if switch.name == ATTENTION_SWITCH]
+    assert (told.value, told.set_by) == (expected, "user" if exported else "onediff-guard")
 
 
 def test_case_4_accumulation_is_left_on_for_volta(model_folder, on_card, fused_attention):

@@ -56,6 +56,8 @@ def test_the_shipped_workflow_makes_a_video(run: Callable[..., Ran]) -> None:
     ran = run()
     assert_is_a_picture(ran)
     assert ran.reports(), "sampler and decoder report to the history"
+    setters = {switch["set_by"] for report in ran.reports() for switch in report["switches"]}
+    assert "onediff-guard" in setters and "user" not in setters, "what ComfyUI sets at import is nobody's"
     assert "Sample CogVideoX" in ran.stderr, "the websocket's progress"
 
 

@@ -29,7 +29,7 @@ from onediff.infer_compiler import OneflowCompileOptions
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._dynamo.utils import counters
 
-ONEFLOW = OneflowCompileOptions(attention_allow_half_precision_accumulation=False)
+ONEFLOW = OneflowCompileOptions()
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SMALL = SampleSettings(width=64, height=48, frames=9, steps=2, guidance_scale=6.0, seed=3, scheduler="DDIM")
 
@@ -254,13 +254,13 @@ def test_emulated_bf16_is_not_compiled():
         (
             "nexfort",
             CompileOptions(True),
-            {"options": {NEXFORT_OPTION: False}, "dynamic": True},
+            {"options": {NEXFORT_OPTION: True}, "dynamic": True},
             "one graph for all sizes",
         ),
         (
             "nexfort",
             CompileOptions(fullgraph=True),
-            {"options": {NEXFORT_OPTION: False}},
+            {"options": {NEXFORT_OPTION: True}},
             "fullgraph: not used, inductor's alone",
         ),
         ("oneflow", CompileOptions(), ONEFLOW, ""),
@@ -293,28 +293,12 @@ def test_a_block_that_needs_several_graphs_is_an_error_where_one_is_asked_for(au
         shell.blocks[0](torch.zeros(2))
 
 
-@pytest.mark.parametrize("allowed", [True, False])
-def test_nexfort_is_told_of_half_accumulation_at_compile_time(monkeypatch, allowed):
-    from onediff.infer_compiler.backends import registry
-
-    seen = []
-
-    def nexfort(module, *, options=None):
-        seen.append(options)
-        return module
-
-    monkeypatch.setitem(registry._BACKENDS, "nexfort", nexfort)
-    compiled(Transformer(), ("transformer_blocks",), BackendChoice("nexfort", "asked for"), half_accumulation=allowed)
-    assert seen == [{"options": {"triton.fuse_attention_allow_fp16_reduction": allowed}}] * 3
-
-
-def test_oneflow_is_told_of_half_accumulation_and_of_a_graph_file_for_each_block(monkeypatch, tmp_path):
+def test_oneflow_is_given_a_graph_file_for_each_block(monkeypatch, tmp_path):
     """Blocks share a structure, and so would share OneFlow's name of a file: each has its own weights in it."""
     from onediff.infer_compiler.backends import registry
 
     seen = []
     monkeypatch.setitem(registry._BACKENDS, "oneflow", lambda module, *, options: seen.append(options) or module)
     oneflow = BackendChoice("oneflow", "asked for")
-    compiled(Transformer(), ("transformer_blocks",), oneflow, half_accumulation=True, graphs=tmp_path)
-    assert [options.attention_allow_half_precision_accumulation for options in seen] == [True] * 3
+    compiled(Transformer(), ("transformer_blocks",), oneflow, graphs=tmp_path)
     assert [options.graph_file for options in seen] == [str(tmp_path / f"block-{n}") for n in (1, 2, 3)]

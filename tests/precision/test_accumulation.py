@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.precision.accumulation import (
+    ONEDIFF_DEFAULTS,
     SWITCHES,
     Accumulation,
     Decision,
@@ -35,7 +36,7 @@ REDUCTION, FP16_SUMS = (
 )
 MATH_SDP = "torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp"
 VARIABLES = (ATTENTION, SCORES, FMHA, NEXFORT_ATTENTION, NEXFORT_MATMUL)
-ALL = (*VARIABLES, REDUCTION, FP16_SUMS, MATH_SDP)
+ALL = (*VARIABLES, REDUCTION, FP16_SUMS, MATH_SDP, *ONEDIFF_DEFAULTS)
 
 UNTOUCHED = (None, None, None, None, None, True, False, False)  # PyTorch's defaults
 STATE = {
@@ -67,7 +68,7 @@ def set_flags(reduction: bool, fp16_sums: bool, math_sdp: bool) -> None:
 
 @pytest.fixture(autouse=True)
 def nobody_set_anything(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in VARIABLES:
+    for name in (*VARIABLES, *ONEDIFF_DEFAULTS):
         monkeypatch.delenv(name, raising=False)
     set_flags(True, False, False)
     yield
@@ -113,7 +114,7 @@ def test_every_switch_is_listed_as_it_stands() -> None:
         with accumulation(architecture, request) as switches:
             assert [switch.name for switch in switches] == list(ALL)
             stands = ["unset" if value is None else str(value) for value in state()]
-            assert [switch.value for switch in switches] == stands
+            assert [switch.value for switch in switches] == [*stands, *map(os.environ.get, ONEDIFF_DEFAULTS)]
 
 
 def test_the_decision_has_a_reason_and_a_source() -> None:
@@ -335,22 +336,30 @@ def test_the_limit_for_scores_is_a_number_and_the_users_too(monkeypatch, value: 
         assert os.environ[SCORES] == value
 
 
-def test_fp16_sums_that_comfyui_switched_on_are_respected_and_reported() -> None:
-    """ComfyUI's --fast sets allow_fp16_accumulation."""
-    set_flags(True, True, False)
+OTHERS_HAD = "; ComfyUI or another pack had it True, as it is again after the run"
+
+
+@pytest.mark.parametrize("name", [MATH_SDP, FP16_SUMS])
+def test_what_comfyui_switched_on_is_nobodys_and_made_safe_while_a_run_needs_it(name: str) -> None:
+    """ComfyUI sets the first at import (comfy/model_management.py) and the second with --fast."""
+    set_flags(True, name == FP16_SUMS, name == MATH_SDP)
     with accumulation(SM80) as switches:
-        assert state()[-3:] == (False, True, False), "the other flags are still made safe"
-        found = switch(switches, FP16_SUMS)
-        assert (found.value, found.set_by) == ("True", "user")
-        assert "although" in found.reason
-    assert state()[-3:] == (True, True, False)
+        assert state() == STATE[Mode.OFF]
+        found = switch(switches, name)
+        assert (found.value, found.set_by) == ("False", "onediff-guard")
+        assert found.reason == f"half-precision accumulation comes out NaN or black on sm80 (Ampere){OTHERS_HAD}"
+        assert {found.set_by for found in switches} == {"onediff-guard", "onediff", "default"}
+        assert preview(SM80) == switches
+    assert state() == (*UNTOUCHED[:-2], name == FP16_SUMS, name == MATH_SDP)
+    with accumulation(SM80, FAST) as switches:
+        assert switch(switches, name) == Switch(name, "True", "others", "left as it is"), "the loader's word"
 
 
-def test_a_reduction_that_the_user_switched_off_stays_off_on_volta() -> None:
+def test_a_reduction_that_somebody_switched_off_stays_off_on_volta() -> None:
     set_flags(False, False, False)
     with accumulation(SM70) as switches:
         assert state()[-3:] == (False, False, False)
-        assert switch(switches, REDUCTION) == Switch(REDUCTION, "False", "user", "set before this run, respected")
+        assert switch(switches, REDUCTION) == Switch(REDUCTION, "False", "others", "left as it is")
     assert state()[-3:] == (False, False, False)
 
 
@@ -363,10 +372,10 @@ def test_a_pytorch_older_than_a_flag_is_left_without_it(monkeypatch: pytest.Monk
     monkeypatch.delattr(torch.backends.cuda, "fp16_bf16_reduction_math_sdp_allowed")
     monkeypatch.delattr(torch.backends.cuda, "allow_fp16_bf16_reduction_math_sdp")
     with accumulation(SM80) as switches:
-        assert [found.name for found in switches] == [*VARIABLES, REDUCTION]
+        assert [found.name for found in switches] == [*VARIABLES, REDUCTION, *ONEDIFF_DEFAULTS]
         assert torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction is False
     assert vars(torch.backends.cuda.matmul) == {"allow_fp16_reduced_precision_reduction": True}, "none was invented"
-    assert [found.name for found in preview(SM80)] == [*VARIABLES, REDUCTION]
+    assert [found.name for found in preview(SM80)] == [*VARIABLES, REDUCTION, *ONEDIFF_DEFAULTS]
 
 
 @pytest.mark.parametrize("card", [SM70, SM80], ids=str)

@@ -61,7 +61,8 @@ def test_every_switch_and_who_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
     before = dict(os.environ)
     found = diagnose(architecture=SM75)
     assert [s.name for s in found.switches] == list(SWITCHES)
-    assert {s.set_by for s in found.switches} == {"onediff-guard", "default"}
+    assert {s.set_by for s in found.switches} == {"onediff-guard", "onediff", "default"}
+    assert "set by OneDiff: its own value" in one_line(found)
     assert all(f"{s.name} = {s.value}" in found.text() for s in found.switches)
     fast = diagnose(architecture=SM75, accumulation=Accumulation.FAST)
     assert switch(fast, ATTENTION_SWITCH).value == "1"
