@@ -6,12 +6,13 @@ without compiling anything. Block by block, because identical blocks share one c
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import logging
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,13 @@ import torch
 from ..precision.accumulation import NEXFORT_OPTION, NEXFORT_SWITCH, allowed
 from ..precision.arch import Architecture
 from ..precision.attention import KERNELS, Attended
-from ..precision.shells import Make, replaced
-from .compiled_block import Compiling
+from ..precision.shells import Make, replaced, structural_copy
+from .compiled_block import EAGER, Compiler, Compiling, Run
 from .errors import BackendUnavailable
 
 logger = logging.getLogger(__name__)
 
+_COMPILING = "_onediff_guard_compiling"
 ONEDIFF_BUILDS = "OneDiff needs OneFlow's special builds from OneFlow's own package index, not PyPI's"
 
 
@@ -36,7 +38,7 @@ class BackendChoice:
 
     name: str  # "oneflow", "nexfort", "inductor" or "eager"
     reason: str
-    automatic: bool = False  # chosen by 'auto': a failure at compile time falls back to eager
+    automatic: bool = False  # chosen by 'auto': where it fails, the next one is tried
 
 
 MODES = ("default", "max-autotune-no-cudagraphs")  # inductor's. CUDA graphs would reuse what a block put out
@@ -145,32 +147,73 @@ def compiled(
     choice: BackendChoice,
     how: CompileOptions | None = None,
     *,
+    device: torch.device | None = None,
     graphs: Path | None = None,
 ) -> torch.nn.Module:
     """A shell of the denoiser in which the named parts are compiled, a list block by block; the denoiser itself for
     'eager'.
 
+    device: that it runs on, if not the CPU: other backends are tried there where one that 'auto' chose fails.
     graphs: a folder for OneFlow's graphs, one for each block.
+    Raises what a backend raises that was asked for by name.
     """
-    if choice.name == "eager":
+    if choice.name == EAGER:
         return denoiser
+    shared = Compiling(_compilers(choice, how or CompileOptions(), device or torch.device("cpu"), graphs))
+    shell = replaced(denoiser, dict.fromkeys(parts, _each(shared.in_place_of)))
+    logger.info("compiling %s of %s with %s", ", ".join(parts), type(denoiser).__name__, choice.name)
+    shared.compile()
+    shell.__dict__[_COMPILING] = shared
+    return shell
+
+
+def came_to(shell: torch.nn.Module, choice: BackendChoice) -> BackendChoice:
+    """The backend that runs the blocks by now: another than the choice where that has failed."""
+    shared = shell.__dict__.get(_COMPILING)
+    if shared is None or not shared.given_up:
+        return choice
+    return BackendChoice(shared.backend, f"auto: {'; '.join(shared.given_up)}", automatic=True)
+
+
+def _compilers(
+    choice: BackendChoice, how: CompileOptions, device: torch.device, graphs: Path | None
+) -> Iterator[Compiler]:
+    """The choice, and where 'auto' made it, all that follow. What works with an offload, those after it do too."""
+
+    def of(name: str) -> Compiler:
+        kernel = how.attention if how.attention in KERNELS and uses_torch_attention(name) else ""
+
+        def compile_block(block: torch.nn.Module, number: int) -> Run:
+            run = Attended(block, kernel) if kernel else block
+            return run if name == EAGER else _compile(run, name, how, graphs and graphs / f"block-{number}")
+
+        return Compiler(name, compile_block, choice.automatic and not (how.fullgraph and name == "inductor"))
+
+    yield of(choice.name)
+    if choice.automatic:
+        names = [*_PROBES]
+        following = names[names.index(choice.name) + 1 :] if choice.name in names else []
+        yield from (of(name) for name in following if not _PROBES[name](device))
+        yield of(EAGER)
+
+
+def _compile(block: torch.nn.Module, backend: str, how: CompileOptions, graph_file: Path | None) -> Run:
     import onediff.infer_compiler
 
-    if choice.name == "inductor":
+    if backend == "inductor":
         _register_inductor()
-    how = how or CompileOptions()
-    kernel = how.attention if how.attention in KERNELS and uses_torch_attention(choice.name) else ""
-    shared = Compiling(choice.name, falls_back=choice.automatic and not how.fullgraph)
+    if backend in ("oneflow", "nexfort"):
+        block = _apart(block)
+    return onediff.infer_compiler.compile(block, backend=backend, options=how.given_to(backend, graph_file=graph_file))
 
-    def compile_block(block: torch.nn.Module) -> torch.nn.Module:
-        file = graphs and graphs / f"block-{shared.blocks + 1}"
-        options = how.given_to(choice.name, graph_file=file)
-        run = Attended(block, kernel) if kernel else block
-        made = onediff.infer_compiler.compile(run, backend=choice.name, options=options)
-        return shared.in_place_of(block, made)
 
-    logger.info("compiling %s of %s with %s", ", ".join(parts), type(denoiser).__name__, choice.name)
-    return replaced(denoiser, dict.fromkeys(parts, _each(compile_block)))
+def _apart(block: torch.nn.Module) -> torch.nn.Module:
+    """A copy that shares the weights: OneDiff leaves hooks and attributes on what it is given."""
+    shell = structural_copy(block)
+    for part in shell.modules():
+        hooks = {name: copy.copy(value) for name, value in vars(part).items() if name.endswith("_hooks")}
+        part.__dict__.update(hooks)
+    return shell
 
 
 def _each(make: Make) -> Make:

@@ -23,7 +23,7 @@ from ..precision.report import RunReport
 from ..precision.shells import as_float32, with_forward
 from ..precision.upcast import run_in_fp32
 from .attention import with_attention
-from .compile import compiled, for_dtype
+from .compile import came_to, compiled, for_dtype
 from .families import ENCODERS
 from .handle import PipelineHandle
 from .lora import keys
@@ -88,6 +88,7 @@ class _Steps:
         self._known, notes = _known(handle, report, original)
         report.notes += notes
         self._guard: StageGuard | None = None
+        self._attempts: _Attempts | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._report.steps:
@@ -111,10 +112,13 @@ class _Steps:
         self._guard = self._guard or self._planned(kwargs)
         output = self._guard(**kwargs)
         self._report.learned = self._guard.learned
+        if self._attempts:
+            self._attempts.tell_backend()
         return output
 
     def _planned(self, inputs: Mapping[str, Any]) -> StageGuard:
         attempts = _Attempts(self._handle, self._report, self._original, self._weights, inputs)
+        self._attempts = attempts
         dtype = self._report.plan.dtype
         learner = Learner(self._original, dtype, attempts.build, attempts.anatomy, self._known)
         given = self._handle, self._report, self._original, self._weights, learner, dtype
@@ -137,10 +141,9 @@ class _Attempts:
         self._original = original
         self._weights = weights
         self._backend = for_dtype(handle.backend, handle.architecture, report.plan.dtype)
-        self._how, attention = with_attention(handle, self._backend.name, report.plan.dtype, inputs)
-        report.backend = self._backend.name
-        said = [self._backend.reason, handle.compile_options.in_words(self._backend.name), attention]
-        report.backend_reason = "; ".join(filter(None, said))
+        self._how, self._attention = with_attention(handle, self._backend.name, report.plan.dtype, inputs)
+        self._compiled: torch.nn.Module | None = None  # a shell of the latest attempt's
+        self.tell_backend()
         self._block_outputs = BlockOutputs()
         self._clips = handle.family.clips and report.plan.dtype == "fp16"
         self.anatomy = Anatomy.of(original, handle.family.blocks, handle.family.stream)
@@ -158,9 +161,12 @@ class _Attempts:
                     handle.family.blocks,
                     backend,
                     how,
+                    device=handle.store.placement.device,
                     graphs=graphs_folder(handle, report.plan, bits),
                 )
-            return store.compiled[key]
+            self._compiled = store.compiled[key]
+            self.tell_backend()
+            return self._compiled
 
         made = half_attempt(
             self._original,
@@ -179,6 +185,13 @@ class _Attempts:
         if backend.name == "eager" and how.attention:  # what is compiled has it inside
             made = replace(made, run=Attended(made.run, how.attention))
         return made
+
+    def tell_backend(self) -> None:
+        """Say in the report which one runs, and why: 'auto' may have gone on to another while it compiled."""
+        backend = came_to(self._compiled, self._backend) if self._compiled else self._backend
+        said = [backend.reason, self._handle.compile_options.in_words(backend.name), self._attention]
+        self._report.backend = backend.name
+        self._report.backend_reason = "; ".join(filter(None, said))
 
     def peak_inside(self) -> torch.Tensor | None:
         """max |x| of the latest attempt's block outputs, where the family clips."""

@@ -1,0 +1,315 @@
+"""Where a backend that 'auto' chose fails, at compiling or in a block's first call, all blocks go on with the next."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from comfyui_onediff_guard.nodes.host import Interrupted
+from comfyui_onediff_guard.pipelines import compile as compiling
+from comfyui_onediff_guard.pipelines import offload
+from comfyui_onediff_guard.pipelines.compile import BackendChoice, CompileOptions, came_to, compiled
+from comfyui_onediff_guard.pipelines.compiled_block import listening
+from comfyui_onediff_guard.pipelines.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.handle import PipelineHandle
+from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
+from onediff.infer_compiler.backends import registry
+
+AUTO = BackendChoice("oneflow", "auto: first choice", automatic=True)
+NAMED = BackendChoice("oneflow", "asked for")
+SMALL = SampleSettings(width=64, height=48, frames=9, steps=2, guidance_scale=6.0, seed=3, scheduler="DDIM")
+
+
+class InterruptProcessingException(Exception):
+    """As ComfyUI's was until 2026."""
+
+
+class Block(torch.nn.Module):
+    """Is given a tensor and hands on another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + 1
+
+
+def denoiser(*blocks: torch.nn.Module) -> Any:
+    model = torch.nn.Module()
+    model.blocks = torch.nn.ModuleList(blocks or (Block(), Block(), Block()))
+    model.forward = lambda x: _through(model.blocks, x)
+    return model
+
+
+def _through(blocks: Any, x: torch.Tensor) -> torch.Tensor:
+    for block in blocks:
+        x = block(x)
+    return x
+
+
+class Backend:
+    """In place of one in OneDiff's registry. at: number of the block whose first call fails; 0: it cannot compile.
+
+    before: is called with its input before it fails.
+    """
+
+    def __init__(self, error: BaseException | None = None, at: int = 2, before: Callable[[Any], Any] = lambda _: None):
+        self.calls = 0
+        self.compiled = 0
+        self._error, self._at, self._before = error, at, before
+
+    def compile(self, module: torch.nn.Module, *, options: Any = None) -> Callable[..., Any]:
+        self.compiled += 1
+        number = self.compiled
+        if self._error and not self._at:
+            raise self._error
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            if self._error and number == self._at:
+                self._before(x)
+                raise self._error
+            return module(x)
+
+        return run
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """installed(oneflow=…, nexfort=…): backends that are found here, beside no inductor unless it is named."""
+
+    def install(**backends: Backend) -> None:
+        found = {name: (lambda _device: None) if name in backends else (lambda _device: "it is not there")
+                 for name in compiling._PROBES}  # fmt: skip
+        monkeypatch.setattr(compiling, "_PROBES", found)
+        for name, backend in backends.items():
+            monkeypatch.setitem(registry._BACKENDS, name, backend.compile)
+
+    return install
+
+
+@pytest.fixture
+def onediffs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OneDiff's backend for OneFlow, which is not installed here, as if it were."""
+    monkeypatch.setitem(compiling._PROBES, "oneflow", lambda _device: None)
+    monkeypatch.delitem(registry._BACKENDS, "oneflow", raising=False)
+
+
+def test_onediffs_own_backend_fails_and_inductor_takes_its_place(onediffs_own: None, traced_alone: None) -> None:
+    model, x = denoiser(), torch.randn(2, 4)
+    shell = compiled(model, ("blocks",), AUTO)
+    used = came_to(shell, AUTO)
+    assert used.name == "inductor" and used.automatic
+    assert used.reason == "auto: oneflow failed (ModuleNotFoundError: No module named 'oneflow')"
+    assert torch.equal(_through(shell.blocks, x), model(x))
+
+
+def test_onediffs_own_backend_that_was_asked_for_raises(onediffs_own: None) -> None:
+    with pytest.raises(ModuleNotFoundError, match="oneflow"):
+        compiled(denoiser(), ("blocks",), NAMED)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "error", [NotImplementedError("Transform failed"), RuntimeError(), TypeError("x"), KeyError("y")], ids=repr
+)
+def test_whatever_fails_the_next_one_runs_all_blocks(installed: Callable[..., None], error: Exception, at: int) -> None:
+    first, second = Backend(error, at), Backend()
+    installed(oneflow=first, nexfort=second)
+    model, x = denoiser(), torch.randn(2, 4)
+    before = [(weight, weight.clone()) for weight in model.parameters()]
+    shell = compiled(model, ("blocks",), AUTO)
+    assert torch.equal(_through(shell.blocks, x), model(x)), "the failing step too"
+    assert second.compiled == 3 and came_to(shell, AUTO).name == "nexfort"
+    called = first.calls, second.calls
+    assert torch.equal(_through(shell.blocks, x), model(x))
+    assert (first.calls, second.calls) == (called[0], called[1] + 3)
+    said = f"{type(error).__name__}{f': {error}' if str(error) else ''}"
+    assert came_to(shell, AUTO).reason == f"auto: oneflow failed ({said})"
+    after = list(model.parameters())
+    assert all(weight is now and torch.equal(was, now) for (weight, was), now in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_one_that_was_asked_for_by_name_raises(installed: Callable[..., None], at: int) -> None:
+    second = Backend()
+    installed(oneflow=Backend(NotImplementedError("no kernel"), at), nexfort=second)
+    with pytest.raises(NotImplementedError, match="no kernel"):
+        _through(compiled(denoiser(), ("blocks",), NAMED).blocks, torch.randn(2, 4))
+    assert second.compiled == 0
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_where_all_fail_it_runs_uncompiled_and_says_why(
+    installed: Callable[..., None], caplog: pytest.LogCaptureFixture, at: int
+) -> None:
+    installed(**{name: Backend(RuntimeError(f"{name}'s"), at) for name in ("oneflow", "nexfort", "inductor")})
+    model, x = denoiser(), torch.randn(2, 4)
+    shell = compiled(model, ("blocks",), AUTO)
+    for _ in range(3):
+        assert torch.equal(_through(shell.blocks, x), model(x))
+    used = came_to(shell, AUTO)
+    assert used.name == "eager"
+    assert used.reason == (
+        "auto: oneflow failed (RuntimeError: oneflow's); nexfort failed (RuntimeError: nexfort's); "
+        "inductor failed (RuntimeError: inductor's)"
+    )
+    assert len([line for line in caplog.messages if "failed" in line]) == 3
+
+
+def test_the_error_of_a_block_itself_shows_as_itself(installed: Callable[..., None]) -> None:
+    class Refuses(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.shape[-1] != 4:
+                raise ValueError("four channels")
+            return super().forward(x)
+
+    first, second = Backend(), Backend()
+    installed(oneflow=first, nexfort=second)
+    model = denoiser(Refuses())
+    shell = compiled(model, ("blocks",), AUTO)
+    with pytest.raises(ValueError, match="four channels") as raised:
+        _through(shell.blocks, torch.randn(2, 5))
+    assert raised.value.__cause__ is raised.value.__context__ is None
+    assert came_to(shell, AUTO) == AUTO and second.compiled == 0
+    x = torch.randn(2, 4)
+    assert torch.equal(_through(shell.blocks, x), model(x))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("1 GiB"),
+        MemoryError(),
+        InterruptProcessingException(),
+        Interrupted(),
+        KeyboardInterrupt(),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("at", [0, 2])
+def test_no_memory_and_an_interrupt_are_not_the_backends(
+    installed: Callable[..., None], error: BaseException, at: int
+) -> None:
+    second = Backend()
+    installed(oneflow=Backend(error, at), nexfort=second)
+    with pytest.raises(type(error)):
+        _through(compiled(denoiser(), ("blocks",), AUTO).blocks, torch.randn(2, 4))
+    assert second.compiled == 0
+
+
+def test_an_interrupt_while_progress_is_told_is_not_the_backends(installed: Callable[..., None]) -> None:
+    class Clicked(Exception):
+        """Of any host."""
+
+    def interrupt(_text: str) -> None:
+        raise Clicked
+
+    installed(oneflow=Backend(), nexfort=Backend())
+    shell = compiled(denoiser(), ("blocks",), AUTO)
+    with pytest.raises(Clicked), listening(interrupt, lambda _: None):
+        _through(shell.blocks, torch.randn(2, 4))
+    assert came_to(shell, AUTO) == AUTO
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_a_failing_call_wrote_into_its_inputs_is_put_back(installed: Callable[..., None], mode: Any) -> None:
+    def spoil(x: torch.Tensor) -> None:
+        x.fill_(torch.nan)
+
+    installed(oneflow=Backend(NotImplementedError(), at=1, before=spoil))
+    model = denoiser()
+    with mode():
+        x = torch.randn(2, 4)
+        expected, given = model(x), x.clone()
+        assert torch.equal(_through(compiled(model, ("blocks",), AUTO).blocks, x), expected)
+    assert torch.equal(x, given)
+
+
+def test_what_is_expanded_and_not_a_number_is_taken_too(installed: Callable[..., None]) -> None:
+    installed(oneflow=Backend(NotImplementedError(), at=1))
+    model = denoiser()
+    x = torch.tensor([[torch.nan], [1.0]]).expand(2, 4)
+    found = _through(compiled(model, ("blocks",), AUTO).blocks, x)
+    assert torch.equal(found.isnan(), model(x).isnan()) and torch.equal(found[1], model(x)[1])
+
+
+@pytest.mark.parametrize("name", ["oneflow", "nexfort"])
+def test_a_block_keeps_nothing_of_what_onediff_left_on_it(installed: Callable[..., None], name: str) -> None:
+    """As OneDiff's backend for OneFlow does: a hook and an attribute on what it is given, and a method on weights."""
+
+    class Leaves(Backend):
+        def compile(self, module: torch.nn.Module, *, options: Any = None) -> Callable[..., Any]:
+            module.register_load_state_dict_post_hook(lambda *_: None)
+            module._onediff_state_updated = False
+            module.linear._onediff_graph_related_tensor = None
+            module.linear.weight.copy_ = lambda *_: None
+            return super().compile(module, options=options)
+
+    model = denoiser()
+    before = [set(vars(part)) for part in model.modules()]
+    failing = Leaves(NotImplementedError(), at=3)
+    installed(**{name: failing})
+    shell = compiled(model, ("blocks",), BackendChoice(name, "", automatic=True))
+    _through(shell.blocks, torch.randn(2, 4))
+    assert failing.calls == 3 and came_to(shell, AUTO).name == "eager"
+    assert [set(vars(part)) for part in model.modules()] == before
+    assert not any(part._load_state_dict_post_hooks for part in model.modules())
+    assert not any("copy_" in vars(weight) for weight in model.parameters())
+
+
+def test_threads_that_fail_together_go_on_by_one(installed: Callable[..., None]) -> None:
+    together = threading.Barrier(2)
+    second = Backend()
+    installed(oneflow=Backend(NotImplementedError(), 1, lambda _: together.wait(30)), nexfort=second)
+    model, x = denoiser(), torch.randn(2, 4)
+    shell = compiled(model, ("blocks",), AUTO)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda _: _through(shell.blocks, x), range(2)))
+    assert all(torch.equal(one, model(x)) for one in found)
+    assert came_to(shell, AUTO).name == "nexfort" and second.compiled == 3
+
+
+def test_fullgraph_is_inductors_alone(installed: Callable[..., None]) -> None:
+    installed(oneflow=Backend(NotImplementedError(), 0), inductor=Backend(RuntimeError("a graph break")))
+    shell = compiled(denoiser(), ("blocks",), AUTO, CompileOptions(fullgraph=True))
+    assert came_to(shell, AUTO).name == "inductor"
+    with pytest.raises(RuntimeError, match="a graph break"):
+        _through(shell.blocks, torch.randn(2, 4))
+
+
+@pytest.mark.parametrize("kind", offload.Offload)
+def test_what_follows_a_backend_that_works_with_an_offload_works_with_it(kind: offload.Offload) -> None:
+    refused = offload._REFUSED[kind]
+    assert refused == tuple(compiling._PROBES)[: len(refused)]
+
+
+def test_a_run_is_right_and_its_report_names_the_backend_that_it_came_to(
+    model_folder: Callable[..., Any],
+    open_pipeline: Callable[..., PipelineHandle],
+    installed: Callable[..., None],
+) -> None:
+    class Whole(Backend):
+        def compile(self, module: torch.nn.Module, *, options: Any = None) -> Callable[..., Any]:
+            one = super().compile(torch.nn.Identity(), options=options)
+            return lambda *args, **kwargs: (one(torch.zeros(1)), module(*args, **kwargs))[1]
+
+    broken, working = Whole(NotImplementedError("Transform failed of CogVideoXBlock")), Whole()
+    installed(oneflow=broken, nexfort=working)
+    handle = replace(open_pipeline(model_folder("2b")), backend=AUTO)
+    (positive, negative), _ = encode_prompts(handle, ["a red kite", ""])
+    expected, _ = sample(replace(handle, backend=BackendChoice("eager", "")), positive, negative, SMALL)
+    handle.store.compiled.clear()
+    for _ in range(2):
+        latents, report = sample(handle, positive, negative, SMALL)
+        assert torch.equal(latents, expected)
+        assert report.backend == "nexfort"
+        assert report.backend_reason == "auto: oneflow failed (NotImplementedError: Transform failed of CogVideoXBlock)"
+        assert f"backend: nexfort ({report.backend_reason})" in report.text()
+    assert broken.calls == 2, "never again"
