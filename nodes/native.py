@@ -112,8 +112,10 @@ class NumericsProbeModel:
         seed: int,
         node_id: str | None = None,
     ) -> dict[str, Any]:
+        from ..pipelines.machine import check_torch
         from .comfy_probe import KSampling, probe_model
 
+        check_torch()
         progress = host.Progress(steps, node_id)
 
         def step_done(done: int) -> None:
@@ -136,6 +138,9 @@ def _policy_inputs() -> dict[str, Any]:
 
 
 def _policy(on_failure: str, strict: bool, scope: str) -> GuardPolicy:
+    """Raises TorchTooOld, where no rerun would work."""
+    from ..pipelines.machine import check_torch
     from ..precision.guard import GuardPolicy, OnFailure, Scope
 
+    check_torch()
     return GuardPolicy(OnFailure(on_failure), strict, Scope(scope))

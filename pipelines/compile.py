@@ -30,6 +30,12 @@ logger = logging.getLogger(__name__)
 
 _COMPILING = "_onediff_guard_compiling"
 ONEDIFF_BUILDS = "OneDiff needs OneFlow's special builds from OneFlow's own package index, not PyPI's"
+NEEDS = {  # to be had at all, beside what is missing here
+    "oneflow": "It needs Linux, an NVIDIA card, Python 3.11 or older and OneFlow's special builds, made for CUDA 11.8 "
+    "to 12.2 in 2024; they are not known to work in any ComfyUI that this pack supports",
+    "nexfort": "It needs an NVIDIA card, Python 3.11 or older and PyTorch 2.3 to 2.5.1, and this pack needs 2.6 "
+    "(ComfyUI since 0.32: 2.7); no ComfyUI that this pack supports can have it",
+}
 
 
 @dataclass(frozen=True)

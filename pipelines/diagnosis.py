@@ -229,12 +229,18 @@ def _measured(handle: PipelineHandle) -> Iterator[str]:
 
 def _backends(machine: Machine, chosen: BackendChoice | None) -> Backends:
     missing = tried(lambda: _missing(machine.device), {})
-    states = [BackendState(name, not lacks, lacks or "found") for name, lacks in missing.items()]
+    states = [BackendState(name, not lacks, _lacks(name, lacks)) for name, lacks in missing.items()]
     states.append(BackendState("eager", True, "always there: not compiled"))
     if chosen:
         return Backends(tuple(states), chosen.name, chosen.reason, chosen.automatic)
     first = next(state.name for state in states if state.found)
     return Backends(tuple(states), first, "auto: the first that is found", automatic=True)
+
+
+def _lacks(backend: str, missing: str | None) -> str:
+    from .compile import NEEDS
+
+    return ". ".join(filter(None, [missing, NEEDS.get(backend)])) if missing else "found"
 
 
 def _missing(device: str) -> dict[str, str | None]:

@@ -23,6 +23,10 @@ class BackendUnavailable(RuntimeError):
     """The compile backend that was asked for does not work here."""
 
 
+class TorchTooOld(RuntimeError):
+    """A PyTorch that this pack cannot work with."""
+
+
 class BadLora(ValueError):
     """A LoRA file that cannot be used with this model."""
 

@@ -16,6 +16,7 @@ from ..precision.report import RunReport
 from .compile import BackendChoice, CompileOptions, choose_backend
 from .families import FamilySpec
 from .lora import Lora, check_lora, keys, skeleton
+from .machine import check_torch
 from .models import open_model
 from .offload import Offload, backend_with, brings_parts_to
 from .placement import Placement
@@ -124,9 +125,10 @@ def load(
 ) -> PipelineHandle:
     """Check a model and make a handle. Weights are read when a stage first needs them.
 
-    Raises BadFolder; BackendUnavailable where a backend was asked for that does not work here, or not with this
-    offload; PlanImpossible where the device has no such precision.
+    Raises TorchTooOld; BadFolder; BackendUnavailable where a backend was asked for that does not work here, or not with
+    this offload; PlanImpossible where the device has no such precision.
     """
+    check_torch()
     model = open_model(path, family)
     handle = PipelineHandle(
         store=shared_store(model, placement),

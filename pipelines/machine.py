@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..precision.arch import ARCHITECTURES, Architecture, detect
+from .errors import TorchTooOld
 
 logger = logging.getLogger(__name__)
 
 NEEDED = ("diffusers", "transformers", "onediff")
 OPTIONAL = ("onediffx", "oneflow", "nexfort")
-TORCH_ADVISED = (2, 4)
-TORCH_SOURCE = "https://github.com/zai-org/CogVideo/issues/637"
+TORCH_NEEDED = (2, 6)  # by diffusers 0.42 and transformers 5, and for reruns: torch.compiler.set_stance
 GET_TORCH = "https://pytorch.org/get-started/locally/"
 _SECONDS = 10  # for nvidia-smi, which takes its time where the driver was asleep
 _NVIDIA_MODULE = Path("/proc/driver/nvidia/version")
@@ -89,6 +89,14 @@ def look(device: Any = None) -> Machine:
         packages=packages,
         advice=tuple(_advice(asked, gpus, driver, packages)),
     )
+
+
+def check_torch() -> None:
+    """Raises TorchTooOld where PyTorch is older than this pack works with."""
+    import torch
+
+    if too_old := _too_old(str(torch.__version__)):
+        raise TorchTooOld(too_old)
 
 
 def tried(ask: Callable[[], T], otherwise: T) -> T:
@@ -191,19 +199,26 @@ def _nvidia_smi(path: str) -> str:
 def _advice(asked: _Torch, gpus: tuple[Gpu, ...], driver: str, packages: Mapping[str, str | None]) -> Iterator[str]:
     if asked.problem:
         yield asked.problem
-    release = tried(lambda: _release(asked.version), None)
-    if release and release < TORCH_ADVISED:
-        advised = ".".join(map(str, TORCH_ADVISED))
-        yield (
-            f"PyTorch {advised} or newer is advised, this is {asked.version}: CogVideoX's authors suggest {advised} "
-            f"where fp16 comes out black ({TORCH_SOURCE})"
-        )
+    if too_old := _too_old(asked.version):
+        yield too_old
     if asked.module and not gpus:
         yield from _why_no_gpu(asked, driver)
     for gpu in gpus:
         yield from _about(asked, gpu)
     if lacking := [name for name in NEEDED if packages[name] is None]:
         yield f"not installed: {', '.join(lacking)}. In the pack's folder: python -m pip install -r requirements.txt"
+
+
+def _too_old(version: str) -> str:
+    """What to say of it; "" where there is nothing to say, or the version is none that can be compared."""
+    release = tried(lambda: _release(version), None)
+    if release is None or release >= TORCH_NEEDED:
+        return ""
+    needed = ".".join(map(str, TORCH_NEEDED))
+    return (
+        f"This pack needs PyTorch {needed} or newer, and this is {version}: older ones lack what reruns in fp32 need, "
+        f"and today's diffusers and transformers refuse them. Update ComfyUI, or get PyTorch from {GET_TORCH}"
+    )
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -238,7 +238,7 @@ def brings_parts_to(device: torch.device) -> bool:
 
 def release_page_locked() -> None:
     """Give the system back what PyTorch keeps of page-locked memory that nobody uses."""
-    release = getattr(getattr(torch, "accelerator", None), "empty_host_cache", None)
+    release = getattr(torch.accelerator, "empty_host_cache", None)  # PyTorch 2.9's
     if release and torch.cuda.is_available():
         release()
 

@@ -300,4 +300,4 @@ def _judge(spec: _Spec, value: str, own: Decision) -> str:
 _SET = "set before this run, respected"
 _LEFT = "left as it is"
 _OTHERS = "ComfyUI or another pack"
-_ONEDIFFS = "its own value, which it writes at each compile"
+_ONEDIFFS = "its own value, which it writes at each compile; put back after the run"

@@ -7,14 +7,23 @@ import os
 import stat
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from comfyui_onediff_guard.nodes.native import NaNGuardVAE
 from comfyui_onediff_guard.pipelines import machine
 from comfyui_onediff_guard.pipelines.diagnosis import diagnose
+from comfyui_onediff_guard.pipelines.errors import TorchTooOld
+from comfyui_onediff_guard.pipelines.families import COGVIDEOX
+from comfyui_onediff_guard.pipelines.handle import load
+from comfyui_onediff_guard.pipelines.placement import PlainPlacement
 from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH
+from comfyui_onediff_guard.precision.policy import Precision
 from told import one_line, switch
 
 POSIX = pytest.mark.skipif(os.name == "nt", reason="the stand-in for nvidia-smi is a shell script")
@@ -169,17 +178,38 @@ def test_cuda_that_breaks_at_every_question(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("version", "advised"),
-    [("2.3.1+cu121", True), ("1.13.1", True), ("2.4.0", False), ("2.10.0.dev1+rocm7", False), ("home-made", False)],
+    ("version", "too_old"),
+    [
+        ("2.5.1+cu124", True),
+        ("1.13.1", True),
+        ("2.6.0", False),
+        ("2.6.0a0+git1", False),
+        ("2.10.0.dev1+rocm7", False),
+        ("home-made", False),
+    ],
 )
-def test_pytorch_2_4_or_newer_is_advised(monkeypatch: pytest.MonkeyPatch, version: str, advised: bool) -> None:
+def test_a_pytorch_that_is_too_old_is_named_here_and_by_whatever_would_run(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, version: str, too_old: bool
+) -> None:
     monkeypatch.setattr(torch, "__version__", version)
     found = diagnose()
-    assert bool(found.machine.advice) == advised
+    assert bool(found.machine.advice) == too_old
     assert version in found.text()
-    if advised:
-        assert f"PyTorch 2.4 or newer is advised, this is {version}" in one_line(found)
-        assert "https://github.com/zai-org/CogVideo/issues/637" in one_line(found)
+    refused = pytest.raises(TorchTooOld) if too_old else nullcontext()
+    options: dict[str, Any] = {"backend": "eager", "offload": "none", "placement": PlainPlacement()}
+    with refused as loading:
+        load(folder, COGVIDEOX, precision=Precision.FP32, **options)
+    with refused as guarding:
+        NaNGuardVAE().apply(_Vae(), "rerun", strict=False)
+    assert [str(error.value) for error in (loading, guarding) if error] == list(found.machine.advice) * 2
+    assert all(f"needs PyTorch 2.6 or newer, and this is {version}" in advice for advice in found.machine.advice)
+
+
+class _Vae:
+    def __init__(self) -> None:
+        self.first_stage_model = SimpleNamespace(decode=None, encode=None)
+
+    decode = decode_tiled = encode = encode_tiled = None
 
 
 def test_versions_are_read_and_nothing_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,14 @@ def test_backends_are_those_of_auto(monkeypatch: pytest.MonkeyPatch, compiler: s
     assert all(state.reason for state in found.states)
 
 
+def test_what_no_comfyui_has_is_said_with_what_it_would_need() -> None:
+    said = {state.name: state.reason for state in diagnose().backends.states}
+    assert "PyTorch 2.3 to 2.5.1, and this pack needs 2.6" in said["nexfort"]
+    assert said["nexfort"].endswith("no ComfyUI that this pack supports can have it")
+    assert "Linux" in said["oneflow"] and "OneFlow's special builds" in said["oneflow"]
+    assert said["oneflow"].endswith("not known to work in any ComfyUI that this pack supports")
+
+
 def test_what_is_not_compiled_is_said(cards: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     cards((7, 5))
     monkeypatch.setitem(compiling._PROBES, "inductor", lambda device: None)
