@@ -223,8 +223,8 @@ def test_case_4_a_run_that_compiles_nothing_sees_what_the_one_that_compiled_saw(
         inside = {launch[1:] for launch in kernel.launches if launch.compiled}
         assert {(seen[0], *seen[2:]) for seen in inside} == {(expected, "1", "1")}
         assert kernel.environment() == before
-    (told,) = [switch for switch in report.switches if switch.name == ATTENTION_SWITCH]
-    assert (told.value, told.set_by) == (expected, "user" if exported else "onediff-guard")
+        (told,) = [switch for switch in report.switches if switch.name == ATTENTION_SWITCH]
+        assert (told.value, told.set_by) == (expected, "user" if exported else "onediff-guard")
 
 
 def test_case_4_accumulation_is_left_on_for_volta(model_folder, on_card, fused_attention):
