@@ -11,7 +11,9 @@ rounding.
 
 from __future__ import annotations
 
+import re
 import sys
+import traceback
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
@@ -40,7 +42,8 @@ def run_in_fp32(function: Callable[..., Result], *args: Any, tf32: bool = False,
     tf32: allow TF32 matrix products while it runs (fp32's range, fp16's mantissa; sm80 and later).
     Returns what the function returns; floating results are float32.
     Raises RerunUnsupported, naming the module, where a part cannot take float32: a TorchScript module with half
-    weights, a thread started inside forward, an attention kernel for half precision only.
+    weights, a thread started inside forward, an attention kernel for half precision only. Any other error comes as it
+    is, also a thread's.
     """
     module = getattr(function, "__self__", function)
     if isinstance(module, torch.nn.Module):
@@ -50,12 +53,13 @@ def run_in_fp32(function: Callable[..., Result], *args: Any, tf32: bool = False,
     try:
         with fp32_mode(tf32=tf32):
             result = function(*fp32_args, **fp32_kwargs)
-    except RuntimeError as error:
-        if isinstance(error, RerunUnsupported) or not _is_dtype_complaint(error):
+    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+        complaint = _dtype_complaint(error)
+        if isinstance(error, RerunUnsupported) or not complaint:
             raise
         culprit = _innermost_module(error.__traceback__, module)
         raise RerunUnsupported(
-            f"{culprit} cannot run in float32: {_first_line(error)}. It reaches a kernel that the rerun cannot see "
+            f"{culprit} cannot run in float32: {complaint}. It reaches a kernel that the rerun cannot see "
             "(a scripted function, a thread of its own, or an attention kernel for half precision only). "
             "Switch that kernel off (PyTorch's own attention works), or choose precision 'fp32' or 'bf16'."
         ) from error
@@ -91,22 +95,18 @@ class _Fp32Mode(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__"):
             return _access_property(func, name, args)
-        if func in _AS_FLOAT32:
-            func = torch.Tensor.float
         if func in _METADATA:
             return func(*args, **kwargs)
+        if func in _CONVERSIONS and args and isinstance(args[0], torch.Tensor):
+            return _converted(func, args[0], args[1:], kwargs)
         if func in _ALIASING and args:
             return _detached_is_fp32(func(*args, **kwargs), args[0])
-        if func is torch.Tensor.to:
-            target = pytree.tree_map_only(torch.Tensor, _float, (args[1:], kwargs))
-            target_args, target_kwargs = _fp32_dtypes(target, func)
-            return _detached_is_fp32(func(args[0], *target_args, **target_kwargs), args[0])
         if func is torch.nn.functional.embedding and _max_norm(args, kwargs) is None:
             return pytree.tree_map_only(torch.Tensor, _float, func(*args, **kwargs))
 
         memo: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         fp32_args, fp32_kwargs = pytree.tree_map_only(torch.Tensor, lambda t: _upcast(t, memo), (args, kwargs))
-        fp32_args, fp32_kwargs = _fp32_dtypes((fp32_args, fp32_kwargs), func)
+        fp32_args, fp32_kwargs = _fp32_dtypes((fp32_args, fp32_kwargs))
         with _autocast_off(d for d in self._device_types if torch.is_autocast_enabled(d)):
             call = _call_attention if func in _ATTENTION else _call
             result = call(func, fp32_args, fp32_kwargs)
@@ -142,9 +142,22 @@ def _write_back(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> dict[int,
     return written
 
 
-def _fp32_dtypes(tree: Any, func: Any) -> Any:
-    if func is torch.Tensor.type:
-        tree = pytree.tree_map_only((str, type(torch.HalfTensor)), lambda t: _TENSOR_TYPES.get(t, t), tree)
+def _converted(func: Any, source: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`.to`, `.half`, `.type` and the like: an alias exactly where they give one outside, else a copy in float32.
+
+    Code may write to a copy in half precision, and read what it was made of later.
+    """
+    asked = func(torch.empty((0,) * source.dim(), dtype=source.dtype, device=source.device), *args, **kwargs)
+    to_half = isinstance(asked, torch.Tensor) and asked.dtype in HALF_DTYPES
+    if to_half and source.dtype != asked.dtype:
+        layout = kwargs.get("memory_format", torch.preserve_format)
+        return source.to(asked.device, torch.float32, copy=True, memory_format=layout)
+    if isinstance(asked, str):  # `.type()`
+        return _TENSOR_TYPES.get(asked, asked)
+    return _detached_is_fp32(func(source, *args, **kwargs), source)
+
+
+def _fp32_dtypes(tree: Any) -> Any:
     return pytree.tree_map_only(torch.dtype, lambda d: torch.float32 if d in HALF_DTYPES else d, tree)
 
 
@@ -199,7 +212,7 @@ def _call_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 _T = torch.Tensor
-_AS_FLOAT32 = frozenset({_T.half, _T.bfloat16})
+_CONVERSIONS = frozenset({_T.to, _T.half, _T.bfloat16, _T.float, _T.type, _T.type_as, torch.as_tensor, torch.asarray})
 # what looks at a tensor, or changes its shape in place, without computing on its values
 _METADATA = frozenset(
     {
@@ -223,21 +236,15 @@ _ALIASING = frozenset(
 )  # fmt: skip
 _ATTENTION = frozenset({torch.nn.functional.scaled_dot_product_attention})
 _FP32_ATTENTION = [torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION, torch.nn.attention.SDPBackend.MATH]
-_TENSOR_TYPES: dict[Any, Any] = {
+_TENSOR_TYPES = {
     f"{module}.{half}": f"{module}.FloatTensor"
     for module in ("torch", "torch.cuda")
-    for half in ("HalfTensor", "BFloat16Tensor")
-} | {
-    getattr(module, half): module.FloatTensor
-    for module in (torch, torch.cuda)
     for half in ("HalfTensor", "BFloat16Tensor")
 }
 
 
 def _device_types() -> tuple[str, ...]:
-    accelerator = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
-    if accelerator is None and torch.cuda.is_available():
-        return ("cpu", "cuda")
+    accelerator = torch.accelerator.current_accelerator()
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
@@ -255,23 +262,46 @@ def _force_eager() -> Callable[[], None]:
 
 
 def _allow_tf32() -> Callable[[], None]:
+    """Through PyTorch's old switches, which set the new ones (2.9 and later) along: after the new ones alone, reading
+    an old one raises, in every thread."""
     matmul: Any = torch.backends.cuda.matmul
-    conv: Any = torch.backends.cudnn
-    if hasattr(matmul, "fp32_precision"):  # torch 2.9 and later refuse the old switches once the new ones were used
-        before = matmul.fp32_precision, conv.conv.fp32_precision
-        matmul.fp32_precision = conv.conv.fp32_precision = "tf32"
+    cudnn: Any = torch.backends.cudnn
+    undo = _in_tf32(matmul, (matmul,)), _in_tf32(cudnn, (cudnn.conv, cudnn.rnn) if hasattr(cudnn, "conv") else ())
 
-        def restore() -> None:
-            matmul.fp32_precision, conv.conv.fp32_precision = before
+    def restore() -> None:
+        for each in undo:
+            each()
 
-        return restore
-    before_old = matmul.allow_tf32, conv.allow_tf32
-    matmul.allow_tf32 = conv.allow_tf32 = True
+    return restore
 
-    def restore_old() -> None:
-        matmul.allow_tf32, conv.allow_tf32 = before_old
 
-    return restore_old
+def _in_tf32(switch: Any, operations: tuple[Any, ...]) -> Callable[[], None]:
+    """Allow TF32 where it is not; returns what takes that away.
+
+    operations: whose new settings the old switch sets; the first is what needs TF32.
+    """
+    operations = tuple(each for each in operations if hasattr(each, "fp32_precision"))
+    before = [each.fp32_precision for each in operations]  # their own, or what stands above them
+    allowed = before[0] == "tf32" if before else switch.allow_tf32
+    if allowed:  # whichever way: 'high' and 'medium' matrix products are not told apart by the old switch
+        return lambda: None
+    try:
+        mixed = switch.allow_tf32  # off in the new settings, so on here is another's doing
+    except RuntimeError:
+        mixed = True
+    if mixed:
+        operations[0].fp32_precision = "tf32"
+    else:
+        switch.allow_tf32 = True
+
+    def restore() -> None:
+        if not mixed:
+            switch.allow_tf32 = False
+        for operation, precision in zip(operations, before, strict=True):
+            inherited = precision == torch.backends.cudnn.fp32_precision  # it stands for all of CUDA
+            operation.fp32_precision = "none" if inherited else precision
+
+    return restore
 
 
 _EAGER_ONLY = SharedSetting(_force_eager)
@@ -287,24 +317,38 @@ def _refuse_scripted(module: torch.nn.Module) -> None:
             )
 
 
-def _is_dtype_complaint(error: RuntimeError) -> bool:
-    message = str(error).lower()
-    words = ("dtype", "scalar type", "float16", "bfloat16", "fp16", "bf16", "half")
-    return any(word in message for word in words)
+_ABOUT_DTYPES = re.compile(
+    r"(?<![.'\"\w])dtypes?\b(?!=)|scalar ?types?\b|\bb?float(16|32)|\bb?fp(16|32)\b|\bbf16\b"
+    r"|(?-i:'Half')|c10::half|halftensor|\b(type:?|found) half\b|\bhalf[- ]precision",
+    re.IGNORECASE,
+)
 
 
-def _innermost_module(traceback: TracebackType | None, module: object) -> str:
+def _dtype_complaint(error: BaseException) -> str:
+    """What a kernel says that cannot take float32, in one line; "" where the error is about something else.
+
+    An assertion is known by its source too: most have no message.
+    """
+    said = str(error).strip().split("\n", 1)[0].rstrip(".")
+    if isinstance(error, AssertionError) and (source := _raised_by(error)):
+        return f"{said} ({source})".strip() if "dtype" in source or _ABOUT_DTYPES.search(said) else ""
+    return said if _ABOUT_DTYPES.search(str(error)) else ""
+
+
+def _raised_by(error: BaseException) -> str:
+    """The line of source that raised it; "" where there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return (frames[-1].line or "") if frames else ""
+
+
+def _innermost_module(trace: TracebackType | None, module: object) -> str:
     """Name of the module whose forward raised, read off the traceback: no hook needed."""
     names = {id(m): n for n, m in module.named_modules()} if isinstance(module, torch.nn.Module) else {}
     found = type(module).__name__
-    while traceback is not None:
-        owner = traceback.tb_frame.f_locals.get("self")
+    while trace is not None:
+        owner = trace.tb_frame.f_locals.get("self")
         if isinstance(owner, torch.nn.Module):
             name = names.get(id(owner))
             found = f"'{name}' ({type(owner).__name__})" if name else type(owner).__name__
-        traceback = traceback.tb_next
+        trace = trace.tb_next
     return found
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", 1)[0].rstrip(".")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import linecache
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -343,6 +346,184 @@ def test_attention_restricted_to_half_kernels_is_opened_for_the_rerun():
         found = run_in_fp32(lambda: F.scaled_dot_product_attention(q, q, q))
         assert not torch.backends.cuda.math_sdp_enabled()
     assert torch.allclose(found, expected, atol=1e-6)
+
+
+class Checked(nn.Module):
+    """Attention by a kernel for half precision only, which says so in its own way."""
+
+    def __init__(self, check):
+        super().__init__()
+        self.check = check
+        self.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.float16), requires_grad=False)
+
+    def forward(self, x):
+        query = x @ self.weight
+        self.check(query)
+        return query
+
+
+def diffusers_check(query):
+    """What its attention backends for half precision call first."""
+    from diffusers.models import attention_dispatch
+
+    attention_dispatch._check_qkv_dtype_bf16_or_fp16(query, query, query)
+
+
+def type_error(query):
+    if query.dtype not in HALVES:
+        raise TypeError(f"unsupported dtype {query.dtype}, only half precision")
+
+
+def assertion_with_words(query):
+    assert query.dtype in HALVES, "Input tensors must be in dtype of torch.float16 or torch.bfloat16"
+
+
+ASSERTION = "assert query.dtype in (torch.float16, torch.bfloat16)"
+
+
+def assertion_alone(query):
+    file = "half_kernel.py"
+    linecache.cache[file] = (len(ASSERTION), None, [f"{ASSERTION}\n"], file)
+    exec(compile(ASSERTION, file, "exec"), {"torch": torch, "query": query})  # pytest rewrites those of this file
+
+
+@pytest.mark.parametrize(
+    ("check", "kind", "words"),
+    [
+        (diffusers_check, ValueError, "must be either bfloat16 or float16"),
+        (type_error, TypeError, "only half precision"),
+        (assertion_with_words, AssertionError, "must be in dtype of torch.float16"),
+        (assertion_alone, AssertionError, r"\(assert query\.dtype in"),
+    ],
+)
+def test_a_kernel_that_refuses_float32_in_any_way_is_named(check, kind, words):
+    model, x = nn.Sequential(nn.Identity(), Checked(check)), torch.zeros(1, 2, dtype=torch.float16)
+    model(x)
+    with pytest.raises(RerunUnsupported, match=rf"'1' \(Checked\) cannot run in float32: .*{words}") as refused:
+        run_in_fp32(model, x)
+    assert type(refused.value.__cause__) is kind
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TypeError("forward() got an unexpected keyword argument 'dtype'"),
+        TypeError("empty(): argument 'dtype' must be torch.dtype, not str"),
+        TypeError("forward() missing 1 required positional argument: 'half'"),
+        ValueError("the width must be half of the height"),
+        RuntimeError("half of the frames are missing"),
+        AssertionError(),
+        AssertionError("3 frames"),
+        KeyError("dtype"),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("where", ["in forward", "in a thread"])
+def test_an_error_about_something_else_shows_as_itself(error, where):
+    def fails():
+        raise error
+
+    def forward():
+        if where == "in forward":
+            return fails()
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(fails).result()
+
+    with pytest.raises(type(error)) as shown:
+        run_in_fp32(forward)
+    assert shown.value is error
+
+
+def test_a_threads_complaint_about_dtypes_is_kept_as_the_cause():
+    with pytest.raises(RerunUnsupported, match="a thread of its own") as refused:
+        run_in_fp32(Threaded(), torch.zeros(1, 2, dtype=torch.float16))
+    assert isinstance(refused.value.__cause__, RuntimeError)
+
+
+# --- TF32 -------------------------------------------------------------------------------------------------------------
+
+MATMUL, CUDNN, MKLDNN = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.mkldnn
+READS: dict[str, Any] = {
+    "matmul, old": lambda: MATMUL.allow_tf32,
+    "matmul by word": torch.get_float32_matmul_precision,
+    "cudnn, old": lambda: CUDNN.allow_tf32,
+    "matmul": lambda: MATMUL.fp32_precision,
+    "convolutions": lambda: CUDNN.conv.fp32_precision,
+    "recurrent": lambda: CUDNN.rnn.fp32_precision,
+    "CUDA": lambda: CUDNN.fp32_precision,
+    "on the CPU": lambda: MKLDNN.matmul.fp32_precision,
+}
+
+
+def settings():
+    def read(name):
+        try:
+            return READS[name]()
+        except RuntimeError:
+            return "raises"
+
+    return {name: read(name) for name in READS}
+
+
+def put_back():
+    torch.backends.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+    MATMUL.fp32_precision = MKLDNN.matmul.fp32_precision = "none"
+    CUDNN.allow_tf32 = True
+
+
+@pytest.fixture
+def given_settings():
+    before = settings()
+    yield
+    put_back()
+    assert settings() == before
+
+
+def chosen(switch, **values):
+    return lambda: [setattr(switch, name, value) for name, value in values.items()]
+
+
+def old_and_new():
+    torch.set_float32_matmul_precision("medium")
+    MATMUL.fp32_precision = "ieee"
+
+
+BY_WHOM: dict[str, Callable[[], Any]] = {
+    "nobody": lambda: None,
+    "old switch on": chosen(MATMUL, allow_tf32=True),
+    "old switch off": chosen(MATMUL, allow_tf32=False),
+    "high": lambda: torch.set_float32_matmul_precision("high"),
+    "medium": lambda: torch.set_float32_matmul_precision("medium"),
+    "highest": lambda: torch.set_float32_matmul_precision("highest"),
+    "new setting tf32": chosen(MATMUL, fp32_precision="tf32"),
+    "new setting ieee": chosen(MATMUL, fp32_precision="ieee"),
+    "new setting for all": chosen(torch.backends, fp32_precision="ieee"),
+    "old and new": old_and_new,
+    "cudnn off": chosen(CUDNN, allow_tf32=False),
+    "cudnn ieee": chosen(CUDNN.conv, fp32_precision="ieee"),
+    "recurrent ieee": chosen(CUDNN.rnn, fp32_precision="ieee"),
+}
+
+
+@pytest.mark.parametrize("by_whom", BY_WHOM)
+def test_tf32_mixes_no_old_and_new_settings_and_leaves_them_as_they_were(by_whom, given_settings):
+    BY_WHOM[by_whom]()
+    before = settings()
+    with ThreadPoolExecutor(1) as pool:
+        here, there = run_in_fp32(lambda: (settings(), pool.submit(settings).result()), tf32=True)
+    assert here == there
+    assert here["matmul"] == here["convolutions"] == "tf32"
+    raising = {name for name, value in here.items() if value == "raises"}
+    assert raising <= {name for name, value in before.items() if value == "raises"}, "none that did not before"
+    assert settings() == before
+
+
+def test_a_setting_that_was_inherited_is_inherited_again(given_settings):
+    torch.backends.fp32_precision = "ieee"
+    run_in_fp32(lambda: None, tf32=True)
+    torch.backends.fp32_precision = "tf32"
+    assert MATMUL.fp32_precision == "tf32"
 
 
 def test_tf32_is_scoped_even_when_runs_overlap():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
@@ -98,3 +101,75 @@ def test_setting_data_keeps_the_dtype():
 
     run_in_fp32(swap)
     assert parameter.dtype == torch.float16 and parameter.tolist() == [1.0, 1.0]
+
+
+OF = {dtype: torch.ones(2, dtype=dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32)}
+TYPE = {dtype: tensor.type() for dtype, tensor in OF.items()}
+BY_NAME = {torch.float16: torch.Tensor.half, torch.bfloat16: torch.Tensor.bfloat16, torch.float32: torch.Tensor.float}
+COPIES: dict[str, Any] = {
+    "half()": lambda x: x.half(),
+    "bfloat16()": lambda x: x.bfloat16(),
+    "type(dtype)": lambda x: x.type(torch.float16),
+    "type(str)": lambda x: x.type("torch.HalfTensor"),
+    "type(class)": lambda x: x.type(torch.BFloat16Tensor),
+    "to(dtype)": lambda x: x.to(torch.float16),
+    "to(keyword)": lambda x: x.to(dtype=torch.bfloat16),
+    "to(device, dtype)": lambda x: x.to("cpu", torch.float16),
+    "to(tensor)": lambda x: x.to(OF[torch.float16]),
+    "to(tensor=)": lambda x: x.to(tensor=OF[torch.float16]),
+    "to(memory_format)": lambda x: x.to(torch.float16, memory_format=torch.channels_last),
+    "type_as": lambda x: x.type_as(OF[torch.float16]),
+    "as_tensor": lambda x: torch.as_tensor(x, dtype=torch.float16),
+    "asarray": lambda x: torch.asarray(x, dtype=torch.float16),
+    "to(copy)": lambda x: x.to(x.dtype, copy=True),
+}
+ALIASES: dict[str, Any] = {
+    "to(dtype)": lambda x, dtype: x.to(dtype),
+    "to(device)": lambda x, _dtype: x.to("cpu"),
+    "to(device, dtype)": lambda x, dtype: x.to("cpu", dtype),
+    "to(tensor)": lambda x, dtype: x.to(OF[dtype]),
+    "type(dtype)": lambda x, dtype: x.type(dtype),
+    "type(str)": lambda x, dtype: x.type(TYPE[dtype]),
+    "type_as": lambda x, dtype: x.type_as(OF[dtype]),
+    "by name": lambda x, dtype: BY_NAME[dtype](x),
+    "as_tensor": lambda x, dtype: torch.as_tensor(x, dtype=dtype),
+    "asarray": lambda x, dtype: torch.asarray(x, dtype=dtype),
+}
+
+
+def written_to(convert: Callable[..., torch.Tensor], source: torch.Tensor, *more: Any) -> tuple[Any, Any]:
+    """What was made of the source after a write to it, and the source then."""
+    made = convert(source, *more)
+    made.add_(1)
+    return made, source
+
+
+@pytest.mark.parametrize("form", COPIES)
+@pytest.mark.parametrize("given", [torch.float32, torch.float64, torch.int64])
+def test_what_is_converted_to_half_is_a_copy(form, given):
+    tensor = torch.full((1, 2, 3, 4), 3, dtype=given)
+    made, source = run_in_fp32(lambda: written_to(COPIES[form], tensor))
+    assert source.eq(3).all(), "as it is outside"
+    assert made.eq(4).all() and made.dtype == (given if form == "to(copy)" else torch.float32)
+    assert made.is_contiguous(memory_format=torch.channels_last) == (form == "to(memory_format)")
+
+
+@pytest.mark.parametrize("given", [torch.float16, torch.bfloat16])
+def test_a_half_tensor_in_float32_is_a_copy(given):
+    for convert in (torch.Tensor.float, lambda x: x.to(torch.float32), lambda x: x.type("torch.FloatTensor")):
+        tensor = torch.full((2,), 3.0, dtype=given)
+        made, _ = run_in_fp32(lambda: written_to(convert, tensor))  # noqa: B023
+        assert tensor.eq(3).all() and made.eq(4).all() and made.dtype == torch.float32
+
+
+@pytest.mark.parametrize("form", ALIASES)
+@pytest.mark.parametrize("given", OF)
+def test_what_has_the_dtype_that_is_asked_for_is_not_copied(form, given):
+    expected = written_to(ALIASES[form], torch.full((1, 2, 3, 4), 3.0, dtype=given), given)[1]
+    tensor = torch.full((1, 2, 3, 4), 3.0, dtype=given)
+    run_in_fp32(lambda: written_to(ALIASES[form], tensor, given))
+    assert torch.equal(tensor, expected) and tensor.eq(4).all()
+
+
+def test_a_tensors_type_is_told_as_float32():
+    assert run_in_fp32(lambda: torch.ones(1, dtype=torch.float16).type()) == "torch.FloatTensor"
