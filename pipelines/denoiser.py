@@ -107,11 +107,13 @@ class _Steps:
             self._report.stream_peak = peak
             if math.isfinite(peak):
                 self._known = replace(self._known, stream_peak=peak)
-                remember(self._handle, self._report.plan.dtype, self._known)
+                remember(self._handle, self._report.plan.dtype, peak)
             return outputs[0]
         self._guard = self._guard or self._planned(kwargs)
         output = self._guard(**kwargs)
-        self._report.learned = self._guard.learned
+        if learned := self._guard.learned:
+            remember(self._handle, self._report.plan.dtype, learned.stream_peak, learned.islands)
+        self._report.learned = learned
         if self._attempts:
             self._attempts.tell_backend()
         return output
@@ -177,7 +179,6 @@ class _Attempts:
             onloaded=self._weights.shell,
             tf32=handle.tf32,
         )
-        remember(handle, dtype, learned)
         if report.plan.folded or made.bits:
             report.fold_bits = made.bits
         if self._clips and stream:

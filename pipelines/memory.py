@@ -27,12 +27,15 @@ def recall(handle: PipelineHandle, dtype: str, modules: Iterable[str]) -> tuple[
     return learned, notes
 
 
-def remember(handle: PipelineHandle, dtype: str, learned: Learned) -> None:
-    """Add to what is known, for as long as the store lives."""
+def remember(
+    handle: PipelineHandle, dtype: str, stream_peak: float | None = None, islands: tuple[str, ...] | None = None
+) -> None:
+    """What is known from now on, for as long as the store lives. None: what was known before."""
     key = handle.memory_key(dtype)
     before = handle.store.learned.get(key, NOTHING)
-    peak = before.stream_peak if learned.stream_peak is None else learned.stream_peak
-    handle.store.learned[key] = Learned(peak, learned.islands or before.islands)
+    handle.store.learned[key] = Learned(
+        before.stream_peak if stream_peak is None else stream_peak, before.islands if islands is None else islands
+    )
 
 
 def keep(handle: PipelineHandle, dtype: str) -> None:

@@ -83,7 +83,8 @@ def keep_profile(handle: PipelineHandle, probing: Probing) -> str:
     if probing.profile is None or probing.profile.learned == NOTHING:
         return "nothing to keep: the recommended precision needs no profile"
     own = replace(handle, profile=None)
-    remember(own, probing.profile.dtype, probing.profile.learned)
+    known = probing.profile.learned
+    remember(own, probing.profile.dtype, known.stream_peak, known.islands or None)
     keep(own, probing.profile.dtype)
     return f"kept as {probing.profile.name}"
 

@@ -26,6 +26,7 @@ class Anatomy:
     stream: Stream | None = None  # the residual stream, where it can be folded
     norms: frozenset[str] = frozenset()  # what reads the stream
     writers: frozenset[str] = frozenset()  # what writes to the stream
+    groups: tuple[str, ...] = ()  # modules outside of the blocks that hold layers, and no block: islands too
 
     @classmethod
     def of(cls, module: torch.nn.Module, parts: Iterable[str], stream: Stream | None = None) -> Anatomy:
@@ -35,16 +36,41 @@ class Anatomy:
             found = module.get_submodule(part)
             is_list = isinstance(found, torch.nn.ModuleList)
             blocks += [f"{part}.{name}" for name, _ in found.named_children()] if is_list else [part]
+        blocks = [*([stream.embed] if stream else ()), *blocks]
+        groups = tuple(
+            name
+            for name, part in module.named_modules()
+            if any(part.children()) and cls(tuple(blocks)).home(name) == name and name not in blocks
+        )
         if stream is None:
-            return cls(tuple(blocks))
+            return cls(tuple(blocks), groups=groups)
         norms, writers = frozenset(stream.norm_names(module)), frozenset(stream.writer_names(module))
-        return cls((stream.embed, *blocks), stream, norms, writers)
+        return cls(tuple(blocks), stream, norms, writers, groups)
 
     def home(self, name: str) -> str | None:
         """The block that a module is in, or the module itself outside of the blocks; None where it holds blocks."""
         if any(not name or block.startswith(f"{name}.") for block in self.blocks or ("",)):
             return None
-        return next((block for block in self.blocks if f"{name}.".startswith(f"{block}.")), name)
+        return next((block for block in self.blocks if _covers(block, name)), name)
+
+    def island(self, name: str, peaks: Mapping[str, Peak], dtype: str, islands: Collection[str] = ()) -> str | None:
+        """What would have to run in fp32 for a module's sake, apart from the islands there are; None where nothing
+        helps.
+
+        A block; outside of them, the smallest part around the module whose input and output fit in the dtype.
+        """
+        home = self.home(name)
+        if home is None or home in self.blocks:
+            return None if home in islands else home
+        around = sorted((group for group in self.groups if _covers(group, name) and group != name), key=len)
+        parts = (part for part in (name, *reversed(around)) if not covered(part, islands))
+        return next((part for part in parts if self._fits(part, peaks, dtype)), None)
+
+    def _fits(self, part: str, peaks: Mapping[str, Peak], dtype: str) -> bool:
+        """Around what fits, the stream is half precision's, or folded. What was not measured is tried."""
+        reads_stream = any(_covers(part, norm) for norm in self.norms)
+        peak = peaks.get(part, Peak(0.0, 0.0))
+        return peak.output <= RANGE[dtype] and (reads_stream or peak.input <= RANGE[dtype])
 
     def folds(self, dtype: str) -> bool:
         """bf16 has fp32's range: nothing to fold."""
@@ -52,7 +78,7 @@ class Anatomy:
 
     def inner(self, name: str, peak: Peak) -> float:
         """What a layer reaches apart from the stream."""
-        if name in self.blocks and not self.stream:
+        if name in self.groups or (name in self.blocks and not self.stream):
             return 0.0
         if name in self.norms:
             return peak.output
@@ -76,7 +102,8 @@ def find(
 ) -> Finding | None:
     """What left the range of `dtype`, from the peaks of layers and blocks in fp32; None where nothing did.
 
-    peaks: in the order in which layers ran. islands: they run in fp32 already. bits: the stream is scaled by 2^-bits.
+    peaks: in the order in which layers ran, of the anatomy's groups too. islands: they run in fp32 already. bits: the
+        stream is scaled by 2^-bits.
     """
     limit, here = RANGE[dtype], f"{dtype}'s {RANGE[dtype]:.5g}"
     stream = {name: peaks[name].input for name in peaks if name in anatomy.norms}
@@ -84,14 +111,16 @@ def find(
     handed_on = {} if anatomy.stream else {name: peaks[name].output for name in peaks if name in anatomy.blocks}
     handed_on = {name: value for name, value in handed_on.items() if not value <= limit}
     inner = {name: anatomy.inner(name, peak) for name, peak in peaks.items()}
-    inner = {name: value for name, value in inner.items() if not value <= limit and anatomy.home(name) not in islands}
+    inner = {name: value for name, value in inner.items() if not value <= limit and not covered(name, islands)}
     first = next((name for name in peaks if name in inner or name in stream or name in handed_on), None)
     if first is None:
         return None
     reasons: list[str] = []
     if inner:
         name, peak = next(iter(inner.items()))
-        helpless = ": inside a block, where the fold cannot help" if anatomy.folds(dtype) else ""
+        blocks = (block for block in anatomy.blocks if not (anatomy.stream and block == anatomy.stream.embed))
+        where = "inside a block" if covered(name, blocks) else "outside of the blocks"
+        helpless = f": {where}, where the fold cannot help" if anatomy.folds(dtype) else ""
         reasons.append(f"'{name}' reaches {peak:.3g}, beyond {here}{helpless}")
     if stream:
         scaled = f" at 2^-{bits}" if bits else ""
@@ -99,15 +128,14 @@ def find(
     if handed_on:
         name, peak = next(iter(handed_on.items()))
         reasons = [f"'{name}' puts out {peak:.3g}, beyond {here}: what comes after it cannot take it"]
-    homes = {name: anatomy.home(name) for name in inner}
-    too_large = any(home not in anatomy.blocks and not peaks[name].output <= limit for name, home in homes.items())
+    wanted = [anatomy.island(name, peaks, dtype) for name in inner]
     return Finding(
         "; ".join(reasons),
         first,
         {**handed_on, **inner, **stream}[first],
         max(stream.values(), key=order) if stream else None,
-        tuple(dict.fromkeys(home for home in homes.values() if home is not None)),
-        hopeless=bool(handed_on) or too_large,
+        largest_of(island for island in wanted if island is not None),
+        hopeless=bool(handed_on) or None in wanted,
     )
 
 
@@ -125,11 +153,9 @@ def found_in_half(
     reason = f"'{name}'" if name else "the output"
     reason += f" is broken in {dtype}, although no layer's output leaves its range: it overflows {inside}"
     reason += ", where the fold cannot help" if anatomy.folds(dtype) else ""
-    home = anatomy.home(name)
     peak = peaks[name].output if name in peaks else None
-    if home is None or home in islands:
-        return Finding(reason, name, peak, hopeless=True)
-    return Finding(reason, name, peak, islands=(home,))
+    island = anatomy.island(name, peaks, dtype, islands)
+    return Finding(reason, name, peak, islands=() if island is None else (island,), hopeless=island is None)
 
 
 def taught(learned: Learned, finding: Finding, anatomy: Anatomy, dtype: str) -> tuple[Learned, str]:
@@ -141,14 +167,29 @@ def taught(learned: Learned, finding: Finding, anatomy: Anatomy, dtype: str) -> 
         learned = replace(learned, stream_peak=max(finding.stream, learned.stream_peak or 0.0))
         actions.append(f"folded by 2^-{bits_for(finding.stream)}")
     if finding.islands:
-        learned = replace(learned, islands=tuple(dict.fromkeys((*learned.islands, *finding.islands))))
+        learned = replace(learned, islands=largest_of((*learned.islands, *finding.islands)))
         actions.append(f"{named(finding.islands)} in fp32")
     return learned, f"{' and '.join(actions)} from the next call on" if actions else ""
+
+
+def covered(name: str, islands: Iterable[str]) -> bool:
+    """Whether a module is one of the islands, or in one."""
+    return any(_covers(island, name) for island in islands)
+
+
+def largest_of(islands: Iterable[str]) -> tuple[str, ...]:
+    """Without those that are in another, each once."""
+    found = tuple(dict.fromkeys(islands))
+    return tuple(name for name in found if not covered(name, set(found) - {name}))
 
 
 def order(value: float) -> float:
     """For sorting: NaN is the largest."""
     return math.inf if math.isnan(value) else value
+
+
+def _covers(part: str, name: str) -> bool:
+    return f"{name}.".startswith(f"{part}.")
 
 
 def _adapted(name: str) -> str:

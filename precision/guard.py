@@ -135,6 +135,8 @@ class StageGuard:
         given, made, inside, timestep = self._measure(changed, output, self._peak_inside(), kwargs.get("timestep"))
         outcome = made.outcome(self.dtype, inside)
         if given.finite and outcome == "finite":
+            if self._learner:
+                self._learner.came_out_right()
             return self._recorded(output, started, timestep, self.dtype, outcome, made)
         if self.policy.on_failure is OnFailure.OFF:
             outcome = "non-finite" if outcome == "finite" else outcome

@@ -1,4 +1,4 @@
-"""Islands: blocks that run in fp32 inside a module that runs in half precision."""
+"""Islands: blocks, and parts outside of them, that run in fp32 inside a module that runs in half precision."""
 
 from __future__ import annotations
 

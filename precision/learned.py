@@ -10,7 +10,7 @@ class Learned:
     """What failures taught about a module in one half-precision dtype."""
 
     stream_peak: float | None = None  # max |x| of the residual stream in fp32; None: not measured
-    islands: tuple[str, ...] = ()  # blocks, or layers outside of blocks, that run in fp32
+    islands: tuple[str, ...] = ()  # blocks, or parts outside of blocks, that run in fp32
     whole_run_fp32: bool = False  # half precision is not tried any more
 
 
@@ -19,4 +19,4 @@ NOTHING = Learned()
 
 def named(modules: tuple[str, ...]) -> str:
     """Up to three names, or how many."""
-    return ", ".join(f"'{name}'" for name in modules) if len(modules) <= 3 else f"{len(modules)} blocks"
+    return ", ".join(f"'{name}'" for name in modules) if len(modules) <= 3 else f"{len(modules)} parts"

@@ -46,12 +46,14 @@ class Learner:
         self._build = build
         self._anatomy = anatomy
         self._peaks: dict[str, Peak] = {}
+        self._untried = learned.islands  # no call has come out right with them yet
 
     def watch(self, rerun: Callable[[], Result]) -> tuple[Result, Finding | None]:
         """The rerun's result, and what left the dtype's range in it."""
         results: list[Result] = []
         blocks = () if self._anatomy.stream else self._anatomy.blocks
-        peaks = leaf_peaks(self.module, lambda: results.append(rerun()), also=blocks)
+        also = *self._anatomy.groups, *blocks
+        peaks = leaf_peaks(self.module, lambda: results.append(rerun()), also=also)
         self._peaks = {name: peak for name, peak in peaks.items() if counts(self.module.get_submodule(name))}
         return results[0], find(self._peaks, self._anatomy, self._dtype, self.learned.islands, self.attempt.bits)
 
@@ -71,19 +73,27 @@ class Learner:
         learned, action = taught(self.learned, finding, self._anatomy, self._dtype)
         if learned == self.learned:
             return ""
-        if not learned.whole_run_fp32:
-            try:
-                self.attempt = self._build(learned)
-            except CannotFold as error:
-                logger.warning("%s", error)
-                return self.stay()
-        self.learned = learned
         logger.info("%s: %s", finding.reason, action)
+        if learned.whole_run_fp32:
+            return self.stay()
+        try:
+            self.attempt = self._build(learned)
+        except CannotFold as error:
+            logger.warning("%s", error)
+            return self.stay()
+        self._untried += tuple(name for name in learned.islands if name not in self.learned.islands)
+        self.learned = learned
         return action
 
+    def came_out_right(self) -> None:
+        """Of a call of the attempt: its islands help."""
+        self._untried = ()
+
     def stay(self) -> str:
-        """Half precision is not tried any more."""
-        self.learned = replace(self.learned, whole_run_fp32=True)
+        """Half precision is not tried any more. Islands are forgotten with which no call came out right: they did not
+        help, and later runs would pay for them."""
+        islands = tuple(name for name in self.learned.islands if name not in self._untried)
+        self.learned = replace(self.learned, islands=islands, whole_run_fp32=True)
         return STAY
 
 

@@ -6,7 +6,7 @@ Computed in fp32, so that the measurement cannot overflow itself: it shows how f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -51,6 +51,7 @@ class Probed:
 
     anatomy: Anatomy
     steps: tuple[Mapping[str, Values], ...]  # by layer and block, in the order in which they ran
+    groups: Mapping[str, Peak] = field(default_factory=dict)  # of all steps: the anatomy's, which can be islands
 
     def reach(self, name: str, values: Values) -> float:
         """max |x| that counts for a layer or block: of a block what it puts out; of a layer what it reaches apart from
@@ -61,7 +62,7 @@ class Probed:
 
     def peaks(self) -> dict[str, Peak]:
         """Of all steps, of what `find` looks at: the blocks too where there is no stream."""
-        peaks: dict[str, Peak] = {}
+        peaks = dict(self.groups)
         for step in self.steps:
             for name, values in step.items():
                 if not (self.anatomy.stream and name in self.anatomy.blocks):
@@ -98,8 +99,9 @@ class Probe:
     def __init__(self, module: torch.nn.Module, anatomy: Anatomy):
         half = any(parameter.dtype in HALF_DTYPES for parameter in module.parameters())
         layers = {name: layer for name, layer in leaves(module).items() if _looked_at(layer, half)}
-        self._modules = layers | {name: module.get_submodule(name) for name in anatomy.blocks}
+        self._modules = layers | {name: module.get_submodule(name) for name in (*anatomy.blocks, *anatomy.groups)}
         self._anatomy = anatomy
+        self._groups: dict[str, Peak] = {}
         self._step: dict[str, list[_Call]] = {}
         self._steps: list[dict[str, Values]] = []
 
@@ -122,7 +124,10 @@ class Probe:
             seen_peaks = torch.stack([peak.to(device) for peak in peaks]).tolist()
             seen_numbers = torch.stack([number.to(device) for number in numbers]).tolist()
             for name, peak, number in zip(names, seen_peaks, seen_numbers, strict=True):
-                self._step.setdefault(name, []).append(_Call(Peak(*peak), *number))
+                if name in self._anatomy.groups:
+                    self._groups[name] = self._groups.get(name, Peak(*peak)).widened(Peak(*peak))
+                else:
+                    self._step.setdefault(name, []).append(_Call(Peak(*peak), *number))
         return result
 
     def end_step(self) -> None:
@@ -132,7 +137,7 @@ class Probe:
 
     @property
     def probed(self) -> Probed:
-        return Probed(self._anatomy, tuple(self._steps))
+        return Probed(self._anatomy, tuple(self._steps), dict(self._groups))
 
 
 @dataclass(frozen=True)

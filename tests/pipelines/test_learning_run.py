@@ -11,9 +11,13 @@ import pytest
 import torch
 from comfyui_onediff_guard.pipelines.denoiser import guarded_denoiser
 from comfyui_onediff_guard.pipelines.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.folder import family_of
+from comfyui_onediff_guard.pipelines.handle import load
+from comfyui_onediff_guard.pipelines.pictures import fitted
+from comfyui_onediff_guard.pipelines.placement import PlainPlacement
 from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
-from comfyui_onediff_guard.precision.policy import Component
+from comfyui_onediff_guard.precision.policy import Component, Precision
 from torch._dynamo.utils import counters
 
 SMALL = SampleSettings(width=64, height=48, frames=9, steps=4, guidance_scale=6.0, seed=3, scheduler="DDIM")
@@ -40,6 +44,22 @@ def overflow_inside(handle, block):
         feed_forward = denoiser.transformer_blocks[block].ff
         feed_forward.net[0].proj.weight.mul_(2.0**17)
         feed_forward.net[2].weight.mul_(2.0**-17)
+
+
+def overflow_in_time_embedding(denoiser):
+    """Between its two layers 1e5 and more; what it puts out fits."""
+    embedding = denoiser.time_embedding
+    with torch.no_grad():
+        embedding.linear_1.weight.mul_(2.0**18)
+        embedding.linear_2.weight.mul_(2.0**-14)
+
+
+def video_from_a_picture(handle, seed):
+    """Latents and report of Stable Video Diffusion."""
+    picture = torch.rand(1, 64, 64, 3, generator=torch.Generator().manual_seed(2))
+    settings = SampleSettings(64, 64, steps=SMALL.steps, seed=seed, frames=2)
+    start = fitted(picture, 64, 64, "crop")[0]
+    return sample(replace(handle, policy=LEARNED), None, None, settings, image=start)
 
 
 def small_call(config):
@@ -90,6 +110,45 @@ def test_an_inner_overflow_leads_to_one_island_and_no_new_graph(model_folder, op
     assert counters["stats"]["unique_graphs"] - before == (backend == "inductor")
     expected, _ = sampled(handle, GuardPolicy())
     assert error(latents, expected) < 2e-2
+
+
+@pytest.mark.parametrize("model", ["2b", "svd"])
+def test_an_overflow_outside_of_the_blocks_costs_one_rerun_and_no_more(model_folder, model):
+    gc.collect()  # the weights are changed below: no other test's
+    folder = model_folder(model)
+    options: dict[str, Any] = {"backend": "eager", "offload": "none", "placement": PlainPlacement()}
+    handle = load(folder, family_of(folder), precision=Precision.FP16, **options)
+    overflow_in_time_embedding(handle.store.denoiser("fp16"))
+    run = (
+        (lambda seed: sampled(handle, LEARNED, seed))
+        if model == "2b"
+        else (lambda seed: video_from_a_picture(handle, seed))
+    )
+    _, report = run(3)
+    assert [step.outcome for step in report.steps] == ["rerun", "finite", "finite", "finite"]
+    assert {step.dtype for step in report.steps[1:]} == {"fp16"}
+    assert learned_by(report).islands == ("time_embedding",)
+    assert first_rerun(report).module == "time_embedding.linear_1"
+    assert "inside a block" not in report.steps[0].note
+    assert run(4)[1].reruns == 0, "kept for the next run"
+
+
+def test_islands_that_did_not_help_are_not_kept_for_the_next_run(model_folder, open_pipeline):
+    gc.collect()
+    handle = open_pipeline(model_folder("2b"), "fp16")
+    overflow_inside(handle, 1)
+    denoiser = handle.store.denoiser("fp16")
+    calls = iter(range(10**6))
+
+    def too_large(_layer, _given, made):
+        return made * 1e9 if next(calls) > 1 else made  # from the second step on, in fp32 too
+
+    hook = denoiser.proj_out.register_forward_hook(too_large)
+    _, report = sampled(handle, LEARNED)
+    hook.remove()
+    assert [step.dtype for step in report.steps] == ["fp32"] * SMALL.steps and report.reruns == 2
+    assert learned_by(report).whole_run_fp32 and learned_by(report).islands == ()
+    assert handle.store.learned[handle.memory_key("fp16")].islands == ()
 
 
 def test_a_denoiser_that_is_let_go_lets_go_of_the_model(model_folder, open_pipeline):

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 from blocky import STREAM, build
+from comfyui_onediff_guard.pipelines.families import COGVIDEOX, COGVIEW3PLUS
 from comfyui_onediff_guard.precision import findings
 from comfyui_onediff_guard.precision.findings import Anatomy, Finding, found_in_half, taught
 from comfyui_onediff_guard.precision.learned import Learned, named
 from comfyui_onediff_guard.precision.observe import Peak
+from small_denoisers import build as build_denoiser
 
 FOLDS = Anatomy.of(build(3), ["blocks"], STREAM)
 PLAIN = Anatomy.of(build(3), ["blocks"])
@@ -27,6 +29,12 @@ HEALTHY = {
 
 def find(*args, **kwargs) -> Any:
     return findings.find(*args, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """diffusers' own, small."""
+    return build_denoiser("CogVideoX-2B")[0]
 
 
 def test_a_modules_parts_by_name():
@@ -69,7 +77,6 @@ def test_nothing_is_found_where_nothing_left_the_range():
         ({"blocks.1.norm": Peak(1, 7e4)}, "blocks.1.norm", 7e4, None, ("blocks.1",)),
         ({"blocks.1.norm": Peak(7e4, 1), "last_norm": Peak(9e4, 1)}, "blocks.1.norm", 7e4, 9e4, ()),
         ({"blocks.1.norm": Peak(7e4, 1), "blocks.0.inner": Peak(1, 8e4)}, "blocks.0.inner", 8e4, 7e4, ("blocks.0",)),
-        ({"out": Peak(7e4, 1)}, "out", 7e4, None, ("out",)),
         ({"embed": Peak(1, 7e4)}, "embed", 7e4, None, ("embed",)),
         ({"blocks.0.inner": Peak(1, 7e4), "blocks.1.inner": Peak(1, 8e4)}, "blocks.0.inner", 7e4, None,
          ("blocks.0", "blocks.1")),
@@ -91,7 +98,9 @@ def test_the_stream_counts_as_it_is_scaled():
 def test_what_is_an_island_already_is_not_found_again():
     peaks = {"blocks.1.inner": Peak(3, 7e4)}
     assert find(peaks, FOLDS, "fp16", islands=("blocks.1",)) is None
-    assert find(peaks | {"out": Peak(8e4, 1)}, FOLDS, "fp16", islands=("blocks.1",)).islands == ("out",)
+    more = peaks | {"blocks.2.inner": Peak(8e4, 1)}
+    assert find(more, FOLDS, "fp16", islands=("blocks.1",)).islands == ("blocks.2",)
+    assert find({"time.linear_1": Peak(3, 7e4)}, FOLDS, "fp16", islands=("time",)) is None, "nor what is in one"
 
 
 def test_bf16_has_bf16s_range():
@@ -103,6 +112,56 @@ def test_bf16_has_bf16s_range():
 def test_a_layer_outside_of_the_blocks_whose_output_does_not_fit_cannot_be_helped():
     for anatomy in (FOLDS, PLAIN):
         assert find({"out": Peak(1, 7e4)}, anatomy, "fp16").hopeless
+        assert find({"out": Peak(7e4, 1)}, anatomy, "fp16").hopeless, "what goes in is infinite already"
+
+
+def test_parts_outside_of_the_blocks_that_can_be_islands(model):
+    anatomy = Anatomy.of(model, COGVIDEOX.blocks, COGVIDEOX.stream)
+    assert anatomy.groups == ("time_embedding", "norm_out")
+    assert Anatomy.of(model, ["transformer_blocks"]).groups == ("patch_embed", "time_embedding", "norm_out")
+
+
+FITS = {"time_embedding": Peak(1, 50), "time_embedding.linear_1": Peak(1, 1e5), "time_embedding.act": Peak(1e5, 1e5),
+        "time_embedding.linear_2": Peak(1e5, 50)}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "islands", "hopeless"),
+    [
+        ({}, ("time_embedding",), False),
+        ({"time_embedding": Peak(1, 7e4)}, (), True),  # what comes after it cannot take it
+        ({"time_embedding": Peak(7e4, 50)}, (), True),
+        ({"proj_out": Peak(1, 7e4)}, ("time_embedding",), True),
+        ({"transformer_blocks.0.ff.net.2": Peak(1e5, 1)}, ("time_embedding", "transformer_blocks.0"), False),
+    ],
+)
+def test_an_island_outside_of_the_blocks_is_the_smallest_part_that_fits(model, changed, islands, hopeless):
+    anatomy = Anatomy.of(model, COGVIDEOX.blocks, COGVIDEOX.stream)
+    found = find(FITS | changed, anatomy, "fp16")
+    assert (found.islands, found.hopeless) == (islands, hopeless)
+    assert found.module == "time_embedding.linear_1"
+    outside = "'time_embedding.linear_1' reaches 1e+05, beyond fp16's 65504: outside of the blocks, where the fold"
+    assert found.reason.startswith(outside)
+
+
+def test_where_a_layer_as_an_island_does_not_help_the_part_around_it_is_one(model):
+    anatomy = Anatomy.of(model, COGVIDEOX.blocks, COGVIDEOX.stream)
+    first = found_in_half("time_embedding.linear_1", {}, anatomy, "fp16")
+    learned, _ = taught(Learned(islands=("transformer_blocks.0",)), first, anatomy, "fp16")
+    assert learned.islands == ("transformer_blocks.0", "time_embedding.linear_1")
+    again = found_in_half("time_embedding.linear_1", {}, anatomy, "fp16", learned.islands)
+    learned, _ = taught(learned, again, anatomy, "fp16")
+    assert learned.islands == ("transformer_blocks.0", "time_embedding"), "which the layer is a part of"
+    assert found_in_half("time_embedding.linear_1", {}, anatomy, "fp16", learned.islands).hopeless
+
+
+def test_a_part_that_reads_the_stream_fits_where_the_stream_is_folded():
+    model = build_denoiser("CogView3-Plus")[0]
+    anatomy = Anatomy.of(model, COGVIEW3PLUS.blocks, COGVIEW3PLUS.stream)
+    peaks = {"norm_out": Peak(1e6, 3), "norm_out.act": Peak(1, 9e4), "norm_out.linear": Peak(9e4, 2)}
+    peaks["norm_out.norm"] = Peak(1e6, 3)
+    found = find(peaks, anatomy, "fp16")
+    assert (found.islands, found.stream, found.hopeless) == (("norm_out",), 1e6, False)
 
 
 def test_a_block_whose_output_does_not_fit_cannot_be_helped_where_nothing_folds():
@@ -150,4 +209,4 @@ def test_a_stream_that_is_not_finite_cannot_be_folded():
 
 def test_names_are_short():
     assert named(("a", "b")) == "'a', 'b'"
-    assert named(tuple("abcd")) == "4 blocks"
+    assert named(tuple("abcd")) == "4 parts"

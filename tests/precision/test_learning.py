@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from blocky import STREAM, Faults, build, guarded, latents, overflow_inside, overflow_stream
+from comfyui_onediff_guard.precision.findings import Finding
 from comfyui_onediff_guard.precision.folding import CannotFold
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.islands import Attempt
@@ -192,6 +193,40 @@ def test_a_fault_outside_of_all_modules_cannot_be_helped():
     fail_always(run, Broken())
     sample(run)
     assert run.dtypes == ["fp32"] * 5 and run.learned.whole_run_fp32
+
+
+def test_an_overflow_outside_of_the_blocks_leads_to_an_island_of_the_part_around_it():
+    module = build()
+    first, last = nn.Linear(8, 8), nn.Linear(8, 8)
+    embed: Any = nn.Sequential(first, nn.SiLU(), last)
+    module.embed = embed.half().requires_grad_(False)
+    with torch.no_grad():
+        first.weight.mul_(2.0**17)
+        last.weight.mul_(2.0**-14)
+    run = sample(guarded(module, stream=None))
+    assert run.outcomes == ["rerun", *["finite"] * 4] and run.dtypes == ["fp32", *["fp16"] * 4]
+    assert run.learned == Learned(islands=("embed",)) and run.rerun(0).module == "embed.0"
+
+
+@pytest.mark.parametrize("end", ["hopeless", "too many failures"])
+def test_islands_that_did_not_help_are_forgotten(end):
+    run = guarded(build(), stream=None, learned=Learned(islands=("blocks.0",)))
+    run(latents())
+    run.learner.learn(Finding("", islands=("blocks.1",)))
+    run.learner.learn(Finding("", islands=("blocks.2",)))
+    assert run.learner.learned.islands == ("blocks.0", "blocks.1", "blocks.2"), "another place: both may be needed"
+    if end == "hopeless":
+        assert run.learner.learn(Finding("", hopeless=True)) == "the rest of the run in fp32"
+    else:
+        run.learner.stay()
+    assert run.learner.learned == Learned(islands=("blocks.0",), whole_run_fp32=True), "a call came out right with it"
+
+
+def test_islands_from_an_earlier_run_are_forgotten_where_no_call_comes_out_right_with_them():
+    module = build()
+    overflow_stream(module, 1)
+    run = sample(guarded(module, stream=None, learned=Learned(islands=("blocks.3",))))
+    assert run.outcomes == ["rerun", *["finite"] * 4] and run.learned == Learned(whole_run_fp32=True)
 
 
 def test_scope_run_stays_in_fp32_after_the_first_failure():
