@@ -6,20 +6,20 @@ its driver, the head size and the length.
 
 from __future__ import annotations
 
-import inspect
 import math
 import statistics
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -32,7 +32,6 @@ _ROUNDS = 5
 _CHECKED = 64  # queries whose result is compared with fp32's
 _TOLERANCE = 4.0  # times the smallest error
 _MARGIN = 1.05  # by which another kernel must be faster than PyTorch's own choice: less is noise
-_HAS_PRIORITY = "set_priority" in inspect.signature(sdpa_kernel).parameters
 
 sdpa = torch.nn.functional.scaled_dot_product_attention
 
@@ -81,7 +80,7 @@ class Choice:
 def preferring(kernel: str) -> AbstractContextManager[Any]:
     """The kernel wherever it takes a call, else another one. Dynamo traces it as it stands."""
     first = KERNELS[kernel]
-    if first is SDPBackend.MATH or not _HAS_PRIORITY:  # before PyTorch 2.6, an order cannot be given
+    if first is SDPBackend.MATH:
         return sdpa_kernel([first, SDPBackend.MATH])
     return sdpa_kernel([first, *(other for other in KERNELS.values() if other is not first)], set_priority=True)
 
@@ -97,6 +96,32 @@ class Attended(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with preferring(self.kernel):
             return self.block(*args, **kwargs)
+
+
+def showing_what_is_broken(inputs: Any) -> AbstractContextManager[Any]:
+    """While half precision computes on the CPU, attention is NaN where a query or a key is not finite.
+
+    PyTorch's kernel there gives 0 for a row whose scores are all NaN, where there are fewer keys than a vector register
+    holds (16, or 8): finite, and wrong. What is right stays as it is, to the bit. Elsewhere nothing is added.
+    inputs: of the call that is about to be made.
+    """
+    on_cpu = {leaf.device.type for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)} == {"cpu"}
+    return _ShowingWhatIsBroken() if on_cpu else nullcontext()
+
+
+class _ShowingWhatIsBroken(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.unflatten:  # it calls super(), which dynamo cannot follow from here
+            return args[0].unflatten(*args[1:], **(kwargs or {}))
+        made = func(*args, **(kwargs or {}))
+        return _broken_where_they_are(made, *args, **(kwargs or {})) if func is sdpa else made
+
+
+def _broken_where_they_are(
+    made: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any
+) -> torch.Tensor:
+    bounds = [bound for tensor in (query, key) if tensor.numel() for bound in torch.aminmax(tensor)]
+    return made + sum(bound * 0 for bound in bounds)
 
 
 def attention_calls(run: Callable[[], object]) -> Counter[Call]:

@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from .attention import showing_what_is_broken
 from .cost import extra_peak
 from .dtypes import DTYPES, FP16_MAX
 from .findings import Finding
@@ -131,7 +133,8 @@ class StageGuard:
             output, made, timestep = self._in_fp32(args, kwargs)
             return self._recorded(output, started, timestep, "fp32", "finite", made, note=STAYS)
         half_args, half_kwargs, changed = self._cast(args, kwargs)
-        output = self._attempt(*half_args, **half_kwargs)
+        with showing_what_is_broken((half_args, half_kwargs)) if self.dtype != "fp32" else nullcontext():
+            output = self._attempt(*half_args, **half_kwargs)
         given, made, inside, timestep = self._measure(changed, output, self._peak_inside(), kwargs.get("timestep"))
         outcome = made.outcome(self.dtype, inside)
         if given.finite and outcome == "finite":

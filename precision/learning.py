@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from .attention import showing_what_is_broken
 from .dtypes import FP16_MAX
 from .findings import Anatomy, Finding, find, found_in_half, taught
 from .folding import CannotFold
@@ -65,7 +66,8 @@ class Learner:
         eager = self.attempt.eager
         module = eager if isinstance(eager, torch.nn.Module) else self.module
         limit = FP16_MAX if saturated else torch.inf
-        name = first_broken(module, lambda: eager(*args, **kwargs), limit)
+        with showing_what_is_broken((args, kwargs)):
+            name = first_broken(module, lambda: eager(*args, **kwargs), limit)
         return found_in_half(name, self._peaks, self._anatomy, self._dtype, self.learned.islands)
 
     def learn(self, finding: Finding) -> str:

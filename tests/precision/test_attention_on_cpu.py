@@ -1,0 +1,154 @@
+"""Attention on the CPU over few keys: a row whose scores are all NaN comes out as 0 there, and the guard sees it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from comfyui_onediff_guard.precision.arch import ARCHITECTURES
+from comfyui_onediff_guard.precision.attention import sdpa, showing_what_is_broken
+from comfyui_onediff_guard.precision.guard import GuardPolicy, StageGuard
+from comfyui_onediff_guard.precision.policy import VARIANTS, Component, Precision, choose
+from comfyui_onediff_guard.precision.report import RunReport
+from diffusers import UNetSpatioTemporalConditionModel
+from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+
+FRAMES = 6
+HALVES = [torch.float16, torch.bfloat16]
+CPU = torch.ones(1)  # a call's input
+
+
+def projected(keys: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Query, key, value [2, 3, tokens, 16]."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (2, 3, 8, 16), (2, 3, keys, 16), (2, 3, keys, 16)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("keys", [1, 6, 15, 16, 40])
+@pytest.mark.parametrize(("which", "value"), [(0, torch.nan), (0, torch.inf), (1, torch.nan), (1, -torch.inf)])
+def test_attention_is_broken_where_query_or_key_are(dtype, keys, which, value):
+    given = projected(keys, dtype)
+    given[which][1, 2, :, 3:] = value
+    with showing_what_is_broken(CPU):
+        assert not torch.isfinite(sdpa(*given)).all()
+        query, key, values = given
+        assert not torch.isfinite(sdpa(query=query, key=key, value=values)).all(), "by keyword too"
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("keys", [1, 6, 40])
+def test_right_attention_stays_as_it_is_to_the_bit(dtype, keys):
+    given = projected(keys, dtype)
+    given[0][0, 0] = torch.finfo(dtype).max / 4  # two of them would not fit in one number
+    given[1][0, 0] = -torch.finfo(dtype).max / 4
+    mask = torch.zeros(8, keys, dtype=dtype).masked_fill_(torch.arange(keys) > 3, -torch.inf)
+    for more in ({}, {"attn_mask": mask}, {"is_causal": True}):
+        expected = sdpa(*given, **more)
+        with showing_what_is_broken(CPU):
+            assert torch.isfinite(expected).all() and torch.equal(sdpa(*given, **more), expected)
+
+
+def test_nothing_is_added_to_a_call_on_another_device():
+    for inputs in ((), torch.empty(1, device="meta"), {"x": torch.empty(1, device="meta"), "timestep": CPU}):
+        with showing_what_is_broken(inputs):
+            assert not _get_current_function_mode_stack()
+    with showing_what_is_broken({"tokens": torch.ones(1, dtype=torch.int64), "text": None}):
+        assert _get_current_function_mode_stack()
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+
+    def forward(self, x):
+        heads = self.qkv(x).unflatten(-1, (3, 2, 16))
+        return sdpa(*heads.permute(2, 0, 3, 1, 4).unbind(0))
+
+
+def test_compiled_code_has_it_in_one_graph():
+    graphs: list[Any] = []
+
+    def backend(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    module = Attending().half().requires_grad_(False)
+    made = torch.compile(module, backend=backend, fullgraph=True)
+    x = torch.randn(2, 6, 32).half()
+    for _ in range(2):
+        with torch.no_grad(), showing_what_is_broken(CPU):
+            assert torch.equal(made(x), module(x))
+    module.qkv.weight.fill_(torch.nan)
+    with torch.no_grad(), showing_what_is_broken(CPU):
+        assert made(x).isnan().all()
+    assert len(graphs) == 1
+    torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def unet():
+    """diffusers' own of Stable Video Diffusion, small, in fp16."""
+    torch.manual_seed(0)
+    config: dict[str, Any] = {
+        "block_out_channels": (32,),
+        "down_block_types": ("CrossAttnDownBlockSpatioTemporal",),
+        "up_block_types": ("CrossAttnUpBlockSpatioTemporal",),
+        "addition_time_embed_dim": 32,
+        "projection_class_embeddings_input_dim": 96,
+        "layers_per_block": 1,
+        "cross_attention_dim": 32,
+        "num_attention_heads": (2,),
+        "num_frames": FRAMES,
+    }
+    return UNetSpatioTemporalConditionModel(**config).half().eval().requires_grad_(False)
+
+
+INPUTS = ("sample", "encoder_hidden_states", "added_time_ids")
+CALL: dict[str, Any] = {
+    "sample": torch.randn(1, FRAMES, 8, 8, 8, generator=torch.Generator().manual_seed(1)).half(),
+    "timestep": torch.tensor(1.6),
+    "encoder_hidden_states": torch.randn(1, 1, 32, generator=torch.Generator().manual_seed(2)).half(),
+    "added_time_ids": torch.tensor([[6.0, 127.0, 0.02]]).half(),
+    "return_dict": False,
+}
+
+
+def guarded(unet) -> tuple[StageGuard, RunReport]:
+    plan = choose(ARCHITECTURES["cpu"], VARIANTS["SVD"], Component.DENOISER, Precision.FP16)
+    report = RunReport("SVD", "cpu", plan)
+    return StageGuard("denoiser", unet, dtype="fp16", policy=GuardPolicy(), report=report, inputs=INPUTS), report
+
+
+@pytest.mark.parametrize("attention", ["attn1", "attn2"])
+def test_an_overflow_in_temporal_attention_is_seen_and_rerun(unet, attention):
+    broken = copy.deepcopy(unet)
+    temporal: Any = broken.mid_block.attentions[0].temporal_transformer_blocks[0]
+    attending = getattr(temporal, attention)
+    query, key = attending.to_q.weight, attending.to_k.weight
+    query.sign_().mul_(6e4)
+    query[1::2], key[1::2] = query[::2], -key[::2]  # a row's scores are all inf - inf, or all 0
+    guard, report = guarded(broken)
+    in_float = {name: value.float() if name in INPUTS else value for name, value in CALL.items()}
+    expected = copy.deepcopy(broken).float()(**in_float)[0]
+    with torch.no_grad():
+        plain = broken(**CALL)[0]
+        made = guard(**CALL)[0]
+    wrong = ((plain.float() - expected).norm() / expected.norm()).item()
+    assert torch.isfinite(plain).all() and wrong > 0.01, "what this is about: finite, and wrong"
+    assert torch.allclose(made, expected, rtol=1e-3, atol=1e-4)
+    (step,) = report.steps
+    assert step.outcome == "rerun" and f"temporal_transformer_blocks.0.{attention}.to_q" in step.note
+
+
+def test_a_healthy_call_is_diffusers_own_to_the_bit(unet):
+    guard, report = guarded(unet)
+    with torch.no_grad():
+        assert torch.equal(guard(**CALL)[0], unet(**CALL)[0])
+    assert report.reruns == 0 and not _get_current_function_mode_stack()
