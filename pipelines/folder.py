@@ -6,7 +6,7 @@ import hashlib
 import json
 import struct
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -34,6 +34,18 @@ class ModelFolder(StoredModel):
     def component(self, name: str, dtype: torch.dtype) -> torch.nn.Module:
         dtype_option = "dtype" if self.family.components[name].library == "transformers" else "torch_dtype"
         return self._from_pretrained(name, use_safetensors=True, **{dtype_option: dtype})
+
+    def stored(self, name: str, parameter: Sequence[str]) -> torch.Tensor:
+        from safetensors import safe_open
+
+        for file in self.weights[name].files:
+            with safe_open(file, framework="pt") as tensors:
+                if known := set(parameter).intersection(tensors.keys()):
+                    return tensors.get_tensor(known.pop())
+        import torch
+
+        whole = self.component(name, torch.float32)  # stored by another name, which its class knows
+        return whole.get_parameter(parameter[0]).detach()
 
     def unweighted(self, name: str) -> Any:
         return self._from_pretrained(name)

@@ -7,7 +7,7 @@ after the other, each straight into the dtype that is wanted; the rest of the fi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -58,6 +58,10 @@ class SvdFile(StoredModel):
 
     def component(self, name: str, dtype: torch.dtype) -> torch.nn.Module:
         return load_component(self, name, dtype)
+
+    def stored(self, name: str, parameter: Sequence[str]) -> torch.Tensor:
+        source = {parameter[0]: self.components[name].sources[parameter[0]]}
+        return _read(self.path, source, {parameter[0]: torch.empty(0)}, torch.float32)[parameter[0]]
 
     def unweighted(self, name: str) -> Any:
         return load_unweighted(name)

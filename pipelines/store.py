@@ -10,6 +10,7 @@ import gc
 import logging
 import threading
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from ..precision.attention import Choice
 from ..precision.consistency import DamagedByCast, make_consistent
 from ..precision.dtypes import DTYPES
 from ..precision.learned import Learned
+from ..precision.narrowing import mend_narrowed
 from .compile import CompileOptions
 from .errors import BadFolder
 from .folder import fingerprint
@@ -171,10 +173,16 @@ class ComponentStore:
             module = self.model.component(name, DTYPES[dtype])
         return module.eval().requires_grad_(False)
 
+    def _narrows(self, name: str, dtype: str) -> bool:
+        return dtype == "fp16" and not {"F16"}.issuperset(self.model.weights[name].dtypes)
+
     def _checked(self, name: str, module: torch.nn.Module, dtype: str) -> list[str]:
         try:
             with torch.inference_mode(False):
-                found = make_consistent(module, DTYPES[dtype], self.placement.device)
+                found = [
+                    *(mend_narrowed(module, partial(self.model.stored, name)) if self._narrows(name, dtype) else ()),
+                    *make_consistent(module, DTYPES[dtype], self.placement.device),
+                ]
         except DamagedByCast as error:
             self.drop(name)
             raise BadFolder(f"'{self.model.name}/{name}': {error}") from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,6 +58,10 @@ class StoredModel(ABC):
     @abstractmethod
     def component(self, name: str, dtype: torch.dtype) -> torch.nn.Module:
         """Read a component's weights into `dtype`, on the CPU. Raises BadFolder."""
+
+    @abstractmethod
+    def stored(self, name: str, parameter: Sequence[str]) -> torch.Tensor:
+        """The values of a component's parameter, by any of its names, as they are stored. Raises BadFolder."""
 
     @abstractmethod
     def unweighted(self, name: str) -> Any:

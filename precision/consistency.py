@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .dtypes import dtype_name
+from .kept_fp32 import KeptInFp32, keep_in_fp32
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -39,18 +40,6 @@ def make_consistent(module: torch.nn.Module, dtype: torch.dtype, device: torch.d
     return [*_put_back(module, kept), *softened, *_name_strangers(module, dtype, kept)]
 
 
-class Fp32Norm(torch.nn.Module):
-    """A norm that computes in fp32, and hands on the dtype that its weight had, as the norm itself would."""
-
-    def __init__(self, norm: torch.nn.Module):
-        super().__init__()
-        self.dtype = next(norm.parameters()).dtype
-        self.norm = norm.float()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(x.float()).to(self.dtype)
-
-
 def _put_back(module: torch.nn.Module, kept: frozenset[str]) -> Iterator[str]:
     cast = {name: p for name, p in module.named_parameters() if _in(kept, name) and p.dtype in _HALF}
     for name, parameter in cast.items():
@@ -68,20 +57,20 @@ def _put_back(module: torch.nn.Module, kept: frozenset[str]) -> Iterator[str]:
 
 def _soften_norms(module: torch.nn.Module, device: torch.device | None) -> Iterator[str]:
     refusing = {name: child for name, child in module.named_modules() if _refuses_mixed_dtypes(child, device)}
-    for name, norm in refusing.items():
-        parent, _, own = name.rpartition(".")
-        module.get_submodule(parent)._modules[own] = Fp32Norm(norm)
+    for norm in refusing.values():
+        keep_in_fp32(norm, next(norm.parameters()).dtype)
     if refusing:
         kind = type(next(iter(refusing.values()))).__name__
         yield f"{_some(list(refusing))} ({kind}) refuses inputs of another dtype than its weight: computes in fp32 now"
 
 
 def _name_strangers(module: torch.nn.Module, dtype: torch.dtype, kept: frozenset[str]) -> Iterator[str]:
-    softened = tuple(f"{name}." for name, child in module.named_modules() if isinstance(child, Fp32Norm))
+    computing = [name for name, child in module.named_modules() if isinstance(child, KeptInFp32)]
+    in_fp32 = tuple(f"{name}." if name else "" for name in computing)
     strangers: dict[torch.dtype, list[str]] = {}
     for name, parameter in module.named_parameters():
-        expected = torch.float32 if _in(kept, name) or name.startswith(softened) else dtype
-        if parameter.is_floating_point() and parameter.dtype != expected:
+        expected = torch.float32 if _in(kept, name) or name.startswith(in_fp32) else dtype
+        if parameter.is_floating_point() and parameter.dtype != expected and parameter.numel():
             strangers.setdefault(parameter.dtype, []).append(name)
     for found, names in strangers.items():
         yield f"{_some(names)}: in {dtype_name(found)}, not in {dtype_name(dtype)} as the rest"

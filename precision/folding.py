@@ -72,19 +72,22 @@ def _scaled_writer(writer: torch.nn.Module, scale: float) -> torch.nn.Module:
 class _ScaledLinear(torch.nn.Module):
     def __init__(self, linear: torch.nn.Module, scale: float):
         super().__init__()
-        self.linear = linear
+        self.linear: Any = linear
         self.scale = scale
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scaled(x.to(self.linear.weight.dtype) * self.scale).to(x.dtype)
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
         bias = self.linear.bias
-        return F.linear(x * self.scale, self.linear.weight, None if bias is None else bias * self.scale)  # pyright: ignore
+        return F.linear(x, self.linear.weight, None if bias is None else bias * self.scale)  # pyright: ignore
 
 
 class _ScaledBias(_ScaledLinear):
     """For an input that is scaled already."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.linear.weight, self.linear.bias * self.scale)  # pyright: ignore
+        return self.scaled(x.to(self.linear.weight.dtype)).to(x.dtype)
 
 
 class _ScaledInput(torch.nn.Module):

@@ -297,7 +297,7 @@ class StageGuard:
             if broken:
                 return (
                     f"{found}, because the weight '{name}' holds {broken} non-finite values of {weight.numel()}. "
-                    "The checkpoint is damaged (or was stored in fp16 beyond its range): download it again."
+                    "The checkpoint is damaged, or was cast to fp16 beyond its range: download it again, or use bf16."
                 )
         module = first_broken(owner, lambda: run_in_fp32(self._rerun, *args, **kwargs)) or type(owner).__name__
         return f"{found}, first in '{module}'. Its weights and inputs are finite: try another seed or guidance scale."

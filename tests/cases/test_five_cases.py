@@ -14,7 +14,6 @@ from cogview_step import cogview3_call
 from comfyui_onediff_guard.pipelines.compile import BackendChoice
 from comfyui_onediff_guard.pipelines.denoiser import guarded_denoiser
 from comfyui_onediff_guard.pipelines.encode import encode_prompts
-from comfyui_onediff_guard.pipelines.errors import BadFolder
 from comfyui_onediff_guard.pipelines.families import COGVIEW3PLUS
 from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH, Accumulation
@@ -139,7 +138,7 @@ def test_case_3_text_encoder_with_a_norm_that_refuses_mixed_dtypes(model_folder,
     assert "(FusedRMSNorm) refuses inputs of another dtype than its weight: computes in fp32 now" in report.text()
 
 
-def test_case_3_a_text_encoder_that_was_cast_after_loading_is_put_right_or_refused(
+def test_case_3_a_text_encoder_that_was_cast_after_loading_is_put_right(
     model_folder, changed, on_card, monkeypatch
 ):
     load = T5EncoderModel.from_pretrained
@@ -147,17 +146,16 @@ def test_case_3_a_text_encoder_that_was_cast_after_loading_is_put_right_or_refus
     def load_and_cast(*args, **options):
         return torch.nn.Module.to(load(*args, **options), torch.float16)
 
-    folder = model_folder("2b")
-    damaged = changed(folder, "text_encoder", T5EncoderModel, beyond_fp16)
-    expected, _ = encoded(on_card(folder, "sm75", "fp32"))
+    folders = model_folder("2b"), changed(model_folder("2b"), "text_encoder", T5EncoderModel, beyond_fp16)
+    expected = [encoded(on_card(folder, "sm75", "fp32"))[0] for folder in folders]
     monkeypatch.setattr(T5EncoderModel, "from_pretrained", load_and_cast)
-    embeddings, report = encoded(on_card(folder, "sm75", "fp16"))
-    assert "put back in fp32, where T5EncoderModel keeps wo" in report.text()
-    assert error(embeddings, expected) < 1e-2
-    handle = on_card(damaged, "sm75", "fp16")
-    with pytest.raises(BadFolder, match="belongs in fp32"):
-        encoded(handle)
-    assert handle.store.loaded() == {}
+    text = ""
+    for folder, right in zip(folders, expected, strict=True):
+        embeddings, report = encoded(on_card(folder, "sm75", "fp16"))
+        text = report.text()
+        assert "put back in fp32, where T5EncoderModel keeps wo" in text
+        assert error(embeddings, right) < 1e-2 and report.reruns == 0
+    assert "wo.weight' holds values of up to 6.62e+04, which fp16 cannot hold" in text
 
 
 # --- case 4: half-precision accumulation in fused attention, by contract ----------------------------------------------

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from comfyui_onediff_guard.precision.consistency import DamagedByCast, Fp32Norm, make_consistent
+from comfyui_onediff_guard.precision.consistency import DamagedByCast, make_consistent
+from comfyui_onediff_guard.precision.kept_fp32 import KeptInFp32
 from torch import nn
 
 
@@ -88,7 +89,7 @@ def test_a_norm_that_refuses_fp32_computes_in_fp32_and_hands_on_its_own_dtype():
     with pytest.raises(RuntimeError, match="Float but found Half"):
         module.norm(x)
     found = make_consistent(module, torch.float16)
-    assert isinstance(module.norm, Fp32Norm)
+    assert isinstance(module.norm, KeptInFp32)
     assert module.norm(x[:, :4] / 2).dtype == torch.float16
     assert torch.equal(module.norm(x / 2), (x / 2).half())
     assert any(line.startswith("'norm'") and "(Norm) refuses inputs of another dtype" in line for line in found)
@@ -108,10 +109,10 @@ def test_a_norm_is_asked_on_the_device_where_it_will_compute():
         return module
 
     make_consistent(here := loaded(), torch.float16)
-    assert isinstance(here.norm, FusedNorm), "nothing is refused here"
+    assert type(here.norm) is FusedNorm, "nothing is refused here"
     make_consistent(there := loaded(), torch.float16, torch.device("meta"))
-    assert isinstance(there.norm, Fp32Norm)
-    assert not there.norm.norm.weight.is_meta, "a copy was asked"
+    assert isinstance(there.norm, KeptInFp32)
+    assert not there.norm.weight.is_meta, "a copy was asked"
 
 
 def test_parameters_in_another_dtype_are_named():

@@ -1,0 +1,154 @@
+"""A checkpoint in fp32 or bf16 with a weight that fp16 cannot hold, loaded in fp16: not damaged, and not infinite."""
+
+from __future__ import annotations
+
+import diffusers
+import pytest
+import svd_layout
+import torch
+from comfyui_onediff_guard.pipelines.decode import decode
+from comfyui_onediff_guard.pipelines.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.families import COGVIEW3PLUS, SVD
+from comfyui_onediff_guard.pipelines.handle import add_lora
+from comfyui_onediff_guard.pipelines.lora import Lora
+from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
+from comfyui_onediff_guard.precision.guard import GuardStopped
+from comfyui_onediff_guard.precision.policy import Precision
+from mechanisms import error
+from safetensors.torch import load_file, save_file
+from transformers import T5EncoderModel
+
+SMALL = SampleSettings(width=32, height=32, frames=5, steps=3, guidance_scale=6.0, seed=3, scheduler="DPM")
+BLOCK = "transformer_blocks.1"
+DENOISER = {
+    "a convolution": "patch_embed.proj.weight",
+    "a linear layer": f"{BLOCK}.attn1.to_q.weight",
+    "a norm": f"{BLOCK}.norm1.norm.weight",
+    "a writer of the stream, which is folded": f"{BLOCK}.ff.net.2.weight",
+    "the modulation": f"{BLOCK}.norm1.linear.weight",
+}
+TEXT_ENCODER = {
+    "the embedding": "shared.weight",
+    "a linear layer": "encoder.block.0.layer.0.SelfAttention.q.weight",
+    "a norm": "encoder.block.1.layer.1.layer_norm.weight",
+}
+VAE = {
+    "a convolution": "decoder.conv_in.weight",
+    "the norm whose dtype the decoder asks": "decoder.up_blocks.0.resnets.0.norm1.weight",
+    "a norm": "decoder.mid_block.resnets.1.norm2.weight",
+}
+
+
+def one_large(name, value=1e5):
+    """Sets a model's one weight. What it is multiplied with stays as it is: products may leave fp16's range too."""
+
+    def change(module):
+        weight = module.get_parameter(name).view(-1)
+        weight[min(7, len(weight) - 1)] = value
+
+    return change
+
+
+def sampled(handle):
+    (positive, negative), _ = encode_prompts(handle, ["a lighthouse above a calm sea", ""], Precision.FP32)
+    return sample(handle, positive, negative, SMALL)
+
+
+def told(report, name):
+    (note,) = [note for note in report.notes if "fp16 cannot hold" in note]
+    assert name in note and note in report.text()
+    return note
+
+
+@pytest.mark.parametrize("what", DENOISER)
+def test_of_the_denoiser(model_folder, changed, on_card, what):
+    name = DENOISER[what]
+    folder = changed(model_folder("5b"), "transformer", diffusers.CogVideoXTransformer3DModel, one_large(name))
+    expected, _ = sampled(on_card(folder, "sm75", "fp32"))
+    latents, report = sampled(on_card(folder, "sm75"))
+    assert report.plan.dtype == "fp16" and report.plan.folded and not report.failed
+    assert error(latents, expected) < 2e-2
+    assert "up to 1e+05" in told(report, f"'{name}'")
+
+
+@pytest.mark.parametrize("what", TEXT_ENCODER)
+def test_of_the_text_encoder(model_folder, changed, on_card, what):
+    name = TEXT_ENCODER[what]
+    folder = changed(model_folder("2b"), "text_encoder", T5EncoderModel, one_large(name))
+    (expected, _), _ = encode_prompts(on_card(folder, "sm75", "fp32"), ["a boat", ""])
+    (embeddings, _), report = encode_prompts(on_card(folder, "sm75", "fp16"), ["a boat", ""])
+    assert report.plan.dtype == "fp16" and error(embeddings, expected) < 2e-2
+    told(report, f"'{name}'")
+
+
+@pytest.mark.parametrize("what", VAE)
+def test_of_the_vae(model_folder, changed, on_card, what):
+    folder = changed(model_folder("cogview3"), "vae", diffusers.AutoencoderKL, one_large(VAE[what]))
+    latents = torch.randn(1, 16, 8, 8, generator=torch.Generator().manual_seed(0))
+    expected, _ = decode(on_card(folder, "sm75", "fp32", COGVIEW3PLUS), latents)
+    images, report = decode(on_card(folder, "sm75", "fp16", COGVIEW3PLUS), latents)
+    assert report.plan.dtype == "fp16" and error(images, expected) < 2e-2
+    told(report, f"'{VAE[what]}'")
+
+
+def test_a_layer_that_stays_in_fp16s_range_needs_no_rerun(model_folder, changed, on_card):
+    def change(encoder):
+        attention = encoder.encoder.block[0].layer[0]
+        attention.SelfAttention.v.weight[3, 5] = 1e5
+        attention.layer_norm.weight[5] = 1e-4
+
+    folder = changed(model_folder("2b"), "text_encoder", T5EncoderModel, change)
+    (expected, _), _ = encode_prompts(on_card(folder, "sm75", "fp32"), ["a boat", ""])
+    (embeddings, _), report = encode_prompts(on_card(folder, "sm75"), ["a boat", ""])
+    assert report.plan.dtype == "fp16" and report.reruns == 0
+    assert error(embeddings, expected) < 1e-2
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_of_a_single_file(tmp_path, on_card, stored):
+    """The key of an attention's first third is cut from a tensor of the file."""
+    path = svd_layout.write(tmp_path / "svd_xt.safetensors")
+    weights = {name: tensor.to(stored) for name, tensor in load_file(path).items()}
+    (name, *_) = [key for key in weights if key.endswith("visual.transformer.resblocks.0.attn.in_proj_weight")]
+    weights[name][1, 2] = 1e5
+    save_file(weights, path)
+    handle = on_card(path, "sm75", "fp16", SVD)
+    encoder = handle.store.module("image_encoder", "fp16")
+    (note,) = handle.store.notes["image_encoder"]
+    assert "layers.0.self_attn.q_proj.weight'" in note
+    kept = encoder.get_submodule("vision_model.encoder.layers.0.self_attn.q_proj").weight
+    assert torch.equal(kept, weights[name].chunk(3)[0].float().where(kept.abs() > 65504, kept))
+    assert kept[1, 2] == weights[name][1, 2].float() and kept.dtype == torch.float32
+
+
+@pytest.mark.parametrize("broken", [float("inf"), float("nan")])
+def test_a_weight_that_is_stored_broken_is_said_to_be_damaged(model_folder, changed, on_card, broken):
+    change = one_large(DENOISER["a linear layer"], broken)
+    folder = changed(model_folder("2b"), "transformer", diffusers.CogVideoXTransformer3DModel, change)
+    handle = on_card(folder, "sm75")
+    with pytest.raises(GuardStopped, match=rf"'{BLOCK}.attn1.to_q.weight' holds 1 non-finite .* is damaged"):
+        sampled(handle)
+    assert handle.store.notes["transformer"] == ()
+
+
+def test_a_lora_on_such_a_layer(model_folder, changed, on_card, tmp_path):
+    folder = changed(
+        model_folder("5b"), "transformer", diffusers.CogVideoXTransformer3DModel, one_large(DENOISER["a linear layer"])
+    )
+    generator = torch.Generator().manual_seed(1)
+    layers = {f"{BLOCK}.attn1.to_q": (64, 64), f"{BLOCK}.ff.net.2": (64, 256)}
+    lora = {}
+    for layer, (outputs, inputs) in layers.items():
+        lora[f"transformer.{layer}.lora_A.weight"] = 0.1 * torch.randn(4, inputs, generator=generator)
+        lora[f"transformer.{layer}.lora_B.weight"] = 0.1 * torch.randn(outputs, 4, generator=generator)
+    save_file(lora, tmp_path / "lora.safetensors")
+
+    def with_lora(handle):
+        return add_lora(handle, Lora(tmp_path / "lora.safetensors"))
+
+    without, _ = sampled(on_card(folder, "sm75", "fp32"))
+    expected, _ = sampled(with_lora(on_card(folder, "sm75", "fp32")))
+    assert error(without, expected) > 0.02, "the LoRA does something"
+    latents, report = sampled(with_lora(on_card(folder, "sm75")))
+    assert error(latents, expected) < 1e-2
+    told(report, "to_q.weight'")

@@ -1,0 +1,180 @@
+"""Layers kept in fp32 inside a half-precision module, and what fp16 made of small weights."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from comfyui_onediff_guard.precision.consistency import make_consistent
+from comfyui_onediff_guard.precision.folding import fold
+from comfyui_onediff_guard.precision.kept_fp32 import KeptInFp32, keep_in_fp32
+from comfyui_onediff_guard.precision.narrowing import TRACE, mend_narrowed
+from comfyui_onediff_guard.precision.upcast import run_in_fp32
+from diffusers.models.resnet import AlphaBlender
+from peft import LoraConfig, inject_adapter_in_model
+from small_denoisers import MODELS, build, in_dtype
+from torch import nn
+from transformers.models.clip.modeling_clip import CLIPVisionConfig, CLIPVisionEmbeddings
+from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+VISION = CLIPVisionConfig(hidden_size=4, num_attention_heads=2, image_size=4, patch_size=2, num_channels=3)
+LAYERS = {
+    "linear": (lambda: nn.Linear(6, 4), torch.randn(2, 6)),
+    "convolution": (lambda: nn.Conv2d(3, 4, 3), torch.randn(1, 3, 5, 5)),
+    "convolution of a video": (lambda: nn.Conv3d(3, 4, 3), torch.randn(1, 3, 5, 5, 5)),
+    "embedding": (lambda: nn.Embedding(8, 4), torch.tensor([[0, 5, 1]])),
+    "layer norm": (lambda: nn.LayerNorm(6), torch.randn(2, 6)),
+    "group norm": (lambda: nn.GroupNorm(2, 4), torch.randn(2, 4, 5)),
+    "T5's norm": (lambda: T5LayerNorm(6), torch.randn(2, 6)),
+    "a module with weights of its own and layers": (lambda: CLIPVisionEmbeddings(VISION), torch.randn(1, 3, 4, 4)),
+}
+
+
+def loaded(module: Any, **values: float) -> tuple[Any, Any, list[Any]]:
+    """(module in fp16 as a loader leaves it, what the checkpoint holds). values: set at the first place."""
+    with torch.no_grad():
+        for name, value in values.items():
+            module.get_parameter(name.replace("__", ".")).view(-1)[0] = value
+    stored = {name: parameter.clone() for name, parameter in module.named_parameters(remove_duplicate=False)}
+    asked: list[Any] = []
+
+    def read(names: Any) -> torch.Tensor:
+        asked.append(names)
+        return stored[names[0]]
+
+    return module.half().eval().requires_grad_(False), read, asked
+
+
+@pytest.mark.parametrize("what", LAYERS)
+def test_a_layer_computes_in_fp32_and_hands_on_fp16(what):
+    make, x = LAYERS[what]
+    torch.manual_seed(0)
+    layer = make()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    own = next(iter(layer._parameters))
+    exact = copy.deepcopy(layer).requires_grad_(False)
+    for name, parameter in exact.named_parameters():
+        parameter.copy_(parameter if name == own else parameter.half())
+    exact.get_parameter(own).view(-1)[0] = -1e5
+    half = x.half() if x.is_floating_point() else x
+    right = exact(half.float() if x.is_floating_point() else x)
+
+    module, stored, asked = loaded(nn.Sequential(layer), **{f"0__{own}": -1e5})
+    (line,) = mend_narrowed(module, stored)
+    assert line == f"'0.{own}' holds values of up to 1e+05, which fp16 cannot hold: kept in fp32, and computed in it"
+    assert asked == [(f"0.{own}",)], "nothing else is read again"
+    made = module(half)
+    assert made.dtype == torch.float16 and torch.equal(made, right.half())
+    assert torch.equal(run_in_fp32(module, half), right), "the rerun has all of it"
+    assert isinstance(module[0], type(exact)) and make_consistent(module, torch.float16) == []
+    assert next(module.parameters()).dtype == torch.float16, "what diffusers' decoders ask"
+
+
+def test_a_module_that_takes_keywords():
+    spatial, temporal = torch.randn(2, 1, 4, 3, 5, 5).half()
+    blender, stored, _ = loaded(AlphaBlender(1e5, "learned"))
+    assert "'mix_factor' holds" in mend_narrowed(blender, stored)[0]
+    made = blender(x_spatial=spatial, x_temporal=temporal, image_only_indicator=torch.zeros(1, 3))
+    assert made.dtype == torch.float16 and torch.equal(made, spatial)
+
+
+def test_a_tied_weight_is_read_once_and_right_in_each_place():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shared, self.used = nn.Embedding(8, 4), nn.Embedding(8, 4)
+            self.used.weight = self.shared.weight
+
+    module, stored, asked = loaded(Tied(), shared__weight=1e5)
+    assert len(mend_narrowed(module, stored)) == 1
+    assert asked == [("shared.weight", "used.weight")]
+    assert module.used.weight is module.shared.weight and module.used.weight.dtype == torch.float32
+    assert module.used(torch.tensor([1])).dtype == module.shared(torch.tensor([1])).dtype == torch.float16
+
+
+@pytest.mark.parametrize("broken", [float("inf"), float("nan")])
+def test_what_is_stored_broken_stays_as_it_is(broken):
+    module, stored, _ = loaded(nn.Sequential(nn.Linear(6, 4)), **{"0__weight": broken})
+    assert mend_narrowed(module, stored) == []
+    assert not isinstance(module[0], KeptInFp32) and not module[0].weight.isfinite().all()
+
+
+def test_what_fits_is_not_read_again():
+    module, stored, asked = loaded(drawn(0.02), **{"0__weight": 65504.0})
+    assert mend_narrowed(module, stored) == [] and asked == []
+    assert {p.dtype for p in module.parameters()} == {torch.float16}
+
+
+def test_it_is_traced_whole():
+    module, stored, _ = loaded(nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4)), **{"0__weight": 1e5})
+    mend_narrowed(module, stored)
+    x = torch.full((2, 6), 0.1).half()
+    traced = torch.compile(module, backend="eager", fullgraph=True)
+    assert torch.equal(traced(x), module(x))
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_the_fold_takes_it(lora):
+    """As a writer of the stream, with and without an adapter."""
+    denoiser, call = build("CogVideoX-5B")
+    if lora:
+        config = LoraConfig(r=2, target_modules=["ff.net.2"], init_lora_weights=False, lora_bias=True)
+        inject_adapter_in_model(config, denoiser)
+    stream: Any = MODELS["CogVideoX-5B"].family.stream
+    expected = denoiser(**call)[0]
+    writer = denoiser.get_submodule(stream.writer_names(denoiser)[1])
+    keep_in_fp32(getattr(writer, "base_layer", writer), torch.float32)
+    assert torch.equal(fold(denoiser, stream, 6)(**call)[0], expected), "in fp32 to the bit"
+    half = denoiser.half()
+    layer = half.get_submodule(stream.writer_names(denoiser)[1])
+    layer = getattr(layer, "base_layer", layer)
+    layer.float()
+    layer.outside.data = layer.outside.data.half()
+    folded = fold(half, stream, 6)(**in_dtype(call, torch.float16))[0]
+    assert folded.dtype == torch.float16
+    assert (folded.float() - expected).abs().max() < 1e-2 * expected.abs().max()
+
+
+# --- small ones -------------------------------------------------------------------------------------------------------
+
+
+def drawn(deviation: float, size: int = 300) -> Any:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(size, size), nn.Linear(size, size))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(0, deviation)
+    return module
+
+
+def test_as_few_as_any_model_has_are_not_worth_a_line():
+    module, stored, asked = loaded(drawn(0.02))
+    assert mend_narrowed(module, stored) == [] and asked == []
+
+
+def test_more_than_a_trace_are_counted():
+    model = drawn(0.02)
+    with torch.no_grad():
+        model[1].weight[:150] *= 1e-4
+    written = model[1].weight.detach()
+    small = int(((written.abs() < 2**-14) & (written != 0)).sum())
+    flushed = int(((written.half() == 0) & (written != 0)).sum())
+    total = sum(parameter.numel() for parameter in model.parameters())
+    module, stored, asked = loaded(model)
+    (line,) = mend_narrowed(module, stored)
+    assert small > 10 * TRACE * total and 0 < flushed < small and asked == [("1.weight",)]
+    assert line == (
+        f"{small / total:.1%} of the weights are too small for fp16: {flushed:,} become 0 and {small - flushed:,} lose "
+        "digits, most of them in '1.weight'; bf16 and fp32 hold them"
+    )
+
+
+def test_stored_zeros_are_not_counted():
+    model = drawn(0.02)
+    with torch.no_grad():
+        model[1].weight.zero_()
+    module, stored, _ = loaded(model)
+    assert mend_narrowed(module, stored) == []
