@@ -15,7 +15,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     models = "a folder, SVD's single file, or the hub id of a model in the cache (default: all known variants)"
     parser.add_argument("--model", type=Path, metavar="MODEL", help=models)
     parser.add_argument(
-        "--arch", metavar="NAME", help="plan for another card, for example sm75, 8.6, gfx1100, mps or cpu"
+        "--arch",
+        metavar="NAME",
+        help="plan for another card, for example sm75, 8.6, sm75-gtx16, gfx1100, xpu, mps or cpu",
     )
     parser.add_argument("--precision", choices=PRECISIONS, default=PRECISIONS[0], help="as the loader's precision")
     parser.add_argument(

@@ -13,6 +13,8 @@ CUDA_GUIDE = "https://docs.nvidia.com/cuda/cuda-programming-guide/05-appendices/
 OLDER_GUIDE = "https://docs.nvidia.com/deeplearning/tensorrt/archives/tensorrt-861/support-matrix/index.html"
 ROCM_GUIDE = "https://rocm.docs.amd.com/en/latest/reference/precision-support.html"
 MPS_NOTES = "https://github.com/pytorch/pytorch/pull/119641"
+GTX16_LIST = "https://github.com/comfyanonymous/ComfyUI/blob/master/comfy/model_management.py"
+XPU_GUIDE = "https://docs.pytorch.org/docs/stable/notes/get_start_xpu.html"
 ONEDNN_GUIDE = "https://uxlfoundation.github.io/oneDNN/dev_guide_data_types.html"
 
 HalfAccumulation = Literal["right", "wrong", "untried"]
@@ -32,6 +34,7 @@ class Architecture:
     half_accumulation: HalfAccumulation  # in OneFlow's fused attention, by its users' reports
     source: str
     known: bool = True
+    fp16_wrong: bool = False  # comes out NaN or black, whatever the model
 
     @property
     def native_bf16(self) -> bool:
@@ -64,6 +67,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         _nvidia("sm70", "Volta",      False, True,  True,  False, False, "right"),
         _nvidia("sm72", "Volta",      False, True,  True,  False, False, "untried"),
         _nvidia("sm75", "Turing",     False, True,  True,  False, False, "wrong"),
+        # TU116 and TU117, which capability does not tell from the others: fp16 comes out wrong there.
+        Architecture("sm75-gtx16", "Turing without tensor cores", "emulated", False, False, False, False, "wrong",
+                     GTX16_LIST, fp16_wrong=True),
         _nvidia("sm80", "Ampere",     True,  True,  True,  True,  False, "wrong"),
         _nvidia("sm86", "Ampere",     True,  True,  True,  True,  False, "wrong"),
         _nvidia("sm87", "Ampere",     True,  True,  True,  True,  False, "untried"),
@@ -86,9 +92,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         _amd("gfx11", "RDNA 3",   True,  True,  False),
         _amd("gfx12", "RDNA 4",   True,  True,  True),
         Architecture("mps", "Apple GPU", "emulated", True, False, False, False, "untried", MPS_NOTES),
+        Architecture("xpu", "Intel GPU", "native", True, True, False, False, "untried", XPU_GUIDE),
         Architecture("cpu", "CPU", "native", False, False, False, False, "untried", ONEDNN_GUIDE),
     )
 }  # fmt: skip
+
+
+# In the names of GPUs that are sm75-gtx16: GTX 16, the laptops' MX and the workstations' T cards of TU116 and TU117.
+_GTX16 = re.compile(r"\b(1630|1650|1660|MX450|MX550|T400|T500|T550|T600|T1000|T1200|T2000|CMP 30HX)\b")
 
 
 def detect(device: torch.device) -> Architecture:
@@ -102,7 +113,10 @@ def detect(device: torch.device) -> Architecture:
     try:
         if torch.version.hip:
             return by_gfx(torch.cuda.get_device_properties(device).gcnArchName)
-        return by_capability(*torch.cuda.get_device_capability(device))
+        capability = torch.cuda.get_device_capability(device)
+        if capability == (7, 5) and _GTX16.search(torch.cuda.get_device_name(device)):
+            return ARCHITECTURES["sm75-gtx16"]
+        return by_capability(*capability)
     except (RuntimeError, AssertionError) as error:  # no driver, one too old, or a PyTorch built without CUDA
         said = str(error).strip() or type(error).__name__
         return _unknown("cuda", f"could not be asked: {said.splitlines()[0]}")
@@ -117,7 +131,7 @@ def present() -> tuple[Architecture, ...]:
 
 
 def named(text: str) -> Architecture:
-    """The row of "sm75", "7.5", "gfx1100", "cpu" or "mps", as someone types it.
+    """The row of "sm75", "7.5", "sm75-gtx16", "gfx1100", "xpu", "cpu" or "mps", as someone types it.
 
     Raises ValueError where it is the name of no architecture.
     """
@@ -136,7 +150,7 @@ def by_capability(major: int, minor: int) -> Architecture:
     name = f"sm{major}{minor}"
     if row := ARCHITECTURES.get(name):
         return row
-    listed = {_capability(row): row for row in ARCHITECTURES.values() if row.name.startswith("sm")}
+    listed = {_capability(row): row for row in ARCHITECTURES.values() if re.fullmatch(r"sm\d+", row.name)}
     older = [capability for capability in listed if capability < (major, minor)]
     if not older:
         return replace(_unknown(name, "older than the table"), fast_fp16=False)

@@ -33,7 +33,8 @@ targets that begin with it (`gfx11` for `gfx1100`); the longest name that fits c
 CARD_COLUMNS = """\
 - **bf16**: *native* is computed by the hardware. *emulated* is computed in fp32 and cast: right, but slow. PyTorch's
   own check (`is_bf16_supported`) counts emulation as support, so it is not used here.
-- **fast fp16**: fp16 is faster than fp32.
+- **fast fp16**: fp16 is faster than fp32. On `sm75-gtx16` (GTX 16 and the other Turing cards without tensor cores,
+  known by their names) it comes out NaN or black, whatever the model: *wrong fp16* below. Else it is slow.
 - **tensor cores**: matrix units for fp16. AMD calls them matrix cores.
 - **TF32**: fp32's range with fp16's mantissa. The fp32 rerun of a failed step uses it, unless `strict` is on.
 - **fp8**: for information. Nothing here runs in fp8.
@@ -324,6 +325,8 @@ _BF16: dict[str, Callable[[Architecture], bool]] = {
 _FP16: dict[str, Callable[[Architecture], bool]] = {
     "fast fp16": lambda a: a.fast_fp16,
     "no fast fp16": lambda a: not a.fast_fp16,
+    "slow fp16": lambda a: not a.fast_fp16 and not a.fp16_wrong,
+    "wrong fp16": lambda a: a.fp16_wrong,
 }
 
 

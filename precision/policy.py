@@ -191,7 +191,7 @@ def _automatic(architecture: Architecture, variant: Variant) -> tuple[str, str]:
         return "fp32", f"{architecture} has neither native bf16 nor fast fp16 → fp32"
     if architecture.fast_fp16:
         return "fp16", f"{variant.said} → fp16"
-    return "fp32", f"{variant.said}, which is slow on {architecture} → fp32"
+    return "fp32", f"{variant.said}, which {_in_fp16(architecture)} on {architecture} → fp32"
 
 
 def _asked(architecture: Architecture, variant: Variant, request: Precision) -> tuple[str, str]:
@@ -208,8 +208,13 @@ def _asked(architecture: Architecture, variant: Variant, request: Precision) -> 
         return "fp16", "asked for fp16 (plain): neither guarded nor made safe, for comparison"
     reason = "asked for fp16"
     if not architecture.fast_fp16:
-        reason += f", which is slow on {architecture}"
+        reason += f", which {_in_fp16(architecture)} on {architecture}"
     return "fp16", f"{reason}; {variant.name} overflows plain fp16" if variant.leaves_fp16 else reason
+
+
+def _in_fp16(architecture: Architecture) -> str:
+    """How it does where it has no fast fp16."""
+    return "comes out wrong" if architecture.fp16_wrong else "is slow"
 
 
 def _guard(variant: Variant, dtype: str, request: Precision) -> tuple[bool, str]:

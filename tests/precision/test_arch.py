@@ -8,9 +8,10 @@ import pytest
 import torch
 from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES, Architecture, by_capability, by_gfx, detect, named
+from comfyui_onediff_guard.precision.policy import VARIANTS, Component, Precision, choose
 
 GPU = torch.device("cuda", 0)
-NVIDIA = {name: row for name, row in ARCHITECTURES.items() if name.startswith("sm")}
+NVIDIA = {name: row for name, row in ARCHITECTURES.items() if name.removeprefix("sm").isdigit()}
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +24,7 @@ def never_asks_pytorch_for_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
 def gpus(monkeypatch: pytest.MonkeyPatch):
     """gpus((7, 5), (9, 0)): a CUDA machine with these; gpus("gfx90a:xnack-"): a ROCm one."""
 
-    def install(*cards: tuple[int, int] | str) -> None:
+    def install(*cards: tuple[int, int] | str, names: tuple[str, ...] = ("NVIDIA T4", "NVIDIA H100")) -> None:
         rocm = isinstance(cards[0], str)
         monkeypatch.setattr(torch.version, "hip", "6.2" if rocm else None)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
@@ -33,7 +34,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
             (lambda _: pytest.fail("9.0 is gfx906 as well as gfx90a")) if rocm else lambda device: cards[device.index],
         )
         monkeypatch.setattr(
-            torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=cards[device.index])
+            torch.cuda,
+            "get_device_properties",
+            lambda device: SimpleNamespace(gcnArchName=cards[device.index], name=names[device.index]),
         )
 
     return install
@@ -117,6 +120,45 @@ def test_an_nvidia_gpu_is_found_by_its_own_capability(gpus) -> None:
     assert detect(torch.device("cuda", 1)) is ARCHITECTURES["sm90"]
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("NVIDIA GeForce GTX 1630", "NVIDIA GeForce GTX 1650 Ti", "NVIDIA GeForce GTX 1660 SUPER"),
+        *("NVIDIA GeForce MX450", "NVIDIA GeForce MX550", "NVIDIA T400 4GB", "NVIDIA T500", "NVIDIA T550 Laptop GPU"),
+        *("NVIDIA T600", "NVIDIA T1000 8GB", "Quadro T1000", "NVIDIA T1200 Laptop GPU", "Quadro T2000", "CMP 30HX"),
+    ],
+)
+def test_turing_without_tensor_cores_is_found_by_its_name(gpus, name: str) -> None:
+    """fp16 comes out NaN or black there."""
+    gpus((7, 5), names=(name,))
+    found = detect(GPU)
+    assert found is ARCHITECTURES["sm75-gtx16"] is named("SM75-gtx16")
+    assert not (found.fast_fp16 or found.fp16_tensor_cores or found.native_bf16 or found.tf32)
+    for variant in VARIANTS.values():
+        plan = choose(found, variant, Component.DENOISER, Precision.AUTO)
+        assert plan.dtype == "fp32" and "sm75-gtx16 (Turing without tensor cores)" in plan.reason
+    assert choose(found, VARIANTS["SVD"], Component.DENOISER, Precision.AUTO).reason == (
+        "SVD is published in fp16, which comes out wrong on sm75-gtx16 (Turing without tensor cores) → fp32"
+    )
+
+
+@pytest.mark.parametrize("name", ["NVIDIA T4", "Tesla T4", "NVIDIA GeForce RTX 2060", "Quadro RTX 4000", "NVIDIA T10"])
+def test_turing_with_tensor_cores_is_not_mistaken(gpus, name: str) -> None:
+    gpus((7, 5), names=(name,))
+    assert detect(GPU) is ARCHITECTURES["sm75"]
+
+
+def test_a_name_says_nothing_of_other_generations(gpus) -> None:
+    gpus((8, 6), names=("NVIDIA T1000 of tomorrow",))
+    assert detect(GPU) is ARCHITECTURES["sm86"]
+
+
+def test_intels_gpus_compute_bf16() -> None:
+    found = detect(torch.device("xpu"))
+    assert found is ARCHITECTURES["xpu"] is named("XPU") and found.native_bf16 and found.fast_fp16
+    assert choose(found, VARIANTS["CogVideoX-5B"], Component.DENOISER, Precision.AUTO).dtype == "bf16"
+
+
 def test_an_amd_gpu_is_found_by_its_target_without_the_suffix(gpus) -> None:
     gpus("gfx90a:sramecc+:xnack-")
     assert detect(GPU) == ARCHITECTURES["gfx90a"]
@@ -164,7 +206,7 @@ def test_an_interrupt_is_not_taken_for_a_driver_error(gpus, monkeypatch: pytest.
         detect(GPU)
 
 
-@pytest.mark.parametrize("kind", ["xpu", "hpu"])
+@pytest.mark.parametrize("kind", ["mtia", "hpu"])
 def test_a_kind_of_device_that_nobody_listed_is_safe(kind: str) -> None:
     found = detect(torch.device(kind))
     assert str(found) == f"{kind} (not in the table)"

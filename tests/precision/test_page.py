@@ -32,6 +32,8 @@ WHERE: dict[str, Callable[[Architecture], bool]] = {
     "no native bf16": lambda a: a.bf16 != "native",
     "fast fp16": lambda a: a.fast_fp16,
     "no fast fp16": lambda a: not a.fast_fp16,
+    "slow fp16": lambda a: not a.fast_fp16 and a.name != "sm75-gtx16",
+    "wrong fp16": lambda a: a.name == "sm75-gtx16",
 }
 
 
