@@ -14,18 +14,6 @@ if TYPE_CHECKING:
     from ..pipelines.families import FamilySpec
 
 
-def check(hub_id: str) -> bool | str:
-    """What VALIDATE_INPUTS returns. Asks nobody."""
-    from ..pipelines import hub
-    from ..pipelines.errors import HubError
-
-    try:
-        hub.check_id(hub_id)
-    except HubError as error:
-        return str(error)
-    return True
-
-
 def cached_commit(hub_id: str, revision: str, families: Iterable[FamilySpec]) -> str:
     """The commit of the whole model in the cache, '' where there is none. Asks nobody and never raises."""
     from ..pipelines import hub

@@ -20,7 +20,7 @@ SCOPES = ("step", "learned", "run")
 NATIVE_SCOPES = ("step", "run")  # of ComfyUI's own models
 SCHEDULERS = ("DDIM", "DPM")
 INHERIT = "inherit"
-NO_MODEL = "none found: fill in hub_id"  # alone in a list of models that would be empty, which ComfyUI cannot use
+_NONE = "none found: "  # begins what is alone in a list that would be empty, which ComfyUI cannot use
 
 PROBED_STEPS = "Steps of a whole schedule, from noise to result, all measured. More take longer."
 
@@ -37,12 +37,48 @@ def precision(*, inherit: bool = False) -> tuple[list[str], dict[str, Any]]:
     return list(PRECISIONS), {"default": "auto", "tooltip": _PRECISION_TIP}
 
 
+def none_found(*kinds: str, otherwise: str = "") -> str:
+    """The one entry of a list without files: where to put them. kinds: folders in ComfyUI's models."""
+    return f"{_NONE}put one into {' or '.join(f'models/{kind}' for kind in kinds)}{otherwise}"
+
+
+def is_none_found(value: str) -> bool:
+    """Whether a file's name is that entry, of this version or an earlier one."""
+    return value.startswith(_NONE)
+
+
 def pipeline() -> tuple[str, dict[str, Any]]:
     return "ONEDIFF_PIPELINE", {"tooltip": "From a Load node, or through a NaN Guard."}
 
 
 def choice(options: tuple[str, ...], tooltip: str) -> tuple[list[str], dict[str, Any]]:
     return list(options), {"default": options[0], "tooltip": tooltip}
+
+
+class _Least(int):
+    """The least value of an input whose values lie in steps from there: those between count as smaller.
+
+    ComfyUI compares a number with `min` and `max`, and marks that input alone; steps it does not check, and all inputs
+    that VALIDATE_INPUTS names it marks together.
+    """
+
+    def __new__(cls, least: int, step: int = 1) -> _Least:
+        made = super().__new__(cls, least)
+        made.step = step
+        return made
+
+    step: int
+
+    def __gt__(self, value: int) -> bool:
+        return super().__gt__(value) or (value - int(self)) % self.step != 0
+
+    def __format__(self, _spec: str) -> str:
+        return f"{int(self)}, in steps of {self.step}"
+
+
+def size(default: int, least: int, most: int, step: int, tooltip: str) -> tuple[str, dict[str, Any]]:
+    """A number that ComfyUI refuses where it is not in steps from the least."""
+    return integer(default, _Least(least, step), most, step, tooltip)
 
 
 def integer(default: int, least: int, most: int, step: int, tooltip: str, **more: Any) -> tuple[str, dict[str, Any]]:

@@ -26,8 +26,15 @@ class _Loader:
 
     @classmethod
     def models(cls) -> dict[str, Path]:
-        """{name in the list: path}."""
+        """{name: path} of all that are there, of whatever family."""
         return host.model_folders()
+
+    @classmethod
+    def listed(cls) -> list[str]:
+        """Names of those that this node loads."""
+        from ..pipelines.listing import can_be
+
+        return [name for name, path in cls.models().items() if can_be(path, cls.PIPELINES)]
 
     @classmethod
     def families(cls) -> list[FamilySpec]:
@@ -37,7 +44,7 @@ class _Loader:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        models = list(cls.models()) or [inputs.NO_MODEL]
+        models = cls.listed() or [inputs.none_found(*cls.ROOTS, otherwise=", or fill in hub_id")]
         return {
             "required": {
                 "model": (models, {"tooltip": cls.MODEL_TIP}),
@@ -65,13 +72,11 @@ class _Loader:
         }
 
     @classmethod
-    def VALIDATE_INPUTS(cls, model: str | None = None, hub_id: str | None = None) -> bool | str:
-        if hub_id and hub_id.strip():
-            return hub.check(hub_id.strip())
-        models = cls.models()
-        if model is None or model in models or (model == inputs.NO_MODEL and hub_id is None):  # None: comes by a wire
-            return True
-        return cls._missing(model)
+    def VALIDATE_INPUTS(cls, model: str | None = None) -> bool:
+        """A model that is not here is no fault where hub_id names another. What is one is said when the node runs,
+        before anything is read: ComfyUI marks every input that is named here, and knows of one alone here."""
+        del model
+        return True
 
     @classmethod
     def IS_CHANGED(cls, model: str = "", hub_id: str = "", revision: str = "", **_: Any) -> str:
@@ -84,8 +89,8 @@ class _Loader:
 
     @classmethod
     def _missing(cls, model: str) -> str:
-        what = "" if model == inputs.NO_MODEL else f" '{model}'"
-        found = ", ".join(cls.models()) or "none"
+        what = "" if inputs.is_none_found(model) else f" '{model}'"
+        found = ", ".join(cls.listed()) or "none"
         return (
             f"No folder{what} with a model_index.json. Found: {found}. Looked in: {host.roots_text(*cls.ROOTS)}. "
             "Put one there, or fill in hub_id."

@@ -24,7 +24,7 @@ class LoadLoRA:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        files = list(host.weight_files("loras"))
+        files = list(host.weight_files("loras")) or [inputs.none_found("loras")]
         strength = {"default": 1.0, "min": -10.0, "max": 10.0, "step": 0.05}
         return {
             "required": {
@@ -39,7 +39,11 @@ class LoadLoRA:
         files = host.weight_files("loras")
         if lora is None or lora in files:
             return True
-        return f"No LoRA '{lora}'. Found: {', '.join(files) or 'none'}. Looked in: {host.roots_text('loras')}."
+        what = "" if inputs.is_none_found(lora) else f" '{lora}'"
+        return (
+            f"No LoRA{what}. Found: {', '.join(files) or 'none'}. Looked in: {host.roots_text('loras')}. Put a "
+            ".safetensors file there."
+        )
 
     @classmethod
     def IS_CHANGED(cls, lora: str, **_: Any) -> str:

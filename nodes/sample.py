@@ -10,7 +10,6 @@ from .run import requested, running, ui
 if TYPE_CHECKING:
     import torch
 
-    from ..pipelines.families import FamilySpec
     from ..pipelines.handle import PipelineHandle
     from ..pipelines.sample import SampleSettings
     from ..precision.report import RunReport
@@ -31,15 +30,27 @@ def guidance(default: float) -> tuple[str, dict[str, Any]]:
     return "FLOAT", {"default": default, "min": 0.0, "max": 100.0, "step": 0.1, "tooltip": tip}
 
 
-def check_sizes(family: FamilySpec, **given: int | None) -> bool | str:
-    """What VALIDATE_INPUTS returns."""
-    from ..pipelines.errors import BadSize
+def check_family(sampler: Any, pipeline: PipelineHandle) -> None:
+    """Raise BadInput, which names the node to use, where the pipeline is of a family that a sampler does not sample."""
+    from ..pipelines.errors import BadInput
+    from ..pipelines.families import FAMILIES
+    from . import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
 
-    try:
-        family.sizes.check(**{name: value for name, value in given.items() if value is not None})
-    except BadSize as error:
-        return str(error)
-    return True
+    family = pipeline.family
+    if family.pipeline in sampler.PIPELINES:
+        return
+    samplers = {NODE_DISPLAY_NAME_MAPPINGS[key]: cls for key, cls in NODE_CLASS_MAPPINGS.items() if is_sampler(cls)}
+    (this,) = [name for name, cls in samplers.items() if cls is type(sampler)]
+    fitting = [name for name, cls in samplers.items() if family.pipeline in cls.PIPELINES]
+    raise BadInput(
+        f"The pipeline is {family.name}'s ({pipeline.store.model.variant.name}), but {this} samples "
+        f"{' and '.join(FAMILIES[name].name for name in sampler.PIPELINES)}. Use {' or '.join(fitting)}."
+    )
+
+
+def is_sampler(cls: Any) -> bool:
+    """Of a node class: whether it samples pipelines of the families in its PIPELINES."""
+    return hasattr(cls, "PIPELINES") and cls.FUNCTION == "sample"
 
 
 def run(
@@ -75,6 +86,7 @@ def run(
 
 
 class _CogVideoXSampler:
+    PIPELINES: tuple[str, ...] = ()  # diffusers classes of what it samples
     CATEGORY = inputs.CATEGORY
     RETURN_TYPES = ("LATENT", "STRING")
     RETURN_NAMES = ("latents", "report")
@@ -93,9 +105,9 @@ class _CogVideoXSampler:
                 "pipeline": inputs.pipeline(),
                 "positive": ("CONDITIONING", FROM_ENCODE_PROMPT),
                 "negative": ("CONDITIONING", NEGATIVE),
-                "width": inputs.integer(720, least, most, size, size_tip),
-                "height": inputs.integer(480, least, most, size, size_tip),
-                "frames": inputs.integer(
+                "width": inputs.size(720, least, most, size, size_tip),
+                "height": inputs.size(480, least, most, size, size_tip),
+                "frames": inputs.size(
                     49, *sizes.frames, frames, f"{frames}·k + 1: 49 for 2B and 5B, 81 for 1.5."
                 ),
                 "steps": inputs.integer(50, 1, 1000, 1, "Denoising steps."),
@@ -107,17 +119,11 @@ class _CogVideoXSampler:
             "hidden": inputs.node_id(),
         }  # fmt: skip
 
-    @classmethod
-    def VALIDATE_INPUTS(
-        cls, width: int | None = None, height: int | None = None, frames: int | None = None
-    ) -> bool | str:
-        from ..pipelines.families import COGVIDEOX
-
-        return check_sizes(COGVIDEOX, width=width, height=height, frames=frames)
-
 
 class SampleCogVideoX(_CogVideoXSampler):
     """Pipeline and prompts → latents, and a report of every step."""
+
+    PIPELINES = ("CogVideoXPipeline",)
 
     DESCRIPTION = (
         "Runs CogVideoX's denoising steps. Each step is checked, and computed again in fp32 if it fails. "
@@ -141,12 +147,15 @@ class SampleCogVideoX(_CogVideoXSampler):
     ) -> dict[str, Any]:
         from ..pipelines.sample import SampleSettings
 
+        check_family(self, pipeline)
         settings = SampleSettings(width, height, steps, seed, frames, guidance_scale, scheduler)
         return run(pipeline, positive, negative, settings, precision, node_id)
 
 
 class SampleCogVideoXFromImage(_CogVideoXSampler):
     """Pipeline, prompts and a first frame → latents, and a report of every step."""
+
+    PIPELINES = ("CogVideoXImageToVideoPipeline",)
 
     DESCRIPTION = (
         "Runs the denoising steps of a CogVideoX image-to-video model. The image becomes the first frame. Each step is "
@@ -179,6 +188,7 @@ class SampleCogVideoXFromImage(_CogVideoXSampler):
         from ..pipelines.pictures import fitted
         from ..pipelines.sample import SampleSettings
 
+        check_family(self, pipeline)
         first = fitted(image[:1], width, height, fit)[0]
         settings = SampleSettings(width, height, steps, seed, frames, guidance_scale, scheduler)
         return run(pipeline, positive, negative, settings, precision, node_id, image=first)
@@ -186,6 +196,8 @@ class SampleCogVideoXFromImage(_CogVideoXSampler):
 
 class SampleCogVideoXFromVideo(_CogVideoXSampler):
     """Pipeline, prompts and a video → latents, and a report of every step."""
+
+    PIPELINES = ("CogVideoXPipeline",)
 
     DESCRIPTION = (
         "Makes a video from a video and a prompt, with a CogVideoX text-to-video model. Each step is checked, and "
@@ -224,6 +236,7 @@ class SampleCogVideoXFromVideo(_CogVideoXSampler):
         from ..pipelines.pictures import fitted
         from ..pipelines.sample import SampleSettings
 
+        check_family(self, pipeline)
         frames = fitted(video, width, height, fit)
         settings = SampleSettings(width, height, steps, seed, len(frames), guidance_scale, scheduler, strength)
         return run(pipeline, positive, negative, settings, precision, node_id, video=frames)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from . import inputs
-from .sample import FROM_ENCODE_PROMPT, NEGATIVE, check_sizes, guidance, run, seed
+from .sample import FROM_ENCODE_PROMPT, NEGATIVE, check_family, guidance, run, seed
 
 if TYPE_CHECKING:
     from ..pipelines.handle import PipelineHandle
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 class SampleCogView:
     """Pipeline and prompts → latents of an image, and a report of every step."""
 
+    PIPELINES = ("CogView3PlusPipeline", "CogView4Pipeline")
     CATEGORY = inputs.CATEGORY
     DESCRIPTION = (
         "Runs the denoising steps of CogView3-Plus or CogView4. Each step is checked, and computed again in fp32 if it "
@@ -34,8 +35,8 @@ class SampleCogView:
                 "pipeline": inputs.pipeline(),
                 "positive": ("CONDITIONING", FROM_ENCODE_PROMPT),
                 "negative": ("CONDITIONING", NEGATIVE),
-                "width": inputs.integer(1024, least, most, size, size_tip),
-                "height": inputs.integer(1024, least, most, size, size_tip),
+                "width": inputs.size(1024, least, most, size, size_tip),
+                "height": inputs.size(1024, least, most, size, size_tip),
                 "steps": inputs.integer(50, 1, 1000, 1, "Denoising steps."),
                 "guidance_scale": guidance(5.0),
                 "seed": seed(),
@@ -43,12 +44,6 @@ class SampleCogView:
             },
             "hidden": inputs.node_id(),
         }
-
-    @classmethod
-    def VALIDATE_INPUTS(cls, width: int | None = None, height: int | None = None) -> bool | str:
-        from ..pipelines.families import COGVIEW3PLUS
-
-        return check_sizes(COGVIEW3PLUS, width=width, height=height)
 
     def sample(
         self,
@@ -65,5 +60,6 @@ class SampleCogView:
     ) -> dict[str, Any]:
         from ..pipelines.sample import SampleSettings
 
+        check_family(self, pipeline)
         settings = SampleSettings(width, height, steps, seed, guidance_scale=guidance_scale)
         return run(pipeline, positive, negative, settings, precision, node_id)

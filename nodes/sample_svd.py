@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from . import inputs
-from .sample import check_sizes, run, seed
+from .sample import check_family, run, seed
 
 if TYPE_CHECKING:
     import torch
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 class SampleStableVideoDiffusion:
     """Pipeline and image → latents of a video, and a report of every step."""
 
+    PIPELINES = ("StableVideoDiffusionPipeline",)
     CATEGORY = inputs.CATEGORY
     DESCRIPTION = (
         "Makes a video from an image with Stable Video Diffusion. Image encoder, VAE encoder and every step are "
@@ -35,8 +36,8 @@ class SampleStableVideoDiffusion:
             "required": {
                 "pipeline": inputs.pipeline(),
                 "image": ("IMAGE", {"tooltip": "What the video starts from."}),
-                "width": inputs.integer(1024, least, most, size, size_tip),
-                "height": inputs.integer(576, least, most, size, size_tip),
+                "width": inputs.size(1024, least, most, size, size_tip),
+                "height": inputs.size(576, least, most, size, size_tip),
                 "frames": inputs.integer(25, *SVD.sizes.frames, 1, "14 for SVD, 25 for SVD-XT."),
                 "steps": inputs.integer(25, 1, 1000, 1, "Denoising steps."),
                 "min_guidance_scale": (
@@ -66,14 +67,6 @@ class SampleStableVideoDiffusion:
             "hidden": inputs.node_id(),
         }  # fmt: skip
 
-    @classmethod
-    def VALIDATE_INPUTS(
-        cls, width: int | None = None, height: int | None = None, frames: int | None = None
-    ) -> bool | str:
-        from ..pipelines.families import SVD
-
-        return check_sizes(SVD, width=width, height=height, frames=frames)
-
     def sample(
         self,
         pipeline: PipelineHandle,
@@ -95,6 +88,7 @@ class SampleStableVideoDiffusion:
         from ..pipelines.pictures import fitted
         from ..pipelines.sample import SampleSettings
 
+        check_family(self, pipeline)
         more = {
             "min_guidance_scale": min_guidance_scale,
             "max_guidance_scale": max_guidance_scale,

@@ -17,7 +17,11 @@ PROMPT, NEGATIVE = "a lighthouse above a calm sea", "grey"
 
 
 class Refused(ValueError):
-    """A node's VALIDATE_INPUTS said no: ComfyUI runs nothing of the graph."""
+    """ComfyUI, or the node's VALIDATE_INPUTS, said no: nothing of the graph runs."""
+
+    def __init__(self, marked: Sequence[str], message: str):
+        super().__init__(f"{', '.join(marked)}: {message}")
+        self.marked = tuple(marked)  # inputs that are shown as wrong
 
 
 def call(name: str, wired: Collection[str] = (), **given: Any) -> dict[str, Any]:
@@ -27,15 +31,36 @@ def call(name: str, wired: Collection[str] = (), **given: Any) -> dict[str, Any]
     """
     cls = NODE_CLASS_MAPPINGS[PREFIX + name]
     inputs = _with_defaults(cls, given)
-    validate = getattr(cls, "VALIDATE_INPUTS", None)
-    if validate:
-        named = validate.__func__.__code__.co_varnames[1 : validate.__func__.__code__.co_argcount]
-        answer = validate(**{n: inputs[n] for n in named if n in inputs and n not in wired})
-        if answer is not True:
-            raise Refused(answer)
+    _validate(cls, {name: value for name, value in inputs.items() if name not in wired})
     with torch.inference_mode():
         answer = getattr(cls(), cls.FUNCTION)(**inputs)
     return answer if isinstance(answer, dict) else {"result": answer, "ui": {}}
+
+
+def _validate(cls: type[Any], constants: dict[str, Any]) -> None:
+    """As ComfyUI's execution.validate_inputs: it converts numbers, checks ranges and lists of what VALIDATE_INPUTS does
+    not name, and marks all that it names where that says no. tests/comfyui/test_validation.py has the real one."""
+    schema = cls.INPUT_TYPES()
+    validate = getattr(cls, "VALIDATE_INPUTS", None)
+    named = validate.__func__.__code__.co_varnames[1 : validate.__func__.__code__.co_argcount] if validate else ()
+    for name, (kind, options) in {**schema["required"], **schema.get("optional", {})}.items():
+        if name not in constants:
+            continue
+        if kind in ("INT", "FLOAT"):
+            try:
+                constants[name] = {"INT": int, "FLOAT": float}[kind](constants[name])
+            except ValueError as error:
+                raise Refused([name], f"Failed to convert an input value to a {kind} value: {error}") from None
+        value = constants[name]
+        if name not in named and "min" in options and value < options["min"]:
+            raise Refused([name], f"Value {value} smaller than min of {options['min']}")
+        if name not in named and "max" in options and value > options["max"]:
+            raise Refused([name], f"Value {value} bigger than max of {options['max']}")
+        if name not in named and isinstance(kind, list) and value not in kind:
+            raise Refused([name], f"Value not in list: '{value}' not in {kind}")
+    given = {name: constants[name] for name in named if name in constants}
+    if validate and (answer := validate(**given)) is not True:
+        raise Refused(list(given), answer)
 
 
 def as_json(name: str, **given: Any) -> dict[str, Any]:

@@ -138,9 +138,7 @@ def test_case_3_text_encoder_with_a_norm_that_refuses_mixed_dtypes(model_folder,
     assert "(FusedRMSNorm) refuses inputs of another dtype than its weight: computes in fp32 now" in report.text()
 
 
-def test_case_3_a_text_encoder_that_was_cast_after_loading_is_put_right(
-    model_folder, changed, on_card, monkeypatch
-):
+def test_case_3_a_text_encoder_that_was_cast_after_loading_is_put_right(model_folder, changed, on_card, monkeypatch):
     load = T5EncoderModel.from_pretrained
 
     def load_and_cast(*args, **options):

@@ -187,8 +187,19 @@ SIZES = [
 def test_sizes_that_cannot_be_made_are_refused_before_the_graph_runs(opened, family, size, message):
     graph, pipeline = opened(family)
     wired = [[[torch.zeros(1, 226, 32), {}]]] * 2 if graph.prompted else ()
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(Refused, match=r"smaller than min of \d+") as refusal:
         graph.sample(pipeline, wired, **size)
+    assert refusal.value.marked == tuple(size), "this one, and no other"
+
+
+@pytest.mark.parametrize("value", ["DDIM", "", "7.5"])
+@pytest.mark.parametrize("family", ["2b", "svd", "cogview3"])
+def test_what_is_no_number_is_left_to_comfyui(opened, family, value):
+    """As a file has it whose values stand in another order."""
+    graph, pipeline = opened(family)
+    with pytest.raises(Refused, match="Failed to convert an input value to a INT value") as refusal:
+        graph.sample(pipeline, width=value)
+    assert refusal.value.marked == ("width",)
 
 
 @pytest.mark.parametrize(("family", "size", "message"), SIZES)
@@ -209,13 +220,24 @@ def test_one_frame_of_cogvideox_is_a_picture(opened):
     assert images.shape == (1, 32, 32, 3) and torch.isfinite(images).all()
 
 
-def test_the_wrong_sampler_is_named(opened):
-    _, from_image = opened("1.5-i2v")
-    plain, _ = opened("2b")
-    with pytest.raises(BadInput, match=r"starts from an image\. Use the sampler"):
-        plain.sample(from_image, prompts(plain, from_image))
-    svd, _ = opened("svd")
-    _, cogview = opened("cogview3")
-    with pytest.raises(BadInput, match="does not start from an image"):
-        svd.sample(cogview)
-    assert cogview.store.loaded() == {}
+WRONG = [
+    ("svd", "2b", "Stable Video Diffusion's .SVD.*, but Sample CogVideoX samples CogVideoX. Use Sample Stable Video"),
+    ("svd", "cogview3", "but Sample CogView samples CogView3-Plus and CogView4. Use Sample Stable Video Diffusion"),
+    ("2b", "svd", "CogVideoX's .*Use Sample CogVideoX or Sample CogVideoX from Video"),
+    ("cogview4", "5b from a video", "CogView4's .*Use Sample CogView"),
+    ("1.5-i2v", "2b", "CogVideoX image-to-video's .* samples CogVideoX. Use Sample CogVideoX from Image"),
+    ("2b", "1.5-i2v", "CogVideoX's .* samples CogVideoX image-to-video. Use Sample CogVideoX or"),
+]
+
+
+@pytest.mark.parametrize(("family", "sampler", "message"), WRONG)
+def test_the_wrong_sampler_is_told_which_one_to_use(opened, family, sampler, message):
+    """Whatever else does not fit that model, such as a size or an image."""
+    _, pipeline = opened(family)
+    graph = GRAPHS[sampler]
+    wired = [[[torch.zeros(1, 226, 32), {}]]] * 2 if graph.prompted else ()
+    refuse = {"fit": "refuse"} if graph.start else {}
+    size = 128 if sampler == "svd" else 96  # 96 is none of SVD's
+    with pytest.raises(BadInput, match=message):
+        graph.sample(pipeline, wired, **{"width": size, "height": size} | refuse)
+    assert pipeline.store.loaded() == {}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
 from comfyui_onediff_guard.headless import cli
-from comfyui_onediff_guard.nodes import host, inputs
+from comfyui_onediff_guard.nodes import host
 from comfyui_onediff_guard.pipelines.errors import BadFolder, HubError
 from comfyui_onediff_guard.pipelines.families import COGVIDEOX
 from comfyui_onediff_guard.pipelines.hub import fetch
@@ -51,12 +51,19 @@ def no_models(tmp_path: Path) -> Iterator[Path]:
         yield tmp_path
 
 
+NO_MODEL = dict.fromkeys(LOADERS.values(), "none found: put one into models/diffusers, or fill in hub_id") | {
+    "LoadStableVideoDiffusion": "none found: put one into models/diffusers or models/checkpoints, or fill in hub_id"
+}
+
+
 def loader(name: str = "LoadCogVideoX") -> Any:
     return NODE_CLASS_MAPPINGS[f"OneDiffGuard{name}"]
 
 
 def load(name: str = "LoadCogVideoX", hub_id: str = ID, **more: Any) -> Any:
-    (pipeline,) = loader(name)().load(inputs.NO_MODEL, "fp32", "eager", "none", hub_id=hub_id, node_id="7", **more)
+    (pipeline,) = loader(name)().load(
+        NO_MODEL["LoadCogVideoX"], "fp32", "eager", "none", hub_id=hub_id, node_id="7", **more
+    )
     return pipeline
 
 
@@ -70,23 +77,25 @@ def test_old_workflows_stay_valid(no_models: Path, name: str) -> None:
     assert list(schema["optional"])[-3:] == ["hub_id", "revision", "download"]
     assert [schema["optional"][key][1]["default"] for key in ("hub_id", "revision", "download")] == ["", "", True]
     assert schema["hidden"] == {"node_id": "UNIQUE_ID"}
-    assert schema["required"]["model"][0] == [inputs.NO_MODEL], "an empty list has no value that could be sent"
+    assert schema["required"]["model"][0] == [NO_MODEL[name]], "an empty list has no value that could be sent"
 
 
 def test_the_list_without_models_is_refused_until_a_hub_id_is_filled_in(no_models: Path) -> None:
-    check = loader().VALIDATE_INPUTS
-    refused = str(check(model=inputs.NO_MODEL, hub_id=""))
-    assert refused.startswith("No folder with a model_index.json. Found: none.") and str(no_models) in refused
-    assert "hub_id" in refused and "No folder 'CogVideoX-2b'" in check(model="CogVideoX-2b", hub_id=" ")
-    assert check(model=inputs.NO_MODEL, hub_id=ID) is True
-    assert check(model="gone", hub_id=f" {ID} ") is True
-    assert check(model=inputs.NO_MODEL, hub_id=None) is True, "by a wire: it is not known yet"
-    with pytest.raises(BadFolder, match=r"No folder with a model_index.json. Found: none"):
-        load(hub_id=" ")
+    def refused(model: str) -> str:
+        with pytest.raises(BadFolder) as error:
+            loader()().load(model, "fp32", "eager", "none", hub_id=" ")
+        return str(error.value)
+
+    empty = refused(NO_MODEL["LoadCogVideoX"])
+    assert empty.startswith("No folder with a model_index.json. Found: none.") and str(no_models) in empty
+    assert refused("none found: fill in hub_id") == empty, "as earlier versions wrote it to files"
+    assert "hub_id" in empty and "No folder 'CogVideoX-2b'" in refused("CogVideoX-2b")
+    assert loader().VALIDATE_INPUTS(model="gone") is True, "hub_id may name another"
 
 
-def test_what_cannot_be_a_hub_id_is_refused_before_anything_runs(server: HubServer, no_models: Path) -> None:
-    assert "is no hub id. Write owner/name" in str(loader().VALIDATE_INPUTS(model="any", hub_id="CogVideoX-2b"))
+def test_what_cannot_be_a_hub_id_is_refused_before_anyone_is_asked(server: HubServer, no_models: Path) -> None:
+    with pytest.raises(HubError, match=r"is no hub id. Write owner/name"):
+        load(hub_id="CogVideoX-2b")
     with pytest.raises(HubError, match=r"is no revision. Write a branch"):
         load(revision="../main")
     assert loader().IS_CHANGED(hub_id="CogVideoX-2b") == loader().IS_CHANGED(hub_id=ID, revision="../main") == ""
@@ -97,7 +106,7 @@ def test_checking_imports_no_torch(fresh_python: Callable[..., str]) -> None:
     code = (
         "import sys\n"
         "from comfyui_onediff_guard.nodes.load import LoadCogVideoX\n"
-        "print(LoadCogVideoX.VALIDATE_INPUTS(model='', hub_id='a/b'), 'torch' in sys.modules)"
+        "print(bool(LoadCogVideoX.INPUT_TYPES()), 'torch' in sys.modules)"
     )
     assert fresh_python(code).split() == ["True", "False"]
 
@@ -264,9 +273,9 @@ def test_a_new_commit_in_the_cache_is_noticed_and_nobody_is_asked(
 ) -> None:
     changed = loader().IS_CHANGED
     old = server.push(ID, files)
-    assert changed(model=inputs.NO_MODEL, hub_id=ID) == ""
+    assert changed(model=NO_MODEL["LoadCogVideoX"], hub_id=ID) == ""
     load()
-    assert changed(model=inputs.NO_MODEL, hub_id=f" {ID} ", revision=" ") == old
+    assert changed(model=NO_MODEL["LoadCogVideoX"], hub_id=f" {ID} ", revision=" ") == old
     new = server.push(ID, text(files, "scheduler/scheduler_config.json", snr_shift_scale=2.0))
     server.requests.clear()
     assert changed(hub_id=ID) == old and not server.requests, "what the hub has is asked when the node runs"
@@ -303,10 +312,10 @@ def test_a_hub_id_from_the_command_line(
     }
     (tmp_path / "workflow.json").write_text(json.dumps(workflow), encoding="utf-8")
     run = ["run", str(tmp_path / "workflow.json"), "--models", str(tmp_path / "none"), "--out", str(tmp_path / "out")]
-    assert cli.main(run) == 2 and "No folder 'CogVideoX-2b'" in capsys.readouterr().err
+    assert cli.main(run) == 4 and "No folder 'CogVideoX-2b'" in capsys.readouterr().err
     assert cli.main([*run, "--json", "--set", f"OneDiffGuardLoadCogVideoX.hub_id={ID}"]) == 0
     assert f"Plan for {ID}: " in capsys.readouterr().out
-    assert cli.main([*run, "--set", "1.hub_id=CogVideoX-2b"]) == 2 and "is no hub id" in capsys.readouterr().err
+    assert cli.main([*run, "--set", "1.hub_id=CogVideoX-2b"]) == 4 and "is no hub id" in capsys.readouterr().err
     assert cli.main([*run, "--set", "1.hub_id=owner/other"]) == 4 and "no 'owner/other'" in capsys.readouterr().err
 
 

@@ -55,10 +55,10 @@ def sample(pipeline, steps=2):
 
 def test_files_stand_in_the_list_of_the_loader_that_reads_them():
     (names, _) = node("LoadStableVideoDiffusion").INPUT_TYPES()["required"]["model"]
-    assert names == ["dreamshaper.safetensors", "video/svd_xt.safetensors"]
+    assert names == ["video/svd_xt.safetensors"], "not dreamshaper.safetensors, which is a Stable Diffusion 1"
     assert node("LoadCogVideoX").INPUT_TYPES()["required"]["model"][0] != names
-    assert node("LoadStableVideoDiffusion").VALIDATE_INPUTS(model="video/svd_xt.safetensors") is True
-    assert "checkpoints" in node("LoadStableVideoDiffusion").VALIDATE_INPUTS(model="svd.safetensors")
+    with pytest.raises(BadFolder, match=r"'svd.safetensors'.*Looked in: .*checkpoints"):
+        load(name="svd.safetensors")
 
 
 def test_a_file_samples_and_decodes_as_diffusers_does_with_its_weights():

@@ -1,0 +1,113 @@
+"""What loaders offer: models of their own family, or where to put one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import svd_layout
+import torch
+from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
+from comfyui_onediff_guard.nodes import host
+from comfyui_onediff_guard.pipelines import listing
+from comfyui_onediff_guard.pipelines.errors import BadFolder
+from comfyui_onediff_guard.pipelines.families import FAMILIES
+from safetensors.torch import load_file, save_file
+
+OWN = {
+    "LoadCogVideoX": ["from-image", "text"],
+    "LoadCogView3Plus": ["three"],
+    "LoadCogView4": ["four"],
+    "LoadStableVideoDiffusion": ["video", "svd_xt.safetensors"],
+}
+PIPELINES = {
+    "text": "CogVideoXPipeline",
+    "from-image": "CogVideoXImageToVideoPipeline",
+    "three": "CogView3PlusPipeline",
+    "four": "CogView4Pipeline",
+    "video": "StableVideoDiffusionPipeline",
+    "foreign": "FluxPipeline",
+}
+
+
+@pytest.fixture(scope="module")
+def svd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return svd_layout.write(tmp_path_factory.mktemp("svd") / "svd_xt.safetensors")
+
+
+@pytest.fixture
+def models(tmp_path: Path, svd: Path):
+    for kind in ("diffusers", "checkpoints", "loras"):
+        (tmp_path / kind).mkdir()
+    for name, pipeline in PIPELINES.items():
+        index(tmp_path / "diffusers" / name, json.dumps({"_class_name": pipeline}))
+    index(tmp_path / "diffusers" / "broken", "{")
+    index(tmp_path / "diffusers" / "list", "[]")
+    shutil.copy(svd, tmp_path / "checkpoints" / "svd_xt.safetensors")
+    others(tmp_path / "checkpoints", load_file(svd))
+    with host.plain_folders(models=[tmp_path], input=tmp_path, output=tmp_path):
+        yield tmp_path
+
+
+def index(folder: Path, content: str) -> None:
+    folder.mkdir()
+    (folder / "model_index.json").write_text(content, encoding="utf-8")
+
+
+def others(folder: Path, svd: dict[str, torch.Tensor]) -> None:
+    """Checkpoints that are no Stable Video Diffusion, or not all of it."""
+    one = torch.zeros(1)
+    save_file(svd | {"conditioner.embedders.1.encoder.x": one}, folder / "sv3d.safetensors")
+    save_file({k: v for k, v in svd.items() if k.startswith("model.")}, folder / "unet.safetensors")
+    save_file({"double_blocks.0.img_attn.norm.key_norm.scale": one}, folder / "flux.safetensors")
+    (folder / "cut.safetensors").write_bytes((2**40).to_bytes(8, "little") + b"{")
+    (folder / "empty.safetensors").write_bytes(b"")
+
+
+def listed(name: str, key: str = "model") -> list[str]:
+    return NODE_CLASS_MAPPINGS[f"OneDiffGuard{name}"].INPUT_TYPES()["required"][key][0]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_list_has_models_of_the_nodes_family_alone(models, name):
+    assert listed(name) == OWN[name]
+
+
+def test_every_family_is_in_some_list():
+    own = [pipeline for name in OWN for pipeline in NODE_CLASS_MAPPINGS[f"OneDiffGuard{name}"].PIPELINES]
+    assert sorted(own) == sorted(FAMILIES)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_another_familys_folder_that_a_file_names_is_explained(models, name):
+    with pytest.raises(BadFolder, match="holds a FluxPipeline"):
+        NODE_CLASS_MAPPINGS[f"OneDiffGuard{name}"]().load("foreign", "fp32", "eager", "none")
+
+
+def test_headers_are_read_once_until_a_file_changes(models, monkeypatch):
+    file, read = models / "checkpoints" / "flux.safetensors", []
+    original = listing._header
+    monkeypatch.setattr(listing, "_header", lambda path, size: read.append(path.name) or original(path, size))
+    listing._pipeline.cache_clear()
+    listed("LoadStableVideoDiffusion")
+    assert sorted(read) == sorted(path.name for path in (models / "checkpoints").iterdir())
+    read.clear()
+    listed("LoadStableVideoDiffusion")
+    assert read == []
+    os.utime(file, ns=(1, 1))
+    listed("LoadStableVideoDiffusion")
+    assert read == ["flux.safetensors"]
+
+
+def test_no_list_is_empty(tmp_path):
+    with host.plain_folders(models=[tmp_path], input=tmp_path, output=tmp_path):
+        for name in OWN:
+            (only,) = listed(name)
+            assert only.startswith("none found: put one into models/diffusers")
+        assert listed("LoadLoRA", "lora") == ["none found: put one into models/loras"]
+        lora = NODE_CLASS_MAPPINGS["OneDiffGuardLoadLoRA"]
+        refused = str(lora.VALIDATE_INPUTS(lora=listed("LoadLoRA", "lora")[0]))
+    assert refused == f"No LoRA. Found: none. Looked in: {tmp_path}. Put a .safetensors file there."
