@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from . import inputs
+from . import host, inputs
 
 if TYPE_CHECKING:
     from ..pipelines.handle import PipelineHandle
 
+
+logger = logging.getLogger(__name__)
 
 PROFILE = "the NaN Guard's profile"  # what messages call it
 
@@ -18,6 +21,18 @@ class NaNGuard:
     """Pipeline → the same pipeline with another guard policy."""
 
     CATEGORY = inputs.CATEGORY
+    SEARCH_ALIASES = [
+        "black image",
+        "black video",
+        "NaN",
+        "infinite",
+        "overflow",
+        "rerun",
+        "fp16",
+        "bf16",
+        "fp32",
+        "precision",
+    ]
     DESCRIPTION = (
         "Says what happens when a step comes out NaN or infinite. Pipelines are guarded without this node too "
         "(rerun); it is here to change the policy. It does not apply to precision 'fp16 (plain)'."
@@ -57,6 +72,7 @@ class NaNGuard:
                     },
                 ),
             },
+            "hidden": inputs.node_id(),
         }
 
     @classmethod
@@ -79,10 +95,17 @@ class NaNGuard:
         stay_after: int = 3,
         report: bool = True,
         profile: str = "",
+        node_id: str | None = None,
     ) -> tuple[PipelineHandle]:
         from ..pipelines.profiles import parse
         from ..precision.guard import GuardPolicy, OnFailure, Scope
+        from ..precision.policy import Component
 
         policy = GuardPolicy(OnFailure(on_failure), strict, Scope(scope), stay_after)
         given = parse(profile, PROFILE) if profile.strip() else None
-        return (replace(pipeline, policy=policy, full_report=report, profile=given),)
+        changes: dict[str, Any] = {"policy": policy, "guard_node": True, "full_report": report, "profile": given}
+        guarded = replace(pipeline, **changes)
+        for warning in guarded.idle_guard(guarded.plan(Component.DENOISER)):
+            logger.warning("%s", warning)
+            host.say(node_id, warning)
+        return (guarded,)

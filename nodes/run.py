@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     from ..pipelines.handle import PipelineHandle
     from ..precision.policy import Precision
     from ..precision.report import RunReport
+
+
+logger = logging.getLogger(__name__)
 
 
 def requested(precision: str) -> Precision | None:
@@ -35,6 +39,8 @@ def running(pipeline: PipelineHandle) -> Generator[None]:
 
 def ui(report: RunReport, node_id: str | None, *more: str) -> dict[str, list[Any]]:
     """Say on the node how it ran, and `more` on lines of their own; returns what programs read from the history."""
-    text = "\n".join((report.summary(), *more))
+    for warning in report.warnings:
+        logger.warning("%s", warning)
+    text = "\n".join((report.summary(), *report.warnings, *more))
     host.say(node_id, text)
     return {"text": [text], "onediff_guard": [report.as_dict()]}

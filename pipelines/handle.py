@@ -34,6 +34,7 @@ class PipelineHandle:
     backend: BackendChoice
     offload: Offload
     policy: GuardPolicy
+    guard_node: bool = False  # a NaN Guard set the policy
     accumulation: Accumulation = Accumulation.AUTO
     beside: tuple[Architecture, ...] = ()  # of the GPUs in this process: the accumulation switches are shared
     loras: tuple[Lora, ...] = ()  # added to the denoiser
@@ -73,6 +74,15 @@ class PipelineHandle:
             return self.policy
         return GuardPolicy(OnFailure.OFF, self.policy.strict)
 
+    def idle_guard(self, plan: Plan) -> tuple[str, ...]:
+        """A line where a NaN Guard was set to act, and does not in this plan."""
+        if plan.guarded or not plan.half or not self.guard_node or self.policy.on_failure is OnFailure.OFF:
+            return ()
+        return (
+            f"The NaN Guard is set to '{self.policy.on_failure.value}', but does not apply to precision "
+            "'fp16 (plain)', which is only watched. Choose 'fp16' or 'auto' for it to act.",
+        )
+
     @contextmanager
     def switched(self, report: RunReport) -> Generator[None]:
         """Hold the accumulation switches while a stage runs, measure its memory, and note both in its report."""
@@ -92,6 +102,7 @@ class PipelineHandle:
             plan=plan,
             backend=self.backend.name,
             backend_reason=self.backend.reason,
+            warnings=self.idle_guard(plan),
             notes=(
                 *self.store.model.notes,
                 *(map(str, self.loras) if plan.component is Component.DENOISER else ()),

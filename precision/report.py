@@ -58,6 +58,7 @@ class RunReport:
     memory: Memory | None = None  # None where nobody counts
     before: list[RunReport] = field(default_factory=list)  # stages that ran first, to encode an image
     notes: tuple[str, ...] = ()  # what is unusual about the model, or was mended when it was loaded
+    warnings: tuple[str, ...] = ()  # what is to be seen without opening the report
     steps: list[StepRecord] = field(default_factory=list)
 
     def add(self, record: StepRecord) -> None:
@@ -118,7 +119,7 @@ class RunReport:
             f"backend: {self.backend} ({self.backend_reason}){self.compiled()}",
             f"guard {self.plan.guard_reason}",
             f"fold: {self.plan.fold_reason}",
-            *(f"note: {note}" for note in self.notes),
+            *(f"note: {note}" for note in (*self.warnings, *self.notes)),
             *([f"memory: {self.memory}"] if self.memory else ()),
         ]
         if self.stream_peak is not None:
