@@ -17,6 +17,7 @@ class OneDiffCompile:
     """Pipeline → the same pipeline, compiled otherwise."""
 
     CATEGORY = inputs.CATEGORY
+    SEARCH_ALIASES = ["torch.compile", "inductor", "OneFlow", "nexfort", "speed up", "attention"]
     DESCRIPTION = (
         "Says how OneDiff compiles the denoiser. Pipelines are compiled without this node too, as their loader's "
         "backend says; it is here to change how. Nothing is compiled before a step needs it."

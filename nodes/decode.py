@@ -15,6 +15,7 @@ class DecodeLatents:
     """Latents → frames."""
 
     CATEGORY = inputs.CATEGORY
+    SEARCH_ALIASES = ["VAE decode", "tiled decode", "black image", "black video", "fp16", "bf16", "fp32", "precision"]
     DESCRIPTION = (
         "Decodes latents to frames with the pipeline's VAE; decoded again in fp32 if the result is not finite."
     )

@@ -15,6 +15,7 @@ class EncodePrompt:
     """Prompt and negative prompt → CONDITIONING."""
 
     CATEGORY = inputs.CATEGORY
+    SEARCH_ALIASES = ["T5", "GLM", "text encoder", "CLIP text encode", "fp16", "bf16", "fp32", "precision"]
     DESCRIPTION = (
         "Encodes a prompt and a negative prompt with the pipeline's text encoder, which is loaded for this and then "
         "let go. Prompts are remembered: another seed, or a prompt used before, loads nothing."

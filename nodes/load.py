@@ -139,6 +139,18 @@ class _Loader:
 
 class LoadCogVideoX(_Loader):
     PIPELINES = ("CogVideoXPipeline", "CogVideoXImageToVideoPipeline")
+    SEARCH_ALIASES = [
+        "fp16",
+        "bf16",
+        "fp32",
+        "precision",
+        "diffusers",
+        "checkpoint",
+        "Hugging Face",
+        "text to video",
+        "image to video",
+        "black video",
+    ]
     DESCRIPTION = (
         "Opens a CogVideoX folder (diffusers format, safetensors) and chooses precision and compile backend for this "
         "card. Weights are read when a later node first needs them."
@@ -148,6 +160,18 @@ class LoadCogVideoX(_Loader):
 
 class LoadCogView3Plus(_Loader):
     PIPELINES = ("CogView3PlusPipeline",)
+    SEARCH_ALIASES = [
+        "fp16",
+        "bf16",
+        "fp32",
+        "precision",
+        "diffusers",
+        "checkpoint",
+        "Hugging Face",
+        "text to image",
+        "black image",
+        "CogView3",
+    ]
     DESCRIPTION = (
         "Opens a CogView3-Plus folder (diffusers format, safetensors) and chooses precision and compile backend for "
         "this card. Weights are read when a later node first needs them."
@@ -157,6 +181,17 @@ class LoadCogView3Plus(_Loader):
 
 class LoadCogView4(_Loader):
     PIPELINES = ("CogView4Pipeline",)
+    SEARCH_ALIASES = [
+        "fp16",
+        "bf16",
+        "fp32",
+        "precision",
+        "diffusers",
+        "checkpoint",
+        "Hugging Face",
+        "text to image",
+        "black image",
+    ]
     DESCRIPTION = (
         "Opens a CogView4 folder (diffusers format, safetensors) and chooses precision and compile backend for this "
         "card. Weights are read when a later node first needs them."
@@ -166,6 +201,20 @@ class LoadCogView4(_Loader):
 
 class LoadStableVideoDiffusion(_Loader):
     PIPELINES = ("StableVideoDiffusionPipeline",)
+    SEARCH_ALIASES = [
+        "SVD",
+        "SVD-XT",
+        "img2vid",
+        "fp16",
+        "bf16",
+        "fp32",
+        "precision",
+        "diffusers",
+        "checkpoint",
+        "Hugging Face",
+        "image to video",
+        "black video",
+    ]
     DESCRIPTION = (
         "Opens Stable Video Diffusion, a folder (diffusers format, safetensors) or a single file, and chooses "
         "precision and compile backend for this card. Weights are read when a later node first needs them."

@@ -14,6 +14,7 @@ class LoadLoRA:
     """Pipeline → the same pipeline with a LoRA added to its denoiser."""
 
     CATEGORY = inputs.CATEGORY
+    SEARCH_ALIASES = ["adapter", "fine-tune", "CogVideoX LoRA", "CogView4 LoRA"]
     DESCRIPTION = (
         "Adds a LoRA to CogVideoX or CogView4. Several in a row add up. The model's weights stay as they are: without "
         "this node they run unchanged again, with nothing to reload."

@@ -16,6 +16,21 @@ class NaNGuardModel:
     """MODEL → the same MODEL, guarded."""
 
     CATEGORY = inputs.CATEGORY
+    SEARCH_ALIASES = [
+        "black image",
+        "black video",
+        "NaN",
+        "infinite",
+        "overflow",
+        "rerun",
+        "fp16",
+        "bf16",
+        "fp32",
+        "precision",
+        "Flux",
+        "SDXL",
+        "SVD",
+    ]
     DESCRIPTION = (
         "Guards any of ComfyUI's own models (SD1.5, SDXL, Flux, SVD and others): a sampling step that comes out NaN or "
         "infinite is computed again in fp32 from the same weights. What it did is shown on this node while sampling."
@@ -41,6 +56,19 @@ class NaNGuardVAE:
     """VAE → the same VAE, guarded."""
 
     CATEGORY = inputs.CATEGORY
+    SEARCH_ALIASES = [
+        "black image",
+        "black video",
+        "NaN",
+        "infinite",
+        "overflow",
+        "rerun",
+        "fp16",
+        "bf16",
+        "fp32",
+        "precision",
+        "VAE decode",
+    ]
     DESCRIPTION = (
         "Guards any of ComfyUI's own VAEs: an encoding or decoding that comes out NaN or infinite (a black picture) is "
         "computed again in fp32 from the same weights, tile by tile. What it did is shown on this node."
@@ -66,6 +94,17 @@ class NumericsProbeModel:
     """MODEL and what KSampler takes → a picture of what every layer reaches, and a recommendation."""
 
     CATEGORY = inputs.CATEGORY
+    SEARCH_ALIASES = [
+        "NaN",
+        "overflow",
+        "black image",
+        "fp16",
+        "bf16",
+        "fp32",
+        "precision",
+        "dynamic range",
+        "heat map",
+    ]
     DESCRIPTION = (
         "Runs a few sampling steps of any of ComfyUI's own models in fp32, measures what every layer reaches, draws it "
         "against the ranges of fp16 and bf16, and recommends a dtype for this model on this card. Wire it as a "

@@ -63,6 +63,18 @@ class NumericsProbe:
     """Pipeline and prompts → a picture of what every layer reaches, a recommendation, and a profile that applies it."""
 
     CATEGORY = inputs.CATEGORY
+    SEARCH_ALIASES = [
+        "NaN",
+        "overflow",
+        "black image",
+        "black video",
+        "fp16",
+        "bf16",
+        "fp32",
+        "precision",
+        "dynamic range",
+        "heat map",
+    ]
     DESCRIPTION = (
         "Runs a few sampling steps in fp32, measures what every layer reaches, draws it against the ranges of fp16 and "
         "bf16, and recommends how to run this model on this card: precision, fold, and blocks that need fp32. "

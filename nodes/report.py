@@ -89,6 +89,17 @@ class PrecisionReport:
     """Pipeline → what each of its components runs in, and why, as text."""
 
     CATEGORY = inputs.CATEGORY
+    SEARCH_ALIASES = [
+        "fp16",
+        "bf16",
+        "fp32",
+        "precision",
+        "doctor",
+        "diagnosis",
+        "black image",
+        "black video",
+        "architecture",
+    ]
     DESCRIPTION = (
         "Shows what runs here and why, before anything runs: card, driver and packages, compile backends, "
         "half-precision switches and who set them, and the precision of each part of the model. "

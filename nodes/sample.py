@@ -125,6 +125,7 @@ class SampleCogVideoX(_CogVideoXSampler):
 
     PIPELINES = ("CogVideoXPipeline",)
 
+    SEARCH_ALIASES = ["KSampler", "text to video", "black video", "fp16", "bf16", "fp32", "precision"]
     DESCRIPTION = (
         "Runs CogVideoX's denoising steps. Each step is checked, and computed again in fp32 if it fails. "
         "The report says which precision was used and why, and what each step did."
@@ -157,6 +158,7 @@ class SampleCogVideoXFromImage(_CogVideoXSampler):
 
     PIPELINES = ("CogVideoXImageToVideoPipeline",)
 
+    SEARCH_ALIASES = ["KSampler", "image to video", "img2vid", "black video", "fp16", "bf16", "fp32", "precision"]
     DESCRIPTION = (
         "Runs the denoising steps of a CogVideoX image-to-video model. The image becomes the first frame. Each step is "
         "checked, and computed again in fp32 if it fails. The report says which precision was used and why."
@@ -199,6 +201,7 @@ class SampleCogVideoXFromVideo(_CogVideoXSampler):
 
     PIPELINES = ("CogVideoXPipeline",)
 
+    SEARCH_ALIASES = ["KSampler", "video to video", "vid2vid", "black video", "fp16", "bf16", "fp32", "precision"]
     DESCRIPTION = (
         "Makes a video from a video and a prompt, with a CogVideoX text-to-video model. Each step is checked, and "
         "computed again in fp32 if it fails. The report says which precision was used and why."

@@ -16,6 +16,17 @@ class SampleCogView:
 
     PIPELINES = ("CogView3PlusPipeline", "CogView4Pipeline")
     CATEGORY = inputs.CATEGORY
+    SEARCH_ALIASES = [
+        "KSampler",
+        "text to image",
+        "black image",
+        "CogView3",
+        "CogView4",
+        "fp16",
+        "bf16",
+        "fp32",
+        "precision",
+    ]
     DESCRIPTION = (
         "Runs the denoising steps of CogView3-Plus or CogView4. Each step is checked, and computed again in fp32 if it "
         "fails or clips. The report says which precision was used and why, and what each step did."

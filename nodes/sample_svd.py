@@ -18,6 +18,18 @@ class SampleStableVideoDiffusion:
 
     PIPELINES = ("StableVideoDiffusionPipeline",)
     CATEGORY = inputs.CATEGORY
+    SEARCH_ALIASES = [
+        "SVD",
+        "SVD-XT",
+        "KSampler",
+        "image to video",
+        "img2vid",
+        "black video",
+        "fp16",
+        "bf16",
+        "fp32",
+        "precision",
+    ]
     DESCRIPTION = (
         "Makes a video from an image with Stable Video Diffusion. Image encoder, VAE encoder and every step are "
         "checked, and computed again in fp32 if they fail. The report says which precision was used and why."

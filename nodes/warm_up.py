@@ -16,6 +16,7 @@ class WarmUp:
     """Pipeline → the same pipeline, compiled for the sizes that are named."""
 
     CATEGORY = inputs.CATEGORY
+    SEARCH_ALIASES = ["compile ahead", "torch.compile", "precompile"]
     DESCRIPTION = (
         "Compiles the denoiser ahead, by sampling two steps at each size, so that later runs at these sizes start at "
         "once. It may run alone, or stand between a loader and a sampler."
