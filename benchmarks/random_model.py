@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,6 +33,9 @@ class RandomModel(StoredModel):
         if name != self.family.denoiser:
             raise KeyError(f"{self.name} has no '{name}', only '{self.family.denoiser}'")
         return self.make(dtype)
+
+    def stored(self, name: str, parameter: Sequence[str]) -> torch.Tensor:
+        return self.component(name, torch.float32).get_parameter(parameter[0]).detach()
 
     def unweighted(self, name: str) -> NoReturn:
         raise KeyError(f"{self.name} has no '{name}', only '{self.family.denoiser}'")
