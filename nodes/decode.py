@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import inputs
+from . import host, inputs
 from .run import requested, running, ui
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class DecodeLatents:
     ) -> dict[str, Any]:
         from ..pipelines.decode import decode
 
-        with running(pipeline):
+        with running(pipeline), host.Progress(0, node_id) as progress:
             images, report = decode(
                 pipeline,
                 latents["samples"],
@@ -68,5 +68,6 @@ class DecodeLatents:
                 chunk=chunk,
                 request=requested(precision),
                 made_by=latents.get("made_by"),
+                progress=progress.told,
             )
         return {"ui": ui(report, node_id), "result": (images,)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import inputs
+from . import host, inputs
 from .run import requested, running, ui
 
 if TYPE_CHECKING:
@@ -46,7 +46,10 @@ class EncodePrompt:
         from ..pipelines.encode import encode_prompts
 
         with running(pipeline):
-            embeddings, report = encode_prompts(pipeline, [prompt, negative_prompt], requested(precision))
+            with host.Progress(0, node_id) as progress:
+                embeddings, report = encode_prompts(
+                    pipeline, [prompt, negative_prompt], requested(precision), progress.told
+                )
             shown = ui(report, node_id, *report.notes)
         positive, negative = ([[tensor, {}]] for tensor in embeddings)
         return {"ui": shown, "result": (positive, negative)}

@@ -167,13 +167,17 @@ def say(node_id: str | None, text: str) -> None:
 
 
 class Progress:
-    """A progress bar with a line of text; raises when the run was asked to stop. total: 0 where not known yet."""
+    """A progress bar with a line of text; raises when the run was asked to stop. total: 0 where not known yet.
+
+    Without ComfyUI the bar is on standard error. Where that is no terminal, one line at the end stands for it.
+    """
 
     def __init__(self, total: int, node_id: str | None, unit: str = "it"):
         self._total = total
         self._node_id = node_id
         self._unit = unit
         self._done = 0
+        self._text = ""
         self._bar: Any = None
 
     def __enter__(self) -> Progress:
@@ -183,12 +187,12 @@ class Progress:
             from tqdm import tqdm
 
             known = {"total": self._total or None, "unit": self._unit, "unit_scale": self._unit == "B"}
-            self._bar = tqdm(**known, file=sys.stderr)
+            self._bar = tqdm(**known, file=sys.stderr, disable=None)  # None: where that is no terminal
         return self
 
     def update(self, done: int, text: str, total: int = 0) -> None:
         """done: of the total, which may be given later. Raises ComfyUI's interrupt exception, or Interrupted."""
-        self._done, self._total = done, total or self._total
+        self._done, self._total, self._text = done, total or self._total, text
         if management := _model_management():
             self._bar.update_absolute(done, max(self._total, 1))
             say(self._node_id, text)
@@ -204,9 +208,15 @@ class Progress:
         """Another line of text, while as much is done as before. Raises as `update` does."""
         self.update(self._done, text)
 
+    def told(self, done: int, total: int, text: str) -> None:
+        """`update`, as stages call it that count what they do."""
+        self.update(done, text, total)
+
     def __exit__(self, *_: object) -> None:
         if hasattr(self._bar, "close"):
             self._bar.close()
+            if self._bar.disable and self._text:
+                sys.stderr.write(f"{self._text}\n")
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

@@ -164,6 +164,7 @@ class NumericsProbe:
                 settings,
                 image=start,
                 step_done=step_done,
+                tell=progress.tell,
             )
         text = probing.text() + (f"\nThe profile: {keep_profile(pipeline, probing)}" if save else "")
         return shown(probing, text, node_id, probing.profile_text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from ..precision.guard import GuardPolicy, GuardStopped, OnFailure
 from ..precision.observe import non_finite
 from ..precision.policy import Component, Precision
 from ..precision.report import RunReport
+from .calls import Calls, CallTold, calls_of_vae
 from .errors import BadInput
 from .families import FAMILIES
 from .handle import PipelineHandle
@@ -25,28 +27,32 @@ def decode(
     chunk: int = 0,
     request: Precision | None = None,
     made_by: str | None = None,
+    progress: CallTold | None = None,
 ) -> tuple[torch.Tensor, RunReport]:
     """Decode latents, in the family's layout, to [frames or images, height, width, 3] in 0..1, float32.
 
     tiling, slicing: decode in overlapping tiles, or one video of a batch at a time; slower, with less memory.
     chunk: frames or images decoded at once, where the VAE takes them apart (SVD, CogView); 0: all.
     made_by: the diffusers pipeline whose latents they are, where that is known.
+    progress: is told each call of the decoder, of which there is one for every tile and chunk of frames.
     Raises BadInput where the latents are not this model's, GuardStopped where they are not finite, both before a weight
     is read; GuardStopped where the result is not finite.
     """
     plan = handle.plan(Component.VAE_DECODE, request)
     _check(handle, latents, made_by, policy=handle.policy_for(plan))
     layout = handle.family.layout
-    vae, report = guarded_decoder(handle, request)
+    calls = Calls("decoding", progress or (lambda *_: None))
+    vae, report = guarded_decoder(handle, request, calls)
     vae.use_tiling, vae.use_slicing = tiling, slicing
 
-    def decoded(part: torch.Tensor, **options: Any) -> torch.Tensor:
-        return vae.decode(part, **options).sample.float()
+    def parts(vae: Any, latents: torch.Tensor) -> Iterator[torch.Tensor]:
+        return layout.decoded(lambda part, **more: vae.decode(part, **more).sample.float(), latents, chunk)
 
     try:
         with handle.switched(report), torch.no_grad():
+            calls.total = calls_of_vae(vae, lambda counting: list(parts(counting, latents.to("meta"))))
             latents = latents.to(handle.store.placement.device)
-            pixels = torch.cat([part.cpu() for part in layout.decoded(decoded, latents, chunk)])
+            pixels = torch.cat([part.cpu() for part in parts(vae, latents)])
     finally:
         handle.finish("vae")
     return (pixels * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 3, 1), report

@@ -11,6 +11,7 @@ from ..precision.guard import StageGuard
 from ..precision.policy import Component, Precision
 from ..precision.report import RunReport
 from ..precision.shells import with_forward
+from .calls import Calls, CallTold
 from .errors import BadInput
 from .handle import PipelineHandle
 
@@ -20,11 +21,15 @@ _REMEMBERED = 32  # prompts; at 226 × 4096 float32 each 3.5 MiB
 
 
 def encode_prompts(
-    handle: PipelineHandle, prompts: list[str], request: Precision | None = None
+    handle: PipelineHandle,
+    prompts: list[str],
+    request: Precision | None = None,
+    progress: CallTold | None = None,
 ) -> tuple[list[torch.Tensor], RunReport]:
     """Encode each prompt. Returns float32 embeddings [1, tokens, channels] in the host's memory, and the report.
 
     The text encoder is loaded only where a prompt is new, and let go of afterwards.
+    progress: is told each prompt that is new.
     Raises BadInput where the model takes no prompt.
     """
     _limit(handle)
@@ -37,9 +42,10 @@ def encode_prompts(
     found = {key: memo.pop(key) for key in dict.fromkeys(keys) if key in memo}
     memo |= found  # most recent last
     if new:
+        calls = Calls("encoding prompt", progress or (lambda *_: None), total=len(new))
         try:
             with handle.switched(report):
-                found |= zip(new, _encode_all(handle, [prompt for prompt, *_ in new], report), strict=True)
+                found |= zip(new, _encode_all(handle, [prompt for prompt, *_ in new], report, calls), strict=True)
         finally:
             handle.store.drop("text_encoder")
     memo |= {key: found[key] for key in new if torch.isfinite(found[key]).all()}  # a broken one is not worth keeping
@@ -48,12 +54,13 @@ def encode_prompts(
     return [found[key] for key in keys], report
 
 
-def _encode_all(handle: PipelineHandle, prompts: list[str], report: RunReport) -> list[torch.Tensor]:
+def _encode_all(handle: PipelineHandle, prompts: list[str], report: RunReport, calls: Calls) -> list[torch.Tensor]:
     pipe = _pipeline(handle, report.plan.dtype, report)
+    encode = calls.telling(_encode)
     embeddings = []
     for prompt in prompts:
         logger.info("encoding prompt of %d characters in %s", len(prompt), report.plan.dtype)
-        embeddings.append(_encode(handle, pipe, prompt))
+        embeddings.append(encode(handle, pipe, prompt))
     return embeddings
 
 

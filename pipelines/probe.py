@@ -16,6 +16,7 @@ from ..precision.policy import Plan, Precision
 from ..precision.probe import Verdict, judge, recommend
 from ..precision.report import RunReport
 from ..precision.shells import as_float32, with_forward
+from .compiled_block import Tell
 from .denoiser import denoiser_guard, in_fp32, loaded_denoiser
 from .errors import BadInput
 from .handle import PipelineHandle
@@ -34,6 +35,7 @@ def probe(
     image: Any = None,
     request: Precision | None = None,
     step_done: StepDone | None = None,
+    tell: Tell | None = None,
 ) -> Probing:
     """Sample with a schedule of a few steps, all of them in fp32, and measure. Arguments and errors as `sample`'s."""
     if handle.family.prompt and (positive is None or negative is None):
@@ -53,7 +55,15 @@ def probe(
             step_done(done, total, report)
 
     _, report = sample(
-        handle, positive, negative, settings, image=image, request=request, step_done=on_step, denoiser=denoiser
+        handle,
+        positive,
+        negative,
+        settings,
+        image=image,
+        request=request,
+        step_done=on_step,
+        tell=tell,
+        denoiser=denoiser,
     )
     (made,), plan = watched, report.plan
     probed = made.probe.probed

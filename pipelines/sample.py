@@ -13,6 +13,7 @@ from ..precision.policy import Component, Precision
 from ..precision.report import RunReport
 from ..precision.shells import with_forward
 from . import compile_cache, vae
+from .calls import Calls
 from .compiled_block import Tell, graphs_compiled, listening
 from .denoiser import guarded_denoiser
 from .errors import BadInput, BadSize
@@ -59,7 +60,7 @@ def sample(
 
     positive, negative: [batch, tokens, channels] embeddings; None for families without a prompt.
     image: a PIL image, for families that start from one. video: PIL images to start from instead of noise.
-    tell: is given a line on what takes long within a step; may raise, to interrupt.
+    tell: is given a line on what takes long before a step and within one; may raise, to interrupt.
     denoiser: makes the one that the diffusers pipeline is given.
     Latents and scheduler stay in float32, and noise is drawn on the CPU, so that a seed gives the same noise in every
     precision and on every card; the guard casts what enters the denoiser to the plan's dtype.
@@ -80,10 +81,11 @@ def sample(
         return values
 
     graphs, from_cache = graphs_compiled(), compile_cache.graphs_from_cache()
-    heard = listening(tell or (lambda _: None), report.note)
+    tell = tell or (lambda _: None)
+    heard = listening(tell, report.note)
     try:
         with handle.switched(report), compile_cache.kept(handle, report), heard, torch.no_grad():
-            pipe = _pipeline(handle, report, denoiser, settings.scheduler, request, from_video=video is not None)
+            pipe = _pipeline(handle, report, denoiser, settings.scheduler, request, tell, from_video=video is not None)
             if embeddings:  # diffusers' CogView3-Plus would put zeros in place of a negative prompt that is encoded
                 pipe.encode_prompt = lambda *_, **__: tuple(embeddings.values())
             given = {
@@ -121,10 +123,14 @@ def _pipeline(
     denoiser: MakeDenoiser,
     scheduler: str,
     request: Precision | None,
+    tell: Tell,
     *,
     from_video: bool,
 ) -> Any:
     import diffusers
+
+    def told(_done: int, _total: int, text: str) -> None:
+        tell(text)
 
     family, config = handle.family, handle.store.model.vae_config
     parts: dict[str, Any] = dict.fromkeys(family.components)
@@ -132,10 +138,13 @@ def _pipeline(
     kind = getattr(diffusers, family.schedulers[scheduler]) if scheduler else type(own)
     parts["scheduler"] = kind.from_config(own.config)
     if family.takes_image or from_video:
-        parts["vae"], encoding = vae.guarded_encoder(handle, request)
+        calls = Calls(f"encoding {'video' if from_video else 'image'}, call", told)
+        parts["vae"], encoding = vae.guarded_encoder(handle, request, calls)
         report.before.append(encoding)
     if "image_encoder" in parts:
-        parts["image_encoder"], encoding = _guarded_image_encoder(handle, request)
+        parts["image_encoder"], encoding = _guarded_image_encoder(
+            handle, request, Calls("image encoder, call", told, total=1)
+        )
         parts["feature_extractor"] = handle.store.unweighted("feature_extractor")
         report.before.append(encoding)
     parts[family.denoiser] = denoiser(handle, report)
@@ -147,7 +156,9 @@ def _pipeline(
     return pipe
 
 
-def _guarded_image_encoder(handle: PipelineHandle, request: Precision | None) -> tuple[torch.nn.Module, RunReport]:
+def _guarded_image_encoder(
+    handle: PipelineHandle, request: Precision | None, calls: Calls
+) -> tuple[torch.nn.Module, RunReport]:
     plan = handle.plan(Component.IMAGE_ENCODER, request)
     report = handle.report(plan)
     encoder = handle.store.module("image_encoder", plan.dtype)
@@ -166,7 +177,7 @@ def _guarded_image_encoder(handle: PipelineHandle, request: Precision | None) ->
         output.image_embeds = output.image_embeds.float()  # diffusers takes the latents' dtype from it
         return output
 
-    return with_forward(encoder, encode), report
+    return with_forward(encoder, calls.telling(encode)), report
 
 
 def check_size(handle: PipelineHandle, settings: SampleSettings) -> None:

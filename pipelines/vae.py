@@ -19,29 +19,31 @@ from ..precision.policy import Component, Precision
 from ..precision.report import RunReport
 from ..precision.shells import Make, as_float32, replaced, with_forward
 from ..precision.upcast import run_in_fp32
+from .calls import Calls, calls_of_vae
 from .handle import PipelineHandle
 
 _BLOCKS = ("down_blocks", "mid_block", "up_blocks")  # of diffusers' encoders and decoders
 
 
-def guarded_decoder(handle: PipelineHandle, request: Precision | None) -> tuple[Any, RunReport]:
-    """A shell of the VAE whose `decode` is guarded, and that stage's report."""
-    return _guarded(handle, Component.VAE_DECODE, "decoder", "post_quant_conv", request)
+def guarded_decoder(handle: PipelineHandle, request: Precision | None, calls: Calls) -> tuple[Any, RunReport]:
+    """A shell of the VAE whose `decode` is guarded, and that stage's report. calls: tells the decoder's."""
+    return _guarded(handle, Component.VAE_DECODE, "decoder", "post_quant_conv", request, calls)
 
 
-def guarded_encoder(handle: PipelineHandle, request: Precision | None) -> tuple[Any, RunReport]:
-    """A shell of the VAE whose `encode` is guarded, and that stage's report.
+def guarded_encoder(handle: PipelineHandle, request: Precision | None, calls: Calls) -> tuple[Any, RunReport]:
+    """A shell of the VAE whose `encode` is guarded, and that stage's report. calls: counts and tells the encoder's.
 
     The weights are in the decoder's dtype, as they are there once; where the plan wants fp32 for encoding alone, they
     are upcast as it computes. Latents are drawn in float32, so that a seed draws the same in every precision. The
     shell says float32 and asks for no upcast: diffusers would cast the shared weights themselves.
     """
-    vae, report = _guarded(handle, Component.VAE_ENCODE, "encoder", "quant_conv", request)
+    vae, report = _guarded(handle, Component.VAE_ENCODE, "encoder", "quant_conv", request, calls)
 
     def encode(pixels: torch.Tensor) -> Any:
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
         from diffusers.models.modeling_outputs import AutoencoderKLOutput
 
+        calls.total += calls_of_vae(vae, lambda counting: counting.encode(pixels.to("meta")))
         moments = vae.encode(pixels).latent_dist.parameters.float()
         return AutoencoderKLOutput(latent_dist=DiagonalGaussianDistribution(moments))  # pyright: ignore[reportArgumentType]
 
@@ -52,7 +54,7 @@ def guarded_encoder(handle: PipelineHandle, request: Precision | None) -> tuple[
 
 
 def _guarded(
-    handle: PipelineHandle, component: Component, part: str, conv: str, request: Precision | None
+    handle: PipelineHandle, component: Component, part: str, conv: str, request: Precision | None, calls: Calls
 ) -> tuple[Any, RunReport]:
     """part: the network. conv: the 1×1 convolution between it and the latents, which some VAEs have; it costs nothing
     and runs in fp32."""
@@ -71,7 +73,7 @@ def _guarded(
         inputs=("conv_cache",),
         tf32=handle.architecture.tf32,
     )
-    shells: dict[str, Make] = {part: lambda _network: with_forward(network, guard)}
+    shells: dict[str, Make] = {part: lambda _network: with_forward(network, calls.telling(guard))}
     if getattr(vae, conv, None) is not None:
         shells[conv] = lambda module: with_forward(module, partial(run_in_fp32, module))
     return replaced(vae, shells), report

@@ -79,7 +79,9 @@ def warm_up(
     from PIL import Image
 
     if handle.family.prompt and embeddings is None:
-        (positive, negative), _ = encode_prompts(handle, ["", ""], request)
+        (positive, negative), _ = encode_prompts(
+            handle, ["", ""], request, lambda _done, _total, text: tell and tell(text)
+        )
         embeddings = positive, negative
     done: list[Warmed] = []
     for number, size in enumerate(sizes):

@@ -89,10 +89,10 @@ def test_a_handle_is_never_changed_by_a_node(folders):
 def test_interrupt_stops_within_a_step(folders, monkeypatch):
     original = host.Progress.update
 
-    def interrupt_after_first(self, done, text):
-        if done == 1:
+    def interrupt_after_first(self, done, text, *total):
+        if text.startswith("step 1/"):
             host.interrupt()
-        original(self, done, text)
+        original(self, done, text, *total)
 
     monkeypatch.setattr(host.Progress, "update", interrupt_after_first)
     with pytest.raises(host.Interrupted, match="at step 1/4"):
@@ -119,7 +119,8 @@ def test_the_loader_runs_again_when_a_file_changes(folders):
 def test_in_comfyui_its_folders_progress_and_memory_manager_are_used(comfyui, model_folder):
     model = model_folder("2b")
     run("fp32", model)
-    assert comfyui.bars == [[(1, 2), (2, 2)]]
+    prompts, steps, chunks = [(0, 2), (1, 2), (2, 2)], [(1, 2), (2, 2)], [(0, 1), (1, 1)]
+    assert comfyui.bars == [prompts, steps, chunks]
     assert ("5", "step 1/2, fp32, 0 reruns") in comfyui.texts
     assert comfyui.texts[-1][1].startswith("asked for fp32; 2 steps, 0 reruns")
 
@@ -128,4 +129,4 @@ def test_comfyuis_interrupt_ends_the_run(comfyui, model_folder):
     comfyui.management.interrupted = True
     with pytest.raises(KeyError, match="InterruptProcessingException"):
         run("fp32", model_folder("2b"))
-    assert comfyui.bars == [[(1, 2)]]
+    assert comfyui.bars == [[(0, 2)]]

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from comfyui_onediff_guard.pipelines.calls import Calls
 from comfyui_onediff_guard.pipelines.decode import decode
 from comfyui_onediff_guard.pipelines.vae import guarded_encoder
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
@@ -40,6 +41,10 @@ def infinite_cache(output):
     return frames, {"mid_block": {**cache["mid_block"], "resnet_0": torch.full((2,), torch.inf)}} | {
         name: value for name, value in cache.items() if name != "mid_block"
     }
+
+
+def silent():
+    return Calls("encoding", lambda *_: None)
 
 
 def outcomes(report):
@@ -87,11 +92,13 @@ def test_a_tile_that_fails_is_computed_again_alone(model_folder, open_pipeline, 
 
 def test_encoding_a_video_is_guarded_chunk_by_chunk(model_folder, open_pipeline, monkeypatch):
     video = torch.rand(1, 3, FRAMES, 32, 48, generator=torch.Generator().manual_seed(1)) * 2 - 1
-    expected = guarded_encoder(open_pipeline(model_folder("2b"), "fp32"), None)[0].encode(video).latent_dist.mode()
+    expected = (
+        guarded_encoder(open_pipeline(model_folder("2b"), "fp32"), None, silent())[0].encode(video).latent_dist.mode()
+    )
     handle = open_pipeline(model_folder("2b"), "bf16")
     encoder = handle.store.module("vae", "bf16").encoder
     breaking(monkeypatch, encoder.conv_out, {1}, nan_in_output)
-    shell, report = guarded_encoder(handle, None)
+    shell, report = guarded_encoder(handle, None, silent())
     with torch.no_grad():
         found = shell.encode(video).latent_dist.mode()
     assert outcomes(report) == ["finite", "rerun", "finite"] and report.steps[1].stage == "vae_encode"

@@ -56,7 +56,8 @@ def test_a_run_at_a_warm_size_compiles_nothing(model_folder: Any, model: str, si
     assert [each.size for each in warmed] == sizes and all(each.report.graphs for each in warmed)
     assert [done for done, *_ in said] == list(range(1, STEPS * len(sizes) + 1))
     assert {total for _, total, _ in said} == {STEPS * len(sizes)}
-    assert told[0].startswith(f"{sizes[0]}: inductor: compiling block 1 of "), told[:1]
+    compiling = [line for line in told if "encod" not in line]
+    assert compiling[0].startswith(f"{sizes[0]}: inductor: compiling block 1 of "), told
     assert [graphs_of_a_run(handle, size) for size in sizes] == [0] * len(sizes)
 
 

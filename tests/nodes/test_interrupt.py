@@ -1,0 +1,112 @@
+"""What nodes show of the calls within a stage, and that an interrupt waits for one call at most."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from as_comfyui import GRAPHS
+from comfyui_onediff_guard.nodes import host
+
+
+@pytest.mark.parametrize(
+    ("family", "before"),
+    [
+        ("svd", ["image encoder, call", "encoding image, call"]),
+        ("1.5-i2v", ["encoding image, call"]),
+        ("5b from a video", ["encoding video, call"]),
+        ("2b", []),
+    ],
+)
+def test_a_sampler_tells_what_it_encodes_before_its_steps(
+    model_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, before: list[str]
+) -> None:
+    told: list[str] = []
+    update = host.Progress.update
+    graph = GRAPHS[family]
+    folder = model_folder(family.split()[0])
+    with host.plain_folders(models=[folder.parent], input=tmp_path, output=tmp_path):
+        pipeline = graph.load(folder, precision="fp32")
+        prompts = graph.encode(pipeline)["result"] if graph.prompted else ()
+        monkeypatch.setattr(
+            host.Progress,
+            "update",
+            lambda self, done, text, total=0: (told.append(text), update(self, done, text, total)),
+        )
+        graph.sample(pipeline, prompts)
+    encoding = [text for text in told if not text.startswith("step")]
+    assert encoding == [f"{what} 1 of 1" for what in before for _ in ("begun", "done")]
+    assert told[: len(encoding)] == encoding and told[len(encoding)].startswith("step 1/")
+
+
+@pytest.fixture
+def pipeline(model_folder: Callable[..., Path], tmp_path: Path) -> Any:
+    folder = model_folder("2b")
+    with host.plain_folders(models=[folder.parent], input=tmp_path, output=tmp_path):
+        yield GRAPHS["2b"].load(folder, precision="fp32")
+
+
+def interrupted_in(call_number: int, module: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Asks for an interrupt while `module` is called that often, counted from 1. Returns the numbers of all calls."""
+    calls: list[int] = []
+    forward = module.forward
+
+    def asking(*args: Any, **kwargs: Any) -> Any:
+        calls.append(len(calls) + 1)
+        if calls[-1] == call_number:
+            host.interrupt()
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(module, "forward", functools.wraps(forward)(asking))  # diffusers asks for its parameters
+    return calls
+
+
+@pytest.mark.parametrize("asked_in", [1, 2, 3])
+def test_an_interrupt_while_decoding_waits_for_one_call(
+    pipeline: Any, monkeypatch: pytest.MonkeyPatch, asked_in: int
+) -> None:
+    latents = {"samples": torch.randn(1, 16, 7, 4, 6, generator=torch.Generator().manual_seed(2))}
+    expected = GRAPHS["2b"].decode(pipeline, latents)["result"][0]
+    module = pipeline.store.module("vae", "fp32")
+    with monkeypatch.context() as patch:
+        calls = interrupted_in(asked_in, module.decoder, patch)
+        with pytest.raises(host.Interrupted, match=f"at decoding {min(asked_in + 1, 3)} of 3"):
+            GRAPHS["2b"].decode(pipeline, latents)
+    assert calls == list(range(1, asked_in + 1))
+    host._interrupt.clear()  # as the next run does
+    assert torch.equal(GRAPHS["2b"].decode(pipeline, latents)["result"][0], expected)
+    assert pipeline.store.module("vae", "fp32") is module
+
+
+def test_an_interrupt_while_encoding_prompts_waits_for_one_call(pipeline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    text_encoder = pipeline.store.module("text_encoder", "fp32")
+    with monkeypatch.context() as patch:
+        calls = interrupted_in(1, text_encoder, patch)
+        with pytest.raises(host.Interrupted, match="at encoding prompt 2 of 2"):
+            GRAPHS["2b"].encode(pipeline)
+    assert calls == [1] and "text_encoder" not in pipeline.store.loaded(), "it is let go of as ever"
+    host._interrupt.clear()
+    encoded = GRAPHS["2b"].encode(pipeline)["result"]
+    assert all(torch.isfinite(tensor).all() for ((tensor, _),) in encoded)
+
+
+def test_an_interrupt_while_a_sampler_encodes_comes_before_its_first_step(
+    model_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph, folder = GRAPHS["svd"], model_folder("svd")
+    with host.plain_folders(models=[folder.parent], input=tmp_path, output=tmp_path):
+        pipeline = graph.load(folder, precision="fp32")
+        module = pipeline.store.module("vae", "fp32")
+        denoiser = pipeline.store.module("unet", "fp32")
+        with monkeypatch.context() as patch:
+            calls = interrupted_in(1, module.encoder, patch)
+            steps = interrupted_in(0, denoiser, patch)
+            with pytest.raises(host.Interrupted, match="at encoding image, call 1 of 1"):
+                graph.sample(pipeline)
+        assert (calls, steps) == ([1], [])
+        host._interrupt.clear()
+        assert torch.isfinite(graph.sample(pipeline)["result"][0]["samples"]).all()

@@ -1,0 +1,84 @@
+"""What a stage tells of its calls: how many there will be, before the first one, and which one runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from comfyui_onediff_guard.pipelines import vae
+from comfyui_onediff_guard.pipelines.decode import decode
+from comfyui_onediff_guard.pipelines.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.folder import family_of
+from comfyui_onediff_guard.pipelines.handle import PipelineHandle, load
+from comfyui_onediff_guard.pipelines.placement import PlainPlacement
+from comfyui_onediff_guard.precision.policy import Precision
+
+Told = list[tuple[int, int, str]]
+
+
+def opened(folder: Path) -> PipelineHandle:
+    options = {"backend": "eager", "offload": "none", "placement": PlainPlacement()}
+    return load(folder, family_of(folder), precision=Precision.FP32, **options)
+
+
+def each_of(total: int, what: str) -> Told:
+    """What is told of so many calls."""
+    begun = [(done, total, f"{what} {done + 1} of {total}") for done in range(total)]
+    return [*begun, (total, total, f"{what} {total} of {total}")]
+
+
+@pytest.mark.parametrize(
+    ("variant", "shape", "options", "calls"),
+    [
+        ("2b", (1, 16, 1, 4, 6), {}, 1),
+        ("2b", (1, 16, 7, 4, 6), {}, 3),
+        ("2b", (2, 16, 4, 4, 6), {"slicing": True}, 2 * 2),
+        ("2b", (1, 16, 5, 4, 6), {"tiling": True}, 2),  # within one tile
+        ("2b", (1, 16, 5, 8, 12), {"tiling": True}, 2 * 2 * 2),
+        ("5b", (2, 16, 4, 4, 12), {"tiling": True, "slicing": True}, 2 * 2 * 2),
+        ("1.5", (1, 16, 7, 4, 6), {}, 3),
+        ("cogview3", (3, 16, 8, 8), {}, 1),
+        ("cogview3", (3, 16, 8, 8), {"slicing": True}, 3),
+        ("cogview4", (3, 16, 8, 8), {"chunk": 2}, 2),
+        ("cogview4", (1, 16, 4, 12), {"tiling": True}, 2),
+        ("svd", (5, 4, 8, 8), {}, 1),
+        ("svd", (5, 4, 8, 8), {"chunk": 2}, 3),
+    ],
+)
+def test_decoding_tells_each_guarded_call(
+    model_folder: Callable[..., Path], variant: str, shape: tuple[int, ...], options: Mapping[str, Any], calls: int
+) -> None:
+    told: Told = []
+    latents = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    handle = opened(model_folder(variant))
+    _, report = decode(handle, latents, **options, progress=lambda *call: told.append(call))
+    assert len(report.steps) == calls
+    assert told == each_of(calls, "decoding")
+
+
+@pytest.mark.parametrize(("frames", "calls"), [(1, 1), (9, 1), (17, 2)])
+def test_encoding_a_video_tells_each_guarded_call(model_folder: Callable[..., Path], frames: int, calls: int) -> None:
+    told: Told = []
+    counting = vae.Calls("encoding video, call", lambda *call: told.append(call))
+    shell, report = vae.guarded_encoder(opened(model_folder("2b")), None, counting)
+    with torch.no_grad():
+        shell.encode(torch.zeros(1, 3, frames, 32, 32))
+    assert len(report.steps) == calls
+    assert told == each_of(calls, "encoding video, call")
+
+
+def test_encoding_tells_each_prompt_that_is_new(model_folder: Callable[..., Path]) -> None:
+    handle = opened(model_folder("2b"))
+    told: Told = []
+
+    def encode(*prompts: str) -> Told:
+        told.clear()
+        encode_prompts(handle, list(prompts), progress=lambda *call: told.append(call))
+        return told
+
+    assert encode("a boat", "a kite") == each_of(2, "encoding prompt")
+    assert encode("a boat", "a kite") == []
+    assert encode("a boat", "grey") == each_of(1, "encoding prompt")
