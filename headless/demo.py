@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import OutputError, RunFailedError
 from .files import ensure_writable
+from .progress import libraries_without_bars
 from .settings import Setting
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def main(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     output: Path = args.out
     ensure_writable(output)
-    with _model_folder(output, keep=args.keep_model) as models:
+    with _model_folder(output, keep=args.keep_model) as models, libraries_without_bars():
         _quiet_libraries()
         print("Building a small CogVideoX whose residual stream leaves fp16's range ...", flush=True)
         size = _build(models / MODEL)
@@ -172,15 +173,12 @@ def _model_folder(output: Path, *, keep: bool) -> Generator[Path]:
 
 
 def _quiet_libraries() -> None:
-    """Progress bars and hints of the libraries would bury what the demo has to say."""
-    from transformers.utils import logging as transformers_logging
+    """Hints of the libraries would bury what the demo has to say."""
+    from diffusers.utils import logging as of_diffusers
+    from transformers.utils import logging as of_transformers
 
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    from diffusers.utils import logging as diffusers_logging
-
-    diffusers_logging.set_verbosity_error()
-    diffusers_logging.disable_progress_bar()
+    of_diffusers.set_verbosity_error()
+    of_transformers.set_verbosity_error()
 
 
 def _verdict(outcome: Outcome, reference: Outcome) -> str:

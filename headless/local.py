@@ -20,6 +20,7 @@ from . import settings, ui_format
 from .errors import HeadlessError, InterruptedRunError, RunFailedError
 from .files import PREVIEW_FOLDER, ensure_writable, file_entries
 from .graph import Graph, Link, from_api, is_ui_format
+from .progress import libraries_without_bars
 from .result import Progress, ProgressCallback, RunResult, no_progress
 from .schema import Schema
 from .validate import Plan, known_schemas, plan
@@ -76,7 +77,7 @@ def run_local(
         checked = plan(graph, node_classes)
         ensure_writable(output_dir)
         started = time.perf_counter()
-        with _stoppable(host.interrupt, timeout) as stop:
+        with _stoppable(host.interrupt, timeout) as stop, libraries_without_bars():
             outputs, results = _Runner(checked, node_classes, stop, on_progress).run()
         files = [
             output_dir / (PREVIEW_FOLDER if entry.type == "temp" else "") / entry.subfolder / entry.filename

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TextIO
 
 from .result import Progress
@@ -36,3 +38,17 @@ class ProgressPrinter:
         if self.open_line:
             print(file=self.stream, flush=True)
             self.open_line = False
+
+
+@contextmanager
+def libraries_without_bars() -> Iterator[None]:
+    """diffusers and transformers draw none while they read or write weights: nodes tell their own progress."""
+    from diffusers.utils import logging as of_diffusers
+    from transformers.utils import logging as of_transformers
+
+    with ExitStack() as restored:
+        for library in (of_diffusers, of_transformers):
+            if library.is_progress_bar_enabled():
+                library.disable_progress_bar()
+                restored.callback(library.enable_progress_bar)
+        yield

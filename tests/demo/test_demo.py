@@ -54,6 +54,14 @@ def test_it_succeeds_and_leaves_its_files_and_nothing_else(run: Any) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_pipe_gets_one_line_a_stage(run: Any) -> None:
+    """A bar's carriage returns would count as lines here."""
+    _, done = run
+    stages = ["encoding prompt ", "step 8/8, ", "decoding "] * len(demo.RUNS)
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(stages) and all(map(str.startswith, lines, stages)), done.stderr
+
+
 def test_plain_fp16_is_black_and_guarded_fp16_is_right(run: Any) -> None:
     output, _ = run
     plain, guarded, reference = (_frames(output / f"{name}.mp4") for name in ("fp16-plain", "fp16-guarded", "fp32"))
