@@ -115,6 +115,15 @@ def test_the_comfy_registry_finds_its_fields(root: Path, project: dict[str, Any]
     assert set(project["tool"]["comfy"]) >= {"PublisherId", "DisplayName"}
 
 
+def test_one_address_stands_everywhere(root: Path, project: dict[str, Any]) -> None:
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    address, publisher = project["project"]["urls"]["Repository"], project["tool"]["comfy"]["PublisherId"]
+    assert re.findall(r"^git clone (.*)$", readme, re.MULTILINE) == [address], "README.md's is not pyproject.toml's"
+    assert address.endswith("/ComfyUI-OneDiff-Guard"), "the folder that README.md's next command expects"
+    unpublished = ["__OWNER__" in text for text in (address, publisher)] + ["has no public address yet" in readme]
+    assert len(set(unpublished)) == 1, "address, publisher, README.md's sentence: all replaced, or none"
+
+
 def test_the_changelog_has_an_open_section(root: Path) -> None:
     assert "## [Unreleased]" in (root / "CHANGELOG.md").read_text(encoding="utf-8")
 
