@@ -25,6 +25,7 @@ import pytest
 
 LFS = (".safetensors", ".model", ".bin", ".ckpt", ".msgpack")
 BLOCK = 32 * 1024  # bytes sent at a time
+HANG_SECONDS = 60.0  # a bound for tests that would hang: what waits this long has not noticed
 
 
 @dataclass
@@ -72,6 +73,7 @@ class HubServer(ThreadingHTTPServer):
         self.faults = Faults()
         self.requests: list[Request] = []
         self.closing = threading.Event()
+        self.hanging: set[Any] = set()  # handlers of the requests that hang
         self._connections: list[socket.socket] = []
         self._thread = threading.Thread(target=partial(self.serve_forever, poll_interval=0.02), daemon=True)
         self._thread.start()
@@ -234,7 +236,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.request_log.sent += len(body[start : start + BLOCK])
             time.sleep(faults.seconds_per_block)
             if path in faults.hang:
-                self.server.closing.wait(30)
+                self.server.hanging.add(self)
+                self.server.closing.wait(HANG_SECONDS)
+                self.server.hanging.discard(self)
                 break
         if self.request_log.sent < len(data):
             self.close_connection = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -20,7 +21,7 @@ else:
     import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
 PACKAGE = "comfyui_onediff_guard"
-IMPORT_SECONDS = 0.050
+IMPORTED_FILES = 40  # modules; more than the nodes need at import would be late where a disk is slow
 # an in-place copy for building: neither environments nor build leftovers nor caches
 NOT_SOURCE = shutil.ignore_patterns(
     ".*", "*.egg-info", "__pycache__", "build", "dist", "input", "models", "output", "tests"
@@ -129,25 +130,27 @@ def test_the_changelog_has_an_open_section(root: Path) -> None:
 
 
 IMPORT = """
-import sys, time
+import json, sys
 import torch
-before = set(sys.modules)
-start = time.perf_counter()
+before, events = set(sys.modules), []
+sys.addaudithook(lambda name, values: events.append((name, str(values[0]) if values else "")))
 import comfyui_onediff_guard
 comfyui_onediff_guard.NODE_CLASS_MAPPINGS, comfyui_onediff_guard.NODE_DISPLAY_NAME_MAPPINGS
-print(time.perf_counter() - start)
-print(*{name.split(".")[0] for name in set(sys.modules) - before})
+told = list(events)
+print(json.dumps([sorted(set(sys.modules) - before), told]))
 """
+BY_THE_IMPORT_SYSTEM = {"import", "open", "compile", "exec", "os.listdir", "os.scandir", "marshal.loads"}
 
 
-def test_importing_the_pack_is_quick_and_loads_nothing_heavy(fresh_python: Callable[..., str]) -> None:
-    seconds, loaded = [], set()
-    for _ in range(4):
-        time, modules = fresh_python(IMPORT).splitlines()
-        seconds.append(float(time))
-        loaded.update(modules.split())
-    assert not loaded & {"diffusers", "transformers", "onediff", "onediffx", "accelerate", "oneflow", "nexfort"}
-    assert min(seconds) <= IMPORT_SECONDS, f"the quickest of {len(seconds)} took {min(seconds) * 1000:.0f} ms"
+def test_importing_the_pack_loads_its_nodes_and_does_nothing_else(fresh_python: Callable[..., str]) -> None:
+    """Then it is quick, on any machine: no library, no folder of models, no process and no network is waited for."""
+    modules, events = json.loads(fresh_python(IMPORT))
+    assert {name.split(".")[0] for name in modules} - sys.stdlib_module_names == {PACKAGE}
+    assert len(modules) <= IMPORTED_FILES
+    opened = [value for name, value in events if name == "open"]
+    assert len(opened) <= 3 * IMPORTED_FILES and all(file.endswith((".py", ".pyc")) for file in opened), opened
+    others = {name for name, _ in events} - BY_THE_IMPORT_SYSTEM
+    assert not {name for name in others if name.startswith(("os.", "shutil.", "socket.", "subprocess.", "urllib."))}
 
 
 def test_the_nodes_alone_import_without_torch(fresh_python: Callable[..., str]) -> None:

@@ -56,7 +56,7 @@ def run(server: legs.Server, prompt: dict[str, Any], client: str = "") -> tuple[
     while prompt_id not in (history := server.history()):
         assert time.monotonic() < end, server.tail()
         answers += bool(server.ask("/queue")["queue_running"])
-        time.sleep(0.2)
+        time.sleep(0.02)
     assert history[prompt_id]["status"]["status_str"] == "success", history[prompt_id]["status"]
     return history[prompt_id]["outputs"], answers
 
