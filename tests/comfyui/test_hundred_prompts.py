@@ -41,12 +41,11 @@ def graph_of(workflow: Path, number: int) -> dict[str, Any]:
         "OneDiffGuardSampleCogVideoX.frames": frames,
         "OneDiffGuardSampleCogVideoX.seed": 1000 + number,
     }
-    for node in graph.values():
-        for name, value in changes.items():
-            class_type, _, key = name.partition(".")
-            if node["class_type"] == class_type:
-                assert key in node["inputs"], name
-                node["inputs"][key] = value
+    for name, value in changes.items():
+        class_type, _, key = name.partition(".")
+        (node,) = (node for node in graph.values() if node["class_type"] == class_type)
+        assert key in node["inputs"], name
+        node["inputs"][key] = value
     return graph
 
 

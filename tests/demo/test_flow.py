@@ -60,8 +60,8 @@ def test_a_ramp_stays_a_ramp(pipeline: Any) -> None:
     assert steps.min() > 0.9 * steps.max() > 0
 
 
-@pytest.mark.parametrize("timestep", [749, 374, 124])
-def test_noise_leaves_and_the_picture_stays(pipeline: Any, noise: torch.Tensor, timestep: int) -> None:
+@pytest.mark.parametrize(("timestep", "alike"), [(749, 0.6), (374, 0.9), (124, 0.9)])
+def test_noise_leaves_and_the_picture_stays(pipeline: Any, noise: torch.Tensor, timestep: int, alike: float) -> None:
     smooth = predict(pipeline, noise, 999)
     alpha, sigma = (level[timestep].float() for level in flow_denoiser.noise_levels(pipeline.scheduler))
     fresh = torch.randn(noise.shape, generator=torch.Generator().manual_seed(4))
@@ -69,8 +69,7 @@ def test_noise_leaves_and_the_picture_stays(pipeline: Any, noise: torch.Tensor, 
     noisy[:, :, :FIELDS] += alpha * smooth
     clean = predict(pipeline, noisy, timestep)
     assert roughness(clean) < 1.1 * roughness(smooth)
-    if alpha > sigma:
-        assert torch.corrcoef(torch.stack([clean.flatten(), smooth.flatten()]))[0, 1] > 0.9
+    assert torch.corrcoef(torch.stack([clean.flatten(), smooth.flatten()]))[0, 1] > alike
 
 
 def test_videos_are_smooth_colourful_and_move_evenly(pipeline: Any, noise: torch.Tensor) -> None:

@@ -119,12 +119,10 @@ def test_a_link_out_of_the_folder_is_no_way_out(tmp_path: Path) -> None:
         resolve_prefix(out, "link/x")
 
 
-@pytest.mark.parametrize(("subfolder", "filename"), [("..", "a"), ("/etc", "a"), ("", "../a"), ("", "/a"), ("", "")])
+@pytest.mark.parametrize(("subfolder", "filename"), [("..", "a"), ("/etc", "a"), ("", "../a"), ("", "/a")])
 def test_entries_that_lead_out(subfolder: str, filename: str) -> None:
-    entry = FileEntry(filename, subfolder)
-    if filename:
-        with pytest.raises(OutputError):
-            _ = entry.folder
+    with pytest.raises(OutputError, match="outside the output folder"):
+        _ = FileEntry(filename, subfolder).folder
 
 
 def test_entries_are_found_under_any_key() -> None:

@@ -49,6 +49,7 @@ def test_every_family_can_be_measured(model_folder: Any, model: str) -> None:
     handle.store.attention.clear()
     report, _ = run(handle, SIZES.get(model, Size(64, 64)))
     assert report.backend_reason.endswith("attention: PyTorch's own choice, measured the fastest here")
+    assert handle.store.attention
     for choice in handle.store.attention.values():
         assert all(timing.seconds > 0 for timing in choice.timings.values()), choice
 

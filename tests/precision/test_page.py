@@ -116,11 +116,12 @@ def test_every_link_leads_somewhere(root: Path) -> None:
     anchors = {
         re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in re.findall(r"^##+ (.+)$", PAGE, re.M)
     }
-    for target in re.findall(r"\]\(([^)]+)\)", body):
-        if target.startswith("#"):
-            assert target[1:] in anchors
-        else:
-            assert target.startswith("https://") or (root / "docs" / target).exists(), target
+    targets = set(re.findall(r"\]\(([^)]+)\)", body))
+    inside = {target[1:] for target in targets if target.startswith("#")}
+    pages = {target for target in targets if target.startswith("https://")}
+    files = targets - pages - {f"#{anchor}" for anchor in inside}
+    assert inside <= anchors
+    assert pages and not [target for target in files if not (root / "docs" / target).exists()]
 
 
 def test_every_architecture_has_its_row_with_its_source() -> None:

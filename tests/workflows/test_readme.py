@@ -65,5 +65,7 @@ def test_exit_codes_and_core_nodes_are_named() -> None:
 
 
 def test_every_link_and_picture_is_there() -> None:
-    for target in re.findall(r"\]\(([^)#\s]+)\)", README):
+    targets = re.findall(r"\]\(([^)#\s]+)\)", README)
+    assert targets
+    for target in targets:
         assert target.startswith("https://") or (ROOT / target).exists(), target

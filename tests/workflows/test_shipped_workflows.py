@@ -83,13 +83,12 @@ def test_there_is_a_small_picture_of_every_workflow(path: Path) -> None:
     assert data.startswith(b"\xff\xd8\xff") and len(data) < 40_000
 
 
-@pytest.mark.parametrize("path", UI_FILES, ids=stem)
+@pytest.mark.parametrize("path", sorted(WORKFLOWS.glob("*_guarded.json")), ids=stem)
 def test_a_guarded_workflow_has_guard_and_report(path: Path) -> None:
     own = api_graph(WORKFLOWS / "api" / path.name).class_types()
     both = {"OneDiffGuardNaNGuard", "OneDiffGuardPrecisionReport"}
-    if path.stem.endswith("_guarded"):
-        twin = api_graph(WORKFLOWS / "api" / path.name.replace("_guarded", "")).class_types()
-        assert own == twin | both and not twin & both
+    twin = api_graph(WORKFLOWS / "api" / path.name.replace("_guarded", "")).class_types()
+    assert own == twin | both and not twin & both
 
 
 @pytest.mark.parametrize("name", LOADERS)
@@ -263,11 +262,12 @@ def test_the_browser_learns_which_pack_a_missing_node_is_in(path: Path) -> None:
 
 @pytest.mark.parametrize("path", UI_FILES, ids=stem)
 def test_the_seed_is_followed_by_its_control(path: Path) -> None:
+    controls: list[str] = []
     for node in read(path)["nodes"]:
         spec: Schema | None = SCHEMAS.get(node["type"])
         if spec is None:
             continue
         names = [name for w in spec.widgets for name in ([w.name, "control"] if w.may_have_control else [w.name])]
         assert len(node["widgets_values"]) == len(names), node["type"]
-        if "control" in names:
-            assert node["widgets_values"][names.index("control")] in ui_format.CONTROL_VALUES
+        controls += [value for name, value in zip(names, node["widgets_values"], strict=True) if name == "control"]
+    assert controls and set(controls) <= set(ui_format.CONTROL_VALUES)
