@@ -237,7 +237,8 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(faults.seconds_per_block)
             if path in faults.hang:
                 self.server.hanging.add(self)
-                self.server.closing.wait(HANG_SECONDS)
+                if not self.server.closing.wait(HANG_SECONDS):
+                    faults.hang.discard(path)
                 self.server.hanging.discard(self)
                 break
         if self.request_log.sent < len(data):

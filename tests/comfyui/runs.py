@@ -12,7 +12,7 @@ from typing import Any
 
 import av
 import numpy as np
-from legs import Server
+from legs import HANG_SECONDS, Server
 from PIL import Image, ImageSequence
 
 HEALTHY = "small-healthy"  # names of the small models in models/diffusers
@@ -48,7 +48,7 @@ def start(
 ) -> subprocess.Popen[str]:
     """Start `onediff-guard run --server` on a workflow. folder: gets the results. changes: become --set."""
     command = [sys.executable, "-m", "comfyui_onediff_guard.headless", "run", str(workflow)]
-    command += ["--server", server.url, "--out", str(folder / "out"), "--json", "--timeout", "240"]
+    command += ["--server", server.url, "--out", str(folder / "out"), "--json", "--timeout", str(HANG_SECONDS)]
     for name, value in (changes or {}).items():
         command += ["--set", f"{name}={json.dumps(value)}"]
     return subprocess.Popen(
@@ -58,7 +58,7 @@ def start(
 
 def finish(child: subprocess.Popen[str], server: Server) -> Ran:
     try:
-        stdout, stderr = child.communicate(timeout=300)
+        stdout, stderr = child.communicate(timeout=2 * HANG_SECONDS)
     except subprocess.TimeoutExpired:
         child.kill()
         raise AssertionError(f"onediff-guard run does not end\n{server.tail()}") from None

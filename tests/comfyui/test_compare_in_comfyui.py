@@ -30,7 +30,15 @@ def start_compare(server: legs.Server, tmp_path: Path) -> Callable[..., subproce
     def start(precisions: str, **changes: Any) -> subprocess.Popen[str]:
         sets = OVERFLOWS | {f"OneDiffGuard{name.replace('__', '.')}": value for name, value in changes.items()}
         command = [sys.executable, "-m", "comfyui_onediff_guard.headless", "compare", str(server.leg.workflow)]
-        command += ["--server", server.url, "--out", str(tmp_path / "out"), "--json", "--timeout", "240"]
+        command += [
+            "--server",
+            server.url,
+            "--out",
+            str(tmp_path / "out"),
+            "--json",
+            "--timeout",
+            str(legs.HANG_SECONDS),
+        ]
         command += ["--precisions", precisions]
         command += [part for name, value in sets.items() for part in ("--set", f"{name}={json.dumps(value)}")]
         return subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -72,8 +80,9 @@ def test_an_interrupt_ends_the_comparison_and_leaves_nothing(
 ) -> None:
     child = start_compare("fp16", SampleCogVideoX__steps=1000, SampleCogVideoX__seed=31)
     server.wait_until_running()
-    time.sleep(1)
-    server.ask("/interrupt", {})
+    while child.poll() is None:  # ComfyUI forgets a request that comes before the graph has begun
+        server.ask("/interrupt", {})
+        time.sleep(0.2)
     ran = finish(child, server)
     assert ran.code == 130, ran.answer
     assert "in fp16:" not in ran.stderr

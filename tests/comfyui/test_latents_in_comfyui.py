@@ -34,10 +34,10 @@ def models(server: legs.Server, model_folder: Callable[..., Path]) -> dict[str, 
     return {family: f"saved-{family}" for family in FAMILIES}
 
 
-def ran(server: legs.Server, graph: Graph, seconds: float = 240.0) -> dict[str, Any]:
+def ran(server: legs.Server, graph: Graph) -> dict[str, Any]:
     """What the history says of it."""
     prompt_id = server.ask("/prompt", {"prompt": graph})["prompt_id"]
-    end = time.monotonic() + seconds
+    end = time.monotonic() + legs.HANG_SECONDS
     while prompt_id not in server.history():
         assert time.monotonic() < end, server.tail()
         time.sleep(0.1)

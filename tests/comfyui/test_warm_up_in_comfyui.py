@@ -34,7 +34,6 @@ DECODE: dict[str, Any] = {
     "precision": "inherit",
 }
 TEXT_EVENT = 3  # of the websocket's binary messages: its number, the length of the node's id, the id, the text
-SECONDS = 300.0
 
 
 def graph(*more: tuple[str, dict[str, Any]]) -> dict[str, Any]:
@@ -52,7 +51,7 @@ def run(server: legs.Server, prompt: dict[str, Any], client: str = "") -> tuple[
     queued = server.ask("/prompt", {"prompt": prompt, "client_id": client})
     prompt_id = queued["prompt_id"]
     assert not queued["node_errors"], queued["node_errors"]
-    answers, end = 0, time.monotonic() + SECONDS
+    answers, end = 0, time.monotonic() + legs.HANG_SECONDS
     while prompt_id not in (history := server.history()):
         assert time.monotonic() < end, server.tail()
         answers += bool(server.ask("/queue")["queue_running"])
@@ -96,7 +95,7 @@ def test_a_size_that_cannot_be_is_named_and_the_next_run_works(server: legs.Serv
     wrong = graph()
     wrong["2"]["inputs"] = WARM_UP | {"sizes": "96×64\n90×64"}
     prompt_id = server.ask("/prompt", {"prompt": wrong})["prompt_id"]
-    end = time.monotonic() + SECONDS
+    end = time.monotonic() + legs.HANG_SECONDS
     while prompt_id not in (history := server.history()):
         assert time.monotonic() < end, server.tail()
         time.sleep(0.2)
