@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from . import host, inputs
-from .run import requested, running, ui
+from .run import counted, requested, running, ui
 
 if TYPE_CHECKING:
     from ..pipelines.handle import PipelineHandle
@@ -68,6 +68,6 @@ class DecodeLatents:
                 chunk=chunk,
                 request=requested(precision),
                 made_by=latents.get("made_by"),
-                progress=progress.told,
+                progress=counted(progress),
             )
         return {"ui": ui(report, node_id), "result": (images,)}

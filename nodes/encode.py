@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from . import host, inputs
-from .run import requested, running, ui
+from .run import counted, requested, running, ui
 
 if TYPE_CHECKING:
     from ..pipelines.handle import PipelineHandle
@@ -48,7 +48,7 @@ class EncodePrompt:
         with running(pipeline):
             with host.Progress(0, node_id) as progress:
                 embeddings, report = encode_prompts(
-                    pipeline, [prompt, negative_prompt], requested(precision), progress.told
+                    pipeline, [prompt, negative_prompt], requested(precision), counted(progress)
                 )
             shown = ui(report, node_id, *report.notes)
         positive, negative = ([[tensor, {}]] for tensor in embeddings)

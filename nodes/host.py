@@ -168,16 +168,13 @@ def say(node_id: str | None, text: str) -> None:
 
 class Progress:
     """A progress bar with a line of text; raises when the run was asked to stop. total: 0 where not known yet.
-
-    Without ComfyUI the bar is on standard error. Where that is no terminal, one line at the end stands for it.
-    """
+    Without ComfyUI it is on standard error: where that is no terminal, as one line at the end."""
 
     def __init__(self, total: int, node_id: str | None, unit: str = "it"):
         self._total = total
         self._node_id = node_id
         self._unit = unit
-        self._done = 0
-        self._text = ""
+        self._done, self._text = 0, ""
         self._bar: Any = None
 
     def __enter__(self) -> Progress:
@@ -207,10 +204,6 @@ class Progress:
     def tell(self, text: str) -> None:
         """Another line of text, while as much is done as before. Raises as `update` does."""
         self.update(self._done, text)
-
-    def told(self, done: int, total: int, text: str) -> None:
-        """`update`, as stages call it that count what they do."""
-        self.update(done, text, total)
 
     def __exit__(self, *_: object) -> None:
         if hasattr(self._bar, "close"):

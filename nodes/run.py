@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,11 @@ def running(pipeline: PipelineHandle) -> Generator[None]:
         host.release_cached_memory(pipeline.store.placement.device)
         raise
     host.linger(pipeline.store)
+
+
+def counted(progress: host.Progress) -> Callable[[int, int, str], None]:
+    """What stages tell of their calls, on the node."""
+    return lambda done, total, text: progress.update(done, text, total)
 
 
 def ui(report: RunReport, node_id: str | None, *more: str) -> dict[str, list[Any]]:
