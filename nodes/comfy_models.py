@@ -10,17 +10,16 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from ..pipelines.errors import BadInput
 from ..precision.arch import detect
+from ..precision.clips import Clips
 from ..precision.guard import GuardPolicy, StageGuard
-from ..precision.observe import largest
 from ..precision.policy import Component
 from ..precision.report import RunReport
 from . import host
@@ -72,7 +71,6 @@ class _Stage:
     device: torch.device
     attempt: Callable[..., Any]
     rerun: Callable[..., Any]
-    peak_inside: Callable[[], torch.Tensor | None] | None = None
 
 
 class _Guarding:
@@ -132,16 +130,17 @@ class _Run:
 
     def _guarding(self, stage: _Stage) -> StageGuard:
         architecture, plan = detect(stage.device), comfy_plan(stage.component, stage.model, stage.dtype)
+        clips = Clips(plan.dtype)
         return StageGuard(
             stage.component.value,
-            stage.attempt,
+            clips.watched(stage.attempt),
             rerun=stage.rerun,
             owner=stage.network,
             dtype=plan.dtype,
             policy=self._policy,
             report=RunReport(stage.model, str(architecture), plan),
             tf32=architecture.tf32,
-            peak_inside=stage.peak_inside,
+            peak_inside=clips.take,
         )
 
 
@@ -162,45 +161,15 @@ class _ModelGuard(_Guarding):
 
 
 def _denoiser(call: ModelCall) -> _Stage:
-    clips = _Clips() if call.dtype is torch.float16 and _clips(call.network) else None
-
-    def attempt(**arguments: Any) -> Any:
-        with clips or nullcontext():
-            return apply_model(**arguments)
-
     return _Stage(
         model=call.name,
         component=Component.DENOISER,
         network=call.network,
         dtype=call.dtype,
         device=call.device,
-        attempt=attempt,
+        attempt=apply_model,
         rerun=apply_model_in_fp32,
-        peak_inside=clips.take if clips else None,
     )
-
-
-class _Clips(TorchFunctionMode):
-    """Sees the largest |x| that a model hands to `nan_to_num`: Flux and others hide in fp16 what overflowed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._peaks: list[torch.Tensor] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.nan_to_num:
-            self._peaks.append(largest(args[0]))
-        return func(*args, **(kwargs or {}))
-
-    def take(self) -> torch.Tensor | None:
-        """Of the latest attempt, as a scalar; inf or NaN where something was hidden."""
-        peaks, self._peaks = self._peaks, []
-        return torch.stack(peaks).amax() if peaks else None
-
-
-def _clips(network: torch.nn.Module) -> bool:
-    forwards = (getattr(type(layer).forward, "__code__", None) for layer in network.modules())
-    return any("nan_to_num" in code.co_names for code in forwards if code)
 
 
 # --- VAE --------------------------------------------------------------------------------------------------------------

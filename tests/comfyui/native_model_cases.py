@@ -46,7 +46,7 @@ def case_healthy() -> dict[str, Any]:
             results[f"{name}, {dtype}, plain"] = sample(patcher, layout)
             results[f"{name}, {dtype}, guarded"] = sample(guarded(patcher), layout)
             results[f"{name}, {dtype}, fp32"] = sample(in_fp32(patcher, layout), layout)
-    return results | {"said": list(said)}
+    return results | {"said": list(said), "layouts": list(LAYOUTS)}
 
 
 def case_overflow() -> dict[str, Any]:
@@ -59,7 +59,8 @@ def case_overflow() -> dict[str, Any]:
             results[f"{name}, {dtype}, guarded"] = sample(guarded(patcher), layout)
             results[f"{name}, {dtype}, fp32"] = sample(in_fp32(patcher, layout), layout)
             results[f"{name}, {dtype}, said"] = list(said)
-    return results
+    clips = hasattr(import_module("comfy.ldm.lumina.model"), "clamp_fp16")
+    return results | {"Lumina2 clips": clips}
 
 
 def case_comes_off() -> dict[str, Any]:

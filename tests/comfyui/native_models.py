@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -75,6 +76,40 @@ WAN = {
     "num_heads": 2,
     "num_layers": 2,
 }
+LUMINA2 = {
+    "image_model": "lumina2",
+    "in_channels": 16,
+    "dim": 48,  # 2 heads of 24
+    "n_layers": 2,
+    "n_refiner_layers": 1,
+    "n_heads": 2,
+    "n_kv_heads": 1,
+    "multiple_of": 16,
+    "ffn_dim_multiplier": 1.0,
+    "qk_norm": True,
+    "cap_feat_dim": 32,
+    "axes_dims": [8, 8, 8],
+    "axes_lens": [64, 64, 64],
+}
+Z_IMAGE = LUMINA2 | {
+    "dim": 256,  # its modulation has as many, at least
+    "n_kv_heads": 2,
+    "axes_dims": [32, 48, 48],
+    "z_image_modulation": True,
+    "time_scale": 1000.0,
+    "pad_tokens_multiple": 32,
+}
+ACE = {
+    "audio_model": "ace",
+    "num_layers": 2,
+    "attention_head_dim": 24,
+    "num_attention_heads": 2,
+    "text_embedding_dim": 32,
+    "lyric_encoder_vocab_size": 16,
+    "lyric_hidden_size": 32,
+    "ssl_latent_dims": [16, 16],
+}
+LYRICS = {"output_size": 32, "attention_heads": 2, "linear_units": 48, "num_blocks": 1}  # not in ACE-Step's config
 
 
 @dataclass(frozen=True)
@@ -87,6 +122,7 @@ class Layout:
     cfg: float = 4.0
     scheduler: str = "simple"
     extra: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # further conditions, by shape
+    ones: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # those that are whole numbers: masks, tokens
 
 
 LAYOUTS = {
@@ -130,7 +166,37 @@ LAYOUTS = {
         context=(1, 7, 32),
         hot={"blocks.0.ffn.0.weight": 1e5},
     ),
+    "ace": Layout(
+        "ACEStep",
+        ACE,
+        latents=(1, 8, 16, 8),
+        context=(1, 7, 32),
+        hot={"transformer_blocks.0.attn.to_out.0.weight": 1.2e5},
+        ones={"conditioning_lyrics": (1, 5)},
+    ),
+    "lumina2": Layout(
+        "Lumina2",
+        LUMINA2,
+        latents=(1, 16, 8, 8),
+        context=(1, 7, 32),
+        hot={"layers.0.feed_forward.w3.weight": 6e4},
+        ones={"attention_mask": (1, 7)},
+    ),
+    "z_image": Layout(
+        "ZImage",
+        Z_IMAGE,
+        latents=(1, 16, 8, 8),
+        context=(1, 7, 32),
+        hot={"layers.0.feed_forward.w3.weight": 6e4},
+        ones={"attention_mask": (1, 7)},
+    ),
 }
+SUPPORTED = import_module("comfy.supported_models")
+if "txt_ids_dims" in import_module("comfy.ldm.flux.model").FluxParams.__annotations__:
+    FLUX["txt_ids_dims"] = []
+_ACE_STEP = import_module("comfy.ldm.ace.model")
+_ACE_STEP.LyricEncoder = partial(_ACE_STEP.LyricEncoder, **LYRICS)
+LAYOUTS = {name: layout for name, layout in LAYOUTS.items() if hasattr(SUPPORTED, layout.config)}
 
 
 def make_model(
@@ -146,7 +212,7 @@ def make_model(
     dtype: of the weights. compute: what they are cast to at each layer; None where they are not cast. hot: overflows.
     operations: ComfyUI's layer classes; None where it shall choose.
     """
-    config = getattr(import_module("comfy.supported_models"), layout.config)(dict(layout.sizes))
+    config = getattr(SUPPORTED, layout.config)(dict(layout.sizes))
     config.set_inference_dtype(dtype, compute)
     config.custom_operations = operations
     model = config.get_model({}, "", device=CPU).eval().requires_grad_(False)
@@ -184,6 +250,7 @@ def prompts(layout: Layout, **conditions: Any) -> tuple[list[Any], list[Any]]:
         return torch.randn(shape, generator=generator)
 
     given = {name: random(shape) for name, shape in layout.extra.items()}
+    given |= {name: torch.ones(shape, dtype=torch.long) for name, shape in layout.ones.items()}
     positive, negative = ([[random(layout.context), dict(given)]] for _ in range(2))
     positive[0][1].update(conditions)
     return positive, negative

@@ -107,11 +107,16 @@ def case_compile() -> dict[str, Any]:
     """ComfyUI's own torch.compile, put on before and after the guard; the backend compiles nothing, so that it is
     quick and exact."""
     compile_model = import_module("comfy_api.torch_helpers").set_torch_compile_wrapper
-    hot, healthy = make_model(SD15, hot=True), make_model(FLUX)
+    hot, healthy, clipping = make_model(SD15, hot=True), make_model(FLUX), make_model(FLUX, hot=True)
     results = {"hot, fp32": sample(in_fp32(hot, SD15), SD15), "healthy, plain": sample(healthy, FLUX)}
+    results["clipping, fp32"] = sample(in_fp32(clipping, FLUX), FLUX)
     part, whole = ["diffusion_model.out"], ["diffusion_model"]
     for order in ("before", "after"):
-        for name, model, layout, parts in (("hot", hot, SD15, part), ("healthy", healthy, FLUX, whole)):
+        for name, model, layout, parts in (
+            ("hot", hot, SD15, part),
+            ("healthy", healthy, FLUX, whole),
+            ("clipping", clipping, FLUX, whole),
+        ):
             torch.compiler.reset()
             patcher = model.clone() if order == "before" else guarded(model).clone()
             compile_model(patcher, backend="eager", keys=parts)

@@ -41,6 +41,7 @@ def test_weights_that_are_cast_as_it_goes_are_in_fp32_in_the_rerun(ran: native.R
 def test_a_compiled_model_is_guarded(ran: native.Ran, order: str) -> None:
     assert torch.equal(ran[f"compile/healthy, {order}"], ran["compile/healthy, plain"])
     assert torch.equal(ran[f"compile/hot, {order}"], ran["compile/hot, fp32"])
+    assert torch.equal(ran[f"compile/clipping, {order}"], ran["compile/clipping, fp32"])
 
 
 @pytest.mark.parametrize("name", ["basic", "sub_quad", "split", "pytorch", "xformers", "sage", "flash"])

@@ -1,0 +1,247 @@
+"""What a model clips in fp16 is seen wherever it clips, and healthy models are left alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from comfyui_onediff_guard.precision.arch import ARCHITECTURES
+from comfyui_onediff_guard.precision.clips import Clips
+from comfyui_onediff_guard.precision.guard import GuardPolicy, StageGuard
+from comfyui_onediff_guard.precision.policy import VARIANTS, Component, Precision, choose
+from comfyui_onediff_guard.precision.report import RunReport
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.overrides import TorchFunctionMode
+
+CPU = ARCHITECTURES["cpu"]
+END = 65504.0
+Clip = Callable[[torch.Tensor], torch.Tensor]
+
+
+def as_t5_does(x: torch.Tensor) -> torch.Tensor:
+    limit = torch.where(torch.isinf(x).any(), END - 1000, END)
+    return torch.clamp(x, min=-limit, max=limit)
+
+
+def where_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x.clamp(-END + 1000, END - 1000) if torch.isinf(x).any() else x
+
+
+CLIPS: dict[str, Clip] = {
+    "torch.nan_to_num": lambda x: torch.nan_to_num(x, nan=0.0, posinf=END, neginf=-END),
+    "nan_to_num": lambda x: x.nan_to_num(),
+    "nan_to_num_": lambda x: x.nan_to_num_(0.0),
+    "torch.clamp": lambda x: torch.clamp(x, -END, END),
+    "torch.clip by name": lambda x: torch.clip(input=x, min=-END, max=END),
+    "clip": lambda x: x.clip(-END, END),
+    "clamp_": lambda x: x.clamp_(min=-END, max=END),
+    "clamp_max": lambda x: x.clamp_max(END).clamp_min(-END),
+    "bounds in tensors": as_t5_does,
+    "only where something overflowed": where_it_is,
+}
+
+
+class Clipping(nn.Module):
+    """x [batch, 8] → the same: four layers, each of whose results is clipped in fp16, in a helper."""
+
+    def __init__(self, clip: Clip, hot: float = 1.0):
+        super().__init__()
+        self.clip = clip
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(4))
+        generator = torch.Generator().manual_seed(0)
+        for layer in self.layers:
+            layer.weight.data = torch.randn((8, 8), generator=generator) * 8**-0.5
+        self.layers[1].weight.data[:4] *= hot
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            x = self.clip(x) if x.dtype == torch.float16 else x
+        return nn.functional.layer_norm(x, (8,))
+
+
+def given() -> torch.Tensor:
+    return 4 * torch.randn((2, 8), generator=torch.Generator().manual_seed(1)).half()
+
+
+def guarded(module: nn.Module, attempt: Callable[..., Any] | None = None) -> tuple[StageGuard, Clips]:
+    plan = choose(CPU, VARIANTS["CogVideoX-2B"], Component.DENOISER, Precision.FP16)
+    clips = Clips("fp16")
+    guard = StageGuard(
+        "denoiser",
+        clips.watched(attempt or module),
+        rerun=module,
+        dtype="fp16",
+        policy=GuardPolicy(),
+        report=RunReport("CogVideoX-2B", str(CPU), plan),
+        peak_inside=clips.take,
+    )
+    return guard, clips
+
+
+@pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS)
+@torch.no_grad()
+def test_what_is_clipped_is_a_failure(clip: Clip) -> None:
+    module = Clipping(clip, hot=4e4).half()
+    right = Clipping(clip, hot=4e4).half().float()(given().float())
+    wrong = module(given())
+    assert wrong.isfinite().all() and (wrong - right).norm() > 0.02 * right.norm()
+    guard, _ = guarded(module)
+    assert torch.equal(guard(given()), right)
+    (step,) = guard.report.steps
+    assert step.outcome == "rerun" and "'layers.1' reaches" in step.note
+
+
+@pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS)
+@torch.no_grad()
+def test_a_healthy_call_is_the_same_to_the_bit(clip: Clip) -> None:
+    module = Clipping(clip).half()
+    guard, _ = guarded(module)
+    for _ in range(2):
+        assert torch.equal(guard(given()), module(given()))
+    assert guard.report.reruns == 0
+
+
+@pytest.mark.parametrize(
+    ("x", "bound", "found"),
+    [
+        (70.0, END, 70.0),
+        (64992.0, END, 64992.0),
+        (END, END, END),
+        (64992.0, 64504.0, END),
+        (math.inf, 64504.0, math.inf),
+        (-math.inf, END, math.inf),
+        (math.nan, END, math.nan),
+        (math.inf, 10.0, 0.0),  # a bound of the model's own, which fp32 has too
+        (math.inf, torch.tensor(10.0), 0.0),
+        (64992.0, torch.tensor([64504.0]), END),
+    ],
+)
+def test_a_clamp_counts_where_it_changes_what_fp16_cannot_hold(x: float, bound: Any, found: float) -> None:
+    clips = Clips("fp16")
+    clips.watched(lambda tensor: (torch.isinf(tensor), tensor.clamp(-bound, bound)))(torch.tensor([x]).half())
+    peak = clips.take()
+    assert peak is not None
+    assert torch.equal(peak, torch.tensor(found)) or (math.isnan(found) and peak.isnan())
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x.clamp(min=-END),  # what makes a mask's -inf finite
+        lambda x: x.clamp(-1, 1),
+        lambda x: x.float().nan_to_num(),
+        lambda x: (x > 0).long().clamp(0, 70000),
+        lambda x: x[:0].nan_to_num(),
+    ],
+)
+def test_other_clamps_are_none_of_this(call: Clip) -> None:
+    clips = Clips("fp16")
+    clips.watched(call)(torch.full((3,), -math.inf).half())
+    assert clips.take() is None
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_only_fp16_is_watched(dtype: str) -> None:
+    calls: list[int] = []
+    clips = Clips(dtype)
+    clips.watched(modes(calls))(torch.full((1,), math.inf))
+    assert calls == [0] and clips.take() is None
+
+
+def test_each_call_is_judged_by_itself() -> None:
+    clips = Clips("fp16")
+    stage = clips.watched(CLIPS["clip"])
+    peaks = []
+    for x in (math.inf, 3.0):
+        stage(torch.tensor([x, 1.0]).half())
+        peaks.append(clips.take())
+    assert peaks == [math.inf, 3.0]
+
+
+def modes(calls: list[int]) -> Clip:
+    def stage(x: torch.Tensor) -> torch.Tensor:
+        calls.append(torch._C._len_torch_function_stack())
+        return x + 1
+
+    return stage
+
+
+def test_a_stage_that_does_not_clip_is_not_watched_after_its_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(counters["stats"], "unique_graphs", 0)
+    calls: list[int] = []
+    stage = Clips("fp16").watched(modes(calls))
+    for _ in range(3):
+        stage(torch.ones(1).half())
+    assert calls == [1, 0, 0]
+    calls.clear()
+    stage = Clips("fp16").watched(lambda x: modes(calls)(CLIPS["clip"](x)))
+    for _ in range(3):
+        stage(torch.ones(1).half())
+    assert calls == [1, 1, 1]
+
+
+def test_where_something_is_compiled_all_calls_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what is compiled would be made twice: PyTorch makes it anew where a mode comes or goes."""
+    monkeypatch.setitem(counters["stats"], "unique_graphs", 1)
+    calls: list[int] = []
+    stage = Clips("fp16").watched(modes(calls))
+    for _ in range(3):
+        stage(torch.ones(1).half())
+    assert calls == [1, 1, 1]
+
+
+def test_nothing_stays_when_the_stage_raises() -> None:
+    clips = Clips("fp16")
+
+    def stage(x: torch.Tensor) -> torch.Tensor:
+        CLIPS["clip"](x)
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        clips.watched(stage)(torch.full((1,), math.inf).half())
+    assert torch._C._len_torch_function_stack() == 0
+    clips.watched(CLIPS["clip"])(torch.ones(1).half())
+    assert clips.take() == 1.0
+
+
+def test_other_modes_stay_in_force() -> None:
+    seen: list[Any] = []
+
+    class Other(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Other():
+        Clips("fp16").watched(lambda x: x.clip(-END, END))(torch.ones(1).half())
+    assert torch.Tensor.clip in seen
+
+
+@torch.no_grad()
+def test_what_is_clipped_in_compiled_blocks_is_seen_and_they_share_their_code() -> None:
+    torch.compiler.reset()
+    module = Clipping(CLIPS["torch.nan_to_num"], hot=4e4).half()
+    compiled = Clipping(CLIPS["torch.nan_to_num"]).half()
+    compiled.load_state_dict(module.state_dict())
+
+    class Block(nn.Module):
+        def __init__(self, layer: nn.Module):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nan_to_num(self.layer(x), nan=0.0, posinf=END, neginf=-END)
+
+    for index, layer in enumerate(compiled.layers):
+        compiled.layers[index] = torch.compile(Block(layer), backend="eager")  # pyright: ignore[reportArgumentType]
+    before = counters["stats"]["unique_graphs"]
+    guard, _ = guarded(module, compiled)
+    right = Clipping(CLIPS["torch.nan_to_num"], hot=4e4).half().float()(given().float())
+    for _ in range(2):
+        assert torch.equal(guard(given()), right)
+    assert counters["stats"]["unique_graphs"] - before == 1
