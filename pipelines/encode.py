@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..precision.clips import Clips
 from ..precision.guard import StageGuard
 from ..precision.policy import Component, Precision
 from ..precision.report import RunReport
@@ -70,14 +71,17 @@ def _pipeline(handle: PipelineHandle, dtype: str, report: RunReport) -> object:
     text_encoder = handle.store.module("text_encoder", dtype, handle.offload)
     report.notes += handle.store.notes["text_encoder"]
     weights = handle.store.onloading("text_encoder", handle.offload)
+    shell, clips = weights.shell(text_encoder), Clips(dtype)  # T5 clamps at ±64504
     guard = StageGuard(
         "text_encoder",
-        weights.shell(text_encoder),
+        clips.watched(shell),
+        rerun=shell,
         owner=text_encoder,
         dtype=dtype,
         policy=handle.policy_for(report.plan),
         report=report,
         tf32=handle.architecture.tf32,
+        peak_inside=clips.take,
     )
 
     def encode(*args: Any, **kwargs: Any) -> Any:

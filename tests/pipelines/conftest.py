@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +29,39 @@ def open_pipeline() -> Callable[..., PipelineHandle]:
         )
 
     return open_folder
+
+
+@pytest.fixture
+def broken_in_half(
+    model_folder: Callable[..., Path], open_pipeline: Callable[..., PipelineHandle], tmp_path: Path
+) -> Callable[..., Path]:
+    """broken_in_half(component, how) → a folder whose component overflows fp16."""
+    from safetensors.torch import save_file
+
+    def build(component: str, how: Callable[[Any], None]) -> Path:
+        folder = shutil.copytree(model_folder("2b"), tmp_path / component)
+        module = open_pipeline(folder).store.module(component, "fp32")
+        with torch.no_grad():
+            how(module)
+        (file,) = (folder / component).glob("*.safetensors")
+        save_file({k: v.contiguous().clone() for k, v in module.state_dict().items()}, file, metadata={"format": "pt"})
+        return folder
+
+    return build
+
+
+@pytest.fixture
+def clamping_text_encoder(broken_in_half: Callable[..., Path]) -> Path:
+    """A folder whose text encoder's first attention adds what leaves fp16's range, where T5 clamps it to ±64504. Its
+    weights are the same in fp16 and fp32."""
+
+    def overflow(module: Any) -> None:
+        weight = module.encoder.block[0].layer[0].SelfAttention.o.weight
+        weight.mul_(6e4 / weight.abs().max())
+        for rounded in module.parameters():
+            rounded.copy_(rounded.half())
+
+    return broken_in_half("text_encoder", overflow)
 
 
 @pytest.fixture

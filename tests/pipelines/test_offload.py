@@ -342,6 +342,14 @@ def test_without_an_accelerator_it_is_as_model_and_says_so(model_folder):
     assert "note: offload 'group' is as 'model' here: a CPU computes in main memory" in found[2].text()
 
 
+@pytest.mark.parametrize("offload", ["model", *IN_PARTS])
+def test_a_text_encoder_that_clamps_what_overflowed_is_rerun(clamping_text_encoder, apart, offload):
+    expected, _ = encode_prompts(opened(clamping_text_encoder, "none", "fp32"), ["a red kite"])
+    found, report = encode_prompts(opened(clamping_text_encoder, offload, "fp16"), ["a red kite"])
+    assert report.reruns == 1
+    assert torch.equal(found[0], expected[0])
+
+
 @pytest.mark.parametrize("offload", IN_PARTS)
 def test_the_text_encoder_is_what_is_let_go(model_folder, apart, offload):
     handle = opened(model_folder("2b"), offload)

@@ -13,6 +13,7 @@ from comfyui_onediff_guard.pipelines.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
 from comfyui_onediff_guard.precision.accumulation import SWITCHES
 from comfyui_onediff_guard.precision.guard import GuardPolicy, GuardStopped, OnFailure
+from transformers import T5EncoderModel
 
 SMALL = SampleSettings(width=64, height=48, frames=9, steps=2, guidance_scale=6.0, seed=3, scheduler="DDIM")
 
@@ -32,23 +33,6 @@ def overflow_vae(module):
     module.decoder.conv_in.conv.bias.mul_(1e6)
 
 
-@pytest.fixture
-def broken_in_half(model_folder, open_pipeline, tmp_path):
-    """broken_in_half(component, how) → a folder whose component overflows fp16."""
-    from safetensors.torch import save_file
-
-    def build(component, how):
-        folder = shutil.copytree(model_folder("2b"), tmp_path / component)
-        module = open_pipeline(folder).store.module(component, "fp32")
-        with torch.no_grad():
-            how(module)
-        (file,) = (folder / component).glob("*.safetensors")
-        save_file({k: v.contiguous().clone() for k, v in module.state_dict().items()}, file, metadata={"format": "pt"})
-        return folder
-
-    return build
-
-
 def test_a_text_encoder_that_overflows_is_rerun(broken_in_half, open_pipeline):
     folder = broken_in_half("text_encoder", overflow_text_encoder)
     (expected, _), _ = encode_prompts(open_pipeline(folder, "fp32"), ["a boat", ""])
@@ -60,6 +44,32 @@ def test_a_text_encoder_that_overflows_is_rerun(broken_in_half, open_pipeline):
     assert (found - expected).abs().max() <= 2e-2 * expected.abs().max()
     plain = open_pipeline(folder, "fp16 (plain)")
     assert not torch.isfinite(encode_prompts(plain, ["a boat", ""])[0][0]).all()
+
+
+def test_a_text_encoder_that_clamps_what_overflowed_is_rerun(clamping_text_encoder, open_pipeline):
+    folder = clamping_text_encoder
+    expected, _ = encode_prompts(open_pipeline(folder, "fp32"), ["a boat", ""])
+    plain, unguarded = encode_prompts(open_pipeline(folder, "fp16 (plain)"), ["a boat", ""])
+    found, report = encode_prompts(open_pipeline(folder, "fp16"), ["a boat", ""])
+    for embeddings, wrong, right in zip(found, plain, expected, strict=True):
+        assert wrong.isfinite().all() and (wrong - right).norm() > 0.2 * right.norm()
+        assert torch.equal(embeddings, right)
+    assert (report.reruns, unguarded.failed) == (2, 2)
+    assert "'encoder.block.0.layer.0.SelfAttention.o' reaches" in report.steps[0].note
+
+
+def test_a_text_encoder_that_clamps_nothing_is_the_same_to_the_bit(model_folder, open_pipeline):
+    plain, _ = encode_prompts(open_pipeline(model_folder("2b"), "fp16 (plain)"), ["a boat", ""])
+    text_encoder = T5EncoderModel.from_pretrained(model_folder("2b") / "text_encoder", dtype=torch.float16)
+    handle = open_pipeline(model_folder("2b"), "fp16")
+    found, report = encode_prompts(handle, ["a boat", ""])
+    tokens = handle.store.unweighted("tokenizer")(
+        "a boat", padding="max_length", max_length=found[0].shape[1], return_tensors="pt"
+    ).input_ids
+    with torch.no_grad():
+        assert torch.equal(found[0], text_encoder(tokens).last_hidden_state.float())
+    assert all(map(torch.equal, found, plain))
+    assert report.reruns == 0
 
 
 def test_embeddings_that_came_out_broken_are_not_remembered(broken_in_half, open_pipeline):
