@@ -20,7 +20,7 @@ from ..precision.dtypes import DTYPES, dtype_name
 from ..precision.guard import GuardStopped
 from ..precision.observe import floating, non_finite
 from ..precision.policy import Component, Plan
-from ..precision.upcast import RerunUnsupported
+from .comfy_products import products_in_fp32
 
 KEY = "onediff_guard"  # of our wrappers on a MODEL
 ATTENTION_OVERRIDE = "optimized_attention_override"  # in transformer_options
@@ -119,9 +119,9 @@ def apply_model(
 
 
 def apply_model_in_fp32(*, executor: Any, transformer_options: dict[str, Any], **call: Any) -> Any:
-    _refuse_fp8_products(executor.class_obj.diffusion_model)
     options = {**transformer_options, ATTENTION_OVERRIDE: _attention_in_fp32}
-    made = apply_model(executor=executor, transformer_options=options, **call)
+    with products_in_fp32(executor.class_obj.diffusion_model):
+        made = apply_model(executor=executor, transformer_options=options, **call)
     call["memory"].keep()
     return made
 
@@ -165,15 +165,6 @@ def _attention_in_fp32(chosen: Callable[..., Any], *args: Any, **kwargs: Any) ->
     if getattr(chosen, "__name__", "") not in TAKE_FP32:
         chosen = sys.modules["comfy.ldm.modules.attention"].attention_pytorch
     return chosen(*args, **kwargs)
-
-
-def _refuse_fp8_products(network: torch.nn.Module) -> None:
-    for name, layer in network.named_modules():
-        if type(layer).__qualname__.startswith("fp8_ops.") and layer.weight.dtype is torch.float8_e4m3fn:
-            raise RerunUnsupported(
-                f"'{name}' multiplies in fp8 (ComfyUI's --fast fp8_matrix_mult), which rounds what goes into it: "
-                "a rerun would not be fp32. Start ComfyUI without it."
-            )
 
 
 def comfy_plan(component: Component, model: str, computes_in: torch.dtype) -> Plan:

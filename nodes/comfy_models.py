@@ -7,11 +7,11 @@ A VAE has no wrappers, so its copy gets a shell of the network whose `decode` an
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from ..precision.policy import Component
 from ..precision.report import RunReport
 from . import host
 from .comfy_calls import ModelCall, apply_model, apply_model_in_fp32, around_apply_model, comfy_plan, wrapped
+from .comfy_products import rerun_from
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,7 @@ class _Run:
         self._node_id = node_id
         self._steps = steps
         self._guard: StageGuard | None = None
+        self._reference = ""  # what a rerun computes from, where that needs a word
 
     def call(self, make_stage: Callable[[], _Stage], *args: Any, **kwargs: Any) -> Any:
         self._guard = self._guard or self._guarding(make_stage())
@@ -124,13 +126,16 @@ class _Run:
         report = self._guard.report
         report.calls_per_step = -(-len(report.steps) // self._steps) if self._steps else 1
         notes = dict.fromkeys(step.note for step in report.steps if step.note)
-        text = "\n".join((report.summary(), *list(notes)[:1]))
+        if report.reruns and self._reference:
+            report.note(self._reference)
+        text = "\n".join((report.summary(), *list(notes)[:1], *report.notes))
         host.say(self._node_id, text)
         logger.log(logging.WARNING if notes or report.failed else logging.INFO, "NaN Guard: %s", text)
 
     def _guarding(self, stage: _Stage) -> StageGuard:
         architecture, plan = detect(stage.device), comfy_plan(stage.component, stage.model, stage.dtype)
         clips = Clips(plan.dtype)
+        self._reference = rerun_from(stage.network)
         return StageGuard(
             stage.component.value,
             clips.watched(stage.attempt),
@@ -183,11 +188,11 @@ def _guarded_network(
     def stage() -> _Stage:
         return _Stage(type(network).__name__, component, network, vae.vae_dtype, vae.device, method, method)
 
-    return functools.wraps(method)(lambda *args, **kwargs: guard.call(stage, *args, **kwargs))
+    return wraps(method)(lambda *args, **kwargs: guard.call(stage, *args, **kwargs))
 
 
 def _as_one_run(guard: _Guarding, method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
+    @wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
         with guard.run():
             return method(*args, **kwargs)

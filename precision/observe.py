@@ -34,7 +34,9 @@ def floating(tree: Any) -> list[torch.Tensor]:
 
 
 def non_finite(tensor: torch.Tensor) -> int:
-    return int((~torch.isfinite(tensor.detach())).sum())
+    """How many values are. fp8 is looked at in float32: PyTorch has no isfinite for it."""
+    tensor = tensor.detach()
+    return int((~torch.isfinite(tensor.float() if tensor.itemsize < 2 else tensor)).sum())
 
 
 def largest(tree: Any) -> torch.Tensor:

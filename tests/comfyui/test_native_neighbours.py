@@ -56,10 +56,6 @@ def test_another_packs_attention_gives_way_in_the_rerun(ran: native.Ran) -> None
     assert torch.equal(ran["override/guarded"], ran["override/fp32"])
 
 
-def test_fp8_products_are_refused_by_name(ran: native.Ran) -> None:
-    assert ran["fp8_products/error"].startswith("RerunUnsupported: 'time_embed.0' multiplies in fp8")
-
-
 @pytest.mark.parametrize("layout", ["sd15", "svd", "flux"])
 def test_a_fault_in_one_step_costs_one_step(ran: native.Ran, layout: str) -> None:
     guarded, fp32 = ran[f"a_fault_in_one_step/{layout}, guarded"], ran[f"a_fault_in_one_step/{layout}, fp32"]

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 from blocky import Gain, hooks
-from comfyui_onediff_guard.precision.observe import BlockOutputs, first_broken, largest, leaf_peaks
+from comfyui_onediff_guard.precision.observe import BlockOutputs, first_broken, largest, leaf_peaks, non_finite
 from torch import nn
 
 
@@ -109,3 +109,10 @@ def test_block_outputs_are_seen_and_the_module_is_not_touched():
 def test_the_largest_of_a_nest_of_tensors():
     assert largest([torch.tensor([1.0, -7.0]), (torch.tensor(3), {"a": torch.ones(2).half()})]) == 7.0
     assert largest([torch.tensor(3), "text", torch.empty(0)]) == 0.0
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32]
+)
+def test_broken_values_are_counted_in_every_dtype_that_weights_are_stored_in(dtype):
+    assert non_finite(torch.tensor([1.0, math.nan, 2.0, math.nan]).to(dtype)) == 2
