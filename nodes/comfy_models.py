@@ -9,15 +9,16 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import wraps
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial, wraps
 from typing import Any
 
 import torch
 
 from ..pipelines.errors import BadInput
-from ..precision.arch import detect
+from ..precision.accumulation import accumulation, decide
+from ..precision.arch import detect, present
 from ..precision.clips import Clips
 from ..precision.guard import GuardPolicy, StageGuard
 from ..precision.policy import Component
@@ -108,12 +109,14 @@ class _Run:
         self._steps = steps
         self._guard: StageGuard | None = None
         self._reference = ""  # what a rerun computes from, where that needs a word
+        self._switched: Callable[[], Any] = partial(nullcontext, ())  # bf16 and fp32 need no switch
 
     def call(self, make_stage: Callable[[], _Stage], *args: Any, **kwargs: Any) -> Any:
         self._guard = self._guard or self._guarding(make_stage())
         report = self._guard.report
         before = report.reruns + report.failed
-        made = self._guard(*args, **kwargs)
+        with self._switched() as report.switches:
+            made = self._guard(*args, **kwargs)
         if report.reruns + report.failed > before:
             last = report.steps[-1]
             host.say(self._node_id, f"call {last.step + 1}: {last.note or last.outcome}")
@@ -128,12 +131,20 @@ class _Run:
         notes = dict.fromkeys(step.note for step in report.steps if step.note)
         if report.reruns and self._reference:
             report.note(self._reference)
+        if any(switch.set_by == "onediff-guard" for switch in report.switches):
+            report.note(f"half-precision accumulation: {report.plan.accumulation} ({report.plan.accumulation_reason})")
         text = "\n".join((report.summary(), *list(notes)[:1], *report.notes))
         host.say(self._node_id, text)
         logger.log(logging.WARNING if notes or report.failed else logging.INFO, "NaN Guard: %s", text)
 
     def _guarding(self, stage: _Stage) -> StageGuard:
         architecture, plan = detect(stage.device), comfy_plan(stage.component, stage.model, stage.dtype)
+        if plan.dtype == "fp16":
+            others = present()
+            decision = decide(architecture, others=others)
+            why = {"accumulation_reason": decision.reason_on(architecture), "accumulation_source": decision.source}
+            plan = replace(plan, accumulation=decision.mode.value, **why)
+            self._switched = partial(accumulation, architecture, others=others)
         clips = Clips(plan.dtype)
         self._reference = rerun_from(stage.network)
         return StageGuard(

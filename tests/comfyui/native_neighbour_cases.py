@@ -3,6 +3,8 @@ judged in test_native_neighbours.py."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -10,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from native_in_comfyui import node, said
+from native_in_comfyui import error_of, node, said
 from native_models import CPU, LAYOUTS, in_fp32, make_model, sample
 
 SD15, FLUX = LAYOUTS["sd15"], LAYOUTS["flux"]
@@ -179,6 +181,50 @@ def case_override() -> dict[str, Any]:
     patcher.model_options["transformer_options"]["optimized_attention_override"] = override
     results = {"guarded": sample(patcher, SD15), "fp32": sample(in_fp32(hot, SD15), SD15)}
     return results | {"called": sorted(set(map(str, seen)))}
+
+
+def case_accumulation() -> dict[str, Any]:
+    """The switches as the model sees them in each call, on a card that sums wrong in half precision and on one that
+    does not; with an attempt, its rerun, and a call that raises."""
+    pack = sys.modules["custom_nodes_pack.nodes.comfy_models"]
+    rows = sys.modules["custom_nodes_pack.precision.arch"].ARCHITECTURES
+    results: dict[str, Any] = {}
+    detect = pack.detect
+    before = _switches()
+    for card, dtype in (("sm80", torch.float16), ("sm70", torch.float16), ("sm80", torch.bfloat16)):
+        for name, model in (("healthy", make_model(SD15, dtype)), ("hot", make_model(SD15, dtype, hot=True))):
+            seen: list[str] = []
+            patcher = model.clone()
+            patcher.add_wrapper_with_key(KINDS.DIFFUSION_MODEL, "look", _looking(seen))
+            said.clear()
+            pack.detect = lambda _device, card=card: rows[card]
+            try:
+                results[f"{card}, {dtype}, {name}"] = sample(guarded(patcher), SD15)
+            finally:
+                pack.detect = detect
+            results[f"{card}, {dtype}, {name}, seen"] = seen
+            results[f"{card}, {dtype}, {name}, said"] = said[-1]
+            results[f"{card}, {dtype}, {name}, restored"] = _switches() == before
+    broken = make_model(SD15).clone()
+    broken.add_wrapper_with_key(KINDS.DIFFUSION_MODEL, "raises", _raising)
+    return results | {"error": error_of(lambda: sample(guarded(broken), SD15)), "restored": _switches() == before}
+
+
+def _switches() -> str:
+    attention = os.environ.get("ONEFLOW_ATTENTION_ALLOW_HALF_PRECISION_ACCUMULATION", "unset")
+    return f"{attention}, {torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction}"
+
+
+def _looking(seen: list[str]) -> Callable[..., Any]:
+    def wrapper(executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append(f"{x.dtype}: {_switches()}")
+        return executor(x, *args, **kwargs)
+
+    return wrapper
+
+
+def _raising(_executor: Any, *_args: Any, **_kwargs: Any) -> Any:
+    raise ValueError(_switches())
 
 
 def case_a_fault_in_one_step() -> dict[str, Any]:

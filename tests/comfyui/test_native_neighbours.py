@@ -56,6 +56,29 @@ def test_another_packs_attention_gives_way_in_the_rerun(ran: native.Ran) -> None
     assert torch.equal(ran["override/guarded"], ran["override/fp32"])
 
 
+@pytest.mark.parametrize(
+    ("run", "seen"),
+    {
+        "sm80, torch.float16, healthy": ["torch.float16: 0, False"] * 3,
+        "sm80, torch.float16, hot": ["torch.float16: 0, False", "torch.float32: 0, False"],
+        "sm70, torch.float16, healthy": ["torch.float16: 1, True"] * 3,
+        "sm80, torch.bfloat16, healthy": ["torch.bfloat16: unset, True"] * 3,
+    }.items(),
+    ids=str,
+)
+def test_the_accumulation_switches_are_held_while_a_call_runs(ran: native.Ran, run: str, seen: list[str]) -> None:
+    assert sorted(set(ran[f"accumulation/{run}, seen"])) == sorted(set(seen))
+    assert ran[f"accumulation/{run}, restored"]
+    said = ran[f"accumulation/{run}, said"]
+    assert ("half-precision accumulation" in said) == ("float16, " in run and "bfloat16" not in run)
+    assert len(ran[f"accumulation/{run}, seen"]) >= len(seen)
+
+
+def test_the_accumulation_switches_are_put_back_after_an_error(ran: native.Ran) -> None:
+    assert ran["accumulation/error"].startswith("ValueError: 0, ")  # the CPU's, which nobody reported
+    assert ran["accumulation/restored"]
+
+
 @pytest.mark.parametrize("layout", ["sd15", "svd", "flux"])
 def test_a_fault_in_one_step_costs_one_step(ran: native.Ran, layout: str) -> None:
     guarded, fp32 = ran[f"a_fault_in_one_step/{layout}, guarded"], ran[f"a_fault_in_one_step/{layout}, fp32"]

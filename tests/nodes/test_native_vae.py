@@ -1,0 +1,109 @@
+"""NaN Guard (VAE) on a VAE of few lines: the switches and clips that a call sees, without ComfyUI."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from comfyui_onediff_guard.nodes import comfy_models
+from comfyui_onediff_guard.nodes.comfy_models import guarded_vae
+from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH, SWITCHES
+from comfyui_onediff_guard.precision.arch import ARCHITECTURES
+from comfyui_onediff_guard.precision.guard import GuardPolicy
+from torch import nn
+
+
+class Network(nn.Module):
+    """Decodes by a product and a clip in a helper."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4, bias=False)
+        self.seen: list[tuple[Any, ...]] = []
+        self.raises = False
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        self.seen.append((latents.dtype, os.environ.get(ATTENTION_SWITCH), reduction()))
+        if self.raises:
+            raise ValueError("broken")
+        return torch.tanh(clipped(self.layer(latents)) / 1e5)
+
+    encode = decode
+
+
+def clipped(x: torch.Tensor) -> torch.Tensor:
+    return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
+
+
+def reduction() -> bool:
+    return bool(torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction)
+
+
+class Vae:
+    """As ComfyUI's."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.vae_dtype, self.device = dtype, torch.device("cpu")
+        self.first_stage_model = Network().to(dtype).requires_grad_(False)
+        self.first_stage_model.layer.weight.copy_(torch.diag(torch.tensor([1.0, 1.0, 1.0, 4e4])))
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        return self.first_stage_model.decode(latents.to(self.vae_dtype)).float()
+
+    decode_tiled = encode = encode_tiled = decode
+
+
+@pytest.fixture
+def on_card(monkeypatch: pytest.MonkeyPatch) -> Any:
+    for name in SWITCHES:
+        monkeypatch.delenv(name, raising=False)
+
+    def card(name: str) -> None:
+        monkeypatch.setattr(comfy_models, "detect", lambda _device: ARCHITECTURES[name])
+
+    return card
+
+
+@pytest.mark.parametrize(
+    ("card", "dtype", "switch", "sums"),
+    [
+        ("sm80", torch.float16, "0", False),
+        ("sm70", torch.float16, "1", True),
+        ("sm80", torch.bfloat16, None, True),
+        ("sm80", torch.float32, None, True),
+    ],
+)
+def test_the_accumulation_switches_are_held_while_a_call_runs(
+    on_card: Any, card: str, dtype: torch.dtype, switch: str | None, sums: bool
+) -> None:
+    on_card(card)
+    vae = Vae(dtype)
+    guarded_vae(vae, GuardPolicy(), None).decode(torch.ones(1, 4))
+    assert vae.first_stage_model.seen == [(dtype, switch, sums)]
+    assert (os.environ.get(ATTENTION_SWITCH), reduction()) == (None, True)
+
+
+def test_they_are_put_back_after_an_error(on_card: Any) -> None:
+    on_card("sm80")
+    vae = Vae(torch.float16)
+    vae.first_stage_model.raises = True
+    with pytest.raises(ValueError, match="broken"):
+        guarded_vae(vae, GuardPolicy(), None).decode(torch.ones(1, 4))
+    assert vae.first_stage_model.seen == [(torch.float16, "0", False)]
+    assert (os.environ.get(ATTENTION_SWITCH), reduction()) == (None, True)
+
+
+def test_what_is_clipped_is_computed_again_in_fp32_with_the_switches_held(on_card: Any) -> None:
+    on_card("sm80")
+    vae = Vae(torch.float16)
+    latents = torch.full((1, 4), 4.0)
+    single = Vae(torch.float32)
+    wrong, right = vae.decode(latents), single.decode(latents)
+    assert wrong.isfinite().all() and (wrong - right).abs().max() > 0.2
+    vae.first_stage_model.seen.clear()
+    assert torch.equal(guarded_vae(vae, GuardPolicy(), None).decode(latents), right)
+    dtypes = [dtype for dtype, *_ in vae.first_stage_model.seen]
+    assert dtypes[:2] == [torch.float16, torch.float32]
+    assert {state[1:] for state in vae.first_stage_model.seen} == {("0", False)}
