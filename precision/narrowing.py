@@ -54,7 +54,7 @@ def _bring_back(module: torch.nn.Module, named: Sequence[_Weight], stored: Store
     back: list[str] = []
     peak = 0.0
     for weight, finite in zip(named, torch.isfinite(largest).tolist(), strict=True):
-        values = None if finite else stored(weight.names)
+        values = None if finite else stored(weight.names).float()
         if values is None or not torch.isfinite(values).all():
             continue
         for name in weight.names:
@@ -76,10 +76,11 @@ def _count_small(named: Sequence[_Weight], stored: Stored) -> Iterator[str]:
     lost: dict[str, int] = {}
     flushed = 0
     for weight in suspects:
-        values = stored(weight.names)
-        small = (values.abs() < LEAST_NORMAL) & (values != 0)  # a stored 0 is as it was
+        values = stored(weight.names).float()  # fp8 cannot be compared
+        narrowed = values.half()
+        small = (values.abs() < LEAST_NORMAL) & (values != narrowed)  # what is stored in few digits may lose none
         lost[weight.names[0]] = int(torch.count_nonzero(small))
-        flushed += int(torch.count_nonzero(small & (values.half() == 0)))
+        flushed += int(torch.count_nonzero(small & (narrowed == 0)))
     count = sum(lost.values())
     if count > TRACE * total:
         yield (

@@ -178,3 +178,25 @@ def test_stored_zeros_are_not_counted():
         model[1].weight.zero_()
     module, stored, _ = loaded(model)
     assert mend_narrowed(module, stored) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16])
+def test_values_that_fp16_holds_as_they_are_stored_are_not_counted(dtype):
+    """fp16's small values keep all digits of what is stored in fewer, down to 2^-16."""
+    values = torch.cat([torch.ones(500), torch.full((500,), 2.0**-16), torch.zeros(500)]).to(dtype)
+    layer = nn.Linear(1500, 1, bias=False).requires_grad_(False).half()
+    layer.weight.copy_(values.half())
+    asked: list[Any] = []
+
+    def read(names: Any) -> torch.Tensor:
+        asked.append(names)
+        return values
+
+    assert mend_narrowed(layer, read) == [] and asked == [("weight",)]
+
+
+def test_a_broken_value_of_fp8_is_damage():
+    values = torch.tensor([1.0, float("nan")]).to(torch.float8_e4m3fn)
+    layer = nn.Linear(2, 1, bias=False).requires_grad_(False).half()
+    layer.weight.copy_(values.half())
+    assert mend_narrowed(layer, lambda _names: values) == []
