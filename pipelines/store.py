@@ -67,8 +67,12 @@ class ComponentStore:
                 self.placement.make_room(self.model.weights[name].bytes_in(dtype))
             module = self._load(name, dtype)
             self._modules[name] = (dtype, module)
-            self._place(name, module, offload)
-            self.notes[name] = (*self.model.unknown_fields(name), *self._checked(name, module, dtype))
+            try:
+                self._place(name, module, offload)
+                self.notes[name] = (*self.model.unknown_fields(name), *self._checked(name, module, dtype))
+            except BaseException:  # the next run would take it for whole
+                self.drop(name)
+                raise
             return module
 
     def denoiser(self, dtype: str, loras: tuple[Lora, ...] = (), offload: Offload = Offload.NONE) -> torch.nn.Module:
@@ -184,7 +188,6 @@ class ComponentStore:
                     *make_consistent(module, DTYPES[dtype], self.placement.device),
                 ]
         except DamagedByCast as error:
-            self.drop(name)
             raise BadFolder(f"'{self.model.name}/{name}': {error}") from None
         for line in found:
             logger.warning("%s of %s: %s", name, self.model.name, line)

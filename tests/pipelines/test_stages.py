@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from comfyui_onediff_guard.pipelines import store
 from comfyui_onediff_guard.pipelines.decode import decode
 from comfyui_onediff_guard.pipelines.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
@@ -123,3 +124,22 @@ def test_a_folder_with_spaces_and_letters_of_other_alphabets(model_folder, open_
     (positive, negative), _ = encode_prompts(handle, ["кораблик 🚢", ""])
     latents, _ = sample(handle, positive, negative, SMALL)
     assert torch.isfinite(latents).all()
+
+
+@pytest.mark.parametrize("where", ["to_device", "mend_narrowed"])
+def test_a_component_that_failed_on_its_way_is_loaded_anew(model_folder, open_pipeline, monkeypatch, where):
+    """Out of memory, or a file that is gone meanwhile: the next run must not take what is there for whole."""
+    handle = open_pipeline(model_folder("2b"), "fp16")
+    handle.store.drop("transformer")  # another test's
+    owner = handle.store.placement if where == "to_device" else store
+
+    def failing(*_):
+        raise torch.OutOfMemoryError("out of memory")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(owner, where, failing)
+        with pytest.raises(torch.OutOfMemoryError):
+            handle.store.module("transformer", "fp16")
+    assert handle.store.loaded() == {}
+    handle.store.module("transformer", "fp16")
+    assert handle.store.notes["transformer"] == ()
