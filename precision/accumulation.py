@@ -232,7 +232,9 @@ class _Holders:
             before = self.before[spec.name]
             if not _missing(spec, before):
                 values = {} if _is_users(spec, before) else spec.values
-                spec.write(before if mode is None else values.get(mode, before))
+                value = before if mode is None else values.get(mode, before)
+                if spec.read() != value:  # to write PyTorch's switch for reductions is to allow split-k
+                    spec.write(value)
 
 
 _HOLDERS = _Holders()

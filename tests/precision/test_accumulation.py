@@ -391,3 +391,12 @@ def test_a_preview_sets_nothing_and_says_what_a_run_would(monkeypatch, card: Arc
         assert state() == during
     with accumulation(card) as switches:
         assert foreseen == switches
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, f"{REDUCTION[27:]}_split_k"), reason="PyTorch before 2.10")
+@pytest.mark.parametrize("row", [SM70, SM80])
+def test_split_k_stays_forbidden_where_somebody_forbade_it(row):
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (False, False)  # type: ignore
+    with accumulation(row):
+        assert torch._C._get_cublas_allow_fp16_reduced_precision_reduction() == (False, False)
+    assert torch._C._get_cublas_allow_fp16_reduced_precision_reduction() == (False, False)
