@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from .dtypes import FP16_MAX
 from .observe import floating, largest
@@ -43,8 +44,7 @@ class Clips(TorchFunctionMode):
         def attempt(*args: Any, **kwargs: Any) -> Any:
             if self._idle:
                 return stage(*args, **kwargs)
-            device = next((tensor.device for tensor in floating((args, kwargs))), None)
-            self._peak = torch.zeros((), device=device)
+            self._peak = torch.zeros((), device=_device_of((args, kwargs)))
             with self:
                 made = stage(*args, **kwargs)
             self._idle = not self._needed and not _compiled_something()
@@ -88,6 +88,12 @@ class Clips(TorchFunctionMode):
         if isinstance(counts, torch.Tensor):
             peak = torch.where(counts, peak, 0.0)
         self._peak = torch.maximum(self._peak, peak.to(self._peak.device))
+
+
+def _device_of(inputs: Any) -> torch.device | None:
+    """That a stage computes on: a denoiser may be given other things in main memory, a text encoder has token ids."""
+    tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    return next((tensor.device for tensor in (*floating(tensors), *tensors)), None)
 
 
 def _compiled_something() -> bool:

@@ -245,3 +245,13 @@ def test_what_is_clipped_in_compiled_blocks_is_seen_and_they_share_their_code() 
     for _ in range(2):
         assert torch.equal(guard(given()), right)
     assert counters["stats"]["unique_graphs"] - before == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.long, torch.float32])
+def test_the_peak_is_kept_where_the_stage_computes(dtype):
+    """A text encoder is given token ids alone. Kept elsewhere, each look waits for the device; at 'meta' it fails."""
+    clips = Clips("fp16")
+    stage = clips.watched(lambda given: torch.zeros(3, dtype=torch.float16, device=given.device).clamp(max=64504.0))
+    stage(torch.zeros(2, dtype=dtype, device="meta"))
+    peak = clips.take()
+    assert peak is not None and peak.device.type == "meta"
