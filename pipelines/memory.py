@@ -24,6 +24,8 @@ def recall(handle: PipelineHandle, dtype: str, modules: Iterable[str]) -> tuple[
         return handle.store.learned[key], ()
     learned, notes = _from_profile(handle, dtype, modules)
     handle.store.learned[key] = learned
+    if handle.profile is None and learned != NOTHING:
+        handle.store.recalled.add(key)
     return learned, notes
 
 
@@ -39,9 +41,13 @@ def remember(
 
 
 def keep(handle: PipelineHandle, dtype: str) -> None:
-    """Write what is known to a profile, unless the given one or the kept one says it. A disk that refuses is logged."""
-    learned = handle.store.learned.get(handle.memory_key(dtype), NOTHING)
-    if handle.profiles is None or learned == NOTHING:
+    """Write what is known to a profile, unless the given one or the kept one says it. A disk that refuses is logged.
+
+    Nothing is written too, where runs forgot what the kept profile says.
+    """
+    key = handle.memory_key(dtype)
+    learned = handle.store.learned.get(key, NOTHING)
+    if handle.profiles is None or (learned == NOTHING and key not in handle.store.recalled):
         return
     profile = replace(here(handle, dtype), learned=learned)
     try:

@@ -43,6 +43,7 @@ class ComponentStore:
         # (backend, how, dtype, fold bits, half-precision accumulation, LoRAs) → shell
         self.compiled: dict[tuple[str, CompileOptions, str, int, str, tuple[LoraKey, ...]], torch.nn.Module] = {}
         self.learned: dict[MemoryKey, Learned] = {}  # what runs taught about the denoiser
+        self.recalled: set[MemoryKey] = set()  # of these, a profile on disk was where runs began
         self.attention: dict[tuple[str, tuple[torch.Size, ...]], Choice] = {}  # by dtype and sizes, measured
         self.handles: weakref.WeakSet[Any] = weakref.WeakSet()  # who still uses it
         self.emptied = False

@@ -10,6 +10,7 @@ import pytest
 import torch
 from comfyui_onediff_guard.pipelines import profiles
 from comfyui_onediff_guard.pipelines.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.memory import here
 from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
 from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
@@ -141,3 +142,16 @@ def test_a_disk_that_refuses_costs_no_run(model_folder, opened, tmp_path, caplog
     latents, report = sampled(opened(model_folder("2b", "stream")))
     assert torch.isfinite(latents).all() and report.reruns == 1
     assert "could not be kept" in caplog.text
+
+
+def test_islands_that_do_not_help_are_forgotten_for_later_processes_too(model_folder, opened, tmp_path):
+    folder = model_folder("2b")
+    handle = opened(folder)
+    useless = replace(here(handle, "fp16"), learned=Learned(islands=("transformer_blocks.1",)))
+    file = profiles.write(tmp_path / "profiles", useless)
+    hook = handle.store.denoiser("fp16").proj_out.register_forward_hook(lambda _layer, _given, made: made * 1e9)
+    _, report = sampled(handle)
+    hook.remove()
+    assert f"from a profile: {useless.in_words()}" in report.notes
+    assert report.learned == Learned(whole_run_fp32=True)
+    assert profiles.read(file) == replace(useless, learned=Learned())
