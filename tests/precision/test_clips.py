@@ -255,3 +255,13 @@ def test_the_peak_is_kept_where_the_stage_computes(dtype):
     stage(torch.zeros(2, dtype=dtype, device="meta"))
     peak = clips.take()
     assert peak is not None and peak.device.type == "meta"
+
+
+def test_what_unflattens_is_traced_whole():
+    class Heads(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nan_to_num(x.unflatten(1, (2, -1)).unflatten(dim=2, sizes=(2, 2)).flatten(1))
+
+    clips = Clips("fp16")
+    made = clips.watched(torch.compile(Heads(), backend="eager", fullgraph=True))(given())
+    assert torch.equal(made, given()) and clips.take() == given().abs().max()
