@@ -23,7 +23,8 @@ def mend_narrowed(module: torch.nn.Module, stored: Stored) -> list[str]:
     """Make right what the cast to fp16 did to a component that was just loaded; returns a line for each thing found.
 
     - Layers with weights beyond fp16's range get them back, in fp32, and compute in it.
-    - Weights that fp16 made 0 or subnormal are counted, where they are more than a trace.
+    - Weights that fp16 made 0, or took digits from as they are subnormal there, are counted, where they are more than a
+      trace.
 
     A tensor whose stored values are not finite stays as it is: that is damage, which the guard names.
     """
@@ -92,5 +93,5 @@ def _count_small(named: Sequence[_Weight], stored: Stored) -> Iterator[str]:
 def _small_share(parameter: torch.Tensor) -> float:
     """Of zeros and subnormal values, told by evenly spread ones where there are many."""
     values = parameter.detach().flatten()
-    sample = values[:: -(-len(values) // _SAMPLE)]
+    sample = values[:: -(-len(values) // _SAMPLE) | 1]  # odd: a row's length is not, and one column would be all of it
     return torch.count_nonzero(sample.abs() < LEAST_NORMAL).item() / len(sample)

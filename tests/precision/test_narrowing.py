@@ -200,3 +200,15 @@ def test_a_broken_value_of_fp8_is_damage():
     layer = nn.Linear(2, 1, bias=False).requires_grad_(False).half()
     layer.weight.copy_(values.half())
     assert mend_narrowed(layer, lambda _names: values) == []
+
+
+@pytest.mark.parametrize("inputs", [64, 96, 256])
+def test_small_ones_in_some_columns_are_found(inputs):
+    """A row may be as long as what lies between two values that are looked at."""
+    layer = nn.Linear(inputs, 4096, bias=False)
+    with torch.no_grad():
+        layer.weight.normal_(0, 0.02)[:, 1 : inputs // 2] *= 1e-4
+    small = ((layer.weight.abs() < 2**-14) & (layer.weight != layer.weight.half())).double().mean().item()
+    module, stored, _ = loaded(layer)
+    (line,) = mend_narrowed(module, stored)
+    assert small > 0.4 and line.startswith(f"{small:.1%} of the weights are too small for fp16")
