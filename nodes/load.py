@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from ..pipelines.handle import PipelineHandle
 
 
+_SHOWN = 12  # names of models that are not listed, in a message
+
+
 class _Loader:
     """A model of one of `PIPELINES`, on this machine or on the hub → pipeline."""
 
@@ -90,10 +93,14 @@ class _Loader:
     @classmethod
     def _missing(cls, model: str) -> str:
         what = "" if inputs.is_none_found(model) else f" '{model}'"
-        found = ", ".join(cls.listed()) or "none"
+        listed = cls.listed()
+        others = [name for name in cls.models() if name not in listed]
+        more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+        not_listed = f"Not listed, since they cannot be read or hold other models: {', '.join(others[:_SHOWN])}{more}. "
         return (
-            f"No folder{what} with a model_index.json. Found: {found}. Looked in: {host.roots_text(*cls.ROOTS)}. "
-            "Put one there, or fill in hub_id."
+            f"No folder{what} whose model_index.json names {' or '.join(cls.PIPELINES)}. "
+            f"Found: {', '.join(listed) or 'none'}. Looked in: {host.roots_text(*cls.ROOTS)}. "
+            f"{not_listed if others else ''}Put one there, or fill in hub_id."
         )
 
     def load(

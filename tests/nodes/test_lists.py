@@ -87,6 +87,23 @@ def test_another_familys_folder_that_a_file_names_is_explained(models, name):
         NODE_CLASS_MAPPINGS[f"OneDiffGuard{name}"]().load("foreign", "fp32", "eager", "none")
 
 
+@pytest.mark.parametrize("name", OWN)
+def test_where_none_is_listed_what_is_there_is_named(tmp_path, name):
+    """Such as a download that was cut off, and models of other families."""
+    for number in range(12):
+        index(tmp_path / f"other-{number:02}", json.dumps({"_class_name": "FluxPipeline"}))
+    index(tmp_path / "my-model", "")
+    with host.plain_folders(models=[tmp_path], input=tmp_path, output=tmp_path):
+        (only,) = listed(name)
+        with pytest.raises(BadFolder) as refusal:
+            NODE_CLASS_MAPPINGS[f"OneDiffGuard{name}"]().load(only, "fp32", "eager", "none")
+    said = str(refusal.value)
+    own = " or ".join(NODE_CLASS_MAPPINGS[f"OneDiffGuard{name}"].PIPELINES)
+    assert said.startswith(f"No folder whose model_index.json names {own}. Found: none.")
+    assert "Not listed, since they cannot be read or hold other models: my-model, other-00, " in said
+    assert "other-10 and 1 more. Put one there" in said
+
+
 def test_headers_are_read_once_until_a_file_changes(models, monkeypatch):
     file, read = models / "checkpoints" / "flux.safetensors", []
     original = listing._header
