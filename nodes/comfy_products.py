@@ -37,22 +37,37 @@ def products_in_fp32(network: torch.nn.Module) -> Generator[None]:
 
 def rerun_from(network: torch.nn.Module) -> str:
     """What a rerun in fp32 computes from, where the weights hold less than half precision; "" where they do not."""
-    dtypes = {weight.dtype for weight in network.parameters() if weight.is_floating_point()}
-    stored = sorted(dtype_name(dtype) for dtype in dtypes if dtype.itemsize < 2)
-    return f"rerun from the {' and '.join(stored)} weights as they are stored, with products in fp32" if stored else ""
+    held = {_held_in(layer, weight) for layer in network.modules() for weight in layer.parameters(recurse=False)}
+    stored = " and ".join(sorted(held - {""}))
+    return f"rerun from the {stored} weights as they are stored, with products in fp32" if stored else ""
+
+
+def _held_in(layer: torch.nn.Module, weight: torch.Tensor) -> str:
+    """Its dtype or quantised format; "" where that is half precision or more."""
+    if isinstance(weight, _quantised_kind()):
+        return str(getattr(layer, "quant_format", "quantised"))
+    return dtype_name(weight.dtype) if weight.is_floating_point() and weight.dtype.itemsize < 2 else ""
+
+
+def _quantised_kind() -> type | tuple[()]:
+    """ComfyUI's class of quantised weights; that of nothing in one that has none."""
+    return getattr(sys.modules.get("comfy.quant_ops"), "QuantizedTensor", ())
 
 
 def _refuse_quantised(network: torch.nn.Module) -> None:
-    kind = getattr(sys.modules.get("comfy.quant_ops"), "QuantizedTensor", None)
-    if kind is None:
-        return
-    for name, weight in network.named_parameters():
-        if isinstance(weight, kind):
-            layout = getattr(weight, "_layout_cls", "quantised")
-            raise RerunUnsupported(
-                f"'{name}' is quantised ({layout}), and its layer rounds what goes into it too: a rerun would not be "
-                "fp32. Use a checkpoint of this model in fp16, bf16 or plain fp8."
-            )
+    """Not those that make whole weights of theirs and leave their input as it is: on cards without such products, or
+    where the checkpoint says so."""
+    kind = _quantised_kind()
+    for name, layer in network.named_modules():
+        if getattr(layer, "_full_precision_mm", False):
+            continue
+        for own, weight in layer.named_parameters(recurse=False):
+            if isinstance(weight, kind):
+                layout = getattr(weight, "_layout_cls", "quantised")
+                raise RerunUnsupported(
+                    f"'{name}.{own}' is quantised ({layout}), and its layer rounds what goes into it too: a rerun "
+                    "would not be fp32. Use a checkpoint of this model in fp16, bf16 or plain fp8."
+                )
 
 
 class _Here(threading.local):

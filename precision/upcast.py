@@ -195,7 +195,7 @@ def _shares_storage(result: Any, pairs: Iterable[tuple[torch.Tensor, torch.Tenso
 def _storage(tensor: torch.Tensor) -> int:
     try:
         return tensor.untyped_storage().data_ptr()
-    except NotImplementedError:  # inside vmap, and for sparse tensors: nothing there to alias
+    except RuntimeError:  # inside vmap, and of sparse and quantised tensors: nothing there to alias
         return id(tensor)
 
 

@@ -46,3 +46,16 @@ def test_layers_that_quantise_in_their_own_way_are_refused_by_name(ran: native.R
     if error == "none here":
         pytest.skip("this ComfyUI has no such layers")
     assert error.startswith("RerunUnsupported: 'middle_block.1.transformer_blocks.0.ff.net.2.weight' is quantised")
+
+
+@pytest.mark.parametrize("why", ["no fp8 on this card", "the checkpoint says so"])
+def test_layers_that_are_quantised_and_multiply_in_full_are_rerun_from_what_the_checkpoint_holds(
+    ran: native.Ran, why: str
+) -> None:
+    if ran["quantised/error"] == "none here":
+        pytest.skip("this ComfyUI has no such layers")
+    guarded, fp32 = (ran[f"quantised/{why}, {how}"] for how in ("guarded", "fp32"))
+    assert native.difference(guarded, fp32) <= 1e-5
+    said = ran[f"quantised/{why}, said"]
+    assert "2 steps, 2 reruns" in said
+    assert "rerun from the float8_e4m3fn weights as they are stored, with products in fp32" in said
