@@ -18,6 +18,8 @@ from .dtypes import FP16_MAX
 from .observe import floating, largest
 
 EDGE = 6e4  # an upper bound from here on is there for fp16's sake: T5's is 64504, others' is 65504
+BEYOND = 65520.0  # what rounds to infinity in fp16: a bound from here on clips nothing
+FP8_END = 448.0  # float8_e4m3fn's. ComfyUI clamps to it what its fp8 products take: values, and infinities with them
 
 _T = torch.Tensor
 _NAN_TO_NUM = frozenset({torch.nan_to_num, torch.nan_to_num_, _T.nan_to_num, _T.nan_to_num_})
@@ -77,16 +79,21 @@ class Clips(TorchFunctionMode):
         if not isinstance(given, torch.Tensor) or given.dtype is not torch.float16 or not given.numel():
             return
         counts: bool | torch.Tensor = False
+        to_fp8 = False
         if isinstance(bound, torch.Tensor) and bound.numel() == 1:
             bound = bound.detach().reshape(()).float()
-            counts = bound >= EDGE
+            counts = (bound >= EDGE) & (bound < BEYOND)
         elif isinstance(bound, (int, float)):
-            counts = bound >= EDGE
+            to_fp8 = bound == FP8_END
+            counts = to_fp8 or EDGE <= bound < BEYOND
         if counts is False:
             return
         self._needed = True
         peak = largest(given)
-        peak = torch.where(peak >= bound, peak.clamp(min=FP16_MAX), peak)
+        if to_fp8:
+            peak = torch.where(peak.isinf(), peak, 0.0)
+        else:
+            peak = torch.where(peak >= bound, peak.clamp(min=FP16_MAX), peak)
         if isinstance(counts, torch.Tensor):
             peak = torch.where(counts, peak, 0.0)
         self._peak = torch.maximum(self._peak, peak.to(self._peak.device))

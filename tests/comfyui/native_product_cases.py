@@ -19,6 +19,7 @@ SD15 = LAYOUTS["sd15"]
 STEPS = 2
 FP8 = torch.float8_e4m3fn
 HOT = "input_blocks.1.0.in_layers.2.weight"  # of a convolution, which ComfyUI leaves in half precision
+HIDDEN = "middle_block.1.transformer_blocks.0.ff.net.0.proj"  # feeds a product through a GEGLU, with no norm between
 QUANTISED = "middle_block.1.transformer_blocks.0.ff.net.2"
 
 
@@ -90,6 +91,21 @@ def case_products() -> dict[str, Any]:
             results[f"{name}, guarded"] = sample(node("NaNGuardModel", hot), SD15, steps=STEPS)
         results[f"{name}, said"] = said[-1]
         results[f"{name}, fp32"] = sample(in_fp32(hot), SD15, steps=STEPS)
+    return results
+
+
+def case_hidden() -> dict[str, Any]:
+    """What overflows before a product in fp8, where ComfyUI clamps it: the picture is finite, and wrong."""
+    patcher = make(OPS.fp8_ops, hot=False)
+    layer = patcher.model.diffusion_model.get_submodule(HIDDEN)
+    hot = torch.ones(layer.weight.shape[0], 1)
+    hot[: len(hot) // 2] = 6e4  # not the gate
+    layer.weight = torch.nn.Parameter(layer.weight.float() * hot, requires_grad=False)
+    results: dict[str, Any] = {"plain": sample(patcher, SD15, steps=STEPS)}
+    said.clear()
+    results["guarded"] = sample(node("NaNGuardModel", patcher), SD15, steps=STEPS)
+    results["said"] = said[-1]
+    results["fp32"] = sample(in_fp32(patcher), SD15, steps=STEPS)
     return results
 
 

@@ -36,6 +36,13 @@ def test_a_healthy_run_keeps_its_products(ran: native.Ran, kind: str) -> None:
     assert "0 reruns" in said and "as they are stored" not in said
 
 
+def test_what_a_product_in_fp8_hides_is_seen(ran: native.Ran) -> None:
+    plain, guarded, fp32 = (ran[f"hidden/{how}"] for how in ("plain", "guarded", "fp32"))
+    assert plain.isfinite().all() and native.difference(plain, fp32) > 0.01
+    assert native.difference(guarded, fp32) <= 1e-5
+    assert "2 steps, 2 reruns" in ran["hidden/said"]
+
+
 def test_nothing_is_left_and_other_threads_keep_their_products(ran: native.Ran) -> None:
     assert ran["leaves_nothing/error"].startswith("GuardStopped")
     assert ran["leaves_nothing/in fp8: inside, other thread, afterwards"] == [False, True, True]

@@ -119,6 +119,9 @@ def test_a_healthy_call_is_the_same_to_the_bit(clip: Clip) -> None:
         (math.inf, 10.0, 0.0),  # a bound of the model's own, which fp32 has too
         (math.inf, torch.tensor(10.0), 0.0),
         (64992.0, torch.tensor([64504.0]), END),
+        (math.inf, torch.tensor(1e9), 0.0),  # stays infinite, as fp16 has no 1e9: nothing is hidden
+        (math.inf, 448.0, math.inf),  # fp8's end: what ComfyUI makes finite on the way to a product in fp8
+        (900.0, 448.0, 0.0),  # fp8's rounding of what fp16 held
     ],
 )
 def test_a_clamp_counts_where_it_changes_what_fp16_cannot_hold(x: float, bound: Any, found: float) -> None:
@@ -134,6 +137,7 @@ def test_a_clamp_counts_where_it_changes_what_fp16_cannot_hold(x: float, bound: 
     [
         lambda x: x.clamp(min=-END),  # what makes a mask's -inf finite
         lambda x: x.clamp(-1, 1),
+        lambda x: x.clamp(-1, math.inf),
         lambda x: x.float().nan_to_num(),
         lambda x: (x > 0).long().clamp(0, 70000),
         lambda x: x[:0].nan_to_num(),
