@@ -25,7 +25,7 @@ def can_be(path: Path, pipelines: Collection[str]) -> bool:
         file = path if path.is_file() else path / "model_index.json"
         stat = file.stat()
         return _pipeline(file, stat.st_size, stat.st_mtime_ns) in pipelines
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):  # the last of brackets without end
         return False
 
 

@@ -46,6 +46,7 @@ def models(tmp_path: Path, svd: Path):
         index(tmp_path / "diffusers" / name, json.dumps({"_class_name": pipeline}))
     index(tmp_path / "diffusers" / "broken", "{")
     index(tmp_path / "diffusers" / "list", "[]")
+    index(tmp_path / "diffusers" / "deep", "[" * 100_000)
     shutil.copy(svd, tmp_path / "checkpoints" / "svd_xt.safetensors")
     others(tmp_path / "checkpoints", load_file(svd))
     with host.plain_folders(models=[tmp_path], input=tmp_path, output=tmp_path):
