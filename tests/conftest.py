@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import subprocess
@@ -29,6 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.register_profile("smaller", deadline=None, derandomize=True, database=None)
     hypothesis.settings.load_profile("all" if tier == "all" else "smaller")
     os.environ[tiers.VARIABLE] = tier
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that wait for each other's cores cost many times more
     if not hasattr(config, "workerinput"):  # else a process of a run whose cache stands in the environment
         cache = os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="onediff-guard-inductor-")
         config.add_cleanup(lambda: shutil.rmtree(cache, ignore_errors=True))
@@ -87,6 +89,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
     """model_folder(variant, overflow) → a folder built once a session. Variants: small_families.BUILDERS."""
     from comfyui_onediff_guard.headless.small_families import BUILDERS
 
+    _leave_imports_out_of_garbage_collection()
     root = tmp_path_factory.mktemp("models")
 
     def folder(variant: str = "2b", overflow: str = "none") -> Path:
@@ -97,3 +100,17 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
         return BUILDERS[variant](path, **options)
 
     return folder
+
+
+def _leave_imports_out_of_garbage_collection() -> None:
+    """Each component that is loaded or let go is followed by a garbage collection, which would look at what these
+    modules hold every time: more than half of a test's time. Called before there is any pipeline."""
+    import diffusers
+    import peft  # noqa: F401
+    from comfyui_onediff_guard.pipelines.families import FAMILIES
+    from transformers import CLIPVisionModelWithProjection, GlmModel, T5EncoderModel  # noqa: F401
+
+    for pipeline in FAMILIES:
+        getattr(diffusers, pipeline)
+    gc.collect()
+    gc.freeze()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from as_comfyui import GRAPHS, call, picture
+from as_comfyui import GRAPHS, Refused, call, picture
 from comfyui_onediff_guard.nodes import host
 from comfyui_onediff_guard.pipelines.errors import BadInput, BadSize
 from comfyui_onediff_guard.pipelines.profiles import parse
@@ -67,7 +67,7 @@ def test_what_is_missing_is_named(folder: Path, model_folder: Callable[..., Path
         call("NumericsProbe", pipeline=pipeline, **SMALL)
     with pytest.raises(BadInput, match="starts from an image"):
         call("NumericsProbe", pipeline=GRAPHS["svd"].load(model_folder("svd")), steps=1)
-    with pytest.raises(BadInput, match="'sm7' is no architecture"):
+    with pytest.raises(Refused, match="Value not in list: 'sm7'"):
         probed(pipeline, architecture="sm7")
 
 

@@ -130,6 +130,7 @@ def test_every_block_of_a_unet_is_compiled(model_folder: Any) -> None:
     with torch.inference_mode():
         start = Image.new("RGB", (64, 64), "grey")
         reports = [sample(handle, None, None, settings, image=start, tell=told.append)[1] for _ in range(2)]
-    assert told == [f"inductor: compiling block {n} of 9" for n in range(1, 10)]
+    compiling = [line for line in told if line.startswith("inductor")]
+    assert compiling == [f"inductor: compiling block {n} of 9" for n in range(1, 10)]
     kinds = 5  # of blocks, each with code of its own: more graphs than those need several for one code
     assert reports[0].graphs is not None and reports[0].graphs > kinds and reports[1].graphs == 0
