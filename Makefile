@@ -1,6 +1,6 @@
 # make demo    a small CogVideoX that overflows fp16: black without the guard, right with it (output/demo)
 # make check   ruff, basedpyright, and the tests that load no pipeline and compile nothing
-# make test    those, and one real thing of each kind, with a real ComfyUI: what has to pass before a change goes in
+# make test    those, and pipelines, compiling, the demo and a real ComfyUI: what has to pass before a change goes in
 # make test-all  every test, and the real-ComfyUI ones again in each further ComfyUI that is found
 # make bench   what the guard, the fold and compiling cost and gain a step
 # make docs    docs/precision.md, from the tables in precision/
@@ -15,9 +15,9 @@ PIP := -m pip install -qq --disable-pip-version-check
 SUPPORTED := import sys; v = sys.version_info[:2]; \
 	sys.exit(0 if (3, 10) <= v <= (3, 12) else f"{sys.executable} is Python {v[0]}.{v[1]}: the pinned packages need 3.10 to 3.12. Choose one: make PYTHON=python3.12")
 
-# of pytest, each with one thread
+# processes of pytest, each with one thread
 JOBS ?= 2
-TESTS := .venv/bin/python -m pytest -n $(JOBS) --dist loadgroup
+TESTS := .venv/bin/python -m pytest -n $(JOBS)
 
 # checkouts for `make test-all`: COMFYUI_PATH, else all ComfyUI* in your home folder
 COMFYUIS ?= $(or $(COMFYUI_PATH),$(patsubst %/main.py,%,$(wildcard $(HOME)/ComfyUI*/main.py)))

@@ -10,12 +10,14 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
 import tiers
 
 ROOT = Path(__file__).resolve().parents[1]
+SERVED = ("in_comfyui", "in_browser", "hundred_prompts")  # modules of tests/comfyui with one server for all
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -37,8 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what the tier does not run. With xdist (`--dist loadgroup`) a module's tests go to one process, and so
-    do all that share a server."""
+    """Leave out what the tier does not run."""
     names = [item.nodeid for item in items]
     everything = not config.getoption("keyword") and config.args == config.getini("testpaths")
     if everything and (wrong := tiers.unfitting(names)):
@@ -46,14 +47,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = tiers.left_out(config.getoption("--tier"), names)
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
     items[:] = [item for item in items if item.nodeid not in left_out]
-    for item in items:
-        server = "server" in getattr(item, "fixturenames", ()) and item.get_closest_marker("comfyui")
-        item.add_marker(pytest.mark.xdist_group("server" if server else item.nodeid.partition("::")[0]))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A module's tests go to one process, and so do all that share a ComfyUI server."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByModule(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            module = nodeid.partition("::")[0]
+            return "server" if any(name in module for name in SERVED) else module
+
+    return ByModule(config, log)
 
 
 @pytest.fixture(autouse=True)
 def _kept_elsewhere(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test's runs learn and compile is not kept for the next test, nor for whoever runs the tests."""
+    """What a test's runs load, learn and compile is not kept for the next test, nor for whoever runs the tests."""
+    if stores := sys.modules.get("comfyui_onediff_guard.pipelines.store"):
+        stores._STORES.clear()  # one that a reference cycle keeps is not found again
     monkeypatch.setenv("ONEDIFF_GUARD_PROFILES", str(tmp_path_factory.mktemp("profiles")))
     monkeypatch.setenv("ONEDIFF_GUARD_COMPILED_GB", "0")
 

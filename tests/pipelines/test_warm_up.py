@@ -137,6 +137,7 @@ def test_an_interrupt_while_warming_up_ends_it_and_the_next_works(model_folder: 
     with host.plain_folders(models=[model.parent], input=tmp_path, output=tmp_path), torch.inference_mode():
         pipeline = NODE_CLASS_MAPPINGS["OneDiffGuardLoadCogVideoX"]().load(model.name, "fp32", "inductor", "none")[0]
         node = NODE_CLASS_MAPPINGS["OneDiffGuardWarmUp"]()
+        encode_prompts(pipeline, [""])  # what else an interrupt would end
         host.interrupt()
         with pytest.raises(host.Interrupted, match="compiling block 1 of"):
             node.warm_up(pipeline, "96×80×9", True, "inherit")
