@@ -244,6 +244,8 @@ _TENSOR_TYPES = {
 
 
 def _device_types() -> tuple[str, ...]:
+    if not torch.accelerator.is_available():  # asked first: where there is none, torch 2.6 raises
+        return ("cpu",)
     accelerator = torch.accelerator.current_accelerator()
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
