@@ -74,12 +74,18 @@ def _in_order(node: ast.AST) -> Iterator[ast.AST]:
         yield from _in_order(child)
 
 
-def _annotations(tree: ast.AST) -> set[int]:
-    """ids of the nodes that say types, and of texts for people: docstrings and parts of f-strings."""
+def _silent(tree: ast.AST) -> set[int]:
+    """ids of the nodes that no run can notice: types and decorators of classes, and texts for people."""
     roots: list[ast.AST] = []
     for node in ast.walk(tree):
         roots += filter(None, [getattr(node, "annotation", None), getattr(node, "returns", None)])
+        if isinstance(node, ast.ClassDef):
+            roots += node.decorator_list
         if isinstance(node, (ast.JoinedStr, ast.Raise)):
+            roots.append(node)
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal":
+            roots.append(node)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             roots.append(node)
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             roots.append(node)
@@ -89,7 +95,7 @@ def _annotations(tree: ast.AST) -> set[int]:
 def mutants(source: str) -> Iterator[tuple[str, str]]:
     """(where and what, the whole changed source) of each."""
     tree = ast.parse(source)
-    silent = _annotations(tree)
+    silent = _silent(tree)
     for nth, node in enumerate(_in_order(tree)):
         if id(node) in silent:
             continue
