@@ -133,7 +133,7 @@ def test_turing_without_tensor_cores_is_found_by_its_name(gpus, name: str) -> No
     gpus((7, 5), names=(name,))
     found = detect(GPU)
     assert found is ARCHITECTURES["sm75-gtx16"] is named("SM75-gtx16")
-    assert not (found.fast_fp16 or found.fp16_tensor_cores or found.native_bf16 or found.tf32)
+    assert not (found.fast_fp16 or found.fp16_tensor_cores or found.native_bf16 or found.tf32 or found.fp8)
     for variant in VARIANTS.values():
         plan = choose(found, variant, Component.DENOISER, Precision.AUTO)
         assert plan.dtype == "fp32" and "sm75-gtx16 (Turing without tensor cores)" in plan.reason
