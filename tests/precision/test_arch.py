@@ -156,6 +156,7 @@ def test_a_name_says_nothing_of_other_generations(gpus) -> None:
 def test_intels_gpus_compute_bf16() -> None:
     found = detect(torch.device("xpu"))
     assert found is ARCHITECTURES["xpu"] is named("XPU") and found.native_bf16 and found.fast_fp16
+    assert found.fp16_tensor_cores and not (found.tf32 or found.fp8)
     assert choose(found, VARIANTS["CogVideoX-5B"], Component.DENOISER, Precision.AUTO).dtype == "bf16"
 
 
