@@ -295,7 +295,7 @@ def _judge(spec: _Spec, value: str, own: Decision) -> str:
         return f"{_SET}, although 'fast' is reported right with {spec.values[Mode.FAST]}" if unsafe else _SET
     if plain not in _TRUE | _FALSE:
         return f"'{value}' is neither true nor false, and is taken for false: unset it, or write 0 or 1"
-    unsafe = spec.values.get(Mode.OFF) in ("0", "False") and plain in _TRUE and own.mode is Mode.OFF
+    unsafe = spec.values.get(Mode.OFF) == "0" and plain in _TRUE and own.mode is Mode.OFF
     return f"{_SET}, although {own.reason}" if unsafe else _SET
 
 
