@@ -71,6 +71,16 @@ def _kept_elsewhere(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytes
     monkeypatch.setenv("ONEDIFF_GUARD_COMPILED_GB", "0")
 
 
+@pytest.fixture
+def figure(record_property: Callable[[str, object], None]) -> Callable[[str, object], None]:
+    """figure(line, value): what a test measured, for docs/reliability.md."""
+
+    def record(line: str, value: object) -> None:
+        record_property(f"figure: {line}", str(value))
+
+    return record
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The folder that is both the repository and the package."""

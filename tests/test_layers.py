@@ -19,6 +19,7 @@ HEAVY = {
     "onediffx",
     "oneflow",
     "nexfort",
+    "pydantic",
     "torch",
     "transformers",
 }
@@ -37,10 +38,11 @@ COMFYUI = {
 COMPILERS = {"onediff", "onediffx", "oneflow", "nexfort"}
 BELOW = {  # layer → those of ours that it may import from
     "": {"nodes"},
-    "headless": {"nodes"},
-    "nodes": {"pipelines", "precision"},
-    "pipelines": {"precision"},
-    "precision": set(),
+    "headless": {"nodes", "trust"},
+    "nodes": {"pipelines", "precision", "trust"},
+    "pipelines": {"precision", "trust"},
+    "precision": {"trust"},
+    "trust": set(),
 }
 # headless/small_model.py builds folders from diffusers' and transformers' own config classes
 LIBRARIES_FOR = {"diffusers": {"pipelines", "headless"}, "transformers": {"pipelines", "headless"}}

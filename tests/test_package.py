@@ -50,7 +50,7 @@ def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFi
 def shipped(root: Path) -> set[str]:
     """What a clone has and a wheel must have, as paths from the root."""
     files = [root / "__init__.py"]
-    for folder in ("headless", "nodes", "pipelines", "precision"):
+    for folder in ("headless", "nodes", "pipelines", "precision", "trust"):
         files += (root / folder).rglob("*.py")
     for folder in ("workflows", "locales", "web"):
         files += (file for file in (root / folder).rglob("*") if file.is_file())

@@ -26,6 +26,7 @@ CHECK = (
     "tests/precision/",
     "tests/test_layers.py",
     "tests/test_package.py",
+    "tests/trust/",
     "tests/workflows/",
 )
 

@@ -1,0 +1,63 @@
+"""Other people's paths stay in the folder that they are meant for, or are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from comfyui_onediff_guard.trust.paths import Outside, inside, relative
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+@pytest.mark.parametrize("name", ["a.png", "a/b.png", "a\\b.png", "...", "a..b", " a", "日本.png", "a" * 255])
+def test_a_name_below_the_folder_is_taken(tmp_path: Path, name: str) -> None:
+    assert inside(tmp_path, name) == tmp_path / name.replace("\\", "/")
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("/etc/passwd", "leads out"),
+        ("\\\\server\\share", "leads out"),
+        ("C:\\x", "leads out"),
+        ("c:x", "leads out"),
+        ("..", "leads out"),
+        ("a/../../b", "leads out"),
+        ("a\\..\\..\\b", "leads out"),
+        ("a\0b", "control character"),
+        ("a\nb", "control character"),
+        ("a" * 256, "too long"),
+        ("日" * 90, "too long"),
+        ("a/" * 600, "too long"),
+        ("\ud800", "half a character"),
+    ],
+)
+def test_a_name_that_leads_elsewhere_is_refused(tmp_path: Path, name: str, why: str) -> None:
+    with pytest.raises(Outside, match=why) as refused:
+        inside(tmp_path, name)
+    assert str(refused.value).isprintable()
+
+
+def test_a_link_that_leads_out_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (tmp_path / "secret").write_text("x")
+    (folder / "file").symlink_to(tmp_path / "secret")
+    (folder / "up").symlink_to(tmp_path)
+    (folder / "there").write_text("x")
+    (folder / "here").symlink_to(folder / "there")
+    for name in ("file", "up/secret"):
+        with pytest.raises(Outside, match="through a link"):
+            inside(folder, name)
+    assert inside(folder, "here").read_text() == "x"
+
+
+@given(st.text(max_size=40))
+def test_any_text_stays_below_or_is_refused(name: str) -> None:
+    folder = Path("/folder")
+    try:
+        path = folder / relative(name)
+    except Outside:
+        return
+    assert path.is_relative_to(folder) and ".." not in path.parts

@@ -1,0 +1,62 @@
+"""Other people's text does nothing on a page, in a terminal, in a message or in a file's name."""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+
+import pytest
+from comfyui_onediff_guard.trust.text import for_file_name, for_page, for_terminal, shown, without_password
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+def test_a_page_shows_markup_as_it_is() -> None:
+    assert for_page("<img src=x onerror='a()'> & \"b\"\x1b[0m") == (
+        "&lt;img src=x onerror=&#x27;a()&#x27;&gt; &amp; &quot;b&quot;�[0m"
+    )
+
+
+def test_a_terminal_gets_lines_and_nothing_that_it_obeys() -> None:
+    assert for_terminal("a\r\nb\tc\x1b]0;title\x07\r\x9b2J\u202eevil") == "a\nb\tc�]0;title��" + "�2J�evil"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("plain", "plain"),
+        ("two\nlines\x1b[2J", "two lines�[2J"),
+        ("x" * 100, "x" * 59 + "…"),
+        ({"a": [1, None]}, "{'a': [1, None]}"),
+        (list(range(1000)), "a list of 1000"),
+        ("\ud800", "�"),
+    ],
+)
+def test_a_value_in_a_message(value: object, text: str) -> None:
+    assert shown(value) == text
+
+
+@given(
+    st.recursive(st.none() | st.text() | st.floats(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
+)
+def test_any_value_is_one_printable_line(value: object) -> None:
+    text = shown(value)
+    assert len(text) <= 60 and "\n" not in text and text.encode() is not None
+
+
+@given(st.text())
+def test_any_text_is_a_plain_file_name(text: str) -> None:
+    name = for_file_name(text)
+    assert PurePath(name).name == name and 0 < len(name) <= 100 and name not in (".", "..")
+
+
+@pytest.mark.parametrize(
+    ("url", "printed"),
+    [
+        ("http://user:secret@host:8188/a?b=c", "http://host:8188/a?b=c"),
+        ("https://host", "https://host"),
+        ("http://[::1", "http://[::1"),
+        ("127.0.0.1:8188", "127.0.0.1:8188"),
+    ],
+)
+def test_an_address_is_printed_without_its_password(url: str, printed: str) -> None:
+    assert without_password(url) == printed

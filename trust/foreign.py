@@ -1,0 +1,97 @@
+"""JSON that somebody else wrote: workflows, profiles, configs, headers, answers of a server.
+
+Parsed by pydantic's own parser, which bounds how deep values are nested and how long numbers are, and checked against
+models, so that code behind this gate never asks what kind of value it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import pydantic
+import pydantic_core
+
+from .text import shown
+
+MAX_BYTES = 64 * 2**20
+T = TypeVar("T")
+
+
+class Unreadable(ValueError):
+    """What was found, and where: the end of a sentence like 'it is no workflow: …'."""
+
+
+class Foreign(pydantic.BaseModel):
+    """What a JSON object of somebody else's has to hold: finite numbers, and of the kind that is written there (a JSON
+    array fits `list`, no `tuple`). Fields that no model names are left alone."""
+
+    model_config = pydantic.ConfigDict(
+        strict=True, frozen=True, extra="ignore", populate_by_name=True, allow_inf_nan=False
+    )
+
+
+def read(file: Path, *, limit: int = MAX_BYTES, nan: bool = False) -> Any:
+    """The JSON in a file. limit: in bytes. Raises OSError, or Unreadable as `parse` does."""
+    with file.open("rb") as stream:
+        data = stream.read(limit + 1)
+    if len(data) > limit:
+        raise Unreadable(f"it is larger than {limit:,} bytes")
+    return parse(data.removeprefix(b"\xef\xbb\xbf"), nan=nan)
+
+
+def parse(data: bytes | str, *, nan: bool = False) -> Any:
+    """JSON as Python's dictionaries, lists, text and numbers.
+
+    nan: whether NaN and Infinity, which are no JSON but are written by Python, are numbers.
+
+    A number beyond float64's range is infinity all the same: models of numbers refuse it.
+
+    Raises Unreadable: no UTF-8, no JSON, nested more than some 200 deep, half a character, a number of 4,300 digits.
+    """
+    try:
+        return pydantic_core.from_json(data, allow_inf_nan=nan)
+    except (TypeError, ValueError) as error:  # TypeError: of text with half a character
+        raise Unreadable(f"it is not JSON ({error})") from None
+
+
+def parse_as(kind: type[T], data: bytes | str) -> T:
+    """JSON as `kind`, a model or a type of plain values. Raises Unreadable, as `parse` and `fitting` do."""
+    return fitting(kind, parse(data))
+
+
+def fitting(kind: type[T], value: Any) -> T:
+    """A parsed value as `kind`. Raises Unreadable: the first place that does not fit, and what stands there."""
+    try:
+        return _adapter(kind).validate_python(value)
+    except pydantic.ValidationError as error:
+        raise Unreadable(_in_words(error)) from None
+    except RecursionError:
+        raise Unreadable("it is nested too deep") from None
+
+
+def object_in(value: Any) -> Mapping[str, Any]:
+    """A parsed value that has to be an object. Raises Unreadable."""
+    if not isinstance(value, dict):
+        raise Unreadable(f"it holds {shown(value)} where an object belongs")
+    return cast("dict[str, Any]", value)
+
+
+@lru_cache
+def _adapter(kind: Any) -> pydantic.TypeAdapter[Any]:
+    is_model = isinstance(kind, type) and issubclass(kind, pydantic.BaseModel)  # which has its own
+    return pydantic.TypeAdapter(kind, config=None if is_model else pydantic.ConfigDict(strict=True))
+
+
+def _in_words(error: pydantic.ValidationError) -> str:
+    """'nodes[3].inputs is "x": Input should be a valid list'"""
+    first, *others = error.errors(include_url=False, include_context=False)
+    place = ""
+    for step in first["loc"]:
+        place += f"[{step}]" if isinstance(step, int) else f".{shown(step)}" if place else shown(step)
+    more = f" (and {len(others)} more)" if others else ""
+    if first["type"] == "missing":
+        return f"{place} is missing{more}"
+    return f"{place or 'it'} is {shown(first['input'])}: {first['msg'][:1].lower()}{first['msg'][1:]}{more}"

@@ -1,0 +1,50 @@
+"""Paths that somebody else wrote: into a folder of ours, or nowhere."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path, PurePosixPath, PureWindowsPath
+
+from .text import shown
+
+MAX_PART = 255  # bytes of a file's name, on every file system in use
+MAX_PATH = 1024  # characters, below a folder of ours
+_FORBIDDEN = re.compile(r"[\x00-\x1f]")
+
+
+class Outside(ValueError):
+    """Why a path cannot be used, and which."""
+
+
+def relative(name: str) -> Path:
+    """A path that stays below whatever folder it is joined to, by its own words.
+
+    Both slashes part it, on every system. Raises Outside: absolute, a drive, `..`, a control character, too long.
+    """
+    given = shown(name)
+    posix = name.replace("\\", "/")
+    parts = PurePosixPath(posix).parts
+    if PurePosixPath(posix).is_absolute() or PureWindowsPath(name).drive or ".." in parts:
+        raise Outside(f"'{given}' leads out of its folder")
+    if _FORBIDDEN.search(name):
+        raise Outside(f"'{given}' holds a control character")
+    if len(name) > MAX_PATH or any(len(os.fsencode(_encodable(part))) > MAX_PART for part in parts):
+        raise Outside(f"'{given}' is too long for a path: a name takes {MAX_PART} bytes")
+    return Path(*parts)
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The path of `name` in a folder. Raises Outside, as `relative` does, and where a link on the way leads out."""
+    path = folder / relative(name)
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise Outside(f"'{shown(name)}' leads out of its folder through a link")
+    return path
+
+
+def _encodable(part: str) -> str:
+    try:
+        part.encode()
+    except UnicodeEncodeError:
+        raise Outside(f"'{shown(part)}' holds half a character") from None
+    return part

@@ -1,0 +1,52 @@
+"""Other people's text on its way out: to a page, a terminal, a message, a file's name."""
+
+from __future__ import annotations
+
+import html
+import re
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff]")
+_HALF = re.compile(r"[\ud800-\udfff]")  # of a character, which no encoding takes
+_NOT_IN_NAMES = re.compile(r"[^\w.-]+")
+
+
+def for_page(text: str) -> str:
+    """Text that a page shows as it is, and never runs."""
+    return html.escape(for_terminal(text))
+
+
+def for_terminal(text: str) -> str:
+    """Text without what a terminal obeys (escape sequences, marks that turn the direction), lines kept."""
+    return _HALF.sub("�", _CONTROL.sub("�", text.replace("\r\n", "\n")))
+
+
+def shown(value: Any, limit: int = 60) -> str:
+    """A value for a message: printable, in one line, cut to `limit` characters."""
+    if isinstance(value, (dict, list, tuple)) and len(value) > limit:
+        text = f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
+    elif isinstance(value, str):
+        text = value[: limit + 1]
+    else:
+        try:
+            text = repr(value)
+        except (RecursionError, ValueError):  # an int of thousands of digits has no text
+            text = f"a very long or deep {type(value).__name__}"
+    text = " ".join(for_terminal(text).split())
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+def for_file_name(text: str, instead: str = "unnamed", limit: int = 100) -> str:
+    """Text as a part of a file's name: letters, digits, dots and dashes."""
+    return _NOT_IN_NAMES.sub("-", text)[:limit].strip("-.") or instead
+
+
+def without_password(url: str) -> str:
+    """An address as it may be printed and logged."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return shown(url)
+    address = parts.netloc.rpartition("@")[2]
+    return for_terminal(urlunsplit(parts._replace(netloc=address)))
