@@ -2,6 +2,8 @@
 # make check   ruff, basedpyright, and the tests that load no pipeline and compile nothing
 # make test    those, and pipelines, compiling, the demo and a real ComfyUI: what has to pass before a change goes in
 # make test-all  every test, and the real-ComfyUI ones again in each further ComfyUI that is found
+# make reliability  faults, fuzzing, threads and soak at full depth: docs/reliability.md, from their figures
+# make audit   known holes in the packages that tests run with, by pip-audit (needs the internet)
 # make bench   what the guard, the fold and compiling cost and gain a step
 # make docs    docs/precision.md, from the tables in precision/
 # Each makes .venv from nothing where it is missing, once. Needs Python 3.10 to 3.12, a C compiler and PyPI, or a mirror
@@ -22,7 +24,7 @@ TESTS := .venv/bin/python -m pytest -n $(JOBS)
 # checkouts for `make test-all`: COMFYUI_PATH, else all ComfyUI* in your home folder
 COMFYUIS ?= $(or $(COMFYUI_PATH),$(patsubst %/main.py,%,$(wildcard $(HOME)/ComfyUI*/main.py)))
 
-.PHONY: demo check test test-all lint bench docs clean
+.PHONY: demo check test test-all reliability audit lint bench docs clean
 
 demo: .venv/.installed
 	.venv/bin/onediff-guard demo
@@ -37,6 +39,15 @@ test-all: lint .venv-comfyui/.installed
 	COMFYUI_PATH=$(firstword $(COMFYUIS)) $(TESTS)
 	@set -e; for path in $(wordlist 2,99,$(COMFYUIS)); do \
 		COMFYUI_PATH=$$path $(TESTS) tests/comfyui -k 'not leg_a'; done
+
+reliability: .venv/.installed .venv-comfyui/.installed
+	$(TESTS) tests/faults --write-figures
+
+# --strict: a package of which the advisories cannot be asked for fails, too. SECURITY.md explains each that is ignored.
+audit:
+	@test -x .venv-audit/bin/pip-audit || { $(PYTHON) -m venv .venv-audit && .venv-audit/bin/python $(PIP) pip-audit; }
+	.venv-audit/bin/pip-audit --strict --disable-pip --no-deps -r constraints/test.txt
+	.venv-audit/bin/pip-audit --strict --disable-pip --no-deps -r constraints/comfyui-0.0.1.txt
 
 lint: .venv/.installed
 	.venv/bin/ruff check .
@@ -53,7 +64,7 @@ docs: .venv/.installed
 	.venv/bin/python -m comfyui_onediff_guard.precision.page
 
 clean:
-	rm -rf .venv .venv-comfyui build comfyui_onediff_guard.egg-info
+	rm -rf .venv .venv-audit .venv-comfyui build comfyui_onediff_guard.egg-info
 
 # torch first and pinned again by the constraints, so that no other package's wish replaces it
 .venv/.installed: constraints/test.txt pyproject.toml

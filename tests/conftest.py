@@ -14,6 +14,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+import reliability
 import tiers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,6 +23,7 @@ SERVED = ("in_comfyui", "in_browser", "hundred_prompts")  # modules of tests/com
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--tier", choices=tiers.TIERS, default="all", help="how much to run, see tests/tiers.py")
+    parser.addoption("--write-figures", action="store_true", help="write docs/reliability.md, if all tests pass")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -47,6 +49,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = tiers.left_out(config.getoption("--tier"), names)
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
     items[:] = [item for item in items if item.nodeid not in left_out]
+
+
+def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
+    """Print what tests measured of reliability, and write it down where that was asked for."""
+    if figures := reliability.found(terminalreporter.stats.get("passed", [])):
+        terminalreporter.section("figures")
+        for row in figures:
+            terminalreporter.write_line(f"{row['what']}: {row['figure']}")
+        if config.getoption("--write-figures") and exitstatus == 0:
+            terminalreporter.write_line(f"written: {reliability.write(figures)}")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -76,7 +88,7 @@ def figure(record_property: Callable[[str, object], None]) -> Callable[[str, obj
     """figure(line, value): what a test measured, for docs/reliability.md."""
 
     def record(line: str, value: object) -> None:
-        record_property(f"figure: {line}", str(value))
+        record_property(f"{reliability.PREFIX}{line}", str(value))
 
     return record
 

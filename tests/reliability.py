@@ -1,0 +1,82 @@
+"""docs/reliability.md: what the tests of faults, fuzzing, threads and servers measured, written by their own run.
+
+`make reliability` runs them at their full depth and, where all passed, writes the figures with machine and date to
+benchmarks/results/ and the page from that. A test has a figure by calling the fixture of that name.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "reliability.md"
+RESULTS = ROOT / "benchmarks" / "results"
+PREFIX = "figure: "
+
+HEAD = """\
+# Reliability: what was tried, and what came of it
+
+<!-- Written by `make reliability` from benchmarks/results/{name}. Do not edit it here. -->
+
+Every line is a test's own figure, from one run in which all of them passed: {machine}, {date}, torch {torch}, no GPU.
+What is promised, and what is not, stands in [SECURITY.md](../SECURITY.md).
+
+| what was tried | what was found | test |
+| --- | --- | --- |
+"""
+
+
+def found(reports: Iterable[pytest.TestReport]) -> list[dict[str, str]]:
+    """The figures of passed tests, in the order of their files."""
+    rows = [
+        {"what": name.removeprefix(PREFIX), "figure": str(value), "test": report.nodeid.partition("[")[0]}
+        for report in reports
+        for name, value in report.user_properties
+        if name.startswith(PREFIX)
+    ]
+    return sorted(rows, key=lambda row: (row["test"], row["what"]))
+
+
+def result(figures: list[dict[str, str]]) -> dict[str, Any]:
+    """The content of a result file."""
+    import torch
+    from measure import machine
+
+    return {
+        "benchmark": "reliability",
+        "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
+        "machine": machine(torch.device("cpu")),
+        "torch": torch.__version__,
+        "figures": figures,
+    }
+
+
+def latest() -> Path:
+    """The newest result file."""
+    return max(RESULTS.glob("reliability-cpu-*.json"))
+
+
+def page(name: str, facts: Mapping[str, Any]) -> str:
+    """docs/reliability.md. name: of the result file."""
+    rows = (f"| {row['what']} | {row['figure']} | {_link(row['test'])} |\n" for row in facts["figures"])
+    return HEAD.format(name=name, **facts) + "".join(rows)
+
+
+def write(figures: list[dict[str, str]]) -> Path:
+    """A result file, and the page from it."""
+    from measure import write_json
+
+    facts = result(figures)
+    file = write_json(facts, RESULTS, "cpu")
+    PAGE.write_text(page(file.name, facts), encoding="utf-8")
+    return file
+
+
+def _link(test: str) -> str:
+    file, _, name = test.partition("::")
+    return f"[{name.removeprefix('test_').replace('_', ' ')}](../{file})"
