@@ -11,6 +11,7 @@ from .text import shown
 MAX_PART = 255  # bytes of a file's name, on every file system in use
 MAX_PATH = 1024  # characters, below a folder of ours
 _FORBIDDEN = re.compile(r"[\x00-\x1f]")
+_WINDOWS_OWN = re.compile(r"(con|prn|aux|nul|com[0-9¹²³]|lpt[0-9¹²³])\s*(\.|$)|.*([ .]$|[<>:\"|?*])", re.IGNORECASE)
 
 
 class Outside(ValueError):
@@ -20,7 +21,8 @@ class Outside(ValueError):
 def relative(name: str) -> Path:
     """A path that stays below whatever folder it is joined to, by its own words.
 
-    Both slashes part it, on every system. Raises Outside: absolute, a drive, `..`, a control character, too long.
+    Both slashes part it, on every system. Raises Outside: absolute, a drive, `..`, a control character, too long; on
+    Windows also what names a device there, a stream, or another file.
     """
     given = shown(name)
     posix = name.replace("\\", "/")
@@ -31,7 +33,14 @@ def relative(name: str) -> Path:
         raise Outside(f"'{given}' holds a control character")
     if len(name) > MAX_PATH or any(len(os.fsencode(_encodable(part))) > MAX_PART for part in parts):
         raise Outside(f"'{given}' is too long for a path: a name takes {MAX_PART} bytes")
+    if os.name == "nt" and any(map(means_another_on_windows, parts)):
+        raise Outside(f"'{given}' is no name for a file on Windows")
     return Path(*parts)
+
+
+def means_another_on_windows(part: str) -> bool:
+    """Whether Windows takes a file's name for a device (CON, NUL.txt), a stream (a:b), or a name cut short (`a.`)."""
+    return _WINDOWS_OWN.match(part) is not None
 
 
 def inside(folder: Path, name: str) -> Path:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import html
 import re
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff]")
 _HALF = re.compile(r"[\ud800-\udfff]")  # of a character, which no encoding takes
+_LOGIN = re.compile(
+    r"^((?:[a-z][\w+.-]*:)?//)?[^?#]*@", re.IGNORECASE
+)  # up to the last one: a password may hold any character
 _NOT_IN_NAMES = re.compile(r"[^\w.-]+")
 
 
@@ -43,10 +45,5 @@ def for_file_name(text: str, instead: str = "unnamed", limit: int = 100) -> str:
 
 
 def without_password(url: str) -> str:
-    """An address as it may be printed and logged."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        return shown(url)
-    address = parts.netloc.rpartition("@")[2]
-    return for_terminal(urlunsplit(parts._replace(netloc=address)))
+    """An address as it may be printed and logged, whether it can be read or not."""
+    return for_terminal(_LOGIN.sub(r"\1", url))

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from comfyui_onediff_guard.trust.foreign import Foreign, Unreadable, fitting, parse, parse_as, read
+from comfyui_onediff_guard.trust.foreign import Foreign, Unreadable, fitting, parse, parse_as, read, values_in
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -87,3 +87,12 @@ def test_a_file_is_read_up_to_a_limit(tmp_path: Any) -> None:
 def test_any_bytes_are_json_or_refused(data: bytes) -> None:
     with suppress(Unreadable):
         json.dumps(parse(data))
+
+
+@pytest.mark.parametrize("value", [[], {}, {"a": {"b": [1, "x", None]}}, [[], [], {}], {"text": "a, b: [c]"}, 5])
+def test_values_are_counted_or_overcounted(value: Any) -> None:
+    def count(value: Any) -> int:
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        return 1 + sum(map(count, inner))
+
+    assert count(value) <= values_in(json.dumps(value).encode())

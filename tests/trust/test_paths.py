@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from comfyui_onediff_guard.trust.paths import Outside, inside, relative
+from comfyui_onediff_guard.trust.paths import Outside, inside, means_another_on_windows, relative
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,3 +61,13 @@ def test_any_text_stays_below_or_is_refused(name: str) -> None:
     except Outside:
         return
     assert path.is_relative_to(folder) and ".." not in path.parts
+
+
+@pytest.mark.parametrize("name", ["CON", "nul.png", "COM1", "lpt¹.txt", "a.", "a ", "a.png:stream", "a?b", "aux .png"])
+def test_names_that_windows_takes_for_another(name: str) -> None:
+    assert means_another_on_windows(name)
+
+
+@pytest.mark.parametrize("name", ["console.png", "a.nul", "com.png", "a b.png", "..a", "日本"])
+def test_names_that_windows_takes_as_they_are(name: str) -> None:
+    assert not means_another_on_windows(name)

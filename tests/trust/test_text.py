@@ -53,6 +53,10 @@ def test_any_text_is_a_plain_file_name(text: str) -> None:
     ("url", "printed"),
     [
         ("http://user:secret@host:8188/a?b=c", "http://host:8188/a?b=c"),
+        ("user:secret@host:8188", "host:8188"),
+        ("http://user:se/cr@t@host", "http://host"),
+        ("http:/user:secret@host", "host"),
+        ("http://host/a?mail=a@b", "http://host/a?mail=a@b"),
         ("https://host", "https://host"),
         ("http://[::1", "http://[::1"),
         ("127.0.0.1:8188", "127.0.0.1:8188"),
