@@ -73,16 +73,19 @@ NODE_DISPLAY_NAME_MAPPINGS = pack.NODE_DISPLAY_NAME_MAPPINGS
 class Running:
     url: str
     log: Path
+    input_dir: Path  # that its nodes read from
 
-    def read(self, workflow: Graph | Mapping[str, Any]) -> tuple[Graph, dict[str, Schema]]:
+    def read(self, workflow: Graph | Mapping[str, Any], **options: Any) -> tuple[Graph, dict[str, Schema]]:
         """As `read_for_server`; errors with the end of the log."""
         with self._log_told():
-            return read_for_server(workflow, url=self.url)
+            return read_for_server(workflow, url=self.url, **options)
 
     def run(self, workflow: Graph | Mapping[str, Any], **options: Any) -> RunResult:
         """As `run_on_server`; errors with the end of the log."""
         with self._log_told():
-            return run_on_server(workflow, url=self.url, patience=PATIENCE_SECONDS, **options)
+            return run_on_server(
+                workflow, url=self.url, reads_from=self.input_dir, patience=PATIENCE_SECONDS, **options
+            )
 
     @contextmanager
     def _log_told(self) -> Iterator[None]:
@@ -142,7 +145,7 @@ def started(checkout: Path, *, models: Sequence[Path] = (), input_dir: Path | No
         try:
             url = f"http://127.0.0.1:{port}"
             asyncio.run(_until_up(child, url, log))
-            yield Running(url, log)
+            yield Running(url, log, input_dir or checkout / "input")
         finally:
             process.stop_tree(child)
 

@@ -15,9 +15,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 from io import BytesIO
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..nodes import host
+from ..trust.paths import Outside
+from ..trust.text import shown
+from . import input_images
 from .errors import WorkflowError
 from .files import PREVIEW_FOLDER, FileEntry, check_prefix, resolve_prefix, write_counted
 
@@ -67,12 +71,10 @@ class LoadImage:
 
     @classmethod
     def VALIDATE_INPUTS(cls, image: str) -> bool | str:
-        folder = host.input_directory().resolve()
-        path = (folder / image).resolve()
-        if not path.is_relative_to(folder):
-            return f"'{image}' is outside the input folder {folder}"
-        if not path.is_file():
-            return f"there is no image '{image}' in the input folder {folder}; choose the folder with --input"
+        try:
+            _input_image(image)
+        except WorkflowError as fault:
+            return str(fault)
         return True
 
     def load_image(self, image: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,7 +85,7 @@ class LoadImage:
 
         pictures: list[torch.Tensor] = []
         masks: list[torch.Tensor] = []
-        with Image.open(host.input_directory() / image) as file:
+        with Image.open(BytesIO(input_images.read(_input_image(image)))) as file:
             for frame in ImageSequence.Iterator(file):
                 upright = ImageOps.exif_transpose(frame)
                 if upright.mode == "I":
@@ -313,6 +315,20 @@ def _metadata(prompt: Any, extra_pnginfo: Mapping[str, Any] | None) -> dict[str,
     """Prompt and workflow as JSON texts, so that the file can be dragged into ComfyUI."""
     texts = {} if prompt is None else {"prompt": json.dumps(prompt)}
     return texts | {key: json.dumps(value) for key, value in (extra_pnginfo or {}).items()}
+
+
+def _input_image(name: str) -> Path:
+    image, kind = input_images.folder_of(name)
+    root = host.output_directory()
+    folder = {"input": host.input_directory(), "output": root, "temp": root / PREVIEW_FOLDER}[kind].resolve()
+    try:
+        path = input_images.find(folder, image)
+    except Outside as fault:
+        raise WorkflowError(f"{fault}: images are read from the {kind} folder {folder} only") from None
+    if path is None:
+        advice = "; choose the folder with --input" if kind == "input" else ""
+        raise WorkflowError(f"there is no image '{shown(image)}' in the {kind} folder {folder}{advice}")
+    return path
 
 
 def _prefix_fault(prefix: str | None) -> bool | str:

@@ -1,4 +1,8 @@
-"""Result files: whole or not at all, never over another file, never outside the output folder."""
+"""Result files: whole or not at all, never over another file, never outside the output folder.
+
+A file's bytes go to a temporary file beside it, which its process holds locked. A process that is killed leaves that
+file; the next one that writes into the folder finds it unlocked, and removes it.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +12,25 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from ..trust import paths
+from ..trust.text import shown
 from .errors import OutputError, WorkflowError
 
 logger = logging.getLogger(__name__)
 
 PREVIEW_FOLDER = "temp"  # below the output folder; where files of ComfyUI's type "temp" go
-_COUNTED = re.compile(r"(?P<stem>.*)_(?P<counter>\d{5,})_")
+STALE_SECONDS = 600.0  # without a byte written; where locks do not reach (some network folders), this has to do
+_TEMPORARY = ".onediff-guard-{}.tmp"
+_IS_TEMPORARY = re.compile(r"\.onediff-guard-[0-9a-f]{32}\.tmp")
+_COUNTED = re.compile(r"(?P<stem>.*)_(?P<counter>[0-9]{5,9})_", re.DOTALL)
+_COUNTER = "_99999999_.webp"  # what a name still has to hold beside the prefix
 
 
 @dataclass(frozen=True)
@@ -30,18 +42,28 @@ class FileEntry:
     type: str = "output"  # or temp, input
 
     @property
-    def folder(self) -> Path:
-        """Its folder below the output folder of a headless run.
+    def path(self) -> str:
+        """Where it lies below the output folder of a headless run, by its own words: for messages."""
+        return "/".join(part for part in (self._folder, self.filename) if part)
+
+    @property
+    def _folder(self) -> str:
+        return "/".join(part for part in (PREVIEW_FOLDER if self.type == "temp" else "", self.subfolder) if part)
+
+    def folder_in(self, output: Path) -> Path:
+        """Its folder in a headless run's output folder.
 
         Raises:
-            OutputError: it points outside.
+            OutputError: it points outside, by its own words or through a link.
         """
-        folder = Path(PREVIEW_FOLDER if self.type == "temp" else "", self.subfolder.replace("\\", "/"))
-        if folder.is_absolute() or folder.drive or ".." in folder.parts or Path(self.filename).name != self.filename:
+        try:
+            if paths.relative(self.filename).name != self.filename:
+                raise paths.Outside(f"'{shown(self.filename)}' is no file's name")
+            return paths.inside(output, self.path).parent
+        except paths.Outside as fault:
             raise OutputError(
-                f"A node names a file outside the output folder: {self.subfolder}/{self.filename}. It was not written."
-            )
-        return folder
+                f"A node names a file outside the output folder: {shown(self.path, 200)} ({fault}). It was not written."
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -58,7 +80,10 @@ def file_entries(ui: Mapping[str, Any]) -> Iterator[FileEntry]:
     for values in ui.values():
         for item in values if isinstance(values, (list, tuple)) else ():
             if isinstance(item, Mapping) and isinstance(item.get("filename"), str):
-                yield FileEntry(item["filename"], item.get("subfolder") or "", item.get("type") or "output")
+                subfolder, kind = item.get("subfolder") or "", item.get("type") or "output"
+                if not (isinstance(subfolder, str) and isinstance(kind, str)):
+                    raise OutputError(f"A node lists a file in a way that is not ComfyUI's: {shown(dict(item), 200)}.")
+                yield FileEntry(item["filename"], subfolder, kind)
 
 
 def expand_prefix(prefix: str, width: int, height: int) -> str:
@@ -79,14 +104,17 @@ def expand_prefix(prefix: str, width: int, height: int) -> str:
     return prefix
 
 
-def check_prefix(prefix: str) -> None:
-    """Raises WorkflowError where a `filename_prefix` would leave the output folder."""
-    path = Path(prefix.replace("\\", "/"))
-    if path.is_absolute() or path.drive or prefix.startswith(("/", "\\")) or ".." in path.parts:
+def check_prefix(prefix: str) -> Path:
+    """A `filename_prefix` as a path below the output folder; raises WorkflowError where it is none, or too long."""
+    try:
+        path = paths.relative(prefix)
+        paths.relative(f"{path.name}{_COUNTER}")
+    except paths.Outside as fault:
         raise WorkflowError(
-            f"filename_prefix '{prefix}' leads out of the output folder. "
-            "Use a relative path without '..', and choose the folder with --out."
-        )
+            f"filename_prefix {fault}, and files never go out of the output folder. "
+            "Use a short relative path without '..', and choose the folder with --out."
+        ) from None
+    return path
 
 
 def resolve_prefix(output: Path, prefix: str, *, width: int = 0, height: int = 0) -> Prefix:
@@ -95,12 +123,11 @@ def resolve_prefix(output: Path, prefix: str, *, width: int = 0, height: int = 0
     Raises:
         WorkflowError: the prefix leads out of `output`, by itself or through a symbolic link.
     """
-    prefix = expand_prefix(prefix, width, height)
-    check_prefix(prefix)
-    path = Path(prefix.replace("\\", "/"))
-    folder = output / path.parent
-    if not folder.resolve().is_relative_to(output.resolve()):
-        raise WorkflowError(f"filename_prefix '{prefix}' leads out of the output folder {output}: choose another.")
+    path = check_prefix(expand_prefix(prefix, width, height))
+    try:
+        folder = paths.inside(output, path.parent.as_posix())
+    except paths.Outside as fault:
+        raise WorkflowError(f"filename_prefix {fault}, out of the output folder {output}: choose another.") from None
     subfolder = path.parent.as_posix()
     return Prefix(folder, path.name, "" if subfolder == "." else subfolder)
 
@@ -111,13 +138,8 @@ def ensure_writable(folder: Path) -> None:
     Raises:
         OutputError: it can't be made, or nothing can be written there.
     """
-    probe = folder / f".{uuid.uuid4().hex}.tmp"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.touch(exist_ok=False)
-        probe.unlink()
-    except OSError as error:
-        raise _output_error(folder, 0, error) from error
+    with _arriving(folder):
+        ...
 
 
 def write_counted(folder: Path, stem: str, suffix: str, data: bytes) -> Path:
@@ -139,16 +161,7 @@ def write_named(folder: Path, name: str, data: bytes) -> Path:
     Raises:
         OutputError: disk full, no permission and the like; nothing is left behind.
     """
-    stem, suffix = Path(name).stem, Path(name).suffix
-    counted = _COUNTED.fullmatch(stem)
-    stem = counted["stem"] if counted else stem
-
-    def names() -> Iterator[str]:
-        yield name
-        for counter in _count_from(_next_counter(folder, stem)):
-            yield f"{stem}_{counter:05}_{suffix}"
-
-    return _write(folder, data, names())
+    return _write(folder, data, _names(folder, name))
 
 
 def write_together(folder: Path, stem: str, contents: Mapping[str, bytes]) -> list[Path]:
@@ -170,38 +183,148 @@ def write_together(folder: Path, stem: str, contents: Mapping[str, bytes]) -> li
     return written
 
 
+class Arriving:
+    """A file that is being written; it takes its name at the end."""
+
+    path: Path  # once it is whole
+
+    def __init__(self, folder: Path, file: IO[bytes]) -> None:
+        self._folder, self._file = folder, file
+
+    def write(self, data: bytes) -> None:
+        """Raises OutputError."""
+        try:
+            self._file.write(data)
+        except OSError as error:
+            raise _output_error(self._folder, self.size + len(data), error) from error
+
+    def start_again(self) -> None:
+        """Forget what was written."""
+        self._file.seek(0)
+        self._file.truncate()
+
+    @property
+    def size(self) -> int:
+        """In bytes, so far."""
+        return self._file.tell()
+
+
+@contextmanager
+def arriving(folder: Path, name: str) -> Generator[Arriving]:
+    """A file that is written bit by bit, under its own name or where that is taken under the next number that is free.
+    Nothing is left of it where the block raises.
+
+    Raises:
+        OutputError: disk full, no permission and the like.
+    """
+    with _arriving(folder, _names(folder, name)) as file:
+        yield file
+
+
+def _names(folder: Path, name: str) -> Iterator[str]:
+    yield name
+    stem, suffix = Path(name).stem, Path(name).suffix
+    counted = _COUNTED.fullmatch(stem)
+    stem = counted["stem"] if counted else stem
+    for counter in _count_from(_next_counter(folder, stem)):
+        yield f"{stem}_{counter:05}_{suffix}"
+
+
 def _write(folder: Path, data: bytes, names: Iterator[str]) -> Path:
-    temporary = folder / f".{uuid.uuid4().hex}.tmp"
-    target = folder
+    with _arriving(folder, names) as file:
+        file.write(data)
+    return file.path
+
+
+@contextmanager
+def _arriving(folder: Path, names: Iterator[str] | None = None) -> Generator[Arriving]:
+    """names: those it may take; without any it is not kept."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        try:
-            with temporary.open("xb") as file:
-                file.write(data)
+        _remove_stale(folder)
+        temporary, file = _temporary(folder)
+    except OSError as error:
+        raise _output_error(folder, 0, error) from error
+    written = Arriving(folder, file)
+    try:
+        yield written
+        if names is not None:
+            size = written.size
+            try:
                 file.flush()
                 os.fsync(file.fileno())
-            target = _claim(folder, names)
+                written.path = _publish(temporary, file, names)
+            except OSError as error:
+                raise _output_error(folder, size, error) from error
+    finally:
+        with suppress(OSError):  # what is still in its buffer, on a full disk
+            file.close()
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _temporary(folder: Path) -> tuple[Path, IO[bytes]]:
+    """A new file that is locked for as long as it is open."""
+    while True:
+        path = folder / _TEMPORARY.format(uuid.uuid4().hex)
+        file = path.open("xb")
+        _lock(file)
+        if os.name == "nt" or os.fstat(file.fileno()).st_nlink:  # else removed by others before it was locked
+            return path, file
+        file.close()
+
+
+def _lock(file: IO[bytes]) -> bool:
+    """Whether a file is this process's alone now. On Windows an open file cannot be removed: that is lock enough."""
+    try:
+        import fcntl
+    except ImportError:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+@lru_cache(maxsize=256)
+def _remove_stale(folder: Path) -> None:
+    """Remove what processes left that were killed while they wrote. Once a process and folder."""
+    for path in folder.iterdir():
+        if not _IS_TEMPORARY.fullmatch(path.name) or path.is_symlink():
+            continue
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > STALE_SECONDS and path.is_file():
+                with path.open("r+b") as file:
+                    mine = _lock(file)
+                    if mine and os.name != "nt":
+                        path.unlink()
+                if mine and os.name == "nt":
+                    path.unlink()
+
+
+def _publish(temporary: Path, file: IO[bytes], names: Iterator[str]) -> Path:
+    """Give a file the first name that is free, in one step."""
+    for name in names:
+        target = temporary.with_name(name)
+        try:
+            os.link(temporary, target)
+        except FileExistsError:
+            continue
+        except OSError:  # a file system without hard links
+            try:
+                target.touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            if os.name == "nt":
+                file.close()  # Windows renames no open file
             try:
                 temporary.replace(target)
             except BaseException:
                 target.unlink(missing_ok=True)
                 raise
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise _output_error(target, len(data), error) from error
-    return target
-
-
-def _claim(folder: Path, names: Iterator[str]) -> Path:
-    for name in names:
-        target = folder / name
-        try:
-            target.touch(exist_ok=False)
-        except FileExistsError:
-            continue
         return target
-    raise FileExistsError(errno.EEXIST, "no free name", str(folder))
+    raise FileExistsError(errno.EEXIST, "no free name", str(temporary.parent))
 
 
 def _next_counter(folder: Path, stem: str) -> int:

@@ -49,12 +49,22 @@ def add_arguments(parser: argparse.ArgumentParser, *, output: Path, results: str
         metavar="DIR",
         help="models, laid out as ComfyUI's folder or simply side by side (default: models); may be repeated",
     )
-    parser.add_argument("--input", type=Path, metavar="DIR", help="images that LoadImage reads (default: input)")
+    parser.add_argument(
+        "--input",
+        type=Path,
+        metavar="DIR",
+        help="images that LoadImage reads (default: input); with --server, those that the workflow names are uploaded",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     host = parser.add_mutually_exclusive_group()
     host.add_argument("--server", metavar="URL", help="run on this ComfyUI, for example http://127.0.0.1:8188")
     host.add_argument("--comfyui", type=Path, metavar="DIR", help="start this ComfyUI checkout, run there, stop it")
-    parser.add_argument("--timeout", type=_seconds, metavar="S", help="stop a run after this many seconds")
+    parser.add_argument(
+        "--timeout",
+        type=_seconds,
+        metavar="S",
+        help="stop after this many seconds; on a server, the upload and the download count too",
+    )
 
 
 @contextmanager
@@ -71,13 +81,14 @@ def opened(args: argparse.Namespace) -> Generator[Host]:
         from .follow import read_for_server, run_on_server
 
         yield Host(
-            partial(read_for_server, url=args.server), partial(run_on_server, url=args.server, input_dir=args.input)
+            partial(read_for_server, url=args.server, timeout=args.timeout),
+            partial(run_on_server, url=args.server, input_dir=args.input),
         )
     elif args.comfyui:
         from .checkout import started
 
         with started(args.comfyui, models=args.models, input_dir=args.input) as running:
-            yield Host(running.read, running.run)
+            yield Host(partial(running.read, timeout=args.timeout), running.run)
     else:
         from .local import read_local, run_local
 

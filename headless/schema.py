@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from ..trust.foreign import Foreign, fitting
 
 WIDGET_TYPES = frozenset({"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"})
 SEED_NAMES = frozenset({"seed", "noise_seed"})  # get a control widget without asking, in every frontend
@@ -52,9 +56,30 @@ def from_class(class_type: str, node_class: type) -> Schema:
     )
 
 
-def from_object_info(class_type: str, info: Mapping[str, Any]) -> Schema:
-    """The schema of a node type of a running ComfyUI, from its entry in `/object_info`."""
-    return _schema(class_type, info.get("input") or {}, info.get("output") or (), bool(info.get("output_node")))
+def _nothing_is_empty(value: object) -> object:
+    return {} if value is None else value
+
+
+_Declaration = str | Annotated[list[Any], Field(min_length=1)]  # a type, or that and its options
+_Inputs = Annotated[dict[str, _Declaration], BeforeValidator(_nothing_is_empty)]
+
+
+class _DeclaredInputs(Foreign):
+    required: _Inputs = {}
+    optional: _Inputs = {}
+    hidden: _Inputs = {}
+
+
+class _NodeInfo(Foreign):
+    input: Annotated[_DeclaredInputs, BeforeValidator(_nothing_is_empty)] = _DeclaredInputs()
+    output: list[str | list[Any]] | None = None
+    output_node: bool | None = None
+
+
+def from_object_info(class_type: str, info: object) -> Schema:
+    """The schema of a node type of a running ComfyUI, from its entry in `/object_info`. Raises Unreadable."""
+    node = fitting(_NodeInfo, info)
+    return _schema(class_type, vars(node.input), node.output or (), bool(node.output_node))
 
 
 def _schema(class_type: str, declared: Mapping[str, Any], outputs: Any, is_output: bool) -> Schema:
@@ -64,7 +89,7 @@ def _schema(class_type: str, declared: Mapping[str, Any], outputs: Any, is_outpu
         for name, declaration in (declared.get(group) or {}).items()
     }
     hidden = {
-        name: kind[0] if isinstance(kind, (list, tuple)) else kind
+        name: str(kind[0] if isinstance(kind, (list, tuple)) else kind)
         for name, kind in (declared.get("hidden") or {}).items()
     }
     names = tuple("COMBO" if isinstance(kind, (list, tuple)) else str(kind) for kind in outputs)
@@ -76,4 +101,5 @@ def _input(name: str, declaration: Any, required: bool) -> InputSpec:
     config = rest[0] if rest and isinstance(rest[0], dict) else {}
     if isinstance(kind, (list, tuple)):
         return InputSpec(name, "COMBO", required, tuple(kind), config)
-    return InputSpec(name, str(kind), required, tuple(config.get("options") or ()), config)
+    options = config.get("options")
+    return InputSpec(name, str(kind), required, tuple(options) if isinstance(options, (list, tuple)) else (), config)

@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import shutil
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-from yarl import URL
 
-from .errors import HostError, RunFailedError, UnknownNodesError, WorkflowError
-from .files import FileEntry
+from ..trust import foreign, paths
+from ..trust.text import shown
+from . import wire
+from .answers import HistoryEntry, Queue, Submitted, Uploaded
+from .errors import HostError, OutputError, RunFailedError, UnknownNodesError, WorkflowError
+from .files import Arriving, FileEntry
 from .graph import Graph
 from .schema import Schema, from_object_info
+from .wire import Allowance, Answer, Wire, reason
 
-CONNECT_SECONDS = 10.0
-REQUEST_SECONDS = 120.0  # a ComfyUI that compiles a model answers nothing for a while
-CANCEL_SECONDS = 10.0
+MAX_FILE_BYTES = 16 * 2**30  # of one result
+FREE_BYTES = 2**28  # of the disk's, that results leave
+DOWNLOADS = 3  # tries for a file whose download breaks off
+PAUSE_SECONDS = 1.0  # before each of them but the first
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A workflow that is queued."""
+
+    prompt_id: str
+    refusal: str | None  # why some of its outputs are left out
 
 
 @dataclass(frozen=True)
@@ -29,30 +42,27 @@ class Place:
     """Where a prompt stands on the server."""
 
     state: str  # "pending", "running", "done" or "gone"
-    entry: Mapping[str, Any] | None = None  # its history, once it is done
+    entry: HistoryEntry | None = None  # once it is done
 
 
 class Server:
     """One ComfyUI, for the length of an `async with`."""
 
     def __init__(self, url: str) -> None:
-        self.url = URL(url if "://" in url else f"http://{url}").with_query(None).with_fragment(None)
-        if self.url.scheme not in ("http", "https") or not self.url.host:
-            raise WorkflowError(f"--server {url}: expected an address like http://127.0.0.1:8188.")
+        self._wire = Wire(url)
+        self.name = self._wire.name  # its address, for messages
         self.client_id = uuid.uuid4().hex
 
     async def __aenter__(self) -> Server:
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=REQUEST_SECONDS)
-        self._session = aiohttp.ClientSession(timeout=timeout)
+        await self._wire.__aenter__()
         return self
 
-    async def __aexit__(self, *_error: object) -> None:
-        await self._session.close()
+    async def __aexit__(self, *error: object) -> None:
+        await self._wire.__aexit__(*error)
 
     def websocket(self) -> AbstractAsyncContextManager[aiohttp.ClientWebSocketResponse[bool]]:
-        """The stream of this client's events. Previews may be large, so messages have no size limit."""
-        address = self._address("ws").with_query(clientId=self.client_id)
-        return self._session.ws_connect(address, max_msg_size=0)
+        """The stream of this client's events."""
+        return self._wire.websocket(clientId=self.client_id)
 
     async def schemas(self, types: Iterable[str]) -> dict[str, Schema]:
         """The schemas of these node types.
@@ -62,137 +72,157 @@ class Server:
             UnknownNodesError: the server lacks some of them.
         """
         names = sorted(types)
-        found = await asyncio.gather(*(self._first("object_info", name) for name in names))
-        unknown = [name for name, info in zip(names, found, strict=True) if name not in info]
+        together = Allowance()
+        found = await asyncio.gather(*(self._schema(name, together) for name in names))
+        unknown = [shown(name) for name, schema in zip(names, found, strict=True) if schema is None]
         if unknown:
             raise UnknownNodesError(
-                f"The ComfyUI at {self.url} has no node type {', '.join(unknown)}. Install the pack that brings it "
+                f"The ComfyUI at {self.name} has no node type {', '.join(unknown)}. Install the pack that brings it "
                 "there, and look for 'IMPORT FAILED' in its log if it is installed."
             )
-        return {name: from_object_info(name, info[name]) for name, info in zip(names, found, strict=True)}
+        return {name: schema for name, schema in zip(names, found, strict=True) if schema is not None}
 
-    async def submit(self, graph: Graph) -> str:
-        """Queue a workflow; its prompt id.
+    async def submit(self, graph: Graph) -> Taken:
+        """Queue a workflow.
 
         Raises:
-            WorkflowError: the server found faults, in all of it or in some of its outputs; nothing is left queued.
+            WorkflowError: the server found faults in all of it.
         """
         body: dict[str, Any] = {"prompt": graph.to_api(), "client_id": self.client_id}
         if graph.workflow is not None:
             body["extra_data"] = {"extra_pnginfo": {"workflow": graph.workflow}}
-        async with self._session.post(self._address("prompt"), json=body) as response:
-            answer = await _json(response)
-        if response.status == 200 and isinstance(answer.get("prompt_id"), str):
-            if answer.get("node_errors"):
-                await self.cancel(answer["prompt_id"])
-                raise WorkflowError(_refusal(graph, answer))
-            return answer["prompt_id"]
-        if response.status == 400:
-            raise WorkflowError(_refusal(graph, answer))
-        raise RunFailedError(f"{self.url} refused the workflow with HTTP {response.status}: {str(answer)[:500]}")
+        answer = await self._wire.post("prompt", json=body)
+        if answer.status == 400:
+            try:
+                raise WorkflowError(answer.fitting(Submitted).refusal(graph))
+            except HostError:
+                raise WorkflowError(f"ComfyUI refuses the workflow:\n  {answer.text(1000)}") from None
+        if answer.status != 200:
+            raise RunFailedError(f"{self.name} refused the workflow with HTTP {answer.status}: {answer.text()}")
+        submitted = answer.fitting(Submitted)
+        if submitted.prompt_id is None:
+            raise HostError(f"{answer.place} does not answer as ComfyUI does: it gave the run no prompt_id.")
+        return Taken(submitted.prompt_id, submitted.refusal(graph) if submitted.node_errors else None)
 
     async def place(self, prompt_id: str) -> Place:
         """Where a prompt stands. One that ends between the two questions looks gone, until asked about again."""
         history = await self._get("history", prompt_id)
-        if prompt_id in history:
-            return Place("done", history[prompt_id])
-        queue = await self._get("queue")  # all prompts in full, so it comes second
-        for key, state in (("queue_running", "running"), ("queue_pending", "pending")):
-            if any(prompt_id == _prompt_id(item) for item in queue.get(key, ())):
-                return Place(state)
-        return Place("gone")
+        found = history.fitting(dict[str, Any]).get(prompt_id)
+        try:
+            if found is not None:
+                return Place("done", foreign.fitting(HistoryEntry, found))
+        except foreign.Unreadable as error:
+            raise HostError(f"{history.place} does not tell what came of the run as ComfyUI does: {error}.") from None
+        state, _ = await self._in_queue(prompt_id)  # all prompts in full, so it comes second
+        return Place(state)
 
-    async def cancel(self, prompt_id: str) -> None:
-        """Take a prompt out of the queue, or interrupt it if it runs; other people's prompts stay."""
-        state = (await self.place(prompt_id)).state
+    async def cancel(self, prompt_id: str | None) -> None:
+        """Take a prompt out of the queue, or interrupt it if it runs; other people's prompts stay.
+
+        prompt_id: None where the server took it, and its answer was lost.
+        """
+        state, found = await self._in_queue(prompt_id)
         if state == "pending":
-            async with self._session.post(self._address("queue"), json={"delete": [prompt_id]}):
-                state = (await self.place(prompt_id)).state
+            await self._wire.post("queue", json={"delete": [found]})
+            state, found = await self._in_queue(found)
         if state == "running":
-            async with self._session.post(self._address("interrupt"), json={"prompt_id": prompt_id}):
-                return
+            await self._wire.post("interrupt", json={"prompt_id": found})
 
-    async def upload(self, image: Path) -> str:
-        """Put an image into the server's input folder; the name that it has there."""
+    async def upload(self, name: str, image: bytes) -> str:
+        """Put an image into the server's input folder; the name that it has there.
+
+        Raises:
+            WorkflowError: the server does not take it.
+        """
         form = aiohttp.FormData()
-        form.add_field("image", image.read_bytes(), filename=image.name)
-        async with self._session.post(self._address("upload", "image"), data=form) as response:
-            answer = await _json(response)
-        if response.status != 200:
-            raise WorkflowError(f"{self.url} did not take the image {image}: HTTP {response.status}.")
-        return "/".join(part for part in (answer.get("subfolder"), answer["name"]) if part)
+        form.add_field("image", image, filename=name)
+        answer = await self._wire.post("upload", "image", seconds=wire.UPLOAD_SECONDS, data=form)
+        if answer.status != 200:
+            raise WorkflowError(f"{self.name} did not take the image {name}: HTTP {answer.status}.")
+        try:
+            return answer.fitting(Uploaded).path
+        except paths.Outside as fault:
+            raise HostError(f"{answer.place} has no such name for the image {name}: {fault}.") from None
 
-    async def download(self, entry: FileEntry) -> bytes:
-        """A result file's bytes."""
+    async def download(self, entry: FileEntry, into: Arriving, folder: Path) -> None:
+        """Fetch a result file, again where the connection breaks.
+
+        folder: that it lands in.
+
+        Raises:
+            RunFailedError: the server does not hand it out, or not whole.
+            OutputError: it is too large for the disk.
+        """
+        for attempt in range(1, DOWNLOADS + 1):
+            try:
+                return await self._fetch(entry, into, folder)
+            except (aiohttp.ClientError, asyncio.TimeoutError) as error:  # noqa: PERF203
+                if attempt == DOWNLOADS:
+                    raise RunFailedError(
+                        f"{self.name} broke off its result {shown(entry.path, 200)} after {into.size:,} bytes, "
+                        f"{DOWNLOADS} times ({reason(error)}). The run is done: look into its output folder."
+                    ) from error
+                into.start_again()
+                await asyncio.sleep(PAUSE_SECONDS)
+        return None
+
+    async def _fetch(self, entry: FileEntry, into: Arriving, folder: Path) -> None:
         query = {"filename": entry.filename, "subfolder": entry.subfolder, "type": entry.type}
-        async with self._session.get(self._address("view").with_query(query)) as response:
-            if response.status != 200:
-                name = f"{entry.subfolder}/{entry.filename}".lstrip("/")
-                raise RunFailedError(f"{self.url} does not hand out its result {name}: HTTP {response.status}.")
-            return await response.read()
+        name = shown(entry.path, 200)
+        async with self._wire.file("view", **query) as body:
+            if body.status >= 500:
+                raise aiohttp.ClientError(f"HTTP {body.status}")
+            if body.status != 200:
+                raise RunFailedError(f"{self.name} does not hand out its result {name}: HTTP {body.status}.")
+            if not body.whole_is_known:
+                raise RunFailedError(f"{self.name} does not say how long its result {name} is.")
+            room = max(0, shutil.disk_usage(folder).free - FREE_BYTES)
+            self._check_size(name, body.length or 0, room)
+            async for chunk in body.chunks():
+                self._check_size(name, into.size + len(chunk), room)
+                into.write(chunk)
+            if body.length not in (None, into.size):
+                raise aiohttp.ClientPayloadError(f"{into.size:,} of {body.length:,} bytes")
+
+    def _check_size(self, name: str, size: int, room: int) -> None:
+        if size > MAX_FILE_BYTES:
+            raise RunFailedError(
+                f"{self.name} hands out more than {MAX_FILE_BYTES:,} bytes as {name}. It was not kept."
+            )
+        if size > room:
+            raise OutputError(
+                f"The result {name} does not fit the disk ({size:,} bytes or more, and {room:,} are free beside "
+                f"{FREE_BYTES:,} that are left alone). Free some space, or choose another folder with --out."
+            )
 
     async def alive(self) -> bool:
         """Whether the server answers."""
         try:
-            async with self._session.get(self._address("queue")) as response:
-                return response.status == 200
-        except (aiohttp.ClientError, asyncio.TimeoutError):
+            return (await self._wire.get("queue")).status == 200
+        except (aiohttp.ClientError, asyncio.TimeoutError, HostError):
             return False
 
-    async def _first(self, *parts: str) -> dict[str, Any]:
-        """Like `_get`, for the first request, where a failure means that no ComfyUI is there."""
+    async def _schema(self, name: str, allowance: Allowance) -> Schema | None:
+        if not name.strip("."):  # no part of an address
+            return None
         try:
-            return await self._get(*parts)
+            answer = await self._get("object_info", name, allowance=allowance)
         except (aiohttp.ClientError, asyncio.TimeoutError) as error:
             raise HostError(
-                f"No ComfyUI answers at {self.url} ({_reason(error)}). "
+                f"No ComfyUI answers at {self.name} ({reason(error)}). "
                 "Start it, check the address and port, or use --comfyui DIR to have one started."
             ) from error
+        found = answer.fitting(dict[str, Any])
+        try:
+            return from_object_info(name, found[name]) if name in found else None
+        except foreign.Unreadable as error:
+            raise HostError(f"{answer.place} does not describe the node type as ComfyUI does: {error}.") from None
 
-    async def _get(self, *parts: str) -> dict[str, Any]:
-        async with self._session.get(self._address(*parts)) as response:
-            answer = await _json(response)
-        if response.status != 200:
-            raise HostError(f"{response.url} answers HTTP {response.status}: is {self.url} a ComfyUI?")
+    async def _in_queue(self, prompt_id: str | None) -> tuple[str, str]:
+        return (await self._get("queue")).fitting(Queue).find(prompt_id, self.client_id)
+
+    async def _get(self, *parts: str, allowance: Allowance | None = None) -> Answer:
+        answer = await self._wire.get(*parts, allowance=allowance)
+        if answer.status != 200:
+            raise HostError(f"{answer.place} answers HTTP {answer.status}: is {self.name} a ComfyUI?")
         return answer
-
-    def _address(self, *parts: str) -> URL:
-        return self.url.joinpath(*(part.replace("/", "%2F") for part in parts))
-
-
-async def _json(response: aiohttp.ClientResponse) -> dict[str, Any]:
-    text = await response.text(errors="replace")
-    try:
-        answer = json.loads(text)
-    except ValueError:
-        answer = None
-    if isinstance(answer, dict):
-        return answer
-    if response.status == 200:
-        raise HostError(f"{response.url} does not answer with JSON: is this a ComfyUI?")
-    return {"error": text}
-
-
-def _prompt_id(item: Any) -> Any:
-    """Of a queue's entry: (priority, id, …) in ComfyUI, a dictionary in its pip-installable fork."""
-    return item.get("prompt_id") if isinstance(item, dict) else item[1]
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, aiohttp.ClientConnectorError):
-        return error.os_error.strerror or str(error.os_error)
-    return str(error) or type(error).__name__
-
-
-def _refusal(graph: Graph, answer: Mapping[str, Any]) -> str:
-    """ComfyUI's validation errors in words, one line each."""
-    lines = []
-    for node_id, fault in (answer.get("node_errors") or {}).items():
-        node = graph.nodes.get(str(node_id))
-        label = node.label if node else f"node {node_id}"
-        lines += [f"{label}: {e.get('message')}: {e.get('details')}" for e in fault.get("errors") or ()]
-    if not lines:
-        error = answer.get("error")
-        parts = [error.get("message"), error.get("details")] if isinstance(error, dict) else [error]
-        lines = [" ".join(str(part) for part in parts if part)]
-    return "ComfyUI refuses the workflow:\n" + "\n".join(f"  {line}" for line in lines)

@@ -46,7 +46,11 @@ def means_another_on_windows(part: str) -> bool:
 def inside(folder: Path, name: str) -> Path:
     """The path of `name` in a folder. Raises Outside, as `relative` does, and where a link on the way leads out."""
     path = folder / relative(name)
-    if not path.resolve().is_relative_to(folder.resolve()):
+    try:
+        lies_inside = path.resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError):  # links in a circle
+        lies_inside = False
+    if not lies_inside:
         raise Outside(f"'{shown(name)}' leads out of its folder through a link")
     return path
 

@@ -127,6 +127,8 @@ class FakeComfy:
         self.files: dict[str, bytes] = {"a_00001_.png": b"picture"}
         self.node_errors: dict[str, Any] = {}
         self.refuse = False
+        self.uploaded: Any = ()  # an answer to an upload in place of the right one
+        self.first: Callable[[web.Request], web.StreamResponse | None] = lambda _: None  # answers before all others
         self.sockets: list[web.WebSocketResponse] = []
         self._ready = threading.Event()
         self._loop = asyncio.new_event_loop()
@@ -169,7 +171,11 @@ class FakeComfy:
         self._loop.close()
 
     async def _start_site(self) -> None:
-        app = web.Application()
+        @web.middleware
+        async def first(request: web.Request, handler: Any) -> web.StreamResponse:
+            return self.first(request) or await handler(request)
+
+        app = web.Application(middlewares=[first])
         app.add_routes(
             [
                 web.get("/ws", self._websocket),
@@ -220,7 +226,7 @@ class FakeComfy:
         if self.refuse:
             error = {"message": "Prompt outputs failed validation", "details": ""}
             return web.json_response({"error": error, "node_errors": self.node_errors}, status=400)
-        self.running.append([0, self.prompt_id, body["prompt"]])
+        self.running.append([0, self.prompt_id, body["prompt"], {"client_id": body["client_id"]}, []])
         self._task = asyncio.ensure_future(self.script(self))
         return web.json_response({"prompt_id": self.prompt_id, "number": 1, "node_errors": self.node_errors})
 
@@ -229,7 +235,11 @@ class FakeComfy:
         image = form["image"]
         assert isinstance(image, web.FileField)
         self.requests.append(("upload", image.file.read()))
-        return web.json_response({"name": f"uploaded {image.filename}", "subfolder": "", "type": "input"})
+        return web.json_response(
+            self.uploaded
+            if self.uploaded != ()
+            else {"name": f"uploaded {image.filename}", "subfolder": "", "type": "input"}
+        )
 
     async def _command(self, request: web.Request) -> web.Response:
         self.requests.append((request.match_info["command"], await request.json()))

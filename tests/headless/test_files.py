@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -48,15 +51,94 @@ def test_a_failed_write_leaves_nothing_behind(
     def fail(*_args: Any) -> None:
         raise OSError(code, os.strerror(code))
 
-    if step == "fsync":
-        monkeypatch.setattr(files.os, "fsync", fail)
-    else:
+    monkeypatch.setattr(os, {"fsync": "fsync", "replace": "link"}[step], fail)
+    if step == "replace":
         monkeypatch.setattr(Path, "replace", fail)
     expected = "the disk is full" if code == errno.ENOSPC else "Permission denied"
     with pytest.raises(OutputError, match=f"{expected}.*Nothing was left half-written") as error:
         write_counted(tmp_path, "a", ".png", b"data")
     assert error.value.exit_code == 5
     assert names(tmp_path) == []
+
+
+def test_a_folder_without_hard_links_is_written_to_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_args: Any) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    assert [write_named(tmp_path, "a.png", b"1").read_bytes() for _ in range(2)] == [b"1", b"1"]
+    assert names(tmp_path) == ["a.png", "a_00001_.png"]
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from comfyui_onediff_guard.headless.files import arriving
+with arriving(Path(sys.argv[1]), "a.png") as file:
+    file.write(b"half")
+    file._file.flush()
+    print("written", flush=True)
+    time.sleep(100)
+"""
+
+
+def test_what_a_killed_process_left_is_removed_and_a_living_ones_is_not(tmp_path: Path) -> None:
+    def start() -> subprocess.Popen[str]:
+        child = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None and child.stdout.readline() == "written\n"
+        return child
+
+    (tmp_path / ".onediff-guard-mine.tmp").touch()
+    (tmp_path / f".{'a' * 32}.tmp").touch()
+    mine = names(tmp_path)
+    killed, living = start(), start()
+    killed.kill()
+    killed.wait()
+    left = set(names(tmp_path)) - set(mine)
+    assert len(left) == 2
+    files._remove_stale.cache_clear()
+    files.ensure_writable(tmp_path)
+    assert set(names(tmp_path)) == {*mine, *left}, "both may be in use on another machine"
+    old = time.time() - 2 * files.STALE_SECONDS
+    for name in names(tmp_path):
+        os.utime(tmp_path / name, (old, old))
+    try:
+        files._remove_stale.cache_clear()
+        files.ensure_writable(tmp_path)
+        kept = set(names(tmp_path))
+        assert kept > set(mine) and len(kept & left) == 1
+    finally:
+        living.kill()
+        living.wait()
+    files._remove_stale.cache_clear()
+    files.ensure_writable(tmp_path)
+    assert names(tmp_path) == mine
+
+
+def test_a_file_that_arrives_bit_by_bit_is_there_when_it_is_whole(tmp_path: Path) -> None:
+    with files.arriving(tmp_path, "a.bin") as file:
+        file.write(b"wrong")
+        file.start_again()
+        file.write(b"ri")
+        file.write(b"ght")
+        assert file.size == 5 and "a.bin" not in names(tmp_path)
+    assert file.path.read_bytes() == b"right" and names(tmp_path) == ["a.bin"]
+
+    def break_off() -> None:
+        with files.arriving(tmp_path, "b.bin") as file:
+            file.write(b"half")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        break_off()
+    assert names(tmp_path) == ["a.bin"]
+
+
+@pytest.mark.parametrize("name", ["a_" + "9" * 240 + "_.png", "a_99999999999_.png", "_00001_", "[a-_00002_.png", "*"])
+def test_names_that_only_look_counted(tmp_path: Path, name: str) -> None:
+    first, second = (write_named(tmp_path, name[-250:], bytes([n])) for n in range(2))
+    assert first.name == name and first.read_bytes() == b"\0"
+    assert second.read_bytes() == b"\1" and len(names(tmp_path)) == 2
 
 
 def test_files_that_belong_together_have_one_number(tmp_path: Path) -> None:
@@ -69,14 +151,14 @@ def test_files_that_belong_together_have_one_number(tmp_path: Path) -> None:
 
 
 def test_of_files_that_belong_together_all_are_written_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replace = Path.replace
+    fsync, left = os.fsync, iter(range(2))
 
-    def full(self: Path, target: Path) -> Path:
-        if target.suffix == ".json":
+    def full(descriptor: int) -> None:
+        if next(left, None) is None:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return replace(self, target)
+        fsync(descriptor)
 
-    monkeypatch.setattr(Path, "replace", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OutputError, match="the disk is full"):
         write_together(tmp_path, "a", {".png": b"1", ".webp": b"2", ".json": b"3"})
     assert names(tmp_path) == []
@@ -102,7 +184,10 @@ def test_prefixes(tmp_path: Path, prefix: str, folder: str, stem: str, subfolder
     assert place == files.Prefix(tmp_path / folder, stem, subfolder)
 
 
-@pytest.mark.parametrize("prefix", ["../x", "a/../../x", "/etc/x", "\\x", "..\\x", "a\\..\\..\\x"])
+@pytest.mark.parametrize(
+    "prefix",
+    ["../x", "a/../../x", "/etc/x", "\\x", "..\\x", "a\\..\\..\\x", "a\0b", "x" * 250, "日" * 84, "a/" * 600, "\ud800"],
+)
 def test_prefixes_that_lead_out(tmp_path: Path, prefix: str) -> None:
     with pytest.raises(WorkflowError, match="out of the output folder"):
         resolve_prefix(tmp_path, prefix)
@@ -115,14 +200,14 @@ def test_a_link_out_of_the_folder_is_no_way_out(tmp_path: Path) -> None:
         (out / "link").symlink_to(tmp_path, target_is_directory=True)
     except OSError:
         pytest.skip("no right to make symbolic links here")
-    with pytest.raises(WorkflowError, match="leads out of the output folder"):
+    with pytest.raises(WorkflowError, match="through a link, out of the output folder"):
         resolve_prefix(out, "link/x")
 
 
 @pytest.mark.parametrize(("subfolder", "filename"), [("..", "a"), ("/etc", "a"), ("", "../a"), ("", "/a")])
-def test_entries_that_lead_out(subfolder: str, filename: str) -> None:
+def test_entries_that_lead_out(tmp_path: Path, subfolder: str, filename: str) -> None:
     with pytest.raises(OutputError, match="outside the output folder"):
-        _ = FileEntry(filename, subfolder).folder
+        FileEntry(filename, subfolder).folder_in(tmp_path)
 
 
 def test_entries_are_found_under_any_key() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comfyui_onediff_guard.headless import follow
+from comfyui_onediff_guard.headless import events, follow
 from comfyui_onediff_guard.headless.errors import (
     HeadlessError,
     HostError,
@@ -21,6 +21,7 @@ from comfyui_onediff_guard.headless.errors import (
 from comfyui_onediff_guard.headless.result import Progress, RunResult
 from comfyui_onediff_guard.headless.run import run_on_server
 from comfyui_onediff_guard.headless.settings import Setting
+from PIL import Image
 
 RunThere = Callable[..., RunResult]
 
@@ -30,6 +31,7 @@ def there(comfy: Any, workflow: dict[str, Any], tmp_path: Path, monkeypatch: pyt
     """Run the workflow on the stand-in server, with short pauses."""
     monkeypatch.setattr(follow, "POLL_SECONDS", 0.2)
     monkeypatch.setattr(follow, "RECONNECT_SECONDS", 0.05)
+    monkeypatch.setattr(events, "RECONNECT_SECONDS", 0.05)
     monkeypatch.setattr(follow, "SETTLE_SECONDS", 0.01)
 
     def run(**options: Any) -> RunResult:
@@ -139,7 +141,7 @@ def test_runs_that_fail(comfy: Any, there: RunThere, script: Any, error: type[He
 
 def test_a_run_out_of_time_is_interrupted_by_its_id(comfy: Any, there: RunThere) -> None:
     comfy.script = hang
-    with pytest.raises(RunFailedError, match=r"not done after 0\.3 s and was interrupted"):
+    with pytest.raises(RunFailedError, match=r"not done in time and was interrupted \(0\.3 s\)"):
         there(timeout=0.3)
     assert comfy.requests[-1] == ("interrupt", {"prompt_id": comfy.prompt_id})
 
@@ -214,10 +216,10 @@ def test_a_server_that_names_files_outside_is_not_obeyed(comfy: Any, there: RunT
 
 def test_images_are_uploaded_from_the_input_folder(comfy: Any, there: RunThere, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.png").write_bytes(b"a picture")
+    Image.new("RGB", (8, 8)).save(tmp_path / "in" / "a.png")
     workflow = {"1": {"class_type": "LoadImage", "inputs": {"image": "a.png"}}}
     there(workflow=workflow, input_dir=tmp_path / "in")
-    assert comfy.requests[0] == ("upload", b"a picture")
+    assert comfy.requests[0] == ("upload", (tmp_path / "in" / "a.png").read_bytes())
     assert comfy.requests[1][1]["prompt"]["1"]["inputs"]["image"] == "uploaded a.png"
 
 

@@ -47,7 +47,8 @@ def test_a_link_that_leads_out_is_refused(tmp_path: Path) -> None:
     (folder / "up").symlink_to(tmp_path)
     (folder / "there").write_text("x")
     (folder / "here").symlink_to(folder / "there")
-    for name in ("file", "up/secret"):
+    (folder / "circle").symlink_to(folder / "circle")
+    for name in ("file", "up/secret", "circle/a"):
         with pytest.raises(Outside, match="through a link"):
             inside(folder, name)
     assert inside(folder, "here").read_text() == "x"
