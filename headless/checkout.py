@@ -17,7 +17,6 @@ import shlex
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,6 +31,7 @@ from .follow import read_for_server, run_on_server
 from .graph import Graph
 from .result import ProgressCallback, RunResult, no_progress
 from .schema import Schema
+from .scratch import temporary_folder
 from .server import Server
 from .settings import Setting
 
@@ -49,7 +49,7 @@ INTERPRETERS = (
 START_SECONDS = 300.0  # many custom nodes on a slow disk take minutes
 ALIVE_SECONDS = 0.25
 PATIENCE_SECONDS = 10.0  # our own ComfyUI doesn't come back once it is away
-LOG_LINES = 25
+LOG_LINES, LOG_BYTES = 25, 20_000  # of its end, in messages
 OPTIONAL_FLAGS = {"--database-url": "sqlite:///:memory:", "--disable-api-nodes": None, "--disable-auto-launch": None}
 ACCELERATOR_PROBE = (
     "import torch; "
@@ -131,13 +131,14 @@ def started(checkout: Path, *, models: Sequence[Path] = (), input_dir: Path | No
         HostError: it ended or did not answer in time.
     """
     checkout = checkout.resolve()
-    if not (checkout / "main.py").is_file():
-        raise WorkflowError(f"--comfyui {checkout}: there is no main.py. Name the folder of a ComfyUI checkout.")
+    for needed in ("main.py", "comfy/cli_args.py"):
+        if not (checkout / needed).is_file():
+            raise WorkflowError(f"--comfyui {checkout}: there is no {needed}. Name the folder of a ComfyUI checkout.")
     python = find_interpreter(checkout)
-    with tempfile.TemporaryDirectory(prefix="onediff-guard-", ignore_cleanup_errors=True) as folder:
-        log = Path(folder, "comfyui.log")
+    with temporary_folder("onediff-guard-") as folder:
+        log = folder / "comfyui.log"
         port = _free_port()
-        command = [python, *_arguments(checkout, Path(folder), port, models, input_dir)]
+        command = [python, *_arguments(checkout, folder, port, models, input_dir)]
         if not _has_accelerator(python):
             command.append("--cpu")
         logger.info("Starting %s", shlex.join(command))
@@ -200,7 +201,15 @@ def _arguments(checkout: Path, folder: Path, port: int, models: Sequence[Path], 
     for flag, value in OPTIONAL_FLAGS.items():
         if f'"{flag}"' in known:
             arguments += [flag] if value is None else [flag, value]
-    return arguments + shlex.split(os.environ.get("COMFYUI_ARGS", ""), posix=os.name != "nt")
+    return arguments + _further_arguments()
+
+
+def _further_arguments() -> list[str]:
+    given = os.environ.get("COMFYUI_ARGS", "")
+    try:
+        return shlex.split(given, posix=os.name != "nt")
+    except ValueError as error:
+        raise WorkflowError(f"COMFYUI_ARGS is {given!r}: {error}. Close its quotes.") from None
 
 
 def _write_stub(custom_nodes: Path) -> Path:
@@ -216,9 +225,12 @@ def _has_accelerator(python: str) -> bool:
     Raises:
         HostError: it has none that can be imported.
     """
-    asked = subprocess.run([python, "-c", ACCELERATOR_PROBE], capture_output=True, text=True, check=False)
-    if asked.returncode:
+    try:
+        asked = subprocess.run([python, "-c", ACCELERATOR_PROBE], capture_output=True, text=True, check=False)
         reason = (asked.stderr.strip().splitlines() or ["no message"])[-1]
+    except OSError as error:
+        asked, reason = None, error.strerror or str(error)
+    if asked is None or asked.returncode:
         raise HostError(
             f"{python} cannot import torch ({reason}), so ComfyUI cannot run with it. "
             "Set COMFYUI_PYTHON to the interpreter that ComfyUI is installed in."
@@ -247,5 +259,7 @@ async def _until_up(child: subprocess.Popen[bytes], url: str, log: Path) -> None
 
 
 def _tail(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - LOG_BYTES))
+        lines = file.read(LOG_BYTES).decode("utf-8", errors="replace").splitlines()
     return "\n".join(f"  {line}" for line in lines[-LOG_LINES:]) or "  (empty)"

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, format="%(message)s")
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a console of Windows may have no arrow, and still be told the rest
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # one way to stop, with clean-up
+    _stop_alike()
     try:
         return args.main(args)
     except HeadlessError as error:
@@ -52,6 +52,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001 - a script gets an exit code, not a traceback
         _complain(f"Unexpected {type(error).__name__}: {error}. Run with --verbose to see where.", args.verbose)
         return int(ExitCode.RUN_FAILED)
+
+
+def _stop_alike() -> None:
+    """Every polite request to end is Ctrl-C: one way to stop, with clean-up. What `nohup` has us ignore stays so."""
+    for name in ("SIGTERM", "SIGHUP", "SIGBREAK"):  # SIGHUP: the terminal is gone. SIGBREAK: the same on Windows
+        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN:
+            signal.signal(getattr(signal, name), _interrupt)
+
+
+def _interrupt(_number: int, _frame: object) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.raise_signal(signal.SIGINT)
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ from .outcome import Comparison, Failed, Outcome
 from .precisions import REFERENCE, SHOWN, Comparable, comparable
 from .progress import ProgressPrinter
 from .result import Progress, RunResult
+from .scratch import temporary_folder
 from .settings import Setting
 
 DEFAULT_OUTPUT = Path("output") / "compare"
@@ -67,9 +67,9 @@ def _compare(args: argparse.Namespace) -> Comparison:
 
         def run(precision: str) -> tuple[RunResult, np.ndarray]:
             on_progress(Progress(f"in {precision}:"))
-            with tempfile.TemporaryDirectory(prefix=".compare-", dir=args.out) as folder:
+            with temporary_folder(".compare-", args.out) as folder:
                 graph = subject.in_precision(precision)
-                result = host.run(graph, output_dir=Path(folder), timeout=args.timeout, on_progress=on_progress)
+                result = host.run(graph, output_dir=folder, timeout=args.timeout, on_progress=on_progress)
                 return result, _frames(result, subject)
 
         result, reference = run(REFERENCE)

@@ -1,4 +1,4 @@
-"""A child process with all its descendants, ended as one, on POSIX and on Windows."""
+"""A child process with all its descendants, ended as one, on POSIX and on Windows, and with us in any case."""
 
 from __future__ import annotations
 
@@ -11,18 +11,27 @@ from contextlib import suppress
 from pathlib import Path
 
 STOP_SECONDS = 10.0  # between the polite signal and the other one
+KEEPER = Path(__file__).with_name("keeper.py")
 
 
 def start(command: Sequence[str], *, cwd: Path, log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Start a command in a process group of its own, so that Ctrl-C here doesn't reach it. Its output goes to `log`."""
+    """Start a command under a keeper, which ends it when this process is gone. Its output goes to `log`.
+
+    Both run in a process group of their own, so that Ctrl-C here doesn't reach them. The keeper's exit code is the
+    command's, or 128 and the signal that ended it, or 127 where it can't be run.
+    """
+    kept = [sys.executable, "-I", "-S", str(KEEPER), str(STOP_SECONDS), *command]
+    on_windows = sys.platform == "win32"
     with log.open("wb") as output:
-        if sys.platform == "win32":
-            flags = subprocess.CREATE_NEW_PROCESS_GROUP
-            return subprocess.Popen(
-                command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, creationflags=flags
-            )
         return subprocess.Popen(
-            command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            kept,
+            cwd=cwd,
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            start_new_session=not on_windows,
+            creationflags=subprocess.CREATE_NEW_PROCESS_GROUP if on_windows else 0,
         )
 
 
@@ -31,11 +40,12 @@ def stop_tree(process: subprocess.Popen[bytes]) -> None:
     if sys.platform == "win32":
         command = ["taskkill", "/F", "/T", "/PID", str(process.pid)]
         subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
-        process.wait()
-        return
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_SECONDS)
-        os.killpg(process.pid, signal.SIGKILL)  # those that ignored it, and orphans of the group
+    else:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_SECONDS)
+            os.killpg(process.pid, signal.SIGKILL)  # those that ignored it, and orphans of the group
     process.wait()
+    if process.stdin:
+        process.stdin.close()

@@ -26,7 +26,7 @@ from comfyui_onediff_guard.headless import process
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "ComfyUI-OneDiff-Guard"  # the pack's name in custom_nodes, as a clone has it
-SHIPPED = ("headless", "nodes", "pipelines", "precision", "workflows", "locales", "web")
+SHIPPED = ("headless", "nodes", "pipelines", "precision", "trust", "workflows", "locales", "web")
 HANG_SECONDS = 600.0  # bounds what would hang, far from what anything takes
 BIN = "Scripts" if sys.platform == "win32" else "bin"
 OPTIONAL_FLAGS = {"--database-url": "sqlite:///:memory:", "--disable-api-nodes": None}

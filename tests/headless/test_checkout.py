@@ -15,6 +15,7 @@ import pytest
 from comfyui_onediff_guard.headless import checkout
 from comfyui_onediff_guard.headless.errors import HostError, WorkflowError
 
+REALLY_HAS_ACCELERATOR = checkout._has_accelerator
 HANG_SECONDS = 60.0  # a bound for a test that would hang, far from what it takes
 MAIN = """\
 import json, subprocess, sys
@@ -101,6 +102,23 @@ def test_one_that_never_answers(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(checkout, "START_SECONDS", 0.5)
     (folder / "main.py").write_text("import time; print('thinking', flush=True); time.sleep(60)")
     with pytest.raises(HostError, match=r"(?s)did not answer within.*thinking"), checkout.started(folder):
+        pytest.fail("it started")
+
+
+def test_arguments_that_cannot_be_split(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMFYUI_ARGS", "--extra 'x")
+    with pytest.raises(WorkflowError, match=r"COMFYUI_ARGS.*No closing quotation"), checkout.started(folder):
+        pytest.fail("it started")
+
+
+def test_an_interpreter_that_is_no_program(folder: Path) -> None:
+    with pytest.raises(HostError, match=r"cannot import torch .*COMFYUI_PYTHON"):
+        REALLY_HAS_ACCELERATOR(str(folder / "main.py"))
+
+
+def test_a_folder_with_another_main(folder: Path) -> None:
+    (folder / "comfy" / "cli_args.py").unlink()
+    with pytest.raises(WorkflowError, match=r"there is no comfy/cli_args\.py"), checkout.started(folder):
         pytest.fail("it started")
 
 

@@ -1,0 +1,118 @@
+"""The command killed while the ComfyUI that it started runs: none of its processes and none of its folders stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from comfyui_onediff_guard.headless import checkout, scratch
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="its signals are POSIX's")
+HANG_SECONDS = 120.0  # a bound for a test that would hang, far from what it takes
+COMMAND = """\
+import signal, sys
+if sys.argv[3] == "in the background":  # a shell's way to keep Ctrl-C from it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+from comfyui_onediff_guard.headless import checkout, cli
+checkout._has_accelerator = lambda python: False
+sys.exit(cli.main(["run", sys.argv[1], "--comfyui", sys.argv[2]]))
+"""
+# Answers that it is up, and nothing else. Its child takes no notice of polite signals.
+MAIN = """\
+import json, os, signal, subprocess, sys, time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        if not self.path.startswith("/queue"):
+            Path("asked").touch()
+            time.sleep(600)
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+Path("seen.json").write_text(json.dumps([os.getpid(), os.getppid(), child.pid]))
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout whose ComfyUI is busy for ever with the first question that is asked of it."""
+    monkeypatch.delenv("COMFYUI_PYTHON", raising=False)
+    monkeypatch.delenv("COMFYUI_ARGS", raising=False)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    (tmp_path / "main.py").write_text(MAIN)
+    (tmp_path / "comfy").mkdir()
+    (tmp_path / "comfy" / "cli_args.py").touch()
+    (tmp_path / "workflow.json").write_text('{"1": {"class_type": "SaveImage", "inputs": {}}}')
+    return tmp_path
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + HANG_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    return state.stdout.strip() not in ("", "Z")
+
+
+@pytest.mark.parametrize(
+    ("how", "where"),
+    [(name, "at a terminal") for name in ("SIGKILL", "SIGHUP", "SIGTERM", "SIGINT")]
+    + [(name, "in the background") for name in ("SIGHUP", "SIGTERM")],
+)
+def test_nothing_outlives_the_command(folder: Path, how: str, where: str) -> None:
+    command = [sys.executable, "-c", COMMAND, str(folder / "workflow.json"), str(folder), where]
+    started = subprocess.Popen(command, cwd=folder, start_new_session=True)
+    until((folder / "asked").exists, "ComfyUI did not come up")
+    started.send_signal(getattr(signal, how))
+    assert started.wait(HANG_SECONDS) == (-signal.SIGKILL if how == "SIGKILL" else 130)
+    for pid in json.loads((folder / "seen.json").read_text()):
+        until(lambda pid=pid: not is_running(pid), "a process outlives the command that started it")
+    left = list((folder / "tmp").iterdir())
+    assert len(left) == (1 if how == "SIGKILL" else 0)
+    with scratch.temporary_folder("onediff-guard-", folder / "tmp") as own:
+        assert list((folder / "tmp").iterdir()) == [own], "the next run removes what the killed one left"
+
+
+def test_folders_that_somebody_uses_stay(tmp_path: Path) -> None:
+    (tmp_path / "x-unlocked").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / scratch.OWNER).touch()
+    (tmp_path / "x-link").symlink_to(tmp_path / "elsewhere")
+    with scratch.temporary_folder("x-", tmp_path) as one, scratch.temporary_folder("x-", tmp_path) as other:
+        assert one.is_dir() and other.is_dir()
+    assert {path.name for path in tmp_path.iterdir()} == {"x-unlocked", "x-link", "elsewhere"}
+    assert (tmp_path / "elsewhere" / scratch.OWNER).exists()
+
+
+def test_nohup_holds(folder: Path) -> None:
+    code = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); from comfyui_onediff_guard.headless import cli"
+    code += "; cli._stop_alike(); print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"
+
+
+def test_what_cannot_be_run_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkout, "_has_accelerator", lambda python: False)
+    monkeypatch.setenv("COMFYUI_PYTHON", str(folder / "main.py"))  # no program
+    assert not os.access(folder / "main.py", os.X_OK)
+    with pytest.raises(checkout.HostError, match=r"(?s)ended with code 127.*cannot be run"), checkout.started(folder):
+        pytest.fail("it started")
