@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import struct
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
@@ -13,16 +10,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..precision.policy import VARIANTS, Variant, as_stored
+from ..trust.foreign import Unreadable, object_in, read
+from ..trust.text import shown
+from .component_config import fields_of
 from .errors import BadFolder
 from .families import FAMILIES, ComponentSpec, FamilySpec
 from .stored import StoredModel, Weights, name_of
+from .weight_files import check_fit, weights_of
 
 if TYPE_CHECKING:
     import torch
 
-_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_STEMS = ("diffusion_pytorch_model", "model")  # file names that from_pretrained looks for
-_MAX_HEADER = 100 * 2**20  # safetensors' own limit
+_SMALL_CONFIGS = (  # of what has no weights; what a library reads of them is more than a vocabulary
+    *("scheduler_config.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("preprocessor_config.json", "processor_config.json", "config.json"),
+)
+_MOST_SMALL_BYTES = 64 * 2**20  # of such a file; the largest real one is a tokenizer.json of 20 MB
 
 
 @dataclass(frozen=True)
@@ -30,10 +33,22 @@ class ModelFolder(StoredModel):
     """A folder that passed every check."""
 
     classes: Mapping[str, str]  # component → class in model_index.json
+    fields: Mapping[str, Mapping[str, Any]]  # component with weights → what its class takes of its config.json
 
     def component(self, name: str, dtype: torch.dtype) -> torch.nn.Module:
-        dtype_option = "dtype" if self.family.components[name].library == "transformers" else "torch_dtype"
-        return self._from_pretrained(name, use_safetensors=True, **{dtype_option: dtype})
+        options: dict[str, Any] = {"torch_dtype": dtype}
+        if self.family.components[name].library == "transformers":  # which would take any field of config.json
+            config = _class(self.family.components[name], self.classes[name]).config_class
+            options = {"dtype": dtype, "config": config.from_dict(dict(self.fields[name]))}
+        module, found = self._from_pretrained(name, use_safetensors=True, output_loading_info=True, **options)
+        lost = {str(key) for what in ("missing_keys", "mismatched_keys", "error_msgs") for key in found[what]}
+        lost |= {key for key, tensor in module.state_dict().items() if tensor.is_meta}
+        if lost:
+            raise BadFolder(
+                f"'{self.name}/{name}' was loaded without {len(lost)} of its tensors, such as '{shown(min(lost))}': "
+                "its files are not those that were checked. Load it again."
+            )
+        return module
 
     def stored(self, name: str, parameter: Sequence[str]) -> torch.Tensor:
         from safetensors import safe_open
@@ -63,14 +78,9 @@ class ModelFolder(StoredModel):
         return [f"{name}: config.json has fields that diffusers {diffusers.__version__} ignores: {', '.join(unknown)}"]
 
     def _from_pretrained(self, name: str, **options: Any) -> Any:
-        import diffusers
         import torch
-        import transformers
 
-        spec = self.family.components[name]
-        library = {"diffusers": diffusers, "transformers": transformers}[spec.library]
-        # a folder saved by another transformers may name a class that this one calls otherwise
-        loader = getattr(library, self.classes[name], None) or getattr(library, spec.classes[0])
+        loader = _class(self.family.components[name], self.classes[name])
         try:
             return loader.from_pretrained(self.path / name, local_files_only=True, **options)
         except torch.OutOfMemoryError:
@@ -78,43 +88,53 @@ class ModelFolder(StoredModel):
         except ImportError as error:
             raise BadFolder(
                 f"'{self.name}/{name}' needs a Python package that is not installed: "
-                f"{str(error).strip().splitlines()[0]} Install the pack's requirements.txt (sentencepiece and protobuf "
-                "are in it) and start again."
+                f"{shown(str(error).strip().splitlines()[0], 200)} Install the pack's requirements.txt (sentencepiece "
+                "and protobuf are in it) and start again."
             ) from error
         except Exception as error:
             raise BadFolder(
                 f"'{self.name}/{name}' could not be loaded as {self.classes[name]}: "
-                f"{type(error).__name__}: {error}. Download that folder again."
+                f"{type(error).__name__}: {shown(str(error), 500)}. Download that folder again."
             ) from error
 
 
 def inspect(path: Path, expected: FamilySpec) -> ModelFolder:
-    """Check a folder against a family. Reads JSON and safetensors headers, no weights.
+    """Check a folder against a family. Reads JSON and safetensors headers, no weights; builds each component without
+    memory, to compare it with the headers.
 
-    Raises BadFolder: not a diffusers folder, another pipeline, a component that is missing, pickled or truncated.
+    Raises BadFolder: not a diffusers folder, another pipeline, a component that is missing, pickled or truncated, a
+    config of no sense or that reaches for more than the folder, tensors that are missing, left over or of other shapes.
     """
     index = read_json(path / "model_index.json", missing=_no_index(path))
-    found = str(index.get("_class_name") or "pipeline without a name")
+    found = shown(index.get("_class_name") or "pipeline without a name")
     if found != expected.pipeline:
         others = f" It belongs to {FAMILIES[found].name}." if found in FAMILIES else ""
         raise BadFolder(
             f"'{name_of(path)}' holds a {found}, not a {expected.pipeline}.{others} Choose a {expected.name} folder."
         )
-    classes, weights = {}, {}
+    classes, weights, configs, fields = {}, {}, {}, {}
     for name, component in expected.components.items():
         classes[name] = _component_class(path, index, name, component)
         if component.weights:
-            weights[name] = _weights(path, name)
-    denoiser_config = _read_config(path, expected.denoiser)
-    variant = _variant(path, expected, denoiser_config, weights[expected.denoiser])
+            configs[name] = _read_config(path, name)
+            fields[name] = _fields(path / name / "config.json", path, classes[name], configs[name])
+            weights[name], tensors = weights_of(path, name, component.library)
+            where = f"'{name_of(path)}/{name}'"
+            module = _on_meta(where, component, classes[name], fields[name])
+            check_fit(where, module, tensors, sharded=weights[name].sharded)
+        else:
+            _check_unweighted(path, name, classes[name])
+    denoiser_config = configs[expected.denoiser]
+    variant = as_stored(VARIANTS[expected.variant(denoiser_config)], weights[expected.denoiser].stored_dtype)
     return ModelFolder(
         path=path,
         family=expected,
         variant=variant,
         classes=classes,
+        fields=fields,
         weights=weights,
         denoiser_config=denoiser_config,
-        vae_config=_read_config(path, "vae"),
+        vae_config=configs["vae"],
         notes=(*_unlike(variant, denoiser_config), *_mixed(weights)),
     )
 
@@ -122,7 +142,7 @@ def inspect(path: Path, expected: FamilySpec) -> ModelFolder:
 def family_of(path: Path) -> FamilySpec:
     """The family that a folder's model_index.json names. Raises BadFolder where it is none of ours."""
     index = read_json(path / "model_index.json", missing=_no_index(path))
-    found = str(index.get("_class_name") or "pipeline without a name")
+    found = shown(index.get("_class_name") or "pipeline without a name")
     if found not in FAMILIES:
         raise BadFolder(f"'{name_of(path)}' holds a {found}. Known: {', '.join(FAMILIES)}.")
     return FAMILIES[found]
@@ -152,15 +172,14 @@ def fingerprint(path: Path) -> str:
 
 def read_json(file: Path, *, missing: str = "") -> dict[str, Any]:
     """A JSON object. Raises BadFolder, with `missing` where the file is not there."""
+    if not file.exists():
+        raise BadFolder(missing or f"'{file}' is missing.")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise BadFolder(missing or f"'{file}' is missing.") from None
-    except (OSError, ValueError) as error:
-        raise BadFolder(f"'{file}' cannot be read as JSON ({error}). Download it again.") from None
-    if not isinstance(content, dict):
-        raise BadFolder(f"'{file}' holds a {type(content).__name__} where a JSON object belongs. Download it again.")
-    return content
+        if not file.is_file():
+            raise Unreadable("it is no file")
+        return dict(object_in(read(file)))
+    except (OSError, Unreadable) as error:
+        raise BadFolder(f"'{file}' cannot be read as JSON: {error}. Download it again.") from None
 
 
 def _no_index(path: Path) -> str:
@@ -170,15 +189,52 @@ def _no_index(path: Path) -> str:
     )
 
 
-def _variant(path: Path, family: FamilySpec, config: Mapping[str, Any], weights: Weights) -> Variant:
+def _fields(file: Path, path: Path, cls: str, config: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        name = family.variant(config)
-    except TypeError as error:
+        return fields_of(cls, config)
+    except Unreadable as error:
+        where = f"{name_of(path)}/{file.relative_to(path).as_posix()}"
+        raise BadFolder(f"'{where}' cannot be used: {error}. Get it again, from the model's authors.") from None
+
+
+def _check_unweighted(path: Path, name: str, cls: str) -> None:
+    for file in sorted((path / name).iterdir()):
+        if file.is_file() and file.stat().st_size > _MOST_SMALL_BYTES and file.suffix in (".json", ".txt", ".model"):
+            raise BadFolder(
+                f"'{name_of(path)}/{name}/{shown(file.name)}' has {file.stat().st_size:,} bytes, and "
+                f"{_MOST_SMALL_BYTES:,} is the most that is read. Download it again."
+            )
+        if file.name in _SMALL_CONFIGS:
+            config = read_json(file)
+            _fields(file, path, cls, config)
+            if isinstance(inner := config.get("image_processor"), dict):  # as transformers 5 nests it
+                _fields(file, path, cls, inner)
+
+
+def _class(component: ComponentSpec, name: str) -> Any:
+    """A class of a library. One that another version of it calls otherwise is taken by its usual name."""
+    import diffusers
+    import transformers
+
+    library = {"diffusers": diffusers, "transformers": transformers}[component.library]
+    return getattr(library, name, None) or getattr(library, component.classes[0])
+
+
+def _on_meta(where: str, component: ComponentSpec, name: str, fields: Mapping[str, Any]) -> torch.nn.Module:
+    """The module that a config describes, without memory. Raises BadFolder where there is none."""
+    import torch
+
+    cls = _class(component, name)
+    try:
+        with torch.device("meta"):
+            if component.library == "transformers":
+                return cls(cls.config_class.from_dict(dict(fields)))
+            return cls.from_config(dict(fields))
+    except Exception as error:  # noqa: BLE001, whatever a class makes of sizes
         raise BadFolder(
-            f"'{name_of(path)}/{family.denoiser}/config.json' holds a value of the wrong kind ({error}). "
+            f"{where}: no {name} can be built from its config.json ({type(error).__name__}: {shown(str(error), 200)}). "
             "Download it again."
         ) from None
-    return as_stored(VARIANTS[name], weights.stored_dtype)
 
 
 def _unlike(variant: Variant, config: Mapping[str, Any]) -> Iterator[str]:
@@ -216,79 +272,12 @@ def _component_class(path: Path, index: Mapping[str, Any], name: str, component:
     found = entry[1] if isinstance(entry, list) and len(entry) == 2 else None
     if found not in component.classes:
         raise BadFolder(
-            f"'{name_of(path)}': model_index.json names {found or 'nothing'} as {name}, "
+            f"'{name_of(path)}': model_index.json names {shown(found) if found else 'nothing'} as {name}, "
             f"but a {' or a '.join(component.classes)} is needed. Download the model again, or use the original one."
         )
     if not (path / name).is_dir():
         raise BadFolder(f"'{name_of(path)}' has no '{name}' folder. The download is incomplete: fetch it again.")
     return found
-
-
-def _weights(path: Path, name: str) -> Weights:
-    folder = path / name
-    _read_config(path, name)
-    files = _weight_files(path, folder)
-    dtypes: Counter[str] = Counter()
-    for file in files:
-        dtypes.update(_header_bytes_by_dtype(file, path))
-    return Weights(tuple(files), sum(file.stat().st_size for file in files), dict(dtypes))
-
-
-def _weight_files(path: Path, folder: Path) -> list[Path]:
-    where = f"'{name_of(path)}/{folder.name}'"
-    for stem in _STEMS:
-        index = folder / f"{stem}.safetensors.index.json"
-        if (folder / f"{stem}.safetensors").is_file():
-            return [folder / f"{stem}.safetensors"]
-        if not index.is_file():
-            continue
-        shards = read_json(index).get("weight_map")
-        if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
-            raise BadFolder(f"'{name_of(path)}/{folder.name}/{index.name}' has no weight_map. Fetch that file again.")
-        names = sorted(set(shards.values()))
-        missing = [name for name in names if not (folder / name).is_file()]
-        if missing or not names:
-            raise BadFolder(f"{where} lacks {', '.join(missing) or 'every shard'}. Fetch the missing files again.")
-        return [folder / name for name in names]
-    others = sorted(file.name for file in folder.glob("*.safetensors"))
-    if others:
-        raise BadFolder(
-            f"{where} holds {', '.join(others)}, but no {' or '.join(f'{stem}.safetensors' for stem in _STEMS)}. "
-            "Rename the file that you want to use to that (a variant such as fp16 works)."
-        )
-    pickled = sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLED)
-    if pickled:
-        raise BadFolder(
-            f"{where} holds pickled weights ({pickled[0]}), which can run code when loaded and are refused. "
-            "Get the model in safetensors format."
-        )
-    raise BadFolder(f"{where} holds no .safetensors file. The download is incomplete: fetch it again.")
-
-
-def _header_bytes_by_dtype(file: Path, path: Path) -> Counter[str]:
-    """Bytes per dtype, from the header; raises BadFolder where file and header disagree."""
-    where = f"{name_of(path)}/{file.relative_to(path).as_posix()}"
-    size = file.stat().st_size
-    broken = f"'{where}' is not a whole safetensors file ({size:,} bytes)"
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _MAX_HEADER + 1
-        if length > min(_MAX_HEADER, size - 8):
-            raise BadFolder(f"{broken}: its header is cut off. Delete it and download it again.")
-        counted: Counter[str] = Counter()
-        end = 0
-        try:
-            for name, entry in json.loads(stream.read(length)).items():
-                if name != "__metadata__":
-                    begin, until = entry["data_offsets"]
-                    counted[entry["dtype"]] += until - begin
-                    end = max(end, until)
-        except (ValueError, TypeError, KeyError, AttributeError):
-            raise BadFolder(f"{broken}: its header is no list of tensors. Delete it and download it again.") from None
-    expected = 8 + length + end
-    if size != expected:
-        raise BadFolder(f"{broken}: its header promises {expected:,}. Delete it and download it again.")
-    return counted or Counter({"F32": 0})
 
 
 def _read_config(path: Path, name: str) -> dict[str, Any]:

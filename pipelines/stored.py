@@ -24,6 +24,10 @@ class Weights:
     dtypes: Mapping[str, int]  # safetensors' name of a dtype ("F16", "BF16", "F32") → bytes in it
 
     @property
+    def sharded(self) -> bool:
+        return len(self.files) > 1
+
+    @property
     def stored_dtype(self) -> str:
         """The dtype that most bytes are in."""
         return max(self.dtypes, key=lambda name: self.dtypes[name])

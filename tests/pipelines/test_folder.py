@@ -59,7 +59,7 @@ def test_index_that_is_no_json(folder):
 
 def test_index_that_is_a_list(folder):
     (folder / "model_index.json").write_text("[]", encoding="utf-8")
-    with pytest.raises(BadFolder, match="holds a list"):
+    with pytest.raises(BadFolder, match=r"model_index.json' cannot be read as JSON: it holds \[\] where an object"):
         inspect(folder, COGVIDEOX)
 
 
@@ -80,7 +80,7 @@ def test_missing_config_and_missing_weights(folder):
     (folder / "vae" / "config.json").unlink()
     with pytest.raises(BadFolder, match=r"'model/vae' has no config.json"):
         inspect(folder, COGVIDEOX)
-    shutil.copy(folder / "transformer" / "config.json", folder / "vae" / "config.json")
+    (folder / "vae" / "config.json").write_text("{}")
     weights_of(folder, "vae").unlink()
     with pytest.raises(BadFolder, match=r"'model/vae' holds no .safetensors file"):
         inspect(folder, COGVIDEOX)
@@ -118,21 +118,17 @@ def test_a_variant_file_alone_is_named_with_what_to_do(folder):
 
 def test_missing_shard(folder):
     file = weights_of(folder, "transformer")
-    index = {"weight_map": {"a": "part-1.safetensors", "b": "part-2.safetensors"}}
+    index = {"metadata": {}, "weight_map": {"a": "part-1.safetensors", "b": "part-2.safetensors"}}
     (folder / "transformer" / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
     file.rename(file.with_name("part-1.safetensors"))
     with pytest.raises(BadFolder, match=r"'model/transformer' lacks part-2.safetensors"):
         inspect(folder, COGVIDEOX)
 
 
-def test_weights_that_do_not_fit_the_config_are_explained(folder, open_pipeline):
-    file = folder / "transformer" / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8"))
-    file.write_text(json.dumps(config | {"num_attention_heads": 8}), encoding="utf-8")
-    handle = open_pipeline(folder)
-    with pytest.raises(BadFolder, match="'model/transformer' could not be loaded as CogVideoXTransformer3DModel"):
-        handle.store.module("transformer", "fp32")
-    assert handle.store.loaded() == {}
+def test_weights_that_do_not_fit_the_config_are_explained(folder):
+    rewrite(folder, "transformer", num_attention_heads=8)
+    with pytest.raises(BadFolder, match=r"'model/transformer': '.*' has the shape \[.*\], and \[.*\] by config.json"):
+        inspect(folder, COGVIDEOX)
 
 
 def test_config_with_unknown_fields_loads(folder, open_pipeline):
@@ -206,7 +202,9 @@ def test_fields_that_diffusers_does_not_know_are_named_and_the_model_runs(model_
 def test_a_config_value_of_the_wrong_kind_is_refused(model_folder, tmp_path):
     folder = shutil.copytree(model_folder("2b"), tmp_path / "odd")
     rewrite(folder, "transformer", in_channels="sixteen")
-    with pytest.raises(BadFolder, match="holds a value of the wrong kind"):
+    with pytest.raises(
+        BadFolder, match=r"transformer/config.json.*in_channels is sixteen: input should be a valid int"
+    ):
         inspect(folder, COGVIDEOX)
 
 
@@ -215,7 +213,9 @@ def test_a_config_value_of_the_wrong_kind_is_refused(model_folder, tmp_path):
 )
 def test_a_header_that_lists_no_tensors(folder, header):
     weights_of(folder, "vae").write_bytes(len(header).to_bytes(8, "little") + header.encode())
-    with pytest.raises(BadFolder, match="its header is no list of tensors"):
+    with pytest.raises(
+        BadFolder, match=r"is not a whole safetensors file: .* (is missing|is F16|where an object|is 3: inp)"
+    ):
         inspect(folder, COGVIDEOX)
 
 
@@ -223,7 +223,7 @@ def test_a_header_that_lists_no_tensors(folder, header):
 def test_an_index_of_shards_that_lists_none(folder, index):
     weights_of(folder, "vae").unlink()
     (folder / "vae" / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(BadFolder, match=r"has no weight_map|holds a list where a JSON object belongs"):
+    with pytest.raises(BadFolder, match="has no weight_map that can be used: "):
         inspect(folder, COGVIDEOX)
 
 
