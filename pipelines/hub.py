@@ -16,11 +16,11 @@ from .families import FamilySpec
 from .folder import family_of, inspect, read_json
 from .hub_transfer import COMMIT, File, ProgressCallback, Transfer, storage_of
 from .stored import name_of
+from .weight_files import STEMS
 
 logger = logging.getLogger(__name__)
 
 _INDEX = "model_index.json"
-_STEMS = ("diffusion_pytorch_model", "model")  # in the order in which pipelines.folder looks for them
 _SMALL = (".json", ".txt", ".model")  # configs and vocabularies
 _SMALL_BYTES = 64 * 2**20  # the largest real one is a tokenizer.json of 20 MB
 _VOCABULARIES = ("spiece.model", "tokenizer.model", "tokenizer.json", "vocab.json")
@@ -91,6 +91,8 @@ def _fetch(transfer: Transfer, families: Sequence[FamilySpec], cached: Path | No
     if cached != transfer.snapshot:
         if _INDEX not in files:
             raise BadFolder(f"'{transfer.hub_id}' has no {_INDEX}: it is not in diffusers format. Name one that is.")
+        if files[_INDEX].size > _SMALL_BYTES:
+            raise BadFolder(f"'{transfer.hub_id}': {_INDEX} has {files[_INDEX].size:,} bytes. Name another repository.")
         with transfer.alone():
             transfer.get([files[_INDEX]])
             family = _family(transfer.snapshot, families)
@@ -115,23 +117,24 @@ def _needed(files: Mapping[str, File], family: FamilySpec, hub_id: str) -> list[
         there = sorted(path.removeprefix(f"{component}/") for path in files if path.startswith(f"{component}/"))
         names = [name for name in there if _NAME.fullmatch(name)]
         small = [name for name in names if name.endswith(_SMALL) and ".index." not in name]
-        weights = _weights(names) if spec.weights else []
+        stem = STEMS[spec.library]
+        weights = _weights(names, stem) if spec.weights else []
         if spec.weights and not weights:
             raise BadFolder(
                 f"'{hub_id}/{component}' holds {', '.join(sorted({*there} - {*small})) or 'no weights'}, but no "
-                f"{' or '.join(f'{stem}.safetensors' for stem in _STEMS)}, whole or in shards. Pickled weights can run "
+                f"{stem}.safetensors, whole or in shards. Pickled weights can run "
                 "code and are refused, a variant such as fp16 alone is not taken. Name another repository or revision."
             )
         paths += [f"{component}/{name}" for name in (*small, *weights)]
     return [files[path] for path in paths if path.endswith(".safetensors") or files[path].size <= _SMALL_BYTES]
 
 
-def _weights(names: Sequence[str]) -> list[str]:
-    for stem in _STEMS:
-        if f"{stem}.safetensors" in names:
-            return [f"{stem}.safetensors"]
-        if (index := f"{stem}.safetensors.index.json") in names:
-            return [index, *filter(re.compile(rf"{stem}-\d+-of-\d+\.safetensors").fullmatch, names)]
+def _weights(names: Sequence[str], stem: str) -> list[str]:
+    """One set: where only a single file is fetched, no library looks for an index."""
+    if f"{stem}.safetensors" in names:
+        return [f"{stem}.safetensors"]
+    if (index := f"{stem}.safetensors.index.json") in names:
+        return [index, *filter(re.compile(rf"{stem}-\d+-of-\d+\.safetensors").fullmatch, names)]
     return []
 
 

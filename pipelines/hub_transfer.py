@@ -89,7 +89,7 @@ class Transfer:
         files = {}
         for sibling in info.siblings or ():
             blob = sibling.lfs.sha256 if sibling.lfs else sibling.blob_id
-            if isinstance(sibling.size, int) and isinstance(blob, str) and _HASH.fullmatch(blob):
+            if isinstance(sibling.size, int) and sibling.size >= 0 and isinstance(blob, str) and _HASH.fullmatch(blob):
                 files[sibling.rfilename] = File(sibling.rfilename, sibling.size, blob)
         return files
 
@@ -186,7 +186,7 @@ class Transfer:
         if getattr(constants, "HF_HUB_ENABLE_HF_TRANSFER", False):
             headers["Range"] = "bytes=0-"  # keeps http_get from a downloader that cannot resume either
         url = hf_hub_url(self.hub_id, file.path, revision=self.snapshot.name)
-        with _Partial(partial, file.path, self) as stream:
+        with _Partial(partial, file, self) as stream:
             bar = SimpleNamespace(update=lambda _n: None)  # none beside the host's
             options: dict[str, Any] = {"temp_file": stream, "_tqdm_bar": bar}
             http_get(url, resume_size=stream.tell(), expected_size=file.size, headers=headers, **options)
@@ -208,16 +208,21 @@ class Transfer:
 class _Partial(io.FileIO):
     """What a download is appended to: it tells how far it is, and ends a download that nobody waits for."""
 
-    def __init__(self, path: Path, name: str, transfer: Transfer):
+    def __init__(self, path: Path, file: File, transfer: Transfer):
         super().__init__(path, "ab")
-        self._inside = name  # its path in the repository
+        self._file = file
         self._transfer = transfer
 
     def write(self, data: Any, /) -> int:
         left = memoryview(data)
+        if self.tell() + len(left) > self._file.size:
+            raise HubError(
+                f"'{self._transfer.hub_id}': the hub sends more of {self._file.path} than the {self._file.size:,} "
+                "bytes that it promised. Check HF_ENDPOINT, and look for a proxy that changes files."
+            )
         with self._transfer.writing:
             while left:
                 self._transfer.check()
                 left = left[super().write(left) :]
-            self._transfer.wrote(self._inside, self.tell())
+            self._transfer.wrote(self._file.path, self.tell())
         return len(data)

@@ -59,6 +59,7 @@ class Faults:
     no_ranges: bool = False
     sha: str | None = None  # what the API says instead of the commit
     blob: str | None = None  # what the API says instead of each hash
+    size: dict[str, int] = field(default_factory=dict)  # file → what the API says instead of its bytes
 
 
 class HubServer(ThreadingHTTPServer):
@@ -177,8 +178,9 @@ class _Handler(BaseHTTPRequestHandler):
         faults, siblings = self.server.faults, []
         for path, data in commit.files.items():
             blob = faults.blob or blob_id(path, data)
-            lfs = {"sha256": blob, "size": len(data), "pointerSize": 130} if path.endswith(LFS) else None
-            siblings.append({"rfilename": path, "size": len(data), "blobId": blob} | ({"lfs": lfs} if lfs else {}))
+            size = faults.size.get(path, len(data))
+            lfs = {"sha256": blob, "size": size, "pointerSize": 130} if path.endswith(LFS) else None
+            siblings.append({"rfilename": path, "size": size, "blobId": blob} | ({"lfs": lfs} if lfs else {}))
         info = {"id": hub_id, "modelId": hub_id, "sha": faults.sha or commit.sha, "private": False, "tags": []}
         self._send(json.dumps({**info, "siblings": siblings}).encode(), {"Content-Type": "application/json"})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 import socket
@@ -192,3 +193,47 @@ def test_a_hub_that_lies_writes_nowhere_else(server: HubServer, files: dict[str,
     with pytest.raises(HubError, match=r"names no commit. Check HF_ENDPOINT"):
         fetch(ID, None, COGVIDEOX)
     assert not list(tmp_path.rglob("*evil*"))
+
+
+@pytest.mark.parametrize("path", ["transformer/config.json", DENOISER])
+def test_a_hub_that_sends_more_than_it_promised_fills_no_disk(
+    server: HubServer, files: dict[str, bytes], path: str
+) -> None:
+    server.push(ID, files)
+    server.faults.size = {path: 1000}
+    with pytest.raises(HubError, match=f"sends more of {path} than the 1,000 bytes|{path}|ended early, or too late"):
+        fetch(ID, None, COGVIDEOX)
+    assert not [file for file in Path(constants.HF_HUB_CACHE).rglob("*.incomplete") if file.stat().st_size > 1000]
+
+
+@pytest.mark.parametrize(
+    ("size", "said"), [(10**12, "model_index.json has 1,000,000,000,000 bytes"), (-1, "has no model_")]
+)
+def test_an_index_of_no_possible_size_is_not_asked_for(
+    server: HubServer, files: dict[str, bytes], size: int, said: str
+) -> None:
+    server.push(ID, files)
+    server.faults.size = {"model_index.json": size}
+    with pytest.raises(BadFolder, match=said):
+        fetch(ID, None, COGVIDEOX)
+    assert not server.gets("model_index.json")
+
+
+@pytest.mark.parametrize(
+    ("file", "fields", "said"),
+    [
+        (
+            "text_encoder/config.json",
+            {"_attn_implementation": "someone/kernel"},
+            "its '_attn_implementation' is someone",
+        ),
+        ("transformer/config.json", {"quantization_config": {"x": 1}}, "its 'quantization_config' is"),
+        ("text_encoder/adapter_config.json", {"base_model_name_or_path": "someone/else"}, "holds adapter_config.json"),
+    ],
+)
+def test_what_a_repository_asks_of_the_libraries_is_refused(
+    server: HubServer, files: dict[str, bytes], file: str, fields: dict[str, Any], said: str
+) -> None:
+    server.push(ID, {**files, file: json.dumps({**json.loads(files.get(file, b"{}")), **fields}).encode()})
+    with pytest.raises(BadFolder, match=f"{ID}.*{said}"):
+        fetch(ID, None, COGVIDEOX)
