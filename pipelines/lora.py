@@ -1,13 +1,10 @@
 """LoRA: low-rank additions to a denoiser's layers, in a shell of it. Its own weights are shared and stay as they are.
 
-diffusers reads the file and peft computes the layers, so that a result is diffusers' own to the bit. Of the settings in
-a file's header only those are taken that scale what it adds: others are for training, and an initialisation such as
-PiSSA's would have peft change the shared weights.
+diffusers reads the file and peft computes the layers, so that a result is diffusers' own to the bit.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import re
@@ -21,8 +18,12 @@ from typing import Any
 import torch
 
 from ..precision.shells import structural_copy
+from ..trust.foreign import Unreadable
+from ..trust.text import shown
 from .errors import BadLora
 from .families import FamilySpec
+from .lora_settings import MOST_ALPHA, Settings, alpha_by_layer, settings_of
+from .safetensors_header import read_header
 from .stored import StoredModel
 
 Shape = tuple[int, ...]
@@ -30,9 +31,7 @@ LoraKey = tuple[str, int, int, float]
 
 logger = logging.getLogger(__name__)
 
-_METADATA = "lora_adapter_metadata"  # in the file's header, as JSON: written by diffusers ≥ 0.34
-_PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")  # of training: the base weights stay as they are
-_SCALING = ("lora_alpha", "alpha_pattern", "use_rslora")  # of peft's LoraConfig
+_MOST_RANK = 2**14  # no layer of these models is wider
 _UNSUPPORTED = ("dora_scale", "lora_magnitude_vector", "lokr_", "hada_")
 _ENDINGS = {  # of a key → what it holds
     ".lora_A.weight": "A",
@@ -114,34 +113,31 @@ def keys(loras: Sequence[Lora]) -> tuple[LoraKey, ...]:
 
 
 def check_lora(path: Path, family: FamilySpec, denoiser: torch.nn.Module) -> None:
-    """Check a file by its header: names and shapes. Reads no weights, and `denoiser` may be a `skeleton`.
+    """Check a file by its header: names, shapes, settings. Reads no weights, and `denoiser` may be a `skeleton`.
 
     Raises BadLora: no safetensors file, a truncated one, of another model, of a kind that is not supported.
     """
     _loader(family)
-    shapes, metadata = _header(path)
-    _config(path.name, _placed(path.name, shapes, family, denoiser), _settings(path.name, metadata))
+    shapes, settings = _header(path)
+    _config(path.name, _placed(path.name, shapes, family, denoiser), settings, denoiser)
 
 
 def read_lora(path: Path, family: FamilySpec, denoiser: torch.nn.Module) -> LoraWeights:
     """Check a file and read it. Raises BadLora as check_lora does, and where a weight is not finite."""
     check_lora(path, family, denoiser)
-    tensors, metadata = _loader(family).lora_state_dict(
-        str(path.parent),
-        weight_name=path.name,
-        use_safetensors=True,
-        local_files_only=True,
-        return_lora_metadata=True,
+    _, settings = _header(path)
+    tensors = _loader(family).lora_state_dict(
+        str(path.parent), weight_name=path.name, use_safetensors=True, local_files_only=True
     )
     shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     placed = _placed(path.name, shapes, family, denoiser)
     if broken := next((key for key, tensor in tensors.items() if not torch.isfinite(tensor.float()).all()), None):
         raise BadLora(
-            f"'{path.name}' is damaged: '{broken}' holds values that are not finite. Download it again, "
+            f"'{path.name}' is damaged: '{shown(broken)}' holds values that are not finite. Download it again, "
             "or train it again at a lower learning rate."
         )
     alphas = {layer: float(tensors[key].reshape(-1)[0]) for layer, key in placed.alphas.items()}
-    config = _config(path.name, placed, _settings(path.name, metadata), alphas)
+    config = _config(path.name, placed, settings, denoiser, alphas)
     return LoraWeights({name: tensors[key] for name, key in placed.keys.items()}, config)
 
 
@@ -207,10 +203,8 @@ def _loader(family: FamilySpec) -> Any:
     return pipeline
 
 
-def _header(path: Path) -> tuple[dict[str, Shape], dict[str, Any] | None]:
+def _header(path: Path) -> tuple[dict[str, Shape], Settings]:
     """({key: shape}, diffusers' metadata) of a safetensors file that is whole."""
-    from safetensors import SafetensorError, safe_open
-
     if path.suffix.lower() != ".safetensors":
         raise BadLora(
             f"'{path.name}' is no safetensors file: other formats can run code when they are opened. "
@@ -219,13 +213,9 @@ def _header(path: Path) -> tuple[dict[str, Shape], dict[str, Any] | None]:
     if not path.is_file():
         raise BadLora(f"'{path}' is not there. Choose another LoRA, or put the file back.")
     try:
-        with safe_open(path, "pt") as file:
-            shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 - no mapping
-            metadata = json.loads((file.metadata() or {}).get(_METADATA, "null"))
-        if not isinstance(metadata, dict | None):
-            raise ValueError(f"its {_METADATA} is no object")
-        return shapes, metadata
-    except (SafetensorError, OSError, ValueError) as error:
+        header = read_header(path)
+        return header.shapes, settings_of(path.name, header.metadata)
+    except (OSError, Unreadable) as error:
         raise BadLora(f"'{path.name}' cannot be read ({error}): it is not whole. Download it again.") from None
 
 
@@ -235,8 +225,8 @@ def _placed(name: str, shapes: Mapping[str, Shape], family: FamilySpec, denoiser
     placed = _place(shapes, layers)
     if unsupported := [key for key in shapes if any(word in key for word in _UNSUPPORTED)]:
         raise BadLora(
-            f"'{name}' is a DoRA, LoKr or LoHa ('{unsupported[0]}'), and of these only plain LoRA is supported. "
-            "Get the plain LoRA of it."
+            f"'{name}' is a DoRA, LoKr or LoHa ('{shown(unsupported[0], 100)}'), and of these only plain LoRA is "
+            "supported. Get the plain LoRA of it."
         )
     if not placed.is_lora:
         raise BadLora(f"'{name}' holds no LoRA, but {_some(shapes)}. Choose a LoRA that was trained on {family.name}.")
@@ -244,8 +234,8 @@ def _placed(name: str, shapes: Mapping[str, Shape], family: FamilySpec, denoiser
         key, wanted = next(iter(placed.misfits.items()))
         width = _trained_on({key: shapes[key] for key in placed.misfits})
         raise BadLora(
-            f"'{name}' is for another model than this {family.name}: '{key}' has the shape {list(shapes[key])}, where "
-            f"{wanted} fits. {width}Choose a LoRA that was trained on this model."
+            f"'{name}' is for another model than this {family.name}: '{shown(key, 100)}' has the shape "
+            f"{list(shapes[key])}, where {wanted} fits. {width}Choose a LoRA that was trained on this model."
         )
     if placed.unplaced:
         looks = _looks_like(placed.unplaced, len(getattr(denoiser, "transformer_blocks", ())))
@@ -258,34 +248,25 @@ def _placed(name: str, shapes: Mapping[str, Shape], family: FamilySpec, denoiser
     return placed
 
 
-def _settings(name: str, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-    """How the file says that its additions are scaled, by peft's names. Raises BadLora for what cannot be honoured."""
-    settings = {key.removeprefix("transformer."): value for key, value in (metadata or {}).items()}
-    start = settings.get("init_lora_weights")
-    if start not in _PLAIN_STARTS:
-        raise BadLora(
-            f"'{name}' was trained on weights changed by '{start}', not on the model's own. Have its author convert "
-            "it to a plain LoRA (peft's save_pretrained does, with path_initial_model_for_weight_conversion)."
-        )
-    if settings.get("use_dora"):
-        raise BadLora(f"'{name}' is a DoRA, and only plain LoRA is supported. Get the plain LoRA of it.")
-    return {key: settings[key] for key in _SCALING if settings.get(key) is not None}
-
-
 def _config(
-    name: str, placed: _Placed, settings: Mapping[str, Any], alphas: Mapping[str, float] | None = None
+    name: str,
+    placed: _Placed,
+    settings: Settings,
+    denoiser: torch.nn.Module,
+    alphas: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """peft's LoraConfig. Without alphas in the file, or in its header, an addition is taken as it is: alpha = rank."""
     rank = Counter(placed.ranks.values()).most_common(1)[0][0]
     patterns = {layer: r for layer, r in placed.ranks.items() if r != rank}
     scaling: dict[str, Any] = {"lora_alpha": rank, "alpha_pattern": _anchored(patterns)}
     if alphas:
+        if odd := [key for key, alpha in alphas.items() if not abs(alpha) <= MOST_ALPHA]:
+            raise BadLora(f"'{name}' is damaged: the alpha of '{odd[0]}' is {alphas[odd[0]]:g}. Download it again.")
         scaling["alpha_pattern"] = _anchored({layer: alphas.get(layer, r) for layer, r in placed.ranks.items()})
-    elif "lora_alpha" in settings:
-        scaling = {"alpha_pattern": {}, **settings}
-    numbers = [scaling["lora_alpha"], *dict(scaling["alpha_pattern"]).values()]
-    if not all(isinstance(number, (int, float)) and math.isfinite(number) for number in numbers):
-        raise BadLora(f"'{name}' is damaged: its alphas are no finite numbers. Download it again.")
+    elif settings.lora_alpha is not None:
+        by_layer = alpha_by_layer(name, settings, placed.ranks, denoiser)
+        scaling = {"lora_alpha": settings.lora_alpha, "alpha_pattern": _anchored(by_layer)}
+        scaling |= {"use_rslora": True} if settings.use_rslora else {}
     return {
         "r": rank,
         "rank_pattern": _anchored(patterns),
@@ -314,7 +295,7 @@ def _as_layer(name: str, key: str, tensor: torch.Tensor, denoiser: torch.nn.Modu
 def _some(keys: Iterable[str]) -> str:
     """'3 tensors, such as …'"""
     found = sorted(keys)
-    return f"{len(found)} tensor{'s' * (len(found) != 1)}, such as '{found[0]}'" if found else "nothing"
+    return f"{len(found)} tensor{'s' * (len(found) != 1)}, such as '{shown(found[0], 100)}'" if found else "nothing"
 
 
 def _place(shapes: Mapping[str, Shape], layers: Mapping[str, torch.nn.Module]) -> _Placed:
@@ -351,7 +332,7 @@ def _fit(placed: _Placed, layer: str, found: Mapping[str, str], shapes: Mapping[
     if "bias" in found:
         wanted["bias"] = ([outputs], [outputs])
     for part, (in_words, fits) in wanted.items():
-        if list(shapes[found[part]]) != fits or not rank:
+        if list(shapes[found[part]]) != fits or not 0 < rank <= _MOST_RANK:
             placed.misfits[found[part]] = f"[{', '.join(map(str, in_words))}]"
         kind = {"A": "lora_A.weight", "B": "lora_B.weight", "bias": "lora_B.bias"}[part]
         placed.keys[f"{layer}.{kind}"] = found[part]
@@ -366,7 +347,7 @@ def _looks_like(keys: Iterable[str], blocks: int) -> str:
     blocks: how many the denoiser has.
     """
     keys = list(keys)
-    numbers = [int(n) for key in keys for n in re.findall(r"(?<!single_)transformer_blocks[._](\d+)[._]attn1", key)]
+    numbers = [int(n) for key in keys for n in re.findall(r"(?<!single_)transformer_blocks[._](\d{1,6})[._]attn1", key)]
     if any(number >= blocks for number in numbers):
         return f"It reaches block {max(numbers) + 1}, and this model has {blocks}. "
     for pattern, whose in _LOOKS:

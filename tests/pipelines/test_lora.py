@@ -171,6 +171,39 @@ def test_other_ways_of_naming_the_same_layers_are_read(rename, trained, tmp_path
     assert torch.equal(ours([rewritten(path, tmp_path, rename)], [0.5])(**call)[0], expected)
 
 
+def test_of_two_names_that_fit_a_layer_the_first_is_taken_as_peft_does(trained):
+    for pattern in ({"to_k": 1, "0.attn1.to_k": 9}, {"0.attn1.to_k": 9, "to_k": 1}):
+        path = trained(metadata=True, alpha_pattern=pattern)
+        assert torch.equal(
+            ours([path], [1.0])(**call)[0], by_diffusers(denoiser, diffusers.CogVideoXPipeline, [path], [1.0])
+        )
+
+
+@pytest.mark.parametrize("name", ["(a+)+$", "(.*)*to_k|x", ".*", "to_k|to_v", "no_layer", "^", "", "k" * 5000])
+def test_an_alpha_for_what_is_no_layer_is_refused_and_never_run_as_a_pattern(name, trained, tmp_path):
+    """peft runs each as a regular expression on each layer's name: one of these takes minutes there."""
+    file = header(trained(), tmp_path, r=4, lora_alpha=4, alpha_pattern={name: 1.0})
+    with pytest.raises(BadLora, match=r"its header has an alpha for '.*', which is no layer of this model"):
+        check_lora(file, COGVIDEOX, denoiser)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"lora_alpha": 1e300}, "lora_alpha is 1e.300: input should be less than or equal to 1000000"),
+        ({"lora_alpha": True}, "lora_alpha is True"),
+        ({"lora_alpha": 1, "alpha_pattern": {"to_k": "9"}}, "alpha_pattern.to_k is 9: input should be a valid number"),
+        ({"lora_alpha": 1, "alpha_pattern": ["to_k"]}, "alpha_pattern is .*valid dictionary"),
+        ({"use_rslora": "yes"}, "use_rslora is yes: input should be a valid boolean"),
+        ({"init_lora_weights": {"a": 1}}, "init_lora_weights"),
+        ({"init_lora_weights": "<b>pissa"}, "weights changed by '<b>pissa'"),
+    ],
+)
+def test_settings_of_other_kinds_or_beyond_bounds_are_refused(settings, said, trained, tmp_path):
+    with pytest.raises(BadLora, match=said):
+        check_lora(header(trained(), tmp_path, r=4, **settings), COGVIDEOX, denoiser)
+
+
 def test_alphas_in_a_file_are_honoured_layer_by_layer(trained, tmp_path):
     path = trained()
     layers = sorted({key[len("transformer.") : key.index(".lora_")] for key in load_file(path)})
@@ -372,8 +405,8 @@ BROKEN = {
     "NaN": (lambda *where: changed(*where, value=float("nan")), "is damaged: '.*' holds values that are not finite"),
     "PiSSA": (lambda *where: header(*where, r=4, init_lora_weights="pissa_niter_4"), "changed by 'pissa_niter_4'"),
     "DoRA": (lambda *where: header(*where, r=4, use_dora=True), "is a DoRA"),
-    "alpha": (lambda *where: header(*where, r=4, lora_alpha="4"), "its alphas are no finite numbers"),
-    "list": (lambda *where: changed(*where, metadata="[1]"), "its lora_adapter_metadata is no object"),
+    "alpha": (lambda *where: header(*where, r=4, lora_alpha="4"), "lora_alpha is 4: input should be a valid number"),
+    "list": (lambda *where: changed(*where, metadata="[1]"), "where an object belongs"),
     "JSON": (lambda *where: changed(*where, metadata="{"), "cannot be read"),
 }
 
