@@ -9,21 +9,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..precision.policy import VARIANTS, as_stored
+from ..trust.foreign import Unreadable
+from ..trust.text import shown
 from . import svd_keys
+from .component_config import fields_of
 from .errors import BadFolder
 from .families import SVD
+from .safetensors_header import FLOATS, Header, read_header
 from .stored import StoredModel, Weights
 from .svd_keys import PREFIXES, Shapes, Source
 
 NUM_FRAMES = 25  # SVD-XT's; a file of SVD, which makes 14, has the same keys and shapes
-_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}  # an element, by safetensors' name
 _MAPPED_AT_ONCE = 2**24  # elements
 _WORDS = {"unet": "UNet", "vae": "VAE", "image_encoder": "image encoder"}
 _GET = "Get svd_xt.safetensors from https://huggingface.co/stabilityai/stable-video-diffusion-img2vid-xt."
@@ -75,8 +77,8 @@ def read_svd(path: Path, num_frames: int = NUM_FRAMES) -> SvdFile:
     Raises BadFolder: no safetensors file, a truncated one, another model's (named where it is known), tensors that are
     missing, left over or of another shape.
     """
-    header = _read_header(path)
-    shapes = {key: shape for key, (shape, _) in header.items()}
+    header = _header(path)
+    shapes = header.shapes
     _check_is_svd(path.name, shapes)
     components, weights = {}, {}
     for name in PREFIXES:
@@ -84,10 +86,12 @@ def read_svd(path: Path, num_frames: int = NUM_FRAMES) -> SvdFile:
         taken = {source.key for source in sources.values() if source.key}
         sizes: Counter[str] = Counter()
         for key in taken:
-            shape, dtype = header[key]
-            if dtype not in _BYTES:
-                raise BadFolder(f"'{path.name}' holds '{key}' as {dtype}: quantised weights are not supported. {_GET}")
-            sizes[dtype] += prod(shape) * _BYTES[dtype]
+            tensor = header.tensors[key]
+            if tensor.dtype not in FLOATS:
+                raise BadFolder(
+                    f"'{path.name}' holds '{key}' as {tensor.dtype}: quantised weights are not supported. {_GET}"
+                )
+            sizes[tensor.dtype] += tensor.n_bytes
         components[name] = SvdComponent(config, sources)
         weights[name] = Weights((path,), sizes.total(), dict(sizes))
     unet, vae = components["unet"].config, components["vae"].config
@@ -149,8 +153,9 @@ def fit(
     except (KeyError, ValueError) as error:
         raise BadFolder(f"{here} lacks a tensor that tells its size, or has an odd one ({error}). {_GET}") from None
     try:
+        fields_of(SVD.components[name].classes[0], _as_json(config))
         wanted = {key: tuple(tensor.shape) for key, tensor in _meta_module(name, config).state_dict().items()}
-    except (ValueError, TypeError, RuntimeError, ZeroDivisionError, IndexError) as error:
+    except (ValueError, TypeError, RuntimeError, ZeroDivisionError, IndexError) as error:  # Unreadable among them
         raise BadFolder(f"{here} has sizes of which no model can be built: {error}. {_GET}") from error
     missing = sorted(wanted.keys() - sources.keys())
     if missing:
@@ -172,6 +177,10 @@ _CONFIGS: dict[str, Callable[[Shapes, int], dict[str, Any]]] = {
     "vae": lambda shapes, _num_frames: svd_keys.vae_config(shapes),
     "image_encoder": lambda shapes, _num_frames: svd_keys.image_encoder_config(shapes),
 }
+
+
+def _as_json(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in config.items()}
 
 
 def _meta_module(name: str, config: Mapping[str, Any]) -> torch.nn.Module:
@@ -247,22 +256,17 @@ def _set_eps(unet: torch.nn.Module) -> None:
             norm.eps = svd_keys.UNET_RESNET_EPS
 
 
-def _read_header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """{key: (shape, dtype)}."""
-    from safetensors import SafetensorError, safe_open
-
+def _header(path: Path) -> Header:
     if path.suffix.lower() != ".safetensors":
         raise BadFolder(
             f"'{path.name}' is not a .safetensors file. Others hold pickled weights, which can run code when loaded "
             f"and are refused. {_GET}"
         )
     try:
-        with safe_open(path, framework="pt") as file:
-            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  (it is no mapping)
-            return {key: (tuple(part.get_shape()), part.get_dtype()) for key, part in slices.items()}
+        return read_header(path)
     except FileNotFoundError:
         raise BadFolder(f"'{path.name}' is not there any more. Choose another file.") from None
-    except (SafetensorError, OSError) as error:
+    except (OSError, Unreadable) as error:
         raise BadFolder(
             f"'{path.name}' is not a whole safetensors file ({path.stat().st_size:,} bytes): {error}. "
             "Delete it and download it again."
@@ -276,7 +280,7 @@ def _check_is_svd(where: str, shapes: Shapes) -> None:
         if (not svd or svd_keys.SIGNATURE in parts) and all(any(part in key for key in shapes) for part in parts):
             raise BadFolder(f"'{where}' is {what}, not a Stable Video Diffusion checkpoint. {_GET}")
     if not svd:
-        first = f" (the first is '{min(shapes)}')" if shapes else ""
+        first = f" (the first is '{shown(min(shapes))}')" if shapes else ""
         raise BadFolder(
             f"'{where}' is not an SVD checkpoint: none of its {len(shapes)} tensors{first} is "
             f"'{svd_keys.SIGNATURE}*'. {_GET}"
@@ -301,4 +305,4 @@ def _notes(shapes: Shapes) -> list[str]:
 
 
 def _tensors(keys: list[str]) -> str:
-    return f"{len(keys)} tensor{'s' * (len(keys) > 1)} ('{keys[0]}'{' and others' * (len(keys) > 1)})"
+    return f"{len(keys)} tensor{'s' * (len(keys) > 1)} ('{shown(keys[0], 100)}'{' and others' * (len(keys) > 1)})"

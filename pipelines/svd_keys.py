@@ -32,6 +32,7 @@ CLIP_HEAD_DIM = 80  # head_width of ViT-H-14 in OpenCLIP's model_configs/ViT-H-1
 # eps of the norms in the UNet's residual blocks: GroupNorm's default, which sgm's and ComfyUI's GroupNorm32 leave as it
 # is. diffusers has 1e-6 in its down blocks with attention and in all its up blocks.
 UNET_RESNET_EPS = 1e-5
+_MOST = 64  # blocks or layers one behind the other, and parts of a key: twice the 32 layers of the image encoder
 TIME_IDS = 3  # frames per second, motion bucket, noise augmentation; embedded side by side
 
 
@@ -225,17 +226,19 @@ def sources(component: str, keys: Collection[str]) -> tuple[dict[str, Source], l
 
 def _stems(key: str) -> Iterator[str]:
     """'a.b.c', 'a.b', 'a'."""
-    while key:
+    for _ in range(_MOST):
+        if not key:
+            return
         yield key
         key = key.rpartition(".")[0]
 
 
 def _count(keys: Collection[str], start: str) -> int:
     """How many of start.format(0), start.format(1), … the keys begin with, without a gap."""
-    n = 0
-    while any(key.startswith(start.format(n)) for key in keys):
-        n += 1
-    return n
+    before, after = start.split("{}")
+    parted = (key[len(before) :].partition(".") for key in keys if key.startswith(before))
+    numbers = {number for number, dot, rest in parted if (dot + rest).startswith(after)}
+    return next(n for n in range(len(numbers) + 1) if n == _MOST or str(n) not in numbers)
 
 
 # What a component's shapes, by diffusers' names, say of its config. KeyError: a tensor that this needs is missing.

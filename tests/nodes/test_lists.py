@@ -107,8 +107,8 @@ def test_where_none_is_listed_what_is_there_is_named(tmp_path, name):
 
 def test_headers_are_read_once_until_a_file_changes(models, monkeypatch):
     file, read = models / "checkpoints" / "flux.safetensors", []
-    original = listing._header
-    monkeypatch.setattr(listing, "_header", lambda path, size: read.append(path.name) or original(path, size))
+    original = listing.header_text
+    monkeypatch.setattr(listing, "header_text", lambda path: read.append(path.name) or original(path))
     listing._pipeline.cache_clear()
     listed("LoadStableVideoDiffusion")
     assert sorted(read) == sorted(path.name for path in (models / "checkpoints").iterdir())

@@ -324,6 +324,19 @@ BROKEN: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
         _with(f"{UNET}input_blocks.1.0.out_layers.3.weight", torch.zeros(65, 64, 3, 3)),
         "its UNet has sizes of which no model can be built",
     ),
+    "layers without end": (
+        lambda tensors: {
+            **tensors,
+            **{f"{CLIP}transformer.resblocks.{n}.ln_1.bias": torch.zeros(1) for n in range(9999)},
+        },
+        "its image encoder has 9935 tensors",
+    ),
+    "dots without end": (_with(f"{CLIP}{'.' * 900}", torch.zeros(1)), "its image encoder has 1 tensor"),
+    "sizes without end": (
+        _with(f"{CLIP}conv1.weight", torch.empty(2**40, 3, 0, 0)),
+        "its image encoder has sizes of which no model can be built: hidden_size is 1099511627776",
+    ),
+    "an escape for a name": (_with(f"{UNET}\x1b[2J", torch.zeros(1)), "^[^\x1b]*its UNet has 1 tensor[^\x1b]*$"),
     "quantised": (_with(CONV_IN, torch.zeros(64, 8, 3, 3, dtype=torch.int8)), "as I8: quantised weights are not"),
 }
 
