@@ -10,12 +10,14 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ..trust.text import for_page
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +86,7 @@ def model_folders() -> dict[str, Path]:
     """{name: path} of diffusers-format folders in `models/diffusers` and in every extra path."""
     from ..pipelines.folder import list_folders
 
-    return list_folders(_roots("diffusers"))
+    return _offered(list_folders(_roots("diffusers")))
 
 
 def weight_files(kind: str) -> dict[str, Path]:
@@ -92,13 +94,18 @@ def weight_files(kind: str) -> dict[str, Path]:
     if folder_paths := _comfy("folder_paths"):
         names = (name for name in folder_paths.get_filename_list(kind) if name.lower().endswith(".safetensors"))
         paths = {name: folder_paths.get_full_path(kind, name) for name in names}
-        return {name: Path(path) for name, path in paths.items() if path}
+        return _offered({name: Path(path) for name, path in paths.items() if path})
     found: dict[str, Path] = {}
     for root in _roots(kind):
         for path in sorted(root.rglob("*.safetensors")):
             if not (path.parent / "config.json").is_file():  # else a component of a folder
                 found.setdefault(path.relative_to(root).as_posix(), path)
-    return found
+    return _offered(found)
+
+
+def _offered(found: Mapping[str, Path]) -> dict[str, Path]:
+    """Without names that would be markup: pages up to ComfyUI 0.3 take those in a drop-down's list for HTML."""
+    return {name: path for name, path in found.items() if "<" not in name}
 
 
 def roots_text(*kinds: str) -> str:
@@ -159,11 +166,12 @@ def interrupt() -> None:
 
 
 def say(node_id: str | None, text: str) -> None:
-    """Show a line of text on a node, where the host can."""
+    """Show text on a node, where the host can. The page takes it for HTML, and model folders and prompts are other
+    people's."""
     instance = getattr(getattr(_comfy("server"), "PromptServer", None), "instance", None)
     send = getattr(instance, "send_progress_text", None)
     if node_id is not None and send:
-        send(text, node_id)
+        send(for_page(text), node_id)
 
 
 class Progress:

@@ -8,15 +8,15 @@ from typing import Any
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff]")
 _HALF = re.compile(r"[\ud800-\udfff]")  # of a character, which no encoding takes
-_LOGIN = re.compile(
-    r"^((?:[a-z][\w+.-]*:)?//)?[^?#]*@", re.IGNORECASE
-)  # up to the last one: a password may hold any character
+_LOGIN = re.compile(r"^((?:[a-z][\w+.-]*:)?//)?[^?#]*@", re.IGNORECASE)  # greedy: a password may hold any character
+_LINK = re.compile(r"\[|_(?=_LNK)")  # begins a link of Markdown's or of ComfyUI's, and what its page makes of that
 _NOT_IN_NAMES = re.compile(r"[^\w.-]+")
 
 
 def for_page(text: str) -> str:
-    """Text that a page shows as it is, and never runs."""
-    return html.escape(for_terminal(text))
+    """Text that a page shows as it is, and never runs. ComfyUI's page takes it for Markdown in places: it is no picture
+    from elsewhere there, and no link that shows other words than its address."""
+    return _LINK.sub(lambda mark: f"&#{ord(mark[0])};", html.escape(for_terminal(text)))
 
 
 def for_terminal(text: str) -> str:

@@ -32,6 +32,18 @@ INSERT = """([type, before, values]) => {
     source.connect(slot, added, 0)
     added.connect(0, target, 0)
 }"""
+ATTACH = """([type, source, slot]) => {
+    const [node] = app.graph.nodes.filter(node => node.type === source)
+    const added = LiteGraph.createNode(type)
+    app.graph.add(added)
+    added.pos = [node.pos[0], node.pos[1] - 300]
+    node.connect(slot, added, 0)
+}"""
+LISTED = """([type, name]) => {
+    const node = app.graph.nodes.find(node => node.type === type)
+    const values = node.widgets.find(widget => widget.name === name).options.values
+    new LiteGraph.ContextMenu(typeof values === 'function' ? values() : values, {})
+}"""
 QUEUE = """async ends => {
     window.ended = null
     for (const end of ends) app.api.addEventListener(end, event => { window.ended = [end, event.detail] })
@@ -89,6 +101,25 @@ class Canvas:
     def insert(self, node_type: str, before: str, **values: Any) -> None:
         """Put a node into the link to the first input of the only node of type `before`."""
         self._page.evaluate(INSERT, [node_type, before, values])
+
+    def attach(self, node_type: str, source: str, slot: int) -> None:
+        """Wire an output of the only node of type `source` to a new node's first input."""
+        self._page.evaluate(ATTACH, [node_type, source, slot])
+
+    def unfold(self, node_type: str, widget: str) -> None:
+        """Open a drop-down's list."""
+        self._page.evaluate(LISTED, [node_type, widget])
+
+    def count(self, selector: str) -> int:
+        """How many elements the page has."""
+        return self._page.locator(selector).count()
+
+    def text_with(self, part: str) -> str:
+        """What a person reads in the first element that shows this text."""
+        return self._page.get_by_text(part).first.inner_text()
+
+    def evaluate(self, expression: str) -> Any:
+        return self._page.evaluate(expression)
 
     def widgets(self, node_type: str) -> dict[str, Any]:
         return self._page.evaluate(WIDGETS, node_type)

@@ -6,6 +6,7 @@ Pictures are left in the test's temporary folder; `ONEDIFF_GUARD_PICTURES` names
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,11 @@ SMALL = {
     f"{SAMPLER}.frames": 9,
     f"{SAMPLER}.steps": 2,
 }
+
+
+NAMED = "<img src=x onerror=window.ran=['name']>"  # as a folder may be called
+MARKUP = "<img src=x onerror=\"window.ran=['text']\">"
+ENDING = f"{MARKUP} & ![a](x) [[b|https://example.org]] __LNK7__"  # newer pages know Markdown, and more
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -111,6 +117,50 @@ def test_the_page_finds_help_and_languages(canvas: browser.Canvas) -> None:
     languages = canvas.ask("/api/i18n")
     for folder in (legs.ROOT / "locales").iterdir():
         assert set(languages[folder.name]["nodeDefs"]) >= set(NODE_CLASS_MAPPINGS)
+
+
+@pytest.fixture
+def hostile_model(server: legs.Server) -> Iterator[str]:
+    """The name of a CogView4 with markup in its config, beside one with markup in its name."""
+    models, names = server.base / "models" / "diffusers", ("hostile", NAMED)
+    for name in names:
+        shutil.copytree(models / "CogView4-6B", models / name)
+    config = models / "hostile" / "transformer" / "config.json"
+    config.write_text(json.dumps(read(config) | {"num_layers": MARKUP}))
+    yield "hostile"
+    for name in names:
+        shutil.rmtree(models / name)
+
+
+def test_markup_in_a_model_and_in_a_prompt_is_shown_and_never_run(
+    canvas: browser.Canvas, server: legs.Server, hostile_model: str
+) -> None:
+    """Both are other people's: a model's folder and config, and a workflow's prompt, whose end is reported where it is
+    too long."""
+    canvas.open(server.url)  # lists the folders anew
+    canvas.load(read(WORKFLOWS / "cogview4_text_to_image_guarded.json"))
+    canvas.set_widgets(
+        {
+            "OneDiffGuardLoadCogView4.backend": "eager",
+            "OneDiffGuardEncodePrompt.prompt": "boat " * 1030 + ENDING,
+            "OneDiffGuardSampleCogView.width": 96,
+            "OneDiffGuardSampleCogView.height": 64,
+            "OneDiffGuardSampleCogView.steps": 2,
+        }
+    )
+    canvas.attach("PreviewAny", "OneDiffGuardPrecisionReport", 0)
+    end, detail = canvas.queue()
+    canvas.picture("markup_in_prompt")
+    assert end == "execution_success", detail
+    assert ENDING in canvas.text_with("this was cut off")
+    canvas.set_widgets({"OneDiffGuardLoadCogView4.model": hostile_model})
+    assert canvas.queue()[0] == "execution_error", "a denoiser of such a size cannot be built"
+    canvas.picture("markup_in_config")
+    canvas.wait_for_text(MARKUP)
+    canvas.unfold("OneDiffGuardLoadCogView4", "model")
+    canvas.wait_for_text(hostile_model)
+    canvas.picture("markup_in_list")
+    assert canvas.count("img[src='x']") == 0 and canvas.evaluate("() => window.ran ?? []") == []
 
 
 def test_compile_and_warm_up_stand_before_a_sampler_and_say_what_they_did(opened: browser.Canvas) -> None:

@@ -72,6 +72,15 @@ def listed(name: str, key: str = "model") -> list[str]:
     return NODE_CLASS_MAPPINGS[f"OneDiffGuard{name}"].INPUT_TYPES()["required"][key][0]
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such names")
+def test_a_name_that_a_page_may_take_for_html_is_not_offered(models):
+    index(models / "diffusers" / "<img src=x onerror=run()>", json.dumps({"_class_name": PIPELINES["four"]}))
+    for kind in ("checkpoints", "loras"):
+        shutil.copy(models / "checkpoints" / "svd_xt.safetensors", models / kind / "<b>.safetensors")
+    assert "<" not in str([NODE_CLASS_MAPPINGS[f"OneDiffGuard{loader}"].INPUT_TYPES() for loader in (*OWN, "LoadLoRA")])
+    assert "<" not in str([host.model_folders(), host.weight_files("checkpoints"), host.weight_files("loras")])
+
+
 @pytest.mark.parametrize("name", OWN)
 def test_a_list_has_models_of_the_nodes_family_alone(models, name):
     assert listed(name) == OWN[name]
