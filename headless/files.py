@@ -57,7 +57,7 @@ class FileEntry:
             OutputError: it points outside, by its own words or through a link.
         """
         try:
-            if paths.relative(self.filename).name != self.filename:
+            if not self.filename or paths.relative(self.filename).name != self.filename:
                 raise paths.Outside(f"'{shown(self.filename)}' is no file's name")
             return paths.inside(output, self.path).parent
         except paths.Outside as fault:

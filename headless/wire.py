@@ -22,6 +22,7 @@ CONNECT_SECONDS = 10.0
 STALL_SECONDS = 120.0  # without a byte; a ComfyUI that compiles a model answers nothing for a while
 REQUEST_SECONDS = 300.0  # for a request and the whole of its answer, files apart
 UPLOAD_SECONDS = 900.0
+CLOSE_SECONDS = 1.0
 MIN_PROGRESS = 16 * 2**10  # bytes of a file in each STALL_SECONDS
 ANSWER_BYTES = 20 * 2**20  # of JSON: a queue of a hundred large workflows has as many
 ANSWER_VALUES = 800_000  # in it
@@ -83,7 +84,8 @@ class Wire:
         return self
 
     async def __aexit__(self, *_error: object) -> None:
-        await self._session.close()
+        closing = asyncio.ensure_future(self._session.close())
+        await asyncio.wait({closing}, timeout=CLOSE_SECONDS)  # it waits for what was not sent, of whoever takes nothing
 
     async def get(self, *parts: str, allowance: Allowance | None = None) -> Answer:
         return await self._ask("GET", parts, allowance)

@@ -44,6 +44,7 @@ FULL = (
     "tests/comfyui/test_native_workflows.py",
     "tests/comfyui/test_svd_single_file.py",
     "tests/comfyui/test_validation.py",
+    "tests/faults/test_lying_servers.py",
 )
 LEG_B = "[leg_b"  # a case of a test that runs on both
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,10 @@ def run(tmp_path: Path) -> Callable[..., RunResult]:
     return run_it
 
 
+async def _answered(request: web.Request, handler: Any) -> web.StreamResponse:
+    return await handler(request)
+
+
 class FakeComfy:
     """ComfyUI's HTTP and websocket API, with `script` in place of an executor."""
 
@@ -129,6 +133,7 @@ class FakeComfy:
         self.refuse = False
         self.uploaded: Any = ()  # an answer to an upload in place of the right one
         self.first: Callable[[web.Request], web.StreamResponse | None] = lambda _: None  # answers before all others
+        self.around: Callable[[web.Request, Any], Awaitable[web.StreamResponse]] = _answered
         self.sockets: list[web.WebSocketResponse] = []
         self._ready = threading.Event()
         self._loop = asyncio.new_event_loop()
@@ -173,7 +178,7 @@ class FakeComfy:
     async def _start_site(self) -> None:
         @web.middleware
         async def first(request: web.Request, handler: Any) -> web.StreamResponse:
-            return self.first(request) or await handler(request)
+            return self.first(request) or await self.around(request, handler)
 
         app = web.Application(middlewares=[first])
         app.add_routes(

@@ -204,7 +204,9 @@ def test_a_link_out_of_the_folder_is_no_way_out(tmp_path: Path) -> None:
         resolve_prefix(out, "link/x")
 
 
-@pytest.mark.parametrize(("subfolder", "filename"), [("..", "a"), ("/etc", "a"), ("", "../a"), ("", "/a")])
+@pytest.mark.parametrize(
+    ("subfolder", "filename"), [("..", "a"), ("/etc", "a"), ("", "../a"), ("", "/a"), ("", ""), ("", ".")]
+)
 def test_entries_that_lead_out(tmp_path: Path, subfolder: str, filename: str) -> None:
     with pytest.raises(OutputError, match="outside the output folder"):
         FileEntry(filename, subfolder).folder_in(tmp_path)

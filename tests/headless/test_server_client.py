@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from comfyui_onediff_guard.headless import events, follow
+from aiohttp import web
+from comfyui_onediff_guard.headless import events, follow, server
 from comfyui_onediff_guard.headless.errors import (
     HeadlessError,
     HostError,
@@ -33,9 +36,12 @@ def there(comfy: Any, workflow: dict[str, Any], tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(follow, "RECONNECT_SECONDS", 0.05)
     monkeypatch.setattr(events, "RECONNECT_SECONDS", 0.05)
     monkeypatch.setattr(follow, "SETTLE_SECONDS", 0.01)
+    monkeypatch.setattr(server, "PAUSE_SECONDS", 0.01)
 
     def run(**options: Any) -> RunResult:
-        return run_on_server(options.pop("workflow", workflow), url=comfy.url, output_dir=tmp_path / "out", **options)
+        return run_on_server(
+            options.pop("workflow", workflow), url=options.pop("url", comfy.url), output_dir=tmp_path / "out", **options
+        )
 
     return run
 
@@ -236,3 +242,115 @@ def test_a_download_that_fails(comfy: Any, there: RunThere) -> None:
     comfy.files.clear()
     with pytest.raises(RunFailedError, match=r"does not hand out its result sub/a_00001_\.png: HTTP 404"):
         there()
+
+
+def test_a_download_that_breaks_off_is_fetched_again(comfy: Any, there: RunThere, tmp_path: Path) -> None:
+    tries: list[str] = []
+
+    def answer(request: web.Request) -> web.StreamResponse | None:
+        if request.path == "/view":
+            tries.append(request.path)
+        return web.Response(status=502) if request.path == "/view" and len(tries) < 3 else None
+
+    comfy.first = answer
+    assert there().files[0].read_bytes() == b"picture"
+    assert len(tries) == 3
+    comfy.files["a_00001_.png"] = b"another"
+    comfy.first = lambda request: web.Response(status=503) if request.path == "/view" else None
+    with pytest.raises(
+        RunFailedError, match=r"broke off its result sub/a_00001_\.png after 0 bytes, 3 times \(HTTP 503"
+    ):
+        there()
+    assert [path.name for path in (tmp_path / "out" / "sub").iterdir()] == ["a_00001_.png"]
+
+
+@pytest.mark.parametrize(
+    ("constant", "value", "error", "message"),
+    [
+        ("MAX_FILE_BYTES", 6, RunFailedError, "hands out more than 6 bytes"),
+        ("FREE_BYTES", 2**80, OutputError, "does not fit the disk"),
+    ],
+)
+def test_a_file_that_is_too_large(
+    comfy: Any,
+    there: RunThere,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    constant: str,
+    value: int,
+    error: type[HeadlessError],
+    message: str,
+) -> None:
+    monkeypatch.setattr(server, constant, value)
+    with pytest.raises(error, match=message):
+        there()
+    assert list((tmp_path / "out" / "sub").iterdir()) == []
+
+
+def test_a_run_whose_submission_was_not_answered_is_taken_from_the_server(comfy: Any, there: RunThere) -> None:
+    """Found in the queue by the client's id: the prompt's own never came."""
+
+    async def hang_before_the_answer(request: web.Request, handler: Any) -> web.StreamResponse:
+        answer = await handler(request)
+        if request.path == "/prompt":
+            await asyncio.sleep(1)
+        return answer
+
+    comfy.script = hang
+    comfy.around = hang_before_the_answer
+    comfy.running.append([0, "others", {}, {"client_id": "somebody"}, []])
+    with pytest.raises(RunFailedError, match="did not take the workflow in time"):
+        there(timeout=0.5)
+    assert comfy.requests[-1] == ("interrupt", {"prompt_id": comfy.prompt_id})
+
+
+def test_a_password_in_the_address_is_used_and_never_told(comfy: Any, there: RunThere, tmp_path: Path) -> None:
+    seen: set[str] = set()
+
+    def note(request: web.Request) -> None:
+        seen.add(request.headers.get("Authorization", "none"))
+
+    comfy.first = note
+    login = "user:" + "%40".join(("se", "cret")) + "@"  # in pieces, since a traceback shows these lines
+    address = comfy.url.replace("//", f"//{login}")
+    there(url=address)
+    assert seen == {"Basic " + base64.b64encode(b"user:se@cret").decode()}
+    comfy.first = lambda request: web.Response(status=401)
+    with pytest.raises(HostError) as refused:
+        there(url=address)
+    with pytest.raises(HostError) as unreachable:
+        there(url=f"http://{login}127.0.0.1:9")
+    with pytest.raises(WorkflowError) as wrong:
+        there(url=f"ftp://{login}host")
+    for error in (refused, unreachable, wrong):
+        told = "".join(traceback.format_exception(error.value))
+        assert "cret" not in told.replace('se%40cret@127.0.0.1:9")', "") and "user:" not in str(error.value)
+
+
+def test_what_is_told_the_progress_may_end_the_run(comfy: Any, there: RunThere) -> None:
+    class Enough(Exception): ...
+
+    def stop(progress: Progress) -> None:
+        raise Enough
+
+    comfy.script = hang
+    with pytest.raises(Enough):
+        there(on_progress=stop)
+    assert comfy.requests[-1][0] == "interrupt"
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"plan": 5}, {"steps": 5}, {"steps": [{"seconds": "x"}]}, {"learned": []}, {"before": [1]}]
+)
+def test_reports_that_no_node_wrote(comfy: Any, there: RunThere, wrong: dict[str, Any]) -> None:
+    step = {"seconds": 1.0, "stage": "denoiser", "outcome": "ok"}
+    report = {"plan": {"component": "denoiser", "dtype": "fp16", "guarded": True}, "steps": [step]}
+
+    async def report_it(there: Any) -> None:
+        there.finish({"2": {"onediff_guard": [report, {**report, **wrong}, 5], "text": ["fine", 5]}, "3": {"text": 5}})
+
+    comfy.script = report_it
+    result = there()
+    assert result.summaries() == ["fine"]
+    with pytest.raises(RunFailedError, match="report of a stage is not what this pack's nodes write"):
+        result.stages()

@@ -1,0 +1,204 @@
+"""Damaged answers of real ComfyUIs (0.3.64, 0.33.0, the fork): read, or refused in words. Names stay below --out."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comfyui_onediff_guard.headless import answers, input_images
+from comfyui_onediff_guard.headless.errors import HeadlessError, OutputError
+from comfyui_onediff_guard.headless.files import FileEntry, file_entries
+from comfyui_onediff_guard.headless.graph import from_api
+from comfyui_onediff_guard.headless.result import RunResult
+from comfyui_onediff_guard.headless.schema import from_object_info
+from comfyui_onediff_guard.headless.wire import Answer
+from comfyui_onediff_guard.trust import foreign, paths
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mutations import NASTY, mutated, mutated_text
+from tiers import drawn
+
+ID = "cd7d1b4c-d1e8-4a72-80c7-12c138021bff"
+GRAPH = from_api(
+    {
+        "1": {"class_type": "LoadImage", "inputs": {"image": "a.png"}},
+        "2": {"class_type": "SaveImage", "inputs": {"images": ["1", 0], "filename_prefix": "x"}},
+    }
+)
+PROBLEM = {"type": "required_input_missing", "message": "Required input is missing", "details": "x", "extra_info": {}}
+SUBMITTED = (
+    {"prompt_id": ID, "number": 0, "node_errors": {}},
+    {"error": PROBLEM, "node_errors": {"2": {"errors": [PROBLEM], "dependent_outputs": ["2"], "class_type": "S"}}},
+    {"error": "no prompt", "node_errors": []},
+)
+ITEM = [0, ID, GRAPH.to_api(), {"client_id": "abc", "create_time": 1795353806975}, ["2"]]
+QUEUES = (
+    {"queue_running": [ITEM], "queue_pending": [ITEM]},
+    {"queue_running": [{"priority": 0, "prompt_id": ID}], "queue_pending": []},
+)
+FAULT = {"prompt_id": ID, "node_id": "2", "node_type": "SaveImage", "executed": ["1"], "exception_message": "hot\n"}
+REPORT = {"plan": {"component": "denoiser", "dtype": "fp16", "guarded": True}, "steps": [{"stage": "denoiser"}]}
+FILE = {"filename": "x_00001_.png", "subfolder": "", "type": "output"}
+HISTORIES = (
+    {
+        "prompt": ITEM,
+        "outputs": {"2": {"images": [FILE], "onediff_guard": [REPORT], "text": ["denoiser: fp16"]}},
+        "status": {
+            "status_str": "success",
+            "completed": True,
+            "messages": [["execution_start", {"prompt_id": ID}], ["execution_success", {"prompt_id": ID}]],
+        },
+        "meta": {"2": {"node_id": "2", "display_node": "2", "parent_node": None, "real_node_id": "2"}},
+    },
+    {"outputs": {}, "status": {"status_str": "error", "completed": False, "messages": [["execution_error", FAULT]]}},
+    {"outputs": {}, "status": {"status_str": "error", "messages": ["execution_start", "execution_interrupted"]}},
+)
+EVENTS = (
+    {"type": "executing", "data": {"node": "1", "display_node": "1", "prompt_id": ID}},
+    {"type": "progress", "data": {"value": 1, "max": 2, "prompt_id": ID, "node": "1"}},
+    {"type": "execution_error", "data": FAULT},
+    {"type": "status", "data": {"status": {"exec_info": {"queue_remaining": 0}}, "sid": "abc"}},
+)
+NODES = (
+    {
+        "input": {
+            "required": {"image": [["a.png"], {"image_upload": True}], "steps": ["INT", {"default": 20, "min": 1}]},
+            "optional": {"mode": ["COMBO", {"options": ["a", "b"], "multiselect": False}], "mask": ["MASK"]},
+            "hidden": {"prompt": "PROMPT", "extra_pnginfo": ["EXTRA_PNGINFO"]},
+        },
+        "input_order": {"required": ["image"]},
+        "output": ["IMAGE", ["a", "b"]],
+        "output_is_list": [False, False],
+        "output_node": False,
+    },
+)
+UPLOADED = ({"name": "a.png", "subfolder": "sub", "type": "input"},)
+
+
+def test_the_answers_are_read_as_they_are() -> None:
+    submitted = [answers.Submitted.model_validate(value) for value in SUBMITTED]
+    assert [value.prompt_id for value in submitted] == [ID, None, None]
+    assert "node 2 (SaveImage): Required input is missing: x" in submitted[1].refusal(GRAPH)
+    assert submitted[2].refusal(GRAPH).endswith("no prompt")
+    assert [answers.Queue.model_validate(value).find(ID, "") for value in QUEUES] == [("running", ID)] * 2
+    assert answers.Queue.model_validate(QUEUES[0]).find(None, "abc") == ("running", ID)
+    assert answers.Queue.model_validate(QUEUES[0]).find(None, "other") == ("gone", "")
+    failures = [answers.HistoryEntry.model_validate(value).failure(GRAPH, "it") for value in HISTORIES]
+    assert [str(failure) for failure in failures] == [
+        "None",
+        "node 2 (SaveImage) failed: error: hot",
+        "The run was interrupted on the server.",
+    ]
+    events = [answers.event(json.dumps(value)) for value in EVENTS]
+    assert [event and (event.type, event.ends) for event in events] == [
+        ("executing", False),
+        ("progress", False),
+        ("execution_error", True),
+        None,
+    ]
+    schema = from_object_info("LoadImage", NODES[0])
+    assert [spec.options for spec in schema.inputs.values()] == [("a.png",), (), ("a", "b"), ()]
+    assert answers.Uploaded.model_validate(UPLOADED[0]).path == "sub/a.png"
+
+
+def _answer(data: bytes) -> Answer:
+    return Answer("http://host/x", 200, data)
+
+
+@settings(max_examples=drawn(4_000, 40))
+@given(data=st.one_of(*map(mutated_text, SUBMITTED)))
+def test_answers_to_a_submission(data: bytes) -> None:
+    with suppress(HeadlessError):
+        submitted = _answer(data).fitting(answers.Submitted)
+        refusal = submitted.refusal(GRAPH)
+        assert len(refusal) < 100_000
+        assert submitted.prompt_id is None or (0 < len(submitted.prompt_id) <= 200 and "/" not in submitted.prompt_id)
+
+
+@settings(max_examples=drawn(4_000, 40))
+@given(data=st.one_of(*map(mutated_text, QUEUES)))
+def test_queues(data: bytes) -> None:
+    with suppress(HeadlessError):
+        queue = _answer(data).fitting(answers.Queue)
+        for prompt_id, client in ((ID, "abc"), (None, "abc")):
+            state, found = queue.find(prompt_id, client)
+            assert state in ("running", "pending", "gone") and isinstance(found, str)
+
+
+@settings(max_examples=drawn(4_000, 40))
+@given(data=st.one_of(*map(mutated_text, HISTORIES)))
+def test_histories(data: bytes) -> None:
+    """What came of a run, and all that is made of it later."""
+    with suppress(HeadlessError, foreign.Unreadable):
+        entry = _answer(data).fitting(answers.HistoryEntry)
+        failure = entry.failure(GRAPH, "http://host")
+        assert len(str(failure)) < 100_000
+        result = RunResult(entry.outputs, {}, [], 0.0)
+        assert all(isinstance(line, str) for line in result.summaries())
+        assert all(isinstance(stage["steps"], list) for stage in result.stages())
+        for ui in entry.outputs.values():
+            for file in file_entries(ui):
+                assert isinstance(file.path, str)
+
+
+@settings(max_examples=drawn(3_000, 40))
+@given(data=st.one_of(*map(mutated_text, EVENTS)))
+def test_events(data: bytes) -> None:
+    event = answers.event(data.decode(errors="replace"))
+    assert event is None or event.type in answers.KNOWN_EVENTS
+
+
+@settings(max_examples=drawn(3_000, 40))
+@given(data=st.one_of(*map(mutated_text, NODES)))
+def test_node_types(data: bytes) -> None:
+    with suppress(HeadlessError, foreign.Unreadable):
+        schema = from_object_info("LoadImage", _answer(data).fitting(dict[str, Any]))
+        assert all(isinstance(spec.name, str) and isinstance(spec.options, tuple) for spec in schema.inputs.values())
+        assert isinstance(schema.widgets, list)
+        list(input_images.named(GRAPH, {"LoadImage": schema, "SaveImage": schema}))
+
+
+@settings(max_examples=drawn(1_000, 20))
+@given(data=st.one_of(*map(mutated_text, UPLOADED)))
+def test_names_of_uploaded_images(data: bytes) -> None:
+    with suppress(HeadlessError, paths.Outside):
+        name = _answer(data).fitting(answers.Uploaded).path
+        assert ".." not in Path(name).parts and not Path(name).is_absolute() and name.isprintable() is not None
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("home") / "out"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "link").symlink_to(folder.parent)
+    return folder
+
+
+PARTS = st.sampled_from(["..", ".", "", "sub", "link", "a.png", "temp", "C:", "~", "\\", "//", "\0", "é", "x" * 300])
+NAMES = st.one_of(
+    st.text(max_size=20),
+    st.lists(PARTS, max_size=5).map("/".join),
+    st.lists(PARTS, max_size=5).map("\\".join),
+    st.sampled_from([value for value in NASTY if isinstance(value, str)]),
+)
+
+
+@settings(max_examples=drawn(4_000, 60))
+@given(filename=NAMES, subfolder=NAMES, kind=st.sampled_from(["output", "temp", "x"]))
+def test_no_name_of_a_result_leads_out(output: Path, filename: str, subfolder: str, kind: str) -> None:
+    entry = FileEntry(filename, subfolder, kind)
+    with suppress(OutputError):
+        target = entry.folder_in(output) / filename
+        assert target.resolve().is_relative_to(output.resolve())
+        assert target.name == filename and len(filename.encode()) <= paths.MAX_PART
+
+
+@settings(max_examples=drawn(2_000, 30))
+@given(entry=mutated(FILE))
+def test_listed_files(output: Path, entry: Any) -> None:
+    with suppress(OutputError):
+        for file in file_entries({"images": [entry], "more": entry if isinstance(entry, dict) else [entry]}):
+            assert file.folder_in(output).resolve().is_relative_to(output.resolve())
