@@ -17,6 +17,10 @@ import pydantic_core
 from .text import shown
 
 MAX_BYTES = 64 * 2**20
+_WANTED: dict[str, str] = dict.fromkeys(
+    ("model_type", "model_attributes_type", "dict_type"), "input should be an object"
+)
+PLAIN = pydantic.ConfigDict(strict=True, allow_inf_nan=False)  # for types that are no models
 T = TypeVar("T")
 
 
@@ -87,7 +91,7 @@ def object_in(value: Any) -> Mapping[str, Any]:
 @lru_cache
 def _adapter(kind: Any) -> pydantic.TypeAdapter[Any]:
     is_model = isinstance(kind, type) and issubclass(kind, pydantic.BaseModel)  # which has its own
-    return pydantic.TypeAdapter(kind, config=None if is_model else pydantic.ConfigDict(strict=True))
+    return pydantic.TypeAdapter(kind, config=None if is_model else PLAIN)
 
 
 def _in_words(error: pydantic.ValidationError) -> str:
@@ -99,4 +103,5 @@ def _in_words(error: pydantic.ValidationError) -> str:
     more = f" (and {len(others)} more)" if others else ""
     if first["type"] == "missing":
         return f"{place} is missing{more}"
-    return f"{place or 'it'} is {shown(first['input'])}: {first['msg'][:1].lower()}{first['msg'][1:]}{more}"
+    wanted = _WANTED.get(first["type"]) or f"{first['msg'][:1].lower()}{first['msg'][1:]}"
+    return f"{place or 'it'} is {shown(first['input'])}: {wanted}{more}"

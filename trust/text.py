@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import re
+from collections.abc import Iterable
 from typing import Any
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff]")
@@ -37,6 +38,13 @@ def shown(value: Any, limit: int = 60) -> str:
             text = f"a very long or deep {type(value).__name__}"
     text = " ".join(for_terminal(text).split())
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+def listed(values: Iterable[Any], most: int = 12, *, between: str = ", ", limit: int = 60) -> str:
+    """Values for a message, each cut to `limit` characters: the first of them, and how many more there are."""
+    everything = list(values)
+    first = between.join(shown(value, limit) for value in everything[:most])
+    return f"{first} and {len(everything) - most} more" if len(everything) > most else first
 
 
 def for_file_name(text: str, instead: str = "unnamed", limit: int = 100) -> str:

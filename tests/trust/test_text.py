@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import PurePath
 
 import pytest
-from comfyui_onediff_guard.trust.text import for_file_name, for_page, for_terminal, shown, without_password
+from comfyui_onediff_guard.trust.text import for_file_name, for_page, for_terminal, listed, shown, without_password
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -70,3 +70,9 @@ def test_any_text_is_a_plain_file_name(text: str) -> None:
 )
 def test_an_address_is_printed_without_its_password(url: str, printed: str) -> None:
     assert without_password(url) == printed
+
+
+def test_a_list_ends_with_how_many_more_there_are() -> None:
+    assert listed([]) == ""
+    assert listed(["a\x1b", 1, None]) == "a�, 1, None"
+    assert listed(("x" * 100 for _ in range(50)), most=2, between=" -> ", limit=3) == "xx… -> xx… and 48 more"
