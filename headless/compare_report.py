@@ -7,6 +7,7 @@ import math
 from statistics import median
 from typing import Any
 
+from ..trust.text import shown
 from . import answer, pictures
 from .outcome import Comparison, Failed, Outcome
 from .precisions import REFERENCE
@@ -56,7 +57,7 @@ def table(comparison: Comparison) -> list[str]:
 
 def _row(outcome: Outcome | Failed) -> tuple[str, ...]:
     if isinstance(outcome, Failed):
-        return outcome.precision, f"failed: {outcome.error.splitlines()[0]}"
+        return outcome.precision, f"failed: {shown(next(iter(outcome.error.splitlines()), ''), 300)}"
     like = outcome.likeness
     return (
         outcome.precision,

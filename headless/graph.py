@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field, JsonValue
+
+from ..trust.foreign import Foreign, Unreadable, fitting, object_in, read
+from ..trust.text import listed, shown
 from .errors import WorkflowError
 
 
@@ -30,7 +33,7 @@ class Node:
     @property
     def label(self) -> str:
         """How messages name this node: id and title."""
-        return f"node {self.id} ({self.title or self.class_type})"
+        return f"node {shown(self.id)} ({shown(self.title or self.class_type)})"
 
     def links(self) -> dict[str, Link]:
         return {name: value for name, value in self.inputs.items() if isinstance(value, Link)}
@@ -61,16 +64,23 @@ class Graph:
             if len(found) == 1:
                 return found[0]
             if found:
-                ids = ", ".join(node.id for node in found)
-                raise WorkflowError(f"'{name}' names {len(found)} nodes of the workflow ({ids}): use the node's id.")
-        known = ", ".join(f"{node.id} ({node.title or node.class_type})" for node in self.nodes.values())
-        raise WorkflowError(f"The workflow has no node '{name}'. Its nodes: {known}.")
+                ids = listed(node.id for node in found)
+                raise WorkflowError(
+                    f"'{shown(name)}' names {len(found)} nodes of the workflow ({ids}): use the node's id."
+                )
+        known = listed((f"{node.id} ({node.title or node.class_type})" for node in self.nodes.values()), most=30)
+        raise WorkflowError(f"The workflow has no node '{shown(name)}'. Its nodes: {known}.")
 
     def with_input(self, node_id: str, name: str, value: Any) -> Graph:
         """A copy in which one input has another value."""
-        node = self.nodes[node_id]
-        changed = replace(node, inputs={**node.inputs, name: value})
-        return replace(self, nodes={**self.nodes, node_id: changed})
+        return self.with_inputs({node_id: {name: value}})
+
+    def with_inputs(self, values: Mapping[str, Mapping[str, Any]]) -> Graph:
+        """A copy in which some nodes' inputs have other values: id -> name -> value."""
+        nodes = dict(self.nodes)
+        for node_id, changed in values.items():
+            nodes[node_id] = replace(nodes[node_id], inputs={**nodes[node_id].inputs, **changed})
+        return replace(self, nodes=nodes)
 
     def order_for(self, targets: Iterable[str]) -> list[str]:
         """Ids of `targets` and all that they hang on, each after what it takes its inputs from.
@@ -88,32 +98,41 @@ class Graph:
             for name, link in sources.items():
                 if link.node not in self.nodes:
                     raise WorkflowError(
-                        f"{node.label}: input '{name}' is linked to node {link.node}, which is not in the workflow."
+                        f"{node.label}: input '{shown(name)}' is linked to node {shown(link.node)}, "
+                        "which is not in the workflow."
                     )
             wanted[node.id] = {link.node for link in sources.values()}
             queue.extend(wanted[node.id])
         try:
             return list(TopologicalSorter(wanted).static_order())
         except CycleError as error:
-            circle = " -> ".join(self.nodes[i].label for i in error.args[1])
+            circle = listed((self.nodes[i].label for i in error.args[1]), between=" -> ", limit=150)
             raise WorkflowError(f"The workflow's links run in a circle: {circle}. Cut one of them.") from None
 
 
+class _Meta(Foreign):
+    title: str | None = None
+
+
+class ApiNode(Foreign):
+    class_type: str
+    inputs: dict[str, JsonValue] = {}
+    meta: _Meta | None = Field(default=None, alias="_meta")
+
+
 def read_json(path: Path) -> Mapping[str, Any]:
-    """The JSON object in a workflow file.
+    """The JSON object in a workflow file. NaN and Infinity, which ComfyUI writes into pictures, are read: where they
+    stand decides whether they matter.
 
     Raises:
         WorkflowError: no such file, not JSON, or not an object.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8-sig"))
+        return object_in(read(path, nan=True))
     except OSError as error:
         raise WorkflowError(f"Cannot read the workflow {path}: {error.strerror or error}.") from error
-    except ValueError as error:
-        raise WorkflowError(f"{path} is not a workflow: it does not hold JSON ({error}).") from error
-    if not isinstance(data, dict):
-        raise WorkflowError(f"{path} is not a workflow: expected a JSON object, found a {type(data).__name__}.")
-    return data
+    except Unreadable as error:
+        raise WorkflowError(f"{path} is not a workflow: {error}.") from None
 
 
 def is_ui_format(data: Mapping[str, Any]) -> bool:
@@ -128,27 +147,26 @@ def from_api(data: Mapping[str, Any]) -> Graph:
         WorkflowError: this isn't API format.
     """
     prompt = data.get("prompt")
-    if isinstance(prompt, dict):
+    if isinstance(prompt, dict) and "class_type" not in prompt:
         data = prompt
     if not data:
         raise WorkflowError("The workflow is empty.")
-    return Graph({str(key): _node_from_api(str(key), value) for key, value in data.items()})
-
-
-def _node_from_api(node_id: str, data: Any) -> Node:
-    if not isinstance(data, dict) or not isinstance(data.get("class_type"), str):
+    try:
+        nodes = fitting(dict[str, ApiNode], data)
+    except Unreadable as error:
         raise WorkflowError(
-            f"This is not a workflow in API format: '{node_id}' has no class_type. "
-            "In ComfyUI, use Workflow > Export (API)."
-        )
-    inputs = data.get("inputs", {})
-    if not isinstance(inputs, dict):
-        raise WorkflowError(f"Node {node_id} ({data['class_type']}): 'inputs' is not an object.")
-    title = (data.get("_meta") or {}).get("title")
-    return Node(node_id, data["class_type"], {name: _value(value) for name, value in inputs.items()}, title)
+            f"This is not a workflow in API format: {error}. In ComfyUI, use Workflow > Export (API)."
+        ) from None
+    return Graph({node_id: _node_from_api(node_id, node) for node_id, node in nodes.items()})
 
 
-def _value(value: Any) -> Any:
+def _node_from_api(node_id: str, node: ApiNode) -> Node:
+    inputs = {name: from_json(value) for name, value in node.inputs.items()}
+    return Node(node_id, node.class_type, inputs, node.meta.title if node.meta else None)
+
+
+def from_json(value: JsonValue) -> Any:
+    """An input's value as a workflow has it: a link, or plain; what could be taken for a link is wrapped."""
     if isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and type(value[1]) is int:
         return Link(value[0], value[1])
     if isinstance(value, dict) and set(value) == {"__value__"}:

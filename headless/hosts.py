@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from .schema import Schema
 
 DEFAULT_INPUT = Path("input")
 DEFAULT_MODELS = Path("models")
+MAX_SECONDS = 30 * 24 * 3600  # a timer of the system's takes no more than some 49 days
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,10 @@ def opened(args: argparse.Namespace) -> Generator[Host]:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not (math.isfinite(seconds) and seconds > 0):
-        raise ValueError(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= MAX_SECONDS:  # NaN is neither
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected seconds, above 0 and at most {MAX_SECONDS:,}")
     return seconds

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from pydantic import JsonValue
+
+from ..trust.foreign import Unreadable, fitting, parse
+from ..trust.text import listed, shown
 from .errors import WorkflowError
-from .graph import Graph, Link
+from .graph import Graph, from_json
 from .schema import InputSpec, Schema
+
+JSON: Any = JsonValue
 
 
 @dataclass(frozen=True)
@@ -22,12 +28,16 @@ class Setting:
         """Read `NODE.INPUT=VALUE`. A node's name may hold dots, an input's may not.
 
         Raises:
-            WorkflowError: it has another form.
+            WorkflowError: it has another form, or bytes that are no text.
         """
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise WorkflowError(f"--set {shown(argument)}: expected UTF-8, found bytes that are none.") from None
         target, equals, text = argument.partition("=")
         node, dot, name = target.rpartition(".")
         if not (equals and dot and node and name):
-            raise WorkflowError(f"--set {argument}: expected NODE.INPUT=VALUE, for example --set 4.steps=20.")
+            raise WorkflowError(f"--set {shown(argument)}: expected NODE.INPUT=VALUE, for example --set 4.steps=20.")
         return cls(node.strip(), name.strip(), text)
 
 
@@ -42,8 +52,8 @@ def apply(graph: Graph, settings: Iterable[Setting], schemas: Mapping[str, Schem
         specs = schemas[node.class_type].inputs
         if setting.input not in specs:
             raise WorkflowError(
-                f"--set {setting.node}.{setting.input}: {node.label} has no input '{setting.input}'. "
-                f"Its inputs: {', '.join(specs) or 'none'}."
+                f"--set {shown(f'{setting.node}.{setting.input}')}: {node.label} has no input "
+                f"'{shown(setting.input)}'. Its inputs: {listed(specs, most=50) or 'none'}."
             )
         graph = graph.with_input(node.id, setting.input, _value(setting.text, specs[setting.input]))
     return graph
@@ -52,11 +62,9 @@ def apply(graph: Graph, settings: Iterable[Setting], schemas: Mapping[str, Schem
 def _value(text: str, spec: InputSpec) -> object:
     """The text read as JSON where it is JSON, else itself. A prompt of `1e3` or `[1, 2]` stays text."""
     try:
-        value = json.loads(text)
-    except ValueError:
+        value = fitting(JSON, parse(text))
+    except Unreadable:
         return text
     if spec.type == "STRING" and spec.is_widget and not isinstance(value, str):
         return text
-    if isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and type(value[1]) is int:
-        return Link(value[0], value[1])
-    return value
+    return from_json(value)

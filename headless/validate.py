@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..trust.text import listed, shown
 from . import schema as schemas_of
 from .errors import UnknownNodesError, WorkflowError
 from .graph import Graph, Link, Node
 from .schema import InputSpec, Schema
 
 FRONTEND_LEFTOVERS = frozenset({"upload", "speak_and_recognation"})  # exported by the browser, read by no node
-MAX_OPTIONS_SHOWN = 12
+MAX_FAULTS_SHOWN = 20
 BOOLEANS = {"true": True, "false": False, "1": True, "0": False}
 
 
@@ -36,7 +37,7 @@ def known_schemas(types: set[str], classes: Mapping[str, type]) -> dict[str, Sch
     unknown = sorted(types - set(classes))
     if unknown:
         raise UnknownNodesError(
-            f"Without a ComfyUI there is no node type {', '.join(unknown)}: only this pack's nodes and "
+            f"Without a ComfyUI there is no node type {listed(unknown)}: only this pack's nodes and "
             "LoadImage, SaveImage, PreviewImage, CreateVideo, SaveVideo and SaveAnimatedWEBP run in this process. "
             "Use --server URL with a running ComfyUI, or --comfyui DIR with a checkout."
         )
@@ -62,7 +63,10 @@ def plan(graph: Graph, classes: Mapping[str, type]) -> Plan:
         nodes[node_id] = replace(node, inputs=checker.checked_inputs())
         faults += [f"{node.label}: {fault}" for fault in checker.faults]
     if faults:
-        raise WorkflowError("The workflow cannot run:\n" + "\n".join(f"  {fault}" for fault in faults))
+        lines = [f"  {fault}" for fault in faults[:MAX_FAULTS_SHOWN]]
+        if len(faults) > len(lines):
+            lines.append(f"  and {len(faults) - len(lines)} more")
+        raise WorkflowError("\n".join(["The workflow cannot run:", *lines]))
     return Plan(replace(graph, nodes=nodes), tuple(order), schemas)
 
 
@@ -79,8 +83,8 @@ class _NodeChecker:
 
     def checked_inputs(self) -> dict[str, Any]:
         known = self.schema.inputs
-        for name in self.node.inputs.keys() - known.keys() - FRONTEND_LEFTOVERS:
-            self.faults.append(f"has no input '{name}'. Its inputs: {', '.join(known) or 'none'}")
+        if unknown := [name for name in self.node.inputs if name not in known and name not in FRONTEND_LEFTOVERS]:
+            self.faults.append(f"has no input {listed(map(_told, unknown))}. Its inputs: {listed(known, 50) or 'none'}")
         checked: dict[str, Any] = {}
         for name, spec in known.items():
             if name not in self.node.inputs:
@@ -107,18 +111,18 @@ class _NodeChecker:
 
     def _value(self, spec: InputSpec, value: Any) -> Any:
         if spec.type not in schemas_of.WIDGET_TYPES:
-            raise ValueError(f"takes a link to a node that gives {spec.type}, found the value {value!r}")
+            raise ValueError(f"takes a link to a node that gives {spec.type}, found the value {_told(value)}")
         value = _convert(spec, value)
         if self._is_own_check(spec.name):
             return value
         if spec.type == "COMBO" and value not in spec.options:
-            raise ValueError(f"is {value!r}, expected {_listed(spec.options)}")
+            raise ValueError(f"is {_told(value)}, expected {_one_of(spec.options)}")
         if spec.type in {"INT", "FLOAT"}:
             low, high = spec.config.get("min"), spec.config.get("max")
             if low is not None and value < low:
-                raise ValueError(f"is {value}, must be at least {low}")
+                raise ValueError(f"is {shown(value)}, must be at least {low}")
             if high is not None and value > high:
-                raise ValueError(f"is {value}, must be at most {high}")
+                raise ValueError(f"is {shown(value)}, must be at most {high}")
         return value
 
     def _is_own_check(self, name: str) -> bool:
@@ -138,12 +142,13 @@ class _NodeChecker:
         if "input_types" in inspect.signature(self.validate).parameters:
             given["input_types"] = {
                 name: self.schemas[self.graph.nodes[link.node].class_type].outputs[link.slot]
-                for name, link in self.node.links().items()
+                for name, link in checked.items()
+                if isinstance(link, Link)
             }
         try:
             verdict = self.validate(**given)
         except Exception as error:  # noqa: BLE001 - a node may raise anything
-            self.faults.append(f"its inputs could not be checked: {type(error).__name__}: {error}")
+            self.faults.append(f"its inputs could not be checked: {type(error).__name__}: {shown(error, 300)}")
             return
         if verdict is not True:
             self.faults.append(str(verdict or "refuses its inputs"))
@@ -166,34 +171,36 @@ def _convert(spec: InputSpec, value: Any) -> Any:
 
 
 def _boolean(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    key = str(value).strip().lower()
-    if key not in BOOLEANS:
-        raise ValueError(f"is {value!r}, expected true or false")
-    return BOOLEANS[key]
+    found = BOOLEANS.get(shown(value).lower()) if isinstance(value, (bool, int, str)) else None
+    if found is None:
+        raise ValueError(f"is {_told(value)}, expected true or false")
+    return found
 
 
 def _number(spec: InputSpec, value: Any) -> int | float:
     kind = "a whole number" if spec.type == "INT" else "a number"
     if spec.type == "INT" and type(value) is int:
         return value
-    if spec.type == "INT" and isinstance(value, str) and value.strip().lstrip("+-").isdecimal():
-        return int(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ValueError(f"is {value!r}, expected {kind}")
     try:
+        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+            raise TypeError
+        if spec.type == "INT" and isinstance(value, str) and value.strip().lstrip("+-").isdecimal():
+            return int(value)
         number = float(value)
-    except ValueError:
-        raise ValueError(f"is {value!r}, expected {kind}") from None
-    if not math.isfinite(number) or (spec.type == "INT" and not number.is_integer()):
-        raise ValueError(f"is {value!r}, expected {kind}")
+        if not math.isfinite(number) or (spec.type == "INT" and not number.is_integer()):
+            raise ValueError
+    except (OverflowError, TypeError, ValueError):
+        raise ValueError(f"is {_told(value)}, expected {kind}") from None
     return int(number) if spec.type == "INT" else number
 
 
-def _listed(options: tuple[Any, ...]) -> str:
+def _one_of(options: tuple[Any, ...]) -> str:
     if not options:
         return "one of its options, but there is none (is its folder empty?)"
-    shown = ", ".join(repr(option) for option in options[:MAX_OPTIONS_SHOWN])
-    more = f" or one of {len(options) - MAX_OPTIONS_SHOWN} more" if len(options) > MAX_OPTIONS_SHOWN else ""
-    return f"one of {shown}{more}" if len(options) > 1 else shown
+    named = listed(map(_told, options))
+    return f"one of {named}" if len(options) > 1 else named
+
+
+def _told(value: Any) -> str:
+    """A value for a message; text has quotes."""
+    return f"'{shown(value)}'" if isinstance(value, str) else shown(value)

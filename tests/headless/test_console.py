@@ -75,7 +75,13 @@ def test_exit_codes(
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["run"], ["fly"], ["run", "w.json", "--timeout", "-1"], ["run", "w", "--server", "a", "--comfyui", "b"]],
+    [
+        [],
+        ["run"],
+        ["fly"],
+        *(["run", "w.json", "--timeout", seconds] for seconds in ("-1", "nan", "1e400", "1e300", "x")),
+        ["run", "w", "--server", "a", "--comfyui", "b"],
+    ],
 )
 def test_bad_usage(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -123,14 +124,41 @@ def test_subgraphs_and_group_nodes_are_refused(convert: Any, kind: str, more: di
     [
         ([save(5)], [], "Link 5 of the workflow leads nowhere"),
         ([save(5)], [[5, 77, 0, 2, 0, "IMAGE"]], "Link 5 of the workflow leads nowhere"),
-        ([save(5)], [[5]], "link table has an entry that can't be read"),
-        ([{"id": 1}], [], "a node without id or type"),
+        ([save(5)], [[5]], r"links\[0\] is \[5\]: a link should have 6 entries"),
+        ([{"id": 1}], [], r"nodes\[0\].type is missing"),
         ([node(3, "Reroute", None, [("", "*", 5)]), save(5)], [[5, 3, 0, 3, 0, "*"]], "in a circle"),
     ],
 )
 def test_broken_workflows(convert: Any, nodes: list[dict], links: list[Any], message: str) -> None:
     with pytest.raises(WorkflowError, match=message):
         convert(nodes, links)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"id": 2}, "Two nodes of the workflow have the id 2"),
+        ({"id": "2"}, "Two nodes of the workflow have the id 2"),
+        ({"id": []}, r"nodes\[0\].id is \[\]: input should be a valid string"),
+        ({"title": 5}, r"nodes\[0\].title is 5"),
+        ({"type": None}, r"nodes\[0\].type is None"),
+        ({"inputs": [{"link": 5}]}, r"nodes\[0\].inputs\[0\].name is missing"),
+        ({"inputs": [{"name": "text", "link": True}]}, r"nodes\[0\].inputs\[0\].link is True"),
+        ({"widgets_values": "text"}, "widgets_values is text: input should be a list or an object"),
+        ({"widgets_values": [float("inf")]}, "is inf: input should be a finite number"),
+        ({"mode": 4, "outputs": []}, "A link takes output 0 of node 1, which has 0"),
+        ({"mode": 4, "outputs": None}, "A link takes output 0 of node 1, which has 0"),
+    ],
+)
+def test_what_does_not_fit_is_named_with_its_place(convert: Any, change: dict[str, Any], message: str) -> None:
+    damaged = node(1, "Noise", NOISE_WIDGETS, outputs=["IMAGE"]) | change
+    with pytest.raises(WorkflowError, match=message):
+        convert([damaged, save(5)], [[5, 1, 0, 2, 0, "IMAGE"]])
+
+
+def test_what_no_reader_of_json_takes_is_not_saved_with_the_pictures(convert: Any) -> None:
+    graph = convert([node(1, "Noise", NOISE_WIDGETS), save(5)], [[5, 1, 0, 2, 0, "IMAGE"]], config={"scale": math.inf})
+    assert graph.workflow["config"] == {"scale": None}
 
 
 def test_an_unknown_type_is_named(convert: Any) -> None:

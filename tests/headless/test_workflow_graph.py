@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,8 @@ def test_a_link_to_nowhere_is_named(workflow: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "does not hold JSON"),
-        ("[]", "expected a JSON object, found a list"),
+        ("{", "it is not JSON"),
+        ("[]", "it holds .* where an object belongs"),
         (None, "Cannot read the workflow"),
     ],
 )
@@ -75,10 +76,26 @@ def test_files_that_are_no_workflow(tmp_path: Path, content: str | None, message
         read_json(path)
 
 
-@pytest.mark.parametrize("data", [{}, {"a": 1}, {"1": {"inputs": {}}}, {"1": {"class_type": "X", "inputs": []}}])
-def test_objects_that_are_no_workflow(data: dict[str, Any]) -> None:
-    with pytest.raises(WorkflowError):
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({}, "empty"),
+        ({"a": 1}, "a is 1: input should be an object"),
+        ({"1": {"inputs": {}}}, "1.class_type is missing"),
+        ({"1": {"class_type": "X", "inputs": []}}, r"1.inputs is \[\]: input should be an object"),
+        ({"1": {"class_type": "X", "_meta": 3}}, "1._meta is 3: input should be an object"),
+        ({"1": {"class_type": "X", "_meta": {"title": 3}}}, "1._meta.title is 3"),
+        ({"1": {"class_type": "X", "inputs": {"a": {"b": [math.nan]}}}}, "is nan: input should be a finite number"),
+    ],
+)
+def test_objects_that_are_no_workflow(data: dict[str, Any], message: str) -> None:
+    with pytest.raises(WorkflowError, match=message):
         from_api(data)
+
+
+def test_a_node_may_be_called_prompt(workflow: dict[str, Any]) -> None:
+    data = {"prompt": workflow["1"]}
+    assert from_api(data).to_api() == data
 
 
 def test_formats_are_told_apart(workflow: dict[str, Any]) -> None:
@@ -105,6 +122,9 @@ def apply(workflow: dict[str, Any], classes: dict[str, type], *arguments: str) -
         ("1.text=null", "1", "text", "null"),
         ('1.text=["1", 0]', "1", "text", '["1", 0]'),
         ("1.text=", "1", "text", ""),
+        ("1.gain=NaN", "1", "gain", "NaN"),
+        ("1.gain=1e999", "1", "gain", "1e999"),
+        ("1.mask=" + "[" * 9000, "1", "mask", "[" * 9000),
         ('2.images=["1", 0]', "2", "images", Link("1", 0)),
     ],
 )
@@ -127,6 +147,7 @@ def test_set_leaves_the_original_alone(workflow: dict[str, Any], classes: dict[s
     [
         ("1.width", "expected NODE.INPUT=VALUE"),
         ("width=3", "expected NODE.INPUT=VALUE"),
+        ("1.text=\udcff", "expected UTF-8"),
         ("1.wdith=3", "has no input 'wdith'. Its inputs: width, seed"),
         ("7.width=3", "no node '7'. Its nodes: 1 \\(Some Noise\\), 2 \\(SaveImage\\)"),
     ],

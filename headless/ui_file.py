@@ -1,0 +1,86 @@
+"""What is read of a UI-format file. The rest of it is the page's own: places, colours, what is folded."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, JsonValue, model_validator
+from pydantic_core import PydanticCustomError
+
+from ..trust.foreign import Foreign
+
+
+def _as_text(value: Any) -> Any:
+    """An id as text: the page takes 5 and "5" for the same."""
+    return str(value) if type(value) is int else value
+
+
+def _list_or_object(value: Any) -> Any:
+    if value is not None and not isinstance(value, (list, dict)):
+        raise PydanticCustomError("widgets_type", "input should be a list or an object")
+    return value
+
+
+Id = Annotated[str, BeforeValidator(_as_text)]
+
+
+class UiSlot(Foreign):
+    type: Annotated[str, BeforeValidator(str)] = "*"  # old files have a drop-down's options here
+
+
+class UiInput(UiSlot):
+    name: str
+    link: Id | None = None
+
+
+class UiNode(Foreign):
+    id: Id
+    type: str
+    mode: int | None = 0
+    title: str | None = None
+    inputs: list[UiInput] | None = None
+    outputs: list[UiSlot] | None = None
+    widgets_values: Annotated[JsonValue, BeforeValidator(_list_or_object)] = None
+
+
+class UiLink(Foreign):
+    id: Id
+    origin_id: Id
+    origin_slot: int
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_list(cls, value: Any) -> Any:
+        """Of [id, origin, slot, target, slot, type], as links were written at first."""
+        if not isinstance(value, list):
+            return value
+        if len(value) < 5:
+            raise PydanticCustomError("link_length", "a link should have 6 entries")
+        return dict(zip(("id", "origin_id", "origin_slot"), value, strict=False))
+
+
+class _Subgraph(Foreign):
+    id: Id
+
+
+class _Definitions(Foreign):
+    subgraphs: list[_Subgraph] | None = None
+
+
+class _Extra(Foreign):
+    group_nodes: dict[str, JsonValue] | None = Field(default=None, alias="groupNodes")
+
+
+class UiFile(Foreign):
+    nodes: list[UiNode]
+    links: list[UiLink | None] | None = None
+    definitions: _Definitions | None = None
+    extra: _Extra | None = None
+
+    def subgraphs(self) -> set[str]:
+        """The node types that are subgraphs."""
+        return {subgraph.id for subgraph in (self.definitions and self.definitions.subgraphs) or ()}
+
+    def groups(self) -> set[str]:
+        """The node types that are group nodes."""
+        return set((self.extra and self.extra.group_nodes) or ())

@@ -1,0 +1,122 @@
+"""Damaged and hostile workflows, in both formats, and `--set`: read and fit to be sent, or refused with a place."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import comfyui_nodes
+import pytest
+from comfyui_onediff_guard.headless import core_nodes, precisions, settings, ui_format, validate
+from comfyui_onediff_guard.headless.errors import HeadlessError
+from comfyui_onediff_guard.headless.graph import Graph, from_api, is_ui_format, read_json
+from comfyui_onediff_guard.headless.settings import Setting
+from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS, host
+from hypothesis import HealthCheck, example, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from mutations import NASTY, mutated, mutated_text
+from PIL import Image
+from tiers import drawn
+
+WORKFLOWS = Path(__file__).resolve().parents[2] / "workflows"
+FILES = [*sorted(WORKFLOWS.glob("*.json")), *sorted((WORKFLOWS / "api").glob("*.json"))]
+SEEDS = [json.loads(path.read_text(encoding="utf-8")) for path in FILES]
+CLASSES = {**core_nodes.NODE_CLASS_MAPPINGS, **NODE_CLASS_MAPPINGS, **comfyui_nodes.NODE_CLASS_MAPPINGS}
+NAMES = sorted(
+    {f"{kind}.{name}" for kind, node in CLASSES.items() for group in node.INPUT_TYPES().values() for name in group}
+    | {f"{number}.{name}" for number in range(9) for name in ("model", "images", "seed", "steps", "fps", "image")}
+)
+anything = st.one_of(st.text(), st.text(st.characters(categories=["Cs", "Cc", "Lu"])), st.binary().map(repr))
+values = st.one_of(
+    anything, st.sampled_from(NASTY).map(json.dumps), st.sampled_from(["NaN", "1e999", "-1", "[[", "1" * 5000])
+)
+arguments = st.one_of(
+    st.builds("{}={}".format, st.sampled_from(NAMES), values), st.builds("{}.{}={}".format, anything, anything, values)
+)
+
+
+@lru_cache
+def damaged(number: int) -> st.SearchStrategy[bytes]:
+    structure = mutated(SEEDS[number], most=6).map(lambda value: json.dumps(value).encode())
+    return st.one_of(structure, structure, mutated_text(SEEDS[number]))
+
+
+files = st.integers(0, len(SEEDS) - 1).flatmap(damaged)
+
+
+def fuzzed(all_: int, test: int) -> Callable[[Any], Any]:
+    slow = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
+    return hypothesis_settings(max_examples=drawn(all_, test), deadline=None, suppress_health_check=slow)
+
+
+@pytest.fixture(scope="module")
+def read(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[bytes], Graph]]:
+    """read(the bytes of a file) -> the graph, in folders that hold what the workflows name."""
+    folder = tmp_path_factory.mktemp("fuzz")
+    for name in ("CogVideoX-2b", "CogVideoX-5b", "CogView4-6B"):
+        (folder / name).mkdir()
+        (folder / name / "model_index.json").write_text("{}", encoding="utf-8")
+    Image.new("RGB", (8, 8)).save(folder / "example.png")
+
+    def read_file(data: bytes) -> Graph:
+        with tempfile.NamedTemporaryFile(dir=folder, suffix=".json") as file:
+            Path(file.name).write_bytes(data)
+            workflow = read_json(Path(file.name))
+        if is_ui_format(workflow):
+            known = validate.known_schemas(ui_format.class_types(workflow), CLASSES)
+            return ui_format.convert(workflow, known)
+        return from_api(workflow)
+
+    with host.plain_folders(models=[folder], input=folder, output=folder):
+        yield read_file
+
+
+def refusal(call: Callable[[], object]) -> str:
+    """What the user is told; "" where nothing was refused."""
+    try:
+        call()
+    except HeadlessError as error:
+        told = str(error)
+        assert 20 < len(told) < 10_000
+        return told
+    return ""
+
+
+def check(graph: Graph, *changes: str) -> None:
+    """All that a command does with a workflow before anything runs."""
+    assert_can_be_sent(graph)
+    schemas = validate.known_schemas(graph.class_types(), CLASSES)
+    graph = settings.apply(graph, map(Setting.parse, changes), schemas)
+    assert_can_be_sent(graph)
+    refusal(lambda: precisions.comparable(graph, schemas, (), ("bf16",)).in_precision("bf16"))
+    told = refusal(lambda: assert_can_be_sent(validate.plan(graph, CLASSES).graph))
+    assert "could not be checked" not in told, "a node's own check raised"
+
+
+def assert_can_be_sent(graph: Graph) -> None:
+    json.dumps([graph.to_api(), graph.workflow], allow_nan=False).encode()
+
+
+@fuzzed(33_000, 220)
+@example(data=b"[" * 100_000, change="1.steps=1")
+@example(data=b'{"1": {"class_type": "CreateVideo", "inputs": {"images": ["1", 0], "fps": 1e400}}}', change="1.fps=1")
+@given(data=files, change=arguments)
+def test_a_damaged_workflow_is_fit_to_be_sent_or_refused(
+    read: Callable[[bytes], Graph], data: bytes, change: str
+) -> None:
+    refusal(lambda: check(read(data)))
+    refusal(lambda: check(read(data), change))
+
+
+@fuzzed(7_000, 80)
+@example(number=0, changes=["1.text=\udcff"])
+@given(number=st.integers(0, len(SEEDS) - 1), changes=st.lists(arguments, min_size=1, max_size=3))
+def test_any_argument_of_set_is_taken_or_refused(
+    read: Callable[[bytes], Graph], number: int, changes: list[str]
+) -> None:
+    refusal(lambda: check(read(FILES[number].read_bytes()), *changes))
