@@ -10,9 +10,10 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from io import TextIOWrapper
+from typing import Any
 
 from .errors import ExitCode, HeadlessError
+from .terminal import cleaned_output
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,13 @@ SUBCOMMANDS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code; see `ExitCode`."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    with cleaned_output():
+        return _main(list(sys.argv[1:] if argv is None else argv))
+
+
+def _main(arguments: list[str]) -> int:
     args = _parser(arguments).parse_args(arguments)
     logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, format="%(message)s")
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a console of Windows may have no arrow, and still be told the rest
     _stop_alike()
     try:
         return args.main(args)
@@ -67,9 +70,17 @@ def _interrupt(_number: int, _frame: object) -> None:
     signal.raise_signal(signal.SIGINT)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Help and usage without the colours of Python 3.14, which are escape sequences."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.color = False
+
+
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="onediff-guard",
         description="Workflows without a browser, and why they run as they do.",
         epilog="Exit codes: 0 done, 2 bad input, 3 no server, 4 the run failed, 5 no output, 130 interrupted.",

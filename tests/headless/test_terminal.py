@@ -1,0 +1,94 @@
+"""Other people's words, printed: a terminal shows them and obeys none."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comfyui_onediff_guard.headless import cli, local
+from comfyui_onediff_guard.headless.terminal import Cleaned, cleaned_output
+
+Console = Callable[..., tuple[int, str, str]]
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202eevil\b\rgone"
+OBEYED = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e]")
+
+
+@pytest.fixture
+def here(tmp_path: Path, workflow: dict[str, Any], classes: dict[str, type], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A current folder with a workflow whose every text is hostile."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(local, "default_classes", lambda: classes)
+    workflow["1"]["_meta"]["title"] = HOSTILE
+    workflow["1"]["inputs"]["text"] = HOSTILE
+    (tmp_path / "workflow.json").write_text(json.dumps(workflow))
+    (tmp_path / "unknown.json").write_text(json.dumps({HOSTILE: {"class_type": HOSTILE}}))
+    workflow["1"]["inputs"]["kind"] = HOSTILE
+    (tmp_path / "wrong.json").write_text(json.dumps(workflow))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", "workflow.json"],
+        ["run", "workflow.json", "--json"],
+        ["run", "unknown.json"],
+        ["run", "unknown.json", "--json"],
+        ["run", "wrong.json", "--verbose"],
+        ["run", f"{HOSTILE}.json"],
+        ["run", "workflow.json", "--set", f"{HOSTILE}.{HOSTILE}={HOSTILE}"],
+        ["run", "workflow.json", "--comfyui", HOSTILE],
+        ["compare", "workflow.json", "--precisions", HOSTILE],
+        ["doctor", "--arch", HOSTILE],
+        ["doctor", "--model", HOSTILE],
+        ["profile", "show", HOSTILE],
+        ["compiled", "--dir", HOSTILE, "list"],
+        ["profile", "--dir", HOSTILE, "list"],
+    ],
+)
+def test_nothing_printed_is_obeyed(here: Path, console: Console, arguments: list[str]) -> None:
+    _, out, err = console(*arguments)
+    assert out + err
+    assert not OBEYED.search(out + err)
+    if "--json" in arguments:
+        json.loads(out)
+
+
+def test_wrong_usage_is_not_obeyed_either(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["run", "w.json", "--timeout", HOSTILE, HOSTILE])
+    said = capsys.readouterr().err
+    assert "unrecognized" in said or "expected seconds" in said
+    assert not OBEYED.search(said)
+
+
+def test_what_is_logged_goes_through_the_gate_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with cleaned_output():
+        handler = logging.StreamHandler()
+        handler.emit(logging.LogRecord("x", logging.WARNING, "", 0, HOSTILE, None, None))
+        print(HOSTILE, file=sys.stderr)
+        sys.stderr.writelines([HOSTILE, "\n"])
+    said = capsys.readouterr().err
+    assert said.count("evil") == 3
+    assert not OBEYED.search(said)
+
+
+def test_a_line_of_progress_may_be_written_again() -> None:
+    stream = io.StringIO(newline="")
+    Cleaned(stream).write("\r  3 of 10\r\n\r\n")
+    Cleaned(stream).write("\r\nx")
+    assert stream.getvalue() == "\r  3 of 10\n\n\nx"
+
+
+def test_the_streams_are_put_back() -> None:
+    before = sys.stdout, sys.stderr
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    assert (sys.stdout, sys.stderr) == before
