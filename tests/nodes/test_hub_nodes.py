@@ -254,10 +254,17 @@ def test_messages_name_the_hub_id_and_not_the_commit(
     server: HubServer, files: dict[str, bytes], no_models: Path
 ) -> None:
     server.push(ID, text(files, "text_encoder/config.json", num_heads="four"))
+    with pytest.raises(BadFolder, match=f"^'{ID}/text_encoder/config.json' cannot be used: num_heads is four"):
+        load()
+    server.push(ID, files)
     pipeline = load()
     assert pipeline.store.model.name == ID
+    weights = pipeline.store.model.path / "text_encoder" / "model.safetensors"
+    blob = weights.readlink()
+    weights.unlink()
     with pytest.raises(BadFolder, match=f"^'{ID}/text_encoder' could not be loaded"):
         loader("EncodePrompt")().encode(pipeline, "a boat", "", "inherit")
+    weights.symlink_to(blob)
     (pipeline.store.model.path / "vae" / "config.json").unlink()
     server.close()
     with pytest.raises(HubError, match=ID):

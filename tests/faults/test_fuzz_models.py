@@ -1,0 +1,193 @@
+"""Model folders, single files and LoRAs with something in them damaged: refused in words, or as good as they look.
+
+What is damaged is what a library would read of others: configs, indexes, headers. No weight is.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import svd_layout
+import torch
+from comfyui_onediff_guard.pipelines.errors import BadFolder, BadLora
+from comfyui_onediff_guard.pipelines.families import COGVIDEOX
+from comfyui_onediff_guard.pipelines.folder import family_of, inspect
+from comfyui_onediff_guard.pipelines.lora import check_lora
+from comfyui_onediff_guard.pipelines.single_file import read_svd
+from comfyui_onediff_guard.trust.text import for_terminal
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mutations import mutated, mutated_bytes, mutated_text
+from safetensors.torch import load_file, save_file
+from tiers import drawn
+
+SMALL = ("scheduler_config", "tokenizer_config", "special_tokens_map", "preprocessor_config", "config", "model_index")
+OPTIONS: dict[str, Any] = {"suppress_health_check": list(HealthCheck), "database": None}
+
+
+@pytest.fixture(scope="module")
+def folders(model_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Copies to damage; of "shards", two components are in shards."""
+    root = tmp_path_factory.mktemp("damaged")
+    made = {name: shutil.copytree(model_folder(name), root / name) for name in ("2b", "cogview4", "svd")}
+    made["shards"] = shutil.copytree(model_folder("2b"), root / "shards")
+    for name, stem in (("transformer", "diffusion_pytorch_model"), ("text_encoder", "model")):
+        file = made["shards"] / name / f"{stem}.safetensors"
+        tensors = list(load_file(file).items())
+        file.unlink()
+        parts = {f"{stem}-{n + 1:05}-of-00002.safetensors": dict(tensors[n::2]) for n in range(2)}
+        for shard, held in parts.items():
+            save_file(held, file.with_name(shard), metadata={"format": "pt"})
+        index = {"metadata": {}, "weight_map": {key: shard for shard, held in parts.items() for key in held}}
+        file.with_name(f"{stem}.safetensors.index.json").write_text(json.dumps(index))
+    return made
+
+
+@pytest.fixture(scope="module")
+def lora(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """(a LoRA file with settings in its header, the denoiser that it is for)"""
+    with torch.device("meta"):
+        denoiser: Any = diffusers.CogVideoXTransformer3DModel(num_attention_heads=2, attention_head_dim=8, num_layers=2)
+    tensors = {}
+    for block in range(2):
+        for layer in ("attn1.to_q", "attn1.to_out.0"):
+            tensors[f"transformer.transformer_blocks.{block}.{layer}.lora_A.weight"] = torch.zeros(4, 16)
+            tensors[f"transformer.transformer_blocks.{block}.{layer}.lora_B.weight"] = torch.zeros(16, 4)
+    tensors |= {f"lora_unet_transformer_blocks_1_ff_net_2.lora_{way}.weight": torch.zeros(s) for way, s in
+                (("down", (2, 64)), ("up", (16, 2)))}  # fmt: skip
+    written = {"r": 4, "lora_alpha": 8, "alpha_pattern": {"to_q": 2, "^transformer_blocks.1.attn1.to_out.0": 1.5}}
+    written |= {"use_rslora": False, "init_lora_weights": True, "target_modules": ["to_q"], "rank_pattern": {}}
+    file = tmp_path_factory.mktemp("loras") / "lora.safetensors"
+    save_file(tensors, file, metadata={"format": "pt", "lora_adapter_metadata": json.dumps(written)})
+    return file, denoiser
+
+
+@contextmanager
+def instead(file: Path, data: bytes) -> Iterator[None]:
+    whole = file.read_bytes()
+    file.write_bytes(data)
+    try:
+        yield
+    finally:
+        file.write_bytes(whole)
+
+
+def in_words(refused: Exception) -> None:
+    said = str(refused)
+    assert len(said) < 2000 and for_terminal(said) == said
+
+
+def header_and_body(file: Path) -> tuple[bytes, bytes]:
+    whole = file.read_bytes()
+    end = 8 + int.from_bytes(whole[:8], "little")
+    return whole[8:end], whole[end:]
+
+
+@st.composite
+def damaged_header(draw: st.DrawFn, file: Path) -> bytes:
+    """A safetensors file whose header is damaged: its values, its settings, its bytes or its length."""
+    text, body = header_and_body(file)
+    if draw(st.integers(0, 3)) == 0:
+        return draw(mutated_bytes(len(text).to_bytes(8, "little") + text)) + body
+    header = json.loads(text)
+    inner = header.get("__metadata__", {}).get("lora_adapter_metadata")
+    if inner and draw(st.booleans()):
+        header["__metadata__"]["lora_adapter_metadata"] = json.dumps(draw(mutated(json.loads(inner))))
+    else:
+        header = draw(mutated(header))
+    changed = json.dumps(header).encode("utf-8", "surrogatepass")
+    return len(changed).to_bytes(8, "little") + changed + body
+
+
+@st.composite
+def damage(draw: st.DrawFn, folder: Path, most: int = 3) -> tuple[Path, bytes]:
+    """(a file of the folder, damaged bytes in its place)"""
+    files = sorted(path for path in folder.rglob("*") if path.stem in SMALL or ".safetensors" in path.name)
+    file = files[draw(st.integers(0, len(files) - 1))]
+    if file.suffix == ".safetensors":
+        return file, draw(damaged_header(file))
+    return file, draw(mutated_text(json.loads(file.read_text(encoding="utf-8")), most))
+
+
+@settings(max_examples=drawn(17_000, 90), **OPTIONS)
+@given(data=st.data())
+def test_a_damaged_folder_is_refused_in_words_or_fits(folders: dict[str, Path], data: st.DataObject) -> None:
+    folder = folders[data.draw(st.sampled_from(sorted(folders)))]
+    family = family_of(folder)
+    file, content = data.draw(damage(folder))
+    with instead(file, content):
+        try:
+            found = inspect(folder, family)
+            assert found.weights.keys() == found.fields.keys() == set(family.weighted)
+        except BadFolder as refused:
+            in_words(refused)
+
+
+@settings(max_examples=drawn(6_000, 40), **OPTIONS)
+@given(data=st.data())
+def test_a_damaged_lora_is_refused_in_words_or_fits(lora: tuple[Path, Any], data: st.DataObject) -> None:
+    file, denoiser = lora
+    with instead(file, data.draw(damaged_header(file))):
+        try:
+            check_lora(file, COGVIDEOX, denoiser)
+        except BadLora as refused:
+            in_words(refused)
+
+
+@pytest.fixture(scope="module")
+def single_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return svd_layout.write(tmp_path_factory.mktemp("single") / "svd.safetensors")
+
+
+@settings(max_examples=drawn(2_000, 20), **OPTIONS)
+@given(data=st.data())
+def test_a_damaged_single_file_is_refused_in_words_or_fits(single_file: Path, data: st.DataObject) -> None:
+    with instead(single_file, data.draw(damaged_header(single_file))):
+        try:
+            assert read_svd(single_file).components.keys() == {"unet", "vae", "image_encoder"}
+        except BadFolder as refused:
+            in_words(refused)
+
+
+def test_a_damaged_folder_that_passes_loads_as_it_is_stored_or_is_refused(folders: dict[str, Path]) -> None:
+    """Never with a weight that is on no device, or drawn at random."""
+    ended: Counter[str] = Counter()
+
+    @settings(max_examples=drawn(300, 12), **OPTIONS)
+    @given(data=st.data())
+    def load(data: st.DataObject) -> None:
+        folder = folders[data.draw(st.sampled_from(sorted(folders)))]
+        family = family_of(folder)
+        file, content = data.draw(damage(folder, 1))
+        with instead(file, content):
+            try:
+                model = inspect(folder, family)
+            except BadFolder:
+                ended["refused by the check"] += 1
+                return
+            name = file.parent.name if file.parent.name in family.components else family.denoiser
+            try:
+                loaded = model.component(name, torch.float32) if name in family.weighted else model.unweighted(name)
+            except BadFolder:
+                ended["refused when loaded"] += 1
+                return
+            if name not in family.weighted:
+                ended["without weights"] += 1
+                return
+            stored = {key: tensor for part in model.weights[name].files for key, tensor in load_file(part).items()}
+            found = loaded.state_dict(keep_vars=True)
+            tied = {id(found[key]) for key in found.keys() & stored.keys()}
+            assert all(id(tensor) in tied for tensor in found.values())
+            assert all(torch.equal(found[key], stored[key].float()) for key in found.keys() & stored.keys())
+            ended["loaded as stored"] += 1
+
+    load()
+    assert ended["loaded as stored"] and ended["refused by the check"], ended
