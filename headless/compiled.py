@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ..trust.text import for_terminal
 from . import answer, kept
 
 TRUST = "Such a file holds code that will be run. Import it only from people whom you trust."
@@ -37,7 +38,8 @@ def _list(folder: Path, args: argparse.Namespace) -> None:
         answer.done(folder=folder, compiled=facts)
         return
     for name, size, target in found:
-        print(f"{name}\n    {size / 1e6:.1f} MB; {target if isinstance(target, Exception) else target.in_words()}")
+        words = target if isinstance(target, Exception) else target.in_words()
+        print(for_terminal(f"{name}\n    {size / 1e6:.1f} MB; {words}"))
     if not found:
         print(f"No compiled code in {folder}. A run keeps what inductor compiled for it.")
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..trust.text import for_terminal
 from .errors import OutputError, WorkflowError
 
 Action = Callable[[Path, argparse.Namespace], None]
@@ -52,7 +53,7 @@ def act(args: argparse.Namespace, kept: Kept, bad: type[Exception], actions: Map
         elif args.action == "import":
             name, words = kept.take(folder, args.file)
             print(name)
-            print(words, file=sys.stderr)
+            print(for_terminal(words), file=sys.stderr)
         else:
             actions[args.action](folder, args)
     except bad as error:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ..trust.text import for_terminal
 from . import answer, kept
 
 
@@ -34,7 +35,7 @@ def _list(folder: Path, args: argparse.Namespace) -> None:
         answer.done(folder=folder, profiles=facts)
         return
     for name, profile in found:
-        print(f"{name}\n    {profile if isinstance(profile, Exception) else profile.in_words()}")
+        print(for_terminal(f"{name}\n    {profile if isinstance(profile, Exception) else profile.in_words()}"))
     if not found:
         print(f"No profiles in {folder}. A run writes one when it has learned something.")
 

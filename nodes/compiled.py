@@ -28,7 +28,7 @@ def listed(where: Path) -> list[tuple[str, int, Any]]:
         except (BadCompiled, OSError) as error:
             return error
 
-    return [(name, file.stat().st_size, target(file)) for name, file in _named(where).items()]
+    return [(name, file.lstat().st_size, target(file)) for name, file in _named(where).items()]
 
 
 def in_words(where: Path) -> str:
@@ -61,7 +61,10 @@ def export(where: Path, name: str, file: Path) -> None:
 
 
 def take(where: Path, file: Path) -> tuple[str, str]:
-    """Check a file and keep it; its name, and what it is for in words. Raises BadCompiled, OSError."""
+    """Check a file and keep it, without running anything of it; its name, and what it is for in words.
+
+    Raises BadCompiled, OSError.
+    """
     from ..pipelines.compiled_code import SUFFIX, check, copy
 
     try:
@@ -75,7 +78,7 @@ def take(where: Path, file: Path) -> tuple[str, str]:
         )
     where.mkdir(parents=True, exist_ok=True)
     copy(file, where / f"{target.name}{SUFFIX}")
-    return target.name, target.in_words()
+    return target.name, f"{target.in_words()}\nIt holds code, which later runs of this model run."
 
 
 def clear(where: Path, name: str) -> list[str]:

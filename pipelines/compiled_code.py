@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import shutil
 import struct
 import zipfile
@@ -18,8 +17,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any, BinaryIO, Literal
 
+from pydantic import Field
+
+from ..trust.foreign import Foreign, Unreadable, parse_as
+from ..trust.paths import Outside, inside, relative
+from ..trust.text import for_file_name, shown
 from .errors import BadCompiled
 from .keeping import replacing
 
@@ -28,6 +32,9 @@ SUFFIX = ".compiled.zip"
 _KIND = "onediff-guard compiled code"
 _MANIFEST = "manifest.json"
 _MAX_BYTES = 8 * 2**30  # unpacked; more is no compiled code
+_MAX_LISTED = 16 * 2**20  # of names, sizes and hashes
+_PIECE = 2**20
+_ENCRYPTED = 1  # of a file's flags
 _AGAIN = "Delete it, and a run will compile anew; or import a whole one."
 _LEFT_OUT = ("locks", "__pycache__")  # folders that mean nothing to another process
 _TRITON = "triton"
@@ -68,9 +75,8 @@ class Target:
     def name(self) -> str:
         """Of its file, without the suffix."""
         facts = json.dumps(asdict(self), sort_keys=True)
-        model = re.sub(r"[^\w.-]+", "-", self.model).strip("-.") or "model"
-        digest = hashlib.sha256(facts.encode()).hexdigest()[:12]
-        return f"{model}-{self.machine.architecture}-{self.dtype}-{digest}"
+        words = (for_file_name(text, limit=60) for text in (self.model, self.machine.architecture, self.dtype))
+        return f"{'-'.join(words)}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
 
     def in_words(self) -> str:
         machine = self.machine
@@ -88,7 +94,7 @@ def check(file: Path) -> Target:
     with _opened(file) as archive:
         target, digests = _manifest(archive, file)
         for name, digest in digests.items():
-            _read(archive, name, digest, file)
+            _copy(archive, name, digest, file, None)
         return target
 
 
@@ -99,10 +105,14 @@ def unpack(file: Path, target: Target, folder: Path) -> None:
         if found != target:
             raise BadCompiled(f"'{file.name}' is for something else: {found.in_words()}. {_AGAIN}")
         for name, digest in digests.items():
-            content, path = _read(archive, name, digest, file), folder / name
-            if not path.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(content.replace(_HERE, _as_json(folder)) if _names_paths(name) else content)
+            path = inside(folder, name)
+            if path.exists():
+                continue
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as stream:
+                _copy(archive, name, digest, file, stream)
+            if _names_paths(name):
+                path.write_bytes(path.read_bytes().replace(_HERE, _as_json(folder)))
 
 
 def pack(folder: Path, target: Target, file: Path) -> None:
@@ -141,68 +151,97 @@ _DAMAGED = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, KeyError, Ru
 
 @contextmanager
 def _opened(file: Path) -> Iterator[zipfile.ZipFile]:
+    if file.exists() and not file.is_file():  # opening a pipe waits for whoever writes into it
+        raise _bad(file, "it is no file")
     try:
-        with zipfile.ZipFile(file) as archive:
-            yield archive
-    except BadCompiled:
-        raise
-    except _DAMAGED as error:
-        raise BadCompiled(f"'{file.name}' is no compiled code that can be used: {error}. {_AGAIN}") from None
+        with file.open("rb") as stream:
+            if _bytes_listed(stream) > _MAX_LISTED:
+                raise _bad(file, f"it lists its files in more than {_MAX_LISTED:,} bytes")
+            with zipfile.ZipFile(stream) as archive:
+                yield archive
+    except (BadCompiled, Outside, *_DAMAGED) as error:
+        raise error if isinstance(error, BadCompiled) else _bad(file, error) from None
+
+
+def _bytes_listed(stream: BinaryIO) -> int:
+    """How much zipfile will read, and hold many times over, to list an archive's files."""
+    ends: Any = zipfile._EndRecData(stream)  # pyright: ignore[reportAttributeAccessIssue]
+    stream.seek(0)
+    return ends[zipfile._ECD_SIZE] if ends else 0  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _bad(file: Path, found: object) -> BadCompiled:
+    return BadCompiled(f"'{shown(file.name, 100)}' is no compiled code that can be used: {found}. {_AGAIN}")
+
+
+_Text = Annotated[str, Field(max_length=1000)]
+
+
+class _Platform(Foreign):
+    architecture: _Text
+    device: _Text
+    torch: _Text
+    triton: _Text
+    python: _Text
+    system: _Text
+
+
+class _Target(Foreign):
+    model: _Text
+    config: _Text
+    dtype: _Text
+    plan: _Text
+    machine: _Platform
+
+
+class _Manifest(Foreign):
+    kind: Literal["onediff-guard compiled code"]
+    format: Literal[1]
+    target: _Target = Field(alias="for")
+    files: dict[str, Annotated[str, Field(pattern="^[0-9a-f]{64}$")]]
 
 
 def _manifest(archive: zipfile.ZipFile, file: Path) -> tuple[Target, dict[str, str]]:
     """What the code is for, and {path: SHA-256} of its files."""
-
-    def bad(found: str) -> BadCompiled:
-        return BadCompiled(f"'{file.name}' is no compiled code that can be used: {found}. {_AGAIN}")
-
-    names = archive.namelist()
-    if _MANIFEST not in names:
-        raise bad(f"it has no {_MANIFEST}")
-    if sum(info.file_size for info in archive.infolist()) > _MAX_BYTES:
-        raise bad(f"it unpacks to more than {_MAX_BYTES:,} bytes")
+    infos = {info.filename: info for info in archive.infolist()}
+    if _MANIFEST not in infos:
+        raise _bad(file, f"it has no {_MANIFEST}")
+    if sum(info.file_size for info in infos.values()) > _MAX_BYTES:
+        raise _bad(file, f"it unpacks to more than {_MAX_BYTES:,} bytes")
+    for info in infos.values():
+        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or info.flag_bits & _ENCRYPTED:
+            raise _bad(file, f"its file '{shown(info.filename)}' is encrypted, or compressed in another way")
+    with archive.open(_MANIFEST) as stream:
+        text = stream.read(_MAX_LISTED + 1)
+    if len(text) > _MAX_LISTED:
+        raise _bad(file, f"its {_MANIFEST} is longer than {_MAX_LISTED:,} bytes")
     try:
-        facts = json.loads(archive.read(_MANIFEST))
-    except ValueError as error:
-        raise bad(f"its {_MANIFEST} is not JSON ({error})") from None
-    if not isinstance(facts, dict) or facts.get("kind") != _KIND:
-        raise bad(f"its 'kind' is not '{_KIND}'")
-    if facts.get("format") != FORMAT:
-        raise bad(f"its format is {facts.get('format')!r}, and this version reads {FORMAT}")
-    target, digests = _target(facts.get("for")), _texts(facts.get("files"))
-    if target is None:
-        raise bad("it does not say what it is for")
-    if digests is None or sorted([_MANIFEST, *digests]) != sorted(names):
-        raise bad(f"its files are not those that its {_MANIFEST} names")
-    for name in digests:
-        if not _stays_inside(name):
-            raise bad(f"its file '{name}' would leave the folder")
-    return target, digests
+        facts = parse_as(_Manifest, text)
+    except Unreadable as error:
+        raise _bad(file, f"its {_MANIFEST} cannot be used: {error}") from None
+    names = {_MANIFEST, *facts.files}
+    if len(names) != 1 + len(facts.files) or names != set(infos) or len(infos) != len(archive.infolist()):
+        raise _bad(file, f"its files are not those that its {_MANIFEST} names")
+    folders = {parent.as_posix() for name in names for parent in PurePosixPath(name).parents}
+    if len({name.casefold() for name in names}) != len(names) or folders & names:
+        raise _bad(file, "two of its files would be one")
+    for name in facts.files:
+        if relative(name).as_posix() != name or ":" in name:
+            raise _bad(file, f"its file '{shown(name)}' would be elsewhere")
+    given, machine = facts.target.model_dump(exclude={"machine"}), facts.target.machine.model_dump()
+    return Target(**given, machine=Platform(**machine)), facts.files
 
 
-def _target(facts: Any) -> Target | None:
-    try:
-        machine = _texts(facts.pop("machine"))
-        texts = _texts(facts)
-        return None if machine is None or texts is None else Target(**texts, machine=Platform(**machine))
-    except (AttributeError, KeyError, TypeError):
-        return None
-
-
-def _texts(value: Any) -> dict[str, str] | None:
-    return value if isinstance(value, dict) and all(isinstance(text, str) for text in value.values()) else None
-
-
-def _stays_inside(name: str) -> bool:
-    parts = PurePosixPath(name).parts
-    return "/".join(parts) == name and ".." not in parts and not re.search(r"^/|[\\:\0]", name) and bool(parts)
-
-
-def _read(archive: zipfile.ZipFile, name: str, digest: str, file: Path) -> bytes:
-    content = archive.read(name)
-    if hashlib.sha256(content).hexdigest() != digest:
-        raise BadCompiled(f"'{file.name}' is damaged: its file '{name}' is not what it was. {_AGAIN}")
-    return content
+def _copy(archive: zipfile.ZipFile, name: str, digest: str, file: Path, to: BinaryIO | None) -> None:
+    """Read one of its files in pieces, and write it where `to` is given. Raises BadCompiled where it is damaged."""
+    found = hashlib.sha256()
+    with archive.open(name) as stream:
+        while piece := stream.read(_PIECE):
+            found.update(piece)
+            if to:
+                to.write(piece)
+    if found.hexdigest() != digest:
+        raise BadCompiled(f"'{file.name}' is damaged: its file '{shown(name)}' is not what it was. {_AGAIN}")
 
 
 def _names_paths(name: str) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..precision.attention import Attended
+from ..precision.dtypes import FP16_MAX
 from ..precision.findings import Anatomy
 from ..precision.guard import Scope, StageGuard
 from ..precision.islands import Attempt, half_attempt
@@ -27,9 +28,11 @@ from .compile import came_to, compiled, for_dtype
 from .families import ENCODERS
 from .handle import PipelineHandle
 from .lora import keys
-from .memory import recall, remember
+from .memory import believe, claimed, disbelieve, recall, remember
 from .offload import Onloading
 from .oneflow_graphs import graphs_folder
+
+CLAIM = 256  # a profile's peak may be so many times what the first call reaches: other prompts and steps peak higher
 
 
 def guarded_denoiser(handle: PipelineHandle, report: RunReport) -> torch.nn.Module:
@@ -85,8 +88,8 @@ class _Steps:
         self._original = original
         self._weights = weights
         self._signature = inspect.signature(original.forward)
-        self._known, notes = _known(handle, report, original)
-        report.notes += notes
+        self._known, self._brought = _known(handle, report, original)
+        report.notes += self._brought
         self._guard: StageGuard | None = None
         self._attempts: _Attempts | None = None
 
@@ -116,12 +119,42 @@ class _Steps:
         self._report.learned = learned
         if self._attempts:
             self._attempts.tell_backend()
+            if self._attempts.unproven and (why := self._contradiction(self._attempts)):
+                return self._without_profile(why, output, kwargs)
         return output
 
+    def _contradiction(self, attempts: _Attempts) -> str:
+        """What the latest call says against a profile's peak; "" where nothing does. Folded too little, the stream
+        leaves the range; folded too much, small numbers are lost."""
+        bits, outcome = self._report.fold_bits or 0, self._report.steps[-1].outcome
+        said, found = self._known.stream_peak or 0.0, attempts.reached(bits)
+        claim = f"it says that the residual stream peaks at {said:.3g}, and here that "
+        if outcome == "finite":
+            if bits and found * CLAIM < said:
+                return f"{claim}reaches {found:.3g} in the first call"
+            attempts.prove()
+            believe(self._handle, self._report.plan.dtype)
+        elif not (self._guard and self._guard.learned) and not found <= FP16_MAX * 2.0**bits:
+            return f"{claim}leaves fp16's range at 2^-{bits}"
+        return ""
+
+    def _without_profile(self, why: str, output: Any, kwargs: Mapping[str, Any]) -> Any:
+        """The call's output where it was rerun, else that of another."""
+        report = self._report
+        report.notes = tuple(note for note in report.notes if note not in self._brought)
+        report.note(disbelieve(self._handle, report.plan.dtype, why))
+        report.fold_bits = None
+        self._known, self._guard, self._attempts = NOTHING, None, None
+        if report.steps[-1].outcome == "rerun":
+            return output
+        report.steps.pop()
+        return self._step(**kwargs)
+
     def _planned(self, inputs: Mapping[str, Any]) -> StageGuard:
-        attempts = _Attempts(self._handle, self._report, self._original, self._weights, inputs)
-        self._attempts = attempts
         dtype = self._report.plan.dtype
+        unproven = self._known.stream_peak is not None and claimed(self._handle, dtype)
+        attempts = _Attempts(self._handle, self._report, self._original, self._weights, inputs, unproven)
+        self._attempts = attempts
         learner = Learner(self._original, dtype, attempts.build, attempts.anatomy, self._known)
         given = self._handle, self._report, self._original, self._weights, learner, dtype
         return denoiser_guard(*given, peak_inside=attempts.peak_inside)
@@ -137,7 +170,9 @@ class _Attempts:
         original: torch.nn.Module,
         weights: Onloading,
         inputs: Mapping[str, Any],
+        unproven: bool,
     ):
+        """unproven: what is known of the stream is a profile's word, and the stream is watched."""
         self._handle = handle
         self._report = report
         self._original = original
@@ -147,7 +182,9 @@ class _Attempts:
         self._compiled: torch.nn.Module | None = None  # a shell of the latest attempt's
         self.tell_backend()
         self._block_outputs = BlockOutputs()
+        self._reached: torch.Tensor | None = None
         self._clips = handle.family.clips and report.plan.dtype == "fp16"
+        self.unproven = unproven
         self.anatomy = Anatomy.of(original, handle.family.blocks, handle.family.stream)
 
     def build(self, learned: Learned) -> Attempt:
@@ -181,7 +218,7 @@ class _Attempts:
         )
         if report.plan.folded or made.bits:
             report.fold_bits = made.bits
-        if self._clips and stream:
+        if (self._clips or self.unproven) and stream:
             made = replace(made, run=self._block_outputs.watched(made.run, stream.blocks))
         if backend.name == "eager" and how.attention:  # what is compiled has it inside
             made = replace(made, run=Attended(made.run, how.attention))
@@ -196,7 +233,17 @@ class _Attempts:
 
     def peak_inside(self) -> torch.Tensor | None:
         """max |x| of the latest attempt's block outputs, where the family clips."""
-        return self._block_outputs.take()
+        self._reached = self._block_outputs.take()
+        return self._reached if self._clips else None
+
+    def reached(self, bits: int) -> float:
+        """max |x| of the residual stream in the latest attempt, were it not scaled by 2^-bits."""
+        return math.nan if self._reached is None else self._reached.item() * 2.0**bits
+
+    def prove(self) -> None:
+        """What the profile says is true, and the stream need not be watched for it any more."""
+        self.unproven = False
+        self._block_outputs.watching = self._clips
 
 
 def _known(handle: PipelineHandle, report: RunReport, denoiser: torch.nn.Module) -> tuple[Learned, tuple[str, ...]]:
@@ -205,5 +252,6 @@ def _known(handle: PipelineHandle, report: RunReport, denoiser: torch.nn.Module)
     learns = handle.policy_for(plan).scope is Scope.LEARNED
     if not plan.half or not (plan.folded or learns):
         return NOTHING, ()
-    learned, notes = recall(handle, plan.dtype, dict(denoiser.named_modules()))
+    anatomy = Anatomy.of(denoiser, handle.family.blocks, handle.family.stream)
+    learned, notes = recall(handle, plan.dtype, anatomy.parts(dict(denoiser.named_modules())))
     return (learned if learns else Learned(learned.stream_peak)), notes

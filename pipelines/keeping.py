@@ -19,7 +19,13 @@ DEFAULT_LIMIT = 2.0  # GB
 
 @contextmanager
 def replacing(file: Path) -> Iterator[BinaryIO]:
-    """A stream that becomes `file` at the end, or nothing where the body raises. Raises OSError."""
+    """A stream that becomes `file` at the end, or nothing where the body raises.
+
+    Raises OSError; of these FileExistsError where a link, a folder, a pipe or a device is there: somebody put it there
+    for something else.
+    """
+    if file.is_symlink() or (file.exists() and not file.is_file()):
+        raise FileExistsError(f"'{file}' is there, and is no file of its own. Name another, or remove it")
     handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=".", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as stream:

@@ -14,19 +14,38 @@ from .profiles import Profile, identify, read, write
 logger = logging.getLogger(__name__)
 
 
-def recall(handle: PipelineHandle, dtype: str, modules: Iterable[str]) -> tuple[Learned, tuple[str, ...]]:
+def recall(handle: PipelineHandle, dtype: str, parts: Iterable[str]) -> tuple[Learned, tuple[str, ...]]:
     """What is known, and lines for the report: what a profile brought, or why it was left alone.
 
-    modules: names in the denoiser.
+    parts: of the denoiser, those that may run in fp32.
     """
     key = handle.memory_key(dtype)
     if key in handle.store.learned:
         return handle.store.learned[key], ()
-    learned, notes = _from_profile(handle, dtype, modules)
+    learned, notes = _from_profile(handle, dtype, parts)
     handle.store.learned[key] = learned
+    if learned.stream_peak is not None:
+        handle.store.claimed.add(key)
     if handle.profile is None and learned != NOTHING:
         handle.store.recalled.add(key)
     return learned, notes
+
+
+def claimed(handle: PipelineHandle, dtype: str) -> bool:
+    """Whether what is known of the stream is a profile's word alone."""
+    return handle.memory_key(dtype) in handle.store.claimed
+
+
+def believe(handle: PipelineHandle, dtype: str) -> None:
+    """From now on what a profile brought counts as what runs taught."""
+    handle.store.claimed.discard(handle.memory_key(dtype))
+
+
+def disbelieve(handle: PipelineHandle, dtype: str, why: str) -> str:
+    """Forget what a profile brought; a line for the report."""
+    believe(handle, dtype)
+    handle.store.learned[handle.memory_key(dtype)] = NOTHING
+    return f"{_named(handle, dtype)} is left alone: {why}"
 
 
 def remember(
@@ -46,7 +65,7 @@ def keep(handle: PipelineHandle, dtype: str) -> None:
     Nothing is written too, where runs forgot what the kept profile says.
     """
     key = handle.memory_key(dtype)
-    learned = handle.store.learned.get(key, NOTHING)
+    learned = handle.store.learned.get(key, NOTHING).to_share
     if handle.profiles is None or (learned == NOTHING and key not in handle.store.recalled):
         return
     profile = replace(here(handle, dtype), learned=learned)
@@ -57,7 +76,7 @@ def keep(handle: PipelineHandle, dtype: str) -> None:
         logger.warning("The profile %s could not be kept in %s: %s", profile.name, handle.profiles, error)
 
 
-def _from_profile(handle: PipelineHandle, dtype: str, modules: Iterable[str]) -> tuple[Learned, tuple[str, ...]]:
+def _from_profile(handle: PipelineHandle, dtype: str, parts: Iterable[str]) -> tuple[Learned, tuple[str, ...]]:
     run = here(handle, dtype)
     try:
         found = handle.profile or _on_disk(handle, run)
@@ -65,10 +84,13 @@ def _from_profile(handle: PipelineHandle, dtype: str, modules: Iterable[str]) ->
         return NOTHING, (str(error),)
     if found is None:
         return NOTHING, ()
-    if misfit := found.misfit(run, modules):
-        whose = "the profile that was given" if handle.profile else f"the profile {found.name}"
-        return NOTHING, (f"{whose} is left alone: {misfit}",)
+    if misfit := found.misfit(run, parts):
+        return NOTHING, (f"{_named(handle, dtype)} is left alone: {misfit}",)
     return found.learned, (f"from a profile: {found.in_words()}",)
+
+
+def _named(handle: PipelineHandle, dtype: str) -> str:
+    return "the profile that was given" if handle.profile else f"the profile {here(handle, dtype).name}"
 
 
 def here(handle: PipelineHandle, dtype: str) -> Profile:

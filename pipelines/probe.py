@@ -71,7 +71,7 @@ def probe(
     frames = f", {settings.frames} frames" if settings.frames > 1 else ""
     profile = None
     if chosen.dtype != "fp32":
-        profile = replace(here(handle, chosen.dtype), learned=chosen.learned)
+        profile = replace(here(handle, chosen.dtype), learned=chosen.learned.to_share)
     return Probing(
         model=handle.store.model.name,
         architecture=handle.architecture,

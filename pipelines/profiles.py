@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from ..precision.learned import NOTHING, Learned, named
+from pydantic import AfterValidator, Field
+
+from ..precision.arch import is_name
+from ..precision.learned import LEAST_PEAK, MOST_PEAK, NOTHING, Learned, largest_of, named
+from ..trust import foreign
+from ..trust.foreign import Foreign, Unreadable
+from ..trust.text import for_file_name, shown
 from .errors import BadProfile
 from .keeping import replacing
 from .stored import StoredModel
@@ -48,13 +52,13 @@ class Profile:
     def name(self) -> str:
         """Of its file: the same for the same model, LoRAs, architecture and dtype."""
         facts = json.dumps([self.weights, self.loras, self.architecture, self.dtype])
-        model = re.sub(r"[^\w.-]+", "-", self.model).strip("-.") or "model"
-        return f"{model}-{self.architecture}-{self.dtype}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
+        words = (for_file_name(text, limit=60) for text in (self.model, self.architecture, self.dtype))
+        return f"{'-'.join(words)}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
 
     def text(self) -> str:
         """As JSON, for a file or for a node's input."""
         facts = {"kind": _KIND, "format": FORMAT, **asdict(self)}
-        facts["learned"] = {name: facts["learned"][name] for name in _LEARNED}
+        facts["learned"] = {name: facts["learned"][name] for name in _LearnedPart.model_fields}
         return json.dumps(facts, indent=2, allow_nan=False) + "\n"
 
     def in_words(self) -> str:
@@ -64,8 +68,8 @@ class Profile:
         parts += [f"{named(known.islands)} in fp32"] if known.islands else []
         return "; ".join(parts) if len(parts) > 1 else f"{parts[0]}; nothing learned"
 
-    def misfit(self, here: Profile, modules: Iterable[str]) -> str:
-        """Why it cannot be used `here`, "" where it can. modules: names in the denoiser."""
+    def misfit(self, here: Profile, parts: Iterable[str]) -> str:
+        """Why it cannot be used `here`, "" where it can. parts: of the denoiser, those that may run in fp32."""
         if self.weights != here.weights:
             return "it is of another model's weights"
         if self.loras != here.loras:
@@ -78,8 +82,50 @@ class Profile:
                 return (
                     f"it was made with {package} {self.versions.get(package, 'of no version')}, and this is {version}"
                 )
-        unknown = sorted(set(self.learned.islands) - set(modules))
-        return f"this model has no {named(tuple(unknown))}" if unknown else ""
+        unknown = sorted(set(self.learned.islands) - set(parts))
+        return f"this model has no part {named(tuple(unknown))}" if unknown else ""
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("a control character")
+    return text
+
+
+def _architecture(text: str) -> str:
+    if not is_name(text):
+        raise ValueError("the name of no architecture")
+    return text
+
+
+def _apart(islands: list[str]) -> list[str]:
+    if list(largest_of(islands)) != islands:
+        raise ValueError("one of these parts is in another, or stands here twice")
+    return islands
+
+
+_Text = Annotated[str, Field(min_length=1, max_length=300), AfterValidator(_printable)]
+
+
+class _LearnedPart(Foreign):
+    """That a run went on in fp32 is of that run alone, and not here."""
+
+    stream_peak: Annotated[float, Field(ge=LEAST_PEAK, le=MOST_PEAK)] | None
+    islands: Annotated[list[_Text], Field(max_length=200), AfterValidator(_apart)]
+
+
+class _File(Foreign):
+    """A profile as JSON."""
+
+    kind: Literal["onediff-guard profile"]
+    format: Literal[1]
+    model: _Text
+    weights: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    loras: Annotated[list[_Text], Field(max_length=100)]
+    architecture: Annotated[str, Field(max_length=32), AfterValidator(_architecture)]
+    dtype: Literal["fp16", "bf16"]
+    versions: Annotated[dict[_Text, _Text], Field(max_length=20)]
+    learned: _LearnedPart
 
 
 def identify(model: StoredModel, loras: Sequence[Lora], architecture: str, dtype: str) -> Profile:
@@ -89,7 +135,7 @@ def identify(model: StoredModel, loras: Sequence[Lora], architecture: str, dtype
 
     versions = {package.__name__: ".".join(package.__version__.split(".")[:2]) for package in (torch, diffusers)}
     return Profile(
-        model=model.name,
+        model=shown(model.name, 300),
         weights=_fingerprint(model.weights[model.family.denoiser].files, model.denoiser_config),
         loras=tuple(f"{_fingerprint([lora.path])} at {lora.scale:g}" for lora in loras if lora.scale),
         architecture=architecture,
@@ -100,40 +146,36 @@ def identify(model: StoredModel, loras: Sequence[Lora], architecture: str, dtype
 
 def read(file: Path) -> Profile:
     """Raises BadProfile."""
+    where = shown(file.name, 100)
     try:
-        if file.stat().st_size > _MAX_BYTES:
-            raise BadProfile(f"'{file.name}' is no profile: it has {file.stat().st_size:,} bytes. {_AGAIN}")
-        return parse(file.read_text(encoding="utf-8"), file.name)
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadProfile(f"The profile '{file.name}' cannot be read: {error}. {_AGAIN}") from None
+        if not file.is_file():  # opening a pipe waits for whoever writes into it
+            raise BadProfile(f"The profile '{where}' cannot be read: there is no such file. {_AGAIN}")
+        return _fitting(foreign.read(file, limit=_MAX_BYTES))
+    except Unreadable as error:
+        raise _bad(where, error) from None
+    except OSError as error:
+        raise BadProfile(f"The profile '{where}' cannot be read: {error.strerror or error}. {_AGAIN}") from None
 
 
 def parse(text: str, where: str) -> Profile:
     """A profile from its JSON. where: what to call it in messages. Raises BadProfile."""
-
-    def bad(found: str) -> BadProfile:
-        return BadProfile(f"'{where}' is no profile that can be used: {found}. {_AGAIN}")
-
     try:
-        facts = json.loads(text)
-    except ValueError as error:
-        raise bad(f"it is not JSON ({error})") from None
-    if not isinstance(facts, dict) or facts.get("kind") != _KIND:
-        raise bad(f"its 'kind' is not '{_KIND}'")
-    if facts.get("format") != FORMAT:
-        raise bad(f"its format is {facts.get('format')!r}, and this version reads {FORMAT}")
-    learned = facts.get("learned")
-    if not isinstance(learned, dict):
-        raise bad("it has no 'learned'")
-    for field, holds in _FIELDS.items():
-        if not holds(facts.get(field)):
-            raise bad(f"its '{field}' is {str(facts.get(field))[:60]!r}")
-    for field, holds in _LEARNED.items():
-        if not holds(learned.get(field)):
-            raise bad(f"its 'learned.{field}' is {str(learned.get(field))[:60]!r}")
-    known = Learned(learned["stream_peak"], tuple(learned["islands"]))
-    given: dict[str, Any] = {field: facts[field] for field in _FIELDS} | {"loras": tuple(facts["loras"])}
-    return Profile(**given, learned=known)
+        if len(text) > _MAX_BYTES:
+            raise Unreadable(f"it is longer than {_MAX_BYTES:,} characters")
+        return _fitting(foreign.parse(text))
+    except Unreadable as error:
+        raise _bad(where, error) from None
+
+
+def _fitting(value: Any) -> Profile:
+    facts = foreign.fitting(_File, value)
+    given = facts.model_dump(exclude={"kind", "format", "learned", "loras"})
+    known = Learned(facts.learned.stream_peak, tuple(facts.learned.islands))
+    return Profile(**given, loras=tuple(facts.loras), learned=known)
+
+
+def _bad(where: str, found: Unreadable) -> BadProfile:
+    return BadProfile(f"'{where}' is no profile that can be used: {found}. {_AGAIN}")
 
 
 def write(folder: Path, profile: Profile) -> Path:
@@ -175,29 +217,3 @@ def _fingerprint(files: Iterable[Path], config: Mapping[str, Any] | None = None)
                 digest.update(stream.read(_SAMPLE_BYTES))
         digest.update(f":{size};".encode())
     return digest.hexdigest()[:32]
-
-
-def _texts(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
-def _text(value: object) -> bool:
-    return isinstance(value, str) and bool(value)
-
-
-def _positive(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
-
-
-_FIELDS = {
-    "model": _text,
-    "weights": _text,
-    "loras": _texts,
-    "architecture": _text,
-    "dtype": lambda value: value in ("fp16", "bf16"),
-    "versions": lambda value: isinstance(value, dict) and _texts([*value, *value.values()]),
-}
-_LEARNED = {  # that a run went on in fp32 is of that run alone
-    "stream_peak": lambda value: value is None or _positive(value),
-    "islands": _texts,
-}

@@ -44,6 +44,7 @@ class ComponentStore:
         self.compiled: dict[tuple[str, CompileOptions, str, int, str, tuple[LoraKey, ...]], torch.nn.Module] = {}
         self.learned: dict[MemoryKey, Learned] = {}  # what runs taught about the denoiser
         self.recalled: set[MemoryKey] = set()  # of these, a profile on disk was where runs began
+        self.claimed: set[MemoryKey] = set()  # of these, the stream's peak is a profile's word alone so far
         self.attention: dict[tuple[str, tuple[torch.Size, ...]], Choice] = {}  # by dtype and sizes, measured
         self.handles: weakref.WeakSet[Any] = weakref.WeakSet()  # who still uses it
         self.emptied = False

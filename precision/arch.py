@@ -145,6 +145,14 @@ def named(text: str) -> Architecture:
     raise ValueError(f"'{text}' is no architecture. Write one of {', '.join(ARCHITECTURES)}, or a capability as 7.5.")
 
 
+def is_name(text: str) -> bool:
+    """Whether some device's architecture may have this name: of the table, newer than it, or a device type."""
+    try:
+        return named(text).name == text
+    except ValueError:
+        return re.fullmatch("[a-z]{2,20}", text) is not None
+
+
 def by_capability(major: int, minor: int) -> Architecture:
     """NVIDIA compute capability → row. One newer than the table takes the nearest older row, marked unknown."""
     name = f"sm{major}{minor}"

@@ -11,7 +11,7 @@ import torch
 
 from .dtypes import DTYPES
 from .folding import bits_for
-from .learned import Learned, named
+from .learned import Learned, covered, covers, largest_of, named
 from .observe import Peak
 from .streams import Stream
 
@@ -51,7 +51,11 @@ class Anatomy:
         """The block that a module is in, or the module itself outside of the blocks; None where it holds blocks."""
         if any(not name or block.startswith(f"{name}.") for block in self.blocks or ("",)):
             return None
-        return next((block for block in self.blocks if _covers(block, name)), name)
+        return next((block for block in self.blocks if covers(block, name)), name)
+
+    def parts(self, names: Iterable[str]) -> list[str]:
+        """Of the names of modules, those that may be islands: blocks, and what is outside of them."""
+        return [name for name in names if self.home(name) == name]
 
     def island(self, name: str, peaks: Mapping[str, Peak], dtype: str, islands: Collection[str] = ()) -> str | None:
         """What would have to run in fp32 for a module's sake, apart from the islands there are; None where nothing
@@ -62,13 +66,13 @@ class Anatomy:
         home = self.home(name)
         if home is None or home in self.blocks:
             return None if home in islands else home
-        around = sorted((group for group in self.groups if _covers(group, name) and group != name), key=len)
+        around = sorted((group for group in self.groups if covers(group, name) and group != name), key=len)
         parts = (part for part in (name, *reversed(around)) if not covered(part, islands))
         return next((part for part in parts if self._fits(part, peaks, dtype)), None)
 
     def _fits(self, part: str, peaks: Mapping[str, Peak], dtype: str) -> bool:
         """Around what fits, the stream is half precision's, or folded. What was not measured is tried."""
-        reads_stream = any(_covers(part, norm) for norm in self.norms)
+        reads_stream = any(covers(part, norm) for norm in self.norms)
         peak = peaks.get(part, Peak(0.0, 0.0))
         return peak.output <= RANGE[dtype] and (reads_stream or peak.input <= RANGE[dtype])
 
@@ -172,24 +176,9 @@ def taught(learned: Learned, finding: Finding, anatomy: Anatomy, dtype: str) -> 
     return learned, f"{' and '.join(actions)} from the next call on" if actions else ""
 
 
-def covered(name: str, islands: Iterable[str]) -> bool:
-    """Whether a module is one of the islands, or in one."""
-    return any(_covers(island, name) for island in islands)
-
-
-def largest_of(islands: Iterable[str]) -> tuple[str, ...]:
-    """Without those that are in another, each once."""
-    found = tuple(dict.fromkeys(islands))
-    return tuple(name for name in found if not covered(name, set(found) - {name}))
-
-
 def order(value: float) -> float:
     """For sorting: NaN is the largest."""
     return math.inf if math.isnan(value) else value
-
-
-def _covers(part: str, name: str) -> bool:
-    return f"{name}.".startswith(f"{part}.")
 
 
 def _adapted(name: str) -> str:

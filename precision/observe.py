@@ -77,15 +77,21 @@ def first_broken(module: torch.nn.Module, call: Callable[[], Any], limit: float 
 
 
 class BlockOutputs:
-    """max |x| of what a denoiser's blocks put out, for families that clip their stream: a clipped value is finite."""
+    """max |x| of what a denoiser's blocks put out, for families that clip their stream (a clipped value is finite), and
+    for what a profile says of it."""
 
     def __init__(self) -> None:
+        self.watching = True
         self._peaks: list[torch.Tensor] = []
 
     def watched(self, module: torch.nn.Module, blocks: str) -> torch.nn.Module:
         """A shell of `module` whose blocks are watched; compiled blocks stay compiled."""
         names = [f"{blocks}.{name}" for name, _ in module.get_submodule(blocks).named_children()]
-        return replaced(module, dict.fromkeys(names, lambda block: _Watched(block, self._peaks.append)))
+        return replaced(module, dict.fromkeys(names, lambda block: _Watched(block, self._see)))
+
+    def _see(self, made: Any) -> None:
+        if self.watching:
+            self._peaks.append(largest(made))
 
     def take(self) -> torch.Tensor | None:
         """Of all blocks since the last call, as a scalar on their device."""
@@ -94,14 +100,14 @@ class BlockOutputs:
 
 
 class _Watched(torch.nn.Module):
-    def __init__(self, module: torch.nn.Module, see: Callable[[torch.Tensor], None]):
+    def __init__(self, module: torch.nn.Module, see: Callable[[Any], None]):
         super().__init__()
         self.module = module
         self._see = see
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         made = self.module(*args, **kwargs)
-        self._see(largest(made))
+        self._see(made)
         return made
 
 

@@ -48,8 +48,9 @@ def listed(values: Iterable[Any], most: int = 12, *, between: str = ", ", limit:
 
 
 def for_file_name(text: str, instead: str = "unnamed", limit: int = 100) -> str:
-    """Text as a part of a file's name: letters, digits, dots and dashes."""
-    return _NOT_IN_NAMES.sub("-", text)[:limit].strip("-.") or instead
+    """Text as a part of a file's name: letters, digits, dots and dashes. limit: in bytes."""
+    plain = _NOT_IN_NAMES.sub("-", text[:limit]).encode()[:limit].decode(errors="ignore")
+    return plain.strip("-.") or instead
 
 
 def without_password(url: str) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import zipfile
 from dataclasses import replace
 from functools import partial
 
@@ -13,6 +15,7 @@ from archives import rewrite
 from comfyui_onediff_guard.nodes.host import COMPILED_VARIABLE, compiled_directory
 from comfyui_onediff_guard.pipelines.compile_cache import INDUCTOR, platform_of
 from comfyui_onediff_guard.pipelines.compiled_code import SUFFIX, Target, check, pack, unpack
+from comfyui_onediff_guard.pipelines.errors import BadCompiled
 from comfyui_onediff_guard.pipelines.keeping import LIMIT_VARIABLE
 
 
@@ -91,25 +94,42 @@ def renamed(contents, name):
     return {"manifest.json": json.dumps(facts).encode(), name: contents["ab/kernel.main.so"]}
 
 
+def with_also(contents, name):
+    facts = json.loads(contents["manifest.json"])
+    facts["files"][name] = hashlib.sha256(b"evil").hexdigest()
+    return contents | {"manifest.json": json.dumps(facts).encode(), name: b"evil"}
+
+
 DAMAGES = {
     "a kernel that was changed": (lambda c: c | {"ab/kernel.main.so": b"evil"}, "is not what it was"),
     "a file that nobody named": (lambda c: c | {"cd/evil.so": b"evil"}, "its files are not those that"),
     "a file that is missing": (lambda c: {"manifest.json": c["manifest.json"]}, "its files are not those that"),
     "no manifest": (lambda c: {"ab/kernel.main.so": c["ab/kernel.main.so"]}, "it has no manifest.json"),
-    "another kind": (lambda c: c | {"manifest.json": b"{}"}, "its 'kind' is not"),
+    "another kind": (lambda c: c | {"manifest.json": b"{}"}, "manifest.json cannot be used: kind is missing"),
     "another format": (
         lambda c: c | {"manifest.json": c["manifest.json"].replace(b'"format": 1', b'"format": 9')},
-        "its format is 9, and this version reads 1",
+        "format is 9: input should be 1",
     ),
     "not for anything": (
         lambda c: c | {"manifest.json": c["manifest.json"].replace(b'"machine"', b'"engine"')},
-        "it does not say what it is for",
+        "for.machine is missing",
     ),
-    "above the folder": (lambda c: renamed(c, "../evil.so"), "would leave the folder"),
-    "an absolute path": (lambda c: renamed(c, "/tmp/evil.so"), "would leave the folder"),
-    "a drive of Windows": (lambda c: renamed(c, "C:evil.so"), "would leave the folder"),
-    "Windows' separator": (lambda c: renamed(c, "..\\evil.so"), "would leave the folder"),
-    "a path that turns back": (lambda c: renamed(c, "ab/../../evil.so"), "would leave the folder"),
+    "above the folder": (lambda c: renamed(c, "../evil.so"), "leads out of its folder"),
+    "an absolute path": (lambda c: renamed(c, "/tmp/evil.so"), "leads out of its folder"),
+    "a drive of Windows": (lambda c: renamed(c, "C:evil.so"), "leads out of its folder"),
+    "Windows' separator": (lambda c: renamed(c, "..\\evil.so"), "leads out of its folder"),
+    "a path with a detour": (lambda c: renamed(c, "ab//evil.so"), "would be elsewhere"),
+    "a control character": (lambda c: renamed(c, "ab/evil\n.so"), "holds a control character"),
+    "a name that is too long": (lambda c: renamed(c, "e" * 300), "too long for a path"),
+    "a file that is a folder": (
+        lambda c: with_also(with_also(c, "evil"), "evil/evil.so"),
+        "two of its files would be one",
+    ),
+    "names that differ in case": (
+        lambda c: with_also(with_also(c, "evil.so"), "EVIL.so"),
+        "two of its files would be one",
+    ),
+    "a path that turns back": (lambda c: renamed(c, "ab/../../evil.so"), "leads out of its folder"),
 }
 
 
@@ -121,6 +141,82 @@ def test_a_bad_file_is_not_imported(folder, command, tmp_path, damage):
     code, _, err = command("import", file)
     assert code == 2 and says in err and not folder.exists()
     assert not list(tmp_path.rglob("evil*"))
+
+
+def packed(file, **entries):
+    """entries: a name, and a function that writes its content in pieces."""
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+        for name, write in entries.items():
+            with archive.open(name, "w") as stream:
+                write(stream)
+
+
+def test_a_manifest_that_swells_is_not_read_to_its_end(folder, command, monkeypatch):
+    """300 MB of spaces, 0.3 MB as they are sent."""
+    folder.mkdir()
+    packed(folder / f"swollen{SUFFIX}", **{"manifest.json": lambda to: [to.write(bytes(2**20)) for _ in range(300)]})
+    read = []
+    reading = zipfile.ZipExtFile.read
+    monkeypatch.setattr(zipfile.ZipExtFile, "read", lambda self, n=-1: read.append(found := reading(self, n)) or found)
+    code, out, _ = command("list")
+    assert code == 0 and "its manifest.json is longer than 16,777,216 bytes" in out
+    assert sum(map(len, read)) < 20 * 2**20
+
+
+def test_a_list_of_too_many_files_is_not_taken_in(folder, command):
+    folder.mkdir()
+    packed(folder / f"long{SUFFIX}", **{f"{number:04}{'x' * 60_000}": lambda to: None for number in range(300)})
+    code, out, _ = command("list")
+    assert code == 0 and "it lists its files in more than 16,777,216 bytes" in out
+
+
+@pytest.mark.parametrize("how", ["lzma", "bzip2", "encrypted"])
+def test_what_no_run_packs_so_is_refused(folder, command, tmp_path, how):
+    file = keep(tmp_path / "theirs", target(), tmp_path)
+    with zipfile.ZipFile(file) as archive:
+        contents = {name: archive.read(name) for name in archive.namelist()}
+    method = {"lzma": zipfile.ZIP_LZMA, "bzip2": zipfile.ZIP_BZIP2}.get(how, zipfile.ZIP_STORED)
+    with zipfile.ZipFile(file, "w", method) as archive:
+        for name, content in contents.items():
+            archive.writestr(name, content)
+    if how == "encrypted":
+        at = file.read_bytes().rindex(b"PK\x01\x02")
+        file.write_bytes(file.read_bytes()[: at + 8] + b"\x01" + file.read_bytes()[at + 9 :])
+    code, _, err = command("import", file)
+    assert code == 2 and "is encrypted, or compressed in another way" in err and not folder.exists()
+
+
+def test_sizes_that_a_header_lies_about_change_nothing(tmp_path):
+    """Fewer bytes are written than are sent, and the SHA-256 finds it."""
+    file = keep(tmp_path / "theirs", target(), tmp_path)
+    data = bytearray(file.read_bytes())
+    at = data.rindex(b"PK\x01\x02")
+    data[at + 24 : at + 28] = (10).to_bytes(4, "little")
+    file.write_bytes(data)
+    with pytest.raises(BadCompiled, match="is no compiled code that can be used|is not what it was"):
+        unpack(file, target(), tmp_path / "unpacked")
+    assert not [path for path in (tmp_path / "unpacked").rglob("*") if path.is_file()]
+
+
+def test_nothing_is_written_through_a_link_of_the_folder(tmp_path):
+    file = keep(tmp_path / "theirs", target(), tmp_path)
+    work, elsewhere = tmp_path / "work", tmp_path / "elsewhere"
+    work.mkdir(), elsewhere.mkdir()
+    (work / "ab").symlink_to(elsewhere)
+    with pytest.raises(BadCompiled, match="leads out of its folder through a link"):
+        unpack(file, target(), work)
+    assert not list(elsewhere.iterdir())
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names here")
+def test_a_pipe_and_a_folder_are_listed_and_not_waited_for(folder, command):
+    folder.mkdir()
+    os.mkfifo(folder / f"pipe{SUFFIX}")
+    (folder / f"folder{SUFFIX}").mkdir()
+    (folder / f"dangling{SUFFIX}").symlink_to(folder / "nowhere")
+    code, out, _ = command("list")
+    assert code == 0 and out.count("it is no file") == 2 and "dangling" in out
+    assert command("import", folder / f"pipe{SUFFIX}")[0] == 2
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ def test_export_and_import_elsewhere(folder, command, tmp_path):
         (["show", "Cog"], 2, "The name of one profile must start with 'Cog', and these do: CogVideoX-5b-sm75-fp16-"),
         (["show", "x"], 2, "these do: none. Looked in"),
         (["export", "CogVideoX-5b-sm80", "no/such/folder/file.json"], 5, "could not be written"),
+        (["export", "CogVideoX-5b-sm80", "/dev/null"], 5, "'/dev/null' is there, and is no file of its own"),
         (["import", "absent.json"], 2, "The profile 'absent.json' cannot be read"),
     ],
 )
@@ -72,7 +73,22 @@ def test_bad_input(folder, command, arguments, code, says):
 def test_a_bad_file_is_not_imported(folder, command, tmp_path):
     (tmp_path / "bad.json").write_text(PROFILE.text().replace('"format": 1', '"format": 7'))
     code, _, err = command("import", tmp_path / "bad.json")
-    assert code == 2 and "its format is 7" in err and not folder.exists()
+    assert code == 2 and "format is 7" in err and not folder.exists()
+
+
+def test_what_a_terminal_would_obey_is_not_printed(folder, command):
+    write(folder, PROFILE)
+    (folder / "a\x1b[2J.json").write_text("{")
+    code, out, _ = command("list")
+    assert code == 0 and "\x1b" not in out and "a�[2J" in out
+
+
+def test_of_many_names_some_are_named(folder, command):
+    folder.mkdir()
+    for number in range(300):
+        (folder / f"x{number:03}.json").touch()
+    _, _, err = command("show", "x")
+    assert "x000, x001" in err and "and 290 more" in err and len(err) < 500 + len(str(folder))
 
 
 def test_where_profiles_are(folder, monkeypatch, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 from dataclasses import replace
@@ -13,10 +14,12 @@ from comfyui_onediff_guard.pipelines.errors import BadProfile
 from comfyui_onediff_guard.pipelines.families import COGVIDEOX
 from comfyui_onediff_guard.pipelines.folder import inspect
 from comfyui_onediff_guard.pipelines.profiles import Profile, identify, kept, parse, read, write
-from comfyui_onediff_guard.precision.learned import NOTHING, Learned
+from comfyui_onediff_guard.precision.arch import ARCHITECTURES
+from comfyui_onediff_guard.precision.learned import LEAST_PEAK, MOST_PEAK, NOTHING, Learned, largest_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+TEXTS = st.text(min_size=1, max_size=300).filter(str.isprintable)
 ISLANDS = ("transformer_blocks.3", "transformer_blocks.17")
 PROFILE = Profile(
     model="CogVideoX 5b/fine:tune",
@@ -32,16 +35,16 @@ PROFILE = Profile(
 @given(
     st.builds(
         Profile,
-        model=st.text(min_size=1),
-        weights=st.text(min_size=1),
-        loras=st.lists(st.text()).map(tuple),
-        architecture=st.text(min_size=1),
+        model=TEXTS,
+        weights=st.text("0123456789abcdef", min_size=32, max_size=32),
+        loras=st.lists(TEXTS).map(tuple),
+        architecture=st.sampled_from([*ARCHITECTURES, "sm999", "gfx1100", "hpu"]),
         dtype=st.sampled_from(["fp16", "bf16"]),
-        versions=st.dictionaries(st.text(), st.text()),
+        versions=st.dictionaries(TEXTS, TEXTS, max_size=20),
         learned=st.builds(
             Learned,
-            st.none() | st.floats(0, 1e38),
-            st.lists(st.text()).map(tuple),
+            st.none() | st.floats(LEAST_PEAK, MOST_PEAK),
+            st.lists(TEXTS).map(largest_of),
         ),
     )
 )
@@ -72,7 +75,7 @@ def test_readers_never_see_half_a_file(tmp_path):
 
     def keep_writing():
         for peak in range(200):
-            write(tmp_path, replace(PROFILE, learned=Learned(float(peak), ISLANDS * 50)))
+            write(tmp_path, replace(PROFILE, learned=Learned(peak + 1.0, (*ISLANDS, *map(str, range(100))))))
 
     writer = threading.Thread(target=keep_writing)
     writer.start()
@@ -85,15 +88,29 @@ def test_readers_never_see_half_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"kind": "a poem"}, "'kind'"),
-        ({"format": 2}, "format is 2, and this version reads 1"),
-        ({"learned": None}, "no 'learned'"),
-        ({"learned": {"stream_peak": -1, "islands": []}}, "learned.stream_peak' is '-1'"),
-        ({"learned": {"stream_peak": 1, "islands": "all"}}, "learned.islands"),
-        ({"learned": {"stream_peak": True, "islands": []}}, "learned.stream_peak"),
-        ({"dtype": "int8"}, "'dtype' is 'int8'"),
-        ({"versions": {"torch": 2}}, "'versions'"),
-        ({"weights": ""}, "'weights'"),
+        ({"kind": "a poem"}, "kind is a poem: input should be 'onediff-guard profile'"),
+        ({"format": 2}, "format is 2: input should be 1"),
+        ({"learned": None}, "learned is None"),
+        ({"learned": {"stream_peak": 1}}, "learned.islands is missing"),
+        ({"learned": {"stream_peak": -1, "islands": []}}, "learned.stream_peak is -1: input should be greater"),
+        ({"learned": {"stream_peak": 0, "islands": []}}, "learned.stream_peak is 0"),
+        ({"learned": {"stream_peak": 1e-320, "islands": []}}, "learned.stream_peak is 1e-320"),
+        ({"learned": {"stream_peak": 1e10, "islands": []}}, "stream_peak is 10000000000.0: input should be less"),
+        ({"learned": {"stream_peak": 10**400, "islands": []}}, "learned.stream_peak is"),
+        ({"learned": {"stream_peak": True, "islands": []}}, "learned.stream_peak is True"),
+        ({"learned": {"stream_peak": "5e5", "islands": []}}, "learned.stream_peak is 5e5"),
+        ({"learned": {"stream_peak": 1, "islands": "all"}}, "learned.islands is all"),
+        ({"learned": {"stream_peak": 1, "islands": [""]}}, "learned.islands[0]"),
+        ({"learned": {"stream_peak": 1, "islands": ["a", "a"]}}, "stands here twice"),
+        ({"learned": {"stream_peak": 1, "islands": ["a", "a.b"]}}, "one of these parts is in another"),
+        ({"learned": {"stream_peak": 1, "islands": list(map(str, range(201)))}}, "learned.islands is a list of 201"),
+        ({"dtype": "int8"}, "dtype is int8"),
+        ({"architecture": "../../x"}, "architecture is ../../x: value error, the name of no architecture"),
+        ({"architecture": "SM75"}, "the name of no architecture"),
+        ({"versions": {"torch": 2}}, "versions.torch is 2"),
+        ({"weights": ""}, "weights is"),
+        ({"model": "a\x1b[2J"}, "a control character"),
+        ({"model": "x" * 301}, "model is"),
     ],
 )
 def test_a_profile_that_cannot_be_used_is_named(change, says, tmp_path):
@@ -127,7 +144,7 @@ def test_a_large_or_binary_file_is_no_profile(tmp_path):
         ({"dtype": "bf16"}, "it is for bf16, and this is fp16"),
         ({"versions": {"torch": "2.9", "diffusers": "0.42"}}, "made with torch 2.9, and this is 2.13"),
         ({"versions": {}}, "torch of no version"),
-        ({"learned": Learned(islands=("transformer_blocks.99",))}, "this model has no 'transformer_blocks.99'"),
+        ({"learned": Learned(islands=("transformer_blocks.99",))}, "this model has no part 'transformer_blocks.99'"),
     ],
 )
 def test_one_that_does_not_fit_says_why(change, says):
@@ -145,6 +162,43 @@ def test_a_model_is_known_by_its_config_headers_and_weights(model_folder, tmp_pa
     assert weights(model_folder("5b")) != weights(folder)
     here = identify(inspect(folder, COGVIDEOX), (), "sm75", "fp16")
     assert here.learned == NOTHING and set(here.versions) == {"torch", "diffusers"}
+
+
+def test_a_folder_of_profiles_holds_what_is_none(tmp_path):
+    """Folders, links, pipes and what may not be read: each is named, and none is waited for."""
+    write(tmp_path, PROFILE)
+    (tmp_path / "a-folder.json").mkdir()
+    (tmp_path / "dangling.json").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(tmp_path / "pipe.json")
+    found = {file.stem: profile for file, profile in kept(tmp_path)}
+    assert found.pop(PROFILE.name) == PROFILE
+    assert len(found) == 3 + hasattr(os, "mkfifo") and all(isinstance(error, BadProfile) for error in found.values())
+
+
+@pytest.mark.parametrize("kind", ["link", "folder", "pipe"])
+def test_what_is_no_file_is_not_replaced(kind, tmp_path):
+    file, other = tmp_path / "shared.json", tmp_path / "other"
+    other.write_text("as it was")
+    if kind == "link":
+        file.symlink_to(other)
+    elif kind == "folder":
+        file.mkdir()
+    elif hasattr(os, "mkfifo"):
+        os.mkfifo(file)
+    else:
+        pytest.skip("this system has no pipes with names")
+    before = file.lstat().st_mode
+    with pytest.raises(FileExistsError, match=r"'.*shared.json' is there, and is no file of its own"):
+        profiles.write_text(file, PROFILE.text())
+    assert file.lstat().st_mode == before and other.read_text() == "as it was"
+    assert {path.name for path in tmp_path.iterdir()} == {"shared.json", "other"}
+
+
+def test_a_files_name_is_one_whatever_the_model_is_called():
+    name = replace(PROFILE, model="../日本" * 100).name
+    assert len(f"{name}.json".encode()) < 255 and "/" not in name
 
 
 def test_in_words():
