@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..precision.shared import TURNS
 from ..precision.shells import Make, replaced, with_forward
 
 CallTold = Callable[[int, int, str], None]  # calls done, calls in all, a line of text; may raise, to interrupt
@@ -18,7 +19,8 @@ _CONVOLUTIONS = ("quant_conv", "post_quant_conv")  # between a network and the l
 
 @dataclass
 class Calls:
-    """Tells each call of a stage before it runs, and when the last one is done: an interrupt waits for one at most."""
+    """Tells each call of a stage before it runs, and when the last one is done: an interrupt waits for one at most,
+    and so do other threads that want to load."""
 
     what: str  # is done in a call, as it stands before "5 of 32"
     told: CallTold
@@ -28,6 +30,7 @@ class Calls:
     def telling(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def told(*args: Any, **kwargs: Any) -> Any:
             self._tell()
+            TURNS.give_way()
             made = call(*args, **kwargs)
             self.done += 1
             if self.done == self.total:

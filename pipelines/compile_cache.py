@@ -16,6 +16,7 @@ import platform
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -26,6 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from ..precision.shared import TURNS
+from .compiled_block import Tell
 from .compiled_code import SUFFIX, Platform, Target, files_in, pack, unpack
 from .errors import BadCompiled
 from .keeping import delete, drop_oldest, last_used, limit_here
@@ -41,16 +44,29 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+_ASKED_AGAIN = 0.5  # seconds after which a run that waits may be interrupted
 _STALE = 24 * 3600  # seconds after which what nobody finished or deleted is nobody's
 _PREFIX = "onediff_guard_"  # of a process's folder; its number follows
 
 
 @contextmanager
-def kept(handle: PipelineHandle, report: RunReport) -> Generator[None]:
+def kept(handle: PipelineHandle, report: RunReport, tell: Tell = lambda _: None) -> Generator[None]:
     """Hold inductor's folders while a pipeline samples: what earlier processes compiled is there, and what is compiled
-    now is kept."""
+    now is kept.
+
+    Folders are the process's, so another thread's run that compiles by inductor waits until this one has sampled.
+    tell: is given a line where this one waits; may raise, to interrupt.
+    """
+    if handle.backend.name != "inductor":
+        yield
+        return
+    with _own_turn(tell):
+        yield from _kept(handle, report)
+
+
+def _kept(handle: PipelineHandle, report: RunReport) -> Generator[None]:
     folder, limit = handle.compiled, limit_here(partial(_say, report))
-    if folder is None or not limit or handle.backend.name != "inductor":
+    if folder is None or not limit:
         yield
         return
     if own := exported():
@@ -147,8 +163,9 @@ def _ready(handle: PipelineHandle, folder: Path, report: RunReport) -> _Work | N
     one. None where there can be none."""
     try:
         work = _opened(folder, target_of(handle, report.plan), report)
-        _forget_loaded()
-        _offer_built(work.folder)
+        with TURNS.alone():
+            _forget_loaded()
+            _offer_built(work.folder)
     except Exception as error:  # noqa: BLE001 - no disk, a broken inductor, one of other names: a run does without
         _say(report, f"compiled code is not kept: {first_line(error)}")
         return None
@@ -231,20 +248,36 @@ def _drop_stale(left: Iterable[Path]) -> None:
                 delete(path)
 
 
+_TURN = threading.RLock()  # a run that warms up may be inside of another
+
+
+@contextmanager
+def _own_turn(tell: Tell) -> Generator[None]:
+    with TURNS.away():
+        while not _TURN.acquire(timeout=_ASKED_AGAIN):
+            tell("waiting for another run that compiles")
+    try:
+        yield
+    finally:
+        _TURN.release()
+
+
 @contextmanager
 def _folders(work: _Work) -> Generator[None]:
     """Inductor and Triton read these variables whenever they compile."""
     before = {variable: os.environ.get(variable) for variable in (INDUCTOR, TRITON)}
-    os.environ[INDUCTOR] = str(work.folder)
-    triton = before[TRITON]
-    if triton is None or _set_by_torch(triton):
-        os.environ[TRITON] = str(work.folder / "triton")
+    with TURNS.alone():
+        os.environ[INDUCTOR] = str(work.folder)
+        triton = before[TRITON]
+        if triton is None or _set_by_torch(triton):
+            os.environ[TRITON] = str(work.folder / "triton")
     try:
         yield
     finally:
-        for variable, value in before.items():
-            os.environ.pop(variable, None) if value is None else os.environ.update({variable: value})
-        _forget_loaded()
+        with TURNS.alone():
+            for variable, value in before.items():
+                os.environ.pop(variable, None) if value is None else os.environ.update({variable: value})
+            _forget_loaded()
 
 
 def _forget_loaded() -> None:

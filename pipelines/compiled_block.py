@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from ..precision.shared import TURNS
 from ..precision.shells import with_forward
 
 logger = logging.getLogger(__name__)
@@ -166,7 +167,7 @@ class Compiling:
         graphs = graphs_compiled()
         given = _Given.of(args, kwargs) if compiled.by.replaceable else None
         try:
-            with disable_cache_limit():
+            with TURNS.alone(), disable_cache_limit():
                 made = compiled.blocks[index](*args, **kwargs)
         except Exception as error:
             if given is None or _is_the_runs(error):

@@ -14,10 +14,11 @@ from ..precision.report import RunReport
 from .calls import Calls, CallTold, calls_of_vae
 from .errors import BadInput
 from .families import FAMILIES
-from .handle import PipelineHandle
+from .handle import PipelineHandle, in_turn
 from .vae import guarded_decoder
 
 
+@in_turn
 def decode(
     handle: PipelineHandle,
     latents: torch.Tensor,

@@ -14,13 +14,14 @@ from ..precision.report import RunReport
 from ..precision.shells import with_forward
 from .calls import Calls, CallTold
 from .errors import BadInput
-from .handle import PipelineHandle
+from .handle import PipelineHandle, in_turn
 
 logger = logging.getLogger(__name__)
 
 _REMEMBERED = 32  # prompts; at 226 × 4096 float32 each 3.5 MiB
 
 
+@in_turn
 def encode_prompts(
     handle: PipelineHandle,
     prompts: list[str],

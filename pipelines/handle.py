@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
 from ..precision.accumulation import Accumulation, accumulation
 from ..precision.arch import Architecture, detect, present
@@ -13,6 +15,7 @@ from ..precision.guard import GuardPolicy, OnFailure
 from ..precision.peaks import Memory, peak_memory
 from ..precision.policy import Component, Plan, Precision, choose
 from ..precision.report import RunReport
+from ..precision.shared import TURNS
 from .compile import BackendChoice, CompileOptions, choose_backend
 from .families import FamilySpec
 from .lora import Lora, check_lora, keys, skeleton
@@ -22,6 +25,9 @@ from .offload import Offload, backend_with, brings_parts_to
 from .placement import Placement
 from .profiles import Profile
 from .store import ComponentStore, MemoryKey, shared_store
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,9 +91,11 @@ class PipelineHandle:
 
     @contextmanager
     def switched(self, report: RunReport) -> Generator[None]:
-        """Hold the accumulation switches while a stage runs, measure its memory, and note both in its report."""
+        """Hold the accumulation switches while a stage runs, measure its memory, and note both in its report. It
+        computes inside, beside other threads' stages."""
         device = self.store.placement.device
-        with peak_memory(device) as peak, accumulation(self.architecture, self.accumulation, self.beside) as switches:
+        held = accumulation(self.architecture, self.accumulation, self.beside)
+        with peak_memory(device) as peak, held as switches, TURNS.computing():
             report.switches = switches
             try:
                 yield
@@ -120,6 +128,19 @@ class PipelineHandle:
         if self.offload is not Offload.NONE:
             for component in components:
                 self.store.rest(component)
+
+
+def in_turn(
+    stage: Callable[Concatenate[PipelineHandle, Args], Result],
+) -> Callable[Concatenate[PipelineHandle, Args], Result]:
+    """A stage that waits for those of other threads that run on the same store."""
+
+    @wraps(stage)
+    def waiting(handle: PipelineHandle, *args: Args.args, **kwargs: Args.kwargs) -> Result:
+        with handle.store.turn():
+            return stage(handle, *args, **kwargs)
+
+    return waiting
 
 
 def load(
@@ -155,8 +176,9 @@ def load(
     )
     for component in model.variant.components:
         handle.plan(component)
-    if len(handle.store.handles) == 1:
-        _drop_stale(handle)
+    planned = {family.denoiser: Component.DENOISER, "vae": Component.VAE_DECODE}
+    wanted = {name: handle.plan(component).dtype for name, component in planned.items()}
+    handle.store.drop_unless(wanted, handle)  # before anything is read beside it
     return handle
 
 
@@ -164,11 +186,3 @@ def add_lora(handle: PipelineHandle, lora: Lora) -> PipelineHandle:
     """The pipeline with one more LoRA, checked by its header. Raises BadLora."""
     check_lora(lora.path, handle.family, skeleton(handle.store.model))
     return replace(handle, loras=(*handle.loras, lora))
-
-
-def _drop_stale(handle: PipelineHandle) -> None:
-    """Let go of what nobody else uses and this precision will not, before anything is read beside it."""
-    planned = {handle.family.denoiser: Component.DENOISER, "vae": Component.VAE_DECODE}
-    for name, dtype in handle.store.loaded().items():
-        if name not in planned or handle.plan(planned[name]).dtype != dtype:
-            handle.store.drop(name)

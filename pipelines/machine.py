@@ -8,7 +8,6 @@ import platform
 import re
 import shutil
 import subprocess
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..precision.arch import ARCHITECTURES, Architecture, detect
+from ..precision.shared import NO_WARNINGS
 from .errors import TorchTooOld
 
 logger = logging.getLogger(__name__)
@@ -141,15 +141,13 @@ def _built_for(torch: Any) -> str:
 def _default_device() -> Any:
     from .placement import default_device
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with NO_WARNINGS.held():
         return default_device()
 
 
 def _gpus(torch: Any) -> Iterator[Gpu]:
     """GPUs that work; PyTorch may count some that don't."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what torch warns of is asked for and told below
+    with NO_WARNINGS.held():  # what torch warns of is asked for and told below
         usable = tried(torch.cuda.is_available, False)
     for index in range(tried(torch.cuda.device_count, 0) if usable else 0):
         device = torch.device("cuda", index)

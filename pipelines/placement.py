@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Protocol
 
 import torch
+
+MOVING = threading.RLock()  # who moves weights holds it: ComfyUI's memory manager keeps its lists without a lock
 
 
 class Placement(Protocol):

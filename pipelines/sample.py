@@ -11,6 +11,7 @@ import torch
 from ..precision.guard import StageGuard
 from ..precision.policy import Component, Precision
 from ..precision.report import RunReport
+from ..precision.shared import TURNS
 from ..precision.shells import with_forward
 from . import compile_cache, vae
 from .calls import Calls
@@ -18,7 +19,7 @@ from .compiled_block import Tell, graphs_compiled, listening
 from .denoiser import guarded_denoiser
 from .errors import BadInput, BadSize
 from .families import ENCODERS
-from .handle import PipelineHandle
+from .handle import PipelineHandle, in_turn
 from .layouts import spatial_factor, temporal_factor
 from .memory import keep
 
@@ -43,6 +44,7 @@ class SampleSettings:
         return self.steps if self.strength is None else min(int(self.steps * self.strength), self.steps)
 
 
+@in_turn
 def sample(
     handle: PipelineHandle,
     positive: torch.Tensor | None,
@@ -78,13 +80,14 @@ def sample(
     def on_step_end(_pipe: Any, step: int, _timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
         if step_done:
             step_done(step + 1, settings.computed_steps, report)
+        TURNS.give_way()
         return values
 
     graphs, from_cache = graphs_compiled(), compile_cache.graphs_from_cache()
     tell = tell or (lambda _: None)
     heard = listening(tell, report.note)
     try:
-        with handle.switched(report), compile_cache.kept(handle, report), heard, torch.no_grad():
+        with compile_cache.kept(handle, report, tell), handle.switched(report), heard, torch.no_grad():
             pipe = _pipeline(handle, report, denoiser, settings.scheduler, request, tell, from_video=video is not None)
             if embeddings:  # diffusers' CogView3-Plus would put zeros in place of a negative prompt that is encoded
                 pipe.encode_prompt = lambda *_, **__: tuple(embeddings.values())

@@ -10,6 +10,8 @@ import gc
 import logging
 import threading
 import weakref
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,12 +22,13 @@ from ..precision.consistency import DamagedByCast, make_consistent
 from ..precision.dtypes import DTYPES
 from ..precision.learned import Learned
 from ..precision.narrowing import mend_narrowed
+from ..precision.shared import TURNS
 from .compile import CompileOptions
 from .errors import BadFolder
 from .folder import fingerprint
 from .lora import Lora, LoraKey, keys, with_loras
 from .offload import InParts, Offload, Onloading, Whole, brings_parts_to, in_parts, release_page_locked
-from .placement import Placement, move
+from .placement import MOVING, Placement, move
 from .stored import StoredModel
 
 logger = logging.getLogger(__name__)
@@ -53,15 +56,37 @@ class ComponentStore:
         self._with_loras: tuple[tuple[LoraKey, ...], torch.nn.Module] | None = None  # the latest
         self._onloading: dict[str, tuple[Offload, InParts]] = {}  # of components that are not on the device whole
         self._unweighted: dict[str, Any] = {}
-        self._lock = threading.RLock()
+        self._in_use = threading.RLock()
+
+    @contextmanager
+    def turn(self) -> Generator[None]:
+        """For one stage: weights are there once, and another thread's stage may want them in another dtype or place."""
+        with TURNS.away():
+            self._in_use.acquire()
+        try:
+            yield
+        finally:
+            self._in_use.release()
+
+    def drop_unless(self, wanted: Mapping[str, str], user: object) -> None:
+        """Let go of what is not among the components that are wanted, in those dtypes, if nobody else uses it."""
+        if not self._in_use.acquire(blocking=False):
+            return
+        try:
+            for name, dtype in self.loaded().items() if set(self.handles) == {user} else ():
+                if wanted.get(name) != dtype:
+                    self.drop(name)
+        finally:
+            self._in_use.release()
 
     def module(self, name: str, dtype: str, offload: Offload = Offload.NONE) -> torch.nn.Module:
         """The component, loaded in `dtype` ("fp16", "bf16", "fp32") if it is not there already; on its device, or in
         main memory where `offload` brings its weights in parts."""
-        with self._lock:
-            if self.loaded().get(name) == dtype:
-                module = self._modules[name][1]
-                self._place(name, module, offload)
+        with MOVING:
+            if module := self._here(name, dtype, offload):
+                return module
+        with _loading(), MOVING:
+            if module := self._here(name, dtype, offload):  # another thread loaded it
                 return module
             self.drop(name)
             gc.collect()  # a pipeline that was let go may still wait in a reference cycle
@@ -77,24 +102,32 @@ class ComponentStore:
                 raise
             return module
 
+    def _here(self, name: str, dtype: str, offload: Offload) -> torch.nn.Module | None:
+        """The component that is loaded, in its place."""
+        if self.loaded().get(name) != dtype:
+            return None
+        module = self._modules[name][1]
+        self._place(name, module, offload)
+        return module
+
     def denoiser(self, dtype: str, loras: tuple[Lora, ...] = (), offload: Offload = Offload.NONE) -> torch.nn.Module:
         """The denoiser in `dtype`, or a shell of it with LoRAs added, as `module` has it. Raises BadLora."""
-        with self._lock:
-            module, key = self.module(self.model.family.denoiser, dtype, offload), keys(loras)
-            if not key:
-                return module
-            if self._with_loras is None or self._with_loras[0] != key:
+        module, key = self.module(self.model.family.denoiser, dtype, offload), keys(loras)
+        if not key:
+            return module
+        if self._with_loras is None or self._with_loras[0] != key:
+            with _loading(), MOVING:
                 self._forget_loras()
                 self._with_loras = key, with_loras(module, loras, self.model.family)
-            elif not self._in_parts(offload):
-                move(self._with_loras[1], self.placement.device)  # what the LoRAs added
-            return self._with_loras[1]
+        elif not self._in_parts(offload):
+            move(self._with_loras[1], self.placement.device)  # what the LoRAs added
+        return self._with_loras[1]
 
     def onloading(self, name: str, offload: Offload, loras: tuple[Lora, ...] = ()) -> Onloading:
         """How the weights of a component that is loaded, or of the denoiser with LoRAs, come to the device."""
         if not self._in_parts(offload):
             return Whole()
-        with self._lock:
+        with MOVING:
             family, component = self.model.family, self._modules[name][1]
             parts: dict[str, Any] = {"once": name == "text_encoder"}
             if name == family.denoiser:
@@ -124,10 +157,10 @@ class ComponentStore:
 
     def unweighted(self, name: str) -> Any:
         """The tokenizer or the scheduler."""
-        with self._lock:
-            if name not in self._unweighted:
+        if name not in self._unweighted:
+            with _loading():
                 self._unweighted[name] = self.model.unweighted(name)
-            return self._unweighted[name]
+        return self._unweighted[name]
 
     def loaded(self) -> dict[str, str]:
         """{component: dtype} of what is in memory."""
@@ -136,7 +169,7 @@ class ComponentStore:
     def bytes_on_device(self) -> int:
         """Of the components' weights and buffers: of those that are on the device now, and of those that come in parts
         the most that is there at once."""
-        with self._lock:
+        with MOVING:
             modules = [module for name, (_, module) in self._modules.items() if name not in self._onloading]
             in_parts = sum(weights.most_bytes for _, weights in self._onloading.values())
         tensors = {t for module in modules for t in (*module.parameters(), *module.buffers())}
@@ -144,13 +177,13 @@ class ComponentStore:
 
     def rest(self, name: str) -> None:
         """Move a component to the host's memory until it is needed again."""
-        with self._lock:
+        with MOVING:
             if name in self._modules:
                 self.placement.to_host(name, self._modules[name][1])
 
     def drop(self, name: str) -> None:
         """Let go of a component's weights, and of what was compiled from them."""
-        with self._lock:
+        with MOVING:
             if self._modules.pop(name, None) is None:
                 return
             came_in_parts = self._onloading.pop(name, None) is not None
@@ -163,8 +196,11 @@ class ComponentStore:
             self.placement.forget(name)
 
     def empty(self) -> None:
-        """Let go of all weights at once; the store is of no more use, and no module has died."""
-        with self._lock:
+        """Let go of all weights at once; the store is of no more use, and no module has died. Nothing happens while
+        another thread moves weights, which may wait for the one that asks."""
+        if not MOVING.acquire(blocking=False):
+            return
+        try:
             self.emptied = True
             self.prompts.clear()
             self.compiled.clear()
@@ -172,6 +208,8 @@ class ComponentStore:
             self._onloading.clear()
             for _, module in self._modules.values():
                 move(module, torch.device("meta"))
+        finally:
+            MOVING.release()
 
     def _load(self, name: str, dtype: str) -> torch.nn.Module:
         logger.info("loading component %s of %s in %s", name, self.model.name, dtype)
@@ -196,14 +234,28 @@ class ComponentStore:
         return [f"{name}: {line}" for line in found]
 
 
+@contextmanager
+def _loading() -> Generator[None]:
+    """Libraries change the whole process while they build a module. diffusers leaves its default dtype behind where
+    that fails."""
+    with TURNS.alone():
+        dtype = torch.get_default_dtype()
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+
+
+_FINDING = threading.Lock()
 _STORES: weakref.WeakValueDictionary[tuple[str, str], ComponentStore] = weakref.WeakValueDictionary()
 
 
 def shared_store(model: StoredModel, placement: Placement) -> ComponentStore:
     """The store of a model; the same one for as long as a handle to it lives and its files do not change."""
     key = (str(model.path.resolve()), fingerprint(model.path))
-    store = _STORES.get(key)
-    if store is None or store.emptied or store.placement.device != placement.device:
-        store = ComponentStore(model, placement)
-        _STORES[key] = store
-    return store
+    with _FINDING:
+        store = _STORES.get(key)
+        if store is None or store.emptied or store.placement.device != placement.device:
+            store = ComponentStore(model, placement)
+            _STORES[key] = store
+        return store

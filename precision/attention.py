@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import statistics
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,6 +19,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+
+from .shared import NO_WARNINGS, TURNS
 
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -94,6 +95,12 @@ class Attended(torch.nn.Module):
         self.kernel = kernel
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # who compiles is alone already
+            return self._preferring(*args, **kwargs)
+        with TURNS.alone():  # the choice of kernels is the process's
+            return self._preferring(*args, **kwargs)
+
+    def _preferring(self, *args: Any, **kwargs: Any) -> Any:
         with preferring(self.kernel):
             return self.block(*args, **kwargs)
 
@@ -147,7 +154,7 @@ def measure(calls: Mapping[Call, int], device: torch.device) -> Choice:
     """
     if not calls:
         return Choice("", {})
-    with torch.inference_mode():
+    with torch.inference_mode(), TURNS.alone():
         names = ["auto", *(name for name in _TIMED if all(_takes(name, call, device) for call in calls))]
         errors = {name: max(_error(name, call, device) for call in calls) for name in names}
         seconds = dict.fromkeys(names, 0.0)
@@ -200,8 +207,7 @@ def _run(name: str, given: Mapping[str, Any]) -> torch.Tensor:
 
 def _takes(name: str, call: Call, device: torch.device) -> bool:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of why it does not
+        with NO_WARNINGS.held():  # of why it does not
             _run(name, _tensors(call.with_queries(_CHECKED), device))
     except RuntimeError:
         return False

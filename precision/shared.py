@@ -1,10 +1,11 @@
-"""Process-wide settings that several runs may hold at the same time."""
+"""What a whole process shares: settings that several runs hold at the same time, and turns where they cannot."""
 
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 
 class SharedSetting:
@@ -22,6 +23,10 @@ class SharedSetting:
         self._holders = 0
         self._lock = threading.Lock()
 
+    @property
+    def is_held(self) -> bool:
+        return self._holders > 0
+
     @contextmanager
     def held(self) -> Generator[None]:
         with self._lock:
@@ -36,3 +41,110 @@ class SharedSetting:
                 if self._holders == 0 and self._restore is not None:
                     restore, self._restore = self._restore, None
                     restore()
+
+
+class Turns:
+    """Threads that compute at the same time, or one alone that changes what all of them would compute with.
+
+    diffusers, transformers and peft replace `nn.Module.register_parameter`, `torch.nn.init` and PyTorch's default dtype
+    while they build a module, and put back what they found. Two threads at it would leave them replaced, and one that
+    computes meanwhile would get tensors of another dtype. So who changes such things waits until those who compute give
+    way, between two calls of a network. Other packs' threads, and ComfyUI's own samplers, are not asked.
+
+    Both may be nested. Who waits for something else that another thread holds is `away` meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._computing = 0  # threads
+        self._wanting = 0  # threads that wait to be alone
+        self._taken = False  # by one that is
+        self._own = _Own()
+
+    @contextmanager
+    def computing(self) -> Generator[None]:
+        """Inside, no other thread does anything `alone`, but where this one gives way."""
+        if self._own.computes or self._own.alone:
+            yield
+            return
+        try:
+            self._come_back()
+            yield
+        finally:
+            self._leave()
+
+    @contextmanager
+    def alone(self) -> Generator[None]:
+        """Inside, no other thread is `computing`, or alone."""
+        if self._own.alone:
+            yield
+            return
+        computed = self._own.computes
+        with self._changed:
+            self._wanting += 1
+            try:
+                self._leave()
+                self._changed.wait_for(lambda: not (self._taken or self._computing))
+                self._taken = self._own.alone = True
+            finally:
+                self._wanting -= 1
+                self._back_if(computed and not self._own.alone)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._taken = self._own.alone = False
+                self._back_if(computed)  # at once: nobody else was let in
+
+    @contextmanager
+    def away(self) -> Generator[None]:
+        """Others may be alone inside, although this thread is `computing`."""
+        computed = self._own.computes
+        self._leave()
+        try:
+            yield
+        finally:
+            if computed:
+                self._come_back()
+
+    def give_way(self) -> None:
+        """Let those be alone who wait for it."""
+        if self._wanting and self._own.computes:
+            with self.away():
+                pass
+
+    def _leave(self) -> None:
+        with self._changed:
+            self._computing -= self._own.computes
+            self._own.computes = False
+            self._changed.notify_all()
+
+    def _come_back(self) -> None:
+        with self._changed:
+            try:
+                self._changed.wait_for(lambda: not (self._taken or self._wanting))
+            finally:  # also where a signal ends the waiting: `computing` leaves again
+                self._back_if(True)
+
+    def _back_if(self, computed: bool) -> None:
+        self._computing += computed
+        self._own.computes = computed
+        self._changed.notify_all()
+
+
+class _Own(threading.local):
+    computes = False
+    alone = False
+
+
+TURNS = Turns()  # of this process
+
+
+def _without_warnings() -> Callable[[], None]:
+    with ExitStack() as caught:
+        caught.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        return caught.pop_all().close
+
+
+NO_WARNINGS = SharedSetting(_without_warnings)  # `catch_warnings` itself would leave another thread's filters behind

@@ -205,9 +205,9 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _call_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """SDPA with the kernels that take float32, even where the user allows only half-precision ones."""
-    if torch.backends.cuda.math_sdp_enabled():
+    if torch.backends.cuda.math_sdp_enabled() and not _FP32_ATTENTION.is_held:
         return func(*args, **kwargs)
-    with torch.nn.attention.sdpa_kernel(_FP32_ATTENTION):
+    with _FP32_ATTENTION.held():
         return func(*args, **kwargs)
 
 
@@ -235,7 +235,6 @@ _ALIASING = frozenset(
     }
 )  # fmt: skip
 _ATTENTION = frozenset({torch.nn.functional.scaled_dot_product_attention})
-_FP32_ATTENTION = [torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION, torch.nn.attention.SDPBackend.MATH]
 _TENSOR_TYPES = {
     f"{module}.{half}": f"{module}.FloatTensor"
     for module in ("torch", "torch.cuda")
@@ -261,6 +260,13 @@ def _autocast_off(device_types: Iterable[str]) -> Generator[None]:
 def _force_eager() -> Callable[[], None]:
     stance = torch.compiler.set_stance("force_eager")
     return lambda: stance.__exit__(None, None, None)
+
+
+def _allow_fp32_attention() -> Callable[[], None]:
+    kernels = torch.nn.attention.SDPBackend
+    with ExitStack() as held:
+        held.enter_context(torch.nn.attention.sdpa_kernel([kernels.EFFICIENT_ATTENTION, kernels.MATH]))
+        return held.pop_all().close
 
 
 def _allow_tf32() -> Callable[[], None]:
@@ -308,6 +314,7 @@ def _in_tf32(switch: Any, operations: tuple[Any, ...]) -> Callable[[], None]:
 
 _EAGER_ONLY = SharedSetting(_force_eager)
 _TF32 = SharedSetting(_allow_tf32)
+_FP32_ATTENTION = SharedSetting(_allow_fp32_attention)
 
 
 def _refuse_scripted(module: torch.nn.Module) -> None:
