@@ -70,14 +70,14 @@ def run_local(
     folders = host.plain_folders(
         models=[root.resolve() for root in models], input=input_dir.resolve(), output=output_dir.resolve()
     )
-    with folders:
+    with folders as interrupt:
         node_classes = default_classes() if classes is None else classes
         graph = _read(workflow, node_classes)
         graph = settings.apply(graph, changes, known_schemas(graph.class_types(), node_classes))
         checked = plan(graph, node_classes)
         ensure_writable(output_dir)
         started = time.perf_counter()
-        with _stoppable(host.interrupt, timeout) as stop, libraries_without_bars():
+        with _stoppable(interrupt, timeout) as stop, libraries_without_bars():
             outputs, results = _Runner(checked, node_classes, stop, on_progress).run()
         files = [
             output_dir / (PREVIEW_FOLDER if entry.type == "temp" else "") / entry.subfolder / entry.filename

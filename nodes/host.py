@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -56,6 +56,7 @@ COMPILED_VARIABLE = "ONEDIFF_GUARD_COMPILED"
 MODEL_KINDS = ("diffusers", "checkpoints", "loras")  # folders of ComfyUI's that are read
 _DEFAULT_FOLDERS = PlainFolders()
 _folders: ContextVar[PlainFolders] = ContextVar("onediff_guard_folders", default=_DEFAULT_FOLDERS)
+_interrupt: ContextVar[threading.Event] = ContextVar("onediff_guard_interrupt", default=threading.Event())  # noqa: B039
 
 
 @contextmanager
@@ -64,16 +65,18 @@ def plain_folders(
     models: Sequence[Path],
     input: Path,  # noqa: A002
     output: Path,
-) -> Generator[None]:
-    """Name the folders for one run in a process without ComfyUI.
+) -> Generator[Callable[[], None]]:
+    """Name the folders for one run in a process without ComfyUI. Yields what interrupts that run, from any thread.
 
     models: each laid out as ComfyUI's (diffusers, checkpoints, loras), or searched as it is where none is there.
     """
     token = _folders.set(PlainFolders(tuple(models), input, output))
-    _interrupt.clear()
+    asked = threading.Event()
+    earlier = _interrupt.set(asked)
     try:
-        yield
+        yield asked.set
     finally:
+        _interrupt.reset(earlier)
         _folders.reset(token)
 
 
@@ -157,12 +160,10 @@ def _roots(kind: str) -> tuple[Path, ...]:
 
 # --- progress and interrupt -------------------------------------------------------------------------------------------
 
-_interrupt = threading.Event()
-
 
 def interrupt() -> None:
-    """Ask the running node to stop within one step (for processes without ComfyUI, which has its own way)."""
-    _interrupt.set()
+    """Ask this thread's run to stop within one step (for processes without ComfyUI, which has its own way)."""
+    _interrupt.get().set()
 
 
 def say(node_id: str | None, text: str) -> None:
@@ -206,7 +207,7 @@ class Progress:
         self._bar.total = self._total or None
         self._bar.set_postfix_str(text, refresh=done == self._bar.n)
         self._bar.update(done - self._bar.n)
-        if _interrupt.is_set():
+        if _interrupt.get().is_set():
             raise Interrupted(f"interrupted at {text}")
 
     def tell(self, text: str) -> None:
@@ -274,11 +275,16 @@ def linger(store: ComponentStore) -> None:
     and with it what the new precision would share. Ends when ComfyUI unloads models, for room or because of `/free`."""
     global _lingering
     management = _model_management()
-    if management is None or (_lingering and _lingering.store is store):
+    if management is None:
         return
-    if _lingering:
-        _lingering.end()
-    _lingering = _Lingering(store, management)
+    from ..pipelines.placement import MOVING
+
+    with MOVING:
+        if _lingering and _lingering.store is store:
+            return
+        if _lingering:
+            _lingering.end()
+        _lingering = _Lingering(store, management)
 
 
 class ComfyPlacement:

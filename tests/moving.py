@@ -1,0 +1,154 @@
+"""Runs of a pipeline in which there is no room on the card for one of the components that are moved there.
+
+The card is `cpu:0`, which is main memory by another name: what is moved there is written down.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from comfyui_onediff_guard.pipelines import store as stores
+from comfyui_onediff_guard.pipelines.decode import decode
+from comfyui_onediff_guard.pipelines.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.families import COGVIDEOX
+from comfyui_onediff_guard.pipelines.handle import PipelineHandle, add_lora, load
+from comfyui_onediff_guard.pipelines.lora import Lora
+from comfyui_onediff_guard.pipelines.placement import Placement
+from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
+from comfyui_onediff_guard.precision.policy import Precision
+
+CARD = torch.device("cpu", 0)
+_HOST = torch.device("cpu")
+
+
+class Card:
+    """What `nn.Module.to` moved to it and not back. Put in place of `nn.Module.to`, which moves as ever."""
+
+    def __init__(self, to: Callable[..., Any]):
+        self.moves = 0  # to the card, of whole modules or what else comes at once
+        self.fails_at = 0  # the number of the move for which there is no room; 0: none
+        self._to = to
+        self._failed: list[weakref.ref[torch.Tensor]] = []
+        self._here: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def to(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        device = args[0] if args else kwargs.get("device")
+        tensors = [*module.parameters(), *module.buffers()]
+        if device == CARD:
+            self.arrive(tensors)
+        elif device in (_HOST, torch.device("meta")):
+            self.go(tensors)
+        return self._to(module, *args, **kwargs)
+
+    def arrive(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.moves += 1
+        fails, new = self.moves == self.fails_at, [tensor for tensor in tensors if not self._holds(tensor)]
+        for tensor in tensors[: len(tensors) // 2] if fails else tensors:
+            self._here[id(tensor)] = weakref.ref(tensor)
+        if fails:
+            self._failed = [weakref.ref(tensor) for tensor in new]
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    def go(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            self._here.pop(id(tensor), None)
+
+    def fail_at(self, move: int) -> None:
+        """The next moves are counted from 1."""
+        self.moves, self.fails_at = 0, move
+
+    @property
+    def left_behind(self) -> int:
+        """Bytes that are here of what could not be moved."""
+        return sum(t.nbytes for t in _alive(self._failed) if self._holds(t))
+
+    @property
+    def bytes(self) -> int:
+        return sum(t.nbytes for t in _alive(self._here.values()))
+
+    def bytes_of(self, module: torch.nn.Module) -> int:
+        """That are here."""
+        return sum(t.nbytes for t in (*module.parameters(), *module.buffers()) if self._holds(t))
+
+    def _holds(self, tensor: torch.Tensor) -> bool:
+        known = self._here.get(id(tensor))
+        return known is not None and known() is tensor
+
+
+def _alive(known: Iterable[weakref.ref[torch.Tensor]]) -> list[torch.Tensor]:
+    """What was let go takes no room."""
+    return [tensor for tensor in (each() for each in known) if tensor is not None]
+
+
+def opened(folder: Path, offload: str, placement: Placement) -> PipelineHandle:
+    """Each with a store of its own."""
+    stores._STORES.clear()
+    return load(folder, COGVIDEOX, precision=Precision("fp32"), backend="eager", offload=offload, placement=placement)
+
+
+def frames(handle: PipelineHandle, seed: int = 3) -> torch.Tensor:
+    handle.store.prompts.clear()  # the text encoder is needed each time
+    (positive, negative), _ = encode_prompts(handle, ["a red kite", "grey"])
+    settings = SampleSettings(32, 32, steps=1, seed=seed, frames=5, guidance_scale=6.0)
+    latents, _ = sample(handle, positive, negative, settings)
+    return decode(handle, latents)[0]
+
+
+def train_lora(folder: Path, model: Path) -> Lora:
+    """A small one."""
+    import diffusers
+    from peft import LoraConfig
+    from peft.utils import get_peft_model_state_dict
+
+    student: Any = diffusers.CogVideoXTransformer3DModel.from_pretrained(model / "transformer")
+    student.add_adapter(LoraConfig(r=2, lora_alpha=2, init_lora_weights=False, target_modules=["to_q"]))
+    diffusers.CogVideoXPipeline.save_lora_weights(
+        folder, transformer_lora_layers=get_peft_model_state_dict(student), weight_name="a.safetensors"
+    )
+    return Lora(folder / "a.safetensors")
+
+
+BEFORE: dict[str, Callable[[PipelineHandle, Lora], object]] = {  # the run that fails
+    "first use": lambda _handle, _lora: None,
+    "second use": lambda handle, _lora: frames(handle, seed=1),
+    "another dtype": lambda handle, _lora: frames(replace(handle, precision=Precision("bf16"))),
+    "a LoRA": lambda handle, lora: frames(add_lora(handle, lora)),
+}
+CASES = [
+    ("first use", "none"),
+    ("second use", "model"),
+    ("another dtype", "none"),
+    ("another dtype", "model"),
+    ("a LoRA", "none"),
+    ("a LoRA", "model"),
+]
+
+
+def what_is_wrong(card: Card, begun: Callable[[], PipelineHandle], step: int = 1) -> list[str]:
+    """After each move that fails: what is left halfway, and whether the next run is right."""
+    handle = begun()
+    card.fail_at(0)
+    expected, wrong = frames(handle), []
+    for move in range(1, card.moves + 1, step):
+        handle = begun()
+        card.fail_at(move)
+        try:
+            frames(handle)
+            wrong.append(f"move {move} did not fail")
+        except torch.OutOfMemoryError:
+            pass
+        gc.collect()
+        if card.left_behind:
+            wrong.append(f"move {move}: {card.left_behind} bytes of what could not be moved are there")
+        loaded = sum(card.bytes_of(module) for _, module in handle.store._modules.values())
+        if card.bytes != loaded:
+            wrong.append(f"move {move}: {card.bytes - loaded} bytes are there that belong to no component")
+        if not torch.equal(frames(handle), expected):
+            wrong.append(f"move {move}: the next run is not right")
+    return wrong
