@@ -314,9 +314,11 @@ class ComfyPlacement:
         self._unload(name)
 
     def forget(self, name: str) -> None:
-        self._unload(name)
-        self._residents.pop(name, None)
-        self._management.soft_empty_cache()
+        try:
+            self._unload(name)
+        finally:
+            self._residents.pop(name, None)
+            self._management.soft_empty_cache()
 
     def _unload(self, name: str) -> None:
         resident = self._residents.get(name)
@@ -346,10 +348,11 @@ class Resident:
         self._size = sum(t.nbytes for t in (*component.parameters(), *component.buffers()))
 
     def _move(self, device: torch.device) -> torch.nn.Module:
-        from ..pipelines.placement import move
+        from ..pipelines.placement import move_whole
 
+        self.current_device = self.offload_device  # also where it raises
         if not any(parameter.is_meta for parameter in self.component.parameters()):
-            move(self.component, device)
+            move_whole(self.component, device)
         self.current_device = device
         return self.component
 
@@ -396,7 +399,8 @@ class Resident:
         return 0  # never in part; the manager then calls detach
 
     def detach(self, unpatch_all: bool = True) -> torch.nn.Module:
-        del unpatch_all
+        if not unpatch_all:  # the manager is about to load this very one
+            return self.component
         if _lingering:
             _lingering.unload()
         return self._move(self.offload_device)

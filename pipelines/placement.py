@@ -19,7 +19,9 @@ class Placement(Protocol):
         """Called before that many bytes are read."""
         ...
 
-    def to_device(self, name: str, module: torch.nn.Module) -> None: ...
+    def to_device(self, name: str, module: torch.nn.Module) -> None:
+        """Whole, or where it raises not at all."""
+        ...
 
     def to_host(self, name: str, module: torch.nn.Module) -> None: ...
 
@@ -39,7 +41,7 @@ class PlainPlacement:
 
     def to_device(self, name: str, module: torch.nn.Module) -> None:
         del name
-        move(module, self.device)
+        move_whole(module, self.device)
 
     def to_host(self, name: str, module: torch.nn.Module) -> None:
         del name
@@ -55,6 +57,15 @@ def move(module: torch.nn.Module, device: torch.device) -> None:
     """Move weights outside of inference mode: moved inside, they would become inference tensors."""
     with torch.inference_mode(False), torch.no_grad():
         module.to(device)
+
+
+def move_whole(module: torch.nn.Module, device: torch.device) -> None:
+    """Move weights to where there may be no room for all of them: then all are in main memory."""
+    try:
+        move(module, device)
+    except BaseException:
+        move(module, torch.device("cpu"))
+        raise
 
 
 def default_device() -> torch.device:

@@ -107,7 +107,11 @@ class ComponentStore:
         if self.loaded().get(name) != dtype:
             return None
         module = self._modules[name][1]
-        self._place(name, module, offload)
+        try:
+            self._place(name, module, offload)
+        except BaseException:  # it is in main memory, where what LoRAs added would not be
+            self._forget_loras()
+            raise
         return module
 
     def denoiser(self, dtype: str, loras: tuple[Lora, ...] = (), offload: Offload = Offload.NONE) -> torch.nn.Module:
@@ -120,7 +124,11 @@ class ComponentStore:
                 self._forget_loras()
                 self._with_loras = key, with_loras(module, loras, self.model.family)
         elif not self._in_parts(offload):
-            move(self._with_loras[1], self.placement.device)  # what the LoRAs added
+            try:
+                move(self._with_loras[1], self.placement.device)  # what the LoRAs added
+            except BaseException:
+                self._forget_loras()
+                raise
         return self._with_loras[1]
 
     def onloading(self, name: str, offload: Offload, loras: tuple[Lora, ...] = ()) -> Onloading:
@@ -180,6 +188,8 @@ class ComponentStore:
         with MOVING:
             if name in self._modules:
                 self.placement.to_host(name, self._modules[name][1])
+                if name == self.model.family.denoiser and self._with_loras:
+                    move(self._with_loras[1], torch.device("cpu"))  # what the LoRAs added
 
     def drop(self, name: str) -> None:
         """Let go of a component's weights, and of what was compiled from them."""

@@ -36,6 +36,7 @@ FULL = (
     "tests/comfyui/test_execution_of_comfyui.py",
     "tests/comfyui/test_hundred_prompts.py",
     "tests/comfyui/test_in_browser.py",
+    "tests/comfyui/test_memory_in_comfyui.py",
     "tests/comfyui/test_native_model.py",
     "tests/comfyui/test_native_neighbours.py",
     "tests/comfyui/test_native_probe.py",
