@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -216,6 +217,13 @@ class _Job:
         return taken.prompt_id
 
     async def _cancel(self) -> None:
+        """Take the run from the server, within CANCEL_SECONDS; whoever stops this meanwhile waits for it."""
+        taking = asyncio.ensure_future(self._take_back())
+        while not taking.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait({taking})
+
+    async def _take_back(self) -> None:
         try:
             await asyncio.wait_for(self.server.cancel(self.prompt_id), CANCEL_SECONDS)
         except (aiohttp.ClientError, asyncio.TimeoutError, HeadlessError) as error:

@@ -304,6 +304,20 @@ def test_a_run_whose_submission_was_not_answered_is_taken_from_the_server(comfy:
     assert comfy.requests[-1] == ("interrupt", {"prompt_id": comfy.prompt_id})
 
 
+def test_a_time_that_is_up_does_not_stop_what_takes_the_run_back(comfy: Any, there: RunThere) -> None:
+    async def slow_queue(request: web.Request, handler: Any) -> web.StreamResponse:
+        if request.path == "/queue":
+            await asyncio.sleep(0.5)
+        return await handler(request)
+
+    comfy.script = hang
+    comfy.around = slow_queue
+    comfy.node_errors = {"2": {"errors": [{"message": "Value not in list", "details": "model"}]}}
+    with pytest.raises(WorkflowError, match="Value not in list"):
+        there(timeout=0.3)
+    assert comfy.requests[-1] == ("interrupt", {"prompt_id": comfy.prompt_id})
+
+
 def test_a_password_in_the_address_is_used_and_never_told(comfy: Any, there: RunThere, tmp_path: Path) -> None:
     seen: set[str] = set()
 
