@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ..nodes import host
 from ..trust.paths import Outside
 from ..trust.text import shown
-from . import input_images
+from . import image_frames, input_images
 from .errors import WorkflowError
 from .files import PREVIEW_FOLDER, FileEntry, check_prefix, resolve_prefix, write_counted
 
@@ -70,31 +70,29 @@ class LoadImage:
         return {"required": {"image": (names, {"image_upload": True})}}
 
     @classmethod
-    def VALIDATE_INPUTS(cls, image: str) -> bool | str:
+    def VALIDATE_INPUTS(cls, image: object) -> bool | str:
+        if image is None:  # linked: looked at when it is there
+            return True
+        if not isinstance(image, str):
+            return f"found {shown(image)}, expected the name of an image"
         try:
-            _input_image(image)
+            input_images.read(_input_image(image))
         except WorkflowError as fault:
             return str(fault)
         return True
 
     def load_image(self, image: str) -> tuple[torch.Tensor, torch.Tensor]:
         """IMAGE [frames, height, width, 3] and MASK [frames, height, width], 1 where transparent."""
-        import numpy as np
         import torch
-        from PIL import Image, ImageOps, ImageSequence
 
         pictures: list[torch.Tensor] = []
         masks: list[torch.Tensor] = []
-        with Image.open(BytesIO(input_images.read(_input_image(image)))) as file:
-            for frame in ImageSequence.Iterator(file):
-                upright = ImageOps.exif_transpose(frame)
-                if upright.mode == "I":
-                    upright = upright.point(lambda value: value * (1 / 255))
-                rgba = torch.from_numpy(np.array(upright.convert("RGBA"), dtype=np.float32) / 255)
-                if pictures and rgba.shape[:2] != pictures[0].shape[:2]:
-                    continue
-                pictures.append(rgba[..., :3])
-                masks.append(1 - rgba[..., 3] if upright.has_transparency_data else torch.zeros(64, 64))
+        for frame in image_frames.frames(input_images.read(_input_image(image))):
+            rgba = torch.from_numpy(frame.rgba)
+            if pictures and rgba.shape[:2] != pictures[0].shape[:2]:
+                continue
+            pictures.append(rgba[..., :3])
+            masks.append(1 - rgba[..., 3] if frame.has_transparency else torch.zeros(64, 64))
         same = [mask for mask in masks if mask.shape == masks[0].shape]
         return torch.stack(pictures), torch.stack(same)
 

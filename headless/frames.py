@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..trust.text import shown
 from .errors import RunFailedError
 
 
@@ -83,10 +84,10 @@ def read_pngs(files: Sequence[Path]) -> np.ndarray:
     frames = []
     try:
         for file in files:
-            with Image.open(file) as picture:
+            with Image.open(file, formats=("PNG",)) as picture:
                 frames.append(np.asarray(picture.convert("RGB"), dtype=np.float32) / 255)
-    except OSError as error:
-        raise RunFailedError(f"A picture that came of the run cannot be read: {error}.") from error
+    except Exception as error:  # of damaged files Pillow raises almost anything
+        raise RunFailedError(f"A picture that came of the run cannot be read: {shown(error, 200)}.") from error
     if len({frame.shape for frame in frames}) != 1:
         raise RunFailedError(
             f"Expected pictures of one size, found {len(frames)} of these: {[*map(np.shape, frames)]}."

@@ -88,6 +88,14 @@ def read(path: Path) -> bytes:
     return data
 
 
+def decoders() -> list[str]:
+    """Those of the formats that this Pillow reads. It knows more, among them some that start programs."""
+    from PIL import Image
+
+    Image.init()
+    return [kind for kind in IMAGE_FORMATS if kind in Image.OPEN]
+
+
 def _open(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0))  # a pipe would wait
 
@@ -95,8 +103,7 @@ def _open(path: str, flags: int) -> int:
 def _is_image(data: bytes) -> bool:
     from PIL import Image
 
-    Image.init()
-    known = [kind for kind in IMAGE_FORMATS if kind in Image.OPEN]
+    known = decoders()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of many pixels: none is decoded here

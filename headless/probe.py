@@ -63,6 +63,8 @@ def _run(args: argparse.Namespace) -> RunResult:
         raise WorkflowError(str(error)) from error
     if subject.from_image and not (args.image and args.image.is_file()):
         raise WorkflowError(f"'{args.model}' starts from an image: name one with --image. Found: {args.image}.")
+    if subject.from_image:
+        args.image = args.image.resolve()  # a link of the user's own may lead anywhere
     with ProgressPrinter(sys.stderr) as on_progress:
         return run_local(
             _graph(args, subject, card.name if card else None),

@@ -113,7 +113,7 @@ def test_a_damaged_workflow_is_fit_to_be_sent_or_refused(
     refusal(lambda: check(read(data), change))
 
 
-@fuzzed(7_000, 80)
+@fuzzed(5_000, 50)
 @example(number=0, changes=["1.text=\udcff"])
 @given(number=st.integers(0, len(SEEDS) - 1), changes=st.lists(arguments, min_size=1, max_size=3))
 def test_any_argument_of_set_is_taken_or_refused(

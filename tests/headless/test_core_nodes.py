@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import struct
 import warnings
+import zlib
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
@@ -13,8 +15,8 @@ import av
 import numpy as np
 import pytest
 import torch
-from comfyui_onediff_guard.headless import core_nodes, files
-from comfyui_onediff_guard.headless.errors import OutputError, WorkflowError
+from comfyui_onediff_guard.headless import core_nodes, files, image_frames
+from comfyui_onediff_guard.headless.errors import OutputError, RunFailedError, WorkflowError
 from comfyui_onediff_guard.headless.result import RunResult
 from PIL import Image, ImageSequence
 
@@ -116,17 +118,47 @@ def test_load_image(run: Run, tmp_path: Path, mode: str) -> None:
     [
         ("no.png", "no image 'no.png' in the input folder"),
         ("../a.png", "leads out of its folder: images"),
+        (5, "found 5, expected the name of an image"),
+        ("empty.png", "is no image"),
+        ("text.png", "is no image"),
+        ("script.png", "is no image"),
+        ("bomb.png", "is no image"),
+        (".", "no image"),
     ],
 )
-def test_load_image_that_is_not_there(run: Run, tmp_path: Path, name: str, message: str) -> None:
-    (tmp_path / "a.png").touch()
+def test_load_image_that_it_may_not_or_cannot_read(run: Run, tmp_path: Path, name: Any, message: str) -> None:
+    folder = tmp_path / "input"
+    folder.mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    (folder / "empty.png").touch()
+    (folder / "text.png").write_text("no picture")
+    Image.new("RGB", (8, 8)).save(folder / "script.png", "EPS")  # which Pillow gives to Ghostscript
+    (folder / "bomb.png").write_bytes(png_head(60_000, 60_000))
     with pytest.raises(WorkflowError, match=message):
-        run(
-            {
-                "1": {"class_type": "LoadImage", "inputs": {"image": name}},
-                "2": {"class_type": "PreviewImage", "inputs": {"images": ["1", 0]}},
-            }
-        )
+        run(load_image(name))
+
+
+def test_load_image_with_more_frames_than_memory(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "input").mkdir()
+    pictures = [Image.new("L", (8, 8), shade) for shade in range(0, 250, 10)]
+    pictures[0].save(tmp_path / "input" / "a.gif", save_all=True, append_images=pictures[1:])
+    assert len(run(load_image("a.gif")).results["1"][0]) == 25
+    monkeypatch.setattr(image_frames, "MAX_PIXELS", 24 * 64)
+    with pytest.raises(RunFailedError, match="1,600 pixels in all frames together, expected at most 1,536"):
+        run(load_image("a.gif"))
+
+
+def load_image(name: Any) -> dict[str, Any]:
+    return {
+        "1": {"class_type": "LoadImage", "inputs": {"image": name}},
+        "2": {"class_type": "PreviewImage", "inputs": {"images": ["1", 0]}},
+    }
+
+
+def png_head(width: int, height: int) -> bytes:
+    """A PNG that promises this size and has no pixels."""
+    data = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + data + struct.pack(">I", zlib.crc32(data))
 
 
 @pytest.mark.parametrize("saver", [video("../x"), webp(filename_prefix="/x")], ids=["mp4", "webp"])

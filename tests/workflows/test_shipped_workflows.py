@@ -13,6 +13,7 @@ from comfyui_onediff_guard.headless.errors import ExitCode
 from comfyui_onediff_guard.headless.graph import Graph, Link, from_api, is_ui_format
 from comfyui_onediff_guard.headless.schema import Schema
 from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS, host
+from PIL import Image
 
 WORKFLOWS = Path(__file__).resolve().parents[2] / "workflows"
 UI_FILES = sorted(WORKFLOWS.glob("*.json"))
@@ -63,7 +64,7 @@ def model_folder(tmp_path: Path) -> Path:
     for name in MODELS:
         (tmp_path / name).mkdir()
         (tmp_path / name / "model_index.json").write_text("{}", encoding="utf-8")
-    (tmp_path / "example.png").touch()
+    Image.new("RGB", (8, 8)).save(tmp_path / "example.png")
     return tmp_path
 
 
