@@ -78,7 +78,9 @@ def is_running(pid: int) -> bool:
     [(name, "at a terminal") for name in ("SIGKILL", "SIGHUP", "SIGTERM", "SIGINT")]
     + [(name, "in the background") for name in ("SIGHUP", "SIGTERM")],
 )
-def test_nothing_outlives_the_command(folder: Path, how: str, where: str) -> None:
+def test_nothing_outlives_the_command(
+    folder: Path, how: str, where: str, figure: Callable[[str, object], None]
+) -> None:
     command = [sys.executable, "-c", COMMAND, str(folder / "workflow.json"), str(folder), where]
     started = subprocess.Popen(command, cwd=folder, start_new_session=True)
     until((folder / "asked").exists, "ComfyUI did not come up")
@@ -90,6 +92,7 @@ def test_nothing_outlives_the_command(folder: Path, how: str, where: str) -> Non
     assert len(left) == (1 if how == "SIGKILL" else 0)
     with scratch.temporary_folder("onediff-guard-", folder / "tmp") as own:
         assert list((folder / "tmp").iterdir()) == [own], "the next run removes what the killed one left"
+    figure(f"{how} {where}, while a ComfyUI that was started is busy: processes and folders left", 0)
 
 
 def test_folders_that_somebody_uses_stay(tmp_path: Path) -> None:
