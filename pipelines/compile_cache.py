@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from ..precision.shared import TURNS
-from .compiled_block import Tell
 from .compiled_code import SUFFIX, Platform, Target, files_in, pack, unpack
 from .errors import BadCompiled
 from .keeping import delete, drop_oldest, last_used, limit_here
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
 
     from ..precision.policy import Plan
     from ..precision.report import RunReport
+    from .compiled_block import Tell
     from .handle import PipelineHandle
 
 logger = logging.getLogger(__name__)
