@@ -7,6 +7,7 @@ CPU, a process that loads it builds them all again.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import shutil
@@ -161,6 +162,10 @@ def _opened(file: Path) -> Iterator[zipfile.ZipFile]:
                 yield archive
     except (BadCompiled, Outside, *_DAMAGED) as error:
         raise error if isinstance(error, BadCompiled) else _bad(file, error) from None
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a place before the file's beginning
+            raise
+        raise _bad(file, error) from None
 
 
 def _bytes_listed(stream: BinaryIO) -> int:

@@ -193,7 +193,7 @@ def test_sizes_that_a_header_lies_about_change_nothing(tmp_path):
     at = data.rindex(b"PK\x01\x02")
     data[at + 24 : at + 28] = (10).to_bytes(4, "little")
     file.write_bytes(data)
-    with pytest.raises(BadCompiled, match="is no compiled code that can be used|is not what it was"):
+    with pytest.raises(BadCompiled, match=r"is no compiled code that can be used|is not what it was"):
         unpack(file, target(), tmp_path / "unpacked")
     assert not [path for path in (tmp_path / "unpacked").rglob("*") if path.is_file()]
 

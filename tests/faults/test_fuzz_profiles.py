@@ -1,0 +1,133 @@
+"""Damaged and hostile profiles: refused with a reason, or harmless to the picture."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comfyui_onediff_guard.pipelines.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.errors import BadProfile
+from comfyui_onediff_guard.pipelines.families import COGVIDEOX
+from comfyui_onediff_guard.pipelines.handle import PipelineHandle, load
+from comfyui_onediff_guard.pipelines.memory import here
+from comfyui_onediff_guard.pipelines.placement import PlainPlacement
+from comfyui_onediff_guard.pipelines.profiles import Profile, kept, parse, read, write
+from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
+from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
+from comfyui_onediff_guard.precision.learned import LEAST_PEAK, MOST_PEAK, Learned
+from comfyui_onediff_guard.precision.policy import Precision
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mutations import mutated, mutated_text
+from tiers import drawn
+
+PROFILE = Profile(
+    model="CogVideoX-5b",
+    weights="0123456789abcdef" * 2,
+    loras=("0" * 32 + " at 0.8",),
+    architecture="sm75",
+    dtype="fp16",
+    versions={"torch": "2.13", "diffusers": "0.42"},
+    learned=Learned(5.1e5, ("transformer_blocks.3", "transformer_blocks.17")),
+)
+SEED = json.loads(PROFILE.text())
+ALL, SMALLER = 15_000, 150
+ALL_RUNS, FEWER_RUNS = 60, 4
+
+
+def test_any_damaged_profile_is_refused_with_a_reason_or_whole(tmp_path: Path, figure: Any) -> None:
+    file = tmp_path / "found.json"
+
+    @settings(max_examples=drawn(ALL, SMALLER), suppress_health_check=[HealthCheck.too_slow])
+    @given(mutated_text(SEED))
+    def one(data: bytes) -> None:
+        file.write_bytes(data)
+        found, refused = _read(file)
+        if found is None:
+            assert (
+                refused.startswith(("'found.json' is no profile", "The profile 'found.json'")) and len(refused) < 1000
+            )
+            return
+        known = found.learned
+        assert known.stream_peak is None or LEAST_PEAK <= known.stream_peak <= MOST_PEAK
+        assert parse(found.text(), "it") == found
+        again = write(tmp_path / "kept", found)
+        assert again.parent == tmp_path / "kept" and [profile for _, profile in kept(again.parent)] == [found]
+        assert found.in_words() and isinstance(found.misfit(PROFILE, ()), str)
+        again.unlink()
+
+    one()
+    figure("damaged profiles, each refused by name or taken whole", drawn(ALL, SMALLER))
+
+
+def _read(file: Path) -> tuple[Profile | None, str]:
+    try:
+        return read(file), ""
+    except BadProfile as error:
+        return None, str(error)
+
+
+class Tiny:
+    """A pipeline whose stream leaves fp16's range, and what it gives in fp32."""
+
+    SETTINGS = SampleSettings(width=64, height=48, frames=9, steps=2, guidance_scale=6.0, seed=3, scheduler="DDIM")
+
+    def __init__(self, folder: Path):
+        common: dict[str, Any] = {"backend": "eager", "offload": "none", "placement": PlainPlacement()}
+        self._handle: PipelineHandle = load(folder, COGVIDEOX, precision=Precision.FP32, **common)
+        (self._positive, self._negative), _ = encode_prompts(self._handle, ["a red kite", ""])
+        self._exact, _ = sample(self._handle, self._positive, self._negative, self.SETTINGS)
+        self.profile = here(self._handle, "fp16")
+
+    def error_with(self, profile: Profile, scope: Scope) -> tuple[float, list[str]]:
+        """Relative error of a run in fp16 with a profile, and what its report says of the profile."""
+        policy = GuardPolicy(scope=scope)
+        handle = replace(self._handle, precision=Precision.FP16, policy=policy, profile=profile)
+        for memory in (handle.store.learned, handle.store.claimed):
+            memory.clear()
+        latents, report = sample(handle, self._positive, self._negative, self.SETTINGS)
+        assert report.failed == 0 and len(report.steps) == self.SETTINGS.steps
+        error = ((latents - self._exact).norm() / self._exact.norm()).item()
+        return error, [note for note in report.notes if "profile" in note]
+
+
+@pytest.fixture(scope="module")
+def tiny(model_folder: Any) -> Tiny:
+    return Tiny(model_folder("5b", "stream"))
+
+
+def accepted(of: Profile) -> st.SearchStrategy[Profile]:
+    """Profiles that `parse` takes, of the same model, with what they taught damaged."""
+    parts = st.sampled_from(
+        ["transformer_blocks.0", "transformer_blocks.1", "proj_out", "time_embedding.linear_1", "x"]
+    )
+    whole = st.builds(
+        Learned, st.none() | st.floats(LEAST_PEAK, MOST_PEAK), st.lists(parts, max_size=3, unique=True).map(tuple)
+    )
+    damaged = mutated(json.loads(replace(of, learned=Learned(5.1e5, ("transformer_blocks.1",))).text()))
+    return st.one_of(whole.map(lambda learned: replace(of, learned=learned)), damaged.filter(_taken).map(_parsed))
+
+
+def _taken(value: Any) -> bool:
+    try:
+        return bool(_parsed(value))
+    except BadProfile:
+        return False
+
+
+def _parsed(value: Any) -> Profile:
+    return parse(json.dumps(value), "it")
+
+
+def test_no_accepted_profile_changes_the_result(tiny: Tiny, figure: Any) -> None:
+    @settings(max_examples=drawn(ALL_RUNS, FEWER_RUNS), suppress_health_check=list(HealthCheck))
+    @given(accepted(tiny.profile), st.sampled_from([Scope.STEP, Scope.LEARNED]))
+    def one(profile: Profile, scope: Scope) -> None:
+        error, said = tiny.error_with(profile, scope)
+        assert error < 0.005 and len(said) == 1, (error, said)
+
+    one()
+    figure("accepted profiles run, each with a relative error below 0.005", drawn(ALL_RUNS, FEWER_RUNS))
