@@ -46,6 +46,7 @@ FULL = (
     "tests/comfyui/test_svd_single_file.py",
     "tests/comfyui/test_validation.py",
     "tests/faults/test_lying_servers.py",
+    "tests/comfyui/test_worker_in_comfyui.py",
 )
 LEG_B = "[leg_b"  # a case of a test that runs on both
 
