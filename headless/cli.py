@@ -8,7 +8,8 @@ import logging
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,9 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(arguments: list[str]) -> int:
     args = _parser(arguments).parse_args(arguments)
     logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, format="%(message)s")
-    _stop_alike()
     try:
-        return args.main(args)
+        with _stopped_alike():
+            return args.main(args)
     except HeadlessError as error:
         _complain(str(error), args.verbose)
         return int(error.exit_code)
@@ -57,11 +58,20 @@ def _main(arguments: list[str]) -> int:
         return int(ExitCode.RUN_FAILED)
 
 
-def _stop_alike() -> None:
-    """Every polite request to end is Ctrl-C: one way to stop, with clean-up. What `nohup` has us ignore stays so."""
-    for name in ("SIGTERM", "SIGHUP", "SIGBREAK"):  # SIGHUP: the terminal is gone. SIGBREAK: the same on Windows
-        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN:
-            signal.signal(getattr(signal, name), _interrupt)
+@contextmanager
+def _stopped_alike() -> Iterator[None]:
+    """Every polite request to end is Ctrl-C: one way to stop, with clean-up. What `nohup` has us ignore stays so, and
+    at the end all is as it was."""
+    names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK")  # SIGHUP: the terminal is gone. SIGBREAK: the same on Windows
+    before = {kind: signal.getsignal(kind) for name in names if (kind := getattr(signal, name, None))}
+    for kind, handler in before.items():
+        if kind is not signal.SIGINT and handler is not signal.SIG_IGN:
+            signal.signal(kind, _interrupt)
+    try:
+        yield
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler or signal.SIG_DFL)
 
 
 def _interrupt(_number: int, _frame: object) -> None:

@@ -108,7 +108,7 @@ def test_folders_that_somebody_uses_stay(tmp_path: Path) -> None:
 
 def test_nohup_holds(folder: Path) -> None:
     code = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); from comfyui_onediff_guard.headless import cli"
-    code += "; cli._stop_alike(); print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN)"
+    code += "\nwith cli._stopped_alike():\n    print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "True"
 
