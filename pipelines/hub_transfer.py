@@ -143,6 +143,8 @@ class Transfer:
                     future.set_result(job())
                 except Exception as error:  # noqa: BLE001, the caller's thread raises it
                     future.set_exception(HubError.of(error, self.hub_id, self.revision))
+                except BaseException as error:  # noqa: BLE001, a panic in a library of Rust's is no Exception
+                    future.set_exception(error)
 
         for job, future in zip(jobs, futures, strict=True):
             threading.Thread(target=work, args=(job, future), daemon=True).start()
