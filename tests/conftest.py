@@ -8,11 +8,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import hypothesis
+import process_state
 import pytest
 import reliability
 import tiers
@@ -75,7 +76,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _kept_elsewhere(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def process_as_before() -> Iterator[None]:
+    """A test leaves the process as it found it: nothing patched, set, open or running that was not."""
+    before = process_state.read()
+    yield
+    if left := process_state.changes(before):
+        pytest.fail("left behind:\n" + "\n".join(left), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def _kept_elsewhere(
+    process_as_before: None, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a test's runs load, learn and compile is not kept for the next test, nor for whoever runs the tests."""
     if stores := sys.modules.get("comfyui_onediff_guard.pipelines.store"):
         stores._STORES.clear()  # one that a reference cycle keeps is not found again

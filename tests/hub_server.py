@@ -108,8 +108,9 @@ class HubServer(ThreadingHTTPServer):
 @contextmanager
 def running_hub(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Generator[HubServer]:
     """A hub that huggingface_hub in this process talks to, and an empty cache in `folder`."""
-    from huggingface_hub import constants, file_download
+    from huggingface_hub import constants, file_download, utils
 
+    close_sessions = getattr(utils, "close_session", None) or utils.reset_sessions  # the library keeps connections
     server = HubServer()
     monkeypatch.delenv("HF_TOKEN", raising=False)
     for name, value in {
@@ -127,6 +128,7 @@ def running_hub(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Generator[HubS
         yield server
     finally:
         server.close()
+        close_sessions()
 
 
 def blob_id(path: str, data: bytes) -> str:

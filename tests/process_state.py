@@ -1,0 +1,317 @@
+"""Everything of the process that a test, or what it runs, may have changed for those that follow: read, and compared.
+
+Nothing is imported for it: a library that is not loaded has no state. What a library does to the process when it is
+first imported or first used is in ALLOWED, each with its reason.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+Facts = dict[Any, Any]  # what is compared, by name; values may be dictionaries of more names
+State = Mapping[str, Facts]  # by kind
+PACKAGE = "comfyui_onediff_guard"
+ABSENT = "absent"
+ENDING_SECONDS = 60.0  # a bound for threads that were told to end: what takes longer was not told
+DESCRIPTORS = "/proc/self/fd"
+
+
+def variables() -> Facts:
+    return dict(os.environ)
+
+
+def interpreter() -> Facts:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return {
+        "working directory": Path.cwd(),
+        "umask": oct(mask),
+        "path": tuple(sys.path),
+        "importers": tuple(sys.meta_path),
+        "recursion limit": sys.getrecursionlimit(),
+        "garbage collection": gc.isenabled(),
+        "sys.excepthook": sys.excepthook,
+        "sys.unraisablehook": sys.unraisablehook,
+        "threading.excepthook": threading.excepthook,
+    }
+
+
+def signals() -> Facts:
+    return {number: signal.getsignal(number) for number in _SIGNALS}
+
+
+def loggers() -> Facts:
+    """Levels, filters and handlers; pytest's own apart, which it hangs in for each phase of a test."""
+    facts: Facts = {"disabled below": logging.root.manager.disable}
+    for name, logger in [("root", logging.getLogger()), *logging.root.manager.loggerDict.items()]:
+        if isinstance(logger, logging.Logger):
+            handlers = [handler for handler in logger.handlers if not type(handler).__module__.startswith("_pytest")]
+            facts[name] = logger.level, logger.disabled, logger.propagate, handlers, logger.filters.copy()
+    return facts
+
+
+def warning_filters() -> Facts:
+    return {**dict.fromkeys(warnings.filters, "in force"), "showwarning": warnings.showwarning}
+
+
+def threads() -> Facts:
+    return dict.fromkeys(threading.enumerate(), "alive")
+
+
+def descriptors() -> Facts:
+    """How often each file is open, and how many sockets and the like are. Empty where the system does not tell."""
+    found: Counter[str] = Counter()
+    with suppress(FileNotFoundError):
+        for number in os.listdir(DESCRIPTORS):  # noqa: PTH208 - by far the fastest
+            with suppress(FileNotFoundError):  # the one that lists
+                path = os.readlink(f"{DESCRIPTORS}/{number}")  # noqa: PTH115
+                found[path.partition(":[")[0].removesuffix(" (deleted)")] += 1
+    return found
+
+
+def torch_flags() -> Facts:
+    """Backends' switches, default dtype and device, and the modes of this thread."""
+    if not (torch := _loaded("torch")):
+        return {}
+    core, devices = torch._C, ("cpu", "cuda")
+    facts: Facts = {name: _told(getattr(core, name)) for name in _SWITCHES if hasattr(core, name)}
+    if precision := getattr(core, "_get_fp32_precision_getter", None):  # PyTorch 2.9's
+        facts |= {f"fp32 precision of {where}": _told(precision, *where) for where in _PRECISIONS}
+    return facts | {
+        "default dtype": torch.get_default_dtype(),
+        "default device": str(getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)),
+        "threads": torch.get_num_threads(),
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "anomaly mode": torch.is_anomaly_enabled(),
+        "function modes": core._len_torch_function_stack(),
+        "dispatch modes": core._len_torch_dispatch_stack(),
+        "functions can be overridden": core._is_torch_function_enabled(),
+        "autocast": [(torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in devices],
+    }
+
+
+def torch_names() -> Facts:
+    """What torch's classes and modules hold: a patch of `nn.Module.register_parameter`, `nn.init`, `torch.empty`."""
+    if not (torch := _loaded("torch")):
+        return {}
+    held = {"nn.Module": torch.nn.Module, "nn.Parameter": torch.nn.Parameter, "Tensor": torch.Tensor}
+    held |= {"nn.init": torch.nn.init, "nn.functional": torch.nn.functional, "torch": torch}
+    return {name: dict(vars(of)) for name, of in held.items()}
+
+
+def global_hooks() -> Facts:
+    """On all modules of the process."""
+    if not (modules := _loaded("torch.nn.modules.module")):
+        return {}
+    return {
+        name: dict(vars(modules)[name]) for name in vars(modules) if name.startswith("_global_") and "hooks" in name
+    }
+
+
+def compilers() -> Facts:
+    """Dynamo's and inductor's settings, and whether they compile at all."""
+    facts: Facts = {}
+    for name in ("torch._dynamo.config", "torch._inductor.config", "torch._functorch.config"):
+        if config := _loaded(name):
+            facts[name] = config.get_hash().hex()
+    if stance := getattr(_loaded("torch._dynamo.eval_frame"), "_stance", None):
+        facts["stance"] = stance
+    return facts
+
+
+def ours() -> Facts:
+    """The pack's own settings for all runs: nobody holds them once nobody runs."""
+    facts: Facts = {}
+    for layer in [*vars(_loaded(PACKAGE) or object).values()]:
+        for module in [*getattr(layer, "__dict__", {}).values()]:
+            if isinstance(module, ModuleType) and module.__name__.startswith(f"{PACKAGE}."):
+                for setting in _shared_settings(module):
+                    facts[module.__name__, setting] = _holders(getattr(module, setting))
+    if host := _loaded(f"{PACKAGE}.nodes.host"):
+        facts["folders of a run"] = host._folders.get() is not host._DEFAULT_FOLDERS
+    if block := _loaded(f"{PACKAGE}.pipelines.compiled_block"):
+        facts["who hears of compiling"] = block._listener.get()
+    return facts
+
+
+@cache
+def _shared_settings(module: ModuleType) -> list[str]:
+    kinds = {"SharedSetting", "_Holders"}
+    return [name for name, value in vars(module).items() if type(value).__name__ in kinds]
+
+
+def _holders(setting: Any) -> Any:
+    return setting._holders if hasattr(setting, "_holders") else setting.current.copy()
+
+
+def _loaded(name: str) -> Any:
+    return sys.modules.get(name)
+
+
+def _told(switch: Callable[..., Any], *where: str) -> Any:
+    try:
+        return switch(*where)
+    except RuntimeError as error:  # set the new way and the old one
+        return str(error)[:60]
+
+
+KINDS: Mapping[str, Callable[[], Facts]] = {
+    "variable": variables,
+    "interpreter": interpreter,
+    "signal": signals,
+    "logger": loggers,
+    "warnings": warning_filters,
+    "thread": threads,
+    "descriptor": descriptors,
+    "torch flag": torch_flags,
+    "torch name": torch_names,
+    "hooks": global_hooks,
+    "compiler": compilers,
+    "pack": ours,
+}
+_SIGNALS = tuple(signal.valid_signals())
+_PRECISIONS = [
+    ("generic", "all"),
+    *(("cuda", operation) for operation in ("all", "matmul", "conv", "rnn")),
+    *(("mkldnn", operation) for operation in ("all", "matmul", "conv", "rnn")),
+]
+_SWITCHES = (
+    "_get_cublas_allow_bf16_reduced_precision_reduction",
+    "_get_cublas_allow_fp16_accumulation",
+    "_get_cublas_allow_fp16_reduced_precision_reduction",
+    "_get_cublas_allow_tf32",
+    "_get_cudnn_allow_tf32",
+    "_get_cudnn_benchmark",
+    "_get_cudnn_deterministic",
+    "_get_cudnn_enabled",
+    "_get_cudnn_sdp_enabled",
+    "_get_deterministic_algorithms",
+    "_get_flash_sdp_enabled",
+    "_get_float32_matmul_precision",
+    "_get_math_sdp_allow_fp16_bf16_reduction",
+    "_get_math_sdp_enabled",
+    "_get_mem_efficient_sdp_enabled",
+    "_get_mkldnn_enabled",
+    "_get_onednn_allow_tf32",
+)
+
+
+def read() -> State:
+    return {kind: facts() for kind, facts in KINDS.items()}
+
+
+def changes(before: State, kinds: Iterable[str] = KINDS) -> list[str]:
+    """What differs now, a line each. Before anything counts as left behind, threads that were told to end are waited
+    for, and garbage is collected."""
+    found = [kind for kind in kinds if _differences(kind, before[kind])]
+    if "thread" in found:
+        for thread in threading.enumerate():
+            if not _allowed("thread", thread, before["thread"].get(thread, ABSENT), "alive"):
+                thread.join(ENDING_SECONDS)
+    if found:
+        gc.collect()
+    return [line for kind in found for line in _differences(kind, before[kind])]
+
+
+def _differences(kind: str, before: Facts) -> list[str]:
+    now = KINDS[kind]()
+    if now == before:
+        return []
+    return [
+        f"{kind} {_short(name)}: {_told_apart(old, new)}"
+        for name, old, new in _flat(before, now)
+        if not _allowed(kind, name, old, new)
+    ]
+
+
+def _flat(before: Facts, now: Facts, path: str = "") -> Iterator[tuple[Any, Any, Any]]:
+    for name in {**before, **now}:
+        old, new = before.get(name, ABSENT), now.get(name, ABSENT)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _flat(old, new, f"{path}{name}.")
+        elif old is not new and old != new:
+            yield f"{path}{name}" if path else name, old, new
+
+
+def _allowed(kind: str, name: Any, old: Any, new: Any) -> bool:
+    return old == new or any(rule(name, old, new) for rule in ALLOWED.get(kind, {}).values())
+
+
+def _short(value: Any) -> str:
+    return str(value)[:120]
+
+
+def _told_apart(old: Any, new: Any) -> str:
+    if isinstance(old, (tuple, list)) and isinstance(new, (tuple, list)):
+        old, new = [each for each in old if each not in new], [each for each in new if each not in old]
+    return f"{_short(old)} → {_short(new)}"
+
+
+def _inductors_pool() -> Collection[Any]:
+    pool = getattr(getattr(_loaded("torch._inductor.async_compile"), "AsyncCompile", None), "pool", None)
+    return getattr(pool(), "_threads", ()) if pool and pool.cache_info().currsize else ()
+
+
+Rule = Callable[[Any, Any, Any], bool]  # of a name, what it was and what it is
+_INDUCTORS = {"_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
+_DYNAMOS = {"nn.Module.__init__", "nn.Module.__setstate__", "nn.Module.___needs_generation_tag_patch"}
+ALLOWED: Mapping[str, Mapping[str, Rule]] = {
+    "variable": {
+        "pytest tells which test runs": lambda name, _old, _new: name == "PYTEST_CURRENT_TEST",
+        "inductor exports what it chose, once": lambda name, old, _new: name in _INDUCTORS and old == ABSENT,
+    },
+    "logger": {
+        "a module makes its loggers when it is imported": lambda _name, old, _new: old == ABSENT,
+        "dynamo takes its trace handler away when it finds that it has nothing to do": lambda name, _old, _new: (
+            name == "torch.__trace"
+        ),
+    },
+    "interpreter": {
+        "inductor needs more of it": lambda name, old, new: name == "recursion limit" and (old, new) == (1000, 2000),
+        "setuptools, which inductor asks, brings packages of its own": lambda name, old, new: (
+            name == "path" and all(path in old or path.endswith("_vendor") for path in new) and {*old} <= {*new}
+        ),
+    },
+    "warnings": {
+        "a library silences warnings of its own when it is imported": lambda name, old, _new: (
+            old == ABSENT and isinstance(name, tuple) and name[2].__module__ != "builtins"
+        ),
+    },
+    "thread": {
+        "inductor compiles in threads of its own, as long as the process lives": lambda thread, _old, _new: (
+            thread in _inductors_pool()
+        ),
+        "what an earlier test has told to end": lambda _name, _old, new: new == ABSENT,
+        "tqdm starts its monitor with the first bar, and keeps it": lambda thread, _old, _new: (
+            type(thread).__name__ == "TMonitor"
+        ),
+    },
+    "descriptor": {
+        "garbage of earlier tests": lambda _name, old, new: new == ABSENT or (old != ABSENT and new < old),
+        "matplotlib keeps the fonts that it has drawn with": lambda name, _old, _new: name.endswith(".ttf"),
+    },
+    "torch name": {
+        "a part of torch is imported when it is first used": lambda _name, old, new: (
+            old == ABSENT and isinstance(new, ModuleType)
+        ),
+        "dynamo counts generations of modules, from its first use on": lambda name, _old, _new: name in _DYNAMOS,
+        "transformers leaves it on the class": lambda name, _old, _new: name == "nn.Module.smart_apply",
+    },
+    "pack": {
+        "a module is imported, and nobody holds its settings": lambda _name, old, new: old == ABSENT and not new,
+    },
+}
