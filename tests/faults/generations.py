@@ -1,0 +1,75 @@
+"""A small generation of any family, from folder to frames, as the faults and the soak run it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from comfyui_onediff_guard.pipelines.decode import decode
+from comfyui_onediff_guard.pipelines.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.folder import family_of
+from comfyui_onediff_guard.pipelines.handle import PipelineHandle, load
+from comfyui_onediff_guard.pipelines.pictures import fitted
+from comfyui_onediff_guard.pipelines.placement import PlainPlacement
+from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
+from comfyui_onediff_guard.precision.policy import Precision
+from comfyui_onediff_guard.precision.report import RunReport
+
+PROMPTS = ["a red kite", "grey"]
+STEPS = 2
+_SIZES = {"cogview3": (64, 64, 1), "cogview4": (64, 64, 1), "svd": (64, 64, 2), "svd-xt": (64, 64, 2)}
+_SIZES |= {"5b-i2v": (96, 64, 9)}  # has positions for one size only
+_SIZE = (64, 48, 9)
+
+
+def opened(folder: Path, precision: str = "fp32", backend: str = "eager", **options: Any) -> PipelineHandle:
+    options = {"offload": "none", "placement": PlainPlacement(), **options}
+    return load(folder, family_of(folder), precision=Precision(precision), backend=backend, **options)
+
+
+@dataclass
+class Generation:
+    """Stage by stage; a stage that raised can be run again."""
+
+    handle: PipelineHandle
+    variant: str
+    seed: int = 3
+    prompts: tuple[Any, Any] = (None, None)
+    latents: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    frames: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    reports: dict[str, RunReport] = field(default_factory=dict)
+
+    def encode(self) -> Any:
+        if self.handle.family.prompt:
+            (positive, negative), report = encode_prompts(self.handle, PROMPTS)
+            self.prompts, self.reports["text_encoder"] = (positive, negative), report
+        return self.prompts
+
+    def sample(self) -> torch.Tensor:
+        width, height, frames = _SIZES.get(self.variant, _SIZE)
+        start = {}
+        if self.handle.family.takes_image:
+            image = torch.rand(1, 64, 96, 3, generator=torch.Generator().manual_seed(2))
+            start["image"] = fitted(image, width, height, "crop")[0]
+        guidance = 5.0 if self.handle.family.prompt else None
+        settings = SampleSettings(width, height, STEPS, self.seed, frames, guidance)
+        self.latents, report = sample(self.handle, *self.prompts, settings, **start)
+        self.reports |= {before.plan.component.value: before for before in report.before} | {"denoiser": report}
+        return self.latents
+
+    def decode(self) -> torch.Tensor:
+        self.frames, self.reports["vae_decode"] = decode(self.handle, self.latents)
+        return self.frames
+
+    def whole(self) -> torch.Tensor:
+        self.encode()
+        self.sample()
+        return self.decode()
+
+    def outcomes(self) -> Iterator[tuple[str, list[str]]]:
+        """(stage, how each of its calls ended)"""
+        for stage, report in self.reports.items():
+            yield stage, [step.outcome for step in report.steps]
