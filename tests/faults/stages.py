@@ -1,0 +1,190 @@
+"""The stages of a generation, each with what it needs made before, so that it can be run, broken and run again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from comfyui_onediff_guard.headless.core_nodes import SaveImage
+from comfyui_onediff_guard.headless.follow import run_on_server
+from comfyui_onediff_guard.nodes import host
+from comfyui_onediff_guard.pipelines import compile_cache
+from comfyui_onediff_guard.pipelines import store as stores
+from comfyui_onediff_guard.pipelines.compile import BackendChoice
+from comfyui_onediff_guard.pipelines.compile_cache import INDUCTOR
+from comfyui_onediff_guard.pipelines.families import COGVIDEOX
+from comfyui_onediff_guard.pipelines.hub import fetch
+from comfyui_onediff_guard.precision.policy import Component
+from generations import Generation, opened
+from hub_files import ID, files_of
+
+
+class Stage(Protocol):
+    """`fresh` is as after a start of the process; `run` may be called again after it raised."""
+
+    folders: tuple[Path, ...]  # that it reads or writes
+    torch: bool  # its operations are torch's too
+    served: bool  # by a server in this process, whose threads and connections come and go meanwhile
+
+    def fresh(self) -> None: ...
+
+    def run(self) -> Any:
+        """What it makes, to compare by bits."""
+        ...
+
+
+@dataclass
+class ModelStage:
+    """One method of a generation, after those before it, on a pipeline of which nothing is loaded."""
+
+    folder: Path
+    variant: str
+    method: str  # of Generation; "load": its weights alone
+    reads: str  # the component whose file the stage reads
+    kept: Path  # of profiles
+    precision: str = "fp16"
+    torch: bool = True
+    served: bool = False
+
+    def __post_init__(self) -> None:
+        self.folders = self.folder, self.kept
+        self._before: Generation | None = None
+        self.generation: Generation | None = None
+
+    @property
+    def file(self) -> Path:
+        (file,) = (self.folder / self.reads).glob("*.safetensors")
+        return file
+
+    def fresh(self) -> None:
+        self.generation = None
+        stores._STORES.clear()
+        if self._before is None and self.method in ("sample", "decode"):
+            self._before = self._opened()
+            self._before.encode()
+            if self.method == "decode":
+                self._before.sample()
+        made = self._opened()
+        if self._before is not None:
+            self._before.handle = made.handle
+            made.prompts, made.latents = self._before.prompts, self._before.latents
+        self.generation = made
+
+    def run(self) -> Any:
+        assert self.generation is not None
+        if self.method == "load":
+            module = self.generation.handle.store.module(self.reads, self.precision)
+            return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+        return getattr(self.generation, self.method)()
+
+    def forget(self) -> None:
+        """What earlier runs taught: a first run measures where a later one knows."""
+        shutil.rmtree(self.kept, ignore_errors=True)
+
+    def _opened(self) -> Generation:
+        return Generation(opened(self.folder, self.precision, profiles=self.kept), self.variant)
+
+
+@dataclass
+class Saving:
+    out: Path
+    torch: bool = True
+    served: bool = False
+
+    def __post_init__(self) -> None:
+        self.folders = (self.out,)
+        self._images = torch.rand(1, 16, 24, 3, generator=torch.Generator().manual_seed(4))
+
+    def fresh(self) -> None:
+        for file in self.out.rglob("*") if self.out.is_dir() else ():
+            file.unlink()
+
+    def run(self) -> Any:
+        """The picture that it wrote."""
+        with host.plain_folders(models=[], input=self.out, output=self.out):
+            shown = SaveImage().save_images(self._images, "a")["ui"]["images"]
+        return [(self.out / picture["filename"]).read_bytes() for picture in shown]
+
+
+@dataclass
+class Compiling:
+    """What a compiler writes, kept for later processes; the compiler itself is the test's."""
+
+    folder: Path
+    kept: Path
+    torch: bool = False
+    served: bool = False
+
+    def __post_init__(self) -> None:
+        self.folders = self.folder, self.kept
+        handle = replace(opened(self.folder, "fp32"), backend=BackendChoice("inductor", "asked for"))
+        self._handle = replace(handle, compiled=self.kept)
+
+    def fresh(self) -> None:
+        compile_cache._works.clear()
+        for file in self.kept.rglob("*") if self.kept.is_dir() else ():
+            file.unlink()
+
+    def run(self) -> Any:
+        """What later processes find."""
+        report = self._handle.report(self._handle.plan(Component.DENOISER))
+        with compile_cache.kept(self._handle, report):
+            built = Path(os.environ[INDUCTOR]) / "ab" / "kernel"
+            built.parent.mkdir(exist_ok=True)
+            built.write_bytes(b"code" * 50_000)
+        compile_cache._works.clear()  # as in a later process
+        with compile_cache.kept(self._handle, report):
+            return files_of(Path(os.environ[INDUCTOR]))
+
+
+@dataclass
+class Download:
+    """From a hub on this machine."""
+
+    cache: Path
+    torch: bool = False
+    served: bool = True
+
+    def __post_init__(self) -> None:
+        self.folders = (self.cache,)
+
+    def fresh(self) -> None:
+        shutil.rmtree(self.cache, ignore_errors=True)
+
+    def run(self) -> Any:
+        return files_of(fetch(ID, None, COGVIDEOX))
+
+
+@dataclass
+class ServerDownload:
+    """A run's result, from a ComfyUI that is elsewhere."""
+
+    url: str
+    workflow: dict[str, Any]
+    out: Path
+    torch: bool = False
+    served: bool = True
+
+    def __post_init__(self) -> None:
+        self.folders = (self.out,)
+
+    def fresh(self) -> None:
+        shutil.rmtree(self.out, ignore_errors=True)
+
+    def run(self) -> Any:
+        return [file.read_bytes() for file in run_on_server(self.workflow, url=self.url, output_dir=self.out).files]
+
+
+def same(made: Any, expected: Any) -> bool:
+    """By bits."""
+    if isinstance(made, torch.Tensor):
+        return made.dtype == expected.dtype and torch.equal(made, expected)
+    if isinstance(made, dict):
+        return made.keys() == expected.keys() and all(same(made[name], expected[name]) for name in made)
+    if isinstance(made, (tuple, list)):
+        return len(made) == len(expected) and all(map(same, made, expected))
+    return made == expected
