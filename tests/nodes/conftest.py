@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import sys
 import types
 import weakref
@@ -88,7 +89,9 @@ def comfyui(model_folder, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "comfy.model_management", management)
     monkeypatch.setitem(sys.modules, "comfy.utils", types.SimpleNamespace(ProgressBar=Bar))
     texts = []
-    instance = types.SimpleNamespace(send_progress_text=lambda text, node_id: texts.append((node_id, text)))
+    instance = types.SimpleNamespace(
+        send_progress_text=lambda text, node_id: texts.append((node_id, html.unescape(text)))
+    )
     monkeypatch.setitem(
         sys.modules, "server", types.SimpleNamespace(PromptServer=types.SimpleNamespace(instance=instance))
     )
