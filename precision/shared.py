@@ -51,7 +51,7 @@ class Turns:
     computes meanwhile would get tensors of another dtype. So who changes such things waits until those who compute give
     way, between two calls of a network. Other packs' threads, and ComfyUI's own samplers, are not asked.
 
-    Both may be nested. Who waits for something else that another thread holds is `away` meanwhile.
+    Nobody is passed twice: who gave way comes back before another is alone again. Both may be nested. Who waits for something else that another thread holds is `away` meanwhile.
     """
 
     def __init__(self) -> None:
@@ -59,6 +59,8 @@ class Turns:
         self._computing = 0  # threads
         self._wanting = 0  # threads that wait to be alone
         self._taken = False  # by one that is
+        self._times = 0  # that one has been
+        self._back: list[int] = []  # of each thread that waits to compute, `_times` when it began to
         self._own = _Own()
 
     @contextmanager
@@ -84,7 +86,7 @@ class Turns:
             self._wanting += 1
             try:
                 self._leave()
-                self._changed.wait_for(lambda: not (self._taken or self._computing))
+                self._changed.wait_for(lambda: not (self._taken or self._computing or self._passed()))
                 self._taken = self._own.alone = True
             finally:
                 self._wanting -= 1
@@ -94,6 +96,7 @@ class Turns:
         finally:
             with self._changed:
                 self._taken = self._own.alone = False
+                self._times += 1
                 self._back_if(computed)  # at once: nobody else was let in
 
     @contextmanager
@@ -121,10 +124,17 @@ class Turns:
 
     def _come_back(self) -> None:
         with self._changed:
+            since = self._times
+            self._back.append(since)
             try:
-                self._changed.wait_for(lambda: not (self._taken or self._wanting))
+                self._changed.wait_for(lambda: not self._taken and (not self._wanting or self._times > since))
             finally:  # also where a signal ends the waiting: `computing` leaves again
+                self._back.remove(since)
                 self._back_if(True)
+
+    def _passed(self) -> bool:
+        """Whether somebody waits to compute who has waited for one that was alone already."""
+        return any(since < self._times for since in self._back)
 
     def _back_if(self, computed: bool) -> None:
         self._computing += computed

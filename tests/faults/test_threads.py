@@ -385,6 +385,30 @@ def test_who_is_alone_waits_for_those_who_compute_and_they_for_it() -> None:
     assert (turns._computing, turns._wanting, turns._taken) == (0, 0, False)
 
 
+def test_who_computes_is_passed_once_at_most_each_time_that_it_gives_way() -> None:
+    turns, done = Turns(), threading.Event()
+    times = [0]
+
+    def compute() -> int:
+        passed = 0
+        with turns.computing():
+            for _ in range(200):
+                while not turns._wanting:
+                    time.sleep(0)
+                before = times[0]
+                turns.give_way()
+                passed = max(passed, times[0] - before)
+        done.set()
+        return passed
+
+    def change() -> None:
+        while not done.is_set():
+            with turns.alone():
+                times[0] += 1
+
+    assert at_once(compute, change, change)[0] == 1
+
+
 @pytest.mark.parametrize("where", ["computing", "alone", "away"])
 def test_turns_are_given_back_after_an_error(where: str) -> None:
     turns = Turns()
