@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -91,6 +92,9 @@ class ForkItem(Foreign):
 
 
 Item = Annotated[list[Any], Field(min_length=2)] | ForkItem  # [priority, id, prompt, {"client_id": …}, …]
+
+
+FIRST_RUNNING = re.compile(rb'\s*{\s*"queue_running":\s*\[\s*\[\s*[-+.\w]+,\s*"([\w.:-]{1,200})"')  # its prompt's id
 
 
 class Queue(Foreign):

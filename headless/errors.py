@@ -36,6 +36,14 @@ class HostError(HeadlessError):
     exit_code: ExitCode = ExitCode.NO_HOST
 
 
+class TooLongError(HostError):
+    """A server's answer is longer than any that is taken. beginning: of that answer."""
+
+    def __init__(self, message: str, beginning: bytes = b"") -> None:
+        super().__init__(message)
+        self.beginning = beginning
+
+
 class RunFailedError(HeadlessError):
     """A node raised, the time was up, or the server was lost on the way."""
 

@@ -16,8 +16,8 @@ import aiohttp
 from ..trust import foreign, paths
 from ..trust.text import shown
 from . import wire
-from .answers import HistoryEntry, Queue, Submitted, Uploaded
-from .errors import HostError, OutputError, RunFailedError, UnknownNodesError, WorkflowError
+from .answers import FIRST_RUNNING, HistoryEntry, Queue, Submitted, Uploaded
+from .errors import HostError, OutputError, RunFailedError, TooLongError, UnknownNodesError, WorkflowError
 from .files import Arriving, FileEntry
 from .graph import Graph
 from .schema import Schema, from_object_info
@@ -41,7 +41,7 @@ class Taken:
 class Place:
     """Where a prompt stands on the server."""
 
-    state: str  # "pending", "running", "done" or "gone"
+    state: str  # "pending", "running", "done", "gone", or "waiting": in a queue too long to be read
     entry: HistoryEntry | None = None  # once it is done
 
 
@@ -121,12 +121,11 @@ class Server:
 
         prompt_id: None where the server took it, and its answer was lost.
         """
-        state, found = await self._in_queue(prompt_id)
-        if state == "pending":
-            await self._wire.post("queue", json={"delete": [found]})
-            state, found = await self._in_queue(found)
-        if state == "running":
-            await self._wire.post("interrupt", json={"prompt_id": found})
+        found = prompt_id or (await self._in_queue(None))[1]
+        if found:
+            await self._wire.post("queue", json={"delete": [found]})  # which leaves one that runs
+            if (await self._in_queue(found))[0] == "running":
+                await self._wire.post("interrupt", json={"prompt_id": found})
 
     async def upload(self, name: str, image: bytes) -> str:
         """Put an image into the server's input folder; the name that it has there.
@@ -219,7 +218,13 @@ class Server:
             raise HostError(f"{answer.place} does not describe the node type as ComfyUI does: {error}.") from None
 
     async def _in_queue(self, prompt_id: str | None) -> tuple[str, str]:
-        return (await self._get("queue")).fitting(Queue).find(prompt_id, self.client_id)
+        """As Queue.find. A shared server's queue may hold hundreds of large workflows, each in full."""
+        try:
+            return (await self._get("queue")).fitting(Queue).find(prompt_id, self.client_id)
+        except TooLongError as error:
+            first = FIRST_RUNNING.match(error.beginning)
+            runs = prompt_id is not None and first is not None and first[1] == prompt_id.encode()
+            return "running" if runs else "waiting", prompt_id or ""
 
     async def _get(self, *parts: str, allowance: Allowance | None = None) -> Answer:
         answer = await self._wire.get(*parts, allowance=allowance)

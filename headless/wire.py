@@ -16,7 +16,7 @@ from yarl import URL
 
 from ..trust import foreign
 from ..trust.text import shown, without_password
-from .errors import HostError, WorkflowError
+from .errors import HostError, TooLongError, WorkflowError
 
 CONNECT_SECONDS = 10.0
 STALL_SECONDS = 120.0  # without a byte; a ComfyUI that compiles a model answers nothing for a while
@@ -24,10 +24,11 @@ REQUEST_SECONDS = 300.0  # for a request and the whole of its answer, files apar
 UPLOAD_SECONDS = 900.0
 CLOSE_SECONDS = 1.0
 MIN_PROGRESS = 16 * 2**10  # bytes of a file in each STALL_SECONDS
-ANSWER_BYTES = 20 * 2**20  # of JSON: a queue of a hundred large workflows has as many
+ANSWER_BYTES = 20 * 2**20  # of JSON: an entry of the history has its workflow twice
 ANSWER_VALUES = 800_000  # in it
 EVENT_BYTES = 8 * 2**20  # previews are events too
 CHUNK_BYTES = 2**18
+BEGINNING_BYTES = 2**12  # of an answer that is too long
 T = TypeVar("T")
 
 
@@ -49,10 +50,13 @@ class Answer:
     allowance: Allowance = field(default_factory=Allowance, repr=False)
 
     def fitting(self, kind: type[T]) -> T:
-        """The answer as `kind`, a model. Raises HostError: it is no JSON, or none of ComfyUI's."""
+        """The answer as `kind`, a model. Raises HostError: it is no JSON, or none of ComfyUI's; TooLongError."""
         self.allowance.values -= foreign.values_in(self.data)
         if self.allowance.values < 0:
-            raise HostError(f"{self.place} answers with more than {ANSWER_VALUES:,} values: is this a ComfyUI?")
+            raise TooLongError(
+                f"{self.place} answers with more than {ANSWER_VALUES:,} values: is this a ComfyUI?",
+                self.data[:BEGINNING_BYTES],
+            )
         try:
             return foreign.fitting(kind, foreign.parse(self.data, nan=True))
         except foreign.Unreadable as error:
@@ -113,7 +117,10 @@ class Wire:
                 allowance.bytes -= len(chunk)
                 if allowance.bytes < 0:
                     response.close()
-                    raise HostError(f"{place} answers with more than {ANSWER_BYTES:,} bytes: is this a ComfyUI?")
+                    raise TooLongError(
+                        f"{place} answers with more than {ANSWER_BYTES:,} bytes: is this a ComfyUI?",
+                        bytes(data[:BEGINNING_BYTES]),
+                    )
                 data += chunk
         return Answer(place, response.status, bytes(data), allowance)
 

@@ -122,7 +122,7 @@ class LyingServer:
             self.posted.append(path)
             if endpoint == "prompt":
                 self.queued = [[0, PROMPT_ID, {}, {"client_id": json.loads(body)["client_id"]}, []]]
-            elif endpoint == "interrupt" or (endpoint == "queue" and self.endpoint != "queue"):
+            elif endpoint == "interrupt":
                 self.queued = []
         if endpoint == self.endpoint and self.lie and (method == "GET" or endpoint in ("prompt", "upload")):
             await self.lie(connection)

@@ -163,6 +163,45 @@ def test_a_run_that_still_waits_is_taken_from_the_queue(comfy: Any, there: RunTh
     assert "interrupt" not in dict(comfy.requests)
 
 
+@pytest.fixture
+def others(comfy: Any) -> list[Any]:
+    """A queue as a shared server has it: more of others' workflows than are read."""
+    large = {"extra_pnginfo": {"workflow": "x" * 250_000}}
+    return [[number, f"others-{number}", {}, {"client_id": "somebody", **large}, []] for number in range(1, 100)]
+
+
+def test_a_run_waits_in_a_queue_that_is_too_long_to_be_read(comfy: Any, there: RunThere, others: list[Any]) -> None:
+    asked: list[str] = []
+
+    async def wait_in_line(server: Any) -> None:
+        server.pending, server.running = [*others, *server.running], others[:1]
+
+    def finish_in_the_end(request: web.Request) -> None:
+        asked.append(request.path)
+        if asked.count("/queue") == 3:
+            comfy.finish({"2": {}})
+
+    comfy.script, comfy.first = wait_in_line, finish_in_the_end
+    assert there(patience=0.0).outputs == {"2": {}}
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_run_is_taken_from_a_queue_that_is_too_long_to_be_read(
+    comfy: Any, there: RunThere, others: list[Any], runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def wait_in_line(server: Any) -> None:
+        server.pending = others if runs else [*others, *server.running]
+        server.running = server.running if runs else others[:1]
+
+    monkeypatch.setattr(follow, "CANCEL_SECONDS", 60)
+    comfy.script = wait_in_line
+    with pytest.raises(RunFailedError, match="not done in time and was interrupted"):
+        there(timeout=1)
+    interrupts = [body for path, body in comfy.requests if path == "interrupt"]
+    assert ("queue", {"delete": [comfy.prompt_id]}) in comfy.requests
+    assert interrupts == ([{"prompt_id": comfy.prompt_id}] if runs else [])
+
+
 def test_a_refusal_names_nodes_and_reasons(comfy: Any, there: RunThere) -> None:
     comfy.refuse = True
     comfy.node_errors = {"1": {"errors": [{"message": "Value too small", "details": "width"}]}}
