@@ -7,6 +7,7 @@ benchmarks/results/ and the page from that. A test has a figure by calling the f
 from __future__ import annotations
 
 import datetime as dt
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,14 +33,17 @@ What is promised, and what is not, stands in [SECURITY.md](../SECURITY.md).
 
 
 def found(reports: Iterable[pytest.TestReport]) -> list[dict[str, str]]:
-    """The figures of passed tests, in the order of their files."""
-    rows = [
-        {"what": name.removeprefix(PREFIX), "figure": str(value), "test": report.nodeid.partition("[")[0]}
+    """The figures of passed tests, in the order of their files; one that several cases of a test share stands once."""
+    counted = Counter(
+        (report.nodeid.partition("[")[0], name.removeprefix(PREFIX), str(value))
         for report in reports
         for name, value in report.user_properties
         if name.startswith(PREFIX)
+    )
+    return [
+        {"what": what, "figure": f"{value} in each of {times} cases" if times > 1 else value, "test": test}
+        for (test, what, value), times in sorted(counted.items())
     ]
-    return sorted(rows, key=lambda row: (row["test"], row["what"]))
 
 
 def result(figures: list[dict[str, str]]) -> dict[str, Any]:

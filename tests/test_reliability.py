@@ -12,9 +12,9 @@ def report(nodeid: str, **figures: object) -> pytest.TestReport:
 
 
 def test_figures_are_taken_from_reports() -> None:
-    kills = report("tests/b.py::test_b[1]", kills="3: 0 left behind")
-    reports = [kills, report("tests/a.py::test_a", runs=7), report("x")]
+    kills = [report(f"tests/b.py::test_b[{n}]", kills="0 left behind") for n in range(3)]
+    reports = [*kills, report("tests/a.py::test_a", runs=7), report("x")]
     assert reliability.found(reports) == [
         {"what": "runs", "figure": "7", "test": "tests/a.py::test_a"},
-        {"what": "kills", "figure": "3: 0 left behind", "test": "tests/b.py::test_b"},
+        {"what": "kills", "figure": "0 left behind in each of 3 cases", "test": "tests/b.py::test_b"},
     ]

