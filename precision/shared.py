@@ -51,7 +51,8 @@ class Turns:
     computes meanwhile would get tensors of another dtype. So who changes such things waits until those who compute give
     way, between two calls of a network. Other packs' threads, and ComfyUI's own samplers, are not asked.
 
-    Nobody is passed twice: who gave way comes back before another is alone again. Both may be nested. Who waits for something else that another thread holds is `away` meanwhile.
+    Nobody is passed twice: who gave way comes back before another is alone again. Both may be nested. Who waits for
+    something else that another thread holds is `away` meanwhile.
     """
 
     def __init__(self) -> None:
