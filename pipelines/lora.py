@@ -1,6 +1,6 @@
 """LoRA: low-rank additions to a denoiser's layers, in a shell of it. Its own weights are shared and stay as they are.
 
-diffusers reads the file and peft computes the layers, so that a result is diffusers' own to the bit.
+diffusers reads the keys and peft computes the layers, so that a result is diffusers' own to the bit.
 """
 
 from __future__ import annotations
@@ -126,9 +126,7 @@ def read_lora(path: Path, family: FamilySpec, denoiser: torch.nn.Module) -> Lora
     """Check a file and read it. Raises BadLora as check_lora does, and where a weight is not finite."""
     check_lora(path, family, denoiser)
     _, settings = _header(path)
-    tensors = _loader(family).lora_state_dict(
-        str(path.parent), weight_name=path.name, use_safetensors=True, local_files_only=True
-    )
+    tensors = _loader(family).lora_state_dict(_tensors(path))  # a path in capitals it would take for a pickle's
     shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     placed = _placed(path.name, shapes, family, denoiser)
     if broken := next((key for key, tensor in tensors.items() if not torch.isfinite(tensor.float()).all()), None):
@@ -216,7 +214,21 @@ def _header(path: Path) -> tuple[dict[str, Shape], Settings]:
         header = read_header(path)
         return header.shapes, settings_of(path.name, header.metadata)
     except (OSError, Unreadable) as error:
-        raise BadLora(f"'{path.name}' cannot be read ({error}): it is not whole. Download it again.") from None
+        raise _not_whole(path, error) from None
+
+
+def _tensors(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise _not_whole(path, error) from None
+
+
+def _not_whole(path: Path, error: Exception) -> BadLora:
+    return BadLora(f"'{path.name}' cannot be read ({error}): it is not whole. Download it again.")
 
 
 def _placed(name: str, shapes: Mapping[str, Shape], family: FamilySpec, denoiser: torch.nn.Module) -> _Placed:

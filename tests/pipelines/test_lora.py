@@ -10,6 +10,7 @@ import pickle
 import diffusers
 import pytest
 import torch
+from comfyui_onediff_guard.pipelines import lora
 from comfyui_onediff_guard.pipelines.compile import BackendChoice, compiled
 from comfyui_onediff_guard.pipelines.errors import BadLora
 from comfyui_onediff_guard.pipelines.families import COGVIDEOX, COGVIEW3PLUS, COGVIEW4, SVD
@@ -193,7 +194,7 @@ def test_an_alpha_for_what_is_no_layer_is_refused_and_never_run_as_a_pattern(nam
         ({"lora_alpha": 1e300}, "lora_alpha is 1e.300: input should be less than or equal to 1000000"),
         ({"lora_alpha": True}, "lora_alpha is True"),
         ({"lora_alpha": 1, "alpha_pattern": {"to_k": "9"}}, "alpha_pattern.to_k is 9: input should be a valid number"),
-        ({"lora_alpha": 1, "alpha_pattern": ["to_k"]}, "alpha_pattern is .*valid dictionary"),
+        ({"lora_alpha": 1, "alpha_pattern": ["to_k"]}, "alpha_pattern is .*input should be an object"),
         ({"use_rslora": "yes"}, "use_rslora is yes: input should be a valid boolean"),
         ({"init_lora_weights": {"a": 1}}, "init_lora_weights"),
         ({"init_lora_weights": "<b>pissa"}, "weights changed by '<b>pissa'"),
@@ -418,6 +419,24 @@ def test_what_cannot_be_read_is_refused(case, trained, tmp_path):
     with pytest.raises(BadLora, match=message):
         with_loras(denoiser, [Lora(make(trained(), tmp_path))], COGVIDEOX)
     assert all(torch.equal(weights[name], tensor) for name, tensor in denoiser.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["a.SAFETENSORS", "a.SafeTensors"])
+def test_a_name_in_capitals_is_not_read_as_a_pickle(name, trained, tmp_path, monkeypatch):
+    """diffusers tells the formats apart by the ending, as it is written."""
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("read as a pickle"))
+    path = trained()
+    file = written(tmp_path / name, path.read_bytes())
+    assert torch.equal(ours([file], [0.5])(**call)[0], ours([path], [0.5])(**call)[0])
+
+
+def test_a_file_that_is_damaged_after_the_check_is_refused(trained, tmp_path, monkeypatch):
+    file = written(tmp_path / "a.safetensors", trained().read_bytes())
+    loader = lora._loader
+    monkeypatch.setattr(lora, "check_lora", lambda *_: None)
+    monkeypatch.setattr(lora, "_loader", lambda family: written(file, file.read_bytes()[:-9]) and loader(family))
+    with pytest.raises(BadLora, match=r"'a.safetensors' cannot be read .*Download it again"):
+        lora.read_lora(file, COGVIDEOX, denoiser)
 
 
 def test_a_value_beyond_fp16_is_refused_there_alone(trained, tmp_path):
