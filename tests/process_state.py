@@ -296,6 +296,9 @@ ALLOWED: Mapping[str, Mapping[str, Rule]] = {
             thread in _inductors_pool()
         ),
         "what an earlier test has told to end": lambda _name, _old, new: new == ABSENT,
+        "playwright's loop keeps its helpers until the browser is closed": lambda thread, _old, _new: (
+            _loaded("playwright") is not None and thread.name.startswith("asyncio_")
+        ),
         "tqdm starts its monitor with the first bar, and keeps it": lambda thread, _old, _new: (
             type(thread).__name__ == "TMonitor"
         ),
