@@ -21,7 +21,7 @@ from ..precision.arch import is_name
 from ..precision.learned import LEAST_PEAK, MOST_PEAK, NOTHING, Learned, largest_of, named
 from ..trust import foreign
 from ..trust.foreign import Foreign, Unreadable
-from ..trust.text import for_file_name, shown
+from ..trust.text import for_file_name, for_terminal, shown
 from .errors import BadProfile
 from .keeping import replacing
 from .stored import StoredModel
@@ -86,8 +86,9 @@ class Profile:
         return f"this model has no part {named(tuple(unknown))}" if unknown else ""
 
 
-def _printable(text: str) -> str:
-    if not text.isprintable():
+def _one_line(text: str) -> str:
+    """Not `isprintable`, which refuses what joins letters, and what this Python's Unicode does not know yet."""
+    if text.split("\n") != [for_terminal(text)] or "\t" in text:
         raise ValueError("a control character")
     return text
 
@@ -104,7 +105,7 @@ def _apart(islands: list[str]) -> list[str]:
     return islands
 
 
-_Text = Annotated[str, Field(min_length=1, max_length=300), AfterValidator(_printable)]
+_Text = Annotated[str, Field(min_length=1, max_length=300), AfterValidator(_one_line)]
 
 
 class _LearnedPart(Foreign):

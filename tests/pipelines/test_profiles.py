@@ -52,6 +52,24 @@ def test_what_is_written_is_read_again(profile):
     assert parse(profile.text(), "it") == profile
 
 
+@pytest.mark.parametrize(
+    "folder",
+    [
+        "\u0645\u062f\u0644\u200c\u0647\u0627",
+        "my \U0001f469\u200d\U0001f4bb model",
+        "\ue000\xad",
+        "a\u3000b  c",
+        "\u200fa",
+    ],
+    ids=["Persian", "emoji", "private and soft hyphen", "wide spaces", "right-to-left mark"],
+)
+def test_a_profile_of_a_model_in_any_folder_is_read_again(model_folder, tmp_path, folder):
+    """Scripts and emoji join letters by characters that have no form of their own."""
+    model = inspect(shutil.copytree(model_folder("2b"), tmp_path / folder), COGVIDEOX)
+    profile = identify(model, (), "sm75", "fp16")
+    assert read(write(tmp_path / "kept", profile)) == profile
+
+
 def test_a_file_is_written_whole_and_named_after_its_model(tmp_path):
     file = write(tmp_path / "new", PROFILE)
     assert file.name.startswith("CogVideoX-5b-fine-tune-sm75-fp16-") and read(file) == PROFILE
