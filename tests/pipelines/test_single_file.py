@@ -21,6 +21,7 @@ from comfyui_onediff_guard.pipelines import single_file, svd_keys
 from comfyui_onediff_guard.pipelines.errors import BadFolder
 from comfyui_onediff_guard.pipelines.models import is_single_file
 from comfyui_onediff_guard.pipelines.single_file import load_component, load_unweighted, read_svd
+from diffusers import StableVideoDiffusionPipeline
 from safetensors.torch import load_file, save_file
 
 COMPONENTS = ("unet", "vae", "image_encoder")
@@ -210,7 +211,6 @@ def test_the_file_is_weighed_by_component(small: Path):
 
 
 def test_pipeline_of_its_parts_makes_a_video(tmp_path: Path):
-    from diffusers import StableVideoDiffusionPipeline
     from PIL import Image
 
     file = read_svd(svd_layout.write(tmp_path / "svd.safetensors", PIPELINE))
