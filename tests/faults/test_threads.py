@@ -1,13 +1,11 @@
-"""Runs in several threads of one process: each comes to what it comes to alone, and the process is what it was."""
+"""Runs in several threads of one process: each comes to what it comes to alone. That the process is what it was, is
+looked at after every test."""
 
 from __future__ import annotations
 
-import logging
 import os
-import signal
 import threading
 import time
-import warnings
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -15,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import process_state
 import pytest
 import torch
 from comfyui_onediff_guard.headless.errors import RunFailedError
@@ -39,42 +38,6 @@ from moving import train_lora
 from tiers import drawn
 
 HANG_SECONDS = 600  # bounds what would hang, far from what anything takes
-SWITCHES = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")
-
-
-def process_state() -> dict[str, Any]:
-    """What libraries and runs change for a while."""
-    import diffusers
-    import transformers
-    from torch._dynamo import config as dynamo
-
-    state: dict[str, Any] = {
-        "variables": {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
-        "default dtype": torch.get_default_dtype(),
-        "register_parameter": torch.nn.Module.register_parameter,
-        "register_buffer": torch.nn.Module.register_buffer,
-        "initialisers": {name: value for name, value in vars(torch.nn.init).items() if callable(value)},
-        "warnings": list(warnings.filters),
-        "signal": signal.getsignal(signal.SIGINT),
-        "log levels": {name: logging.getLogger(name).level for name in ("diffusers", "transformers", "torch")},
-        "bars": (diffusers.logging.is_progress_bar_enabled(), transformers.logging.is_progress_bar_enabled()),
-        "recompile limit": (dynamo.recompile_limit, dynamo.accumulated_recompile_limit),
-        "attention": {name: getattr(torch.backends.cuda, name)() for name in SWITCHES},
-        "tf32": (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
-        "reductions": torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
-        "stance": torch._dynamo.eval_frame._stance,
-    }
-    for variable in (INDUCTOR, TRITON):  # torch exports what it chose itself when it is asked for the first time
-        state["variables"].pop(variable, None)
-    return state
-
-
-@pytest.fixture(autouse=True)
-def unchanged() -> Generator[None]:
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32  # both ways of saying it agree
-    before = process_state()
-    yield
-    assert process_state() == before
 
 
 @pytest.fixture(scope="module")
@@ -286,15 +249,18 @@ SETTINGS: dict[str, SharedSetting] = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_setting_is_taken_away_by_who_leaves_last(name: str) -> None:
-    before, first, second = process_state(), ExitStack(), ExitStack()
+
+    kinds = ("torch flag", "compiler", "warnings")
+    before, first, second = process_state.read(), ExitStack(), ExitStack()
     for stack in (first, second):
-        ThreadPoolExecutor(1).submit(stack.enter_context, SETTINGS[name].held()).result()
-    held = process_state()
-    assert held != before
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(stack.enter_context, SETTINGS[name].held()).result()
+    held = process_state.read()
+    assert process_state.changes(before, kinds)
     first.close()
-    assert process_state() == held
+    assert not process_state.changes(held, kinds)
     second.close()
-    assert process_state() == before
+    assert not process_state.changes(before, kinds)
 
 
 def compiling(folder: Path, compiled: Path) -> PipelineHandle:
@@ -304,7 +270,7 @@ def compiling(folder: Path, compiled: Path) -> PipelineHandle:
 
 
 @pytest.fixture
-def nothing_exported(unchanged: None) -> Generator[None]:
+def nothing_exported(process_as_before: None) -> Generator[None]:
     """Compiled code is kept."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(LIMIT_VARIABLE, "2")
