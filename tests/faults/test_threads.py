@@ -16,6 +16,7 @@ from typing import Any
 import process_state
 import pytest
 import torch
+import torch._dynamo
 from comfyui_onediff_guard.headless.errors import RunFailedError
 from comfyui_onediff_guard.headless.run import run_local
 from comfyui_onediff_guard.nodes import host
