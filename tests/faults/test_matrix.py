@@ -108,6 +108,11 @@ def left_behind(stage: Stage, before: process_state.State) -> list[str]:
     return process_state.changes(before, [kind for kind in process_state.KINDS if kind not in others]) + marks(stage)
 
 
+@pytest.fixture(autouse=True)
+def _told(figure: Callable[[str, object], None]) -> None:
+    figure(f"{PLACES} places of a stage: files half-written, things left behind, next runs that are not right", 0)
+
+
 @pytest.fixture
 def stage(
     request: pytest.FixtureRequest,

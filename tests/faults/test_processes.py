@@ -1,0 +1,103 @@
+"""Two processes at the same time on the folders that they share: every result is right, every file is whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from comfyui_onediff_guard.pipelines.compiled_code import SUFFIX, check
+from comfyui_onediff_guard.pipelines.profiles import kept
+from tiers import drawn
+
+RUNS = """
+import hashlib, json, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from generations import Generation, opened
+
+model, profiles, times = Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
+print("ready", flush=True)
+sys.stdin.readline()
+frames, outcomes = set(), []
+for _ in range(times):
+    generation = Generation(opened(model, "fp16", profiles=profiles), "5b", seed=3)
+    generation.whole()
+    report = generation.reports["denoiser"].as_dict()
+    frames.add(hashlib.sha256(generation.frames.numpy().tobytes()).hexdigest())
+    outcomes.append(report["outcomes"])
+print(json.dumps({"frames": sorted(frames), "outcomes": outcomes}))
+"""
+ARCHIVES = """
+import sys
+from pathlib import Path
+from comfyui_onediff_guard.pipelines.compiled_code import Platform, SUFFIX, Target, pack, unpack
+
+work, shared, times = Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
+target = Target("CogVideoX-2B", "0" * 16, "fp32", "not folded", Platform("cpu", "a CPU", "2.13", "", "cp", "Linux"))
+file = shared / f"{target.name}{SUFFIX}"
+print("ready", flush=True)
+sys.stdin.readline()
+for turn in range(times):
+    own = work / str(turn)
+    own.mkdir(parents=True)
+    if file.exists():
+        unpack(file, target, own)
+    (own / f"{work.name}-{turn}.so").write_bytes(work.name.encode() * 50_000)
+    pack(own, target, file)
+print("[]")
+"""
+
+
+def at_once(code: str, arguments: list[list[str]], **environment: str) -> list[Any]:
+    """What processes told that were started together, and begin when all are ready."""
+    support = str(Path(__file__).parent)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, support, *each],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
+        )
+        for each in arguments
+    ]
+    for process in processes:
+        assert process.stdout and process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin
+        process.stdin.write("\n")
+        process.stdin.flush()
+    told = [process.communicate()[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes)
+    return [json.loads(text) for text in told]
+
+
+def test_runs_that_learn_into_one_folder(
+    model_folder: Callable[..., Path], tmp_path: Path, figure: Callable[[str, object], None]
+) -> None:
+    model, shared, times = str(model_folder("5b", "stream")), tmp_path / "profiles", drawn(20, 2)
+    (alone,) = at_once(RUNS, [[model, str(tmp_path / "own"), str(times)]])
+    told = at_once(RUNS, [[model, str(shared), str(times)]] * 2)
+    assert all(set(each["frames"]) <= set(alone["frames"]) for each in told), "other frames than those of one alone"
+    (profile,) = [profile for _, profile in kept(shared)]
+    (own,) = [profile for _, profile in kept(tmp_path / "own")]
+    assert profile == own
+    assert [path.suffix for path in shared.iterdir()] == [".json"], "something is left behind"
+    figure(
+        "Two processes that learn into one folder: runs that came to other frames than one alone", f"0 of {2 * times}"
+    )
+
+
+def test_compiled_code_kept_in_one_folder(tmp_path: Path, figure: Callable[[str, object], None]) -> None:
+    shared, times = tmp_path / "compiled", drawn(200, 15)
+    shared.mkdir()
+    at_once(ARCHIVES, [[str(tmp_path / name), str(shared), str(times)] for name in ("a", "b")])
+    (file,) = shared.iterdir()
+    assert file.name.endswith(SUFFIX)
+    check(file)
+    figure("Two processes that keep compiled code in one folder: archives that were not whole", f"0 of {2 * times}")
