@@ -37,8 +37,13 @@ class Listener:
         return self
 
     async def __aexit__(self, *_error: object) -> None:
-        self._task.cancel()
-        await asyncio.wait({self._task}, timeout=CLOSE_SECONDS)  # a server may take its time to say goodbye
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Take no more events."""
+        for _ in range(2):  # a server may take its time to say goodbye, and be cut off then
+            self._task.cancel()
+            await asyncio.wait({self._task}, timeout=CLOSE_SECONDS)
 
     async def wait(self, until: asyncio.Event, seconds: float) -> bool:
         """Whether it came to that. Raises what the one raised who is told the progress."""

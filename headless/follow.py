@@ -194,7 +194,7 @@ class _Job:
                 self.out_of_time = "The run was not done in time and was interrupted"
                 entry = await self._follow(events.prompt_id, events)
             except BaseException:
-                await self._cancel()
+                await self._cancel(events)
                 raise
         try:
             failure = entry.failure(graph, self.server.name)
@@ -216,14 +216,15 @@ class _Job:
             raise WorkflowError(taken.refusal)
         return taken.prompt_id
 
-    async def _cancel(self) -> None:
+    async def _cancel(self, events: Listener) -> None:
         """Take the run from the server, within CANCEL_SECONDS; whoever stops this meanwhile waits for it."""
-        taking = asyncio.ensure_future(self._take_back())
+        taking = asyncio.ensure_future(self._take_back(events))
         while not taking.done():
             with suppress(asyncio.CancelledError):
                 await asyncio.wait({taking})
 
-    async def _take_back(self) -> None:
+    async def _take_back(self, events: Listener) -> None:
+        await events.stop()  # a flood of them would leave no time for it
         try:
             await asyncio.wait_for(self.server.cancel(self.prompt_id), CANCEL_SECONDS)
         except (aiohttp.ClientError, asyncio.TimeoutError, HeadlessError) as error:

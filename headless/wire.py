@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -76,15 +76,7 @@ class Wire:
         self.name = shown(without_password(str(self.url)), 200)
 
     async def __aenter__(self) -> Wire:
-        tracing = aiohttp.TraceConfig()
-        tracing.on_request_redirect.append(self._on_redirect)
-        self._session = aiohttp.ClientSession(
-            timeout=_times(REQUEST_SECONDS),
-            auto_decompress=False,
-            headers={"Accept-Encoding": "identity"},
-            cookie_jar=aiohttp.DummyCookieJar(),
-            trace_configs=[tracing],
-        )
+        self._session = self._new_session()
         return self
 
     async def __aexit__(self, *_error: object) -> None:
@@ -105,8 +97,23 @@ class Wire:
         async with self._session.get(self._at(*parts).with_query(query), timeout=timeout) as response:
             yield Body(response, self._checked(response, parts))
 
-    def websocket(self, **query: str) -> AbstractAsyncContextManager[aiohttp.ClientWebSocketResponse[bool]]:
-        return self._session.ws_connect(self._at("ws").with_query(query), max_msg_size=EVENT_BYTES)
+    @asynccontextmanager
+    async def websocket(self, **query: str) -> AsyncGenerator[aiohttp.ClientWebSocketResponse[bool]]:
+        """Left without a goodbye, for which all that the server has sent by then would be read: closed with its
+        session."""
+        async with self._new_session() as session:
+            yield await session.ws_connect(self._at("ws").with_query(query), max_msg_size=EVENT_BYTES)
+
+    def _new_session(self) -> aiohttp.ClientSession:
+        tracing = aiohttp.TraceConfig()
+        tracing.on_request_redirect.append(self._on_redirect)
+        return aiohttp.ClientSession(
+            timeout=_times(REQUEST_SECONDS),
+            auto_decompress=False,
+            headers={"Accept-Encoding": "identity"},
+            cookie_jar=aiohttp.DummyCookieJar(),
+            trace_configs=[tracing],
+        )
 
     async def _ask(self, method: str, parts: tuple[str, ...], allowance: Allowance | None, **options: Any) -> Answer:
         allowance = allowance or Allowance()

@@ -245,6 +245,18 @@ async def a_giant_frame(connection: Connection) -> None:
         await connection.send(b"x" * 100_000)
 
 
+def flood(opcode: int) -> Lie:
+    """Of frames with nothing in them, which take no room in any buffer that counts bytes."""
+
+    async def lie(connection: Connection) -> None:
+        await connection.upgrade()
+        while True:
+            await connection.send(bytes([0x80 | opcode, 0]) * 100_000)
+            await asyncio.sleep(0)
+
+    return lie
+
+
 OVER_THE_WEBSOCKET: dict[str, Lie] = {
     "no JSON": told((b"{", 1, True)),
     "no UTF-8": told((b"\xff\xff", 1, True)),
@@ -260,6 +272,10 @@ OVER_THE_WEBSOCKET: dict[str, Lie] = {
     "an endless message": told((b"x" * 100_000, 0, False), again=True),
     "a giant frame": a_giant_frame,
     "pings": told((b"x" * 100, 9, True), again=True),
+    "a flood of empty events": flood(1),
+    "a flood of empty previews": flood(2),
+    "a flood of empty pings": flood(9),
+    "a flood of empty pongs": flood(10),
     "a bad frame": told((b"x", 15, True)),
     "no handshake": saying(b"{}"),
 }

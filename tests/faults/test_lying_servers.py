@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -14,7 +15,8 @@ from pathlib import Path
 import pytest
 from comfyui_onediff_guard.headless import cli, follow
 from comfyui_onediff_guard.headless.errors import ExitCode
-from lies import AFTER_THE_RUN, Case, cases
+from comfyui_onediff_guard.headless.server import Server
+from lies import AFTER_THE_RUN, Case, cases, told
 from lying_server import PICTURE, UNFINISHED, WORKFLOW, LyingServer
 from PIL import Image
 
@@ -101,6 +103,18 @@ def test_a_lie(
     assert interrupted or not submitted_and_answering or code == ExitCode.DONE
 
 
+@pytest.mark.usefixtures("_given_up_when_it_hangs")
+def test_leaving_the_websocket_waits_for_nothing_that_the_server_says() -> None:
+    """Not for its goodbye, nor until all is read that it has sent by then."""
+
+    async def leave(url: str) -> None:
+        async with Server(url) as server, server.websocket() as socket:
+            await socket.receive()
+
+    with LyingServer("ws", told((b"{}", 1, True))) as server:
+        asyncio.run(asyncio.wait_for(leave(server.url), 8))  # of the 10 s that aiohttp waits for a goodbye
+
+
 def test_enough_lies_were_told_and_each_ended_in_time(figure: Callable[[str, object], None]) -> None:
     if len(ENDED) < len(CASES):
         pytest.skip("not all lies were told")
@@ -136,25 +150,26 @@ LARGE_ANSWERS = (
     "an endless message",
     "a giant frame",
     "a flood of progress",
+    "a flood of empty events",
 )
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no peak of memory that starts anew")
 def test_large_lies_take_little_memory(arguments: list[str], figure: Callable[[str, object], None]) -> None:
-    told = [case for case in CASES if case[1] in LARGE_ANSWERS]
-    told += [case for case in CASES if case[1] in LARGE_OVER_HTTP and case[0] in ("history", "view", "ws")]
+    large = [case for case in CASES if case[1] in LARGE_ANSWERS]
+    large += [case for case in CASES if case[1] in LARGE_OVER_HTTP and case[0] in ("history", "view", "ws")]
     with ExitStack() as stack:
         honest = stack.enter_context(LyingServer())
         runs = [[*arguments[:-1], "60", "--server", honest.url]]
-        for endpoint, _, lie in told:
+        for endpoint, _, lie in large:
             runs.append([*arguments[:-1], "2", "--server", stack.enter_context(LyingServer(endpoint, lie)).url])
         child = [sys.executable, "-c", MEASURED, json.dumps(runs)]
         done = subprocess.run(child, capture_output=True, text=True, check=True)
     grown = [float(line.removeprefix("grew by")) for line in done.stdout.splitlines() if line.startswith("grew by")]
-    assert len(grown) == len(told) and max(grown) > 1
-    worst = max(range(len(told)), key=grown.__getitem__)
+    assert len(grown) == len(large) and max(grown) > 1
+    worst = max(range(len(large)), key=grown.__getitem__)
     figure(
-        f"lying servers: the most memory above the start, of {len(told)} large lies, MiB",
-        f"{grown[worst]:.0f} ({told[worst][0]}: {told[worst][1]})",
+        f"lying servers: the most memory above the start, of {len(large)} large lies, MiB",
+        f"{grown[worst]:.0f} ({large[worst][0]}: {large[worst][1]})",
     )
     assert max(grown) <= 200
