@@ -170,7 +170,7 @@ class _Vae(_Fields):
     latent_channels: _Width = 1
     act_fn: _Word = ""
     norm_num_groups: _Width = 1
-    scaling_factor: _Number = 0
+    scaling_factor: _Positive = 1
     shift_factor: _Number | None = None
     latents_mean: _Numbers | None = None
     latents_std: _Numbers | None = None
@@ -183,7 +183,7 @@ class _Vae(_Fields):
     norm_eps: _Positive = 1
     sample_height: _Width = 1
     sample_width: _Width = 1
-    temporal_compression_ratio: _Positive = 1
+    temporal_compression_ratio: Annotated[float, Field(ge=1, le=2**20)] = 1
     invert_scale_latents: bool = False
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..precision.policy import VARIANTS, Variant, as_stored
-from ..trust.foreign import Unreadable, object_in, read
-from ..trust.text import shown
+from ..trust.foreign import MAX_BYTES, Unreadable, object_in, read
+from ..trust.text import listed, shown
 from .component_config import fields_of
 from .errors import BadFolder
 from .families import FAMILIES, ComponentSpec, FamilySpec
@@ -27,7 +27,8 @@ _SMALL_CONFIGS = (  # of what has no weights; what a library reads of them is mo
     *("scheduler_config.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("preprocessor_config.json", "processor_config.json", "config.json"),
 )
-_MOST_SMALL_BYTES = 64 * 2**20  # of such a file; the largest real one is a tokenizer.json of 20 MB
+_MOST_CONFIG_BYTES = 2**20  # of a config.json or model_index.json; a published one has 2,000
+_MOST_SMALL_BYTES = 64 * 2**20  # of what has no weights; the largest real one is a tokenizer.json of 20 MB
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class ModelFolder(StoredModel):
         unknown = sorted(key for key in config if key not in known and not key.startswith("_"))
         if not unknown:
             return []
-        return [f"{name}: config.json has fields that diffusers {diffusers.__version__} ignores: {', '.join(unknown)}"]
+        return [f"{name}: config.json has fields that diffusers {diffusers.__version__} ignores: {listed(unknown)}"]
 
     def _from_pretrained(self, name: str, **options: Any) -> Any:
         import torch
@@ -107,7 +108,7 @@ def inspect(path: Path, expected: FamilySpec) -> ModelFolder:
     Raises BadFolder: not a diffusers folder, another pipeline, a component that is missing, pickled or truncated, a
     config of no sense or that reaches for more than the folder, tensors that are missing, left over or of other shapes.
     """
-    index = read_json(path / "model_index.json", missing=_no_index(path))
+    index = read_json(path / "model_index.json", missing=_no_index(path), limit=_MOST_CONFIG_BYTES)
     found = shown(index.get("_class_name") or "pipeline without a name")
     if found != expected.pipeline:
         others = f" It belongs to {FAMILIES[found].name}." if found in FAMILIES else ""
@@ -125,6 +126,7 @@ def inspect(path: Path, expected: FamilySpec) -> ModelFolder:
                 where = f"'{name_of(path)}/{name}'"
                 module = _on_meta(where, component, classes[name], fields[name])
                 check_fit(where, module, tensors, sharded=weights[name].sharded)
+                configs[name] = _with_defaults(module, configs[name]) if name == "vae" else configs[name]
         else:
             _check_unweighted(path, name, classes[name])
     denoiser_config = configs[expected.denoiser]
@@ -144,7 +146,7 @@ def inspect(path: Path, expected: FamilySpec) -> ModelFolder:
 
 def family_of(path: Path) -> FamilySpec:
     """The family that a folder's model_index.json names. Raises BadFolder where it is none of ours."""
-    index = read_json(path / "model_index.json", missing=_no_index(path))
+    index = read_json(path / "model_index.json", missing=_no_index(path), limit=_MOST_CONFIG_BYTES)
     found = shown(index.get("_class_name") or "pipeline without a name")
     if found not in FAMILIES:
         raise BadFolder(f"'{name_of(path)}' holds a {found}. Known: {', '.join(FAMILIES)}.")
@@ -173,14 +175,14 @@ def fingerprint(path: Path) -> str:
     return digest.hexdigest()
 
 
-def read_json(file: Path, *, missing: str = "") -> dict[str, Any]:
-    """A JSON object. Raises BadFolder, with `missing` where the file is not there."""
+def read_json(file: Path, *, missing: str = "", limit: int = MAX_BYTES) -> dict[str, Any]:
+    """A JSON object. limit: in bytes. Raises BadFolder, with `missing` where the file is not there."""
     if not file.exists():
         raise BadFolder(missing or f"'{file}' is missing.")
     try:
         if not file.is_file():
             raise Unreadable("it is no file")
-        return dict(object_in(read(file)))
+        return dict(object_in(read(file, limit=limit)))
     except (OSError, Unreadable) as error:
         raise BadFolder(f"'{file}' cannot be read as JSON: {error}. Download it again.") from None
 
@@ -254,6 +256,11 @@ def _built(component: ComponentSpec, name: str, fields: str) -> torch.nn.Module:
         return cls.from_config(json.loads(fields))
 
 
+def _with_defaults(module: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config of diffusers', and what its class says where the file says nothing."""
+    return {**module.config, **config}
+
+
 def _unlike(variant: Variant, config: Mapping[str, Any]) -> Iterator[str]:
     found = [
         f"{key} {config[key]} instead of {value}"
@@ -299,4 +306,5 @@ def _component_class(path: Path, index: Mapping[str, Any], name: str, component:
 
 def _read_config(path: Path, name: str) -> dict[str, Any]:
     where = f"'{name_of(path)}/{name}'"
-    return read_json(path / name / "config.json", missing=f"{where} has no config.json: fetch it again.")
+    missing = f"{where} has no config.json: fetch it again."
+    return read_json(path / name / "config.json", missing=missing, limit=_MOST_CONFIG_BYTES)

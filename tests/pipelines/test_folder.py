@@ -11,7 +11,7 @@ import torch
 from comfyui_onediff_guard.headless.small_model import build_cogvideox
 from comfyui_onediff_guard.pipelines.errors import BadFolder
 from comfyui_onediff_guard.pipelines.families import COGVIDEOX
-from comfyui_onediff_guard.pipelines.folder import fingerprint, inspect, list_folders
+from comfyui_onediff_guard.pipelines.folder import family_of, fingerprint, inspect, list_folders
 
 
 @pytest.fixture
@@ -136,6 +136,21 @@ def test_config_with_unknown_fields_loads(folder, open_pipeline):
     config = json.loads(file.read_text(encoding="utf-8"))
     file.write_text(json.dumps(config | {"made_up": 1}), encoding="utf-8")
     assert open_pipeline(folder).store.module("transformer", "fp32") is not None
+
+
+@pytest.mark.parametrize("variant", ["2b", "cogview3", "svd"])
+def test_what_a_vaes_config_does_not_say_is_what_its_class_says(model_folder, tmp_path, variant):
+    """Sampling ends with these numbers: it is late to miss one."""
+    folder = shutil.copytree(model_folder(variant), tmp_path / "model")
+    file = folder / "vae" / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    unsaid = ("scaling_factor", "temporal_compression_ratio", "force_upcast")
+    file.write_text(json.dumps({key: value for key, value in config.items() if key not in unsaid}), encoding="utf-8")
+    model = inspect(folder, family_of(folder))
+    assert model.vae_config["scaling_factor"] in (1.15258426, 0.18215)
+    assert model.vae_config.get("temporal_compression_ratio") == (4 if variant == "2b" else None)
+    loaded = model.component("vae", torch.float32)
+    assert {key: loaded.config[key] for key in config} == {key: model.vae_config[key] for key in config}
 
 
 def test_listing(folder, tmp_path):

@@ -321,6 +321,8 @@ def test_transformers_gets_the_fields_that_were_checked_and_no_other(copy: Calla
         ("2b", "text_encoder", {"feed_forward_proj": "a" * 99}, "feed_forward_proj is aaa"),
         ("2b", "vae", {"block_out_channels": [8] * 99}, "block_out_channels is a list of 99"),
         ("2b", "vae", {"layers_per_block": 10**6}, "layers_per_block is 1000000"),
+        ("2b", "vae", {"scaling_factor": 0.0}, "scaling_factor is 0.0: .*greater than 0"),
+        ("2b", "vae", {"temporal_compression_ratio": 0.5}, "temporal_compression_ratio is 0.5: .*or equal to 1"),
         ("cogview4", "text_encoder", {"rope_parameters": {"factor": "a b"}}, "rope_parameters"),
         ("svd", "unet", {"transformer_layers_per_block": 10**6}, "transformer_layers_per_block"),
         ("svd", "image_encoder", {"image_size": 10**6}, "image_size is 1000000"),
@@ -332,6 +334,18 @@ def test_numbers_out_of_sense_are_refused_before_anything_is_built(
     folder = copy(variant)
     say(folder / name / "config.json", **fields)
     with pytest.raises(BadFolder, match=f"model/{name}/config.json' cannot be used: {said}"):
+        checked(folder)
+
+
+@pytest.mark.parametrize("file", ["model_index.json", "vae/config.json", "transformer/config.json"])
+def test_a_config_of_more_fields_than_any_class_has(copy: Callable[[str], Path], file: str) -> None:
+    """What of them no class knows stands in the report: some of their names."""
+    folder = copy("2b")
+    say(folder / file, **{f"field_{n}": n for n in range(1000)})
+    found = checked(folder)
+    assert len("".join(found.unknown_fields("vae") + found.unknown_fields("transformer"))) < 500
+    say(folder / file, **{f"field_{n}": n for n in range(100_000)})
+    with pytest.raises(BadFolder, match=f"model/{file}' cannot be read as JSON: it is larger than 1,048,576 bytes"):
         checked(folder)
 
 
