@@ -110,7 +110,7 @@ def running_hub(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Generator[HubS
     """A hub that huggingface_hub in this process talks to, and an empty cache in `folder`."""
     from huggingface_hub import constants, file_download, utils
 
-    close_sessions = getattr(utils, "close_session", None) or utils.reset_sessions  # the library keeps connections
+    close_sessions: Any = getattr(utils, "close_session", None) or utils.reset_sessions  # it keeps connections
     server = HubServer()
     monkeypatch.delenv("HF_TOKEN", raising=False)
     for name, value in {

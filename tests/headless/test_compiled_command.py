@@ -201,7 +201,8 @@ def test_sizes_that_a_header_lies_about_change_nothing(tmp_path):
 def test_nothing_is_written_through_a_link_of_the_folder(tmp_path):
     file = keep(tmp_path / "theirs", target(), tmp_path)
     work, elsewhere = tmp_path / "work", tmp_path / "elsewhere"
-    work.mkdir(), elsewhere.mkdir()
+    work.mkdir()
+    elsewhere.mkdir()
     (work / "ab").symlink_to(elsewhere)
     with pytest.raises(BadCompiled, match="leads out of its folder through a link"):
         unpack(file, target(), work)
