@@ -10,9 +10,20 @@ from pydantic_core import PydanticCustomError
 from ..trust.foreign import Foreign
 
 
+def _whole(value: Any) -> Any:
+    """To the page all numbers are of one kind, and tools that write its files make floats of them: 1.0 is 1."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def _as_text(value: Any) -> Any:
     """An id as text: the page takes 5 and "5" for the same."""
+    value = _whole(value)
     return str(value) if type(value) is int else value
+
+
+def _object_or_nothing(value: Any) -> Any:
+    """What packs and tools keep in a file beside the workflow, where that is laid out as the page does it."""
+    return value if isinstance(value, dict) else None
 
 
 def _list_or_object(value: Any) -> Any:
@@ -22,6 +33,7 @@ def _list_or_object(value: Any) -> Any:
 
 
 Id = Annotated[str, BeforeValidator(_as_text)]
+Whole = Annotated[int, BeforeValidator(_whole)]
 
 
 class UiSlot(Foreign):
@@ -36,7 +48,7 @@ class UiInput(UiSlot):
 class UiNode(Foreign):
     id: Id
     type: str
-    mode: int | None = 0
+    mode: Whole | None = 0
     title: str | None = None
     inputs: list[UiInput] | None = None
     outputs: list[UiSlot] | None = None
@@ -46,7 +58,7 @@ class UiNode(Foreign):
 class UiLink(Foreign):
     id: Id
     origin_id: Id
-    origin_slot: int
+    origin_slot: Whole
 
     @model_validator(mode="before")
     @classmethod
@@ -75,7 +87,7 @@ class UiFile(Foreign):
     nodes: list[UiNode]
     links: list[UiLink | None] | None = None
     definitions: _Definitions | None = None
-    extra: _Extra | None = None
+    extra: Annotated[_Extra | None, BeforeValidator(_object_or_nothing)] = None
 
     def subgraphs(self) -> set[str]:
         """The node types that are subgraphs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -43,6 +44,17 @@ def test_widgets_are_named_and_the_seed_control_is_skipped(convert: Any) -> None
     assert graph.nodes["1"].inputs == {"width": 48, "seed": 7, "kind": "nan", "text": "a cat", "gain": 0.5}
     assert graph.nodes["2"].inputs == {"filename_prefix": "prefix", "images": Link("1", 0)}
     assert graph.workflow is not None
+
+
+def test_what_tools_write_otherwise_than_the_page_means_the_same(convert: Any) -> None:
+    """Every number a float, and `extra` a list."""
+    nodes = [node(1, "Noise", NOISE_WIDGETS, outputs=["IMAGE"]), save(1), node(3, "Noise", mode=2)]
+    links = [[1, 1, 0, 2, 0, "IMAGE"]]
+    floats = json.loads(json.dumps([nodes, links]), parse_int=float)
+    assert "1.0" in repr(floats)
+    graph = convert(*floats, extra=[])
+    assert set(graph.nodes) == {"1", "2"}
+    assert graph.nodes["2"].inputs["images"] == Link("1", 0)
 
 
 def test_without_a_seed_control_nothing_is_skipped(convert: Any) -> None:
