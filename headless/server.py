@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 
 from ..trust import foreign, paths
-from ..trust.text import shown
+from ..trust.text import for_terminal, shown
 from . import wire
 from .answers import FIRST_RUNNING, HistoryEntry, Queue, Submitted, Uploaded
 from .errors import HostError, OutputError, RunFailedError, TooLongError, UnknownNodesError, WorkflowError
@@ -133,8 +133,8 @@ class Server:
         Raises:
             WorkflowError: the server does not take it.
         """
-        form = aiohttp.FormData()
-        form.add_field("image", image, filename=name)
+        form = aiohttp.FormData(quote_fields=False)  # names in UTF-8, as the page sends them
+        form.add_field("image", image, filename=for_terminal(name))
         answer = await self._wire.post("upload", "image", seconds=wire.UPLOAD_SECONDS, data=form)
         if answer.status != 200:
             raise WorkflowError(f"{self.name} did not take the image {name}: HTTP {answer.status}.")

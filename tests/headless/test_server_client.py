@@ -268,6 +268,15 @@ def test_images_are_uploaded_from_the_input_folder(comfy: Any, there: RunThere, 
     assert comfy.requests[1][1]["prompt"]["1"]["inputs"]["image"] == "uploaded a.png"
 
 
+@pytest.mark.parametrize("name", ["Bild ä (1) 100%.png", "絵.png", 'a"b.png'])
+def test_images_keep_their_names(comfy: Any, there: RunThere, tmp_path: Path, name: str) -> None:
+    (tmp_path / "in").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "in" / name)
+    load = {"class_type": "LoadImage", "inputs": {"image": name}}
+    there(workflow={"1": load}, input_dir=tmp_path / "in")
+    assert dict(comfy.requests)["prompt"]["prompt"]["1"]["inputs"]["image"] == f"uploaded {name}"
+
+
 def test_ui_format_is_converted_with_the_servers_schemas(comfy: Any, there: RunThere) -> None:
     ui = {"nodes": [{"id": 1, "type": "Noise", "widgets_values": [32, 1, "randomize", "nan", "cat", 1.0]}], "links": []}
     there(workflow=ui)
