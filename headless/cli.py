@@ -7,6 +7,7 @@ import importlib
 import logging
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import ExitCode, HeadlessError
-from .terminal import cleaned_output
+from .terminal import NOBODY_READS, NobodyReadsError, cleaned_output
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,13 @@ SUBCOMMANDS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code; see `ExitCode`."""
     with cleaned_output():
-        return _main(list(sys.argv[1:] if argv is None else argv))
+        try:
+            code = _main(list(sys.argv[1:] if argv is None else argv))
+            if sys.stdout is not None:  # pythonw has none
+                sys.stdout.flush()
+            return code
+        except NobodyReadsError:
+            return NOBODY_READS
 
 
 def _main(arguments: list[str]) -> int:
@@ -61,7 +68,10 @@ def _main(arguments: list[str]) -> int:
 @contextmanager
 def _stopped_alike() -> Iterator[None]:
     """Every polite request to end is Ctrl-C: one way to stop, with clean-up. What `nohup` has us ignore stays so, and
-    at the end all is as it was."""
+    at the end all is as it was. Signals are the main thread's: in another, the caller has them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK")  # SIGHUP: the terminal is gone. SIGBREAK: the same on Windows
     before = {kind: signal.getsignal(kind) for name in names if (kind := getattr(signal, name, None))}
     for kind, handler in before.items():

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
 from typing import TextIO
 
 from ..trust.text import for_terminal
+
+NOBODY_READS = 128 + 13  # the exit code that a shell gives a command that SIGPIPE ended
+
+
+class NobodyReadsError(SystemExit):
+    """Whoever read the output has gone (`| head`): the command ends, with all that it has to put in order."""
 
 
 class Cleaned(io.TextIOBase):
@@ -20,12 +28,24 @@ class Cleaned(io.TextIOBase):
 
     def write(self, text: str, /) -> int:
         again = text.startswith("\r") and not text.startswith("\r\n")
-        self.stream.write("\r" + for_terminal(text[1:]) if again else for_terminal(text))
+        with self._read():
+            self.stream.write("\r" + for_terminal(text[1:]) if again else for_terminal(text))
         return len(text)
 
     def flush(self) -> None:
         if not self.stream.closed:
-            self.stream.flush()
+            with self._read():
+                self.stream.flush()
+
+    @contextmanager
+    def _read(self) -> Iterator[None]:
+        """Raises NobodyReadsError. What is still in the stream's buffer then, and what follows, goes nowhere."""
+        try:
+            yield
+        except BrokenPipeError:
+            with suppress(OSError), Path(os.devnull).open("wb") as nowhere:
+                os.dup2(nowhere.fileno(), self.stream.fileno())
+            raise NobodyReadsError(NOBODY_READS) from None
 
     def isatty(self) -> bool:
         return self.stream.isatty()

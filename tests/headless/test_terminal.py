@@ -5,8 +5,12 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import re
+import signal
+import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,3 +96,24 @@ def test_the_streams_are_put_back() -> None:
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     assert (sys.stdout, sys.stderr) == before
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes there break otherwise")
+@pytest.mark.parametrize("arguments", [["doctor"], ["doctor", "--json"], ["profile", "list"]])
+def test_a_reader_that_goes_away_ends_a_command_silently(arguments: list[str], tmp_path: Path) -> None:
+    """As `| head` does once it has its lines."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "comfyui_onediff_guard.headless", *arguments]
+    ended = subprocess.run(command, cwd=tmp_path, stdout=writing, stderr=subprocess.PIPE, check=False)
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+def test_a_command_in_another_thread(tmp_path: Path, console: Console) -> None:
+    """Which may not set signals."""
+    ended: list[tuple[int, str, str]] = []
+    thread = threading.Thread(target=lambda: ended.append(console("profile", "--dir", tmp_path, "list")))
+    thread.start()
+    thread.join()
+    assert ended[0][0] == 0, ended
