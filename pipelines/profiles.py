@@ -52,7 +52,8 @@ class Profile:
     def name(self) -> str:
         """Of its file: the same for the same model, LoRAs, architecture and dtype."""
         facts = json.dumps([self.weights, self.loras, self.architecture, self.dtype])
-        words = (for_file_name(text, limit=60) for text in (self.model, self.architecture, self.dtype))
+        sizes = ((self.model, 160), (self.architecture, 32), (self.dtype, 32))  # in bytes: a file's name takes 255
+        words = (for_file_name(text, limit=limit) for text, limit in sizes)
         return f"{'-'.join(words)}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
 
     def text(self) -> str:

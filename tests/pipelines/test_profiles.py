@@ -214,6 +214,12 @@ def test_what_is_no_file_is_not_replaced(kind, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"shared.json", "other"}
 
 
+@pytest.mark.parametrize("model", ["日本語のとても長いモデルフォルダの名前であり", "x" * 96 + "/y" * 20])
+def test_a_long_name_is_whole_in_that_of_the_file(model):
+    """As earlier versions wrote it, whose files are found by it."""
+    assert replace(PROFILE, model=model).name.startswith(f"{model.replace('/', '-')}-sm75-fp16-")
+
+
 def test_a_files_name_is_one_whatever_the_model_is_called():
     name = replace(PROFILE, model="../日本" * 100).name
     assert len(f"{name}.json".encode()) < 255 and "/" not in name
