@@ -71,8 +71,10 @@ def lora(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 
 @contextmanager
 def instead(file: Path, data: bytes) -> Iterator[None]:
+    """data: of a safetensors file the header alone; hypothesis keeps what it draws, and bodies would fill memory."""
     whole = file.read_bytes()
-    file.write_bytes(data)
+    body = header_and_body(file)[1] if file.suffix == ".safetensors" else b""
+    file.write_bytes(data + body)
     try:
         yield
     finally:
@@ -92,10 +94,10 @@ def header_and_body(file: Path) -> tuple[bytes, bytes]:
 
 @st.composite
 def damaged_header(draw: st.DrawFn, file: Path) -> bytes:
-    """A safetensors file whose header is damaged: its values, its settings, its bytes or its length."""
-    text, body = header_and_body(file)
+    """A safetensors file's header that is damaged: its values, its settings, its bytes or its length."""
+    text, _ = header_and_body(file)
     if draw(st.integers(0, 3)) == 0:
-        return draw(mutated_bytes(len(text).to_bytes(8, "little") + text)) + body
+        return draw(mutated_bytes(len(text).to_bytes(8, "little") + text))
     header = json.loads(text)
     inner = header.get("__metadata__", {}).get("lora_adapter_metadata")
     if inner and draw(st.booleans()):
@@ -103,7 +105,7 @@ def damaged_header(draw: st.DrawFn, file: Path) -> bytes:
     else:
         header = draw(mutated(header))
     changed = json.dumps(header).encode("utf-8", "surrogatepass")
-    return len(changed).to_bytes(8, "little") + changed + body
+    return len(changed).to_bytes(8, "little") + changed
 
 
 @st.composite
@@ -130,7 +132,7 @@ def test_a_damaged_folder_is_refused_in_words_or_fits(folders: dict[str, Path], 
             in_words(refused)
 
 
-@settings(max_examples=drawn(6_000, 40), **OPTIONS)
+@settings(max_examples=drawn(7_500, 40), **OPTIONS)
 @given(data=st.data())
 def test_a_damaged_lora_is_refused_in_words_or_fits(lora: tuple[Path, Any], data: st.DataObject) -> None:
     file, denoiser = lora
@@ -146,7 +148,7 @@ def single_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return svd_layout.write(tmp_path_factory.mktemp("single") / "svd.safetensors")
 
 
-@settings(max_examples=drawn(2_000, 20), **OPTIONS)
+@settings(max_examples=drawn(500, 20), **OPTIONS)
 @given(data=st.data())
 def test_a_damaged_single_file_is_refused_in_words_or_fits(single_file: Path, data: st.DataObject) -> None:
     with instead(single_file, data.draw(damaged_header(single_file))):
