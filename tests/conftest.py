@@ -78,9 +78,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.fixture(autouse=True)
 def process_as_before() -> Iterator[None]:
     """A test leaves the process as it found it: nothing patched, set, open or running that was not."""
-    before = process_state.read()
+    modules, before = {*sys.modules}, process_state.read()
     yield
-    if left := process_state.changes(before):
+    if left := process_state.left_behind(before, modules):
         pytest.fail("left behind:\n" + "\n".join(left), pytrace=False)
 
 

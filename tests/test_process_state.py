@@ -174,3 +174,17 @@ def test_a_test_that_leaves_something_fails(root: Path, tmp_path: Path) -> None:
     found = {**os.environ, "PYTHONPATH": str(root / "tests")}
     done = subprocess.run(command, env=found, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert "variable LEFT_BEHIND: absent → 1" in done.stdout and "2 passed, 1 error" in done.stdout, done.stdout
+
+
+def test_what_libraries_do_when_they_are_first_imported_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, modules = process_state.read(), {*sys.modules}
+    undo = warning_filter()
+    try:
+        assert process_state.left_behind(before, modules)
+        monkeypatch.setitem(sys.modules, "a_library", sys)
+        assert not process_state.left_behind(before, modules)
+        torch.set_default_dtype(torch.float64)
+        assert "torch flag default dtype" in process_state.left_behind(before, modules)[0]
+    finally:
+        torch.set_default_dtype(torch.float32)
+        undo()

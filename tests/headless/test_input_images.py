@@ -118,7 +118,7 @@ def test_the_folder_that_stands_behind_a_name_is_no_part_of_it(comfy: Any, send:
     send("a.png [input]")
     send("x [draft.png")
     names = [body["prompt"]["1"]["inputs"]["image"] for body in sent(comfy)["prompt"]]
-    assert names == ["uploaded a.png", "uploaded x%20%5Bdraft.png"]  # as aiohttp writes it
+    assert names == ["uploaded a.png", "uploaded x [draft.png"]
 
 
 @pytest.mark.parametrize(
