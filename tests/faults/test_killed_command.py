@@ -18,8 +18,9 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="its signals are
 HANG_SECONDS = 120.0  # a bound for a test that would hang, far from what it takes
 COMMAND = """\
 import signal, sys
-if sys.argv[3] == "in the background":  # a shell's way to keep Ctrl-C from it
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+background = sys.argv[3] == "in the background"  # where a shell keeps Ctrl-C from it
+signal.signal(signal.SIGINT, signal.SIG_IGN if background else signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # of the tests' own process this may be ignored
 from comfyui_onediff_guard.headless import checkout, cli
 checkout._has_accelerator = lambda python: False
 sys.exit(cli.main(["run", sys.argv[1], "--comfyui", sys.argv[2]]))

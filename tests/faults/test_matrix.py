@@ -28,11 +28,11 @@ from comfyui_onediff_guard.pipelines.compile_cache import INDUCTOR, TRITON
 from comfyui_onediff_guard.pipelines.errors import BadFolder
 from comfyui_onediff_guard.pipelines.keeping import LIMIT_VARIABLE
 from comfyui_onediff_guard.precision.guard import GuardStopped
+from faulty_stages import Compiling, Download, ModelStage, Saving, ServerDownload, Stage, same
 from hub_files import ID, files_of, partials
 from hub_server import running_hub
 from huggingface_hub import constants
 from operations import Operations, full_disk, jumping_clock, kill_this_process, killed_in_a_child, raising, spread, tree
-from stages import Compiling, Download, ModelStage, Saving, ServerDownload, Stage, same
 from tiers import drawn
 
 PLACES = drawn(24, 3)  # operations of a stage, from its first to its last, at which a fault comes

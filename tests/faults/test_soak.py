@@ -125,7 +125,8 @@ class Reading(NamedTuple):
         gc.collect()
         if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
             trim(0)
-        tensors = [held for held in gc.get_objects() if issubclass(type(held), torch.Tensor)]
+        kinds = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)  # compilers' have no storage
+        tensors = [held for held in gc.get_objects() if type(held) in kinds]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
         memory = psutil.Process().memory_info().rss
         alive = len(tensors), sum(storages.values()), len(stores._STORES)

@@ -97,9 +97,9 @@ def test_a_run_that_is_interrupted_keeps_what_it_learned(model_folder, opened, t
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"format": 9}, "its format is 9"),
+        ({"format": 9}, "format is 9"),
         ({"versions": {"torch": "1.0"}}, "is left alone: it was made with torch 1.0"),
-        ({"learned": {"stream_peak": None, "islands": ["blocks.7"]}}, "this model has no 'blocks.7'"),
+        ({"learned": {"stream_peak": None, "islands": ["blocks.7"]}}, "this model has no part 'blocks.7'"),
     ],
 )
 def test_a_kept_profile_that_does_not_fit_is_left_alone_with_a_line(model_folder, opened, tmp_path, change, says):
