@@ -1,12 +1,14 @@
 """docs/reliability.md: what the tests of faults, fuzzing, threads and servers measured, written by their own run.
 
-`make reliability` runs them at their full depth and, where all passed, writes the figures with machine and date to
-benchmarks/results/ and the page from that. A test has a figure by calling the fixture of that name.
+`make reliability` runs them at their full depth and writes the figures of those that passed, with machine and date, to
+benchmarks/results/, in place of what they came to earlier that day, and the page from that. A test has a figure by
+calling the fixture of that name.
 """
 
 from __future__ import annotations
 
 import datetime as dt
+import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -24,7 +26,7 @@ HEAD = """\
 
 <!-- Written by `make reliability` from benchmarks/results/{name}. Do not edit it here. -->
 
-Every line is a test's own figure, from one run in which all of them passed: {machine}, {date}, torch {torch}, no GPU.
+Every line is the figure of a test that passed: {machine}, {date}, torch {torch}, no GPU.
 What is promised, and what is not, stands in [SECURITY.md](../SECURITY.md).
 
 | what was tried | what was found | test |
@@ -76,6 +78,11 @@ def write(figures: list[dict[str, str]]) -> Path:
     from measure import write_json
 
     facts = result(figures)
+    again = {row["test"] for row in figures}
+    if (file := RESULTS / f"reliability-cpu-{facts['date']}.json").exists():
+        earlier = json.loads(file.read_text(encoding="utf-8"))["figures"]
+        facts["figures"] += [row for row in earlier if row["test"] not in again]
+    facts["figures"].sort(key=lambda row: (row["test"], row["what"]))
     file = write_json(facts, RESULTS, "cpu")
     PAGE.write_text(page(file.name, facts), encoding="utf-8")
     return file
