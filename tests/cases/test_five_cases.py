@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -142,8 +143,8 @@ def test_case_3_a_text_encoder_that_was_cast_after_loading_is_put_right(model_fo
     load = T5EncoderModel.from_pretrained
 
     def load_and_cast(*args, **options):
-        module, found = load(*args, **options)  # with what was found of it on disk
-        return torch.nn.Module.to(module, torch.float16), found
+        loaded: Any = load(*args, **options)  # the model, and what was found of it on disk
+        return torch.nn.Module.to(loaded[0], torch.float16), loaded[1]
 
     folders = model_folder("2b"), changed(model_folder("2b"), "text_encoder", T5EncoderModel, beyond_fp16)
     expected = [encoded(on_card(folder, "sm75", "fp32"))[0] for folder in folders]
