@@ -21,6 +21,9 @@ SUPPORTED := import sys; v = sys.version_info[:2]; \
 JOBS ?= 2
 TESTS := .venv/bin/python -m pytest -n $(JOBS)
 
+# a process of its own, since its memory is measured
+SOAK := tests/faults/test_soak.py
+
 # checkouts for `make test-all`: COMFYUI_PATH, else all ComfyUI* in your home folder
 COMFYUIS ?= $(or $(COMFYUI_PATH),$(patsubst %/main.py,%,$(wildcard $(HOME)/ComfyUI*/main.py)))
 
@@ -36,12 +39,14 @@ test: lint .venv-comfyui/.installed
 	$(TESTS) --tier test
 
 test-all: lint .venv-comfyui/.installed
-	COMFYUI_PATH=$(firstword $(COMFYUIS)) $(TESTS)
+	COMFYUI_PATH=$(firstword $(COMFYUIS)) $(TESTS) --ignore $(SOAK)
+	.venv/bin/python -m pytest $(SOAK)
 	@set -e; for path in $(wordlist 2,99,$(COMFYUIS)); do \
 		COMFYUI_PATH=$$path $(TESTS) tests/comfyui -k 'not leg_a'; done
 
 reliability: .venv/.installed .venv-comfyui/.installed
-	$(TESTS) tests/faults --write-figures
+	$(TESTS) tests/faults --ignore $(SOAK) --write-figures
+	.venv/bin/python -m pytest $(SOAK) --write-figures
 
 # --strict: a package of which the advisories cannot be asked for fails, too. SECURITY.md explains each that is ignored.
 audit:
