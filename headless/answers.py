@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from ..trust import foreign, paths
-from ..trust.foreign import Foreign
+from ..trust.foreign import Foreign, nothing_is_empty
 from ..trust.text import shown
 from .errors import HeadlessError, InterruptedRunError, RunFailedError
 from .graph import Graph
@@ -22,13 +22,9 @@ def _text(value: object) -> object:
     return str(value) if type(value) is int and abs(value) < 10**18 else value
 
 
-def _nothing_is_empty(value: object) -> object:
-    return {} if value is None else value
-
-
 NodeId = Annotated[str, BeforeValidator(_text), Field(max_length=1000)]
 PromptId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.:-]{0,199}$")]
-OneOutput = Annotated[dict[str, Any], BeforeValidator(_nothing_is_empty)]
+OneOutput = Annotated[dict[str, Any], BeforeValidator(nothing_is_empty)]
 
 
 # --- POST /prompt -----------------------------------------------------------------------------------------------------
@@ -141,7 +137,7 @@ class Status(Foreign):
 class HistoryEntry(Foreign):
     """What came of a run."""
 
-    outputs: Annotated[dict[str, OneOutput], BeforeValidator(_nothing_is_empty)] = {}
+    outputs: Annotated[dict[str, OneOutput], BeforeValidator(nothing_is_empty)] = {}
     status: Status | None = None
 
     def failure(self, graph: Graph, server: str) -> HeadlessError | None:

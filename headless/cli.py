@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import ExitCode, HeadlessError
-from .terminal import NOBODY_READS, NobodyReadsError, cleaned_output
+from .terminal import NobodyReadsError, cleaned_output
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 sys.stdout.flush()
             return code
         except NobodyReadsError:
-            return NOBODY_READS
+            return int(ExitCode.NOBODY_READS)
 
 
 def _main(arguments: list[str]) -> int:

@@ -12,6 +12,7 @@ class ExitCode(IntEnum):
     RUN_FAILED = 4
     OUTPUT_FAILED = 5  # a result could not be written
     INTERRUPTED = 130
+    NOBODY_READS = 141  # any more what is printed; a shell's code for a command that SIGPIPE ended
 
 
 class HeadlessError(Exception):
@@ -24,6 +25,10 @@ class WorkflowError(HeadlessError):
     """The workflow, one of its inputs or the way the command was called; nothing ran."""
 
     exit_code: ExitCode = ExitCode.BAD_INPUT
+
+
+class NodeNotFoundError(WorkflowError):
+    """No node of the workflow goes by that name."""
 
 
 class UnknownNodesError(WorkflowError):

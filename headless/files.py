@@ -22,6 +22,7 @@ from typing import IO, Any
 from ..trust import paths
 from ..trust.text import shown
 from .errors import OutputError, WorkflowError
+from .locks import locked
 
 logger = logging.getLogger(__name__)
 
@@ -268,23 +269,15 @@ def _temporary(folder: Path) -> tuple[Path, IO[bytes]]:
     while True:
         path = folder / _TEMPORARY.format(uuid.uuid4().hex)
         file = path.open("xb")
-        _lock(file)
+        _own(file)
         if os.name == "nt" or os.fstat(file.fileno()).st_nlink:  # else removed by others before it was locked
             return path, file
         file.close()
 
 
-def _lock(file: IO[bytes]) -> bool:
+def _own(file: IO[bytes]) -> bool:
     """Whether a file is this process's alone now. On Windows an open file cannot be removed: that is lock enough."""
-    try:
-        import fcntl
-    except ImportError:
-        return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+    return os.name == "nt" or locked(file)
 
 
 @lru_cache(maxsize=256)
@@ -296,7 +289,7 @@ def _remove_stale(folder: Path) -> None:
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > STALE_SECONDS and path.is_file():
                 with path.open("r+b") as file:
-                    mine = _lock(file)
+                    mine = _own(file)
                     if mine and os.name != "nt":
                         path.unlink()
                 if mine and os.name == "nt":

@@ -162,7 +162,8 @@ class _Job:
     async def _upload(self, graph: Graph, schemas: Mapping[str, Schema], folder: Path) -> Graph:
         """The graph with the names that its images have on the server; those that are not in the folder stay."""
         there: dict[Path, str] = {}
-        for node, name, value in list(input_images.named(graph, schemas)):
+        values: dict[str, dict[str, str]] = {}
+        for node, name, value in input_images.named(graph, schemas):
             image, kind = input_images.folder_of(value)
             try:
                 path = input_images.find(folder, image) if kind == "input" else None
@@ -171,8 +172,8 @@ class _Job:
             if path is not None:
                 if path not in there:
                     there[path] = await self._upload_one(path)
-                graph = graph.with_input(node.id, name, there[path])
-        return graph
+                values.setdefault(node.id, {})[name] = there[path]
+        return graph.with_inputs(values)
 
     async def _upload_one(self, path: Path) -> str:
         try:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+
+from .locks import locked
 
 OWNER = ".owner"  # in a folder: locked for as long as the process that made it lives, however that ends
 
@@ -24,8 +24,8 @@ def temporary_folder(prefix: str, where: Path | None = None) -> Iterator[Path]:
         unnamed = folder / f"{OWNER}-new"  # takes its name when it is locked, so that none finds it unlocked before
         with unnamed.open("wb") as file:
             with suppress(OSError):  # no locks, or no renaming of open files: nobody takes the folder for an orphan
-                _lock(file)
-                unnamed.rename(folder / OWNER)
+                if locked(file):
+                    unnamed.rename(folder / OWNER)
             yield folder
 
 
@@ -35,17 +35,6 @@ def _remove_orphans(where: Path, prefix: str) -> None:
             if folder.is_symlink() or (hasattr(os, "getuid") and folder.stat().st_uid != os.getuid()):
                 continue
             with (folder / OWNER).open("r+b") as file:
-                _lock(file)
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _lock(file: IO[bytes]) -> None:
-    """Raises OSError where another process, or another open file of this one, has it."""
-    if sys.platform == "win32":
-        import msvcrt
-
-        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-    else:
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                orphaned = locked(file)
+            if orphaned:
+                shutil.rmtree(folder, ignore_errors=True)

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from ..trust.text import for_terminal
-
-NOBODY_READS = 128 + 13  # the exit code that a shell gives a command that SIGPIPE ended
+from .errors import ExitCode
 
 
 class NobodyReadsError(SystemExit):
@@ -45,7 +44,7 @@ class Cleaned(io.TextIOBase):
         except BrokenPipeError:
             with suppress(OSError), Path(os.devnull).open("wb") as nowhere:
                 os.dup2(nowhere.fileno(), self.stream.fileno())
-            raise NobodyReadsError(NOBODY_READS) from None
+            raise NobodyReadsError(ExitCode.NOBODY_READS) from None
 
     def isatty(self) -> bool:
         return self.stream.isatty()
@@ -66,10 +65,8 @@ def cleaned_output() -> Iterator[None]:
     """Both streams behind the gate. Characters that they cannot write become question marks."""
     with ExitStack() as restored:
         for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
-            if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(
-                    errors="replace"
-                )  # a console of Windows may have no arrow, and still be told the rest
+            if isinstance(stream, io.TextIOWrapper):  # a console of Windows may have no arrow, and be told the rest
+                stream.reconfigure(errors="replace")
             if stream is not None:  # pythonw has none
                 restored.enter_context(redirect(Cleaned(stream)))
         yield

@@ -1,4 +1,4 @@
-"""The one file that knows ComfyUI: folders, progress, interrupt, memory. Elsewhere: plain folders and tqdm.
+"""The one file that looks ComfyUI up: version, folders, progress, interrupt, memory. Elsewhere: plain folders and tqdm.
 
 ComfyUI is looked up among the loaded modules, never imported: a process that happens to have it installed is not
 one that it runs in. Its modules stand at the top level in ComfyUI itself and under `comfy.cmd` in its pip package.
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +43,30 @@ def _model_management() -> Any:
     return sys.modules.get("comfy.model_management") if _comfy("folder_paths") else None
 
 
+# --- which one it is -------------------------------------------------------------------------------------------------
+
+TESTED = ("0.0.1", "0.3.64", "0.33.0")  # the ComfyUIs in which the tests of this release passed
+
+
+def version() -> str:
+    """Of the ComfyUI that this process is, else of the one whose custom_nodes hold the pack; "" where there is none."""
+    if not _comfy("folder_paths"):
+        return _version_of_checkout(Path(__file__).parents[2])
+    if told := getattr(sys.modules.get("comfyui_version"), "__version__", ""):
+        return told
+    try:
+        return metadata.version("comfyui")  # from PyPI
+    except metadata.PackageNotFoundError:
+        return "of an unknown version"
+
+
+def _version_of_checkout(custom_nodes: Path) -> str:
+    file = custom_nodes.with_name("comfyui_version.py")
+    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    found = re.search(r'__version__ = "(.+)"', text) if custom_nodes.name == "custom_nodes" else None
+    return found[1] if found else ""
+
+
 # --- folders ----------------------------------------------------------------------------------------------------------
 
 
@@ -56,7 +82,7 @@ COMPILED_VARIABLE = "ONEDIFF_GUARD_COMPILED"
 MODEL_KINDS = ("diffusers", "checkpoints", "loras")  # folders of ComfyUI's that are read
 _DEFAULT_FOLDERS = PlainFolders()
 _folders: ContextVar[PlainFolders] = ContextVar("onediff_guard_folders", default=_DEFAULT_FOLDERS)
-_interrupt: ContextVar[threading.Event] = ContextVar("onediff_guard_interrupt", default=threading.Event())  # noqa: B039
+_interrupt: ContextVar[threading.Event | None] = ContextVar("onediff_guard_interrupt", default=None)
 
 
 @contextmanager
@@ -162,8 +188,9 @@ def _roots(kind: str) -> tuple[Path, ...]:
 
 
 def interrupt() -> None:
-    """Ask this thread's run to stop within one step (for processes without ComfyUI, which has its own way)."""
-    _interrupt.get().set()
+    """Ask the run whose `plain_folders` these are to stop within one step. ComfyUI has a way of its own."""
+    if asked := _interrupt.get():
+        asked.set()
 
 
 def say(node_id: str | None, text: str) -> None:
@@ -207,7 +234,7 @@ class Progress:
         self._bar.total = self._total or None
         self._bar.set_postfix_str(text, refresh=done == self._bar.n)
         self._bar.update(done - self._bar.n)
-        if _interrupt.get().is_set():
+        if (asked := _interrupt.get()) and asked.is_set():
             raise Interrupted(f"interrupted at {text}")
 
     def tell(self, text: str) -> None:
@@ -231,6 +258,8 @@ def placement() -> Placement:
         from ..pipelines.placement import PlainPlacement
 
         return PlainPlacement()
+    from .comfy_placement import ComfyPlacement
+
     return ComfyPlacement(management)
 
 
@@ -243,176 +272,10 @@ def release_cached_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-class _Lingering:
-    """The store that a node used last, and a place among ComfyUI's loaded models, to learn by when it unloads them."""
-
-    def __init__(self, store: ComponentStore, management: Any):
-        import torch
-
-        self.store: ComponentStore | None = store
-        self._place = Resident(torch.nn.Module(), store.placement.device)
-        self._loaded = management.current_loaded_models
-        loaded = management.LoadedModel(self._place)
-        loaded.model_load()
-        self._loaded.append(loaded)
-
-    def end(self) -> None:
-        self._loaded[:] = [loaded for loaded in self._loaded if loaded.model is not self._place]
-
-    def unload(self) -> None:
-        """Called amid ComfyUI's unloading, where none of its models may die: weights go, modules stay."""
-        if self.store and not self.store.handles:
-            self.store.empty()
-        else:
-            self.store = None  # its handles keep it
-
-
-_lingering: _Lingering | None = None
-
-
 def linger(store: ComponentStore) -> None:
     """Keep a store although ComfyUI lets go of its handles: it drops a node's old output before it runs the node anew,
     and with it what the new precision would share. Ends when ComfyUI unloads models, for room or because of `/free`."""
-    global _lingering
-    management = _model_management()
-    if management is None:
-        return
-    from ..pipelines.placement import MOVING
+    if management := _model_management():
+        from .comfy_placement import linger
 
-    with MOVING:
-        if _lingering and _lingering.store is store:
-            return
-        if _lingering:
-            _lingering.end()
-        _lingering = _Lingering(store, management)
-
-
-class ComfyPlacement:
-    """Asks ComfyUI's memory manager for room, and lets it move components away when others need theirs."""
-
-    def __init__(self, management: Any):
-        self.device: torch.device = management.get_torch_device()
-        self._management = management
-        self._residents: dict[str, Resident] = {}
-
-    def make_room(self, n_bytes: int) -> None:
-        reserve = self._management.minimum_inference_memory()
-        if self.device.type != "cpu":
-            self._management.free_memory(n_bytes + reserve, self.device)
-
-    def to_device(self, name: str, module: torch.nn.Module) -> None:
-        import torch
-
-        resident = self._residents.get(name)
-        if resident is None or resident.component is not module:
-            resident = self._residents[name] = Resident(module, self.device)
-        with torch.inference_mode(False):
-            self._management.load_models_gpu([resident])
-
-    def to_host(self, name: str, module: torch.nn.Module) -> None:
-        del module
-        self._unload(name)
-
-    def forget(self, name: str) -> None:
-        try:
-            self._unload(name)
-        finally:
-            self._residents.pop(name, None)
-            self._management.soft_empty_cache()
-
-    def _unload(self, name: str) -> None:
-        resident = self._residents.get(name)
-        loaded = self._management.current_loaded_models
-        for index in reversed(range(len(loaded))):
-            if resident is not None and loaded[index].model is resident:
-                loaded.pop(index).model_unload()
-
-
-class Resident:
-    """A component as ComfyUI's memory manager wants to see a model: whole on the device, or whole in main memory.
-
-    It has what `LoadedModel` calls on a ModelPatcher, from ComfyUI's pip package 0.0.1 to today. ModelPatcher itself
-    will not do: it may leave part of the weights behind, which only ComfyUI's own layers can run with.
-    """
-
-    parent = None
-
-    def __init__(self, component: torch.nn.Module, device: torch.device):
-        import torch
-
-        self.component = component
-        self.model = component
-        self.load_device = device
-        self.offload_device = torch.device("cpu")
-        self.current_device = self.offload_device
-        self._size = sum(t.nbytes for t in (*component.parameters(), *component.buffers()))
-
-    def _move(self, device: torch.device) -> torch.nn.Module:
-        from ..pipelines.placement import move_whole
-
-        self.current_device = self.offload_device  # also where it raises
-        if not any(parameter.is_meta for parameter in self.component.parameters()):
-            move_whole(self.component, device)
-        self.current_device = device
-        return self.component
-
-    def model_size(self) -> int:
-        return self._size
-
-    def loaded_size(self) -> int:
-        return self._size if self.current_device == self.load_device else 0
-
-    def current_loaded_device(self) -> torch.device:
-        return self.current_device
-
-    def model_dtype(self) -> torch.dtype:
-        import torch
-
-        return next((parameter.dtype for parameter in self.component.parameters()), torch.float32)
-
-    def model_patches_to(self, _device_or_dtype: Any) -> None: ...
-
-    def model_patches_models(self) -> list[Any]:
-        return []
-
-    def is_clone(self, other: Any) -> bool:
-        return other is self
-
-    def clone_has_same_weights(self, other: Any) -> bool:
-        return other is self
-
-    def lowvram_patch_counter(self) -> int:
-        return 0
-
-    def is_dynamic(self) -> bool:
-        return False
-
-    def partially_unload_ram(self, _n_bytes: float) -> int:
-        return 0
-
-    def partially_load(self, device: torch.device, _extra_memory: float = 0, **_: Any) -> int:
-        before = self.loaded_size()
-        self._move(device)
-        return self._size - before
-
-    def partially_unload(self, _device: torch.device, _memory_to_free: float = 0, **_: Any) -> int:
-        return 0  # never in part; the manager then calls detach
-
-    def detach(self, unpatch_all: bool = True) -> torch.nn.Module:
-        if not unpatch_all:  # the manager is about to load this very one
-            return self.component
-        if _lingering:
-            _lingering.unload()
-        return self._move(self.offload_device)
-
-    def patch_model(self, device_to: torch.device | None = None, **_: Any) -> torch.nn.Module:
-        return self._move(device_to) if device_to else self.component
-
-    def patch_model_lowvram(self, device_to: torch.device, **_: Any) -> torch.nn.Module:
-        return self._move(device_to)
-
-    def unpatch_model(self, device_to: torch.device | None = None, **_: Any) -> None:
-        if _lingering:
-            _lingering.unload()
-        if device_to:
-            self._move(device_to)
+        linger(store, management)

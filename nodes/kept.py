@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-_SHOWN = 10
+from ..trust.text import listed
 
 
 def the_one(files: Mapping[str, Path], name: str, where: Path, what: str, error: type[Exception]) -> Path:
@@ -13,7 +13,6 @@ def the_one(files: Mapping[str, Path], name: str, where: Path, what: str, error:
     starting = {each: file for each, file in sorted(files.items()) if each.startswith(name)}
     found = {name: starting[name]} if name in starting else starting
     if len(found) != 1:
-        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-        which = f"{', '.join(list(found)[:_SHOWN]) or 'none'}{more}"
+        which = listed(found, most=10, limit=255) or "none"
         raise error(f"The name of one {what} must start with '{name}', and these do: {which}. Looked in {where}.")
     return next(iter(found.values()))

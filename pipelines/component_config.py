@@ -16,7 +16,8 @@ from ..trust.text import shown
 
 Config = Mapping[str, Any]
 
-_Width = Annotated[int, Field(ge=1, le=2**20)]  # channels, tokens, pixels
+_Width = Annotated[int, Field(ge=1, le=2**20)]  # channels, vocabularies
+_Extent = Annotated[int, Field(ge=1, le=4096)]  # frames, tokens, pixels along a side
 _Layers = Annotated[int, Field(ge=1, le=256)]  # published: 42
 _Few = Annotated[int, Field(ge=1, le=16)]
 _Levels = Annotated[list[_Width], Field(min_length=1, max_length=8)]
@@ -90,7 +91,7 @@ class _ClipVision(_Fields):
     num_hidden_layers: _Layers = 1
     num_attention_heads: _Width = 1
     num_channels: _Width = 1
-    image_size: Annotated[int, Field(ge=1, le=4096)] = 1
+    image_size: _Extent = 1
     patch_size: _Width = 1
     hidden_act: _Word = ""
     layer_norm_eps: _Positive = 1
@@ -119,15 +120,15 @@ class _CogVideoX(_Transformer):
     dropout: _Number = 0
     flip_sin_to_cos: bool = False
     freq_shift: _Number = 0
-    max_text_seq_length: Annotated[int, Field(ge=1, le=4096)] = 1
+    max_text_seq_length: _Extent = 1
     norm_elementwise_affine: bool = False
     norm_eps: _Positive = 1
     ofs_embed_dim: _Width | None = None
     patch_bias: bool = False
     patch_size_t: _Width | None = None
-    sample_frames: Annotated[int, Field(ge=1, le=4096)] = 1
-    sample_height: Annotated[int, Field(ge=1, le=4096)] = 1
-    sample_width: Annotated[int, Field(ge=1, le=4096)] = 1
+    sample_frames: _Extent = 1
+    sample_height: _Extent = 1
+    sample_width: _Extent = 1
     spatial_interpolation_scale: _Positive = 1
     temporal_interpolation_scale: _Positive = 1
     temporal_compression_ratio: _Width = 1
@@ -137,7 +138,7 @@ class _CogVideoX(_Transformer):
 
 class _CogView(_Transformer):
     condition_dim: _Width = 1
-    pos_embed_max_size: Annotated[int, Field(ge=1, le=4096)] = 1
+    pos_embed_max_size: _Extent = 1
     rope_axes_dim: Annotated[list[_Width], Field(min_length=2, max_length=2)] = []
     sample_size: _Width = 1
 
@@ -155,7 +156,7 @@ class _SvdUNet(_Fields):
     cross_attention_dim: _Width | _Levels = 1
     transformer_layers_per_block: _Few | Annotated[list[_Few], Field(max_length=8)] = 1
     num_attention_heads: _Width | _Levels = 1
-    num_frames: Annotated[int, Field(ge=1, le=4096)] = 1
+    num_frames: _Extent = 1
 
 
 class _Vae(_Fields):
@@ -225,15 +226,15 @@ class _Scheduler(_Fields):
 
 
 class _Pixels(_Fields):
-    shortest_edge: Annotated[int, Field(ge=1, le=4096)] | None = None
-    longest_edge: Annotated[int, Field(ge=1, le=4096)] | None = None
-    height: Annotated[int, Field(ge=1, le=4096)] | None = None
-    width: Annotated[int, Field(ge=1, le=4096)] | None = None
+    shortest_edge: _Extent | None = None
+    longest_edge: _Extent | None = None
+    height: _Extent | None = None
+    width: _Extent | None = None
 
 
 class _ClipImages(_Fields):
-    crop_size: _Pixels | Annotated[int, Field(ge=1, le=4096)] | None = None
-    size: _Pixels | Annotated[int, Field(ge=1, le=4096)] | None = None
+    crop_size: _Pixels | _Extent | None = None
+    size: _Pixels | _Extent | None = None
     do_center_crop: bool | None = None
     do_convert_rgb: bool | None = None
     do_normalize: bool | None = None
@@ -277,18 +278,13 @@ _FIELDS: dict[str, type[_Fields]] = {  # class in model_index.json → what its 
     "TokenizersBackend": _Tokenizer,
 }
 _ATTENTION = ("eager", "sdpa")  # built in; every other name may be a kernel of somebody's on the hub
-_REFUSED: dict[
-    str, tuple[str, ...]
-] = {  # field → the words that are harmless there; nothing at all (null, {}) always is
-    **dict.fromkeys(
-        (
-            f"{start}{part}_implementation{end}"
-            for start in ("", "_")
-            for part in ("attn", "experts")
-            for end in ("", "_internal")
-        ),
-        _ATTENTION,
-    ),
+_REFUSED: dict[str, tuple[str, ...]] = {  # field → words that do no harm there; nothing at all (null, {}) never does
+    **{
+        f"{a}{b}_implementation{c}": _ATTENTION
+        for a in ("", "_")
+        for b in ("attn", "experts")
+        for c in ("", "_internal")
+    },
     **dict.fromkeys(("quantization_config", "compression_config"), ()),  # other weights than the files hold
     **dict.fromkeys(("kernel_config", "use_kernels", "fusion_config", "distributed_config", "per_layer_config"), ()),
     **dict.fromkeys(("transformers_weights", "gguf_file", "base_model_name_or_path", "init_inputs"), ()),  # other files

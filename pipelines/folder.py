@@ -27,8 +27,9 @@ _SMALL_CONFIGS = (  # of what has no weights; what a library reads of them is mo
     *("scheduler_config.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("preprocessor_config.json", "processor_config.json", "config.json"),
 )
-_MOST_CONFIG_BYTES = 2**20  # of a config.json or model_index.json; a published one has 2,000
-_MOST_SMALL_BYTES = 64 * 2**20  # of what has no weights; the largest real one is a tokenizer.json of 20 MB
+MOST_CONFIG_BYTES = 2**20  # of a config.json or model_index.json; a published one has 2,000
+SMALL = (".json", ".txt", ".model")  # configs and vocabularies
+MOST_SMALL_BYTES = 64 * 2**20  # of one; the largest real one is a tokenizer.json of 20 MB
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def inspect(path: Path, expected: FamilySpec) -> ModelFolder:
     Raises BadFolder: not a diffusers folder, another pipeline, a component that is missing, pickled or truncated, a
     config of no sense or that reaches for more than the folder, tensors that are missing, left over or of other shapes.
     """
-    index = read_json(path / "model_index.json", missing=_no_index(path), limit=_MOST_CONFIG_BYTES)
+    index = read_json(path / "model_index.json", missing=_no_index(path), limit=MOST_CONFIG_BYTES)
     found = shown(index.get("_class_name") or "pipeline without a name")
     if found != expected.pipeline:
         others = f" It belongs to {FAMILIES[found].name}." if found in FAMILIES else ""
@@ -146,7 +147,7 @@ def inspect(path: Path, expected: FamilySpec) -> ModelFolder:
 
 def family_of(path: Path) -> FamilySpec:
     """The family that a folder's model_index.json names. Raises BadFolder where it is none of ours."""
-    index = read_json(path / "model_index.json", missing=_no_index(path), limit=_MOST_CONFIG_BYTES)
+    index = read_json(path / "model_index.json", missing=_no_index(path), limit=MOST_CONFIG_BYTES)
     found = shown(index.get("_class_name") or "pipeline without a name")
     if found not in FAMILIES:
         raise BadFolder(f"'{name_of(path)}' holds a {found}. Known: {', '.join(FAMILIES)}.")
@@ -204,10 +205,10 @@ def _fields(file: Path, path: Path, cls: str, config: Mapping[str, Any]) -> dict
 
 def _check_unweighted(path: Path, name: str, cls: str) -> None:
     for file in sorted((path / name).iterdir()):
-        if file.is_file() and file.stat().st_size > _MOST_SMALL_BYTES and file.suffix in (".json", ".txt", ".model"):
+        if file.is_file() and file.stat().st_size > MOST_SMALL_BYTES and file.suffix in SMALL:
             raise BadFolder(
                 f"'{name_of(path)}/{name}/{shown(file.name)}' has {file.stat().st_size:,} bytes, and "
-                f"{_MOST_SMALL_BYTES:,} is the most that is read. Download it again."
+                f"{MOST_SMALL_BYTES:,} is the most that is read. Download it again."
             )
         if file.name in _SMALL_CONFIGS:
             config = read_json(file)
@@ -307,4 +308,4 @@ def _component_class(path: Path, index: Mapping[str, Any], name: str, component:
 def _read_config(path: Path, name: str) -> dict[str, Any]:
     where = f"'{name_of(path)}/{name}'"
     missing = f"{where} has no config.json: fetch it again."
-    return read_json(path / name / "config.json", missing=missing, limit=_MOST_CONFIG_BYTES)
+    return read_json(path / name / "config.json", missing=missing, limit=MOST_CONFIG_BYTES)

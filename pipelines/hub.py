@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .errors import BadFolder, HubError
 from .families import FamilySpec
-from .folder import family_of, inspect, read_json
+from .folder import MOST_CONFIG_BYTES, MOST_SMALL_BYTES, SMALL, family_of, inspect, read_json
 from .hub_transfer import COMMIT, File, ProgressCallback, Transfer, storage_of
 from .stored import name_of
 from .weight_files import STEMS
@@ -21,8 +21,6 @@ from .weight_files import STEMS
 logger = logging.getLogger(__name__)
 
 _INDEX = "model_index.json"
-_SMALL = (".json", ".txt", ".model")  # configs and vocabularies
-_SMALL_BYTES = 64 * 2**20  # the largest real one is a tokenizer.json of 20 MB
 _VOCABULARIES = ("spiece.model", "tokenizer.model", "tokenizer.json", "vocab.json")
 _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 _REVISION = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*", re.ASCII)
@@ -91,7 +89,7 @@ def _fetch(transfer: Transfer, families: Sequence[FamilySpec], cached: Path | No
     if cached != transfer.snapshot:
         if _INDEX not in files:
             raise BadFolder(f"'{transfer.hub_id}' has no {_INDEX}: it is not in diffusers format. Name one that is.")
-        if files[_INDEX].size > _SMALL_BYTES:
+        if files[_INDEX].size > MOST_CONFIG_BYTES:
             raise BadFolder(f"'{transfer.hub_id}': {_INDEX} has {files[_INDEX].size:,} bytes. Name another repository.")
         with transfer.alone():
             transfer.get([files[_INDEX]])
@@ -116,7 +114,7 @@ def _needed(files: Mapping[str, File], family: FamilySpec, hub_id: str) -> list[
     for component, spec in family.components.items():
         there = sorted(path.removeprefix(f"{component}/") for path in files if path.startswith(f"{component}/"))
         names = [name for name in there if _NAME.fullmatch(name)]
-        small = [name for name in names if name.endswith(_SMALL) and ".index." not in name]
+        small = [name for name in names if name.endswith(SMALL) and ".index." not in name]
         stem = STEMS[spec.library]
         weights = _weights(names, stem) if spec.weights else []
         if spec.weights and not weights:
@@ -126,7 +124,7 @@ def _needed(files: Mapping[str, File], family: FamilySpec, hub_id: str) -> list[
                 "code and are refused, a variant such as fp16 alone is not taken. Name another repository or revision."
             )
         paths += [f"{component}/{name}" for name in (*small, *weights)]
-    return [files[path] for path in paths if path.endswith(".safetensors") or files[path].size <= _SMALL_BYTES]
+    return [files[path] for path in paths if path.endswith(".safetensors") or files[path].size <= MOST_SMALL_BYTES]
 
 
 def _weights(names: Sequence[str], stem: str) -> list[str]:

@@ -10,9 +10,9 @@ from pathlib import Path
 from ..trust.foreign import object_in, read
 from . import svd_keys
 from .families import SVD
+from .folder import MOST_CONFIG_BYTES
 from .safetensors_header import header_text
 
-_LARGEST_INDEX = 2**20  # bytes; a published one has 500
 _SVD_HAS = (svd_keys.SIGNATURE, svd_keys.TEMPORAL_DECODER, *svd_keys.PREFIXES.values())
 _SVD_LACKS = tuple(parts for _, parts in svd_keys.OTHERS if svd_keys.SIGNATURE in parts)
 
@@ -42,7 +42,7 @@ def _pipeline(file: Path, _size: int, _modified: int) -> str:
 
 def _read_pipeline(file: Path) -> str:
     if file.suffix.lower() != ".safetensors":
-        return str(object_in(read(file, limit=_LARGEST_INDEX)).get("_class_name", ""))
+        return str(object_in(read(file, limit=MOST_CONFIG_BYTES)).get("_class_name", ""))
     header = header_text(file)  # not parsed: of a hundred checkpoints that would take seconds
     holds_svd = all(_begins(header, key) for key in _SVD_HAS)
     return (

@@ -24,6 +24,7 @@ from ..trust.foreign import Foreign, Unreadable
 from ..trust.text import for_file_name, for_terminal, shown
 from .errors import BadProfile
 from .keeping import replacing
+from .safetensors_header import header_text
 from .stored import StoredModel
 
 if TYPE_CHECKING:
@@ -210,10 +211,10 @@ def _fingerprint(files: Iterable[Path], config: Mapping[str, Any] | None = None)
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for file in files:
         size = file.stat().st_size
+        header = header_text(file)
+        digest.update(struct.pack("<Q", len(header)) + header)
+        start = 8 + len(header)
         with file.open("rb") as stream:
-            prefix = stream.read(8)
-            digest.update(prefix + stream.read(struct.unpack("<Q", prefix)[0]))
-            start = stream.tell()
             for sample in range(_SAMPLES):
                 stream.seek(start + (size - start) * sample // _SAMPLES)
                 digest.update(stream.read(_SAMPLE_BYTES))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from ..trust.foreign import Foreign, Unreadable, fitting, read
-from ..trust.text import shown
+from ..trust.text import listed, shown
 from .errors import BadFolder
 from .safetensors_header import FLOATS, Header, Tensor, read_header
 from .stored import Weights, name_of
@@ -85,11 +85,10 @@ def check_fit(where: str, module: torch.nn.Module, tensors: Mapping[str, Tensor]
     cls = type(module).__name__
     for keys, what in ((missing, "lack"), (extra, "hold")):
         if keys:
-            more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
-            named = ", ".join(f"'{shown(key)}'" for key in keys[:3])
+            named = listed((f"'{shown(key)}'" for key in keys), most=3, limit=100)
             tail = "needs" if keys is missing else "of the sizes in its config.json has no place for"
             raise BadFolder(
-                f"{where}: its files {what} {named}{more}, which a {cls} {tail}. Download config.json and weights "
+                f"{where}: its files {what} {named}, which a {cls} {tail}. Download config.json and weights "
                 "again, both of the same model."
             )
     for key in sorted(wanted.keys() & found.keys()):

@@ -81,6 +81,11 @@ def fitting(kind: type[T], value: Any) -> T:
         raise Unreadable("it is nested too deep") from None
 
 
+def nothing_is_empty(value: Any) -> Any:
+    """For a `BeforeValidator` of an object: null, where some write that for one without fields."""
+    return {} if value is None else value
+
+
 def object_in(value: Any) -> Mapping[str, Any]:
     """A parsed value that has to be an object. Raises Unreadable."""
     if not isinstance(value, dict):

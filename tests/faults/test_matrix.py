@@ -56,7 +56,7 @@ READING = ("load", "encode text", "encode image", "sample", "decode")
 FAULTS = (*ERRORS, "kill", "full disk", "clock", "truncated", "flipped", "replaced")
 HERE = ""
 _CACHE, _HUB = "tests/pipelines/test_compile_cache.py::", "tests/pipelines/test_hub_transfer.py::"
-_CLIENT = "tests/headless/test_server_client.py::"
+_DOWNLOADS = "tests/headless/test_downloads.py::"
 _NO_FILE = "no meaning: it reads no file"
 _WRITES_NOTHING = "no meaning: it writes nothing"
 MATRIX: dict[tuple[str, str], str] = {
@@ -74,9 +74,9 @@ MATRIX: dict[tuple[str, str], str] = {
     ("hub", "flipped"): f"{_HUB}test_other_bytes_than_the_checksum_promises",
     ("hub", "replaced"): f"{_HUB}test_without_links_files_are_kept_once",
     ("server", "out of memory"): "no meaning: it computes nothing; an error is an error",
-    ("server", "truncated"): f"{_CLIENT}test_a_download_that_fails",
+    ("server", "truncated"): f"{_DOWNLOADS}test_a_download_that_fails",
     ("server", "flipped"): "no meaning: the API has no checksum; what the server sends is the result",
-    ("server", "replaced"): f"{_CLIENT}test_files_that_are_there_already_stay",
+    ("server", "replaced"): f"{_DOWNLOADS}test_files_that_are_there_already_stay",
 }
 
 

@@ -17,10 +17,9 @@ from tiers import drawn
 RUNS = """
 import hashlib, json, sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
 from generations import Generation, opened
 
-model, profiles, times = Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
+model, profiles, times = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 print("ready", flush=True)
 sys.stdin.readline()
 frames, outcomes = set(), []
@@ -37,7 +36,7 @@ import sys
 from pathlib import Path
 from comfyui_onediff_guard.pipelines.compiled_code import Platform, SUFFIX, Target, pack, unpack
 
-work, shared, times = Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
+work, shared, times = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 target = Target("CogVideoX-2B", "0" * 16, "fp32", "not folded", Platform("cpu", "a CPU", "2.13", "", "cp", "Linux"))
 file = shared / f"{target.name}{SUFFIX}"
 print("ready", flush=True)
@@ -53,16 +52,16 @@ print("[]")
 """
 
 
-def at_once(code: str, arguments: list[list[str]], **environment: str) -> list[Any]:
+def at_once(code: str, arguments: list[list[str]]) -> list[Any]:
     """What processes told that were started together, and begin when all are ready."""
-    support = str(Path(__file__).parent)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", code, support, *each],
+            [sys.executable, "-c", code, *each],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, **environment},
+            env=environment,
         )
         for each in arguments
     ]

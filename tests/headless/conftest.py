@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 from aiohttp import web
-from comfyui_onediff_guard.headless import cli, core_nodes
+from comfyui_onediff_guard.headless import cli, core_nodes, events, follow, server
 from comfyui_onediff_guard.headless.result import RunResult
-from comfyui_onediff_guard.headless.run import run_local
+from comfyui_onediff_guard.headless.run import run_local, run_on_server
 
 
 class Noise:
@@ -267,5 +267,24 @@ def console(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str,
         code = cli.main([*map(str, arguments)])
         out, err = capsys.readouterr()
         return code, out, err
+
+    return run
+
+
+@pytest.fixture
+def there(
+    comfy: Any, workflow: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., RunResult]:
+    """Run the workflow on the stand-in server, with short pauses."""
+    monkeypatch.setattr(follow, "POLL_SECONDS", 0.2)
+    monkeypatch.setattr(follow, "RECONNECT_SECONDS", 0.05)
+    monkeypatch.setattr(events, "RECONNECT_SECONDS", 0.05)
+    monkeypatch.setattr(follow, "SETTLE_SECONDS", 0.01)
+    monkeypatch.setattr(server, "PAUSE_SECONDS", 0.01)
+
+    def run(**options: Any) -> RunResult:
+        return run_on_server(
+            options.pop("workflow", workflow), url=options.pop("url", comfy.url), output_dir=tmp_path / "out", **options
+        )
 
     return run

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from comfyui_onediff_guard.headless import events, follow, server
+from comfyui_onediff_guard.headless import follow
 from comfyui_onediff_guard.headless.errors import (
     HeadlessError,
     HostError,
@@ -27,23 +27,6 @@ from comfyui_onediff_guard.headless.settings import Setting
 from PIL import Image
 
 RunThere = Callable[..., RunResult]
-
-
-@pytest.fixture
-def there(comfy: Any, workflow: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunThere:
-    """Run the workflow on the stand-in server, with short pauses."""
-    monkeypatch.setattr(follow, "POLL_SECONDS", 0.2)
-    monkeypatch.setattr(follow, "RECONNECT_SECONDS", 0.05)
-    monkeypatch.setattr(events, "RECONNECT_SECONDS", 0.05)
-    monkeypatch.setattr(follow, "SETTLE_SECONDS", 0.01)
-    monkeypatch.setattr(server, "PAUSE_SECONDS", 0.01)
-
-    def run(**options: Any) -> RunResult:
-        return run_on_server(
-            options.pop("workflow", workflow), url=options.pop("url", comfy.url), output_dir=tmp_path / "out", **options
-        )
-
-    return run
 
 
 async def old_success(server: Any) -> None:
@@ -119,14 +102,6 @@ def test_the_old_end_of_a_run(comfy: Any, there: RunThere, tmp_path: Path) -> No
 def test_the_history_counts_not_the_websocket(comfy: Any, there: RunThere, script: Any) -> None:
     comfy.script = script
     assert there().outputs == {"2": {}}
-
-
-def test_files_that_are_there_already_stay(comfy: Any, there: RunThere, tmp_path: Path) -> None:
-    mine = tmp_path / "out" / "sub" / "a_00001_.png"
-    mine.parent.mkdir(parents=True)
-    mine.write_bytes(b"mine")
-    assert [path.name for path in there().files] == ["a_00002_.png"]
-    assert mine.read_bytes() == b"mine"
 
 
 @pytest.mark.parametrize(
@@ -284,55 +259,6 @@ def test_ui_format_is_converted_with_the_servers_schemas(comfy: Any, there: RunT
     inputs = {"width": 32, "seed": 1, "kind": "nan", "text": "cat", "gain": 1.0}
     assert body["prompt"] == {"1": {"class_type": "Noise", "inputs": inputs}}
     assert body["extra_data"]["extra_pnginfo"]["workflow"] == ui
-
-
-def test_a_download_that_fails(comfy: Any, there: RunThere) -> None:
-    comfy.files.clear()
-    with pytest.raises(RunFailedError, match=r"does not hand out its result sub/a_00001_\.png: HTTP 404"):
-        there()
-
-
-def test_a_download_that_breaks_off_is_fetched_again(comfy: Any, there: RunThere, tmp_path: Path) -> None:
-    tries: list[str] = []
-
-    def answer(request: web.Request) -> web.StreamResponse | None:
-        if request.path == "/view":
-            tries.append(request.path)
-        return web.Response(status=502) if request.path == "/view" and len(tries) < 3 else None
-
-    comfy.first = answer
-    assert there().files[0].read_bytes() == b"picture"
-    assert len(tries) == 3
-    comfy.files["a_00001_.png"] = b"another"
-    comfy.first = lambda request: web.Response(status=503) if request.path == "/view" else None
-    with pytest.raises(
-        RunFailedError, match=r"broke off its result sub/a_00001_\.png after 0 bytes, 3 times \(HTTP 503"
-    ):
-        there()
-    assert [path.name for path in (tmp_path / "out" / "sub").iterdir()] == ["a_00001_.png"]
-
-
-@pytest.mark.parametrize(
-    ("constant", "value", "error", "message"),
-    [
-        ("MAX_FILE_BYTES", 6, RunFailedError, "hands out more than 6 bytes"),
-        ("FREE_BYTES", 2**80, OutputError, "does not fit the disk"),
-    ],
-)
-def test_a_file_that_is_too_large(
-    comfy: Any,
-    there: RunThere,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    constant: str,
-    value: int,
-    error: type[HeadlessError],
-    message: str,
-) -> None:
-    monkeypatch.setattr(server, constant, value)
-    with pytest.raises(error, match=message):
-        there()
-    assert list((tmp_path / "out" / "sub").iterdir()) == []
 
 
 def test_a_run_whose_submission_was_not_answered_is_taken_from_the_server(comfy: Any, there: RunThere) -> None:

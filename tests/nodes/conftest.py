@@ -67,9 +67,9 @@ class Management(types.SimpleNamespace):
 
 @pytest.fixture
 def comfyui(model_folder, monkeypatch, tmp_path):
-    from comfyui_onediff_guard.nodes import host
+    from comfyui_onediff_guard.nodes import comfy_placement
 
-    monkeypatch.setattr(host, "_lingering", None)
+    monkeypatch.setattr(comfy_placement, "_lingering", None)
     management, bars = Management(), []
 
     class Bar:
@@ -88,11 +88,14 @@ def comfyui(model_folder, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "folder_paths", paths)
     monkeypatch.setitem(sys.modules, "comfy.model_management", management)
     monkeypatch.setitem(sys.modules, "comfy.utils", types.SimpleNamespace(ProgressBar=Bar))
-    texts = []
-    instance = types.SimpleNamespace(
-        send_progress_text=lambda text, node_id: texts.append((node_id, html.unescape(text)))
-    )
+    sent, texts = [], []  # as it leaves, and as the page shows it
+
+    def send_progress_text(text, node_id):
+        sent.append(text)
+        texts.append((node_id, html.unescape(text)))
+
+    instance = types.SimpleNamespace(send_progress_text=send_progress_text)
     monkeypatch.setitem(
         sys.modules, "server", types.SimpleNamespace(PromptServer=types.SimpleNamespace(instance=instance))
     )
-    return types.SimpleNamespace(management=management, bars=bars, texts=texts)
+    return types.SimpleNamespace(management=management, bars=bars, sent=sent, texts=texts)

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
-from comfyui_onediff_guard.nodes import host
+from comfyui_onediff_guard.nodes import comfy_placement
 from comfyui_onediff_guard.pipelines import handle as handles
 from comfyui_onediff_guard.pipelines import offload as offloading
 from comfyui_onediff_guard.pipelines import store as stores
@@ -145,8 +145,8 @@ def test_another_model_takes_the_place_of_the_last_one(graph, loads, model_folde
     alone = weights_in_memory() - before
     graph.outputs.clear()
     other.run("fp32")
-    assert host._lingering and host._lingering.store
-    assert host._lingering.store.model.path.name == other.model
+    assert comfy_placement._lingering and comfy_placement._lingering.store
+    assert comfy_placement._lingering.store.model.path.name == other.model
     assert weights_in_memory() - before < 2 * alone
 
 

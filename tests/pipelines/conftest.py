@@ -17,6 +17,12 @@ from hub_server import HubServer, running_hub
 
 
 @pytest.fixture
+def copy(model_folder: Callable[..., Path], tmp_path: Path) -> Callable[[str], Path]:
+    """copy(variant) → a small model's folder, to be changed."""
+    return lambda variant: shutil.copytree(model_folder(variant), tmp_path / "model")
+
+
+@pytest.fixture
 def open_pipeline() -> Callable[..., PipelineHandle]:
     def open_folder(path: Path, precision: str = "fp32", backend: str = "eager", offload: str = "none"):
         return load(
@@ -86,3 +92,11 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Generator[HubServ
 def files(model_folder: Callable[..., Path]) -> dict[str, bytes]:
     """Of a small CogVideoX."""
     return files_of(model_folder())
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """trained(denoiser, seed=…, metadata=…, **config of peft) → a LoRA file, see lora_models.training"""
+    from lora_models import training
+
+    return training(tmp_path_factory.mktemp("loras"))
