@@ -4,7 +4,7 @@ Anything beyond it is for a real ComfyUI (`--server`, `--comfyui`). Images are t
 channels], 0 to 1.
 """
 
-# ruff: noqa: A002, ARG002, N802 - names and arguments are ComfyUI's
+# ruff: noqa: N802 - names and arguments are ComfyUI's
 
 from __future__ import annotations
 
@@ -214,10 +214,13 @@ class CreateVideo:
                 "images": ("IMAGE",),
                 "fps": ("FLOAT", {"default": 30.0, "min": 1.0, "max": 120.0, "step": 1.0}),
             },
-            "optional": {"audio": ("AUDIO",)},  # no node here makes one; named so that links to it are understood
+            "optional": {
+                "audio": ("AUDIO",),  # no node here makes one; named so that links to it are understood
+                "bit_depth": ("INT", {"min": 8, "max": 8, "forceInput": True}),  # since 2026, no widget of its own here
+            },
         }
 
-    def create(self, images: torch.Tensor, fps: float) -> tuple[Video]:
+    def create(self, images: torch.Tensor, fps: float, **_bit_depth: int) -> tuple[Video]:
         return (Video(images, fps),)
 
 
@@ -235,7 +238,11 @@ class SaveVideo:
                 "video": ("VIDEO",),
                 "filename_prefix": ("STRING", {"default": "video/ComfyUI"}),
                 "format": (["auto", "mp4"], {"default": "auto"}),
+            },
+            "optional": {
                 "codec": (["auto", "h264"], {"default": "auto"}),
+                "format.codec": (["auto", "h264"], {"forceInput": True}),  # so since 2026, no widget of its own here
+                "format.codec.encoding": (["auto"], {"forceInput": True}),
             },
             "hidden": METADATA,
         }
@@ -248,10 +255,9 @@ class SaveVideo:
         self,
         video: Video,
         filename_prefix: str,
-        format: str,
-        codec: str,
         prompt: Any = None,
         extra_pnginfo: Mapping[str, Any] | None = None,
+        **_always_h264_in_mp4: str,
     ) -> dict[str, Any]:
         data = encode_mp4(to_uint8(video.images), video.fps, _metadata(prompt, extra_pnginfo))
         entry = _write("output", filename_prefix, video.images, ".mp4", data)

@@ -12,7 +12,7 @@ from pydantic import Field, JsonValue
 
 from ..trust.foreign import Foreign, Unreadable, fitting, object_in, read
 from ..trust.text import listed, shown
-from .errors import WorkflowError
+from .errors import NodeNotFoundError, WorkflowError
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,13 @@ class Node:
     class_type: str
     inputs: Mapping[str, Any]  # name -> Link or plain value
     title: str | None = None
+    subgraph: str | None = None  # title of the one that it is in, where it is in one
 
     @property
     def label(self) -> str:
         """How messages name this node: id and title."""
-        return f"node {shown(self.id)} ({shown(self.title or self.class_type)})"
+        named = f"node {shown(self.id)} ({shown(self.title or self.class_type)})"
+        return f"{named} in '{shown(self.subgraph)}'" if self.subgraph else named
 
     def links(self) -> dict[str, Link]:
         return {name: value for name, value in self.inputs.items() if isinstance(value, Link)}
@@ -55,7 +57,8 @@ class Graph:
         """The node that `name` means: an id, or a title or class id that only one node has.
 
         Raises:
-            WorkflowError: no node, or more than one, goes by that name.
+            NodeNotFoundError: no node goes by that name.
+            WorkflowError: more than one does.
         """
         if name in self.nodes:
             return self.nodes[name]
@@ -68,8 +71,15 @@ class Graph:
                 raise WorkflowError(
                     f"'{shown(name)}' names {len(found)} nodes of the workflow ({ids}): use the node's id."
                 )
-        known = listed((f"{node.id} ({node.title or node.class_type})" for node in self.nodes.values()), most=30)
-        raise WorkflowError(f"The workflow has no node '{shown(name)}'. Its nodes: {known}.")
+        inside = [node for node in self.nodes.values() if node.id.startswith(f"{name}:")]  # of a subgraph node
+        known = listed(
+            (f"{node.id} ({node.title or node.class_type})" for node in inside or self.nodes.values()), most=30
+        )
+        raise NodeNotFoundError(f"The workflow has no node '{shown(name)}'. Its nodes: {known}.")
+
+    def with_node(self, node: Node) -> Graph:
+        """A copy in which this node stands in the place of the one with its id."""
+        return replace(self, nodes={**self.nodes, node.id: node})
 
     def with_input(self, node_id: str, name: str, value: Any) -> Graph:
         """A copy in which one input has another value."""

@@ -38,8 +38,9 @@ def named(graph: Graph, schemas: Mapping[str, Schema]) -> Iterator[tuple[Node, s
     Videos and sounds are none: a server's own stay with the server.
     """
     for node in graph.nodes.values():
+        specs = schemas[node.class_type].inputs_with(node.inputs)
         for name, value in node.inputs.items():
-            spec = schemas[node.class_type].inputs.get(name)
+            spec = specs.get(name)
             if isinstance(value, str) and value and (_takes_images(spec) or _is_loader(node, name)):
                 yield node, name, value
 

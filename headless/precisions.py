@@ -61,7 +61,7 @@ def comparable(
         WorkflowError: it has nothing to set a precision with, not these precisions, or makes no pictures.
     """
     graph = settings.apply(graph, changes, schemas)
-    held = {(graph.find(change.node).id, change.input) for change in changes}
+    held = {(node.id, spec.name) for node, spec in (change.found_in(graph, schemas) for change in changes)}
     having = _with_choice(graph, schemas, INPUT, REFERENCE)
     if not having:
         found = listed(sorted(graph.class_types()))

@@ -36,6 +36,14 @@ Id = Annotated[str, BeforeValidator(_as_text)]
 Whole = Annotated[int, BeforeValidator(_whole)]
 
 
+def _promotions(value: Any) -> Any:
+    """Lists of two or three texts; the page leaves the whole alone where it is anything else."""
+    fits = isinstance(value, list) and all(
+        isinstance(each, list) and len(each) in (2, 3) and all(isinstance(part, str) for part in each) for each in value
+    )
+    return value if fits else []
+
+
 class UiSlot(Foreign):
     type: Annotated[str, BeforeValidator(str)] = "*"  # old files have a drop-down's options here
 
@@ -43,6 +51,12 @@ class UiSlot(Foreign):
 class UiInput(UiSlot):
     name: str
     link: Id | None = None
+    widget: Annotated[dict[str, JsonValue] | None, BeforeValidator(_object_or_nothing)] = None  # where it has one
+
+
+class _Properties(Foreign):
+    # of a subgraph node: [id of an inner node, its widget, ...] for each widget that is shown on it; up to early 2026
+    promoted: Annotated[list[list[str]], BeforeValidator(_promotions)] = Field(default=[], alias="proxyWidgets")
 
 
 class UiNode(Foreign):
@@ -52,13 +66,20 @@ class UiNode(Foreign):
     title: str | None = None
     inputs: list[UiInput] | None = None
     outputs: list[UiSlot] | None = None
+    properties: Annotated[_Properties | None, BeforeValidator(_object_or_nothing)] = None
     widgets_values: Annotated[JsonValue, BeforeValidator(_list_or_object)] = None
+
+    @property
+    def promoted(self) -> list[list[str]]:
+        return self.properties.promoted if self.properties else []
 
 
 class UiLink(Foreign):
     id: Id
     origin_id: Id
     origin_slot: Whole
+    target_id: Id
+    type: Annotated[str, BeforeValidator(str)] = "*"
 
     @model_validator(mode="before")
     @classmethod
@@ -68,15 +89,27 @@ class UiLink(Foreign):
             return value
         if len(value) < 5:
             raise PydanticCustomError("link_length", "a link should have 6 entries")
-        return dict(zip(("id", "origin_id", "origin_slot"), value, strict=False))
+        return dict(zip(("id", "origin_id", "origin_slot", "target_id", "target_slot", "type"), value, strict=False))
 
 
-class _Subgraph(Foreign):
+class UiPort(UiSlot):
+    """An input or an output of a subgraph."""
+
+    name: str
+    links: list[Id] | None = Field(default=None, alias="linkIds")  # within it
+
+
+class UiSubgraph(Foreign):
     id: Id
+    name: str | None = None
+    nodes: list[UiNode] | None = None
+    links: list[UiLink | None] | None = None
+    inputs: list[UiPort] | None = None
+    outputs: list[UiPort] | None = None
 
 
 class _Definitions(Foreign):
-    subgraphs: list[_Subgraph] | None = None
+    subgraphs: list[UiSubgraph] | None = None
 
 
 class _Extra(Foreign):
@@ -84,14 +117,15 @@ class _Extra(Foreign):
 
 
 class UiFile(Foreign):
+    last_node_id: Annotated[JsonValue, BeforeValidator(_whole)] = None
     nodes: list[UiNode]
     links: list[UiLink | None] | None = None
     definitions: _Definitions | None = None
     extra: Annotated[_Extra | None, BeforeValidator(_object_or_nothing)] = None
 
-    def subgraphs(self) -> set[str]:
-        """The node types that are subgraphs."""
-        return {subgraph.id for subgraph in (self.definitions and self.definitions.subgraphs) or ()}
+    def subgraphs(self) -> dict[str, UiSubgraph]:
+        """By the node type that each is."""
+        return {subgraph.id: subgraph for subgraph in (self.definitions and self.definitions.subgraphs) or ()}
 
     def groups(self) -> set[str]:
         """The node types that are group nodes."""

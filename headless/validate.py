@@ -82,7 +82,7 @@ class _NodeChecker:
         self.faults: list[str] = []
 
     def checked_inputs(self) -> dict[str, Any]:
-        known = self.schema.inputs
+        known = self.schema.inputs_with(self.node.inputs)
         if unknown := [name for name in self.node.inputs if name not in known and name not in FRONTEND_LEFTOVERS]:
             self.faults.append(f"has no input {listed(map(_told, unknown))}. Its inputs: {listed(known, 50) or 'none'}")
         checked: dict[str, Any] = {}
@@ -110,7 +110,7 @@ class _NodeChecker:
         return link
 
     def _value(self, spec: InputSpec, value: Any) -> Any:
-        if spec.type not in schemas_of.WIDGET_TYPES:
+        if spec.type not in schemas_of.WIDGETS:
             raise ValueError(f"takes a link to a node that gives {spec.type}, found the value {_told(value)}")
         value = _convert(spec, value)
         if self._is_own_check(spec.name):

@@ -16,9 +16,11 @@ VARIABLE = "ONEDIFF_GUARD_TIER"  # for drawn cases, which ask when they are impo
 CHECK = (
     "tests/headless/test_compare_picture.py",
     "tests/headless/test_core_nodes.py",
+    "tests/headless/test_dynamic_inputs.py",
     "tests/headless/test_files.py",
     "tests/headless/test_frames.py",
     "tests/headless/test_precisions.py",
+    "tests/headless/test_subgraphs.py",
     "tests/headless/test_ui_format.py",
     "tests/headless/test_workflow_graph.py",
     "tests/pipelines/diagnosis/",

@@ -120,13 +120,44 @@ def many_subgraphs(size: int) -> Json:
     return {"nodes": nodes, "links": [], "definitions": {"subgraphs": subgraphs}, "extra": {"groupNodes": {}}}
 
 
+def link(number: int, origin: int, target: int, slot: int = 0) -> Json:
+    return {"id": number, "origin_id": origin, "origin_slot": slot, "target_id": target, "target_slot": 0}
+
+
+def subgraph(kind: str, nodes: list[Json], links: list[Json], **ports: Any) -> Json:
+    return {"id": kind, "nodes": nodes, "links": links, **ports}
+
+
+def used_often(size: int) -> Json:
+    """One subgraph, as many times, each after the one before it."""
+    passing = ui_node(0, "Reroute", [("", "*", 1)], ["*"])
+    ports = {"inputs": [{"name": "a", "linkIds": [1]}], "outputs": [{"name": "b", "linkIds": [2]}]}
+    inside = subgraph("s", [passing], [link(1, -10, 0), link(2, 0, -20)], **ports)
+    hosts = [ui_node(n, "s", [("a", "*", n)], ["*"]) for n in range(1, size)]
+    return {
+        "nodes": [LOAD_IMAGE, *hosts, ui_saver(size, size)],
+        "links": [link(n, n - 1, n) for n in range(1, size + 1)],
+        "definitions": {"subgraphs": [inside]},
+    }
+
+
+def widgets_shown(size: int) -> Json:
+    """A subgraph with as many inputs, each for a widget in it, shown in both ways."""
+    nodes = [ui_node(n, "SaveImage", [("filename_prefix", "STRING", n)], widgets_values=["x"]) for n in range(size)]
+    ports = [{"name": f"p{n}", "linkIds": [n]} for n in range(size)]
+    shown = [[str(n), "filename_prefix"] for n in range(size)]
+    host = ui_node(0, "s", [], properties={"proxyWidgets": shown}, widgets_values=["y"] * size)
+    inside = subgraph("s", nodes, [link(n, -10, n, n) for n in range(size)], inputs=ports)
+    return {"nodes": [host], "definitions": {"subgraphs": [inside]}}
+
+
 def run_ui(data: Json) -> None:
     ui_format.convert(data, validate.known_schemas(ui_format.class_types(data), CLASSES)).to_api()
 
 
 SHAPES: list[tuple[Callable[[Json], None], Callable[[int], Json]]] = [
     *((run_api, shape) for shape in (ladder, many_savers, many_loaders, many_faults, circle)),
-    *((run_ui, shape) for shape in (reroutes, bypassed, many_subgraphs)),
+    *((run_ui, shape) for shape in (reroutes, bypassed, many_subgraphs, used_often, widgets_shown)),
 ]
 
 

@@ -53,6 +53,39 @@ def test_mp4(run: Run, workflow: dict[str, Any], tmp_path: Path) -> None:
         assert len(list(file.decode(stream))) == 3
 
 
+def test_create_video_takes_the_bit_depth_that_newer_pages_export(run: Run, workflow: dict[str, Any]) -> None:
+    graph = workflow | video()
+    graph["5"]["inputs"]["bit_depth"] = 8
+    assert run(graph).files
+    graph["5"]["inputs"]["bit_depth"] = 10
+    with pytest.raises(WorkflowError, match="'bit_depth' is 10, must be at most 8"):
+        run(graph)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"format": "mp4", "codec": "h264"},
+        {"format": "auto", "format.codec": "h264"},
+        {"format": "auto", "format.codec": "auto", "codec": "auto"},
+        {"format": "mp4", "format.codec": "h264", "format.codec.encoding": "auto", "codec": "auto"},
+    ],
+)
+def test_format_and_codec_as_comfyui_had_and_has_them(
+    run: Run, workflow: dict[str, Any], chosen: dict[str, str]
+) -> None:
+    nodes = video()
+    nodes["2"]["inputs"] = {"video": ["5", 0], "filename_prefix": "v", **chosen}
+    assert [file.name for file in run(workflow | nodes).files] == ["v_00001_.mp4"]
+
+
+def test_a_codec_that_is_not_written_here_is_refused(run: Run, workflow: dict[str, Any]) -> None:
+    nodes = video()
+    nodes["2"]["inputs"]["format.codec"] = "av1"
+    with pytest.raises(WorkflowError, match=r"'format.codec' is 'av1', expected one of 'auto', 'h264'"):
+        run(workflow | nodes)
+
+
 def test_mp4_with_odd_sides_keeps_its_pixels() -> None:
     frames = np.full((2, 15, 17, 3), 200, np.uint8)
     data = core_nodes.encode_mp4(frames, 7.5)

@@ -63,6 +63,18 @@ def test_without_a_seed_control_nothing_is_skipped(convert: Any) -> None:
     assert graph.nodes["1"].inputs["kind"] == "nan"
 
 
+def test_a_seed_control_of_the_first_files_is_skipped(convert: Any) -> None:
+    graph = convert([node(1, "Noise", [48, 7, True, "nan", "a cat", 0.5])], [])
+    assert graph.nodes["1"].inputs == {"width": 48, "seed": 7, "kind": "nan", "text": "a cat", "gain": 0.5}
+
+
+def test_widgets_that_the_file_has_no_value_for_have_their_defaults(convert: Any) -> None:
+    graph = convert([node(1, "Noise", [48, 7, "fixed"]), node(2, "Noise")], [])
+    rest = {"kind": "uniform", "text": "", "gain": 1.0}
+    assert graph.nodes["1"].inputs == {"width": 48, "seed": 7, **rest}
+    assert graph.nodes["2"].inputs == {"width": 32, "seed": 0, **rest}
+
+
 def test_widgets_by_name_and_links_as_objects(convert: Any) -> None:
     link = {"id": 5, "origin_id": 1, "origin_slot": 0, "target_id": 2, "target_slot": 0, "type": "IMAGE"}
     graph = convert([node(1, "Noise", {"width": 48, "videopreview": {}}), save(5)], [link])
@@ -121,13 +133,12 @@ def test_a_bypassed_node_without_such_an_input_passes_nothing(convert: Any) -> N
 @pytest.mark.parametrize(
     ("kind", "more"),
     [
-        ("0b1c-uuid", {"definitions": {"subgraphs": [{"id": "0b1c-uuid"}]}}),
         ("workflow>mine", {}),
         ("workflow/mine", {"extra": {"groupNodes": {"mine": {}}}}),
     ],
 )
-def test_subgraphs_and_group_nodes_are_refused(convert: Any, kind: str, more: dict[str, Any]) -> None:
-    with pytest.raises(WorkflowError, match=r"Node 1 is a (subgraph|group node).*Export \(API\)"):
+def test_group_nodes_are_refused(convert: Any, kind: str, more: dict[str, Any]) -> None:
+    with pytest.raises(WorkflowError, match=r"Node 1 is a group node.*Export \(API\)"):
         convert([node(1, kind)], [], **more)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import comfyui_nodes
 import pytest
-from comfyui_onediff_guard.headless import cli, core_nodes, schema, ui_format, validate
+from comfyui_onediff_guard.headless import cli, core_nodes, schema, ui_format, ui_widgets, validate
 from comfyui_onediff_guard.headless.errors import ExitCode
 from comfyui_onediff_guard.headless.graph import Graph, Link, from_api, is_ui_format
 from comfyui_onediff_guard.headless.schema import Schema
@@ -188,7 +188,7 @@ def test_the_workflow_shows_what_the_defaults_are(path: Path) -> None:
     for node in api_graph(WORKFLOWS / "api" / path.name).nodes.values():
         for name, spec in SCHEMAS[node.class_type].inputs.items():
             given = node.inputs.get(name)
-            if spec.is_widget and name not in FILES and not isinstance(given, (Link, type(None))):
+            if spec.widget and name not in FILES and not isinstance(given, (Link, type(None))):
                 differing |= {name} if given != default(spec) else set()
     prompt = {"native_sd15": {"text"}, "native_svd": set(), "svd": set()}
     named = next((names for start, names in prompt.items() if path.stem.startswith(start)), {"prompt"})
@@ -271,4 +271,4 @@ def test_the_seed_is_followed_by_its_control(path: Path) -> None:
         names = [name for w in spec.widgets for name in ([w.name, "control"] if w.may_have_control else [w.name])]
         assert len(node["widgets_values"]) == len(names), node["type"]
         controls += [value for name, value in zip(names, node["widgets_values"], strict=True) if name == "control"]
-    assert controls and set(controls) <= set(ui_format.CONTROL_VALUES)
+    assert controls and set(controls) <= set(ui_widgets.CONTROL_VALUES)
