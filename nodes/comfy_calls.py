@@ -6,10 +6,10 @@ packs wrap stays in the chain.
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,9 +20,12 @@ from ..precision.dtypes import DTYPES, dtype_name
 from ..precision.guard import GuardStopped
 from ..precision.observe import floating, non_finite
 from ..precision.policy import Component, Plan
+from .comfy_memory import CallMemory
 from .comfy_products import products_in_fp32
+from .comfy_weights import loaded_anew, weights_as_stored
 
 KEY = "onediff_guard"  # of our wrappers on a MODEL
+_KINDS = ("OUTER_SAMPLE", "PREPARE_SAMPLING", "APPLY_MODEL")
 ATTENTION_OVERRIDE = "optimized_attention_override"  # in transformer_options
 TAKE_FP32 = {f"attention_{name}" for name in ("basic", "sub_quad", "split", "xformers", "pytorch")}
 _INPUTS = {"x": "latents", "c_concat": "latents to start from", "c_crossattn": "a prompt"}
@@ -31,14 +34,14 @@ _INPUTS = {"x": "latents", "c_concat": "latents to start from", "c_crossattn": "
 def wrapped(patcher: Any, wrappers: Mapping[str, Callable[..., Any]]) -> Any:
     """A clone of a MODEL (ComfyUI's ModelPatcher) with wrappers in place of those that we gave it before.
 
-    wrappers: by kind: OUTER_SAMPLE, APPLY_MODEL.
+    wrappers: by kind, of _KINDS.
     Raises BadInput where ComfyUI is too old to have them.
     """
     kinds: Any = getattr(sys.modules.get("comfy.patcher_extension"), "WrappersMP", None)
     if not hasattr(kinds, "APPLY_MODEL"):
         raise BadInput("This ComfyUI cannot wrap a MODEL's apply_model, which is needed here. Update ComfyUI.")
     clone = patcher.clone()
-    for kind in ("OUTER_SAMPLE", "APPLY_MODEL"):
+    for kind in _KINDS:
         clone.remove_wrappers_with_key(getattr(kinds, kind), KEY)
     for kind, wrapper in wrappers.items():
         clone.add_wrapper_with_key(getattr(kinds, kind), KEY, wrapper)
@@ -87,77 +90,60 @@ def around_apply_model(made_by: Callable[[ModelCall], Any]) -> Callable[..., Any
     ) -> Any:
         """executor: goes on with the chain, and ends in ComfyUI itself. x: noisy latents, float32. t: sigma."""
         given = {"x": x, "c_concat": c_concat, "c_crossattn": c_crossattn, **conditions}
-        options = transformer_options or {}
-        memory = _Memory(options)
-        more = {"timestep": t, "control": control, "transformer_options": options, "memory": memory}
-        try:
-            made = made_by(ModelCall(executor.class_obj, {"executor": executor, **given, **more}))
-        except GuardStopped as stopped:
-            for name, value in given.items():
-                if broken := sum(map(non_finite, floating(value))):
-                    what = _INPUTS.get(name, f"condition '{name}'")
+        call = ModelCall(executor.class_obj, {"executor": executor, **given, "timestep": t, "control": control})
+        call.arguments["memory"] = memory = CallMemory(call.network, transformer_options or {}, call.dtype)
+        with memory.settled():
+            try:
+                return made_by(call)
+            except GuardStopped as stopped:
+                if broken := _broken(given):
                     raise GuardStopped(
-                        f"The model was given {what} with {broken} non-finite values, so another node made them: "
+                        f"The model was given {broken} non-finite values, so another node made them: "
                         "look at the nodes before the sampler, and at those that change the model."
                     ) from stopped
-            raise
-        memory.settle()
-        return made
+                raise
 
     return wrapper
 
 
+def _broken(given: Mapping[str, Any]) -> str:
+    """ "latents with 3", of the first that is not finite; "" where all are."""
+    for name, value in given.items():
+        if broken := sum(map(non_finite, floating(value))):
+            what = _INPUTS.get(name, f"condition '{name}'")
+            return f"{what} with {broken}"
+    return ""
+
+
 def apply_model(
-    *, executor: Any, x: Any, timestep: Any, c_concat: Any, c_crossattn: Any, control: Any, memory: _Memory, **more: Any
+    *,
+    executor: Any,
+    x: Any,
+    timestep: Any,
+    c_concat: Any,
+    c_crossattn: Any,
+    control: Any,
+    memory: CallMemory,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    **more: Any,
 ) -> Any:
     """Goes on with the chain. ControlNet's residuals are taken off their lists as they are used: off a copy, so that
-    the call can be made again."""
-    memory.rewind()
-    options = more.pop("transformer_options")
+    the call can be made again. options: beside those that ComfyUI gave."""
     control = pytree.tree_map(lambda residual: residual, control)
-    return executor(x, timestep, c_concat, c_crossattn, control, options, **more)
+    return executor(x, timestep, c_concat, c_crossattn, control, memory.of_a_call(options), **more)
 
 
-def apply_model_in_fp32(*, executor: Any, transformer_options: dict[str, Any], **call: Any) -> Any:
-    options = {**transformer_options, ATTENTION_OVERRIDE: _attention_in_fp32}
-    with products_in_fp32(executor.class_obj.diffusion_model):
-        made = apply_model(executor=executor, transformer_options=options, **call)
-    call["memory"].keep()
+def apply_model_in_fp32(*, executor: Any, memory: CallMemory, **call: Any) -> Any:
+    with products_in_fp32(executor.class_obj.diffusion_model), weights_as_stored():
+        made = apply_model(executor=executor, memory=memory, options={ATTENTION_OVERRIDE: _attention_in_fp32}, **call)
+    memory.keep()
     return made
 
 
-class _Memory:
-    """What ComfyUI's EasyCache remembers of the steps before, by which it skips the model.
-
-    It sits inside the guard. So each call for one step starts from the same, and the one that counts leaves its own:
-    else a rerun, with the inputs of the attempt before it, would be skipped for what the attempt left.
-    """
-
-    def __init__(self, transformer_options: dict[str, Any]):
-        self._holder = transformer_options.get("easycache")
-        self._before = self._now()
-        self._kept: dict[str, Any] | None = None
-
-    def rewind(self) -> None:
-        self._set(self._before)
-
-    def keep(self) -> None:
-        self._kept = self._now()
-
-    def settle(self) -> None:
-        if self._kept is not None:
-            self._set(self._kept)
-
-    def _now(self) -> dict[str, Any]:
-        return _copied(vars(self._holder)) if self._holder else {}
-
-    def _set(self, state: dict[str, Any]) -> None:
-        if self._holder:
-            vars(self._holder).update(_copied(state))
-
-
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: copy.copy(value) if isinstance(value, (dict, list)) else value for name, value in state.items()}
+def load_anew(*, executor: Any, timestep: Any, control: Any, memory: CallMemory, **given: Any) -> bool:
+    """Have ComfyUI load the model's weights once more; says whether it did. Not where its inputs are to blame."""
+    memory.forget()
+    return not _broken(given) and loaded_anew(executor.class_obj)
 
 
 def _attention_in_fp32(chosen: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ from ..precision.probe import Verdict, judge, recommend
 from ..precision.report import RunReport
 from ..precision.upcast import run_in_fp32
 from .comfy_calls import ModelCall, apply_model, apply_model_in_fp32, around_apply_model, comfy_plan, wrapped
+from .comfy_executors import CallLog, PerExecutor
+from .comfy_refining import refining_guarded
 
 
 @dataclass(frozen=True)
@@ -47,19 +51,22 @@ def probe_model(
     Raises BadInput where ComfyUI is too old, GuardStopped where fp32 is not finite either.
     """
     runs: list[_Run] = []
+    starting = threading.Lock()
 
     def watched(call: ModelCall) -> Any:
-        if not runs:
-            runs.append(_Run(call))
+        with starting:
+            if not runs:
+                runs.append(_Run(call))
         return runs[0].call(call)
 
     def on_step(step: int, *_: Any) -> None:
         runs[0].measured.probe.end_step()
         step_done(step + 1)
 
-    model = wrapped(patcher, {"APPLY_MODEL": around_apply_model(watched)})
+    wrappers = {"PREPARE_SAMPLING": _prepare, "APPLY_MODEL": around_apply_model(watched)}
+    model = wrapped(patcher, wrappers)
     comfy = sys.modules["comfy.sample"]
-    samples = comfy.fix_empty_latent_channels(model, latent["samples"])
+    samples = _start(model, latent)
     comfy.sample(
         model,
         comfy.prepare_noise(samples, sampling.seed, latent.get("batch_index")),
@@ -85,27 +92,34 @@ class _Run:
     def __init__(self, call: ModelCall):
         self.card = detect(call.device)
         self.plan = comfy_plan(Component.DENOISER, call.name, call.dtype)
-        self.report = RunReport(call.name, str(self.card), self.plan)
         self.measured = Measured(call.network, Anatomy.of(call.network, _lists_of_blocks(call.network)))
-        self._guard = StageGuard(
-            "denoiser",
-            partial(run_in_fp32, apply_model_in_fp32, tf32=self.card.tf32),
-            owner=call.network,
-            dtype="fp32",
-            policy=GuardPolicy(),
-            report=self.report,
-        )
+        self._model = call.name
+        self._guards = PerExecutor[StageGuard]()
+        self._log = CallLog()
 
     def call(self, call: ModelCall) -> Any:
         arguments = call.arguments
-        return self.measured.call(lambda: self._guard(**arguments), lambda: apply_model(**arguments))
+        guard = self._guards.of(call.network, lambda: self._guard(call.network))
+        output = self.measured.call(lambda: guard(**arguments), lambda: apply_model(**arguments), call.network)
+        self._log.add(guard.report.steps[-1])
+        return output
+
+    def _guard(self, network: torch.nn.Module) -> StageGuard:
+        return StageGuard(
+            "denoiser",
+            partial(run_in_fp32, apply_model_in_fp32, tf32=self.card.tf32),
+            owner=network,
+            dtype="fp32",
+            policy=GuardPolicy(),
+            report=RunReport(self._model, str(self.card), self.plan),
+        )
 
     def probing(self, sampled: str) -> Probing:
-        probed, steps = self.measured.probe.probed, self.report.steps
+        probed, steps = self.measured.probe.probed, self._log.steps
         chosen = recommend(probed, self.plan.dtype, native_bf16=self.card.native_bf16, islands=False)
         calls_per_step = -(-len(steps) // max(len(probed.steps), 1))
         return Probing(
-            model=self.report.variant,
+            model=self._model,
             architecture=self.card,
             plan=self.plan,
             sampled=sampled,
@@ -117,6 +131,20 @@ class _Run:
             verdicts=tuple(judge(probed, dtype, islands=False) for dtype in DTYPES),
             to_apply=_to_apply(self.plan, chosen),
         )
+
+
+def _prepare(executor: Any, *args: Any, **by_name: Any) -> Any:
+    """Hands on the loaded model, then what it needs; text that half precision does not hold is refined in fp32."""
+    model, *more = executor(*args, **by_name)
+    return refining_guarded(model, GuardPolicy(), lambda _: None), *more
+
+
+def _start(patcher: Any, latent: dict[str, Any]) -> torch.Tensor:
+    """What KSampler starts from: an empty latent gets the model's channels, and in a current ComfyUI its size too, by
+    the ratios to pixels and frames that the node that made it left beside it."""
+    fix = sys.modules["comfy.sample"].fix_empty_latent_channels
+    taken = signature(fix).parameters
+    return fix(patcher, latent["samples"], **{name: value for name, value in latent.items() if name in taken})
 
 
 def _lists_of_blocks(network: torch.nn.Module) -> list[str]:

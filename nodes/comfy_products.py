@@ -1,8 +1,13 @@
-"""ComfyUI's layers that round what goes into them to fp8 or int8, and how a rerun has them multiply in fp32 instead.
+"""ComfyUI's layers that round what goes into them to fp8, int8 or fp4, and how a rerun has them multiply in fp32.
 
-Such a layer holds its weights in fp8 and, on the way, makes fp8 of its input too. `comfy.ops.fp8_linear` is where it
-does (--fast fp8_matrix_mult, and checkpoints with scaled fp8 weights): where that gives None, ComfyUI itself casts the
-weights to the input's dtype, scales them, and multiplies in that.
+Such a layer holds its weights in few bits and, on the way, makes as few of its input too. Where it does:
+- `comfy.ops.fp8_linear` (--fast fp8_matrix_mult, and checkpoints with scaled fp8 weights, until 2025): where that gives
+  None, ComfyUI itself casts the weights to the input's dtype, scales them, and multiplies in that;
+- the layers of `comfy.ops.mixed_precision_ops`, whose weights are a tensor class of their own: not where their
+  `_full_precision_mm` says so;
+- `comfy.ops.linear_input_act`, which makes one of an activation and an int8 product, and does not ask that layer.
+
+All of them are told of the thread that asks: others may be using the same layer.
 """
 
 from __future__ import annotations
@@ -19,6 +24,8 @@ from ..precision.dtypes import dtype_name
 from ..precision.shared import SharedSetting
 from ..precision.upcast import RerunUnsupported
 
+_IN_FULL = "_full_precision_mm"  # ComfyUI's own switch, on each layer that may hold quantised weights
+
 
 @contextmanager
 def products_in_fp32(network: torch.nn.Module) -> Generator[None]:
@@ -27,9 +34,10 @@ def products_in_fp32(network: torch.nn.Module) -> Generator[None]:
     Raises RerunUnsupported for layers that quantise in a way of their own.
     """
     _refuse_quantised(network)
-    before, _here.whole = _here.whole, True
+    before = _here.whole
     try:
-        with _NO_FP8_LINEAR.held():
+        _here.whole = True
+        with _WHOLE_PRODUCTS.held():
             yield
     finally:
         _here.whole = before
@@ -55,18 +63,18 @@ def _quantised_kind() -> type | tuple[()]:
 
 
 def _refuse_quantised(network: torch.nn.Module) -> None:
-    """Not those that make whole weights of theirs and leave their input as it is: on cards without such products, or
-    where the checkpoint says so."""
+    """Not those that have ComfyUI's switch, and not a table that is looked up: it rounds nothing that goes in."""
     kind = _quantised_kind()
     for name, layer in network.named_modules():
-        if getattr(layer, "_full_precision_mm", False):
+        if _IN_FULL in vars(layer) or isinstance(layer, torch.nn.Embedding):
             continue
         for own, weight in layer.named_parameters(recurse=False):
             if isinstance(weight, kind):
                 layout = getattr(weight, "_layout_cls", "quantised")
                 raise RerunUnsupported(
-                    f"'{name}.{own}' is quantised ({layout}), and its layer rounds what goes into it too: a rerun "
-                    "would not be fp32. Use a checkpoint of this model in fp16, bf16 or plain fp8."
+                    f"'{name}.{own}' is quantised ({layout}), and its layer, a {type(layer).__name__}, has no switch "
+                    "for products in full precision: a rerun would not be fp32. Update ComfyUI, take off the node "
+                    "that put this layer in, or use a checkpoint of this model in fp16, bf16 or plain fp8."
                 )
 
 
@@ -77,20 +85,43 @@ class _Here(threading.local):
 _here = _Here()
 
 
-def _without_fp8_linear() -> Callable[[], None]:
-    ops: Any = sys.modules["comfy.ops"]
-    original = getattr(ops, "fp8_linear", None)
-    if original is None:  # an older ComfyUI, without fp8 products
-        return lambda: None
+class _InFull:
+    """In place of a layer's own `_full_precision_mm`, which stays in the layer: on in a thread that reruns."""
 
-    def fp8_linear(layer: Any, given: Any) -> Any:
-        return None if _here.whole else original(layer, given)
+    def __get__(self, layer: Any, owner: type) -> Any:
+        if _IN_FULL not in vars(layer or owner):
+            raise AttributeError(_IN_FULL)
+        return _here.whole or vars(layer)[_IN_FULL]
+
+    def __set__(self, layer: Any, value: bool) -> None:
+        vars(layer)[_IN_FULL] = value
+
+
+def _make_whole_products() -> Callable[[], None]:
+    ops: Any = sys.modules.get("comfy.ops")
+    undo = [
+        _replace(ops, "fp8_linear", lambda original, layer, given: None),
+        _replace(ops, "linear_input_act", lambda original, layer, given, act: layer(ops.INPUT_ACT_EAGER[act](given))),
+    ]
+    base = getattr(ops, "CastWeightBiasOp", None)  # of all its layers
+    if base is not None:
+        setattr(base, _IN_FULL, _InFull())
+        undo.append(lambda: delattr(base, _IN_FULL))
 
     def restore() -> None:
-        ops.fp8_linear = original
+        for each in undo:
+            each()
 
-    ops.fp8_linear = fp8_linear
     return restore
 
 
-_NO_FP8_LINEAR = SharedSetting(_without_fp8_linear)
+def _replace(ops: Any, name: str, in_full: Callable[..., Any]) -> Callable[[], None]:
+    """In threads that rerun, have `in_full(original, ...)` for that function, where there is one; returns the undo."""
+    original = getattr(ops, name, None)
+    if original is None:
+        return lambda: None
+    setattr(ops, name, lambda *args: in_full(original, *args) if _here.whole else original(*args))
+    return lambda: setattr(ops, name, original)
+
+
+_WHOLE_PRODUCTS = SharedSetting(_make_whole_products)

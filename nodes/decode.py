@@ -22,6 +22,7 @@ class DecodeLatents:
     RETURN_TYPES = ("IMAGE",)
     RETURN_NAMES = ("images",)
     FUNCTION = "decode"
+    HAS_INTERMEDIATE_OUTPUT = True
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:

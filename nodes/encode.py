@@ -23,6 +23,7 @@ class EncodePrompt:
     RETURN_TYPES = ("CONDITIONING", "CONDITIONING")
     RETURN_NAMES = ("positive", "negative")
     FUNCTION = "encode"
+    HAS_INTERMEDIATE_OUTPUT = True
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:

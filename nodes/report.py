@@ -47,13 +47,19 @@ def examine(
             accumulation=Accumulation(accumulation),
             loaders=LOADERS,
         )
-        return _with_cache(diagnosis)
+        return _with_surroundings(diagnosis)
     except OSError as error:
         raise BadFolder(f"'{model}' cannot be read: {error}.") from error
 
 
-def _with_cache(diagnosis: Diagnosis) -> Diagnosis:
-    return replace(diagnosis, compile_cache=compiled.in_words(compiled.folder(None)))
+def _with_surroundings(diagnosis: Diagnosis) -> Diagnosis:
+    from ..pipelines.diagnosis import ComfyUI
+
+    return replace(
+        diagnosis,
+        compile_cache=compiled.in_words(compiled.folder(None)),
+        comfyui=ComfyUI(host.version(), host.TESTED),
+    )
 
 
 def on_disk(model: Path) -> Path:
@@ -136,7 +142,7 @@ class PrecisionReport:
     ) -> dict[str, Any]:
         from ..pipelines.diagnosis import diagnose_pipeline
 
-        diagnosis = _with_cache(diagnose_pipeline(pipeline, architecture_of(architecture)))
+        diagnosis = _with_surroundings(diagnose_pipeline(pipeline, architecture_of(architecture)))
         text = diagnosis.text()
         host.say(node_id, text)
         return {"ui": {"text": [text], "onediff_guard": [diagnosis.as_dict()]}, "result": (text,)}

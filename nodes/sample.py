@@ -91,6 +91,7 @@ class _CogVideoXSampler:
     RETURN_TYPES = ("LATENT", "STRING")
     RETURN_NAMES = ("latents", "report")
     FUNCTION = "sample"
+    HAS_INTERMEDIATE_OUTPUT = True
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:

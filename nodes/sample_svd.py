@@ -37,6 +37,7 @@ class SampleStableVideoDiffusion:
     RETURN_TYPES = ("LATENT", "STRING")
     RETURN_NAMES = ("latents", "report")
     FUNCTION = "sample"
+    HAS_INTERMEDIATE_OUTPUT = True
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 NOT_RUN = (
     "OneFlow's special builds and nexfort: neither has been available.",
-    "ComfyUI's fp8 products on a card: its layers ran on a CPU.",
+    "ComfyUI's quantised products on a card: its layers ran on a CPU.",
     "Offload 'group' and 'sequential' on a card: tested with a stand-in for the second device.",
     "CUDA, ROCm, Intel and Apple GPUs: all that is known to work was run on CPUs.",
     "Published weights of any model: all models here are small ones with their classes and random or computed weights.",
@@ -58,6 +58,12 @@ class ModelPlans:
 
 
 @dataclass(frozen=True)
+class ComfyUI:
+    version: str  # of the one that this runs in, "" where it runs in none
+    tested: tuple[str, ...]  # versions that this release was tested in
+
+
+@dataclass(frozen=True)
 class Diagnosis:
     architecture: Architecture  # that the plans are for
     here: bool  # it is the one that pipelines run on here, and not one that was asked for
@@ -71,6 +77,7 @@ class Diagnosis:
     models: tuple[ModelPlans, ...]
     notes: tuple[str, ...]
     compile_cache: str = ""  # where it is and how full; empty where nobody said
+    comfyui: ComfyUI | None = None  # None where nobody looked
     not_run: tuple[str, ...] = NOT_RUN
 
     def text(self) -> str:

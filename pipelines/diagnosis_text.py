@@ -54,9 +54,18 @@ def _machine(diagnosis: Diagnosis) -> list[str]:
                 ("PyTorch", f"{machine.torch}, {built_for}"),
                 ("packages", f"{installed or 'none'}; not installed: {lacking or 'none'}"),
                 ("system", f"{machine.system}, Python {machine.python}"),
+                *_comfyui(diagnosis),
             ]
         ),
     ]
+
+
+def _comfyui(diagnosis: Diagnosis) -> list[tuple[str, str]]:
+    if not (comfyui := diagnosis.comfyui):
+        return []
+    *others, last = comfyui.tested
+    here = comfyui.version or "none here"
+    return [("ComfyUI", f"{here}; this release was tested in {', '.join(others)} and {last}")]
 
 
 def _backends(diagnosis: Diagnosis) -> list[str]:

@@ -26,14 +26,22 @@ class Measured:
 
     def __init__(self, denoiser: torch.nn.Module, anatomy: Anatomy):
         self.probe = Probe(denoiser, anatomy)
-        self.seconds = 0.0
         self.healthy_seconds = 0.0  # of one call
+        self._seconds: list[float] = []
 
-    def call(self, in_fp32: Callable[[], Result], healthy: Callable[[], object]) -> Result:
-        """What the call in fp32 gives. healthy: the same call as it is without the probe; made twice, once a run."""
+    @property
+    def seconds(self) -> float:
+        """Of all calls in fp32."""
+        return sum(self._seconds)
+
+    def call(
+        self, in_fp32: Callable[[], Result], healthy: Callable[[], object], twin: torch.nn.Module | None = None
+    ) -> Result:
+        """What the call in fp32 gives. healthy: the same call as it is without the probe; made twice, once a run.
+        twin: the denoiser's, where another copy of it is called."""
         started = time.perf_counter()
-        output = self.probe.watch(in_fp32)
-        self.seconds += time.perf_counter() - started
+        output = self.probe.watch(in_fp32, twin)
+        self._seconds.append(time.perf_counter() - started)
         for _ in range(0 if self.healthy_seconds else 2):  # the first makes room, and chooses kernels
             started = time.perf_counter()
             healthy()

@@ -1,7 +1,8 @@
 """Sees what a model clips in fp16: a clipped value is finite, and wrong, so no look at the output finds it.
 
 Flux, Lumina2 and Z-Image hide what overflowed by `nan_to_num`, ACE-Step by `clip`, transformers' T5 by `clamp`, some of
-them in helpers. A function mode sees each such call wherever it is. PyTorch traces it into what is compiled, too.
+them in helpers; quantised layers by rounding what goes in, and video VAEs by a norm, which fp16 holds no better. A
+function mode sees each such call wherever it is. PyTorch traces it into what is compiled, too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from .dtypes import FP16_MAX
 from .observe import floating, largest
+from .upcast import is_quantised
 
 EDGE = 6e4  # an upper bound from here on is there for fp16's sake: T5's is 64504, others' is 65504
 BEYOND = 65520.0  # what rounds to infinity in fp16: a bound from here on clips nothing
@@ -25,6 +27,9 @@ _T = torch.Tensor
 _NAN_TO_NUM = frozenset({torch.nan_to_num, torch.nan_to_num_, _T.nan_to_num, _T.nan_to_num_})
 _CLAMP = frozenset({torch.clamp, torch.clamp_, torch.clip, torch.clip_, _T.clamp, _T.clamp_, _T.clip, _T.clip_})
 _CLAMP_MAX = frozenset({torch.clamp_max, torch.clamp_max_, _T.clamp_max, _T.clamp_max_})
+_DIVIDE = frozenset({torch.div, torch.true_divide, _T.div, _T.div_, _T.true_divide, _T.__truediv__, _T.__itruediv__})
+_RSQRT = frozenset({torch.rsqrt, torch.rsqrt_, _T.rsqrt, _T.rsqrt_})
+_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # of a library: comfy_kitchen's quantize_fp8
 _ASKS = frozenset({torch.isinf, torch.isnan, torch.isfinite, _T.isinf, _T.isnan, _T.isfinite})  # and clips where it is
 
 
@@ -72,6 +77,14 @@ class Clips(TorchFunctionMode):
             self._see(_given(args, named), args[2] if len(args) > 2 else named.get("max"))
         elif func in _CLAMP_MAX:
             self._see(_given(args, named), args[1] if len(args) > 1 else named.get("max"))
+        elif func is torch.nn.functional.normalize:
+            self._see_norm(*args, **named)
+        elif func in _RSQRT:
+            self._see_divisor(_given(args, named))
+        elif func in _DIVIDE and _is_norm_of(*args[:2]):
+            self._see_divisor(args[1])
+        elif _rounds_its_input(func, args):
+            self._see_rounded(_given(args, named))
         return func(*args, **named)
 
     def _see(self, given: Any, bound: Any) -> None:
@@ -88,7 +101,6 @@ class Clips(TorchFunctionMode):
             counts = to_fp8 or EDGE <= bound < BEYOND
         if counts is False:
             return
-        self._needed = True
         peak = largest(given)
         if to_fp8:
             peak = torch.where(peak.isinf(), peak, 0.0)
@@ -96,7 +108,42 @@ class Clips(TorchFunctionMode):
             peak = torch.where(peak >= bound, peak.clamp(min=FP16_MAX), peak)
         if isinstance(counts, torch.Tensor):
             peak = torch.where(counts, peak, 0.0)
+        self._keep(peak)
+
+    def _see_norm(self, input: Any, p: float = 2.0, dim: Any = 1, *_: Any, **__: Any) -> None:  # noqa: A002
+        """What is divided by a norm beyond fp16 comes out as zeros: in the VAEs of Wan and HunyuanVideo 1.5."""
+        if isinstance(input, torch.Tensor) and input.dtype is torch.float16 and input.numel():
+            peak = torch.linalg.vector_norm(input.detach(), p, dim, dtype=torch.float32).amax()
+            self._keep(torch.where(peak >= BEYOND, peak, 0.0))
+
+    def _see_divisor(self, given: Any) -> None:
+        """The same where the norm is written out, as in LTXV's VAE: a mean of squares is beyond fp16 from 256 on."""
+        if isinstance(given, torch.Tensor) and given.dtype is torch.float16 and given.numel():
+            peak = largest(given)
+            self._keep(torch.where(peak.isinf(), peak, 0.0))
+
+    def _see_rounded(self, given: Any) -> None:
+        """Whatever of it is not finite: a CPU leaves NaN as it is, GPUs' kernels make a number of that too."""
+        if isinstance(given, torch.Tensor) and given.dtype is torch.float16 and given.numel():
+            peak = largest(given)
+            self._keep(torch.where(peak.isfinite(), 0.0, peak))
+
+    def _keep(self, peak: torch.Tensor) -> None:
+        self._needed = True
         self._peak = torch.maximum(self._peak, peak.to(self._peak.device))
+
+
+def _is_norm_of(values: Any = None, divisor: Any = None) -> bool:
+    """Whether many of the values share one divisor."""
+    both = isinstance(values, torch.Tensor) and isinstance(divisor, torch.Tensor)
+    return both and 0 < divisor.dim() == values.dim() and divisor.numel() < values.numel()
+
+
+def _rounds_its_input(func: Any, args: tuple[Any, ...]) -> bool:
+    """A library's operator that quantises, and a product by quantised weights, which may round what they multiply."""
+    if func is torch.nn.functional.linear:
+        return len(args) > 1 and is_quantised(args[1])
+    return isinstance(func, _OPERATORS) and func.__name__.startswith("quantize_")
 
 
 def _device_of(inputs: Any) -> torch.device | None:

@@ -16,6 +16,7 @@ import torch
 
 from .dtypes import dtype_name
 from .kept_fp32 import KeptInFp32, keep_in_fp32
+from .observe import has_children
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -90,7 +91,7 @@ def _in(kept: frozenset[str], parameter: str) -> bool:
 def _refuses_mixed_dtypes(module: torch.nn.Module, device: torch.device | None) -> bool:
     """Tried, not told by its name: does a half-precision norm take a row in its own dtype, and raise at an fp32 one?"""
     weight: Any = getattr(module, "weight", None)
-    if any(module.children()) or not isinstance(weight, torch.nn.Parameter):
+    if has_children(module) or not isinstance(weight, torch.nn.Parameter):
         return False
     if "norm" not in type(module).__name__.lower() or weight.dtype not in _HALF or weight.ndim != 1:
         return False

@@ -12,7 +12,7 @@ import torch
 from .dtypes import DTYPES
 from .folding import bits_for
 from .learned import Learned, covered, covers, largest_of, named
-from .observe import Peak
+from .observe import Peak, has_children
 from .streams import Stream
 
 RANGE: dict[str, float] = {name: torch.finfo(dtype).max for name, dtype in DTYPES.items()}
@@ -40,7 +40,7 @@ class Anatomy:
         groups = tuple(
             name
             for name, part in module.named_modules()
-            if any(part.children()) and cls(tuple(blocks)).home(name) == name and name not in blocks
+            if has_children(part) and cls(tuple(blocks)).home(name) == name and name not in blocks
         )
         if stream is None:
             return cls(tuple(blocks), groups=groups)

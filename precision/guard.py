@@ -63,6 +63,10 @@ class GuardStopped(RuntimeError):
     """The guard ended the run; the message says which stage failed, how, and what to do."""
 
 
+class _BrokenInFp32(RuntimeError):
+    """A call is non-finite in fp32 too, with inputs that are not."""
+
+
 @dataclass(frozen=True)
 class _Range:
     finite: bool
@@ -91,6 +95,8 @@ class StageGuard:
         tables) keep their dtype.
     peak_inside: max |x| that the last attempt reached inside, for stages that clip: a clipped value is finite, and
         wrong. Saturation counts as failure.
+    renew: has the weights loaded anew, where those on the card may be stale; says whether it could. Called with the
+        arguments of a call that fails in fp32 too, which is then made once more.
     """
 
     def __init__(
@@ -106,6 +112,7 @@ class StageGuard:
         inputs: tuple[str, ...] = (),
         tf32: bool = False,
         peak_inside: Callable[[], torch.Tensor | None] | None = None,
+        renew: Callable[..., bool] | None = None,
     ):
         self.stage = stage
         self.dtype = dtype
@@ -120,6 +127,7 @@ class StageGuard:
         self._inputs = inputs
         self._tf32 = tf32 and not policy.strict
         self._peak_inside = peak_inside or (lambda: None)
+        self._renew = renew or (lambda *_, **__: False)
         self._failures = 0
         self._stays = self._learns and self._learner is not None and self._learner.learned.whole_run_fp32
 
@@ -128,6 +136,22 @@ class StageGuard:
 
         Raises GuardStopped where an input is broken, where fp32 fails as well, or where the policy says stop.
         """
+        try:
+            return self._call(args, kwargs)
+        except _BrokenInFp32:
+            if not self._renew(*args, **kwargs):
+                raise GuardStopped(self._diagnose(args, kwargs)) from None
+        logger.warning("%s: non-finite in fp32 too, so its weights were loaded anew", self._where())
+        try:
+            output = self._call(args, kwargs)
+        except _BrokenInFp32:
+            raise GuardStopped(self._diagnose(args, kwargs)) from None
+        last = self.report.steps[-1]
+        helped = "and the step computed in fp32" if last.outcome == "rerun" else f"after that {last.dtype} was finite"
+        self.report.note(f"non-finite in fp32 too: the weights were loaded anew, {helped}")
+        return output
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         started = time.perf_counter()
         if self._stays:
             output, made, timestep = self._in_fp32(args, kwargs)
@@ -156,7 +180,7 @@ class StageGuard:
         """Raise GuardStopped where a rerun cannot help, or is not wanted."""
         self._refuse_broken_input(args, kwargs)
         if self.dtype == "fp32":
-            raise GuardStopped(self._diagnose(args, kwargs))
+            raise _BrokenInFp32
         if self.policy.on_failure is OnFailure.STOP:
             raise GuardStopped(
                 f"{self._where()}: the output in {self.dtype} is {problem}, and the guard is set to stop. "
@@ -179,7 +203,8 @@ class StageGuard:
             else:
                 output, made, _ = self._in_fp32(args, kwargs)
         if learner and half_call and finding is None:
-            finding = learner.locate(*half_call[0], saturated=saturated, **half_call[1])
+            half_args, half_kwargs = _apart_from(output, half_call)
+            finding = learner.locate(*half_args, saturated=saturated, **half_kwargs)
         action = self._follow(finding)
         module, peak = (finding.module, finding.peak) if finding else ("", None)
         return output, made, finding, Rerun(module, peak, action, time.perf_counter() - started, extra_bytes())
@@ -193,12 +218,12 @@ class StageGuard:
         return output
 
     def _in_fp32(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, _Range, float | None]:
-        """The call in fp32, its range and timestep. Raises GuardStopped where that is non-finite too."""
+        """The call in fp32, its range and timestep. Raises _BrokenInFp32 where that is non-finite too."""
         output = run_in_fp32(self._rerun, *args, tf32=self._tf32, **kwargs)
         _, made, _, timestep = self._measure((), output, timestep=kwargs.get("timestep"))
         if not made.finite:
             self._refuse_broken_input(args, kwargs)
-            raise GuardStopped(self._diagnose(args, kwargs))
+            raise _BrokenInFp32
         return output, made, timestep
 
     def _follow(self, finding: Finding | None) -> str:
@@ -301,6 +326,21 @@ class StageGuard:
                 )
         module = first_broken(owner, lambda: run_in_fp32(self._rerun, *args, **kwargs)) or type(owner).__name__
         return f"{found}, first in '{module}'. Its weights and inputs are finite: try another seed or guidance scale."
+
+
+def _apart_from(output: Any, call: _Call) -> _Call:
+    """The call, with copies of those arguments that the output was written to, so that it can be made once more."""
+    written = {_storage(made) for made in floating(output)} - {None}
+    return pytree.tree_map_only(
+        torch.Tensor, lambda given: given.clone() if _storage(given) in written else given, call
+    )
+
+
+def _storage(tensor: torch.Tensor) -> Any:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # it has none: sparse, or of a class of its own
+        return None
 
 
 def _range_of(bounds: list[float]) -> _Range:

@@ -158,4 +158,9 @@ def hooked(
 
 def leaves(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Its layers (modules without children) by their names."""
-    return {name: layer for name, layer in module.named_modules() if not any(layer.children())}
+    return {name: layer for name, layer in module.named_modules() if not has_children(layer)}
+
+
+def has_children(module: torch.nn.Module) -> bool:
+    """Not by their truth, which is their length: a compiled module has none, and says so by an error."""
+    return next(module.children(), None) is not None

@@ -5,6 +5,7 @@ Computed in fp32, so that the measurement cannot overflow itself: it shows how f
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -94,7 +95,10 @@ class Probed:
 
 
 class Probe:
-    """Watches a module's layers and blocks, call by call; hooks are there while a call runs, and then gone."""
+    """Watches a module's layers and blocks, call by call; hooks are there while a call runs, and then gone.
+
+    Copies of the module may run at the same time, each in a thread of its own.
+    """
 
     def __init__(self, module: torch.nn.Module, anatomy: Anatomy):
         half = any(parameter.dtype in HALF_DTYPES for parameter in module.parameters())
@@ -104,9 +108,11 @@ class Probe:
         self._groups: dict[str, Peak] = {}
         self._step: dict[str, list[_Call]] = {}
         self._steps: list[dict[str, Values]] = []
+        self._lock = threading.Lock()
 
-    def watch(self, call: Callable[[], Result]) -> Result:
-        """The result of `call`, which runs the module in fp32."""
+    def watch(self, call: Callable[[], Result], twin: torch.nn.Module | None = None) -> Result:
+        """The result of `call`, which runs the module, or its twin, in fp32."""
+        modules = {name: twin.get_submodule(name) for name in self._modules} if twin else self._modules
         names: list[str] = []
         peaks: list[torch.Tensor] = []
         numbers: list[torch.Tensor] = []
@@ -117,18 +123,22 @@ class Probe:
             peaks.append(torch.stack([largest(given).to(output.device), output]))
             numbers.append(_count(made).to(output.device))
 
-        with hooked(self._modules, see):
+        with hooked(modules, see):
             result = call()
         if names:
             device = peaks[0].device
             seen_peaks = torch.stack([peak.to(device) for peak in peaks]).tolist()
             seen_numbers = torch.stack([number.to(device) for number in numbers]).tolist()
-            for name, peak, number in zip(names, seen_peaks, seen_numbers, strict=True):
-                if name in self._anatomy.groups:
-                    self._groups[name] = self._groups.get(name, Peak(*peak)).widened(Peak(*peak))
-                else:
-                    self._step.setdefault(name, []).append(_Call(Peak(*peak), *number))
+            with self._lock:
+                for name, peak, number in zip(names, seen_peaks, seen_numbers, strict=True):
+                    self._add(name, Peak(*peak), number)
         return result
+
+    def _add(self, name: str, peak: Peak, number: list[int]) -> None:
+        if name in self._anatomy.groups:
+            self._groups[name] = self._groups.get(name, peak).widened(peak)
+        else:
+            self._step.setdefault(name, []).append(_Call(peak, *number))
 
     def end_step(self) -> None:
         """What was watched since the last step belongs to one step."""

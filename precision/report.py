@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from .accumulation import Switch
@@ -145,6 +146,22 @@ class RunReport:
             "rerun_seconds": sum(step.rerun.seconds for step in self.steps if step.rerun),
         }
         return for_json(facts)
+
+
+def together(reports: Sequence[RunReport], steps: list[StepRecord]) -> RunReport:
+    """One report of executors that computed at the same time. steps: of them all, in the order in which they ended."""
+
+    def each(values: Iterable[str]) -> str:
+        return "; ".join(dict.fromkeys(values))
+
+    plan = replace(reports[0].plan, reason=each(report.plan.reason for report in reports))
+    return replace(
+        reports[0],
+        architecture=each(report.architecture for report in reports),
+        plan=plan,
+        switches=tuple(dict.fromkeys(switch for report in reports for switch in report.switches)),
+        steps=steps,
+    )
 
 
 def _switches(switches: tuple[Switch, ...]) -> list[str]:

@@ -16,11 +16,12 @@ import sys
 import traceback
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
+from functools import update_wrapper
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 from torch.utils import _pytree as pytree
 
 from .shared import SharedSetting
@@ -81,6 +82,23 @@ def fp32_mode(*, tf32: bool = False) -> Generator[None]:
         yield
 
 
+class OneOperation:
+    """`function` as one operation to the rerun: half tensors and dtypes among its arguments reach it as
+    float32, and inside it every other tensor is what it is.
+
+    For what moves weights and casts them, which is not computing: it views their bytes, and has to know their dtype.
+    """
+
+    def __init__(self, function: Callable[..., Any]):
+        update_wrapper(self, function)
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if has_torch_function((None,)):  # in a mode, which goes on with this without itself
+            return handle_torch_function(self, (), *args, **kwargs)
+        return self._function(*args, **kwargs)
+
+
 class _Fp32Mode(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
@@ -97,12 +115,16 @@ class _Fp32Mode(TorchFunctionMode):
             return _access_property(func, name, args)
         if func in _METADATA:
             return func(*args, **kwargs)
+        if isinstance(func, OneOperation):
+            return func(*map(_given_in_fp32, args), **{name: _given_in_fp32(value) for name, value in kwargs.items()})
         if func in _CONVERSIONS and args and isinstance(args[0], torch.Tensor):
             return _converted(func, args[0], args[1:], kwargs)
         if func in _ALIASING and args:
             return _detached_is_fp32(func(*args, **kwargs), args[0])
         if func is torch.nn.functional.embedding and _max_norm(args, kwargs) is None:
             return pytree.tree_map_only(torch.Tensor, _float, func(*args, **kwargs))
+        if func in _PRODUCTS:
+            args, kwargs = pytree.tree_map_only(torch.Tensor, _dequantised, (args, kwargs))
 
         memo: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         fp32_args, fp32_kwargs = pytree.tree_map_only(torch.Tensor, lambda t: _upcast(t, memo), (args, kwargs))
@@ -120,6 +142,20 @@ class _Fp32Mode(TorchFunctionMode):
 
 def _float(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in HALF_DTYPES else tensor
+
+
+def is_quantised(tensor: torch.Tensor) -> bool:
+    """Whether it is of a class of its own that holds its values in fewer bits than its dtype says."""
+    return type(tensor).dequantize is not torch.Tensor.dequantize
+
+
+def _dequantised(tensor: torch.Tensor) -> torch.Tensor:
+    """Whole, in float32: a product with quantised weights may round what they are multiplied by as well."""
+    return tensor.float().dequantize() if is_quantised(tensor) else tensor
+
+
+def _given_in_fp32(argument: Any) -> Any:
+    return _float(argument) if isinstance(argument, torch.Tensor) else _fp32_dtype(argument)
 
 
 def _upcast(tensor: torch.Tensor, memo: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
@@ -157,15 +193,19 @@ def _converted(func: Any, source: torch.Tensor, args: tuple[Any, ...], kwargs: d
     return _detached_is_fp32(func(source, *args, **kwargs), source)
 
 
+def _fp32_dtype(value: Any) -> Any:
+    return torch.float32 if isinstance(value, torch.dtype) and value in HALF_DTYPES else value
+
+
 def _fp32_dtypes(tree: Any) -> Any:
-    return pytree.tree_map_only(torch.dtype, lambda d: torch.float32 if d in HALF_DTYPES else d, tree)
+    return pytree.tree_map_only(torch.dtype, _fp32_dtype, tree)
 
 
 def _detached_is_fp32(result: Any, source: torch.Tensor) -> Any:
     """Aliases of a half tensor stay half, so that writes reach it; copies are float32 like everything computed."""
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dtype not in HALF_DTYPES:
+        if tensor.dtype not in HALF_DTYPES or is_quantised(tensor):
             return tensor
         return tensor if _storage(tensor) == _storage(source) else tensor.float()
 
@@ -178,8 +218,7 @@ def _access_property(func: Any, name: str, args: tuple[Any, ...]) -> Any:
         if isinstance(value, torch.Tensor) and value.is_floating_point() and target.dtype in HALF_DTYPES:
             value = value.to(target.dtype)
         return func(target, value)
-    value = func(*args)
-    return torch.float32 if isinstance(value, torch.dtype) and value in HALF_DTYPES else value
+    return _fp32_dtype(func(*args))
 
 
 def _max_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -232,6 +271,13 @@ _ALIASING = frozenset(
         _T.cuda, _T.cpu,
         torch.reshape, torch.permute, torch.transpose, torch.flatten, torch.squeeze, torch.unsqueeze, torch.narrow,
         torch.select, torch.chunk, torch.split, torch.unbind, torch.movedim, torch.swapaxes, torch.diagonal,
+    }
+)  # fmt: skip
+_PRODUCTS = frozenset(
+    {
+        torch.nn.functional.linear, torch.matmul, torch.mm, torch.addmm, torch.bmm, torch.baddbmm, torch.mv,
+        torch.einsum, torch.tensordot, torch.inner, _T.matmul, _T.__matmul__, _T.__rmatmul__, _T.mm, _T.addmm, _T.bmm,
+        _T.baddbmm, _T.mv, _T.inner,
     }
 )  # fmt: skip
 _ATTENTION = frozenset({torch.nn.functional.scaled_dot_product_attention})

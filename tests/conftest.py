@@ -13,13 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
+import legs
+import legs_table
 import process_state
 import pytest
 import reliability
 import tiers
 
 ROOT = Path(__file__).resolve().parents[1]
-SERVED = ("in_comfyui", "in_browser", "hundred_prompts")  # modules of tests/comfyui with one server for all
+SERVED = (
+    "in_comfyui",
+    "in_browser",
+    "cached_reports",
+    "hundred_prompts",
+)  # modules of tests/comfyui with one server for each ComfyUI
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -52,8 +59,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item.nodeid not in left_out]
 
 
-def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
-    """Print what tests measured of reliability, and write it down where that was asked for."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> Iterator[None]:
+    """Print what tests measured of reliability, and write it down where that was asked for. After all that pytest has
+    to say, what came of the tests in each ComfyUI."""
     figures = reliability.found(terminalreporter.stats.get("passed", []))
     if figures and not hasattr(config, "workerinput"):  # a process of a run that has another one to tell of it all
         terminalreporter.section("figures")
@@ -61,17 +70,23 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pyte
             terminalreporter.write_line(f"{row['what']}: {row['figure']}")
         if config.getoption("--write-figures"):
             terminalreporter.write_line(f"written: {reliability.write(figures)}")
+    yield
+    if table := [*legs_table.lines(terminalreporter.stats, {leg.name: leg.version for leg in legs.LEGS})]:
+        terminalreporter.section("ComfyUI")
+        for line in table:
+            terminalreporter.write_line(line)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A module's tests go to one process, and so do all that share a ComfyUI server."""
+    """A module's tests in one ComfyUI go to one process, and so do all that share a server of it."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByModule(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             module = nodeid.partition("::")[0]
-            return "server" if any(name in module for name in SERVED) else module
+            what = "server" if any(name in module for name in SERVED) else module
+            return f"{what} {legs_table.leg_of(nodeid)}"
 
     return ByModule(config, log)
 

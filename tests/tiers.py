@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
+from legs_table import leg_of
+
 TIERS = ("check", "test", "all")
 VARIABLE = "ONEDIFF_GUARD_TIER"  # for drawn cases, which ask when they are imported
 
@@ -27,30 +29,18 @@ CHECK = (
     "tests/pipelines/test_profiles.py",
     "tests/precision/",
     "tests/test_layers.py",
+    "tests/test_legs.py",
     "tests/test_package.py",
     "tests/trust/",
     "tests/workflows/",
 )
 
-# Left to `make test-all`: what needs leg (b), or takes minutes by itself.
+# Left to `make test-all`, with all that runs in a checkout of ComfyUI: what takes minutes by itself.
 FULL = (
     "tests/benchmarks/test_compile_benchmarks.py",
-    "tests/comfyui/test_execution_of_comfyui.py",
     "tests/comfyui/test_hundred_prompts.py",
-    "tests/comfyui/test_in_browser.py",
-    "tests/comfyui/test_memory_in_comfyui.py",
-    "tests/comfyui/test_native_model.py",
-    "tests/comfyui/test_native_neighbours.py",
-    "tests/comfyui/test_native_probe.py",
-    "tests/comfyui/test_native_products.py",
-    "tests/comfyui/test_native_vae.py",
-    "tests/comfyui/test_native_workflows.py",
-    "tests/comfyui/test_svd_single_file.py",
-    "tests/comfyui/test_validation.py",
     "tests/faults/test_lying_servers.py",
-    "tests/comfyui/test_worker_in_comfyui.py",
 )
-LEG_B = "[leg_b"  # a case of a test that runs on both
 
 
 def drawn(all_: int, test: int) -> int:
@@ -64,7 +54,7 @@ def left_out(tier: str, node_ids: Iterable[str]) -> set[str]:
         return set()
     if tier == "check":
         return {name for name in node_ids if not name.startswith(CHECK)}
-    return {name for name in node_ids if name.startswith(FULL) or LEG_B in name}
+    return {name for name in node_ids if name.startswith(FULL) or leg_of(name) not in ("", "a")}
 
 
 def unfitting(node_ids: Iterable[str]) -> set[str]:

@@ -11,12 +11,21 @@ from typing import Any
 # the page needs none of them; without these flags Chromium calls home at each start
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync")
 FLAGS += ("--disable-background-networking", "--disable-component-update")
-READY = "() => Boolean(window.app?.graph && window.LiteGraph?.registered_node_types?.SaveVideo)"
+# pages open what was open last, after they know the nodes
+READY = """() => Boolean(window.app?.extensionManager?.workflow?.activeWorkflow?.isLoaded
+    && window.LiteGraph?.registered_node_types?.SaveVideo)"""
+LOUD = ("warning", "error")
 ENDS = ("execution_success", "execution_error", "execution_interrupted")
 
 LOAD = "async graph => { await window.app.loadGraphData(graph, true, true, null) }"
 MISSING = "() => app.graph.nodes.filter(n => n.has_errors || !LiteGraph.registered_node_types[n.type]).map(n => n.type)"
 PROMPT = "async () => (await app.graphToPrompt()).output"
+NOTICES = """() => [...document.querySelectorAll('.p-toast-message, [role=dialog], [data-testid=error-overlay]')]
+    .map(notice => notice.innerText)"""
+FRESH = """type => {
+    const node = LiteGraph.createNode(type)
+    return [node.title, Object.fromEntries((node.widgets ?? []).map(widget => [widget.name, widget.value]))]
+}"""
 SET_WIDGETS = """values => {
     for (const node of app.graph.nodes)
         for (const widget of node.widgets ?? [])
@@ -73,7 +82,10 @@ class Canvas:
         self._page = page
         self._pictures = pictures
         self.faults: list[str] = []  # URLs that the page asked for in vain
+        self.complaints: list[str] = []  # warnings and errors in the page's console, and uncaught ones
         page.on("response", lambda answer: self.faults.append(answer.url) if answer.status >= 400 else None)
+        page.on("console", lambda line: self.complaints.append(line.text) if line.type in LOUD else None)
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
 
     def open(self, url: str) -> None:
         # a newcomer's page opens with the list of templates over the canvas
@@ -90,9 +102,30 @@ class Canvas:
         """Types of nodes that the page does not know."""
         return self._page.evaluate(MISSING)
 
+    def notices(self) -> list[str]:
+        """Texts of what the page lays over the canvas: toasts, dialogs, errors of the workflow."""
+        return self._page.evaluate(NOTICES)
+
     def prompt(self) -> dict[str, Any]:
         """What the page would queue: API format."""
         return self._page.evaluate(PROMPT)
+
+    def prompt_as(self, shipped: Mapping[str, Any]) -> dict[str, Any]:
+        """What it would queue, without what it adds to ComfyUI's own nodes in a shipped API file: its titles for them,
+        and inputs that a newer ComfyUI has, as in a fresh node."""
+        prompt = self.prompt()
+        for id_ in prompt.keys() & shipped.keys():
+            node, given = prompt[id_], shipped[id_]
+            if node["class_type"].startswith("OneDiffGuard"):
+                continue
+            title, fresh = self._page.evaluate(FRESH, node["class_type"])
+            fresh["video-preview"] = ""  # a widget that LoadVideo gets with its file
+            for name in node["inputs"].keys() & fresh.keys() - given["inputs"].keys():
+                if node["inputs"][name] == fresh[name]:
+                    del node["inputs"][name]
+            if node["_meta"]["title"] == title:
+                node["_meta"] = given["_meta"]
+        return prompt
 
     def set_widgets(self, values: Mapping[str, Any]) -> None:
         """{"NodeType.widget": value}"""
@@ -137,6 +170,14 @@ class Canvas:
 
     def wait_for_text(self, text: str) -> None:
         self._page.get_by_text(text).first.wait_for(timeout=10_000)
+
+    def wait_for_error(self, text: str) -> None:
+        """Until it stands on the page, of a run that failed. Newer pages name the node, and the rest after a click."""
+        told, more = self._page.get_by_text(text).first, self._page.get_by_text("View details").first
+        told.or_(more).first.wait_for(timeout=20_000)
+        if more.is_visible():
+            more.click()
+        told.wait_for(timeout=10_000)
 
     def wait_for_video(self) -> None:
         """Until a video on the page shows its first frame."""

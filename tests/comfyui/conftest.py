@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +15,23 @@ import legs
 import pytest
 from runs import HEALTHY, OVERFLOWING, SMALL, Ran, finish, start
 
-LEGS = {"a": legs.leg_a, "b": legs.leg_b}
-_started: dict[str, legs.Leg] = {}
+
+def _found(request: pytest.FixtureRequest) -> legs.Leg:
+    if request.param.missing:
+        pytest.skip(request.param.missing)
+    return request.param
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say which ComfyUIs the pack ran in."""
-    terminalreporter.section("ComfyUI")
-    for name, find in LEGS.items():
-        leg = find()
-        if leg.missing:
-            terminalreporter.write_line(f"SKIPPED {leg.missing}")
-        elif name in _started:
-            terminalreporter.write_line(f"leg ({name}): ran in ComfyUI {leg.version}, {leg.python}")
+@pytest.fixture(scope="session", params=legs.LEGS, ids=attrgetter("id"))
+def any_leg(request: pytest.FixtureRequest) -> legs.Leg:
+    """Each ComfyUI in turn."""
+    return _found(request)
 
 
-@pytest.fixture(scope="session")
-def leg() -> legs.Leg:
-    """Leg (b), for tests that need a current ComfyUI."""
-    found = legs.leg_b()
-    if found.missing:
-        pytest.skip(found.missing)
-    return found
+@pytest.fixture(scope="session", params=legs.CHECKOUTS, ids=attrgetter("id"))
+def leg(request: pytest.FixtureRequest) -> legs.Leg:
+    """Each checkout in turn, for tests that need a current ComfyUI."""
+    return _found(request)
 
 
 @pytest.fixture(scope="session")
@@ -50,27 +46,22 @@ def small_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models
 
 
-@pytest.fixture(scope="session", params=LEGS, ids=lambda name: f"leg_{name}")
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[legs.Server]:
+@pytest.fixture(scope="session")
+def server(any_leg: legs.Leg, small_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[legs.Server]:
     """A running ComfyUI with the pack and the small models in it."""
-    leg = LEGS[request.param]()
-    if leg.missing:
-        pytest.skip(leg.missing)
-    small_models: Path = request.getfixturevalue("small_models")
-    base = tmp_path_factory.mktemp(f"leg_{leg.name}")
+    base = tmp_path_factory.mktemp(any_leg.id)
     legs.install_pack(base / "custom_nodes")
     shutil.copytree(small_models, base / "models")
     families.write_inputs(base / "input")
-    with legs.started(leg, base) as running:
-        _started[leg.name] = leg
+    with legs.started(any_leg, base) as running:
         yield running
 
 
-@pytest.fixture(scope="session")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where screenshots go: `ONEDIFF_GUARD_PICTURES`, else a temporary folder."""
+@pytest.fixture(scope="module")
+def pictures(server: legs.Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where screenshots of a ComfyUI go: a folder in `ONEDIFF_GUARD_PICTURES`, else a temporary one."""
     named = os.environ.get("ONEDIFF_GUARD_PICTURES")
-    folder = Path(named) if named else tmp_path_factory.mktemp("pictures")
+    folder = (Path(named) if named else tmp_path_factory.mktemp("pictures")) / server.leg.id
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

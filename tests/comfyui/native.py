@@ -1,4 +1,4 @@
-"""Runs native_in_comfyui.py in leg (b)'s interpreter, and reads what it found."""
+"""Runs native_in_comfyui.py in a checkout's interpreter, and reads what it found."""
 
 from __future__ import annotations
 
@@ -9,21 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import legs
-import pytest
 import torch
+from legs import Leg
 from safetensors.torch import load_file
 
 HERE = Path(__file__).resolve().parent
 Ran = dict[str, Any]  # "case/name" → tensor or fact
 
 
-def run(cases: str, folder: Path, *options: str) -> Ran:
-    """cases: a module beside this one. options: of ComfyUI's main.py."""
-    leg = legs.leg_b()
-    if leg.missing:
-        pytest.skip(leg.missing)
+def run(cases: str, folder: Path, *options: str, leg: Leg) -> Ran:
+    """cases: a module beside this one. options: of ComfyUI's main.py. leg: that the fixture of this name gives."""
     pack = legs.install_pack(folder / "custom_nodes")
-    command = [leg.python, HERE / "native_in_comfyui.py", Path(leg.program[0]).parent, pack, folder, cases, *options]
+    command = [leg.python, HERE / "native_in_comfyui.py", leg.checkout, pack, folder, cases, *options]
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     done = subprocess.run(
         list(map(str, command)),
@@ -33,7 +30,7 @@ def run(cases: str, folder: Path, *options: str) -> Ran:
         text=True,
         encoding="utf-8",
         check=False,
-        timeout=600,
+        timeout=3 * legs.HANG_SECONDS,
     )
     assert done.returncode == 0, done.stderr[-8000:]
     return {**load_file(folder / "tensors.safetensors"), **json.loads((folder / "facts.json").read_text("utf-8"))}

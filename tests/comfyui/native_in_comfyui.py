@@ -8,6 +8,7 @@ gives tensors and facts; RESULTS is a folder for them: `tensors.safetensors` and
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import json
 import logging
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 
 NODE_ID = "7"
-said: list[str] = []  # progress texts that were sent to the guard's node
+said: list[str] = []  # progress texts that were sent to the guard's node, as a page shows them
 _pack: Any = None
 
 
@@ -31,7 +32,7 @@ class Instance:
     @staticmethod
     def send_progress_text(text: str, node_id: str) -> None:
         assert node_id == NODE_ID
-        said.append(text)
+        said.append(html.unescape(text))
 
 
 def import_pack(folder: Path) -> None:

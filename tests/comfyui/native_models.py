@@ -6,197 +6,26 @@ Imported by ComfyUI's interpreter alone, after its options have been read.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch
+from native_image_layouts import IMAGE_LAYOUTS
+from native_layouts import Layout
+from native_video_layouts import VIDEO_LAYOUTS
 
 CPU = torch.device("cpu")
-UNET = {
-    "image_size": 32,
-    "out_channels": 4,
-    "model_channels": 32,
-    "num_res_blocks": [1, 1],
-    "channel_mult": [1, 2],
-    "transformer_depth": [1, 1],
-    "transformer_depth_output": [1, 1, 1, 1],
-    "transformer_depth_middle": 1,
-    "use_spatial_transformer": True,
-    "legacy": False,
-    "context_dim": 24,
-}
-SVD = UNET | {
-    "channel_mult": [1, 1],
-    "in_channels": 8,
-    "adm_in_channels": 768,
-    "use_linear_in_transformer": True,
-    "num_classes": "sequential",
-    "model_channels": 64,  # a head has as many
-    "use_temporal_resblock": True,
-    "use_temporal_attention": True,
-    "extra_ff_mix_layer": True,
-    "use_spatial_context": True,
-    "merge_strategy": "learned_with_images",
-    "merge_factor": 0.0,
-    "video_kernel_size": [3, 1, 1],
-}
-SDXL = UNET | {
-    "in_channels": 4,
-    "adm_in_channels": 2816,
-    "use_linear_in_transformer": True,
-    "num_classes": "sequential",
-    "model_channels": 64,  # a head has as many
-}
-FLUX = {
-    "image_model": "flux",
-    "in_channels": 16,
-    "out_channels": 16,
-    "patch_size": 2,
-    "vec_in_dim": 24,
-    "context_in_dim": 32,
-    "hidden_size": 48,
-    "mlp_ratio": 2.0,
-    "num_heads": 2,
-    "depth": 2,
-    "depth_single_blocks": 2,
-    "axes_dim": [8, 8, 8],
-    "theta": 10000,
-    "qkv_bias": True,
-    "guidance_embed": False,
-}
-WAN = {
-    "image_model": "wan2.1",
-    "model_type": "t2v",
-    "dim": 96,  # 2 heads of 48, of which time has 16 and height and width have 16 each
-    "ffn_dim": 128,
-    "freq_dim": 32,
-    "text_dim": 32,
-    "num_heads": 2,
-    "num_layers": 2,
-}
-LUMINA2 = {
-    "image_model": "lumina2",
-    "in_channels": 16,
-    "dim": 48,  # 2 heads of 24
-    "n_layers": 2,
-    "n_refiner_layers": 1,
-    "n_heads": 2,
-    "n_kv_heads": 1,
-    "multiple_of": 16,
-    "ffn_dim_multiplier": 1.0,
-    "qk_norm": True,
-    "cap_feat_dim": 32,
-    "axes_dims": [8, 8, 8],
-    "axes_lens": [64, 64, 64],
-}
-Z_IMAGE = LUMINA2 | {
-    "dim": 256,  # its modulation has as many, at least
-    "n_kv_heads": 2,
-    "axes_dims": [32, 48, 48],
-    "z_image_modulation": True,
-    "time_scale": 1000.0,
-    "pad_tokens_multiple": 32,
-}
-ACE = {
-    "audio_model": "ace",
-    "num_layers": 2,
-    "attention_head_dim": 24,
-    "num_attention_heads": 2,
-    "text_embedding_dim": 32,
-    "lyric_encoder_vocab_size": 16,
-    "lyric_hidden_size": 32,
-    "ssl_latent_dims": [16, 16],
-}
+FP16_MAX = torch.finfo(torch.float16).max
+FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 LYRICS = {"output_size": 32, "attention_heads": 2, "linear_units": 48, "num_blocks": 1}  # not in ACE-Step's config
 
-
-@dataclass(frozen=True)
-class Layout:
-    config: str  # its class in comfy.supported_models
-    sizes: Mapping[str, Any]
-    latents: tuple[int, ...]
-    context: tuple[int, ...]
-    hot: Mapping[str, float]  # weight → what it is multiplied by, so that fp16 overflows and fp32 does not
-    cfg: float = 4.0
-    scheduler: str = "simple"
-    extra: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # further conditions, by shape
-    ones: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # those that are whole numbers: masks, tokens
-
-
-LAYOUTS = {
-    "sd15": Layout(
-        "SD15",
-        UNET | {"in_channels": 4, "adm_in_channels": None, "use_linear_in_transformer": False},
-        latents=(1, 4, 8, 8),
-        context=(1, 7, 24),
-        hot={"input_blocks.1.0.in_layers.2.weight": 1e5},
-    ),
-    "svd": Layout(
-        "SVD_img2vid",
-        SVD,
-        latents=(2, 4, 4, 4),
-        context=(1, 1, 24),
-        hot={"input_blocks.1.0.in_layers.2.weight": 1e5},
-        scheduler="karras",
-        extra={"concat_latent_image": (1, 4, 4, 4)},
-    ),
-    "flux": Layout(
-        "FluxSchnell",
-        FLUX,
-        latents=(1, 16, 8, 8),
-        context=(1, 7, 32),
-        hot={"double_blocks.0.txt_mlp.2.weight": 8e4},
-        cfg=1.0,
-        extra={"pooled_output": (1, 24)},
-    ),
-    "sdxl": Layout(
-        "SDXL",
-        SDXL,
-        latents=(1, 4, 8, 8),
-        context=(1, 7, 24),
-        hot={"input_blocks.1.0.in_layers.2.weight": 1e5},
-        extra={"pooled_output": (1, 1280)},
-    ),
-    "wan": Layout(
-        "WAN21_T2V",
-        WAN,
-        latents=(1, 16, 2, 8, 8),
-        context=(1, 7, 32),
-        hot={"blocks.0.ffn.0.weight": 1e5},
-    ),
-    "ace": Layout(
-        "ACEStep",
-        ACE,
-        latents=(1, 8, 16, 8),
-        context=(1, 7, 32),
-        hot={"transformer_blocks.0.attn.to_out.0.weight": 1.2e5},
-        ones={"conditioning_lyrics": (1, 5)},
-    ),
-    "lumina2": Layout(
-        "Lumina2",
-        LUMINA2,
-        latents=(1, 16, 8, 8),
-        context=(1, 7, 32),
-        hot={"layers.0.feed_forward.w3.weight": 6e4},
-        ones={"attention_mask": (1, 7)},
-    ),
-    "z_image": Layout(
-        "ZImage",
-        Z_IMAGE,
-        latents=(1, 16, 8, 8),
-        context=(1, 7, 32),
-        hot={"layers.0.feed_forward.w3.weight": 6e4},
-        ones={"attention_mask": (1, 7)},
-    ),
-}
 SUPPORTED = import_module("comfy.supported_models")
-if "txt_ids_dims" in import_module("comfy.ldm.flux.model").FluxParams.__annotations__:
-    FLUX["txt_ids_dims"] = []
+LAYOUTS = {
+    name: layout for name, layout in (IMAGE_LAYOUTS | VIDEO_LAYOUTS).items() if hasattr(SUPPORTED, layout.config)
+}
 _ACE_STEP = import_module("comfy.ldm.ace.model")
 _ACE_STEP.LyricEncoder = partial(_ACE_STEP.LyricEncoder, **LYRICS)
-LAYOUTS = {name: layout for name, layout in LAYOUTS.items() if hasattr(SUPPORTED, layout.config)}
 
 
 def make_model(
@@ -212,12 +41,23 @@ def make_model(
     dtype: of the weights. compute: what they are cast to at each layer; None where they are not cast. hot: overflows.
     operations: ComfyUI's layer classes; None where it shall choose.
     """
-    config = getattr(SUPPORTED, layout.config)(dict(layout.sizes))
+    config = getattr(SUPPORTED, layout.config)(layout.settings())
     config.set_inference_dtype(dtype, compute)
     config.custom_operations = operations
     model = config.get_model({}, "", device=CPU).eval().requires_grad_(False)
-    model.diffusion_model.load_state_dict(_weights(model.diffusion_model, layout.hot if hot else {}))
+    weights = _weights(model.diffusion_model, layout.hot if hot else {})
+    model.diffusion_model.load_state_dict(weights)
+    if dtype.itemsize == 1:
+        _keep_in_fp16(model.diffusion_model, weights, layout)
     return import_module("comfy.model_patcher").ModelPatcher(model, CPU, CPU)
+
+
+def _keep_in_fp16(network: torch.nn.Module, weights: Mapping[str, torch.Tensor], layout: Layout) -> None:
+    """What fp8 does not hold, or ComfyUI does not take in it: as checkpoints in fp8 have it."""
+    for name, weight in weights.items():
+        if weight.abs().max() > FP8_MAX or name.endswith(layout.not_in_fp8):
+            layer, _, own = name.rpartition(".")
+            setattr(network.get_submodule(layer), own, torch.nn.Parameter(weight.half(), requires_grad=False))
 
 
 def in_fp32(patcher: Any, layout: Layout) -> Any:
@@ -239,15 +79,19 @@ def _weights(network: torch.nn.Module, hot: Mapping[str, float]) -> dict[str, to
         return 0.05 * random + (1.0 if name.endswith(("weight", "scale")) else 0.0)
 
     drawn = {name: draw(name, weight) for name, weight in sorted(network.state_dict().items())}
-    return {name: weight * hot.get(name, 1.0) for name, weight in drawn.items()}
+    assert hot.keys() <= drawn.keys(), f"no weight {sorted(hot.keys() - drawn.keys())} in {type(network).__name__}"
+    drawn = {name: weight * hot.get(name, 1.0) for name, weight in drawn.items()}
+    assert all(weight.abs().max() <= FP16_MAX for weight in drawn.values()), "its products overflow, not itself"
+    return drawn
 
 
 def prompts(layout: Layout, **conditions: Any) -> tuple[list[Any], list[Any]]:
-    """Random; positive and negative. conditions: further ones of the positive."""
+    """Random, as text encoders give them: some models round them to half precision before the first step. Positive and
+    negative. conditions: further ones of the positive."""
     generator = torch.Generator().manual_seed(6)
 
     def random(shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.randn(shape, generator=generator)
+        return torch.randn(shape, generator=generator).to(torch.bfloat16).float()
 
     given = {name: random(shape) for name, shape in layout.extra.items()}
     given |= {name: torch.ones(shape, dtype=torch.long) for name, shape in layout.ones.items()}
@@ -259,15 +103,23 @@ def prompts(layout: Layout, **conditions: Any) -> tuple[list[Any], list[Any]]:
 def sample(
     patcher: Any, layout: Layout, *, steps: int = 3, latents: torch.Tensor | None = None, **conditions: Any
 ) -> torch.Tensor:
-    """As the KSampler node does. conditions: further ones of the positive prompt."""
-    noise = torch.randn(layout.latents, generator=torch.Generator().manual_seed(5))
+    """As the KSampler node does. conditions: further ones of the positive prompt. Several streams of latents come out
+    behind one another, as one of one dimension."""
+    generator = torch.Generator().manual_seed(5)
+    dtype = getattr(import_module("comfy.model_management"), "intermediate_dtype", lambda: torch.float32)()
+    noise = _nested([torch.randn(shape, generator=generator).to(dtype) for shape in layout.streams])
     positive, negative = prompts(layout, **conditions)
-    start = torch.zeros(layout.latents) if latents is None else latents
+    start = _nested([torch.zeros(shape, dtype=dtype) for shape in layout.streams]) if latents is None else latents
     given = (positive, negative, start)
     with torch.inference_mode():
-        return import_module("comfy.sample").sample(
+        made = import_module("comfy.sample").sample(
             patcher, noise, steps, layout.cfg, "euler", layout.scheduler, *given, seed=1, disable_pbar=True
         )
+    return torch.cat([stream.flatten() for stream in made.unbind()]) if made.is_nested else made
+
+
+def _nested(streams: list[torch.Tensor]) -> Any:
+    return streams[0] if len(streams) == 1 else import_module("comfy.nested_tensor").NestedTensor(streams)
 
 
 VAE_SETTINGS: dict[str, Any] = {"double_z": True, "z_channels": 4, "resolution": 256, "in_channels": 3, "out_ch": 3}

@@ -29,7 +29,8 @@ def facts(shown: dict[str, Any]) -> dict[str, Any]:
 def case_overflowing() -> dict[str, Any]:
     """Probed, and the recommendation applied."""
     results: dict[str, Any] = {}
-    for name, layout in LAYOUTS.items():
+    for name in ("sd15", "sdxl", "svd", "flux", "wan"):
+        layout = LAYOUTS[name]
         patcher = make_model(layout, hot=True)
         said.clear()
         shown = probed(patcher, layout)
@@ -69,6 +70,35 @@ def case_healthy() -> dict[str, Any]:
         "fp8 computed in bf16": (torch.float8_e4m3fn, torch.bfloat16),
     }.items():
         results[name] = facts(probed(make_model(SD15, *dtypes), SD15))
+    return results
+
+
+def case_empty_latents() -> dict[str, Any]:
+    """What the model is given where a latent is empty and of another model's ratios, by the probe and by KSampler."""
+    results: dict[str, Any] = {}
+    ksampler = import_module("nodes").KSampler
+    kind = import_module("comfy.patcher_extension").WrappersMP.APPLY_MODEL
+    for name, latent in {
+        "sd15": {"samples": torch.zeros(1, 64, 4, 4), "downscale_ratio_spacial": 16},
+        "wan": {"samples": torch.zeros(1, 16, 1, 4, 4), "downscale_ratio_spacial": 16, "downscale_ratio_temporal": 8},
+    }.items():
+        layout, shapes = LAYOUTS[name], list[tuple[int, ...]]()
+
+        def look(executor: Any, x: torch.Tensor, *args: Any, _shapes: Any = shapes, **kwargs: Any) -> Any:
+            _shapes.append(tuple(x.shape))
+            return executor(x, *args, **kwargs)
+
+        patcher = make_model(layout).clone()
+        patcher.add_wrapper_with_key(kind, "test", look)
+        picture = probed(patcher, layout, latent_image=latent)
+        results[f"{name}, probed"] = sorted(set(shapes))
+        shapes.clear()
+        positive, negative = prompts(layout)
+        with torch.inference_mode():
+            made = ksampler().sample(patcher, 1, 3, layout.cfg, "euler", layout.scheduler, positive, negative, latent)
+        results[f"{name}, sampled"] = sorted(set(shapes))
+        results[f"{name}, made"] = list(made[0]["samples"].shape)
+        results[f"{name}, worst"] = facts(picture)["worst"][0]["reach"]
     return results
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ STEPS = 2
 FP8 = torch.float8_e4m3fn
 HOT = "input_blocks.1.0.in_layers.2.weight"  # of a convolution, which ComfyUI leaves in half precision
 HIDDEN = "middle_block.1.transformer_blocks.0.ff.net.0.proj"  # feeds a product through a GEGLU, with no norm between
-QUANTISED = "middle_block.1.transformer_blocks.0.ff.net.2"
 
 
 def operations() -> dict[str, Any]:
@@ -132,40 +130,3 @@ def case_leaves_nothing() -> dict[str, Any]:
         other.join()
     product()
     return {"error": error, "in fp8: inside, other thread, afterwards": found}
-
-
-@torch.inference_mode()
-def case_quantised() -> dict[str, Any]:
-    """Layers that newer ComfyUIs quantise their own way. It makes and loads them in inference mode."""
-    make_operations = getattr(OPS, "mixed_precision_ops", None)
-    if make_operations is None or not hasattr(import_module("comfy.quant_ops"), "QUANT_ALGOS"):
-        return {"error": "none here"}
-    patcher, _ = quantised(make_operations({}, torch.float16), {})
-    results: dict[str, Any] = {"error": error_of(lambda: sample(node("NaNGuardModel", patcher), SD15))}
-    for name, disabled, more in (
-        ("no fp8 on this card", {"float8_e4m3fn"}, {}),
-        ("the checkpoint says so", set(), {"full_precision_matrix_mult": True}),
-    ):
-        patcher, twin = quantised(make_operations({}, torch.float16, disabled=disabled), more)
-        said.clear()
-        results[f"{name}, guarded"] = sample(node("NaNGuardModel", patcher), SD15, steps=STEPS)
-        results[f"{name}, said"] = said[-1]
-        results[f"{name}, fp32"] = sample(twin, SD15, steps=STEPS)
-    return results
-
-
-def quantised(kind: Any, more: dict[str, Any]) -> tuple[Any, Any]:
-    """A model that overflows, of which a layer holds fp8 weights and a scale; and one in fp32 of what that holds."""
-    patcher, twin = make_model(SD15, torch.float16, hot=True), make_model(SD15, torch.float32)
-    network = patcher.model.diffusion_model
-    weights = {name: weight.float() for name, weight in network.state_dict().items()}
-    plain = network.get_submodule(QUANTISED)
-    scale = plain.weight.float().abs().max() / 448
-    stored = {"weight": (plain.weight.float() / scale).to(FP8), "weight_scale": scale, "bias": plain.bias}
-    weights[f"{QUANTISED}.weight"] = stored["weight"].float() * scale
-    twin.model.diffusion_model.load_state_dict(weights)
-    how = json.dumps({"format": "float8_e4m3fn", **more}).encode()
-    layer = kind.Linear(*plain.weight.shape[::-1], dtype=torch.float16)
-    layer.load_state_dict(stored | {"comfy_quant": torch.tensor(list(how), dtype=torch.uint8)})
-    network.set_submodule(QUANTISED, layer.eval().requires_grad_(False))
-    return patcher, twin

@@ -59,6 +59,8 @@ def small(server: legs.Server, name: str) -> dict[str, Any]:
 def test_a_shipped_workflow_makes_what_it_promises(server: legs.Server, made: Callable[..., Any], name: str) -> None:
     _, reports = made(small(server, name), SIZES[name.removesuffix("_guarded")])
     assert any(report.get("plan", {}).get("component") == "denoiser" and report["steps"] for report in reports)
+    told = {report["comfyui"]["version"] for report in reports if "comfyui" in report}  # by the Precision Report
+    assert told == ({server.leg.version} if name.endswith("_guarded") else set())
 
 
 def test_svd_from_comfyuis_single_file(server: legs.Server, made: Callable[..., Any]) -> None:

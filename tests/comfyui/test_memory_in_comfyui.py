@@ -7,8 +7,8 @@ import pytest
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> native.Ran:
-    return native.run("memory_cases", tmp_path_factory.mktemp("memory"))
+def ran(leg: native.Leg, tmp_path_factory: pytest.TempPathFactory) -> native.Ran:
+    return native.run("memory_cases", tmp_path_factory.mktemp("memory"), leg=leg)
 
 
 def test_the_next_run_is_right_whichever_move_failed(ran: native.Ran) -> None:

@@ -9,23 +9,23 @@ import native_checkpoints
 import pytest
 from native_graphs import CASES, GUARDS, HOT, graph, make, run
 
-pytestmark = pytest.mark.comfyui
+pytestmark = [
+    pytest.mark.comfyui,
+    pytest.mark.parametrize("any_leg", legs.LEGS[:1], indirect=True, ids=[legs.LEGS[0].id]),
+]
 
 NAME = "native_sd15_text_to_image"
 MODEL_GUARD = GUARDS[0]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[legs.Server]:
-    leg = legs.leg_a()
-    if leg.missing:
-        pytest.skip(leg.missing)
+def server(any_leg: legs.Leg, tmp_path_factory: pytest.TempPathFactory) -> Iterator[legs.Server]:
     base = tmp_path_factory.mktemp("native_in_old_comfyui")
     legs.install_pack(base / "custom_nodes")
     checkpoint = base / "models" / "checkpoints" / (HOT + CASES[NAME].file)
     checkpoint.parent.mkdir(parents=True)
     native_checkpoints.write_sd15(checkpoint, overflows=True)
-    with legs.started(leg, base, "--fp16-vae") as running:
+    with legs.started(any_leg, base, "--fp16-vae") as running:
         yield running
     checkpoint.unlink()
 

@@ -8,8 +8,8 @@ import torch
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> native.Ran:
-    return native.run("native_neighbour_cases", tmp_path_factory.mktemp("native_neighbours"))
+def ran(leg: native.Leg, tmp_path_factory: pytest.TempPathFactory) -> native.Ran:
+    return native.run("native_neighbour_cases", tmp_path_factory.mktemp("native_neighbours"), leg=leg)
 
 
 @pytest.mark.parametrize("order", ["before", "after"])

@@ -18,8 +18,8 @@ STEPS = 3
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> native.Ran:
-    return native.run("native_probe_cases", tmp_path_factory.mktemp("native_probe"))
+def ran(leg: native.Leg, tmp_path_factory: pytest.TempPathFactory) -> native.Ran:
+    return native.run("native_probe_cases", tmp_path_factory.mktemp("native_probe"), leg=leg)
 
 
 @pytest.mark.parametrize("layout", HOT)
@@ -61,6 +61,13 @@ def test_what_fits_stays_as_it_is(ran: native.Ran, dtype: str) -> None:
     assert found["dtype"] == dtype.rpartition(" ")[2]
     assert all(verdict["fits"] for verdict in found["verdicts"])
     assert found["healthy_seconds"] > 0 and found["seconds"] > 0
+
+
+@pytest.mark.parametrize("layout", ["sd15", "wan"])
+def test_an_empty_latent_gets_the_size_that_ksampler_gives_it(ran: native.Ran, layout: str) -> None:
+    shapes = ran[f"empty_latents/{layout}, sampled"]
+    assert ran[f"empty_latents/{layout}, probed"] == shapes
+    assert shapes[0][1:] == ran[f"empty_latents/{layout}, made"][1:]
 
 
 def test_nothing_is_left_and_a_guard_before_it_does_not_count(ran: native.Ran) -> None:

@@ -10,8 +10,8 @@ KINDS = ("fp8_ops", "scaled fp8", "scaled fp8, no input scale", "scaled fp8 weig
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> native.Ran:
-    return native.run("native_product_cases", tmp_path_factory.mktemp("native_products"))
+def ran(leg: native.Leg, tmp_path_factory: pytest.TempPathFactory) -> native.Ran:
+    return native.run("native_product_cases", tmp_path_factory.mktemp("native_products"), leg=leg)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -46,23 +46,3 @@ def test_what_a_product_in_fp8_hides_is_seen(ran: native.Ran) -> None:
 def test_nothing_is_left_and_other_threads_keep_their_products(ran: native.Ran) -> None:
     assert ran["leaves_nothing/error"].startswith("GuardStopped")
     assert ran["leaves_nothing/in fp8: inside, other thread, afterwards"] == [False, True, True]
-
-
-def test_layers_that_quantise_in_their_own_way_are_refused_by_name(ran: native.Ran) -> None:
-    error = ran["quantised/error"]
-    if error == "none here":
-        pytest.skip("this ComfyUI has no such layers")
-    assert error.startswith("RerunUnsupported: 'middle_block.1.transformer_blocks.0.ff.net.2.weight' is quantised")
-
-
-@pytest.mark.parametrize("why", ["no fp8 on this card", "the checkpoint says so"])
-def test_layers_that_are_quantised_and_multiply_in_full_are_rerun_from_what_the_checkpoint_holds(
-    ran: native.Ran, why: str
-) -> None:
-    if ran["quantised/error"] == "none here":
-        pytest.skip("this ComfyUI has no such layers")
-    guarded, fp32 = (ran[f"quantised/{why}, {how}"] for how in ("guarded", "fp32"))
-    assert native.difference(guarded, fp32) <= 1e-5
-    said = ran[f"quantised/{why}, said"]
-    assert "2 steps, 2 reruns" in said
-    assert "rerun from the float8_e4m3fn weights as they are stored, with products in fp32" in said

@@ -12,8 +12,8 @@ CALLS = ("decode", "decode tiled", "encode", "encode tiled")
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> native.Ran:
-    return native.run("native_vae_cases", tmp_path_factory.mktemp("native_vae"))
+def ran(leg: native.Leg, tmp_path_factory: pytest.TempPathFactory) -> native.Ran:
+    return native.run("native_vae_cases", tmp_path_factory.mktemp("native_vae"), leg=leg)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

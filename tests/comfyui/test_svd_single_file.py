@@ -70,7 +70,7 @@ def theirs(leg: legs.Leg, checkpoint: Path, inputs: Tensors, tmp_path_factory: p
     real = json.loads(KEYS.read_text(encoding="utf-8"))["shapes"]
     (folder / "keys.json").write_text(json.dumps({"shapes": real, "clip": sizes}), encoding="utf-8")
     save_file(inputs, folder / "inputs.safetensors")
-    command = [leg.python, HERE / "svd_in_comfyui.py", Path(leg.program[0]).parent, checkpoint]
+    command = [leg.python, HERE / "svd_in_comfyui.py", leg.checkout, checkpoint]
     command += [folder / "inputs.safetensors", folder / "outputs.safetensors", folder / "keys.json"]
     done = subprocess.run(
         list(map(str, command)), cwd=folder, capture_output=True, text=True, encoding="utf-8", check=False, timeout=600

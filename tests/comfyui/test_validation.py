@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
-from legs import ROOT, leg_b
-
-LEG = leg_b()
-pytestmark = pytest.mark.skipif(bool(LEG.missing), reason=LEG.missing)
+from legs import ROOT, Leg
 
 ASK = """
 import asyncio, importlib.util, json, sys
@@ -69,11 +65,10 @@ CASES: dict[str, tuple[str, dict[str, Any], list[list[str]]]] = {
 
 
 @pytest.fixture(scope="module")
-def answers() -> dict[str, Any]:
+def answers(leg: Leg) -> dict[str, Any]:
     graphs = [{"0": {"class_type": f"OneDiffGuard{name}", "inputs": given}} for name, given, _ in CASES.values()]
-    checkout = str(Path(LEG.program[0]).parent)
     done = subprocess.run(
-        [str(LEG.python), "-c", ASK, str(ROOT), checkout, json.dumps(graphs)],
+        [str(leg.python), "-c", ASK, str(ROOT), str(leg.checkout), json.dumps(graphs)],
         capture_output=True,
         text=True,
         check=False,

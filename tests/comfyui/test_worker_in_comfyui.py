@@ -7,8 +7,8 @@ import pytest
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> native.Ran:
-    return native.run("worker_cases", tmp_path_factory.mktemp("worker"))
+def ran(leg: native.Leg, tmp_path_factory: pytest.TempPathFactory) -> native.Ran:
+    return native.run("worker_cases", tmp_path_factory.mktemp("worker"), leg=leg)
 
 
 def test_all_are_right_and_the_process_is_what_it_was(ran: native.Ran) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import tempfile
 import threading
@@ -52,7 +53,10 @@ def _graph(model: str, seed: int) -> dict[str, Any]:
 def _worker(graphs: list[dict[str, Any]]) -> None:
     """As main.py's prompt_worker executes them."""
     server = SimpleNamespace(client_id=None, last_node_id=None, last_prompt_id=None, send_sync=lambda *_: None)
-    executor = import_module("execution").PromptExecutor(server)
+    executor_type = import_module("execution").PromptExecutor
+    newer = "cache_args" in inspect.signature(executor_type).parameters
+    room = {"cache_args": {"lru": 0, "ram": 0.0, "ram_inactive": 0.0}} if newer else {}  # GiB to be left free
+    executor = executor_type(server, **room)
     for number, graph in enumerate(graphs):
         executor.execute(graph, str(number), {}, ["5"])
         assert executor.success, executor.status_messages

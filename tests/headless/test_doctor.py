@@ -10,10 +10,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from comfyui_onediff_guard.headless import cli
+from comfyui_onediff_guard.nodes import host
 from comfyui_onediff_guard.pipelines import diagnosis
 from comfyui_onediff_guard.precision import arch, policy
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH
@@ -68,6 +70,27 @@ def test_one_json_object(doctor: Doctor, model_folder: Callable[..., Path], caps
     assert [plan["component"] for plan in model["plans"]] == ["text_encoder", "vae_encode", "denoiser", "vae_decode"]
     assert {plan["dtype"] for plan in model["plans"]} == {"fp16"} and not any(p["guarded"] for p in model["plans"])
     assert told["not_run"] and told["machine"]["packages"]["diffusers"]
+
+
+def test_in_which_comfyui_it_is(doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    *others, last = host.TESTED
+    assert strictly(doctor("--json")[1])["comfyui"] == {"version": "", "tested": list(host.TESTED)}
+    assert f"none here; this release was tested in {', '.join(others)} and {last}" in doctor()[1]
+    monkeypatch.setattr(host, "__file__", str(tmp_path / "custom_nodes" / "pack" / "nodes" / "host.py"))
+    (tmp_path / "comfyui_version.py").write_text('__version__ = "0.45.0"\n')
+    assert f"ComfyUI   0.45.0; this release was tested in {others[0]}" in doctor()[1]
+    monkeypatch.setitem(sys.modules, "folder_paths", ModuleType("folder_paths"))
+    assert host.version() == "of an unknown version"
+    monkeypatch.setitem(sys.modules, "comfyui_version", SimpleNamespace(__version__="0.33.0"))  # what runs here counts
+    assert host.version() == "0.33.0"
+
+
+def test_the_readme_names_the_comfyuis_of_this_release(root: Path) -> None:
+    *others, last = host.TESTED
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    assert f"Tested in ComfyUI {', '.join(others)} and {last}." in readme
+    pinned = (root / "constraints" / "comfyui-0.0.1.txt").read_text(encoding="utf-8")
+    assert f"\ncomfyui=={host.TESTED[0]}\n" in pinned
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,14 @@ def test_every_node_is_described_and_every_input_has_a_tooltip(name):
             assert options.get("tooltip"), f"{name}.{input_name}"
 
 
+@pytest.mark.parametrize("name", NODE_CLASS_MAPPINGS)
+def test_what_a_node_shows_is_told_of_again_where_it_is_remembered(name):
+    """Of the nodes that a cached run does not come to, ComfyUI does so for those that ask; the others are its ends."""
+    cls = NODE_CLASS_MAPPINGS[name]
+    shows = getattr(cls, cls.FUNCTION).__annotations__["return"] == "dict[str, Any]"  # else the outputs alone
+    assert getattr(cls, "OUTPUT_NODE", False) + getattr(cls, "HAS_INTERMEDIATE_OUTPUT", False) == shows
+
+
 def test_precision_selectors_have_inherit_first_where_they_override():
     for name in ("EncodePrompt", "SampleCogVideoX", "DecodeLatents"):
         assert node(name).INPUT_TYPES()["required"]["precision"][0] == ["inherit", *inputs.PRECISIONS]
@@ -84,6 +92,15 @@ def test_a_handle_is_never_changed_by_a_node(folders):
     assert stopping.store is pipeline.store
     with pytest.raises(AttributeError):
         stopping.policy = pipeline.policy
+
+
+def test_what_others_wrote_leaves_for_the_page_as_text(comfyui):
+    text = "<img src=x onerror=a()> & [words](http://b) [[words|http://b]]"
+    host.say("1", text)
+    with host.Progress(1, "1") as progress:
+        progress.update(1, text)
+    assert comfyui.texts == [("1", text)] * 2
+    assert not any(mark in sent for sent in comfyui.sent for mark in "<>[")
 
 
 def test_interrupt_stops_within_a_step(folders, monkeypatch):

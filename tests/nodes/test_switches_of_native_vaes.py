@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.nodes import comfy_models
+from comfyui_onediff_guard.nodes import comfy_runs
 from comfyui_onediff_guard.nodes.comfy_models import guarded_vae
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH, SWITCHES
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
@@ -61,7 +61,7 @@ def on_card(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.delenv(name, raising=False)
 
     def card(name: str) -> None:
-        monkeypatch.setattr(comfy_models, "detect", lambda _device: ARCHITECTURES[name])
+        monkeypatch.setattr(comfy_runs, "detect", lambda _device: ARCHITECTURES[name])
 
     return card
 

@@ -149,6 +149,38 @@ def test_other_clamps_are_none_of_this(call: Clip) -> None:
     assert clips.take() is None
 
 
+@pytest.mark.parametrize(("value", "found"), [(1.5e4, 1.2e5), (8e3, 0.0), (-math.inf, math.inf), (math.nan, 0.0)])
+def test_a_norm_that_fp16_cannot_hold_counts_as_a_clip(value: float, found: float) -> None:
+    clips = Clips("fp16")
+    made = clips.watched(lambda x: torch.nn.functional.normalize(x, dim=1))(torch.full((2, 64), value).half())
+    assert made.isfinite().all() == math.isfinite(value) and (found != 1.2e5 or not made.any())
+    peak = clips.take()
+    assert peak is not None and peak.item() == pytest.approx(found)
+
+
+NORMS: dict[str, Clip] = {
+    "divided": lambda x: x / (x**2).mean(1, keepdim=True).sqrt(),
+    "in place": lambda x: x.clone().div_((x * x).mean(1, keepdim=True).sqrt_()),
+    "rsqrt": lambda x: x * torch.rsqrt(x.pow(2).mean(1, keepdim=True)),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(("value", "found"), [(300.0, math.inf), (200.0, 0.0)])
+def test_a_norm_that_is_written_out_counts_where_its_square_is_infinite(norm: str, value: float, found: float) -> None:
+    clips = Clips("fp16")
+    made = clips.watched(NORMS[norm])(torch.full((2, 64), value).half())
+    assert made.isfinite().all() and made.any() == (value < 256)
+    peak = clips.take()
+    assert peak is not None and peak.item() == found
+
+
+def test_other_divisions_are_none_of_this() -> None:
+    clips = Clips("fp16")
+    clips.watched(lambda x: (x / x.exp(), x / 2, x / torch.tensor(math.inf)))(torch.full((2, 64), 20.0).half())
+    assert clips.take() is None
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_only_fp16_is_watched(dtype: str) -> None:
     calls: list[int] = []

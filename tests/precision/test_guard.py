@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
+from comfyui_onediff_guard.precision.clips import Clips
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.guard import (
     GuardPolicy,
@@ -90,6 +91,31 @@ def test_a_stage_that_cannot_learn_names_where_it_failed_once():
     assert (first.module, first.action, second.module) == ("out", "", "")
     assert first.peak > 65504 and "'out' reaches" in report.steps[0].note
     assert report.steps[1].note == "non-finite in fp16"
+
+
+class Chunked(nn.Module):
+    """|x| into a buffer, through a square that half precision cannot hold, which is hidden."""
+
+    def forward(self, x, buffer):
+        return buffer.copy_((x * x).nan_to_num(posinf=0.0).sqrt())
+
+
+def test_what_a_rerun_wrote_into_a_buffer_stays_when_its_reason_is_looked_for():
+    plan = choose(CPU, VARIANTS["CogVideoX-5B"], Component.VAE_DECODE, Precision("fp16"))
+    clips, module = Clips("fp16"), Chunked()
+    guard = StageGuard(
+        "vae_decode",
+        clips.watched(module),
+        rerun=module,
+        owner=module,
+        dtype="fp16",
+        policy=GuardPolicy(),
+        report=RunReport("", str(CPU), plan),
+        peak_inside=clips.take,
+    )
+    buffer = torch.empty(3)
+    made = guard(torch.full((3,), 1000.0).half(), buffer=buffer)
+    assert made is buffer and torch.equal(buffer, torch.full((3,), 1000.0))
 
 
 def test_what_overflows_in_a_stages_own_forward_is_said_to_be_outside_of_its_layers():

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 from blocky import Gain, hooks
-from comfyui_onediff_guard.precision.observe import BlockOutputs, first_broken, largest, leaf_peaks, non_finite
+from comfyui_onediff_guard.precision.observe import BlockOutputs, first_broken, largest, leaf_peaks, leaves, non_finite
 from torch import nn
 
 
@@ -29,6 +29,13 @@ def test_peaks_of_what_went_in_and_came_out_of_each_layer():
     assert (peaks["blocks.0"].input, peaks["blocks.0"].output) == (3.0, 30.0)
     assert (peaks["blocks.1"].input, peaks["blocks.1"].output) == (30.0, 3000.0)
     assert hooks(module) == 0
+
+
+def test_layers_of_a_block_that_is_compiled_by_itself():
+    """As ComfyUI's and KJNodes' torch.compile do it block by block. Asked for its truth, such a block raises."""
+    module = Denoiser(2.0, 3.0)
+    module.blocks[0] = torch.compile(module.blocks[0], backend="eager")
+    assert [*leaves(module)] == ["blocks.0._orig_mod", "blocks.1"]
 
 
 def test_overflow_shows_as_it_is():

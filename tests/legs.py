@@ -1,8 +1,10 @@
-"""Two real ComfyUIs that the tests run the pack in, and how each is started.
+"""The real ComfyUIs that the tests run the pack in, and how each is started.
 
-Leg (a) is `comfyui==0.0.1` from PyPI in `.venv-comfyui`, which the Makefile builds: the oldest supported stack.
-Leg (b) is a current checkout: `COMFYUI_PATH`, or `~/ComfyUI`, run with `COMFYUI_PYTHON`, or with the interpreter of a
-virtual environment in it or beside it (`~/ComfyUI-venv`).
+Leg (a) is `comfyui==0.0.1` from PyPI in `.venv-comfyui`, which the Makefile builds: the oldest supported stack. The
+others are checkouts: those that `COMFYUI_PATH` names, separated as in `PATH`, else each `~/ComfyUI*`. Leg (b) is the
+oldest before 0.20, leg (c) the newest from then on, the rest follow by version. A checkout runs with an interpreter of
+`COMFYUI_PYTHON`, which has them in the order of the checkouts, else with that of a virtual environment in it (`.venv`,
+`venv`) or beside it (`~/ComfyUI-venv`).
 """
 
 from __future__ import annotations
@@ -20,27 +22,39 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 from comfyui_onediff_guard.headless import process
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 FOLDER = "ComfyUI-OneDiff-Guard"  # the pack's name in custom_nodes, as a clone has it
 SHIPPED = ("headless", "nodes", "pipelines", "precision", "trust", "workflows", "locales", "web")
 HANG_SECONDS = 600.0  # bounds what would hang, far from what anything takes
 BIN = "Scripts" if sys.platform == "win32" else "bin"
+CURRENT = (0, 20)  # what a ComfyUI of leg (c) is at least
 OPTIONAL_FLAGS = {"--database-url": "sqlite:///:memory:", "--disable-api-nodes": None}
 
 
 @dataclass(frozen=True)
 class Leg:
-    name: str  # "a" or "b"
+    name: str  # "a", "b", "c", …
     version: str  # ComfyUI's; "" where it isn't there
     python: Path
     program: tuple[str, ...]  # what follows the interpreter
     base_flag: str  # names the folder of models, custom nodes and outputs
     workflow: Path  # the shipped one that this ComfyUI has the nodes for
     missing: str  # why it can't be run here, and what would help; "" where it can
+
+    @property
+    def id(self) -> str:
+        """In the ids of its tests."""
+        return f"leg_{self.name}"
+
+    @property
+    def checkout(self) -> Path:
+        """Its folder, where it is one."""
+        return Path(self.program[0]).parent
 
     def command(self, base: Path, port: int) -> list[str]:
         listen = ["--cpu", "--listen", "127.0.0.1", "--port", str(port), self.base_flag, str(base)]
@@ -61,40 +75,67 @@ def leg_a() -> Leg:
     )
 
 
-def leg_b() -> Leg:
-    checkout = Path(os.environ.get("COMFYUI_PATH") or Path.home() / "ComfyUI").expanduser()
-    environments = (checkout / ".venv", checkout / "venv", checkout.with_name(checkout.name + "-venv"))
-    named = os.environ.get("COMFYUI_PYTHON")
-    python = next(
-        filter(Path.is_file, [Path(named)] if named else map(_interpreter, environments)), Path(named or sys.executable)
+def checkouts() -> tuple[Leg, ...]:
+    """Legs (b) and (c), found or not, and one for each further checkout."""
+    named = os.environ.get("COMFYUI_PATH")
+    places = [Path(name).expanduser() for name in named.split(os.pathsep)] if named else _at_home()
+    pythons = dict(zip(places, os.environ.get("COMFYUI_PYTHON", "").split(os.pathsep), strict=False))
+    folders = {place.resolve(): place for place in reversed(places) if (place / "main.py").is_file()}
+    found = sorted(folders.values(), key=_release)
+    older = [place for place in found if _release(place) < CURRENT]
+    chosen = {"b": next(iter(older), None), "c": found[-1] if len(found) > len(older) else None}
+    others = (place for place in found if place not in chosen.values())
+    chosen |= dict(zip(ascii_lowercase[3:], others, strict=False))
+    wanted = {"b": "before 0.20", "c": "of 0.20 or newer"}
+    where = f"at {named}" if named else "in your home folder, as ComfyUI*"
+    return tuple(
+        _checkout(name, place, pythons.get(place, "")) if place else _absent(name, f"no ComfyUI {wanted[name]} {where}")
+        for name, place in chosen.items()
     )
-    main = checkout / "main.py"
-    missing = ""
-    if not main.is_file():
-        missing = f"leg (b): no current ComfyUI at {checkout}; set COMFYUI_PATH (and COMFYUI_PYTHON)"
-    elif named and not python.is_file():
-        missing = f"leg (b): COMFYUI_PYTHON={named} is not there"
-    text = (checkout / "comfy" / "cli_args.py").read_text(encoding="utf-8") if main.is_file() else ""
+
+
+def _at_home() -> list[Path]:
+    return sorted(Path.home().glob("ComfyUI*"))
+
+
+def _absent(name: str, what: str) -> Leg:
+    what_to_do = "put a checkout there or name it in COMFYUI_PATH, then `make comfyui-env CHECKOUT=…`"
+    return Leg(name, "", Path(sys.executable), (), "", Path(), missing=f"leg ({name}): {what}; {what_to_do}")
+
+
+def _checkout(name: str, checkout: Path, named: str) -> Leg:
+    """named: its interpreter, "" to look for one."""
+    version = ".".join(map(str, _release(checkout))) or "of an unknown version"
+    environments = (checkout / ".venv", checkout / "venv", checkout.with_name(f"{checkout.name}-venv"))
+    python = next(filter(Path.is_file, [Path(named)] if named else map(_interpreter, environments)), None)
+    reason = f"{named} of COMFYUI_PYTHON is not there" if named else "no environment in it or beside it"
+    what_to_do = f"`make comfyui-env CHECKOUT={checkout}` makes one, or set COMFYUI_PYTHON"
+    text = (checkout / "comfy" / "cli_args.py").read_text(encoding="utf-8")
     flags = [part for flag, value in OPTIONAL_FLAGS.items() if flag in text for part in (flag, value) if part]
     return Leg(
-        name="b",
-        version=_checkout_version(checkout),
-        python=python,
-        program=(str(main), *flags),
+        name=name,
+        version=version,
+        python=python or Path(sys.executable),
+        program=(str(checkout / "main.py"), *flags),
         base_flag="--base-directory",
         workflow=ROOT / "workflows" / "api" / "cogvideox_text_to_video.json",
-        missing=missing,
+        missing="" if python else f"leg ({name}): ComfyUI {version} at {checkout}: {reason}; {what_to_do}",
     )
 
 
-def _checkout_version(checkout: Path) -> str:
+def _release(checkout: Path) -> tuple[int, ...]:
+    """(0, 33, 0); () of one that does not tell."""
     file = checkout / "comfyui_version.py"
-    found = re.search(r'__version__ = "(.+)"', file.read_text(encoding="utf-8")) if file.is_file() else None
-    return found[1] if found else "of an unknown version"
+    found = re.search(r'__version__ = "([\d.]+)', file.read_text(encoding="utf-8")) if file.is_file() else None
+    return tuple(map(int, found[1].strip(".").split("."))) if found else ()
 
 
 def _interpreter(environment: Path) -> Path:
     return environment / BIN / ("python.exe" if sys.platform == "win32" else "python")
+
+
+LEGS = (leg_a(), *checkouts())
+CHECKOUTS = LEGS[1:]
 
 
 @dataclass

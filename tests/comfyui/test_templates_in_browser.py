@@ -1,0 +1,117 @@
+"""ComfyUI's own templates, opened in its page, give the graph that the headless reader makes of the same files.
+
+They are files of the leg's environment (the package comfyui-workflow-templates). Compared are all inputs that the node
+types of the leg have; what the page sends beyond them, no node reads.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import browser
+import legs
+import pytest
+from comfyui_onediff_guard.headless import schema, ui_format
+from comfyui_onediff_guard.headless.schema import Schema
+from comfyui_onediff_guard.headless.subgraphs import unfold
+from comfyui_onediff_guard.headless.ui_file import UiFile
+from comfyui_onediff_guard.trust.foreign import fitting
+from tiers import drawn
+
+pytestmark = [
+    pytest.mark.comfyui,
+    pytest.mark.parametrize("any_leg", legs.CHECKOUTS, indirect=True, ids=[leg.id for leg in legs.CHECKOUTS]),
+]
+
+FEW = 40  # of the templates, in the smaller tiers
+WHERE = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+PAGES_OWN = {"LOAD_3D", "LOAD_3D_ADVANCED", "AUDIO_RECORD"}  # what only the page can take: pictures of 3D views, sound
+
+
+@pytest.fixture(scope="module")
+def templates(server: legs.Server) -> list[Path]:
+    asked = subprocess.run([str(server.leg.python), "-c", WHERE], capture_output=True, text=True, check=True)
+    found = sorted(
+        path
+        for path in Path(asked.stdout.strip()).glob("comfyui_workflow_templates*/**/*.json")
+        if path.parent.name == "templates" and "nodes" in json.loads(path.read_text(encoding="utf-8"))
+    )
+    if not found:
+        pytest.skip("the leg's environment has no comfyui-workflow-templates")
+    return found[:: drawn(1, len(found) // FEW or 1)]
+
+
+@pytest.fixture(scope="module")
+def schemas(server: legs.Server) -> dict[str, Schema]:
+    return {name: schema.from_object_info(name, info) for name, info in server.ask("/object_info").items()}
+
+
+@pytest.fixture(scope="module")
+def canvas(server: legs.Server, pictures: Path) -> Iterator[browser.Canvas]:
+    if reason := browser.missing_browser():
+        pytest.skip(reason)
+    with browser.canvas(server.url, pictures) as opened:
+        yield opened
+
+
+def test_the_page_and_the_reader_make_the_same_graph(
+    canvas: browser.Canvas,
+    templates: list[Path],
+    schemas: dict[str, Schema],
+    figure: Callable[[str, object], None],
+) -> None:
+    differing: dict[str, list[str]] = {}
+    compared = unfolded = 0
+    for path in templates:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if ui_format.class_types(data) - set(schemas):
+            continue
+        ours = ui_format.convert(data, schemas).to_api()
+        canvas.load(data)
+        page = canvas.prompt()
+        if renamed(data) - page.keys() == renamed(data) != set():
+            continue  # pages of 2025 leave ids alone that a file has twice
+        compared += 1
+        faults = differences(ours, page, schemas)
+        unfolded += any(":" in node_id for node_id in ours)
+        if faults:
+            differing[path.stem] = faults
+    equal = f"{compared - len(differing)} of {compared} equal"
+    figure("templates of ComfyUI: the page's graph and the reader's", equal)
+    figure(
+        "templates of ComfyUI: left out (node types that the leg lacks, ids that the page leaves)",
+        len(templates) - compared,
+    )
+    figure("templates of ComfyUI: with subgraphs among them", unfolded)
+    assert not differing, json.dumps(differing, indent=1)[:5000]
+    assert unfolded
+
+
+def renamed(data: dict[str, Any]) -> set[str]:
+    """The ids of nodes in subgraphs that are another's in the file."""
+    unfolded = unfold(fitting(UiFile, data))
+    return {
+        f"{level.path}{level.canvas.renamed[name]}"
+        for level in unfolded.levels.values()
+        for name in level.canvas.renamed
+    }
+
+
+def differences(ours: Any, page: Any, schemas: dict[str, Schema]) -> list[str]:
+    """Where two graphs in API format are not the same."""
+    found = [f"only one has node {node_id}" for node_id in ours.keys() ^ page.keys()]
+    for node_id in ours.keys() & page.keys():
+        kind, mine, theirs = ours[node_id]["class_type"], ours[node_id]["inputs"], page[node_id]["inputs"]
+        known = schemas[kind].inputs_with(theirs)
+        if any(spec.type in PAGES_OWN for spec in known.values()):
+            continue
+        found += [
+            f"{node_id}.{name} ({kind}): {mine.get(name, '-')}, page: {theirs.get(name, '-')}"[:300]
+            for name in mine.keys() | {name for name in theirs if name in known}
+            if mine.get(name, "-") != theirs.get(name, "-")
+        ]
+    return found
