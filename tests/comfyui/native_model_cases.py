@@ -12,7 +12,8 @@ from native_in_comfyui import error_of, node, said
 from native_models import LAYOUTS, Layout, in_fp32, make_model, sample
 
 SD15, FLUX = LAYOUTS["sd15"], LAYOUTS["flux"]
-KINDS = import_module("comfy.patcher_extension").WrappersMP
+EXTENSION = import_module("comfy.patcher_extension")
+KINDS = EXTENSION.WrappersMP
 STEPS = 3
 
 
@@ -123,6 +124,10 @@ def case_control() -> dict[str, Any]:
 def case_newer() -> dict[str, Any]:
     """ComfyUI 0.12 hands on `latent_shapes` too, by name."""
     handed_on: dict[str, Any] = {}
-    (wrapper,) = guarded(make_model(SD15)).get_all_wrappers(KINDS.OUTER_SAMPLE)
-    wrapper(lambda *_args, **by_name: handed_on.update(by_name), None, None, None, [1.0, 0.0], latent_shapes=[(1, 4)])
+    patcher = guarded(make_model(SD15))
+    guider = import_module("comfy.samplers").CFGGuider(patcher)
+    wrappers = patcher.get_all_wrappers(KINDS.OUTER_SAMPLE)
+    ends_in = lambda *_args, **by_name: handed_on.update(by_name)  # noqa: E731
+    executor = EXTENSION.WrapperExecutor.new_class_executor(ends_in, guider, wrappers)
+    executor.execute(None, None, None, [1.0, 0.0], latent_shapes=[(1, 4)])
     return {"handed on": handed_on}
