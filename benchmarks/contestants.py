@@ -17,15 +17,13 @@ from comfyui_onediff_guard.pipelines.denoiser import guarded_denoiser
 from comfyui_onediff_guard.pipelines.store import ComponentStore
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
-from comfyui_onediff_guard.precision.learned import Learned
-from comfyui_onediff_guard.precision.policy import Component
+from comfyui_onediff_guard.precision.policy import Component, Precision
 from denoisers import Call, Model, Size, build, step
 from faulty import faulty
 from measure import Step
 from random_model import handle, store
 
 COMPILER = "inductor"  # of diffusers' module, compiled whole
-PEAK = 5e5  # |residual stream| of which the folded contestant is told
 
 
 @dataclass(frozen=True)
@@ -91,17 +89,17 @@ def blocks(subject: Subject) -> Step:
     return lambda: module(**call)
 
 
-def ours(backend: str, scope: Scope = Scope.STEP, *, fails: bool = False, learned: Learned | None = None) -> Contestant:
-    """The guarded denoiser, as our samplers make it and hand it to diffusers.
+def ours(backend: str, scope: Scope = Scope.STEP, *, fails: bool = False, plain: bool = False) -> Contestant:
+    """The guarded denoiser, as our samplers make it and hand it to diffusers; in fp16 with a wide stream if it has one.
 
     fails: one layer fails in half precision at every step.
-    learned: by an earlier run.
+    plain: in 'fp16 (plain)', neither wide nor guarded.
     """
 
     def make(subject: Subject) -> Step:
-        return Ours(
-            subject, subject.failing if fails else subject.components, backend, GuardPolicy(scope=scope), learned
-        )
+        precision = Precision.FP16_PLAIN if plain else Precision(subject.dtype)
+        components = subject.failing if fails else subject.components
+        return Ours(subject, components, backend, precision, GuardPolicy(scope=scope))
 
     return make
 
@@ -110,12 +108,10 @@ class Ours:
     """One step of it, and what its report says by now."""
 
     def __init__(
-        self, subject: Subject, components: ComponentStore, backend: str, policy: GuardPolicy, learned: Learned | None
+        self, subject: Subject, components: ComponentStore, backend: str, precision: Precision, policy: GuardPolicy
     ):
-        self._pipeline = handle(components, subject.dtype, backend, policy)
+        self._pipeline = handle(components, precision, backend, policy)
         self._report = self._pipeline.report(self._pipeline.plan(Component.DENOISER))
-        if learned:
-            components.learned[self._pipeline.memory_key(subject.dtype)] = learned
         self._denoiser, self._given = guarded_denoiser(self._pipeline, self._report), subject.given
 
     def __call__(self) -> Any:
@@ -125,8 +121,8 @@ class Ours:
     def facts(self) -> dict[str, Any]:
         report, learned = self._report, self._report.learned
         made: dict[str, Any] = {"steps": len(report.steps), "reruns": report.reruns, "backend": report.backend}
-        if report.fold_bits:
-            made["fold_bits"] = report.fold_bits
+        if report.wide:
+            made["wide"] = True
         if learned and learned.islands:
             made["islands"] = list(learned.islands)
         return made
@@ -134,7 +130,7 @@ class Ours:
 
 EAGER, AGAIN, WHOLE, OURS = "diffusers", "diffusers again", "diffusers, torch.compile whole", "ours, inductor"
 RERUN = "ours, inductor: every step rerun"
-FOLDED = "ours, inductor, folded"
+PLAIN = "ours, inductor, fp16 (plain)"
 GROUPS: dict[str, dict[str, Contestant]] = {  # timed side by side
     "steps": {
         EAGER: eager,
@@ -152,16 +148,16 @@ GROUPS: dict[str, dict[str, Contestant]] = {  # timed side by side
         AGAIN: eager,
         WHOLE: whole,
         OURS: ours("inductor"),
-        FOLDED: ours("inductor", Scope.LEARNED, learned=Learned(stream_peak=PEAK)),
+        PLAIN: ours("inductor", plain=True),
     },
     "rerun": {OURS: ours("inductor"), RERUN: ours("inductor", fails=True)},  # fewer rounds: fp32 takes its time
 }
 
 
 def entrants(group: str, subject: Subject) -> dict[str, Contestant]:
-    """Those of a group that the model's family has: no stream, no fold."""
-    folds = subject.model.family.stream is not None
-    return {name: each for name, each in GROUPS[group].items() if folds or name != FOLDED}
+    """Those of a group that differ for the model's family: without a stream, ours is plain."""
+    streams = subject.model.family.stream is not None
+    return {name: each for name, each in GROUPS[group].items() if streams or name != PLAIN}
 
 
 def _kind(model: Model) -> Any:

@@ -6,7 +6,7 @@ Random weights, made on the card: nothing is downloaded. Each stage is a process
 their figures come into one JSON and one table in --out.
 
 steps       diffusers eager, torch.compile whole, ours with each backend, with the guard, with a learned island: bf16
-fp16        the same in fp16, and folded
+fp16        diffusers and ours in fp16, where ours has a wide stream if the model has one; and ours plain
 rerun       a step that fails and is computed again in fp32
 compile     the first step's compiling: with an empty cache, and in a second process with the cache that it left
 attention   PyTorch's attention kernels on the model's shapes, with their errors

@@ -4,8 +4,8 @@
 
 A round is one step of each. One inner layer of one block puts out a NaN in half precision at every step; the others,
 and the fp32 rerun, know nothing of it. bf16 on a CPU and fp16 on a GPU. In scope `learned` the first step, which is
-thrown away as warm-up, learns; what it took is given by itself. A fold needs one failing step too: a stream beyond
-fp16 is tested in tests/precision/test_learning.py. How it is timed, and what noise is: benchmarks/measure.py.
+thrown away as warm-up, learns; what it took is given by itself. How it is timed, and what noise is:
+benchmarks/measure.py.
 """
 
 from __future__ import annotations

@@ -80,13 +80,18 @@ class Plot:
         figure.text(self._left, self._top - 26, title, INK, TITLE)
         figure.text((self._left + self._right) / 2, self._bottom + 66, x_label, INK, LABEL, anchor="mm")
 
-    def axes(self, x_ticks: Sequence[int], exponents: Sequence[int]) -> None:
+    def axes(self, x_ticks: Sequence[int], exponents: Sequence[int], *, powers: bool = False) -> None:
+        """powers: a value of x is an exponent of ten, and is written so."""
         for exponent in exponents:
             y = self._at(0, 10.0**exponent)[1]
             self._figure.line([(self._left, y), (self._right, y)], RULE, 1)
             self._figure.power_of_ten(self._left - 12, y, exponent)
         for tick in x_ticks:
-            self._figure.text(self._at(tick, 1)[0], self._bottom + 26, str(tick), GREY, TICK, anchor="mm")
+            x, y = self._at(tick, 1)[0], self._bottom + 26
+            if powers:
+                self._figure.power_of_ten(x + 20, y, tick)
+            else:
+                self._figure.text(x, y, str(tick), GREY, TICK, anchor="mm")
         self._figure.line([(self._left, self._top), (self._left, self._bottom), (self._right, self._bottom)], INK, 1.5)
 
     def area(self, x: Point, y: Point, colour: Colour, opacity: float) -> None:

@@ -56,13 +56,13 @@ def store(name: str, family: FamilySpec, config: Any, make: Make, device: torch.
     return ComponentStore(model, PlainPlacement(device))
 
 
-def handle(components: ComponentStore, dtype: str, backend: str, policy: GuardPolicy) -> PipelineHandle:
+def handle(components: ComponentStore, precision: Precision, backend: str, policy: GuardPolicy) -> PipelineHandle:
     """Raises BackendUnavailable."""
     device = components.placement.device
     return PipelineHandle(
         store=components,
         architecture=detect(device),
-        precision=Precision(dtype),
+        precision=precision,
         backend=choose_backend(backend, device),
         offload=Offload.NONE,
         policy=policy,

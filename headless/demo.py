@@ -209,7 +209,7 @@ def _write_pictures(output: Path, outcomes: Mapping[str, Outcome], footnote: str
     from .core_nodes import to_uint8
 
     reference = outcomes["fp32"]
-    titles = {"fp16": "fp16 + NaN Guard"}
+    titles = {"fp16": "fp16, made safe"}
     colours = {"black": pictures.BAD, "wrong": pictures.BAD, "right": pictures.GOOD, "reference": pictures.NEUTRAL}
     runs = []
     for precision, outcome in outcomes.items():
@@ -219,7 +219,7 @@ def _write_pictures(output: Path, outcomes: Mapping[str, Outcome], footnote: str
         runs.append(pictures.Run(title, verdict, colours[verdict], _numbers(outcome, reference), frames))
     still = pictures.still(
         runs,
-        heading="CogVideoX in fp16, without and with NaN Guard",
+        heading="CogVideoX in fp16, plain and made safe",
         subheading="The same toy model, seed and prompt. One block writes 500,000 into the residual stream; "
         "fp16 ends at 65,504.",
         footnote=footnote,

@@ -52,15 +52,15 @@ class Outcome:
         if report is None:
             return "not reported"
         words = [report["plan"]["dtype"]]
-        if bits := report.get("fold_bits"):
-            words.append(f"folded by 2^-{bits}")
+        if report.get("wide"):
+            words.append("stream in float32")
         learned = report.get("learned") or {}
         if islands := learned.get("islands"):
             words.append(f"{len(islands)} block{'s' * (len(islands) > 1)} in fp32")
         if learned.get("whole_run_fp32"):
             words.append("then fp32")
         if words == ["fp16"] and not report["plan"]["guarded"]:
-            words.append("neither folded nor guarded")
+            words.append("neither made safe nor guarded")
         return ", ".join(words)
 
     def _calls(self) -> list[dict[str, Any]]:

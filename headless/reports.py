@@ -31,5 +31,5 @@ class EarlierReport(Foreign):
 class StageReport(EarlierReport):
     plan: PlanReport
     before: list[EarlierReport] | tuple[EarlierReport, ...] = []
-    fold_bits: int | None = None
+    wide: bool | None = None
     learned: LearnedReport | None = None

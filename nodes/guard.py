@@ -53,7 +53,7 @@ class NaNGuard:
                 "scope": inputs.choice(
                     inputs.SCOPES,
                     "step: rerun the failing step alone. learned: and from then on run the block that made it fail in "
-                    "fp32, or fold the stream further, in later runs too. run: the rest of the run is in fp32.",
+                    "fp32, in later runs too. run: the rest of the run is in fp32.",
                 ),
                 "stay_after": inputs.integer(
                     3, 1, 1000, 1, "In scope learned: after so many failing steps, the rest of the run is in fp32."

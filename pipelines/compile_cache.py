@@ -102,10 +102,10 @@ def graphs_from_cache() -> int:
 
 
 def target_of(handle: PipelineHandle, plan: Plan) -> Target:
-    """What a pipeline's denoiser is compiled for. Sizes, LoRAs, folds and islands are told apart by inductor itself."""
+    """What a pipeline's denoiser is compiled for. Sizes, LoRAs and islands are told apart by inductor itself."""
     config = {name: value for name, value in handle.store.model.denoiser_config.items() if not name.startswith("_")}
     options = handle.compile_options.in_words("inductor")
-    parts = ["folded" if plan.folded else "not folded", f"half accumulation {plan.accumulation}", options]
+    parts = ["wide stream" if plan.wide else "narrow stream", f"half accumulation {plan.accumulation}", options]
     return Target(
         model=handle.store.model.variant.name,
         config=hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16],

@@ -229,8 +229,6 @@ def _without_loader(loaders: Mapping[str, str]) -> Iterator[str]:
 def _measured(handle: PipelineHandle) -> Iterator[str]:
     for dtype in ("fp16", "bf16"):
         learned = handle.store.learned.get(handle.memory_key(dtype), NOTHING)
-        if learned.stream_peak is not None:
-            yield f"the residual stream was measured: it peaks at {learned.stream_peak:.4g}, and fp16 ends at 65504"
         if learned.islands:
             yield f"runs in {dtype} taught that {named(learned.islands)} has to run in fp32 (scope: learned)"
 

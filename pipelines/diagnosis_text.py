@@ -106,12 +106,12 @@ def _plan(diagnosis: Diagnosis, model: ModelPlans) -> list[str]:
                 plan.component.words,
                 plan.dtype,
                 guard if plan.guarded else "no",
-                "yes" if plan.folded else "no",
+                "float32" if plan.wide else "as it is",
                 plan.accumulation,
             )
             for plan in model.plans
         ]
-        lines += _table(("", "dtype", "guard", "fold", "half accumulation"), rows)
+        lines += _table(("", "dtype", "guard", "stream", "half accumulation"), rows)
         lines += [
             "",
             *_rows(
@@ -119,7 +119,7 @@ def _plan(diagnosis: Diagnosis, model: ModelPlans) -> list[str]:
                     *_reasons("dtype", model.plans, lambda plan: plan.reason),
                     *_reasons("guard", model.plans, lambda plan: plan.guard_reason),
                     *([("", "reruns in plain fp32, not in TF32: strict is on")] if diagnosis.strict else []),
-                    *_reasons("fold", _denoiser(model.plans), lambda plan: plan.fold_reason),
+                    *_reasons("stream", _denoiser(model.plans), lambda plan: plan.wide_reason),
                     *_reasons("accumulation", model.plans, lambda plan: plan.accumulation_reason),
                     *_reasons("sources", model.plans, lambda plan: plan.source),
                     *_reasons("", model.plans, lambda plan: plan.accumulation_source),
@@ -136,7 +136,7 @@ def _all_plans(diagnosis: Diagnosis) -> list[str]:
     rows = []
     reasons: dict[str, dict[str, list[Component]]] = {}
     for model in diagnosis.models:
-        cells = {plan.component: f"{plan.dtype}{' folded' if plan.folded else ''}" for plan in model.plans}
+        cells = {plan.component: f"{plan.dtype}{' wide' if plan.wide else ''}" for plan in model.plans}
         cells |= {Component(name): "refused" for name in model.refused}
         rows.append((model.variant, *(cells.get(component, NONE) for component in Component)))
         own_name = re.compile(rf"(?<![\w-]){re.escape(model.variant)}(?![\w'.-])")

@@ -66,7 +66,7 @@ class FamilySpec:
     blocks: tuple[str, ...]  # its parts that are compiled, a list of blocks block by block
     denoiser_inputs: tuple[str, ...]  # keyword arguments that carry activations
     variant: Callable[[Config], str]  # denoiser config → name in precision.policy.VARIANTS
-    stream: Stream | None = None  # where its residual stream runs, for the fold
+    stream: Stream | None = None  # where its residual stream runs, which fp16 needs in float32
     clips: bool = False  # its blocks clip fp16 at ±65504: finite, and wrong
     layout: Layout = layouts.COGVIDEOX
     sizes: SizeRule = SizeRule(pixel_multiple=16, frame_multiple=4)
@@ -105,7 +105,7 @@ COGVIDEOX = FamilySpec(
     denoiser_inputs=("hidden_states", "encoder_hidden_states"),
     stream=Stream(
         blocks="transformer_blocks",
-        embed="patch_embed",
+        starts=("patch_embed.proj", "patch_embed.text_proj"),
         writers=("attn1.to_out.0", "ff.net.2"),
         norms=("norm1.norm", "norm2.norm"),
         last_norms=("norm_final",),
@@ -146,7 +146,7 @@ COGVIEW3PLUS = FamilySpec(
     prompt=PromptRule(lambda _config: 224),
     stream=Stream(
         blocks="transformer_blocks",
-        embed="patch_embed",
+        starts=("patch_embed.proj", "patch_embed.text_proj"),
         writers=("attn1.to_out.0", "ff.net.2"),
         norms=("norm1.norm_x", "norm1.norm_c", "norm2", "norm2_context"),
         last_norms=("norm_out.norm",),
@@ -176,10 +176,11 @@ COGVIEW4 = FamilySpec(
     separate_guidance=True,
     stream=Stream(
         blocks="transformer_blocks",
-        embed="patch_embed",
+        starts=("patch_embed.proj", "patch_embed.text_proj"),
         writers=("attn1.to_out.0", "ff.net.2"),
         norms=("norm1.norm", "norm1.norm_context", "norm2", "norm2_context"),
         last_norms=("norm_out.norm",),
+        readers=("attn1", "ff"),
     ),
 )
 

@@ -24,39 +24,14 @@ def recall(handle: PipelineHandle, dtype: str, parts: Iterable[str]) -> tuple[Le
         return handle.store.learned[key], ()
     learned, notes = _from_profile(handle, dtype, parts)
     handle.store.learned[key] = learned
-    if learned.stream_peak is not None:
-        handle.store.claimed.add(key)
     if handle.profile is None and learned != NOTHING:
         handle.store.recalled.add(key)
     return learned, notes
 
 
-def claimed(handle: PipelineHandle, dtype: str) -> bool:
-    """Whether what is known of the stream is a profile's word alone."""
-    return handle.memory_key(dtype) in handle.store.claimed
-
-
-def believe(handle: PipelineHandle, dtype: str) -> None:
-    """From now on what a profile brought counts as what runs taught."""
-    handle.store.claimed.discard(handle.memory_key(dtype))
-
-
-def disbelieve(handle: PipelineHandle, dtype: str, why: str) -> str:
-    """Forget what a profile brought; a line for the report."""
-    believe(handle, dtype)
-    handle.store.learned[handle.memory_key(dtype)] = NOTHING
-    return f"{_named(handle, dtype)} is left alone: {why}"
-
-
-def remember(
-    handle: PipelineHandle, dtype: str, stream_peak: float | None = None, islands: tuple[str, ...] | None = None
-) -> None:
-    """What is known from now on, for as long as the store lives. None: what was known before."""
-    key = handle.memory_key(dtype)
-    before = handle.store.learned.get(key, NOTHING)
-    handle.store.learned[key] = Learned(
-        before.stream_peak if stream_peak is None else stream_peak, before.islands if islands is None else islands
-    )
+def remember(handle: PipelineHandle, dtype: str, learned: Learned) -> None:
+    """What is known from now on, for as long as the store lives. That a run went on in fp32 is of that run alone."""
+    handle.store.learned[handle.memory_key(dtype)] = replace(learned, whole_run_fp32=False)
 
 
 def keep(handle: PipelineHandle, dtype: str) -> None:

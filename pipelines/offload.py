@@ -2,8 +2,8 @@
 
 diffusers moves the groups (its ModuleGroup): from pinned memory, on a stream of its own, the next block's while one
 computes. Its hooks are not used. They replace `forward` on the modules, and a shell of such a module would go on
-calling the original's, without the fold, the compiled blocks or the islands that it is made for. So the groups come and
-go in a shell too, around what is compiled and under what runs in fp32.
+calling the original's, without the wide layers, the compiled blocks or the islands that it is made for. So the groups
+come and go in a shell too, around what is compiled and under what runs in fp32.
 """
 
 from __future__ import annotations
@@ -211,13 +211,11 @@ def in_parts(
     device: torch.device,
     *,
     blocks: Iterable[str] = (),
-    whole: Iterable[str] = (),
     once: bool = False,
 ) -> InParts:
     """A component's weights as `offload` (GROUP or SEQUENTIAL) brings them.
 
     blocks: names of its parts, a list of blocks block by block; none: its outermost lists.
-    whole: names of modules that are not taken apart, by SEQUENTIAL.
     once: it is let go after use, so that page-locking all of it would take longer than it saves.
     """
     if offload is Offload.GROUP:
@@ -228,7 +226,7 @@ def in_parts(
             why = str(error).strip().split("\n", 1)[0]
             logger.warning("main memory cannot be page-locked for all blocks (%s): slower, one at a time", why)
             return InParts(component, parts, device, ahead=True, pinned=False)
-    return InParts(component, dict(_layers(component, frozenset(whole))), device, ahead=False, pinned=False)
+    return InParts(component, dict(_layers(component)), device, ahead=False, pinned=False)
 
 
 def brings_parts_to(device: torch.device) -> bool:
@@ -296,14 +294,14 @@ def _outermost_lists(module: torch.nn.Module, path: str = "") -> Iterator[str]:
             yield from _outermost_lists(child, f"{path}{name}.")
 
 
-def _layers(module: torch.nn.Module, whole: frozenset[str], path: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
+def _layers(module: torch.nn.Module, path: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
     """The smallest modules with weights of their own. An adapted layer (peft's LoRA) is one."""
     for name, child in _children(module):
         own = any(True for _ in _tensors(child, recurse=False)) or hasattr(child, "base_layer")
-        if own or f"{path}{name}" in whole:
+        if own:
             yield f"{path}{name}", child
         else:
-            yield from _layers(child, whole, f"{path}{name}.")
+            yield from _layers(child, f"{path}{name}.")
 
 
 def _children(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:

@@ -18,19 +18,19 @@ logger = logging.getLogger(__name__)
 FOLDER = "oneflow"
 
 
-def graphs_folder(handle: PipelineHandle, plan: Plan, bits: int) -> Path | None:
+def graphs_folder(handle: PipelineHandle, plan: Plan, *, wide: bool) -> Path | None:
     """For the graphs of a denoiser; None where none are kept.
 
-    Another one for other weights or LoRAs (a graph may hold them), dtype, fold, options, card or version of OneFlow.
+    Another one for other weights or LoRAs (a graph may hold them), dtype, stream, options, card or version of OneFlow.
     Folders of the same cache that were not used longest are dropped beyond its limit, which both kinds have each.
-    bits: of the fold.
+    wide: the residual stream is float32.
     """
     limit = limit_here(logger.warning)
     if handle.compiled is None or not limit or handle.backend.name != "oneflow":
         return None
     known = identify(handle.store.model, handle.loras, handle.architecture.name, plan.dtype)
     options = handle.compile_options.in_words("oneflow")
-    facts = (known.text(), bits, plan.accumulation, options, version_of("oneflow"))
+    facts = (known.text(), wide, plan.accumulation, options, version_of("oneflow"))
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
     folder = handle.compiled / FOLDER / f"{known.model}-{known.architecture}-{known.dtype}-{digest}"
     try:

@@ -93,8 +93,7 @@ def keep_profile(handle: PipelineHandle, probing: Probing) -> str:
     if probing.profile is None or probing.profile.learned == NOTHING:
         return "nothing to keep: the recommended precision needs no profile"
     own = replace(handle, profile=None)
-    known = probing.profile.learned
-    remember(own, probing.profile.dtype, known.stream_peak, known.islands or None)
+    remember(own, probing.profile.dtype, probing.profile.learned)
     keep(own, probing.profile.dtype)
     return f"kept as {probing.profile.name}"
 
@@ -137,6 +136,6 @@ def _to_apply(plan: Plan, chosen: Verdict) -> str:
     steps: list[str] = []
     if chosen.dtype != plan.dtype or (plan.half and not plan.guarded):
         steps.append(f"set precision to '{chosen.dtype}'")
-    if chosen.bits or chosen.learned.islands or (plan.folded and chosen.dtype == "fp16"):
+    if chosen.learned.islands:
         steps.append("wire `profile` into the NaN Guard's `profile`, and set its scope to 'learned'")
     return "; ".join(steps)

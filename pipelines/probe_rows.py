@@ -38,8 +38,7 @@ class Rows:
 def rows_of(probed: Probed, most: int = MOST_ROWS) -> Rows:
     """Rows by layer within its block; where those are more than `most`, without the numbers in their names; where they
     still are, those that reach the most."""
-    embed = probed.anatomy.stream.embed if probed.anatomy.stream else None
-    blocks = tuple(block for block in probed.anatomy.blocks if block != embed)
+    blocks = probed.anatomy.repeated
     rows = _rows(probed, blocks, lambda inner: inner)
     if len(rows) > most:
         rows = _rows(probed, blocks, lambda inner: _NUMBER.sub("*", inner))

@@ -109,7 +109,7 @@ class Probing:
                 "architecture": self.architecture.name,
                 "dtype": self.chosen.dtype,
                 "plan": self.chosen.plan,
-                "fold_bits": self.chosen.bits,
+                "wide": self.chosen.wide,
                 "learned": asdict(self.chosen.learned),
                 "reason": self._because(),
                 "verdicts": [asdict(v) | {"plan": v.plan, "fits": v.fits} for v in self.verdicts],

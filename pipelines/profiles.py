@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from ..precision.arch import is_name
-from ..precision.learned import LEAST_PEAK, MOST_PEAK, NOTHING, Learned, largest_of, named
+from ..precision.learned import NOTHING, Learned, largest_of, named
 from ..trust import foreign
 from ..trust.foreign import Foreign, Unreadable
 from ..trust.text import for_file_name, for_terminal, shown
@@ -66,7 +66,6 @@ class Profile:
     def in_words(self) -> str:
         known = self.learned
         parts = [f"{self.model}, {self.architecture}, {self.dtype}" + (", with LoRA" if self.loras else "")]
-        parts += [f"residual stream peaks at {known.stream_peak:.4g}"] if known.stream_peak is not None else []
         parts += [f"{named(known.islands)} in fp32"] if known.islands else []
         return "; ".join(parts) if len(parts) > 1 else f"{parts[0]}; nothing learned"
 
@@ -111,9 +110,9 @@ _Text = Annotated[str, Field(min_length=1, max_length=300), AfterValidator(_one_
 
 
 class _LearnedPart(Foreign):
-    """That a run went on in fp32 is of that run alone, and not here."""
+    """That a run went on in fp32 is of that run alone, and not here. Older profiles have a `stream_peak`, too, which
+    nothing needs any more."""
 
-    stream_peak: Annotated[float, Field(ge=LEAST_PEAK, le=MOST_PEAK)] | None
     islands: Annotated[list[_Text], Field(max_length=200), AfterValidator(_apart)]
 
 
@@ -173,7 +172,7 @@ def parse(text: str, where: str) -> Profile:
 def _fitting(value: Any) -> Profile:
     facts = foreign.fitting(_File, value)
     given = facts.model_dump(exclude={"kind", "format", "learned", "loras"})
-    known = Learned(facts.learned.stream_peak, tuple(facts.learned.islands))
+    known = Learned(islands=tuple(facts.learned.islands))
     return Profile(**given, loras=tuple(facts.loras), learned=known)
 
 

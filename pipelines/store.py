@@ -43,11 +43,10 @@ class ComponentStore:
         self.model = model
         self.placement = placement
         self.prompts: dict[tuple[str, str, bool], torch.Tensor] = {}  # (text, dtype, guarded) → [1, tokens, channels]
-        # (backend, how, dtype, fold bits, half-precision accumulation, LoRAs) → shell
-        self.compiled: dict[tuple[str, CompileOptions, str, int, str, tuple[LoraKey, ...]], torch.nn.Module] = {}
+        # (backend, how, dtype, wide stream, half-precision accumulation, LoRAs) → shell
+        self.compiled: dict[tuple[str, CompileOptions, str, bool, str, tuple[LoraKey, ...]], torch.nn.Module] = {}
         self.learned: dict[MemoryKey, Learned] = {}  # what runs taught about the denoiser
         self.recalled: set[MemoryKey] = set()  # of these, a profile on disk was where runs began
-        self.claimed: set[MemoryKey] = set()  # of these, the stream's peak is a profile's word alone so far
         self.attention: dict[tuple[str, tuple[torch.Size, ...]], Choice] = {}  # by dtype and sizes, measured
         self.handles: weakref.WeakSet[Any] = weakref.WeakSet()  # who still uses it
         self.emptied = False
@@ -139,7 +138,7 @@ class ComponentStore:
             family, component = self.model.family, self._modules[name][1]
             parts: dict[str, Any] = {"once": name == "text_encoder"}
             if name == family.denoiser:
-                parts = {"blocks": family.blocks, "whole": (family.stream.embed,) if family.stream else ()}
+                parts = {"blocks": family.blocks}
                 component = self._with_loras[1] if keys(loras) and self._with_loras else component
             known_for, known = self._onloading.get(name, (None, None))
             if known is None or known_for is not offload or known.component is not component:

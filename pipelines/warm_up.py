@@ -18,7 +18,7 @@ from .handle import PipelineHandle
 from .probe import usual_size
 from .sample import SampleSettings, check_size, sample
 
-STEPS = 2  # where the plan folds, the first may run in fp32 to measure; where it fails, the second is what was learned
+STEPS = 2  # where the first fails, the second is what was learned
 _SIZE = re.compile(r"(\d+)\s*[x×*]\s*(\d+)(?:\s*[x×*]\s*(\d+))?", re.IGNORECASE)
 
 StepDone = Callable[[int, int, str], None]  # steps done, steps in all, a line on the latest; raises to interrupt

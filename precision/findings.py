@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from .dtypes import DTYPES
-from .folding import bits_for
 from .learned import Learned, covered, covers, largest_of, named
 from .observe import Peak, has_children
 from .streams import Stream
@@ -23,9 +22,9 @@ class Anatomy:
     """A module's parts by their full names, as far as the guard needs them."""
 
     blocks: tuple[str, ...] = ()  # what becomes an island as a whole
-    stream: Stream | None = None  # the residual stream, where it can be folded
+    stream: Stream | None = None  # the residual stream, where it is known
     norms: frozenset[str] = frozenset()  # what reads the stream
-    writers: frozenset[str] = frozenset()  # what writes to the stream
+    writers: frozenset[str] = frozenset()  # what starts the stream or writes to it
     groups: tuple[str, ...] = ()  # modules outside of the blocks that hold layers, and no block: islands too
 
     @classmethod
@@ -36,7 +35,8 @@ class Anatomy:
             found = module.get_submodule(part)
             is_list = isinstance(found, torch.nn.ModuleList)
             blocks += [f"{part}.{name}" for name, _ in found.named_children()] if is_list else [part]
-        blocks = [*([stream.embed] if stream else ()), *blocks]
+        if stream:
+            blocks = [*dict.fromkeys(name.partition(".")[0] for name in stream.starts), *blocks]
         groups = tuple(
             name
             for name, part in module.named_modules()
@@ -52,6 +52,11 @@ class Anatomy:
         if any(not name or block.startswith(f"{name}.") for block in self.blocks or ("",)):
             return None
         return next((block for block in self.blocks if covers(block, name)), name)
+
+    @property
+    def repeated(self) -> tuple[str, ...]:
+        """The blocks, without what starts the stream."""
+        return tuple(name for name in self.blocks if not self.stream or name.startswith(f"{self.stream.blocks}."))
 
     def parts(self, names: Iterable[str]) -> list[str]:
         """Of the names of modules, those that may be islands: blocks, and what is outside of them."""
@@ -71,13 +76,13 @@ class Anatomy:
         return next((part for part in parts if self._fits(part, peaks, dtype)), None)
 
     def _fits(self, part: str, peaks: Mapping[str, Peak], dtype: str) -> bool:
-        """Around what fits, the stream is half precision's, or folded. What was not measured is tried."""
+        """Around what fits, the stream is half precision's, or float32. What was not measured is tried."""
         reads_stream = any(covers(part, norm) for norm in self.norms)
         peak = peaks.get(part, Peak(0.0, 0.0))
         return peak.output <= RANGE[dtype] and (reads_stream or peak.input <= RANGE[dtype])
 
-    def folds(self, dtype: str) -> bool:
-        """bf16 has fp32's range: nothing to fold."""
+    def widens(self, dtype: str) -> bool:
+        """bf16 has fp32's range: nothing to gain."""
         return self.stream is not None and dtype == "fp16"
 
     def inner(self, name: str, peak: Peak) -> float:
@@ -98,20 +103,20 @@ class Finding:
     peak: float | None = None  # max |x| there in fp32, where it was measured
     stream: float | None = None  # max |x| of the residual stream, where that left the range
     islands: tuple[str, ...] = ()  # what would have to run in fp32
-    hopeless: bool = False  # no fold and no island helps
+    hopeless: bool = False  # neither a wide stream nor an island helps
 
 
 def find(
-    peaks: Mapping[str, Peak], anatomy: Anatomy, dtype: str, islands: Collection[str] = (), bits: int = 0
+    peaks: Mapping[str, Peak], anatomy: Anatomy, dtype: str, islands: Collection[str] = (), *, wide: bool = False
 ) -> Finding | None:
     """What left the range of `dtype`, from the peaks of layers and blocks in fp32; None where nothing did.
 
-    peaks: in the order in which layers ran, of the anatomy's groups too. islands: they run in fp32 already. bits: the
-        stream is scaled by 2^-bits.
+    peaks: in the order in which layers ran, of the anatomy's groups too. islands: they run in fp32 already. wide:
+        the stream is float32.
     """
     limit, here = RANGE[dtype], f"{dtype}'s {RANGE[dtype]:.5g}"
     stream = {name: peaks[name].input for name in peaks if name in anatomy.norms}
-    stream = {name: value for name, value in stream.items() if not value <= limit * 2.0**bits}
+    stream = {name: value for name, value in stream.items() if not value <= (RANGE["fp32"] if wide else limit)}
     handed_on = {} if anatomy.stream else {name: peaks[name].output for name in peaks if name in anatomy.blocks}
     handed_on = {name: value for name, value in handed_on.items() if not value <= limit}
     inner = {name: anatomy.inner(name, peak) for name, peak in peaks.items()}
@@ -122,13 +127,9 @@ def find(
     reasons: list[str] = []
     if inner:
         name, peak = next(iter(inner.items()))
-        blocks = (block for block in anatomy.blocks if not (anatomy.stream and block == anatomy.stream.embed))
-        where = "inside a block" if covered(name, blocks) else "outside of the blocks"
-        helpless = f": {where}, where the fold cannot help" if anatomy.folds(dtype) else ""
-        reasons.append(f"'{name}' reaches {peak:.3g}, beyond {here}{helpless}")
+        reasons.append(f"'{name}' reaches {peak:.3g}, beyond {here}{_beside(anatomy, dtype, name)}")
     if stream:
-        scaled = f" at 2^-{bits}" if bits else ""
-        reasons.append(f"the residual stream reaches {max(stream.values(), key=order):.3g}, beyond {here}{scaled}")
+        reasons.append(f"the residual stream reaches {max(stream.values(), key=order):.3g}, beyond {here}")
     if handed_on:
         name, peak = next(iter(handed_on.items()))
         reasons = [f"'{name}' puts out {peak:.3g}, beyond {here}: what comes after it cannot take it"]
@@ -156,7 +157,7 @@ def found_in_half(
     inside = "inside attention" if "attn" in name or "attention" in name else inside
     reason = f"'{name}'" if name else "the output"
     reason += f" is broken in {dtype}, although no layer's output leaves its range: it overflows {inside}"
-    reason += ", where the fold cannot help" if anatomy.folds(dtype) else ""
+    reason += ", apart from the residual stream" if anatomy.widens(dtype) else ""
     peak = peaks[name].output if name in peaks else None
     island = anatomy.island(name, peaks, dtype, islands)
     return Finding(reason, name, peak, islands=() if island is None else (island,), hopeless=island is None)
@@ -167,13 +168,20 @@ def taught(learned: Learned, finding: Finding, anatomy: Anatomy, dtype: str) -> 
     if finding.hopeless or (finding.stream is not None and not math.isfinite(finding.stream)):
         return replace(learned, whole_run_fp32=True), "the rest of the run in fp32"
     actions: list[str] = []
-    if finding.stream is not None and anatomy.folds(dtype):
-        learned = replace(learned, stream_peak=max(finding.stream, learned.stream_peak or 0.0))
-        actions.append(f"folded by 2^-{bits_for(finding.stream)}")
+    if finding.stream is not None and anatomy.widens(dtype):
+        learned = replace(learned, wide=True)
+        actions.append("its residual stream in float32")
     if finding.islands:
         learned = replace(learned, islands=largest_of((*learned.islands, *finding.islands)))
         actions.append(f"{named(finding.islands)} in fp32")
     return learned, f"{' and '.join(actions)} from the next call on" if actions else ""
+
+
+def _beside(anatomy: Anatomy, dtype: str, name: str) -> str:
+    if not anatomy.widens(dtype):
+        return ""
+    where = "inside a block" if covered(name, anatomy.repeated) else "outside of the blocks"
+    return f": {where}, apart from the residual stream"
 
 
 def order(value: float) -> float:

@@ -11,10 +11,11 @@ from torch.utils import _pytree as pytree
 
 from .dtypes import DTYPES
 from .findings import Anatomy
-from .folding import bits_for, fold
 from .learned import Learned
 from .shells import replaced, with_forward
+from .streams import Stream
 from .upcast import run_in_fp32
+from .wide import with_wide_stream
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Attempt:
 
     run: Any  # a module, or another callable
     eager: Any  # the same, not compiled: layers can be watched in it
-    bits: int = 0  # the stream is scaled by 2^-bits
+    wide: bool = False  # its residual stream is float32
 
 
 def half_attempt(
@@ -32,27 +33,40 @@ def half_attempt(
     learned: Learned,
     dtype: str,
     *,
-    compiled: Callable[[torch.nn.Module, int], torch.nn.Module] = lambda folded, _bits: folded,
-    onloaded: Callable[[torch.nn.Module, torch.nn.Module], torch.nn.Module] = lambda shell, _folded: shell,
+    wide: bool = False,
+    compiled: Callable[[torch.nn.Module, bool], torch.nn.Module] = lambda shell, _wide: shell,
+    onloaded: Callable[[torch.nn.Module, torch.nn.Module], torch.nn.Module] = lambda shell, _eager: shell,
+    device: torch.device | None = None,
     tf32: bool = False,
 ) -> Attempt:
-    """The module as what was learned asks for: folded, then compiled, then with islands, which leave what is compiled.
+    """The module as the plan and what was learned ask for: with a wide stream, then compiled, then with islands, which
+    leave what is compiled.
 
-    compiled: from the folded module and the fold's bits to a shell of it with compiled blocks; remembered by whoever
-        gives it, since islands change nothing about it.
-    onloaded: from a shell, and the folded module that it is one of, to one that brings its weights to the device.
-    Raises CannotFold.
+    wide: the plan's, whatever was learned.
+    compiled: from the module, and whether its stream is wide, to a shell of it with compiled blocks; remembered by
+        whoever gives it, since islands change nothing about it.
+    onloaded: from a shell, and the eager module that it is one of, to one that brings its weights to the device.
+    device: where it computes, if its weights are elsewhere until they are needed.
+    Raises CannotWiden.
     """
-    peak = learned.stream_peak if anatomy.folds(dtype) else None
-    bits = bits_for(peak) if peak is not None else 0
-    folded = fold(module, anatomy.stream, bits) if bits and anatomy.stream else module
-    shell = compiled(folded, bits)
-    blocks = onloaded(folded, folded)
-    eager = with_islands(blocks, learned.islands, dtype, tf32=tf32)
+    wide = anatomy.widens(dtype) and (wide or learned.wide)
+    stream = anatomy.stream if wide else None
+    half = _with_wide_stream(module, stream, DTYPES[dtype], device) if stream else module
+    made = "fp32" if wide else dtype
+    shell = compiled(half, wide)
+    blocks = onloaded(half, half)
+    eager = with_islands(blocks, learned.islands, made, tf32=tf32)
     run = eager
-    if shell is not folded:
-        run = with_islands(onloaded(shell, folded), learned.islands, dtype, source=blocks, tf32=tf32)
-    return Attempt(run, eager, bits)
+    if shell is not half:
+        run = with_islands(onloaded(shell, half), learned.islands, made, source=blocks, tf32=tf32)
+    return Attempt(run, eager, wide)
+
+
+def _with_wide_stream(
+    module: torch.nn.Module, stream: Stream, dtype: torch.dtype, device: torch.device | None
+) -> torch.nn.Module:
+    writers, readers = stream.writer_names(module), stream.reader_names(module)
+    return with_wide_stream(module, writers, dtype, readers=readers, device=device)
 
 
 def with_islands(

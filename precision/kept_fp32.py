@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+
+from .shells import both
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -32,20 +33,15 @@ class KeptInFp32:
 def keep_in_fp32(layer: torch.nn.Module, dtype: torch.dtype) -> None:
     """Make a layer, with what is below it, compute in float32 and hand on `dtype`.
 
-    It keeps its place, its type and its weights' names, by which adapters, folds and islands know it.
+    It keeps its place, its type and its weights' names, by which adapters, wide layers and islands know it.
     """
     if isinstance(layer, KeptInFp32):
         return
     outside = torch.nn.Parameter(torch.empty(0, dtype=dtype, device=next(layer.parameters()).device), False)
     layer.float()
-    layer.__class__ = _kept(type(layer))
+    layer.__class__ = both(KeptInFp32, type(layer))
     # First: diffusers' VAEs take the dtype of the first weight below for that of the activations.
     layer._parameters = {"outside": outside, **layer._parameters}
-
-
-@cache
-def _kept(kind: type[torch.nn.Module]) -> type[Any]:
-    return type(kind.__name__, (KeptInFp32, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:

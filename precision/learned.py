@@ -5,24 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# What a profile may say of a residual stream's peak. The fold by 2^-12 that the upper end leads to is level, whatever
-# the stream reaches in truth (docs/folding.md).
-LEAST_PEAK, MOST_PEAK = 1e-6, 65504 * 2.0**10
-
 
 @dataclass(frozen=True)
 class Learned:
     """What failures taught about a module in one half-precision dtype."""
 
-    stream_peak: float | None = None  # max |x| of the residual stream in fp32; None: not measured
+    wide: bool = False  # the residual stream is float32
     islands: tuple[str, ...] = ()  # blocks, or parts outside of blocks, that run in fp32
     whole_run_fp32: bool = False  # half precision is not tried any more
 
     @property
     def to_share(self) -> Learned:
         """What a profile may hold of it."""
-        fits = self.stream_peak is not None and LEAST_PEAK <= self.stream_peak <= MOST_PEAK
-        return Learned(self.stream_peak if fits else None, self.islands)
+        return Learned(islands=self.islands)
 
 
 NOTHING = Learned()

@@ -12,10 +12,10 @@ import torch
 from .attention import showing_what_is_broken
 from .dtypes import FP16_MAX
 from .findings import Anatomy, Finding, find, found_in_half, taught
-from .folding import CannotFold
 from .islands import Attempt
 from .learned import NOTHING, Learned
 from .observe import Peak, first_broken, leaf_peaks
+from .wide import CannotWiden
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Learner:
         also = *self._anatomy.groups, *blocks
         peaks = leaf_peaks(self.module, lambda: results.append(rerun()), also=also)
         self._peaks = {name: peak for name, peak in peaks.items() if counts(self.module.get_submodule(name))}
-        return results[0], find(self._peaks, self._anatomy, self._dtype, self.learned.islands, self.attempt.bits)
+        return results[0], find(self._peaks, self._anatomy, self._dtype, self.learned.islands, wide=self.attempt.wide)
 
     def locate(self, *args: Any, saturated: bool = False, **kwargs: Any) -> Finding:
         """Where a call fails that leaves no range in fp32: makes the half-precision call once more, not compiled.
@@ -80,7 +80,7 @@ class Learner:
             return self.stay()
         try:
             self.attempt = self._build(learned)
-        except CannotFold as error:
+        except CannotWiden as error:
             logger.warning("%s", error)
             return self.stay()
         self._untried += tuple(name for name in learned.islands if name not in self.learned.islands)

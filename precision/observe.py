@@ -77,11 +77,9 @@ def first_broken(module: torch.nn.Module, call: Callable[[], Any], limit: float 
 
 
 class BlockOutputs:
-    """max |x| of what a denoiser's blocks put out, for families that clip their stream (a clipped value is finite), and
-    for what a profile says of it."""
+    """max |x| of what a denoiser's blocks put out, for families that clip their stream: a clipped value is finite."""
 
     def __init__(self) -> None:
-        self.watching = True
         self._peaks: list[torch.Tensor] = []
 
     def watched(self, module: torch.nn.Module, blocks: str) -> torch.nn.Module:
@@ -90,8 +88,7 @@ class BlockOutputs:
         return replaced(module, dict.fromkeys(names, lambda block: _Watched(block, self._see)))
 
     def _see(self, made: Any) -> None:
-        if self.watching:
-            self._peaks.append(largest(made))
+        self._peaks.append(largest(made))
 
     def take(self) -> torch.Tensor | None:
         """Of all blocks since the last call, as a scalar on their device."""

@@ -45,8 +45,8 @@ CARD_COLUMNS = """\
 
 - **dtype**: in which its authors trained or published it. *fp16 models* and *bf16 models* below are meant by it.
 - **leaves fp16's range**: activations of the denoiser are known to grow beyond 65504. Plain fp16 is NaN or black then.
-- **can be folded**: the residual stream feeds layer norms alone, so it can be scaled into fp16's range and the result
-  stays the same.
+- **stream**: all blocks add to one residual stream, which is float32 wherever the model runs in fp16. See
+  [wide layers](wide.md).
 
 A model's name links to what its authors say, here and everywhere below.
 """
@@ -57,7 +57,7 @@ that was trained in bf16 and may leave fp16's range. Weights stored in fp16 or f
 
 ## What `auto` chooses
 
-For the denoiser. *fp16 folded* is fp16 with the residual stream scaled into range. Whatever runs in fp16 or bf16 is
+For the denoiser. *fp16 wide* is fp16 with the residual stream in float32. Whatever runs in fp16 or bf16 is
 guarded: a call that comes out NaN or infinite is computed again in fp32. `auto` never takes plain fp16.
 """
 
@@ -66,7 +66,7 @@ An NVIDIA card that is newer than the table is treated as the nearest older one 
 
 ### The other components
 
-Text encoders, image encoders and VAEs run in the same dtype as the denoiser, and are never folded. The exceptions:
+Text encoders, image encoders and VAEs run in the same dtype as the denoiser, and have no such stream. The exceptions:
 """
 
 REASONS = """\
@@ -83,7 +83,7 @@ For the denoiser. `bf16`, `fp16`, `fp16 (plain)` and `fp32` are honoured, but fo
 """
 
 GUARD = """\
-## Guard and fold
+## Guard and stream
 
 By the dtype that the denoiser ends up in, whether `auto` chose it or you did.
 """
@@ -150,7 +150,7 @@ def render() -> str:
         _requests(),
         _lacking(),
         GUARD,
-        _guard_and_fold(),
+        _guard_and_stream(),
         ACCUMULATION,
         _verdicts(),
         SWITCHES,
@@ -176,9 +176,15 @@ def _cards() -> str:
 
 def _models() -> str:
     return _table(
-        ["model", "dtype", "leaves fp16's range", "can be folded", "components"],
+        ["model", "dtype", "leaves fp16's range", "stream", "components"],
         [
-            [f"[{v.name}]", v.trained_in, _yes(v.leaves_fp16), _yes(v.folds), ", ".join(c.words for c in v.components)]
+            [
+                f"[{v.name}]",
+                v.trained_in,
+                _yes(v.leaves_fp16),
+                _yes(v.has_stream),
+                ", ".join(c.words for c in v.components),
+            ]
             for v in VARIANTS.values()
         ],
     )
@@ -206,8 +212,7 @@ def _other_components() -> str:
     for request in Precision:
         cases = []
         for variant, device in product(VARIANTS.values(), _devices()):
-            denoiser, reason = _outcome(device, variant, Component.DENOISER, request)
-            usual = (denoiser.removesuffix(" folded"), reason)
+            usual = _outcome(device, variant, Component.DENOISER, request)
             for component in variant.components:
                 outcome = _outcome(device, variant, component, request)
                 if outcome != usual and component is not Component.DENOISER:
@@ -246,17 +251,16 @@ def _lacking() -> str:
     return ""
 
 
-def _guard_and_fold() -> str:
+def _guard_and_stream() -> str:
     native = next(device for device in _devices() if device.architecture.native_bf16)
     rows = []
     for request in (Precision.BF16, Precision.FP16, Precision.FP16_PLAIN, Precision.FP32):
         alike: dict[tuple[str, str], list[str]] = {}
         for variant in VARIANTS.values():
             plan = choose(_nameless(native.architecture), _anonymous(variant), Component.DENOISER, request)
-            fold = f"{'yes' if plan.folded else 'no'}: {plan.fold_reason}"
-            alike.setdefault((plan.guard_reason, fold), []).append(variant.name)
-        rows += [[request.value, guard, fold, _which(names)] for (guard, fold), names in alike.items()]
-    return _table(["runs in", "guarded", "folded", "models"], rows)
+            alike.setdefault((plan.guard_reason, plan.wide_reason), []).append(variant.name)
+        rows += [[request.value, guard, stream, _which(names)] for (guard, stream), names in alike.items()]
+    return _table(["runs in", "guarded", "residual stream", "models"], rows)
 
 
 def _verdicts() -> str:
@@ -288,7 +292,7 @@ def _outcome(device: _Device, variant: Variant, component: Component, request: P
         plan = choose(_nameless(device.architecture), _anonymous(variant), component, request)
     except PlanImpossible as refused:
         return "*refused*", str(refused)
-    return _cell(plan), plan.reason
+    return plan.dtype, plan.reason
 
 
 def _nameless(architecture: Architecture) -> Architecture:
@@ -369,7 +373,7 @@ def _links(names: Iterable[str]) -> str:
 
 
 def _cell(plan: Plan) -> str:
-    return f"{plan.dtype} folded" if plan.folded else plan.dtype
+    return f"{plan.dtype} wide" if plan.wide else plan.dtype
 
 
 def _yes(flag: bool) -> str:

@@ -43,7 +43,7 @@ class Variant:
     name: str
     trained_in: str  # "fp16" or "bf16": what its authors ran it in
     leaves_fp16: bool  # the denoiser's activations are known to leave fp16's range
-    folds: bool  # its residual stream feeds layer norms alone
+    has_stream: bool  # its residual stream is known, and can be float32 in fp16
     components: tuple[Component, ...]
     source: str
     needs_fp32: Mapping[Component, str] = field(default_factory=dict)  # component → why
@@ -62,12 +62,12 @@ class Plan:
     component: Component
     dtype: str  # "fp16", "bf16" or "fp32"
     guarded: bool  # checked, and rerun in fp32 where it fails
-    folded: bool  # its residual stream is scaled into fp16's range
+    wide: bool  # its residual stream is float32, all else half precision
     accumulation: str  # half-precision accumulation in attention: "off", "on", or on with scores in fp32
     reason: str  # of the dtype
     source: str
     guard_reason: str
-    fold_reason: str
+    wide_reason: str
     accumulation_reason: str
     accumulation_source: str
 
@@ -91,7 +91,7 @@ def _svd(name: str, repository: str, frames: int) -> Variant:
         name,
         "fp16",
         leaves_fp16=False,
-        folds=False,
+        has_stream=False,
         components=_FROM_IMAGE,
         source=f"https://huggingface.co/stabilityai/stable-video-diffusion-img2vid{repository}",
         needs_fp32={Component.VAE_ENCODE: "SVD's VAE encoder leaves fp16's range (force_upcast in its config) → fp32"},
@@ -104,8 +104,8 @@ def _svd(name: str, repository: str, frames: int) -> Variant:
 VARIANTS: dict[str, Variant] = {
     v.name: v
     for v in (
-        #       name                    trained leaves folds  components
-        #                               in      fp16
+        #       name                    trained leaves has    components
+        #                               in      fp16   stream
         Variant("CogVideoX-2B",         "fp16", False, True,  _VIDEO, f"{_ZAI}/CogVideoX-2b", sizes=_2B),
         Variant("CogVideoX-5B",         "bf16", True,  True,  _VIDEO, f"{_ZAI}/CogVideoX-5b", sizes=_5B),
         Variant("CogVideoX-5B-I2V",     "bf16", True,  True,  _VIDEO, f"{_ZAI}/CogVideoX-5b-I2V", sizes=_5B),
@@ -156,18 +156,18 @@ def choose(
         )
     dtype, reason = _dtype(architecture, variant, component, request)
     guarded, guard_reason = _guard(variant, dtype, request)
-    folded, fold_reason = _fold(variant, component, dtype, request)
+    wide, wide_reason = _wide(variant, component, dtype, request)
     switched = decide(architecture, accumulation, beside)
     return Plan(
         component=component,
         dtype=dtype,
         guarded=guarded,
-        folded=folded,
+        wide=wide,
         accumulation=switched.mode.value,
         reason=reason,
         source=variant.source,
         guard_reason=guard_reason,
-        fold_reason=fold_reason,
+        wide_reason=wide_reason,
         accumulation_reason=switched.reason_on(architecture),
         accumulation_source=switched.source,
     )
@@ -229,15 +229,13 @@ def _guard(variant: Variant, dtype: str, request: Precision) -> tuple[bool, str]
     return True, f"on: {variant.name} is not known to leave fp16's range, but a LoRA or a prompt may"
 
 
-def _fold(variant: Variant, component: Component, dtype: str, request: Precision) -> tuple[bool, str]:
+def _wide(variant: Variant, component: Component, dtype: str, request: Precision) -> tuple[bool, str]:
     if component is not Component.DENOISER:
-        return False, "only denoisers are folded"
+        return False, "only denoisers have one"
     if dtype != "fp16":
         return False, f"{dtype} has the range"
     if request is Precision.FP16_PLAIN:
         return False, "asked for fp16 (plain)"
-    if not variant.folds:
-        return False, "its stream feeds more than layer norms: nothing would cancel out"
-    if not variant.leaves_fp16:
-        return False, f"{variant.name} is not known to leave fp16's range"
-    return True, "its residual stream may leave fp16's range, and feeds layer norms alone: scaled by a measured 2^-k"
+    if not variant.has_stream:
+        return False, "no single stream runs through all of it"
+    return True, "float32, written by wide layers: fp16 ends at 65504, and sums of all blocks gather there"

@@ -1,4 +1,4 @@
-"""What every layer of a module reaches while it computes in fp32, and what follows from it: dtype, fold, islands.
+"""What every layer of a module reaches while it computes in fp32, and what follows: dtype, wide stream, islands.
 
 Computed in fp32, so that the measurement cannot overflow itself: it shows how far beyond fp16's range a layer would go.
 """
@@ -14,7 +14,6 @@ import torch
 
 from .dtypes import FP16_MAX
 from .findings import RANGE, Anatomy, find, order, taught
-from .folding import HEADROOM_BITS, bits_for
 from .learned import NOTHING, Learned, named
 from .learning import counts
 from .observe import Peak, floating, hooked, largest, leaves
@@ -156,7 +155,7 @@ class Verdict:
 
     dtype: str
     learned: Learned  # what a run has to know so that nothing fails
-    bits: int  # the stream is scaled by 2^-bits
+    wide: bool  # the residual stream is float32
     reason: str
 
     @property
@@ -168,7 +167,7 @@ class Verdict:
         """In a few words."""
         if not self.fits:
             return f"{self.dtype} does not do"
-        how = [f"folded by 2^-{self.bits}"] if self.bits else []
+        how = ["wide"] if self.wide else []
         if islands := self.learned.islands:
             how.append(f"{'island' if len(islands) == 1 else 'islands'}: {named(islands)}")
         return f"{self.dtype} {' + '.join(how)}" if how else self.dtype + (" plain" if self.dtype == "fp16" else "")
@@ -179,13 +178,10 @@ def judge(probed: Probed, dtype: str, *, islands: bool = True) -> Verdict:
     peaks, anatomy = probed.peaks(), probed.anatomy
     finding = find(peaks, anatomy, dtype)
     learned = taught(NOTHING, finding, anatomy, dtype)[0] if finding else NOTHING
-    stream = max((peaks[name].input for name in peaks if name in anatomy.norms), default=0.0)
-    bits = 0
-    if anatomy.folds(dtype) and not learned.whole_run_fp32:
-        learned, bits = replace(learned, stream_peak=stream), bits_for(stream)
-    if finding and (find(peaks, anatomy, dtype, learned.islands, bits) or (learned.islands and not islands)):
+    wide = learned.wide
+    if finding and (find(peaks, anatomy, dtype, learned.islands, wide=wide) or (learned.islands and not islands)):
         learned = replace(learned, whole_run_fp32=True)
-    return Verdict(dtype, learned, bits, finding.reason if finding else _why_it_fits(probed, dtype, stream, bits))
+    return Verdict(dtype, learned, wide, finding.reason if finding else _why_it_fits(probed, dtype))
 
 
 def recommend(probed: Probed, dtype: str, *, native_bf16: bool, islands: bool = True) -> Verdict:
@@ -195,10 +191,8 @@ def recommend(probed: Probed, dtype: str, *, native_bf16: bool, islands: bool = 
     return next((verdict for verdict in verdicts if verdict.fits), verdicts[-1])
 
 
-def _why_it_fits(probed: Probed, dtype: str, stream: float, bits: int) -> str:
+def _why_it_fits(probed: Probed, dtype: str) -> str:
     ends = f"{dtype} ends at {RANGE[dtype]:.5g}"
-    if bits:
-        return f"the residual stream reaches {stream:.3g}, less than {HEADROOM_BITS} bits below where {ends}"
     entry = next(iter(probed.entries()), None)
     return f"the most is {entry.reach:.3g}, in '{entry.name}'; {ends}" if entry else ends
 

@@ -52,8 +52,7 @@ class RunReport:
     graphs: int | None = None  # traced anew in this run, as dynamo counts; None where nothing is compiled
     graphs_kept: int = 0  # of them, those whose code an earlier run had compiled and kept
     switches: tuple[Switch, ...] = ()
-    stream_peak: float | None = None  # max |x| of the residual stream, where it was measured for the fold
-    fold_bits: int | None = None  # the stream is scaled by 2^-fold_bits; None where the plan does not fold
+    wide: bool = False  # the residual stream was float32
     learned: Learned | None = None  # what the run knew in the end, where it learns
     calls_per_step: int = 1  # of the denoiser
     memory: Memory | None = None  # None where nobody counts
@@ -90,7 +89,7 @@ class RunReport:
         counts = f"{counted(-(-len(self.steps) // self.calls_per_step), noun)}, {self.count_reruns()}"
         if self.failed:
             counts += f", {self.failed} NOT FINITE: the result is broken; choose precision 'auto' or 'fp16'"
-        return f"{stage}{self.plan.reason}{self._fold()}{self._islands()}; {counts}."
+        return f"{stage}{self.plan.reason}{self._stream()}{self._islands()}; {counts}."
 
     def compiled(self) -> str:
         """ ", 1 graph compiled anew", or from where; "" where nothing is compiled."""
@@ -102,10 +101,8 @@ class RunReport:
         kept = "" if self.graphs_kept == self.graphs else f"{self.graphs_kept} of them "
         return f"{graphs}, {kept}from the cache of earlier runs"
 
-    def _fold(self) -> str:
-        if self.fold_bits is None:
-            return ""
-        return f", folded by 2^-{self.fold_bits}" if self.fold_bits else ", not folded: its stream fits"
+    def _stream(self) -> str:
+        return ", stream in float32" if self.wide else ""
 
     def _islands(self) -> str:
         islands = self.learned.islands if self.learned else ()
@@ -119,12 +116,10 @@ class RunReport:
             f"{self.variant} on {self.architecture}",
             f"backend: {self.backend} ({self.backend_reason}){self.compiled()}",
             f"guard {self.plan.guard_reason}",
-            f"fold: {self.plan.fold_reason}",
+            f"residual stream: {self.plan.wide_reason}",
             *(f"note: {note}" for note in (*self.warnings, *self.notes)),
             *([f"memory: {self.memory}"] if self.memory else ()),
         ]
-        if self.stream_peak is not None:
-            lines.append(f"first step in fp32: the residual stream peaks at {self.stream_peak:.4g}, fp16 ends at 65504")
         lines += _switches(self.switches)
         for s in [step for report in (*self.before, self) for step in report.steps]:
             at = "" if s.timestep is None else f" t={s.timestep:g}"

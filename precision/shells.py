@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -54,6 +55,14 @@ def with_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> torch.
     shell.__dict__.update({name: OrderedDict() for name in _HOOKS if name in shell.__dict__})
     shell.__dict__["forward"] = forward  # set as an attribute, a module would become a submodule of both
     return shell
+
+
+@cache
+def both(base: type[torch.nn.Module], kind: type[torch.nn.Module]) -> type[Any]:
+    """A class that is `base`, then `kind`, and shows as `kind`. Its full name is its own: by that OneDiff looks up what
+    it makes OneFlow's of, and it must not find `kind` alone."""
+    names = {"__module__": base.__module__, "__qualname__": f"{base.__name__}{kind.__name__}"}
+    return type(kind.__name__, (base, kind), names)
 
 
 def structural_copy(module: torch.nn.Module) -> torch.nn.Module:

@@ -11,14 +11,19 @@ class Stream:
     """Where a denoiser's residual stream runs, by module names."""
 
     blocks: str  # the ModuleList of blocks
-    embed: str  # its output starts the stream
-    writers: tuple[str, ...]  # linear layers in each block whose output is added to the stream
+    starts: tuple[str, ...]  # layers whose output starts the stream
+    writers: tuple[str, ...]  # layers in each block whose output is added to the stream
     norms: tuple[str, ...]  # layer norms in each block that read the stream
     last_norms: tuple[str, ...]  # layer norms behind the last block that read it
+    readers: tuple[str, ...] = ()  # modules in each block that compute in the dtype of what they are given
 
     def writer_names(self, module: Any) -> list[str]:
-        """Full names of the writers in `module`."""
-        return self._in_blocks(module, self.writers)
+        """Full names in `module` of the layers that start the stream, and of all that write to it."""
+        return [*self.starts, *self._in_blocks(module, self.writers)]
+
+    def reader_names(self, module: Any) -> list[str]:
+        """Full names of the readers in `module`."""
+        return self._in_blocks(module, self.readers)
 
     def norm_names(self, module: Any) -> list[str]:
         """Full names of all norms in `module` that read the stream."""

@@ -149,8 +149,12 @@ def fresh_python(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """model_folder(variant, overflow) → a folder built once a session. Variants: small_families.BUILDERS."""
+    """model_folder(variant, overflow) → a folder built once a session. Variants: small_families.BUILDERS.
+
+    overflow: the builders', or "inside", see overflows.py.
+    """
     from comfyui_onediff_guard.headless.small_families import BUILDERS
+    from overflows import overflow_inside
 
     _leave_imports_out_of_garbage_collection()
     root = tmp_path_factory.mktemp("models")
@@ -159,6 +163,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
         path = root / f"{variant}-{overflow}"
         if path.exists():
             return path
+        if overflow == "inside":
+            return overflow_inside(shutil.copytree(folder(variant), path))
         options = {} if overflow == "none" else {"overflow": overflow}  # Stable Video Diffusion's has no overflow
         return BUILDERS[variant](path, **options)
 

@@ -19,7 +19,7 @@ import stages
 import table
 import torch
 from comfyui_onediff_guard.pipelines import compile as compiling
-from contestants import AGAIN, EAGER, FOLDED, GROUPS, OURS, RERUN, WHOLE, Subject
+from contestants import AGAIN, EAGER, GROUPS, OURS, PLAIN, RERUN, WHOLE, Subject
 from denoisers import MODELS
 
 CPU = torch.device("cpu")
@@ -64,11 +64,11 @@ def test_steps_are_timed_side_by_side() -> None:
     json.dumps(made)
 
 
-def test_fp16_is_folded_where_the_family_has_a_stream() -> None:
+def test_fp16_is_wide_and_plain_where_the_family_has_a_stream() -> None:
     rows = run("fp16")["rows"]
-    assert rows[FOLDED]["fold_bits"] == 5 and rows[FOLDED]["reruns"] == 0
-    assert "fold_bits" not in rows[OURS] and rows[FOLDED]["difference"] < 0.01
-    assert FOLDED not in contestants.entrants("fp16", subject("svd-xt", "fp16"))
+    assert rows[OURS]["wide"] and rows[OURS]["reruns"] == 0
+    assert "wide" not in rows[PLAIN] and all(rows[name]["difference"] < 0.01 for name in (OURS, PLAIN))
+    assert PLAIN not in contestants.entrants("fp16", subject("svd-xt", "fp16"))
 
 
 @pytest.mark.parametrize("name", ["cogvideox-2b", "svd-xt"])

@@ -19,7 +19,6 @@ from comfyui_onediff_guard.pipelines.families import COGVIEW3PLUS
 from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH, Accumulation
 from comfyui_onediff_guard.precision.consistency import DamagedByCast, make_consistent
-from comfyui_onediff_guard.precision.learned import Learned
 from comfyui_onediff_guard.precision.policy import Component, Precision
 from diffusers import CogVideoXTransformer3DModel, CogView3PlusTransformer2DModel
 from mechanisms import (
@@ -58,14 +57,10 @@ def test_case_1_stream(model_folder, on_card):
     assert torch.isnan(plain).all() and plain_report.failed == SMALL.steps
     bf16, _ = sampled(on_card(folder, "sm80"))
 
-    handle = on_card(folder, "sm75")
-    sampled(handle)  # its first step measures the stream
-    latents, report = sampled(handle)
+    latents, report = sampled(on_card(folder, "sm75"))
     assert [(step.dtype, step.outcome) for step in report.steps] == [("fp16", "finite")] * SMALL.steps
     assert error(latents, expected) <= error(bf16, expected) / 4, "nearer to fp32 than an A100's bf16"
-    assert f"sm75 (Turing) has no native bf16 → fp16, folded by 2^-{report.fold_bits}; 3 steps, 0 reruns" in (
-        report.summary()
-    )
+    assert "sm75 (Turing) has no native bf16 → fp16, stream in float32; 3 steps, 0 reruns" in report.summary()
 
 
 # --- case 2: a model belongs in the dtype that it was trained in ------------------------------------------------------
@@ -86,10 +81,10 @@ def test_case_2_inside_of_a_feed_forward(overflowing_inside, on_card):
     assert error(latents, expected) < 0.1
 
     latents, report = sampled(on_card(overflowing_inside, "sm75"))
-    assert report.plan.folded and report.reruns == SMALL.steps - 1, "all but the first, which measures"
+    assert report.plan.wide and report.reruns == SMALL.steps
     assert error(latents, expected) < 5e-3
     assert "'transformer_blocks.1.ff.net.0.proj' reaches" in report.text()
-    assert "inside a block, where the fold cannot help" in report.text()
+    assert "inside a block, apart from the residual stream" in report.text()
 
 
 def test_case_2_weights_trained_in_fp16_lose_digits_in_bf16(model_folder, changed, on_card):
@@ -182,7 +177,7 @@ def test_case_4_accumulation(model_folder, on_card, fused_attention, monkeypatch
     assert not torch.isfinite(plain).all()
     _, exported = sampled(on_card(folder, card))
     assert exported.reruns == SMALL.steps, "the user's value is respected; the guard saves the run"
-    assert "inside attention, where the fold cannot help" in exported.text()
+    assert "inside attention, apart from the residual stream" in exported.text()
     monkeypatch.delenv(ATTENTION_SWITCH)
 
     fused_attention.seen.clear()
@@ -245,13 +240,9 @@ CLIPPED = {
 def test_case_5_clip(cogview3_folder, changed, on_card, gates, writer, finite):
     folder = changed(cogview3_folder, "transformer", CogView3PlusTransformer2DModel, overflow_stream(gates, writer))
 
-    def step(precision, card="sm75", fold=True):
+    def step(precision, card="sm75", **planned):
         handle = on_card(folder, card, precision, COGVIEW3PLUS)
-        if not fold:
-            handle.store.learned[handle.memory_key("fp16")] = Learned(
-                1.0
-            )  # as if measured on a prompt that stayed small
-        report = handle.report(handle.plan(Component.DENOISER))
+        report = handle.report(replace(handle.plan(Component.DENOISER), **planned))
         denoiser = guarded_denoiser(handle, report)
         with torch.no_grad():
             outputs = [denoiser(**cogview3_call(denoiser))[0].float() for _ in range(2)]
@@ -266,13 +257,12 @@ def test_case_5_clip(cogview3_folder, changed, on_card, gates, writer, finite):
     bf16, report = step("auto", "sm80")
     assert report.plan.dtype == "bf16" and report.reruns == 0
 
-    unfolded, report = step("auto", fold=False)
-    assert [record.outcome for record in report.steps] == ["rerun", "rerun"]
-    assert error(unfolded, expected) < 2e-3
-    folded, report = step("auto")
-    assert [record.dtype for record in report.steps] == ["fp32", "fp16"], "the first step measures"
-    assert report.reruns == 0
-    assert error(folded, expected) <= error(bf16, expected) / 4
+    narrow, report = step("auto", wide=False)
+    assert [record.outcome for record in report.steps] == ["rerun", "rerun"], "the guard sees it, too"
+    assert error(narrow, expected) < 2e-3
+    wide, report = step("auto")
+    assert [(record.dtype, record.outcome) for record in report.steps] == [("fp16", "finite")] * 2
+    assert error(wide, expected) <= error(bf16, expected) / 4
 
 
 def test_fp16_ends_where_the_models_above_go_beyond():

@@ -24,7 +24,7 @@ DENOISER = {
     "a convolution": "patch_embed.proj.weight",
     "a linear layer": f"{BLOCK}.attn1.to_q.weight",
     "a norm": f"{BLOCK}.norm1.norm.weight",
-    "a writer of the stream, which is folded": f"{BLOCK}.ff.net.2.weight",
+    "a writer of the stream, which is wide": f"{BLOCK}.ff.net.2.weight",
     "the modulation": f"{BLOCK}.norm1.linear.weight",
 }
 TEXT_ENCODER = {
@@ -66,7 +66,7 @@ def test_of_the_denoiser(model_folder, changed, on_card, what):
     folder = changed(model_folder("5b"), "transformer", diffusers.CogVideoXTransformer3DModel, one_large(name))
     expected, _ = sampled(on_card(folder, "sm75", "fp32"))
     latents, report = sampled(on_card(folder, "sm75"))
-    assert report.plan.dtype == "fp16" and report.plan.folded and not report.failed
+    assert report.plan.dtype == "fp16" and report.plan.wide and not report.failed
     assert error(latents, expected) < 2e-2
     assert "up to 1e+05" in told(report, f"'{name}'")
 

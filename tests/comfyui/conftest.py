@@ -13,7 +13,8 @@ from typing import Any
 import families
 import legs
 import pytest
-from runs import HEALTHY, OVERFLOWING, SMALL, Ran, finish, start
+from overflows import overflow_inside
+from runs import HEALTHY, OVERFLOWING, RERUN, SMALL, Ran, finish, start
 
 
 def _found(request: pytest.FixtureRequest) -> legs.Leg:
@@ -36,12 +37,13 @@ def leg(request: pytest.FixtureRequest) -> legs.Leg:
 
 @pytest.fixture(scope="session")
 def small_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A ComfyUI's models: of every family, and a CogVideoX whose residual stream leaves fp16's range."""
+    """A ComfyUI's models: of every family, and two CogVideoX that leave fp16's range."""
     from comfyui_onediff_guard.headless.small_model import build_cogvideox
 
     models = tmp_path_factory.mktemp("comfyui") / "models"
     build_cogvideox(models / "diffusers" / HEALTHY)
     build_cogvideox(models / "diffusers" / OVERFLOWING, overflow="stream")
+    overflow_inside(build_cogvideox(models / "diffusers" / RERUN))
     families.build(models)
     return models
 

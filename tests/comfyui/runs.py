@@ -16,7 +16,8 @@ from legs import HANG_SECONDS, Server
 from PIL import Image, ImageSequence
 
 HEALTHY = "small-healthy"  # names of the small models in models/diffusers
-OVERFLOWING = "small-overflowing"
+OVERFLOWING = "small-overflowing"  # its residual stream leaves fp16's range
+RERUN = "small-rerun"  # the inside of a block does: nothing but the guard helps
 SMALL = {  # text to video, small enough for a CPU
     "OneDiffGuardLoadCogVideoX.backend": "eager",
     "OneDiffGuardSampleCogVideoX.width": 96,

@@ -17,7 +17,7 @@ import families
 import legs
 import pytest
 from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS
-from runs import OVERFLOWING
+from runs import RERUN
 
 pytestmark = [
     pytest.mark.comfyui,
@@ -28,7 +28,7 @@ WORKFLOWS = legs.ROOT / "workflows"
 NAME = "cogvideox_text_to_video"
 LOADER, SAMPLER = "OneDiffGuardLoadCogVideoX", "OneDiffGuardSampleCogVideoX"
 SMALL = {
-    f"{LOADER}.model": OVERFLOWING,
+    f"{LOADER}.model": RERUN,
     f"{LOADER}.precision": "fp16",
     f"{LOADER}.backend": "eager",
     f"{SAMPLER}.width": 96,

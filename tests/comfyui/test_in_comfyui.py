@@ -14,8 +14,9 @@ import pytest
 from comfyui_onediff_guard.headless.errors import InterruptedRunError
 from comfyui_onediff_guard.headless.run import Progress, Setting, run_on_server
 from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
+from overflows import ISLAND
 from PIL import Image
-from runs import HEALTHY, OVERFLOWING, SMALL, Ran, frames_of
+from runs import HEALTHY, OVERFLOWING, RERUN, SMALL, Ran, frames_of
 
 pytestmark = pytest.mark.comfyui
 
@@ -62,6 +63,10 @@ def test_the_shipped_workflow_makes_a_video(run: Callable[..., Ran]) -> None:
 def test_fp16_that_overflows_is_not_black(run: Callable[..., Ran]) -> None:
     ran = run(LoadCogVideoX__model=OVERFLOWING, LoadCogVideoX__precision="fp16")
     assert_is_a_picture(ran)
+    assert sum(report["reruns"] for report in ran.reports()) == 0
+    ran = run(LoadCogVideoX__model=RERUN, LoadCogVideoX__precision="fp16")
+    assert_is_a_picture(ran)
+    assert sum(report["reruns"] for report in ran.reports()) == 2
 
 
 def test_another_seed_repeats_no_work_that_is_done(run: Callable[..., Ran], server: legs.Server) -> None:
@@ -160,12 +165,12 @@ def test_a_folder_that_is_not_there_is_named(run: Callable[..., Ran]) -> None:
 
 
 def test_what_a_run_learned_is_kept_in_the_user_folder(run: Callable[..., Ran], server: legs.Server) -> None:
-    learning = {"LoadCogVideoX__model": OVERFLOWING, "LoadCogVideoX__precision": "fp16", "NaNGuard__scope": "learned"}
+    learning = {"LoadCogVideoX__model": RERUN, "LoadCogVideoX__precision": "fp16", "NaNGuard__scope": "learned"}
     first = run(**learning, SampleCogVideoX__seed=21)
     assert_is_a_picture(first)
-    assert sum(report["reruns"] for report in first.reports()) == 1, "its stream is folded from the second step on"
+    assert sum(report["reruns"] for report in first.reports()) == 1, "its block is in fp32 from the second step on"
     (profile,) = (server.base / "user" / "onediff_guard" / "profiles").glob("*.json")
-    assert json.loads(profile.read_text(encoding="utf-8"))["learned"]["stream_peak"] > 65504
+    assert json.loads(profile.read_text(encoding="utf-8"))["learned"]["islands"] == [ISLAND]
     server.ask("/free", {"unload_models": True, "free_memory": True})
     again = run(**learning, SampleCogVideoX__seed=22)
     assert_is_a_picture(again)
@@ -175,7 +180,7 @@ def test_what_a_run_learned_is_kept_in_the_user_folder(run: Callable[..., Ran], 
 def test_the_probe_and_its_profile_in_one_graph(run_graph: Callable[..., Ran], tmp_path: Path) -> None:
     size = {"width": WIDTH, "height": HEIGHT, "frames": FRAMES, "steps": 2, "guidance_scale": 6.0, "seed": 31}
     prompts = {"positive": ["encode", 0], "negative": ["encode", 1]}
-    loading = {"model": OVERFLOWING, "precision": "fp16", "backend": "eager", "offload": "none"}
+    loading = {"model": RERUN, "precision": "fp16", "backend": "eager", "offload": "none"}
     guarding = {"on_failure": "rerun", "strict": False, "scope": "learned", "profile": ["probe", 2]}
     encoding = {"prompt": "a red kite", "negative_prompt": "", "precision": "inherit"}
     decoding = {"latents": ["sample", 0], "tiling": False, "slicing": False, "precision": "inherit"}
@@ -198,7 +203,7 @@ def test_the_probe_and_its_profile_in_one_graph(run_graph: Callable[..., Ran], t
     ran = run_graph(workflow)
     assert ran.code == 0, ran.answer
     (probed,) = ran.answer["outputs"]["probe"]["onediff_guard"]
-    assert probed["plan"].startswith("fp16 folded by 2^-")
+    assert probed["plan"] == f"fp16 island: '{ISLAND}'"
     assert [report["reruns"] for report in ran.reports() if "reruns" in report] == [0, 0, 0], (
         "encoder, sampler, decoder"
     )

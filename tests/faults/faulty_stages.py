@@ -18,6 +18,7 @@ from comfyui_onediff_guard.pipelines.compile import BackendChoice
 from comfyui_onediff_guard.pipelines.compile_cache import INDUCTOR
 from comfyui_onediff_guard.pipelines.families import COGVIDEOX
 from comfyui_onediff_guard.pipelines.hub import fetch
+from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.policy import Component
 from generations import Generation, opened
 from hub_files import ID, files_of
@@ -82,11 +83,12 @@ class ModelStage:
         return getattr(self.generation, self.method)()
 
     def forget(self) -> None:
-        """What earlier runs taught: a first run measures where a later one knows."""
+        """What earlier runs taught: a first run fails where a later one knows."""
         shutil.rmtree(self.kept, ignore_errors=True)
 
     def _opened(self) -> Generation:
-        return Generation(opened(self.folder, self.precision, profiles=self.kept), self.variant)
+        handle = opened(self.folder, self.precision, profiles=self.kept)
+        return Generation(replace(handle, policy=GuardPolicy(scope=Scope.LEARNED)), self.variant)
 
 
 @dataclass

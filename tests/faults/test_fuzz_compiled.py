@@ -19,7 +19,11 @@ from mutations import mutated, mutated_bytes
 from tiers import drawn
 
 TARGET = Target(
-    "CogVideoX-5B", "0" * 16, "bf16", "folded", Platform("cpu", "a CPU", "2.13", "", "cpython-311", "Linux x86_64")
+    "CogVideoX-5B",
+    "0" * 16,
+    "bf16",
+    "narrow stream",
+    Platform("cpu", "a CPU", "2.13", "", "cpython-311", "Linux x86_64"),
 )
 FILES = {
     "ab/kernel.main.so": b"\x7fELF" + bytes(500),

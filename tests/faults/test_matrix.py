@@ -149,7 +149,7 @@ def stage(
         "load": lambda: ModelStage(copied("cogview4"), "cogview4", "load", "transformer", kept),
         "encode text": lambda: ModelStage(copied("2b"), "2b", "encode", "text_encoder", kept),
         "encode image": lambda: ModelStage(copied("svd"), "svd", "sample", "image_encoder", kept),
-        "sample": lambda: ModelStage(copied("cogview3", "stream"), "cogview3", "sample", "transformer", kept),
+        "sample": lambda: ModelStage(copied("cogview3", "inside"), "cogview3", "sample", "transformer", kept),
         "decode": lambda: ModelStage(copied("cogview4"), "cogview4", "decode", "vae", kept),
         "save": lambda: Saving(tmp_path / "out"),
         "compile": lambda: Compiling(copied("2b"), kept),

@@ -16,7 +16,9 @@ from tiers import drawn
 
 RUNS = """
 import hashlib, json, sys
+from dataclasses import replace
 from pathlib import Path
+from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from generations import Generation, opened
 
 model, profiles, times = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
@@ -24,7 +26,8 @@ print("ready", flush=True)
 sys.stdin.readline()
 frames, outcomes = set(), []
 for _ in range(times):
-    generation = Generation(opened(model, "fp16", profiles=profiles), "5b", seed=3)
+    handle = replace(opened(model, "fp16", profiles=profiles), policy=GuardPolicy(scope=Scope.LEARNED))
+    generation = Generation(handle, "5b", seed=3)
     generation.whole()
     report = generation.reports["denoiser"].as_dict()
     frames.add(hashlib.sha256(generation.frames.numpy().tobytes()).hexdigest())
@@ -37,7 +40,7 @@ from pathlib import Path
 from comfyui_onediff_guard.pipelines.compiled_code import Platform, SUFFIX, Target, pack, unpack
 
 work, shared, times = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-target = Target("CogVideoX-2B", "0" * 16, "fp32", "not folded", Platform("cpu", "a CPU", "2.13", "", "cp", "Linux"))
+target = Target("CogVideoX-2B", "0" * 16, "fp32", "narrow stream", Platform("cpu", "a CPU", "2.13", "", "cp", "Linux"))
 file = shared / f"{target.name}{SUFFIX}"
 print("ready", flush=True)
 sys.stdin.readline()
@@ -79,7 +82,7 @@ def at_once(code: str, arguments: list[list[str]]) -> list[Any]:
 def test_runs_that_learn_into_one_folder(
     model_folder: Callable[..., Path], tmp_path: Path, figure: Callable[[str, object], None]
 ) -> None:
-    model, shared, times = str(model_folder("5b", "stream")), tmp_path / "profiles", drawn(20, 2)
+    model, shared, times = str(model_folder("5b", "inside")), tmp_path / "profiles", drawn(20, 2)
     (alone,) = at_once(RUNS, [[model, str(tmp_path / "own"), str(times)]])
     told = at_once(RUNS, [[model, str(shared), str(times)]] * 2)
     assert all(set(each["frames"]) <= set(alone["frames"]) for each in told), "other frames than those of one alone"

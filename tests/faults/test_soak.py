@@ -20,7 +20,6 @@ import psutil
 import pytest
 import torch
 from comfyui_onediff_guard.pipelines import store as stores
-from comfyui_onediff_guard.pipelines.memory import remember
 from generations import STEPS, Generation, opened
 from safetensors.torch import load_file, save_file
 from tiers import drawn
@@ -32,41 +31,38 @@ KEPT = 3  # pipelines that somebody still holds, as ComfyUI does of the graphs t
 
 class Kind(NamedTuple):
     variant: str
-    overflow: str = "none"  # of small_families.BUILDERS
+    overflow: str = "none"  # as model_folder takes it
     precision: str = "fp16"
-    misled: bool = False  # earlier runs measured far too little of the stream, so that the fold does not hold
 
     @property
     def reruns(self) -> bool:
-        return self.overflow == "stream" and (self.misled or self.variant == "2b")  # 2B's plan does not fold
+        return self.overflow == "inside"
 
 
 KINDS = (
     Kind("2b"),
-    Kind("2b", "stream"),
+    Kind("2b", "inside"),
     Kind("5b"),
     Kind("5b-i2v"),
-    Kind("5b", "stream", misled=True),
+    Kind("5b", "inside"),
     Kind("1.5"),
     Kind("1.5-i2v"),
-    Kind("5b-i2v", "stream", misled=True),
+    Kind("5b-i2v", "inside"),
     Kind("cogview3"),
     Kind("cogview4"),
-    Kind("1.5-i2v", "stream", misled=True),
+    Kind("1.5-i2v", "inside"),
     Kind("svd"),
     Kind("svd-xt"),
-    Kind("cogview3", "stream", misled=True),
+    Kind("cogview3", "inside"),
     Kind("2b", precision="fp32"),
-    Kind("cogview4", "stream"),  # the fold holds
-    Kind("cogview4", "stream", misled=True),
+    Kind("cogview4", "stream"),  # which is float32
+    Kind("cogview4", "inside"),
     Kind("svd", precision="bf16"),
 )
 
 
 def generated(kind: Kind, folder: Path, seed: int) -> Generation:
     generation = Generation(opened(folder, kind.precision), kind.variant, seed)
-    if kind.misled:
-        remember(generation.handle, kind.precision, stream_peak=1.0)
     generation.whole()
     return generation
 

@@ -154,7 +154,7 @@ def test_two_kernels_of_attention_and_a_lora(model_folder: Callable[..., Path], 
     makers = [
         lambda: opened(model_folder("2b"), kernel="math"),
         lambda: opened(model_folder("5b"), kernel="flash"),
-        lambda: add_lora(opened(model_folder("2b", "stream")), lora),
+        lambda: add_lora(opened(model_folder("2b", "inside")), lora),
     ]
     expected = [alone(make) for make in makers]
     handles = [make() for make in makers]

@@ -11,6 +11,8 @@ import svd_layout
 from comfyui_onediff_guard.headless import cli
 from comfyui_onediff_guard.nodes.host import profiles_directory
 from comfyui_onediff_guard.pipelines.profiles import read
+from comfyui_onediff_guard.precision.learned import NOTHING
+from overflows import ISLAND
 from PIL import Image
 
 SMALL = ("--steps", "1", "--width", "64", "--height", "48", "--frames", "9")
@@ -29,21 +31,21 @@ def probe(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., t
 
 def test_it_writes_picture_text_and_profile(probe, model_folder, tmp_path):
     code, out, _ = probe("--model", str(model_folder("5b", "stream")), "--arch", "7.5", *SMALL)
-    assert code == 0 and out.startswith("Recommended on sm75 (Turing): fp16 folded by 2^-")
+    assert code == 0 and out.startswith("Recommended on sm75 (Turing): fp16 wide\n")
     picture, text, profile = (tmp_path / "out" / f"probe_00001_.{suffix}" for suffix in ("png", "txt", "json"))
     assert out.splitlines()[-3:] == [str(picture), str(text), str(profile)]
     assert Image.open(picture).width > 1000 and out.startswith(text.read_text())
-    assert read(profile).architecture == "sm75" and (read(profile).learned.stream_peak or 0) > 65504
+    assert read(profile).architecture == "sm75" and read(profile).learned == NOTHING, "a wide stream needs no profile"
     assert list(profiles_directory().glob("*.json")) == []
     probe("--model", str(model_folder("5b", "stream")), *SMALL)
     assert (tmp_path / "out" / "probe_00002_.png").is_file(), "never over another file"
 
 
 def test_one_json_object_and_the_profile_kept(probe, model_folder):
-    code, out, _ = probe("--model", str(model_folder("cogview4")), "--json", "--save", "--steps", "1",
+    code, out, _ = probe("--model", str(model_folder("cogview4", "inside")), "--json", "--save", "--steps", "1",
                          "--width", "64", "--height", "64", "--arch", "sm75")  # fmt: skip
     told = json.loads(out, parse_constant=pytest.fail)
-    assert code == 0 and told["status"] == "done" and told["plan"] == "fp16 plain"
+    assert code == 0 and told["status"] == "done" and told["plan"] == f"fp16 island: '{ISLAND}'"
     assert [Path(file).suffix for file in told["files"]] == [".png", ".txt", ".json"]
     (file,) = profiles_directory().glob("*.json")
     assert file.read_text() == told["profile"]

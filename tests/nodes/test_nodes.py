@@ -80,6 +80,15 @@ def test_guarded_fp16_is_right_where_plain_fp16_is_black(folders):
     assert images.shape == (9, 48, 64, 3) and images.dtype == torch.float32
     assert (images - expected["result"][0]).abs().max() <= 2e-2
     assert sampled["result"][0]["samples"].shape == (1, 16, 3, 6, 8)
+    assert "stream in float32; 2 steps, 0 reruns" in sampled["ui"]["text"][0]
+    (told,) = sampled["ui"]["onediff_guard"]
+    assert told["wide"] is True and told["reruns"] == 0
+
+
+def test_a_rerun_is_told_where_it_can_be_seen(model_folder, tmp_path):
+    model = model_folder("2b", "inside")
+    with host.plain_folders(models=[model.parent], input=tmp_path, output=tmp_path):
+        sampled, _ = run("fp16", model)
     assert "2 steps, 2 reruns" in sampled["ui"]["text"][0]
     assert sampled["ui"]["onediff_guard"][0]["reruns"] == 2
     assert "denoiser 2" in sampled["result"][1]

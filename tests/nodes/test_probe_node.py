@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import overflows
 import pytest
 import torch
 from as_comfyui import GRAPHS, Refused, call, picture
@@ -35,7 +36,7 @@ def test_it_hands_on_a_picture_a_recommendation_and_a_profile(folder: Path) -> N
     images, text, profile = answer["result"]
     assert images.ndim == 4 and images.shape[0] == 1 and images.shape[3] == 3
     assert images.dtype == torch.float32 and images.min() >= 0 and images.max() <= 1
-    assert text.startswith("Recommended on sm75 (Turing): fp16 folded by 2^-") and answer["ui"]["text"] == [text]
+    assert text.startswith("Recommended on sm75 (Turing): fp16 wide\n") and answer["ui"]["text"] == [text]
     assert parse(profile, "it").architecture == "sm75"
     (told,) = answer["ui"]["onediff_guard"]
     assert told["profile"] == profile and told["measured_steps"] == 1 and len(told["worst"]) == 10
@@ -49,10 +50,17 @@ def test_another_card_changes_the_recommendation_and_not_the_pipeline(folder: Pa
     assert (told["plan"], told["architecture"]) == ("bf16", "sm80") and pipeline.architecture.name == "cpu"
 
 
-def test_it_keeps_the_profile_where_that_is_asked_for(folder: Path) -> None:
-    answer = probed(GRAPHS["5b"].load(folder), architecture="sm75", save=True)
+def test_it_keeps_the_profile_where_that_is_asked_for(folder: Path, model_folder: Callable[..., Path]) -> None:
+    answer = probed(GRAPHS["5b"].load(model_folder("5b", "inside")), architecture="sm75", save=True)
     (file,) = host.profiles_directory().glob("*.json")
     assert file.read_text() == answer["result"][2] and f"kept as {file.stem}" in answer["result"][1]
+    assert parse(answer["result"][2], "it").learned.islands == (overflows.ISLAND,)
+
+
+def test_a_recommendation_that_needs_no_profile_keeps_none(folder: Path) -> None:
+    answer = probed(GRAPHS["5b"].load(folder), architecture="sm75", save=True)
+    assert "nothing to keep" in answer["result"][1] and "Nothing has to be set for it" in answer["result"][1]
+    assert not list(host.profiles_directory().glob("*.json"))
 
 
 def test_the_size_is_the_models_own_unless_given(folder: Path) -> None:

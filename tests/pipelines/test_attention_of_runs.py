@@ -73,7 +73,7 @@ FASTER = Choice("math", {"auto": Timing(2.0, 0.1), "math": Timing(1.0, 0.1)})
 def test_a_kernel_that_is_named_is_used_by_the_attempts_and_not_by_reruns(model_folder: Any) -> None:
     report, kernels = run(opened(model_folder("2b"), CompileOptions(attention="math")), SIZES["2b"])
     assert kernels == {"math"} and report.backend_reason == "asked for: not compiled; attention: math"
-    failing = opened(model_folder("2b", "stream"), CompileOptions(attention="flash"), "fp16")
+    failing = opened(model_folder("2b", "inside"), CompileOptions(attention="flash"), "fp16")
     report, _ = run(failing, SIZES["2b"])
     assert report.reruns == 2, "in fp32, by a kernel that takes it"
 

@@ -6,6 +6,7 @@ import gc
 import json
 from dataclasses import replace
 
+import overflows
 import pytest
 import torch
 from comfyui_onediff_guard.pipelines import profiles
@@ -18,6 +19,13 @@ from comfyui_onediff_guard.precision.learned import Learned
 
 SMALL = SampleSettings(width=64, height=48, frames=9, steps=3, guidance_scale=6.0, seed=3, scheduler="DDIM")
 LEARNED = GuardPolicy(scope=Scope.LEARNED)
+ISLANDS = Learned(islands=(overflows.ISLAND,))
+
+
+@pytest.fixture
+def overflowing(model_folder):
+    """A folder whose denoiser leaves fp16's range inside of one block."""
+    return model_folder("2b", "inside")
 
 
 @pytest.fixture
@@ -49,40 +57,32 @@ def kept(tmp_path):
     return file
 
 
-def test_a_measured_stream_is_measured_once_for_all_processes(model_folder, opened, tmp_path):
-    folder = model_folder("5b", "stream")  # sm75 folds it in every scope
-    expected, first = sampled(opened(folder, GuardPolicy()))
-    assert [step.dtype for step in first.steps] == ["fp32", "fp16", "fp16"]
+def test_islands_are_kept_for_later_processes(overflowing, opened, tmp_path):
+    expected, first = sampled(opened(overflowing))
+    assert first.reruns == 1 and first.learned == ISLANDS
     profile = profiles.read(kept(tmp_path))
-    assert profile.learned.stream_peak == pytest.approx(first.stream_peak) and profile.model == folder.name
-    latents, later = sampled(opened(folder, GuardPolicy()))
-    assert [step.dtype for step in later.steps] == ["fp16"] * 3 and later.reruns == 0
+    assert profile.learned == ISLANDS and profile.model == overflowing.name
+    latents, later = sampled(opened(overflowing))
+    assert later.reruns == 0 and later.learned == ISLANDS
     assert f"from a profile: {profile.in_words()}" in later.notes
     assert (latents - expected).abs().max() / expected.abs().max() < 2e-2
-
-
-def test_islands_are_kept_for_later_processes(model_folder, opened, tmp_path):
-    folder = model_folder("2b", "stream")
-    _, first = sampled(opened(folder))
-    assert first.reruns == 1
-    _, later = sampled(opened(folder), seed=4)
-    assert later.reruns == 0 and later.fold_bits == first.fold_bits
-    _, plain = sampled(opened(folder, GuardPolicy()))
+    _, plain = sampled(opened(overflowing, GuardPolicy()))
     assert plain.reruns == 3, "scope step learns nothing and uses nothing that was learned"
+    assert not any("profile" in note for note in plain.notes)
 
 
-def test_nothing_is_written_twice_nor_without_a_lesson(model_folder, opened, tmp_path):
+def test_nothing_is_written_twice_nor_without_a_lesson(model_folder, overflowing, opened, tmp_path):
     sampled(opened(model_folder("2b")))
+    sampled(opened(model_folder("5b", "stream")))
     assert not (tmp_path / "profiles").exists(), "nothing failed"
-    folder = model_folder("2b", "stream")
-    sampled(opened(folder))
+    sampled(opened(overflowing))
     before = kept(tmp_path).stat().st_mtime_ns
-    sampled(opened(folder))
+    sampled(opened(overflowing))
     assert kept(tmp_path).stat().st_mtime_ns == before
 
 
-def test_a_run_that_is_interrupted_keeps_what_it_learned(model_folder, opened, tmp_path):
-    handle = opened(model_folder("2b", "stream"))
+def test_a_run_that_is_interrupted_keeps_what_it_learned(overflowing, opened, tmp_path):
+    handle = opened(overflowing)
     (positive, negative), _ = encode_prompts(handle, ["a red kite", ""])
 
     def stop(done, _total, _report):
@@ -91,7 +91,7 @@ def test_a_run_that_is_interrupted_keeps_what_it_learned(model_folder, opened, t
 
     with pytest.raises(KeyboardInterrupt):
         sample(handle, positive, negative, SMALL, step_done=stop)
-    assert (profiles.read(kept(tmp_path)).learned.stream_peak or 0) > 65504
+    assert profiles.read(kept(tmp_path)).learned == ISLANDS
 
 
 @pytest.mark.parametrize(
@@ -99,47 +99,56 @@ def test_a_run_that_is_interrupted_keeps_what_it_learned(model_folder, opened, t
     [
         ({"format": 9}, "format is 9"),
         ({"versions": {"torch": "1.0"}}, "is left alone: it was made with torch 1.0"),
-        ({"learned": {"stream_peak": None, "islands": ["blocks.7"]}}, "this model has no part 'blocks.7'"),
+        ({"learned": {"islands": ["blocks.7"]}}, "this model has no part 'blocks.7'"),
     ],
 )
-def test_a_kept_profile_that_does_not_fit_is_left_alone_with_a_line(model_folder, opened, tmp_path, change, says):
-    folder = model_folder("2b", "stream")
-    sampled(opened(folder))
+def test_a_kept_profile_that_does_not_fit_is_left_alone_with_a_line(overflowing, opened, tmp_path, change, says):
+    sampled(opened(overflowing))
     file = kept(tmp_path)
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    latents, report = sampled(opened(folder))
+    latents, report = sampled(opened(overflowing))
     assert report.reruns == 1 and torch.isfinite(latents).all()
     assert any(says in note for note in report.notes), report.notes
-    assert profiles.read(file).learned == report.learned != Learned(), "and is made anew"
+    assert profiles.read(file).learned == report.learned == ISLANDS, "and is made anew"
 
 
-def test_a_profile_that_a_workflow_carries(model_folder, opened, tmp_path):
-    folder = model_folder("2b", "stream")
-    sampled(opened(folder))
+def test_a_profile_of_an_earlier_version_is_used_for_its_islands(overflowing, opened, tmp_path):
+    sampled(opened(overflowing))
+    file = kept(tmp_path)
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"learned": {"stream_peak": 5.1e5, "islands": [*ISLANDS.islands]}})
+    )
+    _, report = sampled(opened(overflowing))
+    assert report.reruns == 0 and report.learned == ISLANDS and "from a profile" in report.text()
+
+
+def test_a_profile_that_a_workflow_carries(overflowing, opened, tmp_path):
+    sampled(opened(overflowing))
     carried = profiles.read(kept(tmp_path))
     kept(tmp_path).unlink()
-    _, report = sampled(opened(folder, profile=carried))
+    _, report = sampled(opened(overflowing, profile=carried))
     assert report.reruns == 0 and "from a profile" in report.text()
     assert not list((tmp_path / "profiles").iterdir()), "nothing was learned that the workflow does not carry"
     elsewhere = replace(carried, architecture="sm70")
-    _, report = sampled(opened(folder, profile=elsewhere))
+    _, report = sampled(opened(overflowing, profile=elsewhere))
     assert "the profile that was given is left alone: it is for sm70, and this is sm75" in report.notes
     assert report.reruns == 1
     assert profiles.read(kept(tmp_path)) == carried, "what a run learned itself is kept, the same or not"
 
 
-def test_what_is_learned_on_top_of_a_profile_that_a_workflow_carries_is_kept(model_folder, opened, tmp_path):
-    folder = model_folder("2b", "stream")
-    sampled(opened(folder))
+def test_what_is_learned_on_top_of_a_profile_that_a_workflow_carries_is_kept(overflowing, opened, tmp_path):
+    sampled(opened(overflowing))
     whole = profiles.read(kept(tmp_path))
     kept(tmp_path).unlink()
-    _, report = sampled(opened(folder, profile=replace(whole, learned=Learned(1.0))))
-    assert report.reruns == 1 and profiles.read(kept(tmp_path)) == whole
+    other = Learned(islands=("transformer_blocks.0",))
+    _, report = sampled(opened(overflowing, profile=replace(whole, learned=other)))
+    both = Learned(islands=(*other.islands, *ISLANDS.islands))
+    assert report.reruns == 1 and profiles.read(kept(tmp_path)) == replace(whole, learned=both)
 
 
-def test_a_disk_that_refuses_costs_no_run(model_folder, opened, tmp_path, caplog):
+def test_a_disk_that_refuses_costs_no_run(overflowing, opened, tmp_path, caplog):
     (tmp_path / "profiles").write_text("a file where a folder belongs")
-    latents, report = sampled(opened(model_folder("2b", "stream")))
+    latents, report = sampled(opened(overflowing))
     assert torch.isfinite(latents).all() and report.reruns == 1
     assert "could not be kept" in caplog.text
 

@@ -27,6 +27,7 @@ from comfyui_onediff_guard.pipelines.pictures import fitted
 from comfyui_onediff_guard.pipelines.placement import PlainPlacement
 from comfyui_onediff_guard.pipelines.probe import probe
 from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
+from comfyui_onediff_guard.precision import wide
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.peaks import Peak
 from comfyui_onediff_guard.precision.policy import Precision
@@ -46,6 +47,7 @@ class Apart(group_offloading.ModuleGroup):
 
     log: list[tuple[str, Apart]]
     here: set[Apart]
+    at_rest: dict[torch.Tensor, torch.Tensor]
     most_bytes: int
 
     @property
@@ -58,6 +60,7 @@ class Apart(group_offloading.ModuleGroup):
         if self not in Apart.here:
             for tensor, data in self.kept.items():
                 tensor.data = data
+                Apart.at_rest.pop(tensor)
             Apart.here.add(self)
         Apart.most_bytes = max(Apart.most_bytes, sum(t.nbytes for group in Apart.here for t in group.tensors))
 
@@ -65,6 +68,7 @@ class Apart(group_offloading.ModuleGroup):
         Apart.log.append(("offload", self))
         if self in Apart.here or not hasattr(self, "kept"):
             self.kept = {tensor: tensor.data for tensor in self.tensors}
+            Apart.at_rest |= self.kept
             for tensor in self.tensors:
                 tensor.data = torch.full_like(tensor.data, torch.nan if tensor.is_floating_point() else 2**30)
             Apart.here.discard(self)
@@ -90,8 +94,11 @@ def apart(monkeypatch):
     monkeypatch.setattr(group_offloading, "ModuleGroup", Apart)
     for module in (handles, offloading, stores):
         monkeypatch.setattr(module, "brings_parts_to", lambda _device: True)
-    Apart.log, Apart.here, Apart.most_bytes = [], set(), 0
-    return Apart
+    Apart.log, Apart.here, Apart.at_rest, Apart.most_bytes = [], set(), {}, 0
+    read_where_it_rests = lambda weight, reach=wide._reach: reach(Apart.at_rest.get(weight, weight))  # noqa: E731
+    monkeypatch.setattr(wide, "_reach", read_where_it_rests)  # once, in main memory
+    yield Apart
+    Apart.log, Apart.here, Apart.at_rest = [], set(), {}
 
 
 def opened(folder, offload, precision="bf16", backend="eager"):
@@ -161,12 +168,27 @@ def test_only_what_computes_is_there(model_folder, apart, monkeypatch, offload):
 
 
 @pytest.mark.parametrize("offload", IN_PARTS)
-def test_a_rerun_computes_with_the_same_weights(model_folder, apart, offload):
-    folder = model_folder("5b", "stream")
-    expected = run(opened(folder, "none", "fp16"))
-    assert expected[2].reruns or expected[2].fold_bits, "the case is one"
+@pytest.mark.parametrize("model", ["2b", "5b", "1.5", "cogview3", "cogview4"])
+def test_a_wide_stream_is_the_same(model_folder, apart, model, offload):
+    folder = model_folder(model, "stream")
+    expected = run(opened(folder, "none", "fp16"), model)
+    assert expected[2].wide and not expected[2].reruns, "the case is one"
     handle = opened(folder, offload, "fp16")
-    assert_same(run(handle), expected)
+    assert_same(run(handle, model), expected)
+    assert all_away(handle)
+
+
+@pytest.mark.parametrize("offload", IN_PARTS)
+def test_a_rerun_computes_with_the_same_weights(model_folder, apart, offload):
+    def made(offload):
+        handle = opened(model_folder("5b"), offload, "fp16")
+        overflow_inside(handle)
+        return handle, run(handle)
+
+    _, expected = made("none")
+    assert expected[2].reruns, "the case is one"
+    handle, found = made(offload)
+    assert_same(found, expected)
     assert all_away(handle)
 
 
@@ -177,18 +199,6 @@ def test_an_attention_kernel_is_chosen_alike(model_folder, apart, offload):
     handle = replace(opened(model_folder("2b"), offload), compile_options=how)
     assert_same(run(handle), expected)
     assert "attention: math" in expected[2].backend_reason and all_away(handle)
-
-
-@pytest.mark.parametrize("offload", IN_PARTS)
-def test_what_is_learned_folds(model_folder, apart, offload):
-    folder = model_folder("2b", "stream")
-    expected = run(replace(opened(folder, "none", "fp16"), policy=LEARNED), steps=3)
-    assert expected[2].fold_bits and expected[2].reruns == 1
-    handle = replace(opened(folder, offload, "fp16"), policy=LEARNED)
-    found = run(handle, steps=3)
-    assert_same(found, expected)
-    assert found[2].fold_bits == expected[2].fold_bits
-    assert all_away(handle)
 
 
 def overflow_inside(handle):
@@ -258,7 +268,7 @@ def test_loras_come_with_their_layers(model_folder, lora, apart, offload, overfl
     _, expected = made("none")
     handle, found = made(offload)
     assert_same(found, expected)
-    assert bool(found[2].fold_bits) == (overflow == "stream")
+    assert found[2].wide == (overflow == "stream")
     assert all_away(handle)
     assert not torch.equal(run(opened(folder, "none", precision), steps=3)[0], expected[0]), "the LoRA acts"
 

@@ -27,8 +27,9 @@ def handle(model_folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return replace(made, backend=BackendChoice("oneflow", "asked for"))
 
 
-def folder_of(handle: PipelineHandle, bits: int = 0) -> Path:
-    folder = oneflow_graphs.graphs_folder(handle, handle.plan(Component.DENOISER), bits)
+def folder_of(handle: PipelineHandle, *, wide: bool = False, dynamic: bool | None = None) -> Path:
+    handle = replace(handle, compile_options=CompileOptions(dynamic=dynamic))
+    folder = oneflow_graphs.graphs_folder(handle, handle.plan(Component.DENOISER), wide=wide)
     assert folder is not None
     return folder
 
@@ -55,8 +56,8 @@ def test_every_block_of_a_run_is_given_a_file(
 def test_what_changes_a_graph_changes_the_folder(handle: PipelineHandle, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = [
         folder_of(handle),
-        folder_of(handle, bits=3),
-        folder_of(replace(handle, compile_options=CompileOptions(dynamic=False))),
+        folder_of(handle, wide=True),
+        folder_of(handle, dynamic=False),
         folder_of(replace(handle, precision=Precision.FP16)),
     ]
     monkeypatch.setattr(oneflow_graphs, "version_of", lambda _package: "another")
@@ -64,12 +65,12 @@ def test_what_changes_a_graph_changes_the_folder(handle: PipelineHandle, monkeyp
 
 
 def test_folders_not_used_longest_go_beyond_the_limit(handle: PipelineHandle, monkeypatch: pytest.MonkeyPatch) -> None:
-    old, newer = folder_of(handle, bits=1), folder_of(handle, bits=2)
+    old, newer = folder_of(handle), folder_of(handle, wide=True)
     for second, folder in ((1000, old), (2000, newer)):
         (folder / "block-1.graph").write_bytes(bytes(600))
         os.utime(folder, (second, second))
     monkeypatch.setenv("ONEDIFF_GUARD_COMPILED_GB", "0.000001")
-    used = folder_of(handle, bits=3)
+    used = folder_of(handle, dynamic=False)
     assert [folder.is_dir() for folder in (used, newer, old)] == [True, True, False], (
         "a thousand bytes hold one of them"
     )
@@ -80,9 +81,9 @@ def test_where_nothing_is_kept_there_is_no_folder(
 ) -> None:
     plan = handle.plan(Component.DENOISER)
     for other in (replace(handle, compiled=None), replace(handle, backend=BackendChoice("inductor", ""))):
-        assert oneflow_graphs.graphs_folder(other, plan, 0) is None
+        assert oneflow_graphs.graphs_folder(other, plan, wide=False) is None
     monkeypatch.setenv("ONEDIFF_GUARD_COMPILED_GB", "0")
-    assert oneflow_graphs.graphs_folder(handle, plan, 0) is None
+    assert oneflow_graphs.graphs_folder(handle, plan, wide=False) is None
     (tmp_path / "oneflow").write_text("a file", encoding="utf-8")
     monkeypatch.setenv("ONEDIFF_GUARD_COMPILED_GB", "1")
-    assert oneflow_graphs.graphs_folder(handle, plan, 0) is None
+    assert oneflow_graphs.graphs_folder(handle, plan, wide=False) is None

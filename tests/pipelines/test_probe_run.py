@@ -14,6 +14,7 @@ from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
 from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.policy import Precision
+from overflows import ISLAND
 
 SMALL = SampleSettings(width=64, height=48, frames=9, steps=3, guidance_scale=6.0, seed=3, scheduler="DDIM")
 LEARNED = GuardPolicy(scope=Scope.LEARNED)
@@ -43,25 +44,35 @@ def hooks(module):
 def test_applied_it_leads_to_no_rerun(model_folder, opened, variant):
     handle = opened(model_folder(variant, "stream"), precision="fp16")
     found = probe(handle, *prompts(handle), SMALL)
-    assert found.chosen.plan == f"fp16 folded by 2^-{found.chosen.bits}" and found.chosen.bits > 0
+    assert found.chosen.plan == "fp16 wide" and found.chosen.wide
     applied = replace(handle, policy=LEARNED, profile=parse(found.profile_text, "it"))
     latents, report = sample(applied, *prompts(applied), SMALL)
     assert [(step.dtype, step.outcome) for step in report.steps] == [("fp16", "finite")] * SMALL.steps
-    assert torch.isfinite(latents).all() and report.fold_bits == found.chosen.bits
+    assert torch.isfinite(latents).all() and report.wide
+
+
+def test_applied_with_an_island_it_leads_to_no_rerun(model_folder, opened):
+    handle = opened(model_folder("5b", "inside"), precision="fp16")
+    found = probe(handle, *prompts(handle), SMALL)
+    assert found.chosen.plan == f"fp16 island: '{ISLAND}'" and "set its scope to 'learned'" in found.text()
+    applied = replace(handle, policy=LEARNED, profile=parse(found.profile_text, "it"))
+    latents, report = sample(applied, *prompts(applied), SMALL)
+    assert [(step.dtype, step.outcome) for step in report.steps] == [("fp16", "finite")] * SMALL.steps
+    assert torch.isfinite(latents).all() and report.wide
 
 
 def test_a_card_with_bf16_keeps_it(model_folder, opened):
     handle = opened(model_folder("5b", "stream"), "sm80")
     found = probe(handle, *prompts(handle), SMALL)
     assert found.chosen.plan == "bf16" and parse(found.profile_text, "it").dtype == "bf16"
-    assert "Nothing has to be set for it" in found.text() and "fp16 folded by 2^-" in found.text()
+    assert "Nothing has to be set for it" in found.text() and "fp16 wide" in found.text()
 
 
 def test_what_is_stored_in_fp32_is_measured_all_the_same(model_folder, opened):
     handle = opened(model_folder("2b", "stream"), "sm75", "fp32")
     found = probe(handle, *prompts(handle), SMALL)
     assert found.chosen.plan == "fp32" and found.profile_text == ""
-    assert any(verdict.plan.startswith("fp16 folded") for verdict in found.verdicts)
+    assert any(verdict.plan == "fp16 wide" for verdict in found.verdicts)
 
 
 def test_every_step_is_measured_with_its_timestep_and_the_cost_is_stated(model_folder, opened):
@@ -101,15 +112,17 @@ def test_the_same_steps_without_it_see_nothing_of_it(model_folder, opened):
 
 
 def test_it_is_kept_where_that_is_asked_for(model_folder, opened, tmp_path):
-    handle = replace(opened(model_folder("2b", "stream")), profiles=tmp_path / "profiles")
+    handle = replace(opened(model_folder("2b", "inside")), profiles=tmp_path / "profiles")
     found = probe(handle, *prompts(handle), SMALL, request=Precision.FP16)
     assert not (tmp_path / "profiles").exists()
     assert found.profile and found.profile.name in keep_profile(handle, found)
     assert (tmp_path / "profiles" / f"{found.profile.name}.json").read_text() == found.profile_text
+    assert found.profile.learned.islands == (ISLAND,)
     _, report = sample(replace(handle, policy=LEARNED), *prompts(handle), SMALL)
     assert report.reruns == 0, "in this process too"
-    healthy = opened(model_folder("5b"), "sm80")
-    assert keep_profile(healthy, probe(healthy, *prompts(healthy), SMALL)).startswith("nothing to keep")
+    for variant, card in (("5b", "sm80"), ("2b", "sm75")):
+        wide = opened(model_folder(variant, "stream"), card)
+        assert keep_profile(wide, probe(wide, *prompts(wide), SMALL)).startswith("nothing to keep")
 
 
 def test_the_size_is_the_models_own_where_none_is_given(model_folder, opened):

@@ -25,9 +25,9 @@ SIZES = {  # width, height, frames
 pytestmark = pytest.mark.usefixtures("traced_alone")
 
 
-def opened(folder: Any) -> PipelineHandle:
+def opened(folder: Any, precision: Precision = Precision.FP32) -> PipelineHandle:
     options: dict[str, Any] = {"offload": "none", "placement": PlainPlacement()}
-    return load(folder, family_of(folder), precision=Precision.FP32, backend="inductor", **options)
+    return load(folder, family_of(folder), precision=precision, backend="inductor", **options)
 
 
 def run(handle: PipelineHandle, size: tuple[int, int, int], prompt: str = "a red kite", **settings: Any) -> RunReport:
@@ -47,8 +47,10 @@ def test_seed_steps_guidance_and_prompt_compile_nothing_anew(model_folder: Any, 
 
 
 @pytest.mark.parametrize("model", SIZES)
-def test_a_new_size_compiles_once_and_all_after_it_nothing(model_folder: Any, model: str) -> None:
-    handle, (first, second, *more) = opened(model_folder(model)), SIZES[model]
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.FP16])
+def test_a_new_size_compiles_once_and_all_after_it_nothing(model_folder: Any, model: str, precision: Precision) -> None:
+    """fp16: with a wide stream."""
+    handle, (first, second, *more) = opened(model_folder(model), precision), SIZES[model]
     assert run(handle, first).graphs == 1
     assert run(handle, second).graphs == 1, "whose graph takes any size"
     assert [run(handle, size).graphs for size in (*more, first, second)] == [0] * (len(more) + 2)

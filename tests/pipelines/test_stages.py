@@ -102,7 +102,7 @@ def test_plain_fp16_embeddings_that_are_broken_are_blamed_on_their_maker(broken_
 def test_two_threads_share_one_model(model_folder, open_pipeline):
     import os
 
-    handle = open_pipeline(model_folder("2b", "stream"), "fp16")
+    handle = open_pipeline(model_folder("2b", "inside"), "fp16")
     (positive, negative), _ = encode_prompts(handle, ["a boat", ""])
     runs = [(handle, 1), (replace(handle, policy=GuardPolicy(OnFailure.OFF)), 2), (handle, 3)]
 

@@ -21,7 +21,7 @@ from comfyui_onediff_guard.precision.streams import Stream
 from torch import nn
 
 WIDTH = 8
-STREAM = Stream("blocks", "embed", writers=("write",), norms=("norm",), last_norms=("last_norm",))
+STREAM = Stream("blocks", ("embed",), writers=("write",), norms=("norm",), last_norms=("last_norm",))
 Spoil = Callable[[torch.Tensor], None]  # changes an output in place
 
 

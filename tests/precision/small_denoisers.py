@@ -71,7 +71,7 @@ def build(
     if model.family is COGVIDEOX:
         config |= {"max_text_seq_length": size.tokens, "sample_width": size.width, "sample_height": size.height}
     denoiser = model.cls(**config).eval().requires_grad_(False)
-    for layer in denoiser.modules():  # made as 1 and 0, which would hide a fold that misses them
+    for layer in denoiser.modules():  # made as 1 and 0, which would hide what misses them
         if isinstance(layer, torch.nn.LayerNorm) and layer.elementwise_affine:
             layer.weight.add_(torch.randn_like(layer.weight), alpha=0.1)
             layer.bias.add_(torch.randn_like(layer.bias), alpha=0.1)

@@ -14,7 +14,7 @@ from comfyui_onediff_guard.precision.learned import Learned, named
 from comfyui_onediff_guard.precision.observe import Peak
 from small_denoisers import build as build_denoiser
 
-FOLDS = Anatomy.of(build(3), ["blocks"], STREAM)
+STREAMS = Anatomy.of(build(3), ["blocks"], STREAM)
 PLAIN = Anatomy.of(build(3), ["blocks"])
 HEALTHY = {
     "embed": Peak(3, 50),
@@ -39,9 +39,10 @@ def model():
 
 def test_a_modules_parts_by_name():
     assert PLAIN.blocks == ("blocks.0", "blocks.1", "blocks.2")
-    assert FOLDS.blocks == ("embed", *PLAIN.blocks), "where the stream is scaled"
-    assert FOLDS.writers == {f"blocks.{i}.write" for i in range(3)}
-    assert FOLDS.norms == {"last_norm", *(f"blocks.{i}.norm" for i in range(3))}
+    assert STREAMS.blocks == ("embed", *PLAIN.blocks), "where the stream starts"
+    assert STREAMS.repeated == PLAIN.repeated == PLAIN.blocks
+    assert STREAMS.writers == {"embed", *(f"blocks.{i}.write" for i in range(3))}
+    assert STREAMS.norms == {"last_norm", *(f"blocks.{i}.norm" for i in range(3))}
     assert Anatomy.of(build(1), ["embed", "blocks"]).blocks == ("embed", "blocks.0"), "a part that is no list"
 
 
@@ -58,12 +59,12 @@ def test_a_modules_parts_by_name():
     ],
 )
 def test_where_a_module_lives(name, home):
-    assert FOLDS.home(name) == home
+    assert STREAMS.home(name) == home
 
 
 def test_nothing_is_found_where_nothing_left_the_range():
-    assert find(HEALTHY, FOLDS, "fp16") is None
-    assert find({"blocks.0.inner": Peak(65504, 65504)}, FOLDS, "fp16") is None, "the last value that fits"
+    assert find(HEALTHY, STREAMS, "fp16") is None
+    assert find({"blocks.0.inner": Peak(65504, 65504)}, STREAMS, "fp16") is None, "the last value that fits"
 
 
 @pytest.mark.parametrize(
@@ -77,40 +78,41 @@ def test_nothing_is_found_where_nothing_left_the_range():
         ({"blocks.1.norm": Peak(1, 7e4)}, "blocks.1.norm", 7e4, None, ("blocks.1",)),
         ({"blocks.1.norm": Peak(7e4, 1), "last_norm": Peak(9e4, 1)}, "blocks.1.norm", 7e4, 9e4, ()),
         ({"blocks.1.norm": Peak(7e4, 1), "blocks.0.inner": Peak(1, 8e4)}, "blocks.0.inner", 8e4, 7e4, ("blocks.0",)),
-        ({"embed": Peak(1, 7e4)}, "embed", 7e4, None, ("embed",)),
+        ({"embed": Peak(7e4, 1)}, "embed", 7e4, None, ("embed",)),
         ({"blocks.0.inner": Peak(1, 7e4), "blocks.1.inner": Peak(1, 8e4)}, "blocks.0.inner", 7e4, None,
          ("blocks.0", "blocks.1")),
     ],
 )  # fmt: skip
 def test_what_left_the_range(changed, module, peak, stream, islands):
-    found = find(HEALTHY | changed, FOLDS, "fp16")
+    found = find(HEALTHY | changed, STREAMS, "fp16")
     assert (found.module, found.peak, found.stream, found.islands) == (module, peak, stream, islands)
     assert not found.hopeless and len(found.reason) < 200
 
 
-def test_the_stream_counts_as_it_is_scaled():
+def test_a_wide_stream_has_float32s_range():
     peaks = {"blocks.1.norm": Peak(5e5, 1)}
-    assert find(peaks, FOLDS, "fp16", bits=3) is None
-    found = find(peaks, FOLDS, "fp16", bits=2)
-    assert found.stream == 5e5 and found.reason.endswith("beyond fp16's 65504 at 2^-2")
+    assert find(peaks, STREAMS, "fp16", wide=True) is None
+    found = find(peaks, STREAMS, "fp16")
+    assert found.stream == 5e5 and found.reason.endswith("reaches 5e+05, beyond fp16's 65504")
+    assert find({"blocks.1.norm": Peak(math.inf, 1)}, STREAMS, "fp16", wide=True).stream == math.inf
 
 
 def test_what_is_an_island_already_is_not_found_again():
     peaks = {"blocks.1.inner": Peak(3, 7e4)}
-    assert find(peaks, FOLDS, "fp16", islands=("blocks.1",)) is None
+    assert find(peaks, STREAMS, "fp16", islands=("blocks.1",)) is None
     more = peaks | {"blocks.2.inner": Peak(8e4, 1)}
-    assert find(more, FOLDS, "fp16", islands=("blocks.1",)).islands == ("blocks.2",)
-    assert find({"time.linear_1": Peak(3, 7e4)}, FOLDS, "fp16", islands=("time",)) is None, "nor what is in one"
+    assert find(more, STREAMS, "fp16", islands=("blocks.1",)).islands == ("blocks.2",)
+    assert find({"time.linear_1": Peak(3, 7e4)}, STREAMS, "fp16", islands=("time",)) is None, "nor what is in one"
 
 
 def test_bf16_has_bf16s_range():
-    assert find({"blocks.1.inner": Peak(3, 1e38), "blocks.1.norm": Peak(1e38, 1)}, FOLDS, "bf16") is None
-    found = find({"blocks.1.inner": Peak(3, math.inf)}, FOLDS, "bf16")
+    assert find({"blocks.1.inner": Peak(3, 1e38), "blocks.1.norm": Peak(1e38, 1)}, STREAMS, "bf16") is None
+    found = find({"blocks.1.inner": Peak(3, math.inf)}, STREAMS, "bf16")
     assert found.islands == ("blocks.1",) and "bf16's 3.3895e+38" in found.reason
 
 
 def test_a_layer_outside_of_the_blocks_whose_output_does_not_fit_cannot_be_helped():
-    for anatomy in (FOLDS, PLAIN):
+    for anatomy in (STREAMS, PLAIN):
         assert find({"out": Peak(1, 7e4)}, anatomy, "fp16").hopeless
         assert find({"out": Peak(7e4, 1)}, anatomy, "fp16").hopeless, "what goes in is infinite already"
 
@@ -140,7 +142,7 @@ def test_an_island_outside_of_the_blocks_is_the_smallest_part_that_fits(model, c
     found = find(FITS | changed, anatomy, "fp16")
     assert (found.islands, found.hopeless) == (islands, hopeless)
     assert found.module == "time_embedding.linear_1"
-    outside = "'time_embedding.linear_1' reaches 1e+05, beyond fp16's 65504: outside of the blocks, where the fold"
+    outside = "'time_embedding.linear_1' reaches 1e+05, beyond fp16's 65504: outside of the blocks, apart from"
     assert found.reason.startswith(outside)
 
 
@@ -155,7 +157,7 @@ def test_where_a_layer_as_an_island_does_not_help_the_part_around_it_is_one(mode
     assert found_in_half("time_embedding.linear_1", {}, anatomy, "fp16", learned.islands).hopeless
 
 
-def test_a_part_that_reads_the_stream_fits_where_the_stream_is_folded():
+def test_a_part_that_reads_the_stream_fits_where_the_stream_is_wide():
     model = build_denoiser("CogView3-Plus")[0]
     anatomy = Anatomy.of(model, COGVIEW3PLUS.blocks, COGVIEW3PLUS.stream)
     peaks = {"norm_out": Peak(1e6, 3), "norm_out.act": Peak(1, 9e4), "norm_out.linear": Peak(9e4, 2)}
@@ -164,7 +166,7 @@ def test_a_part_that_reads_the_stream_fits_where_the_stream_is_folded():
     assert (found.islands, found.stream, found.hopeless) == (("norm_out",), 1e6, False)
 
 
-def test_a_block_whose_output_does_not_fit_cannot_be_helped_where_nothing_folds():
+def test_a_block_whose_output_does_not_fit_cannot_be_helped_where_the_stream_is_not_known():
     peaks = {"blocks.1": Peak(1, 7e4), "blocks.2.norm": Peak(7e4, 1)}
     found = find(peaks, PLAIN, "fp16")
     assert found.hopeless and found.module == "blocks.1" and "puts out 7e+04" in found.reason
@@ -174,37 +176,37 @@ def test_a_block_whose_output_does_not_fit_cannot_be_helped_where_nothing_folds(
 @pytest.mark.parametrize(
     ("name", "islands", "words"),
     [
-        ("blocks.1.attn", ("blocks.1",), "inside attention, where the fold cannot help"),
-        ("blocks.1.inner", ("blocks.1",), "inside 'blocks.1.inner', where the fold cannot help"),
+        ("blocks.1.attn", ("blocks.1",), "inside attention, apart from the residual stream"),
+        ("blocks.1.inner", ("blocks.1",), "inside 'blocks.1.inner', apart from the residual stream"),
         ("out", ("out",), "inside 'out'"),
     ],
 )
 def test_what_only_the_half_call_shows(name, islands, words):
-    found = found_in_half(name, {"out": Peak(1, 2)}, FOLDS, "fp16")
+    found = found_in_half(name, {"out": Peak(1, 2)}, STREAMS, "fp16")
     assert (found.module, found.islands, found.hopeless) == (name, islands, False)
     assert words in found.reason and found.peak == (2 if name == "out" else None)
 
 
 def test_what_only_the_half_call_shows_and_no_island_helps():
-    assert found_in_half("", {}, FOLDS, "fp16").hopeless, "the module's own forward"
-    assert found_in_half("blocks.1.inner", {}, FOLDS, "bf16", islands=("blocks.1",)).hopeless, "it is one already"
-    nothing = found_in_half(None, {}, FOLDS, "bf16")
+    assert found_in_half("", {}, STREAMS, "fp16").hopeless, "the module's own forward"
+    assert found_in_half("blocks.1.inner", {}, STREAMS, "bf16", islands=("blocks.1",)).hopeless, "it is one already"
+    nothing = found_in_half(None, {}, STREAMS, "bf16")
     assert not nothing.hopeless and not nothing.islands and "did not fail" in nothing.reason
 
 
 def test_lessons_add_up():
-    learned, action = taught(Learned(), Finding("", stream=5e5, islands=("blocks.1",)), FOLDS, "fp16")
-    assert learned == Learned(5e5, ("blocks.1",))
-    assert action == "folded by 2^-5 and 'blocks.1' in fp32 from the next call on"
-    learned, action = taught(learned, Finding("", islands=("blocks.0",)), FOLDS, "fp16")
-    assert taught(learned, Finding("", islands=("blocks.1",)), FOLDS, "fp16")[0] == learned, "known already"
-    assert learned == Learned(5e5, ("blocks.1", "blocks.0"))
-    assert taught(learned, Finding("", stream=4e5), FOLDS, "fp16")[0] == learned, "the largest counts"
-    assert taught(learned, Finding("nothing was found"), FOLDS, "fp16") == (learned, "")
+    learned, action = taught(Learned(), Finding("", stream=5e5, islands=("blocks.1",)), STREAMS, "fp16")
+    assert learned == Learned(True, ("blocks.1",))
+    assert action == "its residual stream in float32 and 'blocks.1' in fp32 from the next call on"
+    learned, action = taught(learned, Finding("", islands=("blocks.0",)), STREAMS, "fp16")
+    assert taught(learned, Finding("", islands=("blocks.1",)), STREAMS, "fp16")[0] == learned, "known already"
+    assert learned == Learned(True, ("blocks.1", "blocks.0"))
+    assert taught(learned, Finding("", stream=4e5), STREAMS, "fp16")[0] == learned, "it is already"
+    assert taught(learned, Finding("nothing was found"), STREAMS, "fp16") == (learned, "")
 
 
-def test_a_stream_that_is_not_finite_cannot_be_folded():
-    assert taught(Learned(), Finding("", stream=math.inf), FOLDS, "fp16")[0].whole_run_fp32
+def test_a_stream_that_is_not_finite_in_fp32_cannot_be_helped():
+    assert taught(Learned(), Finding("", stream=math.inf), STREAMS, "fp16")[0].whole_run_fp32
 
 
 def test_names_are_short():

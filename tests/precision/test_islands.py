@@ -1,4 +1,4 @@
-"""Islands: some blocks in fp32, the others half, compiled and folded as they were."""
+"""Islands: some blocks in fp32, the others half, compiled and wide as they were."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.findings import Anatomy
 from comfyui_onediff_guard.precision.islands import half_attempt, with_islands
 from comfyui_onediff_guard.precision.learned import Learned
-from comfyui_onediff_guard.precision.observe import stream_peak
 from comfyui_onediff_guard.precision.shells import replaced
-from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from torch import nn
 
 
@@ -109,17 +107,18 @@ def test_an_inner_overflow_is_healed_by_an_island_of_its_block():
     assert recorder.seen["2"] == [torch.float32]
 
 
-def test_a_folded_island_is_the_folded_block():
+def test_an_island_in_a_wide_stream_hands_on_float32():
     module = build()
     overflow_stream(module, 1)
     overflow_inside(module, 2)
     anatomy, x = Anatomy.of(module, ["blocks"], STREAM), latents()
-    peak = stream_peak(module, STREAM, lambda: run_in_fp32(module, x))
     expected = copy.deepcopy(module).float()(x)[0]
-    for learned in (Learned(peak), Learned(None, ("blocks.2",))):
+    for learned in (Learned(wide=True), Learned(islands=("blocks.2",))):
         assert not torch.isfinite(half_attempt(module, anatomy, learned, "fp16").run(x.half())[0]).all()
-    both = half_attempt(module, anatomy, Learned(peak, ("blocks.2",)), "fp16")
-    assert both.bits > 0 and both.run is both.eager
+    both = half_attempt(module, anatomy, Learned(True, ("blocks.2",)), "fp16")
+    assert both.wide and both.run is both.eager
+    shell: Any = both.run
+    assert shell.blocks[2](shell.embed(x.half())).dtype == torch.float32
     assert (both.run(x.half())[0].float() - expected).abs().max() < 1e-2
 
 
@@ -128,17 +127,17 @@ def test_islands_take_tf32_where_the_rerun_does(monkeypatch, tf32):
     asked = []
     monkeypatch.setattr(islands, "run_in_fp32", lambda block, x, *, tf32: asked.append(tf32) or block(x))
     module = build()
-    known, anatomy = Learned(None, ("blocks.1",)), Anatomy.of(module, ["blocks"], STREAM)
+    known, anatomy = Learned(islands=("blocks.1",)), Anatomy.of(module, ["blocks"], STREAM)
     half_attempt(module, anatomy, known, "fp16", tf32=tf32).run(latents().half())
     compiled_too = half_attempt(module, anatomy, known, "fp16", tf32=tf32, compiled=lambda m, _: copy.copy(m))
     compiled_too.run(latents().half())
     assert asked == [tf32, tf32]
 
 
-def test_bf16_is_not_folded():
+def test_bf16_needs_no_wide_stream():
     module = build(dtype="bf16")
-    attempt = half_attempt(module, Anatomy.of(module, ["blocks"], STREAM), Learned(1e9), "bf16")
-    assert attempt.bits == 0 and attempt.run is module
+    attempt = half_attempt(module, Anatomy.of(module, ["blocks"], STREAM), Learned(wide=True), "bf16", wide=True)
+    assert not attempt.wide and attempt.run is module
 
 
 class Compiler:
@@ -147,28 +146,28 @@ class Compiler:
     def __init__(self):
         torch._dynamo.reset()
         self.graphs = 0
-        self.shells: dict[int, nn.Module] = {}
+        self.shells: dict[bool, nn.Module] = {}
 
     def __call__(self, graph, inputs):
         self.graphs += 1
         return graph.forward
 
-    def compiled(self, folded: nn.Module, bits: int) -> nn.Module:
-        """Block by block, in a shell; remembered by the fold's bits."""
-        if bits not in self.shells:
+    def compiled(self, half: nn.Module, wide: bool) -> nn.Module:
+        """Block by block, in a shell; one for a wide stream, one for none."""
+        if wide not in self.shells:
             compile_all = lambda blocks: nn.ModuleList(torch.compile(b, backend=self) for b in blocks)  # noqa: E731
-            self.shells[bits] = replaced(folded, {"blocks": compile_all})
-        return self.shells[bits]
+            self.shells[wide] = replaced(half, {"blocks": compile_all})
+        return self.shells[wide]
 
 
-@pytest.mark.parametrize("peak", [None, 5e5])
+@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("inference", [False, True])
-def test_an_island_leaves_the_compiled_shell_and_nothing_recompiles(peak, inference):
+def test_an_island_leaves_the_compiled_shell_and_nothing_recompiles(wide, inference):
     compiler, module = Compiler(), build(6)
     anatomy, x = Anatomy.of(module, ["blocks"], STREAM), latents().half()
 
     def attempt(*names):
-        return half_attempt(module, anatomy, Learned(peak, names), "fp16", compiled=compiler.compiled)
+        return half_attempt(module, anatomy, Learned(wide, names), "fp16", compiled=compiler.compiled)
 
     with torch.inference_mode() if inference else torch.no_grad():
         healthy = attempt()

@@ -11,12 +11,12 @@ import pytest
 import torch
 from blocky import STREAM, Faults, build, guarded, latents, overflow_inside, overflow_stream
 from comfyui_onediff_guard.precision.findings import Finding
-from comfyui_onediff_guard.precision.folding import CannotFold
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.islands import Attempt
 from comfyui_onediff_guard.precision.learned import Learned
 from comfyui_onediff_guard.precision.report import Rerun, StepRecord
 from comfyui_onediff_guard.precision.streams import Stream
+from comfyui_onediff_guard.precision.wide import CannotWiden
 from torch import nn
 
 
@@ -91,22 +91,20 @@ def test_two_inner_overflows_are_learned_from_one_failure():
     assert run.report.reruns == 1 and run.learned.islands == ("blocks.0", "blocks.3")
 
 
-def test_a_failing_stream_leads_to_a_fold_and_no_island():
+def test_a_failing_stream_is_float32_from_then_on_and_no_island():
     module = build(28)
     overflow_stream(module, 0)
     run = sample(guarded(module))
     assert run.outcomes == ["rerun", *["finite"] * 4]
-    assert run.learned.islands == () and run.learned.stream_peak > 65504
-    assert run.learner.attempt.bits > 0 and "the residual stream reaches" in run.report.steps[0].note
+    assert run.learned == Learned(wide=True)
+    assert run.learner.attempt.wide and "the residual stream reaches" in run.report.steps[0].note
 
 
-def test_a_fold_of_too_few_bits_is_made_larger():
+def test_a_stream_that_is_planned_wide_fails_nowhere():
     module = build()
     overflow_stream(module, 1)
-    run = sample(guarded(module, learned=Learned(20000.0)))
-    assert run.built[0].stream_peak == 20000.0
-    assert run.report.reruns == 1 and run.learner.attempt.bits > 1
-    assert "beyond fp16's 65504 at 2^-1" in run.report.steps[0].note
+    run = sample(guarded(module, wide=True))
+    assert run.outcomes == ["finite"] * 5 and run.learned == Learned()
 
 
 def test_stream_and_inner_overflow_at_once():
@@ -115,18 +113,18 @@ def test_stream_and_inner_overflow_at_once():
     overflow_inside(module, 2)
     run = sample(guarded(module))
     assert run.report.reruns == 1
-    assert run.learned.islands == ("blocks.2",) and run.learner.attempt.bits > 0
+    assert run.learned == Learned(True, ("blocks.2",)) and run.learner.attempt.wide
 
 
-def test_a_stream_that_starts_beyond_the_range_is_folded_with_an_island_of_what_starts_it():
+def test_a_stream_that_starts_beyond_the_range_is_wide_from_its_start():
     module = build()
     with torch.no_grad():
         module.embed.weight.mul_(1.5e5)
     run = sample(guarded(module))
-    assert run.report.reruns == 1 and run.learned.islands == ("embed",) and run.learner.attempt.bits > 0
+    assert run.report.reruns == 1 and run.learned == Learned(wide=True)
 
 
-def test_a_stream_that_cannot_be_folded_leaves_half_precision_at_once():
+def test_a_stream_that_is_not_known_leaves_half_precision_at_once():
     module = build()
     overflow_stream(module, 1)
     run = sample(guarded(module, stream=None))
@@ -135,16 +133,16 @@ def test_a_stream_that_cannot_be_folded_leaves_half_precision_at_once():
     assert "'blocks.1' puts out" in run.report.steps[0].note
 
 
-def test_a_module_that_refuses_to_be_folded_leaves_half_precision(caplog):
+def test_a_module_that_cannot_be_wide_leaves_half_precision(caplog):
     module = build()
     overflow_stream(module, 1)
-    run = guarded(module, stream=Stream("blocks", "embed", ("write",), ("norm",), ("last_norm",)))
+    run = guarded(module, stream=Stream("blocks", ("embed",), ("write",), ("norm",), ("last_norm",)))
     block: Any = module.blocks[0]
     block.write = nn.Sequential(block.write)  # no Linear any more
-    with pytest.raises(CannotFold):
-        run.learner._build(Learned(5e5))
+    with pytest.raises(CannotWiden):
+        run.learner._build(Learned(wide=True))
     sample(run)
-    assert run.dtypes == ["fp32"] * 5 and "needs a Linear there" in caplog.text
+    assert run.dtypes == ["fp32"] * 5 and "only a Linear or a convolution can be wide" in caplog.text
     assert run.learned == Learned(whole_run_fp32=True)
 
 

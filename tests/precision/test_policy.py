@@ -30,17 +30,17 @@ TEXT, IMAGE, VAE_IN, DENOISER, VAE_OUT = (
 )
 AUTO, BF16, FP16, PLAIN, FP32 = Precision
 
-# What the authors and vendors say, written by hand. `fold` is fp16 with the stream scaled into range.
+# What the authors and vendors say, written by hand. `wide` is fp16 with the stream in float32.
 # No bf16 below sm80, on RDNA 2, on Apple GPUs; fp16 is not worth having on sm61 and CPUs.
 GOLDEN = """
                       sm61 sm70 sm75 sm80 sm86 sm89 sm90 sm120 sm130 gfx90a gfx1030 gfx1100 gfx9999 mps  cpu
-CogVideoX-2B          fp32 fp16 fp16 fp16 fp16 fp16 fp16 fp16  fp16  fp16   fp16    fp16    fp16    fp16 fp32
-CogVideoX-5B          fp32 fold fold bf16 bf16 bf16 bf16 bf16  bf16  bf16   fold    bf16    fold    fold bf16
-CogVideoX-5B-I2V      fp32 fold fold bf16 bf16 bf16 bf16 bf16  bf16  bf16   fold    bf16    fold    fold bf16
-CogVideoX-1.5-5B      fp32 fold fold bf16 bf16 bf16 bf16 bf16  bf16  bf16   fold    bf16    fold    fold bf16
-CogVideoX-1.5-5B-I2V  fp32 fold fold bf16 bf16 bf16 bf16 bf16  bf16  bf16   fold    bf16    fold    fold bf16
-CogView3-Plus-3B      fp32 fold fold bf16 bf16 bf16 bf16 bf16  bf16  bf16   fold    bf16    fold    fold bf16
-CogView4-6B           fp32 fold fold bf16 bf16 bf16 bf16 bf16  bf16  bf16   fold    bf16    fold    fold bf16
+CogVideoX-2B          fp32 wide wide wide wide wide wide wide  wide  wide   wide    wide    wide    wide fp32
+CogVideoX-5B          fp32 wide wide bf16 bf16 bf16 bf16 bf16  bf16  bf16   wide    bf16    wide    wide bf16
+CogVideoX-5B-I2V      fp32 wide wide bf16 bf16 bf16 bf16 bf16  bf16  bf16   wide    bf16    wide    wide bf16
+CogVideoX-1.5-5B      fp32 wide wide bf16 bf16 bf16 bf16 bf16  bf16  bf16   wide    bf16    wide    wide bf16
+CogVideoX-1.5-5B-I2V  fp32 wide wide bf16 bf16 bf16 bf16 bf16  bf16  bf16   wide    bf16    wide    wide bf16
+CogView3-Plus-3B      fp32 wide wide bf16 bf16 bf16 bf16 bf16  bf16  bf16   wide    bf16    wide    wide bf16
+CogView4-6B           fp32 wide wide bf16 bf16 bf16 bf16 bf16  bf16  bf16   wide    bf16    wide    wide bf16
 SVD                   fp32 fp16 fp16 fp16 fp16 fp16 fp16 fp16  fp16  fp16   fp16    fp16    fp16    fp16 fp32
 SVD-XT                fp32 fp16 fp16 fp16 fp16 fp16 fp16 fp16  fp16  fp16   fp16    fp16    fp16    fp16 fp32
 SVD-XT 1.1            fp32 fp16 fp16 fp16 fp16 fp16 fp16 fp16  fp16  fp16   fp16    fp16    fp16    fp16 fp32
@@ -69,7 +69,7 @@ def test_auto_chooses_what_the_documents_say(row: list[str]) -> None:
     found = {}
     for card in CARDS:
         plan = choose(named(card), variant, DENOISER, AUTO)
-        found[card] = "fold" if plan.folded else plan.dtype
+        found[card] = "wide" if plan.wide else plan.dtype
     assert found == dict(zip(CARDS, row[1:], strict=True))
 
 
@@ -96,14 +96,14 @@ def test_what_is_asked_for_is_done(device: Architecture) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
-def test_half_is_guarded_unless_plain_and_folded_where_it_helps(device: Architecture) -> None:
+def test_half_is_guarded_unless_plain_and_wide_where_it_has_a_stream(device: Architecture) -> None:
     for variant, request, _, plan in every_plan(device):
         assert plan.guarded == (plan.dtype != "fp32" and request is not PLAIN)
-        foldable = plan.component is DENOISER and variant.folds and variant.leaves_fp16
-        assert plan.folded == (foldable and plan.dtype == "fp16" and request is not PLAIN)
-        assert plan.guarded or not plan.folded, "a fold does not help overflow inside a layer: the guard must be there"
+        has_stream = plan.component is DENOISER and variant.has_stream
+        assert plan.wide == (has_stream and plan.dtype == "fp16" and request is not PLAIN)
+        assert plan.guarded or not plan.wide, "it does not help overflow inside a block: the guard must be there"
         if plan.dtype == "fp16" and request is not PLAIN and plan.component is DENOISER and variant.leaves_fp16:
-            assert plan.folded and plan.guarded, "never plain fp16 unless asked for by that name"
+            assert plan.wide and plan.guarded, "never plain fp16 unless asked for by that name"
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
@@ -117,7 +117,7 @@ def test_every_decision_has_its_reason_and_source(device: Architecture) -> None:
         assert plan.reason.endswith(f"→ {plan.dtype}") or request is not AUTO
         assert plan.reason.startswith(f"asked for {request.value}") or request is AUTO
         assert plan.guard_reason.startswith("on" if plan.guarded else ("off", "not needed"))
-        assert plan.fold_reason
+        assert plan.wide_reason
         assert ("'fast'" if fast else str(device)) in plan.accumulation_reason
 
 
@@ -182,17 +182,17 @@ def test_the_guard_says_whether_it_is_needed() -> None:
 @pytest.mark.parametrize(
     ("model", "component", "request_", "words"),
     [
-        ("CogVideoX-5B", DENOISER, FP16, "2^-k"),
-        ("CogVideoX-5B", TEXT, FP16, "only denoisers are folded"),
+        ("CogVideoX-5B", DENOISER, FP16, "float32, written by wide layers"),
+        ("CogVideoX-5B", TEXT, FP16, "only denoisers have one"),
         ("CogVideoX-5B", DENOISER, BF16, "bf16 has the range"),
         ("CogVideoX-5B", DENOISER, FP32, "fp32 has the range"),
         ("CogVideoX-5B", DENOISER, PLAIN, "asked for fp16 (plain)"),
-        ("CogVideoX-2B", DENOISER, FP16, "CogVideoX-2B is not known to leave fp16's range"),
-        ("SVD", DENOISER, FP16, "more than layer norms"),
+        ("CogVideoX-2B", DENOISER, FP16, "float32, written by wide layers"),
+        ("SVD", DENOISER, FP16, "no single stream"),
     ],
 )
-def test_the_fold_says_why_or_why_not(model: str, component: Component, request_: Precision, words: str) -> None:
-    assert words in choose(SM75, VARIANTS[model], component, request_).fold_reason
+def test_the_stream_says_why_or_why_not(model: str, component: Component, request_: Precision, words: str) -> None:
+    assert words in choose(SM75, VARIANTS[model], component, request_).wide_reason
 
 
 def test_bf16_is_refused_where_there_is_none_and_the_error_says_what_to_choose() -> None:
@@ -237,7 +237,7 @@ COGVIEW3, COGVIEW4 = {"num_layers": 30, "num_attention_heads": 64}, {"num_layers
 
 
 @pytest.mark.parametrize(
-    ("name", "trained_in", "leaves", "folds", "components", "source", "sizes"),
+    ("name", "trained_in", "leaves", "has_stream", "components", "source", "sizes"),
     [
         ("CogVideoX-2B", "fp16", False, True, VIDEO, f"{COG}/CogVideoX-2b", BLOCKS_30),
         ("CogVideoX-5B", "bf16", True, True, VIDEO, f"{COG}/CogVideoX-5b", BLOCKS_42),
@@ -252,10 +252,10 @@ COGVIEW3, COGVIEW4 = {"num_layers": 30, "num_attention_heads": 64}, {"num_layers
     ],
 )  # fmt: skip
 def test_the_table_holds_what_is_published(
-    name: str, trained_in: str, leaves: bool, folds: bool, components: tuple, source: str, sizes: dict
+    name: str, trained_in: str, leaves: bool, has_stream: bool, components: tuple, source: str, sizes: dict
 ) -> None:
     v = VARIANTS[name]
-    assert (v.name, v.trained_in, v.leaves_fp16, v.folds) == (name, trained_in, leaves, folds)
+    assert (v.name, v.trained_in, v.leaves_fp16, v.has_stream) == (name, trained_in, leaves, has_stream)
     assert (v.components, v.source, v.sizes) == (components, source, sizes)
     assert set(v.needs_fp32) == ({VAE_IN} if name in SVDS else set())
 
@@ -269,15 +269,15 @@ def test_weights_of_2b_stored_in_bf16_are_a_fine_tune_that_may_overflow() -> Non
     native, emulating = (choose(device, tuned, DENOISER, AUTO) for device in (SM80, SM75))
     assert native.dtype == "bf16"
     assert "these weights are stored in bf16" in native.reason
-    assert (emulating.dtype, emulating.folded, emulating.guarded) == ("fp16", True, True)
+    assert (emulating.dtype, emulating.wide, emulating.guarded) == ("fp16", True, True)
     assert (tuned.name, tuned.components, tuned.source) == (TWO_B.name, TWO_B.components, TWO_B.source)
 
 
-def test_weights_of_svd_stored_in_bf16_cannot_be_folded() -> None:
+def test_weights_of_svd_stored_in_bf16_have_no_stream() -> None:
     tuned = as_stored(VARIANTS["SVD"], "BF16")
     assert choose(SM80, tuned, DENOISER, AUTO).dtype == "bf16"
     plan = choose(SM75, tuned, DENOISER, AUTO)
-    assert (plan.dtype, plan.folded, plan.guarded) == ("fp16", False, True)
+    assert (plan.dtype, plan.wide, plan.guarded) == ("fp16", False, True)
     assert "needed" in plan.guard_reason
     assert choose(SM80, tuned, VAE_IN, AUTO).dtype == "fp32"
 
@@ -296,7 +296,7 @@ def test_a_new_model_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     toy = Variant("Toy-1B", "bf16", True, True, FROM_TEXT, "https://example.org/toy")
     monkeypatch.setitem(VARIANTS, "Toy-1B", toy)
     assert choose(SM80, toy, DENOISER, AUTO).reason.startswith("Toy-1B was trained in bf16")
-    assert choose(SM75, toy, DENOISER, AUTO).folded
+    assert choose(SM75, toy, DENOISER, AUTO).wide
     text = page.render()
     assert "| [Toy-1B] | bf16 | yes | yes | text encoder, denoiser, VAE decoder |" in text
     assert "[CogView4-6B], [Toy-1B] |" in text, "in the column of those that run like it"

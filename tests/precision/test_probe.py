@@ -6,7 +6,6 @@ import pytest
 import torch
 from blocky import STREAM, Gain, build, hooks, overflow_inside, overflow_stream
 from comfyui_onediff_guard.precision.findings import Anatomy
-from comfyui_onediff_guard.precision.folding import bits_for
 from comfyui_onediff_guard.precision.islands import half_attempt
 from comfyui_onediff_guard.precision.learned import Learned
 from comfyui_onediff_guard.precision.observe import Peak
@@ -107,38 +106,27 @@ def worked_in_half(module, anatomy, verdict):
 def test_what_fits_is_plain():
     _, probed = measured(build())
     verdict = judge(probed, "fp16")
-    assert verdict.fits and verdict.plan == "fp16 plain" and verdict.bits == 0 and verdict.learned.islands == ()
+    assert verdict.fits and verdict.plan == "fp16 plain" and not verdict.wide and verdict.learned.islands == ()
     assert "fp16 ends at 65504" in verdict.reason
 
 
-def test_a_stream_is_folded_and_an_inner_overflow_becomes_an_island():
+def test_a_stream_is_wide_and_an_inner_overflow_becomes_an_island():
     module = build()
     overflow_stream(module, 1)
     anatomy, probed = measured(module)
     verdict = judge(probed, "fp16")
-    assert verdict.learned.islands == () and verdict.plan == f"fp16 folded by 2^-{verdict.bits}"
-    assert verdict.bits == bits_for(verdict.learned.stream_peak) > 0
+    assert verdict.learned == Learned(wide=True) and verdict.plan == "fp16 wide"
     assert worked_in_half(module, anatomy, verdict)
     overflow_inside(module, 2)
     anatomy, probed = measured(module)
     verdict = judge(probed, "fp16")
-    assert verdict.plan == f"fp16 folded by 2^-{verdict.bits} + island: 'blocks.2'"
+    assert verdict.plan == "fp16 wide + island: 'blocks.2'"
     assert worked_in_half(module, anatomy, verdict)
     assert not torch.isfinite(module(X.half())[0]).all(), "as it is, it fails"
     assert judge(probed, "bf16").plan == "bf16"
 
 
-def test_a_stream_close_to_the_end_of_the_range_is_folded_for_headroom():
-    module = build()
-    overflow_stream(module, 1, reach=4e4)
-    _, probed = measured(module)
-    verdict = judge(probed, "fp16")
-    peak = verdict.learned.stream_peak
-    assert peak and 65504 / 4 < peak < 65504
-    assert verdict.bits in (1, 2) and "less than 2 bits below" in verdict.reason
-
-
-def test_what_no_fold_and_no_island_helps_takes_the_next_dtype():
+def test_what_neither_a_wide_stream_nor_an_island_helps_takes_the_next_dtype():
     module = build()
     overflow_stream(module, 1)
     _, probed = measured(module, stream=None)

@@ -31,7 +31,7 @@ def test_all_variants_where_no_model_is_named() -> None:
     for model in found.models:
         assert tuple(plan.component for plan in model.plans) == VARIANTS[model.variant].components
     text = found.text()
-    assert re.search(r"CogVideoX-5B +fp16 +– +fp16 +fp16 folded +fp16\n", text)
+    assert re.search(r"CogVideoX-5B +fp16 +– +fp16 +fp16 wide +fp16\n", text)
     assert text.count("has no native bf16") == 1, "each reason once"
     assert "plans are for" in text and not found.here
     assert "no node loads these yet: CogVideoX image-to-video" in one_line(found)
@@ -46,7 +46,7 @@ def test_one_model_with_reasons_and_sources(folder: Path) -> None:
     for plan in model.plans:
         assert plan.reason in text and plan.guard_reason in text and plan.accumulation_reason in text
         assert plan.source in text and plan.accumulation_source in text
-        assert plan.component is not Component.DENOISER or plan.fold_reason in text
+        assert plan.component is not Component.DENOISER or plan.wide_reason in text
     assert model.stored["transformer"].startswith("F32, ") and "transformer F32" in text
     assert "no node loads" not in text
 
@@ -125,7 +125,7 @@ def test_a_pipeline_is_told_as_it_is_set(folder: Path, open_pipeline: Callable[.
     assert found.backends.reason == handle.backend.reason
     assert found.models[0].plans == tuple(handle.plan(component) for component in handle.store.model.variant.components)
     assert switch(found, ATTENTION_SWITCH).value == "1"
-    assert "denoiser fp16 stop yes" in one_line(found)
+    assert "denoiser fp16 stop float32" in one_line(found)
     assert "plain fp32, not in TF32: strict is on" in one_line(found)
     assert "made_up" in one_line(found)
     assert handle.store.loaded() == {}, "no weight was read"
@@ -139,10 +139,10 @@ def test_what_was_found_while_it_ran_is_told_once(folder: Path, open_pipeline: C
     edit_config(folder, "vae", made_up=1)
     handle = open_pipeline(folder)
     handle.store.module("vae", "fp32")
-    handle.store.learned[handle.memory_key("fp16")] = Learned(5.1e5)
+    handle.store.learned[handle.memory_key("fp16")] = Learned(islands=("transformer_blocks.1",))
     notes = diagnose_pipeline(handle).notes
     assert len([note for note in notes if "made_up" in note]) == 1
-    assert "the residual stream was measured: it peaks at 5.1e+05, and fp16 ends at 65504" in notes
+    assert "runs in fp16 taught that 'transformer_blocks.1' has to run in fp32 (scope: learned)" in notes
 
 
 def test_it_is_the_pipelines_device_and_its_neighbours(

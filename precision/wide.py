@@ -1,0 +1,243 @@
+"""Wide layers: they multiply in half precision and have float32's range.
+
+fp16 ends at 65504, and a product of fp16 tensors may not fit although both do. A wide layer scales each row of its
+input (a token; for a convolution, a sample) by a power of two of its own, such that no sum of products leaves the range
+whatever the signs, multiplies in fp16, and scales the result back in float32. Powers of two change no mantissa, so what
+it loses is what any fp16 product loses. Nothing is measured beforehand, no weight changes, and the host waits for
+nothing.
+
+Where the layers that start a residual stream and all that write to it are wide, the sums between them are float32 by
+promotion. All other layers cast what they are given to the dtype of their weights, and norms compute in float32 and
+hand on half precision: only the stream is wide.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from .kept_fp32 import KeptInFp32
+from .shells import Make, both, replaced
+
+ROOM = 3e4  # of fp16's 65504: the largest product of a scaled row, so that rounding on the way does not pass the end
+LARGEST = 2.0**8  # of a scaled row's values; more would gain no bit
+LEAST = 2.0**-100  # of a row's largest value; what it would be scaled up by beyond that, float32 does not hold
+CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
+LAYERS = (torch.nn.Linear, *CONVOLUTIONS)
+NORMS = (torch.nn.LayerNorm, torch.nn.RMSNorm, torch.nn.GroupNorm)
+
+
+class CannotWiden(TypeError):
+    """A layer is not of a kind that can be made wide; the message names it."""
+
+
+def with_wide_stream(
+    module: torch.nn.Module,
+    names: Iterable[str],
+    dtype: torch.dtype,
+    *,
+    readers: Iterable[str] = (),
+    device: torch.device | None = None,
+) -> torch.nn.Module:
+    """A shell of `module` whose residual stream is float32, while all else stays in half precision. Weights are shared,
+    and `module` is not touched.
+
+    names: of all layers that start the stream, and of all that write to it.
+    dtype: half precision's, of the weights.
+    readers: of modules that take their dtype from what they are given, and are given half precision.
+    device: where it computes, if its weights are elsewhere until they are needed.
+
+    Raises CannotWiden.
+    """
+    wide = _wide_layers(module, names, device)
+    inside = tuple(f"{name}." for name in [*wide, *_adapted_in_fp32(module)])  # adapters' own layers
+    rest: dict[str, Make] = {}
+    for name, layer in module.named_modules(remove_duplicate=False):
+        if isinstance(layer, (*LAYERS, *NORMS)) and not name.startswith(inside):
+            kind = Narrow if isinstance(layer, LAYERS) else NormToHalf
+            rest[name] = lambda layer, kind=kind: _as(layer, kind, wide_dtype=dtype)
+    around = {name: lambda reader: _as(reader, Reader, wide_dtype=dtype) for name in readers}
+    return replaced(replaced(module, rest | wide), around)
+
+
+def _adapted_in_fp32(module: torch.nn.Module) -> list[str]:
+    """Names of the layers around which a LoRA was put that are kept in fp32, and so is the LoRA."""
+    named = module.named_modules(remove_duplicate=False)
+    return [name for name, layer in named if isinstance(getattr(layer, "base_layer", None), KeptInFp32)]
+
+
+def _wide_layers(module: torch.nn.Module, names: Iterable[str], device: torch.device | None) -> dict[str, Make]:
+    replacements: dict[str, Make] = {}
+    for name in names:
+        _expect(module, name)
+        replacements[name] = lambda layer: wide(layer, device)
+    return replacements
+
+
+def wide(layer: torch.nn.Module, device: torch.device | None = None) -> torch.nn.Module:
+    """A shell of a linear layer or a convolution, or of peft's LoRA around one, that is wide: it takes half precision
+    or float32, and gives float32.
+
+    device: where it computes, if its weights are elsewhere until they are needed.
+    """
+    base: Any = getattr(layer, "base_layer", layer)
+    there: torch.device = device or base.weight.device
+    state = {
+        "wide_dtype": base.weight.dtype,
+        "wide_bias": _bias(layer, there),
+        "wide_limit": _limit(layer).to(there),
+        "wide_spatial": base.weight.ndim - 2,
+    }
+    if base is layer:
+        return _as(_without_bias(layer), Wide, **state)
+    biased = {
+        name: _without_bias
+        for name, part in layer.named_modules()
+        if isinstance(part, LAYERS) and part.bias is not None  # pyright: ignore[reportUnnecessaryComparison]
+    }
+    return _as(replaced(layer, biased), Wide, **state)
+
+
+def _without_bias(layer: torch.nn.Module) -> torch.nn.Module:
+    bare = copy.copy(layer)
+    bare.__dict__["_parameters"] = {**layer._parameters, "bias": None}
+    return bare
+
+
+def _bias(layer: Any, device: torch.device) -> torch.Tensor | None:
+    """What a layer, with its adapters' own, adds to its product."""
+    base = getattr(layer, "base_layer", layer)
+    biases = [
+        layer.scaling[name] * layer.lora_B[name].bias.detach().to(device, torch.float32)
+        for name in _adapters(layer)
+        if layer.lora_B[name].bias is not None
+    ]
+    if not biases:
+        return base.bias
+    if base.bias is not None:
+        biases.append(base.bias.detach().to(device, torch.float32))
+    return torch.stack(biases).sum(0)
+
+
+def _adapters(layer: Any) -> list[str]:
+    """Names of the adapters of peft's that are in use in a layer."""
+    return [name for name in getattr(layer, "active_adapters", ()) if name in layer.lora_A]
+
+
+def _expect(module: torch.nn.Module, name: str) -> None:
+    found = module.get_submodule(name)
+    fits = isinstance(getattr(found, "base_layer", found), LAYERS)  # as peft names it
+    if not fits or getattr(found, "lora_variant", None):  # of LoRA, DoRA is no mere sum
+        what = type(found).__name__ + (" with DoRA" if fits else "")
+        raise CannotWiden(
+            f"'{name}' is a {what}, and only a Linear or a convolution can be wide. "
+            "Use precision 'bf16' or 'fp32' for this model."
+        )
+
+
+class Wide(torch.nn.Module):
+    """What a wide layer is beside its own kind."""
+
+    wide_dtype: torch.dtype  # in which it multiplies
+    wide_bias: torch.Tensor | None
+    wide_limit: torch.Tensor  # what the values of a scaled row may reach; float32 [], a power of two
+    wide_spatial: int  # dimensions behind the channels
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        row = tuple(range(-1 - self.wide_spatial, 0))
+        scale = _scale(torch.linalg.vector_norm(x, torch.inf, row, keepdim=True, dtype=torch.float32), self.wide_limit)
+        scaled = torch.mul(x, scale.reciprocal(), out=torch.empty_like(x, dtype=self.wide_dtype))
+        made: torch.Tensor = super().forward(scaled, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        if self.wide_bias is None:
+            return made * scale
+        bias = self.wide_bias.float().view(-1, *[1] * self.wide_spatial)
+        return torch.addcmul(bias, made, scale)
+
+
+class Narrow(torch.nn.Module):
+    """A layer that may be given float32."""
+
+    wide_dtype: torch.dtype
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return super().forward(x.to(self.wide_dtype), *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class Reader(torch.nn.Module):
+    """A module of several layers that may be given float32, by position or by name."""
+
+    wide_dtype: torch.dtype
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        half = [self._half(each) for each in args]
+        return super().forward(*half, **{name: self._half(each) for name, each in kwargs.items()})  # pyright: ignore
+
+    def _half(self, given: Any) -> Any:
+        is_wide = isinstance(given, torch.Tensor) and given.dtype is torch.float32
+        return given.to(self.wide_dtype) if is_wide else given
+
+
+class NormToHalf(torch.nn.Module):
+    """A norm that may be given float32, which it computes in, and hands on half precision."""
+
+    wide_dtype: torch.dtype
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if x.dtype is not torch.float32:
+            return super().forward(x, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        given = {name: self._parameters.get(name) for name in ("weight", "bias")}  # one kept in fp32 has another, too
+        weights = {name: None if each is None else each.float() for name, each in given.items()}
+        return _normed(self, x, **weights).to(self.wide_dtype)
+
+
+def _normed(
+    norm: Any, x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    if isinstance(norm, torch.nn.GroupNorm):
+        return F.group_norm(x, norm.num_groups, weight, bias, norm.eps)
+    if isinstance(norm, torch.nn.RMSNorm):
+        return F.rms_norm(x, list(norm.normalized_shape), weight, norm.eps)
+    return F.layer_norm(x, list(norm.normalized_shape), weight, bias, norm.eps)
+
+
+def _limit(layer: Any) -> torch.Tensor:
+    """What the values of a scaled row may reach, so that no product leaves fp16's range. float32 []."""
+    base = getattr(layer, "base_layer", layer)
+    reach = _reach(base.weight)
+    for name in _adapters(layer):
+        inner, outer = _reach(layer.lora_A[name].weight), _reach(layer.lora_B[name].weight)
+        reach = torch.maximum(reach + abs(layer.scaling[name]) * inner * outer, inner)
+    return (ROOM / reach.clamp(min=ROOM / LARGEST)).log2().floor().exp2()
+
+
+def _reach(weight: torch.Tensor) -> torch.Tensor:
+    """The most that an output may be of inputs of at most 1: the largest sum of |w|. float32 []."""
+    return torch.linalg.vector_norm(weight.detach().flatten(1), 1, 1, dtype=torch.float32).amax()
+
+
+def _scale(largest: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
+    """A power of two: what rows that reach `largest` are divided by to stay below `limit`."""
+    above = largest.clamp(min=LEAST).log2().floor() + 1.0
+    return above.exp2() / limit
+
+
+def _as(layer: torch.nn.Module, base: type[torch.nn.Module], **state: Any) -> torch.nn.Module:
+    """A shell of `layer` that is a `base` as well."""
+    shell = copy.copy(layer)
+    shell.__class__ = both(base, type(layer))
+    shell.__dict__.update(state)  # set as attributes, tensors would become parts of `layer`, too
+    return shell
+
+
+# OneDiff looks classes up by their names, when it makes OneFlow's of them.
+globals().update(
+    {
+        made.__qualname__: made
+        for base, kinds in ((Wide, LAYERS), (Narrow, LAYERS), (NormToHalf, NORMS))
+        for made in (both(base, kind) for kind in kinds)
+    }
+)

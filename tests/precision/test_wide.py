@@ -1,0 +1,251 @@
+"""Wide layers alone, and wide streams in the real diffusers classes: float32's range, and nearer to fp32 than fp16."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from typing import Any
+
+import pytest
+import torch
+from comfyui_onediff_guard.precision.observe import stream_peak
+from comfyui_onediff_guard.precision.wide import CannotWiden, wide, with_wide_stream
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from small_denoisers import ATTENTION, FEED_FORWARD, MODELS, Size, build, in_dtype
+from tiers import drawn
+from torch import nn
+
+SIZES = st.builds(
+    Size,
+    heads=st.integers(1, 5),
+    layers=st.integers(1, 4),
+    tokens=st.integers(1, 20),
+    height=st.sampled_from([2, 4, 8, 10]),
+    width=st.sampled_from([2, 6, 12]),
+)
+LAYERS = {
+    "linear": (lambda: nn.Linear(24, 16), (3, 5, 24)),
+    "convolution": (lambda: nn.Conv1d(6, 8, 3, padding=1), (3, 6, 11)),
+    "of pictures": (lambda: nn.Conv2d(6, 8, 3, stride=2, groups=2), (3, 6, 9, 7)),
+    "of videos": (lambda: nn.Conv3d(4, 8, 3, padding=1, bias=False), (2, 4, 3, 5, 4)),
+}
+
+
+def drawn_layer(name: str, seed: int = 0) -> tuple[Any, torch.Tensor]:
+    """(layer whose weights fp16 holds, in float32; its input)"""
+    torch.manual_seed(seed)
+    make, shape = LAYERS[name]
+    layer = make().half().float().requires_grad_(False)
+    return layer, torch.randn(shape)
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found.float() - expected).norm() / expected.norm()).item()
+
+
+def wide_stream(name: str, denoiser: Any, dtype: torch.dtype = torch.float16) -> Any:
+    stream = MODELS[name].family.stream
+    assert stream
+    readers = stream.reader_names(denoiser)
+    return with_wide_stream(denoiser, stream.writer_names(denoiser), dtype, readers=readers)
+
+
+# --- a layer ----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=drawn(200, 40), deadline=None)
+@given(name=st.sampled_from(sorted(LAYERS)), power=st.integers(-60, 60), weights=st.integers(-8, 12))
+def test_a_wide_layer_has_float32s_range_and_fp16s_digits(name, power, weights):
+    layer, x = drawn_layer(name, seed=power)
+    layer.weight.mul_(2.0**weights)
+    if layer.bias is not None:
+        layer.bias.zero_()
+    x *= 2.0**power
+    found = wide(layer.half())(x)
+    expected = layer.float()(x)
+    assert found.dtype == torch.float32 and found.shape == expected.shape
+    assert error(found, expected) < 2**-10
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_half_and_float32_inputs_come_to_the_same(name):
+    layer, x = drawn_layer(name)
+    x = x.half()
+    assert torch.equal(wide(layer.half())(x), wide(layer)(x.float()))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_in_float32_it_is_the_layer(name):
+    layer, x = drawn_layer(name)
+    torch.testing.assert_close(wide(layer)(x), layer(x), rtol=1e-6, atol=1e-6)
+
+
+def test_no_sign_takes_the_product_out_of_range():
+    """The worst case: every product in a sum at its largest, and all of one sign."""
+    layer = nn.Linear(4096, 8, bias=False).half().requires_grad_(False)
+    layer.weight.fill_(6e4)
+    x = torch.full((2, 4096), 65504.0).half()
+    expected = x.float() @ layer.weight.float().T
+    found = wide(layer)(x)
+    assert found.isfinite().all() and error(found, expected) < 2**-10
+    assert layer(x).isinf().all()
+
+
+def test_each_row_has_a_scale_of_its_own():
+    layer, _ = drawn_layer("linear")
+    torch.manual_seed(1)
+    x = torch.randn(7, 24) * torch.tensor([1e-30, 1e-6, 0.0, 1.0, 1e6, 1e20, 1e30])[:, None]
+    layer.bias.zero_()
+    found = wide(layer.half())(x)
+    expected = layer.float()(x)
+    assert torch.equal(found[2], torch.zeros(16))
+    assert [i for i in (0, 1, 3, 4, 5, 6) if not error(found[i] / x[i].max(), expected[i] / x[i].max()) < 2**-9] == []
+    assert wide(layer)(torch.full((1, 24), 1e-40)).isfinite().all()
+
+
+@pytest.mark.parametrize("broken", [math.inf, -math.inf, math.nan])
+def test_what_is_broken_stays_so_for_the_guard_to_find(broken):
+    layer, x = drawn_layer("linear")
+    x[1, 2, 3] = broken
+    finite = wide(layer.half())(x).isfinite().all(-1)
+    assert not finite[1, 2] and finite.sum() == finite.numel() - 1
+
+
+def test_the_bias_keeps_its_digits_beside_a_huge_scale():
+    layer, x = drawn_layer("linear")
+    layer.weight.zero_()
+    assert torch.equal(wide(layer.half())(x * 1e30), layer.bias.float().expand(3, 5, 16))
+
+
+def test_the_layer_is_not_touched_and_shares_its_weights():
+    layer, x = drawn_layer("linear")
+    before = dict(vars(layer)), layer(x)
+    shell = wide(layer)
+    shell(x)
+    assert isinstance(shell, nn.Linear) and shell.weight is layer.weight
+    assert vars(layer) == before[0] and torch.equal(layer(x), before[1]) and type(layer) is nn.Linear
+
+
+# --- a stream ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_healthy_stream_comes_out_nearer_to_fp32_than_plain_fp16(name):
+    denoiser, call = build(name)
+    expected, half_call = denoiser(**call)[0], in_dtype(call, torch.float16)
+    bf16 = build(name)[0].to(torch.bfloat16)(**in_dtype(call, torch.bfloat16))[0]
+    half = denoiser.half()
+    state = {name: (id(tensor), tensor.clone()) for name, tensor in half.state_dict(keep_vars=True).items()}
+    before = {name: (id(part), type(part)) for name, part in half.named_modules()}
+    plain = half(**half_call)[0]
+    found = wide_stream(name, half)(**half_call)[0]
+    assert found.dtype == torch.float16
+    assert error(found, expected) < error(plain, expected)
+    assert error(found, expected) < error(bf16, expected) / 4
+    assert torch.equal(half(**half_call)[0], plain), "the original is not touched"
+    assert {name: (id(part), type(part)) for name, part in half.named_modules()} == before
+    for key, tensor in half.state_dict(keep_vars=True).items():
+        assert id(tensor) == state[key][0] and torch.equal(tensor, state[key][1])
+
+
+@pytest.mark.parametrize("writer", [ATTENTION, FEED_FORWARD])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_stream_at_5e5_is_finite_and_four_times_nearer_than_bf16(name, writer):
+    denoiser, call = build(name, peak=5e5, writer=writer)
+    expected = denoiser(**call)[0]
+    bf16 = build(name, peak=5e5, writer=writer)[0].to(torch.bfloat16)(**in_dtype(call, torch.bfloat16))[0]
+    found = wide_stream(name, denoiser.half())(**in_dtype(call, torch.float16))[0]
+    assert found.isfinite().all()
+    assert error(found, expected) <= error(bf16, expected) / 4
+
+
+@pytest.mark.parametrize("writer", [ATTENTION, FEED_FORWARD])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_stream_at_5e5_is_lost_in_plain_fp16(name, writer):
+    denoiser, call = build(name, peak=5e5, writer=writer)
+    expected = denoiser(**call)[0]
+    plain = denoiser.half()(**in_dtype(call, torch.float16))[0]
+    if (name, writer) != ("CogView3-Plus", FEED_FORWARD):
+        assert torch.isnan(plain).all()
+        return
+    # The clip at its blocks' ends is in time for the feed-forward, and too late for attention: a norm comes before it.
+    assert torch.isfinite(plain).all()
+    assert (plain.float() - expected).abs().max() > 0.25 * expected.abs().max(), "finite, and wrong"
+
+
+@pytest.mark.parametrize("name", ["CogVideoX-5B", "CogView3-Plus", "CogView4"])
+def test_a_stream_at_1e15_is_finite_and_four_times_nearer_than_bf16(name):
+    """As far as fp16 weights can take it: large gates, large weights, and a feed-forward at the end of its range."""
+
+    def hot() -> tuple[Any, dict[str, Any]]:
+        denoiser, call = build(name)
+        block = denoiser.transformer_blocks[1]
+        inner = block.ff.net[0].proj
+        inner.weight.zero_()
+        inner.bias.copy_(torch.linspace(3e4, 6e4, inner.out_features).half())
+        layer, *gates = MODELS[name].gates[FEED_FORWARD]
+        block.get_submodule(layer).bias.view(-1, 64)[gates] = 6.4e4
+        block.ff.net[2].weight.mul_(3e5)
+        assert block.ff.net[2].weight.abs().max() < 65504
+        return denoiser, call
+
+    denoiser, call = hot()
+    stream = MODELS[name].family.stream
+    assert stream and stream_peak(denoiser, stream, lambda: denoiser(**call)) > 1e15
+    expected = denoiser(**call)[0]
+    bf16 = hot()[0].to(torch.bfloat16)(**in_dtype(call, torch.bfloat16))[0]
+    found = wide_stream(name, denoiser.half())(**in_dtype(call, torch.float16))[0]
+    assert found.isfinite().all() and error(found, expected) <= error(bf16, expected) / 4
+
+
+@settings(max_examples=drawn(40, 10), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(name=st.sampled_from(sorted(MODELS)), size=SIZES)
+def test_in_fp32_it_is_the_denoiser_at_any_size(name, size):
+    denoiser, call = build(name, size=size)
+    expected = denoiser(**call)[0]
+    made = wide_stream(name, denoiser, torch.float32)(**call)[0]
+    assert error(made, expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["CogVideoX-5B", "CogView3-Plus", "CogView4"])
+def test_the_stream_alone_is_float32(name):
+    denoiser, call = build(name)
+    stream = MODELS[name].family.stream
+    assert stream
+    shell: Any = wide_stream(name, denoiser.half())
+    given: dict[str, torch.dtype] = {}
+    block = shell.transformer_blocks[1]
+    norms = {f"transformer_blocks.1.{norm}" for norm in stream.norms}
+    for layer in stream.norm_names(shell):
+        shell.get_submodule(layer).register_forward_pre_hook(
+            lambda _norm, args, layer=layer: given.__setitem__(layer, args[0].dtype)
+        )
+    for layer in ("attn1.to_q", "ff.net.0.proj"):
+        block.get_submodule(layer).register_forward_hook(
+            lambda _layer, _args, made, layer=layer: given.__setitem__(layer, made.dtype)
+        )
+    shell(**in_dtype(call, torch.float16))
+    assert {given[layer] for layer in norms | {*stream.last_norms}} == {torch.float32}
+    assert {given["attn1.to_q"], given["ff.net.0.proj"]} == {torch.float16}
+
+
+def test_an_overflow_inside_a_feed_forward_is_not_helped():
+    denoiser, call = build("CogVideoX-5B")
+    denoiser.transformer_blocks[0].ff.net[0].proj.weight.mul_(1e6)
+    denoiser.transformer_blocks[0].ff.net[2].weight.mul_(1e-6)
+    found = wide_stream("CogVideoX-5B", denoiser.half())(**in_dtype(call, torch.float16))[0]
+    assert not found.isfinite().all()
+
+
+def test_what_cannot_be_wide_is_named():
+    denoiser, _ = build("CogVideoX-5B")
+    denoiser.set_submodule("transformer_blocks.2.ff.net.2", nn.Bilinear(2, 2, 2))
+    with pytest.raises(CannotWiden, match=r"'transformer_blocks.2.ff.net.2' is a Bilinear.*Use precision 'bf16'"):
+        wide_stream("CogVideoX-5B", denoiser)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_its_class_is_found_by_its_name_as_onediff_looks_it_up(name):
+    kind = type(wide(drawn_layer(name)[0]))
+    assert getattr(importlib.import_module(kind.__module__), kind.__qualname__) is kind
