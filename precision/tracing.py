@@ -11,6 +11,7 @@ and in half precision a stream far beyond fp16's range must come out right.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -106,19 +107,18 @@ def _everywhere(module: torch.nn.Module, names: Iterable[str]) -> tuple[str, ...
 
 def prove(module: torch.nn.Module, call: Call, found: Found, dtype: torch.dtype) -> None:
     """Raises NotFound where the module with a wide stream is not the module."""
+    exact = floating(run_in_fp32(call, module))
+    hot = floating(run_in_fp32(call, _gained(module, found.writers)))
     try:
         shell = with_wide_stream(module, found.names, dtype)
-        exact = floating(run_in_fp32(call, module))
-        if (apart := _apart(floating(run_in_fp32(call, shell)), exact)) > AGREE:
-            raise NotFound(f"in float32 a wide stream changes the result by {apart:.2g}")
-        hot = floating(run_in_fp32(call, _gained(module, found.writers)))
+        same = floating(run_in_fp32(call, shell))
         half = floating(call(_gained(shell, found.writers)))
     except CannotWiden as error:
         raise NotFound(str(error)) from None
     except (RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, NotFound):
-            raise
         raise NotFound(f"it does not run with a wide stream: {str(error).strip().splitlines()[0]}") from error
+    if not (apart := _apart(same, exact)) <= AGREE:
+        raise NotFound(f"in float32 a wide stream changes the result by {apart:.2g}")
     if not (apart := _apart(half, hot)) <= NEAR:
         raise NotFound(
             f"beyond fp16's range a wide stream comes out {apart:.2g} wrong: a layer reads it without a norm"
@@ -152,11 +152,10 @@ class _Value:
 
 
 class _Recorder(TorchFunctionMode):
-    def __init__(self, names: dict[int, str]):
+    def __init__(self) -> None:
         super().__init__()
         self.values: list[_Value] = []
-        self.running: list[str] = []
-        self.names = names
+        self.running: list[str] = []  # modules, the innermost last
         self._latest: dict[int, int] = {}  # tensor → value
         self._alive: list[torch.Tensor] = []  # another tensor would get its place in memory
 
@@ -193,13 +192,17 @@ def _floats(tree: Any) -> list[torch.Tensor]:
 
 
 def _traced(module: torch.nn.Module, call: Call) -> list[_Value]:
-    recorder = _Recorder({id(part): name for name, part in module.named_modules()})
+    recorder, names = _Recorder(), {id(part): name for name, part in module.named_modules()}
+
+    here = threading.get_ident()  # another thread may run the same module
 
     def enter(part: torch.nn.Module, _args: Any) -> None:
-        recorder.running.append(recorder.names[id(part)])
+        if threading.get_ident() == here:
+            recorder.running.append(names[id(part)])
 
     def leave(_part: torch.nn.Module, _args: Any, _made: Any) -> None:
-        recorder.running.pop()
+        if threading.get_ident() == here:
+            recorder.running.pop()
 
     handles = [part.register_forward_pre_hook(enter) for part in module.modules()]
     handles += [part.register_forward_hook(leave, always_call=True) for part in module.modules()]
@@ -229,9 +232,6 @@ def _depths(graph: list[_Value]) -> list[int]:
 def _terms(graph: list[_Value], value: _Value) -> list[int]:
     """What is summed, without what is spread over it: a bias, a shift."""
     terms = [each for each in value.inputs if graph[each].size == value.size]
-    if value.function.startswith("addcmul") and len(value.inputs) == 3:
-        factors = [each for each in value.inputs[1:] if graph[each].size == value.size]
-        terms = [*(t for t in value.inputs[:1] if graph[t].size == value.size), *factors[:1]]
     return list(dict.fromkeys(terms))
 
 
@@ -243,39 +243,44 @@ def _follow(
     starts: dict[str, None],
     writers: dict[str, None],
 ) -> None:
-    """Along the stream from a value in it to its start."""
-    left = [end]
-    while left:
-        index = left.pop()
-        if index in seen:
-            continue
-        seen.add(index)
+    """Along the stream from a value in it to its start. seen: where others have been."""
+
+    def before(index: int) -> Iterable[int]:
         value = graph[index]
         if value.function in _SUMS:
             terms = sorted(_terms(graph, value), key=lambda term: -depths[term])
-            left += terms[:1]
-            for term in terms[1:]:
-                _made_by(graph, term, writers)
-        elif value.function in _MOVES:
-            left += value.inputs
-        else:
-            _made_by(graph, index, starts)
+            for branch in terms[1:]:
+                _made_by(graph, branch, writers)
+            return terms[:1]
+        if value.function in _MOVES:
+            return value.inputs
+        _made_by(graph, index, starts)
+        return ()
+
+    _back(end, before, seen)
 
 
 def _made_by(graph: list[_Value], end: int, layers: dict[str, None]) -> None:
     """The linear layers and convolutions behind a value, through products, sums, norms and moves."""
-    left, seen = [end], set[int]()
-    while left:
-        index = left.pop()
-        if index in seen:
-            continue
-        seen.add(index)
+
+    def before(index: int) -> Iterable[int]:
         value = graph[index]
         if value.function in _LINEAR:
             layers[value.module] = None
-        elif value.function in _NORMS:
-            left += value.inputs[:1]
-        elif value.function in _PRODUCTS | _SUMS:
-            left += [each for each in value.inputs if graph[each].size >= value.size]
-        elif value.function in _MOVES:
-            left += value.inputs
+        if value.function in _NORMS:
+            return value.inputs[:1]
+        if value.function in _PRODUCTS | _SUMS:
+            return [each for each in value.inputs if graph[each].size >= value.size]
+        return value.inputs if value.function in _MOVES else ()
+
+    _back(end, before, set())
+
+
+def _back(end: int, before: Callable[[int], Iterable[int]], seen: set[int]) -> None:
+    """From value to value, each once. before: the values that one leads to."""
+    left = [end]
+    while left:
+        index = left.pop()
+        if index not in seen:
+            seen.add(index)
+            left += before(index)

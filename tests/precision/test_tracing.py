@@ -30,7 +30,7 @@ class Shape:
     gate: str = "none"  # or "parameter", "computed"
     sandwich: bool = False  # a norm behind each branch, too
     streams: int = 1
-    start: str = "linear"  # or "convolution"
+    start: str = "linear"  # or "convolution", or "outer": a sum of two, each spread over the other
     positions: bool = False
     clips: bool = False
     unnormed: bool = False  # a layer in each block reads the stream as it is
@@ -47,7 +47,7 @@ SHAPES = st.builds(
     gate=st.sampled_from(["none", "parameter", "computed"]),
     sandwich=st.booleans(),
     streams=st.integers(1, 2),
-    start=st.sampled_from(["linear", "convolution"]),
+    start=st.sampled_from(["linear", "convolution", "outer"]),
     positions=st.booleans(),
     clips=st.booleans(),
     unnormed=st.booleans(),
@@ -117,7 +117,10 @@ class Drawn(nn.Module):
 
     def stream(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         x = self.embed(x) if isinstance(self.embed, nn.Linear) else self.embed(x.transpose(1, 2)).transpose(1, 2)
-        x = x + self.positions if self.shape.positions else x + 0
+        if self.shape.start == "outer":
+            x = x.mean(1, keepdim=True) + self.positions
+        elif self.shape.positions:
+            x = x + self.positions
         first = x.clone()
         for block in self.blocks:
             for branch in block.children():
@@ -201,6 +204,11 @@ def test_a_network_without_a_stream_is_refused() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)).half().requires_grad_(False)
     with pytest.raises(NotFound, match="no chain of 3 sums"):
         find_stream(module, lambda net: net(torch.randn(2, 4).half()), torch.float16)
+
+
+def test_a_stream_may_start_with_a_sum_of_two_that_are_spread_over_each_other() -> None:
+    found = find_stream(network(Shape(start="outer")).half(), step(torch.float16), torch.float16)
+    assert set(found.writers) == {f"blocks.{block}.{branch}.out" for block in range(3) for branch in range(2)}
 
 
 def test_nothing_is_left_on_the_network() -> None:
