@@ -24,7 +24,7 @@ import torch
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 from torch.utils import _pytree as pytree
 
-from .shared import SharedSetting
+from .fp32_settings import EAGER_ONLY, FP32_ATTENTION, TF32, autocast_off, device_types
 
 HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
 
@@ -73,11 +73,11 @@ def fp32_mode(*, tf32: bool = False) -> Generator[None]:
     """Everything that this thread runs inside computes in float32; half tensors stay as they are outside."""
     with ExitStack() as stack:
         if "torch._dynamo" in sys.modules:
-            stack.enter_context(_EAGER_ONLY.held())
+            stack.enter_context(EAGER_ONLY.held())
         if tf32:
-            stack.enter_context(_TF32.held())
+            stack.enter_context(TF32.held())
         stack.enter_context(torch.no_grad())
-        stack.enter_context(_autocast_off(_device_types()))
+        stack.enter_context(autocast_off(device_types()))
         stack.enter_context(_Fp32Mode())
         yield
 
@@ -102,7 +102,7 @@ class OneOperation:
 class _Fp32Mode(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
-        self._device_types = _device_types()
+        self._device_types = device_types()
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -129,7 +129,7 @@ class _Fp32Mode(TorchFunctionMode):
         memo: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         fp32_args, fp32_kwargs = pytree.tree_map_only(torch.Tensor, lambda t: _upcast(t, memo), (args, kwargs))
         fp32_args, fp32_kwargs = _fp32_dtypes((fp32_args, fp32_kwargs))
-        with _autocast_off(d for d in self._device_types if torch.is_autocast_enabled(d)):
+        with autocast_off(d for d in self._device_types if torch.is_autocast_enabled(d)):
             call = _call_attention if func in _ATTENTION else _call
             result = call(func, fp32_args, fp32_kwargs)
         written = _write_back(memo.values())
@@ -244,9 +244,9 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _call_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """SDPA with the kernels that take float32, even where the user allows only half-precision ones."""
-    if torch.backends.cuda.math_sdp_enabled() and not _FP32_ATTENTION.is_held:
+    if torch.backends.cuda.math_sdp_enabled() and not FP32_ATTENTION.is_held:
         return func(*args, **kwargs)
-    with _FP32_ATTENTION.held():
+    with FP32_ATTENTION.held():
         return func(*args, **kwargs)
 
 
@@ -286,81 +286,6 @@ _TENSOR_TYPES = {
     for module in ("torch", "torch.cuda")
     for half in ("HalfTensor", "BFloat16Tensor")
 }
-
-
-def _device_types() -> tuple[str, ...]:
-    if not torch.accelerator.is_available():  # asked first: where there is none, torch 2.6 raises
-        return ("cpu",)
-    accelerator = torch.accelerator.current_accelerator()
-    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
-
-
-@contextmanager
-def _autocast_off(device_types: Iterable[str]) -> Generator[None]:
-    with ExitStack() as stack:
-        for device_type in device_types:
-            stack.enter_context(torch.autocast(device_type, enabled=False))
-        yield
-
-
-def _force_eager() -> Callable[[], None]:
-    stance = torch.compiler.set_stance("force_eager")
-    return lambda: stance.__exit__(None, None, None)
-
-
-def _allow_fp32_attention() -> Callable[[], None]:
-    kernels = torch.nn.attention.SDPBackend
-    with ExitStack() as held:
-        held.enter_context(torch.nn.attention.sdpa_kernel([kernels.EFFICIENT_ATTENTION, kernels.MATH]))
-        return held.pop_all().close
-
-
-def _allow_tf32() -> Callable[[], None]:
-    """Through PyTorch's old switches, which set the new ones (2.9 and later) along: after the new ones alone, reading
-    an old one raises, in every thread."""
-    matmul: Any = torch.backends.cuda.matmul
-    cudnn: Any = torch.backends.cudnn
-    undo = _in_tf32(matmul, (matmul,)), _in_tf32(cudnn, (cudnn.conv, cudnn.rnn) if hasattr(cudnn, "conv") else ())
-
-    def restore() -> None:
-        for each in undo:
-            each()
-
-    return restore
-
-
-def _in_tf32(switch: Any, operations: tuple[Any, ...]) -> Callable[[], None]:
-    """Allow TF32 where it is not; returns what takes that away.
-
-    operations: whose new settings the old switch sets; the first is what needs TF32.
-    """
-    operations = tuple(each for each in operations if hasattr(each, "fp32_precision"))
-    before = [each.fp32_precision for each in operations]  # their own, or what stands above them
-    allowed = before[0] == "tf32" if before else switch.allow_tf32
-    if allowed:  # whichever way: 'high' and 'medium' matrix products are not told apart by the old switch
-        return lambda: None
-    try:
-        mixed = switch.allow_tf32  # off in the new settings, so on here is another's doing
-    except RuntimeError:
-        mixed = True
-    if mixed:
-        operations[0].fp32_precision = "tf32"
-    else:
-        switch.allow_tf32 = True
-
-    def restore() -> None:
-        if not mixed:
-            switch.allow_tf32 = False
-        for operation, precision in zip(operations, before, strict=True):
-            inherited = precision == torch.backends.cudnn.fp32_precision  # it stands for all of CUDA
-            operation.fp32_precision = "none" if inherited else precision
-
-    return restore
-
-
-_EAGER_ONLY = SharedSetting(_force_eager)
-_TF32 = SharedSetting(_allow_tf32)
-_FP32_ATTENTION = SharedSetting(_allow_fp32_attention)
 
 
 def _refuse_scripted(module: torch.nn.Module) -> None:

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch._dynamo
 from comfyui_onediff_guard.nodes import host
-from comfyui_onediff_guard.precision.upcast import _EAGER_ONLY
+from comfyui_onediff_guard.precision.fp32_settings import EAGER_ONLY
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -141,7 +141,7 @@ KINDS: dict[str, Callable[..., Undo]] = {
     "hooks": hook,
     "compiler": lambda: entered(torch._dynamo.config.patch(suppress_errors=True)),
     "compiler stance": lambda: entered(torch.compiler.set_stance("force_eager")),
-    "pack": lambda: entered(_EAGER_ONLY.held()),
+    "pack": lambda: entered(EAGER_ONLY.held()),
     "pack folders of a run": lambda: entered(host.plain_folders(models=[], input=Path(), output=Path())),
 }
 

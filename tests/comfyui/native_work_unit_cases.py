@@ -186,8 +186,8 @@ def _raise(error: BaseException, dtype: torch.dtype, executor: Any, x: torch.Ten
 def left(patcher: Any) -> list[str]:
     """What is still held or hooked, in any thread."""
     pack = "custom_nodes_pack"
-    upcast = sys.modules[f"{pack}.precision.upcast"]
-    settings = {name: getattr(upcast, name) for name in ("_EAGER_ONLY", "_TF32", "_FP32_ATTENTION")}
+    fp32_settings = sys.modules[f"{pack}.precision.fp32_settings"]
+    settings = {name: getattr(fp32_settings, name) for name in ("EAGER_ONLY", "TF32", "FP32_ATTENTION")}
     settings["_WHOLE_PRODUCTS"] = sys.modules[f"{pack}.nodes.comfy_products"]._WHOLE_PRODUCTS
     found = [name for name, setting in settings.items() if setting.is_held]
     found += ["switches"] * len(sys.modules[f"{pack}.precision.accumulation"]._HOLDERS.current)

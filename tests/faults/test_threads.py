@@ -32,7 +32,7 @@ from comfyui_onediff_guard.pipelines.keeping import LIMIT_VARIABLE
 from comfyui_onediff_guard.pipelines.lora import Lora
 from comfyui_onediff_guard.pipelines.placement import PlainPlacement
 from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
-from comfyui_onediff_guard.precision import upcast
+from comfyui_onediff_guard.precision import fp32_settings
 from comfyui_onediff_guard.precision.policy import Component, Precision
 from comfyui_onediff_guard.precision.shared import NO_WARNINGS, SharedSetting, Turns
 from moving import train_lora
@@ -242,9 +242,9 @@ def test_a_run_that_times_out_stops_no_other(tmp_path: Path) -> None:
 
 SETTINGS: dict[str, SharedSetting] = {
     "no warnings": NO_WARNINGS,
-    "eager only": upcast._EAGER_ONLY,
-    "tf32": upcast._TF32,
-    "attention in fp32": upcast._FP32_ATTENTION,
+    "eager only": fp32_settings.EAGER_ONLY,
+    "tf32": fp32_settings.TF32,
+    "attention in fp32": fp32_settings.FP32_ATTENTION,
 }
 
 
