@@ -13,7 +13,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .shells import replaced
-from .streams import Stream
 
 
 @dataclass(frozen=True)
@@ -56,15 +55,6 @@ def leaf_peaks(module: torch.nn.Module, call: Callable[[], Any], also: Iterable[
     for name, peak in seen:
         peaks[name] = peaks.get(name, peak).widened(peak)
     return peaks
-
-
-def stream_peak(module: torch.nn.Module, stream: Stream, call: Callable[[], Any]) -> float:
-    """max |x| of the residual stream while `call` runs `module`, read at its norms' inputs. inf or NaN: overflowed."""
-    peaks: list[torch.Tensor] = []
-    norms = {name: module.get_submodule(name) for name in stream.norm_names(module)}
-    with hooked(norms, lambda _name, _norm, given, _made: peaks.append(largest(given[0]))):
-        call()
-    return torch.stack(peaks).amax().item()
 
 
 def first_broken(module: torch.nn.Module, call: Callable[[], Any], limit: float = math.inf) -> str | None:

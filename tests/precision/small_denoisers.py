@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from comfyui_onediff_guard.pipelines.families import COGVIDEOX, COGVIEW3PLUS, COGVIEW4, FamilySpec
-from comfyui_onediff_guard.precision.observe import stream_peak
 from diffusers import CogVideoXTransformer3DModel, CogView3PlusTransformer2DModel, CogView4Transformer2DModel
+from stream_peaks import stream_peak
 
 HEAD = 16  # channels of one attention head
 TEXT = 32  # channels of a prompt's embedding

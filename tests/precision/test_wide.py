@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.precision.observe import stream_peak
 from comfyui_onediff_guard.precision.wide import CannotWiden, wide, with_wide_stream
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_denoisers import ATTENTION, FEED_FORWARD, MODELS, Size, build, in_dtype
+from stream_peaks import stream_peak
 from tiers import drawn
 from torch import nn
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from comfyui_onediff_guard.precision.findings import Anatomy, find
-from comfyui_onediff_guard.precision.observe import leaf_peaks, stream_peak
+from comfyui_onediff_guard.precision.observe import leaf_peaks
 from comfyui_onediff_guard.precision.wide import CannotWiden, with_wide_stream
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, inject_adapter_in_model
 from small_denoisers import ATTENTION, FEED_FORWARD, MODELS, build, in_dtype
+from stream_peaks import stream_peak
 from tiers import drawn
 
 # peft's, at each adapter after the first
