@@ -16,10 +16,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..pipelines.errors import BadInput
-from ..precision.dtypes import DTYPES, dtype_name
 from ..precision.guard import GuardStopped
 from ..precision.observe import floating, non_finite
-from ..precision.policy import Component, Plan
 from .comfy_memory import CallMemory
 from .comfy_products import products_in_fp32
 from .comfy_weights import loaded_anew, weights_as_stored
@@ -133,9 +131,14 @@ def apply_model(
     return executor(x, timestep, c_concat, c_crossattn, control, memory.of_a_call(options), **more)
 
 
-def apply_model_in_fp32(*, executor: Any, memory: CallMemory, **call: Any) -> Any:
+def apply_model_in_full(*, executor: Any, **call: Any) -> Any:
+    """From the weights as they are stored, by layers and kernels that take float32."""
     with products_in_fp32(executor.class_obj.diffusion_model), weights_as_stored():
-        made = apply_model(executor=executor, memory=memory, options={ATTENTION_OVERRIDE: _attention_in_fp32}, **call)
+        return apply_model(executor=executor, options={ATTENTION_OVERRIDE: _attention_in_fp32}, **call)
+
+
+def apply_model_in_fp32(*, memory: CallMemory, **call: Any) -> Any:
+    made = apply_model_in_full(memory=memory, **call)
     memory.keep()
     return made
 
@@ -147,28 +150,7 @@ def load_anew(*, executor: Any, timestep: Any, control: Any, memory: CallMemory,
 
 
 def _attention_in_fp32(chosen: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """For the rerun: kernels for half precision alone (sage, flash, another pack's) give way to PyTorch's own."""
+    """Kernels for half precision alone (sage, flash, another pack's) give way to PyTorch's own."""
     if getattr(chosen, "__name__", "") not in TAKE_FP32:
         chosen = sys.modules["comfy.ldm.modules.attention"].attention_pytorch
     return chosen(*args, **kwargs)
-
-
-def comfy_plan(component: Component, model: str, computes_in: torch.dtype) -> Plan:
-    """Of a stage whose dtype ComfyUI chose. model: its name, for people. Raises BadInput where it is none of ours."""
-    dtype = dtype_name(computes_in)
-    if dtype not in DTYPES:
-        raise BadInput(f"{model} computes in {dtype}. The NaN Guard and the Numerics Probe know {', '.join(DTYPES)}.")
-    half = dtype != "fp32"
-    return Plan(
-        component=component,
-        dtype=dtype,
-        guarded=half,
-        wide=False,
-        accumulation="as it is",
-        reason=f"{model} computes in {dtype} here, by ComfyUI's settings",
-        source="ComfyUI",
-        guard_reason="on: the NaN Guard's node" if half else "only watching: fp32 is what it would rerun in",
-        wide_reason="as ComfyUI computes it",
-        accumulation_reason="ComfyUI's own",
-        accumulation_source="ComfyUI",
-    )

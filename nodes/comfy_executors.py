@@ -30,6 +30,12 @@ class PerExecutor(Generic[Made]):
                 self._made[executor] = make()
             return self._made[executor]
 
+    def replace(self, network: torch.nn.Module, made: Made) -> Made:
+        """In this thread."""
+        with self._lock:
+            self._made[network, threading.get_ident()] = made
+            return made
+
     def all(self) -> list[Made]:
         """In the order in which they began."""
         with self._lock:

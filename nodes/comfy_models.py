@@ -18,22 +18,30 @@ from typing import Any
 import torch
 
 from ..pipelines.errors import BadInput
-from ..precision.guard import GuardPolicy
 from ..precision.policy import Component
-from .comfy_calls import KEY, ModelCall, apply_model, apply_model_in_fp32, around_apply_model, load_anew, wrapped
+from .comfy_calls import (
+    KEY,
+    ModelCall,
+    apply_model,
+    apply_model_in_fp32,
+    apply_model_in_full,
+    around_apply_model,
+    load_anew,
+    wrapped,
+)
 from .comfy_products import products_in_fp32
-from .comfy_runs import Run, Stage, guarded_run
+from .comfy_runs import Run, Settings, Stage, guarded_run
 from .comfy_weights import weights_as_stored
 
 _UNGUARDED = "onediff_guard_unguarded"
 
 
-def guarded_model(patcher: Any, policy: GuardPolicy, node_id: str | None) -> Any:
+def guarded_model(patcher: Any, settings: Settings) -> Any:
     """A clone of a MODEL (ComfyUI's ModelPatcher) that is guarded. A guard that it had before is replaced.
 
     Raises BadInput where ComfyUI is too old to have the wrappers.
     """
-    guard = _ModelGuard(policy, node_id)
+    guard = _ModelGuard(settings)
     wrappers = {
         "OUTER_SAMPLE": guard.sample,
         "PREPARE_SAMPLING": guard.prepare,
@@ -42,7 +50,7 @@ def guarded_model(patcher: Any, policy: GuardPolicy, node_id: str | None) -> Any
     return wrapped(patcher, wrappers)
 
 
-def guarded_vae(vae: Any, policy: GuardPolicy, node_id: str | None) -> Any:
+def guarded_vae(vae: Any, settings: Settings) -> Any:
     """A copy of a VAE that is guarded. A guard that it had before is replaced.
 
     Raises BadInput where there is no VAE in it, or another pack has replaced one of its methods.
@@ -51,7 +59,7 @@ def guarded_vae(vae: Any, policy: GuardPolicy, node_id: str | None) -> Any:
     network = getattr(vae, "first_stage_model", None)
     if network is None:
         raise BadInput("There is no VAE in this checkpoint. Use a VAE loader in its place.")
-    guard, copied, shell = _VaeGuard(policy, node_id), copy.copy(vae), copy.copy(network)
+    guard, copied, shell = _VaeGuard(settings), copy.copy(vae), copy.copy(network)
     for name, component in (("decode", Component.VAE_DECODE), ("encode", Component.VAE_ENCODE)):
         shell.__dict__[name] = _guarded_network(guard, vae, component, getattr(network, name))
     copied.first_stage_model = shell
@@ -69,9 +77,8 @@ def guarded_vae(vae: Any, policy: GuardPolicy, node_id: str | None) -> Any:
 class _ModelGuard:
     """Of a MODEL: what its wrappers do. `executor` goes on with the chain, and ends in ComfyUI itself."""
 
-    def __init__(self, policy: GuardPolicy, node_id: str | None):
-        self._policy = policy
-        self._node_id = node_id
+    def __init__(self, settings: Settings):
+        self._settings = settings
 
     def sample(
         self, executor: Any, noise: Any, latent_image: Any, sampler: Any, sigmas: Any, *more: Any, **by_name: Any
@@ -79,7 +86,7 @@ class _ModelGuard:
         """Its calls find the run in their options, which are this sampling's own: they may come from other threads,
         and from one that computes on after an error has ended the run."""
         options = executor.class_obj.model_options["transformer_options"]
-        with guarded_run(self._policy, self._node_id, steps=len(sigmas) - 1) as options[KEY]:
+        with guarded_run(self._settings, steps=len(sigmas) - 1) as options[KEY]:
             return executor(noise, latent_image, sampler, sigmas, *more, **by_name)
 
     def prepare(self, executor: Any, *args: Any, model_options: Any = None, **by_name: Any) -> Any:
@@ -92,7 +99,7 @@ class _ModelGuard:
         run: Run | None = call.arguments["memory"].options.get(KEY)
         if run is not None:
             return run.call(_denoiser(call), **call.arguments)
-        with guarded_run(self._policy, self._node_id) as run:
+        with guarded_run(self._settings) as run:
             return run.call(_denoiser(call), **call.arguments)
 
 
@@ -104,6 +111,7 @@ def _denoiser(call: ModelCall) -> Stage:
         dtype=call.dtype,
         device=call.device,
         attempt=apply_model,
+        in_full=apply_model_in_full,
         rerun=apply_model_in_fp32,
         renew=load_anew,
     )
@@ -115,14 +123,13 @@ def _denoiser(call: ModelCall) -> Stage:
 class _VaeGuard(threading.local):
     """Of a VAE: the runs that are going on in this thread. Each is a call of a method, which may call another one."""
 
-    def __init__(self, policy: GuardPolicy, node_id: str | None):
-        self._policy = policy
-        self._node_id = node_id
+    def __init__(self, settings: Settings):
+        self._settings = settings
         self._runs: list[Run] = []
 
     @contextmanager
     def run(self) -> Generator[Run]:
-        with guarded_run(self._policy, self._node_id) as run:
+        with guarded_run(self._settings) as run:
             self._runs.append(run)
             try:
                 yield run
@@ -142,13 +149,13 @@ def _guarded_network(
 ) -> Callable[..., Any]:
     network = vae.first_stage_model
 
-    def in_fp32(network: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def full(network: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         with products_in_fp32(network), weights_as_stored():
             return method(*args, **kwargs)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        rerun = MethodType(in_fp32, network)
-        stage = Stage(type(network).__name__, component, network, vae.vae_dtype, vae.device, method, rerun)
+        in_full = MethodType(full, network)
+        stage = Stage(type(network).__name__, component, network, vae.vae_dtype, vae.device, method, in_full, in_full)
         return guard.call(stage, *args, **kwargs)
 
     return wraps(method)(call)

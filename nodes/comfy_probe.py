@@ -21,8 +21,9 @@ from ..precision.policy import Component, Plan
 from ..precision.probe import Verdict, judge, recommend
 from ..precision.report import RunReport
 from ..precision.upcast import run_in_fp32
-from .comfy_calls import ModelCall, apply_model, apply_model_in_fp32, around_apply_model, comfy_plan, wrapped
+from .comfy_calls import ModelCall, apply_model, apply_model_in_fp32, around_apply_model, wrapped
 from .comfy_executors import CallLog, PerExecutor
+from .comfy_plans import comfy_plan
 from .comfy_refining import refining_guarded
 
 
@@ -91,7 +92,7 @@ class _Run:
 
     def __init__(self, call: ModelCall):
         self.card = detect(call.device)
-        self.plan = comfy_plan(Component.DENOISER, call.name, call.dtype)
+        self.plan = comfy_plan(Component.DENOISER, call.name, call.dtype, self.card)
         self.measured = Measured(call.network, Anatomy.of(call.network, _lists_of_blocks(call.network)))
         self._model = call.name
         self._guards = PerExecutor[StageGuard]()

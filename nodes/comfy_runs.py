@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, MutableMapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -14,12 +14,20 @@ import torch
 from ..precision.accumulation import accumulation, decide
 from ..precision.arch import detect, present
 from ..precision.clips import Clips
-from ..precision.guard import GuardPolicy, StageGuard
-from ..precision.policy import Component
+from ..precision.dtypes import DTYPES, dtype_name
+from ..precision.findings import Anatomy
+from ..precision.guard import GuardPolicy, OnFailure, Scope, StageGuard
+from ..precision.half_products import HalfProducts, run_with_half_products
+from ..precision.islands import Attempt
+from ..precision.learned import NOTHING, Learned
+from ..precision.learning import Learner
+from ..precision.policy import Component, Precision
 from ..precision.report import RunReport, together
+from ..precision.upcast import RerunUnsupported, run_in_fp32
+from ..precision.wide import CannotWiden
 from . import host
-from .comfy_calls import comfy_plan
 from .comfy_executors import CallLog, PerExecutor
+from .comfy_plans import WIDE, comfy_plan
 from .comfy_products import rerun_from
 from .comfy_refining import refining_guarded
 
@@ -36,17 +44,28 @@ class Stage:
     dtype: torch.dtype  # it computes in
     device: torch.device
     attempt: Callable[..., Any]
-    rerun: Callable[..., Any]
+    in_full: Callable[..., Any]  # the same, such that it can be in float32, or in part
+    rerun: Callable[..., Any]  # the same, and it is the call that counts
     renew: Callable[..., bool] | None = None  # has its weights loaded anew, where they may be stale
 
 
+@dataclass(frozen=True)
+class Settings:
+    """Of one guard's node, and what its runs taught, by dtype: its later runs begin with that."""
+
+    policy: GuardPolicy
+    request: Precision | None = None  # None: what ComfyUI chose
+    node_id: str | None = None
+    learned: MutableMapping[str, Learned] = field(default_factory=dict)
+
+
 @contextmanager
-def guarded_run(policy: GuardPolicy, node_id: str | None, steps: int = 0) -> Generator[Run]:
+def guarded_run(settings: Settings, steps: int = 0) -> Generator[Run]:
     """A run, whose report is shown on the guard's node at its end.
 
     steps: of the sampler; 0 where each call counts as one.
     """
-    run = Run(policy, node_id, steps)
+    run = Run(settings, steps)
     try:
         yield run
     finally:
@@ -57,9 +76,9 @@ class Run:
     """Its calls may come from several threads at the same time. How far a rerun reaches (the policy's scope), each
     executor decides for itself: what another one does at that moment is chance."""
 
-    def __init__(self, policy: GuardPolicy, node_id: str | None, steps: int):
-        self._policy = policy
-        self._node_id = node_id
+    def __init__(self, settings: Settings, steps: int):
+        self._settings = settings
+        self._node_id = settings.node_id
         self._steps = steps
         self._executors = PerExecutor[_Executor]()
         self._log = CallLog()
@@ -67,18 +86,24 @@ class Run:
 
     def refining(self, model: Any) -> Any:
         """A loaded BaseModel, whose text refiner is guarded too."""
-        return refining_guarded(model, self._policy, self._refined)
+        return refining_guarded(model, self._settings.policy, self._refined)
 
     def _refined(self, line: str) -> None:
         self._before.append(line)
         host.say(self._node_id, line)
 
     def call(self, stage: Stage, *args: Any, **kwargs: Any) -> Any:
-        executor = self._executors.of(stage.network, lambda: _executor(stage, self._policy))
-        report = executor.guard.report
-        with executor.switched() as report.switches:
-            made = executor.guard(*args, **kwargs)
-        step = self._log.add(report.steps[-1])
+        executor = self._executors.of(stage.network, lambda: _executor(stage, self._settings))
+        try:
+            made = executor(*args, **kwargs)
+        except CannotWiden as error:
+            plain = replace(self._settings, request=None)
+            executor = self._executors.replace(stage.network, _executor(stage, plain))
+            executor.guard.report.note(f"as ComfyUI computes it, since not every layer can be wide: {error}")
+            made = executor(*args, **kwargs)
+        if learned := executor.guard.learned:
+            self._settings.learned[executor.guard.dtype] = replace(learned, whole_run_fp32=False)
+        step = self._log.add(executor.guard.report.steps[-1])
         if step.outcome != "finite":
             host.say(self._node_id, f"call {step.step + 1}: {step.note or step.outcome}")
         return made
@@ -108,9 +133,16 @@ class _Executor:
     switched: Callable[[], Any]  # holds the accumulation switches; bf16 and fp32 need none
     reference: str  # what a rerun computes from, where that needs a word
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.switched() as self.guard.report.switches:
+            return self.guard(*args, **kwargs)
 
-def _executor(stage: Stage, policy: GuardPolicy) -> _Executor:
-    architecture, plan = detect(stage.device), comfy_plan(stage.component, stage.model, stage.dtype)
+
+def _executor(stage: Stage, settings: Settings) -> _Executor:
+    architecture, policy = detect(stage.device), settings.policy
+    plan = comfy_plan(stage.component, stage.model, stage.dtype, architecture, settings.request)
+    if plan.half and not plan.guarded:
+        policy = replace(policy, on_failure=OnFailure.OFF)
     switched: Callable[[], Any] = partial(nullcontext, ())
     if plan.dtype == "fp16":
         others = present()
@@ -118,17 +150,39 @@ def _executor(stage: Stage, policy: GuardPolicy) -> _Executor:
         why = {"accumulation_reason": decision.reason_on(architecture), "accumulation_source": decision.source}
         plan = replace(plan, accumulation=decision.mode.value, **why)
         switched = partial(accumulation, architecture, others=others)
-    clips = Clips(plan.dtype)
+    report = RunReport(stage.model, str(architecture), plan)
+    clips, products = Clips(plan.dtype), HalfProducts(DTYPES[plan.dtype])
+    tf32 = architecture.tf32 and not policy.strict
+
+    def in_half(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return run_with_half_products(stage.in_full, *args, products=products, tf32=tf32, **kwargs)
+        except RerunUnsupported as error:
+            raise CannotWiden(str(error)) from error
+
+    def build(learned: Learned) -> Attempt:
+        wide = plan.dtype == "fp16" and (plan.wide or learned.wide)
+        if wide or (plan.half and plan.dtype != dtype_name(stage.dtype)):
+            report.wide = WIDE if wide else report.wide
+            return Attempt(in_half, in_half, everything=wide)
+        if plan.half or dtype_name(stage.dtype) == "fp32":
+            attempt = clips.watched(stage.attempt)
+        else:
+            attempt = partial(run_in_fp32, stage.in_full, tf32=tf32)
+        return Attempt(attempt, attempt)
+
+    learned = settings.learned.get(plan.dtype, NOTHING) if policy.scope is Scope.LEARNED else NOTHING
+    learner = Learner(stage.network, plan.dtype, build, Anatomy(everything=True), learned)
     guard = StageGuard(
         stage.component.value,
-        clips.watched(stage.attempt),
+        learner,
         rerun=stage.rerun,
         owner=stage.network,
         dtype=plan.dtype,
         policy=policy,
-        report=RunReport(stage.model, str(architecture), plan),
+        report=report,
         tf32=architecture.tf32,
-        peak_inside=clips.take,
+        peak_inside=lambda: None if learner.attempt.everything else clips.take(),
         renew=stage.renew,
     )
     return _Executor(guard, switched, rerun_from(stage.network))

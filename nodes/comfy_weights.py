@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..precision.shared import SharedSetting
-from ..precision.upcast import OneOperation
+from ..precision.upcast import HALF_DTYPES, OneOperation
 
 _MOVES = {
     "comfy.ops": (
@@ -65,8 +65,29 @@ def _as_operations() -> Callable[[], None]:
                 original = getattr(module, function, None)
                 if original is not None:  # older ComfyUIs have some of them
                     undo.callback(setattr, module, function, original)
-                    setattr(module, function, OneOperation(original))
+                    setattr(module, function, OneOperation(original, _FOR_PRODUCTS.get(function)))
         return undo.pop_all().close
 
 
+def _cast_for_products(
+    products: torch.dtype,
+    layer: Any,
+    input: Any = None,  # noqa: A002 - as ComfyUI names it
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    bias_dtype: torch.dtype | None = None,
+    **more: Any,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of `cast_bias_weight` such that it gives a product's weight in the dtype of products, and all else in
+    float32, as the layer's input is."""
+    weight = getattr(layer, "weight", None)
+    multiplies = isinstance(weight, torch.Tensor) and weight.ndim > 1 and not isinstance(layer, torch.nn.Embedding)
+    if dtype is None and multiplies:
+        dtype, bias_dtype = products, torch.float32
+    elif dtype in HALF_DTYPES:
+        dtype = torch.float32
+    return (layer, input), {"dtype": dtype, "device": device, "bias_dtype": bias_dtype, **more}
+
+
+_FOR_PRODUCTS = {"cast_bias_weight": _cast_for_products}
 _MOVES_ARE_OPERATIONS = SharedSetting(_as_operations)

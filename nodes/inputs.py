@@ -17,7 +17,7 @@ ACCUMULATIONS = ("auto", "fast")
 FITS = ("crop", "stretch", "refuse")
 ON_FAILURE = ("rerun", "stop", "off")
 SCOPES = ("step", "learned", "run")
-NATIVE_SCOPES = ("step", "run")  # of ComfyUI's own models
+NATIVE_SCOPES = ("step", "run", "learned")  # of ComfyUI's own models
 SCHEDULERS = ("DDIM", "DPM")
 INHERIT = "inherit"
 _NONE = "none found: "  # begins what is alone in a list that would be empty, which ComfyUI cannot use
@@ -35,6 +35,16 @@ def precision(*, inherit: bool = False) -> tuple[list[str], dict[str, Any]]:
         tip = f"inherit: as the loader says. {_PRECISION_TIP}"
         return [INHERIT, *PRECISIONS], {"default": INHERIT, "tooltip": tip}
     return list(PRECISIONS), {"default": "auto", "tooltip": _PRECISION_TIP}
+
+
+def native_precision() -> tuple[list[str], dict[str, Any]]:
+    """Of ComfyUI's own models."""
+    tip = (
+        "inherit: as ComfyUI chose. auto: bf16 where the card computes it natively, else fp16 that overflows nowhere, "
+        "else as ComfyUI chose; the reason is shown on this node. fp16: products in fp16, scaled so that they fit, all "
+        "else in float32. bf16: the same in bf16. fp16 (plain): ComfyUI's own, not guarded, for comparison. fp32: slow."
+    )
+    return [INHERIT, *PRECISIONS], {"default": INHERIT, "tooltip": tip}
 
 
 def none_found(*kinds: str, otherwise: str = "") -> str:

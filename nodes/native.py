@@ -9,7 +9,7 @@ from .probe import PICTURE, TEXT, shown
 from .sample import seed
 
 if TYPE_CHECKING:
-    from ..precision.guard import GuardPolicy
+    from .comfy_runs import Settings
 
 
 class NaNGuardModel:
@@ -42,14 +42,12 @@ class NaNGuardModel:
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
         tip = "From a loader, a LoRA or another node that changes it. It stays as it is; what comes out is guarded."
-        return {"required": {"model": ("MODEL", {"tooltip": tip}), **_policy_inputs()}, "hidden": inputs.node_id()}
+        return {"required": {"model": ("MODEL", {"tooltip": tip}), **_policy_inputs()}, **_further_inputs()}
 
-    def apply(
-        self, model: Any, on_failure: str, strict: bool, scope: str = "step", node_id: str | None = None
-    ) -> tuple[Any]:
+    def apply(self, model: Any, *policy: Any, **further: Any) -> tuple[Any]:
         from .comfy_models import guarded_model
 
-        return (guarded_model(model, _policy(on_failure, strict, scope), node_id),)
+        return (guarded_model(model, _settings(*policy, **further)),)
 
 
 class NaNGuardVAE:
@@ -80,14 +78,12 @@ class NaNGuardVAE:
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
         tip = "From a loader. It stays as it is; what comes out is guarded."
-        return {"required": {"vae": ("VAE", {"tooltip": tip}), **_policy_inputs()}, "hidden": inputs.node_id()}
+        return {"required": {"vae": ("VAE", {"tooltip": tip}), **_policy_inputs()}, **_further_inputs()}
 
-    def apply(
-        self, vae: Any, on_failure: str, strict: bool, scope: str = "step", node_id: str | None = None
-    ) -> tuple[Any]:
+    def apply(self, vae: Any, *policy: Any, **further: Any) -> tuple[Any]:
         from .comfy_models import guarded_vae
 
-        return (guarded_vae(vae, _policy(on_failure, strict, scope), node_id),)
+        return (guarded_vae(vae, _settings(*policy, **further)),)
 
 
 class NumericsProbeModel:
@@ -171,15 +167,30 @@ def _policy_inputs() -> dict[str, Any]:
         "on_failure": inputs.on_failure(),
         "strict": inputs.strict(),
         "scope": inputs.choice(
-            inputs.NATIVE_SCOPES, "step: rerun what failed alone. run: the rest of the run is in fp32."
+            inputs.NATIVE_SCOPES,
+            "step: rerun what failed alone. run: the rest of the run is in fp32. learned: where fp16 failed, every "
+            "layer is wide from the next call on, in later runs too: its products in fp16, all else in float32.",
         ),
     }
 
 
-def _policy(on_failure: str, strict: bool, scope: str) -> GuardPolicy:
+def _further_inputs() -> dict[str, Any]:
+    return {"optional": {"precision": inputs.native_precision()}, "hidden": inputs.node_id()}
+
+
+def _settings(
+    on_failure: str,
+    strict: bool,
+    scope: str = "step",
+    precision: str = inputs.INHERIT,
+    node_id: str | None = None,
+) -> Settings:
     """Raises TorchTooOld, where no rerun would work."""
     from ..pipelines.machine import check_torch
     from ..precision.guard import GuardPolicy, OnFailure, Scope
+    from ..precision.policy import Precision
+    from .comfy_runs import Settings
 
     check_torch()
-    return GuardPolicy(OnFailure(on_failure), strict, Scope(scope))
+    request = None if precision == inputs.INHERIT else Precision(precision)
+    return Settings(GuardPolicy(OnFailure(on_failure), strict, Scope(scope)), request, node_id)

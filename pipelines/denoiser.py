@@ -165,7 +165,7 @@ class _Attempts:
             device=store.placement.device,
             tf32=handle.tf32,
         )
-        report.wide = made.wide
+        report.wide = "stream in float32" if made.wide else ""
         if handle.family.clips and dtype == "fp16" and not made.wide:
             made = replace(made, run=self._block_outputs.watched(made.run, handle.family.blocks[0]))
         if backend.name == "eager" and how.attention:  # what is compiled has it inside

@@ -26,6 +26,7 @@ class Anatomy:
     norms: frozenset[str] = frozenset()  # what reads the stream
     writers: frozenset[str] = frozenset()  # what starts the stream or writes to it
     groups: tuple[str, ...] = ()  # modules outside of the blocks that hold layers, and no block: islands too
+    everything: bool = False  # what failed in fp16 is tried with every layer wide, and never with islands
 
     @classmethod
     def of(cls, module: torch.nn.Module, parts: Iterable[str], stream: Stream | None = None) -> Anatomy:
@@ -165,7 +166,9 @@ def found_in_half(
 
 def taught(learned: Learned, finding: Finding, anatomy: Anatomy, dtype: str) -> tuple[Learned, str]:
     """What is known after a failure, and what follows from it in words; "" where nothing does."""
-    if finding.hopeless or (finding.stream is not None and not math.isfinite(finding.stream)):
+    if anatomy.everything and dtype == "fp16" and not learned.wide:
+        return replace(learned, wide=True), "every layer wide from the next call on"
+    if anatomy.everything or finding.hopeless or (finding.stream is not None and not math.isfinite(finding.stream)):
         return replace(learned, whole_run_fp32=True), "the rest of the run in fp32"
     actions: list[str] = []
     if finding.stream is not None and anatomy.widens(dtype):

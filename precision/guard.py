@@ -156,11 +156,11 @@ class StageGuard:
         if self._stays:
             output, made, timestep = self._in_fp32(args, kwargs)
             return self._recorded(output, started, timestep, "fp32", "finite", made, note=STAYS)
-        half_args, half_kwargs, changed = self._cast(args, kwargs)
+        half_args, half_kwargs, changed = self._cast(args, kwargs) if self._narrow else (args, kwargs, [])
         with showing_what_is_broken((half_args, half_kwargs)) if self.dtype != "fp32" else nullcontext():
             output = self._attempt(*half_args, **half_kwargs)
         given, made, inside, timestep = self._measure(changed, output, self._peak_inside(), kwargs.get("timestep"))
-        outcome = made.outcome(self.dtype, inside)
+        outcome = made.outcome(self.dtype if self._narrow else "fp32", inside)
         if given.finite and outcome == "finite":
             if self._learner:
                 self._learner.came_out_right()
@@ -253,6 +253,11 @@ class StageGuard:
     def learned(self) -> Learned | None:
         """What is known by now; None where nothing may be learned."""
         return self._learner.learned if self._learner and self._learns else None
+
+    @property
+    def _narrow(self) -> bool:
+        """Whether what the attempt takes and gives has to fit in half precision."""
+        return not (self._learner and self._learner.attempt.everything)
 
     @property
     def _step(self) -> int:

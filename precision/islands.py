@@ -25,6 +25,7 @@ class Attempt:
     run: Any  # a module, or another callable
     eager: Any  # the same, not compiled: layers can be watched in it
     wide: bool = False  # its residual stream is float32
+    everything: bool = False  # all of it is, but for products that are scaled to fit
 
 
 def half_attempt(

@@ -56,6 +56,8 @@ class Learner:
         also = *self._anatomy.groups, *blocks
         peaks = leaf_peaks(self.module, lambda: results.append(rerun()), also=also)
         self._peaks = {name: peak for name, peak in peaks.items() if counts(self.module.get_submodule(name))}
+        if self.attempt.everything:  # what its layers reach in float32 is no reason
+            return results[0], None
         return results[0], find(self._peaks, self._anatomy, self._dtype, self.learned.islands, wide=self.attempt.wide)
 
     def locate(self, *args: Any, saturated: bool = False, **kwargs: Any) -> Finding:

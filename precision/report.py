@@ -52,7 +52,7 @@ class RunReport:
     graphs: int | None = None  # traced anew in this run, as dynamo counts; None where nothing is compiled
     graphs_kept: int = 0  # of them, those whose code an earlier run had compiled and kept
     switches: tuple[Switch, ...] = ()
-    wide: bool = False  # the residual stream was float32
+    wide: str = ""  # what was float32 in fp16: "stream in float32", "every layer wide"
     learned: Learned | None = None  # what the run knew in the end, where it learns
     calls_per_step: int = 1  # of the denoiser
     memory: Memory | None = None  # None where nobody counts
@@ -102,7 +102,7 @@ class RunReport:
         return f"{graphs}, {kept}from the cache of earlier runs"
 
     def _stream(self) -> str:
-        return ", stream in float32" if self.wide else ""
+        return f", {self.wide}" if self.wide else ""
 
     def _islands(self) -> str:
         islands = self.learned.islands if self.learned else ()

@@ -46,13 +46,25 @@ def run_in_fp32(function: Callable[..., Result], *args: Any, tf32: bool = False,
     weights, a thread started inside forward, an attention kernel for half precision only. Any other error comes as it
     is, also a thread's.
     """
+    return run_in(Fp32Mode(), function, args, kwargs, tf32=tf32)
+
+
+def run_in(
+    mode: Fp32Mode,
+    function: Callable[..., Result],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    tf32: bool = False,
+) -> Result:
+    """The same in a mode that does some of it otherwise."""
     module = getattr(function, "__self__", function)
     if isinstance(module, torch.nn.Module):
         _refuse_scripted(module)
     memo: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     fp32_args, fp32_kwargs = pytree.tree_map_only(torch.Tensor, lambda t: _upcast(t, memo), (args, kwargs))
     try:
-        with fp32_mode(tf32=tf32):
+        with fp32_mode(mode, tf32=tf32):
             result = function(*fp32_args, **fp32_kwargs)
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
         complaint = _dtype_complaint(error)
@@ -69,8 +81,11 @@ def run_in_fp32(function: Callable[..., Result], *args: Any, tf32: bool = False,
 
 
 @contextmanager
-def fp32_mode(*, tf32: bool = False) -> Generator[None]:
-    """Everything that this thread runs inside computes in float32; half tensors stay as they are outside."""
+def fp32_mode(mode: Fp32Mode | None = None, *, tf32: bool = False) -> Generator[None]:
+    """Everything that this thread runs inside computes in float32; half tensors stay as they are outside.
+
+    mode: one that does some of it otherwise.
+    """
     with ExitStack() as stack:
         if "torch._dynamo" in sys.modules:
             stack.enter_context(EAGER_ONLY.held())
@@ -78,7 +93,7 @@ def fp32_mode(*, tf32: bool = False) -> Generator[None]:
             stack.enter_context(TF32.held())
         stack.enter_context(torch.no_grad())
         stack.enter_context(autocast_off(device_types()))
-        stack.enter_context(_Fp32Mode())
+        stack.enter_context(mode or Fp32Mode())
         yield
 
 
@@ -87,11 +102,15 @@ class OneOperation:
     float32, and inside it every other tensor is what it is.
 
     For what moves weights and casts them, which is not computing: it views their bytes, and has to know their dtype.
+
+    for_products: from its arguments, to what it is called with where products are in that dtype, such that it casts
+        the weights of those to it.
     """
 
-    def __init__(self, function: Callable[..., Any]):
+    def __init__(self, function: Callable[..., Any], for_products: Callable[..., Any] | None = None):
         update_wrapper(self, function)
         self._function = function
+        self.for_products = for_products
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if has_torch_function((None,)):  # in a mode, which goes on with this without itself
@@ -99,7 +118,9 @@ class OneOperation:
         return self._function(*args, **kwargs)
 
 
-class _Fp32Mode(TorchFunctionMode):
+class Fp32Mode(TorchFunctionMode):
+    """Every function of PyTorch's computes in float32."""
+
     def __init__(self) -> None:
         super().__init__()
         self._device_types = device_types()
@@ -107,9 +128,10 @@ class _Fp32Mode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return self._in_fp32(func, args, kwargs or {})
+        return self.computed(func, args, kwargs or {})
 
-    def _in_fp32(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What one call gives."""
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__"):
             return _access_property(func, name, args)
@@ -124,7 +146,7 @@ class _Fp32Mode(TorchFunctionMode):
         if func is torch.nn.functional.embedding and _max_norm(args, kwargs) is None:
             return pytree.tree_map_only(torch.Tensor, _float, func(*args, **kwargs))
         if func in _PRODUCTS:
-            args, kwargs = pytree.tree_map_only(torch.Tensor, _dequantised, (args, kwargs))
+            args, kwargs = pytree.tree_map_only(torch.Tensor, dequantised, (args, kwargs))
 
         memo: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         fp32_args, fp32_kwargs = pytree.tree_map_only(torch.Tensor, lambda t: _upcast(t, memo), (args, kwargs))
@@ -149,7 +171,7 @@ def is_quantised(tensor: torch.Tensor) -> bool:
     return type(tensor).dequantize is not torch.Tensor.dequantize
 
 
-def _dequantised(tensor: torch.Tensor) -> torch.Tensor:
+def dequantised(tensor: torch.Tensor) -> torch.Tensor:
     """Whole, in float32: a product with quantised weights may round what they are multiplied by as well."""
     return tensor.float().dequantize() if is_quantised(tensor) else tensor
 

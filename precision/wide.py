@@ -14,7 +14,7 @@ hand on half precision: only the stream is wide.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -148,14 +148,12 @@ class Wide(torch.nn.Module):
     wide_spatial: int  # dimensions behind the channels
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        row = tuple(range(-1 - self.wide_spatial, 0))
-        scale = _scale(torch.linalg.vector_norm(x, torch.inf, row, keepdim=True, dtype=torch.float32), self.wide_limit)
-        scaled = torch.mul(x, scale.reciprocal(), out=torch.empty_like(x, dtype=self.wide_dtype))
-        made: torch.Tensor = super().forward(scaled, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        if self.wide_bias is None:
-            return made * scale
-        bias = self.wide_bias.float().view(-1, *[1] * self.wide_spatial)
-        return torch.addcmul(bias, made, scale)
+        forward = super().forward  # pyright: ignore[reportAttributeAccessIssue]
+
+        def product(scaled: torch.Tensor) -> torch.Tensor:
+            return forward(scaled, *args, **kwargs)
+
+        return scaled_product(product, x, self.wide_dtype, self.wide_limit, self.wide_spatial, self.wide_bias)
 
 
 class Narrow(torch.nn.Module):
@@ -204,17 +202,49 @@ def _normed(
     return F.layer_norm(x, list(norm.normalized_shape), weight, bias, norm.eps)
 
 
+def scaled_product(
+    product: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    limit: torch.Tensor,
+    spatial: int = 0,
+    bias: torch.Tensor | None = None,
+    loudness: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """A layer's output in float32, of a product in half precision that stays in its range.
+
+    product: the layer's, without its bias, of `dtype` in `dtype`.
+    x: [..., channels, *spatial], of any floating dtype.
+    limit: what the values of a scaled row may reach. float32 [].
+    spatial: how many dimensions there are behind the channels.
+    loudness: what the product has to be multiplied by beside.
+    """
+    row = tuple(range(-1 - spatial, 0))
+    scale = _scale(torch.linalg.vector_norm(x, torch.inf, row, keepdim=True, dtype=torch.float32), limit)
+    made = product(torch.mul(x, scale.reciprocal(), out=torch.empty_like(x, dtype=dtype)))
+    if loudness is not None:
+        scale = scale * loudness
+    if bias is None:
+        return made * scale
+    return torch.addcmul(bias.float().view(-1, *[1] * spatial), made, scale)
+
+
 def _limit(layer: Any) -> torch.Tensor:
     """What the values of a scaled row may reach, so that no product leaves fp16's range. float32 []."""
     base = getattr(layer, "base_layer", layer)
-    reach = _reach(base.weight)
+    largest = reach(base.weight)
     for name in _adapters(layer):
-        inner, outer = _reach(layer.lora_A[name].weight), _reach(layer.lora_B[name].weight)
-        reach = torch.maximum(reach + abs(layer.scaling[name]) * inner * outer, inner)
-    return (ROOM / reach.clamp(min=ROOM / LARGEST)).log2().floor().exp2()
+        inner, outer = reach(layer.lora_A[name].weight), reach(layer.lora_B[name].weight)
+        largest = torch.maximum(largest + abs(layer.scaling[name]) * inner * outer, inner)
+    return limit_of(largest)
 
 
-def _reach(weight: torch.Tensor) -> torch.Tensor:
+def limit_of(largest: torch.Tensor) -> torch.Tensor:
+    """What the values of a scaled row may reach. largest: that weights reach."""
+    return (ROOM / largest.clamp(min=ROOM / LARGEST)).log2().floor().exp2()
+
+
+def reach(weight: torch.Tensor) -> torch.Tensor:
     """The most that an output may be of inputs of at most 1: the largest sum of |w|. float32 []."""
     return torch.linalg.vector_norm(weight.detach().flatten(1), 1, 1, dtype=torch.float32).amax()
 

@@ -45,9 +45,11 @@ def import_pack(folder: Path) -> None:
     spec.loader.exec_module(_pack)
 
 
-def node(name: str, *wired: Any, on_failure: str = "rerun", strict: bool = False, scope: str = "step") -> Any:
+def node(
+    name: str, *wired: Any, on_failure: str = "rerun", strict: bool = False, scope: str = "step", **further: Any
+) -> Any:
     """What one of the pack's guards puts out."""
-    return pack_node(name, *wired, on_failure, strict, scope, node_id=NODE_ID)[0]
+    return pack_node(name, *wired, on_failure, strict, scope, node_id=NODE_ID, **further)[0]
 
 
 def pack_node(name: str, *args: Any, **kwargs: Any) -> Any:

@@ -82,7 +82,7 @@ def test_guarded_fp16_is_right_where_plain_fp16_is_black(folders):
     assert sampled["result"][0]["samples"].shape == (1, 16, 3, 6, 8)
     assert "stream in float32; 2 steps, 0 reruns" in sampled["ui"]["text"][0]
     (told,) = sampled["ui"]["onediff_guard"]
-    assert told["wide"] is True and told["reruns"] == 0
+    assert told["wide"] == "stream in float32" and told["reruns"] == 0
 
 
 def test_a_rerun_is_told_where_it_can_be_seen(model_folder, tmp_path):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from comfyui_onediff_guard.nodes import comfy_runs
 from comfyui_onediff_guard.nodes.comfy_models import guarded_vae
+from comfyui_onediff_guard.nodes.comfy_runs import Settings
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH, SWITCHES
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 from comfyui_onediff_guard.precision.guard import GuardPolicy
@@ -80,7 +81,7 @@ def test_the_accumulation_switches_are_held_while_a_call_runs(
 ) -> None:
     on_card(card)
     vae = Vae(dtype)
-    guarded_vae(vae, GuardPolicy(), None).decode(torch.ones(1, 4))
+    guarded_vae(vae, Settings(GuardPolicy())).decode(torch.ones(1, 4))
     assert vae.first_stage_model.seen == [(dtype, switch, sums)]
     assert (os.environ.get(ATTENTION_SWITCH), reduction()) == (None, True)
 
@@ -90,7 +91,7 @@ def test_they_are_put_back_after_an_error(on_card: Any) -> None:
     vae = Vae(torch.float16)
     vae.first_stage_model.raises = True
     with pytest.raises(ValueError, match="broken"):
-        guarded_vae(vae, GuardPolicy(), None).decode(torch.ones(1, 4))
+        guarded_vae(vae, Settings(GuardPolicy())).decode(torch.ones(1, 4))
     assert vae.first_stage_model.seen == [(torch.float16, "0", False)]
     assert (os.environ.get(ATTENTION_SWITCH), reduction()) == (None, True)
 
@@ -103,7 +104,7 @@ def test_what_is_clipped_is_computed_again_in_fp32_with_the_switches_held(on_car
     wrong, right = vae.decode(latents), single.decode(latents)
     assert wrong.isfinite().all() and (wrong - right).abs().max() > 0.2
     vae.first_stage_model.seen.clear()
-    assert torch.equal(guarded_vae(vae, GuardPolicy(), None).decode(latents), right)
+    assert torch.equal(guarded_vae(vae, Settings(GuardPolicy())).decode(latents), right)
     dtypes = [dtype for dtype, *_ in vae.first_stage_model.seen]
     assert dtypes[:2] == [torch.float16, torch.float32]
     assert {state[1:] for state in vae.first_stage_model.seen} == {("0", False)}

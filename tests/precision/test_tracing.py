@@ -162,7 +162,8 @@ def test_what_is_found_in_a_drawn_network_is_right_and_else_it_is_refused(shape:
         found = find_stream(network(shape).half(), step(torch.float16), torch.float16)
     except NotFound as why:
         event(f"refused: {str(why).partition(':')[0][:60]}")
-        if not (shape.unnormed or shape.blocks == 1 or shape.bypassed):
+        summed_in_half = shape.start == "outer" and shape.sum == "in place"
+        if not (shape.unnormed or shape.blocks == 1 or shape.bypassed or summed_in_half):
             raise AssertionError("nothing stands in the way") from why
         return
     event("found")

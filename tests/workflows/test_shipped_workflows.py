@@ -176,8 +176,9 @@ CHOSEN = {
     "cogview3_text_to_image": {"guidance_scale"},  # as its authors use it
     "cogview4_text_to_image": {"guidance_scale"},
     "svd_image_to_video": {"chunk", "fps"},  # memory; SVD's 7 frames a second in CreateVideo
-    "native_sd15_text_to_image": {"scheduler"},  # these two as in ComfyUI's own examples of these models
-    "native_svd_image_to_video": {"cfg", "scheduler", "video_frames"},  # frames: SVD-XT's
+    # as in ComfyUI's own examples of these models; precision: on a file from before it, the default changes nothing
+    "native_sd15_text_to_image": {"scheduler", "precision"},
+    "native_svd_image_to_video": {"cfg", "scheduler", "video_frames", "precision"},  # frames: SVD-XT's
 }
 
 

@@ -1,0 +1,94 @@
+"""What ComfyUI's own models compute in: what ComfyUI chose, or what the guard's user asks for; and why."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..pipelines.errors import BadInput
+from ..precision.arch import Architecture
+from ..precision.dtypes import DTYPES, dtype_name
+from ..precision.policy import Component, Plan, Precision
+
+WIDE = "every layer wide"  # in reports: what in fp16 has float32's range
+
+
+@dataclass(frozen=True)
+class Asked:
+    """precision: None for what ComfyUI chose. wide: of fp16, once it has failed."""
+
+    precision: Precision | None = None
+    wide: bool = False
+
+
+def comfy_plan(
+    component: Component,
+    model: str,
+    computes_in: torch.dtype,
+    architecture: Architecture,
+    request: Precision | None = None,
+) -> Plan:
+    """Of a stage that ComfyUI runs. model: its name, for people. computes_in: by ComfyUI's settings. request: None for
+    that.
+
+    Raises BadInput where ComfyUI computes in something that is none of ours, or the device has no such dtype.
+    """
+    chosen = dtype_name(computes_in)
+    if chosen not in DTYPES:
+        raise BadInput(f"{model} computes in {chosen}. The NaN Guard and the Numerics Probe know {', '.join(DTYPES)}.")
+    dtype, reason = _dtype(model, chosen, architecture, request)
+    wide = dtype == "fp16" and request in (Precision.AUTO, Precision.FP16)
+    plain = request is Precision.FP16_PLAIN
+    half = dtype != "fp32"
+    guard = "on: the NaN Guard's node" if half else "only watching: fp32 is what it would rerun in"
+    return Plan(
+        component=component,
+        dtype=dtype,
+        guarded=half and not plain,
+        wide=wide,
+        accumulation="as it is",
+        reason=reason,
+        source="ComfyUI",
+        guard_reason="off: asked for fp16 (plain), only watched" if plain else guard,
+        wide_reason="products in fp16, scaled to fit; all else in float32" if wide else "as ComfyUI computes it",
+        accumulation_reason="ComfyUI's own",
+        accumulation_source="ComfyUI",
+    )
+
+
+def _dtype(model: str, chosen: str, architecture: Architecture, request: Precision | None) -> tuple[str, str]:
+    if request is None:
+        return chosen, f"{model} computes in {chosen} here, by ComfyUI's settings"
+    if request is Precision.AUTO:
+        return _automatic(model, chosen, architecture)
+    if request is Precision.FP16_PLAIN:
+        if chosen != "fp16":
+            raise BadInput(
+                f"ComfyUI computes {model} in {chosen} here, so there is no plain fp16 of it to compare with. Choose "
+                "precision 'fp16', which computes its products in fp16, or start ComfyUI with --fp16-unet."
+            )
+        return "fp16", "asked for fp16 (plain): neither guarded nor made safe, for comparison"
+    if request is Precision.BF16 and architecture.bf16 == "none":
+        raise BadInput(f"{architecture} has no bf16, not even emulated. Choose precision 'auto', 'fp16' or 'fp32'.")
+    beside = "" if chosen == request.value else f"; ComfyUI chose {chosen}"
+    return request.value, f"asked for {request.value}{beside}"
+
+
+def _automatic(model: str, chosen: str, architecture: Architecture) -> tuple[str, str]:
+    """Half precision that the card computes natively, or fp16 that every layer keeps in range."""
+    if chosen == "bf16" and architecture.native_bf16:
+        return "bf16", f"{architecture} computes bf16 natively, which ComfyUI chose for {model} → bf16"
+    if architecture.native_bf16 or not architecture.fast_fp16:
+        lacks = "" if architecture.fast_fp16 else f", and {architecture} has no fast fp16"
+        return chosen, f"ComfyUI chose {chosen} for {model}{lacks} → {chosen}"
+    if chosen == "fp32" and _fp32_is_asked_for():
+        return "fp32", f"ComfyUI was started with fp32 for {model} → fp32"
+    return "fp16", f"{architecture} has no native bf16 → fp16"
+
+
+def _fp32_is_asked_for() -> bool:
+    options: Any = getattr(sys.modules.get("comfy.cli_args"), "args", None)
+    return any(getattr(options, name, False) for name in ("force_fp32", "fp32_unet"))

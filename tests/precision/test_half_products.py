@@ -1,0 +1,215 @@
+"""Every layer wide: products in half precision, all else in float32, for any network."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from comfyui_onediff_guard.precision.half_products import HalfProducts, run_with_half_products
+from comfyui_onediff_guard.precision.upcast import OneOperation, RerunUnsupported, run_in_fp32
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiers import drawn
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import _get_current_function_mode_stack
+
+FP16, BF16 = torch.float16, torch.bfloat16
+LAYERS = ("embed", "queries", "keys", "values", "out", "up", "down", "last")
+
+
+class Network(nn.Module):
+    """A linear, convolutions both ways, attention, norms, and what casts by hand."""
+
+    def __init__(self, width: int = 32, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.embed = nn.Conv2d(4, width, 2, 2)
+        self.norm = nn.LayerNorm(width)
+        self.queries, self.keys, self.values = (nn.Linear(width, width) for _ in range(3))
+        self.out = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.last = nn.ConvTranspose2d(width, 4, 2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x.to(self.embed.weight.dtype))
+        height, width = x.shape[-2:]
+        x = x.flatten(2).transpose(1, 2)
+        for _ in range(2):
+            normed = self.norm(x).to(self.out.weight.dtype)
+            q, k, v = (
+                layer(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+                for layer in (self.queries, self.keys, self.values)
+            )
+            x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+            x = x + self.down(F.gelu(self.up(self.norm(x))))
+        return self.last(x.transpose(1, 2).unflatten(-1, (height, width)))
+
+
+def network(dtype: torch.dtype = FP16, hot: str = "", gain: float = 1.0) -> nn.Module:
+    torch.manual_seed(0)
+    made = Network().eval().requires_grad_(False)
+    if hot:
+        made.state_dict()[f"{hot}.weight"].mul_(gain)
+    return made.to(dtype)
+
+
+def latents() -> torch.Tensor:
+    return torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((found - exact).norm() / exact.norm()).item()
+
+
+def wide(module: Any, *given: Any, dtype: torch.dtype = FP16) -> Any:
+    return run_with_half_products(module, *given, products=HalfProducts(dtype))
+
+
+@pytest.mark.parametrize("stored", [FP16, BF16, torch.float32])
+def test_it_is_nearer_to_fp32_than_plain_fp16_and_bf16(stored: torch.dtype) -> None:
+    module, x = network(stored), latents()
+    exact = run_in_fp32(module, x)
+    made = wide(module, x)
+    assert made.dtype is torch.float32
+    assert error(made, exact) <= error(network(stored).to(FP16)(x.half()).float(), exact)
+    assert error(made, exact) <= error(wide(module, x, dtype=BF16), exact) / 4
+
+
+@pytest.mark.parametrize("stored", [FP16, BF16, torch.float32])
+@pytest.mark.parametrize("hot", [name for name in LAYERS if name not in ("queries", "keys")])
+def test_wherever_fp16_overflows_it_does_not(hot: str, stored: torch.dtype) -> None:
+    gain = 1e5 if stored is FP16 else 1e9
+    module, x = network(stored, hot, gain), latents()
+    if stored is not FP16:
+        assert not network(stored, hot, gain).to(FP16)(x.half()).isfinite().all()
+    assert error(wide(module, x), run_in_fp32(module, x)) < 2e-3
+
+
+@given(gain=st.integers(-24, 100), rows=st.integers(1, 5), spread=st.integers(0, 60))
+@settings(max_examples=drawn(400, 60), deadline=None)
+def test_a_linear_layer_takes_rows_of_any_size(gain: int, rows: int, spread: int) -> None:
+    torch.manual_seed(rows)
+    layer = nn.Linear(48, 16).half().requires_grad_(False)
+    layer.bias.zero_()
+    x = torch.randn(rows, 48) * 2.0 ** torch.linspace(gain - spread, gain, rows).unsqueeze(1)
+    exact = F.linear(x.double(), layer.weight.double())
+    found = wide(layer, x).double()
+    assert ((found - exact).norm(dim=1) <= 2e-3 * exact.norm(dim=1)).all(), "each row by itself"
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d])
+def test_every_kind_of_convolution(kind: Any, groups: int) -> None:
+    torch.manual_seed(0)
+    layer = kind(4, 6, 3, groups=groups, padding=1, stride=2).half().requires_grad_(False)
+    dimensions = layer.weight.ndim - 2
+    x = torch.randn(2, 4, *[7] * dimensions) * torch.tensor([1e9, 1e-3]).view(-1, *[1] * (dimensions + 1))
+    made, exact = wide(layer, x), run_in_fp32(layer, x)
+    assert all(error(made[sample], exact[sample]) < 1e-3 for sample in range(2))
+    assert error(wide(layer, x[0]), exact[0]) < 1e-3, "without a batch"
+
+
+@pytest.mark.parametrize("loud", [("query",), ("key",), ("value",), ("query", "key", "value")])
+@pytest.mark.parametrize("case", ["plain", "causal", "mask", "bias", "grouped", "cross", "scale"])
+def test_attention_takes_heads_of_any_size(case: str, loud: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    heads = 2 if case == "grouped" else 4
+    keys = 7 if case in ("cross", "mask", "bias") else 5
+    given = {"query": torch.randn(2, 4, 5, 16), "key": torch.randn(2, heads, keys, 16)}
+    given["value"] = torch.randn(2, heads, keys, 16)
+    if "query" in loud:
+        given["query"] *= 2.0**20
+        given["key"] *= 2.0**-20
+    if "key" in loud and loud != ("query", "key", "value"):
+        given["key"] *= 2.0**20
+        given["query"] *= 2.0**-20
+    if "value" in loud:
+        given["value"][:, 0] *= 2.0**30
+    more: dict[str, Any] = {"causal": {"is_causal": True}, "grouped": {"enable_gqa": True}, "scale": {"scale": 0.5}}
+    masks = {"mask": (torch.arange(keys) < 4).expand(5, keys), "bias": torch.randn(5, keys)}
+    more |= {name: {"attn_mask": mask} for name, mask in masks.items()}
+    named = more.get(case, {})
+    exact = F.scaled_dot_product_attention(**given, **named)
+    made = wide(lambda: F.scaled_dot_product_attention(**given, **named))
+    by_head = [(1, None)] if case == "grouped" else [(head, head + 1) for head in range(heads)]
+    assert all(error(made[:, slice(*part)], exact[:, slice(*part)]) < 2e-3 for part in by_head)
+
+
+def test_a_softmax_far_beyond_fp16_picks_the_same_key() -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(1, 2, 6, 16) * 1e6, torch.randn(1, 2, 9, 16) * 1e6, torch.randn(1, 2, 9, 16)
+    exact = F.scaled_dot_product_attention(query, key, value)
+    assert error(wide(lambda: F.scaled_dot_product_attention(query, key, value)), exact) < 1e-3
+
+
+def test_a_mask_of_the_least_float_hides_no_whole_row() -> None:
+    query = torch.randn(1, 1, 4, 16)
+    mask = torch.full((4, 4), torch.finfo(torch.float32).min)
+    made = wide(lambda: F.scaled_dot_product_attention(query, query, query, mask))
+    assert made.isfinite().all()
+
+
+def test_what_makes_a_rotary_table_stays_in_float32() -> None:
+    positions, frequencies = torch.arange(4096.0).unsqueeze(1), 10000.0 ** -torch.linspace(0, 1, 8).unsqueeze(0)
+    made = wide(lambda: torch.cos(positions @ frequencies))
+    assert torch.equal(made, torch.cos(positions @ frequencies))
+
+
+def test_in_bf16_products_are_plain() -> None:
+    layer, x = nn.Linear(8, 4).requires_grad_(False), torch.randn(3, 8)
+    expected = F.linear(x.bfloat16(), layer.weight.bfloat16()).float() + layer.bias
+    assert torch.equal(wide(layer, x, dtype=BF16), expected)
+
+
+def test_what_is_not_finite_is_handed_on() -> None:
+    layer = nn.Linear(8, 4).half()
+    x = torch.ones(3, 8)
+    x[1, 2] = math.nan
+    made = wide(layer, x)
+    assert made[1].isnan().all() and made[[0, 2]].isfinite().all()
+    x[1, 2] = math.inf
+    assert not wide(layer, x)[1].isfinite().any()
+
+
+def test_a_weight_that_changes_is_read_again() -> None:
+    layer, x, products = nn.Linear(8, 4).half().requires_grad_(False), torch.randn(3, 8), HalfProducts(FP16)
+    run_with_half_products(layer, x, products=products)
+    layer.weight.mul_(1e4)
+    assert error(run_with_half_products(layer, x, products=products), run_in_fp32(layer, x)) < 1e-3
+
+
+def test_nothing_is_left_behind_and_the_network_is_untouched() -> None:
+    module, x = network(), latents()
+    before = {name: (tensor.clone(), id(tensor)) for name, tensor in module.state_dict(keep_vars=True).items()}
+    plain = module(x)
+    wide(module, x)
+    assert not _get_current_function_mode_stack()
+    after = module.state_dict(keep_vars=True)
+    assert all(id(after[name]) == place and torch.equal(after[name], was) for name, (was, place) in before.items())
+    assert torch.equal(module(x), plain)
+
+
+def test_what_moves_weights_may_give_those_of_products_in_half() -> None:
+    asked: list[Any] = []
+
+    def cast(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        asked.append(dtype)
+        return weight.to(dtype)
+
+    moves = OneOperation(cast, lambda products, weight, _dtype: ((weight, products), {}))
+    weight, x = torch.randn(4, 8).bfloat16(), torch.randn(3, 8)
+
+    def layer() -> torch.Tensor:
+        return F.linear(x, moves(weight, BF16))
+
+    assert error(wide(layer), run_in_fp32(layer)) < 1e-3
+    assert asked == [FP16, torch.float32]
+
+
+def test_what_cannot_be_in_float32_is_refused_by_name() -> None:
+    module = nn.Sequential(torch.jit.script(nn.Linear(4, 4).half()))
+    with pytest.raises(RerunUnsupported, match="'0' is a TorchScript module"):
+        wide(module, torch.randn(2, 4))
