@@ -122,7 +122,9 @@ class Ours:
         report, learned = self._report, self._report.learned
         made: dict[str, Any] = {"steps": len(report.steps), "reruns": report.reruns, "backend": report.backend}
         if report.wide:
-            made["wide"] = True
+            made["wide"] = report.wide
+        if learned and learned.wide_parts:
+            made["wide_parts"] = list(learned.wide_parts)
         if learned and learned.islands:
             made["islands"] = list(learned.islands)
         return made

@@ -3,9 +3,9 @@
     python benchmarks/learning.py [--rounds 50] [--blocks 30] [--heads 8] [--out benchmarks/results]
 
 A round is one step of each. One inner layer of one block puts out a NaN in half precision at every step; the others,
-and the fp32 rerun, know nothing of it. bf16 on a CPU and fp16 on a GPU. In scope `learned` the first step, which is
-thrown away as warm-up, learns; what it took is given by itself. How it is timed, and what noise is:
-benchmarks/measure.py.
+and the fp32 rerun, know nothing of it. bf16 on a CPU, where the failing block becomes an fp32 island, and fp16 on a
+GPU, where every layer of it becomes wide. In scope `learned` the first step, which is thrown away as warm-up, learns;
+what it took is given by itself. How it is timed, and what noise is: benchmarks/measure.py.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ def main() -> None:
         "tokens": tokens,
         "blocks": args.blocks,
         "failing": leaf,
+        "wide_parts": learned.wide_parts if learned else (),
         "islands": learned.islands if learned else (),
         "median_seconds": medians(seconds) | {"first step, learned": round(first, 4)},
         "ratios": {f"{name} / healthy": ratio(seconds, name, "healthy") for name in others},

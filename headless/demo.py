@@ -10,13 +10,14 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..nodes.host import PROFILES_VARIABLE
 from .errors import OutputError, RunFailedError
 from .files import ensure_writable
 from .progress import libraries_without_bars
@@ -25,16 +26,18 @@ from .settings import Setting
 if TYPE_CHECKING:
     import torch
 
+    from .small_model import Overflow
+
 logger = logging.getLogger(__name__)
 
 WORKFLOW = Path(__file__).resolve().parents[1] / "workflows" / "api" / "cogvideox_text_to_video.json"
 DEFAULT_OUTPUT = Path("output") / "demo"
 MODEL = "toy-cogvideox"
+INSIDE = "toy-cogvideox-inside"  # the same, with hidden activations of one block that leave fp16's range too
 PROMPT = "a slow river of colour moves through the night"
 FPS = 8.0
 TOLERANCE = 2e-2  # of the value range; what a guarded fp16 run may differ from fp32
 SIZES = {"width": 256, "height": 160, "frames": 25}
-RUNS = {"fp16 (plain)": "fp16-plain", "fp16": "fp16-guarded", "fp32": "fp32"}  # precision -> name of its video
 TOY = (
     "A toy: CogVideoX's real classes and files, {size:.1f} MB of weights set by formula instead of trained, "
     "one block that overflows fp16. Made by: onediff-guard demo"
@@ -42,10 +45,27 @@ TOY = (
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """One precision's video, and what its stages reported."""
+class Case:
+    """What one run shows."""
 
+    title: str
     precision: str
+    video: str  # name of its file
+    model: str = MODEL
+
+
+PLAIN = Case("fp16 (plain)", "fp16 (plain)", "fp16-plain")
+WIDE = Case("fp16, made safe", "fp16", "fp16-guarded")
+LEARNS = Case("fp16, inside a block too", "fp16", "fp16-inside", INSIDE)
+EXACT = Case("fp32", "fp32", "fp32")
+RUNS = (PLAIN, WIDE, LEARNS, EXACT)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run's video, and what its stages reported."""
+
+    case: Case
     images: torch.Tensor  # [frames, height, width, 3], 0 to 1, float32
     video: Path
     stages: list[dict[str, Any]]  # the nodes' reports, in the order they ran
@@ -83,52 +103,71 @@ def main(args: argparse.Namespace) -> int:
     with _model_folder(output, keep=args.keep_model) as models, libraries_without_bars():
         _quiet_libraries()
         print("Building a small CogVideoX whose residual stream leaves fp16's range ...", flush=True)
-        size = _build(models / MODEL)
-        outcomes = {precision: _run(precision, models, output) for precision in RUNS}
-    files = [outcome.video for outcome in outcomes.values()]
+        size = _build(models / MODEL, "stream")
+        _build(models / INSIDE, "inside")
+        outcomes = [_run(case, models, output) for case in RUNS]
+    reference = outcomes[-1]
+    files = [outcome.video for outcome in outcomes]
     files += _write_pictures(output, outcomes, TOY.format(size=size / 1e6))
     files.append(_write_report(output, outcomes, TOY.format(size=size / 1e6)))
     print()
-    for outcome in outcomes.values():
-        print(f"{outcome.precision:12}  {_numbers(outcome, outcomes['fp32'])}")
+    for outcome in outcomes:
+        print(f"{outcome.case.title:26}  {_numbers(outcome, reference)}")
     print(f"\nDone in {time.perf_counter() - started:.0f} s. Look at {output / 'side-by-side.png'} first.")
     for path in files:
         print(f"  {path}")
-    if (verdict := _verdict(outcomes["fp16"], outcomes["fp32"])) != "right":
-        raise RunFailedError(
-            f"The guarded fp16 run is {verdict}, and should be right. Please report it, with {output / 'report.json'}."
-        )
+    for outcome in outcomes:
+        if outcome.case in (WIDE, LEARNS) and (verdict := _verdict(outcome, reference)) != "right":
+            raise RunFailedError(
+                f"The run '{outcome.case.title}' is {verdict}, and should be right. Please report it, with "
+                f"{output / 'report.json'}."
+            )
     if args.keep_model:
         print(f"\nThe model is in {output / 'models'}. Run it again, with another prompt:\n  {_command(output)}")
     return 0
 
 
-def _run(precision: str, models: Path, output: Path) -> Outcome:
+def _run(case: Case, models: Path, output: Path) -> Outcome:
     from .graph import read_json
     from .run import run_local
 
-    print(f"Running {WORKFLOW.name} in {precision} ...", flush=True)
+    print(f"Running {WORKFLOW.name} in {case.title} ...", flush=True)
     workflow = read_json(WORKFLOW)
-    changes = [*_changes(precision), Setting("Encode Prompt", "prompt", PROMPT)]
-    with tempfile.TemporaryDirectory(prefix=".run-", dir=output) as folder:
+    changes = [*_changes(case), Setting("Encode Prompt", "prompt", PROMPT)]
+    with tempfile.TemporaryDirectory(prefix=".run-", dir=output) as folder, _nothing_learned_before(folder):
         result = run_local(workflow, models=[models], input_dir=output, output_dir=Path(folder), changes=changes)
         with _writing(output):
-            video = output / f"{RUNS[precision]}.mp4"
+            video = output / f"{case.video}.mp4"
             os.replace(result.files[0], video)
     decoder = next(node for node, spec in workflow.items() if spec["class_type"] == "OneDiffGuardDecodeLatents")
-    return Outcome(precision, result.results[decoder][0].float().cpu(), video, result.stages(), result.seconds)
+    return Outcome(case, result.results[decoder][0].float().cpu(), video, result.stages(), result.seconds)
 
 
-def _changes(precision: str) -> list[Setting]:
+@contextmanager
+def _nothing_learned_before(folder: str) -> Generator[None]:
+    """Each demo begins where a first run does."""
+    before = os.environ.get(PROFILES_VARIABLE)
+    os.environ[PROFILES_VARIABLE] = str(Path(folder) / "profiles")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[PROFILES_VARIABLE]
+        else:
+            os.environ[PROFILES_VARIABLE] = before
+
+
+def _changes(case: Case) -> list[Setting]:
     values: dict[str, Any] = {
-        "Load CogVideoX.model": MODEL,
-        "Load CogVideoX.precision": precision,
+        "Load CogVideoX.model": case.model,
+        "Load CogVideoX.precision": case.precision,
         "Load CogVideoX.backend": "eager",
         **{f"Sample CogVideoX.{name}": value for name, value in SIZES.items()},
         "Sample CogVideoX.steps": 8,
         "Sample CogVideoX.scheduler": "DDIM",
         "Sample CogVideoX.seed": 1,
-        "NaN Guard.on_failure": "off" if precision == "fp16 (plain)" else "rerun",
+        "NaN Guard.on_failure": "off" if case is PLAIN else "rerun",
+        "NaN Guard.scope": "learned",
         "Decode Latents.tiling": False,
         "Decode Latents.precision": "fp32",  # the same in all three; fp16 convolutions take minutes on many CPUs
         "Create Video.fps": FPS,
@@ -139,7 +178,7 @@ def _changes(precision: str) -> list[Setting]:
     ]
 
 
-def _build(folder: Path) -> int:
+def _build(folder: Path, overflow: Overflow) -> int:
     """Build the small model; returns the size of its weights in bytes."""
     from safetensors import SafetensorError
 
@@ -149,7 +188,7 @@ def _build(folder: Path) -> int:
         try:
             build_cogvideox(
                 folder,
-                overflow="stream",
+                overflow=overflow,
                 look="flow",
                 width=SIZES["width"],
                 height=SIZES["height"],
@@ -164,8 +203,9 @@ def _build(folder: Path) -> int:
 def _model_folder(output: Path, *, keep: bool) -> Generator[Path]:
     if keep:
         kept = output / "models"
-        if (kept / MODEL / "model_index.json").is_file():  # an earlier demo's
-            shutil.rmtree(kept / MODEL)
+        for name in (MODEL, INSIDE):
+            if (kept / name / "model_index.json").is_file():  # an earlier demo's
+                shutil.rmtree(kept / name)
         yield kept
         return
     with tempfile.TemporaryDirectory(prefix=".models-", dir=output) as folder:
@@ -198,30 +238,31 @@ def _numbers(outcome: Outcome, reference: Outcome) -> str:
     if failed := outcome.count("non-finite", "saturated"):
         told.append(f"{failed} of {steps} steps not finite")
     if reruns := outcome.count("rerun"):
-        told.append(f"{reruns} of {steps} steps computed again in fp32")
+        widened = any(
+            (step.get("rerun") or {}).get("action", "").endswith("wide from the next call on") for step in outcome.steps
+        )
+        told.append(f"{reruns} of {steps} steps computed again in fp32{', then wide' if widened else ''}")
     if not broken:
         told.append(f"max difference from fp32 {outcome.difference(reference):.4f}")
     return " · ".join(told)
 
 
-def _write_pictures(output: Path, outcomes: Mapping[str, Outcome], footnote: str) -> list[Path]:
+def _write_pictures(output: Path, outcomes: Sequence[Outcome], footnote: str) -> list[Path]:
     from . import pictures
     from .core_nodes import to_uint8
 
-    reference = outcomes["fp32"]
-    titles = {"fp16": "fp16, made safe"}
+    reference = outcomes[-1]
     colours = {"black": pictures.BAD, "wrong": pictures.BAD, "right": pictures.GOOD, "reference": pictures.NEUTRAL}
     runs = []
-    for precision, outcome in outcomes.items():
+    for outcome in outcomes:
         verdict = _verdict(outcome, reference)
         frames = to_uint8(outcome.images.nan_to_num())
-        title = titles.get(precision, precision)
-        runs.append(pictures.Run(title, verdict, colours[verdict], _numbers(outcome, reference), frames))
+        runs.append(pictures.Run(outcome.case.title, verdict, colours[verdict], _numbers(outcome, reference), frames))
     still = pictures.still(
         runs,
         heading="CogVideoX in fp16, plain and made safe",
-        subheading="The same toy model, seed and prompt. One block writes 500,000 into the residual stream; "
-        "fp16 ends at 65,504.",
+        subheading="One seed and prompt. A block writes 500,000 into the residual stream, and in the third run a layer "
+        "inside it overflows too; fp16 ends at 65,504.",
         footnote=footnote,
     )
     moving = pictures.webp(pictures.animation(runs, footnote=footnote), fps=FPS)
@@ -231,8 +272,8 @@ def _write_pictures(output: Path, outcomes: Mapping[str, Outcome], footnote: str
     ]
 
 
-def _write_report(output: Path, outcomes: Mapping[str, Outcome], note: str) -> Path:
-    reference = outcomes["fp32"]
+def _write_report(output: Path, outcomes: Sequence[Outcome], note: str) -> Path:
+    reference = outcomes[-1]
     report = {
         "note": note,
         "prompt": PROMPT,
@@ -241,7 +282,8 @@ def _write_report(output: Path, outcomes: Mapping[str, Outcome], note: str) -> P
         | {"python": platform.python_version()},
         "runs": [
             {
-                "precision": outcome.precision,
+                "run": outcome.case.title,
+                "precision": outcome.case.precision,
                 "video": outcome.video.name,
                 "seconds": round(outcome.seconds, 2),
                 "frames": len(outcome.images),
@@ -252,7 +294,7 @@ def _write_report(output: Path, outcomes: Mapping[str, Outcome], note: str) -> P
                 "max_difference_from_fp32": outcome.difference(reference),
                 "stages": outcome.stages,
             }
-            for outcome in outcomes.values()
+            for outcome in outcomes
         ],
     }
     strict = json.loads(json.dumps(report, default=str), parse_constant=str)  # JSON has no NaN: "NaN"
@@ -282,6 +324,6 @@ def _writing(path: Path) -> Generator[None]:
 
 def _command(output: Path) -> str:
     """The demo's run, as a command of its own."""
-    changes = [*_changes("fp16"), Setting("Encode Prompt", "prompt", "a red balloon")]
+    changes = [*_changes(WIDE), Setting("Encode Prompt", "prompt", "a red balloon")]
     sets = " ".join(f'--set "{change.node}.{change.input}={change.text}"' for change in changes)
     return f'onediff-guard run "{WORKFLOW}" --models "{output / "models"}" {sets}'

@@ -70,10 +70,17 @@ class Channels:
         )
 
 
-def set_denoiser(transformer: CogVideoXTransformer3DModel, schedule: CogVideoXDDIMScheduler, *, peak: float) -> None:
+def set_denoiser(
+    transformer: CogVideoXTransformer3DModel,
+    schedule: CogVideoXDDIMScheduler,
+    *,
+    peak: float,
+    hidden_gain: float = HIDDEN_GAIN,
+) -> None:
     """Give a 2b-style denoiser of HEADS x HEAD_DIM and two blocks its weights (in place).
 
     peak: what |residual stream| reaches after the last block, for each token of video and text.
+    hidden_gain: of the copying feed-forward's hidden activations; what it writes is the same.
     """
     channels = Channels.choose()
     with torch.no_grad():
@@ -95,7 +102,7 @@ def set_denoiser(transformer: CogVideoXTransformer3DModel, schedule: CogVideoXDD
         _blur(blurring, channels, spread=spread, gain=CLEAN / noise_gain)
         _fit(blurring.norm1.linear, features, noise_gain / blurred, rows=range(2 * WIDTH, 3 * WIDTH))
         _balance(copying, channels, spread=spread)
-        _copy(copying, size=peak / (ANCHOR / spread))
+        _copy(copying, size=peak / (ANCHOR / spread), gain=hidden_gain)
         floor = sigma.clamp(min=sigma[39].item())  # the last of 25 steps; larger gains would be less exact in fp16
         _read(transformer, features, alpha / floor, channels.noisy, channels.noisy_zero, size=spread / NOISY)
         _read(transformer, features, -1 / floor, channels.clean, channels.clean_zero, size=spread / CLEAN)
@@ -224,7 +231,7 @@ def _balance(block: Any, channels: Channels, *, spread: float) -> None:
             attention.to_out[0].weight[pixels, value] = gain
 
 
-def _copy(block: Any, *, size: float) -> None:
+def _copy(block: Any, *, size: float, gain: float) -> None:
     """A feed-forward that writes `size` times the normalised stream.
 
     gelu(x) - gelu(-x) = x, so hidden units in pairs pass anything through unchanged.
@@ -232,8 +239,8 @@ def _copy(block: Any, *, size: float) -> None:
     inward, outward = block.ff.net[0].proj, block.ff.net[2]
     for pair, sign in enumerate((1.0, -1.0)):
         units = slice(pair * WIDTH, (pair + 1) * WIDTH)
-        inward.weight[units] = sign * HIDDEN_GAIN * torch.eye(WIDTH)
-        outward.weight[:, units] = sign * size / HIDDEN_GAIN * torch.eye(WIDTH)
+        inward.weight[units] = sign * gain * torch.eye(WIDTH)
+        outward.weight[:, units] = sign * size / gain * torch.eye(WIDTH)
 
 
 def _read(

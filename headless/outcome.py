@@ -52,11 +52,12 @@ class Outcome:
         if report is None:
             return "not reported"
         words = [report["plan"]["dtype"]]
-        if report.get("wide"):
-            words.append("stream in float32")
+        if wide := report.get("wide"):
+            words.append(wide)
         learned = report.get("learned") or {}
-        if islands := learned.get("islands"):
-            words.append(f"{len(islands)} block{'s' * (len(islands) > 1)} in fp32")
+        for how, parts in (("wide", learned.get("wide_parts")), ("in fp32", learned.get("islands"))):
+            if parts:
+                words.append(f"{len(parts)} block{'s' * (len(parts) > 1)} {how}")
         if learned.get("whole_run_fp32"):
             words.append("then fp32")
         if words == ["fp16"] and not report["plan"]["guarded"]:

@@ -19,6 +19,7 @@ class PlanReport(Foreign):
 
 class LearnedReport(Foreign):
     islands: list[str] | tuple[str, ...] | None = None
+    wide_parts: list[str] | tuple[str, ...] | None = None
     whole_run_fp32: bool | None = None
 
 
@@ -31,5 +32,5 @@ class EarlierReport(Foreign):
 class StageReport(EarlierReport):
     plan: PlanReport
     before: list[EarlierReport] | tuple[EarlierReport, ...] = []
-    wide: bool | None = None
+    wide: str | None = None
     learned: LearnedReport | None = None

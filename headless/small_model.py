@@ -34,10 +34,11 @@ from transformers import T5Config, T5EncoderModel, T5Tokenizer
 from . import flow_decoder, flow_denoiser
 
 Variant = Literal["2b", "5b", "1.5", "5b-i2v", "1.5-i2v"]
-Overflow = Literal["none", "stream"]
+Overflow = Literal["none", "stream", "inside"]
 Look = Literal["noise", "flow"]
 Module = TypeVar("Module", bound=nn.Module)
 
+HIDDEN_GAIN = 2.0**15  # of `overflow="inside"`
 STREAM_PEAK = 5e5  # what `overflow="stream"` makes |residual stream| reach; fp16 ends at 65504
 TIME_WIDTH = 64
 TEXT_LENGTH = 226  # tokens; what every CogVideoX is trained with
@@ -94,7 +95,8 @@ def build_cogvideox(
         folder: must not exist yet.
         overflow: "stream" makes the feed-forward of one block write |x| of about 5e5 into the residual stream: more
             than fp16 holds, so plain fp16 is NaN at each step; fp32 and bf16 are fine, and so is everything inside
-            that block (attention, hidden activations, weights) in fp16.
+            that block (attention, hidden activations, weights) in fp16. "inside", of look="flow": its hidden
+            activations leave fp16's range too.
         layers, heads, head_dim: of the denoiser; its width is heads * head_dim. head_dim: a multiple of 16.
             look="flow" brings its own.
         variant: the two that end in "i2v" are image-to-video pipelines.
@@ -106,12 +108,15 @@ def build_cogvideox(
 
     Raises:
         FileExistsError: `folder` is there already.
-        ValueError: an unknown variant, a head_dim that rotary positions cannot split, or a flow that isn't a "2b".
+        ValueError: an unknown variant, a head_dim that rotary positions cannot split, a flow that isn't a "2b", or
+            noise that overflows "inside".
     """
     if look == "flow":
         if variant != "2b":
             raise ValueError(f"look='flow' needs variant '2b', which has sinusoidal positions; got {variant!r}.")
         layers, heads, head_dim = 2, flow_denoiser.HEADS, flow_denoiser.HEAD_DIM
+    elif overflow == "inside":
+        raise ValueError("overflow='inside' needs look='flow'.")
     if variant not in VARIANTS:
         raise ValueError(f"Unknown CogVideoX variant {variant!r}. Choose one of {', '.join(VARIANTS)}.")
     if head_dim % 16:
@@ -147,7 +152,9 @@ def build_cogvideox(
         torch.manual_seed(seed + 2)
         vae = small_vae(spec, channels=channels, groups=groups)
         if look == "flow":
-            flow_denoiser.set_denoiser(transformer, schedule, peak=STREAM_PEAK if overflow == "stream" else 10.0)
+            peak = 10.0 if overflow == "none" else STREAM_PEAK
+            more = {"hidden_gain": HIDDEN_GAIN} if overflow == "inside" else {}
+            flow_denoiser.set_denoiser(transformer, schedule, peak=peak, **more)
             flow_decoder.set_decoder(vae)
         elif overflow == "stream":
             make_stream_overflow(transformer, ("norm2.linear", (2, 5)), lambda: step(transformer))

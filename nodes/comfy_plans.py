@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,16 +11,6 @@ from ..pipelines.errors import BadInput
 from ..precision.arch import Architecture
 from ..precision.dtypes import DTYPES, dtype_name
 from ..precision.policy import Component, Plan, Precision
-
-WIDE = "every layer wide"  # in reports: what in fp16 has float32's range
-
-
-@dataclass(frozen=True)
-class Asked:
-    """precision: None for what ComfyUI chose. wide: of fp16, once it has failed."""
-
-    precision: Precision | None = None
-    wide: bool = False
 
 
 def comfy_plan(
@@ -40,7 +29,8 @@ def comfy_plan(
     if chosen not in DTYPES:
         raise BadInput(f"{model} computes in {chosen}. The NaN Guard and the Numerics Probe know {', '.join(DTYPES)}.")
     dtype, reason = _dtype(model, chosen, architecture, request)
-    wide = dtype == "fp16" and request in (Precision.AUTO, Precision.FP16)
+    ours = request is Precision.FP16 or (request is Precision.AUTO and _best_in_fp16(architecture))
+    wide = dtype == "fp16" and ours
     plain = request is Precision.FP16_PLAIN
     half = dtype != "fp32"
     guard = "on: the NaN Guard's node" if half else "only watching: fp32 is what it would rerun in"
@@ -81,12 +71,16 @@ def _automatic(model: str, chosen: str, architecture: Architecture) -> tuple[str
     """Half precision that the card computes natively, or fp16 that every layer keeps in range."""
     if chosen == "bf16" and architecture.native_bf16:
         return "bf16", f"{architecture} computes bf16 natively, which ComfyUI chose for {model} → bf16"
-    if architecture.native_bf16 or not architecture.fast_fp16:
+    if not _best_in_fp16(architecture):
         lacks = "" if architecture.fast_fp16 else f", and {architecture} has no fast fp16"
         return chosen, f"ComfyUI chose {chosen} for {model}{lacks} → {chosen}"
     if chosen == "fp32" and _fp32_is_asked_for():
         return "fp32", f"ComfyUI was started with fp32 for {model} → fp32"
     return "fp16", f"{architecture} has no native bf16 → fp16"
+
+
+def _best_in_fp16(architecture: Architecture) -> bool:
+    return architecture.fast_fp16 and not architecture.native_bf16
 
 
 def _fp32_is_asked_for() -> bool:

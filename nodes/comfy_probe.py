@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -93,7 +93,9 @@ class _Run:
     def __init__(self, call: ModelCall):
         self.card = detect(call.device)
         self.plan = comfy_plan(Component.DENOISER, call.name, call.dtype, self.card)
-        self.measured = Measured(call.network, Anatomy.of(call.network, _lists_of_blocks(call.network)))
+        self.measured = Measured(
+            call.network, replace(Anatomy.of(call.network, _lists_of_blocks(call.network)), everything=True)
+        )
         self._model = call.name
         self._guards = PerExecutor[StageGuard]()
         self._log = CallLog()
@@ -117,7 +119,7 @@ class _Run:
 
     def probing(self, sampled: str) -> Probing:
         probed, steps = self.measured.probe.probed, self._log.steps
-        chosen = recommend(probed, self.plan.dtype, native_bf16=self.card.native_bf16, islands=False)
+        chosen = recommend(probed, self.plan.dtype, native_bf16=self.card.native_bf16)
         calls_per_step = -(-len(steps) // max(len(probed.steps), 1))
         return Probing(
             model=self._model,
@@ -129,7 +131,7 @@ class _Run:
             seconds=self.measured.seconds,
             healthy_seconds=self.measured.healthy_seconds * len(steps),
             chosen=chosen,
-            verdicts=tuple(judge(probed, dtype, islands=False) for dtype in DTYPES),
+            verdicts=tuple(judge(probed, dtype) for dtype in DTYPES),
             to_apply=_to_apply(self.plan, chosen),
         )
 
@@ -155,9 +157,9 @@ def _lists_of_blocks(network: torch.nn.Module) -> list[str]:
 
 
 def _to_apply(plan: Plan, chosen: Verdict) -> str:
-    if chosen.dtype == plan.dtype:
+    if chosen.dtype == plan.dtype and not chosen.learned.everything:
         return ""
     return (
-        f"put Model Compute Dtype, set to '{chosen.dtype}', behind the model, or start ComfyUI with "
-        f"--{chosen.dtype}-unet; or keep {plan.dtype}, and have NaN Guard (MODEL) compute the steps that fail in fp32"
+        f"put NaN Guard (MODEL) behind the model, with precision '{chosen.dtype}'; or keep {plan.dtype}, and have it "
+        "compute the steps that fail in fp32"
     )

@@ -19,15 +19,15 @@ from ..precision.findings import Anatomy
 from ..precision.guard import GuardPolicy, OnFailure, Scope, StageGuard
 from ..precision.half_products import HalfProducts, run_with_half_products
 from ..precision.islands import Attempt
-from ..precision.learned import NOTHING, Learned
+from ..precision.learned import EVERYTHING, NOTHING, Learned
 from ..precision.learning import Learner
 from ..precision.policy import Component, Precision
-from ..precision.report import RunReport, together
+from ..precision.report import RunReport, StepRecord, together
 from ..precision.upcast import RerunUnsupported, run_in_fp32
 from ..precision.wide import CannotWiden
 from . import host
 from .comfy_executors import CallLog, PerExecutor
-from .comfy_plans import WIDE, comfy_plan
+from .comfy_plans import comfy_plan
 from .comfy_products import rerun_from
 from .comfy_refining import refining_guarded
 
@@ -97,7 +97,9 @@ class Run:
         try:
             made = executor(*args, **kwargs)
         except CannotWiden as error:
-            plain = replace(self._settings, request=None)
+            policy = self._settings.policy
+            scope = Scope.STEP if policy.scope is Scope.LEARNED else policy.scope
+            plain = replace(self._settings, request=None, policy=replace(policy, scope=scope))
             executor = self._executors.replace(stage.network, _executor(stage, plain))
             executor.guard.report.note(f"as ComfyUI computes it, since not every layer can be wide: {error}")
             made = executor(*args, **kwargs)
@@ -105,7 +107,7 @@ class Run:
             self._settings.learned[executor.guard.dtype] = replace(learned, whole_run_fp32=False)
         step = self._log.add(executor.guard.report.steps[-1])
         if step.outcome != "finite":
-            host.say(self._node_id, f"call {step.step + 1}: {step.note or step.outcome}")
+            host.say(self._node_id, f"call {step.step + 1}: {_what_happened(step)}")
         return made
 
     def end(self) -> None:
@@ -117,7 +119,7 @@ class Run:
         report.calls_per_step = -(-len(steps) // self._steps) if self._steps else 1
         for line in self._before:
             report.note(line)
-        notes = dict.fromkeys(step.note for step in steps if step.note)
+        notes = dict.fromkeys(_what_happened(step) for step in steps if step.note)
         if report.reruns and (reference := executors[0].reference):
             report.note(reference)
         if any(switch.set_by == "onediff-guard" for switch in report.switches):
@@ -125,6 +127,11 @@ class Run:
         text = "\n".join((report.summary(), *list(notes)[:1], *report.notes))
         host.say(self._node_id, text)
         logger.log(logging.WARNING if notes or self._before or report.failed else logging.INFO, "NaN Guard: %s", text)
+
+
+def _what_happened(step: StepRecord) -> str:
+    action = step.rerun.action if step.rerun else ""
+    return "; ".join(filter(None, (step.note or step.outcome, action)))
 
 
 @dataclass(frozen=True)
@@ -161,9 +168,9 @@ def _executor(stage: Stage, settings: Settings) -> _Executor:
             raise CannotWiden(str(error)) from error
 
     def build(learned: Learned) -> Attempt:
-        wide = plan.dtype == "fp16" and (plan.wide or learned.wide)
+        wide = plan.dtype == "fp16" and (plan.wide or learned.everything)
         if wide or (plan.half and plan.dtype != dtype_name(stage.dtype)):
-            report.wide = WIDE if wide else report.wide
+            report.wide = EVERYTHING if wide else ""
             return Attempt(in_half, in_half, everything=wide)
         if plan.half or dtype_name(stage.dtype) == "fp32":
             attempt = clips.watched(stage.attempt)

@@ -78,15 +78,25 @@ def _cast_for_products(
     bias_dtype: torch.dtype | None = None,
     **more: Any,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of `cast_bias_weight` such that it gives a product's weight in the dtype of products, and all else in
-    float32, as the layer's input is."""
+    """Arguments of `cast_bias_weight` such that it gives a product's weight in the dtype of products, or in one that
+    holds more; and all else in float32, as the layer's input is."""
     weight = getattr(layer, "weight", None)
     multiplies = isinstance(weight, torch.Tensor) and weight.ndim > 1 and not isinstance(layer, torch.nn.Embedding)
     if dtype is None and multiplies:
-        dtype, bias_dtype = products, torch.float32
+        dtype, bias_dtype = _cast_to(products, layer), torch.float32
     elif dtype in HALF_DTYPES:
         dtype = torch.float32
     return (layer, input), {"dtype": dtype, "device": device, "bias_dtype": bias_dtype, **more}
+
+
+def _cast_to(products: torch.dtype, layer: Any) -> torch.dtype:
+    """fp16 does not hold all that bf16 and fp32 do: such a weight comes as it is, and is scaled before it is cast. What
+    is patched on the way is not rounded to bf16."""
+    stored: torch.dtype = layer.weight.dtype
+    if products is not torch.float16 or stored not in (torch.bfloat16, torch.float32):
+        return products
+    patched = getattr(layer, "weight_function", None) or getattr(layer, "weight_lowvram_function", None)
+    return torch.float32 if patched else stored
 
 
 _FOR_PRODUCTS = {"cast_bias_weight": _cast_for_products}

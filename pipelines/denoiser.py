@@ -15,7 +15,7 @@ from ..precision.attention import Attended
 from ..precision.findings import Anatomy
 from ..precision.guard import Scope, StageGuard
 from ..precision.islands import Attempt, half_attempt
-from ..precision.learned import NOTHING, Learned
+from ..precision.learned import EVERYTHING, NOTHING, Learned
 from ..precision.learning import Learner
 from ..precision.observe import BlockOutputs
 from ..precision.report import RunReport
@@ -165,8 +165,8 @@ class _Attempts:
             device=store.placement.device,
             tf32=handle.tf32,
         )
-        report.wide = "stream in float32" if made.wide else ""
-        if handle.family.clips and dtype == "fp16" and not made.wide:
+        report.wide = EVERYTHING if made.everything else "stream in float32" if made.wide else ""
+        if handle.family.clips and dtype == "fp16" and not made.wide and not made.everything:
             made = replace(made, run=self._block_outputs.watched(made.run, handle.family.blocks[0]))
         if backend.name == "eager" and how.attention:  # what is compiled has it inside
             made = replace(made, run=Attended(made.run, how.attention))

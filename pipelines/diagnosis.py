@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..precision.accumulation import Accumulation, Switch, preview
 from ..precision.arch import Architecture
-from ..precision.learned import NOTHING, named
+from ..precision.learned import NOTHING
 from ..precision.policy import VARIANTS, Component, Plan, PlanImpossible, Precision, Variant, choose
 from .families import FAMILIES, FamilySpec
 from .machine import Machine, first_line, look, tried
@@ -229,8 +229,8 @@ def _without_loader(loaders: Mapping[str, str]) -> Iterator[str]:
 def _measured(handle: PipelineHandle) -> Iterator[str]:
     for dtype in ("fp16", "bf16"):
         learned = handle.store.learned.get(handle.memory_key(dtype), NOTHING)
-        if learned.islands:
-            yield f"runs in {dtype} taught that {named(learned.islands)} has to run in fp32 (scope: learned)"
+        if words := learned.in_words():
+            yield f"runs in {dtype} taught: {' and '.join(words)} (scope: learned)"
 
 
 def _backends(machine: Machine, chosen: BackendChoice | None) -> Backends:

@@ -106,12 +106,12 @@ def _plan(diagnosis: Diagnosis, model: ModelPlans) -> list[str]:
                 plan.component.words,
                 plan.dtype,
                 guard if plan.guarded else "no",
-                "float32" if plan.wide else "as it is",
+                _wide(plan),
                 plan.accumulation,
             )
             for plan in model.plans
         ]
-        lines += _table(("", "dtype", "guard", "stream", "half accumulation"), rows)
+        lines += _table(("", "dtype", "guard", "wide", "half accumulation"), rows)
         lines += [
             "",
             *_rows(
@@ -119,7 +119,7 @@ def _plan(diagnosis: Diagnosis, model: ModelPlans) -> list[str]:
                     *_reasons("dtype", model.plans, lambda plan: plan.reason),
                     *_reasons("guard", model.plans, lambda plan: plan.guard_reason),
                     *([("", "reruns in plain fp32, not in TF32: strict is on")] if diagnosis.strict else []),
-                    *_reasons("stream", _denoiser(model.plans), lambda plan: plan.wide_reason),
+                    *_reasons("wide", _widened(model.plans), lambda plan: plan.wide_reason),
                     *_reasons("accumulation", model.plans, lambda plan: plan.accumulation_reason),
                     *_reasons("sources", model.plans, lambda plan: plan.source),
                     *_reasons("", model.plans, lambda plan: plan.accumulation_source),
@@ -134,7 +134,7 @@ def _all_plans(diagnosis: Diagnosis) -> list[str]:
     """All variants: dtypes in a table, then each reason once, with those it holds for."""
     lines = [f"Plans on {diagnosis.architecture}, precision {diagnosis.precision.value} (no --model: all variants)"]
     rows = []
-    reasons: dict[str, dict[str, list[Component]]] = {}
+    reasons: dict[str, dict[str, None]] = {}
     for model in diagnosis.models:
         cells = {plan.component: f"{plan.dtype}{' wide' if plan.wide else ''}" for plan in model.plans}
         cells |= {Component(name): "refused" for name in model.refused}
@@ -142,21 +142,14 @@ def _all_plans(diagnosis: Diagnosis) -> list[str]:
         own_name = re.compile(rf"(?<![\w-]){re.escape(model.variant)}(?![\w'.-])")
         for plan in model.plans:
             reason = own_name.sub("the model", plan.reason)
-            reasons.setdefault(reason, {}).setdefault(model.variant, []).append(plan.component)
+            reasons.setdefault(reason, {})[model.variant] = None
     lines += _table(("", *(component.words for component in Component)), rows)
     guarded = sorted({plan.dtype for model in diagnosis.models for plan in model.plans if plan.guarded})
     lines += ["", f"  guarded: {'whatever runs in ' if guarded else 'nothing'}{' or '.join(guarded)}", ""]
     for reason, models in reasons.items():
         lines += _wrapped(reason, "  ", "    ")
-        lines += _wrapped(_holders(models), "    ", "    ")
+        lines += _wrapped(", ".join(models), "    ", "    ")
     return lines + _refused(diagnosis.models)
-
-
-def _holders(models: dict[str, list[Component]]) -> str:
-    """The models that a reason holds for; the components too, where the denoiser is not among them."""
-    components = {component: None for held in models.values() for component in held}
-    only = "" if Component.DENOISER in components else f": {', '.join(c.words for c in components)} alone"
-    return f"{', '.join(models)}{only}"
 
 
 def _refused(models: Iterable[ModelPlans]) -> list[str]:
@@ -164,8 +157,15 @@ def _refused(models: Iterable[ModelPlans]) -> list[str]:
     return [line for reason in why for line in _wrapped(f"refused: {reason}", "  ", "    ")]
 
 
-def _denoiser(plans: Iterable[Plan]) -> list[Plan]:
-    return [plan for plan in plans if plan.component is Component.DENOISER]
+def _wide(plan: Plan) -> str:
+    if not plan.wide:
+        return "no"
+    return "its stream" if plan.component is Component.DENOISER else "every layer"
+
+
+def _widened(plans: Iterable[Plan]) -> list[Plan]:
+    """Those of which it is told why; the denoiser's, why not."""
+    return [plan for plan in plans if plan.wide or plan.component is Component.DENOISER]
 
 
 def _reasons(title: str, plans: Sequence[Plan], reason: Callable[[Plan], str]) -> list[tuple[str, str]]:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..precision.clips import Clips
+from ..precision.findings import Anatomy
 from ..precision.guard import StageGuard
+from ..precision.islands import Attempt, half_attempt
+from ..precision.learned import EVERYTHING, Learned
+from ..precision.learning import Learner
 from ..precision.policy import Component, Precision
 from ..precision.report import RunReport
 from ..precision.shells import with_forward
@@ -73,9 +78,16 @@ def _pipeline(handle: PipelineHandle, dtype: str, report: RunReport) -> object:
     report.notes += handle.store.notes["text_encoder"]
     weights = handle.store.onloading("text_encoder", handle.offload)
     shell, clips = weights.shell(text_encoder), Clips(dtype)  # T5 clamps at ±64504
+
+    def build(learned: Learned) -> Attempt:
+        made = half_attempt(shell, anatomy, learned, dtype, everything=report.plan.wide, tf32=handle.tf32)
+        report.wide = EVERYTHING if made.everything else ""
+        return made if made.everything else replace(made, run=clips.watched(shell))
+
+    anatomy = Anatomy(everything=True)
     guard = StageGuard(
         "text_encoder",
-        clips.watched(shell),
+        Learner(text_encoder, dtype, build, anatomy),
         rerun=shell,
         owner=text_encoder,
         dtype=dtype,

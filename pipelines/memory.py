@@ -75,7 +75,7 @@ def here(handle: PipelineHandle, dtype: str) -> Profile:
 
 def _is_given(handle: PipelineHandle, profile: Profile) -> bool:
     given, known = handle.profile, profile.learned
-    return given is not None and given.learned == known and not given.misfit(profile, known.islands)
+    return given is not None and given.learned == known and not given.misfit(profile, known.parts)
 
 
 def _is_kept(handle: PipelineHandle, profile: Profile) -> bool:

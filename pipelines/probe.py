@@ -136,6 +136,6 @@ def _to_apply(plan: Plan, chosen: Verdict) -> str:
     steps: list[str] = []
     if chosen.dtype != plan.dtype or (plan.half and not plan.guarded):
         steps.append(f"set precision to '{chosen.dtype}'")
-    if chosen.learned.islands:
+    if chosen.learned.in_words():
         steps.append("wire `profile` into the NaN Guard's `profile`, and set its scope to 'learned'")
     return "; ".join(steps)

@@ -66,11 +66,12 @@ class Profile:
     def in_words(self) -> str:
         known = self.learned
         parts = [f"{self.model}, {self.architecture}, {self.dtype}" + (", with LoRA" if self.loras else "")]
-        parts += [f"{named(known.islands)} in fp32"] if known.islands else []
+        parts += known.in_words()
         return "; ".join(parts) if len(parts) > 1 else f"{parts[0]}; nothing learned"
 
     def misfit(self, here: Profile, parts: Iterable[str]) -> str:
-        """Why it cannot be used `here`, "" where it can. parts: of the denoiser, those that may run in fp32."""
+        """Why it cannot be used `here`, "" where it can. parts: of the denoiser, those that may run in fp32, or
+        wide."""
         if self.weights != here.weights:
             return "it is of another model's weights"
         if self.loras != here.loras:
@@ -83,7 +84,7 @@ class Profile:
                 return (
                     f"it was made with {package} {self.versions.get(package, 'of no version')}, and this is {version}"
                 )
-        unknown = sorted(set(self.learned.islands) - set(parts))
+        unknown = sorted(set(self.learned.parts) - set(parts))
         return f"this model has no part {named(tuple(unknown))}" if unknown else ""
 
 
@@ -114,6 +115,8 @@ class _LearnedPart(Foreign):
     nothing needs any more."""
 
     islands: Annotated[list[_Text], Field(max_length=200), AfterValidator(_apart)]
+    wide_parts: Annotated[list[_Text], Field(max_length=200), AfterValidator(_apart)] = []
+    everything: bool = False
 
 
 class _File(Foreign):
@@ -172,7 +175,8 @@ def parse(text: str, where: str) -> Profile:
 def _fitting(value: Any) -> Profile:
     facts = foreign.fitting(_File, value)
     given = facts.model_dump(exclude={"kind", "format", "learned", "loras"})
-    known = Learned(islands=tuple(facts.learned.islands))
+    learned = facts.learned
+    known = Learned(islands=tuple(learned.islands), wide_parts=tuple(learned.wide_parts), everything=learned.everything)
     return Profile(**given, loras=tuple(facts.loras), learned=known)
 
 

@@ -13,7 +13,8 @@ import torch
 
 from ..precision.findings import Anatomy
 from ..precision.guard import StageGuard
-from ..precision.islands import half_attempt
+from ..precision.islands import Attempt, half_attempt
+from ..precision.learned import EVERYTHING, Learned
 from ..precision.learning import Learner
 from ..precision.policy import Component, Precision
 from ..precision.report import RunReport
@@ -33,9 +34,9 @@ def guarded_decoder(handle: PipelineHandle, request: Precision | None, calls: Ca
 def guarded_encoder(handle: PipelineHandle, request: Precision | None, calls: Calls) -> tuple[Any, RunReport]:
     """A shell of the VAE whose `encode` is guarded, and that stage's report. calls: counts and tells the encoder's.
 
-    The weights are in the decoder's dtype, as they are there once; where the plan wants fp32 for encoding alone, they
-    are upcast as it computes. Latents are drawn in float32, so that a seed draws the same in every precision. The
-    shell says float32 and asks for no upcast: diffusers would cast the shared weights themselves.
+    The weights are the decoder's, as they are there once. Latents are drawn in float32, so that a seed draws the same
+    in every precision. The shell says float32 and asks for no upcast: diffusers would cast the shared weights
+    themselves.
     """
     vae, report = _guarded(handle, Component.VAE_ENCODE, "encoder", "quant_conv", request, calls)
 
@@ -65,7 +66,7 @@ def _guarded(
     network = vae.get_submodule(part)
     guard = StageGuard(
         component.value,
-        _learning(network, plan.dtype, handle.tf32) if plan.half else partial(run_in_fp32, network, tf32=handle.tf32),
+        _learning(network, report, handle.tf32) if plan.half else partial(run_in_fp32, network, tf32=handle.tf32),
         rerun=network,
         dtype=plan.dtype,
         policy=handle.policy_for(plan),
@@ -79,7 +80,13 @@ def _guarded(
     return replaced(vae, shells), report
 
 
-def _learning(network: torch.nn.Module, dtype: str, tf32: bool) -> Learner:
+def _learning(network: torch.nn.Module, report: RunReport, tf32: bool) -> Learner:
     parts = [name for name in _BLOCKS if getattr(network, name, None) is not None]
-    anatomy = Anatomy.of(network, parts)
-    return Learner(network, dtype, lambda known: half_attempt(network, anatomy, known, dtype, tf32=tf32), anatomy)
+    anatomy, plan = Anatomy.of(network, parts), report.plan
+
+    def build(known: Learned) -> Attempt:
+        made = half_attempt(network, anatomy, known, plan.dtype, everything=plan.wide, tf32=tf32)
+        report.wide = EVERYTHING if made.everything else ""
+        return made
+
+    return Learner(network, plan.dtype, build, anatomy)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .dtypes import DTYPES
-from .learned import Learned, covered, covers, largest_of, named
+from .learned import EVERYTHING, Learned, covered, covers, largest_of, named
 from .observe import Peak, has_children
 from .streams import Stream
 
@@ -165,19 +165,38 @@ def found_in_half(
 
 
 def taught(learned: Learned, finding: Finding, anatomy: Anatomy, dtype: str) -> tuple[Learned, str]:
-    """What is known after a failure, and what follows from it in words; "" where nothing does."""
-    if anatomy.everything and dtype == "fp16" and not learned.wide:
-        return replace(learned, wide=True), "every layer wide from the next call on"
-    if anatomy.everything or finding.hopeless or (finding.stream is not None and not math.isfinite(finding.stream)):
+    """What is known after a failure, and what follows from it in words; "" where nothing does.
+
+    In fp16 a part is made wide before it is run in fp32, and all of it before the rest of the run is.
+    """
+    can_widen = dtype == "fp16"
+    everything = can_widen and learned.everything
+    if finding.stream is not None and not math.isfinite(finding.stream):
+        return replace(learned, whole_run_fp32=True), "the rest of the run in fp32"
+    if anatomy.everything or finding.hopeless or (everything and finding.islands):
+        if can_widen and not everything:
+            return Learned(everything=True), f"{EVERYTHING} from the next call on"
         return replace(learned, whole_run_fp32=True), "the rest of the run in fp32"
     actions: list[str] = []
     if finding.stream is not None and anatomy.widens(dtype):
         learned = replace(learned, wide=True)
         actions.append("its residual stream in float32")
-    if finding.islands:
-        learned = replace(learned, islands=largest_of((*learned.islands, *finding.islands)))
-        actions.append(f"{named(finding.islands)} in fp32")
+    tried = {name: _tried(name, learned) for name in finding.islands}
+    widened = tuple(name for name in finding.islands if can_widen and not tried[name])
+    if widened:
+        learned = replace(learned, wide_parts=largest_of((*learned.wide_parts, *widened)))
+        actions.append(f"{named(widened)} wide")
+    if islands := largest_of(tried[name] or name for name in finding.islands if name not in widened):
+        kept = tuple(name for name in learned.wide_parts if not covered(name, islands))
+        learned = replace(learned, wide_parts=kept, islands=largest_of((*learned.islands, *islands)))
+        actions.append(f"{named(islands)} in fp32")
     return learned, f"{' and '.join(actions)} from the next call on" if actions else ""
+
+
+def _tried(name: str, learned: Learned) -> str:
+    """What has been wide already for a part's sake: what it is in, or itself where it holds an island; else ""."""
+    holds_island = any(covers(name, island) for island in learned.islands)
+    return next((part for part in learned.wide_parts if covers(part, name)), name if holds_island else "")
 
 
 def _beside(anatomy: Anatomy, dtype: str, name: str) -> str:

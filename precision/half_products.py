@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.nn import functional as F
@@ -61,7 +62,7 @@ class HalfProducts(Fp32Mode):
             return super().computed(func, (input, weight, bias, *args), kwargs)
         weight = dequantised(weight)
         spatial = 0 if func is F.linear else weight.ndim - 2
-        with autocast_off((input.device.type,)):
+        with _autocast_off(input.device.type):
             if not self._scales:
                 made = func(input.to(self._dtype), weight.to(self._dtype), None, *args, **kwargs).float()
                 return made if bias is None else made + bias.float().view(-1, *[1] * spatial)
@@ -92,7 +93,7 @@ class HalfProducts(Fp32Mode):
             loudness = _exponent(value, by_head=query.shape[:-2] == value.shape[:-2]).exp2() / _VALUES
             value = _times(value, 1 / loudness, dtype)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        with autocast_off((query.device.type,)):
+        with _autocast_off(query.device.type):
             made = F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
@@ -115,26 +116,42 @@ class _Limits:
     """What rows may reach before they meet a weight. A parameter is read once, and again where it has changed."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, _Limit]] = {}
 
     def of(
         self, weight: torch.Tensor, dtype: torch.dtype, *, transposed: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """The weight in `dtype`, what its products have to be multiplied by (None: 1), and the limit; float32 []."""
-        largest = self._reach(weight, transposed=transposed)
-        if weight.dtype is dtype:
-            return weight, None, limit_of(largest)
-        loudness = (largest.clamp(min=LEAST).log2().floor() + 1).exp2() / _NORMAL
-        return _times(weight, 1 / loudness, dtype), loudness, limit_of(largest / loudness)
-
-    def _reach(self, weight: torch.Tensor, *, transposed: bool) -> torch.Tensor:
+        version = 0 if weight.is_inference() else weight._version  # ComfyUI loads in inference mode, which counts none
         found = self._known.get(id(weight))
-        if found and found[0]() is weight and found[1] == weight._version:
-            return found[2]
-        largest = reach(weight.transpose(0, 1) if transposed else weight)
-        if isinstance(weight, torch.nn.Parameter) and not weight.is_inference():  # whose version is not counted
-            self._known[id(weight)] = weakref.ref(weight), weight._version, largest
-        return largest
+        if found and found[0]() is weight and found[1] == version:
+            made = found[2]
+        else:
+            made = _limit(weight, dtype, transposed=transposed)
+            if isinstance(weight, torch.nn.Parameter):
+                self._known[id(weight)] = weakref.ref(weight), version, made
+        half = weight if made.quieter is None else _times(weight, made.quieter, dtype)
+        return half, made.loudness, made.limit
+
+
+class _Limit(NamedTuple):
+    """All float32 []. loudness and quieter, its reciprocal: None for 1."""
+
+    limit: torch.Tensor
+    loudness: torch.Tensor | None = None
+    quieter: torch.Tensor | None = None
+
+
+def _limit(weight: torch.Tensor, dtype: torch.dtype, *, transposed: bool) -> _Limit:
+    largest = reach(weight.transpose(0, 1) if transposed else weight)
+    if weight.dtype is dtype:
+        return _Limit(limit_of(largest))
+    loudness = (largest.clamp(min=LEAST).log2().floor() + 1).exp2() / _NORMAL
+    return _Limit(limit_of(largest / loudness), loudness, 1 / loudness)
+
+
+def _autocast_off(device_type: str) -> AbstractContextManager[None]:
+    return autocast_off((device_type,)) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
 def _is_single(value: Any) -> bool:

@@ -1,9 +1,11 @@
-"""Islands: blocks, and parts outside of them, that run in fp32 inside a module that runs in half precision."""
+"""Islands: blocks, and parts outside of them, that run in fp32, or with every layer wide, inside a module that runs in
+half precision."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +13,9 @@ from torch.utils import _pytree as pytree
 
 from .dtypes import DTYPES
 from .findings import Anatomy
+from .half_products import HalfProducts, run_with_half_products
 from .learned import Learned
-from .shells import replaced, with_forward
+from .shells import Make, replaced, with_forward
 from .streams import Stream
 from .upcast import run_in_fp32
 from .wide import with_wide_stream
@@ -35,6 +38,7 @@ def half_attempt(
     dtype: str,
     *,
     wide: bool = False,
+    everything: bool = False,
     compiled: Callable[[torch.nn.Module, bool], torch.nn.Module] = lambda shell, _wide: shell,
     onloaded: Callable[[torch.nn.Module, torch.nn.Module], torch.nn.Module] = lambda shell, _eager: shell,
     device: torch.device | None = None,
@@ -43,23 +47,27 @@ def half_attempt(
     """The module as the plan and what was learned ask for: with a wide stream, then compiled, then with islands, which
     leave what is compiled.
 
-    wide: the plan's, whatever was learned.
+    wide, everything: the plan's, whatever was learned.
     compiled: from the module, and whether its stream is wide, to a shell of it with compiled blocks; remembered by
         whoever gives it, since islands change nothing about it.
     onloaded: from a shell, and the eager module that it is one of, to one that brings its weights to the device.
     device: where it computes, if its weights are elsewhere until they are needed.
     Raises CannotWiden.
     """
+    if dtype == "fp16" and (everything or learned.everything):
+        products = HalfProducts(DTYPES[dtype])
+        run = partial(run_with_half_products, onloaded(module, module), products=products, tf32=tf32)
+        return Attempt(run, run, everything=True)
     wide = anatomy.widens(dtype) and (wide or learned.wide)
     stream = anatomy.stream if wide else None
     half = _with_wide_stream(module, stream, DTYPES[dtype], device) if stream else module
     made = "fp32" if wide else dtype
     shell = compiled(half, wide)
     blocks = onloaded(half, half)
-    eager = with_islands(blocks, learned.islands, made, tf32=tf32)
+    eager = with_islands(blocks, learned, made, tf32=tf32)
     run = eager
     if shell is not half:
-        run = with_islands(onloaded(shell, half), learned.islands, made, source=blocks, tf32=tf32)
+        run = with_islands(onloaded(shell, half), learned, made, source=blocks, tf32=tf32)
     return Attempt(run, eager, wide)
 
 
@@ -72,37 +80,39 @@ def _with_wide_stream(
 
 def with_islands(
     module: torch.nn.Module,
-    names: Iterable[str],
+    learned: Learned,
     dtype: str,
     *,
     source: torch.nn.Module | None = None,
     tf32: bool = False,
 ) -> torch.nn.Module:
-    """A shell of `module` in which the named submodules of `source` (itself by default) run in fp32.
+    """A shell of `module` in which those submodules of `source` (itself by default) run in fp32, or wide, of which that
+    was learned.
 
     Their floating outputs are cast to `dtype`, and contiguous, as those of their neighbours are; one that does not fit
     is infinite there, for the guard to find.
     """
     origin = source or module
 
-    def island(name: str) -> Callable[[torch.nn.Module], torch.nn.Module]:
+    def island(name: str, run: Callable[..., Any]) -> Make:
         block = origin.get_submodule(name)
-        return lambda _replaced: with_forward(block, _InFp32(block, DTYPES[dtype], tf32))
+        return lambda _replaced: with_forward(block, _Island(partial(run, block, tf32=tf32), DTYPES[dtype]))
 
-    found = {name: island(name) for name in names}
+    wide = partial(run_with_half_products, products=HalfProducts(torch.float16))
+    found = {name: island(name, wide) for name in learned.wide_parts}
+    found |= {name: island(name, run_in_fp32) for name in learned.islands}
     return replaced(module, found) if found else module
 
 
-class _InFp32:
-    """A block's forward in fp32."""
+class _Island:
+    """A block's forward, in float32. run: it. dtype: of its neighbours."""
 
-    def __init__(self, block: torch.nn.Module, dtype: torch.dtype, tf32: bool):
-        self._block = block
+    def __init__(self, run: Callable[..., Any], dtype: torch.dtype):
+        self._run = run
         self._dtype = dtype
-        self._tf32 = tf32
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        made = run_in_fp32(self._block, *args, tf32=self._tf32, **kwargs)
+        made = self._run(*args, **kwargs)
         return pytree.tree_map_only(torch.Tensor, self._narrowed, made)
 
     def _narrowed(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -13,14 +13,28 @@ class Learned:
     wide: bool = False  # the residual stream is float32
     islands: tuple[str, ...] = ()  # blocks, or parts outside of blocks, that run in fp32
     whole_run_fp32: bool = False  # half precision is not tried any more
+    wide_parts: tuple[str, ...] = ()  # blocks, or parts outside of blocks, of which every layer is wide
+    everything: bool = False  # every layer of the module is wide
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """That do not run in half precision as the rest does."""
+        return (*self.wide_parts, *self.islands)
 
     @property
     def to_share(self) -> Learned:
         """What a profile may hold of it."""
-        return Learned(islands=self.islands)
+        return replace(self, wide=False, whole_run_fp32=False)
+
+    def in_words(self) -> list[str]:
+        """A few for each thing that a run does otherwise, apart from the stream."""
+        said = [EVERYTHING] if self.everything else []
+        said += [f"{named(self.wide_parts)} wide"] if self.wide_parts else []
+        return said + ([f"{named(self.islands)} in fp32"] if self.islands else [])
 
 
 NOTHING = Learned()
+EVERYTHING = "every layer wide"
 
 
 def named(modules: tuple[str, ...]) -> str:

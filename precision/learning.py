@@ -47,7 +47,7 @@ class Learner:
         self._build = build
         self._anatomy = anatomy
         self._peaks: dict[str, Peak] = {}
-        self._untried = learned.islands  # no call has come out right with them yet
+        self._proven = NOTHING  # a call has come out right with it
 
     def watch(self, rerun: Callable[[], Result]) -> tuple[Result, Finding | None]:
         """The rerun's result, and what left the dtype's range in it."""
@@ -58,7 +58,7 @@ class Learner:
         self._peaks = {name: peak for name, peak in peaks.items() if counts(self.module.get_submodule(name))}
         if self.attempt.everything:  # what its layers reach in float32 is no reason
             return results[0], None
-        return results[0], find(self._peaks, self._anatomy, self._dtype, self.learned.islands, wide=self.attempt.wide)
+        return results[0], find(self._peaks, self._anatomy, self._dtype, self.learned.parts, wide=self.attempt.wide)
 
     def locate(self, *args: Any, saturated: bool = False, **kwargs: Any) -> Finding:
         """Where a call fails that leaves no range in fp32: makes the half-precision call once more, not compiled.
@@ -74,8 +74,9 @@ class Learner:
 
     def learn(self, finding: Finding) -> str:
         """Make the next attempt another one. Returns what follows, in words; "" where nothing does."""
-        learned, action = taught(self.learned, finding, self._anatomy, self._dtype)
-        if learned == self.learned:
+        known = replace(self.learned, everything=self.learned.everything or self.attempt.everything)
+        learned, action = taught(known, finding, self._anatomy, self._dtype)
+        if learned == known:
             return ""
         logger.info("%s: %s", finding.reason, action)
         if learned.whole_run_fp32:
@@ -85,19 +86,17 @@ class Learner:
         except CannotWiden as error:
             logger.warning("%s", error)
             return self.stay()
-        self._untried += tuple(name for name in learned.islands if name not in self.learned.islands)
         self.learned = learned
         return action
 
     def came_out_right(self) -> None:
-        """Of a call of the attempt: its islands help."""
-        self._untried = ()
+        """Of a call of the attempt: what was learned helps."""
+        self._proven = self.learned
 
     def stay(self) -> str:
-        """Half precision is not tried any more. Islands are forgotten with which no call came out right: they did not
-        help, and later runs would pay for them."""
-        islands = tuple(name for name in self.learned.islands if name not in self._untried)
-        self.learned = replace(self.learned, islands=islands, whole_run_fp32=True)
+        """Half precision is not tried any more. What no call came out right with is forgotten: it did not help, and
+        later runs would pay for it."""
+        self.learned = replace(self._proven, wide=self.learned.wide, whole_run_fp32=True)
         return STAY
 
 

@@ -66,7 +66,8 @@ An NVIDIA card that is newer than the table is treated as the nearest older one 
 
 ### The other components
 
-Text encoders, image encoders and VAEs run in the same dtype as the denoiser, and have no such stream. The exceptions:
+Text encoders, image encoders and VAEs run in the same dtype as the denoiser. They have no such stream: where they are
+*wide*, every layer is, which means products in fp16, scaled to fit, and all else in float32.
 """
 
 REASONS = """\
@@ -208,18 +209,17 @@ def _matrix() -> str:
 
 
 def _other_components() -> str:
-    rows = []
-    for request in Precision:
-        cases = []
-        for variant, device in product(VARIANTS.values(), _devices()):
-            usual = _outcome(device, variant, Component.DENOISER, request)
-            for component in variant.components:
-                outcome = _outcome(device, variant, component, request)
-                if outcome != usual and component is not Component.DENOISER:
-                    cases.append((variant, device, (component.words, *outcome)))
-        for (component, cell, reason), names, devices in _grouped(cases):
-            rows.append([f"`{request.value}`", component, cell, reason, _links(names), _where(devices)])
-    return _table(["asked for", "component", "runs in", "reason", "models", "where"], rows)
+    """In fp16, components with the same cells in one row."""
+    fast = next(device.architecture for device in _devices() if device.architecture.fast_fp16)
+    requests = (Precision.FP16, Precision.FP16_PLAIN)
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for component in Component:
+        variant = next((v for v in VARIANTS.values() if component in v.components), None)
+        if variant and component is not Component.DENOISER:
+            cells = tuple(_cell(choose(fast, variant, component, request)) for request in requests)
+            rows.setdefault(cells, []).append(component.words)
+    titles = ["component", "where the denoiser runs in fp16", "in `fp16 (plain)`"]
+    return _table(titles, [[", ".join(names), *cells] for cells, names in rows.items()])
 
 
 def _reasons(request: Precision, models: Callable[[Sequence[str]], str]) -> list[list[str]]:

@@ -46,7 +46,6 @@ class Variant:
     has_stream: bool  # its residual stream is known, and can be float32 in fp16
     components: tuple[Component, ...]
     source: str
-    needs_fp32: Mapping[Component, str] = field(default_factory=dict)  # component → why
     sizes: Mapping[str, int] = field(default_factory=dict)  # the published denoiser's config, to know a fine-tune by
     fact: str = ""  # what is known of its dtype, where it is not that its authors say so
 
@@ -62,7 +61,7 @@ class Plan:
     component: Component
     dtype: str  # "fp16", "bf16" or "fp32"
     guarded: bool  # checked, and rerun in fp32 where it fails
-    wide: bool  # its residual stream is float32, all else half precision
+    wide: bool  # a denoiser's residual stream is float32, all else half precision; of another, every layer is wide
     accumulation: str  # half-precision accumulation in attention: "off", "on", or on with scores in fp32
     reason: str  # of the dtype
     source: str
@@ -94,7 +93,6 @@ def _svd(name: str, repository: str, frames: int) -> Variant:
         has_stream=False,
         components=_FROM_IMAGE,
         source=f"https://huggingface.co/stabilityai/stable-video-diffusion-img2vid{repository}",
-        needs_fp32={Component.VAE_ENCODE: "SVD's VAE encoder leaves fp16's range (force_upcast in its config) → fp32"},
         sizes={"num_frames": frames},
         fact=f"{name} is published in fp16",
     )
@@ -154,7 +152,7 @@ def choose(
         raise PlanImpossible(
             f"{architecture} has no bf16, not even emulated. Choose precision 'auto', 'fp16' or 'fp32'."
         )
-    dtype, reason = _dtype(architecture, variant, component, request)
+    dtype, reason = _dtype(architecture, variant, request)
     guarded, guard_reason = _guard(variant, dtype, request)
     wide, wide_reason = _wide(variant, component, dtype, request)
     switched = decide(architecture, accumulation, beside)
@@ -173,10 +171,7 @@ def choose(
     )
 
 
-def _dtype(architecture: Architecture, variant: Variant, component: Component, request: Precision) -> tuple[str, str]:
-    if request in (Precision.AUTO, Precision.FP16) and component in variant.needs_fp32:
-        asked = "asked for fp16, but " if request is Precision.FP16 else ""
-        return "fp32", asked + variant.needs_fp32[component]
+def _dtype(architecture: Architecture, variant: Variant, request: Precision) -> tuple[str, str]:
     if request is Precision.AUTO:
         return _automatic(architecture, variant)
     return _asked(architecture, variant, request)
@@ -230,12 +225,14 @@ def _guard(variant: Variant, dtype: str, request: Precision) -> tuple[bool, str]
 
 
 def _wide(variant: Variant, component: Component, dtype: str, request: Precision) -> tuple[bool, str]:
-    if component is not Component.DENOISER:
+    if component in (Component.IMAGE_ENCODER, Component.VAE_DECODE):
         return False, "only denoisers have one"
     if dtype != "fp16":
         return False, f"{dtype} has the range"
     if request is Precision.FP16_PLAIN:
         return False, "asked for fp16 (plain)"
+    if component is not Component.DENOISER:
+        return True, "every layer wide: products in fp16, scaled to fit, and all else in float32"
     if not variant.has_stream:
         return False, "no single stream runs through all of it"
     return True, "float32, written by wide layers: fp16 ends at 65504, and sums of all blocks gather there"

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 
 from .dtypes import FP16_MAX
 from .findings import RANGE, Anatomy, find, order, taught
-from .learned import NOTHING, Learned, named
+from .learned import NOTHING, Learned
 from .learning import counts
 from .observe import Peak, floating, hooked, largest, leaves
 from .upcast import HALF_DTYPES
@@ -168,27 +168,30 @@ class Verdict:
         if not self.fits:
             return f"{self.dtype} does not do"
         how = ["wide"] if self.wide else []
-        if islands := self.learned.islands:
-            how.append(f"{'island' if len(islands) == 1 else 'islands'}: {named(islands)}")
+        how += self.learned.in_words()
         return f"{self.dtype} {' + '.join(how)}" if how else self.dtype + (" plain" if self.dtype == "fp16" else "")
 
 
-def judge(probed: Probed, dtype: str, *, islands: bool = True) -> Verdict:
-    """What a dtype needs to hold what was measured. islands: blocks can be run in fp32."""
+def judge(probed: Probed, dtype: str) -> Verdict:
+    """What a dtype needs to hold what was measured."""
     peaks, anatomy = probed.peaks(), probed.anatomy
     finding = find(peaks, anatomy, dtype)
     learned = taught(NOTHING, finding, anatomy, dtype)[0] if finding else NOTHING
     wide = learned.wide
-    if finding and (find(peaks, anatomy, dtype, learned.islands, wide=wide) or (learned.islands and not islands)):
-        learned = replace(learned, whole_run_fp32=True)
+    settled = learned.everything or learned.whole_run_fp32
+    if finding and not settled and find(peaks, anatomy, dtype, learned.parts, wide=wide):
+        learned = Learned(everything=dtype == "fp16", whole_run_fp32=dtype != "fp16")
+        wide = False
     return Verdict(dtype, learned, wide, finding.reason if finding else _why_it_fits(probed, dtype))
 
 
-def recommend(probed: Probed, dtype: str, *, native_bf16: bool, islands: bool = True) -> Verdict:
-    """The first that fits: the plan's dtype, bf16 where the card computes it natively, fp32. islands: as `judge`'s."""
+def recommend(probed: Probed, dtype: str, *, native_bf16: bool) -> Verdict:
+    """The first that fits: the plan's dtype, bf16 where the card computes it natively, fp16 with every layer wide,
+    fp32."""
     candidates = dict.fromkeys((dtype, *(("bf16",) if native_bf16 else ()), "fp32"))
-    verdicts = [judge(probed, candidate, islands=islands) for candidate in candidates]
-    return next((verdict for verdict in verdicts if verdict.fits), verdicts[-1])
+    fitting = [verdict for verdict in (judge(probed, candidate) for candidate in candidates) if verdict.fits]
+    cheap = (verdict for verdict in fitting if verdict.dtype in (dtype, "bf16") and not verdict.learned.everything)
+    return next(cheap, fitting[0] if fitting else judge(probed, "fp32"))
 
 
 def _why_it_fits(probed: Probed, dtype: str) -> str:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from .accumulation import Switch
-from .learned import Learned, named
+from .learned import Learned
 from .peaks import Memory
 from .policy import Component, Plan
 
@@ -105,8 +105,8 @@ class RunReport:
         return f", {self.wide}" if self.wide else ""
 
     def _islands(self) -> str:
-        islands = self.learned.islands if self.learned else ()
-        return f", {named(islands)} in fp32" if islands else ""
+        said = [words for words in self.learned.in_words() if words != self.wide] if self.learned else []
+        return "".join(f", {words}" for words in said)
 
     def text(self) -> str:
         """The summary, then a line per step and the switches."""

@@ -1,5 +1,5 @@
 """A small model's folder changed so that its denoiser leaves fp16's range apart from the residual stream, which is
-float32 in fp16: nothing but the guard helps then."""
+float32 in fp16: nothing but the guard helps then, and what it learns."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-ISLAND = "transformer_blocks.1"  # what has to run in fp32
+ISLAND = "transformer_blocks.1"  # of which every layer has to be wide, or run in fp32
 UNITS = slice(8)  # few, since what they hand on is too small for fp16 to hold all its digits
 
 

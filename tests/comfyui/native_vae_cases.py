@@ -59,6 +59,9 @@ def case_overflow() -> dict[str, Any]:
         results[f"{name}, guarded"] = run(call, guarded(vae))
         results[f"{name}, fp32"] = run(call, vae_in_fp32(vae))
         results[f"{name}, said"] = list(said)
+        for precision in ("fp16", "bf16"):
+            results[f"{name}, {precision}"] = run(call, guarded(vae, precision=precision))
+            results[f"{name}, {precision} said"] = list(said)
     return results
 
 

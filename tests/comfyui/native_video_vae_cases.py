@@ -148,6 +148,9 @@ def case_each() -> dict[str, Any]:
                     results[f"{key}, said"] = said[-1]
                     if state != "healthy":
                         results[f"{key}, fp32"] = run(in_fp32(vae, kind), kind)
+                        said.clear()
+                        results[f"{key}, wide"] = run(node("NaNGuardVAE", vae, precision="fp16"), kind)
+                        results[f"{key}, wide said"] = said[-1]
     return results
 
 

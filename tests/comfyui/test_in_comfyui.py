@@ -170,7 +170,7 @@ def test_what_a_run_learned_is_kept_in_the_user_folder(run: Callable[..., Ran], 
     assert_is_a_picture(first)
     assert sum(report["reruns"] for report in first.reports()) == 1, "its block is in fp32 from the second step on"
     (profile,) = (server.base / "user" / "onediff_guard" / "profiles").glob("*.json")
-    assert json.loads(profile.read_text(encoding="utf-8"))["learned"]["islands"] == [ISLAND]
+    assert json.loads(profile.read_text(encoding="utf-8"))["learned"]["wide_parts"] == [ISLAND]
     server.ask("/free", {"unload_models": True, "free_memory": True})
     again = run(**learning, SampleCogVideoX__seed=22)
     assert_is_a_picture(again)
@@ -203,7 +203,7 @@ def test_the_probe_and_its_profile_in_one_graph(run_graph: Callable[..., Ran], t
     ran = run_graph(workflow)
     assert ran.code == 0, ran.answer
     (probed,) = ran.answer["outputs"]["probe"]["onediff_guard"]
-    assert probed["plan"] == f"fp16 island: '{ISLAND}'"
+    assert probed["plan"] == f"fp16 '{ISLAND}' wide"
     assert [report["reruns"] for report in ran.reports() if "reruns" in report] == [0, 0, 0], (
         "encoder, sampler, decoder"
     )

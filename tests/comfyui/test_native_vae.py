@@ -38,6 +38,14 @@ def test_a_vae_that_overflows_is_broken_without_and_right_with_it(ran: native.Ra
     assert f"'{part}r.mid.block_1.conv1' reaches" in ran[f"overflow/{call}, said"][-1]
 
 
+@pytest.mark.parametrize("call", CALLS)
+def test_with_every_layer_wide_it_does_not_overflow(ran: native.Ran, call: str) -> None:
+    wide, bf16, fp32 = (ran[f"overflow/{call}, {how}"] for how in ("fp16", "bf16", "fp32"))
+    assert (wide - fp32).norm() <= (bf16 - fp32).norm() / 4
+    assert ", every layer wide; " in ran[f"overflow/{call}, fp16 said"][-1]
+    assert ", 0 reruns" in ran[f"overflow/{call}, fp16 said"][-1]
+
+
 def test_svds_decoder_is_guarded_over_all_frames(ran: native.Ran) -> None:
     assert torch.isnan(ran["temporal/plain"]).all()
     assert torch.equal(ran["temporal/guarded"], ran["temporal/fp32"])

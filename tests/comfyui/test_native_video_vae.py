@@ -39,6 +39,15 @@ def test_a_vae_that_overflows_is_broken_without_and_right_with_it(ran: native.Ra
     assert "1 call, 1 rerun" in ran[f"each/{kind}, {call}, hot, said"]
 
 
+@pytest.mark.parametrize("call", ["decode", "encode"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_every_layer_wide_it_does_not_overflow(ran: native.Ran, kind: str, call: str) -> None:
+    there(ran, kind)
+    wide, fp32 = (ran[f"each/{kind}, {call}, hot, {how}"] for how in ("wide", "fp32"))
+    assert (wide - fp32).norm() <= 5e-3 * fp32.norm()
+    assert ", every layer wide; 1 call, 0 reruns" in ran[f"each/{kind}, {call}, hot, wide said"]
+
+
 @pytest.mark.parametrize("kind", HIDING)
 def test_what_a_vae_hides_is_seen(ran: native.Ran, kind: str) -> None:
     there(ran, kind)

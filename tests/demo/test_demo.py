@@ -19,7 +19,7 @@ from comfyui_onediff_guard.headless.cli import main
 from comfyui_onediff_guard.headless.errors import ExitCode, OutputError
 from PIL import Image
 
-FILES = {"fp16-plain.mp4", "fp16-guarded.mp4", "fp32.mp4", "side-by-side.png", "side-by-side.webp", "report.json"}
+FILES = {"side-by-side.png", "side-by-side.webp", "report.json"} | {f"{case.video}.mp4" for case in demo.RUNS}
 
 
 @pytest.fixture(scope="module")
@@ -64,18 +64,19 @@ def test_a_pipe_gets_one_line_a_stage(run: Any) -> None:
 
 def test_plain_fp16_is_black_and_guarded_fp16_is_right(run: Any) -> None:
     output, _ = run
-    plain, guarded, reference = (_frames(output / f"{name}.mp4") for name in ("fp16-plain", "fp16-guarded", "fp32"))
-    assert plain.shape == guarded.shape == reference.shape == (25, 160, 256, 3)
+    plain, guarded, inside, reference = (_frames(output / f"{case.video}.mp4") for case in demo.RUNS)
+    assert plain.shape == reference.shape == (25, 160, 256, 3)
     assert plain.max() <= 2  # black, after a video codec
-    assert guarded.std() > 30
-    assert np.abs(guarded.astype(int) - reference).mean() < 3
+    for made in (guarded, inside):
+        assert made.std() > 30
+        assert np.abs(made.astype(int) - reference).mean() < 3
 
 
 def test_the_report_has_the_numbers(run: Any) -> None:
     output, _ = run
     report = json.loads((output / "report.json").read_text(encoding="utf-8"))
-    plain, guarded, reference = report["runs"]
-    assert [each["precision"] for each in report["runs"]] == ["fp16 (plain)", "fp16", "fp32"]
+    plain, guarded, inside, reference = report["runs"]
+    assert [each["precision"] for each in report["runs"]] == ["fp16 (plain)", "fp16", "fp16", "fp32"]
     assert plain["frames_not_finite"] == plain["frames"] == 25
     assert plain["steps_not_finite"] == plain["steps"] == 8
     assert plain["max_difference_from_fp32"] == "NaN"  # strict JSON
@@ -84,6 +85,10 @@ def test_the_report_has_the_numbers(run: Any) -> None:
     assert guarded["max_difference_from_fp32"] <= 2e-2
     assert {step["outcome"] for stage in guarded["stages"] for step in stage["steps"]} == {"finite"}
     assert "toy" in report["note"].lower()
+    assert inside["max_difference_from_fp32"] <= 2e-2
+    steps = [step for stage in inside["stages"] for step in stage["steps"] if step["stage"] == "denoiser"]
+    assert [step["outcome"] for step in steps] == ["rerun"] + ["finite"] * 7
+    assert steps[0]["rerun"]["action"] == "'transformer_blocks.1' wide from the next call on"
 
 
 def test_the_pictures_show_something(run: Any) -> None:
@@ -125,7 +130,7 @@ def test_a_full_disk_leaves_the_earlier_file(tmp_path: Path, monkeypatch: pytest
 
 def _outcome(value: float, outcomes: tuple[str, ...] = ()) -> demo.Outcome:
     steps = [{"stage": "denoiser", "outcome": outcome} for outcome in outcomes]
-    return demo.Outcome("fp16", torch.full((2, 4, 4, 3), value), Path("x.mp4"), [{"steps": steps}], 1.0)
+    return demo.Outcome(demo.WIDE, torch.full((2, 4, 4, 3), value), Path("x.mp4"), [{"steps": steps}], 1.0)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ class Painter:
         if precision == "fp16":
             steps[1]["outcome"] = "rerun"
         plan = {"component": "denoiser", "dtype": precision[:4], "guarded": precision != "fp16 (plain)"}
-        report = {"plan": plan, "steps": steps, "wide": precision == "fp16"}
+        report = {"plan": plan, "steps": steps, "wide": "stream in float32" if precision == "fp16" else ""}
         return {"ui": {"onediff_guard": [report]}, "result": (images,)}
 
 

@@ -45,7 +45,7 @@ def test_one_json_object_and_the_profile_kept(probe, model_folder):
     code, out, _ = probe("--model", str(model_folder("cogview4", "inside")), "--json", "--save", "--steps", "1",
                          "--width", "64", "--height", "64", "--arch", "sm75")  # fmt: skip
     told = json.loads(out, parse_constant=pytest.fail)
-    assert code == 0 and told["status"] == "done" and told["plan"] == f"fp16 island: '{ISLAND}'"
+    assert code == 0 and told["status"] == "done" and told["plan"] == f"fp16 '{ISLAND}' wide"
     assert [Path(file).suffix for file in told["files"]] == [".png", ".txt", ".json"]
     (file,) = profiles_directory().glob("*.json")
     assert file.read_text() == told["profile"]

@@ -54,7 +54,7 @@ def test_it_keeps_the_profile_where_that_is_asked_for(folder: Path, model_folder
     answer = probed(GRAPHS["5b"].load(model_folder("5b", "inside")), architecture="sm75", save=True)
     (file,) = host.profiles_directory().glob("*.json")
     assert file.read_text() == answer["result"][2] and f"kept as {file.stem}" in answer["result"][1]
-    assert parse(answer["result"][2], "it").learned.islands == (overflows.ISLAND,)
+    assert parse(answer["result"][2], "it").learned.wide_parts == (overflows.ISLAND,)
 
 
 def test_a_recommendation_that_needs_no_profile_keeps_none(folder: Path) -> None:

@@ -1,8 +1,9 @@
-"""Learning through a whole sampling run: islands under compile, and kept for the next run."""
+"""Learning through a whole sampling run: wide blocks and islands under compile, and kept for the next run."""
 
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -17,9 +18,11 @@ from comfyui_onediff_guard.pipelines.pictures import fitted
 from comfyui_onediff_guard.pipelines.placement import PlainPlacement
 from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
+from comfyui_onediff_guard.precision.half_products import HalfProducts
 from comfyui_onediff_guard.precision.learned import Learned
 from comfyui_onediff_guard.precision.policy import Component, Precision
 from torch._dynamo.utils import counters
+from torch.overrides import _get_current_function_mode_stack
 
 SMALL = SampleSettings(width=64, height=48, frames=9, steps=4, guidance_scale=6.0, seed=3, scheduler="DDIM")
 LEARNED = GuardPolicy(scope=Scope.LEARNED)
@@ -53,6 +56,16 @@ def overflow_in_time_embedding(denoiser):
     with torch.no_grad():
         embedding.linear_1.weight.mul_(2.0**18)
         embedding.linear_2.weight.mul_(2.0**-14)
+
+
+def overflow_between_parts(denoiser):
+    """What the time embedding puts out reaches 1e6; what it is read by brings it back."""
+    with torch.no_grad():
+        denoiser.time_embedding.linear_1.weight.mul_(2.0**18)
+        denoiser.time_embedding.linear_2.weight.mul_(2.0**4)
+        for name, layer in denoiser.named_modules():
+            if name.endswith((".norm1.linear", ".norm2.linear")) or name == "norm_out.linear":
+                layer.weight.mul_(2.0**-18)
 
 
 def video_from_a_picture(handle, seed):
@@ -91,16 +104,16 @@ def test_a_stream_beyond_fp16_teaches_nothing(model_folder, open_pipeline):
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_an_inner_overflow_leads_to_one_island_and_no_new_graph(model_folder, open_pipeline, backend):
+def test_an_inner_overflow_makes_one_block_wide_and_no_new_graph(model_folder, open_pipeline, backend):
     gc.collect()  # the weights are changed below: no other test's
     handle = open_pipeline(model_folder("2b"), "fp16", backend=backend)
     overflow_inside(handle, 1)
     before = counters["stats"]["unique_graphs"]
     latents, report = sampled(handle, LEARNED)
     assert [step.outcome for step in report.steps] == ["rerun", "finite", "finite", "finite"]
-    assert learned_by(report).islands == ("transformer_blocks.1",)
+    assert learned_by(report) == Learned(wide_parts=("transformer_blocks.1",))
     assert first_rerun(report).module.startswith("transformer_blocks.1.ff.net.0")
-    assert "'transformer_blocks.1' in fp32; 4 steps, 1 rerun" in report.summary()
+    assert "'transformer_blocks.1' wide; 4 steps, 1 rerun" in report.summary()
     _, again = sampled(handle, LEARNED, seed=4)
     assert again.reruns == 0
     assert counters["stats"]["unique_graphs"] - before == (backend == "inductor")
@@ -124,28 +137,63 @@ def test_an_overflow_outside_of_the_blocks_costs_one_rerun_and_no_more(model_fol
     _, report = run(3)
     assert [step.outcome for step in report.steps] == ["rerun", "finite", "finite", "finite"]
     assert {step.dtype for step in report.steps[1:]} == {"fp16"}
-    assert learned_by(report).islands == ("time_embedding",)
+    assert learned_by(report) == Learned(wide_parts=("time_embedding",))
     assert first_rerun(report).module == "time_embedding.linear_1"
     assert "inside a block" not in report.steps[0].note
     assert run(4)[1].reruns == 0, "kept for the next run"
 
 
-def test_islands_that_did_not_help_are_not_kept_for_the_next_run(model_folder, open_pipeline):
+def fails_wide(_layer, _given, made):
+    """As a hook: what the layer puts out is right in fp32 alone."""
+    is_wide = any(isinstance(mode, HalfProducts) for mode in _get_current_function_mode_stack())
+    return made * math.inf if is_wide or made.dtype != torch.float32 else None
+
+
+@pytest.mark.parametrize(("precision", "reruns"), [("fp16", 2), ("bf16", 1)])
+def test_a_block_that_fails_even_when_wide_becomes_an_island(model_folder, open_pipeline, precision, reruns):
+    handle = open_pipeline(model_folder("2b"), precision)
+    hook = handle.store.denoiser(precision).transformer_blocks[1].ff.net[0].register_forward_hook(fails_wide)
+    latents, report = sampled(handle, LEARNED)
+    _, again = sampled(handle, LEARNED, seed=4)
+    hook.remove()
+    assert [step.outcome for step in report.steps] == ["rerun"] * reruns + ["finite"] * (SMALL.steps - reruns)
+    assert learned_by(report) == Learned(islands=("transformer_blocks.1",))
+    assert report.summary().count("'transformer_blocks.1' in fp32; 4 steps") == 1 and "' wide" not in report.summary()
+    assert again.reruns == 0, "kept for the next run"
+    expected, _ = sampled(handle, GuardPolicy())
+    assert error(latents, expected) < 5e-2
+
+
+def test_what_cannot_be_wide_in_parts_is_wide_in_all(model_folder, open_pipeline):
+    gc.collect()  # the weights are changed below: no other test's
+    handle = open_pipeline(model_folder("2b"), "fp16")
+    overflow_between_parts(handle.store.denoiser("fp16"))
+    latents, report = sampled(handle, LEARNED)
+    _, again = sampled(handle, LEARNED, seed=4)
+    assert [(step.dtype, step.outcome) for step in report.steps] == [("fp32", "rerun"), *[("fp16", "finite")] * 3]
+    assert first_rerun(report).action == "every layer wide from the next call on"
+    assert learned_by(report) == Learned(everything=True) and report.wide == "every layer wide"
+    assert again.reruns == 0 and again.summary().count("every layer wide") == 1
+    expected, _ = sampled(handle, GuardPolicy())
+    assert error(latents, expected) < 2e-2
+
+
+def test_what_did_not_help_is_not_kept_for_the_next_run(model_folder, open_pipeline):
     gc.collect()
     handle = open_pipeline(model_folder("2b"), "fp16")
     overflow_inside(handle, 1)
     denoiser = handle.store.denoiser("fp16")
     calls = iter(range(10**6))
 
-    def too_large(_layer, _given, made):
-        return made * 1e9 if next(calls) > 1 else made  # from the second step on, in fp32 too
+    def fails(layer, given, made):
+        return fails_wide(layer, given, made) if next(calls) > 1 else made  # from the second step on
 
-    hook = denoiser.proj_out.register_forward_hook(too_large)
+    hook = denoiser.proj_out.register_forward_hook(fails)
     _, report = sampled(handle, LEARNED)
     hook.remove()
-    assert [step.dtype for step in report.steps] == ["fp32"] * SMALL.steps and report.reruns == 2
-    assert learned_by(report).whole_run_fp32 and learned_by(report).islands == ()
-    assert handle.store.learned[handle.memory_key("fp16")].islands == ()
+    assert [step.dtype for step in report.steps] == ["fp32"] * SMALL.steps and report.reruns == 3
+    assert learned_by(report) == Learned(whole_run_fp32=True)
+    assert handle.store.learned[handle.memory_key("fp16")] == Learned()
 
 
 def test_a_denoiser_that_is_let_go_lets_go_of_the_model(model_folder, open_pipeline):

@@ -19,7 +19,8 @@ from comfyui_onediff_guard.precision.learned import Learned
 
 SMALL = SampleSettings(width=64, height=48, frames=9, steps=3, guidance_scale=6.0, seed=3, scheduler="DDIM")
 LEARNED = GuardPolicy(scope=Scope.LEARNED)
-ISLANDS = Learned(islands=(overflows.ISLAND,))
+WIDE = Learned(wide_parts=(overflows.ISLAND,))
+ISLANDS = Learned(islands=(overflows.ISLAND,))  # as an earlier version learned them
 
 
 @pytest.fixture
@@ -57,13 +58,13 @@ def kept(tmp_path):
     return file
 
 
-def test_islands_are_kept_for_later_processes(overflowing, opened, tmp_path):
+def test_wide_parts_are_kept_for_later_processes(overflowing, opened, tmp_path):
     expected, first = sampled(opened(overflowing))
-    assert first.reruns == 1 and first.learned == ISLANDS
+    assert first.reruns == 1 and first.learned == WIDE
     profile = profiles.read(kept(tmp_path))
-    assert profile.learned == ISLANDS and profile.model == overflowing.name
+    assert profile.learned == WIDE and profile.model == overflowing.name
     latents, later = sampled(opened(overflowing))
-    assert later.reruns == 0 and later.learned == ISLANDS
+    assert later.reruns == 0 and later.learned == WIDE
     assert f"from a profile: {profile.in_words()}" in later.notes
     assert (latents - expected).abs().max() / expected.abs().max() < 2e-2
     _, plain = sampled(opened(overflowing, GuardPolicy()))
@@ -91,7 +92,7 @@ def test_a_run_that_is_interrupted_keeps_what_it_learned(overflowing, opened, tm
 
     with pytest.raises(KeyboardInterrupt):
         sample(handle, positive, negative, SMALL, step_done=stop)
-    assert profiles.read(kept(tmp_path)).learned == ISLANDS
+    assert profiles.read(kept(tmp_path)).learned == WIDE
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,7 @@ def test_a_kept_profile_that_does_not_fit_is_left_alone_with_a_line(overflowing,
     latents, report = sampled(opened(overflowing))
     assert report.reruns == 1 and torch.isfinite(latents).all()
     assert any(says in note for note in report.notes), report.notes
-    assert profiles.read(file).learned == report.learned == ISLANDS, "and is made anew"
+    assert profiles.read(file).learned == report.learned == WIDE, "and is made anew"
 
 
 def test_a_profile_of_an_earlier_version_is_used_for_its_islands(overflowing, opened, tmp_path):
@@ -142,7 +143,7 @@ def test_what_is_learned_on_top_of_a_profile_that_a_workflow_carries_is_kept(ove
     kept(tmp_path).unlink()
     other = Learned(islands=("transformer_blocks.0",))
     _, report = sampled(opened(overflowing, profile=replace(whole, learned=other)))
-    both = Learned(islands=(*other.islands, *ISLANDS.islands))
+    both = replace(WIDE, islands=other.islands)
     assert report.reruns == 1 and profiles.read(kept(tmp_path)) == replace(whole, learned=both)
 
 
@@ -153,7 +154,7 @@ def test_a_disk_that_refuses_costs_no_run(overflowing, opened, tmp_path, caplog)
     assert "could not be kept" in caplog.text
 
 
-def test_islands_that_do_not_help_are_forgotten_for_later_processes_too(model_folder, opened, tmp_path):
+def test_what_does_not_help_is_forgotten_for_later_processes_too(model_folder, opened, tmp_path):
     folder = model_folder("2b")
     handle = opened(folder)
     useless = replace(here(handle, "fp16"), learned=Learned(islands=("transformer_blocks.1",)))
@@ -162,5 +163,5 @@ def test_islands_that_do_not_help_are_forgotten_for_later_processes_too(model_fo
     _, report = sampled(handle)
     hook.remove()
     assert f"from a profile: {useless.in_words()}" in report.notes
-    assert report.learned == Learned(whole_run_fp32=True)
-    assert profiles.read(file) == replace(useless, learned=Learned())
+    assert report.learned == Learned(everything=True), "its last layer puts out what does not fit"
+    assert profiles.read(file) == replace(useless, learned=report.learned)

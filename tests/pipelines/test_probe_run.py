@@ -13,6 +13,7 @@ from comfyui_onediff_guard.pipelines.profiles import parse
 from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
 from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
+from comfyui_onediff_guard.precision.learned import Learned
 from comfyui_onediff_guard.precision.policy import Precision
 from overflows import ISLAND
 
@@ -51,10 +52,10 @@ def test_applied_it_leads_to_no_rerun(model_folder, opened, variant):
     assert torch.isfinite(latents).all() and report.wide
 
 
-def test_applied_with_an_island_it_leads_to_no_rerun(model_folder, opened):
+def test_applied_with_a_wide_block_it_leads_to_no_rerun(model_folder, opened):
     handle = opened(model_folder("5b", "inside"), precision="fp16")
     found = probe(handle, *prompts(handle), SMALL)
-    assert found.chosen.plan == f"fp16 island: '{ISLAND}'" and "set its scope to 'learned'" in found.text()
+    assert found.chosen.plan == f"fp16 '{ISLAND}' wide" and "set its scope to 'learned'" in found.text()
     applied = replace(handle, policy=LEARNED, profile=parse(found.profile_text, "it"))
     latents, report = sample(applied, *prompts(applied), SMALL)
     assert [(step.dtype, step.outcome) for step in report.steps] == [("fp16", "finite")] * SMALL.steps
@@ -117,7 +118,7 @@ def test_it_is_kept_where_that_is_asked_for(model_folder, opened, tmp_path):
     assert not (tmp_path / "profiles").exists()
     assert found.profile and found.profile.name in keep_profile(handle, found)
     assert (tmp_path / "profiles" / f"{found.profile.name}.json").read_text() == found.profile_text
-    assert found.profile.learned.islands == (ISLAND,)
+    assert found.profile.learned == Learned(wide_parts=(ISLAND,))
     _, report = sample(replace(handle, policy=LEARNED), *prompts(handle), SMALL)
     assert report.reruns == 0, "in this process too"
     for variant, card in (("5b", "sm80"), ("2b", "sm75")):

@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 TEXTS = st.text(min_size=1, max_size=300).filter(str.isprintable)
+PARTS = st.lists(TEXTS).map(largest_of)
 ISLANDS = ("transformer_blocks.3", "transformer_blocks.17")
 PROFILE = Profile(
     model="CogVideoX 5b/fine:tune",
@@ -41,7 +42,7 @@ PROFILE = Profile(
         architecture=st.sampled_from([*ARCHITECTURES, "sm999", "gfx1100", "hpu"]),
         dtype=st.sampled_from(["fp16", "bf16"]),
         versions=st.dictionaries(TEXTS, TEXTS, max_size=20),
-        learned=st.builds(Learned, islands=st.lists(TEXTS).map(largest_of)),
+        learned=st.builds(Learned, islands=PARTS, wide_parts=PARTS, everything=st.booleans()),
     )
 )
 def test_what_is_written_is_read_again(profile):
@@ -111,6 +112,11 @@ def test_readers_never_see_half_a_file(tmp_path):
         ({"learned": {"islands": ["a", "a"]}}, "stands here twice"),
         ({"learned": {"islands": ["a", "a.b"]}}, "one of these parts is in another"),
         ({"learned": {"islands": list(map(str, range(201)))}}, "learned.islands is a list of 201"),
+        ({"learned": {"wide_parts": ["a"], "everything": True}}, "learned.islands is missing"),
+        ({"learned": {"islands": [], "wide_parts": "all"}}, "learned.wide_parts is all"),
+        ({"learned": {"islands": [], "wide_parts": ["a", "a.b"]}}, "one of these parts is in another"),
+        ({"learned": {"islands": [], "wide_parts": list(map(str, range(201)))}}, "learned.wide_parts is a list of 201"),
+        ({"learned": {"islands": [], "everything": "all"}}, "learned.everything is all"),
         ({"dtype": "int8"}, "dtype is int8"),
         ({"architecture": "../../x"}, "architecture is ../../x: value error, the name of no architecture"),
         ({"architecture": "SM75"}, "the name of no architecture"),
@@ -135,9 +141,27 @@ def test_one_of_an_earlier_version_is_read_and_its_peak_is_not(peak):
     assert parse(json.dumps(earlier), "it") == PROFILE
 
 
+def test_one_of_a_version_that_knew_islands_alone_is_read():
+    earlier = json.loads(PROFILE.text())
+    del earlier["learned"]["wide_parts"], earlier["learned"]["everything"]
+    assert parse(json.dumps(earlier), "it") == PROFILE
+
+
 def test_a_wide_stream_and_a_run_that_went_on_in_fp32_are_of_no_profile():
     assert Learned(wide=True, islands=ISLANDS, whole_run_fp32=True).to_share == PROFILE.learned
-    assert json.loads(PROFILE.text())["learned"] == {"islands": [*ISLANDS]}
+    assert json.loads(PROFILE.text())["learned"] == {"islands": [*ISLANDS], "wide_parts": [], "everything": False}
+
+
+def test_wide_parts_and_that_everything_is_wide_are_of_a_profile(tmp_path):
+    wide = Learned(islands=ISLANDS[:1], wide_parts=ISLANDS[1:], everything=True)
+    assert replace(wide, wide=True, whole_run_fp32=True).to_share == wide
+    profile = replace(PROFILE, learned=wide)
+    assert read(write(tmp_path, profile)) == profile
+    assert json.loads(profile.text())["learned"] == {
+        "islands": ["transformer_blocks.3"],
+        "wide_parts": ["transformer_blocks.17"],
+        "everything": True,
+    }
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"learned": NaN}', "\x00"])
@@ -164,6 +188,7 @@ def test_a_large_or_binary_file_is_no_profile(tmp_path):
         ({"versions": {"torch": "2.9", "diffusers": "0.42"}}, "made with torch 2.9, and this is 2.13"),
         ({"versions": {}}, "torch of no version"),
         ({"learned": Learned(islands=("transformer_blocks.99",))}, "this model has no part 'transformer_blocks.99'"),
+        ({"learned": Learned(wide_parts=("transformer_blocks.99",))}, "this model has no part 'transformer_blocks.99'"),
     ],
 )
 def test_one_that_does_not_fit_says_why(change, says):
@@ -230,3 +255,6 @@ def test_in_words():
     words = "CogVideoX 5b/fine:tune, sm75, fp16; 'transformer_blocks.3', 'transformer_blocks.17' in fp32"
     assert PROFILE.in_words() == words
     assert replace(PROFILE, learned=NOTHING).in_words().endswith("nothing learned")
+    some = replace(PROFILE, learned=Learned(islands=ISLANDS[:1], wide_parts=ISLANDS[1:])).in_words()
+    assert some.endswith("fp16; 'transformer_blocks.17' wide; 'transformer_blocks.3' in fp32")
+    assert replace(PROFILE, learned=Learned(everything=True)).in_words().endswith("fp16; every layer wide")

@@ -34,52 +34,48 @@ def overflow_vae(module):
     module.decoder.conv_in.conv.bias.mul_(1e6)
 
 
-def test_a_text_encoder_that_overflows_is_rerun(broken_in_half, open_pipeline):
+def test_a_text_encoder_that_would_overflow_does_not_with_every_layer_wide(broken_in_half, open_pipeline):
     folder = broken_in_half("text_encoder", overflow_text_encoder)
     (expected, _), _ = encode_prompts(open_pipeline(folder, "fp32"), ["a boat", ""])
     handle = open_pipeline(folder, "fp16")
     (found, _), report = encode_prompts(handle, ["a boat", ""])
-    assert report.reruns > 0, "the fixture's overflow must be real"
+    assert report.wide == "every layer wide" and report.reruns == 0
     assert found.dtype == torch.float32
-    assert torch.isfinite(found).all()
-    assert (found - expected).abs().max() <= 2e-2 * expected.abs().max()
+    assert (found - expected).norm() <= 2e-3 * expected.norm()
     plain = open_pipeline(folder, "fp16 (plain)")
     assert not torch.isfinite(encode_prompts(plain, ["a boat", ""])[0][0]).all()
 
 
-def test_a_text_encoder_that_clamps_what_overflowed_is_rerun(clamping_text_encoder, open_pipeline):
+def test_a_text_encoder_clamps_nothing_with_every_layer_wide(clamping_text_encoder, open_pipeline):
     folder = clamping_text_encoder
     expected, _ = encode_prompts(open_pipeline(folder, "fp32"), ["a boat", ""])
     plain, unguarded = encode_prompts(open_pipeline(folder, "fp16 (plain)"), ["a boat", ""])
     found, report = encode_prompts(open_pipeline(folder, "fp16"), ["a boat", ""])
     for embeddings, wrong, right in zip(found, plain, expected, strict=True):
         assert wrong.isfinite().all() and (wrong - right).norm() > 0.2 * right.norm()
-        assert torch.equal(embeddings, right)
-    assert (report.reruns, unguarded.failed) == (2, 2)
-    assert "'encoder.block.0.layer.0.SelfAttention.o' reaches" in report.steps[0].note
+        assert (embeddings - right).norm() <= 2e-3 * right.norm()
+    assert (report.reruns, unguarded.failed) == (0, 2)
 
 
-def test_a_text_encoder_that_clamps_nothing_is_the_same_to_the_bit(model_folder, open_pipeline):
-    plain, _ = encode_prompts(open_pipeline(model_folder("2b"), "fp16 (plain)"), ["a boat", ""])
-    text_encoder = T5EncoderModel.from_pretrained(model_folder("2b") / "text_encoder", dtype=torch.float16)
-    handle = open_pipeline(model_folder("2b"), "fp16")
+@pytest.mark.parametrize("precision", ["fp16 (plain)", "bf16"])
+def test_a_text_encoder_that_is_not_wide_is_the_same_to_the_bit(model_folder, open_pipeline, precision):
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float16
+    text_encoder = T5EncoderModel.from_pretrained(model_folder("2b") / "text_encoder", dtype=dtype)
+    handle = open_pipeline(model_folder("2b"), precision)
     found, report = encode_prompts(handle, ["a boat", ""])
     tokens = handle.store.unweighted("tokenizer")(
         "a boat", padding="max_length", max_length=found[0].shape[1], return_tensors="pt"
     ).input_ids
     with torch.no_grad():
         assert torch.equal(found[0], text_encoder(tokens).last_hidden_state.float())
-    assert all(map(torch.equal, found, plain))
-    assert report.reruns == 0
+    assert report.reruns == 0 and not report.wide
 
 
 def test_embeddings_that_came_out_broken_are_not_remembered(broken_in_half, open_pipeline):
-    handle = open_pipeline(broken_in_half("text_encoder", overflow_text_encoder), "fp16")
-    watching = replace(handle, policy=GuardPolicy(OnFailure.OFF))
-    (broken, _), _ = encode_prompts(watching, ["a boat", ""])
+    handle = open_pipeline(broken_in_half("text_encoder", overflow_text_encoder), "fp16 (plain)")
+    (broken, _), _ = encode_prompts(handle, ["a boat", ""])
     assert not torch.isfinite(broken).all()
-    (found, _), report = encode_prompts(handle, ["a boat", ""])
-    assert torch.isfinite(found).all() and report.reruns > 0
+    assert all(kept.isfinite().all() for kept in handle.store.prompts.values())
 
 
 def test_a_decoder_that_overflows_is_rerun_and_the_frames_are_right(broken_in_half, open_pipeline):

@@ -1,4 +1,4 @@
-"""Islands: some blocks in fp32, the others half, compiled and wide as they were."""
+"""Islands: some blocks in fp32 or with every layer wide, the others half, compiled and wide as they were."""
 
 from __future__ import annotations
 
@@ -11,10 +11,33 @@ from blocky import STREAM, Block, build, latents, overflow_inside, overflow_stre
 from comfyui_onediff_guard.precision import islands
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.findings import Anatomy
+from comfyui_onediff_guard.precision.half_products import HalfProducts, run_with_half_products
 from comfyui_onediff_guard.precision.islands import half_attempt, with_islands
 from comfyui_onediff_guard.precision.learned import Learned
 from comfyui_onediff_guard.precision.shells import replaced
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def in_fp32(*names: str, **more: Any) -> Learned:
+    return Learned(islands=names, **more)
+
+
+def made_wide(*names: str, **more: Any) -> Learned:
+    return Learned(wide_parts=names, **more)
+
+
+class Products(TorchDispatchMode):
+    """The dtypes in which matrices are multiplied."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
+            self.seen |= {arg.dtype for arg in args if isinstance(arg, torch.Tensor)}
+        return func(*args, **kwargs or {})
 
 
 class Recorder:
@@ -32,7 +55,7 @@ class Recorder:
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_an_island_computes_in_fp32_and_everything_else_in_half(dtype):
     module = build(dtype=dtype)
-    shell: Any = with_islands(module, ["blocks.1"], dtype)
+    shell: Any = with_islands(module, in_fp32("blocks.1"), dtype)
     x = latents().to(DTYPES[dtype])
     block = shell.blocks[1]
     embedded = shell.embed(x)
@@ -46,21 +69,41 @@ def test_an_island_computes_in_fp32_and_everything_else_in_half(dtype):
     assert recorder.seen == {name: [torch.float32 if name == "1" else DTYPES[dtype]] for name in ("0", "1", "2", "3")}
 
 
+def test_a_wide_part_multiplies_in_half_and_computes_all_else_in_float32():
+    module, x = build(), latents().half()
+    shell: Any = with_islands(module, made_wide("blocks.1"), "fp16")
+    embedded, recorder, products = shell.embed(x), Recorder(module), Products()
+    with products:
+        made = shell.blocks[1](embedded)
+    assert products.seen == {torch.float16}
+    assert made.dtype == torch.float16 and made.is_contiguous()
+    assert torch.equal(
+        made, run_with_half_products(module.blocks[1], embedded, products=HalfProducts(torch.float16)).half()
+    )
+    recorder.seen.clear()
+    shell(x)
+    assert recorder.seen == {name: [torch.float32 if name == "1" else torch.float16] for name in ("0", "1", "2", "3")}
+    with products:
+        with_islands(module, in_fp32("blocks.1"), "fp16").get_submodule("blocks.1")(embedded)
+    assert products.seen == {torch.float16, torch.float32}, "which an island in fp32 does not"
+
+
 def test_the_original_is_untouched_and_weights_are_shared():
     module = build()
     before = {name: id(part) for name, part in module.named_modules()}
     values = {name: p.clone() for name, p in module.named_parameters()}
-    shell = with_islands(module, ["blocks.1", "out"], "fp16")
+    shell = with_islands(module, in_fp32("blocks.1", wide_parts=("out",)), "fp16")
     shell(latents().half())
     assert {name: id(part) for name, part in module.named_modules()} == before
     assert all("forward" not in vars(part) for part in module.modules())
     assert all(torch.equal(values[name], p) and p.dtype == torch.float16 for name, p in module.named_parameters())
     assert {id(p) for p in shell.parameters()} == {id(p) for p in module.parameters()}
     assert list(shell.state_dict()) == list(module.state_dict()), "and under the same names"
-    assert with_islands(module, [], "fp16") is module
+    assert with_islands(module, Learned(), "fp16") is module
 
 
-def test_an_island_says_and_knows_what_its_block_does():
+@pytest.mark.parametrize("learned", [in_fp32, made_wide])
+def test_an_island_says_and_knows_what_its_block_does(learned):
     class Down(nn.Module):
         has_cross_attention = True
 
@@ -68,7 +111,7 @@ def test_an_island_says_and_knows_what_its_block_does():
             return x * scale, [texts, x.sum(-1), x.argmax(-1)], 7
 
     module = nn.ModuleDict({"down": Down()}).half()
-    island: Any = with_islands(module, ["down"], "fp16").get_submodule("down")
+    island: Any = with_islands(module, learned("down"), "fp16").get_submodule("down")
     assert island.has_cross_attention and isinstance(island, Down)
     x = torch.full((2, 4), 300.0).half()
     made, (texts, summed, index), number = island(x, scale=2.0, texts="a boat")
@@ -76,58 +119,102 @@ def test_an_island_says_and_knows_what_its_block_does():
     assert summed.tolist() == [1200.0, 1200.0] and index.dtype == torch.int64
 
 
-def test_what_an_island_puts_out_is_contiguous():
+@pytest.mark.parametrize("learned", [in_fp32, made_wide])
+def test_what_an_island_puts_out_is_contiguous(learned):
     """A compiled neighbour would be compiled anew for other strides."""
 
     class Transposing(nn.Module):
         def forward(self, x):
             return (x + 1).transpose(0, 1)
 
-    island = with_islands(nn.ModuleDict({"a": Transposing()}), ["a"], "fp16").get_submodule("a")
+    island = with_islands(nn.ModuleDict({"a": Transposing()}), learned("a"), "fp16").get_submodule("a")
     assert island(torch.ones(2, 3).half()).is_contiguous()
 
 
-def test_what_does_not_fit_is_infinite_for_the_guard_to_find():
+@pytest.mark.parametrize("learned", [in_fp32, made_wide])
+def test_what_does_not_fit_is_infinite_for_the_guard_to_find(learned):
     linear = nn.Linear(2, 2).requires_grad_(False)
     linear.weight.fill_(6e4)
     module = nn.ModuleDict({"a": linear}).half()
-    made = with_islands(module, ["a"], "fp16").get_submodule("a")(torch.ones(1, 2).half())
+    made = with_islands(module, learned("a"), "fp16").get_submodule("a")(torch.ones(1, 2).half())
     assert torch.isinf(made).all()
 
 
-def test_an_inner_overflow_is_healed_by_an_island_of_its_block():
+@pytest.mark.parametrize("learned", [in_fp32, made_wide])
+def test_an_inner_overflow_is_healed_by_an_island_of_its_block(learned):
     module = build()
     overflow_inside(module, 2)
     x = latents()
     expected = copy.deepcopy(module).float()(x)[0]
     assert not torch.equal(module(x.half())[0].float(), expected)
     recorder = Recorder(module)
-    found = with_islands(module, ["blocks.2"], "fp16")(x.half())[0]
+    found = with_islands(module, learned("blocks.2"), "fp16")(x.half())[0]
     assert torch.isfinite(found).all() and (found.float() - expected).abs().max() < 5e-3
     assert recorder.seen["2"] == [torch.float32]
 
 
-def test_an_island_in_a_wide_stream_hands_on_float32():
+@pytest.mark.parametrize("learned", [in_fp32, made_wide])
+def test_an_island_in_a_wide_stream_hands_on_float32(learned):
     module = build()
     overflow_stream(module, 1)
     overflow_inside(module, 2)
     anatomy, x = Anatomy.of(module, ["blocks"], STREAM), latents()
     expected = copy.deepcopy(module).float()(x)[0]
-    for learned in (Learned(wide=True), Learned(islands=("blocks.2",))):
-        assert not torch.isfinite(half_attempt(module, anatomy, learned, "fp16").run(x.half())[0]).all()
-    both = half_attempt(module, anatomy, Learned(True, ("blocks.2",)), "fp16")
-    assert both.wide and both.run is both.eager
+    for alone in (Learned(wide=True), learned("blocks.2")):
+        assert not torch.isfinite(half_attempt(module, anatomy, alone, "fp16").run(x.half())[0]).all()
+    both = half_attempt(module, anatomy, learned("blocks.2", wide=True), "fp16")
+    assert both.wide and not both.everything and both.run is both.eager
     shell: Any = both.run
     assert shell.blocks[2](shell.embed(x.half())).dtype == torch.float32
     assert (both.run(x.half())[0].float() - expected).abs().max() < 1e-2
 
 
-@pytest.mark.parametrize("tf32", [True, False])
-def test_islands_take_tf32_where_the_rerun_does(monkeypatch, tf32):
-    asked = []
-    monkeypatch.setattr(islands, "run_in_fp32", lambda block, x, *, tf32: asked.append(tf32) or block(x))
+@pytest.mark.parametrize("planned", [True, False])
+def test_with_every_layer_wide_nothing_leaves_the_range(planned):
     module = build()
-    known, anatomy = Learned(islands=("blocks.1",)), Anatomy.of(module, ["blocks"], STREAM)
+    overflow_stream(module, 1)
+    overflow_inside(module, 2)
+    anatomy, x = Anatomy.of(module, ["blocks"]), latents()
+    expected = copy.deepcopy(module).float()(x)[0]
+    assert not torch.isfinite(half_attempt(module, anatomy, in_fp32("blocks.2"), "fp16").run(x.half())[0]).all()
+    known = Learned() if planned else Learned(everything=True, islands=("blocks.2",), wide=True)
+    attempt = half_attempt(module, anatomy, known, "fp16", everything=planned, wide=True, compiled=Compiler().compiled)
+    products = Products()
+    with products:
+        found = attempt.run(x)[0]
+    assert products.seen == {torch.float16}, "and no island"
+    assert attempt.everything and not attempt.wide
+    assert found.dtype == torch.float32 and (found - expected).abs().max() < 1e-2
+    assert torch.equal(attempt.eager(x)[0], found)
+
+
+def test_with_every_layer_wide_weights_are_brought_to_the_device():
+    module, brought = build(), []
+    half_attempt(
+        module, Anatomy(), Learned(everything=True), "fp16", onloaded=lambda shell, _: brought.append(shell) or shell
+    )
+    assert brought == [module]
+
+
+def test_bf16_is_not_made_wider():
+    module = build(dtype="bf16")
+    attempt = half_attempt(module, Anatomy(), Learned(everything=True), "bf16", everything=True)
+    assert not attempt.everything and attempt.run is module
+
+
+@pytest.mark.parametrize("tf32", [True, False])
+@pytest.mark.parametrize("known", [in_fp32("blocks.1"), made_wide("blocks.1"), Learned(everything=True)])
+def test_islands_take_tf32_where_the_rerun_does(monkeypatch, tf32, known):
+    asked = []
+
+    def seen(part, x, *, tf32, **_more):
+        asked.append(tf32)
+        return part(x)
+
+    for name in ("run_in_fp32", "run_with_half_products"):
+        monkeypatch.setattr(islands, name, seen)
+    module = build()
+    anatomy = Anatomy.of(module, ["blocks"], STREAM)
     half_attempt(module, anatomy, known, "fp16", tf32=tf32).run(latents().half())
     compiled_too = half_attempt(module, anatomy, known, "fp16", tf32=tf32, compiled=lambda m, _: copy.copy(m))
     compiled_too.run(latents().half())
@@ -160,14 +247,15 @@ class Compiler:
         return self.shells[wide]
 
 
+@pytest.mark.parametrize("learned", [in_fp32, made_wide])
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("inference", [False, True])
-def test_an_island_leaves_the_compiled_shell_and_nothing_recompiles(wide, inference):
+def test_an_island_leaves_the_compiled_shell_and_nothing_recompiles(learned, wide, inference):
     compiler, module = Compiler(), build(6)
     anatomy, x = Anatomy.of(module, ["blocks"], STREAM), latents().half()
 
     def attempt(*names):
-        return half_attempt(module, anatomy, Learned(wide, names), "fp16", compiled=compiler.compiled)
+        return half_attempt(module, anatomy, learned(*names, wide=wide), "fp16", compiled=compiler.compiled)
 
     with torch.inference_mode() if inference else torch.no_grad():
         healthy = attempt()
@@ -188,14 +276,14 @@ def test_an_island_leaves_the_compiled_shell_and_nothing_recompiles(wide, infere
 def test_a_block_is_not_compiled_inside_its_island():
     compiler, module = Compiler(), build(2)
     anatomy = Anatomy.of(module, ["blocks"], STREAM)
-    known = Learned(None, ("blocks.0", "blocks.1"))
+    known = Learned(islands=("blocks.0",), wide_parts=("blocks.1",))
     half_attempt(module, anatomy, known, "fp16", compiled=compiler.compiled).run(latents().half())
     assert compiler.graphs == 0
 
 
 def test_two_runs_with_islands_of_their_own_share_a_module():
     module = build()
-    first, second = (with_islands(module, [name], "fp16") for name in ("blocks.0", "blocks.1"))
+    first, second = (with_islands(module, in_fp32(name), "fp16") for name in ("blocks.0", "blocks.1"))
     x, recorder = latents().half(), Recorder(module)
     for shell in (first, second):
         shell(x)

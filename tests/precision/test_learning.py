@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,12 +13,14 @@ import torch
 from blocky import STREAM, Faults, build, guarded, latents, overflow_inside, overflow_stream
 from comfyui_onediff_guard.precision.findings import Finding
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
+from comfyui_onediff_guard.precision.half_products import HalfProducts
 from comfyui_onediff_guard.precision.islands import Attempt
 from comfyui_onediff_guard.precision.learned import Learned
 from comfyui_onediff_guard.precision.report import Rerun, StepRecord
 from comfyui_onediff_guard.precision.streams import Stream
 from comfyui_onediff_guard.precision.wide import CannotWiden
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
 
 
 def nan(made):
@@ -29,6 +32,24 @@ def fail_always(run, attempt):
     run.learner.attempt = Attempt(attempt, attempt)
     run.learner._build = lambda _learned: run.learner.attempt
     run.guard._attempt = attempt
+
+
+class FailsWide(nn.Module):
+    """A layer that comes out broken in half precision, and where it is wide: fp32 alone is right."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        made = self.layer(x)
+        is_wide = any(isinstance(mode, HalfProducts) for mode in _get_current_function_mode_stack())
+        return made * math.inf if is_wide or made.dtype != torch.float32 else made
+
+
+def fail_even_wide(module, block):
+    module.blocks[block].inner = FailsWide(module.blocks[block].inner)
+    return module
 
 
 def sample(run, calls=5):
@@ -51,11 +72,30 @@ def test_the_default_is_to_rerun_the_call_and_to_learn_nothing():
     assert {rerun.module for rerun in later} == {""}, "it is looked for once"
 
 
-def test_an_inner_overflow_leads_to_an_island_of_its_block():
+def test_an_inner_overflow_makes_its_block_wide():
     module = build()
     overflow_inside(module, 2)
     run = sample(guarded(module))
     assert run.outcomes == ["rerun", *["finite"] * 4] and run.dtypes == ["fp32", *["fp16"] * 4]
+    assert run.learned == Learned(wide_parts=("blocks.2",))
+    assert run.rerun(0).action == "'blocks.2' wide from the next call on"
+
+
+@pytest.mark.parametrize("stream", [STREAM, None])
+def test_a_wide_block_that_fails_again_becomes_an_island(stream):
+    run = sample(guarded(fail_even_wide(build(), 2), stream=stream))
+    assert run.outcomes == ["rerun", "rerun", *["finite"] * 3] and run.dtypes == ["fp32"] * 2 + ["fp16"] * 3
+    assert run.learned == Learned(islands=("blocks.2",))
+    assert [run.rerun(step).action for step in range(2)] == [
+        "'blocks.2' wide from the next call on",
+        "'blocks.2' in fp32 from the next call on",
+    ]
+    assert run.rerun(0).module.startswith("blocks.2.inner") and run.rerun(1).module.startswith("blocks.2.inner")
+
+
+def test_in_bf16_a_block_that_fails_becomes_an_island_at_once():
+    run = sample(guarded(fail_even_wide(build(dtype="bf16"), 2), "bf16"))
+    assert run.outcomes == ["rerun", *["finite"] * 4] and run.dtypes == ["fp32", *["bf16"] * 4]
     assert run.learned == Learned(islands=("blocks.2",))
     assert run.rerun(0).action == "'blocks.2' in fp32 from the next call on"
 
@@ -80,7 +120,7 @@ def test_a_layer_that_is_fp32_in_the_half_call_too_is_not_blamed():
     overflow_inside(module, 3)
     run = guarded(module.eval().requires_grad_(False), stream=None)
     run(latents())
-    assert run.rerun(0).module == "blocks.3.inner" and run.learned.islands == ("blocks.3",)
+    assert run.rerun(0).module == "blocks.3.inner" and run.learned.parts == ("blocks.3",)
 
 
 def test_two_inner_overflows_are_learned_from_one_failure():
@@ -88,7 +128,7 @@ def test_two_inner_overflows_are_learned_from_one_failure():
     overflow_inside(module, 0)
     overflow_inside(module, 3)
     run = sample(guarded(module))
-    assert run.report.reruns == 1 and run.learned.islands == ("blocks.0", "blocks.3")
+    assert run.report.reruns == 1 and run.learned == Learned(wide_parts=("blocks.0", "blocks.3"))
 
 
 def test_a_failing_stream_is_float32_from_then_on_and_no_island():
@@ -113,7 +153,7 @@ def test_stream_and_inner_overflow_at_once():
     overflow_inside(module, 2)
     run = sample(guarded(module))
     assert run.report.reruns == 1
-    assert run.learned == Learned(True, ("blocks.2",)) and run.learner.attempt.wide
+    assert run.learned == Learned(wide=True, wide_parts=("blocks.2",)) and run.learner.attempt.wide
 
 
 def test_a_stream_that_starts_beyond_the_range_is_wide_from_its_start():
@@ -124,13 +164,41 @@ def test_a_stream_that_starts_beyond_the_range_is_wide_from_its_start():
     assert run.report.reruns == 1 and run.learned == Learned(wide=True)
 
 
-def test_a_stream_that_is_not_known_leaves_half_precision_at_once():
+def test_where_the_stream_is_not_known_every_layer_is_wide_from_then_on():
     module = build()
     overflow_stream(module, 1)
     run = sample(guarded(module, stream=None))
-    assert run.outcomes == ["rerun", *["finite"] * 4] and run.dtypes == ["fp32"] * 5
-    assert run.learned == Learned(whole_run_fp32=True)
+    assert run.outcomes == ["rerun", *["finite"] * 4] and run.dtypes == ["fp32", *["fp16"] * 4]
+    assert run.learned == Learned(everything=True) and run.learner.attempt.everything
     assert "'blocks.1' puts out" in run.report.steps[0].note
+    assert run.rerun(0).action == "every layer wide from the next call on"
+    assert sample(guarded(module, stream=None, learned=run.learned)).report.reruns == 0
+    assert run(latents() * 1e6).isfinite().all() and run.outcomes[-1] == "finite", "what it is given need not fit"
+
+
+def test_where_that_fails_too_the_rest_of_the_run_is_in_fp32():
+    module = fail_even_wide(build(), 2)
+    overflow_stream(module, 1)
+    run = sample(guarded(module, stream=None))
+    assert run.outcomes == ["rerun", "rerun", *["finite"] * 3] and run.dtypes == ["fp32"] * 5
+    assert [run.rerun(step).action for step in range(2)] == [
+        "every layer wide from the next call on",
+        "the rest of the run in fp32",
+    ]
+    assert run.learned == Learned(whole_run_fp32=True), "it did not help, and later runs would pay for it"
+
+
+def test_what_is_planned_with_every_layer_wide_leaves_half_precision_at_once():
+    run = sample(guarded(fail_even_wide(build(), 2), everything=True))
+    assert run.outcomes == ["rerun", *["finite"] * 4] and run.dtypes == ["fp32"] * 5
+    assert run.rerun(0).action == "the rest of the run in fp32", "neither a part nor all of it can be wider"
+    assert run.learned == Learned(whole_run_fp32=True)
+
+
+def test_bf16_which_has_fp32s_range_is_not_made_wider():
+    run = guarded(build(dtype="bf16"), "bf16", stream=None)
+    assert run.learner.learn(Finding("", hopeless=True)) == "the rest of the run in fp32"
+    assert run.learner.learned == Learned(whole_run_fp32=True) and len(run.built) == 1
 
 
 def test_a_module_that_cannot_be_wide_leaves_half_precision(caplog):
@@ -152,7 +220,8 @@ def test_a_fault_that_fp32_does_not_show_is_located_in_the_half_call(dtype):
     run = sample(guarded(build(dtype=dtype), dtype, faults=faults))
     assert run.outcomes == ["rerun", *["finite"] * 4]
     rerun = run.rerun(0)
-    assert (rerun.module, run.learned.islands) == ("blocks.3.inner", ("blocks.3",))
+    expected = {"fp16": Learned(wide_parts=("blocks.3",)), "bf16": Learned(islands=("blocks.3",))}[dtype]
+    assert (rerun.module, run.learned) == ("blocks.3.inner", expected)
     assert rerun.peak is not None and rerun.peak < 65504
 
 
@@ -190,10 +259,11 @@ def test_a_fault_outside_of_all_modules_cannot_be_helped():
     run = guarded(build())
     fail_always(run, Broken())
     sample(run)
-    assert run.dtypes == ["fp32"] * 5 and run.learned.whole_run_fp32
+    assert run.outcomes == ["rerun", "rerun", *["finite"] * 3] and run.dtypes == ["fp32"] * 5
+    assert run.built[1:] == [] and run.learned == Learned(whole_run_fp32=True)
 
 
-def test_an_overflow_outside_of_the_blocks_leads_to_an_island_of_the_part_around_it():
+def test_an_overflow_outside_of_the_blocks_makes_the_part_around_it_wide():
     module = build()
     first, last = nn.Linear(8, 8), nn.Linear(8, 8)
     embed: Any = nn.Sequential(first, nn.SiLU(), last)
@@ -203,28 +273,44 @@ def test_an_overflow_outside_of_the_blocks_leads_to_an_island_of_the_part_around
         last.weight.mul_(2.0**-14)
     run = sample(guarded(module, stream=None))
     assert run.outcomes == ["rerun", *["finite"] * 4] and run.dtypes == ["fp32", *["fp16"] * 4]
-    assert run.learned == Learned(islands=("embed",)) and run.rerun(0).module == "embed.0"
+    assert run.learned == Learned(wide_parts=("embed",)) and run.rerun(0).module == "embed.0"
 
 
 @pytest.mark.parametrize("end", ["hopeless", "too many failures"])
-def test_islands_that_did_not_help_are_forgotten(end):
+def test_what_did_not_help_is_forgotten(end):
     run = guarded(build(), stream=None, learned=Learned(islands=("blocks.0",)))
     run(latents())
     run.learner.learn(Finding("", islands=("blocks.1",)))
     run.learner.learn(Finding("", islands=("blocks.2",)))
-    assert run.learner.learned.islands == ("blocks.0", "blocks.1", "blocks.2"), "another place: both may be needed"
+    run.learner.learn(Finding("", islands=("blocks.2",)))
+    tried = Learned(islands=("blocks.0", "blocks.2"), wide_parts=("blocks.1",))
+    assert run.learner.learned == tried, "another place: both may be needed"
     if end == "hopeless":
+        assert run.learner.learn(Finding("", hopeless=True)) == "every layer wide from the next call on"
         assert run.learner.learn(Finding("", hopeless=True)) == "the rest of the run in fp32"
     else:
         run.learner.stay()
     assert run.learner.learned == Learned(islands=("blocks.0",), whole_run_fp32=True), "a call came out right with it"
 
 
+@pytest.mark.parametrize(
+    ("overflow", "helped"),
+    [(overflow_inside, Learned(wide_parts=("blocks.1",))), (overflow_stream, Learned(everything=True))],
+)
+def test_what_helped_is_kept_where_the_run_ends_in_fp32_all_the_same(overflow, helped):
+    module = build()
+    overflow(module, 1)
+    run = sample(guarded(module, stream=None))
+    assert run.learned == helped
+    run.learner.stay()
+    assert run.learner.learned == replace(helped, whole_run_fp32=True)
+
+
 def test_islands_from_an_earlier_run_are_forgotten_where_no_call_comes_out_right_with_them():
     module = build()
     overflow_stream(module, 1)
     run = sample(guarded(module, stream=None, learned=Learned(islands=("blocks.3",))))
-    assert run.outcomes == ["rerun", *["finite"] * 4] and run.learned == Learned(whole_run_fp32=True)
+    assert run.outcomes == ["rerun", *["finite"] * 4] and run.learned == Learned(everything=True)
 
 
 def test_scope_run_stays_in_fp32_after_the_first_failure():
@@ -259,7 +345,7 @@ def test_an_input_that_does_not_fit_teaches_nothing():
         module.embed.weight.mul_(1e-3)
     for call in range(4):
         run(latents(call) * 1e5)
-    assert run.learned.islands == () and len(run.built) == 1
+    assert run.learned.parts == () and len(run.built) == 1
     assert run.outcomes == ["rerun"] * 3 + ["finite"], "but it counts"
     assert run.report.steps[0].note == "its input does not fit in fp16"
 
@@ -274,9 +360,9 @@ def test_reruns_in_the_report():
     assert 0 < step.rerun.seconds <= step.seconds
     assert step.rerun.extra_bytes == 4 * (8 * 8 + 8), "the largest layer's weights and bias in float32"
     facts = run.report.as_dict()
-    assert facts["rerun_seconds"] == step.rerun.seconds and facts["learned"]["islands"] == ["blocks.2"]
+    assert facts["rerun_seconds"] == step.rerun.seconds and facts["learned"]["wide_parts"] == ["blocks.2"]
     assert json.loads(json.dumps(facts, allow_nan=False)) == facts
-    assert "'blocks.2' in fp32; 5 steps, 1 rerun" in run.report.summary()
+    assert "'blocks.2' wide; 5 steps, 1 rerun" in run.report.summary()
     assert max(map(len, run.report.text().splitlines())) < 240
 
 

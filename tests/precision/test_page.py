@@ -153,13 +153,19 @@ def test_the_matrix_is_what_auto_chooses() -> None:
             assert row[column] == f"**{cell_of(choose(device, variant, Component.DENOISER, Precision.AUTO))}**"
 
 
-def test_only_svds_vae_encoder_is_an_exception_among_the_other_components() -> None:
+def test_the_other_components_are_told_as_they_run_in_fp16() -> None:
     ((_, rows),) = tables("The other components")
-    assert [(row[0], row[1], row[2], row[5]) for row in rows] == [
-        ("`auto`", "VAE encoder", "fp32", "everywhere"),
-        ("`fp16`", "VAE encoder", "fp32", "everywhere"),
-    ]
-    assert all(links(row[4]) == {"SVD", "SVD-XT", "SVD-XT 1.1"} for row in rows)
+    told = {component: cells for names, *cells in rows for component in names.split(", ")}
+    assert len(told) == sum(len(row[0].split(", ")) for row in rows) == len(Component) - 1
+    for device in DEVICES:
+        for variant in VARIANTS.values():
+            for component in set(variant.components) - {Component.DENOISER}:
+                plans = [choose(device, variant, component, asked) for asked in (Precision.FP16, Precision.FP16_PLAIN)]
+                assert told[component.words] == [cell_of(plan) for plan in plans]
+                assert all("every layer" in plan.wide_reason for plan in plans if plan.wide)
+                auto, denoiser = (choose(device, variant, c, Precision.AUTO) for c in (component, Component.DENOISER))
+                assert auto.dtype == denoiser.dtype, "as the text above says"
+                assert auto.dtype != "fp16" or cell_of(auto) == told[component.words][0]
 
 
 def test_reasons_stand_once_with_the_models_and_cards_that_they_are_true_of() -> None:

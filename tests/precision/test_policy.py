@@ -78,29 +78,26 @@ def test_the_documents_speak_of_every_model() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
-def test_the_other_components_run_as_the_denoiser_but_for_svds_vae_encoder(device: Architecture) -> None:
-    for variant in VARIANTS.values():
-        denoiser = choose(device, variant, DENOISER, AUTO)
-        for component in variant.components:
-            svds = variant.name in SVDS and component is VAE_IN
-            assert choose(device, variant, component, AUTO).dtype == ("fp32" if svds else denoiser.dtype)
+def test_the_other_components_run_as_the_denoiser(device: Architecture) -> None:
+    for variant, request, switch, plan in every_plan(device):
+        denoiser = choose(device, variant, DENOISER, request, switch)
+        assert (plan.dtype, plan.reason) == (denoiser.dtype, denoiser.reason)
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
 def test_what_is_asked_for_is_done(device: Architecture) -> None:
-    for variant, request, _, plan in every_plan(device):
-        kept = variant.name in SVDS and plan.component is VAE_IN and request is FP16
-        expected = {BF16: "bf16", FP16: "fp32" if kept else "fp16", PLAIN: "fp16", FP32: "fp32"}
+    for _, request, _, plan in every_plan(device):
+        expected = {BF16: "bf16", FP16: "fp16", PLAIN: "fp16", FP32: "fp32"}
         assert plan.dtype == expected.get(request, plan.dtype)
         assert plan.half == (plan.dtype in ("fp16", "bf16"))
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
-def test_half_is_guarded_unless_plain_and_wide_where_it_has_a_stream(device: Architecture) -> None:
+def test_half_is_guarded_unless_plain_and_fp16_is_wide_where_it_can_be(device: Architecture) -> None:
     for variant, request, _, plan in every_plan(device):
         assert plan.guarded == (plan.dtype != "fp32" and request is not PLAIN)
-        has_stream = plan.component is DENOISER and variant.has_stream
-        assert plan.wide == (has_stream and plan.dtype == "fp16" and request is not PLAIN)
+        can_be = plan.component in (TEXT, VAE_IN) or (plan.component is DENOISER and variant.has_stream)
+        assert plan.wide == (can_be and plan.dtype == "fp16" and request is not PLAIN)
         assert plan.guarded or not plan.wide, "it does not help overflow inside a block: the guard must be there"
         if plan.dtype == "fp16" and request is not PLAIN and plan.component is DENOISER and variant.leaves_fp16:
             assert plan.wide and plan.guarded, "never plain fp16 unless asked for by that name"
@@ -165,10 +162,15 @@ def test_a_request_that_costs_something_says_what(device: Architecture) -> None:
         assert ("for comparison" in plan.reason) == (request is PLAIN)
 
 
-def test_svds_vae_encoder_stays_in_fp32_with_the_reason() -> None:
-    assert "force_upcast" in choose(SM80, VARIANTS["SVD"], VAE_IN, AUTO).reason
-    assert choose(SM80, VARIANTS["SVD"], VAE_IN, FP16).reason.startswith("asked for fp16, but SVD's VAE encoder")
-    assert choose(SM80, VARIANTS["SVD"], VAE_IN, BF16).dtype == "bf16", "bf16 has the range"
+@pytest.mark.parametrize("name", SVDS)
+def test_svds_vae_encoder_runs_in_fp16_with_every_layer_wide(name: str) -> None:
+    """It leaves fp16's range: its config says `force_upcast`."""
+    for device in (SM70, SM75, SM80):
+        for request in (AUTO, FP16):
+            plan = choose(device, VARIANTS[name], VAE_IN, request)
+            assert (plan.dtype, plan.wide, plan.guarded) == ("fp16", True, True)
+    assert not choose(SM80, VARIANTS[name], VAE_IN, PLAIN).wide
+    assert choose(SM80, VARIANTS[name], VAE_IN, BF16).dtype == "bf16", "bf16 has the range"
 
 
 def test_the_guard_says_whether_it_is_needed() -> None:
@@ -183,7 +185,12 @@ def test_the_guard_says_whether_it_is_needed() -> None:
     ("model", "component", "request_", "words"),
     [
         ("CogVideoX-5B", DENOISER, FP16, "float32, written by wide layers"),
-        ("CogVideoX-5B", TEXT, FP16, "only denoisers have one"),
+        ("CogVideoX-5B", TEXT, FP16, "every layer wide: products in fp16, scaled to fit, and all else in float32"),
+        ("CogVideoX-5B", TEXT, BF16, "bf16 has the range"),
+        ("CogVideoX-5B", TEXT, PLAIN, "asked for fp16 (plain)"),
+        ("CogVideoX-5B", VAE_OUT, FP16, "only denoisers have one"),
+        ("SVD", VAE_IN, FP16, "every layer wide"),
+        ("SVD", IMAGE, FP16, "only denoisers have one"),
         ("CogVideoX-5B", DENOISER, BF16, "bf16 has the range"),
         ("CogVideoX-5B", DENOISER, FP32, "fp32 has the range"),
         ("CogVideoX-5B", DENOISER, PLAIN, "asked for fp16 (plain)"),
@@ -191,7 +198,7 @@ def test_the_guard_says_whether_it_is_needed() -> None:
         ("SVD", DENOISER, FP16, "no single stream"),
     ],
 )
-def test_the_stream_says_why_or_why_not(model: str, component: Component, request_: Precision, words: str) -> None:
+def test_it_says_why_it_is_wide_or_why_not(model: str, component: Component, request_: Precision, words: str) -> None:
     assert words in choose(SM75, VARIANTS[model], component, request_).wide_reason
 
 
@@ -257,7 +264,6 @@ def test_the_table_holds_what_is_published(
     v = VARIANTS[name]
     assert (v.name, v.trained_in, v.leaves_fp16, v.has_stream) == (name, trained_in, leaves, has_stream)
     assert (v.components, v.source, v.sizes) == (components, source, sizes)
-    assert set(v.needs_fp32) == ({VAE_IN} if name in SVDS else set())
 
 
 def test_the_values_that_stand_in_workflow_files_are_as_they_were() -> None:
@@ -279,7 +285,9 @@ def test_weights_of_svd_stored_in_bf16_have_no_stream() -> None:
     plan = choose(SM75, tuned, DENOISER, AUTO)
     assert (plan.dtype, plan.wide, plan.guarded) == ("fp16", False, True)
     assert "needed" in plan.guard_reason
-    assert choose(SM80, tuned, VAE_IN, AUTO).dtype == "fp32"
+    encoder = choose(SM75, tuned, VAE_IN, AUTO)
+    assert (encoder.dtype, encoder.wide) == ("fp16", True), "it needs none"
+    assert choose(SM80, tuned, VAE_IN, AUTO).dtype == "bf16"
 
 
 @pytest.mark.parametrize(

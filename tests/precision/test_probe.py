@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from blocky import STREAM, Gain, build, hooks, overflow_inside, overflow_stream
@@ -98,53 +102,99 @@ def measured(module, stream=STREAM):
     return anatomy, probed_calls(module, anatomy, X)
 
 
-def worked_in_half(module, anatomy, verdict):
+def works(module, anatomy, verdict):
+    """As it is recommended, near to fp32."""
     attempt = half_attempt(module, anatomy, verdict.learned, verdict.dtype)
-    return torch.isfinite(attempt.run(X.half())[0]).all()
+    expected = copy.deepcopy(module).float()(X)[0]
+    return (attempt.run(X.half())[0].float() - expected).abs().max() < 0.1
 
 
 def test_what_fits_is_plain():
     _, probed = measured(build())
     verdict = judge(probed, "fp16")
-    assert verdict.fits and verdict.plan == "fp16 plain" and not verdict.wide and verdict.learned.islands == ()
+    assert verdict.fits and verdict.plan == "fp16 plain" and not verdict.wide and verdict.learned == Learned()
     assert "fp16 ends at 65504" in verdict.reason
 
 
-def test_a_stream_is_wide_and_an_inner_overflow_becomes_an_island():
+def test_a_stream_is_wide_and_so_is_the_block_of_an_inner_overflow():
     module = build()
     overflow_stream(module, 1)
     anatomy, probed = measured(module)
     verdict = judge(probed, "fp16")
     assert verdict.learned == Learned(wide=True) and verdict.plan == "fp16 wide"
-    assert worked_in_half(module, anatomy, verdict)
+    assert works(module, anatomy, verdict)
     overflow_inside(module, 2)
     anatomy, probed = measured(module)
     verdict = judge(probed, "fp16")
-    assert verdict.plan == "fp16 wide + island: 'blocks.2'"
-    assert worked_in_half(module, anatomy, verdict)
+    assert verdict.learned == Learned(wide=True, wide_parts=("blocks.2",))
+    assert verdict.plan == "fp16 wide + 'blocks.2' wide"
+    assert works(module, anatomy, verdict)
     assert not torch.isfinite(module(X.half())[0]).all(), "as it is, it fails"
     assert judge(probed, "bf16").plan == "bf16"
 
 
-def test_what_neither_a_wide_stream_nor_an_island_helps_takes_the_next_dtype():
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_no_wide_stream_and_no_wide_part_helps_has_every_layer_wide(inside):
+    module = build()
+    overflow_stream(module, 1)
+    if inside:
+        overflow_inside(module, 2)
+    anatomy, probed = measured(module, stream=None)
+    verdict = judge(probed, "fp16")
+    assert verdict.fits and not verdict.wide and verdict.plan == "fp16 every layer wide"
+    assert verdict.learned == Learned(everything=True)
+    assert "what comes after it cannot take it" in verdict.reason
+    assert works(module, anatomy, verdict)
+
+
+def test_before_every_layer_is_wide_comes_the_next_half_precision_and_after_it_fp32():
     module = build()
     overflow_stream(module, 1)
     _, probed = measured(module, stream=None)
-    verdict = judge(probed, "fp16")
-    assert not verdict.fits and verdict.plan == "fp16 does not do"
-    assert "what comes after it cannot take it" in verdict.reason
-    assert recommend(probed, "fp16", native_bf16=True).dtype == "bf16"
-    assert recommend(probed, "fp16", native_bf16=False).dtype == "fp32"
-    assert recommend(probed, "bf16", native_bf16=False).dtype == "bf16", "the plan's own first"
-    assert recommend(probed, "fp16", native_bf16=False).learned == Learned()
+    assert recommend(probed, "fp16", native_bf16=True).plan == "bf16"
+    assert recommend(probed, "fp16", native_bf16=False).plan == "fp16 every layer wide"
+    assert recommend(probed, "bf16", native_bf16=False).plan == "bf16", "the plan's own first"
+    assert recommend(probed, "fp16", native_bf16=True).learned == Learned()
 
 
-def test_what_cannot_be_an_island_takes_the_next_dtype():
+@pytest.mark.parametrize("native_bf16", [False, True])
+def test_the_plans_own_dtype_comes_first_where_it_fits(native_bf16):
+    module = build()
+    _, probed = measured(module)
+    for dtype in ("fp16", "bf16", "fp32"):
+        assert recommend(probed, dtype, native_bf16=native_bf16).dtype == dtype
+    overflow_inside(module, 2)
+    _, probed = measured(module)
+    assert recommend(probed, "fp16", native_bf16=native_bf16).plan == "fp16 'blocks.2' wide"
+
+
+def test_what_cannot_be_wide_by_itself_has_every_layer_wide():
     module = nn.Linear(1, 1)
     with torch.no_grad():
         module.weight.fill_(1e-5)
     verdict = judge(probed_calls(module, Anatomy(), torch.full((1, 1), 1e5)), "fp16")
-    assert not verdict.fits and "reaches 1e+05" in verdict.reason
+    assert verdict.learned == Learned(everything=True) and "reaches 1e+05" in verdict.reason
+
+
+def test_where_islands_are_of_no_use_every_layer_is_wide():
+    module = build()
+    overflow_inside(module, 2)
+    native = replace(Anatomy.of(module, ["blocks"]), everything=True)
+    probed = probed_calls(module, native, X)
+    verdict = judge(probed, "fp16")
+    assert verdict.plan == "fp16 every layer wide" and "'blocks.2.inner' reaches" in verdict.reason
+    assert works(module, native, verdict)
+    assert recommend(probed, "fp16", native_bf16=True).dtype == "bf16"
+
+
+def test_a_stream_that_is_not_finite_in_fp32_fits_in_nothing_less():
+    module = build()
+    with torch.no_grad():
+        module.embed.bias.fill_(math.inf)
+    _, probed = measured(module)
+    verdicts = [judge(probed, dtype) for dtype in ("fp16", "bf16")]
+    assert [verdict.plan for verdict in verdicts] == ["fp16 does not do", "bf16 does not do"]
+    assert recommend(probed, "fp16", native_bf16=True).dtype == "fp32"
 
 
 def test_the_worst_are_named_and_a_stream_once():

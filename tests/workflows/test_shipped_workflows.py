@@ -176,9 +176,9 @@ CHOSEN = {
     "cogview3_text_to_image": {"guidance_scale"},  # as its authors use it
     "cogview4_text_to_image": {"guidance_scale"},
     "svd_image_to_video": {"chunk", "fps"},  # memory; SVD's 7 frames a second in CreateVideo
-    # as in ComfyUI's own examples of these models; precision: on a file from before it, the default changes nothing
-    "native_sd15_text_to_image": {"scheduler", "precision"},
-    "native_svd_image_to_video": {"cfg", "scheduler", "video_frames", "precision"},  # frames: SVD-XT's
+    # as in ComfyUI's own examples of these models; scope: what fp16 does not hold costs one step
+    "native_sd15_text_to_image": {"scheduler", "scope"},
+    "native_svd_image_to_video": {"cfg", "scheduler", "video_frames", "scope"},  # frames: SVD-XT's
 }
 
 

@@ -31,7 +31,8 @@ def test_all_variants_where_no_model_is_named() -> None:
     for model in found.models:
         assert tuple(plan.component for plan in model.plans) == VARIANTS[model.variant].components
     text = found.text()
-    assert re.search(r"CogVideoX-5B +fp16 +– +fp16 +fp16 wide +fp16\n", text)
+    assert re.search(r"CogVideoX-5B +fp16 wide +– +fp16 wide +fp16 wide +fp16\n", text)
+    assert re.search(r"SVD +– +fp16 +fp16 wide +fp16 +fp16\n", text)
     assert text.count("has no native bf16") == 1, "each reason once"
     assert "plans are for" in text and not found.here
     assert "no node loads these yet: CogVideoX image-to-video" in one_line(found)
@@ -46,7 +47,9 @@ def test_one_model_with_reasons_and_sources(folder: Path) -> None:
     for plan in model.plans:
         assert plan.reason in text and plan.guard_reason in text and plan.accumulation_reason in text
         assert plan.source in text and plan.accumulation_source in text
-        assert plan.component is not Component.DENOISER or plan.wide_reason in text
+        assert (plan.wide_reason in text) == (plan.component is not Component.VAE_DECODE), "which has nothing to widen"
+    assert "text encoder fp16 rerun every layer" in text and "VAE encoder fp16 rerun every layer" in text
+    assert "denoiser fp16 rerun its stream" in text and "VAE decoder fp16 rerun no" in text
     assert model.stored["transformer"].startswith("F32, ") and "transformer F32" in text
     assert "no node loads" not in text
 
@@ -95,14 +98,14 @@ def test_what_cannot_run_is_refused_in_words() -> None:
 
 def test_rows_added_to_the_tables_show_up(monkeypatch: pytest.MonkeyPatch) -> None:
     card = replace(SM80, name="sm300", label="Made-up", half_accumulation="wrong")
-    model = replace(VARIANTS["CogVideoX-5B"], name="CogVideoX-99B", needs_fp32={Component.VAE_DECODE: "it is shy"})
+    model = replace(VARIANTS["CogVideoX-5B"], name="CogVideoX-99B", fact="It was made up")
     monkeypatch.setitem(arch.ARCHITECTURES, card.name, card)
     monkeypatch.setitem(policy.VARIANTS, model.name, model)
     found = diagnose(architecture=arch.named("sm300"))
     assert found.models[-1].variant == "CogVideoX-99B"
     text = one_line(found)
-    assert "CogVideoX-99B bf16 – bf16 bf16 fp32" in text
-    assert "it is shy CogVideoX-99B: VAE decoder alone" in text
+    assert "CogVideoX-99B bf16 – bf16 bf16 bf16" in text
+    assert "It was made up, which sm300 (Made-up) computes natively → bf16 CogVideoX-99B " in text
     assert "comes out NaN or black on sm300 (Made-up)" in text
 
 
@@ -125,7 +128,7 @@ def test_a_pipeline_is_told_as_it_is_set(folder: Path, open_pipeline: Callable[.
     assert found.backends.reason == handle.backend.reason
     assert found.models[0].plans == tuple(handle.plan(component) for component in handle.store.model.variant.components)
     assert switch(found, ATTENTION_SWITCH).value == "1"
-    assert "denoiser fp16 stop float32" in one_line(found)
+    assert "denoiser fp16 stop its stream" in one_line(found)
     assert "plain fp32, not in TF32: strict is on" in one_line(found)
     assert "made_up" in one_line(found)
     assert handle.store.loaded() == {}, "no weight was read"
@@ -135,14 +138,24 @@ def test_a_pipeline_is_told_as_it_is_set(folder: Path, open_pipeline: Callable[.
     assert other.models[0].plans[0].reason.startswith("asked for fp16")
 
 
-def test_what_was_found_while_it_ran_is_told_once(folder: Path, open_pipeline: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    ("learned", "words"),
+    [
+        (Learned(islands=("transformer_blocks.1",)), "'transformer_blocks.1' in fp32"),
+        (Learned(islands=("a",), wide_parts=("b", "c")), "'b', 'c' wide and 'a' in fp32"),
+        (Learned(everything=True), "every layer wide"),
+    ],
+)
+def test_what_was_found_while_it_ran_is_told_once(
+    folder: Path, open_pipeline: Callable[..., Any], learned: Learned, words: str
+) -> None:
     edit_config(folder, "vae", made_up=1)
     handle = open_pipeline(folder)
     handle.store.module("vae", "fp32")
-    handle.store.learned[handle.memory_key("fp16")] = Learned(islands=("transformer_blocks.1",))
+    handle.store.learned[handle.memory_key("fp16")] = learned
     notes = diagnose_pipeline(handle).notes
     assert len([note for note in notes if "made_up" in note]) == 1
-    assert "runs in fp16 taught that 'transformer_blocks.1' has to run in fp32 (scope: learned)" in notes
+    assert f"runs in fp16 taught: {words} (scope: learned)" in notes
 
 
 def test_it_is_the_pipelines_device_and_its_neighbours(

@@ -1,0 +1,150 @@
+"""What a call reads and writes in memory, counted without any memory: of tensors that have a shape and no values."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+from comfyui_onediff_guard.precision import half_products, upcast
+from comfyui_onediff_guard.precision.half_products import HalfProducts
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+PRODUCTS, WEIGHTS, AMAX, SCALING, REST = "products", "weights", "largest values", "scaling and casts", "everything else"
+_OF_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution"})
+_NO_TRAFFIC = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"})
+
+
+class Traffic(TorchDispatchMode):
+    """Each kernel reads what it is given once, from memory, and writes what it makes: no cache, nothing fused but
+    attention. Views are free.
+
+    weights: their use outside of products is told apart.
+    """
+
+    def __init__(self, weights: Iterable[torch.Tensor] = ()):
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+        self.kernels: Counter[str] = Counter()
+        self.calls = 0  # of PyTorch's functions, by the network
+        self._weights = {_storage(weight) for weight in weights if weight.ndim > 1}
+        self._of_mode = False
+
+    @contextmanager
+    def counting(self) -> Generator[Traffic]:
+        with self, _FusedAttention(self):
+            yield self
+
+    @contextmanager
+    def of_mode(self) -> Generator[None]:
+        """What runs inside stands around a product."""
+        before, self._of_mode = self._of_mode, True
+        try:
+            yield
+        finally:
+            self._of_mode = before
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        name = func._schema.name.partition("::")[2]
+        written = _tensors(made)
+        given = _tensors((args, {key: value for key, value in (kwargs or {}).items() if key != "out"}))
+        if name not in _NO_TRAFFIC and not _is_view(func):
+            self.add(self._kind(name, given), [*given, *written])
+        return made
+
+    def add(self, kind: str, tensors: Iterable[torch.Tensor]) -> None:
+        self.bytes[kind] += sum(map(_bytes, tensors))
+        self.kernels[kind] += 1
+
+    def _kind(self, name: str, given: list[torch.Tensor]) -> str:
+        if name in _OF_PRODUCTS:
+            return PRODUCTS
+        if any(_storage(tensor) in self._weights for tensor in given):
+            return WEIGHTS
+        if not self._of_mode:
+            return REST
+        return AMAX if name == "linalg_vector_norm" else SCALING
+
+
+class CountedProducts(HalfProducts):
+    """Every layer wide, and `traffic` told what it does around products."""
+
+    def __init__(self, dtype: torch.dtype, traffic: Traffic):
+        super().__init__(dtype)
+        self.traffic = traffic
+
+    def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.traffic.calls += 1
+        return super().computed(func, args, kwargs)
+
+    def _layer(self, *args: Any, **kwargs: Any) -> Any:
+        with self.traffic.of_mode():
+            return super()._layer(*args, **kwargs)
+
+    def _attention(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with self.traffic.of_mode():
+            return super()._attention(*args, **kwargs)
+
+
+@contextmanager
+def without_values() -> Generator[None]:
+    """The rerun knows aliases by their addresses, and tensors on "meta" have none; autocast knows no such device."""
+    with (
+        mock.patch.object(upcast, "_storage", _storage),
+        mock.patch.object(half_products, "autocast_off", return_value=nullcontext()),
+        mock.patch.object(torch, "is_autocast_enabled", return_value=False),
+    ):
+        yield
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Attention as one kernel that reads queries, keys and values, and writes no scores."""
+
+    def __init__(self, traffic: Traffic):
+        super().__init__()
+        self._traffic = traffic
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        return self._attention(*args, **(kwargs or {}))
+
+    def _attention(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+    ) -> torch.Tensor:
+        *batch, tokens, _width = query.shape
+        made = query.new_empty(*batch[:-1], tokens, batch[-1], value.shape[-1]).transpose(
+            -3, -2
+        )  # as CUDA's kernels do
+        self._traffic.add(PRODUCTS, [query, key, value, made])
+        return made
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    """Each once."""
+    return list({id(leaf): leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)}.values())
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """What of it is in memory: of an expanded tensor, what was expanded."""
+    return min(math.prod(tensor.shape) * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _is_view(func: Any) -> bool:
+    return any(made.alias_info is not None and not made.alias_info.is_write for made in func._schema.returns)

@@ -1,0 +1,65 @@
+"""Stages that run in fp16 with every layer wide: text encoders and VAE encoders, right where plain fp16 is not."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from comfyui_onediff_guard.pipelines.calls import Calls
+from comfyui_onediff_guard.pipelines.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.families import SVD
+from comfyui_onediff_guard.pipelines.handle import load
+from comfyui_onediff_guard.pipelines.placement import PlainPlacement
+from comfyui_onediff_guard.pipelines.vae import guarded_encoder
+from comfyui_onediff_guard.precision.policy import Precision
+from safetensors.torch import load_file, save_file
+
+
+@pytest.fixture
+def overflowing_svd(model_folder, tmp_path):
+    """A folder whose VAE's encoder leaves fp16's range, as Stable Video Diffusion's does. Its weights are the same in
+    fp16 and fp32."""
+    folder = shutil.copytree(model_folder("svd"), tmp_path / "svd")
+    (file,) = (folder / "vae").glob("*.safetensors")
+    weights = {name: weight.half() for name, weight in load_file(file).items()}
+    weights["encoder.conv_in.weight"] *= 2.0**18
+    save_file({name: weight.float() for name, weight in weights.items()}, file, metadata={"format": "pt"})
+    return folder
+
+
+def encoded(folder, precision):
+    """Moments of a picture, and the stage's report."""
+    handle = load(
+        folder, SVD, precision=Precision(precision), backend="eager", offload="none", placement=PlainPlacement()
+    )
+    pixels = torch.rand(1, 3, 32, 48, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    shell, report = guarded_encoder(handle, None, Calls("encoding", lambda *_: None))
+    with torch.no_grad():
+        return shell.encode(pixels).latent_dist.parameters, report
+
+
+def error(found, expected):
+    return ((found - expected).abs().max() / expected.abs().max()).item()
+
+
+def test_svds_vae_encoder_in_fp16_is_right_where_plain_fp16_is_nan(overflowing_svd):
+    expected, _ = encoded(overflowing_svd, "fp32")
+    plain, unguarded = encoded(overflowing_svd, "fp16 (plain)")
+    assert not plain.isfinite().any() and unguarded.wide == ""
+    found, report = encoded(overflowing_svd, "fp16")
+    assert [(step.dtype, step.outcome) for step in report.steps] == [("fp16", "finite")]
+    assert report.wide == "every layer wide" and "every layer wide; 1 call, 0 reruns" in report.summary()
+    assert error(found, expected) < 2e-3
+    assert encoded(overflowing_svd, "bf16")[1].wide == ""
+
+
+def test_a_text_encoder_in_fp16_clamps_nothing_and_is_not_rerun(clamping_text_encoder, open_pipeline):
+    expected, _ = encode_prompts(open_pipeline(clamping_text_encoder, "fp32"), ["a boat", ""])
+    plain, _ = encode_prompts(open_pipeline(clamping_text_encoder, "fp16 (plain)"), ["a boat", ""])
+    found, report = encode_prompts(open_pipeline(clamping_text_encoder, "fp16"), ["a boat", ""])
+    assert [(step.dtype, step.outcome) for step in report.steps] == [("fp16", "finite")] * 2
+    assert report.wide == "every layer wide"
+    for embeddings, wrong, right in zip(found, plain, expected, strict=True):
+        assert error(wrong, right) > 0.1, "clamped"
+        assert error(embeddings, right) < 5e-3
