@@ -43,7 +43,7 @@ def comfy_plan(
         reason=reason,
         source="ComfyUI",
         guard_reason="off: asked for fp16 (plain), only watched" if plain else guard,
-        wide_reason="products in fp16, scaled to fit; all else in float32" if wide else "as ComfyUI computes it",
+        wide_reason="every layer: products in fp16, scaled to fit, and all else in float32" if wide else "nothing",
         accumulation_reason="ComfyUI's own",
         accumulation_source="ComfyUI",
     )

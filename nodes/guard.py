@@ -52,8 +52,9 @@ class NaNGuard:
             "optional": {
                 "scope": inputs.choice(
                     inputs.SCOPES,
-                    "step: rerun the failing step alone. learned: and from then on run the block that made it fail in "
-                    "fp32, in later runs too. run: the rest of the run is in fp32.",
+                    "step: rerun the failing step alone. learned: and from then on the block that made it fail is "
+                    "wide, in later runs too: its products in fp16, all else in float32. run: the rest of the run is "
+                    "in fp32.",
                 ),
                 "stay_after": inputs.integer(
                     3, 1, 1000, 1, "In scope learned: after so many failing steps, the rest of the run is in fp32."

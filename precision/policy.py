@@ -226,13 +226,16 @@ def _guard(variant: Variant, dtype: str, request: Precision) -> tuple[bool, str]
 
 def _wide(variant: Variant, component: Component, dtype: str, request: Precision) -> tuple[bool, str]:
     if component in (Component.IMAGE_ENCODER, Component.VAE_DECODE):
-        return False, "only denoisers have one"
+        return False, "nothing: the guard is enough here"
     if dtype != "fp16":
-        return False, f"{dtype} has the range"
+        return False, f"nothing: {dtype} has the range"
     if request is Precision.FP16_PLAIN:
-        return False, "asked for fp16 (plain)"
+        return False, "nothing: asked for fp16 (plain)"
     if component is not Component.DENOISER:
-        return True, "every layer wide: products in fp16, scaled to fit, and all else in float32"
+        return True, "every layer: products in fp16, scaled to fit, and all else in float32"
     if not variant.has_stream:
-        return False, "no single stream runs through all of it"
-    return True, "float32, written by wide layers: fp16 ends at 65504, and sums of all blocks gather there"
+        return False, "nothing: no single stream runs through all of it"
+    return (
+        True,
+        "the layers that write to the residual stream, so that it is float32: fp16 ends at 65504",
+    )

@@ -116,7 +116,7 @@ class RunReport:
             f"{self.variant} on {self.architecture}",
             f"backend: {self.backend} ({self.backend_reason}){self.compiled()}",
             f"guard {self.plan.guard_reason}",
-            f"residual stream: {self.plan.wide_reason}",
+            f"wide: {self.plan.wide_reason}",
             *(f"note: {note}" for note in (*self.warnings, *self.notes)),
             *([f"memory: {self.memory}"] if self.memory else ()),
         ]

@@ -184,17 +184,17 @@ def test_the_guard_says_whether_it_is_needed() -> None:
 @pytest.mark.parametrize(
     ("model", "component", "request_", "words"),
     [
-        ("CogVideoX-5B", DENOISER, FP16, "float32, written by wide layers"),
-        ("CogVideoX-5B", TEXT, FP16, "every layer wide: products in fp16, scaled to fit, and all else in float32"),
+        ("CogVideoX-5B", DENOISER, FP16, "layers that write to the residual stream"),
+        ("CogVideoX-5B", TEXT, FP16, "every layer: products in fp16, scaled to fit, and all else in float32"),
         ("CogVideoX-5B", TEXT, BF16, "bf16 has the range"),
         ("CogVideoX-5B", TEXT, PLAIN, "asked for fp16 (plain)"),
-        ("CogVideoX-5B", VAE_OUT, FP16, "only denoisers have one"),
-        ("SVD", VAE_IN, FP16, "every layer wide"),
-        ("SVD", IMAGE, FP16, "only denoisers have one"),
+        ("CogVideoX-5B", VAE_OUT, FP16, "the guard is enough"),
+        ("SVD", VAE_IN, FP16, "every layer: "),
+        ("SVD", IMAGE, FP16, "the guard is enough"),
         ("CogVideoX-5B", DENOISER, BF16, "bf16 has the range"),
         ("CogVideoX-5B", DENOISER, FP32, "fp32 has the range"),
         ("CogVideoX-5B", DENOISER, PLAIN, "asked for fp16 (plain)"),
-        ("CogVideoX-2B", DENOISER, FP16, "float32, written by wide layers"),
+        ("CogVideoX-2B", DENOISER, FP16, "layers that write to the residual stream"),
         ("SVD", DENOISER, FP16, "no single stream"),
     ],
 )
