@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from .fp32_settings import autocast_off
 from .upcast import Fp32Mode, OneOperation, dequantised, run_in
-from .wide import LEAST, limit_of, reach, scaled_product
+from .wide import LEAST, largest_of, limit_of, reach, scaled_product, times
 
 Result = TypeVar("Result")
 _SOFTMAX_ROOM = 14  # log2 of what a query's and a key's values are kept below, so that their product fits in float32
@@ -91,7 +91,7 @@ class HalfProducts(Fp32Mode):
             query, key = _level(query, key, query.shape[-1] ** -0.5 if scale is None else scale, dtype)
             scale = 1.0
             loudness = _exponent(value, by_head=query.shape[:-2] == value.shape[:-2]).exp2() / _VALUES
-            value = _times(value, 1 / loudness, dtype)
+            value = times(value, 1 / loudness, dtype)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         with _autocast_off(query.device.type):
             made = F.scaled_dot_product_attention(
@@ -109,7 +109,7 @@ def _level(
     queries, keys = _exponent(query, by_head=by_head), _exponent(key, by_head=by_head)
     both = (queries + keys).clamp(max=2 * _SOFTMAX_ROOM)
     half = (both / 2).floor()
-    return _times(query, (half - queries).exp2() * scale, dtype), _times(key, (both - half - keys).exp2(), dtype)
+    return times(query, (half - queries).exp2() * scale, dtype), times(key, (both - half - keys).exp2(), dtype)
 
 
 class _Limits:
@@ -130,7 +130,7 @@ class _Limits:
             made = _limit(weight, dtype, transposed=transposed)
             if isinstance(weight, torch.nn.Parameter):
                 self._known[id(weight)] = weakref.ref(weight), version, made
-        half = weight if made.quieter is None else _times(weight, made.quieter, dtype)
+        half = weight if made.quieter is None else times(weight, made.quieter, dtype)
         return half, made.loudness, made.limit
 
 
@@ -162,12 +162,7 @@ def _exponent(values: torch.Tensor, *, by_head: bool) -> torch.Tensor:
     """log2 of a power of two that no |x| of a head reaches; of the whole tensor where heads are not told apart.
     float32 [..., 1, 1]."""
     dims = (-2, -1) if by_head else tuple(range(values.ndim))
-    largest = torch.linalg.vector_norm(values, torch.inf, dims, keepdim=True, dtype=torch.float32)
-    return largest.clamp(min=LEAST).log2().floor() + 1
-
-
-def _times(values: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.mul(values, factor, out=torch.empty_like(values, dtype=dtype))
+    return largest_of(values, dims).clamp(min=LEAST).log2().floor() + 1
 
 
 _TRANSPOSED = frozenset({F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d})

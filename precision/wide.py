@@ -219,14 +219,27 @@ def scaled_product(
     spatial: how many dimensions there are behind the channels.
     loudness: what the product has to be multiplied by beside.
     """
-    row = tuple(range(-1 - spatial, 0))
-    scale = _scale(torch.linalg.vector_norm(x, torch.inf, row, keepdim=True, dtype=torch.float32), limit)
-    made = product(torch.mul(x, scale.reciprocal(), out=torch.empty_like(x, dtype=dtype)))
+    scale = _scale(largest_of(x, tuple(range(-1 - spatial, 0))), limit)
+    made = product(times(x, scale.reciprocal(), dtype))
     if loudness is not None:
         scale = scale * loudness
     if bias is None:
         return made * scale
     return torch.addcmul(bias.float().view(-1, *[1] * spatial), made, scale)
+
+
+def largest_of(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+    """max |x| over dimensions, which are kept. float32. On the CPU, the norm takes 30 times as long as two extremes."""
+    if x.device.type == "cpu":
+        return torch.maximum(x.amax(dims, keepdim=True), -x.amin(dims, keepdim=True)).float()
+    return torch.linalg.vector_norm(x, torch.inf, dims, keepdim=True, dtype=torch.float32)
+
+
+def times(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x · factor, computed in float32, in `dtype`. Elsewhere in one pass; on the CPU, that takes 20 times as long."""
+    if x.device.type == "cpu":
+        return (x.float() * factor).to(dtype)
+    return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))
 
 
 def _limit(layer: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""ComfyUI's own nodes in the shipped workflows, as 0.3.64 declares them: those that no run without a ComfyUI has.
+"""ComfyUI's own nodes in the shipped workflows, as 0.3.64 and newer declare them: those that no run without one has.
 
 Each is a class with inputs and outputs alone; tests/comfyui/test_native_workflows.py holds them to a real ComfyUI.
 """
@@ -11,6 +11,17 @@ from typing import Any
 
 MAX_SIZE = 16384  # ComfyUI's MAX_RESOLUTION
 SD15_FILE, SVD_FILE = "v1-5-pruned-emaonly-fp16.safetensors", "svd_xt.safetensors"
+FILES = {  # that the workflows with a loader for each part name, by the folder in ComfyUI's models
+    "diffusion_models": [
+        "cogvideox1.5_5b.safetensors",
+        "qwen_image_fp8_e4m3fn.safetensors",
+        "z_image_turbo_bf16.safetensors",
+    ],
+    "text_encoders": ["t5xxl_fp16.safetensors", "qwen_2.5_vl_7b_fp8_scaled.safetensors", "qwen_3_4b.safetensors"],
+    "vae": ["cogvideox_vae.safetensors", "qwen_image_vae.safetensors", "ae.safetensors"],
+}
+FILE_INPUTS = {"ckpt_name", "file", "unet_name", "clip_name", "vae_name"}
+SCHEDULERS = ["simple", "sgm_uniform", "karras", "exponential", "ddim_uniform", "beta", "normal"]  # the first
 
 
 def _number(kind: str, default: float, low: float, high: float) -> tuple[str, dict[str, Any]]:
@@ -56,8 +67,8 @@ DECLARED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {  # inputs, outpu
             "seed": _number("INT", 0, 0, 2**64 - 1),
             "steps": _number("INT", 20, 1, 10000),
             "cfg": _number("FLOAT", 8.0, 0.0, 100.0),
-            "sampler_name": (["euler"],),  # the first of many
-            "scheduler": (["simple", "sgm_uniform", "karras", "exponential", "ddim_uniform", "beta", "normal"],),
+            "sampler_name": (["euler", "res_multistep"],),  # of many
+            "scheduler": (SCHEDULERS,),
             "positive": ("CONDITIONING",),
             "negative": ("CONDITIONING",),
             "latent_image": ("LATENT",),
@@ -66,12 +77,87 @@ DECLARED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {  # inputs, outpu
         ("LATENT",),
     ),
     "VAEDecode": ({"samples": ("LATENT",), "vae": ("VAE",)}, ("IMAGE",)),
+    "UNETLoader": (
+        {"unet_name": (FILES["diffusion_models"],), "weight_dtype": (["default", "fp8_e4m3fn"],)},
+        ("MODEL",),
+    ),
+    "CLIPLoader": (
+        {
+            "clip_name": (FILES["text_encoders"],),
+            "type": (["stable_diffusion", "lumina2", "qwen_image", "cogvideox"],),  # of many
+            "device": (["default", "cpu"],),
+        },
+        ("CLIP",),
+    ),
+    "VAELoader": ({"vae_name": (FILES["vae"],)}, ("VAE",)),
+    "ModelSamplingAuraFlow": ({"model": ("MODEL",), "shift": _number("FLOAT", 1.73, 0.0, 100.0)}, ("MODEL",)),
+    "ConditioningZeroOut": ({"conditioning": ("CONDITIONING",)}, ("CONDITIONING",)),
+    "EmptySD3LatentImage": (
+        {"width": _size(1024), "height": _size(1024), "batch_size": _number("INT", 1, 1, 4096)},
+        ("LATENT",),
+    ),
+    "EmptyHunyuanLatentVideo": (
+        {
+            "width": _size(848),
+            "height": _size(480),
+            "length": _number("INT", 25, 1, MAX_SIZE),
+            "batch_size": _number("INT", 1, 1, 4096),
+        },
+        ("LATENT",),
+    ),
+    "RandomNoise": (
+        {"noise_seed": ("INT", {"default": 0, "min": 0, "max": 2**64 - 1, "control_after_generate": True})},
+        ("NOISE",),
+    ),
+    "CFGGuider": (
+        {
+            "model": ("MODEL",),
+            "positive": ("CONDITIONING",),
+            "negative": ("CONDITIONING",),
+            "cfg": _number("FLOAT", 8.0, 0.0, 100.0),
+        },
+        ("GUIDER",),
+    ),
+    "VOIDSampler": ({}, ("SAMPLER",)),
+    "LatentCut": (
+        {
+            "samples": ("LATENT",),
+            "dim": (["x", "y", "t"],),
+            "index": _number("INT", 0, -MAX_SIZE, MAX_SIZE),
+            "amount": _number("INT", 1, 1, MAX_SIZE),
+        },
+        ("LATENT",),
+    ),
+    "BasicScheduler": (
+        {
+            "model": ("MODEL",),
+            "scheduler": (SCHEDULERS,),
+            "steps": _number("INT", 20, 1, 10000),
+            "denoise": _number("FLOAT", 1.0, 0.0, 1.0),
+        },
+        ("SIGMAS",),
+    ),
+    "SamplerCustomAdvanced": (
+        {
+            "noise": ("NOISE",),
+            "guider": ("GUIDER",),
+            "sampler": ("SAMPLER",),
+            "sigmas": ("SIGMAS",),
+            "latent_image": ("LATENT",),
+        },
+        ("LATENT", "LATENT"),
+    ),
 }
+OPTIONAL = {"CLIPLoader": {"device"}}
+NEWER = {"VOIDSampler"}  # not in 0.3.64
+NEWER_OPTIONS = {"cogvideox"}
 
 
 def _node(name: str, inputs: dict[str, Any], outputs: tuple[str, ...]) -> type:
     def INPUT_TYPES(cls: type) -> dict[str, Any]:
-        return {"required": inputs}
+        optional = {key: spec for key, spec in inputs.items() if key in OPTIONAL.get(name, ())}
+        required = {key: spec for key, spec in inputs.items() if key not in optional}
+        return {"required": required, "optional": optional}
 
     return type(name, (), {"RETURN_TYPES": outputs, "INPUT_TYPES": classmethod(INPUT_TYPES)})
 

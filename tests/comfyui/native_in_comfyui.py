@@ -59,6 +59,11 @@ def pack_node(name: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(cls(), cls.FUNCTION)(*args, **kwargs)
 
 
+def pack_classes() -> dict[str, Any]:
+    """The pack's nodes, by the names that graphs have them by."""
+    return _pack.NODE_CLASS_MAPPINGS
+
+
 def error_of(call: Callable[[], Any]) -> str:
     """What it raises, "" where it does not."""
     try:

@@ -83,7 +83,7 @@ def test_saturation_is_located_too():
     run = guarded(module, faults=Faults({"out": spoil(65504.0, (0, 0, 0))}, [0]))
     run(latents())
     assert run.report.steps[0].note.startswith("saturated in fp16: 'out'")
-    assert run.learned.islands == ("out",)
+    assert run.learned.wide_parts == ("out",)
     run = guarded(build(dtype="bf16"), "bf16", faults=Faults({"out": spoil(65504.0, (0, 0, 0))}, [0]))
     run(latents())
     assert run.outcomes == ["finite"], "bf16 goes further"
@@ -116,7 +116,7 @@ def test_an_interrupt_leaves_nothing_behind(at):
     assert state(module) == before and torch.overrides._get_current_function_mode() is None
     assert run.report.steps == [] and run.learned == Learned()
     run(latents())
-    assert run.outcomes == ["rerun"] and run.learned.islands == ("blocks.1",)
+    assert run.outcomes == ["rerun"] and run.learned.wide_parts == ("blocks.1",)
     assert state(module) == before
 
 
@@ -130,7 +130,7 @@ def test_two_runs_that_share_a_module_learn_apart():
         for run in runs:
             assert (run(latents(call)) - in_fp32(module, latents(call))).abs().max() < 0.1
     assert [run.report.reruns for run in runs] == [1, 1, 3]
-    assert [run.learner.learned.islands for run in runs] == [("blocks.0",), ("blocks.1",), ()]
+    assert [run.learner.learned.wide_parts for run in runs] == [("blocks.0",), ("blocks.1",), ()]
 
 
 def test_two_threads_that_share_a_module():
@@ -184,8 +184,11 @@ def test_a_fault_anywhere_is_found_named_and_recovered(data, dtype, scope, seed)
     rerun = run.rerun(at)
     assert rerun.module == name
     home = block if name.startswith("blocks") else name
+    learned = (home,) if scope is Scope.LEARNED else ()
     assert run.learner.learned == Learned(
-        islands=(home,) if scope is Scope.LEARNED else (), whole_run_fp32=scope is Scope.RUN
+        islands=learned if dtype == "bf16" else (),
+        wide_parts=learned if dtype == "fp16" else (),
+        whole_run_fp32=scope is Scope.RUN,
     )
     check_totals(run.report)
 

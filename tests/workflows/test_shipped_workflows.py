@@ -27,7 +27,9 @@ LOADERS = {  # of the workflows for ComfyUI's own models
     "native_sd15_text_to_image": "CheckpointLoaderSimple",
     "native_svd_image_to_video": "ImageOnlyCheckpointLoader",
 }
-NATIVE = set(LOADERS)
+SPLIT = ("native_cogvideox_text_to_video", "native_qwen_image_text_to_image", "native_z_image_text_to_image")
+PART_LOADERS = {"UNETLoader": "diffusion_models", "CLIPLoader": "text_encoders", "VAELoader": "vae"}  # of these
+NATIVE = {*LOADERS, *SPLIT}
 TEXT_TO_VIDEO = WORKFLOWS / "api" / "cogvideox_text_to_video.json"
 
 
@@ -108,22 +110,60 @@ def test_a_native_workflow_has_both_guards_where_they_belong(name: str) -> None:
     assert sources["OneDiffGuardNaNGuardVAE", "vae"] == LOADERS[name]
 
 
+@pytest.mark.parametrize("name", SPLIT)
+def test_a_native_workflow_of_several_files_has_both_guards_last(name: str) -> None:
+    graph = api_graph(WORKFLOWS / "api" / f"{name}.json")
+    nodes = graph.nodes
+    taken = {
+        (node.class_type, key): nodes[link.node].class_type
+        for node in nodes.values()
+        for key, link in node.links().items()
+    }
+    samplers = {"KSampler", "CFGGuider", "BasicScheduler"} & graph.class_types()
+    assert {taken[sampler, "model"] for sampler in samplers} == {"OneDiffGuardNaNGuardModel"}
+    assert taken["VAEDecode", "vae"] == "OneDiffGuardNaNGuardVAE"
+    assert taken["OneDiffGuardNaNGuardVAE", "vae"] == "VAELoader"
+    precisions = {node.class_type: node.inputs["precision"] for node in nodes.values() if "precision" in node.inputs}
+    assert precisions == {"OneDiffGuardNaNGuardModel": "auto", "OneDiffGuardNaNGuardVAE": "inherit"}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_each_file_is_named_in_the_note_and_most_can_be_downloaded(name: str) -> None:
+    nodes = {node["type"]: node for node in read(WORKFLOWS / f"{name}.json")["nodes"]}
+    (note,) = nodes["MarkdownNote"]["widgets_values"]
+    for loader, folder in PART_LOADERS.items():
+        file = nodes[loader]["widgets_values"][0]
+        assert file in comfyui_nodes.FILES[folder] and f"{folder}/{file}" in note
+        offered = nodes[loader]["properties"].get("models", [])
+        assert bool(offered) is (file != "cogvideox1.5_5b.safetensors"), "it is made, as the note says"
+        for model in offered:
+            assert (model["name"], model["directory"]) == (file, folder)
+            assert model["url"].startswith("https://huggingface.co/") and model["url"].endswith(f"/{file}")
+            assert f"[{file}]({model['url']})" in note
+
+
 def test_which_workflows_need_a_server() -> None:
     """And the run without one says so, by the names of the nodes and of the two ways on."""
     graphs = {path.stem: api_graph(path) for path in API_FILES}
     needing = {name: graph.class_types() & set(SERVER_ONLY) for name, graph in graphs.items()}
     video = {"LoadVideo", "GetVideoComponents", "ImageFromBatch"}
     guided = {"VideoLinearCFGGuidance", "SVD_img2vid_Conditioning", "ImageOnlyCheckpointLoader"}
+    prompted = {*PART_LOADERS, "CLIPTextEncode"}
+    shifted = {"ModelSamplingAuraFlow", "EmptySD3LatentImage"}
+    custom = {"RandomNoise", "CFGGuider", "VOIDSampler", "BasicScheduler", "SamplerCustomAdvanced"}
     assert {name: nodes for name, nodes in needing.items() if nodes} == {
         "cogvideox_video_to_video": video,
         "cogvideox_video_to_video_guarded": video,
         "native_sd15_text_to_image": SAMPLING | {"CheckpointLoaderSimple", "CLIPTextEncode", "EmptyLatentImage"},
         "native_svd_image_to_video": SAMPLING | guided,
+        "native_cogvideox_text_to_video": prompted | custom | {"EmptyHunyuanLatentVideo", "LatentCut", "VAEDecode"},
+        "native_qwen_image_text_to_image": SAMPLING | prompted | shifted,
+        "native_z_image_text_to_image": SAMPLING | prompted | shifted | {"ConditioningZeroOut"},
     }
 
 
 @pytest.mark.parametrize("folder", [WORKFLOWS, WORKFLOWS / "api"], ids=["ui", "api"])
-@pytest.mark.parametrize("name", [*LOADERS, "cogvideox_video_to_video"])
+@pytest.mark.parametrize("name", [*LOADERS, *SPLIT, "cogvideox_video_to_video"])
 def test_a_run_without_a_server_names_what_is_missing(
     folder: Path, name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -167,7 +207,7 @@ def test_every_option_and_number_is_allowed(path: Path, model_folder: Path) -> N
         validate.plan(api_graph(path), CLASSES)
 
 
-FILES = {"model", "image", "file", "ckpt_name"}  # drop-downs without a default
+FILES = {"model", "image", *comfyui_nodes.FILE_INPUTS}  # drop-downs without a default
 CHOSEN = {
     # decoding is what needs the most memory; CogVideoX 2B and 5B were trained at 8 frames a second
     "cogvideox_text_to_video": {"tiling", "fps"},
@@ -179,6 +219,12 @@ CHOSEN = {
     # as in ComfyUI's own examples of these models; scope: what fp16 does not hold costs one step
     "native_sd15_text_to_image": {"scheduler", "scope"},
     "native_svd_image_to_video": {"cfg", "scheduler", "video_frames", "scope"},  # frames: SVD-XT's
+    # as in ComfyUI's own templates of these, or of VOID, which is a CogVideoX; its sizes and steps are its authors'.
+    # precision: fp16 with every layer wide where there is no bf16
+    "native_cogvideox_text_to_video": {"type", "width", "height", "length", "cfg", "steps", "fps", "scope", "precision"}
+    | {"dim", "index", "amount"},  # of latent frames, one is for the pairs alone
+    "native_qwen_image_text_to_image": {"type", "shift", "width", "height", "cfg", "scope", "precision"},
+    "native_z_image_text_to_image": {"type", "shift", "steps", "cfg", "sampler_name", "scope", "precision"},
 }
 
 
@@ -191,9 +237,10 @@ def test_the_workflow_shows_what_the_defaults_are(path: Path) -> None:
             given = node.inputs.get(name)
             if spec.widget and name not in FILES and not isinstance(given, (Link, type(None))):
                 differing |= {name} if given != default(spec) else set()
-    prompt = {"native_sd15": {"text"}, "native_svd": set(), "svd": set()}
+    prompt = {"native_svd": set(), "native": {"text"}, "svd": set()}
     named = next((names for start, names in prompt.items() if path.stem.startswith(start)), {"prompt"})
-    assert differing == {"seed", "filename_prefix"} | named | CHOSEN[path.stem.removesuffix("_guarded")]
+    seed = "noise_seed" if path.stem == "native_cogvideox_text_to_video" else "seed"
+    assert differing == {seed, "filename_prefix"} | named | CHOSEN[path.stem.removesuffix("_guarded")]
 
 
 def default(spec: schema.InputSpec) -> Any:
