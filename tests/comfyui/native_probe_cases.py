@@ -37,11 +37,10 @@ def case_overflowing() -> dict[str, Any]:
         results[f"{name}, told on the node"] = list(said)
         results[f"{name}, picture"], results[f"{name}, text"] = shown["result"]
         results[f"{name}, facts"] = facts(shown)
-        chosen = patcher.clone()
-        chosen.set_model_compute_dtype(DTYPES[facts(shown)["dtype"]])
-        said.clear()
-        results[f"{name}, applied"] = sample(node("NaNGuardModel", chosen), layout)
-        results[f"{name}, applied said"] = list(said)
+        for precision in (facts(shown)["dtype"], "fp16"):
+            said.clear()
+            results[f"{name}, {precision}"] = sample(node("NaNGuardModel", patcher, precision=precision), layout)
+            results[f"{name}, {precision} said"] = list(said)
         results[f"{name}, reached"] = _reached(in_fp32(patcher, layout), layout, *layout.hot)
     return results
 
