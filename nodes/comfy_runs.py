@@ -51,12 +51,12 @@ class Stage:
 
 @dataclass(frozen=True)
 class Settings:
-    """Of one guard's node, and what its runs taught, by dtype: its later runs begin with that."""
+    """Of one guard's node, and what its runs taught, by stage and dtype: its later runs begin with that."""
 
     policy: GuardPolicy
     request: Precision | None = None  # None: what ComfyUI chose
     node_id: str | None = None
-    learned: MutableMapping[str, Learned] = field(default_factory=dict)
+    learned: MutableMapping[tuple[Component, str], Learned] = field(default_factory=dict)
 
 
 @contextmanager
@@ -104,7 +104,7 @@ class Run:
             executor.guard.report.note(f"as ComfyUI computes it, since not every layer can be wide: {error}")
             made = executor(*args, **kwargs)
         if learned := executor.guard.learned:
-            self._settings.learned[executor.guard.dtype] = replace(learned, whole_run_fp32=False)
+            self._settings.learned[stage.component, executor.guard.dtype] = replace(learned, whole_run_fp32=False)
         step = self._log.add(executor.guard.report.steps[-1])
         if step.outcome != "finite":
             host.say(self._node_id, f"call {step.step + 1}: {_what_happened(step)}")
@@ -178,7 +178,7 @@ def _executor(stage: Stage, settings: Settings) -> _Executor:
             attempt = partial(run_in_fp32, stage.in_full, tf32=tf32)
         return Attempt(attempt, attempt)
 
-    learned = settings.learned.get(plan.dtype, NOTHING) if policy.scope is Scope.LEARNED else NOTHING
+    learned = settings.learned.get((stage.component, plan.dtype), NOTHING) if policy.scope is Scope.LEARNED else NOTHING
     learner = Learner(stage.network, plan.dtype, build, Anatomy(everything=True), learned)
     guard = StageGuard(
         stage.component.value,
