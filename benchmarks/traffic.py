@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Generator, Iterable
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
-from comfyui_onediff_guard.precision import half_products, upcast
+from comfyui_onediff_guard.precision import upcast
 from comfyui_onediff_guard.precision.half_products import HalfProducts
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -101,7 +101,6 @@ def without_values() -> Generator[None]:
     """The rerun knows aliases by their addresses, and tensors on "meta" have none; autocast knows no such device."""
     with (
         mock.patch.object(upcast, "_storage", _storage),
-        mock.patch.object(half_products, "autocast_off", return_value=nullcontext()),
         mock.patch.object(torch, "is_autocast_enabled", return_value=False),
     ):
         yield

@@ -169,7 +169,7 @@ def _changes(case: Case) -> list[Setting]:
         "NaN Guard.on_failure": "off" if case is PLAIN else "rerun",
         "NaN Guard.scope": "learned",
         "Decode Latents.tiling": False,
-        "Decode Latents.precision": "fp32",  # the same in all three; fp16 convolutions take minutes on many CPUs
+        "Decode Latents.precision": "fp32",  # the same in all; fp16 convolutions take minutes on many CPUs
         "Create Video.fps": FPS,
     }
     return [
@@ -238,9 +238,7 @@ def _numbers(outcome: Outcome, reference: Outcome) -> str:
     if failed := outcome.count("non-finite", "saturated"):
         told.append(f"{failed} of {steps} steps not finite")
     if reruns := outcome.count("rerun"):
-        widened = any(
-            (step.get("rerun") or {}).get("action", "").endswith("wide from the next call on") for step in outcome.steps
-        )
+        widened = any((stage.get("learned") or {}).get("wide_parts") for stage in outcome.stages)
         told.append(f"{reruns} of {steps} steps computed again in fp32{', then wide' if widened else ''}")
     if not broken:
         told.append(f"max difference from fp32 {outcome.difference(reference):.4f}")

@@ -15,7 +15,7 @@ from ..precision.attention import Attended
 from ..precision.findings import Anatomy
 from ..precision.guard import Scope, StageGuard
 from ..precision.islands import Attempt, half_attempt
-from ..precision.learned import EVERYTHING, NOTHING, Learned
+from ..precision.learned import NOTHING, Learned
 from ..precision.learning import Learner
 from ..precision.observe import BlockOutputs
 from ..precision.report import RunReport
@@ -130,6 +130,7 @@ class _Attempts:
         self._backend = for_dtype(handle.backend, handle.architecture, report.plan.dtype)
         self._how, self._attention = with_attention(handle, self._backend.name, report.plan.dtype, inputs)
         self._compiled: torch.nn.Module | None = None  # a shell of the latest attempt's
+        self._compiles = True  # the latest attempt is compiled, where there is a backend that does
         self.tell_backend()
         self._block_outputs = BlockOutputs()
         self.anatomy = Anatomy.of(original, handle.family.blocks, handle.family.stream)
@@ -165,8 +166,10 @@ class _Attempts:
             device=store.placement.device,
             tf32=handle.tf32,
         )
-        report.wide = EVERYTHING if made.everything else "stream in float32" if made.wide else ""
-        if handle.family.clips and dtype == "fp16" and not made.wide and not made.everything:
+        report.wide = made.in_words
+        self._compiles = not made.everything
+        self.tell_backend()
+        if handle.family.clips and dtype == "fp16" and not report.wide:
             made = replace(made, run=self._block_outputs.watched(made.run, handle.family.blocks[0]))
         if backend.name == "eager" and how.attention:  # what is compiled has it inside
             made = replace(made, run=Attended(made.run, how.attention))
@@ -174,6 +177,9 @@ class _Attempts:
 
     def tell_backend(self) -> None:
         """Say in the report which one runs, and why: 'auto' may have gone on to another while it compiled."""
+        if not self._compiles:
+            self._report.backend, self._report.backend_reason = "eager", "nothing is compiled with every layer wide"
+            return
         backend = came_to(self._compiled, self._backend) if self._compiled else self._backend
         said = [backend.reason, self._handle.compile_options.in_words(backend.name), self._attention]
         self._report.backend = backend.name

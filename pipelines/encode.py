@@ -12,7 +12,7 @@ from ..precision.clips import Clips
 from ..precision.findings import Anatomy
 from ..precision.guard import StageGuard
 from ..precision.islands import Attempt, half_attempt
-from ..precision.learned import EVERYTHING, Learned
+from ..precision.learned import Learned
 from ..precision.learning import Learner
 from ..precision.policy import Component, Precision
 from ..precision.report import RunReport
@@ -81,7 +81,7 @@ def _pipeline(handle: PipelineHandle, dtype: str, report: RunReport) -> object:
 
     def build(learned: Learned) -> Attempt:
         made = half_attempt(shell, anatomy, learned, dtype, everything=report.plan.wide, tf32=handle.tf32)
-        report.wide = EVERYTHING if made.everything else ""
+        report.wide = made.in_words
         return made if made.everything else replace(made, run=clips.watched(shell))
 
     anatomy = Anatomy(everything=True)

@@ -14,7 +14,7 @@ import torch
 from ..precision.findings import Anatomy
 from ..precision.guard import StageGuard
 from ..precision.islands import Attempt, half_attempt
-from ..precision.learned import EVERYTHING, Learned
+from ..precision.learned import Learned
 from ..precision.learning import Learner
 from ..precision.policy import Component, Precision
 from ..precision.report import RunReport
@@ -86,7 +86,7 @@ def _learning(network: torch.nn.Module, report: RunReport, tf32: bool) -> Learne
 
     def build(known: Learned) -> Attempt:
         made = half_attempt(network, anatomy, known, plan.dtype, everything=plan.wide, tf32=tf32)
-        report.wide = EVERYTHING if made.everything else ""
+        report.wide = made.in_words
         return made
 
     return Learner(network, plan.dtype, build, anatomy)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .dtypes import DTYPES
-from .learned import EVERYTHING, Learned, covered, covers, largest_of, named
+from .learned import EVERYTHING, STAY, Learned, covered, covers, largest_of, named
 from .observe import Peak, has_children
 from .streams import Stream
 
@@ -171,12 +171,11 @@ def taught(learned: Learned, finding: Finding, anatomy: Anatomy, dtype: str) -> 
     """
     can_widen = dtype == "fp16"
     everything = can_widen and learned.everything
-    if finding.stream is not None and not math.isfinite(finding.stream):
-        return replace(learned, whole_run_fp32=True), "the rest of the run in fp32"
-    if anatomy.everything or finding.hopeless or (everything and finding.islands):
-        if can_widen and not everything:
+    broken = finding.stream is not None and not math.isfinite(finding.stream)
+    if broken or anatomy.everything or finding.hopeless or (everything and finding.islands):
+        if can_widen and not everything and not broken:
             return Learned(everything=True), f"{EVERYTHING} from the next call on"
-        return replace(learned, whole_run_fp32=True), "the rest of the run in fp32"
+        return replace(learned, whole_run_fp32=True), STAY
     actions: list[str] = []
     if finding.stream is not None and anatomy.widens(dtype):
         learned = replace(learned, wide=True)

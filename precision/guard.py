@@ -23,8 +23,8 @@ from .cost import extra_peak
 from .dtypes import DTYPES, FP16_MAX
 from .findings import Finding
 from .islands import Attempt
-from .learned import Learned
-from .learning import STAY, Learner
+from .learned import STAY, Learned
+from .learning import Learner
 from .observe import first_broken, floating, non_finite
 from .report import Rerun, RunReport, StepRecord
 from .upcast import run_in_fp32

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.nn import functional as F
 
-from .fp32_settings import autocast_off
+from .fp32_settings import autocast_off_where_on
 from .upcast import Fp32Mode, OneOperation, dequantised, run_in
 from .wide import LEAST, largest_of, limit_of, reach, scaled_product, times
 
@@ -62,7 +61,7 @@ class HalfProducts(Fp32Mode):
             return super().computed(func, (input, weight, bias, *args), kwargs)
         weight = dequantised(weight)
         spatial = 0 if func is F.linear else weight.ndim - 2
-        with _autocast_off(input.device.type):
+        with autocast_off_where_on((input.device.type,)):
             if not self._scales:
                 made = func(input.to(self._dtype), weight.to(self._dtype), None, *args, **kwargs).float()
                 return made if bias is None else made + bias.float().view(-1, *[1] * spatial)
@@ -84,7 +83,7 @@ class HalfProducts(Fp32Mode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        dtype, loudness = self._dtype, torch.ones(())
+        dtype, loudness = self._dtype, None
         if attn_mask is not None and attn_mask.is_floating_point():
             attn_mask = attn_mask.float().clamp(-_BIASED, _BIASED).to(dtype)
         if self._scales:
@@ -93,11 +92,11 @@ class HalfProducts(Fp32Mode):
             loudness = _exponent(value, by_head=query.shape[:-2] == value.shape[:-2]).exp2() / _VALUES
             value = times(value, 1 / loudness, dtype)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        with _autocast_off(query.device.type):
+        with autocast_off_where_on((query.device.type,)):
             made = F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
-        return made * loudness if self._scales else made.float()
+        return made.float() if loudness is None else made * loudness
 
 
 def _level(
@@ -116,20 +115,20 @@ class _Limits:
     """What rows may reach before they meet a weight. A parameter is read once, and again where it has changed."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, _Limit]] = {}
+        self._known: dict[tuple[int, bool], tuple[weakref.ref[torch.Tensor], int, _Limit]] = {}
 
     def of(
         self, weight: torch.Tensor, dtype: torch.dtype, *, transposed: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """The weight in `dtype`, what its products have to be multiplied by (None: 1), and the limit; float32 []."""
         version = 0 if weight.is_inference() else weight._version  # ComfyUI loads in inference mode, which counts none
-        found = self._known.get(id(weight))
+        found = self._known.get((id(weight), transposed))
         if found and found[0]() is weight and found[1] == version:
             made = found[2]
         else:
             made = _limit(weight, dtype, transposed=transposed)
             if isinstance(weight, torch.nn.Parameter):
-                self._known[id(weight)] = weakref.ref(weight), version, made
+                self._known[id(weight), transposed] = weakref.ref(weight), version, made
         half = weight if made.quieter is None else times(weight, made.quieter, dtype)
         return half, made.loudness, made.limit
 
@@ -148,10 +147,6 @@ def _limit(weight: torch.Tensor, dtype: torch.dtype, *, transposed: bool) -> _Li
         return _Limit(limit_of(largest))
     loudness = (largest.clamp(min=LEAST).log2().floor() + 1).exp2() / _NORMAL
     return _Limit(limit_of(largest / loudness), loudness, 1 / loudness)
-
-
-def _autocast_off(device_type: str) -> AbstractContextManager[None]:
-    return autocast_off((device_type,)) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
 def _is_single(value: Any) -> bool:

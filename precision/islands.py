@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from .dtypes import DTYPES
 from .findings import Anatomy
 from .half_products import HalfProducts, run_with_half_products
-from .learned import Learned
+from .learned import EVERYTHING, STREAM, Learned
 from .shells import Make, replaced, with_forward
 from .streams import Stream
 from .upcast import run_in_fp32
@@ -29,6 +29,11 @@ class Attempt:
     eager: Any  # the same, not compiled: layers can be watched in it
     wide: bool = False  # its residual stream is float32
     everything: bool = False  # all of it is, but for products that are scaled to fit
+
+    @property
+    def in_words(self) -> str:
+        """What of it is float32; "" where nothing is."""
+        return EVERYTHING if self.everything else STREAM if self.wide else ""
 
 
 def half_attempt(

@@ -35,6 +35,8 @@ class Learned:
 
 NOTHING = Learned()
 EVERYTHING = "every layer wide"
+STREAM = "stream in float32"
+STAY = "the rest of the run in fp32"
 
 
 def named(modules: tuple[str, ...]) -> str:

@@ -13,14 +13,13 @@ from .attention import showing_what_is_broken
 from .dtypes import FP16_MAX
 from .findings import Anatomy, Finding, find, found_in_half, taught
 from .islands import Attempt
-from .learned import NOTHING, Learned
+from .learned import NOTHING, STAY, Learned
 from .observe import Peak, first_broken, leaf_peaks
 from .wide import CannotWiden
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-STAY = "the rest of the run in fp32"
 LAYERS = Anatomy()  # of a module of which nothing is known
 
 

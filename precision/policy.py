@@ -225,17 +225,14 @@ def _guard(variant: Variant, dtype: str, request: Precision) -> tuple[bool, str]
 
 
 def _wide(variant: Variant, component: Component, dtype: str, request: Precision) -> tuple[bool, str]:
-    if component in (Component.IMAGE_ENCODER, Component.VAE_DECODE):
-        return False, "nothing: the guard is enough here"
     if dtype != "fp16":
         return False, f"nothing: {dtype} has the range"
     if request is Precision.FP16_PLAIN:
         return False, "nothing: asked for fp16 (plain)"
+    if component in (Component.IMAGE_ENCODER, Component.VAE_DECODE):
+        return False, "nothing: the guard is enough here"
     if component is not Component.DENOISER:
         return True, "every layer: products in fp16, scaled to fit, and all else in float32"
     if not variant.has_stream:
         return False, "nothing: no single stream runs through all of it"
-    return (
-        True,
-        "the layers that write to the residual stream, so that it is float32: fp16 ends at 65504",
-    )
+    return True, "the layers that write to the residual stream, so that it is float32: fp16 ends at 65504"

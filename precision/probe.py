@@ -177,12 +177,10 @@ def judge(probed: Probed, dtype: str) -> Verdict:
     peaks, anatomy = probed.peaks(), probed.anatomy
     finding = find(peaks, anatomy, dtype)
     learned = taught(NOTHING, finding, anatomy, dtype)[0] if finding else NOTHING
-    wide = learned.wide
     settled = learned.everything or learned.whole_run_fp32
-    if finding and not settled and find(peaks, anatomy, dtype, learned.parts, wide=wide):
+    if finding and not settled and find(peaks, anatomy, dtype, learned.parts, wide=learned.wide):
         learned = Learned(everything=dtype == "fp16", whole_run_fp32=dtype != "fp16")
-        wide = False
-    return Verdict(dtype, learned, wide, finding.reason if finding else _why_it_fits(probed, dtype))
+    return Verdict(dtype, learned, learned.wide, finding.reason if finding else _why_it_fits(probed, dtype))
 
 
 def recommend(probed: Probed, dtype: str, *, native_bf16: bool) -> Verdict:

@@ -89,7 +89,7 @@ class RunReport:
         counts = f"{counted(-(-len(self.steps) // self.calls_per_step), noun)}, {self.count_reruns()}"
         if self.failed:
             counts += f", {self.failed} NOT FINITE: the result is broken; choose precision 'auto' or 'fp16'"
-        return f"{stage}{self.plan.reason}{self._stream()}{self._islands()}; {counts}."
+        return f"{stage}{self.plan.reason}{self._otherwise()}; {counts}."
 
     def compiled(self) -> str:
         """ ", 1 graph compiled anew", or from where; "" where nothing is compiled."""
@@ -101,12 +101,10 @@ class RunReport:
         kept = "" if self.graphs_kept == self.graphs else f"{self.graphs_kept} of them "
         return f"{graphs}, {kept}from the cache of earlier runs"
 
-    def _stream(self) -> str:
-        return f", {self.wide}" if self.wide else ""
-
-    def _islands(self) -> str:
-        said = [words for words in self.learned.in_words() if words != self.wide] if self.learned else []
-        return "".join(f", {words}" for words in said)
+    def _otherwise(self) -> str:
+        """What did not run in the plan's dtype."""
+        said = dict.fromkeys([self.wide, *(self.learned.in_words() if self.learned else [])])
+        return "".join(f", {words}" for words in said if words)
 
     def text(self) -> str:
         """The summary, then a line per step and the switches."""

@@ -15,7 +15,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Generator, Iterable
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import update_wrapper
 from types import TracebackType
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ import torch
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 from torch.utils import _pytree as pytree
 
-from .fp32_settings import EAGER_ONLY, FP32_ATTENTION, TF32, autocast_off, device_types
+from .fp32_settings import EAGER_ONLY, FP32_ATTENTION, TF32, autocast_off, autocast_off_where_on, device_types
 
 HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
 
@@ -150,8 +150,7 @@ class Fp32Mode(TorchFunctionMode):
 
         memo: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         fp32_args, fp32_kwargs = _mapped(lambda leaf: _in_fp32(leaf, memo), (args, kwargs), _TYPED)
-        autocast = [device_type for device_type in self._device_types if torch.is_autocast_enabled(device_type)]
-        with autocast_off(autocast) if autocast else _AS_IT_IS:
+        with autocast_off_where_on(self._device_types):
             call = _call_attention if func in _ATTENTION else _call
             result = call(func, fp32_args, fp32_kwargs)
         if not memo:
@@ -286,7 +285,6 @@ def _call_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return func(*args, **kwargs)
 
 
-_AS_IT_IS = nullcontext()
 _TYPED = (torch.Tensor, torch.dtype)
 _T = torch.Tensor
 _LEAVES = frozenset(

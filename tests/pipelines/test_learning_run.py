@@ -178,6 +178,19 @@ def test_what_cannot_be_wide_in_parts_is_wide_in_all(model_folder, open_pipeline
     assert error(latents, expected) < 2e-2
 
 
+def test_what_is_wide_in_all_is_not_compiled_and_the_report_says_so(model_folder, open_pipeline):
+    handle = open_pipeline(model_folder("2b"), "fp16", backend="inductor")
+    key = handle.memory_key("fp16")
+    handle.store.learned[key] = Learned(everything=True)
+    before = counters["stats"]["unique_graphs"]
+    _, report = sampled(handle, LEARNED)
+    assert (report.backend, report.backend_reason) == ("eager", "nothing is compiled with every layer wide")
+    assert counters["stats"]["unique_graphs"] == before
+    handle.store.learned[key] = Learned()
+    _, report = sampled(handle, LEARNED)
+    assert report.backend == "inductor" and counters["stats"]["unique_graphs"] == before + 1
+
+
 def test_what_did_not_help_is_not_kept_for_the_next_run(model_folder, open_pipeline):
     gc.collect()
     handle = open_pipeline(model_folder("2b"), "fp16")
