@@ -66,7 +66,7 @@ bench: .venv/.installed
 	.venv/bin/python benchmarks/compiled.py --rounds 10
 
 docs: .venv/.installed
-	.venv/bin/python -m comfyui_onediff_guard.precision.page
+	.venv/bin/python tools/precision_page.py
 
 clean:
 	rm -rf .venv .venv-audit .venv-comfyui build comfyui_onediff_guard.egg-info

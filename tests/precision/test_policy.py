@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
+import precision_page as page
 import pytest
-from comfyui_onediff_guard.precision import page
 from comfyui_onediff_guard.precision.accumulation import Accumulation
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES, Architecture, by_capability, by_gfx, named
 from comfyui_onediff_guard.precision.policy import (

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import precision_page as page
 import pytest
 import torch
-from comfyui_onediff_guard.precision import page
 from comfyui_onediff_guard.precision.accumulation import SPECS, Accumulation, decide
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES, Architecture, by_capability, by_gfx, detect
 from comfyui_onediff_guard.precision.policy import (
@@ -84,12 +84,13 @@ def test_make_docs_writes_it(root: Path, tmp_path: Path) -> None:
     assert (tmp_path / "precision.md").read_bytes() == PAGE.encode()
     assert root / "docs" / "precision.md" == page.PAGE
     makefile = (root / "Makefile").read_text(encoding="utf-8")
-    assert makefile.split("\ndocs:", 1)[1].split("\n\n", 1)[0].endswith(f"python -m {page.__name__}")
+    assert makefile.split("\ndocs:", 1)[1].split("\n\n", 1)[0].endswith(f"python tools/{page.__name__}.py")
 
 
-def test_it_is_written_without_torch_and_diffusers(fresh_python: Callable[..., str]) -> None:
+def test_it_is_written_without_torch_and_diffusers(root: Path, fresh_python: Callable[..., str]) -> None:
     code = f"""
 import sys
+sys.path.append({str(root / "tools")!r})
 sys.modules.update(torch=None, diffusers=None)
 from {page.__name__} import render
 sys.stdout.buffer.write(render().encode())

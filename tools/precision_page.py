@@ -8,9 +8,25 @@ from itertools import groupby, product
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from .accumulation import NEXFORT_OPTION, NEXFORT_SWITCH, ONEDIFF_DEFAULTS, SPECS, Accumulation, Mode, decide
-from .arch import ARCHITECTURES, Architecture, by_capability, by_gfx
-from .policy import VARIANTS, Component, Plan, PlanImpossible, Precision, Variant, choose
+from comfyui_onediff_guard.precision.accumulation import (
+    NEXFORT_OPTION,
+    NEXFORT_SWITCH,
+    ONEDIFF_DEFAULTS,
+    SPECS,
+    Accumulation,
+    Mode,
+    decide,
+)
+from comfyui_onediff_guard.precision.arch import ARCHITECTURES, Architecture, by_capability, by_gfx
+from comfyui_onediff_guard.precision.policy import (
+    VARIANTS,
+    Component,
+    Plan,
+    PlanImpossible,
+    Precision,
+    Variant,
+    choose,
+)
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "precision.md"
 
