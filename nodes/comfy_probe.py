@@ -24,6 +24,7 @@ from ..precision.upcast import run_in_fp32
 from .comfy_calls import ModelCall, apply_model, apply_model_in_fp32, around_apply_model, wrapped
 from .comfy_executors import CallLog, PerExecutor
 from .comfy_plans import comfy_plan
+from .comfy_profiles import profile_of
 from .comfy_refining import refining_guarded
 
 
@@ -120,6 +121,7 @@ class _Run:
     def probing(self, sampled: str) -> Probing:
         probed, steps = self.measured.probe.probed, self._log.steps
         chosen = recommend(probed, self.plan.dtype, native_bf16=self.card.native_bf16)
+        of = profile_of(self._model, self.measured.network, Component.DENOISER, self.card, chosen.dtype)
         calls_per_step = -(-len(steps) // max(len(probed.steps), 1))
         return Probing(
             model=self._model,
@@ -133,6 +135,7 @@ class _Run:
             chosen=chosen,
             verdicts=tuple(judge(probed, dtype) for dtype in DTYPES),
             to_apply=_to_apply(self.plan, chosen),
+            profile=replace(of, learned=chosen.learned.to_share) if chosen.learned.everything else None,
         )
 
 
@@ -159,7 +162,7 @@ def _lists_of_blocks(network: torch.nn.Module) -> list[str]:
 def _to_apply(plan: Plan, chosen: Verdict) -> str:
     if chosen.dtype == plan.dtype and not chosen.learned.everything:
         return ""
-    return (
-        f"put NaN Guard (MODEL) behind the model, with precision '{chosen.dtype}'; or keep {plan.dtype}, and have it "
-        "compute the steps that fail in fp32"
-    )
+    applied = f"put NaN Guard (MODEL) behind the model, with precision '{chosen.dtype}'"
+    if chosen.dtype == plan.dtype:
+        return f"{applied}; or with scope 'learned', and `profile` wired into its `profile`"
+    return f"{applied}; or keep {plan.dtype}, and have it compute the steps that fail in fp32"

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from ..pipelines.memory import KeptProfile
+from ..pipelines.profiles import Profile
 from ..precision.accumulation import accumulation, decide
 from ..precision.arch import detect, present
 from ..precision.clips import Clips
@@ -19,7 +21,7 @@ from ..precision.findings import Anatomy
 from ..precision.guard import GuardPolicy, OnFailure, Scope, StageGuard
 from ..precision.half_products import HalfProducts, run_with_half_products
 from ..precision.islands import Attempt
-from ..precision.learned import EVERYTHING, NOTHING, Learned
+from ..precision.learned import NOTHING, Learned
 from ..precision.learning import Learner
 from ..precision.policy import Component, Precision
 from ..precision.report import RunReport, StepRecord, together
@@ -29,6 +31,7 @@ from . import host
 from .comfy_executors import CallLog, PerExecutor
 from .comfy_plans import comfy_plan
 from .comfy_products import rerun_from
+from .comfy_profiles import kept_profile, profile_of
 from .comfy_refining import refining_guarded
 
 logger = logging.getLogger(__name__)
@@ -56,6 +59,7 @@ class Settings:
     policy: GuardPolicy
     request: Precision | None = None  # None: what ComfyUI chose
     node_id: str | None = None
+    profile: Profile | None = None  # in place of a kept one
     learned: MutableMapping[tuple[Component, str], Learned] = field(default_factory=dict)
 
 
@@ -115,6 +119,8 @@ class Run:
         executors, steps = self._executors.all(), [*self._log.steps]
         if not steps:
             return
+        for executor in executors:
+            executor.keep()
         report = together([executor.guard.report for executor in executors], steps)
         report.calls_per_step = -(-len(steps) // self._steps) if self._steps else 1
         for line in self._before:
@@ -139,10 +145,17 @@ class _Executor:
     guard: StageGuard
     switched: Callable[[], Any]  # holds the accumulation switches; bf16 and fp32 need none
     reference: str  # what a rerun computes from, where that needs a word
+    began: Learned  # with that
+    profile: KeptProfile | None  # None where nothing is learned
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.switched() as self.guard.report.switches:
             return self.guard(*args, **kwargs)
+
+    def keep(self) -> None:
+        """For later runs, in other processes too."""
+        if self.profile and self.guard.learned and self.guard.learned.to_share != self.began.to_share:
+            self.profile.keep(self.guard.learned)
 
 
 def _executor(stage: Stage, settings: Settings) -> _Executor:
@@ -169,16 +182,21 @@ def _executor(stage: Stage, settings: Settings) -> _Executor:
 
     def build(learned: Learned) -> Attempt:
         wide = plan.dtype == "fp16" and (plan.wide or learned.everything)
-        if wide or (plan.half and plan.dtype != dtype_name(stage.dtype)):
-            report.wide = EVERYTHING if wide else ""
-            return Attempt(in_half, in_half, everything=wide)
-        if plan.half or dtype_name(stage.dtype) == "fp32":
+        if not wide and plan.dtype == dtype_name(stage.dtype):
             attempt = clips.watched(stage.attempt)
         else:
-            attempt = partial(run_in_fp32, stage.in_full, tf32=tf32)
-        return Attempt(attempt, attempt)
+            attempt = in_half if plan.half else partial(run_in_fp32, stage.in_full, tf32=tf32)
+        made = Attempt(attempt, attempt, everything=wide)
+        report.wide = made.in_words
+        return made
 
-    learned = settings.learned.get((stage.component, plan.dtype), NOTHING) if policy.scope is Scope.LEARNED else NOTHING
+    learned, profile = NOTHING, None
+    if plan.half and policy.scope is Scope.LEARNED:
+        of = profile_of(stage.model, stage.network, stage.component, architecture, plan.dtype)
+        profile = kept_profile(of, settings.profile)
+        learned, notes = _recalled(settings, (stage.component, plan.dtype), profile)
+        for line in notes:
+            report.note(line)
     learner = Learner(stage.network, plan.dtype, build, Anatomy(everything=True), learned)
     guard = StageGuard(
         stage.component.value,
@@ -192,4 +210,12 @@ def _executor(stage: Stage, settings: Settings) -> _Executor:
         peak_inside=lambda: None if learner.attempt.everything else clips.take(),
         renew=stage.renew,
     )
-    return _Executor(guard, switched, rerun_from(stage.network))
+    return _Executor(guard, switched, rerun_from(stage.network), learned, profile)
+
+
+def _recalled(settings: Settings, key: tuple[Component, str], profile: KeptProfile) -> tuple[Learned, tuple[str, ...]]:
+    """What is known, and lines for the report."""
+    if key in settings.learned:
+        return settings.learned[key], ()
+    settings.learned[key], notes = profile.known()
+    return settings.learned[key], notes

@@ -10,6 +10,7 @@ from . import host, inputs
 
 if TYPE_CHECKING:
     from ..pipelines.handle import PipelineHandle
+    from ..pipelines.profiles import Profile
 
 
 logger = logging.getLogger(__name__)
@@ -63,29 +64,14 @@ class NaNGuard:
                     "BOOLEAN",
                     {"default": True, "tooltip": "On: the report has a line for every step. Off: the summary alone."},
                 ),
-                "profile": (
-                    "STRING",
-                    {
-                        "default": "",
-                        "multiline": True,
-                        "tooltip": "What was learned elsewhere, as `onediff-guard profile show` prints it; used where "
-                        "it fits this model and card. Empty: what was learned here.",
-                    },
-                ),
+                "profile": inputs.profile(),
             },
             "hidden": inputs.node_id(),
         }
 
     @classmethod
     def VALIDATE_INPUTS(cls, profile: str | None = None) -> bool | str:
-        from ..pipelines.errors import BadProfile
-        from ..pipelines.profiles import parse
-
-        try:
-            _ = profile and profile.strip() and parse(profile, PROFILE)
-        except BadProfile as error:
-            return str(error)
-        return True
+        return what_is_wrong_with(profile) or True
 
     def apply(
         self,
@@ -98,15 +84,32 @@ class NaNGuard:
         profile: str = "",
         node_id: str | None = None,
     ) -> tuple[PipelineHandle]:
-        from ..pipelines.profiles import parse
         from ..precision.guard import GuardPolicy, OnFailure, Scope
         from ..precision.policy import Component
 
         policy = GuardPolicy(OnFailure(on_failure), strict, Scope(scope), stay_after)
-        given = parse(profile, PROFILE) if profile.strip() else None
-        changes: dict[str, Any] = {"policy": policy, "guard_node": True, "full_report": report, "profile": given}
+        changes: dict[str, Any] = {"policy": policy, "guard_node": True, "full_report": report}
+        changes["profile"] = parsed(profile)
         guarded = replace(pipeline, **changes)
         for warning in guarded.idle_guard(guarded.plan(Component.DENOISER)):
             logger.warning("%s", warning)
             host.say(node_id, warning)
         return (guarded,)
+
+
+def parsed(profile: str) -> Profile | None:
+    """A `profile` input's; None where it is empty. Raises BadProfile."""
+    from ..pipelines.profiles import parse
+
+    return parse(profile, PROFILE) if profile.strip() else None
+
+
+def what_is_wrong_with(profile: str | None) -> str:
+    """Of a `profile` input; "" where it can be used. profile: None where it is wired."""
+    from ..pipelines.errors import BadProfile
+
+    try:
+        parsed(profile or "")
+    except BadProfile as error:
+        return str(error)
+    return ""

@@ -37,11 +37,20 @@ def precision(*, inherit: bool = False) -> tuple[list[str], dict[str, Any]]:
     return list(PRECISIONS), {"default": "auto", "tooltip": _PRECISION_TIP}
 
 
+def profile(*, wired: bool = False) -> tuple[str, dict[str, Any]]:
+    """wired: it has a socket, and no room on the node to write in."""
+    tip = (
+        "What was learned elsewhere, as `onediff-guard profile show` prints it; used where it fits this model and "
+        "card. Empty: what was learned here."
+    )
+    return "STRING", {"default": "", "tooltip": tip, "forceInput" if wired else "multiline": True}
+
+
 def native_precision() -> tuple[list[str], dict[str, Any]]:
     """Of ComfyUI's own models."""
     tip = (
-        "inherit: as ComfyUI chose. auto: bf16 where the card computes it natively, else fp16 that overflows nowhere, "
-        "else as ComfyUI chose; the reason is shown on this node. fp16: products in fp16, scaled so that they fit, all "
+        "inherit: as ComfyUI chose. auto: the same on a card with native bf16; on others with fast fp16, fp16 that "
+        "overflows nowhere; the reason is shown on this node. fp16: products in fp16, scaled so that they fit, all "
         "else in float32. bf16: the same in bf16. fp16 (plain): ComfyUI's own, not guarded, for comparison. fp32: slow."
     )
     return [INHERIT, *PRECISIONS], {"default": INHERIT, "tooltip": tip}

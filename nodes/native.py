@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import host, inputs
+from . import guard, host, inputs
 from .probe import PICTURE, TEXT, shown
 from .sample import seed
 
@@ -42,7 +42,13 @@ class NaNGuardModel:
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
         tip = "From a loader, a LoRA or another node that changes it. It stays as it is; what comes out is guarded."
-        return {"required": {"model": ("MODEL", {"tooltip": tip}), **_policy_inputs()}, **_further_inputs()}
+        further = {"precision": inputs.native_precision(), "profile": inputs.profile(wired=True)}
+        required = {"model": ("MODEL", {"tooltip": tip}), **_policy_inputs()}
+        return {"required": required, "optional": further, "hidden": inputs.node_id()}
+
+    @classmethod
+    def VALIDATE_INPUTS(cls, profile: str | None = None) -> bool | str:
+        return guard.what_is_wrong_with(profile) or True
 
     def apply(self, model: Any, *policy: Any, **further: Any) -> tuple[Any]:
         from .comfy_models import guarded_model
@@ -78,7 +84,8 @@ class NaNGuardVAE:
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
         tip = "From a loader. It stays as it is; what comes out is guarded."
-        return {"required": {"vae": ("VAE", {"tooltip": tip}), **_policy_inputs()}, **_further_inputs()}
+        required = {"vae": ("VAE", {"tooltip": tip}), **_policy_inputs()}
+        return {"required": required, "optional": {"precision": inputs.native_precision()}, "hidden": inputs.node_id()}
 
     def apply(self, vae: Any, *policy: Any, **further: Any) -> tuple[Any]:
         from .comfy_models import guarded_vae
@@ -106,9 +113,13 @@ class NumericsProbeModel:
         "against the ranges of fp16 and bf16, and recommends a dtype for this model on this card. Wire it as a "
         "KSampler. Nothing else is changed or slowed down by it."
     )
-    RETURN_TYPES = ("IMAGE", "STRING")
-    RETURN_NAMES = ("images", "recommendation")
-    OUTPUT_TOOLTIPS = (PICTURE, TEXT)
+    RETURN_TYPES = ("IMAGE", "STRING", "STRING")
+    RETURN_NAMES = ("images", "recommendation", "profile")
+    OUTPUT_TOOLTIPS = (
+        PICTURE,
+        TEXT,
+        "Wire it to NaN Guard (MODEL)'s profile, with scope learned. Empty where nothing has to be wide.",
+    )
     OUTPUT_NODE = True
     FUNCTION = "probe"
 
@@ -159,7 +170,7 @@ class NumericsProbeModel:
         with progress:
             sampling = KSampling(steps, cfg, sampler_name, scheduler, seed)
             probing = probe_model(model, positive, negative, latent_image, sampling, step_done)
-        return shown(probing, probing.text(), node_id)
+        return shown(probing, probing.text(), node_id, probing.profile_text)
 
 
 def _policy_inputs() -> dict[str, Any]:
@@ -174,18 +185,15 @@ def _policy_inputs() -> dict[str, Any]:
     }
 
 
-def _further_inputs() -> dict[str, Any]:
-    return {"optional": {"precision": inputs.native_precision()}, "hidden": inputs.node_id()}
-
-
 def _settings(
     on_failure: str,
     strict: bool,
     scope: str = "step",
     precision: str = inputs.INHERIT,
+    profile: str = "",
     node_id: str | None = None,
 ) -> Settings:
-    """Raises TorchTooOld, where no rerun would work."""
+    """Raises TorchTooOld, where no rerun would work, and BadProfile."""
     from ..pipelines.machine import check_torch
     from ..precision.guard import GuardPolicy, OnFailure, Scope
     from ..precision.policy import Precision
@@ -193,4 +201,5 @@ def _settings(
 
     check_torch()
     request = None if precision == inputs.INHERIT else Precision(precision)
-    return Settings(GuardPolicy(OnFailure(on_failure), strict, Scope(scope)), request, node_id)
+    policy = GuardPolicy(OnFailure(on_failure), strict, Scope(scope))
+    return Settings(policy, request, node_id, guard.parsed(profile))

@@ -1,10 +1,11 @@
-"""What runs taught about a pipeline's denoiser: in its store for this process, in a profile for later ones."""
+"""What runs taught about a model: in memory for this process, in a profile for later ones."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ..precision.learned import NOTHING, Learned
 from .errors import BadProfile
@@ -14,15 +15,62 @@ from .profiles import Profile, identify, read, write
 logger = logging.getLogger(__name__)
 
 
-def recall(handle: PipelineHandle, dtype: str, parts: Iterable[str]) -> tuple[Learned, tuple[str, ...]]:
-    """What is known, and lines for the report: what a profile brought, or why it was left alone.
+@dataclass(frozen=True)
+class KeptProfile:
+    """Of one model, card and dtype."""
 
-    parts: of the denoiser, those that may run in fp32.
-    """
+    here: Profile  # while nothing is known
+    folder: Path | None  # in which profiles are kept; None: nowhere
+    given: Profile | None = None  # by the user, in place of a kept one
+
+    def known(self, parts: Iterable[str] = ()) -> tuple[Learned, tuple[str, ...]]:
+        """What a profile says, and lines for the report: what it brought, or why it was left alone.
+
+        parts: of the model, those that may run in fp32, or wide.
+        """
+        try:
+            found = self.given or self._on_disk()
+        except BadProfile as error:
+            return NOTHING, (str(error),)
+        if found is None:
+            return NOTHING, ()
+        if misfit := found.misfit(self.here, parts):
+            which = "the profile that was given" if self.given else f"the profile {self.here.name}"
+            return NOTHING, (f"{which} is left alone: {misfit}",)
+        return found.learned, (f"from a profile: {found.in_words()}",)
+
+    def keep(self, learned: Learned) -> None:
+        """Write it, unless the given profile or the kept one says it. A disk that refuses is logged."""
+        profile = replace(self.here, learned=learned.to_share)
+        if self.folder is None or self._is_given(profile):
+            return
+        try:
+            if not self._is_kept(profile):
+                logger.info("keeping a profile: %s", write(self.folder, profile))
+        except OSError as error:
+            logger.warning("The profile %s could not be kept in %s: %s", profile.name, self.folder, error)
+
+    def _is_given(self, profile: Profile) -> bool:
+        given, known = self.given, profile.learned
+        return given is not None and given.learned == known and not given.misfit(profile, known.parts)
+
+    def _is_kept(self, profile: Profile) -> bool:
+        try:
+            return self._on_disk() == profile
+        except BadProfile:
+            return False
+
+    def _on_disk(self) -> Profile | None:
+        file = self.folder and self.folder / f"{self.here.name}.json"
+        return read(file) if file and file.is_file() else None
+
+
+def recall(handle: PipelineHandle, dtype: str, parts: Iterable[str]) -> tuple[Learned, tuple[str, ...]]:
+    """What is known of a pipeline's denoiser, and lines for the report. parts: as `KeptProfile.known`'s."""
     key = handle.memory_key(dtype)
     if key in handle.store.learned:
         return handle.store.learned[key], ()
-    learned, notes = _from_profile(handle, dtype, parts)
+    learned, notes = _profile(handle, dtype).known(parts)
     handle.store.learned[key] = learned
     if handle.profile is None and learned != NOTHING:
         handle.store.recalled.add(key)
@@ -35,56 +83,17 @@ def remember(handle: PipelineHandle, dtype: str, learned: Learned) -> None:
 
 
 def keep(handle: PipelineHandle, dtype: str) -> None:
-    """Write what is known to a profile, unless the given one or the kept one says it. A disk that refuses is logged.
-
-    Nothing is written too, where runs forgot what the kept profile says.
-    """
+    """Write what is known to a profile. Nothing is written too, where runs forgot what the kept profile says."""
     key = handle.memory_key(dtype)
-    learned = handle.store.learned.get(key, NOTHING).to_share
-    if handle.profiles is None or (learned == NOTHING and key not in handle.store.recalled):
-        return
-    profile = replace(here(handle, dtype), learned=learned)
-    try:
-        if not _is_given(handle, profile) and not _is_kept(handle, profile):
-            logger.info("keeping a profile: %s", write(handle.profiles, profile))
-    except OSError as error:
-        logger.warning("The profile %s could not be kept in %s: %s", profile.name, handle.profiles, error)
+    learned = handle.store.learned.get(key, NOTHING)
+    if learned.to_share != NOTHING or key in handle.store.recalled:
+        _profile(handle, dtype).keep(learned)
 
 
-def _from_profile(handle: PipelineHandle, dtype: str, parts: Iterable[str]) -> tuple[Learned, tuple[str, ...]]:
-    run = here(handle, dtype)
-    try:
-        found = handle.profile or _on_disk(handle, run)
-    except BadProfile as error:
-        return NOTHING, (str(error),)
-    if found is None:
-        return NOTHING, ()
-    if misfit := found.misfit(run, parts):
-        return NOTHING, (f"{_named(handle, dtype)} is left alone: {misfit}",)
-    return found.learned, (f"from a profile: {found.in_words()}",)
-
-
-def _named(handle: PipelineHandle, dtype: str) -> str:
-    return "the profile that was given" if handle.profile else f"the profile {here(handle, dtype).name}"
+def _profile(handle: PipelineHandle, dtype: str) -> KeptProfile:
+    return KeptProfile(here(handle, dtype), handle.profiles, handle.profile)
 
 
 def here(handle: PipelineHandle, dtype: str) -> Profile:
     """The profile of a pipeline of which nothing is known yet."""
     return identify(handle.store.model, handle.loras, handle.architecture.name, dtype)
-
-
-def _is_given(handle: PipelineHandle, profile: Profile) -> bool:
-    given, known = handle.profile, profile.learned
-    return given is not None and given.learned == known and not given.misfit(profile, known.parts)
-
-
-def _is_kept(handle: PipelineHandle, profile: Profile) -> bool:
-    try:
-        return _on_disk(handle, profile) == profile
-    except BadProfile:
-        return False
-
-
-def _on_disk(handle: PipelineHandle, profile: Profile) -> Profile | None:
-    file = handle.profiles and handle.profiles / f"{profile.name}.json"
-    return read(file) if file and file.is_file() else None

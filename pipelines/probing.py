@@ -26,6 +26,7 @@ class Measured:
 
     def __init__(self, denoiser: torch.nn.Module, anatomy: Anatomy):
         self.probe = Probe(denoiser, anatomy)
+        self.network = denoiser
         self.healthy_seconds = 0.0  # of one call
         self._seconds: list[float] = []
 
@@ -64,7 +65,7 @@ class Probing:
     chosen: Verdict
     verdicts: tuple[Verdict, ...]  # of each dtype
     to_apply: str  # how the user does what is recommended; "" where nothing has to be done
-    profile: Profile | None = None  # None where there is nothing to learn, or no guard that takes one
+    profile: Profile | None = None  # None where there is nothing to learn
 
     @property
     def profile_text(self) -> str:

@@ -12,12 +12,15 @@ import html
 import importlib.util
 import json
 import logging
+import os
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -64,6 +67,17 @@ def pack_classes() -> dict[str, Any]:
     return _pack.NODE_CLASS_MAPPINGS
 
 
+@contextmanager
+def on(card: str) -> Iterator[None]:
+    """As if ComfyUI computed on it, where the guard and the probe ask."""
+    row = sys.modules[f"{_pack.__name__}.precision.arch"].ARCHITECTURES[card]
+    with ExitStack() as patches:
+        for name in ("comfy_runs", "comfy_probe"):
+            module = import_module(f"{_pack.__name__}.nodes.{name}")
+            patches.enter_context(patch.object(module, "detect", lambda _device: row))
+        yield
+
+
 def error_of(call: Callable[[], Any]) -> str:
     """What it raises, "" where it does not."""
     try:
@@ -84,6 +98,7 @@ def main(pack: Path, results: Path, module: str) -> None:
     for name, case in vars(import_module(module)).items():
         if name.startswith("case_"):
             said.clear()
+            os.environ["ONEDIFF_GUARD_PROFILES"] = str(results / "profiles" / name)
             for key, value in case().items():
                 kept = tensors if isinstance(value, torch.Tensor) else facts
                 kept[f"{name.removeprefix('case_')}/{key}"] = value

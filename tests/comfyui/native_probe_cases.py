@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from native_in_comfyui import NODE_ID, error_of, node, pack_node, said
+from native_in_comfyui import NODE_ID, error_of, node, on, pack_node, said
 from native_models import LAYOUTS, Layout, in_fp32, make_model, prompts, sample
 
 SD15 = LAYOUTS["sd15"]
@@ -35,12 +35,23 @@ def case_overflowing() -> dict[str, Any]:
         said.clear()
         shown = probed(patcher, layout)
         results[f"{name}, told on the node"] = list(said)
-        results[f"{name}, picture"], results[f"{name}, text"] = shown["result"]
+        results[f"{name}, picture"], results[f"{name}, text"], results[f"{name}, profile"] = shown["result"]
         results[f"{name}, facts"] = facts(shown)
         for precision in (facts(shown)["dtype"], "fp16"):
             said.clear()
             results[f"{name}, {precision}"] = sample(node("NaNGuardModel", patcher, precision=precision), layout)
             results[f"{name}, {precision} said"] = list(said)
+        with on("sm75"):
+            shown = probed(patcher, layout)
+            results[f"{name}, text on sm75"], profile = shown["result"][1:]
+            said.clear()
+            results[f"{name}, profiled"] = sample(
+                node("NaNGuardModel", patcher, scope="learned", profile=profile), layout
+            )
+            results[f"{name}, profiled said"] = list(said)
+        said.clear()
+        sample(node("NaNGuardModel", patcher, scope="learned", profile=profile), layout)
+        results[f"{name}, profiled elsewhere said"] = list(said)
         results[f"{name}, reached"] = _reached(in_fp32(patcher, layout), layout, *layout.hot)
     return results
 

@@ -18,9 +18,8 @@ from typing import Any
 
 import native_video_vae_cases
 import torch
-from native_in_comfyui import NODE_ID, pack_classes, said
+from native_in_comfyui import NODE_ID, on, pack_classes, said
 from native_models import CPU, LAYOUTS, VAE_SETTINGS, _weights, in_fp32, make_model, prompts
-from native_wide_cases import on
 
 WORKFLOWS = Path(__file__).resolve().parents[2] / "workflows"
 NAMES = {  # workflow → the model and the VAE that stand in

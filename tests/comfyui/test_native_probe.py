@@ -46,6 +46,23 @@ def test_the_recommendation_applied_leads_to_no_rerun(ran: native.Ran, layout: s
 
 
 @pytest.mark.parametrize("layout", HOT)
+def test_its_profile_wired_to_the_guard_leads_to_no_rerun(ran: native.Ran, layout: str) -> None:
+    assert ran[f"overflowing/{layout}, profile"] == "", "in bf16, nothing has to be wide"
+    text = ran[f"overflowing/{layout}, text on sm75"]
+    assert "fp16 every layer wide" in text and "`profile` wired into its `profile`" in text
+    (said,) = ran[f"overflowing/{layout}, profiled said"]
+    assert f"every layer wide; {STEPS} steps, 0 reruns" in said and "from a profile: " in said
+    assert ran[f"overflowing/{layout}, profiled"].isfinite().all()
+
+
+@pytest.mark.parametrize("layout", HOT)
+def test_a_profile_of_another_card_is_left_alone_by_name(ran: native.Ran, layout: str) -> None:
+    *_, said = ran[f"overflowing/{layout}, profiled elsewhere said"]
+    assert "the profile that was given is left alone: it is for sm75, and this is cpu" in said
+    assert f"{STEPS} steps, 1 rerun" in said
+
+
+@pytest.mark.parametrize("layout", HOT)
 def test_the_picture_is_an_image_and_the_node_tells_each_step(ran: native.Ran, layout: str) -> None:
     picture, said = ran[f"overflowing/{layout}, picture"], ran[f"overflowing/{layout}, told on the node"]
     assert picture.ndim == 4 and picture.shape[-1] == 3 and picture.dtype == torch.float32
