@@ -3,6 +3,7 @@ judged in test_native_wide.py."""
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from dataclasses import replace
@@ -77,8 +78,13 @@ def _family(layout: Layout, patcher: Any, exact: Any) -> Figures:
 
 
 def case_learned() -> Figures:
-    """By family: two runs of one guard, whose model fails in fp16."""
-    return {name: tried(_learned, layout, partial(with_its_twin, layout, hot=True)) for name, layout in LAYOUTS.items()}
+    """By family: two runs of one guard, whose model fails in fp16; and one of another guard, later."""
+    found: Figures = {}
+    folder = os.environ["ONEDIFF_GUARD_PROFILES"]
+    for name, layout in LAYOUTS.items():
+        with patch.dict(os.environ, ONEDIFF_GUARD_PROFILES=f"{folder}/{name}"):  # some are one network
+            found[name] = tried(_learned, layout, partial(with_its_twin, layout, hot=True))
+    return found
 
 
 def _learned(layout: Layout, patcher: Any, exact: Any) -> Figures:
