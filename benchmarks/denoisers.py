@@ -97,7 +97,7 @@ def _rotary(config: Any, size: Size, frames: int) -> tuple[torch.Tensor, torch.T
     return tables(pipeline, size.height, size.width, frames, torch.device("cpu"))
 
 
-def _cogview3(config: Any, size: Size, floats: Floats) -> Call:
+def cogview(config: Any, size: Size, floats: Floats) -> Call:
     sides = torch.tensor([[size.height, size.width]] * 2, dtype=floats(1).dtype)
     return {
         "hidden_states": floats(2, config.in_channels, size.height // 8, size.width // 8),
@@ -149,7 +149,7 @@ MODELS: dict[str, Model] = {
         COGVIEW3PLUS,
         "CogView3PlusTransformer2DModel",
         config={},
-        arguments=_cogview3,
+        arguments=cogview,
         fails="transformer_blocks.1.ff.net.0",
         sizes={
             "full": Size(1024, 1024),

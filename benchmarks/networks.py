@@ -12,7 +12,7 @@ import denoisers
 import torch
 from comfyui_onediff_guard.pipelines.families import COGVIEW4
 from comfyui_onediff_guard.precision.streams import Stream
-from denoisers import Call, Floats
+from denoisers import Call, Floats, Size
 
 Config = Mapping[str, Any]
 
@@ -85,15 +85,7 @@ def _on(device: torch.device, value: Any) -> Any:
 
 def _cogview4(config: Any, size: str, floats: Floats) -> Call:
     del size
-    sides = torch.tensor([[1024.0, 1024.0]] * 2)
-    return {
-        "hidden_states": floats(2, config.in_channels, 128, 128),
-        "encoder_hidden_states": floats(2, 224, config.text_embed_dim),
-        "timestep": torch.tensor([500, 500]),
-        "original_size": sides,
-        "target_size": sides.clone(),
-        "crop_coords": torch.zeros_like(sides),
-    }
+    return denoisers.cogview(config, Size(1024, 1024), floats)
 
 
 def _sdxl(config: Any, size: str, floats: Floats) -> Call:

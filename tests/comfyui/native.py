@@ -15,6 +15,11 @@ from safetensors.torch import load_file
 
 HERE = Path(__file__).resolve().parent
 Ran = dict[str, Any]  # "case/name" → tensor or fact
+FAMILIES = (  # of ComfyUI's own models
+    *("sd15", "sdxl", "flux", "flux2", "qwen_image", "lumina2", "z_image"),
+    *("svd", "wan", "wan22", "cogvideox", "ltxv", "ltx2", "ltx2_sound", "hunyuan_video", "hunyuan_video_15"),
+    *("minimax_h3", "ace"),
+)
 
 
 def run(cases: str, folder: Path, *options: str, leg: Leg) -> Ran:

@@ -8,12 +8,8 @@ from typing import Any
 import native
 import native_table
 import pytest
+from native import FAMILIES
 
-FAMILIES = (
-    *("sd15", "sdxl", "flux", "flux2", "qwen_image", "lumina2", "z_image"),
-    *("svd", "wan", "wan22", "cogvideox", "ltxv", "ltx2", "ltx2_sound", "hunyuan_video", "hunyuan_video_15"),
-    *("minimax_h3", "ace"),
-)
 WEIGHTS = ("fp16", "bf16 in fp32")
 HEALTHY, HOT = "healthy", ("hot in the stream", "hot inside")
 FEW = ("sd15", "flux", "qwen_image", "wan")
