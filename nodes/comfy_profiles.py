@@ -22,7 +22,7 @@ def profile_of(
     """Of which nothing is known yet. model: its name, for people."""
     full = {"torch": torch.__version__, "comfyui": host.version() or "none"}
     versions = {package: ".".join(version.split(".")[:2]) for package, version in full.items()}
-    name = model if component is Component.DENOISER else f"{model}, {component.value}"
+    name = model if component is Component.DENOISER else f"{model}, {component.words}"
     return Profile(shown(name, 300), _fingerprint(network, component), (), architecture.name, dtype, versions)
 
 

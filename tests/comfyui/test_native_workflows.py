@@ -57,6 +57,14 @@ def server(leg: legs.Leg, base: Path, in_fp32: dict[str, Made]) -> Iterator[legs
         yield running
 
 
+@pytest.fixture
+def nothing_learned(base: Path) -> Path:
+    """The folder of profiles, empty."""
+    profiles = base / "user" / "onediff_guard" / "profiles"
+    shutil.rmtree(profiles, ignore_errors=True)
+    return profiles
+
+
 def test_the_stand_ins_of_other_tests_are_comfyuis_nodes(server: legs.Server) -> None:
     """What tests/workflows takes the shipped files by is what ComfyUI says of its nodes."""
     known = server.ask("/object_info")
@@ -96,11 +104,14 @@ def test_a_healthy_run_is_the_same_with_and_without_the_guards(server: legs.Serv
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_overflowing_model_is_black_without_the_guards_and_right_with_them(
-    server: legs.Server, in_fp32: dict[str, Made], name: str
+    server: legs.Server, in_fp32: dict[str, Made], nothing_learned: Path, name: str
 ) -> None:
     case = CASES[name]
     plain = make(server, graph(name, hot=True, half=True, without=GUARDS))
     guarded = make(server, graph(name, hot=True, half=True))
+    kept = [json.loads(file.read_text(encoding="utf-8")) for file in nothing_learned.glob("*.json")]
+    assert {profile["model"] for profile in kept} >= {case.model, f"{case.vae}, VAE decoder"}
+    assert all(profile["learned"]["everything"] for profile in kept)
     right = in_fp32[name]
     assert guarded.frames.shape == right.frames.shape == (*case.size, 3)
     assert plain.frames.max() == 0  # of as many frames as differ: an animated WEBP keeps one of equal ones
@@ -134,7 +145,9 @@ def test_the_probe_takes_what_the_sampler_takes(server: legs.Server, name: str) 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_page_runs_it_and_shows_each_report_on_its_guard(server: legs.Server, pictures: Path, name: str) -> None:
+def test_the_page_runs_it_and_shows_each_report_on_its_guard(
+    server: legs.Server, nothing_learned: Path, pictures: Path, name: str
+) -> None:
     if reason := browser.missing_browser():
         pytest.skip(reason)
     case = CASES[name]
