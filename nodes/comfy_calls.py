@@ -69,6 +69,12 @@ class ModelCall:
         return self.model.manual_cast_dtype or self.model.get_dtype()
 
     @property
+    def patched(self) -> frozenset[str]:
+        """Names of the network's weights that LoRAs and their kind change, in memory or as they go."""
+        patches = getattr(getattr(self.model, "current_patcher", None), "patches", {})
+        return frozenset(str(name).removeprefix("diffusion_model.") for name in patches)
+
+    @property
     def device(self) -> torch.device:
         return self.arguments["x"].device
 

@@ -98,12 +98,12 @@ class _ModelGuard:
     def apply_model(self, call: ModelCall) -> Any:
         run: Run | None = call.arguments["memory"].options.get(KEY)
         if run is not None:
-            return run.call(_denoiser(call), **call.arguments)
+            return run.call(denoiser_of(call), **call.arguments)
         with guarded_run(self._settings) as run:
-            return run.call(_denoiser(call), **call.arguments)
+            return run.call(denoiser_of(call), **call.arguments)
 
 
-def _denoiser(call: ModelCall) -> Stage:
+def denoiser_of(call: ModelCall) -> Stage:
     return Stage(
         model=call.name,
         component=Component.DENOISER,
@@ -114,6 +114,7 @@ def _denoiser(call: ModelCall) -> Stage:
         in_full=apply_model_in_full,
         rerun=apply_model_in_fp32,
         renew=load_anew,
+        patched=call.patched,
     )
 
 

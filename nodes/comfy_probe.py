@@ -23,6 +23,7 @@ from ..precision.report import RunReport
 from ..precision.upcast import run_in_fp32
 from .comfy_calls import ModelCall, apply_model, apply_model_in_fp32, around_apply_model, wrapped
 from .comfy_executors import CallLog, PerExecutor
+from .comfy_models import denoiser_of
 from .comfy_plans import comfy_plan
 from .comfy_profiles import profile_of
 from .comfy_refining import refining_guarded
@@ -97,7 +98,7 @@ class _Run:
         self.measured = Measured(
             call.network, replace(Anatomy.of(call.network, _lists_of_blocks(call.network)), everything=True)
         )
-        self._model = call.name
+        self._stage = denoiser_of(call)
         self._guards = PerExecutor[StageGuard]()
         self._log = CallLog()
 
@@ -115,16 +116,16 @@ class _Run:
             owner=network,
             dtype="fp32",
             policy=GuardPolicy(),
-            report=RunReport(self._model, str(self.card), self.plan),
+            report=RunReport(self._stage.model, str(self.card), self.plan),
         )
 
     def probing(self, sampled: str) -> Probing:
         probed, steps = self.measured.probe.probed, self._log.steps
         chosen = recommend(probed, self.plan.dtype, native_bf16=self.card.native_bf16)
-        of = profile_of(self._model, self.measured.network, Component.DENOISER, self.card, chosen.dtype)
+        of = profile_of(self._stage, self.card, chosen.dtype)
         calls_per_step = -(-len(steps) // max(len(probed.steps), 1))
         return Probing(
-            model=self._model,
+            model=self._stage.model,
             architecture=self.card,
             plan=self.plan,
             sampled=sampled,

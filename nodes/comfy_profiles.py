@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,17 +14,18 @@ from ..precision.policy import Component
 from ..trust.text import shown
 from . import host
 
-_SAMPLES, _VALUES = 64, 256  # weights that are read, and values of each
+if TYPE_CHECKING:
+    from .comfy_runs import Stage
+
+_VALUES = 16  # of each weight
 
 
-def profile_of(
-    model: str, network: torch.nn.Module, component: Component, architecture: Architecture, dtype: str
-) -> Profile:
-    """Of which nothing is known yet. model: its name, for people."""
+def profile_of(stage: Stage, architecture: Architecture, dtype: str) -> Profile:
+    """Of which nothing is known yet."""
     full = {"torch": torch.__version__, "comfyui": host.version() or "none"}
     versions = {package: ".".join(version.split(".")[:2]) for package, version in full.items()}
-    name = model if component is Component.DENOISER else f"{model}, {component.words}"
-    return Profile(shown(name, 300), _fingerprint(network, component), (), architecture.name, dtype, versions)
+    name = stage.model if stage.component is Component.DENOISER else f"{stage.model}, {stage.component.words}"
+    return Profile(shown(name, 300), _fingerprint(stage), (), architecture.name, dtype, versions)
 
 
 def kept_profile(of: Profile, given: Profile | None) -> KeptProfile:
@@ -31,17 +33,19 @@ def kept_profile(of: Profile, given: Profile | None) -> KeptProfile:
     return KeptProfile(of, host.profiles_directory(), given)
 
 
-def _fingerprint(network: torch.nn.Module, component: Component) -> str:
-    """Of its structure, and of a sample of its vectors, which no LoRA changes and which are not quantised.
-
-    A profile that were another model's would cost time, and make no picture wrong.
-    """
-    digest = hashlib.sha256(component.value.encode())
-    vectors: list[torch.Tensor] = []
-    for name, weight in network.named_parameters():
-        digest.update(f"{name} {tuple(weight.shape)};".encode())
-        if weight.ndim == 1 and weight.is_floating_point() and not weight.is_meta:
-            vectors.append(weight)
-    for vector in vectors[:: max(1, len(vectors) // _SAMPLES)]:
-        digest.update(vector.detach()[:_VALUES].float().cpu().numpy().tobytes())
+def _fingerprint(stage: Stage) -> str:
+    """Of the structure, and of a few values of each weight: not of quantised ones, nor of those that LoRAs change,
+    which are what they were or not, as there is room. So a model with LoRAs is another one than without."""
+    digest = hashlib.sha256(stage.component.value.encode())
+    sampled: dict[torch.device, dict[str, torch.Tensor]] = {}
+    for name, weight in stage.network.named_parameters():
+        digest.update(f"{name} {tuple(weight.shape)} {name in stage.patched};".encode())
+        if type(weight.data) is torch.Tensor and not weight.is_meta and name not in stage.patched:
+            sampled.setdefault(weight.device, {})[name] = weight.detach().flatten()[:_VALUES].float()
+    values: dict[str, bytes] = {}
+    for here in sampled.values():
+        parts = torch.cat([*here.values()]).cpu().split([*map(len, here.values())])
+        values |= {name: part.numpy().tobytes() for name, part in zip(here, parts, strict=True)}
+    for name in sorted(values):
+        digest.update(values[name])
     return digest.hexdigest()[:32]

@@ -50,6 +50,7 @@ class Stage:
     in_full: Callable[..., Any]  # the same, such that it can be in float32, or in part
     rerun: Callable[..., Any]  # the same, and it is the call that counts
     renew: Callable[..., bool] | None = None  # has its weights loaded anew, where they may be stale
+    patched: frozenset[str] = frozenset()  # names of the network's weights that LoRAs and their kind change
 
 
 @dataclass(frozen=True)
@@ -192,8 +193,7 @@ def _executor(stage: Stage, settings: Settings) -> _Executor:
 
     learned, profile = NOTHING, None
     if plan.half and policy.scope is Scope.LEARNED:
-        of = profile_of(stage.model, stage.network, stage.component, architecture, plan.dtype)
-        profile = kept_profile(of, settings.profile)
+        profile = kept_profile(profile_of(stage, architecture, plan.dtype), settings.profile)
         learned, notes = _recalled(settings, (stage.component, plan.dtype), profile)
         for line in notes:
             report.note(line)

@@ -26,7 +26,6 @@ class Measured:
 
     def __init__(self, denoiser: torch.nn.Module, anatomy: Anatomy):
         self.probe = Probe(denoiser, anatomy)
-        self.network = denoiser
         self.healthy_seconds = 0.0  # of one call
         self._seconds: list[float] = []
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -13,6 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from native_beside_cases import lora_on, lowvram
 from native_family_cases import Figures, case_about, tried, with_its_twin
 from native_in_comfyui import error_of, node, on, said
 from native_models import LAYOUTS, Layout, make_model, sample
@@ -97,6 +99,29 @@ def _learned(layout: Layout, patcher: Any, exact: Any) -> Figures:
             learner = node("NaNGuardModel", patcher, scope="learned")
         found[run] = distance(layout, sample(learner, layout, steps=STEPS), reference)
         found[f"{run} said"] = list(said)
+    return found
+
+
+def case_learned_of_others() -> Figures:
+    """What a run learned is known to later guards of the same model, and not to those of its kin."""
+    layout, found = LAYOUTS["sd15"], {}
+    hot, healthy = make_model(layout, hot=True), make_model(layout)
+    plain = sample(healthy, layout, steps=STEPS)
+
+    def run(name: str, patcher: Any, around: Any = nullcontext) -> torch.Tensor:
+        said.clear()
+        with around():
+            made = sample(node("NaNGuardModel", patcher, scope="learned"), layout, steps=STEPS)
+        found[name] = said[-1]
+        return made
+
+    run("first", hot)
+    found["healthy kept its bits"] = same(plain, run("healthy", healthy))
+    run("LoRA", lora_on(hot))
+    run("LoRA again", lora_on(make_model(layout, hot=True)))
+    run("LoRA as it goes", lora_on(make_model(layout, hot=True)), lowvram)
+    run("in part", make_model(layout, hot=True), lowvram)
+    run("again", hot)
     return found
 
 

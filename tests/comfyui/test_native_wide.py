@@ -86,6 +86,23 @@ def test_scope_learned_reruns_once_and_is_wide_from_then_on(ran: native.Ran, fam
     assert max(found[run] for run in ("first", "second", "after a restart")) <= 5e-3
 
 
+@pytest.mark.parametrize("run", ["LoRA again", "LoRA as it goes", "in part", "again"])
+def test_what_was_learned_is_known_to_the_next_guard_of_the_same_model(ran: native.Ran, run: str) -> None:
+    said = ran[f"learned_of_others/{run}"]
+    assert says(said, WIDE) and "from a profile: " in said
+
+
+@pytest.mark.parametrize("run", ["first", "LoRA"])
+def test_what_another_model_learned_is_not_known(ran: native.Ran, run: str) -> None:
+    said = ran[f"learned_of_others/{run}"]
+    assert "2 steps, 1 rerun." in said and "profile" not in said
+
+
+def test_a_healthy_model_beside_one_that_overflows_keeps_its_bits(ran: native.Ran) -> None:
+    assert ran["learned_of_others/healthy kept its bits"]
+    assert "profile" not in ran["learned_of_others/healthy"]
+
+
 @pytest.mark.parametrize("weights", [*WEIGHTS, "bf16"])
 @pytest.mark.parametrize("family", FEW)
 def test_auto_is_wide_where_the_card_has_no_bf16(ran: native.Ran, family: str, weights: str) -> None:
