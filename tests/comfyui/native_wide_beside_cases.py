@@ -14,7 +14,7 @@ import torch
 from native_beside_cases import COMPILED, lora_on, lowvram, with_easycache, with_lora
 from native_family_cases import Figures, case_about, tried, with_its_twin
 from native_in_comfyui import node, said
-from native_models import LAYOUTS, Layout, in_fp32, sample
+from native_models import LAYOUTS, Layout, in_fp32, make_model, sample
 from native_quantised_cases import FORMATS, HERE, quantised
 from native_streamed_cases import WAYS, streamed
 from native_wide_cases import WEIGHTS, distance, same
@@ -215,6 +215,20 @@ def case_two_guards() -> Figures:
         text = said[-1]
         off = sample(node("NaNGuardModel", wide(patcher), on_failure="off"), layout, steps=STEPS)
         found[name] = {"wide": same(once, twice), "inherit": same(plain, off), "said": text}
+    return found
+
+
+def case_learned() -> Figures:
+    """Two guards, one after the other, of a model whose weights come from the host as layers run."""
+    layout, found = LAYOUTS["flux"], {}
+    for way, around in WAYS.items():
+        told: list[str] = []
+        for _ in range(2):
+            patcher = streamed(make_model(layout, hot=True), way)
+            with around():
+                sample(node("NaNGuardModel", patcher, scope="learned"), layout, steps=STEPS)
+            told.append(said[-1])
+        found[way] = told
     return found
 
 

@@ -190,6 +190,15 @@ def test_of_two_guards_the_last_one_counts(beside: native.Ran, family: str) -> N
     assert found["wide"] and found["inherit"] and says(found["said"], WIDE)
 
 
+def test_what_a_streamed_model_taught_is_known_to_the_next_guard(beside: native.Ran) -> None:
+    ways = {name: told for name, told in beside.items() if name.startswith("learned/")}
+    assert ways
+    for first, second in ways.values():
+        assert "2 steps, 1 rerun." in first or "from a profile: " in first  # of the same weights, streamed before
+        assert says(second, WIDE, "from a profile: ")
+    assert any("2 steps, 1 rerun." in first for first, _ in ways.values())
+
+
 @pytest.mark.parametrize("order", ["before", "after", "learned"])
 @pytest.mark.parametrize("family", ["sd15", "flux"])
 def test_each_half_is_wide(beside: native.Ran, family: str, order: str) -> None:
