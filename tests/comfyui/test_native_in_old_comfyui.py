@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 
 import legs
@@ -41,6 +42,7 @@ def test_the_guard_of_models_says_what_is_missing_and_the_next_run_works(server:
 
 
 def test_the_guard_of_vaes_works(server: legs.Server) -> None:
+    shutil.rmtree(server.base / "user" / "onediff_guard" / "profiles", ignore_errors=True)
     plain = make(server, graph(NAME, hot=True, without=GUARDS))
     guarded = make(server, graph(NAME, hot=True, without={MODEL_GUARD}))
     assert plain.frames.max() == 0
