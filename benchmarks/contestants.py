@@ -12,9 +12,9 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from comfyui_onediff_guard.pipelines.compile import choose_backend, compiled
-from comfyui_onediff_guard.pipelines.denoiser import guarded_denoiser
-from comfyui_onediff_guard.pipelines.store import ComponentStore
+from comfyui_onediff_guard.pipelines.compile.backends import choose_backend, compiled
+from comfyui_onediff_guard.pipelines.run.denoiser import guarded_denoiser
+from comfyui_onediff_guard.pipelines.weights.components import ComponentStore
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.policy import Component, Precision

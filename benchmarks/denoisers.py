@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from comfyui_onediff_guard.pipelines.families import COGVIDEOX, COGVIEW3PLUS, SVD, FamilySpec
+from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX, COGVIEW3PLUS, SVD, FamilySpec
 
 Call = dict[str, Any]
 Floats = Callable[..., torch.Tensor]  # shape → random numbers in the step's dtype

@@ -110,11 +110,11 @@ def measure(model: Path, case: Case) -> dict[str, Any]:
 
 def load(model: Path, component: str, dtype: str) -> dict[str, Any]:
     """In the process that is watched."""
-    import comfyui_onediff_guard.pipelines.handle as handles
+    import comfyui_onediff_guard.pipelines.run.handle as handles
     import diffusers
     import transformers
-    from comfyui_onediff_guard.pipelines.models import family_of
-    from comfyui_onediff_guard.pipelines.placement import PlainPlacement
+    from comfyui_onediff_guard.pipelines.models.recognised import family_of
+    from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
     from comfyui_onediff_guard.precision.policy import Precision
 
     _ = diffusers.CogVideoXTransformer3DModel, transformers.T5EncoderModel, diffusers.UNetSpatioTemporalConditionModel

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from comfyui_onediff_guard.headless.small_model import build_cogvideox
-from comfyui_onediff_guard.pipelines.encode import encode_prompts
-from comfyui_onediff_guard.pipelines.families import COGVIDEOX
-from comfyui_onediff_guard.pipelines.handle import PipelineHandle, load
-from comfyui_onediff_guard.pipelines.placement import PlainPlacement
-from comfyui_onediff_guard.pipelines.probe import probe
-from comfyui_onediff_guard.pipelines.probe_figure import draw
-from comfyui_onediff_guard.pipelines.sample import SampleSettings
+from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX
+from comfyui_onediff_guard.pipelines.insight.probe import probe
+from comfyui_onediff_guard.pipelines.insight.probe_figure import draw
+from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
+from comfyui_onediff_guard.pipelines.run.sample import SampleSettings
+from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.policy import Precision
 from PIL import Image

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from comfyui_onediff_guard.pipelines.compile import choose_backend
-from comfyui_onediff_guard.pipelines.families import FamilySpec
-from comfyui_onediff_guard.pipelines.handle import PipelineHandle
-from comfyui_onediff_guard.pipelines.offload import Offload
-from comfyui_onediff_guard.pipelines.placement import PlainPlacement
-from comfyui_onediff_guard.pipelines.store import ComponentStore
-from comfyui_onediff_guard.pipelines.stored import StoredModel, Weights
+from comfyui_onediff_guard.pipelines.compile.backends import choose_backend
+from comfyui_onediff_guard.pipelines.families.table import FamilySpec
+from comfyui_onediff_guard.pipelines.models.on_disk import StoredModel, Weights
+from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
+from comfyui_onediff_guard.pipelines.weights.components import ComponentStore
+from comfyui_onediff_guard.pipelines.weights.offload import Offload
+from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.arch import detect
 from comfyui_onediff_guard.precision.guard import GuardPolicy
 from comfyui_onediff_guard.precision.policy import VARIANTS, Precision

@@ -122,11 +122,11 @@ def started(model: str, backend: str, compiled: str, begun: str) -> dict[str, An
     """In the process that is timed. begun: when its parent started it, in seconds of the epoch."""
     clock = [float(begun)]
     import diffusers
-    from comfyui_onediff_guard.pipelines.encode import encode_prompts
-    from comfyui_onediff_guard.pipelines.families import COGVIDEOX
-    from comfyui_onediff_guard.pipelines.handle import load
-    from comfyui_onediff_guard.pipelines.placement import PlainPlacement
-    from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
+    from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX
+    from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
+    from comfyui_onediff_guard.pipelines.run.handle import load
+    from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
+    from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
     from comfyui_onediff_guard.precision.policy import Component, Precision
 
     _ = diffusers.CogVideoXPipeline, diffusers.CogVideoXTransformer3DModel

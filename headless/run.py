@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from .checkout import run_in_checkout
-from .follow import run_on_server
-from .graph import Graph, from_api, read_json
-from .local import run_local
-from .result import Progress, RunResult
-from .settings import Setting
+from .hosts.checkout import run_in_checkout
+from .hosts.local import run_local
+from .hosts.result import Progress, RunResult
+from .server.follow import run_on_server
+from .workflow.graph import Graph, from_api, read_json
+from .workflow.settings import Setting
 
 __all__ = [
     "Graph",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from . import inputs
 
 if TYPE_CHECKING:
-    from ..pipelines.handle import PipelineHandle
+    from ..pipelines.run.handle import PipelineHandle
 
 DYNAMIC = {"auto": None, "on": True, "off": False}  # the names stand in people's workflow files
 
@@ -70,7 +70,7 @@ class OneDiffCompile:
         fullgraph: bool,
         attention: str = inputs.ATTENTIONS[0],
     ) -> tuple[PipelineHandle]:
-        from ..pipelines.compile import CompileOptions, choose_backend
+        from ..pipelines.compile.backends import CompileOptions, choose_backend
 
         device = pipeline.store.placement.device
         chosen = pipeline.backend if backend == inputs.INHERIT else choose_backend(backend, device)

@@ -6,12 +6,12 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..comfyui_host import host
 from ..pipelines.errors import BadCompiled
-from . import host
 from .kept import the_one
 
 if TYPE_CHECKING:
-    from ..pipelines.compiled_code import Platform
+    from ..pipelines.compile.code import Platform
 
 
 def folder(named: Path | None) -> Path:
@@ -20,7 +20,7 @@ def folder(named: Path | None) -> Path:
 
 def listed(where: Path) -> list[tuple[str, int, Any]]:
     """(name, bytes, Target, or what went wrong in place of one that cannot be used) of each, used last first."""
-    from ..pipelines.compiled_code import read_target
+    from ..pipelines.compile.code import read_target
 
     def target(file: Path) -> Any:
         try:
@@ -33,8 +33,8 @@ def listed(where: Path) -> list[tuple[str, int, Any]]:
 
 def in_words(where: Path) -> str:
     """Where it is, and how much of how much is used."""
-    from ..pipelines.compile_cache import INDUCTOR, exported, kept_files
-    from ..pipelines.keeping import LIMIT_VARIABLE, limit_of
+    from ..pipelines.atomic_files import LIMIT_VARIABLE, limit_of
+    from ..pipelines.compile.cache import INDUCTOR, exported, kept_files
 
     try:
         limit = limit_of(os.environ)
@@ -53,7 +53,7 @@ def in_words(where: Path) -> str:
 
 def export(where: Path, name: str, file: Path) -> None:
     """Raises BadCompiled, OSError."""
-    from ..pipelines.compiled_code import check, copy
+    from ..pipelines.compile.code import check, copy
 
     found = the_one(_named(where), name, where, "that is kept", BadCompiled)
     check(found)
@@ -65,7 +65,7 @@ def take(where: Path, file: Path) -> tuple[str, str]:
 
     Raises BadCompiled, OSError.
     """
-    from ..pipelines.compiled_code import SUFFIX, check, copy
+    from ..pipelines.compile.code import SUFFIX, check, copy
 
     try:
         target = check(file)
@@ -90,15 +90,15 @@ def clear(where: Path, name: str) -> list[str]:
 
 
 def _named(where: Path) -> dict[str, Path]:
-    from ..pipelines.compile_cache import kept_files
-    from ..pipelines.compiled_code import SUFFIX
+    from ..pipelines.compile.cache import kept_files
+    from ..pipelines.compile.code import SUFFIX
 
     return {file.name.removesuffix(SUFFIX): file for file in kept_files(where)}
 
 
 def _here() -> Platform:
-    from ..pipelines.compile_cache import platform_of
-    from ..pipelines.placement import default_device
+    from ..pipelines.compile.cache import platform_of
+    from ..pipelines.weights.placement import default_device
     from ..precision.arch import detect
 
     device = default_device()

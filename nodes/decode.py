@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import host, inputs
+from ..comfyui_host import host
+from . import inputs
 from .run import counted, requested, running, ui
 
 if TYPE_CHECKING:
-    from ..pipelines.handle import PipelineHandle
+    from ..pipelines.run.handle import PipelineHandle
 
 
 class DecodeLatents:
@@ -58,7 +59,7 @@ class DecodeLatents:
         chunk: int = 0,
         node_id: str | None = None,
     ) -> dict[str, Any]:
-        from ..pipelines.decode import decode
+        from ..pipelines.run.decode import decode
 
         with running(pipeline), host.Progress(0, node_id) as progress:
             images, report = decode(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import host, inputs
+from ..comfyui_host import host
+from . import inputs
 from .run import counted, requested, running, ui
 
 if TYPE_CHECKING:
-    from ..pipelines.handle import PipelineHandle
+    from ..pipelines.run.handle import PipelineHandle
 
 
 class EncodePrompt:
@@ -44,7 +45,7 @@ class EncodePrompt:
     def encode(
         self, pipeline: PipelineHandle, prompt: str, negative_prompt: str, precision: str, node_id: str | None = None
     ) -> dict[str, Any]:
-        from ..pipelines.encode import encode_prompts
+        from ..pipelines.run.encode import encode_prompts
 
         with running(pipeline):
             with host.Progress(0, node_id) as progress:

@@ -6,11 +6,12 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from . import host, inputs
+from ..comfyui_host import host
+from . import inputs
 
 if TYPE_CHECKING:
-    from ..pipelines.handle import PipelineHandle
-    from ..pipelines.profiles import Profile
+    from ..pipelines.run.handle import PipelineHandle
+    from ..pipelines.run.profiles import Profile
 
 
 logger = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ class NaNGuard:
 
 def parsed(profile: str) -> Profile | None:
     """A `profile` input's; None where it is empty. Raises BadProfile."""
-    from ..pipelines.profiles import parse
+    from ..pipelines.run.profiles import parse
 
     return parse(profile, PROFILE) if profile.strip() else None
 

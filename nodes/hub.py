@@ -6,17 +6,17 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from . import host
+from ..comfyui_host import host
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ..pipelines.families import FamilySpec
+    from ..pipelines.families.table import FamilySpec
 
 
 def cached_commit(hub_id: str, revision: str, families: Iterable[FamilySpec]) -> str:
     """The commit of the whole model in the cache, '' where there is none. Asks nobody and never raises."""
-    from ..pipelines import hub
+    from ..pipelines.models import hub
 
     with suppress(Exception):  # whatever is wrong, running the node says it
         return hub.fetch(hub_id, revision, *families, download=False).name
@@ -28,7 +28,7 @@ def fetch(hub_id: str, revision: str, families: Iterable[FamilySpec], *, downloa
 
     Raises HubError, BadFolder.
     """
-    from ..pipelines import hub
+    from ..pipelines.models import hub
 
     with host.Progress(0, node_id, unit="B") as progress:
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import host, hub, inputs
+from ..comfyui_host import host
+from . import hub, inputs
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ..pipelines.families import FamilySpec
-    from ..pipelines.handle import PipelineHandle
+    from ..pipelines.families.table import FamilySpec
+    from ..pipelines.run.handle import PipelineHandle
 
 
 _SHOWN = 12  # names of models that are not listed, in a message
@@ -35,13 +36,13 @@ class _Loader:
     @classmethod
     def listed(cls) -> list[str]:
         """Names of those that this node loads."""
-        from ..pipelines.listing import can_be
+        from ..pipelines.models.listing import can_be
 
         return [name for name, path in cls.models().items() if can_be(path, cls.PIPELINES)]
 
     @classmethod
     def families(cls) -> list[FamilySpec]:
-        from ..pipelines.families import FAMILIES
+        from ..pipelines.families.table import FAMILIES
 
         return [FAMILIES[name] for name in cls.PIPELINES]
 
@@ -83,7 +84,7 @@ class _Loader:
 
     @classmethod
     def IS_CHANGED(cls, model: str = "", hub_id: str = "", revision: str = "", **_: Any) -> str:
-        from ..pipelines.folder import fingerprint
+        from ..pipelines.models.folder import fingerprint
 
         if hub_id.strip():
             return hub.cached_commit(hub_id.strip(), revision.strip(), cls.families())
@@ -116,8 +117,8 @@ class _Loader:
         node_id: str | None = None,
     ) -> tuple[PipelineHandle]:
         from ..pipelines.errors import BadFolder
-        from ..pipelines.handle import load
-        from ..pipelines.models import family_of
+        from ..pipelines.models.recognised import family_of
+        from ..pipelines.run.handle import load
         from ..precision.accumulation import Accumulation
         from ..precision.policy import Precision
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import host, inputs
+from ..comfyui_host import host
+from . import inputs
 
 if TYPE_CHECKING:
-    from ..pipelines.handle import PipelineHandle
+    from ..pipelines.run.handle import PipelineHandle
 
 
 class LoadLoRA:
@@ -48,15 +49,15 @@ class LoadLoRA:
 
     @classmethod
     def IS_CHANGED(cls, lora: str, **_: Any) -> str:
-        from ..pipelines.folder import fingerprint
+        from ..pipelines.models.folder import fingerprint
 
         path = host.weight_files("loras").get(lora)
         return fingerprint(path) if path else ""
 
     def add(self, pipeline: PipelineHandle, lora: str, strength: float) -> tuple[PipelineHandle]:
         from ..pipelines.errors import BadLora
-        from ..pipelines.handle import add_lora
-        from ..pipelines.lora import Lora
+        from ..pipelines.models.lora import Lora
+        from ..pipelines.run.handle import add_lora
 
         path = host.weight_files("loras").get(lora)
         if path is None:

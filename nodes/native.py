@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import guard, host, inputs
+from ..comfyui_host import host
+from . import guard, inputs
 from .probe import PICTURE, TEXT, shown
 from .sample import seed
 
 if TYPE_CHECKING:
-    from .comfy_runs import Settings
+    from ..comfyui_host.runs import Settings
 
 
 class NaNGuardModel:
@@ -51,7 +52,7 @@ class NaNGuardModel:
         return guard.what_is_wrong_with(profile) or True
 
     def apply(self, model: Any, *policy: Any, **further: Any) -> tuple[Any]:
-        from .comfy_models import guarded_model
+        from ..comfyui_host.guards import guarded_model
 
         return (guarded_model(model, _settings(*policy, **further)),)
 
@@ -88,7 +89,7 @@ class NaNGuardVAE:
         return {"required": required, "optional": {"precision": inputs.native_precision()}, "hidden": inputs.node_id()}
 
     def apply(self, vae: Any, *policy: Any, **further: Any) -> tuple[Any]:
-        from .comfy_models import guarded_vae
+        from ..comfyui_host.guards import guarded_vae
 
         return (guarded_vae(vae, _settings(*policy, **further)),)
 
@@ -158,8 +159,8 @@ class NumericsProbeModel:
         seed: int,
         node_id: str | None = None,
     ) -> dict[str, Any]:
-        from ..pipelines.machine import check_torch
-        from .comfy_probe import KSampling, probe_model
+        from ..comfyui_host.probe import KSampling, probe_model
+        from ..pipelines.insight.machine import check_torch
 
         check_torch()
         progress = host.Progress(steps, node_id)
@@ -194,10 +195,10 @@ def _settings(
     node_id: str | None = None,
 ) -> Settings:
     """Raises TorchTooOld, where no rerun would work, and BadProfile."""
-    from ..pipelines.machine import check_torch
+    from ..comfyui_host.runs import Settings
+    from ..pipelines.insight.machine import check_torch
     from ..precision.guard import GuardPolicy, OnFailure, Scope
     from ..precision.policy import Precision
-    from .comfy_runs import Settings
 
     check_torch()
     request = None if precision == inputs.INHERIT else Precision(precision)

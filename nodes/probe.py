@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import host, inputs, load
+from ..comfyui_host import host
+from . import inputs, load
 from .report import THIS_CARD, architecture_of, on_disk
 from .run import running
 from .sample import FROM_ENCODE_PROMPT, NEGATIVE, guidance, seed
@@ -14,8 +15,8 @@ from .sample import FROM_ENCODE_PROMPT, NEGATIVE, guidance, seed
 if TYPE_CHECKING:
     import torch
 
-    from ..pipelines.handle import PipelineHandle
-    from ..pipelines.probing import Probing
+    from ..pipelines.insight.probe_result import Probing
+    from ..pipelines.run.handle import PipelineHandle
     from ..precision.report import RunReport
 
 
@@ -27,7 +28,7 @@ def shown(probing: Probing, text: str, node_id: str | None, *more: Any) -> dict[
     """What a probe's node hands ComfyUI: picture, text and more as its outputs; text and facts to show."""
     import torch
 
-    from ..pipelines.probe_figure import draw
+    from ..pipelines.insight.probe_figure import draw
 
     host.say(node_id, text)
     picture = torch.from_numpy(draw(probing)).float().div(255)[None]
@@ -50,7 +51,7 @@ def subject_of(model: Path) -> Subject:
 
     Raises BadInput where it is not there, BadFolder where no node loads it.
     """
-    from ..pipelines.models import family_of
+    from ..pipelines.models.recognised import family_of
 
     path = on_disk(model)
     family = family_of(path)
@@ -142,9 +143,9 @@ class NumericsProbe:
         save: bool = False,
         node_id: str | None = None,
     ) -> dict[str, Any]:
-        from ..pipelines.pictures import fitted
-        from ..pipelines.probe import keep_profile, probe, usual_size
-        from ..pipelines.sample import SampleSettings
+        from ..pipelines.insight.probe import keep_profile, probe, usual_size
+        from ..pipelines.run.pictures import fitted
+        from ..pipelines.run.sample import SampleSettings
 
         pipeline = replace(pipeline, architecture=architecture_of(architecture) or pipeline.architecture)
         width, height, frames = usual_size(pipeline, width, height, frames)

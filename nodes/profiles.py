@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ..comfyui_host import host
 from ..pipelines.errors import BadProfile
-from . import host
 from .kept import the_one
 
 
@@ -16,28 +16,28 @@ def folder(named: Path | None) -> Path:
 
 def listed(where: Path) -> list[tuple[str, Any]]:
     """(name, Profile, or BadProfile in place of one that cannot be used) of each."""
-    from ..pipelines.profiles import kept
+    from ..pipelines.run.profiles import kept
 
     return [(file.stem, profile) for file, profile in kept(where)]
 
 
 def one(where: Path, name: str) -> Any:
     """The Profile whose name starts so. Raises BadProfile where it is none or several, or cannot be used."""
-    from ..pipelines.profiles import read
+    from ..pipelines.run.profiles import read
 
     return read(the_one({file.stem: file for file in where.glob("*.json")}, name, where, "profile", BadProfile))
 
 
 def export(where: Path, name: str, file: Path) -> None:
     """Raises BadProfile, OSError."""
-    from ..pipelines.profiles import write_text
+    from ..pipelines.run.profiles import write_text
 
     write_text(file, one(where, name).text())
 
 
 def take(where: Path, file: Path) -> tuple[str, str]:
     """Check a file and keep it; its name, and what it holds in words. Raises BadProfile, OSError."""
-    from ..pipelines.profiles import read, write
+    from ..pipelines.run.profiles import read, write
 
     profile = read(file)
     return write(where, profile).stem, profile.in_words()

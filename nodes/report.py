@@ -6,12 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..comfyui_host import host
 from ..pipelines.errors import BadFolder, BadInput
-from . import compiled, host, inputs
+from . import compiled, inputs
 
 if TYPE_CHECKING:
-    from ..pipelines.diagnosis import Diagnosis
-    from ..pipelines.handle import PipelineHandle
+    from ..pipelines.insight.diagnosis import Diagnosis
+    from ..pipelines.run.handle import PipelineHandle
     from ..precision.arch import Architecture
 
 THIS_CARD = "this card"
@@ -35,7 +36,7 @@ def examine(
     Raises BadInput for an architecture that nobody has heard of, or a model that is not there, and BadFolder for one
     that cannot be used.
     """
-    from ..pipelines.diagnosis import diagnose
+    from ..pipelines.insight.diagnosis import diagnose
     from ..precision.accumulation import Accumulation
     from ..precision.policy import Precision
 
@@ -53,7 +54,7 @@ def examine(
 
 
 def _with_surroundings(diagnosis: Diagnosis) -> Diagnosis:
-    from ..pipelines.diagnosis import ComfyUI
+    from ..pipelines.insight.diagnosis import ComfyUI
 
     return replace(
         diagnosis,
@@ -65,8 +66,8 @@ def _with_surroundings(diagnosis: Diagnosis) -> Diagnosis:
 def on_disk(model: Path) -> Path:
     """Of a path, or of the hub id of a model in the cache. Raises BadInput where there is no such."""
     from ..pipelines.errors import HubError
-    from ..pipelines.families import FAMILIES
-    from ..pipelines.hub import fetch
+    from ..pipelines.families.table import FAMILIES
+    from ..pipelines.models.hub import fetch
 
     if model.exists():
         return model.resolve()
@@ -140,7 +141,7 @@ class PrecisionReport:
     def show(
         self, pipeline: PipelineHandle, architecture: str = THIS_CARD, node_id: str | None = None
     ) -> dict[str, Any]:
-        from ..pipelines.diagnosis import diagnose_pipeline
+        from ..pipelines.insight.diagnosis import diagnose_pipeline
 
         diagnosis = _with_surroundings(diagnose_pipeline(pipeline, architecture_of(architecture)))
         text = diagnosis.text()

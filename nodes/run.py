@@ -7,11 +7,11 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from . import host
+from ..comfyui_host import host
 from .inputs import INHERIT
 
 if TYPE_CHECKING:
-    from ..pipelines.handle import PipelineHandle
+    from ..pipelines.run.handle import PipelineHandle
     from ..precision.policy import Precision
     from ..precision.report import RunReport
 

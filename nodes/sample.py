@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import host, inputs
+from ..comfyui_host import host
+from . import inputs
 from .run import requested, running, ui
 
 if TYPE_CHECKING:
     import torch
 
-    from ..pipelines.handle import PipelineHandle
-    from ..pipelines.sample import SampleSettings
+    from ..pipelines.run.handle import PipelineHandle
+    from ..pipelines.run.sample import SampleSettings
     from ..precision.report import RunReport
 
 FROM_ENCODE_PROMPT = {"tooltip": "From Encode Prompt."}
@@ -33,7 +34,7 @@ def guidance(default: float) -> tuple[str, dict[str, Any]]:
 def check_family(sampler: Any, pipeline: PipelineHandle) -> None:
     """Raise BadInput, which names the node to use, where the pipeline is of a family that a sampler does not sample."""
     from ..pipelines.errors import BadInput
-    from ..pipelines.families import FAMILIES
+    from ..pipelines.families.table import FAMILIES
     from . import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
 
     family = pipeline.family
@@ -63,7 +64,7 @@ def run(
     **start: Any,
 ) -> dict[str, Any]:
     """Sample with progress on the node; returns what a sampler node returns."""
-    from ..pipelines.sample import sample
+    from ..pipelines.run.sample import sample
 
     progress = host.Progress(settings.computed_steps, node_id)
 
@@ -95,7 +96,7 @@ class _CogVideoXSampler:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        from ..pipelines.families import COGVIDEOX
+        from ..pipelines.families.table import COGVIDEOX
 
         sizes = COGVIDEOX.sizes
         size, frames = sizes.pixel_multiple, sizes.frame_multiple
@@ -147,7 +148,7 @@ class SampleCogVideoX(_CogVideoXSampler):
         precision: str,
         node_id: str | None = None,
     ) -> dict[str, Any]:
-        from ..pipelines.sample import SampleSettings
+        from ..pipelines.run.sample import SampleSettings
 
         check_family(self, pipeline)
         settings = SampleSettings(width, height, steps, seed, frames, guidance_scale, scheduler)
@@ -188,8 +189,8 @@ class SampleCogVideoXFromImage(_CogVideoXSampler):
         fit: str,
         node_id: str | None = None,
     ) -> dict[str, Any]:
-        from ..pipelines.pictures import fitted
-        from ..pipelines.sample import SampleSettings
+        from ..pipelines.run.pictures import fitted
+        from ..pipelines.run.sample import SampleSettings
 
         check_family(self, pipeline)
         first = fitted(image[:1], width, height, fit)[0]
@@ -237,8 +238,8 @@ class SampleCogVideoXFromVideo(_CogVideoXSampler):
         fit: str,
         node_id: str | None = None,
     ) -> dict[str, Any]:
-        from ..pipelines.pictures import fitted
-        from ..pipelines.sample import SampleSettings
+        from ..pipelines.run.pictures import fitted
+        from ..pipelines.run.sample import SampleSettings
 
         check_family(self, pipeline)
         frames = fitted(video, width, height, fit)

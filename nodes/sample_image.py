@@ -8,7 +8,7 @@ from . import inputs
 from .sample import FROM_ENCODE_PROMPT, NEGATIVE, check_family, guidance, run, seed
 
 if TYPE_CHECKING:
-    from ..pipelines.handle import PipelineHandle
+    from ..pipelines.run.handle import PipelineHandle
 
 
 class SampleCogView:
@@ -38,7 +38,7 @@ class SampleCogView:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        from ..pipelines.families import COGVIEW3PLUS
+        from ..pipelines.families.table import COGVIEW3PLUS
 
         size, (least, most) = COGVIEW3PLUS.sizes.pixel_multiple, COGVIEW3PLUS.sizes.pixels
         size_tip = f"Pixels, a multiple of {size}. The models were trained at 512 to 2048."
@@ -70,7 +70,7 @@ class SampleCogView:
         precision: str,
         node_id: str | None = None,
     ) -> dict[str, Any]:
-        from ..pipelines.sample import SampleSettings
+        from ..pipelines.run.sample import SampleSettings
 
         check_family(self, pipeline)
         settings = SampleSettings(width, height, steps, seed, guidance_scale=guidance_scale)

@@ -10,7 +10,7 @@ from .sample import check_family, run, seed
 if TYPE_CHECKING:
     import torch
 
-    from ..pipelines.handle import PipelineHandle
+    from ..pipelines.run.handle import PipelineHandle
 
 
 class SampleStableVideoDiffusion:
@@ -41,7 +41,7 @@ class SampleStableVideoDiffusion:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        from ..pipelines.families import SVD
+        from ..pipelines.families.table import SVD
 
         size, (least, most) = SVD.sizes.pixel_multiple, SVD.sizes.pixels
         size_tip = f"Pixels, a multiple of {size}. The models were trained at 1024×576."
@@ -98,8 +98,8 @@ class SampleStableVideoDiffusion:
         precision: str,
         node_id: str | None = None,
     ) -> dict[str, Any]:
-        from ..pipelines.pictures import fitted
-        from ..pipelines.sample import SampleSettings
+        from ..pipelines.run.pictures import fitted
+        from ..pipelines.run.sample import SampleSettings
 
         check_family(self, pipeline)
         more = {

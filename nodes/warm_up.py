@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import host, inputs
+from ..comfyui_host import host
+from . import inputs
 from .run import requested, running
 from .sample import FROM_ENCODE_PROMPT
 
 if TYPE_CHECKING:
-    from ..pipelines.handle import PipelineHandle
+    from ..pipelines.run.handle import PipelineHandle
 
 
 class WarmUp:
@@ -63,8 +64,8 @@ class WarmUp:
         negative: list[Any] | None = None,
         node_id: str | None = None,
     ) -> dict[str, Any]:
+        from ..pipelines.compile.warm_up import STEPS, sizes_of, warm_up
         from ..pipelines.errors import BadInput
-        from ..pipelines.warm_up import STEPS, sizes_of, warm_up
 
         if (positive is None) != (negative is None):
             raise BadInput("Warm Up has one of 'positive' and 'negative'. Wire both, or neither.")

@@ -105,7 +105,7 @@ def _kept_elsewhere(
     process_as_before: None, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a test's runs load, learn and compile is not kept for the next test, nor for whoever runs the tests."""
-    if stores := sys.modules.get("comfyui_onediff_guard.pipelines.store"):
+    if stores := sys.modules.get("comfyui_onediff_guard.pipelines.weights.components"):
         stores._STORES.clear()  # one that a reference cycle keeps is not found again
     monkeypatch.setenv("ONEDIFF_GUARD_PROFILES", str(tmp_path_factory.mktemp("profiles")))
     monkeypatch.setenv("ONEDIFF_GUARD_COMPILED_GB", "0")
@@ -176,7 +176,7 @@ def _leave_imports_out_of_garbage_collection() -> None:
     modules hold every time: more than half of a test's time. Called before there is any pipeline."""
     import diffusers
     import peft  # noqa: F401
-    from comfyui_onediff_guard.pipelines.families import FAMILIES
+    from comfyui_onediff_guard.pipelines.families.table import FAMILIES
     from transformers import CLIPVisionModelWithProjection, GlmModel, T5EncoderModel  # noqa: F401
 
     for pipeline in FAMILIES:

@@ -26,8 +26,8 @@ def without(files: Mapping[str, bytes], *paths: str) -> dict[str, bytes]:
 
 def in_cache(revision: str | None = None) -> bool:
     from comfyui_onediff_guard.pipelines.errors import BadFolder, HubError
-    from comfyui_onediff_guard.pipelines.families import COGVIDEOX
-    from comfyui_onediff_guard.pipelines.hub import fetch
+    from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX
+    from comfyui_onediff_guard.pipelines.models.hub import fetch
 
     try:
         fetch(ID, revision, COGVIDEOX, download=False)

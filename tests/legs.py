@@ -25,11 +25,11 @@ from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
-from comfyui_onediff_guard.headless import process
+from comfyui_onediff_guard.headless.hosts import process
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = "ComfyUI-OneDiff-Guard"  # the pack's name in custom_nodes, as a clone has it
-SHIPPED = ("headless", "nodes", "pipelines", "precision", "trust", "workflows", "locales", "web")
+SHIPPED = ("comfyui_host", "headless", "nodes", "pipelines", "precision", "trust", "workflows", "locales", "web")
 HANG_SECONDS = 600.0  # bounds what would hang, far from what anything takes
 BIN = "Scripts" if sys.platform == "win32" else "bin"
 CURRENT = (0, 20)  # what a ComfyUI of leg (c) is at least

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comfyui_onediff_guard.pipelines import store as stores
-from comfyui_onediff_guard.pipelines.decode import decode
-from comfyui_onediff_guard.pipelines.encode import encode_prompts
-from comfyui_onediff_guard.pipelines.families import COGVIDEOX
-from comfyui_onediff_guard.pipelines.handle import PipelineHandle, add_lora, load
-from comfyui_onediff_guard.pipelines.lora import Lora
-from comfyui_onediff_guard.pipelines.placement import Placement
-from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
+from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX
+from comfyui_onediff_guard.pipelines.models.lora import Lora
+from comfyui_onediff_guard.pipelines.run.decode import decode
+from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, add_lora, load
+from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
+from comfyui_onediff_guard.pipelines.weights import components as stores
+from comfyui_onediff_guard.pipelines.weights.placement import Placement
 from comfyui_onediff_guard.precision.policy import Precision
 
 CARD = torch.device("cpu", 0)

@@ -136,14 +136,13 @@ def compilers() -> Facts:
 def ours() -> Facts:
     """The pack's own settings for all runs: nobody holds them once nobody runs."""
     facts: Facts = {}
-    for layer in [*vars(_loaded(PACKAGE) or object).values()]:
-        for module in [*getattr(layer, "__dict__", {}).values()]:
-            if isinstance(module, ModuleType) and module.__name__.startswith(f"{PACKAGE}."):
-                for setting in _shared_settings(module):
-                    facts[module.__name__, setting] = _holders(getattr(module, setting))
-    if host := _loaded(f"{PACKAGE}.nodes.host"):
+    for name, module in [*sys.modules.items()]:
+        if name.startswith(f"{PACKAGE}.") and isinstance(module, ModuleType):
+            for setting in _shared_settings(module):
+                facts[name, setting] = _holders(getattr(module, setting))
+    if host := _loaded(f"{PACKAGE}.comfyui_host.host"):
         facts["folders of a run"] = host._folders.get() is not host._DEFAULT_FOLDERS
-    if block := _loaded(f"{PACKAGE}.pipelines.compiled_block"):
+    if block := _loaded(f"{PACKAGE}.pipelines.compile.block"):
         facts["who hears of compiling"] = block._listener.get()
     return facts
 

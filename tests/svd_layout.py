@@ -1,7 +1,7 @@
 """Keys and shapes of a Stable Video Diffusion single file of any size, in the file's own names, and such a file.
 
-Written from the file's side, and not from the tables in pipelines/svd_keys.py, which it is there to test. A test holds
-it to the real file: at the published sizes it gives the committed list.
+Written from the file's side, and not from the tables in pipelines/families/svd_keys.py, which it is there to test. A
+test holds it to the real file: at the published sizes it gives the committed list.
 """
 
 from __future__ import annotations

@@ -22,10 +22,8 @@ else:
 
 PACKAGE = "comfyui_onediff_guard"
 IMPORTED_FILES = 40  # modules; more than the nodes need at import would be late where a disk is slow
-# an in-place copy for building: neither environments nor build leftovers nor caches
-NOT_SOURCE = shutil.ignore_patterns(
-    ".*", "*.egg-info", "__pycache__", "build", "dist", "input", "models", "output", "tests"
-)
+NOT_SOURCE = shutil.ignore_patterns(".*", "*.egg-info", "__pycache__")  # neither environments nor caches
+NOT_BUILT = {"build", "dist", "input", "models", "output", "tests"}  # in the root
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +35,11 @@ def project(root: Path) -> dict[str, Any]:
 def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """The wheel, built from a copy so that the tree stays as it is."""
     folder = tmp_path_factory.mktemp("wheel")
-    shutil.copytree(root, folder / "source", ignore=NOT_SOURCE)
+
+    def ignored(where: str, names: list[str]) -> set[str]:
+        return NOT_SOURCE(where, names) | (NOT_BUILT & {*names} if Path(where) == root else set())
+
+    shutil.copytree(root, folder / "source", ignore=ignored)
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
     done = subprocess.run(
         [*command, "-w", str(folder), str(folder / "source")], capture_output=True, text=True, check=False
@@ -50,7 +52,7 @@ def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFi
 def shipped(root: Path) -> set[str]:
     """What a clone has and a wheel must have, as paths from the root."""
     files = [root / "__init__.py"]
-    for folder in ("headless", "nodes", "pipelines", "precision", "trust"):
+    for folder in ("comfyui_host", "headless", "nodes", "pipelines", "precision", "trust"):
         files += (root / folder).rglob("*.py")
     for folder in ("workflows", "locales", "web"):
         files += (file for file in (root / folder).rglob("*") if file.is_file())
@@ -71,7 +73,7 @@ def test_the_wheel_brings_license_and_command(wheel: zipfile.ZipFile) -> None:
     names = wheel.namelist()
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
     (entry_points,) = (name for name in names if name.endswith(".dist-info/entry_points.txt"))
-    assert f"onediff-guard = {PACKAGE}.headless.cli:main" in wheel.read(entry_points).decode()
+    assert f"onediff-guard = {PACKAGE}.headless.commands.cli:main" in wheel.read(entry_points).decode()
 
 
 def test_requirements_txt_is_the_dependencies(root: Path, project: dict[str, Any]) -> None:

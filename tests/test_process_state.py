@@ -19,7 +19,7 @@ import process_state
 import pytest
 import torch
 import torch._dynamo
-from comfyui_onediff_guard.nodes import host
+from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.precision.fp32_settings import EAGER_ONLY
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode

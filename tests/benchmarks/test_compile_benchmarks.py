@@ -18,7 +18,7 @@ import pytest
 import stages
 import table
 import torch
-from comfyui_onediff_guard.pipelines import compile as compiling
+from comfyui_onediff_guard.pipelines.compile import backends as compiling
 from contestants import AGAIN, EAGER, GROUPS, OURS, PLAIN, RERUN, WHOLE, Subject
 from denoisers import MODELS
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines.encode import encode_prompts
-from comfyui_onediff_guard.pipelines.handle import load
-from comfyui_onediff_guard.pipelines.models import family_of
-from comfyui_onediff_guard.pipelines.placement import PlainPlacement
-from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
+from comfyui_onediff_guard.pipelines.models.recognised import family_of
+from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.run.handle import load
+from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
+from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.policy import Precision
 from contestants import Subject, eager, ours

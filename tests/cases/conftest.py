@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from as_comfyui import GRAPHS, Made
+from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.headless.small_families import build_cogview3
-from comfyui_onediff_guard.nodes import host
-from comfyui_onediff_guard.pipelines import handle
-from comfyui_onediff_guard.pipelines.families import COGVIDEOX, FamilySpec
-from comfyui_onediff_guard.pipelines.handle import PipelineHandle, load
-from comfyui_onediff_guard.pipelines.placement import PlainPlacement
+from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX, FamilySpec
+from comfyui_onediff_guard.pipelines.run import handle
+from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
+from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.policy import Precision
 from diffusers import AutoencoderKLTemporalDecoder

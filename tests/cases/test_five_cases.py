@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from cogview_step import cogview3_call
-from comfyui_onediff_guard.pipelines.compile import BackendChoice
-from comfyui_onediff_guard.pipelines.denoiser import guarded_denoiser
-from comfyui_onediff_guard.pipelines.encode import encode_prompts
-from comfyui_onediff_guard.pipelines.families import COGVIEW3PLUS
-from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
+from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice
+from comfyui_onediff_guard.pipelines.families.table import COGVIEW3PLUS
+from comfyui_onediff_guard.pipelines.run.denoiser import guarded_denoiser
+from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH, Accumulation
 from comfyui_onediff_guard.precision.consistency import DamagedByCast, make_consistent
 from comfyui_onediff_guard.precision.policy import Component, Precision

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from as_comfyui import GRAPHS, call
-from comfyui_onediff_guard.nodes import host
+from comfyui_onediff_guard.comfyui_host import host
 from diffusers import CogVideoXTransformer3DModel, CogView3PlusTransformer2DModel
 from mechanisms import (
     ATTENTION,

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 from as_comfyui import GRAPHS, PROMPT
-from comfyui_onediff_guard.nodes import host
-from comfyui_onediff_guard.pipelines import compile as backends
+from comfyui_onediff_guard.comfyui_host import host
+from comfyui_onediff_guard.pipelines.compile import backends as backends
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH
 from diffusers import CogVideoXTransformer3DModel, CogView3PlusTransformer2DModel
 from mechanisms import (

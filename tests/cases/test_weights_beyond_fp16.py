@@ -6,12 +6,12 @@ import diffusers
 import pytest
 import svd_layout
 import torch
-from comfyui_onediff_guard.pipelines.decode import decode
-from comfyui_onediff_guard.pipelines.encode import encode_prompts
-from comfyui_onediff_guard.pipelines.families import COGVIEW3PLUS, SVD
-from comfyui_onediff_guard.pipelines.handle import add_lora
-from comfyui_onediff_guard.pipelines.lora import Lora
-from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
+from comfyui_onediff_guard.pipelines.families.table import COGVIEW3PLUS, SVD
+from comfyui_onediff_guard.pipelines.models.lora import Lora
+from comfyui_onediff_guard.pipelines.run.decode import decode
+from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.run.handle import add_lora
+from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.precision.guard import GuardStopped
 from comfyui_onediff_guard.precision.policy import Precision
 from mechanisms import error

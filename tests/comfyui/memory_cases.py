@@ -26,8 +26,8 @@ def _import_ours() -> None:
 def case_moves() -> dict[str, Any]:
     _import_ours()
     import moving
+    from comfyui_onediff_guard.comfyui_host import host
     from comfyui_onediff_guard.headless.small_families import BUILDERS
-    from comfyui_onediff_guard.nodes import host
 
     management = sys.modules["comfy.model_management"]
     management.get_torch_device = lambda: moving.CARD  # pyright: ignore[reportAttributeAccessIssue]

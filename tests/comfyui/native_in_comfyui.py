@@ -72,8 +72,8 @@ def on(card: str) -> Iterator[None]:
     """As if ComfyUI computed on it, where the guard and the probe ask."""
     row = sys.modules[f"{_pack.__name__}.precision.arch"].ARCHITECTURES[card]
     with ExitStack() as patches:
-        for name in ("comfy_runs", "comfy_probe"):
-            module = import_module(f"{_pack.__name__}.nodes.{name}")
+        for name in ("runs", "probe"):
+            module = import_module(f"{_pack.__name__}.comfyui_host.{name}")
             patches.enter_context(patch.object(module, "detect", lambda _device: row))
         yield
 

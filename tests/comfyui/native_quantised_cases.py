@@ -85,7 +85,7 @@ def case_products() -> dict[str, Any]:
     """One layer, also by the function that makes one of an activation and the product: in full inside, in this thread
     alone. Products that no CPU makes raise there."""
     results: dict[str, Any] = {}
-    products = import_module("custom_nodes_pack.nodes.comfy_products")
+    products = import_module("custom_nodes_pack.comfyui_host.products")
     in_fp32 = import_module("custom_nodes_pack.precision.upcast").run_in_fp32
     for name, kind in FORMATS.items() if HERE else ():
         layer, whole = quantised_layer(kind)

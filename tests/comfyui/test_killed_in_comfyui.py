@@ -51,7 +51,7 @@ def is_gone(process: psutil.Process) -> bool:
 def test_nothing_outlives_the_command(leg: legs.Leg, tmp_path: Path, how: str) -> None:
     (tmp_path / "long.json").write_text(json.dumps(LONG))
     code = "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # of the tests' own it may be ignored
-    code += "from comfyui_onediff_guard.headless import cli; sys.exit(cli.main(sys.argv[1:]))"
+    code += "from comfyui_onediff_guard.headless.commands import cli; sys.exit(cli.main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "run", "long.json", "--comfyui", str(leg.checkout), "--out", "out"]
     environment = os.environ | {"COMFYUI_PYTHON": str(leg.python), "TMPDIR": str(tmp_path)}
     started = subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True)

@@ -18,7 +18,7 @@ import families
 import legs
 import numpy as np
 import pytest
-from comfyui_onediff_guard.headless import schema
+from comfyui_onediff_guard.headless.workflow import schema
 from native_graphs import CASES, GUARDS, HOT, SMALL, WORKFLOWS, Made, graph, make, run
 from PIL import Image
 

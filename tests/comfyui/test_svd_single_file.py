@@ -11,7 +11,7 @@ import legs
 import pytest
 import svd_layout
 import torch
-from comfyui_onediff_guard.pipelines.single_file import load_component, load_unweighted
+from comfyui_onediff_guard.pipelines.models.single_file import load_component, load_unweighted
 from safetensors.torch import load_file, save_file
 
 HERE = Path(__file__).resolve().parent

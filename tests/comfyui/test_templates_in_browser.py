@@ -15,10 +15,10 @@ from typing import Any
 import browser
 import legs
 import pytest
-from comfyui_onediff_guard.headless import schema, ui_format
-from comfyui_onediff_guard.headless.schema import Schema
-from comfyui_onediff_guard.headless.subgraphs import unfold
-from comfyui_onediff_guard.headless.ui_file import UiFile
+from comfyui_onediff_guard.headless.workflow import schema, ui_format
+from comfyui_onediff_guard.headless.workflow.schema import Schema
+from comfyui_onediff_guard.headless.workflow.subgraphs import unfold
+from comfyui_onediff_guard.headless.workflow.ui_file import UiFile
 from comfyui_onediff_guard.trust.foreign import fitting
 from tiers import drawn
 

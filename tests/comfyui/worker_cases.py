@@ -65,16 +65,20 @@ def _worker(graphs: list[dict[str, Any]]) -> None:
 def _in_process(folder: Path, seed: int) -> torch.Tensor:
     """As a script of the same process runs a pipeline."""
     pack = "custom_nodes_pack"
-    load = import_module(f"{pack}.pipelines.handle").load
-    families, policy = import_module(f"{pack}.pipelines.families"), import_module(f"{pack}.precision.policy")
-    sampling = import_module(f"{pack}.pipelines.sample")
-    options = {"backend": "eager", "offload": "model", "placement": import_module(f"{pack}.nodes.host").placement()}
+    load = import_module(f"{pack}.pipelines.run.handle").load
+    families, policy = import_module(f"{pack}.pipelines.families.table"), import_module(f"{pack}.precision.policy")
+    sampling = import_module(f"{pack}.pipelines.run.sample")
+    options = {
+        "backend": "eager",
+        "offload": "model",
+        "placement": import_module(f"{pack}.comfyui_host.host").placement(),
+    }
     with torch.inference_mode():
         handle = load(folder, families.COGVIDEOX, precision=policy.Precision("fp32"), **options)
-        (positive, negative), _ = import_module(f"{pack}.pipelines.encode").encode_prompts(handle, ["a boat", ""])
+        (positive, negative), _ = import_module(f"{pack}.pipelines.run.encode").encode_prompts(handle, ["a boat", ""])
         settings = sampling.SampleSettings(32, 32, steps=2, seed=seed, frames=5, guidance_scale=6.0)
         latents, _ = sampling.sample(handle, positive, negative, settings)
-        return import_module(f"{pack}.pipelines.decode").decode(handle, latents)[0]
+        return import_module(f"{pack}.pipelines.run.decode").decode(handle, latents)[0]
 
 
 def case_worker() -> dict[str, Any]:

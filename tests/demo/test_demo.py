@@ -14,8 +14,9 @@ import av
 import numpy as np
 import pytest
 import torch
-from comfyui_onediff_guard.headless import demo, pictures
-from comfyui_onediff_guard.headless.cli import main
+from comfyui_onediff_guard.headless.commands import demo
+from comfyui_onediff_guard.headless.commands.cli import main
+from comfyui_onediff_guard.headless.comparison import pictures
 from comfyui_onediff_guard.headless.errors import ExitCode, OutputError
 from PIL import Image
 

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from comfyui_onediff_guard.headless.core_nodes import SaveImage
-from comfyui_onediff_guard.headless.follow import run_on_server
-from comfyui_onediff_guard.nodes import host
-from comfyui_onediff_guard.pipelines import compile_cache
-from comfyui_onediff_guard.pipelines import store as stores
-from comfyui_onediff_guard.pipelines.compile import BackendChoice
-from comfyui_onediff_guard.pipelines.compile_cache import INDUCTOR
-from comfyui_onediff_guard.pipelines.families import COGVIDEOX
-from comfyui_onediff_guard.pipelines.hub import fetch
+from comfyui_onediff_guard.comfyui_host import host
+from comfyui_onediff_guard.headless.hosts.core_nodes import SaveImage
+from comfyui_onediff_guard.headless.server.follow import run_on_server
+from comfyui_onediff_guard.pipelines.compile import cache as compile_cache
+from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice
+from comfyui_onediff_guard.pipelines.compile.cache import INDUCTOR
+from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX
+from comfyui_onediff_guard.pipelines.models.hub import fetch
+from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.policy import Component
 from generations import Generation, opened

@@ -17,10 +17,10 @@ import pytest
 import svd_layout
 import torch
 from comfyui_onediff_guard.pipelines.errors import BadFolder, BadLora
-from comfyui_onediff_guard.pipelines.families import COGVIDEOX
-from comfyui_onediff_guard.pipelines.folder import family_of, inspect
-from comfyui_onediff_guard.pipelines.lora import check_lora
-from comfyui_onediff_guard.pipelines.single_file import read_svd
+from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX
+from comfyui_onediff_guard.pipelines.models.folder import family_of, inspect
+from comfyui_onediff_guard.pipelines.models.lora import check_lora
+from comfyui_onediff_guard.pipelines.models.single_file import read_svd
 from comfyui_onediff_guard.trust.text import for_terminal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

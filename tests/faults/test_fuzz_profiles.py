@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comfyui_onediff_guard.pipelines.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.errors import BadProfile
-from comfyui_onediff_guard.pipelines.families import COGVIDEOX
-from comfyui_onediff_guard.pipelines.handle import PipelineHandle, load
-from comfyui_onediff_guard.pipelines.memory import here
-from comfyui_onediff_guard.pipelines.placement import PlainPlacement
-from comfyui_onediff_guard.pipelines.profiles import Profile, kept, parse, read, write
-from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
+from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX
+from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
+from comfyui_onediff_guard.pipelines.run.lessons import here
+from comfyui_onediff_guard.pipelines.run.profiles import Profile, kept, parse, read, write
+from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
+from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.learned import Learned
 from comfyui_onediff_guard.precision.policy import Precision

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comfyui_onediff_guard.headless import answers, input_images
 from comfyui_onediff_guard.headless.errors import HeadlessError, OutputError
 from comfyui_onediff_guard.headless.files import FileEntry, file_entries
-from comfyui_onediff_guard.headless.graph import from_api
-from comfyui_onediff_guard.headless.result import RunResult
-from comfyui_onediff_guard.headless.schema import from_object_info
-from comfyui_onediff_guard.headless.wire import Answer
+from comfyui_onediff_guard.headless.hosts import input_images
+from comfyui_onediff_guard.headless.hosts.result import RunResult
+from comfyui_onediff_guard.headless.server import answers
+from comfyui_onediff_guard.headless.server.wire import Answer
+from comfyui_onediff_guard.headless.workflow.graph import from_api
+from comfyui_onediff_guard.headless.workflow.schema import from_object_info
 from comfyui_onediff_guard.trust import foreign, paths
 from hypothesis import given, settings
 from hypothesis import strategies as st

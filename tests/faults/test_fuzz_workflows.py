@@ -11,11 +11,14 @@ from typing import Any
 
 import comfyui_nodes
 import pytest
-from comfyui_onediff_guard.headless import core_nodes, precisions, settings, ui_format, validate
+from comfyui_onediff_guard.comfyui_host import host
+from comfyui_onediff_guard.headless.comparison import precisions
 from comfyui_onediff_guard.headless.errors import HeadlessError
-from comfyui_onediff_guard.headless.graph import Graph, Link, from_api, is_ui_format, read_json
-from comfyui_onediff_guard.headless.settings import Setting
-from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS, host
+from comfyui_onediff_guard.headless.hosts import core_nodes
+from comfyui_onediff_guard.headless.workflow import settings, ui_format, validate
+from comfyui_onediff_guard.headless.workflow.graph import Graph, Link, from_api, is_ui_format, read_json
+from comfyui_onediff_guard.headless.workflow.settings import Setting
+from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS
 from hypothesis import HealthCheck, example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st

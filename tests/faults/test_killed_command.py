@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from comfyui_onediff_guard.headless import checkout, scratch
+from comfyui_onediff_guard.headless import scratch
+from comfyui_onediff_guard.headless.hosts import checkout
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="its signals are POSIX's")
 HANG_SECONDS = 120.0  # a bound for a test that would hang, far from what it takes
@@ -21,7 +22,8 @@ import signal, sys
 background = sys.argv[3] == "in the background"  # where a shell keeps Ctrl-C from it
 signal.signal(signal.SIGINT, signal.SIG_IGN if background else signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # of the tests' own process this may be ignored
-from comfyui_onediff_guard.headless import checkout, cli
+from comfyui_onediff_guard.headless.commands import cli
+from comfyui_onediff_guard.headless.hosts import checkout
 checkout._has_accelerator = lambda python: False
 sys.exit(cli.main(["run", sys.argv[1], "--comfyui", sys.argv[2]]))
 """
@@ -108,8 +110,9 @@ def test_folders_that_somebody_uses_stay(tmp_path: Path) -> None:
 
 
 def test_nohup_holds(folder: Path) -> None:
-    code = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); from comfyui_onediff_guard.headless import cli"
-    code += "\nwith cli._stopped_alike():\n    print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN)"
+    code = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+    code += "from comfyui_onediff_guard.headless.commands import cli\n"
+    code += "with cli._stopped_alike():\n    print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "True"
 

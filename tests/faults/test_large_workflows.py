@@ -10,9 +10,11 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from comfyui_onediff_guard.headless import core_nodes, precisions, ui_format, validate
+from comfyui_onediff_guard.headless.comparison import precisions
 from comfyui_onediff_guard.headless.errors import WorkflowError
-from comfyui_onediff_guard.headless.graph import from_api
+from comfyui_onediff_guard.headless.hosts import core_nodes
+from comfyui_onediff_guard.headless.workflow import ui_format, validate
+from comfyui_onediff_guard.headless.workflow.graph import from_api
 from tiers import drawn
 
 LARGE = drawn(100_000, 10_000)

@@ -13,9 +13,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from comfyui_onediff_guard.headless import cli, follow
+from comfyui_onediff_guard.headless.commands import cli
 from comfyui_onediff_guard.headless.errors import ExitCode
-from comfyui_onediff_guard.headless.server import Server
+from comfyui_onediff_guard.headless.server import follow
+from comfyui_onediff_guard.headless.server.api import Server
 from lies import AFTER_THE_RUN, Case, cases, told
 from lying_server import PICTURE, UNFINISHED, WORKFLOW, LyingServer
 from PIL import Image
@@ -126,7 +127,8 @@ def test_enough_lies_were_told_and_each_ended_in_time(figure: Callable[[str, obj
 MEASURED = """
 import json, sys
 from pathlib import Path
-from comfyui_onediff_guard.headless import cli, follow
+from comfyui_onediff_guard.headless.commands import cli
+from comfyui_onediff_guard.headless.server import follow
 def told(what):
     return int(Path("/proc/self/status").read_text().split(what)[1].split()[0]) / 1024
 first, *others = json.loads(sys.argv[1])

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines import handle as handles
-from comfyui_onediff_guard.pipelines import offload as offloading
-from comfyui_onediff_guard.pipelines import store as stores
-from comfyui_onediff_guard.pipelines.handle import PipelineHandle, add_lora
-from comfyui_onediff_guard.pipelines.lora import Lora
-from comfyui_onediff_guard.pipelines.placement import PlainPlacement
+from comfyui_onediff_guard.pipelines.models.lora import Lora
+from comfyui_onediff_guard.pipelines.run import handle as handles
+from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, add_lora
+from comfyui_onediff_guard.pipelines.weights import components as stores
+from comfyui_onediff_guard.pipelines.weights import offload as offloading
+from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from diffusers.hooks.group_offloading import ModuleGroup
 from moving import BEFORE, CARD, CASES, Card, opened, train_lora, what_is_wrong
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from comfyui_onediff_guard.pipelines.compiled_code import SUFFIX, check
-from comfyui_onediff_guard.pipelines.profiles import kept
+from comfyui_onediff_guard.pipelines.compile.code import SUFFIX, check
+from comfyui_onediff_guard.pipelines.run.profiles import kept
 from tiers import drawn
 
 RUNS = """
@@ -37,7 +37,7 @@ print(json.dumps({"frames": sorted(frames), "outcomes": outcomes}))
 ARCHIVES = """
 import sys
 from pathlib import Path
-from comfyui_onediff_guard.pipelines.compiled_code import Platform, SUFFIX, Target, pack, unpack
+from comfyui_onediff_guard.pipelines.compile.code import Platform, SUFFIX, Target, pack, unpack
 
 work, shared, times = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 target = Target("CogVideoX-2B", "0" * 16, "fp32", "narrow stream", Platform("cpu", "a CPU", "2.13", "", "cp", "Linux"))

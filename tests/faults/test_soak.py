@@ -19,7 +19,7 @@ import process_state
 import psutil
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines import store as stores
+from comfyui_onediff_guard.pipelines.weights import components as stores
 from generations import STEPS, Generation, opened
 from safetensors.torch import load_file, save_file
 from tiers import drawn

@@ -17,21 +17,21 @@ import process_state
 import pytest
 import torch
 import torch._dynamo
+from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.headless.errors import RunFailedError
 from comfyui_onediff_guard.headless.run import run_local
-from comfyui_onediff_guard.nodes import host
-from comfyui_onediff_guard.pipelines import store as stores
-from comfyui_onediff_guard.pipelines.compile import BackendChoice, CompileOptions
-from comfyui_onediff_guard.pipelines.compile_cache import INDUCTOR, TRITON, kept
-from comfyui_onediff_guard.pipelines.decode import decode
-from comfyui_onediff_guard.pipelines.encode import encode_prompts
-from comfyui_onediff_guard.pipelines.families import COGVIDEOX
-from comfyui_onediff_guard.pipelines.folder import family_of
-from comfyui_onediff_guard.pipelines.handle import PipelineHandle, add_lora, load
-from comfyui_onediff_guard.pipelines.keeping import LIMIT_VARIABLE
-from comfyui_onediff_guard.pipelines.lora import Lora
-from comfyui_onediff_guard.pipelines.placement import PlainPlacement
-from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
+from comfyui_onediff_guard.pipelines.atomic_files import LIMIT_VARIABLE
+from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, CompileOptions
+from comfyui_onediff_guard.pipelines.compile.cache import INDUCTOR, TRITON, kept
+from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX
+from comfyui_onediff_guard.pipelines.models.folder import family_of
+from comfyui_onediff_guard.pipelines.models.lora import Lora
+from comfyui_onediff_guard.pipelines.run.decode import decode
+from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, add_lora, load
+from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
+from comfyui_onediff_guard.pipelines.weights import components as stores
+from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision import fp32_settings
 from comfyui_onediff_guard.precision.policy import Component, Precision
 from comfyui_onediff_guard.precision.shared import NO_WARNINGS, SharedSetting, Turns

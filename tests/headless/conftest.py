@@ -14,9 +14,12 @@ from typing import Any
 import pytest
 import torch
 from aiohttp import web
-from comfyui_onediff_guard.headless import cli, core_nodes, events, follow, server
-from comfyui_onediff_guard.headless.result import RunResult
+from comfyui_onediff_guard.headless.commands import cli
+from comfyui_onediff_guard.headless.hosts import core_nodes
+from comfyui_onediff_guard.headless.hosts.result import RunResult
 from comfyui_onediff_guard.headless.run import run_local, run_on_server
+from comfyui_onediff_guard.headless.server import api as server
+from comfyui_onediff_guard.headless.server import events, follow
 
 
 class Noise:

@@ -12,8 +12,8 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 import pytest
-from comfyui_onediff_guard.headless import checkout
 from comfyui_onediff_guard.headless.errors import HostError, WorkflowError
+from comfyui_onediff_guard.headless.hosts import checkout
 
 REALLY_HAS_ACCELERATOR = checkout._has_accelerator
 HANG_SECONDS = 60.0  # a bound for a test that would hang, far from what it takes

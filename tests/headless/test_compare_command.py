@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from comfyui_onediff_guard.headless import cli, local
-from comfyui_onediff_guard.headless.precisions import SHOWN
+from comfyui_onediff_guard.headless.commands import cli
+from comfyui_onediff_guard.headless.comparison.precisions import SHOWN
+from comfyui_onediff_guard.headless.hosts import local
 from conftest import FakeComfy
 from PIL import Image
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from comfyui_onediff_guard.headless import pictures
+from comfyui_onediff_guard.headless.comparison import pictures
 from PIL import Image
 
 FRAMES = np.full((3, 100, 160, 3), 200, np.uint8)

@@ -12,11 +12,11 @@ from functools import partial
 import pytest
 import torch
 from archives import rewrite
-from comfyui_onediff_guard.nodes.host import COMPILED_VARIABLE, compiled_directory
-from comfyui_onediff_guard.pipelines.compile_cache import INDUCTOR, platform_of
-from comfyui_onediff_guard.pipelines.compiled_code import SUFFIX, Target, check, pack, unpack
+from comfyui_onediff_guard.comfyui_host.host import COMPILED_VARIABLE, compiled_directory
+from comfyui_onediff_guard.pipelines.atomic_files import LIMIT_VARIABLE
+from comfyui_onediff_guard.pipelines.compile.cache import INDUCTOR, platform_of
+from comfyui_onediff_guard.pipelines.compile.code import SUFFIX, Target, check, pack, unpack
 from comfyui_onediff_guard.pipelines.errors import BadCompiled
-from comfyui_onediff_guard.pipelines.keeping import LIMIT_VARIABLE
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comfyui_onediff_guard.headless import cli, local
+from comfyui_onediff_guard.headless.commands import cli
+from comfyui_onediff_guard.headless.hosts import local
 
 
 @pytest.fixture
@@ -96,7 +97,7 @@ def test_verbose_shows_where(here: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_help_imports_nothing_heavy() -> None:
     code = (
-        "import sys; from comfyui_onediff_guard.headless import cli\n"
+        "import sys; from comfyui_onediff_guard.headless.commands import cli\n"
         "try: cli.main(['run', '--help'])\n"
         "except SystemExit: print(sorted({'torch', 'av', 'aiohttp', 'diffusers'} & set(sys.modules)), file=sys.stderr)"
     )

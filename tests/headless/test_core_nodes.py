@@ -15,9 +15,10 @@ import av
 import numpy as np
 import pytest
 import torch
-from comfyui_onediff_guard.headless import core_nodes, files, image_frames
+from comfyui_onediff_guard.headless import files
 from comfyui_onediff_guard.headless.errors import OutputError, RunFailedError, WorkflowError
-from comfyui_onediff_guard.headless.result import RunResult
+from comfyui_onediff_guard.headless.hosts import core_nodes, image_frames
+from comfyui_onediff_guard.headless.hosts.result import RunResult
 from PIL import Image, ImageSequence
 
 Run = Callable[..., RunResult]

@@ -14,9 +14,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from comfyui_onediff_guard.headless import cli
-from comfyui_onediff_guard.nodes import host
-from comfyui_onediff_guard.pipelines import diagnosis
+from comfyui_onediff_guard.comfyui_host import host
+from comfyui_onediff_guard.headless.commands import cli
+from comfyui_onediff_guard.pipelines.insight import diagnosis
 from comfyui_onediff_guard.precision import arch, policy
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH
 
@@ -191,7 +191,7 @@ def test_a_pytorch_that_cannot_be_imported_is_told(tmp_path: Path, model_folder:
 
 def test_help_imports_nothing_heavy(fresh_python: Callable[..., str]) -> None:
     code = (
-        "import sys; from comfyui_onediff_guard.headless import cli\n"
+        "import sys; from comfyui_onediff_guard.headless.commands import cli\n"
         "try: cli.main(['doctor', '--help'])\n"
         "except SystemExit: print(sorted({'torch', 'av', 'aiohttp', 'diffusers'} & set(sys.modules)))"
     )

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from comfyui_onediff_guard.headless import server
 from comfyui_onediff_guard.headless.errors import HeadlessError, OutputError, RunFailedError
-from comfyui_onediff_guard.headless.result import RunResult
+from comfyui_onediff_guard.headless.hosts.result import RunResult
+from comfyui_onediff_guard.headless.server import api as server
 
 RunThere = Callable[..., RunResult]
 

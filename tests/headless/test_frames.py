@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from comfyui_onediff_guard.headless import frames as measured
+from comfyui_onediff_guard.headless.comparison import frames as measured
 from comfyui_onediff_guard.headless.errors import RunFailedError
 from hypothesis import given
 from hypothesis import strategies as st

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from comfyui_onediff_guard.headless import checkout, input_images
 from comfyui_onediff_guard.headless.errors import HeadlessError, HostError, WorkflowError
-from comfyui_onediff_guard.headless.result import RunResult
+from comfyui_onediff_guard.headless.hosts import checkout, input_images
+from comfyui_onediff_guard.headless.hosts.result import RunResult
 from comfyui_onediff_guard.headless.run import run_on_server
 from PIL import Image
 

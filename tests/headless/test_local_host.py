@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.headless.errors import (
     HeadlessError,
     InterruptedRunError,
@@ -18,9 +19,8 @@ from comfyui_onediff_guard.headless.errors import (
     UnknownNodesError,
     WorkflowError,
 )
-from comfyui_onediff_guard.headless.result import Progress, RunResult
-from comfyui_onediff_guard.headless.settings import Setting
-from comfyui_onediff_guard.nodes import host
+from comfyui_onediff_guard.headless.hosts.result import Progress, RunResult
+from comfyui_onediff_guard.headless.workflow.settings import Setting
 from PIL import Image
 
 Run = Callable[..., RunResult]

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from comfyui_onediff_guard.headless.comparison.precisions import SHOWN, Comparable, comparable
 from comfyui_onediff_guard.headless.errors import WorkflowError
-from comfyui_onediff_guard.headless.graph import Link, read_json
-from comfyui_onediff_guard.headless.local import read_local
-from comfyui_onediff_guard.headless.precisions import SHOWN, Comparable, comparable
-from comfyui_onediff_guard.headless.schema import from_object_info
-from comfyui_onediff_guard.headless.settings import Setting
+from comfyui_onediff_guard.headless.hosts.local import read_local
+from comfyui_onediff_guard.headless.workflow.graph import Link, read_json
+from comfyui_onediff_guard.headless.workflow.schema import from_object_info
+from comfyui_onediff_guard.headless.workflow.settings import Setting
 
 API = Path(__file__).resolve().parents[2] / "workflows" / "api"
 PRECISIONS = ("fp32", "fp16 (plain)", "fp16", "bf16")
@@ -86,7 +86,7 @@ def _native() -> tuple[Any, Any]:
         "CheckpointLoaderSimple": {"input": {"required": {"ckpt_name": [["a"]]}}, "output": ["MODEL", "CLIP", "VAE"]},
         "UNETLoader": {"input": {"required": {"weight_dtype": [["default", "fp8"]]}}, "output": ["MODEL"]},
     }
-    from comfyui_onediff_guard.headless.graph import from_api
+    from comfyui_onediff_guard.headless.workflow.graph import from_api
 
     graph = from_api({str(n): {"class_type": kind, "inputs": {}} for n, kind in enumerate(kinds)})
     return graph, {kind: from_object_info(kind, info) for kind, info in kinds.items()}

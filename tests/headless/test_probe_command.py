@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import svd_layout
-from comfyui_onediff_guard.headless import cli
-from comfyui_onediff_guard.nodes.host import profiles_directory
-from comfyui_onediff_guard.pipelines.profiles import read
+from comfyui_onediff_guard.comfyui_host.host import profiles_directory
+from comfyui_onediff_guard.headless.commands import cli
+from comfyui_onediff_guard.pipelines.run.profiles import read
 from comfyui_onediff_guard.precision.learned import NOTHING
 from overflows import ISLAND
 from PIL import Image

@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from comfyui_onediff_guard.nodes.host import PROFILES_VARIABLE, profiles_directory
-from comfyui_onediff_guard.pipelines.profiles import Profile, read, write
+from comfyui_onediff_guard.comfyui_host.host import PROFILES_VARIABLE, profiles_directory
+from comfyui_onediff_guard.pipelines.run.profiles import Profile, read, write
 from comfyui_onediff_guard.precision.learned import Learned
 
 PROFILE = Profile("CogVideoX-5b", "0" * 32, (), "sm75", "fp16", {"torch": "2.13"}, Learned(islands=("blocks.3",)))

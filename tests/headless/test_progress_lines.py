@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from comfyui_onediff_guard.headless.cli import main
+from comfyui_onediff_guard.headless.commands.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {

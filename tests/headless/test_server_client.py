@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from comfyui_onediff_guard.headless import follow
 from comfyui_onediff_guard.headless.errors import (
     HeadlessError,
     HostError,
@@ -21,9 +20,10 @@ from comfyui_onediff_guard.headless.errors import (
     UnknownNodesError,
     WorkflowError,
 )
-from comfyui_onediff_guard.headless.result import Progress, RunResult
+from comfyui_onediff_guard.headless.hosts.result import Progress, RunResult
 from comfyui_onediff_guard.headless.run import run_on_server
-from comfyui_onediff_guard.headless.settings import Setting
+from comfyui_onediff_guard.headless.server import follow
+from comfyui_onediff_guard.headless.workflow.settings import Setting
 from PIL import Image
 
 RunThere = Callable[..., RunResult]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from comfyui_onediff_guard.headless import schema, settings, ui_format
 from comfyui_onediff_guard.headless.errors import WorkflowError
-from comfyui_onediff_guard.headless.graph import Graph, Link
-from comfyui_onediff_guard.headless.settings import Setting
+from comfyui_onediff_guard.headless.workflow import schema, settings, ui_format
+from comfyui_onediff_guard.headless.workflow.graph import Graph, Link
+from comfyui_onediff_guard.headless.workflow.settings import Setting
 
 Json = dict[str, Any]
 NOISE = [48, 7, "randomize", "nan", "a cat", 0.5]  # width, seed, its control, kind, text, gain

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comfyui_onediff_guard.headless import cli, local
+from comfyui_onediff_guard.headless.commands import cli
+from comfyui_onediff_guard.headless.hosts import local
 from comfyui_onediff_guard.headless.terminal import Cleaned, cleaned_output
 
 Console = Callable[..., tuple[int, str, str]]

@@ -7,9 +7,9 @@ import math
 from typing import Any
 
 import pytest
-from comfyui_onediff_guard.headless import schema, ui_format
 from comfyui_onediff_guard.headless.errors import UnknownNodesError, WorkflowError
-from comfyui_onediff_guard.headless.graph import Graph, Link
+from comfyui_onediff_guard.headless.workflow import schema, ui_format
+from comfyui_onediff_guard.headless.workflow.graph import Graph, Link
 
 NOISE_WIDGETS = [48, 7, "randomize", "nan", "a cat", 0.5]
 

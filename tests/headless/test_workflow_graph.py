@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comfyui_onediff_guard.headless import schema, settings
 from comfyui_onediff_guard.headless.errors import WorkflowError
-from comfyui_onediff_guard.headless.graph import Graph, Link, Node, from_api, is_ui_format, read_json
-from comfyui_onediff_guard.headless.settings import Setting
+from comfyui_onediff_guard.headless.workflow import schema, settings
+from comfyui_onediff_guard.headless.workflow.graph import Graph, Link, Node, from_api, is_ui_format, read_json
+from comfyui_onediff_guard.headless.workflow.settings import Setting
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -67,7 +67,7 @@ class Management(types.SimpleNamespace):
 
 @pytest.fixture
 def comfyui(model_folder, monkeypatch, tmp_path):
-    from comfyui_onediff_guard.nodes import comfy_placement
+    from comfyui_onediff_guard.comfyui_host import placement as comfy_placement
 
     monkeypatch.setattr(comfy_placement, "_lingering", None)
     management, bars = Management(), []

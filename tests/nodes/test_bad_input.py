@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from as_comfyui import GRAPHS, Refused, call, picture
-from comfyui_onediff_guard.nodes import host
+from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.pipelines.errors import BadInput, BadSize
 
 FROM_IMAGE = ("1.5-i2v", "svd")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
-from comfyui_onediff_guard.nodes import host
-from comfyui_onediff_guard.pipelines.compile import CompileOptions
+from comfyui_onediff_guard.comfyui_host import host
+from comfyui_onediff_guard.pipelines.compile.backends import CompileOptions
 from comfyui_onediff_guard.pipelines.errors import BackendUnavailable
 
 

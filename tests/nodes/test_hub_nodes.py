@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
-from comfyui_onediff_guard.headless import cli
-from comfyui_onediff_guard.nodes import host
+from comfyui_onediff_guard.comfyui_host import host
+from comfyui_onediff_guard.headless.commands import cli
 from comfyui_onediff_guard.pipelines.errors import BadFolder, HubError
-from comfyui_onediff_guard.pipelines.families import COGVIDEOX
-from comfyui_onediff_guard.pipelines.hub import fetch
+from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX
+from comfyui_onediff_guard.pipelines.models.hub import fetch
 from hub_files import DENOISER, ID, files_of, partials, text, without
 from hub_server import HubServer, running_hub
 from huggingface_hub import constants

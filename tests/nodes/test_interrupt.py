@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from as_comfyui import GRAPHS
-from comfyui_onediff_guard.nodes import host
+from comfyui_onediff_guard.comfyui_host import host
 
 
 @pytest.mark.parametrize(

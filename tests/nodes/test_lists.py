@@ -11,10 +11,10 @@ import pytest
 import svd_layout
 import torch
 from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
-from comfyui_onediff_guard.nodes import host
-from comfyui_onediff_guard.pipelines import listing
+from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.pipelines.errors import BadFolder
-from comfyui_onediff_guard.pipelines.families import FAMILIES
+from comfyui_onediff_guard.pipelines.families.table import FAMILIES
+from comfyui_onediff_guard.pipelines.models import listing
 from safetensors.torch import load_file, save_file
 
 OWN = {

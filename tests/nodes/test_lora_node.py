@@ -8,7 +8,7 @@ import diffusers
 import pytest
 import torch
 from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
-from comfyui_onediff_guard.nodes import host
+from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.pipelines.errors import BadLora
 from peft import LoraConfig, get_peft_model_state_dict
 

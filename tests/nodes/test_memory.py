@@ -7,11 +7,11 @@ import gc
 import pytest
 import torch
 from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
-from comfyui_onediff_guard.nodes import comfy_placement
-from comfyui_onediff_guard.pipelines import handle as handles
-from comfyui_onediff_guard.pipelines import offload as offloading
-from comfyui_onediff_guard.pipelines import store as stores
-from comfyui_onediff_guard.pipelines.store import ComponentStore
+from comfyui_onediff_guard.comfyui_host import placement as comfy_placement
+from comfyui_onediff_guard.pipelines.run import handle as handles
+from comfyui_onediff_guard.pipelines.weights import components as stores
+from comfyui_onediff_guard.pipelines.weights import offload as offloading
+from comfyui_onediff_guard.pipelines.weights.components import ComponentStore
 
 
 def node(name):

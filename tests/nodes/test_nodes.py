@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from comfyui_onediff_guard import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
-from comfyui_onediff_guard.nodes import host, inputs
+from comfyui_onediff_guard.comfyui_host import host
+from comfyui_onediff_guard.nodes import inputs
 from comfyui_onediff_guard.nodes.load import LoadCogVideoX
-from comfyui_onediff_guard.pipelines.compile import BACKENDS, MODES
+from comfyui_onediff_guard.pipelines.compile.backends import BACKENDS, MODES
 from comfyui_onediff_guard.pipelines.errors import BadFolder
-from comfyui_onediff_guard.pipelines.families import COGVIDEOX
+from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX
 from comfyui_onediff_guard.precision.guard import OnFailure
 from comfyui_onediff_guard.precision.policy import Precision
 

@@ -11,9 +11,9 @@ import overflows
 import pytest
 import torch
 from as_comfyui import GRAPHS, Refused, call, picture
-from comfyui_onediff_guard.nodes import host
+from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.pipelines.errors import BadInput, BadSize
-from comfyui_onediff_guard.pipelines.profiles import parse
+from comfyui_onediff_guard.pipelines.run.profiles import parse
 from comfyui_onediff_guard.precision.policy import Component
 
 SMALL = {"steps": 1, "width": 64, "height": 48, "frames": 9}

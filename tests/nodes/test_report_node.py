@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 from comfyui_onediff_guard import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
+from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.headless.run import run_local
-from comfyui_onediff_guard.nodes import host, report
-from comfyui_onediff_guard.pipelines.families import FAMILIES
+from comfyui_onediff_guard.nodes import report
+from comfyui_onediff_guard.pipelines.families.table import FAMILIES
 from comfyui_onediff_guard.precision import arch, policy
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH
 

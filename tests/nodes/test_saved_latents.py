@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from as_comfyui import GRAPHS, call, load_latent, save_latent
-from comfyui_onediff_guard.nodes import host
+from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.pipelines.errors import BadInput
 from comfyui_onediff_guard.precision.guard import GuardStopped
 
@@ -21,8 +21,8 @@ tests, root, *families = sys.argv[1:]
 sys.path.insert(0, tests)
 import torch
 from as_comfyui import GRAPHS, load_latent
-from comfyui_onediff_guard.nodes import host
-from comfyui_onediff_guard.pipelines.store import ComponentStore
+from comfyui_onediff_guard.comfyui_host import host
+from comfyui_onediff_guard.pipelines.weights.components import ComponentStore
 
 read, load = [], ComponentStore._load
 ComponentStore._load = lambda store, name, dtype: read.append(name) or load(store, name, dtype)

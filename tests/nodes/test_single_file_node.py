@@ -10,10 +10,10 @@ import pytest
 import svd_layout
 import torch
 from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
-from comfyui_onediff_guard.headless import cli
-from comfyui_onediff_guard.nodes import host
+from comfyui_onediff_guard.comfyui_host import host
+from comfyui_onediff_guard.headless.commands import cli
 from comfyui_onediff_guard.pipelines.errors import BadFolder
-from comfyui_onediff_guard.pipelines.pictures import fitted
+from comfyui_onediff_guard.pipelines.run.pictures import fitted
 from safetensors.torch import save_file
 
 PIPELINE = svd_layout.Layout(image=224, patch=56)  # the pipeline always shows CLIP 224 pixels

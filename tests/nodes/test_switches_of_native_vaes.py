@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.nodes import comfy_runs
-from comfyui_onediff_guard.nodes.comfy_models import guarded_vae
-from comfyui_onediff_guard.nodes.comfy_runs import Settings
+from comfyui_onediff_guard.comfyui_host import runs as comfy_runs
+from comfyui_onediff_guard.comfyui_host.guards import guarded_vae
+from comfyui_onediff_guard.comfyui_host.runs import Settings
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH, SWITCHES
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 from comfyui_onediff_guard.precision.guard import GuardPolicy

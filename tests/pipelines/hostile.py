@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from comfyui_onediff_guard.pipelines.folder import family_of, inspect
+from comfyui_onediff_guard.pipelines.models.folder import family_of, inspect
 
 
 def checked(folder: Path) -> Any:

@@ -8,9 +8,9 @@ import json
 
 import diffusers
 import torch
-from comfyui_onediff_guard.pipelines.compile import BackendChoice
-from comfyui_onediff_guard.pipelines.families import COGVIDEOX, COGVIEW4
-from comfyui_onediff_guard.pipelines.lora import Lora, with_loras
+from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice
+from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX, COGVIEW4
+from comfyui_onediff_guard.pipelines.models.lora import Lora, with_loras
 from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines import vae
-from comfyui_onediff_guard.pipelines.decode import decode
-from comfyui_onediff_guard.pipelines.encode import encode_prompts
-from comfyui_onediff_guard.pipelines.folder import family_of
-from comfyui_onediff_guard.pipelines.handle import PipelineHandle, load
-from comfyui_onediff_guard.pipelines.placement import PlainPlacement
+from comfyui_onediff_guard.pipelines.models.folder import family_of
+from comfyui_onediff_guard.pipelines.run import vae
+from comfyui_onediff_guard.pipelines.run.decode import decode
+from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
+from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.policy import Precision
 
 Told = list[tuple[int, int, str]]

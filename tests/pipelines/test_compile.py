@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines import compile as compiling
-from comfyui_onediff_guard.pipelines.compile import (
+from comfyui_onediff_guard.pipelines.compile import backends as compiling
+from comfyui_onediff_guard.pipelines.compile.backends import (
     BackendChoice,
     CompileOptions,
     choose_backend,
     compiled,
     for_dtype,
 )
-from comfyui_onediff_guard.pipelines.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.errors import BackendUnavailable
-from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
+from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.accumulation import NEXFORT_OPTION
 from comfyui_onediff_guard.precision.observe import BlockOutputs

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 from archives import rewrite
-from comfyui_onediff_guard.pipelines import compile_cache
-from comfyui_onediff_guard.pipelines.compile import BackendChoice, CompileOptions
-from comfyui_onediff_guard.pipelines.compile_cache import INDUCTOR, TRITON, kept, target_of
-from comfyui_onediff_guard.pipelines.compiled_code import SUFFIX, unpack
-from comfyui_onediff_guard.pipelines.keeping import LIMIT_VARIABLE
+from comfyui_onediff_guard.pipelines.atomic_files import LIMIT_VARIABLE
+from comfyui_onediff_guard.pipelines.compile import cache as compile_cache
+from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, CompileOptions
+from comfyui_onediff_guard.pipelines.compile.cache import INDUCTOR, TRITON, kept, target_of
+from comfyui_onediff_guard.pipelines.compile.code import SUFFIX, unpack
 from comfyui_onediff_guard.precision.policy import Component, Precision
 
 

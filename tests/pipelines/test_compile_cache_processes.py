@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from archives import rewrite
-from comfyui_onediff_guard.pipelines.compile_cache import INDUCTOR, TRITON
-from comfyui_onediff_guard.pipelines.keeping import LIMIT_VARIABLE
+from comfyui_onediff_guard.pipelines.atomic_files import LIMIT_VARIABLE
+from comfyui_onediff_guard.pipelines.compile.cache import INDUCTOR, TRITON
 
 CHILD = """
 import hashlib, json, subprocess, sys
@@ -24,11 +24,11 @@ def recorded(self, args, *more, **named):
 
 subprocess.Popen.__init__ = recorded
 import torch
-from comfyui_onediff_guard.pipelines.encode import encode_prompts
-from comfyui_onediff_guard.pipelines.families import COGVIDEOX
-from comfyui_onediff_guard.pipelines.handle import load
-from comfyui_onediff_guard.pipelines.placement import PlainPlacement
-from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
+from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX
+from comfyui_onediff_guard.pipelines.run.handle import load
+from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
+from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.precision.policy import Precision
 
 model, compiled = map(Path, sys.argv[1:3])

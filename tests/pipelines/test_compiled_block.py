@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines.compile import BackendChoice, CompileOptions, compiled
-from comfyui_onediff_guard.pipelines.compiled_block import COMPILED_SIZES, graphs_compiled, listening
-from comfyui_onediff_guard.pipelines.handle import load
-from comfyui_onediff_guard.pipelines.models import family_of
-from comfyui_onediff_guard.pipelines.placement import PlainPlacement
-from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
+from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, CompileOptions, compiled
+from comfyui_onediff_guard.pipelines.compile.block import COMPILED_SIZES, graphs_compiled, listening
+from comfyui_onediff_guard.pipelines.models.recognised import family_of
+from comfyui_onediff_guard.pipelines.run.handle import load
+from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
+from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.policy import Precision
 from PIL import Image
 

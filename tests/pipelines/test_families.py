@@ -7,14 +7,14 @@ import functools
 import diffusers
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines.decode import decode
-from comfyui_onediff_guard.pipelines.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.errors import BadInput, BadSize
-from comfyui_onediff_guard.pipelines.folder import family_of
-from comfyui_onediff_guard.pipelines.handle import load
-from comfyui_onediff_guard.pipelines.pictures import fitted
-from comfyui_onediff_guard.pipelines.placement import PlainPlacement
-from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
+from comfyui_onediff_guard.pipelines.models.folder import family_of
+from comfyui_onediff_guard.pipelines.run.decode import decode
+from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.run.handle import load
+from comfyui_onediff_guard.pipelines.run.pictures import fitted
+from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
+from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.policy import Precision
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

@@ -10,8 +10,8 @@ import pytest
 import torch
 from comfyui_onediff_guard.headless.small_model import build_cogvideox
 from comfyui_onediff_guard.pipelines.errors import BadFolder
-from comfyui_onediff_guard.pipelines.families import COGVIDEOX
-from comfyui_onediff_guard.pipelines.folder import family_of, fingerprint, inspect, list_folders
+from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX
+from comfyui_onediff_guard.pipelines.models.folder import family_of, fingerprint, inspect, list_folders
 
 
 @pytest.fixture

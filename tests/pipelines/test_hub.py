@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 from comfyui_onediff_guard.pipelines.errors import BadFolder, HubError
-from comfyui_onediff_guard.pipelines.families import COGVIDEOX
-from comfyui_onediff_guard.pipelines.hub import check_id, fetch
+from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX
+from comfyui_onediff_guard.pipelines.models.hub import check_id, fetch
 from hub_files import DENOISER, ID, files_of, in_cache, text, without
 from hub_server import HubServer
 
 BY_ENVIRONMENT = """
 import sys
-from comfyui_onediff_guard.pipelines.families import COGVIDEOX
-from comfyui_onediff_guard.pipelines.handle import load
-from comfyui_onediff_guard.pipelines.hub import fetch
-from comfyui_onediff_guard.pipelines.placement import PlainPlacement
+from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX
+from comfyui_onediff_guard.pipelines.run.handle import load
+from comfyui_onediff_guard.pipelines.models.hub import fetch
+from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.policy import Precision
 folder = fetch(sys.argv[1], None, COGVIDEOX)
 handle = load(folder, COGVIDEOX, precision=Precision.FP32, backend="eager", offload="none", placement=PlainPlacement())

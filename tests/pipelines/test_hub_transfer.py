@@ -12,10 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from comfyui_onediff_guard.pipelines import hub_transfer
 from comfyui_onediff_guard.pipelines.errors import HubError
-from comfyui_onediff_guard.pipelines.families import COGVIDEOX
-from comfyui_onediff_guard.pipelines.hub import fetch
+from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX
+from comfyui_onediff_guard.pipelines.models import hub_transfer
+from comfyui_onediff_guard.pipelines.models.hub import fetch
 from hub_files import DENOISER, ID, Stop, files_of, in_cache, partials, stop_after
 from hub_server import BLOCK, HANG_SECONDS, HubServer
 from huggingface_hub import constants, file_download
@@ -62,8 +62,8 @@ def test_a_killed_process_leaves_what_it_had(files: dict[str, bytes], server: Hu
     server.faults.seconds_per_block = 0.03
     code = (
         "import os, sys; from huggingface_hub import constants; constants.DOWNLOAD_CHUNK_SIZE = 2 ** 15\n"
-        "from comfyui_onediff_guard.pipelines.families import COGVIDEOX\n"
-        "from comfyui_onediff_guard.pipelines.hub import fetch\n"
+        "from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX\n"
+        "from comfyui_onediff_guard.pipelines.models.hub import fetch\n"
         f"fetch({ID!r}, None, COGVIDEOX, progress=lambda done, *_: done > 700_000 and os.kill(os.getpid(), 9))"
     )
     where = {"HF_ENDPOINT": server.endpoint, "HF_HUB_CACHE": constants.HF_HUB_CACHE}

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines.denoiser import guarded_denoiser
-from comfyui_onediff_guard.pipelines.encode import encode_prompts
-from comfyui_onediff_guard.pipelines.folder import family_of
-from comfyui_onediff_guard.pipelines.handle import load
-from comfyui_onediff_guard.pipelines.pictures import fitted
-from comfyui_onediff_guard.pipelines.placement import PlainPlacement
-from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
+from comfyui_onediff_guard.pipelines.models.folder import family_of
+from comfyui_onediff_guard.pipelines.run.denoiser import guarded_denoiser
+from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.run.handle import load
+from comfyui_onediff_guard.pipelines.run.pictures import fitted
+from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
+from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.half_products import HalfProducts
 from comfyui_onediff_guard.precision.learned import Learned

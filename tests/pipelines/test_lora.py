@@ -8,10 +8,10 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines.compile import compiled
+from comfyui_onediff_guard.pipelines.compile.backends import compiled
 from comfyui_onediff_guard.pipelines.errors import BadLora
-from comfyui_onediff_guard.pipelines.families import COGVIDEOX
-from comfyui_onediff_guard.pipelines.lora import Lora, with_loras
+from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX
+from comfyui_onediff_guard.pipelines.models.lora import Lora, with_loras
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from comfyui_onediff_guard.precision.wide import with_wide_stream
 from hypothesis import HealthCheck, given, settings

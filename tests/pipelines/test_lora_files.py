@@ -8,11 +8,11 @@ import pickle
 import diffusers
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines import lora
 from comfyui_onediff_guard.pipelines.errors import BadLora
-from comfyui_onediff_guard.pipelines.families import COGVIDEOX, COGVIEW3PLUS, SVD
-from comfyui_onediff_guard.pipelines.folder import inspect
-from comfyui_onediff_guard.pipelines.lora import Lora, check_lora, skeleton, with_loras
+from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX, COGVIEW3PLUS, SVD
+from comfyui_onediff_guard.pipelines.models import lora
+from comfyui_onediff_guard.pipelines.models.folder import inspect
+from comfyui_onediff_guard.pipelines.models.lora import Lora, check_lora, skeleton, with_loras
 from lora_models import by_diffusers, call, changed, denoiser, header, ours, saved, written
 
 # peft's, at each adapter after the first that diffusers loads

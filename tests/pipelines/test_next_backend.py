@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.nodes.host import Interrupted
-from comfyui_onediff_guard.pipelines import compile as compiling
-from comfyui_onediff_guard.pipelines import offload
-from comfyui_onediff_guard.pipelines.compile import BackendChoice, CompileOptions, came_to, compiled
-from comfyui_onediff_guard.pipelines.compiled_block import listening
-from comfyui_onediff_guard.pipelines.encode import encode_prompts
-from comfyui_onediff_guard.pipelines.handle import PipelineHandle
-from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
+from comfyui_onediff_guard.comfyui_host.host import Interrupted
+from comfyui_onediff_guard.pipelines.compile import backends as compiling
+from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, CompileOptions, came_to, compiled
+from comfyui_onediff_guard.pipelines.compile.block import listening
+from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
+from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
+from comfyui_onediff_guard.pipelines.weights import offload
 from onediff.infer_compiler.backends import registry
 
 AUTO = BackendChoice("oneflow", "auto: first choice", automatic=True)

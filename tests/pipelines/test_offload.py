@@ -13,20 +13,20 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines import handle as handles
-from comfyui_onediff_guard.pipelines import offload as offloading
-from comfyui_onediff_guard.pipelines import store as stores
-from comfyui_onediff_guard.pipelines.compile import CompileOptions
-from comfyui_onediff_guard.pipelines.decode import decode
-from comfyui_onediff_guard.pipelines.encode import encode_prompts
-from comfyui_onediff_guard.pipelines.folder import family_of
-from comfyui_onediff_guard.pipelines.handle import add_lora, load
-from comfyui_onediff_guard.pipelines.lora import Lora
-from comfyui_onediff_guard.pipelines.offload import Offload
-from comfyui_onediff_guard.pipelines.pictures import fitted
-from comfyui_onediff_guard.pipelines.placement import PlainPlacement
-from comfyui_onediff_guard.pipelines.probe import probe
-from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
+from comfyui_onediff_guard.pipelines.compile.backends import CompileOptions
+from comfyui_onediff_guard.pipelines.insight.probe import probe
+from comfyui_onediff_guard.pipelines.models.folder import family_of
+from comfyui_onediff_guard.pipelines.models.lora import Lora
+from comfyui_onediff_guard.pipelines.run import handle as handles
+from comfyui_onediff_guard.pipelines.run.decode import decode
+from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.run.handle import add_lora, load
+from comfyui_onediff_guard.pipelines.run.pictures import fitted
+from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
+from comfyui_onediff_guard.pipelines.weights import components as stores
+from comfyui_onediff_guard.pipelines.weights import offload as offloading
+from comfyui_onediff_guard.pipelines.weights.offload import Offload
+from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision import wide
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.peaks import Peak

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.nodes.compile import OneDiffCompile
-from comfyui_onediff_guard.pipelines import compile as compiling
-from comfyui_onediff_guard.pipelines import handle as handles
-from comfyui_onediff_guard.pipelines import offload as offloading
-from comfyui_onediff_guard.pipelines.compile import BackendChoice
+from comfyui_onediff_guard.pipelines.compile import backends as compiling
+from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice
 from comfyui_onediff_guard.pipelines.errors import BackendUnavailable
-from comfyui_onediff_guard.pipelines.families import COGVIDEOX
-from comfyui_onediff_guard.pipelines.handle import load
-from comfyui_onediff_guard.pipelines.offload import Offload, backend_with
-from comfyui_onediff_guard.pipelines.placement import PlainPlacement
+from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX
+from comfyui_onediff_guard.pipelines.run import handle as handles
+from comfyui_onediff_guard.pipelines.run.handle import load
+from comfyui_onediff_guard.pipelines.weights import offload as offloading
+from comfyui_onediff_guard.pipelines.weights.offload import Offload, backend_with
+from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.policy import Precision
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines.offload import InParts, Offload, in_parts
+from comfyui_onediff_guard.pipelines.weights.offload import InParts, Offload, in_parts
 from diffusers.hooks import group_offloading
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines.compile import BackendChoice, CompileOptions, compiled
+from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, CompileOptions, compiled
 from comfyui_onediff_guard.precision.accumulation import (
     ATTENTION_SWITCH,
     NEXFORT_OPTION,

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines import oneflow_graphs
-from comfyui_onediff_guard.pipelines.compile import BackendChoice, CompileOptions
-from comfyui_onediff_guard.pipelines.handle import PipelineHandle, load
-from comfyui_onediff_guard.pipelines.models import family_of
-from comfyui_onediff_guard.pipelines.placement import PlainPlacement
-from comfyui_onediff_guard.pipelines.warm_up import Size, warm_up
+from comfyui_onediff_guard.pipelines.compile import oneflow_graphs
+from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, CompileOptions
+from comfyui_onediff_guard.pipelines.compile.warm_up import Size, warm_up
+from comfyui_onediff_guard.pipelines.models.recognised import family_of
+from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
+from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.policy import Component, Precision
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from comfyui_onediff_guard.pipelines.probe_figure import _Scale, draw, figure_of
-from comfyui_onediff_guard.pipelines.probe_rows import STREAM, rows_of
-from comfyui_onediff_guard.pipelines.probing import Probing
+from comfyui_onediff_guard.pipelines.insight.probe_figure import _Scale, draw, figure_of
+from comfyui_onediff_guard.pipelines.insight.probe_result import Probing
+from comfyui_onediff_guard.pipelines.insight.probe_rows import STREAM, rows_of
 from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.findings import Anatomy
 from comfyui_onediff_guard.precision.observe import Peak
@@ -112,7 +112,7 @@ def test_texts_are_inside_and_overlap_nowhere(blocks, leaves, steps, options):
 
 
 def test_matplotlib_is_loaded_when_something_is_drawn(fresh_python):
-    code = "import sys\nimport comfyui_onediff_guard.pipelines.probe_figure\nprint('matplotlib' in sys.modules)"
+    code = "import sys\nimport comfyui_onediff_guard.pipelines.insight.probe_figure\nprint('matplotlib' in sys.modules)"
     assert fresh_python(code).strip() == "False"
 
 

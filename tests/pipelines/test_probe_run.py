@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines.encode import encode_prompts
-from comfyui_onediff_guard.pipelines.probe import keep_profile, probe, usual_size
-from comfyui_onediff_guard.pipelines.profiles import parse
-from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
+from comfyui_onediff_guard.pipelines.insight.probe import keep_profile, probe, usual_size
+from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.run.profiles import parse
+from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.learned import Learned

@@ -9,11 +9,11 @@ import threading
 from dataclasses import replace
 
 import pytest
-from comfyui_onediff_guard.pipelines import profiles
 from comfyui_onediff_guard.pipelines.errors import BadProfile
-from comfyui_onediff_guard.pipelines.families import COGVIDEOX
-from comfyui_onediff_guard.pipelines.folder import inspect
-from comfyui_onediff_guard.pipelines.profiles import Profile, identify, kept, parse, read, write
+from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX
+from comfyui_onediff_guard.pipelines.models.folder import inspect
+from comfyui_onediff_guard.pipelines.run import profiles
+from comfyui_onediff_guard.pipelines.run.profiles import Profile, identify, kept, parse, read, write
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 from comfyui_onediff_guard.precision.learned import NOTHING, Learned, largest_of
 from hypothesis import given

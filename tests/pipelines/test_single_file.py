@@ -17,10 +17,11 @@ import pytest
 import safetensors
 import svd_layout
 import torch
-from comfyui_onediff_guard.pipelines import single_file, svd_keys
 from comfyui_onediff_guard.pipelines.errors import BadFolder
-from comfyui_onediff_guard.pipelines.models import is_single_file
-from comfyui_onediff_guard.pipelines.single_file import load_component, load_unweighted, read_svd
+from comfyui_onediff_guard.pipelines.families import svd_keys
+from comfyui_onediff_guard.pipelines.models import single_file
+from comfyui_onediff_guard.pipelines.models.recognised import is_single_file
+from comfyui_onediff_guard.pipelines.models.single_file import load_component, load_unweighted, read_svd
 from diffusers import StableVideoDiffusionPipeline
 from safetensors.torch import load_file, save_file
 

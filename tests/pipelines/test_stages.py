@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines import store
-from comfyui_onediff_guard.pipelines.decode import decode
-from comfyui_onediff_guard.pipelines.encode import encode_prompts
-from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
+from comfyui_onediff_guard.pipelines.run.decode import decode
+from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
+from comfyui_onediff_guard.pipelines.weights import components as store
 from comfyui_onediff_guard.precision.accumulation import SWITCHES
 from comfyui_onediff_guard.precision.guard import GuardPolicy, GuardStopped, OnFailure
 from transformers import T5EncoderModel

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines.calls import Calls
-from comfyui_onediff_guard.pipelines.decode import decode
-from comfyui_onediff_guard.pipelines.vae import guarded_encoder
+from comfyui_onediff_guard.pipelines.run.calls import Calls
+from comfyui_onediff_guard.pipelines.run.decode import decode
+from comfyui_onediff_guard.pipelines.run.vae import guarded_encoder
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 
 FRAMES = 25  # decoded in 3 chunks

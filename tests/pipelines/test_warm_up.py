@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
-from comfyui_onediff_guard.nodes import host
-from comfyui_onediff_guard.pipelines.encode import encode_prompts
+from comfyui_onediff_guard.comfyui_host import host
+from comfyui_onediff_guard.pipelines.compile.warm_up import STEPS, Size, sizes_of, warm_up
 from comfyui_onediff_guard.pipelines.errors import BadInput, BadSize
-from comfyui_onediff_guard.pipelines.handle import PipelineHandle, load
-from comfyui_onediff_guard.pipelines.models import family_of
-from comfyui_onediff_guard.pipelines.placement import PlainPlacement
-from comfyui_onediff_guard.pipelines.sample import SampleSettings, sample
-from comfyui_onediff_guard.pipelines.warm_up import STEPS, Size, sizes_of, warm_up
+from comfyui_onediff_guard.pipelines.models.recognised import family_of
+from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
+from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
+from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.policy import Precision
 from PIL import Image
 
@@ -83,7 +83,7 @@ def test_where_the_stream_is_wide_the_wide_denoiser_is_what_is_warm(model_folder
 def test_the_prompt_that_is_wired_is_used(model_folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     handle = opened(model_folder("2b"), backend="eager")
     (positive, negative), _ = encode_prompts(handle, ["a red kite", "grey"])
-    monkeypatch.setattr("comfyui_onediff_guard.pipelines.warm_up.encode_prompts", None)
+    monkeypatch.setattr("comfyui_onediff_guard.pipelines.compile.warm_up.encode_prompts", None)
     (warmed,) = warm_up(handle, [Size(64, 48, 9)], embeddings=(positive, negative))
     assert warmed.report.graphs is None and "compiled anew" not in str(warmed)
 

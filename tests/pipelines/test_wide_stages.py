@@ -6,12 +6,12 @@ import shutil
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines.calls import Calls
-from comfyui_onediff_guard.pipelines.encode import encode_prompts
-from comfyui_onediff_guard.pipelines.families import SVD
-from comfyui_onediff_guard.pipelines.handle import load
-from comfyui_onediff_guard.pipelines.placement import PlainPlacement
-from comfyui_onediff_guard.pipelines.vae import guarded_encoder
+from comfyui_onediff_guard.pipelines.families.table import SVD
+from comfyui_onediff_guard.pipelines.run.calls import Calls
+from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.run.handle import load
+from comfyui_onediff_guard.pipelines.run.vae import guarded_encoder
+from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.policy import Precision
 from safetensors.torch import load_file, save_file
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from comfyui_onediff_guard.pipelines.families import COGVIDEOX, COGVIEW3PLUS, COGVIEW4, FamilySpec
+from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX, COGVIEW3PLUS, COGVIEW4, FamilySpec
 from diffusers import CogVideoXTransformer3DModel, CogView3PlusTransformer2DModel, CogView4Transformer2DModel
 from stream_peaks import stream_peak
 

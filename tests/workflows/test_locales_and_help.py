@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comfyui_onediff_guard.headless import schema
+from comfyui_onediff_guard.headless.workflow import schema
 from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS, inputs
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,11 +8,14 @@ from typing import Any
 
 import comfyui_nodes
 import pytest
-from comfyui_onediff_guard.headless import cli, core_nodes, schema, ui_format, ui_widgets, validate
+from comfyui_onediff_guard.comfyui_host import host
+from comfyui_onediff_guard.headless.commands import cli
 from comfyui_onediff_guard.headless.errors import ExitCode
-from comfyui_onediff_guard.headless.graph import Graph, Link, from_api, is_ui_format
-from comfyui_onediff_guard.headless.schema import Schema
-from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS, host
+from comfyui_onediff_guard.headless.hosts import core_nodes
+from comfyui_onediff_guard.headless.workflow import schema, ui_format, ui_widgets, validate
+from comfyui_onediff_guard.headless.workflow.graph import Graph, Link, from_api, is_ui_format
+from comfyui_onediff_guard.headless.workflow.schema import Schema
+from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS
 from PIL import Image
 
 WORKFLOWS = Path(__file__).resolve().parents[2] / "workflows"

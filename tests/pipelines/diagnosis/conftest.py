@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines import compile as compiling
-from comfyui_onediff_guard.pipelines import machine
+from comfyui_onediff_guard.pipelines.compile import backends as compiling
+from comfyui_onediff_guard.pipelines.insight import machine
 from comfyui_onediff_guard.precision.accumulation import SWITCHES
 
 

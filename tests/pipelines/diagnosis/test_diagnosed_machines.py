@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.nodes.native import NaNGuardVAE
-from comfyui_onediff_guard.pipelines import machine
-from comfyui_onediff_guard.pipelines.diagnosis import diagnose
 from comfyui_onediff_guard.pipelines.errors import TorchTooOld
-from comfyui_onediff_guard.pipelines.families import COGVIDEOX
-from comfyui_onediff_guard.pipelines.handle import load
-from comfyui_onediff_guard.pipelines.placement import PlainPlacement
+from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX
+from comfyui_onediff_guard.pipelines.insight import machine
+from comfyui_onediff_guard.pipelines.insight.diagnosis import diagnose
+from comfyui_onediff_guard.pipelines.run.handle import load
+from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH
 from comfyui_onediff_guard.precision.policy import Precision
@@ -229,7 +229,7 @@ def test_a_pytorch_that_cannot_be_imported(fresh_python: Callable[..., str], fol
     code = """
 import json, sys
 from pathlib import Path
-from comfyui_onediff_guard.pipelines.diagnosis import diagnose
+from comfyui_onediff_guard.pipelines.insight.diagnosis import diagnose
 for model in (None, Path(sys.argv[1])):
     found = diagnose(model)
     found.text()

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comfyui_onediff_guard.pipelines.diagnosis import NOT_RUN, diagnose, diagnose_pipeline
 from comfyui_onediff_guard.pipelines.errors import BadFolder
+from comfyui_onediff_guard.pipelines.insight.diagnosis import NOT_RUN, diagnose, diagnose_pipeline
 from comfyui_onediff_guard.precision import arch, policy
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH, Accumulation
 from comfyui_onediff_guard.precision.guard import GuardPolicy, OnFailure

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines import compile as compiling
-from comfyui_onediff_guard.pipelines.diagnosis import diagnose
+from comfyui_onediff_guard.pipelines.compile import backends as compiling
+from comfyui_onediff_guard.pipelines.insight.diagnosis import diagnose
 from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH, SWITCHES, Accumulation
 from comfyui_onediff_guard.precision.policy import Precision

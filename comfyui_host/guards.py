@@ -1,0 +1,172 @@
+"""ComfyUI's own MODEL and VAE under the guard: on a copy that shares the weights, with nothing patched elsewhere.
+
+A MODEL is guarded through ComfyUI's wrappers: around `apply_model`, around what loads the model for a sampling run, and
+around the whole run, for its report.
+A VAE has no wrappers, so its copy gets a shell of the network whose `decode` and `encode` are guarded tile by tile.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+import torch
+
+from ..pipelines.errors import BadInput
+from ..precision.policy import Component
+from .calls import (
+    KEY,
+    ModelCall,
+    apply_model,
+    apply_model_in_fp32,
+    apply_model_in_full,
+    around_apply_model,
+    load_anew,
+    wrapped,
+)
+from .products import products_in_fp32
+from .runs import Run, Settings, guarded_run
+from .stage import Stage
+from .weights import weights_as_stored
+
+_UNGUARDED = "onediff_guard_unguarded"
+
+
+def guarded_model(patcher: Any, settings: Settings) -> Any:
+    """A clone of a MODEL (ComfyUI's ModelPatcher) that is guarded. A guard that it had before is replaced.
+
+    Raises BadInput where ComfyUI is too old to have the wrappers.
+    """
+    guard = _ModelGuard(settings)
+    wrappers = {
+        "OUTER_SAMPLE": guard.sample,
+        "PREPARE_SAMPLING": guard.prepare,
+        "APPLY_MODEL": around_apply_model(guard.apply_model),
+    }
+    return wrapped(patcher, wrappers)
+
+
+def guarded_vae(vae: Any, settings: Settings) -> Any:
+    """A copy of a VAE that is guarded. A guard that it had before is replaced.
+
+    Raises BadInput where there is no VAE in it, or another pack has replaced one of its methods.
+    """
+    vae = getattr(vae, _UNGUARDED, vae)
+    network = getattr(vae, "first_stage_model", None)
+    if network is None:
+        raise BadInput("There is no VAE in this checkpoint. Use a VAE loader in its place.")
+    guard, copied, shell = _VaeGuard(settings), copy.copy(vae), copy.copy(network)
+    for name, component in (("decode", Component.VAE_DECODE), ("encode", Component.VAE_ENCODE)):
+        shell.__dict__[name] = _guarded_network(guard, vae, component, getattr(network, name))
+    copied.first_stage_model = shell
+    for name in ("decode", "decode_tiled", "encode", "encode_tiled"):
+        if name in vars(vae):
+            raise BadInput(f"Another node has replaced this VAE's '{name}'. Put the NaN Guard before that node.")
+        setattr(copied, name, _as_one_run(guard, getattr(copied, name)))
+    setattr(copied, _UNGUARDED, vae)
+    return copied
+
+
+# --- MODEL ------------------------------------------------------------------------------------------------------------
+
+
+class _ModelGuard:
+    """Of a MODEL: what its wrappers do. `executor` goes on with the chain, and ends in ComfyUI itself."""
+
+    def __init__(self, settings: Settings):
+        self._settings = settings
+
+    def sample(
+        self, executor: Any, noise: Any, latent_image: Any, sampler: Any, sigmas: Any, *more: Any, **by_name: Any
+    ) -> Any:
+        """Its calls find the run in their options, which are this sampling's own: they may come from other threads,
+        and from one that computes on after an error has ended the run."""
+        options = executor.class_obj.model_options["transformer_options"]
+        with guarded_run(self._settings, steps=len(sigmas) - 1) as options[KEY]:
+            return executor(noise, latent_image, sampler, sigmas, *more, **by_name)
+
+    def prepare(self, executor: Any, *args: Any, model_options: Any = None, **by_name: Any) -> Any:
+        """Hands on the loaded model, then what it needs."""
+        model, *more = executor(*args, model_options=model_options, **by_name)
+        run: Run | None = ((model_options or {}).get("transformer_options") or {}).get(KEY)
+        return model if run is None else run.refining(model), *more
+
+    def apply_model(self, call: ModelCall) -> Any:
+        run: Run | None = call.arguments["memory"].options.get(KEY)
+        if run is not None:
+            return run.call(denoiser_of(call), **call.arguments)
+        with guarded_run(self._settings) as run:
+            return run.call(denoiser_of(call), **call.arguments)
+
+
+def denoiser_of(call: ModelCall) -> Stage:
+    return Stage(
+        model=call.name,
+        component=Component.DENOISER,
+        network=call.network,
+        dtype=call.dtype,
+        device=call.device,
+        attempt=apply_model,
+        in_full=apply_model_in_full,
+        rerun=apply_model_in_fp32,
+        renew=load_anew,
+        patched=call.patched,
+    )
+
+
+# --- VAE --------------------------------------------------------------------------------------------------------------
+
+
+class _VaeGuard(threading.local):
+    """Of a VAE: the runs that are going on in this thread. Each is a call of a method, which may call another one."""
+
+    def __init__(self, settings: Settings):
+        self._settings = settings
+        self._runs: list[Run] = []
+
+    @contextmanager
+    def run(self) -> Generator[Run]:
+        with guarded_run(self._settings) as run:
+            self._runs.append(run)
+            try:
+                yield run
+            finally:
+                self._runs.remove(run)
+
+    def call(self, stage: Stage, *args: Any, **kwargs: Any) -> Any:
+        """One guarded call, in the run that is going on; else in one of its own."""
+        if self._runs:
+            return self._runs[-1].call(stage, *args, **kwargs)
+        with self.run() as run:
+            return run.call(stage, *args, **kwargs)
+
+
+def _guarded_network(
+    guard: _VaeGuard, vae: Any, component: Component, method: Callable[..., Any]
+) -> Callable[..., Any]:
+    network = vae.first_stage_model
+
+    def full(network: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with products_in_fp32(network), weights_as_stored():
+            return method(*args, **kwargs)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        in_full = MethodType(full, network)
+        stage = Stage(type(network).__name__, component, network, vae.vae_dtype, vae.device, method, in_full, in_full)
+        return guard.call(stage, *args, **kwargs)
+
+    return wraps(method)(call)
+
+
+def _as_one_run(guard: _VaeGuard, method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with guard.run():
+            return method(*args, **kwargs)
+
+    return run

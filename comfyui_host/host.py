@@ -1,0 +1,281 @@
+"""The one file that looks ComfyUI up: version, folders, progress, interrupt, memory. Elsewhere: plain folders and tqdm.
+
+ComfyUI is looked up among the loaded modules, never imported: a process that happens to have it installed is not
+one that it runs in. Its modules stand at the top level in ComfyUI itself and under `comfy.cmd` in its pip package.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..trust.text import for_page
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..pipelines.weights.components import ComponentStore
+    from ..pipelines.weights.placement import Placement
+
+logger = logging.getLogger(__name__)
+
+
+class Interrupted(Exception):
+    """The run was asked to stop. Inside ComfyUI its own exception is raised instead."""
+
+
+def _comfy(name: str) -> Any:
+    """One of ComfyUI's modules, or None where this process is not a ComfyUI."""
+    return sys.modules.get(name) or sys.modules.get(f"comfy.cmd.{name}")
+
+
+def _model_management() -> Any:
+    return sys.modules.get("comfy.model_management") if _comfy("folder_paths") else None
+
+
+# --- which one it is -------------------------------------------------------------------------------------------------
+
+TESTED = ("0.0.1", "0.3.64", "0.33.0")  # the ComfyUIs in which the tests of this release passed
+
+
+def version() -> str:
+    """Of the ComfyUI that this process is, else of the one whose custom_nodes hold the pack; "" where there is none."""
+    if not _comfy("folder_paths"):
+        return _version_of_checkout(Path(__file__).parents[2])
+    if told := getattr(sys.modules.get("comfyui_version"), "__version__", ""):
+        return told
+    try:
+        return metadata.version("comfyui")  # from PyPI
+    except metadata.PackageNotFoundError:
+        return "of an unknown version"
+
+
+def _version_of_checkout(custom_nodes: Path) -> str:
+    file = custom_nodes.with_name("comfyui_version.py")
+    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    found = re.search(r'__version__ = "(.+)"', text) if custom_nodes.name == "custom_nodes" else None
+    return found[1] if found else ""
+
+
+# --- folders ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlainFolders:
+    models: tuple[Path, ...] = (Path("models"),)
+    input: Path = Path("input")
+    output: Path = Path("output")
+
+
+PROFILES_VARIABLE = "ONEDIFF_GUARD_PROFILES"
+COMPILED_VARIABLE = "ONEDIFF_GUARD_COMPILED"
+MODEL_KINDS = ("diffusers", "checkpoints", "loras")  # folders of ComfyUI's that are read
+_DEFAULT_FOLDERS = PlainFolders()
+_folders: ContextVar[PlainFolders] = ContextVar("onediff_guard_folders", default=_DEFAULT_FOLDERS)
+_interrupt: ContextVar[threading.Event | None] = ContextVar("onediff_guard_interrupt", default=None)
+
+
+@contextmanager
+def plain_folders(
+    *,
+    models: Sequence[Path],
+    input: Path,  # noqa: A002
+    output: Path,
+) -> Generator[Callable[[], None]]:
+    """Name the folders for one run in a process without ComfyUI. Yields what interrupts that run, from any thread.
+
+    models: each laid out as ComfyUI's (diffusers, checkpoints, loras), or searched as it is where none is there.
+    """
+    token = _folders.set(PlainFolders(tuple(models), input, output))
+    asked = threading.Event()
+    earlier = _interrupt.set(asked)
+    try:
+        yield asked.set
+    finally:
+        _interrupt.reset(earlier)
+        _folders.reset(token)
+
+
+def laid_out(models: Sequence[Path], kind: str) -> tuple[Path, ...]:
+    """Where models of a kind lie in such roots."""
+    return tuple(root / kind if (root / kind).is_dir() else root for root in models)
+
+
+def model_folders() -> dict[str, Path]:
+    """{name: path} of diffusers-format folders in `models/diffusers` and in every extra path."""
+    from ..pipelines.models.folder import list_folders
+
+    return _offered(list_folders(_roots("diffusers")))
+
+
+def weight_files(kind: str) -> dict[str, Path]:
+    """{name: path} of the .safetensors files in `models/<kind>` ("checkpoints", "loras") and in every extra path."""
+    if folder_paths := _comfy("folder_paths"):
+        names = (name for name in folder_paths.get_filename_list(kind) if name.lower().endswith(".safetensors"))
+        paths = {name: folder_paths.get_full_path(kind, name) for name in names}
+        return _offered({name: Path(path) for name, path in paths.items() if path})
+    found: dict[str, Path] = {}
+    for root in _roots(kind):
+        for path in sorted(root.rglob("*.safetensors")):
+            if not (path.parent / "config.json").is_file():  # else a component of a folder
+                found.setdefault(path.relative_to(root).as_posix(), path)
+    return _offered(found)
+
+
+def _offered(found: Mapping[str, Path]) -> dict[str, Path]:
+    """Without names that would be markup: pages up to ComfyUI 0.3 take those in a drop-down's list for HTML."""
+    return {name: path for name, path in found.items() if "<" not in name}
+
+
+def roots_text(*kinds: str) -> str:
+    """Where models of these kinds are looked for, for messages."""
+    return ", ".join(dict.fromkeys(str(root) for kind in kinds for root in _roots(kind))) or "no folder"
+
+
+def input_directory() -> Path:
+    folder_paths = _comfy("folder_paths")
+    return Path(folder_paths.get_input_directory()) if folder_paths else _folders.get().input
+
+
+def output_directory() -> Path:
+    folder_paths = _comfy("folder_paths")
+    return Path(folder_paths.get_output_directory()) if folder_paths else _folders.get().output
+
+
+def profiles_directory() -> Path:
+    """Where what runs taught is kept: ONEDIFF_GUARD_PROFILES, else ComfyUI's user folder, else ~/.onediff-guard."""
+    return _kept(PROFILES_VARIABLE, "profiles")
+
+
+def compiled_directory() -> Path:
+    """Where compiled code is kept: ONEDIFF_GUARD_COMPILED, else ComfyUI's user folder, else ~/.onediff-guard."""
+    return _kept(COMPILED_VARIABLE, "compiled")
+
+
+def _kept(variable: str, what: str) -> Path:
+    if named := os.environ.get(variable):
+        return Path(named).expanduser()
+    if folder_paths := _comfy("folder_paths"):
+        user = getattr(folder_paths, "get_user_directory", None)  # 0.0.1 has none
+        root = Path(user()) if user else Path(folder_paths.get_output_directory()).parent / "user"
+        return root / "onediff_guard" / what
+    return Path.home() / ".onediff-guard" / what
+
+
+def samplers() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of ComfyUI's samplers, and of its schedulers: what KSampler offers."""
+    known = getattr(sys.modules.get("comfy.samplers"), "KSampler", None)
+    return (tuple(known.SAMPLERS), tuple(known.SCHEDULERS)) if known else (("euler",), ("normal",))
+
+
+def _roots(kind: str) -> tuple[Path, ...]:
+    if folder_paths := _comfy("folder_paths"):
+        return tuple(map(Path, folder_paths.get_folder_paths(kind)))
+    return laid_out(_folders.get().models, kind)
+
+
+# --- progress and interrupt -------------------------------------------------------------------------------------------
+
+
+def interrupt() -> None:
+    """Ask the run whose `plain_folders` these are to stop within one step. ComfyUI has a way of its own."""
+    if asked := _interrupt.get():
+        asked.set()
+
+
+def say(node_id: str | None, text: str) -> None:
+    """Show text on a node, where the host can. The page takes it for HTML, and model folders and prompts are other
+    people's."""
+    instance = getattr(getattr(_comfy("server"), "PromptServer", None), "instance", None)
+    send = getattr(instance, "send_progress_text", None)
+    if node_id is not None and send:
+        send(for_page(text), node_id)
+
+
+class Progress:
+    """A progress bar with a line of text; raises when the run was asked to stop. total: 0 where not known yet.
+    Without ComfyUI it is on standard error: where that is no terminal, as one line at the end."""
+
+    def __init__(self, total: int, node_id: str | None, unit: str = "it"):
+        self._total = total
+        self._node_id = node_id
+        self._unit = unit
+        self._done, self._text = 0, ""
+        self._bar: Any = None
+
+    def __enter__(self) -> Progress:
+        if utils := _model_management() and sys.modules.get("comfy.utils"):
+            self._bar = utils.ProgressBar(self._total)
+        else:
+            from tqdm import tqdm
+
+            known = {"total": self._total or None, "unit": self._unit, "unit_scale": self._unit == "B"}
+            self._bar = tqdm(**known, file=sys.stderr, disable=None)  # None: where that is no terminal
+        return self
+
+    def update(self, done: int, text: str, total: int = 0) -> None:
+        """done: of the total, which may be given later. Raises ComfyUI's interrupt exception, or Interrupted."""
+        self._done, self._total, self._text = done, total or self._total, text
+        if management := _model_management():
+            self._bar.update_absolute(done, max(self._total, 1))
+            say(self._node_id, text)
+            management.throw_exception_if_processing_interrupted()
+            return
+        self._bar.total = self._total or None
+        self._bar.set_postfix_str(text, refresh=done == self._bar.n)
+        self._bar.update(done - self._bar.n)
+        if (asked := _interrupt.get()) and asked.is_set():
+            raise Interrupted(f"interrupted at {text}")
+
+    def tell(self, text: str) -> None:
+        """Another line of text, while as much is done as before. Raises as `update` does."""
+        self.update(self._done, text)
+
+    def __exit__(self, *_: object) -> None:
+        if hasattr(self._bar, "close"):
+            self._bar.close()
+            if self._bar.disable and self._text:
+                sys.stderr.write(f"{self._text}\n")
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def placement() -> Placement:
+    """Where components live: under ComfyUI's memory manager, or simply on this machine's device."""
+    management = _model_management()
+    if management is None:
+        from ..pipelines.weights.placement import PlainPlacement
+
+        return PlainPlacement()
+    from .placement import ComfyPlacement
+
+    return ComfyPlacement(management)
+
+
+def release_cached_memory(device: torch.device) -> None:
+    if management := _model_management():
+        management.soft_empty_cache()
+    elif device.type == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()
+
+
+def linger(store: ComponentStore) -> None:
+    """Keep a store although ComfyUI lets go of its handles: it drops a node's old output before it runs the node anew,
+    and with it what the new precision would share. Ends when ComfyUI unloads models, for room or because of `/free`."""
+    if management := _model_management():
+        from .placement import linger
+
+        linger(store, management)

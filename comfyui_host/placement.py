@@ -1,0 +1,172 @@
+"""Components and stores under ComfyUI's memory manager: it makes room for them, and moves them away for others.
+
+Its module is handed in: `host` alone looks it up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..pipelines.weights.components import ComponentStore
+from ..pipelines.weights.placement import MOVING, move_whole
+
+
+class ComfyPlacement:
+    """Asks ComfyUI's memory manager for room, and lets it move components away when others need theirs."""
+
+    def __init__(self, management: Any):
+        self.device: torch.device = management.get_torch_device()
+        self._management = management
+        self._residents: dict[str, Resident] = {}
+
+    def make_room(self, n_bytes: int) -> None:
+        reserve = self._management.minimum_inference_memory()
+        if self.device.type != "cpu":
+            self._management.free_memory(n_bytes + reserve, self.device)
+
+    def to_device(self, name: str, module: torch.nn.Module) -> None:
+        resident = self._residents.get(name)
+        if resident is None or resident.component is not module:
+            resident = self._residents[name] = Resident(module, self.device)
+        with torch.inference_mode(False):
+            self._management.load_models_gpu([resident])
+
+    def to_host(self, name: str, module: torch.nn.Module) -> None:
+        del module
+        self._unload(name)
+
+    def forget(self, name: str) -> None:
+        try:
+            self._unload(name)
+        finally:
+            self._residents.pop(name, None)
+            self._management.soft_empty_cache()
+
+    def _unload(self, name: str) -> None:
+        resident = self._residents.get(name)
+        loaded = self._management.current_loaded_models
+        for index in reversed(range(len(loaded))):
+            if resident is not None and loaded[index].model is resident:
+                loaded.pop(index).model_unload()
+
+
+class Resident:
+    """A component as ComfyUI's memory manager wants to see a model: whole on the device, or whole in main memory.
+
+    It has what `LoadedModel` calls on a ModelPatcher, from ComfyUI's pip package 0.0.1 to today. ModelPatcher itself
+    will not do: it may leave part of the weights behind, which only ComfyUI's own layers can run with.
+    """
+
+    parent = None
+
+    def __init__(self, component: torch.nn.Module, device: torch.device):
+        self.component = component
+        self.model = component
+        self.load_device = device
+        self.offload_device = torch.device("cpu")
+        self.current_device = self.offload_device
+        self._size = sum(t.nbytes for t in (*component.parameters(), *component.buffers()))
+
+    def _move(self, device: torch.device) -> torch.nn.Module:
+        self.current_device = self.offload_device  # also where it raises
+        if not any(parameter.is_meta for parameter in self.component.parameters()):
+            move_whole(self.component, device)
+        self.current_device = device
+        return self.component
+
+    def model_size(self) -> int:
+        return self._size
+
+    def loaded_size(self) -> int:
+        return self._size if self.current_device == self.load_device else 0
+
+    def current_loaded_device(self) -> torch.device:
+        return self.current_device
+
+    def model_dtype(self) -> torch.dtype:
+        return next((parameter.dtype for parameter in self.component.parameters()), torch.float32)
+
+    def model_patches_to(self, _device_or_dtype: Any) -> None: ...
+
+    def model_patches_models(self) -> list[Any]:
+        return []
+
+    def is_clone(self, other: Any) -> bool:
+        return other is self
+
+    def clone_has_same_weights(self, other: Any) -> bool:
+        return other is self
+
+    def lowvram_patch_counter(self) -> int:
+        return 0
+
+    def is_dynamic(self) -> bool:
+        return False
+
+    def partially_unload_ram(self, _n_bytes: float) -> int:
+        return 0
+
+    def partially_load(self, device: torch.device, _extra_memory: float = 0, **_: Any) -> int:
+        before = self.loaded_size()
+        self._move(device)
+        return self._size - before
+
+    def partially_unload(self, _device: torch.device, _memory_to_free: float = 0, **_: Any) -> int:
+        return 0  # never in part; the manager then calls detach
+
+    def detach(self, unpatch_all: bool = True) -> torch.nn.Module:
+        if not unpatch_all:  # the manager is about to load this very one
+            return self.component
+        if _lingering:
+            _lingering.unload()
+        return self._move(self.offload_device)
+
+    def patch_model(self, device_to: torch.device | None = None, **_: Any) -> torch.nn.Module:
+        return self._move(device_to) if device_to else self.component
+
+    def patch_model_lowvram(self, device_to: torch.device, **_: Any) -> torch.nn.Module:
+        return self._move(device_to)
+
+    def unpatch_model(self, device_to: torch.device | None = None, **_: Any) -> None:
+        if _lingering:
+            _lingering.unload()
+        if device_to:
+            self._move(device_to)
+
+
+class _Lingering:
+    """The store that a node used last, and a place among ComfyUI's loaded models, to learn by when it unloads them."""
+
+    def __init__(self, store: ComponentStore, management: Any):
+        self.store: ComponentStore | None = store
+        self._place = Resident(torch.nn.Module(), store.placement.device)
+        self._loaded = management.current_loaded_models
+        loaded = management.LoadedModel(self._place)
+        loaded.model_load()
+        self._loaded.append(loaded)
+
+    def end(self) -> None:
+        self._loaded[:] = [loaded for loaded in self._loaded if loaded.model is not self._place]
+
+    def unload(self) -> None:
+        """Called amid ComfyUI's unloading, where none of its models may die: weights go, modules stay."""
+        if self.store and not self.store.handles:
+            self.store.empty()
+        else:
+            self.store = None  # its handles keep it
+
+
+_lingering: _Lingering | None = None
+
+
+def linger(store: ComponentStore, management: Any) -> None:
+    """Keep a store until ComfyUI unloads models."""
+    global _lingering
+    with MOVING:
+        if _lingering and _lingering.store is store:
+            return
+        if _lingering:
+            _lingering.end()
+        _lingering = _Lingering(store, management)

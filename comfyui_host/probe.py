@@ -1,0 +1,169 @@
+"""The numerics probe for ComfyUI's own MODELs: a sampling run of ComfyUI's, in fp32, and what every layer reaches."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from inspect import signature
+from typing import Any
+
+import torch
+
+from ..pipelines.insight.probe_result import Measured, Probing
+from ..precision.arch import detect
+from ..precision.dtypes import DTYPES
+from ..precision.findings import Anatomy
+from ..precision.guard import GuardPolicy, StageGuard
+from ..precision.policy import Component, Plan
+from ..precision.probe import Verdict, judge, recommend
+from ..precision.report import RunReport
+from ..precision.upcast import run_in_fp32
+from .calls import ModelCall, apply_model, apply_model_in_fp32, around_apply_model, wrapped
+from .executors import CallLog, PerExecutor
+from .guards import denoiser_of
+from .plans import comfy_plan
+from .profiles import profile_of
+from .refining import refining_guarded
+
+
+@dataclass(frozen=True)
+class KSampling:
+    """As ComfyUI's KSampler takes it."""
+
+    steps: int
+    cfg: float
+    sampler: str
+    scheduler: str
+    seed: int
+
+
+def probe_model(
+    patcher: Any,
+    positive: list[Any],
+    negative: list[Any],
+    latent: dict[str, Any],
+    sampling: KSampling,
+    step_done: Callable[[int], None],
+) -> Probing:
+    """Sample with a schedule of a few steps, all of them in fp32, and measure.
+
+    patcher: a MODEL (ComfyUI's ModelPatcher), not changed. latent: a LATENT. step_done: is told how many are done.
+    Raises BadInput where ComfyUI is too old, GuardStopped where fp32 is not finite either.
+    """
+    runs: list[_Run] = []
+    starting = threading.Lock()
+
+    def watched(call: ModelCall) -> Any:
+        with starting:
+            if not runs:
+                runs.append(_Run(call))
+        return runs[0].call(call)
+
+    def on_step(step: int, *_: Any) -> None:
+        runs[0].measured.probe.end_step()
+        step_done(step + 1)
+
+    wrappers = {"PREPARE_SAMPLING": _prepare, "APPLY_MODEL": around_apply_model(watched)}
+    model = wrapped(patcher, wrappers)
+    comfy = sys.modules["comfy.sample"]
+    samples = _start(model, latent)
+    comfy.sample(
+        model,
+        comfy.prepare_noise(samples, sampling.seed, latent.get("batch_index")),
+        sampling.steps,
+        sampling.cfg,
+        sampling.sampler,
+        sampling.scheduler,
+        positive,
+        negative,
+        samples,
+        noise_mask=latent.get("noise_mask"),
+        callback=on_step,
+        disable_pbar=True,
+        seed=sampling.seed,
+    )
+    shape = "×".join(map(str, samples.shape))
+    return runs[0].probing(f"latents {shape}, cfg {sampling.cfg:g}, seed {sampling.seed}")
+
+
+class _Run:
+    """The calls of one run, the first of which shows what the model is."""
+
+    def __init__(self, call: ModelCall):
+        self.card = detect(call.device)
+        self.plan = comfy_plan(Component.DENOISER, call.name, call.dtype, self.card)
+        self.measured = Measured(
+            call.network, replace(Anatomy.of(call.network, _lists_of_blocks(call.network)), everything=True)
+        )
+        self._stage = denoiser_of(call)
+        self._guards = PerExecutor[StageGuard]()
+        self._log = CallLog()
+
+    def call(self, call: ModelCall) -> Any:
+        arguments = call.arguments
+        guard = self._guards.of(call.network, lambda: self._guard(call.network))
+        output = self.measured.call(lambda: guard(**arguments), lambda: apply_model(**arguments), call.network)
+        self._log.add(guard.report.steps[-1])
+        return output
+
+    def _guard(self, network: torch.nn.Module) -> StageGuard:
+        return StageGuard(
+            "denoiser",
+            partial(run_in_fp32, apply_model_in_fp32, tf32=self.card.tf32),
+            owner=network,
+            dtype="fp32",
+            policy=GuardPolicy(),
+            report=RunReport(self._stage.model, str(self.card), self.plan),
+        )
+
+    def probing(self, sampled: str) -> Probing:
+        probed, steps = self.measured.probe.probed, self._log.steps
+        chosen = recommend(probed, self.plan.dtype, native_bf16=self.card.native_bf16)
+        of = profile_of(self._stage, self.card, chosen.dtype)
+        calls_per_step = -(-len(steps) // max(len(probed.steps), 1))
+        return Probing(
+            model=self._stage.model,
+            architecture=self.card,
+            plan=self.plan,
+            sampled=sampled,
+            probed=probed,
+            timesteps=tuple(step.timestep for step in steps[::calls_per_step]),
+            seconds=self.measured.seconds,
+            healthy_seconds=self.measured.healthy_seconds * len(steps),
+            chosen=chosen,
+            verdicts=tuple(judge(probed, dtype) for dtype in DTYPES),
+            to_apply=_to_apply(self.plan, chosen),
+            profile=replace(of, learned=chosen.learned.to_share) if chosen.learned.everything else None,
+        )
+
+
+def _prepare(executor: Any, *args: Any, **by_name: Any) -> Any:
+    """Hands on the loaded model, then what it needs; text that half precision does not hold is refined in fp32."""
+    model, *more = executor(*args, **by_name)
+    return refining_guarded(model, GuardPolicy(), lambda _: None), *more
+
+
+def _start(patcher: Any, latent: dict[str, Any]) -> torch.Tensor:
+    """What KSampler starts from: an empty latent gets the model's channels, and in a current ComfyUI its size too, by
+    the ratios to pixels and frames that the node that made it left beside it."""
+    fix = sys.modules["comfy.sample"].fix_empty_latent_channels
+    taken = signature(fix).parameters
+    return fix(patcher, latent["samples"], **{name: value for name, value in latent.items() if name in taken})
+
+
+def _lists_of_blocks(network: torch.nn.Module) -> list[str]:
+    """Parts that hold more than single layers: a UNet's input_blocks, Flux's double_blocks."""
+    inside = {name: [*part.children()] for name, part in network.named_children()}
+    return [name for name, layers in inside.items() if any([*layer.children()] for layer in layers)]
+
+
+def _to_apply(plan: Plan, chosen: Verdict) -> str:
+    if chosen.dtype == plan.dtype and not chosen.learned.everything:
+        return ""
+    applied = f"put NaN Guard (MODEL) behind the model, with precision '{chosen.dtype}'"
+    if chosen.dtype == plan.dtype:
+        return f"{applied}; or with scope 'learned', and `profile` wired into its `profile`"
+    return f"{applied}; or keep {plan.dtype}, and have it compute the steps that fail in fp32"

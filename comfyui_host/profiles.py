@@ -1,0 +1,48 @@
+"""The profile of one of ComfyUI's own models: what runs under its guard taught, kept for later ones."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from ..pipelines.run.lessons import KeptProfile
+from ..pipelines.run.profiles import Profile
+from ..precision.arch import Architecture
+from ..precision.policy import Component
+from ..trust.text import shown
+from . import host
+from .stage import Stage
+
+_VALUES = 16  # of each weight
+
+
+def profile_of(stage: Stage, architecture: Architecture, dtype: str) -> Profile:
+    """Of which nothing is known yet."""
+    full = {"torch": torch.__version__, "comfyui": host.version() or "none"}
+    versions = {package: ".".join(version.split(".")[:2]) for package, version in full.items()}
+    name = stage.model if stage.component is Component.DENOISER else f"{stage.model}, {stage.component.words}"
+    return Profile(shown(name, 300), _fingerprint(stage), (), architecture.name, dtype, versions)
+
+
+def kept_profile(of: Profile, given: Profile | None) -> KeptProfile:
+    """Among those that ComfyUI's user folder holds."""
+    return KeptProfile(of, host.profiles_directory(), given)
+
+
+def _fingerprint(stage: Stage) -> str:
+    """Of the structure, and of a few values of each weight: not of quantised ones, nor of those that LoRAs change,
+    which are what they were or not, as there is room. So a model with LoRAs is another one than without."""
+    digest = hashlib.sha256(stage.component.value.encode())
+    sampled: dict[torch.device, dict[str, torch.Tensor]] = {}
+    for name, weight in stage.network.named_parameters():
+        digest.update(f"{name} {tuple(weight.shape)} {name in stage.patched};".encode())
+        if type(weight.data) is torch.Tensor and not weight.is_meta and name not in stage.patched:
+            sampled.setdefault(weight.device, {})[name] = weight.detach().flatten()[:_VALUES].float()
+    values: dict[str, bytes] = {}
+    for here in sampled.values():
+        parts = torch.cat([*here.values()]).cpu().split([*map(len, here.values())])
+        values |= {name: part.numpy().tobytes() for name, part in zip(here, parts, strict=True)}
+    for name in sorted(values):
+        digest.update(values[name])
+    return digest.hexdigest()[:32]

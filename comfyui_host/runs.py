@@ -1,0 +1,204 @@
+"""One run of ComfyUI's own MODEL or VAE under the guard: a guard for each executor, and one report for all of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, MutableMapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from ..pipelines.run.lessons import KeptProfile
+from ..pipelines.run.profiles import Profile
+from ..precision.accumulation import accumulation, decide
+from ..precision.arch import detect, present
+from ..precision.clips import Clips
+from ..precision.dtypes import DTYPES, dtype_name
+from ..precision.findings import Anatomy
+from ..precision.guard import GuardPolicy, OnFailure, Scope, StageGuard
+from ..precision.half_products import HalfProducts, run_with_half_products
+from ..precision.islands import Attempt
+from ..precision.learned import NOTHING, Learned
+from ..precision.learning import Learner
+from ..precision.policy import Component, Precision
+from ..precision.report import RunReport, StepRecord, together
+from ..precision.upcast import RerunUnsupported, run_in_fp32
+from ..precision.wide import CannotWiden
+from . import host
+from .executors import CallLog, PerExecutor
+from .plans import comfy_plan
+from .products import rerun_from
+from .profiles import kept_profile, profile_of
+from .refining import refining_guarded
+from .stage import Stage
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of one guard's node, and what its runs taught, by stage and dtype: its later runs begin with that."""
+
+    policy: GuardPolicy
+    request: Precision | None = None  # None: what ComfyUI chose
+    node_id: str | None = None
+    profile: Profile | None = None  # in place of a kept one
+    learned: MutableMapping[tuple[Component, str], Learned] = field(default_factory=dict)
+
+
+@contextmanager
+def guarded_run(settings: Settings, steps: int = 0) -> Generator[Run]:
+    """A run, whose report is shown on the guard's node at its end.
+
+    steps: of the sampler; 0 where each call counts as one.
+    """
+    run = Run(settings, steps)
+    try:
+        yield run
+    finally:
+        run.end()
+
+
+class Run:
+    """Its calls may come from several threads at the same time. How far a rerun reaches (the policy's scope), each
+    executor decides for itself: what another one does at that moment is chance."""
+
+    def __init__(self, settings: Settings, steps: int):
+        self._settings = settings
+        self._node_id = settings.node_id
+        self._steps = steps
+        self._executors = PerExecutor[_Executor]()
+        self._log = CallLog()
+        self._before: list[str] = []  # what had to be made again before the first call
+
+    def refining(self, model: Any) -> Any:
+        """A loaded BaseModel, whose text refiner is guarded too."""
+        return refining_guarded(model, self._settings.policy, self._refined)
+
+    def _refined(self, line: str) -> None:
+        self._before.append(line)
+        host.say(self._node_id, line)
+
+    def call(self, stage: Stage, *args: Any, **kwargs: Any) -> Any:
+        executor = self._executors.of(stage.network, lambda: _executor(stage, self._settings))
+        try:
+            made = executor(*args, **kwargs)
+        except CannotWiden as error:
+            policy = self._settings.policy
+            scope = Scope.STEP if policy.scope is Scope.LEARNED else policy.scope
+            plain = replace(self._settings, request=None, policy=replace(policy, scope=scope))
+            executor = self._executors.replace(stage.network, _executor(stage, plain))
+            executor.guard.report.note(f"as ComfyUI computes it, since not every layer can be wide: {error}")
+            made = executor(*args, **kwargs)
+        if learned := executor.guard.learned:
+            self._settings.learned[stage.component, executor.guard.dtype] = replace(learned, whole_run_fp32=False)
+        step = self._log.add(executor.guard.report.steps[-1])
+        if step.outcome != "finite":
+            host.say(self._node_id, f"call {step.step + 1}: {_what_happened(step)}")
+        return made
+
+    def end(self) -> None:
+        """Show the report on the node, and write it to the log."""
+        executors, steps = self._executors.all(), [*self._log.steps]
+        if not steps:
+            return
+        for executor in executors:
+            executor.keep()
+        report = together([executor.guard.report for executor in executors], steps)
+        report.calls_per_step = -(-len(steps) // self._steps) if self._steps else 1
+        for line in self._before:
+            report.note(line)
+        notes = dict.fromkeys(_what_happened(step) for step in steps if step.note)
+        if report.reruns and (reference := executors[0].reference):
+            report.note(reference)
+        if any(switch.set_by == "onediff-guard" for switch in report.switches):
+            report.note(f"half-precision accumulation: {report.plan.accumulation} ({report.plan.accumulation_reason})")
+        text = "\n".join((report.summary(), *list(notes)[:1], *report.notes))
+        host.say(self._node_id, text)
+        logger.log(logging.WARNING if notes or self._before or report.failed else logging.INFO, "NaN Guard: %s", text)
+
+
+def _what_happened(step: StepRecord) -> str:
+    action = step.rerun.action if step.rerun else ""
+    return "; ".join(filter(None, (step.note or step.outcome, action)))
+
+
+@dataclass(frozen=True)
+class _Executor:
+    guard: StageGuard
+    switched: Callable[[], Any]  # holds the accumulation switches; bf16 and fp32 need none
+    reference: str  # what a rerun computes from, where that needs a word
+    began: Learned  # with that
+    profile: KeptProfile | None  # None where nothing is learned
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.switched() as self.guard.report.switches:
+            return self.guard(*args, **kwargs)
+
+    def keep(self) -> None:
+        """For later runs, in other processes too."""
+        if self.profile and self.guard.learned and self.guard.learned.to_share != self.began.to_share:
+            self.profile.keep(self.guard.learned)
+
+
+def _executor(stage: Stage, settings: Settings) -> _Executor:
+    architecture, policy = detect(stage.device), settings.policy
+    plan = comfy_plan(stage.component, stage.model, stage.dtype, architecture, settings.request)
+    if plan.half and not plan.guarded:
+        policy = replace(policy, on_failure=OnFailure.OFF)
+    switched: Callable[[], Any] = partial(nullcontext, ())
+    if plan.dtype == "fp16":
+        others = present()
+        decision = decide(architecture, others=others)
+        why = {"accumulation_reason": decision.reason_on(architecture), "accumulation_source": decision.source}
+        plan = replace(plan, accumulation=decision.mode.value, **why)
+        switched = partial(accumulation, architecture, others=others)
+    report = RunReport(stage.model, str(architecture), plan)
+    clips, products = Clips(plan.dtype), HalfProducts(DTYPES[plan.dtype])
+    tf32 = architecture.tf32 and not policy.strict
+
+    def in_half(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return run_with_half_products(stage.in_full, *args, products=products, tf32=tf32, **kwargs)
+        except RerunUnsupported as error:
+            raise CannotWiden(str(error)) from error
+
+    def build(learned: Learned) -> Attempt:
+        wide = plan.dtype == "fp16" and (plan.wide or learned.everything)
+        if not wide and plan.dtype == dtype_name(stage.dtype):
+            attempt = clips.watched(stage.attempt)
+        else:
+            attempt = in_half if plan.half else partial(run_in_fp32, stage.in_full, tf32=tf32)
+        made = Attempt(attempt, attempt, everything=wide)
+        report.wide = made.in_words
+        return made
+
+    learned, profile = NOTHING, None
+    if plan.half and policy.scope is Scope.LEARNED:
+        profile = kept_profile(profile_of(stage, architecture, plan.dtype), settings.profile)
+        learned, notes = _recalled(settings, (stage.component, plan.dtype), profile)
+        for line in notes:
+            report.note(line)
+    learner = Learner(stage.network, plan.dtype, build, Anatomy(everything=True), learned)
+    guard = StageGuard(
+        stage.component.value,
+        learner,
+        rerun=stage.rerun,
+        owner=stage.network,
+        dtype=plan.dtype,
+        policy=policy,
+        report=report,
+        tf32=architecture.tf32,
+        peak_inside=lambda: None if learner.attempt.everything else clips.take(),
+        renew=stage.renew,
+    )
+    return _Executor(guard, switched, rerun_from(stage.network), learned, profile)
+
+
+def _recalled(settings: Settings, key: tuple[Component, str], profile: KeptProfile) -> tuple[Learned, tuple[str, ...]]:
+    """What is known, and lines for the report."""
+    if key in settings.learned:
+        return settings.learned[key], ()
+    settings.learned[key], notes = profile.known()
+    return settings.learned[key], notes

@@ -1,0 +1,115 @@
+"""`onediff-guard compare`: a workflow in several precisions with one seed, in one picture and in numbers."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from ..comparison import report as compare_report
+from ..comparison.frames import as_bytes, compare, difference, read_pngs
+from ..comparison.outcome import Comparison, Failed, Outcome
+from ..comparison.precisions import REFERENCE, SHOWN, Comparable, comparable
+from ..errors import HostError, RunFailedError, WorkflowError
+from ..files import ensure_writable, write_together
+from ..hosts import chosen as hosts
+from ..hosts.result import Progress, RunResult
+from ..scratch import temporary_folder
+from ..workflow.graph import read_json
+from ..workflow.settings import Setting
+from . import answer
+from .progress import ProgressPrinter
+
+DEFAULT_OUTPUT = Path("output") / "compare"
+DEFAULT_PRECISIONS = (REFERENCE, "bf16", "fp16", "fp16 (plain)")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    hosts.add_arguments(parser, output=DEFAULT_OUTPUT, results="picture and numbers")
+    parser.add_argument(
+        "--precisions",
+        type=_precisions,
+        default=DEFAULT_PRECISIONS,
+        metavar="LIST",
+        help=f"with commas between them; {REFERENCE} is the reference, and added (default: "
+        f"{','.join(DEFAULT_PRECISIONS)})",
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the workflow in each precision, write and print how they compare; the exit code."""
+    with answer.errors_told(args.json):
+        comparison = _compare(args)
+        facts = compare_report.facts_of(comparison)
+        files = write_together(args.out, "compare", compare_report.contents(comparison, facts))
+    error = None
+    if comparison.failures:
+        told = "\n".join(f"  {failure.precision}: {failure.error}" for failure in comparison.failures)
+        error = RunFailedError(f"Not every precision ran. The others are in {files[0]}.\n{told}")
+    if not args.json:
+        for line in [*compare_report.table(comparison), *map(str, files)]:
+            print(line)
+    elif error:
+        answer.failed(error, files=files, **facts)
+    else:
+        answer.done(files=files, **facts)
+    if error:
+        raise error
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> Comparison:
+    workflow = read_json(args.workflow)
+    changes = [Setting.parse(change) for change in args.changes]
+    with ProgressPrinter(sys.stderr) as on_progress, hosts.opened(args) as host:
+        subject = comparable(*host.read(workflow), changes, args.precisions)
+        ensure_writable(args.out)
+
+        def run(precision: str) -> tuple[RunResult, np.ndarray]:
+            on_progress(Progress(f"in {precision}:"))
+            with temporary_folder(".compare-", args.out) as folder:
+                graph = subject.in_precision(precision)
+                result = host.run(graph, output_dir=folder, timeout=args.timeout, on_progress=on_progress)
+                return result, _frames(result, subject)
+
+        result, reference = run(REFERENCE)
+        outcomes: list[Outcome | Failed] = [_outcome(REFERENCE, result, reference, reference)]
+        for precision in args.precisions[1:]:
+            try:
+                outcomes.append(_outcome(precision, *run(precision), reference))
+            except (RunFailedError, WorkflowError, HostError) as error:  # noqa: PERF203
+                outcomes.append(Failed(precision, str(error)))
+    return Comparison(args.workflow.name, outcomes, subject.fps)
+
+
+def _outcome(precision: str, result: RunResult, frames: np.ndarray, reference: np.ndarray) -> Outcome:
+    middle = len(reference) // 2
+    return Outcome(
+        precision=precision,
+        stages=result.stages(),
+        total_seconds=result.seconds,
+        likeness=compare(frames, reference),
+        frames=as_bytes(frames),
+        difference=None if frames is reference else difference(frames[middle], reference[middle]),
+        from_files=not result.results,
+    )
+
+
+def _frames(result: RunResult, subject: Comparable) -> np.ndarray:
+    """float32 [frames, height, width, 3]: as the node made them where that was in this process, else from files."""
+    if made := result.results.get(subject.frames.node):
+        return made[subject.frames.slot].float().cpu().numpy()
+    return read_pngs(result.files_of(SHOWN))
+
+
+def _precisions(text: str) -> tuple[str, ...]:
+    """The reference first, each once."""
+    given = [name.strip().strip("\"'") for name in text.split(",") if name.strip()]
+    precisions = tuple(dict.fromkeys((REFERENCE, *given)))
+    if len(precisions) == 1:
+        raise argparse.ArgumentTypeError(
+            f"found {text!r}, expected at least one precision to compare with {REFERENCE}, for example fp16,bf16"
+        )
+    return precisions

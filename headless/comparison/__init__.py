@@ -1,0 +1,1 @@
+"""Runs of one workflow in several precisions, beside each other."""

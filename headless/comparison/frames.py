@@ -1,0 +1,100 @@
+"""Frames of two runs against each other: which are broken, PSNR, largest error, and where it lies.
+
+Frames are float32 [frames, height, width, 3], black 0 to white 1. A frame is broken where it holds NaN or infinity, and
+where it is black all over and the reference's is not: a saved file has black in place of NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ...trust.text import shown
+from ..errors import RunFailedError
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """How near a run's frames are to the reference's."""
+
+    finite: int  # frames without NaN and infinity
+    black: int  # frames that are black all over, where the reference's are not
+    frame_psnr: tuple[float | None, ...]  # dB, infinite where a frame is equal, None where it is broken
+    psnr: float | None  # dB over all frames; None where one of them is broken
+    max_error: float | None  # max |difference|; None where a frame is broken
+
+    @property
+    def broken(self) -> int:
+        return sum(psnr is None for psnr in self.frame_psnr)
+
+
+def compare(frames: np.ndarray, reference: np.ndarray) -> Likeness:
+    """Frames against the reference's.
+
+    Raises:
+        RunFailedError: they have not the same shape.
+    """
+    if frames.shape != reference.shape:
+        raise RunFailedError(f"Its frames have the shape {frames.shape}, the reference's {reference.shape}.")
+    finite = black = 0
+    squares: list[float | None] = []
+    errors: list[float] = []
+    for frame, expected in zip(frames, reference, strict=True):  # one by one: a video in float64 may not fit
+        is_finite = bool(np.isfinite(frame).all())
+        is_black = not frame.any() and bool(expected.any())
+        finite, black = finite + is_finite, black + is_black
+        if not is_finite or is_black or not np.isfinite(expected).all():
+            squares.append(None)
+            continue
+        apart = np.abs(frame.astype(np.float64) - expected)
+        squares.append(float(np.square(apart).mean()))
+        errors.append(float(apart.max()))
+    psnr = tuple(None if square is None else _psnr(square) for square in squares)
+    means = [square for square in squares if square is not None]
+    if None in psnr or not psnr:
+        return Likeness(finite, black, psnr, None, None)
+    return Likeness(finite, black, psnr, _psnr(sum(means) / len(means)), max(errors))
+
+
+def difference(frame: np.ndarray, reference: np.ndarray) -> np.ndarray:
+    """max |difference| over a pixel's channels, [height, width]; NaN where either is not finite."""
+    with np.errstate(invalid="ignore"):  # infinity from infinity
+        apart = np.abs(frame.astype(np.float64) - reference).max(axis=-1)
+    return np.where(np.isfinite(apart), apart, np.nan)
+
+
+def as_bytes(frames: np.ndarray) -> np.ndarray:
+    """Frames as they are shown and saved, uint8: NaN is black, infinity white or black by its sign."""
+    shown = np.nan_to_num(frames, nan=0.0, posinf=1.0, neginf=0.0)
+    return (shown * 255).clip(0, 255).astype(np.uint8)
+
+
+def read_pngs(files: Sequence[Path]) -> np.ndarray:
+    """PNG files of one size as frames.
+
+    Raises:
+        RunFailedError: one cannot be read, or they have not the same size.
+    """
+    from PIL import Image
+
+    frames = []
+    try:
+        for file in files:
+            with Image.open(file, formats=("PNG",)) as picture:
+                frames.append(np.asarray(picture.convert("RGB"), dtype=np.float32) / 255)
+    except Exception as error:  # of damaged files Pillow raises almost anything
+        raise RunFailedError(f"A picture that came of the run cannot be read: {shown(error, 200)}.") from error
+    if len({frame.shape for frame in frames}) != 1:
+        raise RunFailedError(
+            f"Expected pictures of one size, found {len(frames)} of these: {[*map(np.shape, frames)]}."
+        )
+    return np.stack(frames)
+
+
+def _psnr(mean_square: float) -> float:
+    """Peak signal-to-noise ratio in dB; the peak is 1."""
+    return math.inf if mean_square == 0 else -10 * math.log10(mean_square)

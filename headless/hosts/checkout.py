@@ -1,0 +1,265 @@
+"""A ComfyUI checkout, started without a browser for one run and stopped after it.
+
+The checkout stays as it was: port, output, temp and user folders and the database are this run's own, and go when
+it ends. Its models, inputs and custom nodes are used as they are. Where none of its custom nodes is this pack, an
+extra-paths file adds a temporary `custom_nodes` folder with a stub in it that loads the pack from where this code
+runs; a stub rather than a copy or a link, since links need rights on Windows and copies go stale.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...comfyui_host import host
+from ..errors import HostError, RunFailedError, UnknownNodesError, WorkflowError
+from ..scratch import temporary_folder
+from ..server.api import Server
+from ..server.follow import read_for_server, run_on_server
+from ..workflow.graph import Graph
+from ..workflow.schema import Schema
+from ..workflow.settings import Setting
+from . import process
+from .result import ProgressCallback, RunResult, no_progress
+
+logger = logging.getLogger(__name__)
+
+PACK = "comfyui-onediff-guard"
+PACK_ROOT = Path(__file__).resolve().parents[2]
+INTERPRETERS = (
+    ".venv/bin/python",
+    "venv/bin/python",
+    ".venv/Scripts/python.exe",
+    "venv/Scripts/python.exe",
+    "../python_embeded/python.exe",  # the portable build for Windows spells it so
+)
+START_SECONDS = 300.0  # many custom nodes on a slow disk take minutes
+ALIVE_SECONDS = 0.25
+PATIENCE_SECONDS = 10.0  # our own ComfyUI doesn't come back once it is away
+LOG_LINES, LOG_BYTES = 25, 20_000  # of its end, in messages
+OPTIONAL_FLAGS = {"--database-url": "sqlite:///:memory:", "--disable-api-nodes": None, "--disable-auto-launch": None}
+ACCELERATOR_PROBE = (
+    "import torch; "
+    "print(torch.cuda.is_available() or torch.backends.mps.is_available() "
+    "or (hasattr(torch, 'xpu') and torch.xpu.is_available()))"
+)
+STUB = """\
+import importlib.util
+import sys
+
+ROOT = {root!r}
+spec = importlib.util.spec_from_file_location({name!r}, ROOT + "/__init__.py", submodule_search_locations=[ROOT])
+pack = sys.modules[{name!r}] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(pack)
+NODE_CLASS_MAPPINGS = pack.NODE_CLASS_MAPPINGS
+NODE_DISPLAY_NAME_MAPPINGS = pack.NODE_DISPLAY_NAME_MAPPINGS
+"""
+
+
+@dataclass(frozen=True)
+class Running:
+    url: str
+    log: Path
+    input_dir: Path  # that its nodes read from
+
+    def read(self, workflow: Graph | Mapping[str, Any], **options: Any) -> tuple[Graph, dict[str, Schema]]:
+        """As `read_for_server`; errors with the end of the log."""
+        with self._log_told():
+            return read_for_server(workflow, url=self.url, **options)
+
+    def run(self, workflow: Graph | Mapping[str, Any], **options: Any) -> RunResult:
+        """As `run_on_server`; errors with the end of the log."""
+        with self._log_told():
+            return run_on_server(
+                workflow, url=self.url, reads_from=self.input_dir, patience=PATIENCE_SECONDS, **options
+            )
+
+    @contextmanager
+    def _log_told(self) -> Iterator[None]:
+        try:
+            yield
+        except (UnknownNodesError, HostError, RunFailedError) as error:
+            raise type(error)(f"{error}\nThe end of ComfyUI's log:\n{_tail(self.log)}") from error
+
+
+def run_in_checkout(
+    workflow: Graph | Mapping[str, Any],
+    *,
+    checkout: Path,
+    output_dir: Path,
+    models: Sequence[Path] = (),
+    input_dir: Path | None = None,
+    changes: Sequence[Setting] = (),
+    timeout: float | None = None,
+    on_progress: ProgressCallback = no_progress,
+) -> RunResult:
+    """Start the checkout, run a workflow on it, stop it. Arguments and errors as for `run_on_server`.
+
+    Args:
+        checkout: a folder with ComfyUI's main.py.
+        models: more folders to search for models, besides the checkout's own.
+
+    Raises:
+        HostError: it does not start; with the end of its log.
+    """
+    with started(checkout, models=models, input_dir=input_dir) as running:
+        return running.run(workflow, output_dir=output_dir, changes=changes, timeout=timeout, on_progress=on_progress)
+
+
+@contextmanager
+def started(checkout: Path, *, models: Sequence[Path] = (), input_dir: Path | None = None) -> Iterator[Running]:
+    """A ComfyUI on a free port of 127.0.0.1 for as long as the context lasts.
+
+    `COMFYUI_PYTHON` names its interpreter, `COMFYUI_ARGS` further arguments for its main.py. `--cpu` is added where
+    torch finds no accelerator.
+
+    Raises:
+        WorkflowError: no ComfyUI in this folder, or `COMFYUI_PYTHON` names no file.
+        HostError: it ended or did not answer in time.
+    """
+    checkout = checkout.resolve()
+    for needed in ("main.py", "comfy/cli_args.py"):
+        if not (checkout / needed).is_file():
+            raise WorkflowError(f"--comfyui {checkout}: there is no {needed}. Name the folder of a ComfyUI checkout.")
+    python = find_interpreter(checkout)
+    with temporary_folder("onediff-guard-") as folder:
+        log = folder / "comfyui.log"
+        port = _free_port()
+        command = [python, *_arguments(checkout, folder, port, models, input_dir)]
+        if not _has_accelerator(python):
+            command.append("--cpu")
+        logger.info("Starting %s", shlex.join(command))
+        child = process.start(command, cwd=checkout, log=log, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+        try:
+            url = f"http://127.0.0.1:{port}"
+            asyncio.run(_until_up(child, url, log))
+            yield Running(url, log, input_dir or checkout / "input")
+        finally:
+            process.stop_tree(child)
+
+
+def find_interpreter(checkout: Path) -> str:
+    """`COMFYUI_PYTHON`, else the checkout's own virtual environment, else the Python that runs this.
+
+    Raises:
+        WorkflowError: `COMFYUI_PYTHON` names no file.
+    """
+    named = os.environ.get("COMFYUI_PYTHON")
+    if named:
+        if not Path(named).is_file():
+            raise WorkflowError(f"COMFYUI_PYTHON is {named}, and there is no such file.")
+        return named
+    own = (checkout / place for place in INTERPRETERS)
+    return next((str(path) for path in own if path.is_file()), sys.executable)
+
+
+def has_pack(checkout: Path) -> bool:
+    """Whether one of the checkout's enabled custom nodes is this pack."""
+    folder = checkout / "custom_nodes"
+    packs = folder.iterdir() if folder.is_dir() else ()
+    return any(path.is_dir() and not path.name.endswith(".disabled") and _is_pack(path) for path in packs)
+
+
+def _is_pack(folder: Path) -> bool:
+    if folder.resolve() == PACK_ROOT:
+        return True
+    project = folder / "pyproject.toml"
+    text = project.read_text(encoding="utf-8", errors="replace") if project.is_file() else ""
+    return re.search(rf'^name\s*=\s*["\']{PACK}["\']', text, re.MULTILINE | re.IGNORECASE) is not None
+
+
+def _arguments(checkout: Path, folder: Path, port: int, models: Sequence[Path], input_dir: Path | None) -> list[str]:
+    arguments = ["main.py", "--listen", "127.0.0.1", "--port", str(port)]
+    for kind in ("output", "temp", "user"):
+        (folder / kind).mkdir()
+        arguments += [f"--{kind}-directory", str(folder / kind)]
+    if input_dir is not None:
+        arguments += ["--input-directory", str(input_dir.resolve())]
+    paths = {}
+    if not has_pack(checkout):
+        paths["custom_nodes"] = str(_write_stub(folder / "custom_nodes"))
+    for kind in host.MODEL_KINDS if models else ():
+        paths[kind] = "\n".join(str(root.resolve()) for root in host.laid_out(models, kind))
+    if paths:
+        config = folder / "extra_model_paths.yaml"
+        config.write_text(json.dumps({PACK: paths}), encoding="utf-8")  # JSON is YAML
+        arguments += ["--extra-model-paths-config", str(config)]
+    known = (checkout / "comfy" / "cli_args.py").read_text(encoding="utf-8", errors="replace")
+    for flag, value in OPTIONAL_FLAGS.items():
+        if f'"{flag}"' in known:
+            arguments += [flag] if value is None else [flag, value]
+    return arguments + _further_arguments()
+
+
+def _further_arguments() -> list[str]:
+    given = os.environ.get("COMFYUI_ARGS", "")
+    try:
+        return shlex.split(given, posix=os.name != "nt")
+    except ValueError as error:
+        raise WorkflowError(f"COMFYUI_ARGS is {given!r}: {error}. Close its quotes.") from None
+
+
+def _write_stub(custom_nodes: Path) -> Path:
+    stub = custom_nodes / PACK / "__init__.py"
+    stub.parent.mkdir(parents=True)
+    stub.write_text(STUB.format(root=PACK_ROOT.as_posix(), name=PACK.replace("-", "_")), encoding="utf-8")
+    return custom_nodes
+
+
+def _has_accelerator(python: str) -> bool:
+    """Ask the interpreter itself: another environment may have another torch.
+
+    Raises:
+        HostError: it has none that can be imported.
+    """
+    try:
+        asked = subprocess.run([python, "-c", ACCELERATOR_PROBE], capture_output=True, text=True, check=False)
+        reason = (asked.stderr.strip().splitlines() or ["no message"])[-1]
+    except OSError as error:
+        asked, reason = None, error.strerror or str(error)
+    if asked is None or asked.returncode:
+        raise HostError(
+            f"{python} cannot import torch ({reason}), so ComfyUI cannot run with it. "
+            "Set COMFYUI_PYTHON to the interpreter that ComfyUI is installed in."
+        )
+    return asked.stdout.strip().endswith("True")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def _until_up(child: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    async with Server(url) as server:
+        while not await server.alive():
+            if child.poll() is not None:
+                what = f"ended with code {child.returncode}"
+            elif time.monotonic() > deadline:
+                what = f"did not answer within {START_SECONDS:.0f} s"
+            else:
+                await asyncio.sleep(ALIVE_SECONDS)
+                continue
+            raise HostError(f"ComfyUI did not start: it {what}. The end of its log:\n{_tail(log)}")
+
+
+def _tail(log: Path) -> str:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - LOG_BYTES))
+        lines = file.read(LOG_BYTES).decode("utf-8", errors="replace").splitlines()
+    return "\n".join(f"  {line}" for line in lines[-LOG_LINES:]) or "  (empty)"

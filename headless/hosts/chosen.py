@@ -1,0 +1,106 @@
+"""The host that a command's options name, opened once for any number of runs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from ..errors import WorkflowError
+from ..workflow.graph import Graph
+from ..workflow.schema import Schema
+from .result import RunResult
+
+DEFAULT_INPUT = Path("input")
+DEFAULT_MODELS = Path("models")
+MAX_SECONDS = 30 * 24 * 3600  # a timer of the system's takes no more than some 49 days
+
+
+@dataclass(frozen=True)
+class Host:
+    """This process, a running ComfyUI, or a checkout that was started."""
+
+    read: Callable[..., tuple[Graph, dict[str, Schema]]]  # (workflow) -> it, and what its node types take and give
+    run: Callable[..., RunResult]  # as `run_local`: (workflow, output_dir=, changes=, timeout=, on_progress=)
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, output: Path, results: str = "results") -> None:
+    """What every command that runs a workflow takes. `output`: where `results` go unless --out says otherwise."""
+    parser.add_argument("workflow", type=Path, metavar="WORKFLOW.json", help="a workflow, in API or in UI format")
+    parser.add_argument(
+        "--set",
+        dest="changes",
+        action="append",
+        default=[],
+        metavar="NODE.INPUT=VALUE",
+        help="set an input; NODE is an id, or a title or class id that is unique; may be repeated",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=output, metavar="DIR", help=f"{results} (default: {output.as_posix()})"
+    )
+    parser.add_argument(
+        "--models",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="models, laid out as ComfyUI's folder or simply side by side (default: models); may be repeated",
+    )
+    parser.add_argument(
+        "--input",
+        type=Path,
+        metavar="DIR",
+        help="images that LoadImage reads (default: input); with --server, those that the workflow names are uploaded",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    host = parser.add_mutually_exclusive_group()
+    host.add_argument("--server", metavar="URL", help="run on this ComfyUI, for example http://127.0.0.1:8188")
+    host.add_argument("--comfyui", type=Path, metavar="DIR", help="start this ComfyUI checkout, run there, stop it")
+    parser.add_argument(
+        "--timeout",
+        type=_seconds,
+        metavar="S",
+        help="stop after this many seconds; on a server, the upload and the download count too",
+    )
+
+
+@contextmanager
+def opened(args: argparse.Namespace) -> Generator[Host]:
+    """The host that these arguments name; a checkout is stopped at the end.
+
+    Raises:
+        WorkflowError: options that do not go together, or no ComfyUI in the checkout's folder.
+        HostError: the checkout does not start.
+    """
+    if args.server:
+        if args.models:
+            raise WorkflowError("--models has no meaning with --server: the server has its own model folders.")
+        from ..server.follow import read_for_server, run_on_server
+
+        yield Host(
+            partial(read_for_server, url=args.server, timeout=args.timeout),
+            partial(run_on_server, url=args.server, input_dir=args.input),
+        )
+    elif args.comfyui:
+        from .checkout import started
+
+        with started(args.comfyui, models=args.models, input_dir=args.input) as running:
+            yield Host(partial(running.read, timeout=args.timeout), running.run)
+    else:
+        from .local import read_local, run_local
+
+        folders = {"models": args.models or [DEFAULT_MODELS], "input_dir": args.input or DEFAULT_INPUT}
+        yield Host(read_local, partial(run_local, **folders))
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= MAX_SECONDS:  # NaN is neither
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected seconds, above 0 and at most {MAX_SECONDS:,}")
+    return seconds

@@ -1,0 +1,348 @@
+"""The core nodes that a run without ComfyUI knows: a closed list, with ComfyUI's names, inputs and file names.
+
+Anything beyond it is for a real ComfyUI (`--server`, `--comfyui`). Images are tensors [frames, height, width,
+channels], 0 to 1.
+"""
+
+# ruff: noqa: N802 - names and arguments are ComfyUI's
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from io import BytesIO
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ...comfyui_host import host
+from ...trust.paths import Outside
+from ...trust.text import shown
+from ..errors import WorkflowError
+from ..files import PREVIEW_FOLDER, FileEntry, check_prefix, resolve_prefix, write_counted
+from . import image_frames, input_images
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from PIL.Image import Image
+
+logger = logging.getLogger(__name__)
+
+IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
+METADATA = {"prompt": "PROMPT", "extra_pnginfo": "EXTRA_PNGINFO"}  # hidden inputs of everything that saves
+EXIF_MODEL, EXIF_MAKE = 0x0110, 0x010F  # the tags in which ComfyUI keeps prompt and workflow
+
+
+@dataclass(frozen=True)
+class Video:
+    """What travels on a VIDEO wire here."""
+
+    images: torch.Tensor  # [frames, height, width, channels], 0 to 1
+    fps: float
+
+
+def to_uint8(images: torch.Tensor) -> np.ndarray:
+    """Frames as bytes, [frames, height, width, channels]; NaN becomes black, infinity white or black by its sign."""
+    import torch
+
+    frames = images.detach().float().cpu()
+    broken = int((~torch.isfinite(frames)).flatten(1).any(1).sum())
+    if broken:
+        logger.warning("%d of %d frames hold NaN or infinity; NaN is written as black.", broken, len(frames))
+    return frames.nan_to_num(nan=0.0, posinf=1.0, neginf=0.0).mul(255).clamp(0, 255).to(torch.uint8).numpy()
+
+
+class LoadImage:
+    CATEGORY = "image"
+    DESCRIPTION = "Load an image from the input folder."
+    RETURN_TYPES = ("IMAGE", "MASK")
+    FUNCTION = "load_image"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        folder = host.input_directory()
+        paths = folder.iterdir() if folder.is_dir() else ()
+        names = sorted(path.name for path in paths if path.suffix.lower() in IMAGE_SUFFIXES)
+        return {"required": {"image": (names, {"image_upload": True})}}
+
+    @classmethod
+    def VALIDATE_INPUTS(cls, image: object) -> bool | str:
+        if image is None:  # linked: looked at when it is there
+            return True
+        if not isinstance(image, str):
+            return f"found {shown(image)}, expected the name of an image"
+        try:
+            input_images.read(_input_image(image))
+        except WorkflowError as fault:
+            return str(fault)
+        return True
+
+    def load_image(self, image: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """IMAGE [frames, height, width, 3] and MASK [frames, height, width], 1 where transparent."""
+        import torch
+
+        pictures: list[torch.Tensor] = []
+        masks: list[torch.Tensor] = []
+        for frame in image_frames.frames(input_images.read(_input_image(image))):
+            rgba = torch.from_numpy(frame.rgba)
+            if pictures and rgba.shape[:2] != pictures[0].shape[:2]:
+                continue
+            pictures.append(rgba[..., :3])
+            masks.append(1 - rgba[..., 3] if frame.has_transparency else torch.zeros(64, 64))
+        same = [mask for mask in masks if mask.shape == masks[0].shape]
+        return torch.stack(pictures), torch.stack(same)
+
+
+class SaveImage:
+    CATEGORY = "image"
+    DESCRIPTION = "Save images as PNG files in the output folder."
+    RETURN_TYPES = ()
+    FUNCTION = "save_images"
+    OUTPUT_NODE = True
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {
+            "required": {"images": ("IMAGE",), "filename_prefix": ("STRING", {"default": "ComfyUI"})},
+            "hidden": METADATA,
+        }
+
+    @classmethod
+    def VALIDATE_INPUTS(cls, filename_prefix: str | None = None) -> bool | str:
+        return _prefix_fault(filename_prefix)
+
+    def save_images(
+        self,
+        images: torch.Tensor,
+        filename_prefix: str = "ComfyUI",
+        prompt: Any = None,
+        extra_pnginfo: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        return _save_pngs(images, filename_prefix, "output", _metadata(prompt, extra_pnginfo))
+
+
+class PreviewImage:
+    CATEGORY = "image"
+    DESCRIPTION = f"Save images as PNG files in the output folder's {PREVIEW_FOLDER} folder."
+    RETURN_TYPES = ()
+    FUNCTION = "save_images"
+    OUTPUT_NODE = True
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {"required": {"images": ("IMAGE",)}, "hidden": METADATA}
+
+    def save_images(
+        self, images: torch.Tensor, prompt: Any = None, extra_pnginfo: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        return _save_pngs(images, "ComfyUI_temp", "temp", _metadata(prompt, extra_pnginfo))
+
+
+class SaveAnimatedWEBP:
+    CATEGORY = "image/animation"
+    DESCRIPTION = "Save frames as one animated WEBP in the output folder."
+    RETURN_TYPES = ()
+    FUNCTION = "save_images"
+    OUTPUT_NODE = True
+    METHODS: ClassVar = {"default": 4, "fastest": 0, "slowest": 6}
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {
+            "required": {
+                "images": ("IMAGE",),
+                "filename_prefix": ("STRING", {"default": "ComfyUI"}),
+                "fps": ("FLOAT", {"default": 6.0, "min": 0.01, "max": 1000.0, "step": 0.01}),
+                "lossless": ("BOOLEAN", {"default": True}),
+                "quality": ("INT", {"default": 80, "min": 0, "max": 100}),
+                "method": (list(cls.METHODS),),
+            },
+            "hidden": METADATA,
+        }
+
+    @classmethod
+    def VALIDATE_INPUTS(cls, filename_prefix: str | None = None) -> bool | str:
+        return _prefix_fault(filename_prefix)
+
+    def save_images(
+        self,
+        images: torch.Tensor,
+        filename_prefix: str,
+        fps: float,
+        lossless: bool,
+        quality: int,
+        method: str,
+        prompt: Any = None,
+        extra_pnginfo: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        frames = _pictures(images)
+        exif = frames[0].getexif()
+        metadata = _metadata(prompt, extra_pnginfo)
+        tags = count(EXIF_MAKE, -1)
+        for key, text in metadata.items():
+            exif[EXIF_MODEL if key == "prompt" else next(tags)] = f"{key}:{text}"
+        data = BytesIO()
+        frames[0].save(
+            data,
+            "WEBP",
+            save_all=True,
+            append_images=frames[1:],
+            duration=int(1000.0 / fps),
+            lossless=lossless,
+            quality=quality,
+            method=self.METHODS[method],
+            exif=exif,
+        )
+        entry = _write("output", filename_prefix, images, ".webp", data.getvalue())
+        return {"ui": {"images": [entry], "animated": (len(frames) != 1,)}}
+
+
+class CreateVideo:
+    CATEGORY = "image/video"
+    DESCRIPTION = "Make a video of images."
+    RETURN_TYPES = ("VIDEO",)
+    FUNCTION = "create"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {
+            "required": {
+                "images": ("IMAGE",),
+                "fps": ("FLOAT", {"default": 30.0, "min": 1.0, "max": 120.0, "step": 1.0}),
+            },
+            "optional": {
+                "audio": ("AUDIO",),  # no node here makes one; named so that links to it are understood
+                "bit_depth": ("INT", {"min": 8, "max": 8, "forceInput": True}),  # since 2026, no widget of its own here
+            },
+        }
+
+    def create(self, images: torch.Tensor, fps: float, **_bit_depth: int) -> tuple[Video]:
+        return (Video(images, fps),)
+
+
+class SaveVideo:
+    CATEGORY = "image/video"
+    DESCRIPTION = "Save a video as H.264 MP4 in the output folder."
+    RETURN_TYPES = ()
+    FUNCTION = "save_video"
+    OUTPUT_NODE = True
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {
+            "required": {
+                "video": ("VIDEO",),
+                "filename_prefix": ("STRING", {"default": "video/ComfyUI"}),
+                "format": (["auto", "mp4"], {"default": "auto"}),
+            },
+            "optional": {
+                "codec": (["auto", "h264"], {"default": "auto"}),
+                "format.codec": (["auto", "h264"], {"forceInput": True}),  # so since 2026, no widget of its own here
+                "format.codec.encoding": (["auto"], {"forceInput": True}),
+            },
+            "hidden": METADATA,
+        }
+
+    @classmethod
+    def VALIDATE_INPUTS(cls, filename_prefix: str | None = None) -> bool | str:
+        return _prefix_fault(filename_prefix)
+
+    def save_video(
+        self,
+        video: Video,
+        filename_prefix: str,
+        prompt: Any = None,
+        extra_pnginfo: Mapping[str, Any] | None = None,
+        **_always_h264_in_mp4: str,
+    ) -> dict[str, Any]:
+        data = encode_mp4(to_uint8(video.images), video.fps, _metadata(prompt, extra_pnginfo))
+        entry = _write("output", filename_prefix, video.images, ".mp4", data)
+        return {"ui": {"images": [entry], "animated": (True,)}}
+
+
+def encode_mp4(frames: np.ndarray, fps: float, metadata: Mapping[str, str] | None = None) -> bytes:
+    """Frames [frames, height, width, channels] in bytes as an H.264 MP4; an odd side grows by its last pixel."""
+    import av
+    import numpy as np
+
+    rgb = np.repeat(frames, 3, axis=3) if frames.shape[3] == 1 else frames[..., :3]
+    height, width = rgb.shape[1:3]
+    rgb = np.pad(rgb, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
+    data = BytesIO()
+    with av.open(data, "w", format="mp4", options={"movflags": "use_metadata_tags"}) as container:
+        container.metadata.update(metadata or {})
+        stream = container.add_stream("libx264", rate=Fraction(round(fps * 1000), 1000))
+        stream.height, stream.width = rgb.shape[1:3]
+        stream.pix_fmt = "yuv420p"
+        for frame in rgb:
+            picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")
+            container.mux(stream.encode(picture))
+        container.mux(stream.encode(None))
+    return data.getvalue()
+
+
+def _pictures(images: torch.Tensor) -> list[Image]:
+    from PIL import Image
+
+    frames = to_uint8(images)
+    return [Image.fromarray(frame.squeeze(-1) if frame.shape[-1] == 1 else frame) for frame in frames]
+
+
+def _save_pngs(images: torch.Tensor, prefix: str, kind: str, metadata: Mapping[str, str]) -> dict[str, Any]:
+    from PIL.PngImagePlugin import PngInfo
+
+    info = PngInfo()
+    for key, text in metadata.items():
+        info.add_text(key, text)
+    entries = []
+    for number, picture in enumerate(_pictures(images)):
+        data = BytesIO()
+        picture.save(data, "PNG", pnginfo=info, compress_level=4)
+        numbered = prefix.replace("%batch_num%", str(number))
+        entries.append(_write(kind, numbered, images, ".png", data.getvalue()))
+    return {"ui": {"images": entries}}
+
+
+def _write(kind: str, prefix: str, images: torch.Tensor, suffix: str, data: bytes) -> dict[str, str]:
+    root = host.output_directory()
+    root = root / PREVIEW_FOLDER if kind == "temp" else root
+    place = resolve_prefix(root, prefix, width=images.shape[2], height=images.shape[1])
+    path = write_counted(place.folder, place.stem, suffix, data)
+    return vars(FileEntry(path.name, place.subfolder, kind)).copy()
+
+
+def _metadata(prompt: Any, extra_pnginfo: Mapping[str, Any] | None) -> dict[str, str]:
+    """Prompt and workflow as JSON texts, so that the file can be dragged into ComfyUI."""
+    texts = {} if prompt is None else {"prompt": json.dumps(prompt)}
+    return texts | {key: json.dumps(value) for key, value in (extra_pnginfo or {}).items()}
+
+
+def _input_image(name: str) -> Path:
+    image, kind = input_images.folder_of(name)
+    root = host.output_directory()
+    folder = {"input": host.input_directory(), "output": root, "temp": root / PREVIEW_FOLDER}[kind].resolve()
+    try:
+        path = input_images.find(folder, image)
+    except Outside as fault:
+        raise WorkflowError(f"{fault}: images are read from the {kind} folder {folder} only") from None
+    if path is None:
+        advice = "; choose the folder with --input" if kind == "input" else ""
+        raise WorkflowError(f"there is no image '{shown(image)}' in the {kind} folder {folder}{advice}")
+    return path
+
+
+def _prefix_fault(prefix: str | None) -> bool | str:
+    try:
+        check_prefix(prefix or "")
+    except WorkflowError as error:
+        return str(error)
+    return True
+
+
+NODE_CLASS_MAPPINGS: dict[str, type] = {
+    node.__name__: node for node in (LoadImage, SaveImage, PreviewImage, CreateVideo, SaveVideo, SaveAnimatedWEBP)
+}

@@ -1,0 +1,67 @@
+"""What a headless run gives back, whichever host it ran on, and how it tells about its progress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import RunFailedError
+from ..files import file_entries
+
+MAX_LINE = 2000  # characters of a stage's summary
+
+
+@dataclass(frozen=True)
+class RunResult:
+    outputs: dict[str, dict[str, Any]]  # node id -> its `ui` dictionary, as in ComfyUI's history
+    results: dict[str, tuple[Any, ...]] = field(repr=False)  # node id -> its outputs; empty for a server's run
+    files: list[Path]  # what was written, in the order of the nodes
+    seconds: float  # from submission to the last file
+
+    def summaries(self) -> list[str]:
+        """One line for each guarded stage, as this pack's nodes put them."""
+        lines = [line for ui in self.outputs.values() if "onediff_guard" in ui for line in _listed(ui, "text")]
+        return [line[:MAX_LINE] for line in lines if isinstance(line, str)]
+
+    def stages(self) -> list[dict[str, Any]]:
+        """The reports of all guarded stages, in the order of the nodes. Raises RunFailedError: a server tells of
+        stages that no node of this pack can have had."""
+        reports = [report for ui in self.outputs.values() for report in _listed(ui, "onediff_guard")]
+        return [_checked(report) for report in reports if isinstance(report, dict) and "steps" in report]
+
+    def files_of(self, node: str) -> list[Path]:
+        """What one node wrote."""
+        writers = [writer for writer, ui in self.outputs.items() for entry in file_entries(ui) if entry.type != "input"]
+        return [file for writer, file in zip(writers, self.files, strict=True) if writer == node]
+
+
+def _listed(ui: Mapping[str, Any], key: str) -> Sequence[Any]:
+    found = ui.get(key)
+    return found if isinstance(found, (list, tuple)) else ()
+
+
+def _checked(report: dict[str, Any]) -> dict[str, Any]:
+    from ...trust import foreign
+    from .reports import StageReport
+
+    try:
+        foreign.fitting(StageReport, report)
+    except foreign.Unreadable as error:
+        raise RunFailedError(f"The report of a stage is not what this pack's nodes write: {error}.") from None
+    return report
+
+
+@dataclass(frozen=True)
+class Progress:
+    node: str  # label of the node that runs
+    value: float | None = None  # steps done, where the node counts any
+    maximum: float | None = None
+
+
+ProgressCallback = Callable[[Progress], None]
+
+
+def no_progress(progress: Progress) -> None:
+    """Tell nobody."""

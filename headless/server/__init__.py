@@ -1,0 +1,1 @@
+"""A running ComfyUI, over HTTP and its websocket."""

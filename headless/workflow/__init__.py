@@ -1,0 +1,1 @@
+"""A workflow as data: read, checked, and what is set in it."""

@@ -1,0 +1,122 @@
+"""`--set NODE.INPUT=VALUE`: one input of a workflow given another value from the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import JsonValue
+
+from ...trust.foreign import Unreadable, fitting, parse
+from ...trust.text import listed, shown
+from ..errors import NodeNotFoundError, WorkflowError
+from .graph import Graph, Link, Node, from_json
+from .schema import NOTHING, InputSpec, Schema, walk
+
+JSON: Any = JsonValue
+
+
+MAX_PARTS = 10  # of an input's name
+
+
+@dataclass(frozen=True)
+class Setting:
+    node: str  # id, or a title or class id that is unique
+    input: str  # or the end of its name, if that has dots; the rest is with the node's
+    text: str  # the value as it was typed
+
+    @classmethod
+    def parse(cls, argument: str) -> Setting:
+        """Read `NODE.INPUT=VALUE`. Both names may hold dots.
+
+        Raises:
+            WorkflowError: it has another form, or bytes that are no text.
+        """
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise WorkflowError(f"--set {shown(argument)}: expected UTF-8, found bytes that are none.") from None
+        target, equals, text = argument.partition("=")
+        node, dot, name = target.rpartition(".")
+        if not (equals and dot and node and name):
+            raise WorkflowError(f"--set {shown(argument)}: expected NODE.INPUT=VALUE, for example --set 4.steps=20.")
+        return cls(node.strip(), name.strip(), text)
+
+    def found_in(self, graph: Graph, schemas: Mapping[str, Schema]) -> tuple[Node, InputSpec]:
+        """The node and the input that are meant.
+
+        Raises:
+            WorkflowError: no such node, or it has no such input.
+        """
+        errors: list[tuple[int, WorkflowError]] = []
+        node_name, name, dot = self.node, self.input, "."
+        for _ in range(MAX_PARTS):
+            try:
+                node = graph.find(node_name)
+                specs = schemas[node.class_type].inputs_with(node.inputs)
+                if name in specs:
+                    return node, specs[name]
+                errors.append((2, self._no_input(node, name, specs)))
+            except WorkflowError as error:
+                errors.append((0 if isinstance(error, NodeNotFoundError) else 1, error))
+            node_name, dot, part = node_name.rpartition(".")
+            if not dot:
+                break
+            name = f"{part}.{name}"
+        raise max(errors, key=lambda each: each[0])[1]
+
+    def _no_input(self, node: Node, name: str, specs: Mapping[str, InputSpec]) -> WorkflowError:
+        return WorkflowError(
+            f"--set {shown(f'{self.node}.{self.input}')}: {node.label} has no input '{shown(name)}'. "
+            f"Its inputs: {listed(specs, most=50) or 'none'}."
+        )
+
+    def depth_in(self, graph: Graph, schemas: Mapping[str, Schema]) -> int:
+        """How many inputs bring this one along; many, where another setting has to do so first."""
+        try:
+            return self.found_in(graph, schemas)[1].name.count(".")
+        except WorkflowError:
+            return MAX_PARTS
+
+
+def apply(graph: Graph, settings: Iterable[Setting], schemas: Mapping[str, Schema]) -> Graph:
+    """The graph with these inputs changed. Later settings win, but what brings an input along comes before that.
+
+    Raises:
+        WorkflowError: no such node, or it has no such input.
+    """
+    for setting in sorted(settings, key=lambda each: each.depth_in(graph, schemas)):
+        node, spec = setting.found_in(graph, schemas)
+        value = _value(setting.text, spec)
+        changed = {**node.inputs, spec.name: value}
+        if spec.brings and value != node.inputs.get(spec.name):
+            changed = _brought(changed, spec, schemas[node.class_type])
+        graph = graph.with_node(replace(node, inputs=changed))
+    return graph
+
+
+def _brought(values: Mapping[str, Any], spec: InputSpec, schema: Schema) -> dict[str, Any]:
+    """As on the page: what comes with another option begins with its defaults; links stay where they fit."""
+    prefix = f"{spec.name}."
+    left = {name: value for name, value in values.items() if not name.startswith(prefix)}
+
+    def value(each: InputSpec) -> Any:
+        if each.name.startswith(prefix) and each.default is not NOTHING:
+            left[each.name] = each.default
+        return left.get(each.name)
+
+    specs = {each.name for each in walk(schema.inputs.values(), value)}
+    links = {name: old for name, old in values.items() if isinstance(old, Link) and name in specs}
+    return left | links
+
+
+def _value(text: str, spec: InputSpec) -> object:
+    """The text read as JSON where it is JSON, else itself. A prompt of `1e3` or `[1, 2]` stays text."""
+    try:
+        value = fitting(JSON, parse(text))
+    except Unreadable:
+        return text
+    if spec.type == "STRING" and spec.widget and not isinstance(value, str):
+        return text
+    return from_json(value)

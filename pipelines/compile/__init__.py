@@ -1,0 +1,1 @@
+"""Compilation through OneDiff: its backends, a block of a model, and compiled code that is kept."""

@@ -1,0 +1,310 @@
+"""Compiling a denoiser through OneDiff, block by block. The one file that imports onediff.
+
+The blocks are compiled in a shell of the denoiser: the original stays as it was, so that an fp32 rerun calls it
+without compiling anything. Block by block, because identical blocks share one compiled graph.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import logging
+import os
+import shutil
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...precision.accumulation import NEXFORT_OPTION, NEXFORT_SWITCH, allowed
+from ...precision.arch import Architecture
+from ...precision.attention import KERNELS, Attended
+from ...precision.shells import Make, replaced, structural_copy
+from ..errors import BackendUnavailable
+from .block import EAGER, Compiler, Compiling, Run
+
+logger = logging.getLogger(__name__)
+
+_COMPILING = "_onediff_guard_compiling"
+ONEDIFF_BUILDS = "OneDiff needs OneFlow's special builds from OneFlow's own package index, not PyPI's"
+NEEDS = {  # to be had at all, beside what is missing here
+    "oneflow": "It needs Linux, an NVIDIA card, Python 3.11 or older and OneFlow's special builds, made for CUDA 11.8 "
+    "to 12.2 in 2024; they are not known to work in any ComfyUI that this pack supports",
+    "nexfort": "It needs an NVIDIA card, Python 3.11 or older and PyTorch 2.3 to 2.5.1, and this pack needs 2.6 "
+    "(ComfyUI since 0.32: 2.7); no ComfyUI that this pack supports can have it",
+}
+
+
+@dataclass(frozen=True)
+class BackendChoice:
+    """The backend that compiles, and why this one."""
+
+    name: str  # "oneflow", "nexfort", "inductor" or "eager"
+    reason: str
+    automatic: bool = False  # chosen by 'auto': where it fails, the next one is tried
+
+
+MODES = ("default", "max-autotune-no-cudagraphs")  # inductor's. CUDA graphs would reuse what a block put out
+MEASURED = "measured"
+ATTENTIONS = ("", MEASURED, *KERNELS)
+
+
+def uses_torch_attention(backend: str) -> bool:
+    return backend in ("inductor", "eager")
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """How blocks are compiled, whatever the backend calls it.
+
+    dynamic: True: one graph for sizes of any kind. False: one for each size. None: the backend's own way; inductor's
+        is a graph for the first size, and one for all others.
+    mode: one of MODES; inductor alone.
+    fullgraph: what cannot be in one graph is an error, whoever chose the backend; inductor alone.
+    attention: one of ATTENTIONS; "": PyTorch's own choice. For backends that use PyTorch's attention, and for 'eager'.
+    """
+
+    dynamic: bool | None = None
+    mode: str = MODES[0]
+    fullgraph: bool = False
+    attention: str = ""
+
+    def given_to(self, backend: str, *, graph_file: Path | None = None) -> Any:
+        """As OneDiff's backend takes them.
+
+        graph_file: where OneFlow keeps a block's graph: read where it is there, else written after the first call.
+
+        OneDiff writes a variable of OneFlow's for each option that is given, so none is given for accumulation: what
+        stands while a stage runs is the user's, or the plan's. nexfort is told what stands.
+        """
+        if backend == "inductor":
+            return {"dynamic": self.dynamic, "mode": self.mode, "fullgraph": self.fullgraph}
+        if backend == "nexfort":
+            dynamic = {} if self.dynamic is None else {"dynamic": self.dynamic}
+            return {"options": {NEXFORT_OPTION: allowed(NEXFORT_SWITCH)}, **dynamic}
+        from onediff.infer_compiler import OneflowCompileOptions
+
+        options: dict[str, Any] = {} if self.dynamic is None else {"dynamic": self.dynamic}
+        if graph_file:
+            options["graph_file"] = str(graph_file)
+        return OneflowCompileOptions(**options)
+
+    def in_words(self, backend: str) -> str:
+        """What differs from the default, and what the backend does not take; "" where neither does."""
+        attention = f"attention: {self.attention}" if self.attention in KERNELS else ""
+        if attention and not uses_torch_attention(backend):
+            attention = f"{attention}: not used, {backend} has its own"
+        if backend == "eager":
+            return attention
+        sizes = {None: "", True: "one graph for all sizes", False: "a graph for each size"}[self.dynamic]
+        others = [f"mode {self.mode}" if self.mode != MODES[0] else "", "fullgraph" if self.fullgraph else ""]
+        said = ", ".join(filter(None, others))
+        if said and backend != "inductor":
+            said = f"{said}: not used, inductor's alone"
+        return ", ".join(filter(None, [sizes, said, attention]))
+
+
+def choose_backend(request: str, device: torch.device) -> BackendChoice:
+    """Resolve 'auto' to the first backend that works here; check one that was asked for.
+
+    Raises BackendUnavailable where the one asked for does not work, saying what is missing.
+    """
+    if request == "eager":
+        return BackendChoice("eager", "asked for: not compiled")
+    if request in _PROBES:
+        if missing := _PROBES[request](device):
+            raise BackendUnavailable(f"Backend '{request}' does not work here: {missing}. Choose 'auto' or 'eager'.")
+        return BackendChoice(request, "asked for")
+    missing_by_name = {}
+    for name, probe in _PROBES.items():
+        missing = probe(device)
+        if not missing:
+            return BackendChoice(name, f"auto: {_list(missing_by_name) or 'first choice'}", automatic=True)
+        missing_by_name[name] = missing
+    choice = BackendChoice("eager", f"auto: {_list(missing_by_name)}", automatic=True)
+    logger.warning("not compiling: %s", choice.reason)
+    return choice
+
+
+def backend_states(device: torch.device) -> dict[str, str | None]:
+    """{backend: what it lacks here, None where it lacks nothing}, in the order in which 'auto' tries them."""
+    return {name: probe(device) for name, probe in _PROBES.items()}
+
+
+def for_dtype(choice: BackendChoice, architecture: Architecture, dtype: str) -> BackendChoice:
+    """The backend for a plan's dtype: no compiler makes bf16 code for a device that only emulates it.
+
+    Raises BackendUnavailable where a compiler was asked for by name.
+    """
+    if dtype != "bf16" or architecture.native_bf16 or choice.name == "eager":
+        return choice
+    missing = f"{choice.name} cannot compile bf16 for {architecture}, which has none in hardware"
+    if choice.automatic:
+        return BackendChoice("eager", f"auto: {missing}", automatic=True)
+    raise BackendUnavailable(f"{missing}. Choose precision 'auto' or 'fp16', or backend 'eager'.")
+
+
+def compiled(
+    denoiser: torch.nn.Module,
+    parts: tuple[str, ...],
+    choice: BackendChoice,
+    how: CompileOptions | None = None,
+    *,
+    device: torch.device | None = None,
+    graphs: Path | None = None,
+) -> torch.nn.Module:
+    """A shell of the denoiser in which the named parts are compiled, a list block by block; the denoiser itself for
+    'eager'.
+
+    device: that it runs on, if not the CPU: other backends are tried there where one that 'auto' chose fails.
+    graphs: a folder for OneFlow's graphs, one for each block.
+    Raises what a backend raises that was asked for by name.
+    """
+    if choice.name == EAGER:
+        return denoiser
+    shared = Compiling(_compilers(choice, how or CompileOptions(), device or torch.device("cpu"), graphs))
+    shell = replaced(denoiser, dict.fromkeys(parts, _each(shared.in_place_of)))
+    logger.info("compiling %s of %s with %s", ", ".join(parts), type(denoiser).__name__, choice.name)
+    shared.compile()
+    shell.__dict__[_COMPILING] = shared
+    return shell
+
+
+def came_to(shell: torch.nn.Module, choice: BackendChoice) -> BackendChoice:
+    """The backend that runs the blocks by now: another than the choice where that has failed."""
+    shared = shell.__dict__.get(_COMPILING)
+    if shared is None or not shared.given_up:
+        return choice
+    return BackendChoice(shared.backend, f"auto: {'; '.join(shared.given_up)}", automatic=True)
+
+
+def _compilers(
+    choice: BackendChoice, how: CompileOptions, device: torch.device, graphs: Path | None
+) -> Iterator[Compiler]:
+    """The choice, and where 'auto' made it, all that follow. What works with an offload, those after it do too."""
+
+    def of(name: str) -> Compiler:
+        kernel = how.attention if how.attention in KERNELS and uses_torch_attention(name) else ""
+
+        def compile_block(block: torch.nn.Module, number: int) -> Run:
+            run = Attended(block, kernel) if kernel else block
+            return run if name == EAGER else _compile(run, name, how, graphs and graphs / f"block-{number}")
+
+        return Compiler(name, compile_block, choice.automatic and not (how.fullgraph and name == "inductor"))
+
+    yield of(choice.name)
+    if choice.automatic:
+        names = [*_PROBES]
+        following = names[names.index(choice.name) + 1 :] if choice.name in names else []
+        yield from (of(name) for name in following if not _PROBES[name](device))
+        yield of(EAGER)
+
+
+def _compile(block: torch.nn.Module, backend: str, how: CompileOptions, graph_file: Path | None) -> Run:
+    import onediff.infer_compiler
+
+    if backend == "inductor":
+        _register_inductor()
+    if backend in ("oneflow", "nexfort"):
+        block = _apart(block)
+    return onediff.infer_compiler.compile(block, backend=backend, options=how.given_to(backend, graph_file=graph_file))
+
+
+def _apart(block: torch.nn.Module) -> torch.nn.Module:
+    """A copy that shares the weights: OneDiff leaves hooks and attributes on what it is given."""
+    shell = structural_copy(block)
+    for part in shell.modules():
+        hooks = {name: copy.copy(value) for name, value in vars(part).items() if name.endswith("_hooks")}
+        part.__dict__.update(hooks)
+    return shell
+
+
+def _each(make: Make) -> Make:
+    """For each block of a list, or for a part that is none."""
+    return lambda part: torch.nn.ModuleList(map(make, part)) if isinstance(part, torch.nn.ModuleList) else make(part)
+
+
+def _register_inductor() -> None:
+    """Make `onediff.infer_compiler.compile(backend="inductor")` work. Looked up first: the pack can be imported twice.
+
+    The compiled module is returned as torch.compile makes it, without OneDiff's own wrapper. How many sizes it compiles
+    for is limited in block.py.
+    """
+    from onediff.infer_compiler.backends import registry
+
+    if "inductor" in registry._BACKENDS:
+        return
+
+    @registry.register_backend("inductor")
+    def inductor(torch_module: torch.nn.Module, *, options: dict[str, Any] | None = None) -> Any:
+        original = getattr(torch_module, "_torch_module", torch_module)
+        return torch.compile(original, backend="inductor", **(options or {}))
+
+
+def _oneflow_missing(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"OneFlow runs on CUDA devices, not on {device.type}"
+    if importlib.util.find_spec("oneflow") is None:
+        return f"OneFlow is not installed ({ONEDIFF_BUILDS})"
+    try:
+        importlib.import_module("oneflow.framework.args_tree")
+    except Exception as error:  # noqa: BLE001 - PyPI's placeholder raises RuntimeError on import, old builds lack the module
+        return f"this OneFlow cannot be used ({_first_line(error)}; {ONEDIFF_BUILDS})"
+    return None
+
+
+def _nexfort_missing(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"nexfort runs on CUDA devices, not on {device.type}"
+    if importlib.util.find_spec("nexfort") is None:
+        return "nexfort is not installed (Python ≤ 3.11 and torch 2.3 to 2.5.1 only)"
+    try:
+        importlib.import_module("nexfort.compilers")
+    except Exception as error:  # noqa: BLE001 - a closed-source extension built for one torch
+        return f"nexfort does not load with torch {torch.__version__} ({_first_line(error)})"
+    return None
+
+
+def _inductor_missing(device: torch.device) -> str | None:
+    if device.type == "mps":
+        return "inductor is not used on mps"
+    if importlib.util.find_spec("onediff") is None:
+        return "onediff is not installed (pip install onediff==1.2.0)"
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        return "inductor needs Triton, which is not installed (on Windows: pip install triton-windows)"
+    if not find_c_compiler():
+        return "inductor needs a C++ compiler, and none was found (set CXX, or install g++, clang++ or MSVC's cl)"
+    headers = Path(sysconfig.get_path("include"))
+    if not (headers / "Python.h").is_file():
+        return (
+            f"inductor needs Python's headers, and {headers} has no Python.h (Windows' embedded Python: put 'include' "
+            "and 'libs' of the same Python's installer beside it; Linux: install python3-dev)"
+        )
+    return None
+
+
+def find_c_compiler() -> str | None:
+    """Path of the C++ compiler that inductor would use, or None."""
+    names = (
+        [os.environ.get("CXX", ""), "cl"] if os.name == "nt" else [os.environ.get("CXX", ""), "g++", "clang++", "c++"]
+    )
+    return next((path for name in names if name and (path := shutil.which(name))), None)
+
+
+_PROBES: dict[str, Callable[[torch.device], str | None]] = {
+    "oneflow": _oneflow_missing,
+    "nexfort": _nexfort_missing,
+    "inductor": _inductor_missing,
+}
+BACKENDS = ("auto", *_PROBES, "eager")
+
+
+def _list(missing_by_name: dict[str, str]) -> str:
+    return "; ".join(f"no {name}: {missing}" for name, missing in missing_by_name.items())
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"

@@ -1,0 +1,235 @@
+"""What stands in a denoiser in place of a block that is compiled, and what a run hears of it.
+
+Every backend compiles when a block first meets a size. So it is here that progress is told, that sizes are limited,
+and that 'auto' goes on to the next compiler where one does not work.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ...precision.shared import TURNS
+from ...precision.shells import with_forward
+
+logger = logging.getLogger(__name__)
+
+Tell = Callable[[str], None]
+Run = Callable[..., Any]
+Args = tuple[Any, ...]
+KwArgs = dict[str, Any]
+EAGER = "eager"
+COMPILED_SIZES = 8  # as many as dynamo allows one piece of code
+_INTERRUPTS = ("InterruptProcessingException", "Interrupted")  # ComfyUI's, an Exception until 2026, and the host's
+
+
+def graphs_compiled() -> int:
+    """By dynamo, in this process so far. OneFlow compiles without it."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
+
+
+@dataclass(frozen=True)
+class _Listener:
+    progress: Tell
+    note: Tell
+
+
+_listener: ContextVar[_Listener | None] = ContextVar("onediff_guard_compiling", default=None)
+
+
+@contextmanager
+def listening(progress: Tell, note: Tell) -> Generator[None]:
+    """progress: told which block is being compiled; may raise, to interrupt. note: told what the report should say, as
+    often as it happens."""
+    token = _listener.set(_Listener(progress, note))
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A backend, as it compiles one block after another."""
+
+    name: str
+    compile_block: Callable[[torch.nn.Module, int], Run]  # a block and its number, counted from 1
+    replaceable: bool  # where it fails, the next one takes its place
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """All blocks by one compiler, and the sizes at which each was called."""
+
+    by: Compiler
+    blocks: list[Run]
+    met: list[set[Any]]
+
+
+class Compiling:
+    """What the compiled blocks of one denoiser share.
+
+    Where a compiler fails, at compiling or when a block is first called at a size, all blocks go on with the next one,
+    also those that it had compiled. Not where a block fails uncompiled too: that is the model's error or its input's.
+
+    Where as many sizes as `COMPILED_SIZES` had something compiled for them, blocks run uncompiled at sizes that are new
+    to them. That limit is ours: dynamo's is lifted. It counts graphs for one piece of code, which blocks of several
+    kinds share in a UNet, and falls back without a word.
+
+    compilers: the one to begin with, then those to go on with, looked for when they are needed.
+    """
+
+    def __init__(self, compilers: Iterator[Compiler]):
+        self.given_up: list[str] = []  # why there is another compiler than the first
+        self.sizes = 0  # that had something compiled for them
+        self._compilers = compilers
+        self._originals: list[torch.nn.Module] = []
+        self._compiled: _Compiled | None = None
+        self._swapping = threading.Lock()
+        self._at = -1  # index of the block that was called last
+        self._anew = False  # the present call of the denoiser compiled something
+        self._logged: set[str] = set()
+
+    @property
+    def backend(self) -> str:
+        return self._in_use.by.name
+
+    def in_place_of(self, block: torch.nn.Module) -> torch.nn.Module:
+        """A shell of `block` that runs what is compiled of it."""
+        index = len(self._originals)
+        self._originals.append(block)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            compiled = self._in_use
+            if compiled.by.name == EAGER:
+                return compiled.blocks[index](*args, **kwargs)
+            if index == 0:  # it is given slices of one tensor, whose strides would make a graph of its own for it
+                args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.contiguous, (args, kwargs))
+            self._count_sizes(index)
+            size = tuple(tensor.shape for tensor in _tensors(args, kwargs))
+            if size in compiled.met[index]:
+                return compiled.blocks[index](*args, **kwargs)
+            if why := self._limit():
+                self._note(why)
+                return block(*args, **kwargs)
+            return self._first_call(compiled, index, size, args, kwargs)
+
+        return with_forward(block, forward)
+
+    def compile(self) -> None:
+        """Compile all blocks, by the first compiler that does. Raises what one raised that has none to follow it."""
+        for compiler in self._compilers:
+            try:
+                blocks = [compiler.compile_block(block, n) for n, block in enumerate(self._originals, 1)]
+            except Exception as error:
+                if not compiler.replaceable or _is_the_runs(error):
+                    raise
+                self._give_up(compiler, _in_words(error))
+                continue
+            self._compiled = _Compiled(compiler, blocks, [set() for _ in blocks])
+            self.sizes, self._anew = 0, False
+            return
+
+    @property
+    def _in_use(self) -> _Compiled:
+        assert self._compiled is not None, "nothing was compiled yet"
+        return self._compiled
+
+    def _count_sizes(self, index: int) -> None:
+        if index <= self._at:  # a call of the denoiser begins
+            self.sizes += self._anew
+            self._anew = False
+        self._at = index
+
+    def _limit(self) -> str:
+        if self.sizes < COMPILED_SIZES:
+            return ""
+        return (
+            f"{self.backend} compiled for {self.sizes} sizes, and no more: this size runs uncompiled. 'dynamic' on, in "
+            "OneDiff Compile, makes one graph for all sizes"
+        )
+
+    def _first_call(self, compiled: _Compiled, index: int, size: Any, args: Args, kwargs: KwArgs) -> Any:
+        from torch._dynamo.utils import disable_cache_limit
+
+        if listener := _listener.get():
+            listener.progress(f"{compiled.by.name}: compiling block {index + 1} of {len(self._originals)}")
+        graphs = graphs_compiled()
+        given = _Given.of(args, kwargs) if compiled.by.replaceable else None
+        try:
+            with TURNS.alone(), disable_cache_limit():
+                made = compiled.blocks[index](*args, **kwargs)
+        except Exception as error:
+            if given is None or _is_the_runs(error):
+                raise
+            logger.debug("%s failed", compiled.by.name, exc_info=True)
+            failure = _in_words(error)
+        else:
+            compiled.met[index].add(size)
+            return made
+        finally:
+            self._anew |= graphs_compiled() > graphs
+        given.put_back()
+        made = self._originals[index](*args, **kwargs)  # raises what is not the compiler's
+        with self._swapping:
+            if compiled is self._compiled:  # and no other thread was here
+                self._give_up(compiled.by, failure)
+                self.compile()
+        return made
+
+    def _give_up(self, compiler: Compiler, failure: str) -> None:
+        for weight in (weight for block in self._originals for weight in block.parameters()):
+            vars(weight).pop("copy_", None)  # OneDiff's, which keeps OneFlow's graph up to date with a weight
+        self.given_up.append(f"{compiler.name} failed ({failure})")
+        logger.warning("%s: going on without it", self.given_up[-1])
+
+    def _note(self, line: str) -> None:
+        if listener := _listener.get():
+            listener.note(line)
+        if line not in self._logged:
+            logger.warning("%s", line)
+            self._logged.add(line)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What a block was given, as it was before the call: a compiler that fails may have written into it."""
+
+    tensors: list[tuple[torch.Tensor, torch.Tensor]]  # each, and a copy
+
+    @classmethod
+    def of(cls, args: Args, kwargs: KwArgs) -> _Given:
+        written = (tensor for tensor in _tensors(args, kwargs) if 0 not in tensor.stride())  # one expanded is not
+        with torch.no_grad():
+            return cls([(tensor, tensor.clone()) for tensor in written])
+
+    def put_back(self) -> None:
+        with torch.no_grad():
+            for tensor, copy in self.tensors:
+                tensor.copy_(copy)
+
+
+def _tensors(args: Args, kwargs: KwArgs) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+
+
+def _in_words(error: Exception) -> str:
+    """On one line: its first, and the second where the first only leads up to it, as dynamo's does."""
+    lines = str(error).strip().split("\n")
+    said = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
+def _is_the_runs(error: Exception) -> bool:
+    """What no other compiler would change: there is no memory, or somebody has interrupted."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or type(error).__name__ in _INTERRUPTS

@@ -1,0 +1,1 @@
+"""What would run on a machine, and why; what a model reaches."""

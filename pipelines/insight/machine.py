@@ -1,0 +1,270 @@
+"""What this machine has: GPUs, driver, PyTorch, packages. Asked so that what is broken is told, and never raised."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ...precision.arch import ARCHITECTURES, Architecture, detect
+from ...precision.shared import NO_WARNINGS
+from ..errors import TorchTooOld
+
+logger = logging.getLogger(__name__)
+
+NEEDED = ("diffusers", "transformers", "onediff")
+OPTIONAL = ("onediffx", "oneflow", "nexfort")
+TORCH_NEEDED = (2, 6)  # by diffusers 0.42 and transformers 5, and for reruns: torch.compiler.set_stance
+GET_TORCH = "https://pytorch.org/get-started/locally/"
+_SECONDS = 10  # for nvidia-smi, which takes its time where the driver was asleep
+_NVIDIA_MODULE = Path("/proc/driver/nvidia/version")
+_AMD_MODULE = Path("/sys/module/amdgpu")
+_HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One that PyTorch can use in this process."""
+
+    index: int
+    name: str
+    architecture: Architecture
+    memory: float | None  # GiB
+
+
+@dataclass(frozen=True)
+class Machine:
+    system: str
+    python: str
+    torch: str  # version, or that there is none
+    torch_works: bool
+    built_for: str  # "CUDA 12.8", "ROCm 6.2", "the CPU alone"; empty where there is no PyTorch to ask
+    driver: str  # of an NVIDIA or AMD card, whether PyTorch can use it or not
+    gpus: tuple[Gpu, ...]
+    device: str  # that a pipeline would run on: "cuda:0", "mps", "cpu"
+    architecture: Architecture  # of that device
+    packages: Mapping[str, str | None]  # name → version, None where it is not installed
+    advice: tuple[str, ...]  # what is wrong or missing, and what to do
+
+
+@dataclass(frozen=True)
+class _Torch:
+    """PyTorch as far as it can be asked."""
+
+    module: Any  # None where it cannot be imported
+    version: str
+    built_for: str = ""
+    problem: str = ""
+
+
+def look(device: Any = None) -> Machine:
+    """Ask everything. device: a torch.device to report on; None for the one that a pipeline would run on."""
+    asked = _ask_torch()
+    gpus = tried(lambda: tuple(_gpus(asked.module)), ()) if asked.module else ()
+    driver = _driver()
+    packages = {name: version_of(name) for name in (*NEEDED, *OPTIONAL)}
+    chosen = (device or tried(_default_device, None)) if asked.module else None
+    architecture = tried(lambda: detect(chosen), ARCHITECTURES["cpu"]) if chosen else ARCHITECTURES["cpu"]
+    return Machine(
+        system=f"{platform.system()} {platform.machine()}",
+        python=platform.python_version(),
+        torch=asked.version,
+        torch_works=asked.module is not None,
+        built_for=asked.built_for,
+        driver=driver or "none found, neither NVIDIA's nor AMD's",
+        gpus=gpus,
+        device=str(chosen or "cpu"),
+        architecture=architecture,
+        packages=packages,
+        advice=tuple(_advice(asked, gpus, driver, packages)),
+    )
+
+
+def check_torch() -> None:
+    """Raises TorchTooOld where PyTorch is older than this pack works with."""
+    import torch
+
+    if too_old := _too_old(str(torch.__version__)):
+        raise TorchTooOld(too_old)
+
+
+def tried(ask: Callable[[], T], otherwise: T) -> T:
+    """What `ask` returns, or `otherwise` where it raises: a broken driver must not stop the report that names it."""
+    try:
+        return ask()
+    except Exception:
+        logger.debug("could not be asked", exc_info=True)
+        return otherwise
+
+
+def version_of(package: str) -> str | None:
+    """Read from what pip noted; nothing is imported."""
+    return tried(lambda: metadata.version(package), None)
+
+
+def first_line(error: BaseException) -> str:
+    said = str(error).strip()
+    return f"{type(error).__name__}: {said.splitlines()[0]}" if said else type(error).__name__
+
+
+def _ask_torch() -> _Torch:
+    try:
+        import torch
+    except Exception as error:  # noqa: BLE001 - a missing DLL is an OSError, a wrong numpy anything
+        version = version_of("torch")
+        if version is None:
+            return _Torch(None, "not installed", problem=f"PyTorch is not installed. Get it from {GET_TORCH}")
+        problem = f"PyTorch {version} cannot be imported ({first_line(error)}). Install it again: {GET_TORCH}"
+        return _Torch(None, version, problem=problem)
+    return _Torch(torch, str(torch.__version__), tried(lambda: _built_for(torch), "something that it does not tell"))
+
+
+def _built_for(torch: Any) -> str:
+    if torch.version.cuda:
+        return f"CUDA {torch.version.cuda}"
+    if torch.version.hip:
+        return f"ROCm {torch.version.hip}"
+    return "CPU and Apple GPU" if torch.backends.mps.is_built() else "the CPU alone"
+
+
+def _default_device() -> Any:
+    from ..weights.placement import default_device
+
+    with NO_WARNINGS.held():
+        return default_device()
+
+
+def _gpus(torch: Any) -> Iterator[Gpu]:
+    """GPUs that work; PyTorch may count some that don't."""
+    with NO_WARNINGS.held():  # what torch warns of is asked for and told below
+        usable = tried(torch.cuda.is_available, False)
+    for index in range(tried(torch.cuda.device_count, 0) if usable else 0):
+        device = torch.device("cuda", index)
+        total = tried(lambda device=device: float(torch.cuda.get_device_properties(device).total_memory), None)
+        yield Gpu(
+            index=index,
+            name=str(tried(lambda device=device: torch.cuda.get_device_name(device), "a GPU without a name")),
+            architecture=detect(device),
+            memory=None if total is None else round(total / 2**30, 1),
+        )
+    if not usable and tried(torch.backends.mps.is_available, False):
+        yield Gpu(0, "Apple GPU", detect(torch.device("mps")), None)
+
+
+def _driver() -> str:
+    """What drives the graphics cards here, empty where nothing is found."""
+    smi = shutil.which("nvidia-smi")
+    said = _nvidia_smi(smi) if smi else ""
+    module = tried(lambda: _NVIDIA_MODULE.read_text(encoding="utf-8", errors="replace"), "")
+    if not said and (found := re.search(r"\s(\d+\.\d[\d.]*)\s", module)):
+        said = f"NVIDIA {found[1]}"
+    if not said and tried(_AMD_MODULE.exists, False):
+        version = tried(lambda: (_AMD_MODULE / "version").read_text(encoding="utf-8").strip(), "of the kernel")
+        said = f"AMD amdgpu {version}"
+    return said
+
+
+@lru_cache(maxsize=4)
+def _nvidia_smi(path: str) -> str:
+    """ "NVIDIA 550.54.14 (NVIDIA A100, 2 × NVIDIA L4)", or what nvidia-smi complains of. Asked once in a process."""
+    command = [path, "--query-gpu=driver_version,name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return f"NVIDIA, but nvidia-smi did not answer within {_SECONDS} s"
+    except OSError as error:
+        return f"NVIDIA, but nvidia-smi could not be run ({first_line(error)})"
+    lines = [line.strip() for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]
+    if done.returncode or not lines:
+        return f"NVIDIA, but nvidia-smi says: {lines[0] if lines else f'nothing, and ends with {done.returncode}'}"
+    versions, _, _ = lines[0].partition(",")
+    names = [line.partition(",")[2].strip() for line in lines]
+    counted = [name if (n := names.count(name)) == 1 else f"{n} × {name}" for name in dict.fromkeys(names)]
+    return f"NVIDIA {versions} ({', '.join(counted)})"
+
+
+def _advice(asked: _Torch, gpus: tuple[Gpu, ...], driver: str, packages: Mapping[str, str | None]) -> Iterator[str]:
+    if asked.problem:
+        yield asked.problem
+    if too_old := _too_old(asked.version):
+        yield too_old
+    if asked.module and not gpus:
+        yield from _why_no_gpu(asked, driver)
+    for gpu in gpus:
+        yield from _about(asked, gpu)
+    if lacking := [name for name in NEEDED if packages[name] is None]:
+        yield f"not installed: {', '.join(lacking)}. In the pack's folder: python -m pip install -r requirements.txt"
+
+
+def _too_old(version: str) -> str:
+    """What to say of it; "" where there is nothing to say, or the version is none that can be compared."""
+    release = tried(lambda: _release(version), None)
+    if release is None or release >= TORCH_NEEDED:
+        return ""
+    needed = ".".join(map(str, TORCH_NEEDED))
+    return (
+        f"This pack needs PyTorch {needed} or newer, and this is {version}: older ones lack what reruns in fp32 need, "
+        f"and today's diffusers and transformers refuse them. Update ComfyUI, or get PyTorch from {GET_TORCH}"
+    )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    from packaging.version import Version
+
+    return Version(version).release[:2]
+
+
+def _why_no_gpu(asked: _Torch, driver: str) -> Iterator[str]:
+    """Nothing where there is no GPU to be used."""
+    if asked.built_for.startswith(("CUDA", "ROCm")):
+        hidden = "".join(f"; {name} is '{os.environ[name]}'" for name in _HIDING if name in os.environ)
+        reason = _refusal(asked.module)
+        yield f"PyTorch is built for {asked.built_for}, but can use no GPU: {reason}{hidden}"
+    elif driver:
+        kind = "CUDA" if driver.startswith("NVIDIA") else "ROCm"
+        yield (
+            f"A driver is here ({driver}), but this PyTorch is built for {asked.built_for}, so the card is not used. "
+            f"Install a {kind} build: {GET_TORCH}"
+        )
+
+
+def _refusal(torch: Any) -> str:
+    """PyTorch's own reason: a driver that is missing or too old, no card, a card that is lost."""
+    try:
+        torch.cuda.init()
+    except Exception as error:  # noqa: BLE001 - AssertionError, RuntimeError and its kin of each version
+        said = str(error).strip()
+        return " ".join(said.split()) if said else type(error).__name__
+    return "it counts none"
+
+
+def _about(asked: _Torch, gpu: Gpu) -> Iterator[str]:
+    """Nothing where this PyTorch has code for it."""
+    built = tried(lambda: tuple(asked.module.cuda.get_arch_list()), ())
+    capability = tried(lambda: tuple(asked.module.cuda.get_device_capability(gpu.index)), None)
+    if capability and not asked.module.version.hip and built and not _has_kernels(built, capability):
+        yield (
+            f"PyTorch {asked.version} has no kernels for {gpu.name} ({gpu.architecture.name}), only for "
+            f"{', '.join(built)}. Install a build that has: {GET_TORCH}"
+        )
+
+
+def _has_kernels(built: tuple[str, ...], capability: tuple[int, int]) -> bool:
+    """built: as torch names them, "sm_86" for binaries, "compute_90" for what the driver compiles for newer cards."""
+    for name in built:
+        if found := re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", name):
+            made_for = (int(found[2]), int(found[3]))
+            if made_for <= capability and (found[1] == "compute" or made_for[0] == capability[0]):
+                return True
+    return False

@@ -1,0 +1,141 @@
+"""The numerics probe: a few sampling steps in fp32, what every layer reaches in them, and the plan that follows."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...precision.dtypes import DTYPES
+from ...precision.findings import Anatomy
+from ...precision.guard import GuardPolicy, OnFailure
+from ...precision.learned import NOTHING
+from ...precision.policy import Plan, Precision
+from ...precision.probe import Verdict, judge, recommend
+from ...precision.report import RunReport
+from ...precision.shells import as_float32, with_forward
+from ..compile.block import Tell
+from ..errors import BadInput
+from ..families.layouts import spatial_factor
+from ..run.denoiser import denoiser_guard, in_fp32, loaded_denoiser
+from ..run.handle import PipelineHandle
+from ..run.lessons import here, keep, remember
+from ..run.sample import SampleSettings, StepDone, sample
+from .probe_result import Measured, Probing
+
+
+def probe(
+    handle: PipelineHandle,
+    positive: torch.Tensor | None,
+    negative: torch.Tensor | None,
+    settings: SampleSettings,
+    *,
+    image: Any = None,
+    request: Precision | None = None,
+    step_done: StepDone | None = None,
+    tell: Tell | None = None,
+) -> Probing:
+    """Sample with a schedule of a few steps, all of them in fp32, and measure. Arguments and errors as `sample`'s."""
+    if handle.family.prompt and (positive is None or negative is None):
+        raise BadInput(
+            f"{handle.store.model.variant.name} needs a prompt: wire positive and negative from Encode Prompt."
+        )
+    watched: list[Measured] = []
+
+    def denoiser(handle: PipelineHandle, report: RunReport) -> torch.nn.Module:
+        shell, measured = _watched(handle, report)
+        watched.append(measured)
+        return shell
+
+    def on_step(done: int, total: int, report: RunReport) -> None:
+        watched[0].probe.end_step()
+        if step_done:
+            step_done(done, total, report)
+
+    _, report = sample(
+        handle,
+        positive,
+        negative,
+        settings,
+        image=image,
+        request=request,
+        step_done=on_step,
+        tell=tell,
+        denoiser=denoiser,
+    )
+    (made,), plan = watched, report.plan
+    probed = made.probe.probed
+    chosen = recommend(probed, plan.dtype, native_bf16=handle.architecture.native_bf16)
+    frames = f", {settings.frames} frames" if settings.frames > 1 else ""
+    profile = None
+    if chosen.dtype != "fp32":
+        profile = replace(here(handle, chosen.dtype), learned=chosen.learned.to_share)
+    return Probing(
+        model=handle.store.model.name,
+        architecture=handle.architecture,
+        plan=plan,
+        sampled=f"{settings.width}×{settings.height}{frames}, seed {settings.seed}",
+        probed=probed,
+        timesteps=tuple(step.timestep for step in report.steps[:: report.calls_per_step]),
+        seconds=made.seconds,
+        healthy_seconds=made.healthy_seconds * len(report.steps),
+        chosen=chosen,
+        verdicts=tuple(judge(probed, dtype) for dtype in DTYPES),
+        to_apply=_to_apply(plan, chosen),
+        profile=profile,
+    )
+
+
+def keep_profile(handle: PipelineHandle, probing: Probing) -> str:
+    """Keep the recommendation for later runs with scope 'learned', in this process and others; what to say of it."""
+    if probing.profile is None or probing.profile.learned == NOTHING:
+        return "nothing to keep: the recommended precision needs no profile"
+    own = replace(handle, profile=None)
+    remember(own, probing.profile.dtype, probing.profile.learned)
+    keep(own, probing.profile.dtype)
+    return f"kept as {probing.profile.name}"
+
+
+def usual_size(handle: PipelineHandle, width: int, height: int, frames: int) -> tuple[int, int, int]:
+    """Sizes in pixels and frames; for each 0, what the model's config says that it was made for.
+
+    Raises BadInput where the config does not say.
+    """
+    config, pixels = handle.store.model.denoiser_config, spatial_factor(handle.store.model.vae_config)
+    square = config.get("sample_size", 0)
+    width = width or config.get("sample_width", square) * pixels
+    height = height or config.get("sample_height", square) * pixels
+    counted = handle.family.layout.counts_frames
+    frames = frames or (config.get("sample_frames", config.get("num_frames", 0)) if counted else 1)
+    if not (width and height and frames):
+        raise BadInput(f"{handle.store.model.name} does not say its size: set width, height and frames.")
+    return width, height, frames
+
+
+def _watched(handle: PipelineHandle, report: RunReport) -> tuple[torch.nn.Module, Measured]:
+    """A shell of the denoiser that computes in fp32, and what its calls reach."""
+    original, weights = loaded_denoiser(handle, report)
+    measured = Measured(original, Anatomy.of(original, handle.family.blocks, handle.family.stream))
+    signature, unguarded = inspect.signature(original.forward), GuardPolicy(OnFailure.OFF)
+    shell = weights.shell(original)
+    guard = denoiser_guard(handle, report, original, weights, in_fp32(handle, shell))
+    aside = handle.report(report.plan)  # of the healthy calls: they are no steps of the run
+    healthy = denoiser_guard(handle, aside, original, weights, shell, report.plan.dtype, policy=unguarded)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        with weights:
+            return measured.call(lambda: guard(**given), lambda: healthy(**given))
+
+    return as_float32(with_forward(original, forward), handle.store.placement.device), measured
+
+
+def _to_apply(plan: Plan, chosen: Verdict) -> str:
+    steps: list[str] = []
+    if chosen.dtype != plan.dtype or (plan.half and not plan.guarded):
+        steps.append(f"set precision to '{chosen.dtype}'")
+    if chosen.learned.in_words():
+        steps.append("wire `profile` into the NaN Guard's `profile`, and set its scope to 'learned'")
+    return "; ".join(steps)

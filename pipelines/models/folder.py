@@ -1,0 +1,311 @@
+"""A diffusers-format folder on disk: checked whole before a weight is read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from inspect import signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...precision.policy import VARIANTS, Variant, as_stored
+from ...trust.foreign import MAX_BYTES, Unreadable, object_in, read
+from ...trust.text import listed, shown
+from ..errors import BadFolder
+from ..families.table import FAMILIES, ComponentSpec, FamilySpec
+from .component_config import fields_of
+from .on_disk import StoredModel, Weights, name_of
+from .weight_files import check_fit, weights_of
+
+if TYPE_CHECKING:
+    import torch
+
+_SMALL_CONFIGS = (  # of what has no weights; what a library reads of them is more than a vocabulary
+    *("scheduler_config.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("preprocessor_config.json", "processor_config.json", "config.json"),
+)
+MOST_CONFIG_BYTES = 2**20  # of a config.json or model_index.json; a published one has 2,000
+SMALL = (".json", ".txt", ".model")  # configs and vocabularies
+MOST_SMALL_BYTES = 64 * 2**20  # of one; the largest real one is a tokenizer.json of 20 MB
+
+
+@dataclass(frozen=True)
+class ModelFolder(StoredModel):
+    """A folder that passed every check."""
+
+    classes: Mapping[str, str]  # component → class in model_index.json
+    fields: Mapping[str, Mapping[str, Any]]  # component with weights → what its class takes of its config.json
+
+    def component(self, name: str, dtype: torch.dtype) -> torch.nn.Module:
+        options: dict[str, Any] = {"torch_dtype": dtype}
+        if self.family.components[name].library == "transformers":  # which would take any field of config.json
+            config = _class(self.family.components[name], self.classes[name]).config_class
+            options = {"dtype": dtype, "config": config.from_dict(dict(self.fields[name]))}
+        module, found = self._from_pretrained(name, use_safetensors=True, output_loading_info=True, **options)
+        lost = {str(key) for what in ("missing_keys", "mismatched_keys", "error_msgs") for key in found[what]}
+        lost |= {key for key, tensor in module.state_dict().items() if tensor.is_meta}
+        if lost:
+            raise BadFolder(
+                f"'{self.name}/{name}' was loaded without {len(lost)} of its tensors, such as '{shown(min(lost))}': "
+                "its files are not those that were checked. Load it again."
+            )
+        return module
+
+    def stored(self, name: str, parameter: Sequence[str]) -> torch.Tensor:
+        from safetensors import safe_open
+
+        for file in self.weights[name].files:
+            with safe_open(file, framework="pt") as tensors:
+                if known := set(parameter).intersection(tensors.keys()):
+                    return tensors.get_tensor(known.pop())
+        import torch
+
+        whole = self.component(name, torch.float32)  # stored by another name, which its class knows
+        return whole.get_parameter(parameter[0]).detach()
+
+    def unweighted(self, name: str) -> Any:
+        return self._from_pretrained(name)
+
+    def unknown_fields(self, name: str) -> list[str]:
+        if self.family.components[name].library != "diffusers":
+            return []
+        import diffusers
+
+        known = signature(getattr(diffusers, self.classes[name]).__init__).parameters
+        config = _read_config(self.path, name)
+        unknown = sorted(key for key in config if key not in known and not key.startswith("_"))
+        if not unknown:
+            return []
+        return [f"{name}: config.json has fields that diffusers {diffusers.__version__} ignores: {listed(unknown)}"]
+
+    def _from_pretrained(self, name: str, **options: Any) -> Any:
+        import torch
+
+        loader = _class(self.family.components[name], self.classes[name])
+        try:
+            return loader.from_pretrained(self.path / name, local_files_only=True, **options)
+        except torch.OutOfMemoryError:
+            raise
+        except ImportError as error:
+            raise BadFolder(
+                f"'{self.name}/{name}' needs a Python package that is not installed: "
+                f"{shown(str(error).strip().splitlines()[0], 200)} Install the pack's requirements.txt (sentencepiece "
+                "and protobuf are in it) and start again."
+            ) from error
+        except Exception as error:
+            raise BadFolder(
+                f"'{self.name}/{name}' could not be loaded as {self.classes[name]}: "
+                f"{type(error).__name__}: {shown(str(error), 500)}. Download that folder again."
+            ) from error
+
+
+def inspect(path: Path, expected: FamilySpec) -> ModelFolder:
+    """Check a folder against a family. Reads JSON and safetensors headers, no weights; builds each component without
+    memory, to compare it with the headers.
+
+    Raises BadFolder: not a diffusers folder, another pipeline, a component that is missing, pickled or truncated, a
+    config of no sense or that reaches for more than the folder, tensors that are missing, left over or of other shapes.
+    """
+    index = read_json(path / "model_index.json", missing=_no_index(path), limit=MOST_CONFIG_BYTES)
+    found = shown(index.get("_class_name") or "pipeline without a name")
+    if found != expected.pipeline:
+        others = f" It belongs to {FAMILIES[found].name}." if found in FAMILIES else ""
+        raise BadFolder(
+            f"'{name_of(path)}' holds a {found}, not a {expected.pipeline}.{others} Choose a {expected.name} folder."
+        )
+    classes, weights, configs, fields = {}, {}, {}, {}
+    for name, component in expected.components.items():
+        classes[name] = _component_class(path, index, name, component)
+        if component.weights:
+            configs[name] = _read_config(path, name)
+            fields[name] = _fields(path / name / "config.json", path, classes[name], configs[name])
+            weights[name], tensors = weights_of(path, name, component.library)
+            if _can_build():
+                where = f"'{name_of(path)}/{name}'"
+                module = _on_meta(where, component, classes[name], fields[name])
+                check_fit(where, module, tensors, sharded=weights[name].sharded)
+                configs[name] = _with_defaults(module, configs[name]) if name == "vae" else configs[name]
+        else:
+            _check_unweighted(path, name, classes[name])
+    denoiser_config = configs[expected.denoiser]
+    variant = as_stored(VARIANTS[expected.variant(denoiser_config)], weights[expected.denoiser].stored_dtype)
+    return ModelFolder(
+        path=path,
+        family=expected,
+        variant=variant,
+        classes=classes,
+        fields=fields,
+        weights=weights,
+        denoiser_config=denoiser_config,
+        vae_config=configs["vae"],
+        notes=(*_unlike(variant, denoiser_config), *_mixed(weights)),
+    )
+
+
+def family_of(path: Path) -> FamilySpec:
+    """The family that a folder's model_index.json names. Raises BadFolder where it is none of ours."""
+    index = read_json(path / "model_index.json", missing=_no_index(path), limit=MOST_CONFIG_BYTES)
+    found = shown(index.get("_class_name") or "pipeline without a name")
+    if found not in FAMILIES:
+        raise BadFolder(f"'{name_of(path)}' holds a {found}. Known: {', '.join(FAMILIES)}.")
+    return FAMILIES[found]
+
+
+def list_folders(roots: Iterable[Path], depth: int = 3) -> dict[str, Path]:
+    """Diffusers-format folders under the roots: {name relative to its root, with forward slashes: path}.
+
+    The first root wins where two hold the same name. A folder that cannot be read is passed over.
+    """
+    found: dict[str, Path] = {}
+    for root in roots:
+        for folder in _walk(root, depth):
+            name = folder.relative_to(root).as_posix()
+            found.setdefault(folder.name if name == "." else name, folder)
+    return dict(sorted(found.items()))
+
+
+def fingerprint(path: Path) -> str:
+    """Changes when a file of the folder is added, removed or rewritten (by names, sizes and times), or a single one."""
+    digest = hashlib.sha256()
+    for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
+        stat = file.stat()
+        digest.update(f"{file.relative_to(path).as_posix()}:{stat.st_size}:{stat.st_mtime_ns};".encode())
+    return digest.hexdigest()
+
+
+def read_json(file: Path, *, missing: str = "", limit: int = MAX_BYTES) -> dict[str, Any]:
+    """A JSON object. limit: in bytes. Raises BadFolder, with `missing` where the file is not there."""
+    if not file.exists():
+        raise BadFolder(missing or f"'{file}' is missing.")
+    try:
+        if not file.is_file():
+            raise Unreadable("it is no file")
+        return dict(object_in(read(file, limit=limit)))
+    except (OSError, Unreadable) as error:
+        raise BadFolder(f"'{file}' cannot be read as JSON: {error}. Download it again.") from None
+
+
+def _no_index(path: Path) -> str:
+    return (
+        f"'{name_of(path)}' is not a diffusers-format folder: it has no model_index.json. "
+        "Choose the folder that holds it, or download the model again."
+    )
+
+
+def _fields(file: Path, path: Path, cls: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return fields_of(cls, config)
+    except Unreadable as error:
+        where = f"{name_of(path)}/{file.relative_to(path).as_posix()}"
+        raise BadFolder(f"'{where}' cannot be used: {error}. Get it again, from the model's authors.") from None
+
+
+def _check_unweighted(path: Path, name: str, cls: str) -> None:
+    for file in sorted((path / name).iterdir()):
+        if file.is_file() and file.stat().st_size > MOST_SMALL_BYTES and file.suffix in SMALL:
+            raise BadFolder(
+                f"'{name_of(path)}/{name}/{shown(file.name)}' has {file.stat().st_size:,} bytes, and "
+                f"{MOST_SMALL_BYTES:,} is the most that is read. Download it again."
+            )
+        if file.name in _SMALL_CONFIGS:
+            config = read_json(file)
+            _fields(file, path, cls, config)
+            if isinstance(inner := config.get("image_processor"), dict):  # as transformers 5 nests it
+                _fields(file, path, cls, inner)
+
+
+def _class(component: ComponentSpec, name: str) -> Any:
+    """A class of a library. One that another version of it calls otherwise is taken by its usual name."""
+    import diffusers
+    import transformers
+
+    library = {"diffusers": diffusers, "transformers": transformers}[component.library]
+    return getattr(library, name, None) or getattr(library, component.classes[0])
+
+
+def _can_build() -> bool:
+    """Not where PyTorch is broken, of which `doctor` tells: nothing is loaded there."""
+    try:
+        import torch  # noqa: F401
+    except (ImportError, OSError):
+        return False
+    return True
+
+
+def _on_meta(where: str, component: ComponentSpec, name: str, fields: Mapping[str, Any]) -> torch.nn.Module:
+    """The module that a config describes, without memory; not to be changed. Raises BadFolder where there is none."""
+    try:
+        return _built(component, name, json.dumps(fields, sort_keys=True))
+    except Exception as error:  # noqa: BLE001, whatever a class makes of sizes
+        raise BadFolder(
+            f"{where}: no {name} can be built from its config.json ({type(error).__name__}: {shown(str(error), 200)}). "
+            "Download it again."
+        ) from None
+
+
+@lru_cache(maxsize=16)  # a folder is checked when it is fetched, opened and diagnosed: SVD's UNet takes 0.4 s each time
+def _built(component: ComponentSpec, name: str, fields: str) -> torch.nn.Module:
+    import torch
+
+    cls = _class(component, name)
+    with torch.device("meta"):
+        if component.library == "transformers":
+            return cls(cls.config_class.from_dict(json.loads(fields)))
+        return cls.from_config(json.loads(fields))
+
+
+def _with_defaults(module: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config of diffusers', and what its class says where the file says nothing."""
+    return {**module.config, **config}
+
+
+def _unlike(variant: Variant, config: Mapping[str, Any]) -> Iterator[str]:
+    found = [
+        f"{key} {config[key]} instead of {value}"
+        for key, value in variant.sizes.items()
+        if config.get(key, value) != value
+    ]
+    if found:
+        yield f"laid out like {variant.name}, but with {', '.join(found)}: planned like it"
+
+
+def _mixed(weights: Mapping[str, Weights]) -> Iterator[str]:
+    for name, component in weights.items():
+        if len(component.dtypes) > 1:
+            total = sum(component.dtypes.values())
+            shares = ", ".join(f"{dtype} {n / total:.0%}" for dtype, n in component.dtypes.items())
+            yield f"{name} is stored in several dtypes ({shares}): loaded in one, that of its plan"
+
+
+def _walk(folder: Path, depth: int) -> Iterator[Path]:
+    try:
+        if (folder / "model_index.json").is_file():
+            yield folder
+        elif depth > 0 and folder.is_dir():
+            for child in sorted(folder.iterdir()):
+                if child.is_dir() and not child.name.startswith("."):
+                    yield from _walk(child, depth - 1)
+    except OSError:
+        return
+
+
+def _component_class(path: Path, index: Mapping[str, Any], name: str, component: ComponentSpec) -> str:
+    entry = index.get(name)
+    found = entry[1] if isinstance(entry, list) and len(entry) == 2 else None
+    if found not in component.classes:
+        raise BadFolder(
+            f"'{name_of(path)}': model_index.json names {shown(found) if found else 'nothing'} as {name}, "
+            f"but a {' or a '.join(component.classes)} is needed. Download the model again, or use the original one."
+        )
+    if not (path / name).is_dir():
+        raise BadFolder(f"'{name_of(path)}' has no '{name}' folder. The download is incomplete: fetch it again.")
+    return found
+
+
+def _read_config(path: Path, name: str) -> dict[str, Any]:
+    where = f"'{name_of(path)}/{name}'"
+    missing = f"{where} has no config.json: fetch it again."
+    return read_json(path / name / "config.json", missing=missing, limit=MOST_CONFIG_BYTES)

@@ -1,0 +1,77 @@
+"""A model on disk that passed every check: what it is, and how its components are read, one at a time."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...precision.policy import Variant
+from ..families.table import FamilySpec
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The safetensors files of one component."""
+
+    files: tuple[Path, ...]
+    n_bytes: int
+    dtypes: Mapping[str, int]  # safetensors' name of a dtype ("F16", "BF16", "F32") → bytes in it
+
+    @property
+    def sharded(self) -> bool:
+        return len(self.files) > 1
+
+    @property
+    def stored_dtype(self) -> str:
+        """The dtype that most bytes are in."""
+        return max(self.dtypes, key=lambda name: self.dtypes[name])
+
+    def bytes_in(self, dtype: str) -> int:
+        """What they take once loaded in "fp16", "bf16" or "fp32"."""
+        return self.n_bytes * (4 if dtype == "fp32" else 2) // (4 if self.stored_dtype == "F32" else 2)
+
+
+def name_of(path: Path) -> str:
+    """What people call a model: a folder of the Hub's cache, which is named after a commit, by its hub id."""
+    repository, snapshots = ("", "", *path.parts)[-3:-1]
+    if snapshots == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/")
+    return path.name
+
+
+@dataclass(frozen=True)
+class StoredModel(ABC):
+    path: Path
+    family: FamilySpec
+    variant: Variant  # as its config and its stored weights show it
+    weights: Mapping[str, Weights]
+    denoiser_config: Mapping[str, Any]
+    vae_config: Mapping[str, Any]
+    notes: tuple[str, ...]  # what is unusual about it, in words
+
+    @property
+    def name(self) -> str:
+        return name_of(self.path)
+
+    @abstractmethod
+    def component(self, name: str, dtype: torch.dtype) -> torch.nn.Module:
+        """Read a component's weights into `dtype`, on the CPU. Raises BadFolder."""
+
+    @abstractmethod
+    def stored(self, name: str, parameter: Sequence[str]) -> torch.Tensor:
+        """The values of a component's parameter, by any of its names, as they are stored. Raises BadFolder."""
+
+    @abstractmethod
+    def unweighted(self, name: str) -> Any:
+        """The tokenizer, the image processor or the scheduler. Raises BadFolder."""
+
+    def unknown_fields(self, name: str) -> list[str]:
+        """A line on the fields of a component's config that the installed diffusers ignores, if it has such."""
+        del name
+        return []

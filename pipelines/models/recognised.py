@@ -1,0 +1,34 @@
+"""Models on disk, whichever way they are stored: folders in diffusers format, and Stable Video Diffusion's one file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..errors import BadFolder
+from ..families.table import SVD, FamilySpec
+from . import folder
+from .on_disk import StoredModel
+
+
+def is_single_file(path: Path) -> bool:
+    """Whether a file is meant, there or not, rather than a diffusers-format folder."""
+    return path.is_file() or (path.suffix.lower() == ".safetensors" and not path.is_dir())
+
+
+def open_model(path: Path, expected: FamilySpec) -> StoredModel:
+    """Check a model against a family, by JSON and safetensors headers alone. Raises BadFolder."""
+    if not is_single_file(path):
+        return folder.inspect(path, expected)
+    if expected is not SVD:
+        raise BadFolder(f"'{path.name}' is a file. Only {SVD.name} loads from one: choose a {expected.name} folder.")
+    from .single_file import read_svd
+
+    return read_svd(path)
+
+
+def family_of(path: Path) -> FamilySpec:
+    """The family that a folder's model_index.json names; of a file, the only one that is stored so.
+
+    Raises BadFolder where it is none of ours.
+    """
+    return SVD if is_single_file(path) else folder.family_of(path)

@@ -1,0 +1,80 @@
+"""Latents → frames or images."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ...precision.guard import GuardPolicy, GuardStopped, OnFailure
+from ...precision.observe import non_finite
+from ...precision.policy import Component, Precision
+from ...precision.report import RunReport
+from ..errors import BadInput
+from ..families.table import FAMILIES
+from .calls import Calls, CallTold, calls_of_vae
+from .handle import PipelineHandle, in_turn
+from .vae import guarded_decoder
+
+
+@in_turn
+def decode(
+    handle: PipelineHandle,
+    latents: torch.Tensor,
+    *,
+    tiling: bool = False,
+    slicing: bool = False,
+    chunk: int = 0,
+    request: Precision | None = None,
+    made_by: str | None = None,
+    progress: CallTold | None = None,
+) -> tuple[torch.Tensor, RunReport]:
+    """Decode latents, in the family's layout, to [frames or images, height, width, 3] in 0..1, float32.
+
+    tiling, slicing: decode in overlapping tiles, or one video of a batch at a time; slower, with less memory.
+    chunk: frames or images decoded at once, where the VAE takes them apart (SVD, CogView); 0: all.
+    made_by: the diffusers pipeline whose latents they are, where that is known.
+    progress: is told each call of the decoder, of which there is one for every tile and chunk of frames.
+    Raises BadInput where the latents are not this model's, GuardStopped where they are not finite, both before a weight
+    is read; GuardStopped where the result is not finite.
+    """
+    plan = handle.plan(Component.VAE_DECODE, request)
+    _check(handle, latents, made_by, policy=handle.policy_for(plan))
+    layout = handle.family.layout
+    calls = Calls("decoding", progress or (lambda *_: None))
+    vae, report = guarded_decoder(handle, request, calls)
+    vae.use_tiling, vae.use_slicing = tiling, slicing
+
+    def parts(vae: Any, latents: torch.Tensor) -> Iterator[torch.Tensor]:
+        return layout.decoded(lambda part, **more: vae.decode(part, **more).sample.float(), latents, chunk)
+
+    try:
+        with handle.switched(report), torch.no_grad():
+            calls.total = calls_of_vae(vae, lambda counting: list(parts(counting, latents.to("meta"))))
+            latents = latents.to(handle.store.placement.device)
+            pixels = torch.cat([part.cpu() for part in parts(vae, latents)])
+    finally:
+        handle.finish("vae")
+    return (pixels * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 3, 1), report
+
+
+def _check(handle: PipelineHandle, latents: torch.Tensor, made_by: str | None, policy: GuardPolicy) -> None:
+    family, model = handle.family, handle.store.model
+    channels = family.layout.channels(model.vae_config)
+    wire = f"Wire them from a {family.name} sampler."
+    if latents.ndim != family.layout.dimensions or latents.shape[1] != channels or not latents.numel():
+        raise BadInput(
+            f"The latents have shape {tuple(latents.shape)}, but {model.variant.name} decodes "
+            f"{family.layout.shape.format(channels=channels)}. {wire}"
+        )
+    if made_by in FAMILIES and FAMILIES[made_by].components != family.components:
+        raise BadInput(
+            f"The latents are {FAMILIES[made_by].name}'s, but {model.variant.name} is to decode them. {wire}"
+        )
+    broken = non_finite(latents)
+    if broken and policy.on_failure is not OnFailure.OFF:
+        raise GuardStopped(
+            f"vae decode: {broken} of the latents' {latents.numel()} values are not finite already: the sampler made "
+            "them so, or the file that held them is damaged. Sample again, guarded (precision 'auto' or 'fp16')."
+        )

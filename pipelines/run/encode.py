@@ -1,0 +1,142 @@
+"""Prompt → text embeddings, kept per prompt and plan."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...precision.clips import Clips
+from ...precision.findings import Anatomy
+from ...precision.guard import StageGuard
+from ...precision.islands import Attempt, half_attempt
+from ...precision.learned import Learned
+from ...precision.learning import Learner
+from ...precision.policy import Component, Precision
+from ...precision.report import RunReport
+from ...precision.shells import with_forward
+from ..errors import BadInput
+from .calls import Calls, CallTold
+from .handle import PipelineHandle, in_turn
+
+logger = logging.getLogger(__name__)
+
+_REMEMBERED = 32  # prompts; at 226 × 4096 float32 each 3.5 MiB
+
+
+@in_turn
+def encode_prompts(
+    handle: PipelineHandle,
+    prompts: list[str],
+    request: Precision | None = None,
+    progress: CallTold | None = None,
+) -> tuple[list[torch.Tensor], RunReport]:
+    """Encode each prompt. Returns float32 embeddings [1, tokens, channels] in the host's memory, and the report.
+
+    The text encoder is loaded only where a prompt is new, and let go of afterwards.
+    progress: is told each prompt that is new.
+    Raises BadInput where the model takes no prompt.
+    """
+    _limit(handle)
+    plan = handle.plan(Component.TEXT_ENCODER, request)
+    report = handle.report(plan)
+    report.notes += _cut_off(handle, prompts)
+    memo = handle.store.prompts
+    keys = [(prompt, plan.dtype, plan.guarded) for prompt in prompts]
+    new = [key for key in dict.fromkeys(keys) if key not in memo]
+    found = {key: memo.pop(key) for key in dict.fromkeys(keys) if key in memo}
+    memo |= found  # most recent last
+    if new:
+        calls = Calls("encoding prompt", progress or (lambda *_: None), total=len(new))
+        try:
+            with handle.switched(report):
+                found |= zip(new, _encode_all(handle, [prompt for prompt, *_ in new], report, calls), strict=True)
+        finally:
+            handle.store.drop("text_encoder")
+    memo |= {key: found[key] for key in new if torch.isfinite(found[key]).all()}  # a broken one is not worth keeping
+    while len(memo) > _REMEMBERED:
+        del memo[next(iter(memo))]
+    return [found[key] for key in keys], report
+
+
+def _encode_all(handle: PipelineHandle, prompts: list[str], report: RunReport, calls: Calls) -> list[torch.Tensor]:
+    pipe = _pipeline(handle, report.plan.dtype, report)
+    encode = calls.telling(_encode)
+    embeddings = []
+    for prompt in prompts:
+        logger.info("encoding prompt of %d characters in %s", len(prompt), report.plan.dtype)
+        embeddings.append(encode(handle, pipe, prompt))
+    return embeddings
+
+
+def _pipeline(handle: PipelineHandle, dtype: str, report: RunReport) -> object:
+    import diffusers
+
+    text_encoder = handle.store.module("text_encoder", dtype, handle.offload)
+    report.notes += handle.store.notes["text_encoder"]
+    weights = handle.store.onloading("text_encoder", handle.offload)
+    shell, clips = weights.shell(text_encoder), Clips(dtype)  # T5 clamps at ±64504
+
+    def build(learned: Learned) -> Attempt:
+        made = half_attempt(shell, anatomy, learned, dtype, everything=report.plan.wide, tf32=handle.tf32)
+        report.wide = made.in_words
+        return made if made.everything else replace(made, run=clips.watched(shell))
+
+    anatomy = Anatomy(everything=True)
+    guard = StageGuard(
+        "text_encoder",
+        Learner(text_encoder, dtype, build, anatomy),
+        rerun=shell,
+        owner=text_encoder,
+        dtype=dtype,
+        policy=handle.policy_for(report.plan),
+        report=report,
+        tf32=handle.architecture.tf32,
+        peak_inside=clips.take,
+    )
+
+    def encode(*args: Any, **kwargs: Any) -> Any:
+        with weights:
+            return guard(*args, **kwargs)
+
+    return getattr(diffusers, handle.family.pipeline)(
+        tokenizer=handle.store.unweighted("tokenizer"),
+        text_encoder=with_forward(text_encoder, encode),
+        vae=None,
+        transformer=None,
+        scheduler=None,
+    )
+
+
+@torch.no_grad()
+def _encode(handle: PipelineHandle, pipe: object, prompt: str) -> torch.Tensor:
+    embeddings, _ = pipe.encode_prompt(  # pyright: ignore[reportAttributeAccessIssue]
+        prompt,
+        do_classifier_free_guidance=False,
+        max_sequence_length=_limit(handle),
+        device=handle.store.placement.device,
+        dtype=torch.float32,
+    )
+    return embeddings.cpu()
+
+
+def _limit(handle: PipelineHandle) -> int:
+    rule = handle.family.prompt
+    if rule is None:
+        raise BadInput(f"{handle.store.model.variant.name} takes no prompt: it starts from an image.")
+    return rule.tokens(handle.store.model.denoiser_config)
+
+
+def _cut_off(handle: PipelineHandle, prompts: list[str]) -> tuple[str, ...]:
+    """A line for each prompt that is too long, with what the model does not see of it."""
+    tokenizer, limit = handle.store.unweighted("tokenizer"), _limit(handle)
+    notes = []
+    for prompt in prompts:
+        tokens = tokenizer(prompt).input_ids
+        last = int(tokens[-1:] == [tokenizer.eos_token_id])  # T5 keeps room for it, GLM has none
+        if len(tokens) > limit:
+            cut = tokenizer.decode(tokens[limit - last : len(tokens) - last])
+            notes.append(f"the prompt is longer than {limit} tokens; this was cut off: {cut}")
+    return tuple(notes)

@@ -1,0 +1,188 @@
+"""What travels on an ONEDIFF_PIPELINE wire: an immutable handle to loaded components and how to run them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
+
+from ...precision.accumulation import Accumulation, accumulation
+from ...precision.arch import Architecture, detect, present
+from ...precision.guard import GuardPolicy, OnFailure
+from ...precision.peaks import Memory, peak_memory
+from ...precision.policy import Component, Plan, Precision, choose
+from ...precision.report import RunReport
+from ...precision.shared import TURNS
+from ..compile.backends import BackendChoice, CompileOptions, choose_backend
+from ..families.table import FamilySpec
+from ..insight.machine import check_torch
+from ..models.lora import Lora, check_lora, keys, skeleton
+from ..models.recognised import open_model
+from ..weights.components import ComponentStore, MemoryKey, shared_store
+from ..weights.offload import Offload, backend_with, brings_parts_to
+from ..weights.placement import Placement
+from .profiles import Profile
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineHandle:
+    """Nodes never change a handle: they return another (`dataclasses.replace`) that shares its store."""
+
+    store: ComponentStore
+    architecture: Architecture
+    precision: Precision
+    backend: BackendChoice
+    offload: Offload
+    policy: GuardPolicy
+    guard_node: bool = False  # a NaN Guard set the policy
+    accumulation: Accumulation = Accumulation.AUTO
+    beside: tuple[Architecture, ...] = ()  # of the GPUs in this process: the accumulation switches are shared
+    loras: tuple[Lora, ...] = ()  # added to the denoiser
+    compile_options: CompileOptions = field(default_factory=CompileOptions)
+    full_report: bool = True  # with a line for every step
+    profiles: Path | None = None  # folder of what runs taught; None: nothing is kept
+    profile: Profile | None = None  # from elsewhere, used in place of what is kept
+    compiled: Path | None = None  # folder of compiled code for later processes; None: none is kept
+
+    def __post_init__(self) -> None:
+        backend = backend_with(self.backend, self.offload, self.store.placement.device)
+        object.__setattr__(self, "backend", backend)  # a node may have put another one here
+        self.store.handles.add(self)
+
+    @property
+    def family(self) -> FamilySpec:
+        return self.store.model.family
+
+    @property
+    def tf32(self) -> bool:
+        """Whether what is computed in fp32 for safety may use TF32's matrix products."""
+        return self.architecture.tf32 and not self.policy.strict
+
+    def memory_key(self, dtype: str) -> MemoryKey:
+        """Of what runs taught about the denoiser in `dtype`."""
+        return dtype, keys(self.loras), self.profile.text() if self.profile else ""
+
+    def plan(self, component: Component, request: Precision | None = None) -> Plan:
+        """The plan of one component; `request` overrides the loader's precision, None inherits it."""
+        variant = self.store.model.variant
+        precision = request or self.precision
+        return choose(self.architecture, variant, component, precision, self.accumulation, self.beside)
+
+    def policy_for(self, plan: Plan) -> GuardPolicy:
+        """The NaN Guard's policy; a plan that is not guarded is only watched."""
+        if plan.guarded or not plan.half:
+            return self.policy
+        return GuardPolicy(OnFailure.OFF, self.policy.strict)
+
+    def idle_guard(self, plan: Plan) -> tuple[str, ...]:
+        """A line where a NaN Guard was set to act, and does not in this plan."""
+        if plan.guarded or not plan.half or not self.guard_node or self.policy.on_failure is OnFailure.OFF:
+            return ()
+        return (
+            f"The NaN Guard is set to '{self.policy.on_failure.value}', but does not apply to precision "
+            "'fp16 (plain)', which is only watched. Choose 'fp16' or 'auto' for it to act.",
+        )
+
+    @contextmanager
+    def switched(self, report: RunReport) -> Generator[None]:
+        """Hold the accumulation switches while a stage runs, measure its memory, and note both in its report. It
+        computes inside, beside other threads' stages."""
+        device = self.store.placement.device
+        held = accumulation(self.architecture, self.accumulation, self.beside)
+        with peak_memory(device) as peak, held as switches, TURNS.computing():
+            report.switches = switches
+            try:
+                yield
+            finally:
+                if found := peak():
+                    report.memory = Memory(str(device), found, self.store.bytes_on_device())
+
+    def report(self, plan: Plan) -> RunReport:
+        return RunReport(
+            variant=self.store.model.variant.name,
+            architecture=str(self.architecture),
+            plan=plan,
+            backend=self.backend.name,
+            backend_reason=self.backend.reason,
+            warnings=self.idle_guard(plan),
+            notes=(
+                *self.store.model.notes,
+                *(map(str, self.loras) if plan.component is Component.DENOISER else ()),
+                *self._idle_offload(),
+            ),
+        )
+
+    def _idle_offload(self) -> tuple[str, ...]:
+        if not self.offload.in_parts or brings_parts_to(self.store.placement.device):
+            return ()
+        return (f"offload '{self.offload.value}' is as 'model' here: a CPU computes in main memory",)
+
+    def finish(self, *components: str) -> None:
+        """A stage is done with components, of which some may not have been loaded."""
+        if self.offload is not Offload.NONE:
+            for component in components:
+                self.store.rest(component)
+
+
+def in_turn(
+    stage: Callable[Concatenate[PipelineHandle, Args], Result],
+) -> Callable[Concatenate[PipelineHandle, Args], Result]:
+    """A stage that waits for those of other threads that run on the same store."""
+
+    @wraps(stage)
+    def waiting(handle: PipelineHandle, *args: Args.args, **kwargs: Args.kwargs) -> Result:
+        with handle.store.turn():
+            return stage(handle, *args, **kwargs)
+
+    return waiting
+
+
+def load(
+    path: Path,
+    family: FamilySpec,
+    *,
+    precision: Precision,
+    backend: str,
+    offload: str,
+    placement: Placement,
+    accumulation: Accumulation = Accumulation.AUTO,
+    profiles: Path | None = None,
+    compiled: Path | None = None,
+) -> PipelineHandle:
+    """Check a model and make a handle. Weights are read when a stage first needs them.
+
+    Raises TorchTooOld; BadFolder; BackendUnavailable where a backend was asked for that does not work here, or not with
+    this offload; PlanImpossible where the device has no such precision.
+    """
+    check_torch()
+    model = open_model(path, family)
+    handle = PipelineHandle(
+        store=shared_store(model, placement),
+        architecture=detect(placement.device),
+        precision=precision,
+        backend=choose_backend(backend, placement.device),
+        offload=Offload(offload),
+        policy=GuardPolicy(),
+        accumulation=accumulation,
+        beside=present(),
+        profiles=profiles,
+        compiled=compiled,
+    )
+    for component in model.variant.components:
+        handle.plan(component)
+    planned = {family.denoiser: Component.DENOISER, "vae": Component.VAE_DECODE}
+    wanted = {name: handle.plan(component).dtype for name, component in planned.items()}
+    handle.store.drop_unless(wanted, handle)  # before anything is read beside it
+    return handle
+
+
+def add_lora(handle: PipelineHandle, lora: Lora) -> PipelineHandle:
+    """The pipeline with one more LoRA, checked by its header. Raises BadLora."""
+    check_lora(lora.path, handle.family, skeleton(handle.store.model))
+    return replace(handle, loras=(*handle.loras, lora))

@@ -1,0 +1,51 @@
+"""Images as ComfyUI hands them on → as diffusers takes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import BadInput
+
+FITS = ("crop", "stretch", "refuse")
+
+
+def fitted(images: torch.Tensor, width: int, height: int, fit: str) -> list[Any]:
+    """[n, h, w, channels] in 0..1 → n PIL images of width × height, RGB.
+
+    fit: "crop" keeps the aspect and cuts off at the sides, "stretch" does not keep it, "refuse" raises BadInput where
+        the size is another.
+    Grey becomes RGB; transparent pixels become black. Raises BadInput where it is no image, or not finite.
+    """
+    from PIL import Image
+
+    if images.ndim != 4 or images.shape[-1] not in (1, 3, 4) or not images.numel():
+        raise BadInput(
+            f"The image has shape {tuple(images.shape)}, but [images, height, width, 1, 3 or 4] is needed. "
+            "Wire it from Load Image."
+        )
+    if not torch.isfinite(images).all():
+        raise BadInput("The image holds NaN or infinite values already. Look at the node that made it.")
+    found = images.shape[2], images.shape[1]
+    if fit == "refuse" and found != (width, height):
+        raise BadInput(
+            f"The image is {found[0]}×{found[1]}, but {width}×{height} is to be made. Set fit to 'crop' or 'stretch', "
+            "or resize the image."
+        )
+    pictures = []
+    for image in images.float().clamp(0, 1).cpu():
+        rgb = image[..., :3] * image[..., 3:] if image.shape[-1] == 4 else image.expand(*image.shape[:2], 3)
+        picture = Image.fromarray((rgb * 255).round().to(torch.uint8).numpy())
+        pictures.append(_resized(picture, width, height, keep_aspect=fit == "crop"))
+    return pictures
+
+
+def _resized(picture: Any, width: int, height: int, *, keep_aspect: bool) -> Any:
+    from PIL import Image, ImageOps
+
+    if picture.size == (width, height):
+        return picture
+    if keep_aspect:
+        return ImageOps.fit(picture, (width, height), Image.Resampling.LANCZOS)
+    return picture.resize((width, height), Image.Resampling.LANCZOS)

@@ -1,0 +1,237 @@
+"""Prompt embeddings, or an image → latents, by the diffusers pipeline's own denoising loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...precision.guard import StageGuard
+from ...precision.policy import Component, Precision
+from ...precision.report import RunReport
+from ...precision.shared import TURNS
+from ...precision.shells import with_forward
+from ..compile import cache as compile_cache
+from ..compile.block import Tell, graphs_compiled, listening
+from ..errors import BadInput, BadSize
+from ..families.layouts import spatial_factor, temporal_factor
+from ..families.table import ENCODERS
+from . import vae
+from .calls import Calls
+from .denoiser import guarded_denoiser
+from .handle import PipelineHandle, in_turn
+from .lessons import keep
+
+MakeDenoiser = Callable[[PipelineHandle, RunReport], torch.nn.Module]
+StepDone = Callable[[int, int, RunReport], None]  # steps done, steps in all, report so far; raises to interrupt
+
+
+@dataclass(frozen=True)
+class SampleSettings:
+    width: int  # pixels
+    height: int  # pixels
+    steps: int
+    seed: int
+    frames: int = 1
+    guidance_scale: float | None = None  # 1 or less: no classifier-free guidance, the negative prompt is not used
+    scheduler: str = ""  # a key of the family's schedulers; "": the folder's own
+    strength: float | None = None  # from a video: the part of the steps that is computed, 0..1
+    more: Mapping[str, Any] = field(default_factory=dict)  # what else the diffusers pipeline takes, by its names
+
+    @property
+    def computed_steps(self) -> int:
+        return self.steps if self.strength is None else min(int(self.steps * self.strength), self.steps)
+
+
+@in_turn
+def sample(
+    handle: PipelineHandle,
+    positive: torch.Tensor | None,
+    negative: torch.Tensor | None,
+    settings: SampleSettings,
+    *,
+    image: Any = None,
+    video: list[Any] | None = None,
+    request: Precision | None = None,
+    step_done: StepDone | None = None,
+    tell: Tell | None = None,
+    denoiser: MakeDenoiser = guarded_denoiser,
+) -> tuple[torch.Tensor, RunReport]:
+    """Denoise. Returns latents in the family's layout, as its VAE takes them, and the report.
+
+    positive, negative: [batch, tokens, channels] embeddings; None for families without a prompt.
+    image: a PIL image, for families that start from one. video: PIL images to start from instead of noise.
+    tell: is given a line on what takes long before a step and within one; may raise, to interrupt.
+    denoiser: makes the one that the diffusers pipeline is given.
+    Latents and scheduler stay in float32, and noise is drawn on the CPU, so that a seed gives the same noise in every
+    precision and on every card; the guard casts what enters the denoiser to the plan's dtype.
+    Raises BadSize, BadInput before anything is loaded; GuardStopped where a step cannot be saved.
+    """
+    family = handle.family
+    check_size(handle, settings)
+    _check_start(handle, image, video)
+    embeddings = _checked_embeddings(handle, positive, negative)
+    plan = handle.plan(Component.DENOISER, request)
+    report = handle.report(plan)
+    guided = settings.guidance_scale is not None and settings.guidance_scale > 1
+    report.calls_per_step = 2 if family.separate_guidance and guided else 1
+
+    def on_step_end(_pipe: Any, step: int, _timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+        if step_done:
+            step_done(step + 1, settings.computed_steps, report)
+        TURNS.give_way()
+        return values
+
+    graphs, from_cache = graphs_compiled(), compile_cache.graphs_from_cache()
+    tell = tell or (lambda _: None)
+    heard = listening(tell, report.note)
+    try:
+        with compile_cache.kept(handle, report, tell), handle.switched(report), heard, torch.no_grad():
+            pipe = _pipeline(handle, report, denoiser, settings.scheduler, request, tell, from_video=video is not None)
+            if embeddings:  # diffusers' CogView3-Plus would put zeros in place of a negative prompt that is encoded
+                pipe.encode_prompt = lambda *_, **__: tuple(embeddings.values())
+            given = {
+                "image": image,
+                "video": video,
+                "strength": settings.strength,
+                "guidance_scale": settings.guidance_scale,
+                "num_frames": settings.frames if family.layout.counts_frames and video is None else None,
+                **embeddings,
+                **settings.more,
+            }
+            result = pipe(
+                width=settings.width,
+                height=settings.height,
+                num_inference_steps=settings.steps,
+                generator=torch.Generator("cpu").manual_seed(settings.seed),
+                callback_on_step_end=on_step_end,
+                output_type="latent",
+                **{name: value for name, value in given.items() if value is not None},
+            )
+    finally:
+        report.graphs = None if report.backend in ("eager", "oneflow") else graphs_compiled() - graphs
+        report.graphs_kept = min(compile_cache.graphs_from_cache() - from_cache, report.graphs or 0)
+        keep(handle, plan.dtype)
+        handle.finish(family.denoiser, *ENCODERS)
+    latents = result.frames if family.layout.counts_frames else result.images
+    config = handle.store.model.vae_config
+    latents = family.layout.unscaled(latents, settings.frames, config)
+    return latents.cpu().contiguous(), report  # ComfyUI 0.0.1's SaveLatent takes no other
+
+
+def _pipeline(
+    handle: PipelineHandle,
+    report: RunReport,
+    denoiser: MakeDenoiser,
+    scheduler: str,
+    request: Precision | None,
+    tell: Tell,
+    *,
+    from_video: bool,
+) -> Any:
+    import diffusers
+
+    def told(_done: int, _total: int, text: str) -> None:
+        tell(text)
+
+    family, config = handle.family, handle.store.model.vae_config
+    parts: dict[str, Any] = dict.fromkeys(family.components)
+    own = handle.store.unweighted("scheduler")
+    kind = getattr(diffusers, family.schedulers[scheduler]) if scheduler else type(own)
+    parts["scheduler"] = kind.from_config(own.config)
+    if family.takes_image or from_video:
+        calls = Calls(f"encoding {'video' if from_video else 'image'}, call", told)
+        parts["vae"], encoding = vae.guarded_encoder(handle, request, calls)
+        report.before.append(encoding)
+    if "image_encoder" in parts:
+        parts["image_encoder"], encoding = _guarded_image_encoder(
+            handle, request, Calls("image encoder, call", told, total=1)
+        )
+        parts["feature_extractor"] = handle.store.unweighted("feature_extractor")
+        report.before.append(encoding)
+    parts[family.denoiser] = denoiser(handle, report)
+    pipe = getattr(diffusers, family.from_video if from_video else family.pipeline)(**parts)
+    if family.layout.counts_frames and "temporal_compression_ratio" in config:
+        pipe.vae_scale_factor_spatial, pipe.vae_scale_factor_temporal = spatial_factor(config), temporal_factor(config)
+    pipe.vae_scale_factor = spatial_factor(config)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def _guarded_image_encoder(
+    handle: PipelineHandle, request: Precision | None, calls: Calls
+) -> tuple[torch.nn.Module, RunReport]:
+    plan = handle.plan(Component.IMAGE_ENCODER, request)
+    report = handle.report(plan)
+    encoder = handle.store.module("image_encoder", plan.dtype)
+    report.notes += handle.store.notes["image_encoder"]
+    guard = StageGuard(
+        "image_encoder",
+        encoder,
+        dtype=plan.dtype,
+        policy=handle.policy_for(plan),
+        report=report,
+        tf32=handle.architecture.tf32,
+    )
+
+    def encode(pixels: torch.Tensor) -> Any:
+        output = guard(pixels)
+        output.image_embeds = output.image_embeds.float()  # diffusers takes the latents' dtype from it
+        return output
+
+    return with_forward(encoder, calls.telling(encode)), report
+
+
+def check_size(handle: PipelineHandle, settings: SampleSettings) -> None:
+    """Raise BadSize where the model cannot make it. Some CogVideoX have positions for one size only (5B-I2V), or up to
+    a size (1.5)."""
+    handle.family.sizes.check(width=settings.width, height=settings.height, frames=settings.frames)
+    config, name = handle.store.model.denoiser_config, handle.store.model.variant.name
+    pixels = spatial_factor(handle.store.model.vae_config)
+    wide, high = config.get("sample_width", 0) * pixels, config.get("sample_height", 0) * pixels
+    given = f"{settings.width}×{settings.height}"
+    if config.get("use_learned_positional_embeddings"):
+        frames = config["sample_frames"]
+        if (settings.width, settings.height, settings.frames) != (wide, high, frames):
+            raise BadSize(f"{name} makes {wide}×{high} with {frames} frames only, not {given} with {settings.frames}.")
+    elif config.get("patch_size_t") and (settings.width > wide or settings.height > high):
+        raise BadSize(f"{name} makes up to {wide}×{high}, not {given}.")
+
+
+def _check_start(handle: PipelineHandle, image: Any, video: list[Any] | None) -> None:
+    family, name = handle.family, handle.store.model.variant.name
+    if family.takes_image and image is None:
+        raise BadInput(f"{name} starts from an image. Use the sampler that takes one.")
+    if image is not None and not family.takes_image:
+        raise BadInput(f"{name} does not start from an image. Use the plain sampler, or an image-to-video model.")
+    if video is not None and not family.from_video:
+        raise BadInput(f"{name} does not start from a video. Use a text-to-video model for that.")
+
+
+def _checked_embeddings(
+    handle: PipelineHandle, positive: torch.Tensor | None, negative: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """As the pipeline's arguments."""
+    rule, config = handle.family.prompt, handle.store.model.denoiser_config
+    if rule is None or positive is None or negative is None:
+        return {}
+    channels, tokens = config.get("text_embed_dim", 4096), rule.tokens(config)
+    for name, embeddings in (("positive", positive), ("negative", negative)):
+        fits = embeddings.ndim == 3 and embeddings.shape[-1] == channels
+        if not fits or (embeddings.shape[1] != tokens if rule.fixed else embeddings.shape[1] > tokens + 15):
+            raise BadInput(
+                f"'{name}' has shape {tuple(embeddings.shape)}, but {handle.store.model.variant.name} takes "
+                f"[batch, {tokens}, {channels}]. Wire it to an Encode Prompt node that gets the same pipeline."
+            )
+    if rule.fixed and positive.shape != negative.shape:
+        raise BadInput(
+            f"'positive' has shape {tuple(positive.shape)} and 'negative' {tuple(negative.shape)}; they must agree. "
+            "Take both from one Encode Prompt node."
+        )
+    device = handle.store.placement.device
+    return {
+        "prompt_embeds": positive.to(device, torch.float32),
+        "negative_prompt_embeds": negative.to(device, torch.float32),
+    }

@@ -1,0 +1,270 @@
+"""The loaded components of one model, shared by every handle made from it.
+
+A component is loaded when a stage first needs it, in the dtype of the plan, and is there once: asking for it in
+another dtype drops the one there was. So the text encoder is gone before the denoiser is read.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import weakref
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...precision.attention import Choice
+from ...precision.consistency import DamagedByCast, make_consistent
+from ...precision.dtypes import DTYPES
+from ...precision.learned import Learned
+from ...precision.narrowing import mend_narrowed
+from ...precision.shared import TURNS
+from ..compile.backends import CompileOptions
+from ..errors import BadFolder
+from ..models.folder import fingerprint
+from ..models.lora import Lora, LoraKey, keys, with_loras
+from ..models.on_disk import StoredModel
+from .offload import InParts, Offload, Onloading, Whole, brings_parts_to, in_parts, release_page_locked
+from .placement import MOVING, Placement, move
+
+logger = logging.getLogger(__name__)
+
+MemoryKey = tuple[str, tuple[LoraKey, ...], str]  # dtype, LoRAs, a profile that was given
+
+
+class ComponentStore:
+    """Components by name; `compiled` and `prompts` are memos that live and die with them."""
+
+    def __init__(self, model: StoredModel, placement: Placement):
+        self.model = model
+        self.placement = placement
+        self.prompts: dict[tuple[str, str, bool], torch.Tensor] = {}  # (text, dtype, guarded) → [1, tokens, channels]
+        # (backend, how, dtype, wide stream, half-precision accumulation, LoRAs) → shell
+        self.compiled: dict[tuple[str, CompileOptions, str, bool, str, tuple[LoraKey, ...]], torch.nn.Module] = {}
+        self.learned: dict[MemoryKey, Learned] = {}  # what runs taught about the denoiser
+        self.recalled: set[MemoryKey] = set()  # of these, a profile on disk was where runs began
+        self.attention: dict[tuple[str, tuple[torch.Size, ...]], Choice] = {}  # by dtype and sizes, measured
+        self.handles: weakref.WeakSet[Any] = weakref.WeakSet()  # who still uses it
+        self.emptied = False
+        self.notes: dict[str, tuple[str, ...]] = {}  # component → what was found or mended when it was loaded
+        self._modules: dict[str, tuple[str, torch.nn.Module]] = {}
+        self._with_loras: tuple[tuple[LoraKey, ...], torch.nn.Module] | None = None  # the latest
+        self._onloading: dict[str, tuple[Offload, InParts]] = {}  # of components that are not on the device whole
+        self._unweighted: dict[str, Any] = {}
+        self._in_use = threading.RLock()
+
+    @contextmanager
+    def turn(self) -> Generator[None]:
+        """For one stage: weights are there once, and another thread's stage may want them in another dtype or place."""
+        with TURNS.away():
+            self._in_use.acquire()
+        try:
+            yield
+        finally:
+            self._in_use.release()
+
+    def drop_unless(self, wanted: Mapping[str, str], user: object) -> None:
+        """Let go of what is not among the components that are wanted, in those dtypes, if nobody else uses it."""
+        if not self._in_use.acquire(blocking=False):
+            return
+        try:
+            for name, dtype in self.loaded().items() if set(self.handles) == {user} else ():
+                if wanted.get(name) != dtype:
+                    self.drop(name)
+        finally:
+            self._in_use.release()
+
+    def module(self, name: str, dtype: str, offload: Offload = Offload.NONE) -> torch.nn.Module:
+        """The component, loaded in `dtype` ("fp16", "bf16", "fp32") if it is not there already; on its device, or in
+        main memory where `offload` brings its weights in parts."""
+        with MOVING:
+            if module := self._here(name, dtype, offload):
+                return module
+        with _loading(), MOVING:
+            if module := self._here(name, dtype, offload):  # another thread loaded it
+                return module
+            self.drop(name)
+            gc.collect()  # a pipeline that was let go may still wait in a reference cycle
+            if not self._in_parts(offload):
+                self.placement.make_room(self.model.weights[name].bytes_in(dtype))
+            module = self._load(name, dtype)
+            self._modules[name] = (dtype, module)
+            try:
+                self._place(name, module, offload)
+                self.notes[name] = (*self.model.unknown_fields(name), *self._checked(name, module, dtype))
+            except BaseException:  # the next run would take it for whole
+                self.drop(name)
+                raise
+            return module
+
+    def _here(self, name: str, dtype: str, offload: Offload) -> torch.nn.Module | None:
+        """The component that is loaded, in its place."""
+        if self.loaded().get(name) != dtype:
+            return None
+        module = self._modules[name][1]
+        try:
+            self._place(name, module, offload)
+        except BaseException:  # it is in main memory, where what LoRAs added would not be
+            self._forget_loras()
+            raise
+        return module
+
+    def denoiser(self, dtype: str, loras: tuple[Lora, ...] = (), offload: Offload = Offload.NONE) -> torch.nn.Module:
+        """The denoiser in `dtype`, or a shell of it with LoRAs added, as `module` has it. Raises BadLora."""
+        module, key = self.module(self.model.family.denoiser, dtype, offload), keys(loras)
+        if not key:
+            return module
+        if self._with_loras is None or self._with_loras[0] != key:
+            with _loading(), MOVING:
+                self._forget_loras()
+                self._with_loras = key, with_loras(module, loras, self.model.family)
+        elif not self._in_parts(offload):
+            try:
+                move(self._with_loras[1], self.placement.device)  # what the LoRAs added
+            except BaseException:
+                self._forget_loras()
+                raise
+        return self._with_loras[1]
+
+    def onloading(self, name: str, offload: Offload, loras: tuple[Lora, ...] = ()) -> Onloading:
+        """How the weights of a component that is loaded, or of the denoiser with LoRAs, come to the device."""
+        if not self._in_parts(offload):
+            return Whole()
+        with MOVING:
+            family, component = self.model.family, self._modules[name][1]
+            parts: dict[str, Any] = {"once": name == "text_encoder"}
+            if name == family.denoiser:
+                parts = {"blocks": family.blocks}
+                component = self._with_loras[1] if keys(loras) and self._with_loras else component
+            known_for, known = self._onloading.get(name, (None, None))
+            if known is None or known_for is not offload or known.component is not component:
+                self._onloading.pop(name, None)
+                known = in_parts(component, offload, self.placement.device, **parts)
+                self._onloading[name] = offload, known
+            self.placement.make_room(known.most_bytes)
+            return known
+
+    def _in_parts(self, offload: Offload) -> bool:
+        return offload.in_parts and brings_parts_to(self.placement.device)
+
+    def _place(self, name: str, module: torch.nn.Module, offload: Offload) -> None:
+        if self._in_parts(offload):
+            self.placement.to_host(name, module)
+        else:
+            self._onloading.pop(name, None)
+            self.placement.to_device(name, module)
+
+    def _forget_loras(self) -> None:
+        self._with_loras = None
+        self.compiled = {compiled: shell for compiled, shell in self.compiled.items() if not compiled[-1]}
+
+    def unweighted(self, name: str) -> Any:
+        """The tokenizer or the scheduler."""
+        if name not in self._unweighted:
+            with _loading():
+                self._unweighted[name] = self.model.unweighted(name)
+        return self._unweighted[name]
+
+    def loaded(self) -> dict[str, str]:
+        """{component: dtype} of what is in memory."""
+        return {name: dtype for name, (dtype, _) in self._modules.items()}
+
+    def bytes_on_device(self) -> int:
+        """Of the components' weights and buffers: of those that are on the device now, and of those that come in parts
+        the most that is there at once."""
+        with MOVING:
+            modules = [module for name, (_, module) in self._modules.items() if name not in self._onloading]
+            in_parts = sum(weights.most_bytes for _, weights in self._onloading.values())
+        tensors = {t for module in modules for t in (*module.parameters(), *module.buffers())}
+        return in_parts + sum(t.nbytes for t in tensors if t.device == self.placement.device)
+
+    def rest(self, name: str) -> None:
+        """Move a component to the host's memory until it is needed again."""
+        with MOVING:
+            if name in self._modules:
+                self.placement.to_host(name, self._modules[name][1])
+                if name == self.model.family.denoiser and self._with_loras:
+                    move(self._with_loras[1], torch.device("cpu"))  # what the LoRAs added
+
+    def drop(self, name: str) -> None:
+        """Let go of a component's weights, and of what was compiled from them."""
+        with MOVING:
+            if self._modules.pop(name, None) is None:
+                return
+            came_in_parts = self._onloading.pop(name, None) is not None
+            if name == self.model.family.denoiser:
+                self.compiled.clear()
+                self._with_loras = None
+            gc.collect()  # modules hold reference cycles; without this two copies would be there for a while
+            if came_in_parts:
+                release_page_locked()
+            self.placement.forget(name)
+
+    def empty(self) -> None:
+        """Let go of all weights at once; the store is of no more use, and no module has died. Nothing happens while
+        another thread moves weights, which may wait for the one that asks."""
+        if not MOVING.acquire(blocking=False):
+            return
+        try:
+            self.emptied = True
+            self.prompts.clear()
+            self.compiled.clear()
+            self._with_loras = None
+            self._onloading.clear()
+            for _, module in self._modules.values():
+                move(module, torch.device("meta"))
+        finally:
+            MOVING.release()
+
+    def _load(self, name: str, dtype: str) -> torch.nn.Module:
+        logger.info("loading component %s of %s in %s", name, self.model.name, dtype)
+        with torch.inference_mode(False):
+            module = self.model.component(name, DTYPES[dtype])
+        return module.eval().requires_grad_(False)
+
+    def _narrows(self, name: str, dtype: str) -> bool:
+        return dtype == "fp16" and not {"F16"}.issuperset(self.model.weights[name].dtypes)
+
+    def _checked(self, name: str, module: torch.nn.Module, dtype: str) -> list[str]:
+        try:
+            with torch.inference_mode(False):
+                found = [
+                    *(mend_narrowed(module, partial(self.model.stored, name)) if self._narrows(name, dtype) else ()),
+                    *make_consistent(module, DTYPES[dtype], self.placement.device),
+                ]
+        except DamagedByCast as error:
+            raise BadFolder(f"'{self.model.name}/{name}': {error}") from None
+        for line in found:
+            logger.warning("%s of %s: %s", name, self.model.name, line)
+        return [f"{name}: {line}" for line in found]
+
+
+@contextmanager
+def _loading() -> Generator[None]:
+    """Libraries change the whole process while they build a module. diffusers leaves its default dtype behind where
+    that fails."""
+    with TURNS.alone():
+        dtype = torch.get_default_dtype()
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+
+
+_FINDING = threading.Lock()
+_STORES: weakref.WeakValueDictionary[tuple[str, str], ComponentStore] = weakref.WeakValueDictionary()
+
+
+def shared_store(model: StoredModel, placement: Placement) -> ComponentStore:
+    """The store of a model; the same one for as long as a handle to it lives and its files do not change."""
+    key = (str(model.path.resolve()), fingerprint(model.path))
+    with _FINDING:
+        store = _STORES.get(key)
+        if store is None or store.emptied or store.placement.device != placement.device:
+            store = ComponentStore(model, placement)
+            _STORES[key] = store
+        return store

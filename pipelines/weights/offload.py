@@ -1,0 +1,321 @@
+"""Where a component's weights are while it is in use, and weights that come to the device a group at a time.
+
+diffusers moves the groups (its ModuleGroup): from pinned memory, on a stream of its own, the next block's while one
+computes. Its hooks are not used. They replace `forward` on the modules, and a shell of such a module would go on
+calling the original's, without the wide layers, the compiled blocks or the islands that it is made for. So the groups
+come and go in a shell too, around what is compiled and under what runs in fp32.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+
+from ...precision.shells import Make, replaced, with_forward
+from ..compile.backends import BackendChoice, choose_backend
+from ..errors import BackendUnavailable
+
+logger = logging.getLogger(__name__)
+
+_HOST = torch.device("cpu")
+
+
+class Offload(str, Enum):
+    """What is in main memory when. The values stand in people's workflow files."""
+
+    NONE = "none"
+    MODEL = "model"  # a component, while another is in use
+    GROUP = "group"  # of the denoiser and the text encoder, all blocks but the one that computes and the next
+    SEQUENTIAL = "sequential"  # the same, layer by layer
+
+    @property
+    def in_parts(self) -> bool:
+        return self in (Offload.GROUP, Offload.SEQUENTIAL)
+
+
+class Onloading(Protocol):
+    """A component's weights, which are on the device as they are needed, inside `with`."""
+
+    def shell(self, module: torch.nn.Module, like: torch.nn.Module | None = None) -> torch.nn.Module:
+        """A shell of `module` (the component, or a shell of it) that brings its weights when they are needed.
+
+        like: an eager shell of the same component, where what `module` has in place of blocks are no blocks.
+        """
+        ...
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class Whole:
+    """Weights that are on the device already."""
+
+    def shell(self, module: torch.nn.Module, like: torch.nn.Module | None = None) -> torch.nn.Module:
+        del like
+        return module
+
+    def __enter__(self) -> Whole:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class InParts:
+    """Weights that are in main memory, but for those in use: at the end of `with` all are there again.
+
+    component: in main memory.
+    parts: {name in it: what comes and goes together}, in the order in which they run. What is in none of them is on the
+        device inside `with`.
+    ahead: bring the next part while one computes. CUDA only.
+    pinned: keep weights in page-locked memory; else they are put there as they are brought. CUDA only.
+    """
+
+    def __init__(
+        self,
+        component: torch.nn.Module,
+        parts: Mapping[str, torch.nn.Module],
+        device: torch.device,
+        *,
+        ahead: bool,
+        pinned: bool,
+    ):
+        self.component = component
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+        def group(modules: list[torch.nn.Module], **rest: Any) -> Any:
+            from diffusers.hooks.group_offloading import ModuleGroup
+
+            with _as_is():
+                made = ModuleGroup(
+                    modules=modules,
+                    onload_device=device,
+                    offload_device=_HOST,
+                    offload_leader=component,
+                    onload_leader=component,
+                    non_blocking=stream is not None,
+                    stream=stream,
+                    record_stream=stream is not None,
+                    low_cpu_mem_usage=not pinned,
+                    **rest,
+                )
+                made.offload_()
+            return made
+
+        self._place: dict[str, int] = {}
+        together: list[list[torch.nn.Module]] = []
+        place_of: dict[torch.Tensor, int] = {}
+        for name, part in parts.items():
+            tensors = list(_tensors(part))
+            place = next((place_of[t] for t in tensors if t in place_of), len(together))  # tied weights: one group
+            self._place[name] = place
+            if place == len(together):
+                together.append([part])
+            elif not place_of.keys() >= {*tensors}:
+                together[place].append(part)
+            place_of |= dict.fromkeys(tensors, place)
+        rest = [tensor for tensor in _tensors(component) if tensor not in place_of]
+        self._groups = [group(modules) for modules in together]
+        self._rest = group([], parameters=rest)
+        self._stream = stream
+        self._ahead = ahead and stream is not None
+        self._here: set[int] = set()
+        self._lock = threading.RLock()
+        sizes = [0] * max(len(together), 1)
+        for tensor, place in place_of.items():
+            sizes[place] += tensor.nbytes
+        in_use = max(map(sum, pairwise(sizes)), default=sizes[0]) if self._ahead else max(sizes)
+        self.most_bytes = sum(tensor.nbytes for tensor in rest) + in_use  # on the device at once
+
+    def shell(self, module: torch.nn.Module, like: torch.nn.Module | None = None) -> torch.nn.Module:
+        names = like if like is not None else module
+
+        def part(name: str, place: int) -> Make:
+            called = module.get_submodule(name)
+            return lambda _replaced: with_forward(names.get_submodule(name), _Part(self, place, called))
+
+        return replaced(module, {name: part(name, place) for name, place in self._place.items()})
+
+    def __enter__(self) -> InParts:
+        self._lock.acquire()  # another run would send away what this one computes with
+        try:
+            with _as_is():
+                self._rest.onload_()
+                self._wait()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            with _as_is():
+                self._wait()
+                self._rest.offload_()
+                for place in tuple(self._here):
+                    self._send_away(place)
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def onloaded(self, place: int) -> Generator[None]:
+        """One part's weights are on the device inside, and the next ones' on their way."""
+        with _as_is():
+            self._bring(place)
+            self._wait()
+            if self._ahead and place + 1 < len(self._groups):
+                self._bring(place + 1)
+        try:
+            yield
+        finally:
+            with _as_is():
+                self._send_away(place)
+
+    def _bring(self, place: int) -> None:
+        if place not in self._here:
+            self._here.add(place)
+            self._groups[place].onload_()
+
+    def _send_away(self, place: int) -> None:
+        self._groups[place].offload_()
+        self._here.discard(place)
+
+    def _wait(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+class _Part:
+    """A block's or a layer's call, with its weights on the device."""
+
+    def __init__(self, weights: InParts, place: int, called: torch.nn.Module):
+        self._weights = weights
+        self._place = place
+        self._called = called
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._weights.onloaded(self._place):
+            return self._called(*args, **kwargs)
+
+
+def in_parts(
+    component: torch.nn.Module,
+    offload: Offload,
+    device: torch.device,
+    *,
+    blocks: Iterable[str] = (),
+    once: bool = False,
+) -> InParts:
+    """A component's weights as `offload` (GROUP or SEQUENTIAL) brings them.
+
+    blocks: names of its parts, a list of blocks block by block; none: its outermost lists.
+    once: it is let go after use, so that page-locking all of it would take longer than it saves.
+    """
+    if offload is Offload.GROUP:
+        parts = dict(_blocks(component, tuple(blocks)))
+        try:
+            return InParts(component, parts, device, ahead=True, pinned=not once)
+        except RuntimeError as error:  # systems allow only so much of it
+            why = str(error).strip().split("\n", 1)[0]
+            logger.warning("main memory cannot be page-locked for all blocks (%s): slower, one at a time", why)
+            return InParts(component, parts, device, ahead=True, pinned=False)
+    return InParts(component, dict(_layers(component)), device, ahead=False, pinned=False)
+
+
+def brings_parts_to(device: torch.device) -> bool:
+    """Whether there is a device to bring them to."""
+    return device.type != "cpu"
+
+
+def release_page_locked() -> None:
+    """Give the system back what PyTorch keeps of page-locked memory that nobody uses."""
+    release = getattr(torch.accelerator, "empty_host_cache", None)  # PyTorch 2.9's
+    if release and torch.cuda.is_available():
+        release()
+
+
+_LASTING = {  # backend → why what it compiled cannot follow weights that move
+    "oneflow": "its graphs keep the memory in which the weights were first",
+    "nexfort": "whether its graphs follow weights that move block by block has not been seen",
+    "inductor": "a compiled block is one piece, and cannot wait for each layer's weights",
+}
+_REFUSED = {
+    Offload.NONE: (),
+    Offload.MODEL: ("oneflow",),
+    Offload.GROUP: ("oneflow", "nexfort"),
+    Offload.SEQUENTIAL: ("oneflow", "nexfort", "inductor"),
+}
+
+
+def backend_with(choice: BackendChoice, offload: Offload, device: torch.device) -> BackendChoice:
+    """The backend, or where 'auto' chose one that does not work with `offload`, the next that does.
+
+    Raises BackendUnavailable where it was asked for by name.
+    """
+    refused = _REFUSED[offload] if brings_parts_to(device) else ()
+    if choice.name not in refused:
+        return choice
+    missing = f"{choice.name} does not work with offload '{offload.value}': {_LASTING[choice.name]}"
+    if not choice.automatic:
+        others = "', '".join(backend for backend in ("inductor", "eager") if backend not in refused)
+        kinds = "', '".join(kind.value for kind, backends in _REFUSED.items() if choice.name not in backends)
+        raise BackendUnavailable(f"{missing}. Choose backend '{others}', or offload '{kinds}'.")
+    for name in ("inductor", "eager"):
+        try:
+            following = choose_backend(name, device)
+        except BackendUnavailable:
+            continue
+        if name not in refused:
+            return BackendChoice(following.name, f"auto: {missing}", automatic=True)
+    raise AssertionError("eager works everywhere")
+
+
+def _blocks(component: torch.nn.Module, parts: tuple[str, ...]) -> Iterator[tuple[str, torch.nn.Module]]:
+    for part in parts or tuple(_outermost_lists(component)):
+        module = component.get_submodule(part)
+        if isinstance(module, torch.nn.ModuleList):
+            yield from ((f"{part}.{name}", block) for name, block in _children(module))
+        else:
+            yield part, module
+
+
+def _outermost_lists(module: torch.nn.Module, path: str = "") -> Iterator[str]:
+    for name, child in _children(module):
+        if isinstance(child, torch.nn.ModuleList):
+            yield f"{path}{name}"
+        else:
+            yield from _outermost_lists(child, f"{path}{name}.")
+
+
+def _layers(module: torch.nn.Module, path: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
+    """The smallest modules with weights of their own. An adapted layer (peft's LoRA) is one."""
+    for name, child in _children(module):
+        own = any(True for _ in _tensors(child, recurse=False)) or hasattr(child, "base_layer")
+        if own:
+            yield f"{path}{name}", child
+        else:
+            yield from _layers(child, f"{path}{name}.")
+
+
+def _children(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """One that is there under two names, under both."""
+    yield from ((name, child) for name, child in module._modules.items() if child is not None)
+
+
+def _tensors(module: torch.nn.Module, *, recurse: bool = True) -> Iterator[torch.Tensor]:
+    yield from module.parameters(recurse)
+    yield from module.buffers(recurse)
+
+
+@contextmanager
+def _as_is() -> Generator[None]:
+    """Moved weights stay what they are: no inference tensors, and nothing that the fp32 rerun upcasts."""
+    with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction():
+        yield
