@@ -111,8 +111,9 @@ class Ours:
         self, subject: Subject, components: ComponentStore, backend: str, precision: Precision, policy: GuardPolicy
     ):
         self._pipeline = handle(components, precision, backend, policy)
-        self._report = self._pipeline.report(self._pipeline.plan(Component.DENOISER))
-        self._denoiser, self._given = guarded_denoiser(self._pipeline, self._report), subject.given
+        stage = self._pipeline.stage(Component.DENOISER)
+        self._report = stage.report
+        self._denoiser, self._given = guarded_denoiser(stage), subject.given
 
     def __call__(self) -> Any:
         with self._pipeline.switched(self._report):

@@ -29,9 +29,9 @@ from .calls import (
     load_anew,
     wrapped,
 )
+from .networks import ComfyNetwork
 from .products import products_in_fp32
 from .runs import Run, Settings, guarded_run
-from .stage import Stage
 from .weights import weights_as_stored
 
 _UNGUARDED = "onediff_guard_unguarded"
@@ -104,8 +104,8 @@ class _ModelGuard:
             return run.call(denoiser_of(call), **call.arguments)
 
 
-def denoiser_of(call: ModelCall) -> Stage:
-    return Stage(
+def denoiser_of(call: ModelCall) -> ComfyNetwork:
+    return ComfyNetwork(
         model=call.name,
         component=Component.DENOISER,
         network=call.network,
@@ -138,12 +138,12 @@ class _VaeGuard(threading.local):
             finally:
                 self._runs.remove(run)
 
-    def call(self, stage: Stage, *args: Any, **kwargs: Any) -> Any:
+    def call(self, of: ComfyNetwork, *args: Any, **kwargs: Any) -> Any:
         """One guarded call, in the run that is going on; else in one of its own."""
         if self._runs:
-            return self._runs[-1].call(stage, *args, **kwargs)
+            return self._runs[-1].call(of, *args, **kwargs)
         with self.run() as run:
-            return run.call(stage, *args, **kwargs)
+            return run.call(of, *args, **kwargs)
 
 
 def _guarded_network(
@@ -157,8 +157,9 @@ def _guarded_network(
 
     def call(*args: Any, **kwargs: Any) -> Any:
         in_full = MethodType(full, network)
-        stage = Stage(type(network).__name__, component, network, vae.vae_dtype, vae.device, method, in_full, in_full)
-        return guard.call(stage, *args, **kwargs)
+        name = type(network).__name__
+        of = ComfyNetwork(name, component, network, vae.vae_dtype, vae.device, method, in_full, in_full)
+        return guard.call(of, *args, **kwargs)
 
     return wraps(method)(call)
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from ..pipelines.errors import BadInput
-from ..precision.arch import Architecture
+from ..precision.accumulation import decide
+from ..precision.arch import Architecture, present
 from ..precision.dtypes import DTYPES, dtype_name
 from ..precision.policy import Component, Plan, Precision
 
@@ -33,19 +34,20 @@ def comfy_plan(
     wide = dtype == "fp16" and ours
     plain = request is Precision.FP16_PLAIN
     half = dtype != "fp32"
+    switched = decide(architecture, others=present()) if dtype == "fp16" else None  # the others need none
     guard = "on: the NaN Guard's node" if half else "only watching: fp32 is what it would rerun in"
     return Plan(
         component=component,
         dtype=dtype,
         guarded=half and not plain,
         wide=wide,
-        accumulation="as it is",
+        accumulation=switched.mode.value if switched else "as it is",
         reason=reason,
         source="ComfyUI",
         guard_reason="off: asked for fp16 (plain), only watched" if plain else guard,
         wide_reason="every layer: products in fp16, scaled to fit, and all else in float32" if wide else "nothing",
-        accumulation_reason="ComfyUI's own",
-        accumulation_source="ComfyUI",
+        accumulation_reason=switched.reason_on(architecture) if switched else "ComfyUI's own",
+        accumulation_source=switched.source if switched else "ComfyUI",
     )
 
 

@@ -6,25 +6,20 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from inspect import signature
 from typing import Any
 
 import torch
 
 from ..pipelines.insight.probe_result import Measured, Probing
-from ..precision.arch import detect
 from ..precision.dtypes import DTYPES
 from ..precision.findings import Anatomy
 from ..precision.guard import GuardPolicy, StageGuard
-from ..precision.policy import Component, Plan
+from ..precision.policy import Plan
 from ..precision.probe import Verdict, judge, recommend
-from ..precision.report import RunReport
-from ..precision.upcast import run_in_fp32
 from .calls import ModelCall, apply_model, apply_model_in_fp32, around_apply_model, wrapped
 from .executors import CallLog, PerExecutor
 from .guards import denoiser_of
-from .plans import comfy_plan
 from .profiles import profile_of
 from .refining import refining_guarded
 
@@ -93,12 +88,11 @@ class _Run:
     """The calls of one run, the first of which shows what the model is."""
 
     def __init__(self, call: ModelCall):
-        self.card = detect(call.device)
-        self.plan = comfy_plan(Component.DENOISER, call.name, call.dtype, self.card)
+        self._of = denoiser_of(call)
+        self._stage = self._of.stage(GuardPolicy())
         self.measured = Measured(
             call.network, replace(Anatomy.of(call.network, _lists_of_blocks(call.network)), everything=True)
         )
-        self._stage = denoiser_of(call)
         self._guards = PerExecutor[StageGuard]()
         self._log = CallLog()
 
@@ -110,24 +104,20 @@ class _Run:
         return output
 
     def _guard(self, network: torch.nn.Module) -> StageGuard:
-        return StageGuard(
-            "denoiser",
-            partial(run_in_fp32, apply_model_in_fp32, tf32=self.card.tf32),
-            owner=network,
-            dtype="fp32",
-            policy=GuardPolicy(),
-            report=RunReport(self._stage.model, str(self.card), self.plan),
-        )
+        stage = self._of.stage(GuardPolicy())  # with a report of its own
+        attempt = stage.in_fp32(apply_model_in_fp32)
+        return stage.guard(network, attempt, rerun=attempt, dtype="fp32")
 
     def probing(self, sampled: str) -> Probing:
         probed, steps = self.measured.probe.probed, self._log.steps
-        chosen = recommend(probed, self.plan.dtype, native_bf16=self.card.native_bf16)
-        of = profile_of(self._stage, self.card, chosen.dtype)
+        plan, card = self._stage.plan, self._stage.architecture
+        chosen = recommend(probed, plan.dtype, native_bf16=card.native_bf16)
+        of = profile_of(self._of, card, chosen.dtype)
         calls_per_step = -(-len(steps) // max(len(probed.steps), 1))
         return Probing(
-            model=self._stage.model,
-            architecture=self.card,
-            plan=self.plan,
+            model=self._of.model,
+            architecture=card,
+            plan=plan,
             sampled=sampled,
             probed=probed,
             timesteps=tuple(step.timestep for step in steps[::calls_per_step]),
@@ -135,7 +125,7 @@ class _Run:
             healthy_seconds=self.measured.healthy_seconds * len(steps),
             chosen=chosen,
             verdicts=tuple(judge(probed, dtype) for dtype in DTYPES),
-            to_apply=_to_apply(self.plan, chosen),
+            to_apply=_to_apply(plan, chosen),
             profile=replace(of, learned=chosen.learned.to_share) if chosen.learned.everything else None,
         )
 

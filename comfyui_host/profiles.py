@@ -12,17 +12,17 @@ from ..precision.arch import Architecture
 from ..precision.policy import Component
 from ..trust.text import shown
 from . import host
-from .stage import Stage
+from .networks import ComfyNetwork
 
 _VALUES = 16  # of each weight
 
 
-def profile_of(stage: Stage, architecture: Architecture, dtype: str) -> Profile:
+def profile_of(of: ComfyNetwork, architecture: Architecture, dtype: str) -> Profile:
     """Of which nothing is known yet."""
     full = {"torch": torch.__version__, "comfyui": host.version() or "none"}
     versions = {package: ".".join(version.split(".")[:2]) for package, version in full.items()}
-    name = stage.model if stage.component is Component.DENOISER else f"{stage.model}, {stage.component.words}"
-    return Profile(shown(name, 300), _fingerprint(stage), (), architecture.name, dtype, versions)
+    name = of.model if of.component is Component.DENOISER else f"{of.model}, {of.component.words}"
+    return Profile(shown(name, 300), _fingerprint(of), (), architecture.name, dtype, versions)
 
 
 def kept_profile(of: Profile, given: Profile | None) -> KeptProfile:
@@ -30,14 +30,14 @@ def kept_profile(of: Profile, given: Profile | None) -> KeptProfile:
     return KeptProfile(of, host.profiles_directory(), given)
 
 
-def _fingerprint(stage: Stage) -> str:
+def _fingerprint(of: ComfyNetwork) -> str:
     """Of the structure, and of a few values of each weight: not of quantised ones, nor of those that LoRAs change,
     which are what they were or not, as there is room. So a model with LoRAs is another one than without."""
-    digest = hashlib.sha256(stage.component.value.encode())
+    digest = hashlib.sha256(of.component.value.encode())
     sampled: dict[torch.device, dict[str, torch.Tensor]] = {}
-    for name, weight in stage.network.named_parameters():
-        digest.update(f"{name} {tuple(weight.shape)} {name in stage.patched};".encode())
-        if type(weight.data) is torch.Tensor and not weight.is_meta and name not in stage.patched:
+    for name, weight in of.network.named_parameters():
+        digest.update(f"{name} {tuple(weight.shape)} {name in of.patched};".encode())
+        if type(weight.data) is torch.Tensor and not weight.is_meta and name not in of.patched:
             sampled.setdefault(weight.device, {})[name] = weight.detach().flatten()[:_VALUES].float()
     values: dict[str, bytes] = {}
     for here in sampled.values():

@@ -9,29 +9,29 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from ..pipelines.run.lessons import KeptProfile
 from ..pipelines.run.profiles import Profile
-from ..precision.accumulation import accumulation, decide
-from ..precision.arch import detect, present
+from ..precision.accumulation import accumulation
+from ..precision.arch import present
 from ..precision.clips import Clips
 from ..precision.dtypes import DTYPES, dtype_name
 from ..precision.findings import Anatomy
-from ..precision.guard import GuardPolicy, OnFailure, Scope, StageGuard
+from ..precision.guard import GuardPolicy, Scope, StageGuard
 from ..precision.half_products import HalfProducts, run_with_half_products
 from ..precision.islands import Attempt
 from ..precision.learned import NOTHING, Learned
-from ..precision.learning import Learner
 from ..precision.policy import Component, Precision
-from ..precision.report import RunReport, StepRecord, together
-from ..precision.upcast import RerunUnsupported, run_in_fp32
+from ..precision.report import StepRecord, together
+from ..precision.upcast import RerunUnsupported
 from ..precision.wide import CannotWiden
 from . import host
 from .executors import CallLog, PerExecutor
-from .plans import comfy_plan
+from .networks import ComfyNetwork
 from .products import rerun_from
 from .profiles import kept_profile, profile_of
 from .refining import refining_guarded
-from .stage import Stage
 
 logger = logging.getLogger(__name__)
 
@@ -80,19 +80,19 @@ class Run:
         self._before.append(line)
         host.say(self._node_id, line)
 
-    def call(self, stage: Stage, *args: Any, **kwargs: Any) -> Any:
-        executor = self._executors.of(stage.network, lambda: _executor(stage, self._settings))
+    def call(self, of: ComfyNetwork, *args: Any, **kwargs: Any) -> Any:
+        executor = self._executors.of(of.network, lambda: _executor(of, self._settings))
         try:
             made = executor(*args, **kwargs)
         except CannotWiden as error:
             policy = self._settings.policy
             scope = Scope.STEP if policy.scope is Scope.LEARNED else policy.scope
             plain = replace(self._settings, request=None, policy=replace(policy, scope=scope))
-            executor = self._executors.replace(stage.network, _executor(stage, plain))
+            executor = self._executors.replace(of.network, _executor(of, plain))
             executor.guard.report.note(f"as ComfyUI computes it, since not every layer can be wide: {error}")
             made = executor(*args, **kwargs)
         if learned := executor.guard.learned:
-            self._settings.learned[stage.component, executor.guard.dtype] = replace(learned, whole_run_fp32=False)
+            self._settings.learned[of.component, executor.guard.dtype] = replace(learned, whole_run_fp32=False)
         step = self._log.add(executor.guard.report.steps[-1])
         if step.outcome != "finite":
             host.say(self._node_id, f"call {step.step + 1}: {_what_happened(step)}")
@@ -142,58 +142,40 @@ class _Executor:
             self.profile.keep(self.guard.learned)
 
 
-def _executor(stage: Stage, settings: Settings) -> _Executor:
-    architecture, policy = detect(stage.device), settings.policy
-    plan = comfy_plan(stage.component, stage.model, stage.dtype, architecture, settings.request)
-    if plan.half and not plan.guarded:
-        policy = replace(policy, on_failure=OnFailure.OFF)
-    switched: Callable[[], Any] = partial(nullcontext, ())
-    if plan.dtype == "fp16":
-        others = present()
-        decision = decide(architecture, others=others)
-        why = {"accumulation_reason": decision.reason_on(architecture), "accumulation_source": decision.source}
-        plan = replace(plan, accumulation=decision.mode.value, **why)
-        switched = partial(accumulation, architecture, others=others)
-    report = RunReport(stage.model, str(architecture), plan)
+def _executor(of: ComfyNetwork, settings: Settings) -> _Executor:
+    stage = of.stage(settings.policy, settings.request)
+    plan, report = stage.plan, stage.report
+    in_fp16 = plan.dtype == "fp16"
+    switched = partial(accumulation, stage.architecture, others=present()) if in_fp16 else partial(nullcontext, ())
     clips, products = Clips(plan.dtype), HalfProducts(DTYPES[plan.dtype])
-    tf32 = architecture.tf32 and not policy.strict
 
     def in_half(*args: Any, **kwargs: Any) -> Any:
         try:
-            return run_with_half_products(stage.in_full, *args, products=products, tf32=tf32, **kwargs)
+            return run_with_half_products(of.in_full, *args, products=products, tf32=stage.tf32, **kwargs)
         except RerunUnsupported as error:
             raise CannotWiden(str(error)) from error
 
     def build(learned: Learned) -> Attempt:
-        wide = plan.dtype == "fp16" and (plan.wide or learned.everything)
-        if not wide and plan.dtype == dtype_name(stage.dtype):
-            attempt = clips.watched(stage.attempt)
+        wide = in_fp16 and (plan.wide or learned.everything)
+        if not wide and plan.dtype == dtype_name(of.dtype):
+            attempt = clips.watched(of.attempt)
         else:
-            attempt = in_half if plan.half else partial(run_in_fp32, stage.in_full, tf32=tf32)
-        made = Attempt(attempt, attempt, everything=wide)
-        report.wide = made.in_words
-        return made
+            attempt = in_half if plan.half else stage.in_fp32(of.in_full)
+        return Attempt(attempt, attempt, everything=wide)
 
     learned, profile = NOTHING, None
-    if plan.half and policy.scope is Scope.LEARNED:
-        profile = kept_profile(profile_of(stage, architecture, plan.dtype), settings.profile)
-        learned, notes = _recalled(settings, (stage.component, plan.dtype), profile)
+    if stage.learns:
+        profile = kept_profile(profile_of(of, stage.architecture, plan.dtype), settings.profile)
+        learned, notes = _recalled(settings, (of.component, plan.dtype), profile)
         for line in notes:
             report.note(line)
-    learner = Learner(stage.network, plan.dtype, build, Anatomy(everything=True), learned)
-    guard = StageGuard(
-        stage.component.value,
-        learner,
-        rerun=stage.rerun,
-        owner=stage.network,
-        dtype=plan.dtype,
-        policy=policy,
-        report=report,
-        tf32=architecture.tf32,
-        peak_inside=lambda: None if learner.attempt.everything else clips.take(),
-        renew=stage.renew,
-    )
-    return _Executor(guard, switched, rerun_from(stage.network), learned, profile)
+    learner = stage.learner(of.network, build, Anatomy(everything=True), learned)
+
+    def peak_inside() -> torch.Tensor | None:
+        return None if learner.attempt.everything else clips.take()
+
+    guard = stage.guard(of.network, learner, rerun=of.rerun, renew=of.renew, peak_inside=peak_inside)
+    return _Executor(guard, switched, rerun_from(of.network), learned, profile)
 
 
 def _recalled(settings: Settings, key: tuple[Component, str], profile: KeptProfile) -> tuple[Learned, tuple[str, ...]]:

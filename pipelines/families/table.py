@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ...precision.policy import Component
 from ...precision.streams import Stream
 from ..errors import BadSize
 from . import layouts
@@ -79,6 +80,12 @@ class FamilySpec:
     @property
     def weighted(self) -> tuple[str, ...]:
         return tuple(name for name, component in self.components.items() if component.weights)
+
+    def folder(self, component: Component) -> str:
+        """Its name among the pipeline's components."""
+        if component in (Component.VAE_ENCODE, Component.VAE_DECODE):
+            return "vae"
+        return self.denoiser if component is Component.DENOISER else component.value
 
 
 def _cogvideox_variant(config: Config) -> str:

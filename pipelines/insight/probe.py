@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from ...precision.dtypes import DTYPES
-from ...precision.findings import Anatomy
 from ...precision.guard import GuardPolicy, OnFailure
 from ...precision.learned import NOTHING
 from ...precision.policy import Plan, Precision
@@ -19,10 +18,10 @@ from ...precision.shells import as_float32, with_forward
 from ..compile.block import Tell
 from ..errors import BadInput
 from ..families.layouts import spatial_factor
-from ..run.denoiser import denoiser_guard, in_fp32, loaded_denoiser
 from ..run.handle import PipelineHandle
 from ..run.lessons import here, keep, remember
 from ..run.sample import SampleSettings, StepDone, sample
+from ..run.stage import ComponentStage
 from .probe_result import Measured, Probing
 
 
@@ -44,8 +43,8 @@ def probe(
         )
     watched: list[Measured] = []
 
-    def denoiser(handle: PipelineHandle, report: RunReport) -> torch.nn.Module:
-        shell, measured = _watched(handle, report)
+    def denoiser(stage: ComponentStage) -> torch.nn.Module:
+        shell, measured = _watched(stage)
         watched.append(measured)
         return shell
 
@@ -114,15 +113,14 @@ def usual_size(handle: PipelineHandle, width: int, height: int, frames: int) -> 
     return width, height, frames
 
 
-def _watched(handle: PipelineHandle, report: RunReport) -> tuple[torch.nn.Module, Measured]:
+def _watched(stage: ComponentStage) -> tuple[torch.nn.Module, Measured]:
     """A shell of the denoiser that computes in fp32, and what its calls reach."""
-    original, weights = loaded_denoiser(handle, report)
-    measured = Measured(original, Anatomy.of(original, handle.family.blocks, handle.family.stream))
-    signature, unguarded = inspect.signature(original.forward), GuardPolicy(OnFailure.OFF)
-    shell = weights.shell(original)
-    guard = denoiser_guard(handle, report, original, weights, in_fp32(handle, shell))
-    aside = handle.report(report.plan)  # of the healthy calls: they are no steps of the run
-    healthy = denoiser_guard(handle, aside, original, weights, shell, report.plan.dtype, policy=unguarded)
+    original, weights, handle = stage.module, stage.weights, stage.handle
+    measured = Measured(original, stage.anatomy)
+    signature, shell = inspect.signature(original.forward), weights.shell(original)
+    guard = stage.guard(original, stage.in_fp32(shell), rerun=shell, dtype="fp32")
+    aside = handle.report(stage.plan)  # of the healthy calls: they are no steps of the run
+    healthy = stage.guard(original, shell, rerun=shell, report=aside, policy=GuardPolicy(OnFailure.OFF))
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments

@@ -39,24 +39,24 @@ def decode(
     Raises BadInput where the latents are not this model's, GuardStopped where they are not finite, both before a weight
     is read; GuardStopped where the result is not finite.
     """
-    plan = handle.plan(Component.VAE_DECODE, request)
-    _check(handle, latents, made_by, policy=handle.policy_for(plan))
+    stage = handle.stage(Component.VAE_DECODE, request)
+    _check(handle, latents, made_by, policy=stage.policy)
     layout = handle.family.layout
     calls = Calls("decoding", progress or (lambda *_: None))
-    vae, report = guarded_decoder(handle, request, calls)
+    vae = guarded_decoder(stage, calls)
     vae.use_tiling, vae.use_slicing = tiling, slicing
 
     def parts(vae: Any, latents: torch.Tensor) -> Iterator[torch.Tensor]:
         return layout.decoded(lambda part, **more: vae.decode(part, **more).sample.float(), latents, chunk)
 
     try:
-        with handle.switched(report), torch.no_grad():
+        with handle.switched(stage.report), torch.no_grad():
             calls.total = calls_of_vae(vae, lambda counting: list(parts(counting, latents.to("meta"))))
             latents = latents.to(handle.store.placement.device)
             pixels = torch.cat([part.cpu() for part in parts(vae, latents)])
     finally:
         handle.finish("vae")
-    return (pixels * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 3, 1), report
+    return (pixels * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 3, 1), stage.report
 
 
 def _check(handle: PipelineHandle, latents: torch.Tensor, made_by: str | None, policy: GuardPolicy) -> None:

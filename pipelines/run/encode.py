@@ -10,16 +10,15 @@ import torch
 
 from ...precision.clips import Clips
 from ...precision.findings import Anatomy
-from ...precision.guard import StageGuard
 from ...precision.islands import Attempt, half_attempt
 from ...precision.learned import Learned
-from ...precision.learning import Learner
 from ...precision.policy import Component, Precision
 from ...precision.report import RunReport
 from ...precision.shells import with_forward
 from ..errors import BadInput
 from .calls import Calls, CallTold
 from .handle import PipelineHandle, in_turn
+from .stage import ComponentStage
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +39,8 @@ def encode_prompts(
     Raises BadInput where the model takes no prompt.
     """
     _limit(handle)
-    plan = handle.plan(Component.TEXT_ENCODER, request)
-    report = handle.report(plan)
+    stage = handle.stage(Component.TEXT_ENCODER, request)
+    plan, report = stage.plan, stage.report
     report.notes += _cut_off(handle, prompts)
     memo = handle.store.prompts
     keys = [(prompt, plan.dtype, plan.guarded) for prompt in prompts]
@@ -52,7 +51,7 @@ def encode_prompts(
         calls = Calls("encoding prompt", progress or (lambda *_: None), total=len(new))
         try:
             with handle.switched(report):
-                found |= zip(new, _encode_all(handle, [prompt for prompt, *_ in new], report, calls), strict=True)
+                found |= zip(new, _encode_all(stage, [prompt for prompt, *_ in new], calls), strict=True)
         finally:
             handle.store.drop("text_encoder")
     memo |= {key: found[key] for key in new if torch.isfinite(found[key]).all()}  # a broken one is not worth keeping
@@ -61,41 +60,30 @@ def encode_prompts(
     return [found[key] for key in keys], report
 
 
-def _encode_all(handle: PipelineHandle, prompts: list[str], report: RunReport, calls: Calls) -> list[torch.Tensor]:
-    pipe = _pipeline(handle, report.plan.dtype, report)
+def _encode_all(stage: ComponentStage, prompts: list[str], calls: Calls) -> list[torch.Tensor]:
+    pipe = _pipeline(stage)
     encode = calls.telling(_encode)
     embeddings = []
     for prompt in prompts:
-        logger.info("encoding prompt of %d characters in %s", len(prompt), report.plan.dtype)
-        embeddings.append(encode(handle, pipe, prompt))
+        logger.info("encoding prompt of %d characters in %s", len(prompt), stage.plan.dtype)
+        embeddings.append(encode(stage.handle, pipe, prompt))
     return embeddings
 
 
-def _pipeline(handle: PipelineHandle, dtype: str, report: RunReport) -> object:
+def _pipeline(stage: ComponentStage) -> object:
     import diffusers
 
-    text_encoder = handle.store.module("text_encoder", dtype, handle.offload)
-    report.notes += handle.store.notes["text_encoder"]
-    weights = handle.store.onloading("text_encoder", handle.offload)
-    shell, clips = weights.shell(text_encoder), Clips(dtype)  # T5 clamps at ±64504
+    handle, plan = stage.handle, stage.plan
+    text_encoder, weights = stage.module, stage.weights
+    shell, clips = weights.shell(text_encoder), Clips(plan.dtype)  # T5 clamps at ±64504
 
     def build(learned: Learned) -> Attempt:
-        made = half_attempt(shell, anatomy, learned, dtype, everything=report.plan.wide, tf32=handle.tf32)
-        report.wide = made.in_words
+        made = half_attempt(shell, anatomy, learned, plan.dtype, everything=plan.wide, tf32=stage.tf32)
         return made if made.everything else replace(made, run=clips.watched(shell))
 
     anatomy = Anatomy(everything=True)
-    guard = StageGuard(
-        "text_encoder",
-        Learner(text_encoder, dtype, build, anatomy),
-        rerun=shell,
-        owner=text_encoder,
-        dtype=dtype,
-        policy=handle.policy_for(report.plan),
-        report=report,
-        tf32=handle.architecture.tf32,
-        peak_inside=clips.take,
-    )
+    learner = stage.learner(text_encoder, build, anatomy)
+    guard = stage.guard(text_encoder, learner, rerun=shell, peak_inside=clips.take)
 
     def encode(*args: Any, **kwargs: Any) -> Any:
         with weights:

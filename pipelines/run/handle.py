@@ -25,6 +25,7 @@ from ..weights.components import ComponentStore, MemoryKey, shared_store
 from ..weights.offload import Offload, backend_with, brings_parts_to
 from ..weights.placement import Placement
 from .profiles import Profile
+from .stage import ComponentStage, stage_of
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -59,11 +60,6 @@ class PipelineHandle:
     def family(self) -> FamilySpec:
         return self.store.model.family
 
-    @property
-    def tf32(self) -> bool:
-        """Whether what is computed in fp32 for safety may use TF32's matrix products."""
-        return self.architecture.tf32 and not self.policy.strict
-
     def memory_key(self, dtype: str) -> MemoryKey:
         """Of what runs taught about the denoiser in `dtype`."""
         return dtype, keys(self.loras), self.profile.text() if self.profile else ""
@@ -74,11 +70,9 @@ class PipelineHandle:
         precision = request or self.precision
         return choose(self.architecture, variant, component, precision, self.accumulation, self.beside)
 
-    def policy_for(self, plan: Plan) -> GuardPolicy:
-        """The NaN Guard's policy; a plan that is not guarded is only watched."""
-        if plan.guarded or not plan.half:
-            return self.policy
-        return GuardPolicy(OnFailure.OFF, self.policy.strict)
+    def stage(self, component: Component, request: Precision | None = None) -> ComponentStage:
+        """A component, set up to compute as its plan says; nothing is loaded yet. Raises PlanImpossible."""
+        return stage_of(self, component, request)
 
     def idle_guard(self, plan: Plan) -> tuple[str, ...]:
         """A line where a NaN Guard was set to act, and does not in this plan."""

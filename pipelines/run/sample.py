@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ...precision.guard import StageGuard
 from ...precision.policy import Component, Precision
 from ...precision.report import RunReport
 from ...precision.shared import TURNS
@@ -23,8 +22,9 @@ from .calls import Calls
 from .denoiser import guarded_denoiser
 from .handle import PipelineHandle, in_turn
 from .lessons import keep
+from .stage import ComponentStage
 
-MakeDenoiser = Callable[[PipelineHandle, RunReport], torch.nn.Module]
+MakeDenoiser = Callable[[ComponentStage], torch.nn.Module]
 StepDone = Callable[[int, int, RunReport], None]  # steps done, steps in all, report so far; raises to interrupt
 
 
@@ -73,8 +73,8 @@ def sample(
     check_size(handle, settings)
     _check_start(handle, image, video)
     embeddings = _checked_embeddings(handle, positive, negative)
-    plan = handle.plan(Component.DENOISER, request)
-    report = handle.report(plan)
+    stage = handle.stage(Component.DENOISER, request)
+    report = stage.report
     guided = settings.guidance_scale is not None and settings.guidance_scale > 1
     report.calls_per_step = 2 if family.separate_guidance and guided else 1
 
@@ -89,7 +89,7 @@ def sample(
     heard = listening(tell, report.note)
     try:
         with compile_cache.kept(handle, report, tell), handle.switched(report), heard, torch.no_grad():
-            pipe = _pipeline(handle, report, denoiser, settings.scheduler, request, tell, from_video=video is not None)
+            pipe = _pipeline(stage, denoiser, settings.scheduler, request, tell, from_video=video is not None)
             if embeddings:  # diffusers' CogView3-Plus would put zeros in place of a negative prompt that is encoded
                 pipe.encode_prompt = lambda *_, **__: tuple(embeddings.values())
             given = {
@@ -113,7 +113,7 @@ def sample(
     finally:
         report.graphs = None if report.backend in ("eager", "oneflow") else graphs_compiled() - graphs
         report.graphs_kept = min(compile_cache.graphs_from_cache() - from_cache, report.graphs or 0)
-        keep(handle, plan.dtype)
+        keep(handle, stage.plan.dtype)
         handle.finish(family.denoiser, *ENCODERS)
     latents = result.frames if family.layout.counts_frames else result.images
     config = handle.store.model.vae_config
@@ -122,8 +122,7 @@ def sample(
 
 
 def _pipeline(
-    handle: PipelineHandle,
-    report: RunReport,
+    stage: ComponentStage,
     denoiser: MakeDenoiser,
     scheduler: str,
     request: Precision | None,
@@ -136,6 +135,7 @@ def _pipeline(
     def told(_done: int, _total: int, text: str) -> None:
         tell(text)
 
+    handle, before = stage.handle, stage.report.before
     family, config = handle.family, handle.store.model.vae_config
     parts: dict[str, Any] = dict.fromkeys(family.components)
     own = handle.store.unweighted("scheduler")
@@ -143,15 +143,15 @@ def _pipeline(
     parts["scheduler"] = kind.from_config(own.config)
     if family.takes_image or from_video:
         calls = Calls(f"encoding {'video' if from_video else 'image'}, call", told)
-        parts["vae"], encoding = vae.guarded_encoder(handle, request, calls)
-        report.before.append(encoding)
+        encoding = handle.stage(Component.VAE_ENCODE, request)
+        parts["vae"] = vae.guarded_encoder(encoding, calls)
+        before.append(encoding.report)
     if "image_encoder" in parts:
-        parts["image_encoder"], encoding = _guarded_image_encoder(
-            handle, request, Calls("image encoder, call", told, total=1)
-        )
+        encoding = handle.stage(Component.IMAGE_ENCODER, request)
+        parts["image_encoder"] = _guarded_image_encoder(encoding, Calls("image encoder, call", told, total=1))
         parts["feature_extractor"] = handle.store.unweighted("feature_extractor")
-        report.before.append(encoding)
-    parts[family.denoiser] = denoiser(handle, report)
+        before.append(encoding.report)
+    parts[family.denoiser] = denoiser(stage)
     pipe = getattr(diffusers, family.from_video if from_video else family.pipeline)(**parts)
     if family.layout.counts_frames and "temporal_compression_ratio" in config:
         pipe.vae_scale_factor_spatial, pipe.vae_scale_factor_temporal = spatial_factor(config), temporal_factor(config)
@@ -160,28 +160,15 @@ def _pipeline(
     return pipe
 
 
-def _guarded_image_encoder(
-    handle: PipelineHandle, request: Precision | None, calls: Calls
-) -> tuple[torch.nn.Module, RunReport]:
-    plan = handle.plan(Component.IMAGE_ENCODER, request)
-    report = handle.report(plan)
-    encoder = handle.store.module("image_encoder", plan.dtype)
-    report.notes += handle.store.notes["image_encoder"]
-    guard = StageGuard(
-        "image_encoder",
-        encoder,
-        dtype=plan.dtype,
-        policy=handle.policy_for(plan),
-        report=report,
-        tf32=handle.architecture.tf32,
-    )
+def _guarded_image_encoder(stage: ComponentStage, calls: Calls) -> torch.nn.Module:
+    guard = stage.guard(stage.module, stage.module)
 
     def encode(pixels: torch.Tensor) -> Any:
         output = guard(pixels)
         output.image_embeds = output.image_embeds.float()  # diffusers takes the latents' dtype from it
         return output
 
-    return with_forward(encoder, calls.telling(encode)), report
+    return with_forward(stage.module, calls.telling(encode))
 
 
 def check_size(handle: PipelineHandle, settings: SampleSettings) -> None:

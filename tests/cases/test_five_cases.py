@@ -242,11 +242,13 @@ def test_case_5_clip(cogview3_folder, changed, on_card, gates, writer, finite):
 
     def step(precision, card="sm75", **planned):
         handle = on_card(folder, card, precision, COGVIEW3PLUS)
-        report = handle.report(replace(handle.plan(Component.DENOISER), **planned))
-        denoiser = guarded_denoiser(handle, report)
+        stage = handle.stage(Component.DENOISER)
+        plan = replace(stage.plan, **planned)
+        stage = replace(stage, plan=plan, report=handle.report(plan))
+        denoiser = guarded_denoiser(stage)
         with torch.no_grad():
             outputs = [denoiser(**cogview3_call(denoiser))[0].float() for _ in range(2)]
-        return outputs[-1], report
+        return outputs[-1], stage.report
 
     expected, _ = step("fp32")
     plain, report = step("fp16 (plain)")

@@ -16,7 +16,7 @@ import os
 import sys
 import types
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -71,10 +71,8 @@ def pack_classes() -> dict[str, Any]:
 def on(card: str) -> Iterator[None]:
     """As if ComfyUI computed on it, where the guard and the probe ask."""
     row = sys.modules[f"{_pack.__name__}.precision.arch"].ARCHITECTURES[card]
-    with ExitStack() as patches:
-        for name in ("runs", "probe"):
-            module = import_module(f"{_pack.__name__}.comfyui_host.{name}")
-            patches.enter_context(patch.object(module, "detect", lambda _device: row))
+    networks = import_module(f"{_pack.__name__}.comfyui_host.networks")
+    with patch.object(networks, "detect", lambda _device: row):
         yield
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.comfyui_host import runs as comfy_runs
+from comfyui_onediff_guard.comfyui_host import networks
 from comfyui_onediff_guard.comfyui_host.guards import guarded_vae
 from comfyui_onediff_guard.comfyui_host.runs import Settings
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH, SWITCHES
@@ -62,7 +62,7 @@ def on_card(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.delenv(name, raising=False)
 
     def card(name: str) -> None:
-        monkeypatch.setattr(comfy_runs, "detect", lambda _device: ARCHITECTURES[name])
+        monkeypatch.setattr(networks, "detect", lambda _device: ARCHITECTURES[name])
 
     return card
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from comfyui_onediff_guard.pipelines.compile import attention
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, CompileOptions
 from comfyui_onediff_guard.pipelines.compile.warm_up import Size, warm_up
 from comfyui_onediff_guard.pipelines.models.recognised import family_of
-from comfyui_onediff_guard.pipelines.run import attention
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
@@ -86,5 +86,5 @@ def test_without_a_name_it_is_pytorchs_choice(model_folder: Any) -> None:
 def test_backends_with_attention_of_their_own_are_not_measured(model_folder: Any) -> None:
     handle = opened(model_folder("2b"), CompileOptions(attention="measured"))
     handle = replace(handle, backend=BackendChoice("nexfort", "asked for"))
-    how, said = attention.with_attention(handle, "nexfort", "fp16", {})
+    how, said = attention.with_attention(handle.compile_options, handle.store, "nexfort", "fp16", {})
     assert how.attention == "" and said == "attention: not measured, nexfort has its own"

@@ -14,7 +14,7 @@ from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
-from comfyui_onediff_guard.precision.policy import Precision
+from comfyui_onediff_guard.precision.policy import Component, Precision
 
 Told = list[tuple[int, int, str]]
 
@@ -63,7 +63,8 @@ def test_decoding_tells_each_guarded_call(
 def test_encoding_a_video_tells_each_guarded_call(model_folder: Callable[..., Path], frames: int, calls: int) -> None:
     told: Told = []
     counting = vae.Calls("encoding video, call", lambda *call: told.append(call))
-    shell, report = vae.guarded_encoder(opened(model_folder("2b")), None, counting)
+    stage = opened(model_folder("2b")).stage(Component.VAE_ENCODE)
+    shell, report = vae.guarded_encoder(stage, counting), stage.report
     with torch.no_grad():
         shell.encode(torch.zeros(1, 3, frames, 32, 32))
     assert len(report.steps) == calls

@@ -211,7 +211,7 @@ def test_what_did_not_help_is_not_kept_for_the_next_run(model_folder, open_pipel
 
 def test_a_denoiser_that_is_let_go_lets_go_of_the_model(model_folder, open_pipeline):
     handle = replace(open_pipeline(model_folder("2b"), "bf16"), policy=LEARNED)
-    denoiser = guarded_denoiser(handle, handle.report(handle.plan(Component.DENOISER)))
+    denoiser = guarded_denoiser(handle.stage(Component.DENOISER))
     with torch.no_grad():
         denoiser(**small_call(denoiser.config))
     store = weakref.ref(handle.store)

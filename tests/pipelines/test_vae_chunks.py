@@ -10,6 +10,7 @@ from comfyui_onediff_guard.pipelines.run.calls import Calls
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.vae import guarded_encoder
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
+from comfyui_onediff_guard.precision.policy import Component
 
 FRAMES = 25  # decoded in 3 chunks
 
@@ -92,13 +93,13 @@ def test_a_tile_that_fails_is_computed_again_alone(model_folder, open_pipeline, 
 
 def test_encoding_a_video_is_guarded_chunk_by_chunk(model_folder, open_pipeline, monkeypatch):
     video = torch.rand(1, 3, FRAMES, 32, 48, generator=torch.Generator().manual_seed(1)) * 2 - 1
-    expected = (
-        guarded_encoder(open_pipeline(model_folder("2b"), "fp32"), None, silent())[0].encode(video).latent_dist.mode()
-    )
+    exact = open_pipeline(model_folder("2b"), "fp32").stage(Component.VAE_ENCODE)
+    expected = guarded_encoder(exact, silent()).encode(video).latent_dist.mode()
     handle = open_pipeline(model_folder("2b"), "bf16")
     encoder = handle.store.module("vae", "bf16").encoder
     breaking(monkeypatch, encoder.conv_out, {1}, nan_in_output)
-    shell, report = guarded_encoder(handle, None, silent())
+    stage = handle.stage(Component.VAE_ENCODE)
+    shell, report = guarded_encoder(stage, silent()), stage.report
     with torch.no_grad():
         found = shell.encode(video).latent_dist.mode()
     assert outcomes(report) == ["finite", "rerun", "finite"] and report.steps[1].stage == "vae_encode"

@@ -12,7 +12,7 @@ from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import load
 from comfyui_onediff_guard.pipelines.run.vae import guarded_encoder
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
-from comfyui_onediff_guard.precision.policy import Precision
+from comfyui_onediff_guard.precision.policy import Component, Precision
 from safetensors.torch import load_file, save_file
 
 
@@ -34,7 +34,8 @@ def encoded(folder, precision):
         folder, SVD, precision=Precision(precision), backend="eager", offload="none", placement=PlainPlacement()
     )
     pixels = torch.rand(1, 3, 32, 48, generator=torch.Generator().manual_seed(1)) * 2 - 1
-    shell, report = guarded_encoder(handle, None, Calls("encoding", lambda *_: None))
+    stage = handle.stage(Component.VAE_ENCODE)
+    shell, report = guarded_encoder(stage, Calls("encoding", lambda *_: None)), stage.report
     with torch.no_grad():
         return shell.encode(pixels).latent_dist.parameters, report
 

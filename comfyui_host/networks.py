@@ -1,4 +1,4 @@
-"""One stage of ComfyUI's own models: what a guard guards."""
+"""One of ComfyUI's own networks: how it is called, and a stage made of it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ from typing import Any
 
 import torch
 
-from ..precision.policy import Component
+from ..precision.arch import detect
+from ..precision.guard import GuardPolicy
+from ..precision.policy import Component, Precision
+from ..precision.report import RunReport
+from ..precision.stage import Stage
+from .plans import comfy_plan
 
 
 @dataclass(frozen=True)
-class Stage:
+class ComfyNetwork:
     """What one guard guards."""
 
     model: str  # its name, for people
@@ -25,3 +30,9 @@ class Stage:
     rerun: Callable[..., Any]  # the same, and it is the call that counts
     renew: Callable[..., bool] | None = None  # has its weights loaded anew, where they may be stale
     patched: frozenset[str] = frozenset()  # names of the network's weights that LoRAs and their kind change
+
+    def stage(self, policy: GuardPolicy, request: Precision | None = None) -> Stage:
+        """It, set up to compute as is asked. request: None for what ComfyUI chose. Raises BadInput."""
+        architecture = detect(self.device)
+        plan = comfy_plan(self.component, self.model, self.dtype, architecture, request)
+        return Stage(plan, RunReport(self.model, str(architecture), plan), architecture, policy)

@@ -11,34 +11,33 @@ from torch.utils import _pytree as pytree
 
 from ...precision.attention import Choice, attention_calls, measure
 from ...precision.dtypes import DTYPES
-from ..compile.backends import MEASURED, CompileOptions, uses_torch_attention
 from ..models.lora import skeleton
-from .handle import PipelineHandle
+from ..weights.components import ComponentStore
+from .backends import MEASURED, CompileOptions, uses_torch_attention
 
 
 def with_attention(
-    handle: PipelineHandle, backend: str, dtype: str, inputs: Mapping[str, Any]
+    how: CompileOptions, store: ComponentStore, backend: str, dtype: str, inputs: Mapping[str, Any]
 ) -> tuple[CompileOptions, str]:
-    """The handle's options with a kernel in place of 'measured', and what to say about it.
+    """The options with a kernel in place of 'measured', and what to say about it.
 
     inputs: of one call of the denoiser, by keyword. Measured once for each dtype and size, as long as the model lives.
     """
-    how = handle.compile_options
     if how.attention != MEASURED:
         return how, ""
     if not uses_torch_attention(backend):
         return replace(how, attention=""), f"attention: not measured, {backend} has its own"
     sizes = tuple(t.shape for t in pytree.tree_leaves(dict(inputs)) if isinstance(t, torch.Tensor))
-    known = handle.store.attention
+    known = store.attention
     if (dtype, sizes) not in known:
-        known[dtype, sizes] = _measured(handle, dtype, inputs)
+        known[dtype, sizes] = _measured(store, dtype, inputs)
     choice = known[dtype, sizes]
     return replace(how, attention=choice.kernel), str(choice)
 
 
-def _measured(handle: PipelineHandle, dtype: str, inputs: Mapping[str, Any]) -> Choice:
+def _measured(store: ComponentStore, dtype: str, inputs: Mapping[str, Any]) -> Choice:
     """The shapes are those of a denoiser without weights, which computes nothing."""
-    denoiser, half = skeleton(handle.store.model), handle.family.denoiser_inputs
+    denoiser, half = skeleton(store.model), store.model.family.denoiser_inputs
 
     def without_numbers(name: str, value: Any) -> Any:
         cast = DTYPES[dtype] if name in half else None
@@ -48,4 +47,4 @@ def _measured(handle: PipelineHandle, dtype: str, inputs: Mapping[str, Any]) -> 
         given = {name: without_numbers(name, value) for name, value in inputs.items()}
         torch.nn.Module.to(denoiser, torch.device("meta"), DTYPES[dtype])
         calls = attention_calls(lambda: denoiser(**given))
-    return measure(calls, handle.store.placement.device)
+    return measure(calls, store.placement.device)

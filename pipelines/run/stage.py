@@ -1,0 +1,79 @@
+"""A stage of a pipeline: one of its components, loaded when it is first asked for, under plan, guard and report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...precision.findings import Anatomy
+from ...precision.policy import Component, Precision
+from ...precision.stage import Stage
+from ..weights.offload import Offload, Onloading
+
+if TYPE_CHECKING:
+    from .handle import PipelineHandle
+
+_IN_PARTS = (Component.TEXT_ENCODER, Component.DENOISER)  # an offload in parts is for these, which are large
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ComponentStage(Stage):
+    """weights_in: the dtype that its weights are loaded in."""
+
+    handle: PipelineHandle
+    weights_in: str
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return self.handle.family.folder(self.plan.component)
+
+    @cached_property
+    def module(self) -> torch.nn.Module:
+        """The untouched original, with the pipeline's LoRAs. Raises BadFolder, BadLora."""
+        handle, store = self.handle, self.handle.store
+        if self.plan.component is Component.DENOISER:
+            module = store.denoiser(self.weights_in, handle.loras, self._offload)
+        else:
+            module = store.module(self.name, self.weights_in, self._offload)
+        self.report.notes += store.notes[self.name]
+        return module
+
+    @cached_property
+    def weights(self) -> Onloading:
+        """How the weights come to the device."""
+        _ = self.module
+        loras = self.handle.loras if self.plan.component is Component.DENOISER else ()
+        return self.handle.store.onloading(self.name, self._offload, loras)
+
+    @cached_property
+    def anatomy(self) -> Anatomy:
+        """Of a denoiser."""
+        return Anatomy.of(self.module, self.handle.family.blocks, self.handle.family.stream)
+
+    @property
+    def _offload(self) -> Offload:
+        return self.handle.offload if self.plan.component in _IN_PARTS else Offload.NONE
+
+
+def stage_of(handle: PipelineHandle, component: Component, request: Precision | None) -> ComponentStage:
+    """Raises PlanImpossible."""
+    plan = handle.plan(component, request)
+    as_the_decoder = component is Component.VAE_ENCODE  # whose weights it has, which are there once
+    inputs = {
+        Component.DENOISER: handle.family.denoiser_inputs,
+        Component.VAE_ENCODE: ("conv_cache",),
+        Component.VAE_DECODE: ("conv_cache",),
+    }
+    return ComponentStage(
+        plan=plan,
+        report=handle.report(plan),
+        architecture=handle.architecture,
+        asked=handle.policy,
+        inputs=inputs.get(component, ()),
+        handle=handle,
+        weights_in=handle.plan(Component.VAE_DECODE, request).dtype if as_the_decoder else plan.dtype,
+    )

@@ -1,0 +1,83 @@
+"""One stage of a run, set up: what it computes in and why, under which guard, and the report of what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from .arch import Architecture
+from .findings import Anatomy
+from .guard import GuardPolicy, OnFailure, Scope, StageGuard
+from .islands import Attempt
+from .learned import NOTHING, Learned
+from .learning import Learner
+from .policy import Plan
+from .report import RunReport
+from .upcast import run_in_fp32
+
+
+@dataclass(frozen=True)
+class Stage:
+    """asked: the policy that the user set; `policy` is the one that acts.
+    inputs: names of the keyword arguments that carry activations."""
+
+    plan: Plan
+    report: RunReport
+    architecture: Architecture
+    asked: GuardPolicy
+    inputs: tuple[str, ...] = ()
+
+    @property
+    def policy(self) -> GuardPolicy:
+        """A half-precision plan that is not guarded is only watched."""
+        if self.plan.guarded or not self.plan.half:
+            return self.asked
+        return replace(self.asked, on_failure=OnFailure.OFF, scope=Scope.STEP)
+
+    @property
+    def learns(self) -> bool:
+        """Whether what failed changes later calls, and what earlier runs taught is used."""
+        return self.plan.half and self.policy.scope is Scope.LEARNED
+
+    @property
+    def tf32(self) -> bool:
+        """Whether what is computed in fp32 for safety may use TF32's matrix products."""
+        return self.architecture.tf32 and not self.policy.strict
+
+    def in_fp32(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The call, in fp32 whatever its weights are in."""
+        return partial(run_in_fp32, call, tf32=self.tf32)
+
+    def learner(
+        self,
+        network: torch.nn.Module,
+        build: Callable[[Learned], Attempt],
+        anatomy: Anatomy,
+        learned: Learned = NOTHING,
+    ) -> Learner:
+        """An attempt that lessons change. Arguments as `Learner`'s; the report says what of each attempt is float32."""
+
+        def told(known: Learned) -> Attempt:
+            made = build(known)
+            self.report.wide = made.in_words
+            return made
+
+        return Learner(network, self.plan.dtype, told, anatomy, learned)
+
+    def guard(self, network: torch.nn.Module, attempt: Callable[..., Any] | Learner, **options: Any) -> StageGuard:
+        """network: the untouched original, which is also what a rerun calls. options: of StageGuard, in place of the
+        stage's."""
+        given = {
+            "dtype": self.plan.dtype,
+            "policy": self.policy,
+            "report": self.report,
+            "rerun": network,
+            "owner": network,
+            "inputs": self.inputs,
+            "tf32": self.architecture.tf32,
+        }
+        return StageGuard(self.plan.component.value, attempt, **given | options)

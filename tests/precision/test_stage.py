@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from comfyui_onediff_guard.precision.arch import named
+from comfyui_onediff_guard.precision.findings import Anatomy
+from comfyui_onediff_guard.precision.guard import GuardPolicy, OnFailure, Scope
+from comfyui_onediff_guard.precision.islands import Attempt
+from comfyui_onediff_guard.precision.learned import Learned
+from comfyui_onediff_guard.precision.policy import VARIANTS, Component, Precision, choose
+from comfyui_onediff_guard.precision.report import RunReport
+from comfyui_onediff_guard.precision.stage import Stage
+
+LEARNED = GuardPolicy(scope=Scope.LEARNED)
+
+
+def stage(precision: str, policy: GuardPolicy = LEARNED, card: str = "sm80") -> Stage:
+    architecture = named(card)
+    plan = choose(architecture, VARIANTS["CogVideoX-2B"], Component.DENOISER, Precision(precision))
+    return Stage(plan, RunReport("CogVideoX-2B", str(architecture), plan), architecture, policy)
+
+
+@pytest.mark.parametrize(
+    ("precision", "on_failure", "learns"),
+    [
+        ("fp16", OnFailure.RERUN, True),
+        ("bf16", OnFailure.RERUN, True),
+        ("fp16 (plain)", OnFailure.OFF, False),
+        ("fp32", OnFailure.RERUN, False),
+    ],
+)
+def test_what_is_not_guarded_is_watched_and_learns_nothing(precision: str, on_failure: OnFailure, learns: bool) -> None:
+    made = stage(precision)
+    assert (made.policy.on_failure, made.learns) == (on_failure, learns)
+
+
+def test_tf32_is_for_cards_that_have_it_unless_strict() -> None:
+    assert stage("fp16").tf32
+    assert not stage("fp16", GuardPolicy(strict=True)).tf32
+    assert not stage("fp16", card="sm75").tf32
+
+
+def test_the_report_says_what_of_the_latest_attempt_is_float32() -> None:
+    made, layer = stage("fp16"), torch.nn.Linear(2, 2)
+
+    def build(known: Learned) -> Attempt:
+        return Attempt(layer, layer, everything=known.everything)
+
+    made.learner(layer, build, Anatomy())
+    assert made.report.wide == ""
+    made.learner(layer, build, Anatomy(), Learned(everything=True))
+    assert made.report.wide
+
+
+def test_a_guard_has_what_the_stage_has_and_reruns_the_original() -> None:
+    layer = torch.nn.Linear(2, 2)
+    made = replace(stage("fp16"), inputs=("input",))
+    guard = made.guard(layer, lambda input: torch.full((1, 2), torch.inf, dtype=torch.float16))  # noqa: A006
+    x = torch.ones(1, 2)
+    with torch.no_grad():
+        assert torch.equal(guard(input=x), layer(x))
+    assert [step.outcome for step in made.report.steps] == ["rerun"]
