@@ -11,7 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX, COGVIEW3PLUS, SVD, FamilySpec
+from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
+from comfyui_onediff_guard.pipelines.families.cogview3plus import COGVIEW3PLUS
+from comfyui_onediff_guard.pipelines.families.spec import FamilySpec
+from comfyui_onediff_guard.pipelines.families.svd import SVD
 
 Call = dict[str, Any]
 Floats = Callable[..., torch.Tensor]  # shape → random numbers in the step's dtype

@@ -16,11 +16,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision.arch import detect
 from comfyui_onediff_guard.precision.cost import largest_layer
 from comfyui_onediff_guard.precision.guard import GuardPolicy, StageGuard
 from comfyui_onediff_guard.precision.observe import leaf_peaks
-from comfyui_onediff_guard.precision.policy import VARIANTS, Component, Precision, choose
+from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.report import RunReport
 from comfyui_onediff_guard.precision.shells import with_forward
 from comfyui_onediff_guard.precision.upcast import run_in_fp32

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from comfyui_onediff_guard.headless.small_model import build_cogvideox
-from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX
+from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.insight.probe import probe
 from comfyui_onediff_guard.pipelines.insight.probe_figure import draw
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts

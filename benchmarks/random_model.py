@@ -9,7 +9,8 @@ from typing import Any, NoReturn
 
 import torch
 from comfyui_onediff_guard.pipelines.compile.backends import choose_backend
-from comfyui_onediff_guard.pipelines.families.table import FamilySpec
+from comfyui_onediff_guard.pipelines.families.spec import FamilySpec
+from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.pipelines.models.on_disk import StoredModel, Weights
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
 from comfyui_onediff_guard.pipelines.weights.components import ComponentStore
@@ -17,7 +18,7 @@ from comfyui_onediff_guard.pipelines.weights.offload import Offload
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.arch import detect
 from comfyui_onediff_guard.precision.guard import GuardPolicy
-from comfyui_onediff_guard.precision.policy import VARIANTS, Precision
+from comfyui_onediff_guard.precision.policy import Precision
 
 Make = Callable[[torch.dtype], torch.nn.Module]
 

@@ -122,7 +122,7 @@ def started(model: str, backend: str, compiled: str, begun: str) -> dict[str, An
     """In the process that is timed. begun: when its parent started it, in seconds of the epoch."""
     clock = [float(begun)]
     import diffusers
-    from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX
+    from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
     from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
     from comfyui_onediff_guard.pipelines.run.handle import load
     from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample

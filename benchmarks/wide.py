@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from comfyui_onediff_guard.pipelines.compile.backends import choose_backend, compiled
-from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX
+from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.wide import with_wide_stream
 from measure import arguments, build, device_and_dtype, interleave, medians, quartiles, ratio, setting, write

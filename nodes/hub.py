@@ -11,7 +11,7 @@ from ..comfyui_host import host
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ..pipelines.families.table import FamilySpec
+    from ..pipelines.families.spec import FamilySpec
 
 
 def cached_commit(hub_id: str, revision: str, families: Iterable[FamilySpec]) -> str:

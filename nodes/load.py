@@ -10,7 +10,7 @@ from . import hub, inputs
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ..pipelines.families.table import FamilySpec
+    from ..pipelines.families.spec import FamilySpec
     from ..pipelines.run.handle import PipelineHandle
 
 

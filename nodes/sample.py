@@ -96,7 +96,7 @@ class _CogVideoXSampler:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        from ..pipelines.families.table import COGVIDEOX
+        from ..pipelines.families.cogvideox import COGVIDEOX
 
         sizes = COGVIDEOX.sizes
         size, frames = sizes.pixel_multiple, sizes.frame_multiple

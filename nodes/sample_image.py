@@ -38,7 +38,7 @@ class SampleCogView:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        from ..pipelines.families.table import COGVIEW3PLUS
+        from ..pipelines.families.cogview3plus import COGVIEW3PLUS
 
         size, (least, most) = COGVIEW3PLUS.sizes.pixel_multiple, COGVIEW3PLUS.sizes.pixels
         size_tip = f"Pixels, a multiple of {size}. The models were trained at 512 to 2048."

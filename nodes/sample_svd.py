@@ -41,7 +41,7 @@ class SampleStableVideoDiffusion:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        from ..pipelines.families.table import SVD
+        from ..pipelines.families.svd import SVD
 
         size, (least, most) = SVD.sizes.pixel_multiple, SVD.sizes.pixels
         size_tip = f"Pixels, a multiple of {size}. The models were trained at 1024×576."

@@ -75,49 +75,6 @@ class Plan:
         return self.dtype != "fp32"
 
 
-_IMAGE = (Component.TEXT_ENCODER, Component.DENOISER, Component.VAE_DECODE)
-_VIDEO = (Component.TEXT_ENCODER, Component.VAE_ENCODE, Component.DENOISER, Component.VAE_DECODE)
-_FROM_IMAGE = (Component.IMAGE_ENCODER, Component.VAE_ENCODE, Component.DENOISER, Component.VAE_DECODE)
-_ZAI = "https://huggingface.co/zai-org"
-_2B = {"num_layers": 30, "num_attention_heads": 30}
-_5B = {"num_layers": 42, "num_attention_heads": 48}
-_COGVIEW3 = {"num_layers": 30, "num_attention_heads": 64}
-_COGVIEW4 = {"num_layers": 28, "num_attention_heads": 32}
-
-
-def _svd(name: str, repository: str, frames: int) -> Variant:
-    return Variant(
-        name,
-        "fp16",
-        leaves_fp16=False,
-        has_stream=False,
-        components=_FROM_IMAGE,
-        source=f"https://huggingface.co/stabilityai/stable-video-diffusion-img2vid{repository}",
-        sizes={"num_frames": frames},
-        fact=f"{name} is published in fp16",
-    )
-
-
-# By name. A new variant is one row.
-VARIANTS: dict[str, Variant] = {
-    v.name: v
-    for v in (
-        #       name                    trained leaves has    components
-        #                               in      fp16   stream
-        Variant("CogVideoX-2B",         "fp16", False, True,  _VIDEO, f"{_ZAI}/CogVideoX-2b", sizes=_2B),
-        Variant("CogVideoX-5B",         "bf16", True,  True,  _VIDEO, f"{_ZAI}/CogVideoX-5b", sizes=_5B),
-        Variant("CogVideoX-5B-I2V",     "bf16", True,  True,  _VIDEO, f"{_ZAI}/CogVideoX-5b-I2V", sizes=_5B),
-        Variant("CogVideoX-1.5-5B",     "bf16", True,  True,  _VIDEO, f"{_ZAI}/CogVideoX1.5-5B", sizes=_5B),
-        Variant("CogVideoX-1.5-5B-I2V", "bf16", True,  True,  _VIDEO, f"{_ZAI}/CogVideoX1.5-5B-I2V", sizes=_5B),
-        Variant("CogView3-Plus-3B",     "bf16", True,  True,  _IMAGE, f"{_ZAI}/CogView3-Plus-3B", sizes=_COGVIEW3),
-        Variant("CogView4-6B",          "bf16", True,  True,  _IMAGE, f"{_ZAI}/CogView4-6B", sizes=_COGVIEW4),
-        _svd("SVD", "", 14),
-        _svd("SVD-XT", "-xt", 25),
-        _svd("SVD-XT 1.1", "-xt-1-1", 25),
-    )
-}  # fmt: skip
-
-
 def as_stored(variant: Variant, stored_dtype: str) -> Variant:
     """The variant as its denoiser's stored weights show it: a fine-tune may have been trained in another dtype.
 

@@ -8,6 +8,7 @@ from itertools import groupby, product
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision.accumulation import (
     NEXFORT_OPTION,
     NEXFORT_SWITCH,
@@ -19,7 +20,6 @@ from comfyui_onediff_guard.precision.accumulation import (
 )
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES, Architecture, by_capability, by_gfx
 from comfyui_onediff_guard.precision.policy import (
-    VARIANTS,
     Component,
     Plan,
     PlanImpossible,

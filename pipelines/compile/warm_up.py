@@ -96,7 +96,7 @@ def warm_up(
         _, report = sample(
             handle,
             *(embeddings or (None, None)),
-            _settings(handle, size, guidance=guidance),
+            _settings(size, guidance=guidance),
             image=image,
             request=request,
             step_done=on_step,
@@ -118,14 +118,12 @@ def _size_of(handle: PipelineHandle, line: str) -> Size:
         raise BadInput(f"'sizes' has the line '{line}', but {handle.family.name} makes images: leave the frames out.")
     size = Size(*usual_size(handle, width, height, frames))
     try:
-        check_size(handle, _settings(handle, size, guidance=True))
+        check_size(handle, _settings(size, guidance=True))
     except BadSize as error:
         raise BadSize(f"'sizes' has the line '{line}': {error}") from None
     return size
 
 
-def _settings(handle: PipelineHandle, size: Size, *, guidance: bool) -> SampleSettings:
+def _settings(size: Size, *, guidance: bool) -> SampleSettings:
     scale = 2.0 if guidance else 1.0
-    by_frame = handle.family.prompt is None  # Stable Video Diffusion's guidance
-    more = {"max_guidance_scale": scale} if by_frame else {}
-    return SampleSettings(size.width, size.height, STEPS, 0, size.frames, None if by_frame else scale, more=more)
+    return SampleSettings(size.width, size.height, STEPS, 0, size.frames, scale)

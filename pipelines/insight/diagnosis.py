@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from ...precision.accumulation import Accumulation, Switch, preview
 from ...precision.arch import Architecture
 from ...precision.learned import NOTHING
-from ...precision.policy import VARIANTS, Component, Plan, PlanImpossible, Precision, Variant, choose
-from ..families.table import FAMILIES, FamilySpec
+from ...precision.policy import Component, Plan, PlanImpossible, Precision, Variant, choose
+from ..families.spec import FamilySpec
+from ..families.table import FAMILIES, VARIANTS
 from ..models.on_disk import StoredModel
 from ..models.recognised import family_of, open_model
 from .machine import Machine, first_line, look, tried

@@ -17,7 +17,6 @@ from ...precision.report import RunReport
 from ...precision.shells import as_float32, with_forward
 from ..compile.block import Tell
 from ..errors import BadInput
-from ..families.layouts import spatial_factor
 from ..run.handle import PipelineHandle
 from ..run.lessons import here, keep, remember
 from ..run.sample import SampleSettings, StepDone, sample
@@ -102,14 +101,11 @@ def usual_size(handle: PipelineHandle, width: int, height: int, frames: int) -> 
 
     Raises BadInput where the config does not say.
     """
-    config, pixels = handle.store.model.denoiser_config, spatial_factor(handle.store.model.vae_config)
-    square = config.get("sample_size", 0)
-    width = width or config.get("sample_width", square) * pixels
-    height = height or config.get("sample_height", square) * pixels
-    counted = handle.family.layout.counts_frames
-    frames = frames or (config.get("sample_frames", config.get("num_frames", 0)) if counted else 1)
+    family, model = handle.family, handle.store.model
+    usual = family.usual_size(model.denoiser_config, family.layout.spatial(model.vae_config))
+    width, height, frames = (given or known for given, known in zip((width, height, frames), usual, strict=True))
     if not (width and height and frames):
-        raise BadInput(f"{handle.store.model.name} does not say its size: set width, height and frames.")
+        raise BadInput(f"{model.name} does not say its size: set width, height and frames.")
     return width, height, frames
 
 

@@ -11,11 +11,13 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...precision.policy import VARIANTS, Variant, as_stored
+from ...precision.policy import Variant, as_stored
 from ...trust.foreign import MAX_BYTES, Unreadable, object_in, read
 from ...trust.text import listed, shown
 from ..errors import BadFolder
-from ..families.table import FAMILIES, ComponentSpec, FamilySpec
+from ..families.components import ComponentSpec
+from ..families.spec import FamilySpec
+from ..families.table import FAMILIES, VARIANTS
 from .component_config import fields_of
 from .on_disk import StoredModel, Weights, name_of
 from .weight_files import check_fit, weights_of
@@ -121,7 +123,7 @@ def inspect(path: Path, expected: FamilySpec) -> ModelFolder:
         classes[name] = _component_class(path, index, name, component)
         if component.weights:
             configs[name] = _read_config(path, name)
-            fields[name] = _fields(path / name / "config.json", path, classes[name], configs[name])
+            fields[name] = _fields(path / name / "config.json", path, component, classes[name], configs[name])
             weights[name], tensors = weights_of(path, name, component.library)
             if _can_build():
                 where = f"'{name_of(path)}/{name}'"
@@ -129,7 +131,7 @@ def inspect(path: Path, expected: FamilySpec) -> ModelFolder:
                 check_fit(where, module, tensors, sharded=weights[name].sharded)
                 configs[name] = _with_defaults(module, configs[name]) if name == "vae" else configs[name]
         else:
-            _check_unweighted(path, name, classes[name])
+            _check_unweighted(path, name, component, classes[name])
     denoiser_config = configs[expected.denoiser]
     variant = as_stored(VARIANTS[expected.variant(denoiser_config)], weights[expected.denoiser].stored_dtype)
     return ModelFolder(
@@ -195,15 +197,15 @@ def _no_index(path: Path) -> str:
     )
 
 
-def _fields(file: Path, path: Path, cls: str, config: Mapping[str, Any]) -> dict[str, Any]:
+def _fields(file: Path, path: Path, component: ComponentSpec, cls: str, config: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        return fields_of(cls, config)
+        return fields_of(component, cls, config)
     except Unreadable as error:
         where = f"{name_of(path)}/{file.relative_to(path).as_posix()}"
         raise BadFolder(f"'{where}' cannot be used: {error}. Get it again, from the model's authors.") from None
 
 
-def _check_unweighted(path: Path, name: str, cls: str) -> None:
+def _check_unweighted(path: Path, name: str, component: ComponentSpec, cls: str) -> None:
     for file in sorted((path / name).iterdir()):
         if file.is_file() and file.stat().st_size > MOST_SMALL_BYTES and file.suffix in SMALL:
             raise BadFolder(
@@ -212,9 +214,9 @@ def _check_unweighted(path: Path, name: str, cls: str) -> None:
             )
         if file.name in _SMALL_CONFIGS:
             config = read_json(file)
-            _fields(file, path, cls, config)
+            _fields(file, path, component, cls, config)
             if isinstance(inner := config.get("image_processor"), dict):  # as transformers 5 nests it
-                _fields(file, path, cls, inner)
+                _fields(file, path, component, cls, inner)
 
 
 def _class(component: ComponentSpec, name: str) -> Any:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import BadFolder, HubError
-from ..families.table import FamilySpec
+from ..families.spec import FamilySpec
 from .folder import MOST_CONFIG_BYTES, MOST_SMALL_BYTES, SMALL, family_of, inspect, read_json
 from .hub_transfer import COMMIT, File, ProgressCallback, Transfer, storage_of
 from .on_disk import name_of

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ...trust.foreign import object_in, read
 from ..families import svd_keys
-from ..families.table import SVD
+from ..families.svd import SVD
 from ..safetensors_header import header_text
 from .folder import MOST_CONFIG_BYTES
 

@@ -21,7 +21,7 @@ from ...precision.shells import structural_copy
 from ...trust.foreign import Unreadable
 from ...trust.text import shown
 from ..errors import BadLora
-from ..families.table import FamilySpec
+from ..families.spec import FamilySpec
 from ..safetensors_header import read_header
 from .lora_settings import MOST_ALPHA, Settings, alpha_by_layer, settings_of
 from .on_disk import StoredModel
@@ -250,7 +250,7 @@ def _placed(name: str, shapes: Mapping[str, Shape], family: FamilySpec, denoiser
             f"{list(shapes[key])}, where {wanted} fits. {width}Choose a LoRA that was trained on this model."
         )
     if placed.unplaced:
-        looks = _looks_like(placed.unplaced, len(getattr(denoiser, "transformer_blocks", ())))
+        looks = _looks_like(placed.unplaced, len(getattr(denoiser, family.blocks[0], ())))
         raise BadLora(
             f"'{name}' is for another model than this {family.name}, which has no place for {_some(placed.unplaced)}. "
             f"{looks}Choose a LoRA that was trained on this model."

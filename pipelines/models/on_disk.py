@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...precision.policy import Variant
-from ..families.table import FamilySpec
+from ..families.spec import FamilySpec
 
 if TYPE_CHECKING:
     import torch

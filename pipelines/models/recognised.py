@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..errors import BadFolder
-from ..families.table import SVD, FamilySpec
+from ..families.spec import FamilySpec
+from ..families.svd import SVD
 from . import folder
 from .on_disk import StoredModel
 

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
-from ...precision.policy import VARIANTS, as_stored
+from ...precision.policy import as_stored
 from ...trust.foreign import Unreadable
 from ...trust.text import shown
 from ..errors import BadFolder
 from ..families import svd_keys
+from ..families.svd import SVD
 from ..families.svd_keys import PREFIXES, Shapes, Source
-from ..families.table import SVD
+from ..families.table import VARIANTS
 from ..safetensors_header import FLOATS, Header, read_header
 from .component_config import fields_of
 from .on_disk import StoredModel, Weights
@@ -153,7 +154,8 @@ def fit(
     except (KeyError, ValueError) as error:
         raise BadFolder(f"{here} lacks a tensor that tells its size, or has an odd one ({error}). {_GET}") from None
     try:
-        fields_of(SVD.components[name].classes[0], _as_json(config))
+        component = SVD.components[name]
+        fields_of(component, component.classes[0], _as_json(config))
         wanted = {key: tuple(tensor.shape) for key, tensor in _meta_module(name, config).state_dict().items()}
     except (ValueError, TypeError, RuntimeError, ZeroDivisionError, IndexError) as error:  # Unreadable among them
         raise BadFolder(f"{here} has sizes of which no model can be built: {error}. {_GET}") from error

@@ -19,7 +19,7 @@ from ...precision.shells import as_float32, with_forward
 from ..compile.attention import with_attention
 from ..compile.backends import came_to, compiled, for_dtype
 from ..compile.oneflow_graphs import graphs_folder
-from ..families.table import ENCODERS
+from ..families.spec import ENCODERS
 from ..models.lora import keys
 from .lessons import recall, remember
 from .stage import ComponentStage

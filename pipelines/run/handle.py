@@ -17,7 +17,7 @@ from ...precision.policy import Component, Plan, Precision, choose
 from ...precision.report import RunReport
 from ...precision.shared import TURNS
 from ..compile.backends import BackendChoice, CompileOptions, choose_backend
-from ..families.table import FamilySpec
+from ..families.spec import FamilySpec
 from ..insight.machine import check_torch
 from ..models.lora import Lora, check_lora, keys, skeleton
 from ..models.recognised import open_model

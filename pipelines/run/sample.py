@@ -15,8 +15,7 @@ from ...precision.shells import with_forward
 from ..compile import cache as compile_cache
 from ..compile.block import Tell, graphs_compiled, listening
 from ..errors import BadInput, BadSize
-from ..families.layouts import spatial_factor, temporal_factor
-from ..families.table import ENCODERS
+from ..families.spec import ENCODERS
 from . import vae
 from .calls import Calls
 from .denoiser import guarded_denoiser
@@ -76,7 +75,7 @@ def sample(
     stage = handle.stage(Component.DENOISER, request)
     report = stage.report
     guided = settings.guidance_scale is not None and settings.guidance_scale > 1
-    report.calls_per_step = 2 if family.separate_guidance and guided else 1
+    report.calls_per_step = family.guidance.calls if guided else 1
 
     def on_step_end(_pipe: Any, step: int, _timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
         if step_done:
@@ -96,7 +95,7 @@ def sample(
                 "image": image,
                 "video": video,
                 "strength": settings.strength,
-                "guidance_scale": settings.guidance_scale,
+                family.guidance.argument: settings.guidance_scale,
                 "num_frames": settings.frames if family.layout.counts_frames and video is None else None,
                 **embeddings,
                 **settings.more,
@@ -153,9 +152,8 @@ def _pipeline(
         before.append(encoding.report)
     parts[family.denoiser] = denoiser(stage)
     pipe = getattr(diffusers, family.from_video if from_video else family.pipeline)(**parts)
-    if family.layout.counts_frames and "temporal_compression_ratio" in config:
-        pipe.vae_scale_factor_spatial, pipe.vae_scale_factor_temporal = spatial_factor(config), temporal_factor(config)
-    pipe.vae_scale_factor = spatial_factor(config)
+    pipe.vae_scale_factor = pipe.vae_scale_factor_spatial = family.layout.spatial(config)
+    pipe.vae_scale_factor_temporal = family.layout.temporal(config)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -172,19 +170,12 @@ def _guarded_image_encoder(stage: ComponentStage, calls: Calls) -> torch.nn.Modu
 
 
 def check_size(handle: PipelineHandle, settings: SampleSettings) -> None:
-    """Raise BadSize where the model cannot make it. Some CogVideoX have positions for one size only (5B-I2V), or up to
-    a size (1.5)."""
-    handle.family.sizes.check(width=settings.width, height=settings.height, frames=settings.frames)
-    config, name = handle.store.model.denoiser_config, handle.store.model.variant.name
-    pixels = spatial_factor(handle.store.model.vae_config)
-    wide, high = config.get("sample_width", 0) * pixels, config.get("sample_height", 0) * pixels
-    given = f"{settings.width}×{settings.height}"
-    if config.get("use_learned_positional_embeddings"):
-        frames = config["sample_frames"]
-        if (settings.width, settings.height, settings.frames) != (wide, high, frames):
-            raise BadSize(f"{name} makes {wide}×{high} with {frames} frames only, not {given} with {settings.frames}.")
-    elif config.get("patch_size_t") and (settings.width > wide or settings.height > high):
-        raise BadSize(f"{name} makes up to {wide}×{high}, not {given}.")
+    """Raise BadSize where the model cannot make it."""
+    family, model = handle.family, handle.store.model
+    size = settings.width, settings.height, settings.frames
+    family.sizes.check(width=settings.width, height=settings.height, frames=settings.frames)
+    if bound := family.bound(model.denoiser_config, family.layout.spatial(model.vae_config), *size):
+        raise BadSize(f"{model.variant.name} {bound}")
 
 
 def _check_start(handle: PipelineHandle, image: Any, video: list[Any] | None) -> None:
@@ -204,7 +195,7 @@ def _checked_embeddings(
     rule, config = handle.family.prompt, handle.store.model.denoiser_config
     if rule is None or positive is None or negative is None:
         return {}
-    channels, tokens = config.get("text_embed_dim", 4096), rule.tokens(config)
+    channels, tokens = rule.channels(config), rule.tokens(config)
     for name, embeddings in (("positive", positive), ("negative", negative)):
         fits = embeddings.ndim == 3 and embeddings.shape[-1] == channels
         if not fits or (embeddings.shape[1] != tokens if rule.fixed else embeddings.shape[1] > tokens + 15):

@@ -13,7 +13,8 @@ import torch
 from as_comfyui import GRAPHS, Made
 from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.headless.small_families import build_cogview3
-from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX, FamilySpec
+from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
+from comfyui_onediff_guard.pipelines.families.spec import FamilySpec
 from comfyui_onediff_guard.pipelines.run import handle
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement

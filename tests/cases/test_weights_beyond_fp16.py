@@ -6,7 +6,8 @@ import diffusers
 import pytest
 import svd_layout
 import torch
-from comfyui_onediff_guard.pipelines.families.table import COGVIEW3PLUS, SVD
+from comfyui_onediff_guard.pipelines.families.cogview3plus import COGVIEW3PLUS
+from comfyui_onediff_guard.pipelines.families.svd import SVD
 from comfyui_onediff_guard.pipelines.models.lora import Lora
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts

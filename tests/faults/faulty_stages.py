@@ -15,7 +15,7 @@ from comfyui_onediff_guard.headless.server.follow import run_on_server
 from comfyui_onediff_guard.pipelines.compile import cache as compile_cache
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice
 from comfyui_onediff_guard.pipelines.compile.cache import INDUCTOR
-from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX
+from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.models.hub import fetch
 from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope

@@ -17,7 +17,7 @@ import pytest
 import svd_layout
 import torch
 from comfyui_onediff_guard.pipelines.errors import BadFolder, BadLora
-from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX
+from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.models.folder import family_of, inspect
 from comfyui_onediff_guard.pipelines.models.lora import check_lora
 from comfyui_onediff_guard.pipelines.models.single_file import read_svd

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.headless.commands import cli
+from comfyui_onediff_guard.pipelines.families import table
 from comfyui_onediff_guard.pipelines.insight import diagnosis
-from comfyui_onediff_guard.precision import arch, policy
+from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH
 
 Doctor = Callable[..., tuple[int, str, str]]
@@ -43,7 +44,7 @@ def strictly(text: str) -> Any:
 def test_all_variants_on_this_machine(doctor: Doctor) -> None:
     code, out, err = doctor()
     assert (code, err) == (0, "")
-    for part in ("This machine", "PyTorch", "Compile backends", ATTENTION_SWITCH, *policy.VARIANTS):
+    for part in ("This machine", "PyTorch", "Compile backends", ATTENTION_SWITCH, *table.VARIANTS):
         assert part in out
     assert "OneFlow's special builds and nexfort: neither has been available" in out
 
@@ -158,9 +159,9 @@ def test_nonsense_in_an_exported_variable(doctor: Doctor, monkeypatch: pytest.Mo
 
 def test_rows_added_to_the_tables_show_up(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     card = replace(arch.named("sm75"), name="sm300", label="Made-up")
-    model = replace(policy.VARIANTS["CogVideoX-5B"], name="CogVideoX-99B")
+    model = replace(table.VARIANTS["CogVideoX-5B"], name="CogVideoX-99B")
     monkeypatch.setitem(arch.ARCHITECTURES, card.name, card)
-    monkeypatch.setitem(policy.VARIANTS, model.name, model)
+    monkeypatch.setitem(table.VARIANTS, model.name, model)
     code, out, _ = doctor("--arch", "sm300")
     assert code == 0
     assert "Plans on sm300 (Made-up)" in out and "\n  CogVideoX-99B " in out

@@ -10,7 +10,7 @@ from comfyui_onediff_guard.nodes import inputs
 from comfyui_onediff_guard.nodes.load import LoadCogVideoX
 from comfyui_onediff_guard.pipelines.compile.backends import BACKENDS, MODES
 from comfyui_onediff_guard.pipelines.errors import BadFolder
-from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX
+from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.precision.guard import OnFailure
 from comfyui_onediff_guard.precision.policy import Precision
 

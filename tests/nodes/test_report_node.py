@@ -15,8 +15,9 @@ from comfyui_onediff_guard import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPING
 from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.headless.run import run_local
 from comfyui_onediff_guard.nodes import report
+from comfyui_onediff_guard.pipelines.families import table
 from comfyui_onediff_guard.pipelines.families.table import FAMILIES
-from comfyui_onediff_guard.precision import arch, policy
+from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH
 
 
@@ -78,7 +79,7 @@ def test_another_card_changes_the_plan_and_not_the_pipeline(folder: Path) -> Non
 def test_rows_added_to_the_tables_show_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     card = replace(arch.named("sm80"), name="sm300", label="Made-up")
     monkeypatch.setitem(arch.ARCHITECTURES, card.name, card)
-    monkeypatch.setitem(policy.VARIANTS, "CogVideoX-5B", replace(policy.VARIANTS["CogVideoX-5B"], fact="It is made up"))
+    monkeypatch.setitem(table.VARIANTS, "CogVideoX-5B", replace(table.VARIANTS["CogVideoX-5B"], fact="It is made up"))
     choices = node("PrecisionReport").INPUT_TYPES()["optional"]["architecture"][0]
     assert choices == ["this card", *arch.ARCHITECTURES] and choices[-1] == "sm300"
     text = node("PrecisionReport").show(load(folder), "sm300")["result"][0]

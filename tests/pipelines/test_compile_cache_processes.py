@@ -25,7 +25,7 @@ def recorded(self, args, *more, **named):
 subprocess.Popen.__init__ = recorded
 import torch
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
-from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX
+from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.run.handle import load
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample

@@ -10,7 +10,7 @@ import pytest
 import torch
 from comfyui_onediff_guard.headless.small_model import build_cogvideox
 from comfyui_onediff_guard.pipelines.errors import BadFolder
-from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX
+from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.models.folder import family_of, fingerprint, inspect, list_folders
 
 

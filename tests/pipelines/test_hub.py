@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 from comfyui_onediff_guard.pipelines.errors import BadFolder, HubError
-from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX
+from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.models.hub import check_id, fetch
 from hub_files import DENOISER, ID, files_of, in_cache, text, without
 from hub_server import HubServer
 
 BY_ENVIRONMENT = """
 import sys
-from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX
+from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.run.handle import load
 from comfyui_onediff_guard.pipelines.models.hub import fetch
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from comfyui_onediff_guard.pipelines.errors import BadFolder, HubError
-from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX, COGVIDEOX_FROM_IMAGE
+from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX, COGVIDEOX_FROM_IMAGE
 from comfyui_onediff_guard.pipelines.models.hub import fetch
 from hub_files import DENOISER, ID, Stop, files_of, in_cache, stop_after, text, without
 from hub_server import HubServer

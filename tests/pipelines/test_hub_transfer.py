@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from comfyui_onediff_guard.pipelines.errors import HubError
-from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX
+from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.models import hub_transfer
 from comfyui_onediff_guard.pipelines.models.hub import fetch
 from hub_files import DENOISER, ID, Stop, files_of, in_cache, partials, stop_after
@@ -62,7 +62,7 @@ def test_a_killed_process_leaves_what_it_had(files: dict[str, bytes], server: Hu
     server.faults.seconds_per_block = 0.03
     code = (
         "import os, sys; from huggingface_hub import constants; constants.DOWNLOAD_CHUNK_SIZE = 2 ** 15\n"
-        "from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX\n"
+        "from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX\n"
         "from comfyui_onediff_guard.pipelines.models.hub import fetch\n"
         f"fetch({ID!r}, None, COGVIDEOX, progress=lambda done, *_: done > 700_000 and os.kill(os.getpid(), 9))"
     )

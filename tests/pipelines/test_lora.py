@@ -10,7 +10,7 @@ import pytest
 import torch
 from comfyui_onediff_guard.pipelines.compile.backends import compiled
 from comfyui_onediff_guard.pipelines.errors import BadLora
-from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX
+from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.models.lora import Lora, with_loras
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from comfyui_onediff_guard.precision.wide import with_wide_stream

@@ -9,7 +9,9 @@ import diffusers
 import pytest
 import torch
 from comfyui_onediff_guard.pipelines.errors import BadLora
-from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX, COGVIEW3PLUS, SVD
+from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
+from comfyui_onediff_guard.pipelines.families.cogview3plus import COGVIEW3PLUS
+from comfyui_onediff_guard.pipelines.families.svd import SVD
 from comfyui_onediff_guard.pipelines.models import lora
 from comfyui_onediff_guard.pipelines.models.folder import inspect
 from comfyui_onediff_guard.pipelines.models.lora import Lora, check_lora, skeleton, with_loras

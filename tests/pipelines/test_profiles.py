@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 from comfyui_onediff_guard.pipelines.errors import BadProfile
-from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX
+from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.models.folder import inspect
 from comfyui_onediff_guard.pipelines.run import profiles
 from comfyui_onediff_guard.pipelines.run.profiles import Profile, identify, kept, parse, read, write

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines.families.table import SVD
+from comfyui_onediff_guard.pipelines.families.svd import SVD
 from comfyui_onediff_guard.pipelines.run.calls import Calls
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import load

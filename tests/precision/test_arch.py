@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES, Architecture, by_capability, by_gfx, detect, named
-from comfyui_onediff_guard.precision.policy import VARIANTS, Component, Precision, choose
+from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 
 GPU = torch.device("cuda", 0)
 NVIDIA = {name: row for name, row in ARCHITECTURES.items() if name.removeprefix("sm").isdigit()}

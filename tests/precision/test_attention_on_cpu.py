@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 from comfyui_onediff_guard.precision.attention import sdpa, showing_what_is_broken
 from comfyui_onediff_guard.precision.guard import GuardPolicy, StageGuard
-from comfyui_onediff_guard.precision.policy import VARIANTS, Component, Precision, choose
+from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.report import RunReport
 from diffusers import UNetSpatioTemporalConditionModel
 from torch import nn

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from blocky import STREAM, build
-from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX, COGVIEW3PLUS
+from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
+from comfyui_onediff_guard.pipelines.families.cogview3plus import COGVIEW3PLUS
 from comfyui_onediff_guard.precision import findings
 from comfyui_onediff_guard.precision.findings import Anatomy, Finding, found_in_half, taught
 from comfyui_onediff_guard.precision.learned import Learned, named

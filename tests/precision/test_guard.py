@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 from comfyui_onediff_guard.precision.clips import Clips
 from comfyui_onediff_guard.precision.dtypes import DTYPES
@@ -17,7 +18,7 @@ from comfyui_onediff_guard.precision.guard import (
     Scope,
     StageGuard,
 )
-from comfyui_onediff_guard.precision.policy import VARIANTS, Component, Precision, choose
+from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.report import RunReport
 from comfyui_onediff_guard.precision.shells import with_forward
 from torch import nn

@@ -8,10 +8,10 @@ from itertools import product
 
 import precision_page as page
 import pytest
+from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision.accumulation import Accumulation
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES, Architecture, by_capability, by_gfx, named
 from comfyui_onediff_guard.precision.policy import (
-    VARIANTS,
     Component,
     Plan,
     PlanImpossible,

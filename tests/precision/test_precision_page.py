@@ -10,10 +10,10 @@ from typing import NamedTuple
 import precision_page as page
 import pytest
 import torch
+from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision.accumulation import SPECS, Accumulation, decide
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES, Architecture, by_capability, by_gfx, detect
 from comfyui_onediff_guard.precision.policy import (
-    VARIANTS,
     Component,
     Plan,
     PlanImpossible,

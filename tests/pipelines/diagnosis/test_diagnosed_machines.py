@@ -16,7 +16,7 @@ import pytest
 import torch
 from comfyui_onediff_guard.nodes.native import NaNGuardVAE
 from comfyui_onediff_guard.pipelines.errors import TorchTooOld
-from comfyui_onediff_guard.pipelines.families.table import COGVIDEOX
+from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.insight import machine
 from comfyui_onediff_guard.pipelines.insight.diagnosis import diagnose
 from comfyui_onediff_guard.pipelines.run.handle import load

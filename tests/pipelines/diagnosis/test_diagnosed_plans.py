@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 from comfyui_onediff_guard.pipelines.errors import BadFolder
+from comfyui_onediff_guard.pipelines.families import table
+from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.pipelines.insight.diagnosis import NOT_RUN, diagnose, diagnose_pipeline
-from comfyui_onediff_guard.precision import arch, policy
+from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH, Accumulation
 from comfyui_onediff_guard.precision.guard import GuardPolicy, OnFailure
 from comfyui_onediff_guard.precision.learned import Learned
-from comfyui_onediff_guard.precision.policy import VARIANTS, Component, Precision
+from comfyui_onediff_guard.precision.policy import Component, Precision
 from safetensors.torch import load_file, save_file
 from told import edit_config, one_line, switch
 
@@ -100,7 +102,7 @@ def test_rows_added_to_the_tables_show_up(monkeypatch: pytest.MonkeyPatch) -> No
     card = replace(SM80, name="sm300", label="Made-up", half_accumulation="wrong")
     model = replace(VARIANTS["CogVideoX-5B"], name="CogVideoX-99B", fact="It was made up")
     monkeypatch.setitem(arch.ARCHITECTURES, card.name, card)
-    monkeypatch.setitem(policy.VARIANTS, model.name, model)
+    monkeypatch.setitem(table.VARIANTS, model.name, model)
     found = diagnose(architecture=arch.named("sm300"))
     assert found.models[-1].variant == "CogVideoX-99B"
     text = one_line(found)

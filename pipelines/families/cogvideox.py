@@ -1,0 +1,170 @@
+"""CogVideoX 1.0 and 1.5: text, an image or a video → a video."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from ...precision.policy import Variant
+from ...precision.streams import Stream
+from .components import (
+    T5_ENCODER,
+    T5_TOKENIZER,
+    ComponentSpec,
+    Extent,
+    Number,
+    Positive,
+    Transformer,
+    Vae,
+    Width,
+    Word,
+    scheduler,
+)
+from .layouts import Config, Layout, decoded_video, latent_channels
+from .spec import VIDEO, FamilySpec, PromptRule, SizeRule
+
+if TYPE_CHECKING:
+    import torch
+
+_ZAI = "https://huggingface.co/zai-org"
+_2B = {"num_layers": 30, "num_attention_heads": 30}
+_5B = {"num_layers": 42, "num_attention_heads": 48}
+_VARIANTS = (
+    #       name                    trained leaves has    components
+    #                               in      fp16   stream
+    Variant("CogVideoX-2B",         "fp16", False, True,  VIDEO, f"{_ZAI}/CogVideoX-2b", sizes=_2B),
+    Variant("CogVideoX-5B",         "bf16", True,  True,  VIDEO, f"{_ZAI}/CogVideoX-5b", sizes=_5B),
+    Variant("CogVideoX-5B-I2V",     "bf16", True,  True,  VIDEO, f"{_ZAI}/CogVideoX-5b-I2V", sizes=_5B),
+    Variant("CogVideoX-1.5-5B",     "bf16", True,  True,  VIDEO, f"{_ZAI}/CogVideoX1.5-5B", sizes=_5B),
+    Variant("CogVideoX-1.5-5B-I2V", "bf16", True,  True,  VIDEO, f"{_ZAI}/CogVideoX1.5-5B-I2V", sizes=_5B),
+)  # fmt: skip
+
+
+class _Transformer(Transformer):
+    activation_fn: Word = ""
+    timestep_activation_fn: Word = ""
+    attention_bias: bool = False
+    dropout: Number = 0
+    flip_sin_to_cos: bool = False
+    freq_shift: Number = 0
+    max_text_seq_length: Extent = 1
+    norm_elementwise_affine: bool = False
+    norm_eps: Positive = 1
+    ofs_embed_dim: Width | None = None
+    patch_bias: bool = False
+    patch_size_t: Width | None = None
+    sample_frames: Extent = 1
+    sample_height: Extent = 1
+    sample_width: Extent = 1
+    spatial_interpolation_scale: Positive = 1
+    temporal_interpolation_scale: Positive = 1
+    temporal_compression_ratio: Width = 1
+    use_learned_positional_embeddings: bool = False
+    use_rotary_positional_embeddings: bool = False
+
+
+class _Vae(Vae):
+    norm_eps: Positive = 1
+    sample_height: Width = 1
+    sample_width: Width = 1
+    temporal_compression_ratio: Annotated[float, Field(ge=1, le=2**20)] = 1
+    invert_scale_latents: bool = False
+
+
+def _variant(config: Config) -> str:
+    from_image = config.get("in_channels", 16) > config.get("out_channels", 16)
+    if config.get("patch_size_t") is not None:
+        return "CogVideoX-1.5-5B-I2V" if from_image or config.get("ofs_embed_dim") else "CogVideoX-1.5-5B"
+    if not config.get("use_rotary_positional_embeddings", False):
+        return "CogVideoX-2B"
+    return "CogVideoX-5B-I2V" if from_image else "CogVideoX-5B"
+
+
+def _usual_size(config: Config, pixels: int) -> tuple[int, int, int]:
+    return (
+        config.get("sample_width", 0) * pixels,
+        config.get("sample_height", 0) * pixels,
+        config.get("sample_frames", 0),
+    )
+
+
+def _bound(config: Config, pixels: int, width: int, height: int, frames: int) -> str:
+    """Some have positions for one size only (5B-I2V), or up to a size (1.5)."""
+    wide, high, long = _usual_size(config, pixels)
+    if config.get("use_learned_positional_embeddings"):
+        if (width, height, frames) != (wide, high, long):
+            return f"makes {wide}×{high} with {long} frames only, not {width}×{height} with {frames}."
+    elif config.get("patch_size_t") and (width > wide or height > high):
+        return f"makes up to {wide}×{high}, not {width}×{height}."
+    return ""
+
+
+def _temporal(config: Config) -> int:
+    return int(config["temporal_compression_ratio"])
+
+
+def _unscaled(latents: torch.Tensor, frames: int, config: Config) -> torch.Tensor:
+    """[batch, frames, channels, height, width] → [batch, channels, frames, height, width].
+
+    The 1.5 layout pads in front to a multiple of its temporal patch; the padding is dropped.
+    """
+    wanted = (frames - 1) // _temporal(config) + 1
+    latents = latents[:, latents.shape[1] - wanted :].permute(0, 2, 1, 3, 4)
+    return 1 / config["scaling_factor"] * latents
+
+
+_LAYOUT = Layout(
+    5,
+    "[batch, {channels}, frames, height, width]",
+    True,
+    latent_channels,
+    _unscaled,
+    decoded_video,
+    temporal=_temporal,
+)
+
+COGVIDEOX = FamilySpec(
+    name="CogVideoX",
+    pipeline="CogVideoXPipeline",
+    components={
+        "tokenizer": T5_TOKENIZER,
+        "text_encoder": T5_ENCODER,
+        "transformer": ComponentSpec("diffusers", ("CogVideoXTransformer3DModel",), _Transformer),
+        "vae": ComponentSpec("diffusers", ("AutoencoderKLCogVideoX",), _Vae),
+        "scheduler": scheduler("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler"),
+    },
+    denoiser="transformer",
+    blocks=("transformer_blocks",),
+    denoiser_inputs=("hidden_states", "encoder_hidden_states"),
+    stream=Stream(
+        blocks="transformer_blocks",
+        starts=("patch_embed.proj", "patch_embed.text_proj"),
+        writers=("attn1.to_out.0", "ff.net.2"),
+        norms=("norm1.norm", "norm2.norm"),
+        last_norms=("norm_final",),
+    ),
+    schedulers={"DPM": "CogVideoXDPMScheduler", "DDIM": "CogVideoXDDIMScheduler"},
+    variants=_VARIANTS,
+    variant=_variant,
+    layout=_LAYOUT,
+    sizes=SizeRule(pixel_multiple=16, frame_multiple=4),
+    usual_size=_usual_size,
+    bound=_bound,
+    prompt=PromptRule(
+        tokens=lambda config: config.get("max_text_seq_length", 226),
+        channels=lambda config: config.get("text_embed_dim", 4096),
+    ),
+    from_video="CogVideoXVideoToVideoPipeline",
+)
+
+COGVIDEOX_FROM_IMAGE = replace(
+    COGVIDEOX,
+    name="CogVideoX image-to-video",
+    pipeline="CogVideoXImageToVideoPipeline",
+    takes_image=True,
+    from_video="",
+)
+
+FAMILIES = (COGVIDEOX, COGVIDEOX_FROM_IMAGE)

@@ -1,0 +1,99 @@
+"""CogView4: text → an image."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from ...precision.policy import Variant
+from ...precision.streams import Stream
+from .cogview import SIZES, ZAI, CogView, channels, usual_size
+from .components import (
+    IMAGE_VAE,
+    ComponentSpec,
+    Fields,
+    Layers,
+    Number,
+    Positive,
+    Token,
+    Tokenizer,
+    Tokens,
+    Width,
+    Word,
+    scheduler,
+)
+from .layouts import IMAGES
+from .spec import IMAGE, FamilySpec, Guidance, PromptRule
+
+_VARIANT = Variant(
+    "CogView4-6B",
+    trained_in="bf16",
+    leaves_fp16=True,
+    has_stream=True,
+    components=IMAGE,
+    source=f"{ZAI}/CogView4-6B",
+    sizes={"num_layers": 28, "num_attention_heads": 32},
+)
+
+
+class _Glm(Fields):
+    vocab_size: Width = 1
+    hidden_size: Width = 1
+    intermediate_size: Width = 1
+    num_hidden_layers: Layers = 1
+    num_attention_heads: Width = 1
+    num_key_value_heads: Width | None = None
+    head_dim: Width = 1
+    hidden_act: Word = ""
+    attention_dropout: Number = 0
+    attention_bias: bool = False
+    max_position_embeddings: Annotated[int, Field(ge=1, le=2**24)] = 1
+    initializer_range: Number = 0
+    rms_norm_eps: Positive = 1
+    rope_theta: Positive = 1
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 1
+    rope_scaling: dict[Word, Positive | Word] | None = None
+    rope_parameters: dict[Word, Positive | Word] | None = None
+    tie_word_embeddings: bool = False
+    pad_token_id: Token | None = None
+    bos_token_id: Tokens = None
+    eos_token_id: Tokens = None
+
+
+COGVIEW4 = FamilySpec(
+    name="CogView4",
+    pipeline="CogView4Pipeline",
+    components={
+        "tokenizer": ComponentSpec(
+            "transformers",
+            ("PreTrainedTokenizerFast", "PreTrainedTokenizer", "TokenizersBackend"),
+            Tokenizer,
+            weights=False,
+        ),
+        "text_encoder": ComponentSpec("transformers", ("GlmModel",), _Glm),
+        "transformer": ComponentSpec("diffusers", ("CogView4Transformer2DModel",), CogView),
+        "vae": IMAGE_VAE,
+        "scheduler": scheduler("FlowMatchEulerDiscreteScheduler"),
+    },
+    denoiser="transformer",
+    blocks=("transformer_blocks",),
+    denoiser_inputs=("hidden_states", "encoder_hidden_states"),
+    variants=(_VARIANT,),
+    variant=lambda _config: "CogView4-6B",
+    layout=IMAGES,
+    sizes=SIZES,
+    usual_size=usual_size,
+    prompt=PromptRule(tokens=lambda _config: 1024, channels=channels, fixed=False),
+    guidance=Guidance(calls=2),
+    stream=Stream(
+        blocks="transformer_blocks",
+        starts=("patch_embed.proj", "patch_embed.text_proj"),
+        writers=("attn1.to_out.0", "ff.net.2"),
+        norms=("norm1.norm", "norm1.norm_context", "norm2", "norm2_context"),
+        last_norms=("norm_out.norm",),
+        readers=("attn1", "ff"),
+    ),
+)
+
+FAMILIES = (COGVIEW4,)

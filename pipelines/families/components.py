@@ -1,0 +1,163 @@
+"""Components of diffusers pipelines: what their config.json may hold, each field of a kind and within bounds, and those
+that families share.
+
+Bounds are far beyond every published model, and keep a file from asking for a billion layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from ...trust.foreign import Foreign
+
+Width = Annotated[int, Field(ge=1, le=2**20)]  # channels, vocabularies
+Extent = Annotated[int, Field(ge=1, le=4096)]  # frames, tokens, pixels along a side
+Layers = Annotated[int, Field(ge=1, le=256)]  # published: 42
+Few = Annotated[int, Field(ge=1, le=16)]
+Levels = Annotated[list[Width], Field(min_length=1, max_length=8)]
+Word = Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
+Words = Annotated[list[Word], Field(min_length=1, max_length=8)]
+Number = Annotated[float, Field(ge=-1e6, le=1e6)]
+Positive = Annotated[float, Field(gt=0, le=1e9)]
+Numbers = Annotated[list[Number], Field(max_length=4096)]
+Token = Annotated[int, Field(ge=-1, lt=2**20)]
+Tokens = Token | Annotated[list[Token], Field(max_length=64)] | None
+Sides = Width | Annotated[list[Width], Field(min_length=2, max_length=2)]
+
+
+class Fields(Foreign):
+    """Every field has a default of no meaning: one that is missing is left to the class."""
+
+    def given(self) -> dict[str, Any]:
+        """The fields that the config holds."""
+        return self.model_dump(exclude_unset=True)
+
+
+@dataclass(frozen=True)
+class ComponentSpec:
+    """One folder of a diffusers pipeline."""
+
+    library: str  # "diffusers" or "transformers"
+    classes: tuple[str, ...]  # accepted in model_index.json; the first is the usual one
+    fields: type[Fields]  # what its config holds
+    weights: bool = True
+
+
+class T5(Fields):
+    vocab_size: Width = 1
+    d_model: Width = 1
+    d_kv: Width = 1
+    d_ff: Width = 1
+    num_layers: Layers = 1
+    num_decoder_layers: Layers | None = None
+    num_heads: Width = 1
+    relative_attention_num_buckets: Width = 1
+    relative_attention_max_distance: Width = 1
+    dropout_rate: Number = 0
+    layer_norm_epsilon: Positive = 1
+    initializer_factor: Number = 0
+    feed_forward_proj: Word = ""
+    dense_act_fn: Word = ""
+    is_gated_act: bool = False
+    tie_word_embeddings: bool = False
+    pad_token_id: Token | None = None
+    eos_token_id: Tokens = None
+
+
+class Transformer(Fields):
+    """What the denoisers of CogVideoX and CogView share."""
+
+    num_attention_heads: Width = 1
+    attention_head_dim: Width = 1
+    in_channels: Width = 1
+    out_channels: Width | None = None
+    num_layers: Layers = 1
+    patch_size: Width = 1
+    text_embed_dim: Width = 1
+    time_embed_dim: Width = 1
+
+
+class Vae(Fields):
+    """What the VAEs share."""
+
+    in_channels: Width = 1
+    out_channels: Width = 1
+    down_block_types: Words = []
+    up_block_types: Words = []
+    block_out_channels: Levels = []
+    layers_per_block: Few = 1
+    latent_channels: Width = 1
+    act_fn: Word = ""
+    norm_num_groups: Width = 1
+    scaling_factor: Positive = 1
+    shift_factor: Number | None = None
+    latents_mean: Numbers | None = None
+    latents_std: Numbers | None = None
+    force_upcast: bool = False
+    sample_size: Sides = 1
+    use_quant_conv: bool = False
+    use_post_quant_conv: bool = False
+    mid_block_add_attention: bool = False
+    # of CogVideoX's
+    norm_eps: Positive = 1
+    sample_height: Width = 1
+    sample_width: Width = 1
+    temporal_compression_ratio: Annotated[float, Field(ge=1, le=2**20)] = 1
+    invert_scale_latents: bool = False
+
+
+class Scheduler(Fields):
+    """What any of the schedulers takes."""
+
+    num_train_timesteps: Annotated[int, Field(ge=1, le=100_000)] = 1
+    beta_start: Positive = 1
+    beta_end: Positive = 1
+    beta_schedule: Word = ""
+    trained_betas: Annotated[list[Positive], Field(max_length=100_000)] | None = None
+    clip_sample: bool = False
+    clip_sample_range: Positive = 1
+    set_alpha_to_one: bool = False
+    steps_offset: Annotated[int, Field(ge=0, le=1000)] = 0
+    prediction_type: Word = ""
+    sample_max_value: Positive = 1
+    timestep_spacing: Word = ""
+    timestep_type: Word = ""
+    rescale_betas_zero_snr: bool = False
+    snr_shift_scale: Positive = 1
+    interpolation_type: Word = ""
+    final_sigmas_type: Word = ""
+    use_karras_sigmas: bool | None = None
+    use_exponential_sigmas: bool | None = None
+    use_beta_sigmas: bool | None = None
+    sigma_min: Positive | None = None
+    sigma_max: Positive | None = None
+    shift: Positive = 1
+    shift_terminal: Positive | None = None
+    use_dynamic_shifting: bool = False
+    base_shift: Number | None = None
+    max_shift: Number | None = None
+    base_image_seq_len: Width | None = None
+    max_image_seq_len: Width | None = None
+    invert_sigmas: bool = False
+    stochastic_sampling: bool = False
+    time_shift_type: Word = ""
+
+
+class Tokenizer(Fields):
+    extra_ids: Annotated[int, Field(ge=0, le=1000)] = 0  # T5's, each of which becomes a token
+    legacy: bool | None = None
+    add_bos_token: bool | None = None
+    add_eos_token: bool | None = None
+
+
+T5_TOKENIZER = ComponentSpec("transformers", ("T5Tokenizer", "T5TokenizerFast"), Tokenizer, weights=False)
+T5_ENCODER = ComponentSpec("transformers", ("T5EncoderModel",), T5)
+IMAGE_VAE = ComponentSpec("diffusers", ("AutoencoderKL",), Vae)
+
+
+def scheduler(*classes: str) -> ComponentSpec:
+    """classes: of diffusers, the usual one first."""
+    return ComponentSpec("diffusers", classes, Scheduler, weights=False)

@@ -1,0 +1,94 @@
+"""What a family of models is: one frozen spec, which holds all that is particular to it. Each has a module of its own,
+whose `FAMILIES` are found by `table`; a new one is a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from ...precision.policy import Component, Variant
+from ...precision.streams import Stream
+from ..errors import BadSize
+from .components import ComponentSpec
+from .layouts import Config, Layout
+
+IMAGE = (Component.TEXT_ENCODER, Component.DENOISER, Component.VAE_DECODE)
+VIDEO = (Component.TEXT_ENCODER, Component.VAE_ENCODE, Component.DENOISER, Component.VAE_DECODE)
+FROM_IMAGE = (Component.IMAGE_ENCODER, Component.VAE_ENCODE, Component.DENOISER, Component.VAE_DECODE)
+ENCODERS = ("image_encoder", "vae")  # components that make what the denoiser starts from
+
+
+@dataclass(frozen=True)
+class SizeRule:
+    """Sizes that a family can make."""
+
+    pixel_multiple: int  # of width and height
+    frame_multiple: int = 1  # frames = frame_multiple · k + 1
+    pixels: tuple[int, int] = (16, 4096)  # least and most of width and height
+    frames: tuple[int, int] = (1, 1025)
+
+    def check(self, **sizes: int) -> None:
+        """Raise BadSize with the nearest good value for the first size that does not fit."""
+        for name, value in sizes.items():
+            step, offset, (least, most) = (
+                (self.frame_multiple, 1, self.frames) if name == "frames" else (self.pixel_multiple, 0, self.pixels)
+            )
+            good = min(max(round((value - offset) / step) * step + offset, least), most)
+            if value != good:
+                rule = f"{step}·k + {offset} from" if offset else f"a multiple of {step} from"
+                rule = "from" if step == 1 else rule
+                raise BadSize(f"{name} is {value}, but must be {rule} {least} to {most}. Nearest: {good}.")
+
+
+@dataclass(frozen=True)
+class PromptRule:
+    """How a family's prompts are encoded."""
+
+    tokens: Callable[[Config], int]  # denoiser config → the most it takes
+    channels: Callable[[Config], int]  # denoiser config → of an embedding
+    fixed: bool = True  # padded to that number; else as long as the prompt is
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """Classifier-free guidance, where its scale is above 1."""
+
+    calls: int = 1  # of the denoiser in a step: one with both halves, or one each
+    argument: str = "guidance_scale"  # the pipeline's, of the scale
+
+
+@dataclass(frozen=True)
+class FamilySpec:
+    """A family of models that share a diffusers pipeline."""
+
+    name: str
+    pipeline: str  # diffusers class
+    components: Mapping[str, ComponentSpec]
+    denoiser: str  # name of the component that denoises
+    blocks: tuple[str, ...]  # its parts that are compiled, a list of blocks block by block
+    denoiser_inputs: tuple[str, ...]  # keyword arguments that carry activations
+    variants: tuple[Variant, ...]  # of this family, and of those in the same module
+    variant: Callable[[Config], str]  # denoiser config → name of a variant
+    layout: Layout
+    sizes: SizeRule
+    usual_size: Callable[[Config, int], tuple[int, int, int]]  # (denoiser config, pixels of a latent's side) → width,
+    # height, frames that it was made for; 0 where the config does not say
+    bound: Callable[[Config, int, int, int, int], str] = lambda *_: ""  # (denoiser config, pixels of a latent's side,
+    # width, height, frames) → what a checkpoint makes instead; "" where it makes that
+    stream: Stream | None = None  # where its residual stream runs, which fp16 needs in float32
+    clips: bool = False  # its blocks clip fp16 at ±65504: finite, and wrong
+    schedulers: Mapping[str, str] = field(default_factory=dict)  # what users choose → diffusers class; none: its own
+    prompt: PromptRule | None = None  # None: no text encoder
+    takes_image: bool = False
+    from_video: str = ""  # diffusers class that starts from a video instead of noise
+    guidance: Guidance = Guidance()
+
+    @property
+    def weighted(self) -> tuple[str, ...]:
+        return tuple(name for name, component in self.components.items() if component.weights)
+
+    def folder(self, component: Component) -> str:
+        """Its name among the pipeline's components."""
+        if component in (Component.VAE_ENCODE, Component.VAE_DECODE):
+            return "vae"
+        return self.denoiser if component is Component.DENOISER else component.value

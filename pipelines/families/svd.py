@@ -1,0 +1,149 @@
+"""Stable Video Diffusion: an image → a video."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from ...precision.policy import Variant
+from .components import (
+    ComponentSpec,
+    Extent,
+    Few,
+    Fields,
+    Layers,
+    Levels,
+    Number,
+    Numbers,
+    Positive,
+    Sides,
+    Vae,
+    Width,
+    Word,
+    Words,
+    scheduler,
+)
+from .layouts import Config, Decode, Layout, latent_channels
+from .spec import FROM_IMAGE, FamilySpec, Guidance, SizeRule
+
+if TYPE_CHECKING:
+    import torch
+
+
+def _variant(name: str, repository: str, frames: int) -> Variant:
+    return Variant(
+        name,
+        "fp16",
+        leaves_fp16=False,
+        has_stream=False,
+        components=FROM_IMAGE,
+        source=f"https://huggingface.co/stabilityai/stable-video-diffusion-img2vid{repository}",
+        sizes={"num_frames": frames},
+        fact=f"{name} is published in fp16",
+    )
+
+
+_VARIANTS = (_variant("SVD", "", 14), _variant("SVD-XT", "-xt", 25), _variant("SVD-XT 1.1", "-xt-1-1", 25))
+
+
+class _UNet(Fields):
+    sample_size: Sides | None = None
+    in_channels: Width = 1
+    out_channels: Width = 1
+    down_block_types: Words = []
+    up_block_types: Words = []
+    block_out_channels: Levels = []
+    addition_time_embed_dim: Width = 1
+    projection_class_embeddings_input_dim: Width = 1
+    layers_per_block: Few | Annotated[list[Few], Field(max_length=8)] = 1
+    cross_attention_dim: Width | Levels = 1
+    transformer_layers_per_block: Few | Annotated[list[Few], Field(max_length=8)] = 1
+    num_attention_heads: Width | Levels = 1
+    num_frames: Extent = 1
+
+
+class _ClipVision(Fields):
+    hidden_size: Width = 1
+    intermediate_size: Width = 1
+    projection_dim: Width = 1
+    num_hidden_layers: Layers = 1
+    num_attention_heads: Width = 1
+    num_channels: Width = 1
+    image_size: Extent = 1
+    patch_size: Width = 1
+    hidden_act: Word = ""
+    layer_norm_eps: Positive = 1
+    attention_dropout: Number = 0
+    initializer_range: Number = 0
+    initializer_factor: Number = 0
+
+
+class _Pixels(Fields):
+    shortest_edge: Extent | None = None
+    longest_edge: Extent | None = None
+    height: Extent | None = None
+    width: Extent | None = None
+
+
+class _ClipImages(Fields):
+    crop_size: _Pixels | Extent | None = None
+    size: _Pixels | Extent | None = None
+    do_center_crop: bool | None = None
+    do_convert_rgb: bool | None = None
+    do_normalize: bool | None = None
+    do_rescale: bool | None = None
+    do_resize: bool | None = None
+    image_mean: Numbers | Number | None = None
+    image_std: Numbers | Number | None = None
+    resample: Annotated[int, Field(ge=0, le=5)] | None = None
+    rescale_factor: Positive | None = None
+
+
+def _usual_size(config: Config, pixels: int) -> tuple[int, int, int]:
+    side = config.get("sample_size", 0) * pixels
+    return side, side, config.get("num_frames", 0)
+
+
+def _unscaled(latents: torch.Tensor, _frames: int, config: Config) -> torch.Tensor:
+    """[1, frames, channels, height, width] → [frames, channels, height, width], as ComfyUI's own SVD has them."""
+    return 1 / config["scaling_factor"] * latents.flatten(0, 1)
+
+
+def _decoded(vae: Decode, latents: torch.Tensor, chunk: int) -> Iterator[torch.Tensor]:
+    """In chunks of frames: the decoder looks at neighbours within a chunk, so it needs to know how many they are."""
+    for part in latents.split(chunk or len(latents)):
+        yield vae(part, num_frames=len(part))
+
+
+_LAYOUT = Layout(4, "[frames, {channels}, height, width]", True, latent_channels, _unscaled, _decoded)
+
+SVD = FamilySpec(
+    name="Stable Video Diffusion",
+    pipeline="StableVideoDiffusionPipeline",
+    components={
+        "feature_extractor": ComponentSpec(
+            "transformers",
+            ("CLIPImageProcessor", "CLIPImageProcessorPil", "CLIPImageProcessorFast"),
+            _ClipImages,
+            weights=False,
+        ),
+        "image_encoder": ComponentSpec("transformers", ("CLIPVisionModelWithProjection",), _ClipVision),
+        "unet": ComponentSpec("diffusers", ("UNetSpatioTemporalConditionModel",), _UNet),
+        "vae": ComponentSpec("diffusers", ("AutoencoderKLTemporalDecoder",), Vae),
+        "scheduler": scheduler("EulerDiscreteScheduler"),
+    },
+    denoiser="unet",
+    blocks=("down_blocks", "mid_block", "up_blocks"),
+    denoiser_inputs=("sample", "encoder_hidden_states"),
+    variants=_VARIANTS,
+    variant=lambda config: "SVD" if config.get("num_frames", 25) <= 14 else "SVD-XT",  # XT 1.1's config is XT's
+    layout=_LAYOUT,
+    sizes=SizeRule(pixel_multiple=64, frames=(2, 200), pixels=(64, 4096)),  # diffusers cannot guide a single frame
+    usual_size=_usual_size,
+    guidance=Guidance(argument="max_guidance_scale"),
+    takes_image=True,
+)
+
+FAMILIES = (SVD,)
