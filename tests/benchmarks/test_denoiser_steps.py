@@ -56,8 +56,8 @@ def test_a_step_has_the_arguments_that_the_pipeline_passes(
     class Seen(Exception):
         pass
 
-    def recording(handle: Any, report: Any) -> torch.nn.Module:
-        original = handle.store.denoiser(report.plan.dtype)
+    def recording(stage: Any) -> torch.nn.Module:
+        original = stage.module
 
         def forward(*args: Any, **kwargs: Any) -> None:
             passed.update(zip(("sample", "timestep"), args, strict=False), **kwargs)
