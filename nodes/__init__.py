@@ -1,63 +1,33 @@
-"""The node catalogue."""
+"""The catalogue of nodes, from which ComfyUI's two dictionaries are made."""
 
 from __future__ import annotations
 
-from .compile import OneDiffCompile
-from .decode import DecodeLatents
-from .encode import EncodePrompt
-from .guard import NaNGuard
-from .load import LoadCogVideoX, LoadCogView3Plus, LoadCogView4, LoadStableVideoDiffusion
-from .lora import LoadLoRA
-from .native import NaNGuardModel, NaNGuardVAE, NumericsProbeModel
-from .probe import NumericsProbe
-from .report import PrecisionReport
-from .sample import SampleCogVideoX, SampleCogVideoXFromImage, SampleCogVideoXFromVideo
-from .sample_image import SampleCogView
-from .sample_svd import SampleStableVideoDiffusion
-from .warm_up import WarmUp
+from . import cogvideox, cogview, decode, encode, guard, lora, native, probe, report, svd, warm_up
+from . import compile as compiling
+from .node import Node
 
-NODE_CLASS_MAPPINGS: dict[str, type] = {
-    "OneDiffGuardLoadCogVideoX": LoadCogVideoX,
-    "OneDiffGuardEncodePrompt": EncodePrompt,
-    "OneDiffGuardNaNGuard": NaNGuard,
-    "OneDiffGuardSampleCogVideoX": SampleCogVideoX,
-    "OneDiffGuardDecodeLatents": DecodeLatents,
-    "OneDiffGuardPrecisionReport": PrecisionReport,
-    "OneDiffGuardSampleCogVideoXFromImage": SampleCogVideoXFromImage,
-    "OneDiffGuardSampleCogVideoXFromVideo": SampleCogVideoXFromVideo,
-    "OneDiffGuardLoadCogView3Plus": LoadCogView3Plus,
-    "OneDiffGuardLoadCogView4": LoadCogView4,
-    "OneDiffGuardSampleCogView": SampleCogView,
-    "OneDiffGuardLoadStableVideoDiffusion": LoadStableVideoDiffusion,
-    "OneDiffGuardSampleStableVideoDiffusion": SampleStableVideoDiffusion,
-    "OneDiffGuardLoadLoRA": LoadLoRA,
-    "OneDiffGuardNumericsProbe": NumericsProbe,
-    "OneDiffGuardNaNGuardModel": NaNGuardModel,
-    "OneDiffGuardNaNGuardVAE": NaNGuardVAE,
-    "OneDiffGuardNumericsProbeModel": NumericsProbeModel,
-    "OneDiffGuardCompile": OneDiffCompile,
-    "OneDiffGuardWarmUp": WarmUp,
-}
+NODES: tuple[type[Node], ...] = (
+    cogvideox.LoadCogVideoX,
+    encode.EncodePrompt,
+    guard.NaNGuard,
+    cogvideox.SampleCogVideoX,
+    decode.DecodeLatents,
+    report.PrecisionReport,
+    cogvideox.SampleCogVideoXFromImage,
+    cogvideox.SampleCogVideoXFromVideo,
+    cogview.LoadCogView3Plus,
+    cogview.LoadCogView4,
+    cogview.SampleCogView,
+    svd.LoadStableVideoDiffusion,
+    svd.SampleStableVideoDiffusion,
+    lora.LoadLoRA,
+    probe.NumericsProbe,
+    native.NaNGuardModel,
+    native.NaNGuardVAE,
+    native.NumericsProbeModel,
+    compiling.Compile,
+    warm_up.WarmUp,
+)
 
-NODE_DISPLAY_NAME_MAPPINGS: dict[str, str] = {
-    "OneDiffGuardLoadCogVideoX": "Load CogVideoX",
-    "OneDiffGuardEncodePrompt": "Encode Prompt",
-    "OneDiffGuardNaNGuard": "NaN Guard",
-    "OneDiffGuardSampleCogVideoX": "Sample CogVideoX",
-    "OneDiffGuardDecodeLatents": "Decode Latents",
-    "OneDiffGuardPrecisionReport": "Precision Report",
-    "OneDiffGuardSampleCogVideoXFromImage": "Sample CogVideoX from Image",
-    "OneDiffGuardSampleCogVideoXFromVideo": "Sample CogVideoX from Video",
-    "OneDiffGuardLoadCogView3Plus": "Load CogView3-Plus",
-    "OneDiffGuardLoadCogView4": "Load CogView4",
-    "OneDiffGuardSampleCogView": "Sample CogView",
-    "OneDiffGuardLoadStableVideoDiffusion": "Load Stable Video Diffusion",
-    "OneDiffGuardSampleStableVideoDiffusion": "Sample Stable Video Diffusion",
-    "OneDiffGuardLoadLoRA": "Load LoRA",
-    "OneDiffGuardNumericsProbe": "Numerics Probe",
-    "OneDiffGuardNaNGuardModel": "NaN Guard (MODEL)",
-    "OneDiffGuardNaNGuardVAE": "NaN Guard (VAE)",
-    "OneDiffGuardNumericsProbeModel": "Numerics Probe (MODEL)",
-    "OneDiffGuardCompile": "OneDiff Compile",
-    "OneDiffGuardWarmUp": "Warm Up",
-}
+NODE_CLASS_MAPPINGS: dict[str, type] = {f"OneDiffGuard{node.__name__}": node for node in NODES}
+NODE_DISPLAY_NAME_MAPPINGS: dict[str, str] = {key: node.TITLE for key, node in NODE_CLASS_MAPPINGS.items()}

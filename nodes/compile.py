@@ -1,4 +1,4 @@
-"""How a pipeline's denoiser is compiled, and its attention computed."""
+"""The node that says how a pipeline's denoiser is compiled and how its attention is computed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from . import inputs
+from .node import Node
 
 if TYPE_CHECKING:
     from ..pipelines.run.handle import PipelineHandle
@@ -13,10 +14,10 @@ if TYPE_CHECKING:
 DYNAMIC = {"auto": None, "on": True, "off": False}  # the names stand in people's workflow files
 
 
-class OneDiffCompile:
+class Compile(Node):
     """Pipeline → the same pipeline, compiled otherwise."""
 
-    CATEGORY = inputs.CATEGORY
+    TITLE = "OneDiff Compile"
     SEARCH_ALIASES = ["torch.compile", "inductor", "OneFlow", "nexfort", "speed up", "attention"]
     DESCRIPTION = (
         "Says how OneDiff compiles the denoiser. Pipelines are compiled without this node too, as their loader's "
@@ -44,12 +45,8 @@ class OneDiffCompile:
                     inputs.COMPILE_MODES,
                     "inductor's. max-autotune-no-cudagraphs: tries more kernels, which takes minutes, once.",
                 ),
-                "fullgraph": (
-                    "BOOLEAN",
-                    {
-                        "default": False,
-                        "tooltip": "inductor's. On: a block that does not fit into one graph is an error.",
-                    },
+                "fullgraph": inputs.flag(
+                    False, "inductor's. On: a block that does not fit into one graph is an error."
                 ),
             },
             "optional": {

@@ -1,4 +1,4 @@
-"""Decoder nodes."""
+"""The node that decodes latents."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 from ..comfyui_host import host
 from . import inputs
+from .node import Node
 from .run import counted, requested, running, ui
 
 if TYPE_CHECKING:
     from ..pipelines.run.handle import PipelineHandle
 
 
-class DecodeLatents:
+class DecodeLatents(Node):
     """Latents → frames."""
 
-    CATEGORY = inputs.CATEGORY
-    SEARCH_ALIASES = ["VAE decode", "tiled decode", "black image", "black video", "fp16", "bf16", "fp32", "precision"]
+    TITLE = "Decode Latents"
+    SEARCH_ALIASES = ["VAE decode", "tiled decode", "black image", "black video", *inputs.PRECISION_WORDS]
     DESCRIPTION = (
         "Decodes latents to frames with the pipeline's VAE; decoded again in fp32 if the result is not finite."
     )
@@ -31,14 +32,8 @@ class DecodeLatents:
             "required": {
                 "pipeline": inputs.pipeline(),
                 "latents": ("LATENT", {"tooltip": "From a sampler, with the same pipeline."}),
-                "tiling": (
-                    "BOOLEAN",
-                    {"default": False, "tooltip": "Decode in overlapping tiles: much less memory, slower."},
-                ),
-                "slicing": (
-                    "BOOLEAN",
-                    {"default": False, "tooltip": "Decode the videos of a batch one after the other: less memory."},
-                ),
+                "tiling": inputs.flag(False, "Decode in overlapping tiles: much less memory, slower."),
+                "slicing": inputs.flag(False, "Decode the videos of a batch one after the other: less memory."),
                 "precision": inputs.precision(inherit=True),
             },
             "optional": {

@@ -1,4 +1,4 @@
-"""Prompt encoding."""
+"""The node that encodes prompts."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 from ..comfyui_host import host
 from . import inputs
+from .node import Node
 from .run import counted, requested, running, ui
 
 if TYPE_CHECKING:
     from ..pipelines.run.handle import PipelineHandle
 
 
-class EncodePrompt:
+class EncodePrompt(Node):
     """Prompt and negative prompt → CONDITIONING."""
 
-    CATEGORY = inputs.CATEGORY
-    SEARCH_ALIASES = ["T5", "GLM", "text encoder", "CLIP text encode", "fp16", "bf16", "fp32", "precision"]
+    TITLE = "Encode Prompt"
+    SEARCH_ALIASES = ["T5", "GLM", "text encoder", "CLIP text encode", *inputs.PRECISION_WORDS]
     DESCRIPTION = (
         "Encodes a prompt and a negative prompt with the pipeline's text encoder, which is loaded for this and then "
         "let go. Prompts are remembered: another seed, or a prompt used before, loads nothing."

@@ -1,4 +1,4 @@
-"""The NaN Guard's settings."""
+"""The NaN Guard node for a pipeline, and how a profile that is typed into a node is read."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..comfyui_host import host
 from . import inputs
+from .node import Node
 
 if TYPE_CHECKING:
     from ..pipelines.run.handle import PipelineHandle
@@ -17,24 +18,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROFILE = "the NaN Guard's profile"  # what messages call it
+WORDS = ("black image", "black video", "NaN", "infinite", "overflow", "rerun", *inputs.PRECISION_WORDS)  # for searches
 
 
-class NaNGuard:
+class NaNGuard(Node):
     """Pipeline → the same pipeline with another guard policy."""
 
-    CATEGORY = inputs.CATEGORY
-    SEARCH_ALIASES = [
-        "black image",
-        "black video",
-        "NaN",
-        "infinite",
-        "overflow",
-        "rerun",
-        "fp16",
-        "bf16",
-        "fp32",
-        "precision",
-    ]
+    TITLE = "NaN Guard"
+    SEARCH_ALIASES = [*WORDS]
     DESCRIPTION = (
         "Says what happens when a step comes out NaN or infinite. Pipelines are guarded without this node too "
         "(rerun); it is here to change the policy. It does not apply to precision 'fp16 (plain)'."
@@ -61,10 +52,7 @@ class NaNGuard:
                 "stay_after": inputs.integer(
                     3, 1, 1000, 1, "In scope learned: after so many failing steps, the rest of the run is in fp32."
                 ),
-                "report": (
-                    "BOOLEAN",
-                    {"default": True, "tooltip": "On: the report has a line for every step. Off: the summary alone."},
-                ),
+                "report": inputs.flag(True, "On: the report has a line for every step. Off: the summary alone."),
                 "profile": inputs.profile(),
             },
             "hidden": inputs.node_id(),
@@ -99,14 +87,14 @@ class NaNGuard:
 
 
 def parsed(profile: str) -> Profile | None:
-    """A `profile` input's; None where it is empty. Raises BadProfile."""
+    """Parse the text of a `profile` input, which gives None where it is empty. Raises BadProfile."""
     from ..pipelines.run.profiles import parse
 
     return parse(profile, PROFILE) if profile.strip() else None
 
 
 def what_is_wrong_with(profile: str | None) -> str:
-    """Of a `profile` input; "" where it can be used. profile: None where it is wired."""
+    """Say what is wrong with a `profile` input; "" where it can be used. profile: None where it is wired."""
     from ..pipelines.errors import BadProfile
 
     try:

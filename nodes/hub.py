@@ -1,4 +1,4 @@
-"""Models from the hub, as loader nodes take them: checked early, fetched with progress on the node."""
+"""How loader nodes take models from the hub: a look into its cache, and a download with progress on the node."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def cached_commit(hub_id: str, revision: str, families: Iterable[FamilySpec]) -> str:
-    """The commit of the whole model in the cache, '' where there is none. Asks nobody and never raises."""
+    """Name the commit whose whole model is in the cache, '' where there is none. It asks no server and never raises."""
     from ..pipelines.models import hub
 
     with suppress(Exception):  # whatever is wrong, running the node says it
@@ -24,7 +24,7 @@ def cached_commit(hub_id: str, revision: str, families: Iterable[FamilySpec]) ->
 
 
 def fetch(hub_id: str, revision: str, families: Iterable[FamilySpec], *, download: bool, node_id: str | None) -> Path:
-    """The model's folder in the cache, downloaded as far as it is not there. An interrupt ends the download.
+    """Download what the cache lacks of a model, and return its folder there. An interrupt ends the download.
 
     Raises HubError, BadFolder.
     """

@@ -5,7 +5,10 @@ The option lists stand in people's workflow files: add at the end, never rename.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..pipelines.families.spec import SizeRule
 
 CATEGORY = "OneDiff Guard"
 PRECISIONS = ("auto", "bf16", "fp16", "fp16 (plain)", "fp32")
@@ -20,8 +23,10 @@ SCOPES = ("step", "learned", "run")
 NATIVE_SCOPES = ("step", "run", "learned")  # of ComfyUI's own models
 SCHEDULERS = ("DDIM", "DPM")
 INHERIT = "inherit"
+PRECISION_WORDS = ("fp16", "bf16", "fp32", "precision")  # that nodes are searched by
 _NONE = "none found: "  # begins what is alone in a list that would be empty, which ComfyUI cannot use
 
+FROM_ENCODE_PROMPT = "From Encode Prompt."
 PROBED_STEPS = "Steps of a whole schedule, from noise to result, all measured. More take longer."
 
 _PRECISION_TIP = (
@@ -38,7 +43,7 @@ def precision(*, inherit: bool = False) -> tuple[list[str], dict[str, Any]]:
 
 
 def profile(*, wired: bool = False) -> tuple[str, dict[str, Any]]:
-    """wired: it has a socket, and no room on the node to write in."""
+    """What a guard learned elsewhere, as text. wired: it comes through a socket and cannot be typed into the node."""
     tip = (
         "What was learned elsewhere, as `onediff-guard profile show` prints it; used where it fits this model and "
         "card. Empty: what was learned here."
@@ -47,7 +52,7 @@ def profile(*, wired: bool = False) -> tuple[str, dict[str, Any]]:
 
 
 def native_precision() -> tuple[list[str], dict[str, Any]]:
-    """Of ComfyUI's own models."""
+    """The precision of ComfyUI's own models."""
     tip = (
         "inherit: as ComfyUI chose. auto: the same on a card with native bf16; on others with fast fp16, fp16 that "
         "overflows nowhere; the reason is shown on this node. fp16: products in fp16, scaled so that they fit, all "
@@ -57,12 +62,12 @@ def native_precision() -> tuple[list[str], dict[str, Any]]:
 
 
 def none_found(*kinds: str, otherwise: str = "") -> str:
-    """The one entry of a list without files: where to put them. kinds: folders in ComfyUI's models."""
+    """Make the one entry of a list without files. It says where to put them. kinds: folders in ComfyUI's models."""
     return f"{_NONE}put one into {' or '.join(f'models/{kind}' for kind in kinds)}{otherwise}"
 
 
 def is_none_found(value: str) -> bool:
-    """Whether a file's name is that entry, of this version or an earlier one."""
+    """Whether a file's name is an entry that `none_found` of this version or an earlier one made."""
     return value.startswith(_NONE)
 
 
@@ -75,10 +80,10 @@ def choice(options: tuple[str, ...], tooltip: str) -> tuple[list[str], dict[str,
 
 
 class _Least(int):
-    """The least value of an input whose values lie in steps from there: those between count as smaller.
+    """The least value of an input whose values lie in steps from there. Values between two steps count as smaller.
 
-    ComfyUI compares a number with `min` and `max`, and marks that input alone; steps it does not check, and all inputs
-    that VALIDATE_INPUTS names it marks together.
+    ComfyUI compares a number with `min` and `max`, and marks that one input where it does not fit. It does not check
+    steps itself, and of what VALIDATE_INPUTS refuses it marks every input that the function names.
     """
 
     def __new__(cls, least: int, step: int = 1) -> _Least:
@@ -97,15 +102,58 @@ class _Least(int):
 
 def size(default: int, least: int, most: int, step: int, tooltip: str) -> tuple[str, dict[str, Any]]:
     """A number that ComfyUI refuses where it is not in steps from the least."""
-    return integer(default, _Least(least, step), most, step, tooltip)
+    return integer(default, _Least(least, step) if step > 1 else least, most, step, tooltip)
+
+
+def pixels(sizes: SizeRule, width: int, height: int, trained_at: str) -> dict[str, Any]:
+    tip = f"Pixels, a multiple of {sizes.pixel_multiple}. The models were trained at {trained_at}."
+    least, most = sizes.pixels
+    return {
+        "width": size(width, least, most, sizes.pixel_multiple, tip),
+        "height": size(height, least, most, sizes.pixel_multiple, tip),
+    }
+
+
+def frames(sizes: SizeRule, default: int, usual: str) -> tuple[str, dict[str, Any]]:
+    step = sizes.frame_multiple
+    return size(default, *sizes.frames, step, f"{step}·k + 1: {usual}" if step > 1 else usual)
 
 
 def integer(default: int, least: int, most: int, step: int, tooltip: str, **more: Any) -> tuple[str, dict[str, Any]]:
     return "INT", {"default": default, "min": least, "max": most, "step": step, "tooltip": tooltip, **more}
 
 
+def number(default: float, least: float, most: float, step: float, tooltip: str) -> tuple[str, dict[str, Any]]:
+    return "FLOAT", {"default": default, "min": least, "max": most, "step": step, "tooltip": tooltip}
+
+
+def flag(default: bool, tooltip: str) -> tuple[str, dict[str, Any]]:
+    return "BOOLEAN", {"default": default, "tooltip": tooltip}
+
+
+def conditioning() -> dict[str, tuple[str, dict[str, Any]]]:
+    negative = f"{FROM_ENCODE_PROMPT} Not used at guidance scale 1 or less."
+    return {
+        "positive": ("CONDITIONING", {"tooltip": FROM_ENCODE_PROMPT}),
+        "negative": ("CONDITIONING", {"tooltip": negative}),
+    }
+
+
+def steps(default: int) -> tuple[str, dict[str, Any]]:
+    return integer(default, 1, 1000, 1, "Denoising steps.")
+
+
+def guidance(default: float) -> tuple[str, dict[str, Any]]:
+    return number(default, 0.0, 100.0, 0.1, "1 or less: off, half the work.")
+
+
+def seed() -> tuple[str, dict[str, Any]]:
+    tip = "The same seed gives the same noise in every precision and on every card."
+    return integer(0, 0, 2**64 - 1, 1, tip, control_after_generate=True)
+
+
 def from_hub() -> dict[str, tuple[str, dict[str, Any]]]:
-    """Optional inputs of every loader."""
+    """The optional inputs by which every loader takes a model from the hub."""
     hub_id = (
         "A model on the Hugging Face Hub as owner/name, used in place of model. Empty: model is used. Files go to the "
         "Hub's own cache; an interrupted download goes on where it ended."
@@ -115,7 +163,7 @@ def from_hub() -> dict[str, tuple[str, dict[str, Any]]]:
     return {
         "hub_id": ("STRING", {"default": "", "tooltip": hub_id}),
         "revision": ("STRING", {"default": "", "tooltip": revision}),
-        "download": ("BOOLEAN", {"default": True, "tooltip": download}),
+        "download": flag(True, download),
     }
 
 
@@ -128,8 +176,7 @@ def on_failure() -> tuple[list[str], dict[str, Any]]:
 
 
 def strict() -> tuple[str, dict[str, Any]]:
-    tip = "Rerun in plain fp32 instead of TF32 on cards that have TF32. Slower."
-    return "BOOLEAN", {"default": False, "tooltip": tip}
+    return flag(False, "Rerun in plain fp32 instead of TF32 on cards that have TF32. Slower.")
 
 
 def fit() -> tuple[list[str], dict[str, Any]]:

@@ -1,11 +1,13 @@
-"""Loader nodes."""
+"""What the loaders of all families share."""
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ..comfyui_host import host
 from . import hub, inputs
+from .node import Node
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -14,28 +16,48 @@ if TYPE_CHECKING:
     from ..pipelines.run.handle import PipelineHandle
 
 
+WORDS = (*inputs.PRECISION_WORDS, "diffusers", "checkpoint", "Hugging Face")  # that every loader is searched by
 _SHOWN = 12  # names of models that are not listed, in a message
 
 
-class _Loader:
+def opens(what: str) -> str:
+    """Make a loader's DESCRIPTION. what: ends with a comma where one has to follow."""
+    return (
+        f"Opens {what} and chooses precision and compile backend for this card. Weights are read when a later node "
+        "first needs them."
+    )
+
+
+def wire_to(nodes: str) -> tuple[str]:
+    """Make a loader's OUTPUT_TOOLTIPS. nodes: where its pipeline goes, but for the last."""
+    return (f"Wire it to {nodes} and Decode Latents.",)
+
+
+def loaders() -> dict[str, type[Loader]]:
+    """Map the name of each diffusers pipeline to the node that loads it."""
+    from . import NODES
+
+    return {pipeline: node for node in NODES if issubclass(node, Loader) for pipeline in node.PIPELINES}
+
+
+class Loader(Node):
     """A model of one of `PIPELINES`, on this machine or on the hub → pipeline."""
 
-    PIPELINES: tuple[str, ...] = ()  # diffusers classes that model_index.json may name
-    CATEGORY = inputs.CATEGORY
+    PIPELINES: tuple[str, ...]  # diffusers classes that model_index.json may name
+    FILES: tuple[str, ...] = ()  # folders in ComfyUI's models whose single files it loads too
     RETURN_TYPES = ("ONEDIFF_PIPELINE",)
     RETURN_NAMES = ("pipeline",)
     FUNCTION = "load"
-    MODEL_TIP = "A folder with model_index.json below models/diffusers."
-    ROOTS: tuple[str, ...] = ("diffusers",)
 
     @classmethod
     def models(cls) -> dict[str, Path]:
-        """{name: path} of all that are there, of whatever family."""
-        return host.model_folders()
+        """Map the names of all models that are there, of whatever family, to their paths."""
+        files = (host.weight_files(kind).items() for kind in cls.FILES)
+        return dict(chain(host.model_folders().items(), *files))
 
     @classmethod
     def listed(cls) -> list[str]:
-        """Names of those that this node loads."""
+        """The names of the models that this node loads."""
         from ..pipelines.models.listing import can_be
 
         return [name for name, path in cls.models().items() if can_be(path, cls.PIPELINES)]
@@ -48,10 +70,11 @@ class _Loader:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        models = cls.listed() or [inputs.none_found(*cls.ROOTS, otherwise=", or fill in hub_id")]
+        models = cls.listed() or [inputs.none_found(*cls._roots(), otherwise=", or fill in hub_id")]
+        files = "".join(f", or a file in models/{kind}" for kind in cls.FILES)
         return {
             "required": {
-                "model": (models, {"tooltip": cls.MODEL_TIP}),
+                "model": (models, {"tooltip": f"A folder with model_index.json below models/diffusers{files}."}),
                 "precision": inputs.precision(),
                 "backend": inputs.choice(
                     inputs.BACKENDS,
@@ -77,8 +100,11 @@ class _Loader:
 
     @classmethod
     def VALIDATE_INPUTS(cls, model: str | None = None) -> bool:
-        """A model that is not here is no fault where hub_id names another. What is one is said when the node runs,
-        before anything is read: ComfyUI marks every input that is named here, and knows of one alone here."""
+        """A model that is not here is no fault where hub_id names another, of which ComfyUI knows nothing here.
+
+        What is a fault is said when the node runs, before anything is read. `model` is the only argument, since
+        ComfyUI marks every input that is one as wrong.
+        """
         del model
         return True
 
@@ -92,6 +118,10 @@ class _Loader:
         return fingerprint(path) if path else ""
 
     @classmethod
+    def _roots(cls) -> tuple[str, ...]:
+        return ("diffusers", *cls.FILES)
+
+    @classmethod
     def _missing(cls, model: str) -> str:
         what = "" if inputs.is_none_found(model) else f" '{model}'"
         listed = cls.listed()
@@ -100,7 +130,7 @@ class _Loader:
         not_listed = f"Not listed, since they cannot be read or hold other models: {', '.join(others[:_SHOWN])}{more}. "
         return (
             f"No folder{what} whose model_index.json names {' or '.join(cls.PIPELINES)}. "
-            f"Found: {', '.join(listed) or 'none'}. Looked in: {host.roots_text(*cls.ROOTS)}. "
+            f"Found: {', '.join(listed) or 'none'}. Looked in: {host.roots_text(*cls._roots())}. "
             f"{not_listed if others else ''}Put one there, or fill in hub_id."
         )
 
@@ -143,95 +173,3 @@ class _Loader:
         )
         host.linger(handle.store)
         return (handle,)
-
-
-class LoadCogVideoX(_Loader):
-    PIPELINES = ("CogVideoXPipeline", "CogVideoXImageToVideoPipeline")
-    SEARCH_ALIASES = [
-        "fp16",
-        "bf16",
-        "fp32",
-        "precision",
-        "diffusers",
-        "checkpoint",
-        "Hugging Face",
-        "text to video",
-        "image to video",
-        "black video",
-    ]
-    DESCRIPTION = (
-        "Opens a CogVideoX folder (diffusers format, safetensors) and chooses precision and compile backend for this "
-        "card. Weights are read when a later node first needs them."
-    )
-    OUTPUT_TOOLTIPS = ("Wire it to Encode Prompt, NaN Guard, a CogVideoX sampler and Decode Latents.",)
-
-
-class LoadCogView3Plus(_Loader):
-    PIPELINES = ("CogView3PlusPipeline",)
-    SEARCH_ALIASES = [
-        "fp16",
-        "bf16",
-        "fp32",
-        "precision",
-        "diffusers",
-        "checkpoint",
-        "Hugging Face",
-        "text to image",
-        "black image",
-        "CogView3",
-    ]
-    DESCRIPTION = (
-        "Opens a CogView3-Plus folder (diffusers format, safetensors) and chooses precision and compile backend for "
-        "this card. Weights are read when a later node first needs them."
-    )
-    OUTPUT_TOOLTIPS = ("Wire it to Encode Prompt, NaN Guard, Sample CogView and Decode Latents.",)
-
-
-class LoadCogView4(_Loader):
-    PIPELINES = ("CogView4Pipeline",)
-    SEARCH_ALIASES = [
-        "fp16",
-        "bf16",
-        "fp32",
-        "precision",
-        "diffusers",
-        "checkpoint",
-        "Hugging Face",
-        "text to image",
-        "black image",
-    ]
-    DESCRIPTION = (
-        "Opens a CogView4 folder (diffusers format, safetensors) and chooses precision and compile backend for this "
-        "card. Weights are read when a later node first needs them."
-    )
-    OUTPUT_TOOLTIPS = LoadCogView3Plus.OUTPUT_TOOLTIPS
-
-
-class LoadStableVideoDiffusion(_Loader):
-    PIPELINES = ("StableVideoDiffusionPipeline",)
-    SEARCH_ALIASES = [
-        "SVD",
-        "SVD-XT",
-        "img2vid",
-        "fp16",
-        "bf16",
-        "fp32",
-        "precision",
-        "diffusers",
-        "checkpoint",
-        "Hugging Face",
-        "image to video",
-        "black video",
-    ]
-    DESCRIPTION = (
-        "Opens Stable Video Diffusion, a folder (diffusers format, safetensors) or a single file, and chooses "
-        "precision and compile backend for this card. Weights are read when a later node first needs them."
-    )
-    MODEL_TIP = "A folder with model_index.json below models/diffusers, or a file in models/checkpoints."
-    ROOTS = ("diffusers", "checkpoints")
-
-    @classmethod
-    def models(cls) -> dict[str, Path]:
-        return host.model_folders() | host.weight_files("checkpoints")
-
-    OUTPUT_TOOLTIPS = ("Wire it to NaN Guard, Sample Stable Video Diffusion and Decode Latents.",)

@@ -1,4 +1,4 @@
-"""LoRAs for a pipeline."""
+"""The node that adds a LoRA to a pipeline."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 from ..comfyui_host import host
 from . import inputs
+from .node import Node
 
 if TYPE_CHECKING:
     from ..pipelines.run.handle import PipelineHandle
 
 
-class LoadLoRA:
+class LoadLoRA(Node):
     """Pipeline → the same pipeline with a LoRA added to its denoiser."""
 
-    CATEGORY = inputs.CATEGORY
+    TITLE = "Load LoRA"
     SEARCH_ALIASES = ["adapter", "fine-tune", "CogVideoX LoRA", "CogView4 LoRA"]
     DESCRIPTION = (
         "Adds a LoRA to CogVideoX or CogView4. Several in a row add up. The model's weights stay as they are: without "
@@ -27,12 +28,11 @@ class LoadLoRA:
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
         files = list(host.weight_files("loras")) or [inputs.none_found("loras")]
-        strength = {"default": 1.0, "min": -10.0, "max": 10.0, "step": 0.05}
         return {
             "required": {
                 "pipeline": inputs.pipeline(),
                 "lora": (files, {"tooltip": "A .safetensors file in models/loras, trained on this model."}),
-                "strength": ("FLOAT", {**strength, "tooltip": "1: as it was trained. 0: not at all."}),
+                "strength": inputs.number(1.0, -10.0, 10.0, 0.05, "1: as it was trained. 0: not at all."),
             }
         }
 

@@ -6,32 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 from ..comfyui_host import host
 from . import guard, inputs
+from .node import Node
 from .probe import PICTURE, TEXT, shown
-from .sample import seed
 
 if TYPE_CHECKING:
     from ..comfyui_host.runs import Settings
 
 
-class NaNGuardModel:
+class NaNGuardModel(Node):
     """MODEL → the same MODEL, guarded."""
 
-    CATEGORY = inputs.CATEGORY
-    SEARCH_ALIASES = [
-        "black image",
-        "black video",
-        "NaN",
-        "infinite",
-        "overflow",
-        "rerun",
-        "fp16",
-        "bf16",
-        "fp32",
-        "precision",
-        "Flux",
-        "SDXL",
-        "SVD",
-    ]
+    TITLE = "NaN Guard (MODEL)"
+    SEARCH_ALIASES = [*guard.WORDS, "Flux", "SDXL", "SVD"]
     DESCRIPTION = (
         "Guards any of ComfyUI's own models (SD1.5, SDXL, Flux, SVD and others): a sampling step that comes out NaN or "
         "infinite is computed again in fp32 from the same weights. What it did is shown on this node while sampling."
@@ -57,23 +43,11 @@ class NaNGuardModel:
         return (guarded_model(model, _settings(*policy, **further)),)
 
 
-class NaNGuardVAE:
+class NaNGuardVAE(Node):
     """VAE → the same VAE, guarded."""
 
-    CATEGORY = inputs.CATEGORY
-    SEARCH_ALIASES = [
-        "black image",
-        "black video",
-        "NaN",
-        "infinite",
-        "overflow",
-        "rerun",
-        "fp16",
-        "bf16",
-        "fp32",
-        "precision",
-        "VAE decode",
-    ]
+    TITLE = "NaN Guard (VAE)"
+    SEARCH_ALIASES = [*guard.WORDS, "VAE decode"]
     DESCRIPTION = (
         "Guards any of ComfyUI's own VAEs: an encoding or decoding that comes out NaN or infinite (a black picture) is "
         "computed again in fp32 from the same weights, tile by tile. What it did is shown on this node."
@@ -94,21 +68,11 @@ class NaNGuardVAE:
         return (guarded_vae(vae, _settings(*policy, **further)),)
 
 
-class NumericsProbeModel:
+class NumericsProbeModel(Node):
     """MODEL and what KSampler takes → a picture of what every layer reaches, and a recommendation."""
 
-    CATEGORY = inputs.CATEGORY
-    SEARCH_ALIASES = [
-        "NaN",
-        "overflow",
-        "black image",
-        "fp16",
-        "bf16",
-        "fp32",
-        "precision",
-        "dynamic range",
-        "heat map",
-    ]
+    TITLE = "Numerics Probe (MODEL)"
+    SEARCH_ALIASES = ["NaN", "overflow", "black image", *inputs.PRECISION_WORDS, "dynamic range", "heat map"]
     DESCRIPTION = (
         "Runs a few sampling steps of any of ComfyUI's own models in fp32, measures what every layer reaches, draws it "
         "against the ranges of fp16 and bf16, and recommends a dtype for this model on this card. Wire it as a "
@@ -138,10 +102,10 @@ class NumericsProbeModel:
                 "negative": ("CONDITIONING", {"tooltip": "As in KSampler."}),
                 "latent_image": ("LATENT", {"tooltip": latent_tip}),
                 "steps": inputs.integer(4, 1, 1000, 1, inputs.PROBED_STEPS),
-                "cfg": ("FLOAT", {"default": 7.0, "min": 0.0, "max": 100.0, "step": 0.1, "tooltip": cfg_tip}),
+                "cfg": inputs.number(7.0, 0.0, 100.0, 0.1, cfg_tip),
                 "sampler_name": inputs.choice(samplers, "As in KSampler."),
                 "scheduler": inputs.choice(schedulers, "As in KSampler."),
-                "seed": seed(),
+                "seed": inputs.seed(),
             },
             "hidden": inputs.node_id(),
         }
@@ -194,7 +158,7 @@ def _settings(
     profile: str = "",
     node_id: str | None = None,
 ) -> Settings:
-    """Raises TorchTooOld, where no rerun would work, and BadProfile."""
+    """Collect a guard's inputs. Raises TorchTooOld where no rerun would work, and BadProfile."""
     from ..comfyui_host.runs import Settings
     from ..pipelines.insight.machine import check_torch
     from ..precision.guard import GuardPolicy, OnFailure, Scope

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..comfyui_host import host
-from . import inputs, load
+from . import inputs
+from .load import loaders
+from .node import Node
 from .report import THIS_CARD, architecture_of, on_disk
 from .run import running
-from .sample import FROM_ENCODE_PROMPT, NEGATIVE, guidance, seed
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +26,7 @@ TEXT = "What to set and why, the largest values, and what the measurement cost, 
 
 
 def shown(probing: Probing, text: str, node_id: str | None, *more: Any) -> dict[str, Any]:
-    """What a probe's node hands ComfyUI: picture, text and more as its outputs; text and facts to show."""
+    """Return what a probe's node hands ComfyUI: picture, text and more as outputs, and text and facts to show."""
     import torch
 
     from ..pipelines.insight.probe_figure import draw
@@ -47,7 +48,7 @@ class Subject:
 
 
 def subject_of(model: Path) -> Subject:
-    """model: a folder, Stable Video Diffusion's single file, or the hub id of a model in the cache.
+    """Look what kind of model this is: a folder, Stable Video Diffusion's single file, or a hub id in the cache.
 
     Raises BadInput where it is not there, BadFolder where no node loads it.
     """
@@ -55,24 +56,19 @@ def subject_of(model: Path) -> Subject:
 
     path = on_disk(model)
     family = family_of(path)
-    loaders = load.LoadCogVideoX, load.LoadCogView3Plus, load.LoadCogView4, load.LoadStableVideoDiffusion
-    loader = next(loader for loader in loaders if family.pipeline in loader.PIPELINES)
-    return Subject(path, loader, family.prompt is not None, family.takes_image)
+    return Subject(path, loaders()[family.pipeline], family.prompt is not None, family.takes_image)
 
 
-class NumericsProbe:
+class NumericsProbe(Node):
     """Pipeline and prompts → a picture of what every layer reaches, a recommendation, and a profile that applies it."""
 
-    CATEGORY = inputs.CATEGORY
+    TITLE = "Numerics Probe"
     SEARCH_ALIASES = [
         "NaN",
         "overflow",
         "black image",
         "black video",
-        "fp16",
-        "bf16",
-        "fp32",
-        "precision",
+        *inputs.PRECISION_WORDS,
         "dynamic range",
         "heat map",
     ]
@@ -103,24 +99,18 @@ class NumericsProbe:
                 "width": inputs.integer(0, 0, 4096, 16, size_tip),
                 "height": inputs.integer(0, 0, 4096, 16, size_tip),
                 "frames": inputs.integer(0, 0, 1025, 1, "0: what the model was made for."),
-                "guidance_scale": guidance(6.0),
-                "seed": seed(),
+                "guidance_scale": inputs.guidance(6.0),
+                "seed": inputs.seed(),
             },
             "optional": {
-                "positive": ("CONDITIONING", FROM_ENCODE_PROMPT),
-                "negative": ("CONDITIONING", NEGATIVE),
+                **inputs.conditioning(),
                 "image": ("IMAGE", {"tooltip": "For models that start from an image."}),
                 "fit": inputs.fit(),
                 "architecture": inputs.choice(
                     (THIS_CARD, *ARCHITECTURES), "Recommend for another card. It is measured on this one all the same."
                 ),
-                "save": (
-                    "BOOLEAN",
-                    {
-                        "default": False,
-                        "tooltip": "On: the profile is kept too, for all later runs with the NaN Guard's scope "
-                        "learned.",
-                    },
+                "save": inputs.flag(
+                    False, "On: the profile is kept too, for all later runs with the NaN Guard's scope learned."
                 ),
             },
             "hidden": inputs.node_id(),
@@ -151,7 +141,9 @@ class NumericsProbe:
         width, height, frames = usual_size(pipeline, width, height, frames)
         start = fitted(image[:1], width, height, fit)[0] if image is not None else None
         scale = guidance_scale if pipeline.family.prompt else None  # Stable Video Diffusion has a range of its own
-        settings = SampleSettings(width, height, steps, seed, frames, scale)
+        settings = SampleSettings(
+            width=width, height=height, steps=steps, seed=seed, frames=frames, guidance_scale=scale
+        )
         progress = host.Progress(steps, node_id)
 
         def step_done(done: int, total: int, _report: RunReport) -> None:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from ..comfyui_host import host
 from ..pipelines.errors import BadFolder, BadInput
 from . import compiled, inputs
+from .load import loaders
+from .node import Node
 
 if TYPE_CHECKING:
     from ..pipelines.insight.diagnosis import Diagnosis
@@ -16,20 +18,13 @@ if TYPE_CHECKING:
     from ..precision.arch import Architecture
 
 THIS_CARD = "this card"
-LOADERS = {
-    "CogVideoXPipeline": "Load CogVideoX",
-    "CogVideoXImageToVideoPipeline": "Load CogVideoX",
-    "CogView3PlusPipeline": "Load CogView3-Plus",
-    "CogView4Pipeline": "Load CogView4",
-    "StableVideoDiffusionPipeline": "Load Stable Video Diffusion",
-}  # diffusers pipeline → the node that loads it
 BAD_REQUEST = (BadFolder, BadInput)  # what `examine` raises at a wrong request
 
 
 def examine(
     model: Path | None = None, architecture: str | None = None, precision: str = "auto", accumulation: str = "auto"
 ) -> Diagnosis:
-    """What would run on this machine or on another architecture, for one model or for all variants.
+    """Tell what would run on this machine or on another architecture, for one model or for all variants.
 
     model: its folder, Stable Video Diffusion's single file, or the hub id of a model in the cache.
 
@@ -46,7 +41,7 @@ def examine(
             architecture_of(architecture),
             precision=Precision(precision),
             accumulation=Accumulation(accumulation),
-            loaders=LOADERS,
+            loaders={pipeline: loader.TITLE for pipeline, loader in loaders().items()},
         )
         return _with_surroundings(diagnosis)
     except OSError as error:
@@ -64,7 +59,7 @@ def _with_surroundings(diagnosis: Diagnosis) -> Diagnosis:
 
 
 def on_disk(model: Path) -> Path:
-    """Of a path, or of the hub id of a model in the cache. Raises BadInput where there is no such."""
+    """Return a model's own path, or the folder of a hub id in the cache. Raises BadInput where there is neither."""
     from ..pipelines.errors import HubError
     from ..pipelines.families.table import FAMILIES
     from ..pipelines.models.hub import fetch
@@ -81,7 +76,7 @@ def on_disk(model: Path) -> Path:
 
 
 def architecture_of(name: str | None) -> Architecture | None:
-    """By its name; None for this card's. Raises BadInput where nobody has heard of it."""
+    """Look an architecture up by its name; None for this card. Raises BadInput where nobody has heard of it."""
     from ..precision.arch import named
 
     if name is None or name == THIS_CARD:
@@ -92,21 +87,11 @@ def architecture_of(name: str | None) -> Architecture | None:
         raise BadInput(str(error)) from None
 
 
-class PrecisionReport:
+class PrecisionReport(Node):
     """Pipeline → what each of its components runs in, and why, as text."""
 
-    CATEGORY = inputs.CATEGORY
-    SEARCH_ALIASES = [
-        "fp16",
-        "bf16",
-        "fp32",
-        "precision",
-        "doctor",
-        "diagnosis",
-        "black image",
-        "black video",
-        "architecture",
-    ]
+    TITLE = "Precision Report"
+    SEARCH_ALIASES = [*inputs.PRECISION_WORDS, "doctor", "diagnosis", "black image", "black video", "architecture"]
     DESCRIPTION = (
         "Shows what runs here and why, before anything runs: card, driver and packages, compile backends, "
         "half-precision switches and who set them, and the precision of each part of the model. "
@@ -135,7 +120,7 @@ class PrecisionReport:
 
     @classmethod
     def IS_CHANGED(cls, **_: Any) -> float:
-        """Always: variables, drivers and packages change without the graph."""
+        """It always is, since variables, drivers and packages change without the graph."""
         return float("nan")
 
     def show(

@@ -1,4 +1,4 @@
-"""Compiling ahead of a run."""
+"""The node that compiles a pipeline ahead of a run."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 from ..comfyui_host import host
 from . import inputs
+from .node import Node
 from .run import requested, running
-from .sample import FROM_ENCODE_PROMPT
 
 if TYPE_CHECKING:
     from ..pipelines.run.handle import PipelineHandle
 
 
-class WarmUp:
+class WarmUp(Node):
     """Pipeline → the same pipeline, compiled for the sizes that are named."""
 
-    CATEGORY = inputs.CATEGORY
+    TITLE = "Warm Up"
     SEARCH_ALIASES = ["compile ahead", "torch.compile", "precompile"]
     DESCRIPTION = (
         "Compiles the denoiser ahead, by sampling two steps at each size, so that later runs at these sizes start at "
@@ -41,15 +41,12 @@ class WarmUp:
                         "for.",
                     },
                 ),
-                "guidance": (
-                    "BOOLEAN",
-                    {"default": True, "tooltip": "On: later runs have a guidance scale above 1. Off: 1 or less."},
-                ),
+                "guidance": inputs.flag(True, "On: later runs have a guidance scale above 1. Off: 1 or less."),
                 "precision": inputs.precision(inherit=True),
             },
             "optional": {
-                "positive": ("CONDITIONING", {"tooltip": f"{FROM_ENCODE_PROMPT['tooltip']} Else an empty prompt."}),
-                "negative": ("CONDITIONING", {"tooltip": f"{FROM_ENCODE_PROMPT['tooltip']} Else an empty prompt."}),
+                "positive": ("CONDITIONING", {"tooltip": f"{inputs.FROM_ENCODE_PROMPT} Else an empty prompt."}),
+                "negative": ("CONDITIONING", {"tooltip": f"{inputs.FROM_ENCODE_PROMPT} Else an empty prompt."}),
             },
             "hidden": inputs.node_id(),
         }

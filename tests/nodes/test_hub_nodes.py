@@ -106,7 +106,7 @@ def test_what_cannot_be_a_hub_id_is_refused_before_anyone_is_asked(server: HubSe
 def test_checking_imports_no_torch(fresh_python: Callable[..., str]) -> None:
     code = (
         "import sys\n"
-        "from comfyui_onediff_guard.nodes.load import LoadCogVideoX\n"
+        "from comfyui_onediff_guard.nodes.cogvideox import LoadCogVideoX\n"
         "print(bool(LoadCogVideoX.INPUT_TYPES()), 'torch' in sys.modules)"
     )
     assert fresh_python(code).split() == ["True", "False"]

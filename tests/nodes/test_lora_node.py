@@ -66,8 +66,9 @@ def with_lora(pipeline, name="2b.safetensors", strength=1.0):
 def sample(pipeline, steps=2):
     positive, negative = node("EncodePrompt").encode(pipeline, "a paper boat", "", "fp32")["result"]
     result = node("SampleCogVideoX").sample(
-        pipeline, positive, negative, 64, 48, 9, steps, 6.0, 1, "DDIM", "inherit", node_id="5"
-    )["result"]
+        pipeline, positive=positive, negative=negative, width=64, height=48, frames=9, steps=steps, guidance_scale=6.0,
+        seed=1, scheduler="DDIM", precision="inherit", node_id="5",
+    )["result"]  # fmt: skip
     return result[0]["samples"], result[1]
 
 

@@ -39,8 +39,9 @@ class Graph:
         encoded = node("EncodePrompt").encode(pipeline, "a paper boat", "", "inherit")
         positive, negative = self.outputs["encode"] = encoded["result"]
         sampled = node("SampleCogVideoX").sample(
-            pipeline, positive, negative, 64, 48, 9, 1, 6.0, 1, "DDIM", sampler, node_id="5"
-        )
+            pipeline, positive=positive, negative=negative, width=64, height=48, frames=9, steps=1, guidance_scale=6.0,
+            seed=1, scheduler="DDIM", precision=sampler, node_id="5",
+        )  # fmt: skip
         self.outputs["sample"] = sampled["result"]
         node("DecodeLatents").decode(pipeline, sampled["result"][0], False, False, "inherit")
 

@@ -7,7 +7,7 @@ import torch
 from comfyui_onediff_guard import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
 from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.nodes import inputs
-from comfyui_onediff_guard.nodes.load import LoadCogVideoX
+from comfyui_onediff_guard.nodes.cogvideox import LoadCogVideoX
 from comfyui_onediff_guard.pipelines.compile.backends import BACKENDS, MODES
 from comfyui_onediff_guard.pipelines.errors import BadFolder
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
@@ -32,8 +32,9 @@ def run(precision, model, steps=2, **guard):
         (pipeline,) = node("NaNGuard").apply(pipeline, **guard)
     positive, negative = node("EncodePrompt").encode(pipeline, "a paper boat", "", "inherit")["result"]
     sampled = node("SampleCogVideoX").sample(
-        pipeline, positive, negative, 64, 48, 9, steps, 6.0, 1, "DDIM", "inherit", node_id="5"
-    )
+        pipeline, positive=positive, negative=negative, width=64, height=48, frames=9, steps=steps, guidance_scale=6.0,
+        seed=1, scheduler="DDIM", precision="inherit", node_id="5",
+    )  # fmt: skip
     decoded = node("DecodeLatents").decode(pipeline, sampled["result"][0], False, False, "inherit")
     return sampled, decoded
 

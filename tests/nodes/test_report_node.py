@@ -15,6 +15,7 @@ from comfyui_onediff_guard import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPING
 from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.headless.run import run_local
 from comfyui_onediff_guard.nodes import report
+from comfyui_onediff_guard.nodes.load import loaders
 from comfyui_onediff_guard.pipelines.families import table
 from comfyui_onediff_guard.pipelines.families.table import FAMILIES
 from comfyui_onediff_guard.precision import arch
@@ -108,10 +109,10 @@ def test_it_ends_a_graph_of_its_own(folder: Path, tmp_path: Path) -> None:
 
 def test_every_loader_is_known_to_it() -> None:
     """Else a family that can be loaded is called one that no node loads."""
-    loaders = {
+    loading = {
         NODE_DISPLAY_NAME_MAPPINGS[name]
         for name, cls in NODE_CLASS_MAPPINGS.items()
         if "ONEDIFF_PIPELINE" in cls.RETURN_TYPES and "pipeline" not in cls.INPUT_TYPES()["required"]
     }
-    assert set(report.LOADERS.values()) == loaders
-    assert set(report.LOADERS) <= set(FAMILIES)
+    assert {loader.TITLE for loader in loaders().values()} == loading
+    assert set(loaders()) <= set(FAMILIES)

@@ -49,8 +49,10 @@ def load(precision="fp32", name="video/svd_xt.safetensors"):
 
 def sample(pipeline, steps=2):
     return node("SampleStableVideoDiffusion").sample(
-        pipeline, IMAGE, 64, 64, 3, steps, 1.0, 3.0, 7, 127, 0.02, 5, "crop", "inherit"
-    )["result"]
+        pipeline, image=IMAGE, width=64, height=64, frames=3, steps=steps, min_guidance_scale=1.0,
+        max_guidance_scale=3.0, fps=7, motion_bucket_id=127, noise_augmentation=0.02, seed=5, fit="crop",
+        precision="inherit",
+    )["result"]  # fmt: skip
 
 
 def test_files_stand_in_the_list_of_the_loader_that_reads_them():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.nodes.compile import OneDiffCompile
+from comfyui_onediff_guard.nodes.compile import Compile
 from comfyui_onediff_guard.pipelines.compile import backends as compiling
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice
 from comfyui_onediff_guard.pipelines.errors import BackendUnavailable
@@ -95,9 +95,9 @@ def test_the_loader_and_the_compile_node_refuse_before_anything_is_loaded(model_
     handle = load(model_folder("2b"), COGVIDEOX, backend="auto", **options)
     assert handle.backend.name == "eager" and "a compiled block is one piece" in handle.backend.reason
     with pytest.raises(BackendUnavailable, match="Choose backend 'eager', or offload 'none', 'model', 'group'"):
-        OneDiffCompile().apply(handle, "inductor", "auto", "default", False)
-    (again,) = OneDiffCompile().apply(handle, "auto", "auto", "default", False)
+        Compile().apply(handle, "inductor", "auto", "default", False)
+    (again,) = Compile().apply(handle, "auto", "auto", "default", False)
     assert again.backend.name == "eager"
-    (again,) = OneDiffCompile().apply(replace(handle, offload=Offload.GROUP), "inductor", "auto", "default", False)
+    (again,) = Compile().apply(replace(handle, offload=Offload.GROUP), "inductor", "auto", "default", False)
     assert again.backend.name == "inductor"
     assert handle.store.loaded() == {}

@@ -1,0 +1,49 @@
+"""CogView3-Plus and CogView4: text → image."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from . import inputs
+from .load import WORDS, Loader, opens, wire_to
+from .sample import Sampler
+
+if TYPE_CHECKING:
+    from ..pipelines.families.spec import SizeRule
+
+
+class LoadCogView3Plus(Loader):
+    TITLE = "Load CogView3-Plus"
+    PIPELINES = ("CogView3PlusPipeline",)
+    SEARCH_ALIASES = [*WORDS, "text to image", "black image", "CogView3"]
+    DESCRIPTION = opens("a CogView3-Plus folder (diffusers format, safetensors)")
+    OUTPUT_TOOLTIPS = wire_to("Encode Prompt, NaN Guard, Sample CogView")
+
+
+class LoadCogView4(Loader):
+    TITLE = "Load CogView4"
+    PIPELINES = ("CogView4Pipeline",)
+    SEARCH_ALIASES = [*WORDS, "text to image", "black image"]
+    DESCRIPTION = opens("a CogView4 folder (diffusers format, safetensors)")
+    OUTPUT_TOOLTIPS = wire_to("Encode Prompt, NaN Guard, Sample CogView")
+
+
+class SampleCogView(Sampler):
+    TITLE = "Sample CogView"
+    PIPELINES = ("CogView3PlusPipeline", "CogView4Pipeline")
+    SEARCH_ALIASES = ["KSampler", "text to image", "black image", "CogView3", "CogView4", *inputs.PRECISION_WORDS]
+    DESCRIPTION = (
+        "Runs the denoising steps of CogView3-Plus or CogView4. Each step is checked, and computed again in fp32 if it "
+        "fails or clips. The report says which precision was used and why, and what each step did."
+    )
+
+    @classmethod
+    def settings(cls, sizes: SizeRule) -> dict[str, Any]:
+        return {
+            **inputs.conditioning(),
+            **inputs.pixels(sizes, 1024, 1024, "512 to 2048"),
+            "steps": inputs.steps(50),
+            "guidance_scale": inputs.guidance(5.0),
+            "seed": inputs.seed(),
+            "precision": inputs.precision(inherit=True),
+        }

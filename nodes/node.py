@@ -1,0 +1,23 @@
+"""What every node class says of itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .inputs import CATEGORY
+
+
+class Node:
+    """A node of ComfyUI's classic kind, which holds no state."""
+
+    TITLE: str  # what people see; its id is OneDiffGuard and the name of the class, and stands in their workflow files
+    CATEGORY = CATEGORY
+    SEARCH_ALIASES: list[str]
+    DESCRIPTION: str
+    RETURN_TYPES: tuple[str, ...]
+    RETURN_NAMES: tuple[str, ...]
+    FUNCTION: str  # the method that runs it
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        raise NotImplementedError
