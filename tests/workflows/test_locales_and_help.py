@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import english_locale
 import pytest
 from comfyui_onediff_guard.headless.workflow import schema
 from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS, inputs
@@ -14,31 +15,12 @@ from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_M
 ROOT = Path(__file__).resolve().parents[2]
 LOCALES = sorted(path for path in (ROOT / "locales").iterdir() if path.is_dir())
 HELP = ROOT / "web" / "docs"
+SAID = english_locale.texts()
 COMFYUI_LANGUAGES = {"ar", "en", "es", "fr", "ja", "ko", "ru", "tr", "zh", "zh-TW"}
 
 
 def read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
-
-
-def said_in_code() -> dict[str, Any]:
-    """What `nodeDefs.json` would say in English."""
-    said = {}
-    for name, node in NODE_CLASS_MAPPINGS.items():
-        tips = dict(enumerate(getattr(node, "OUTPUT_TOOLTIPS", ())))
-        said[name] = {
-            "display_name": NODE_DISPLAY_NAME_MAPPINGS[name],
-            "description": node.DESCRIPTION,
-            "inputs": {
-                spec.name: {"name": spec.name, "tooltip": spec.config["tooltip"]}
-                for spec in schema.from_class(name, node).inputs.values()
-            },
-            "outputs": {
-                str(i): {"name": output} | ({"tooltip": tips[i]} if i in tips else {})
-                for i, output in enumerate(node.RETURN_NAMES)
-            },
-        }
-    return said
 
 
 def shape(texts: Any) -> Any:
@@ -47,14 +29,28 @@ def shape(texts: Any) -> Any:
 
 
 def test_english_is_what_the_nodes_say() -> None:
-    found = read(ROOT / "locales" / "en" / "nodeDefs.json")
-    assert found == said_in_code(), "copy the texts of the node classes into locales/en, and update the translations"
+    stale = "locales/en is not what the nodes say: run make docs, and update the translations"
+    assert english_locale.FILE.read_bytes() == english_locale.render().encode(), stale
+    for name, node in NODE_CLASS_MAPPINGS.items():
+        said, declared = SAID[name], node.INPUT_TYPES()
+        visible = declared["required"] | declared.get("optional", {})
+        tips = {key: options["tooltip"] for key, (_, options) in visible.items()}
+        assert (said["display_name"], said["description"]) == (NODE_DISPLAY_NAME_MAPPINGS[name], node.DESCRIPTION)
+        assert {key: text["tooltip"] for key, text in said["inputs"].items()} == tips
+
+
+def test_make_docs_writes_english(tmp_path: Path) -> None:
+    english_locale.main(tmp_path / "nodeDefs.json")
+    assert (tmp_path / "nodeDefs.json").read_bytes() == english_locale.render().encode()
+    assert ROOT / "locales" / "en" / "nodeDefs.json" == english_locale.FILE
+    recipe = (ROOT / "Makefile").read_text(encoding="utf-8").split("\ndocs:", 1)[1].split("\n\n", 1)[0]
+    assert f"python tools/{english_locale.__name__}.py" in recipe
 
 
 @pytest.mark.parametrize("folder", LOCALES, ids=lambda path: path.name)
 def test_a_language_covers_everything_and_nothing_else(folder: Path) -> None:
     assert folder.name in COMFYUI_LANGUAGES
-    assert shape(read(folder / "nodeDefs.json")) == shape(said_in_code())
+    assert shape(read(folder / "nodeDefs.json")) == shape(SAID)
     english = read(ROOT / "locales" / "en" / "main.json")
     assert shape(read(folder / "main.json")) == shape(english)
     assert set(english["nodeCategories"]) == {inputs.CATEGORY}
@@ -72,7 +68,7 @@ def test_a_translation_names_the_same_options_and_numbers(folder: Path) -> None:
     options = (*inputs.PRECISIONS, inputs.INHERIT, *inputs.BACKENDS, *inputs.OFFLOADS, *inputs.ON_FAILURE)
     marked = re.compile(rf"\b(?:{'|'.join(map(re.escape, (*options, *inputs.SCHEDULERS)))})(?=[:：])|\d+")
     translated = texts(read(folder / "nodeDefs.json"))
-    for path, text in texts(said_in_code()).items():
+    for path, text in texts(SAID).items():
         assert translated[path].strip()
         wanted, found = (sorted(marked.findall(value)) for value in (text, translated[path]))
         assert found == wanted, f"{path}: {translated[path]}"
