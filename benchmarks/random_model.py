@@ -48,6 +48,7 @@ def store(name: str, family: FamilySpec, config: Any, make: Make, device: torch.
         path=Path(name),
         family=family,
         variant=VARIANTS[family.variant(config)],
+        options={},
         weights={family.denoiser: Weights((), 0, {"BF16": 0})},
         denoiser_config=config,
         vae_config={},

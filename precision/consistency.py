@@ -9,6 +9,7 @@ some fused norms (apex's FusedRMSNorm, which older transformers take where it is
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,9 +79,10 @@ def _name_strangers(module: torch.nn.Module, dtype: torch.dtype, kept: frozenset
 
 
 def _kept_in_fp32(module: torch.nn.Module, dtype: torch.dtype) -> frozenset[str]:
-    """Names that the class keeps in fp32; the strict ones in bf16 too (as transformers and diffusers do it)."""
-    strict = getattr(module, "_keep_in_fp32_modules_strict", None) or ()
+    """Names that the class keeps in fp32. In bf16 these are the strict ones of a class that tells them apart, as
+    transformers' do; diffusers' classes keep all of them in both."""
     usual = getattr(module, "_keep_in_fp32_modules", None) or ()
+    strict = getattr(module, "_keep_in_fp32_modules_strict", usual) or ()
     return frozenset({torch.float16: (*usual, *strict), torch.bfloat16: tuple(strict)}.get(dtype, ()))
 
 
@@ -104,7 +106,9 @@ def _refuses_mixed_dtypes(module: torch.nn.Module, device: torch.device | None) 
 @torch.no_grad()
 def _takes(module: torch.nn.Module, row: torch.Tensor) -> bool:
     try:
-        module(row)
+        with warnings.catch_warnings():  # PyTorch's, of a norm that takes another dtype slowly: that is what is asked
+            warnings.simplefilter("ignore")
+            module(row)
     except (RuntimeError, TypeError, ValueError):
         return False
     return True

@@ -57,11 +57,18 @@ def with_wide_stream(
     inside = tuple(f"{name}." for name in [*wide, *_adapted_in_fp32(module)])  # adapters' own layers
     rest: dict[str, Make] = {}
     for name, layer in module.named_modules(remove_duplicate=False):
-        if isinstance(layer, (*LAYERS, *NORMS)) and not name.startswith(inside):
+        if isinstance(layer, (*LAYERS, *NORMS)) and not name.startswith(inside) and not _in_fp32(layer):
             kind = Narrow if isinstance(layer, LAYERS) else NormToHalf
             rest[name] = lambda layer, kind=kind: _as(layer, kind, wide_dtype=dtype)
     around = {name: lambda reader: _as(reader, Reader, wide_dtype=dtype) for name in readers}
     return replaced(replaced(module, rest | wide), around)
+
+
+def _in_fp32(layer: torch.nn.Module) -> bool:
+    """Whether its class has it in float32 beside half precision, as Wan has what embeds the timestep. What is given to
+    such a layer is the network's concern."""
+    kept = isinstance(layer, LAYERS) and not isinstance(layer, KeptInFp32)
+    return kept and layer.weight.dtype is torch.float32
 
 
 def _adapted_in_fp32(module: torch.nn.Module) -> list[str]:

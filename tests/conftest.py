@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,9 +156,11 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
     """
     from comfyui_onediff_guard.headless.small_families import BUILDERS
     from overflows import overflow_inside
+    from small_wan import build_wan
 
     _leave_imports_out_of_garbage_collection()
     root = tmp_path_factory.mktemp("models")
+    builders = {**BUILDERS, "wan": build_wan, "wan-ti2v": partial(build_wan, ti2v=True)}
 
     def folder(variant: str = "2b", overflow: str = "none") -> Path:
         path = root / f"{variant}-{overflow}"
@@ -166,7 +169,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
         if overflow == "inside":
             return overflow_inside(shutil.copytree(folder(variant), path))
         options = {} if overflow == "none" else {"overflow": overflow}  # Stable Video Diffusion's has no overflow
-        return BUILDERS[variant](path, **options)
+        return builders[variant](path, **options)
 
     return folder
 

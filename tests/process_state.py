@@ -110,7 +110,8 @@ def torch_names() -> Facts:
         return {}
     held = {"nn.Module": torch.nn.Module, "nn.Parameter": torch.nn.Parameter, "Tensor": torch.Tensor}
     held |= {"nn.init": torch.nn.init, "nn.functional": torch.nn.functional, "torch": torch}
-    return {name: dict(vars(of)) for name, of in held.items()}
+    told = "__warningregistry__"  # the interpreter's own memo of warnings
+    return {name: {key: value for key, value in vars(of).items() if key != told} for name, of in held.items()}
 
 
 def global_hooks() -> Facts:

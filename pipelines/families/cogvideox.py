@@ -123,6 +123,7 @@ _LAYOUT = Layout(
     _unscaled,
     decoded_video,
     temporal=_temporal,
+    cache="conv_cache",
 )
 
 COGVIDEOX = FamilySpec(

@@ -30,6 +30,7 @@ class Layout:
     decoded: Callable[[Decode, torch.Tensor, int], Iterator[torch.Tensor]]  # (VAE, latents, chunk) → [n, 3, h, w] each
     spatial: Callable[[Config], int] = spatial_factor  # VAE config → pixels of a latent's side
     temporal: Callable[[Config], int] = lambda _config: 1  # VAE config → frames of a latent
+    cache: str = ""  # argument of the VAE's networks by which a video's chunks hand on what the next one needs
 
 
 def latent_channels(config: Config) -> int:

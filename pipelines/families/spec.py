@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ...precision.policy import Component, Variant
 from ...precision.streams import Stream
 from ..errors import BadSize
-from .components import ComponentSpec
+from .components import ComponentSpec, Fields
 from .layouts import Config, Layout
 
 IMAGE = (Component.TEXT_ENCODER, Component.DENOISER, Component.VAE_DECODE)
@@ -75,6 +75,8 @@ class FamilySpec:
     # height, frames that it was made for; 0 where the config does not say
     bound: Callable[[Config, int, int, int, int], str] = lambda *_: ""  # (denoiser config, pixels of a latent's side,
     # width, height, frames) → what a checkpoint makes instead; "" where it makes that
+    lacks: Mapping[str, str] = field(default_factory=dict)  # component that is not supported → models that have it
+    options: type[Fields] = Fields  # fields of model_index.json that the pipeline takes
     stream: Stream | None = None  # where its residual stream runs, which fp16 needs in float32
     clips: bool = False  # its blocks clip fp16 at ±65504: finite, and wrong
     schedulers: Mapping[str, str] = field(default_factory=dict)  # what users choose → diffusers class; none: its own

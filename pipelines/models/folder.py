@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...precision.policy import Variant, as_stored
-from ...trust.foreign import MAX_BYTES, Unreadable, object_in, read
+from ...trust.foreign import MAX_BYTES, Unreadable, fitting, object_in, read
 from ...trust.text import listed, shown
 from ..errors import BadFolder
 from ..families.components import ComponentSpec
@@ -118,6 +118,12 @@ def inspect(path: Path, expected: FamilySpec) -> ModelFolder:
         raise BadFolder(
             f"'{name_of(path)}' holds a {found}, not a {expected.pipeline}.{others} Choose a {expected.name} folder."
         )
+    for name, models in expected.lacks.items():
+        if index.get(name) not in (None, [None, None]):
+            raise BadFolder(
+                f"'{name_of(path)}' has a {name}: it is {models}, and that is not supported yet. Use another "
+                f"{expected.name} ({', '.join(variant.name for variant in expected.variants)})."
+            )
     classes, weights, configs, fields = {}, {}, {}, {}
     for name, component in expected.components.items():
         classes[name] = _component_class(path, index, name, component)
@@ -132,6 +138,7 @@ def inspect(path: Path, expected: FamilySpec) -> ModelFolder:
                 configs[name] = _with_defaults(module, configs[name]) if name == "vae" else configs[name]
         else:
             _check_unweighted(path, name, component, classes[name])
+    options = _options(path, expected, index)
     denoiser_config = configs[expected.denoiser]
     variant = as_stored(VARIANTS[expected.variant(denoiser_config)], weights[expected.denoiser].stored_dtype)
     return ModelFolder(
@@ -143,6 +150,7 @@ def inspect(path: Path, expected: FamilySpec) -> ModelFolder:
         weights=weights,
         denoiser_config=denoiser_config,
         vae_config=configs["vae"],
+        options=options,
         notes=(*_unlike(variant, denoiser_config), *_mixed(weights)),
     )
 
@@ -203,6 +211,13 @@ def _fields(file: Path, path: Path, component: ComponentSpec, cls: str, config: 
     except Unreadable as error:
         where = f"{name_of(path)}/{file.relative_to(path).as_posix()}"
         raise BadFolder(f"'{where}' cannot be used: {error}. Get it again, from the model's authors.") from None
+
+
+def _options(path: Path, family: FamilySpec, index: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return fitting(family.options, index).given()
+    except Unreadable as error:
+        raise BadFolder(f"'{name_of(path)}/model_index.json' cannot be used: {error}. Download it again.") from None
 
 
 def _check_unweighted(path: Path, name: str, component: ComponentSpec, cls: str) -> None:

@@ -53,6 +53,7 @@ class StoredModel(ABC):
     weights: Mapping[str, Weights]
     denoiser_config: Mapping[str, Any]
     vae_config: Mapping[str, Any]
+    options: Mapping[str, Any]  # of the diffusers pipeline
     notes: tuple[str, ...]  # what is unusual about it, in words
 
     @property

@@ -103,6 +103,7 @@ def read_svd(path: Path, num_frames: int = NUM_FRAMES) -> SvdFile:
         weights=weights,
         denoiser_config=unet,
         vae_config=vae,
+        options={},
         notes=tuple(_notes(shapes)),
         components=components,
     )

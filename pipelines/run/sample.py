@@ -136,7 +136,7 @@ def _pipeline(
 
     handle, before = stage.handle, stage.report.before
     family, config = handle.family, handle.store.model.vae_config
-    parts: dict[str, Any] = dict.fromkeys(family.components)
+    parts: dict[str, Any] = {**dict.fromkeys(family.components), **handle.store.model.options}
     own = handle.store.unweighted("scheduler")
     kind = getattr(diffusers, family.schedulers[scheduler]) if scheduler else type(own)
     parts["scheduler"] = kind.from_config(own.config)

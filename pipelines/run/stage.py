@@ -63,10 +63,11 @@ def stage_of(handle: PipelineHandle, component: Component, request: Precision | 
     """Raises PlanImpossible."""
     plan = handle.plan(component, request)
     as_the_decoder = component is Component.VAE_ENCODE  # whose weights it has, which are there once
+    cache = tuple(filter(None, [handle.family.layout.cache]))
     inputs = {
         Component.DENOISER: handle.family.denoiser_inputs,
-        Component.VAE_ENCODE: ("conv_cache",),
-        Component.VAE_DECODE: ("conv_cache",),
+        Component.VAE_ENCODE: cache,
+        Component.VAE_DECODE: cache,
     }
     return ComponentStage(
         plan=plan,

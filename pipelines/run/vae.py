@@ -6,16 +6,20 @@ failure costs one chunk in fp32: the first whose output or cache is bad.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from ...precision.clips import Clips
 from ...precision.findings import Anatomy
 from ...precision.islands import Attempt, half_attempt
 from ...precision.learned import Learned
 from ...precision.learning import Learner
-from ...precision.shells import Make, as_float32, replaced, with_forward
+from ...precision.shells import Make, as_float32, both, replaced, with_forward
 from ...precision.upcast import run_in_fp32
 from .calls import Calls, calls_of_vae
 from .stage import ComponentStage
@@ -55,18 +59,50 @@ def _guarded(stage: ComponentStage, part: str, conv: str, calls: Calls) -> Any:
     and runs in fp32."""
     vae: Any = stage.module
     network = vae.get_submodule(part)
-    guard = stage.guard(network, _learning(stage, network) if stage.plan.half else stage.in_fp32(network))
-    shells: dict[str, Make] = {part: lambda _network: with_forward(network, calls.telling(guard))}
+    writes = stage.handle.family.layout.cache == "feat_cache"
+    pure = _handing_on_its_cache(network) if writes else network
+    clips = Clips(stage.plan.dtype)
+    attempt = _learning(stage, pure, clips) if stage.plan.half else stage.in_fp32(pure)
+    guard = stage.guard(pure, attempt, peak_inside=clips.take)
+    call = calls.telling(_into_the_cache(guard) if writes else guard)
+    shells: dict[str, Make] = {part: lambda _network: with_forward(network, call)}
     if getattr(vae, conv, None) is not None:
         shells[conv] = lambda module: with_forward(module, partial(run_in_fp32, module))
     return replaced(vae, shells)
 
 
-def _learning(stage: ComponentStage, network: torch.nn.Module) -> Learner:
+def _learning(stage: ComponentStage, network: torch.nn.Module, clips: Clips) -> Learner:
     anatomy = Anatomy.of(network, [name for name in _BLOCKS if getattr(network, name, None) is not None])
     plan = stage.plan
 
     def build(known: Learned) -> Attempt:
-        return half_attempt(network, anatomy, known, plan.dtype, everything=plan.wide, tf32=stage.tf32)
+        made = half_attempt(network, anatomy, known, plan.dtype, everything=plan.wide, tf32=stage.tf32)
+        return made if made.everything else replace(made, run=clips.watched(made.run))
 
     return stage.learner(network, build, anatomy)
+
+
+class _HandsOnItsCache(torch.nn.Module):
+    """A network that writes to the lists by which chunks hand on what the next one needs, as Wan's do: here a function
+    of what it is given, so that a chunk can be computed again."""
+
+    def forward(self, x: torch.Tensor, feat_cache: list[Any], feat_idx: list[int], **options: Any) -> Any:
+        """Leaves the lists that it is given as they are. Returns (output, feat_cache, feat_idx)."""
+        cache, index = [*feat_cache], [*feat_idx]
+        return super().forward(x, feat_cache=cache, feat_idx=index, **options), cache, index
+
+
+def _handing_on_its_cache(network: torch.nn.Module) -> torch.nn.Module:
+    shell = copy.copy(network)
+    shell.__class__ = both(_HandsOnItsCache, type(network))
+    return shell
+
+
+def _into_the_cache(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The call of such a shell, as the VAE expects it: the lists are written to, and the output alone is returned."""
+
+    def writing(x: torch.Tensor, feat_cache: list[Any], feat_idx: list[int], **options: Any) -> torch.Tensor:
+        output, feat_cache[:], feat_idx[:] = call(x, feat_cache=feat_cache, feat_idx=feat_idx, **options)
+        return output
+
+    return writing

@@ -23,8 +23,8 @@ OPERATORS = {
     "flash": "aten::_scaled_dot_product_flash_attention_for_cpu",
     "math": "aten::_scaled_dot_product_attention_math",
 }
-MODELS = ("2b", "1.5-i2v", "cogview3", "cogview4", "svd")
-SIZES = {"2b": Size(64, 48, 9), "1.5-i2v": Size(64, 48, 13), "svd": Size(64, 64, 2)}
+MODELS = ("2b", "1.5-i2v", "cogview3", "cogview4", "svd", "wan")
+SIZES = {"2b": Size(64, 48, 9), "1.5-i2v": Size(64, 48, 13), "svd": Size(64, 64, 2), "wan": Size(64, 48, 9)}
 
 
 def opened(folder: Any, how: CompileOptions, precision: str = "bf16") -> PipelineHandle:

@@ -44,6 +44,9 @@ def each_of(total: int, what: str) -> Told:
         ("cogview3", (3, 16, 8, 8), {"slicing": True}, 3),
         ("cogview4", (3, 16, 8, 8), {"chunk": 2}, 2),
         ("cogview4", (1, 16, 4, 12), {"tiling": True}, 2),
+        ("wan", (1, 16, 3, 4, 6), {}, 3),  # one for each latent frame
+        ("wan", (2, 16, 3, 4, 6), {"slicing": True}, 2 * 3),
+        ("wan-ti2v", (1, 48, 2, 4, 4), {}, 2),
         ("svd", (5, 4, 8, 8), {}, 1),
         ("svd", (5, 4, 8, 8), {"chunk": 2}, 3),
     ],

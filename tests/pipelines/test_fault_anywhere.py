@@ -25,8 +25,11 @@ STAGES = {  # (model, stage) → the component, and the part of it that runs
     ("5b-i2v", "vae_decode"): ("vae", "decoder"),
     ("cogview4", "denoiser"): ("transformer", ""),
     ("svd", "image_encoder"): ("image_encoder", ""),
+    ("wan", "text_encoder"): ("text_encoder", ""),
+    ("wan", "denoiser"): ("transformer", ""),
+    ("wan", "vae_decode"): ("vae", "decoder"),
 }
-SIZES = {"5b-i2v": (96, 64, 9), "cogview4": (64, 64, 1), "svd": (64, 64, 2)}
+SIZES = {"5b-i2v": (96, 64, 9), "cogview4": (64, 64, 1), "svd": (64, 64, 2), "wan": (64, 48, 9)}
 HEALTH = {"suppress_health_check": list(HealthCheck), "max_examples": drawn(20, 4), "derandomize": True}
 
 

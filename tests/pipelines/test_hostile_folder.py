@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 WEIGHTED = [
     *[("2b", name) for name in ("text_encoder", "transformer", "vae")],
     *[("cogview4", name) for name in ("text_encoder", "transformer", "vae")],
+    *[("wan", name) for name in ("text_encoder", "transformer", "vae")],
     *[("svd", name) for name in ("image_encoder", "unet", "vae")],
 ]
 

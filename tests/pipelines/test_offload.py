@@ -37,7 +37,7 @@ from diffusers.hooks import group_offloading
 from safetensors.torch import save_file
 from torch._dynamo.utils import counters
 
-SIZES = {"5b-i2v": (96, 64, 9), "cogview3": (64, 64, 1), "cogview4": (64, 64, 1), "svd": (64, 64, 2)}
+SIZES = {"5b-i2v": (96, 64, 9), "cogview3": (64, 64, 1), "cogview4": (64, 64, 1), "svd": (64, 64, 2), "wan-ti2v": (64, 64, 9)}
 LEARNED = GuardPolicy(scope=Scope.LEARNED)
 IN_PARTS = ["group", "sequential"]
 
@@ -140,7 +140,7 @@ def all_away(handle):
 
 
 @pytest.mark.parametrize("offload", IN_PARTS)
-@pytest.mark.parametrize("model", ["2b", "1.5", "5b-i2v", "cogview3", "cogview4", "svd"])
+@pytest.mark.parametrize("model", ["2b", "1.5", "5b-i2v", "cogview3", "cogview4", "svd", "wan", "wan-ti2v"])
 def test_every_family_is_bit_equal_and_all_weights_are_back(model_folder, apart, model, offload):
     expected = run(opened(model_folder(model), "none"), model)
     handle = opened(model_folder(model), offload)
@@ -168,7 +168,7 @@ def test_only_what_computes_is_there(model_folder, apart, monkeypatch, offload):
 
 
 @pytest.mark.parametrize("offload", IN_PARTS)
-@pytest.mark.parametrize("model", ["2b", "5b", "1.5", "cogview3", "cogview4"])
+@pytest.mark.parametrize("model", ["2b", "5b", "1.5", "cogview3", "cogview4", "wan"])
 def test_a_wide_stream_is_the_same(model_folder, apart, model, offload):
     folder = model_folder(model, "stream")
     expected = run(opened(folder, "none", "fp16"), model)

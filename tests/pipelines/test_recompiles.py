@@ -21,6 +21,7 @@ SIZES = {  # width, height, frames
     "1.5": [(96, 64, 13), (64, 64, 13), (96, 48, 21), (64, 48, 5)],
     "cogview3": [(64, 64, 1), (128, 64, 1), (96, 96, 1), (64, 128, 1)],
     "cogview4": [(96, 64, 1), (128, 64, 1), (96, 96, 1), (64, 128, 1)],  # never as many image tokens as text tokens
+    "wan": [(96, 64, 9), (128, 64, 9), (96, 96, 17), (64, 128, 9)],
 }
 pytestmark = pytest.mark.usefixtures("traced_alone")
 

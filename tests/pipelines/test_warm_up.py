@@ -45,6 +45,7 @@ def graphs_of_a_run(handle: PipelineHandle, size: Size, *, guided: bool = True) 
         ("cogview3", [Size(64, 64), Size(128, 64)]),
         ("cogview4", [Size(64, 64)]),
         ("svd", [Size(64, 64, 2)]),
+        ("wan", [Size(64, 48, 9)]),
     ],
 )
 def test_a_run_at_a_warm_size_compiles_nothing(model_folder: Any, model: str, sizes: list[Size]) -> None:

@@ -61,7 +61,8 @@ def test_a_consistent_component_is_left_alone():
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [(Encoder, torch.float16), (Strict, torch.float16), (Strict, torch.bfloat16)]
+    ("kind", "dtype"),
+    [(Encoder, torch.float16), (Encoder, torch.bfloat16), (Strict, torch.float16), (Strict, torch.bfloat16)],
 )
 def test_what_belongs_in_fp32_is_put_back(kind, dtype):
     found = make_consistent(module := kind().to(dtype), dtype)
@@ -70,8 +71,11 @@ def test_what_belongs_in_fp32_is_put_back(kind, dtype):
     assert found[0] == f"'wo.weight' and 1 more put back in fp32, where {kind.__name__} keeps wo"
 
 
-def test_in_bf16_only_the_strict_ones_are_kept():
-    assert make_consistent(module := Encoder().to(torch.bfloat16), torch.bfloat16) == []
+def test_in_bf16_only_the_strict_ones_are_kept_where_a_class_tells_them_apart():
+    class TellsApart(Encoder):
+        _keep_in_fp32_modules_strict = None
+
+    assert make_consistent(module := TellsApart().to(torch.bfloat16), torch.bfloat16) == []
     assert module.wo.weight.dtype == torch.bfloat16
 
 

@@ -1,0 +1,171 @@
+"""Wan 2.1 and 2.2: text → a video."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from ...precision.policy import Variant
+from ...precision.streams import Stream
+from .components import (
+    T5,
+    T5_TOKENIZER,
+    ComponentSpec,
+    Extent,
+    Few,
+    Fields,
+    Layers,
+    Number,
+    Numbers,
+    Positive,
+    Scheduler,
+    Width,
+    Word,
+)
+from .layouts import Config, Layout, decoded_video
+from .spec import IMAGE, FamilySpec, Guidance, PromptRule, SizeRule
+
+if TYPE_CHECKING:
+    import torch
+
+_HUB = "https://huggingface.co/Wan-AI"
+_LATENT_FRAMES = 4  # frames of a latent, in every published VAE
+_VARIANTS = tuple(
+    Variant(name, "bf16", leaves_fp16=False, has_stream=True, components=IMAGE, source=f"{_HUB}/{page}", sizes=sizes)
+    for name, page, sizes in (
+        ("Wan2.1-T2V-1.3B", "Wan2.1-T2V-1.3B-Diffusers", {"num_layers": 30, "num_attention_heads": 12}),
+        ("Wan2.1-T2V-14B", "Wan2.1-T2V-14B-Diffusers", {"num_layers": 40, "num_attention_heads": 40}),
+        ("Wan2.2-TI2V-5B", "Wan2.2-TI2V-5B-Diffusers", {"num_layers": 30, "num_attention_heads": 24}),
+    )
+)
+
+
+class _Transformer(Fields):
+    patch_size: Annotated[list[Few], Field(min_length=3, max_length=3)] = []
+    num_attention_heads: Width = 1
+    attention_head_dim: Width = 1
+    in_channels: Width = 1
+    out_channels: Width | None = None
+    text_dim: Width = 1
+    freq_dim: Width = 1
+    ffn_dim: Width = 1
+    num_layers: Layers = 1
+    cross_attn_norm: bool = False
+    qk_norm: Word | None = None
+    eps: Positive = 1
+    image_dim: Width | None = None
+    added_kv_proj_dim: Width | None = None
+    rope_max_seq_len: Annotated[int, Field(ge=1, le=2**16)] = 1
+    pos_embed_seq_len: Extent | None = None
+
+
+class _Vae(Fields):
+    base_dim: Width = 1
+    decoder_base_dim: Width | None = None
+    z_dim: Width = 1
+    dim_mult: Annotated[list[Few], Field(min_length=1, max_length=8)] = []
+    num_res_blocks: Few = 1
+    attn_scales: Numbers = []
+    temperal_downsample: Annotated[list[bool], Field(max_length=8)] = []
+    dropout: Number = 0
+    latents_mean: Numbers = []
+    latents_std: Numbers = []
+    is_residual: bool = False
+    in_channels: Width = 1
+    out_channels: Width = 1
+    patch_size: Few | None = None
+    scale_factor_temporal: Width | None = None
+    scale_factor_spatial: Width | None = None
+
+
+class _UniPC(Scheduler):
+    solver_order: Few = 1
+    thresholding: bool = False
+    dynamic_thresholding_ratio: Positive = 1
+    predict_x0: bool = True
+    solver_type: Word = ""
+    lower_order_final: bool = True
+    disable_corrector: Annotated[list[Extent], Field(max_length=1000)] = []
+    use_flow_sigmas: bool = False
+    flow_shift: Positive = 1
+
+
+class _Pipeline(Fields):
+    """Fields of model_index.json that the pipeline takes."""
+
+    expand_timesteps: bool = False
+
+
+def _variant(config: Config) -> str:
+    if config.get("in_channels", 16) == 48:
+        return "Wan2.2-TI2V-5B"
+    return "Wan2.1-T2V-1.3B" if config.get("num_attention_heads", 40) <= 12 else "Wan2.1-T2V-14B"
+
+
+def _usual_size(config: Config, _pixels: int) -> tuple[int, int, int]:
+    """As their authors advise; the config does not say."""
+    return (1280, 704, 121) if _variant(config) == "Wan2.2-TI2V-5B" else (832, 480, 81)
+
+
+def _bound(config: Config, pixels: int, width: int, height: int, _frames: int) -> str:
+    _, high, wide = (side * pixels for side in config.get("patch_size", (1, 2, 2)))
+    if width % wide or height % high:
+        return f"makes widths that are multiples of {wide} and heights of {high}, not {width}×{height}."
+    return ""
+
+
+def _unscaled(latents: torch.Tensor, _frames: int, config: Config) -> torch.Tensor:
+    """[batch, channels, frames, height, width], with each channel's own mean and deviation."""
+    mean, deviation = (
+        latents.new_tensor(config[name]).view(1, -1, 1, 1, 1) for name in ("latents_mean", "latents_std")
+    )
+    return latents / (1 / deviation) + mean  # in diffusers' order, to the last bit
+
+
+WAN = FamilySpec(
+    name="Wan",
+    pipeline="WanPipeline",
+    components={
+        "tokenizer": T5_TOKENIZER,
+        "text_encoder": ComponentSpec("transformers", ("UMT5EncoderModel",), T5),
+        "transformer": ComponentSpec("diffusers", ("WanTransformer3DModel",), _Transformer),
+        "vae": ComponentSpec("diffusers", ("AutoencoderKLWan",), _Vae),
+        "scheduler": ComponentSpec(
+            "diffusers", ("UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler"), _UniPC, weights=False
+        ),
+    },
+    lacks={"transformer_2": "Wan 2.2's 14B, which denoises with two transformers"},
+    options=_Pipeline,
+    denoiser="transformer",
+    blocks=("blocks",),
+    denoiser_inputs=("hidden_states", "encoder_hidden_states"),
+    variants=_VARIANTS,
+    variant=_variant,
+    layout=Layout(
+        5,
+        "[batch, {channels}, frames, height, width]",
+        counts_frames=True,
+        channels=lambda config: config.get("z_dim", 16),
+        unscaled=_unscaled,
+        decoded=decoded_video,
+        spatial=lambda config: config.get("scale_factor_spatial") or 8,
+        temporal=lambda config: config.get("scale_factor_temporal") or _LATENT_FRAMES,
+        cache="feat_cache",
+    ),
+    sizes=SizeRule(pixel_multiple=16, frame_multiple=_LATENT_FRAMES),
+    usual_size=_usual_size,
+    bound=_bound,
+    prompt=PromptRule(tokens=lambda _config: 512, channels=lambda config: config.get("text_dim", 4096)),
+    guidance=Guidance(calls=2),
+    stream=Stream(
+        blocks="blocks",
+        starts=("patch_embedding",),
+        writers=("attn1.to_out.0", "attn2.to_out.0", "ffn.net.2"),
+        norms=("norm1", "norm2", "norm3"),
+        last_norms=("norm_out",),
+        readers=("attn1", "attn2", "ffn"),
+    ),
+)
+
+FAMILIES = (WAN,)

@@ -1,0 +1,157 @@
+"""Wan 2.1 and 2.2 end to end on small folders: what is particular to them. What all families share is tested with the
+others."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from comfyui_onediff_guard.pipelines.errors import BadFolder, BadInput, BadSize
+from comfyui_onediff_guard.pipelines.families.wan import WAN
+from comfyui_onediff_guard.pipelines.insight.probe import usual_size
+from comfyui_onediff_guard.pipelines.models.folder import inspect
+from comfyui_onediff_guard.pipelines.run.decode import decode
+from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from test_families import by_hand, largest_difference, make, opened, prompts
+from tiers import drawn
+
+SMALL = SampleSettings(96, 64, steps=2, seed=1, frames=9, guidance_scale=5.0)
+VARIANTS = {"wan": "Wan2.1-T2V-1.3B", "wan-ti2v": "Wan2.2-TI2V-5B"}
+
+
+def error(found, expected):
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@settings(suppress_health_check=list(HealthCheck), max_examples=drawn(3, 1))
+@given(
+    size=st.sampled_from([(64, 32, 5), (96, 64, 9), (32, 64, 1)]),
+    steps=st.integers(1, 3),
+    guidance_scale=st.sampled_from([1.0, 5.0]),
+    seed=st.integers(0, 2**32),
+)
+def test_it_is_bit_equal_to_diffusers(model_folder, variant, size, **drawn):
+    width, height, frames = size
+    sampling = SampleSettings(width, height, frames=frames, **drawn)
+    handle = opened(model_folder(variant))
+    assert handle.store.model.variant.name == VARIANTS[variant]
+    found, report = make(handle, sampling)
+    assert largest_difference(found, by_hand(handle, sampling, num_frames=frames)) == 0
+    assert f"{sampling.steps} step" in report.summary() and report.reruns == 0
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_stream_beyond_fp16_is_black_in_plain_fp16_and_nearer_than_bf16_when_wide(model_folder, variant):
+    made, reports = {}, {}
+    for precision in ("fp32", "fp16 (plain)", "fp16", "bf16"):
+        handle = opened(model_folder(variant, "stream"), precision)
+        made[precision], reports[precision] = sample(handle, *prompts(handle), SMALL)
+    assert not torch.isfinite(made["fp16 (plain)"]).all()
+    assert reports["fp16"].reruns == 0 and "stream in float32" in reports["fp16"].summary()
+    assert error(made["fp16"], made["fp32"]) < error(made["bf16"], made["fp32"]) / 4
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_healthy_model_is_nearer_to_fp32_than_in_plain_fp16(model_folder, variant):
+    made = {}
+    for precision in ("fp32", "fp16 (plain)", "fp16"):
+        handle = opened(model_folder(variant), precision)
+        made[precision], _ = sample(handle, *prompts(handle), SMALL)
+    assert error(made["fp16"], made["fp32"]) < error(made["fp16 (plain)"], made["fp32"])
+
+
+@pytest.mark.parametrize("tiling", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_chunk_of_the_decoder_that_fails_is_computed_again_from_the_cache_before_it(model_folder, variant, tiling):
+    """Its network writes to the lists of its cache: the rerun must find what the failing call found."""
+    exact = opened(model_folder(variant))
+    latents, _ = sample(exact, *prompts(exact), SMALL)
+    handle = opened(model_folder(variant), "fp16")
+    broken = _third_call_fails(handle)
+    try:
+        found, report = decode(handle, latents, tiling=tiling)
+    finally:
+        broken.remove()
+    assert [step.outcome for step in report.steps] == ["finite", "finite", "rerun"]
+    assert (found - decode(exact, latents, tiling=tiling)[0]).abs().max() < 1e-2
+
+
+def _third_call_fails(handle):
+    calls = []
+
+    def breaking(_layer, _given, made):
+        calls.append(made)
+        return made * torch.inf if len(calls) == 3 else None
+
+    return handle.store.module("vae", "fp16").decoder.conv_in.register_forward_hook(breaking)
+
+
+def test_what_its_decoder_divides_by_a_norm_beyond_fp16_is_seen(model_folder, tmp_path):
+    """The quotient is zeros, and so finite."""
+    folder = shutil.copytree(model_folder("wan"), tmp_path / "loud")
+    (file,) = (folder / "vae").glob("*.safetensors")
+    weights = load_file(file)
+    for name in ("weight", "bias"):
+        weights[f"decoder.conv_in.{name}"] *= 3e4
+    save_file(weights, file, metadata={"format": "pt"})
+    exact = opened(folder)
+    latents, _ = sample(exact, *prompts(exact), SMALL)
+    frames, _ = decode(exact, latents)
+    found, report = decode(opened(folder, "fp16"), latents)
+    assert report.reruns > 0
+    assert (found - frames).abs().max() < 2e-2
+
+
+@pytest.mark.parametrize(
+    ("variant", "size", "message"),
+    [
+        ("wan", (90, 64, 9), "width is 90, but must be a multiple of 16"),
+        ("wan", (96, 64, 8), r"frames is 8, but must be 4·k \+ 1"),
+        ("wan-ti2v", (96, 80, 9), "Wan2.2-TI2V-5B makes widths that are multiples of 32 and heights of 32, not 96×80"),
+    ],
+)
+def test_a_size_that_it_cannot_make(model_folder, variant, size, message):
+    handle = opened(model_folder(variant))
+    width, height, frames = size
+    with pytest.raises(BadSize, match=message):
+        sample(handle, *prompts(handle), SampleSettings(width, height, 2, 1, frames, 5.0))
+
+
+def test_a_size_is_advised_where_the_config_says_none(model_folder):
+    assert usual_size(opened(model_folder("wan")), 0, 0, 0) == (832, 480, 81)
+    assert usual_size(opened(model_folder("wan-ti2v")), 0, 0, 0) == (1280, 704, 121)
+
+
+def test_prompts_are_padded_to_512_tokens_with_zeros(model_folder):
+    handle = opened(model_folder("wan"))
+    (embeddings,), report = encode_prompts(handle, ["a lighthouse"])
+    assert embeddings.shape == (1, 512, 32)
+    assert embeddings[0, 0].abs().max() > 0 and embeddings[0, 100:].abs().max() == 0
+    assert report.notes == handle.report(report.plan).notes
+    with pytest.raises(BadInput, match=r"takes \[batch, 512, 32\]"):
+        sample(handle, embeddings[:, :226], embeddings, SMALL)
+
+
+def test_its_14b_with_two_transformers_is_refused_by_name(model_folder, tmp_path):
+    folder = shutil.copytree(model_folder("wan"), tmp_path / "a14b")
+    index = json.loads((folder / "model_index.json").read_text())
+    index |= {"transformer_2": ["diffusers", "WanTransformer3DModel"], "boundary_ratio": 0.875}
+    (folder / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(BadFolder, match=r"it is Wan 2\.2's 14B.* not supported yet"):
+        inspect(folder, WAN)
+
+
+def test_the_pipeline_gets_what_model_index_says_and_nothing_of_no_sense(model_folder, tmp_path):
+    folder = shutil.copytree(model_folder("wan-ti2v"), tmp_path / "ti2v")
+    assert inspect(folder, WAN).options == {"expand_timesteps": True}
+    index = json.loads((folder / "model_index.json").read_text()) | {"expand_timesteps": "os.system"}
+    (folder / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(BadFolder, match=r"model_index\.json' cannot be used: .*expand_timesteps"):
+        inspect(folder, WAN)
