@@ -1,33 +1,15 @@
-"""The catalogue of nodes, from which ComfyUI's two dictionaries are made."""
+"""The catalogue of nodes, found in the modules of this folder: a new node is a class in one of them."""
 
 from __future__ import annotations
 
-from . import cogvideox, cogview, decode, encode, guard, lora, native, probe, report, svd, warm_up
-from . import compile as compiling
-from .node import Node
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
 
-NODES: tuple[type[Node], ...] = (
-    cogvideox.LoadCogVideoX,
-    encode.EncodePrompt,
-    guard.NaNGuard,
-    cogvideox.SampleCogVideoX,
-    decode.DecodeLatents,
-    report.PrecisionReport,
-    cogvideox.SampleCogVideoXFromImage,
-    cogvideox.SampleCogVideoXFromVideo,
-    cogview.LoadCogView3Plus,
-    cogview.LoadCogView4,
-    cogview.SampleCogView,
-    svd.LoadStableVideoDiffusion,
-    svd.SampleStableVideoDiffusion,
-    lora.LoadLoRA,
-    probe.NumericsProbe,
-    native.NaNGuardModel,
-    native.NaNGuardVAE,
-    native.NumericsProbeModel,
-    compiling.Compile,
-    warm_up.WarmUp,
-)
+from .node import Node, titled
 
-NODE_CLASS_MAPPINGS: dict[str, type] = {f"OneDiffGuard{node.__name__}": node for node in NODES}
+for _module in iter_modules([str(Path(__file__).parent)]):
+    import_module(f".{_module.name}", __package__)
+
+NODE_CLASS_MAPPINGS: dict[str, type] = {f"OneDiffGuard{node.__name__}": node for node in titled(Node)}
 NODE_DISPLAY_NAME_MAPPINGS: dict[str, str] = {key: node.TITLE for key, node in NODE_CLASS_MAPPINGS.items()}

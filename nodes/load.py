@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..comfyui_host import host
 from . import hub, inputs
-from .node import Node
+from .node import Node, titled
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,9 +35,7 @@ def wire_to(nodes: str) -> tuple[str]:
 
 def loaders() -> dict[str, type[Loader]]:
     """Map the name of each diffusers pipeline to the node that loads it."""
-    from . import NODES
-
-    return {pipeline: node for node in NODES if issubclass(node, Loader) for pipeline in node.PIPELINES}
+    return {pipeline: node for node in titled(Loader) for pipeline in node.PIPELINES}
 
 
 class Loader(Node):

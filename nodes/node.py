@@ -21,3 +21,14 @@ class Node:
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
         raise NotImplementedError
+
+
+def titled(kind: type[Node]) -> list[type[Any]]:
+    """The node classes of a kind, by title: those that have one of their own. Known are those whose module has been
+    imported, as the catalogue does with all."""
+    below, found = [kind], set()
+    while below:
+        node = below.pop()
+        below += node.__subclasses__()
+        found |= {node} if "TITLE" in vars(node) else set()
+    return sorted(found, key=lambda node: node.TITLE)

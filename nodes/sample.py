@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..comfyui_host import host
 from . import inputs
-from .node import Node
+from .node import Node, titled
 from .run import requested, running, ui
 
 if TYPE_CHECKING:
@@ -95,14 +95,12 @@ class Sampler(Node):
         """Raise BadInput, which names the node to use, where the pipeline is of a family that this does not sample."""
         from ..pipelines.errors import BadInput
         from ..pipelines.families.table import FAMILIES
-        from . import NODES
 
         family = pipeline.family
         if family.pipeline in self.PIPELINES:
             return
-        samplers = [node for node in NODES if issubclass(node, Sampler)]
         raise BadInput(
             f"The pipeline is {family.name}'s ({pipeline.store.model.variant.name}), but {self.TITLE} samples "
             f"{' and '.join(FAMILIES[name].name for name in self.PIPELINES)}. Use "
-            f"{' or '.join(node.TITLE for node in samplers if family.pipeline in node.PIPELINES)}."
+            f"{' or '.join(node.TITLE for node in titled(Sampler) if family.pipeline in node.PIPELINES)}."
         )

@@ -166,6 +166,7 @@ GRAPHS: dict[str, Graph] = {
     ),
     "cogview3": Graph("LoadCogView3Plus", "SampleCogView", _IMAGE),
     "cogview4": Graph("LoadCogView4", "SampleCogView", _IMAGE),
+    "wan": Graph("LoadWan", "SampleWan", {"width": 32, "height": 32, "frames": 9, "steps": 2}),
     "svd": Graph(
         "LoadStableVideoDiffusion",
         "SampleStableVideoDiffusion",

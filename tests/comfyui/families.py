@@ -19,6 +19,7 @@ MODELS = {  # folder that a workflow names → which small model stands in for i
     "CogView3-Plus-3B": "cogview3",
     "CogView4-6B": "cogview4",
     "stable-video-diffusion-img2vid-xt": "svd-xt",
+    "Wan2.1-T2V-1.3B-Diffusers": "wan",
 }
 SVD_FILE = "svd_xt.safetensors"
 LORA = "paper.safetensors"
@@ -31,9 +32,11 @@ SVD_SIZES = {"width": 64, "height": 64, "frames": 3}
 def build(models: Path) -> None:
     """Fill a ComfyUI's `models` with one small model of each family, a single file and a LoRA."""
     from comfyui_onediff_guard.headless.small_families import BUILDERS
+    from small_wan import build_wan
 
+    builders = {**BUILDERS, "wan": build_wan}
     for name, variant in MODELS.items():
-        BUILDERS[variant](models / "diffusers" / name)
+        builders[variant](models / "diffusers" / name)
     (models / "checkpoints").mkdir(parents=True)
     svd_layout.write(models / "checkpoints" / SVD_FILE, svd_layout.Layout(image=224, patch=56))
     (models / "loras").mkdir()

@@ -24,6 +24,7 @@ LOADERS = {
     "5b-i2v": "LoadCogVideoX",
     "cogview3": "LoadCogView3Plus",
     "cogview4": "LoadCogView4",
+    "wan": "LoadWan",
     "svd": "LoadStableVideoDiffusion",
 }
 

@@ -21,6 +21,7 @@ OWN = {
     "LoadCogVideoX": ["from-image", "text"],
     "LoadCogView3Plus": ["three"],
     "LoadCogView4": ["four"],
+    "LoadWan": ["wan"],
     "LoadStableVideoDiffusion": ["video", "svd_xt.safetensors"],
 }
 PIPELINES = {
@@ -28,6 +29,7 @@ PIPELINES = {
     "from-image": "CogVideoXImageToVideoPipeline",
     "three": "CogView3PlusPipeline",
     "four": "CogView4Pipeline",
+    "wan": "WanPipeline",
     "video": "StableVideoDiffusionPipeline",
     "foreign": "FluxPipeline",
 }

@@ -37,7 +37,13 @@ from diffusers.hooks import group_offloading
 from safetensors.torch import save_file
 from torch._dynamo.utils import counters
 
-SIZES = {"5b-i2v": (96, 64, 9), "cogview3": (64, 64, 1), "cogview4": (64, 64, 1), "svd": (64, 64, 2), "wan-ti2v": (64, 64, 9)}
+SIZES = {
+    "5b-i2v": (96, 64, 9),
+    "cogview3": (64, 64, 1),
+    "cogview4": (64, 64, 1),
+    "svd": (64, 64, 2),
+    "wan-ti2v": (64, 64, 9),
+}
 LEARNED = GuardPolicy(scope=Scope.LEARNED)
 IN_PARTS = ["group", "sequential"]
 

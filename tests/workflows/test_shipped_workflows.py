@@ -60,6 +60,7 @@ MODELS = (
     "CogView3-Plus-3B",
     "CogView4-6B",
     "stable-video-diffusion-img2vid-xt",
+    "Wan2.1-T2V-1.3B-Diffusers",
 )
 
 
@@ -77,7 +78,10 @@ def test_there_is_a_workflow_in_every_format() -> None:
     plain_and_guarded = {"cogvideox_image_to_video", "cogview3_text_to_image", "cogview4_text_to_image"}
     plain_and_guarded |= {"svd_image_to_video", "cogvideox_video_to_video"}
     wanted = (
-        {"cogvideox_text_to_video"} | NATIVE | plain_and_guarded | {f"{name}_guarded" for name in plain_and_guarded}
+        {"cogvideox_text_to_video", "wan_text_to_video"}
+        | NATIVE
+        | plain_and_guarded
+        | {f"{name}_guarded" for name in plain_and_guarded}
     )
     assert {path.stem for path in UI_FILES} == wanted
     assert {path.stem for path in API_FILES} == wanted | {"cogvideox_text_to_video_webp"}
@@ -218,6 +222,7 @@ CHOSEN = {
     "cogvideox_video_to_video": {"tiling", "scheduler", "length"},  # as many frames as 5B makes
     "cogview3_text_to_image": {"guidance_scale"},  # as its authors use it
     "cogview4_text_to_image": {"guidance_scale"},
+    "wan_text_to_video": {"tiling", "fps", "scope"},  # memory; 2.1 makes 16 frames a second; one lesson is enough
     "svd_image_to_video": {"chunk", "fps"},  # memory; SVD's 7 frames a second in CreateVideo
     # as in ComfyUI's own examples of these models; scope: what fp16 does not hold costs one step
     "native_sd15_text_to_image": {"scheduler", "scope"},
