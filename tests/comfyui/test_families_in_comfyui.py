@@ -25,6 +25,7 @@ SIZES = {  # frames, height, width
     "cogvideox_video_to_video": (9, 64, 96),
     "cogview3_text_to_image": (1, 64, 96),
     "cogview4_text_to_image": (1, 64, 96),
+    "wan_text_to_video": (9, 64, 96),
     "svd_image_to_video": (3, 64, 64),
 }
 
