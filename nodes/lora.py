@@ -16,10 +16,10 @@ class LoadLoRA(Node):
     """Pipeline → the same pipeline with a LoRA added to its denoiser."""
 
     TITLE = "Load LoRA"
-    SEARCH_ALIASES = ["adapter", "fine-tune", "CogVideoX LoRA", "CogView4 LoRA"]
+    SEARCH_ALIASES = ["adapter", "fine-tune", "CogVideoX LoRA", "Wan LoRA", "CogView4 LoRA"]
     DESCRIPTION = (
-        "Adds a LoRA to CogVideoX or CogView4. Several in a row add up. The model's weights stay as they are: without "
-        "this node they run unchanged again, with nothing to reload."
+        "Adds a LoRA to CogVideoX, Wan or CogView4. Several in a row add up. The model's weights stay as they are: "
+        "without this node they run unchanged again, with nothing to reload."
     )
     RETURN_TYPES = ("ONEDIFF_PIPELINE",)
     RETURN_NAMES = ("pipeline",)

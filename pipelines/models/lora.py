@@ -117,8 +117,9 @@ def check_lora(path: Path, family: FamilySpec, denoiser: torch.nn.Module) -> Non
 
     Raises BadLora: no safetensors file, a truncated one, of another model, of a kind that is not supported.
     """
-    _loader(family)
+    loader = _loader(family)
     shapes, settings = _header(path)
+    shapes = _in_our_names(loader, shapes)
     _config(path.name, _placed(path.name, shapes, family, denoiser), settings, denoiser)
 
 
@@ -196,7 +197,8 @@ def _loader(family: FamilySpec) -> Any:
     pipeline = getattr(diffusers, family.pipeline)
     if not hasattr(pipeline, "lora_state_dict"):
         raise BadLora(
-            f"diffusers {diffusers.__version__} has no LoRA for {family.name}. Use CogVideoX or CogView4, or no LoRA."
+            f"diffusers {diffusers.__version__} has no LoRA for {family.name}. Use CogVideoX, Wan or CogView4, or no "
+            "LoRA."
         )
     return pipeline
 
@@ -215,6 +217,22 @@ def _header(path: Path) -> tuple[dict[str, Shape], Settings]:
         return header.shapes, settings_of(path.name, header.metadata)
     except (OSError, Unreadable) as error:
         raise _not_whole(path, error) from None
+
+
+def _in_our_names(loader: Any, shapes: dict[str, Shape]) -> dict[str, Shape]:
+    """The shapes as diffusers names the tensors. It takes Wan's LoRAs in their authors' names too, and writes an alpha
+    into the tensors that it scales; where it cannot make sense of the names, they stay. It counts up to the number of
+    the last block, so names with such as no model has are not given to it."""
+    if any(re.search(r"\d{4}", key) for key in shapes):
+        return shapes
+    stubs = {
+        key: torch.ones(shape) if math.prod(shape) == 1 else torch.empty(shape, device="meta")
+        for key, shape in shapes.items()
+    }
+    try:
+        return {key: tuple(tensor.shape) for key, tensor in loader.lora_state_dict(stubs).items()}
+    except Exception:  # noqa: BLE001, whatever a converter makes of others' names: what has no place is said later
+        return shapes
 
 
 def _tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -250,7 +268,7 @@ def _placed(name: str, shapes: Mapping[str, Shape], family: FamilySpec, denoiser
             f"{list(shapes[key])}, where {wanted} fits. {width}Choose a LoRA that was trained on this model."
         )
     if placed.unplaced:
-        looks = _looks_like(placed.unplaced, len(getattr(denoiser, family.blocks[0], ())))
+        looks = _looks_like(placed.unplaced, family, len(getattr(denoiser, family.blocks[0], ())))
         raise BadLora(
             f"'{name}' is for another model than this {family.name}, which has no place for {_some(placed.unplaced)}. "
             f"{looks}Choose a LoRA that was trained on this model."
@@ -353,7 +371,7 @@ def _fit(placed: _Placed, layer: str, found: Mapping[str, str], shapes: Mapping[
         placed.alphas[layer] = found["alpha"]
 
 
-def _looks_like(keys: Iterable[str], blocks: int) -> str:
+def _looks_like(keys: Iterable[str], family: FamilySpec, blocks: int) -> str:
     """A sentence on the model that keys without a place look like, empty where it is not known.
 
     blocks: how many the denoiser has.
@@ -364,7 +382,9 @@ def _looks_like(keys: Iterable[str], blocks: int) -> str:
         return f"It reaches block {max(numbers) + 1}, and this model has {blocks}. "
     for pattern, whose in _LOOKS:
         if any(re.search(pattern, key) for key in keys):
-            return f"Its keys look like {whose}. "
+            known = f"Its keys look like {whose}"
+            own = whose == f"{family.name}'s"
+            return f"{known}, in a format that diffusers does not read: get it in another. " if own else f"{known}. "
     return ""
 
 

@@ -5,20 +5,24 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import product
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines.errors import BadFolder, BadInput, BadSize
+from comfyui_onediff_guard.pipelines.errors import BadFolder, BadInput, BadLora, BadSize
 from comfyui_onediff_guard.pipelines.families.wan import WAN
 from comfyui_onediff_guard.pipelines.insight.probe import usual_size
 from comfyui_onediff_guard.pipelines.models.folder import inspect
+from comfyui_onediff_guard.pipelines.models.lora import Lora
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.run.handle import add_lora
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
+from diffusers import WanPipeline
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from test_families import by_hand, largest_difference, make, opened, prompts
+from test_families import PROMPT, by_hand, largest_difference, make, opened, prompts
 from tiers import drawn
 
 SMALL = SampleSettings(96, 64, steps=2, seed=1, frames=9, guidance_scale=5.0)
@@ -137,6 +141,53 @@ def test_prompts_are_padded_to_512_tokens_with_zeros(model_folder):
     assert report.notes == handle.report(report.plan).notes
     with pytest.raises(BadInput, match=r"takes \[batch, 512, 32\]"):
         sample(handle, embeddings[:, :226], embeddings, SMALL)
+
+
+LAYERS = {"attn1.to_q": (48, 48), "attn2.to_out.0": (48, 48), "ffn.net.2": (48, 96)}
+THEIRS = {"attn1.to_q": "self_attn.q", "attn2.to_out.0": "cross_attn.o", "ffn.net.2": "ffn.2"}
+
+
+def lora(file, name):
+    """A LoRA of every block. name: of the tensors, with {block} and {layer}."""
+    generator = torch.Generator().manual_seed(5)
+    tensors = {}
+    for block, (layer, (outputs, inputs)) in product(range(2), LAYERS.items()):
+        stem = name.format(block=block, layer=layer, theirs=THEIRS[layer])
+        tensors[f"{stem}.lora_A.weight"] = 0.1 * torch.randn(4, inputs, generator=generator)
+        tensors[f"{stem}.lora_B.weight"] = 0.1 * torch.randn(outputs, 4, generator=generator)
+    save_file(tensors, file)
+    return file
+
+
+@pytest.mark.parametrize("name", ["transformer.blocks.{block}.{layer}", "diffusion_model.blocks.{block}.{theirs}"])
+def test_a_lora_in_diffusers_names_or_its_authors_is_bit_equal_to_diffusers(model_folder, tmp_path, name):
+    file = lora(tmp_path / "lora.safetensors", name)
+    handle = add_lora(opened(model_folder("wan", "stream")), Lora(file, 0.8))
+    found, _ = sample(handle, *prompts(handle), SMALL)
+    pipe = WanPipeline.from_pretrained(model_folder("wan", "stream"))
+    pipe.set_progress_bar_config(disable=True)
+    pipe.load_lora_weights(str(tmp_path), weight_name=file.name, adapter_name="one")
+    pipe.set_adapters(["one"], [0.8])
+    given = {"width": SMALL.width, "height": SMALL.height, "num_frames": SMALL.frames, "guidance_scale": 5.0}
+    expected = pipe(
+        prompt=PROMPT, negative_prompt="grey", num_inference_steps=SMALL.steps, output_type="latent",
+        generator=torch.Generator().manual_seed(SMALL.seed), **given,
+    ).frames  # fmt: skip
+    expected = WAN.layout.unscaled(expected, SMALL.frames, handle.store.model.vae_config)
+    assert torch.equal(found, expected)
+    half = add_lora(opened(model_folder("wan", "stream"), "fp16"), Lora(file, 0.8))
+    made, report = sample(half, *prompts(half), SMALL)
+    assert report.reruns == 0 and error(made, found) < 3e-3
+
+
+def test_a_lora_of_another_format_or_of_blocks_without_end_is_refused(model_folder, tmp_path):
+    handle = opened(model_folder("wan"))
+    musubi = lora(tmp_path / "musubi.safetensors", "lora_unet_blocks_{block}_self_attn_q_{theirs}")
+    with pytest.raises(BadLora, match="Its keys look like Wan's, in a format that diffusers does not read"):
+        add_lora(handle, Lora(musubi))
+    endless = lora(tmp_path / "endless.safetensors", "diffusion_model.blocks.99999999{block}.{theirs}")
+    with pytest.raises(BadLora, match="has no place for"):
+        add_lora(handle, Lora(endless))
 
 
 def test_its_14b_with_two_transformers_is_refused_by_name(model_folder, tmp_path):
