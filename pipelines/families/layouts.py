@@ -31,6 +31,7 @@ class Layout:
     spatial: Callable[[Config], int] = spatial_factor  # VAE config → pixels of a latent's side
     temporal: Callable[[Config], int] = lambda _config: 1  # VAE config → frames of a latent
     cache: str = ""  # argument of the VAE's networks by which a video's chunks hand on what the next one needs
+    cache_is_written: bool = False  # that argument is a list which they write to; else they return a new cache
 
 
 def latent_channels(config: Config) -> int:

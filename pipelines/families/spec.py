@@ -57,9 +57,16 @@ class Guidance:
     argument: str = "guidance_scale"  # the pipeline's, of the scale
 
 
+# (denoiser config, pixels of a latent's side) → width, height and frames that it was made for; 0: it does not say
+UsualSize = Callable[[Config, int], tuple[int, int, int]]
+
+# (denoiser config, pixels of a latent's side, width, height, frames) → what a checkpoint makes instead; "": that
+Bound = Callable[[Config, int, int, int, int], str]
+
+
 @dataclass(frozen=True)
 class FamilySpec:
-    """A family of models that share a diffusers pipeline."""
+    """A family of models that share a diffusers pipeline: all that is particular to it."""
 
     name: str
     pipeline: str  # diffusers class
@@ -71,10 +78,8 @@ class FamilySpec:
     variant: Callable[[Config], str]  # denoiser config → name of a variant
     layout: Layout
     sizes: SizeRule
-    usual_size: Callable[[Config, int], tuple[int, int, int]]  # (denoiser config, pixels of a latent's side) → width,
-    # height, frames that it was made for; 0 where the config does not say
-    bound: Callable[[Config, int, int, int, int], str] = lambda *_: ""  # (denoiser config, pixels of a latent's side,
-    # width, height, frames) → what a checkpoint makes instead; "" where it makes that
+    usual_size: UsualSize
+    bound: Bound = lambda *_: ""
     lacks: Mapping[str, str] = field(default_factory=dict)  # component that is not supported → models that have it
     options: type[Fields] = Fields  # fields of model_index.json that the pipeline takes
     stream: Stream | None = None  # where its residual stream runs, which fp16 needs in float32

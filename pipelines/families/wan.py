@@ -152,6 +152,7 @@ WAN = FamilySpec(
         spatial=lambda config: config.get("scale_factor_spatial") or 8,
         temporal=lambda config: config.get("scale_factor_temporal") or _LATENT_FRAMES,
         cache="feat_cache",
+        cache_is_written=True,
     ),
     sizes=SizeRule(pixel_multiple=16, frame_multiple=_LATENT_FRAMES),
     usual_size=_usual_size,

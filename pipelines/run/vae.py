@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from ...precision.clips import Clips
 from ...precision.findings import Anatomy
 from ...precision.islands import Attempt, half_attempt
 from ...precision.learned import Learned
@@ -59,11 +57,9 @@ def _guarded(stage: ComponentStage, part: str, conv: str, calls: Calls) -> Any:
     and runs in fp32."""
     vae: Any = stage.module
     network = vae.get_submodule(part)
-    writes = stage.handle.family.layout.cache == "feat_cache"
+    writes = stage.handle.family.layout.cache_is_written
     pure = _handing_on_its_cache(network) if writes else network
-    clips = Clips(stage.plan.dtype)
-    attempt = _learning(stage, pure, clips) if stage.plan.half else stage.in_fp32(pure)
-    guard = stage.guard(pure, attempt, peak_inside=clips.take)
+    guard = stage.guard(pure, _learning(stage, pure) if stage.plan.half else stage.in_fp32(pure))
     call = calls.telling(_into_the_cache(guard) if writes else guard)
     shells: dict[str, Make] = {part: lambda _network: with_forward(network, call)}
     if getattr(vae, conv, None) is not None:
@@ -71,13 +67,12 @@ def _guarded(stage: ComponentStage, part: str, conv: str, calls: Calls) -> Any:
     return replaced(vae, shells)
 
 
-def _learning(stage: ComponentStage, network: torch.nn.Module, clips: Clips) -> Learner:
+def _learning(stage: ComponentStage, network: torch.nn.Module) -> Learner:
     anatomy = Anatomy.of(network, [name for name in _BLOCKS if getattr(network, name, None) is not None])
     plan = stage.plan
 
     def build(known: Learned) -> Attempt:
-        made = half_attempt(network, anatomy, known, plan.dtype, everything=plan.wide, tf32=stage.tf32)
-        return made if made.everything else replace(made, run=clips.watched(made.run))
+        return half_attempt(network, anatomy, known, plan.dtype, everything=plan.wide, tf32=stage.tf32)
 
     return stage.learner(network, build, anatomy)
 

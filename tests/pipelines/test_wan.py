@@ -97,19 +97,18 @@ def _third_call_fails(handle):
     return handle.store.module("vae", "fp16").decoder.conv_in.register_forward_hook(breaking)
 
 
-def test_what_its_decoder_divides_by_a_norm_beyond_fp16_is_seen(model_folder, tmp_path):
-    """The quotient is zeros, and so finite."""
+def test_what_its_decoder_divides_by_a_norm_beyond_fp16_comes_out_right(model_folder, tmp_path):
+    """In fp16 the quotient would be zeros, and so finite: diffusers computes it in float32."""
     folder = shutil.copytree(model_folder("wan"), tmp_path / "loud")
     (file,) = (folder / "vae").glob("*.safetensors")
     weights = load_file(file)
-    for name in ("weight", "bias"):
-        weights[f"decoder.conv_in.{name}"] *= 3e4
+    bias = weights["decoder.conv_in.bias"]  # of 16 channels: a norm of 8e4
+    weights["decoder.conv_in.bias"] = torch.where(bias > 0, 2e4, -2e4)
     save_file(weights, file, metadata={"format": "pt"})
     exact = opened(folder)
     latents, _ = sample(exact, *prompts(exact), SMALL)
     frames, _ = decode(exact, latents)
-    found, report = decode(opened(folder, "fp16"), latents)
-    assert report.reruns > 0
+    found, _ = decode(opened(folder, "fp16"), latents)
     assert (found - frames).abs().max() < 2e-2
 
 
