@@ -60,7 +60,7 @@ class ModelCall:
 
     @property
     def name(self) -> str:
-        """Of the model, for people."""
+        """The name of the model, for people."""
         return type(self.model.model_config).__name__
 
     @property

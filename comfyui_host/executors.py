@@ -23,7 +23,7 @@ class PerExecutor(Generic[Made]):
         self._lock = threading.Lock()
 
     def of(self, network: torch.nn.Module, make: Callable[[], Made]) -> Made:
-        """In this thread; made where there is none yet."""
+        """This thread's one for a network; made where there is none yet."""
         executor = network, threading.get_ident()
         with self._lock:
             if executor not in self._made:
@@ -31,13 +31,13 @@ class PerExecutor(Generic[Made]):
             return self._made[executor]
 
     def replace(self, network: torch.nn.Module, made: Made) -> Made:
-        """In this thread."""
+        """Put another one in the place of this thread's, and return it."""
         with self._lock:
             self._made[network, threading.get_ident()] = made
             return made
 
     def all(self) -> list[Made]:
-        """In the order in which they began."""
+        """All of them, in the order in which they began."""
         with self._lock:
             return [*self._made.values()]
 

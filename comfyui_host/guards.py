@@ -76,7 +76,7 @@ def guarded_vae(vae: Any, settings: Settings) -> Any:
 
 
 class _ModelGuard:
-    """Of a MODEL: what its wrappers do. `executor` goes on with the chain, and ends in ComfyUI itself."""
+    """What the wrappers of a MODEL do. `executor` goes on with the chain, and ends in ComfyUI itself."""
 
     def __init__(self, settings: Settings):
         self._settings = settings
@@ -123,7 +123,7 @@ def denoiser_of(call: ModelCall) -> ComfyNetwork:
 
 
 class _VaeGuard(threading.local):
-    """Of a VAE: the runs that are going on in this thread. Each is a call of a method, which may call another one."""
+    """The runs of a VAE that are going on in this thread. Each is a call of a method, which may call another one."""
 
     def __init__(self, settings: Settings):
         self._settings = settings

@@ -21,8 +21,9 @@ def comfy_plan(
     architecture: Architecture,
     request: Precision | None = None,
 ) -> Plan:
-    """Of a stage that ComfyUI runs. model: its name, for people. computes_in: by ComfyUI's settings. request: None for
-    that.
+    """The plan of a stage that ComfyUI runs.
+
+    model: its name, for people. computes_in: by ComfyUI's settings. request: None for that.
 
     Raises BadInput where ComfyUI computes in something that is none of ours, or the device has no such dtype.
     """

@@ -26,7 +26,7 @@ from .refining import refining_guarded
 
 @dataclass(frozen=True)
 class KSampling:
-    """As ComfyUI's KSampler takes it."""
+    """What ComfyUI's KSampler takes."""
 
     steps: int
     cfg: float

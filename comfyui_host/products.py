@@ -86,7 +86,7 @@ _here = _Here()
 
 
 class _InFull:
-    """In place of a layer's own `_full_precision_mm`, which stays in the layer: on in a thread that reruns."""
+    """This stands in place of a layer's own `_full_precision_mm`, which stays there: on in a thread that reruns."""
 
     def __get__(self, layer: Any, owner: type) -> Any:
         if _IN_FULL not in vars(layer or owner):

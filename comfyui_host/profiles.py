@@ -18,7 +18,7 @@ _VALUES = 16  # of each weight
 
 
 def profile_of(of: ComfyNetwork, architecture: Architecture, dtype: str) -> Profile:
-    """Of which nothing is known yet."""
+    """The profile of a network of which nothing is known yet."""
     full = {"torch": torch.__version__, "comfyui": host.version() or "none"}
     versions = {package: ".".join(version.split(".")[:2]) for package, version in full.items()}
     name = of.model if of.component is Component.DENOISER else f"{of.model}, {of.component.words}"
@@ -31,8 +31,9 @@ def kept_profile(of: Profile, given: Profile | None) -> KeptProfile:
 
 
 def _fingerprint(of: ComfyNetwork) -> str:
-    """Of the structure, and of a few values of each weight: not of quantised ones, nor of those that LoRAs change,
-    which are what they were or not, as there is room. So a model with LoRAs is another one than without."""
+    """A fingerprint of the structure, and of a few values of each weight: not of quantised ones, nor of those that
+    LoRAs change, which are what they were or not, as there is room. So a model with LoRAs is another one than without.
+    """
     digest = hashlib.sha256(of.component.value.encode())
     sampled: dict[torch.device, dict[str, torch.Tensor]] = {}
     for name, weight in of.network.named_parameters():

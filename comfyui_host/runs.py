@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Settings:
-    """Of one guard's node, and what its runs taught, by stage and dtype: its later runs begin with that."""
+    """The settings of one guard's node, and what its runs taught, by stage and dtype: later runs begin with that."""
 
     policy: GuardPolicy
     request: Precision | None = None  # None: what ComfyUI chose

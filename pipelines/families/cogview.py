@@ -27,5 +27,5 @@ def usual_size(config: Config, pixels: int) -> tuple[int, int, int]:
 
 
 def channels(config: Config) -> int:
-    """Of its text embeddings."""
+    """Tell how many channels a text embedding has."""
     return config.get("text_embed_dim", 4096)

@@ -245,7 +245,7 @@ def _count(keys: Collection[str], start: str) -> int:
 
 
 def unet_config(shapes: Shapes, num_frames: int) -> dict[str, Any]:
-    """As unet/config.json. num_frames is not in a single file: 14 for SVD, 25 for SVD-XT, of the same shapes."""
+    """Tell what unet/config.json would say. num_frames is in no single file: 14 for SVD, 25 for SVD-XT, which is alike."""
     resnet = "down_blocks.{}.resnets.{}.spatial_res_block.conv2.weight"
     n_levels = _count(shapes, "down_blocks.{}.resnets.0.")
     channels = tuple(_size(shapes, resnet.format(i, 0), 0) for i in range(n_levels))
@@ -269,7 +269,7 @@ def unet_config(shapes: Shapes, num_frames: int) -> dict[str, Any]:
 
 
 def vae_config(shapes: Shapes) -> dict[str, Any]:
-    """As vae/config.json."""
+    """Tell what vae/config.json would say."""
     n_levels = _count(shapes, "encoder.down_blocks.{}.resnets.0.")
     return {
         "in_channels": _size(shapes, "encoder.conv_in.weight", 1),
@@ -287,7 +287,7 @@ def vae_config(shapes: Shapes) -> dict[str, Any]:
 
 
 def image_encoder_config(shapes: Shapes) -> dict[str, Any]:
-    """As image_encoder/config.json."""
+    """Tell what image_encoder/config.json would say."""
     embeddings = "vision_model.embeddings."
     width, _, patch, _ = shapes[embeddings + "patch_embedding.weight"]
     return {

@@ -11,7 +11,7 @@ from .spec import FamilySpec
 
 
 def _families() -> list[FamilySpec]:
-    """In the order of their modules' names."""
+    """List the families in the order of their modules' names."""
     names = sorted(module.name for module in iter_modules([str(Path(__file__).parent)]))
     modules = (import_module(f".{name}", __package__) for name in names if name != Path(__file__).stem)
     return [family for module in modules for family in getattr(module, "FAMILIES", ())]

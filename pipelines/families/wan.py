@@ -104,7 +104,7 @@ def _variant(config: Config) -> str:
 
 
 def _usual_size(config: Config, _pixels: int) -> tuple[int, int, int]:
-    """As their authors advise; the config does not say."""
+    """The size that the authors advise; the config does not say."""
     return (1280, 704, 121) if _variant(config) == "Wan2.2-TI2V-5B" else (832, 480, 81)
 
 

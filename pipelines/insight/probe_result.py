@@ -31,7 +31,7 @@ class Measured:
 
     @property
     def seconds(self) -> float:
-        """Of all calls in fp32."""
+        """What all calls in fp32 took."""
         return sum(self._seconds)
 
     def call(

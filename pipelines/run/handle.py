@@ -61,7 +61,7 @@ class PipelineHandle:
         return self.store.model.family
 
     def memory_key(self, dtype: str) -> MemoryKey:
-        """Of what runs taught about the denoiser in `dtype`."""
+        """The key under which the store remembers what runs taught about the denoiser in `dtype`."""
         return dtype, keys(self.loras), self.profile.text() if self.profile else ""
 
     def plan(self, component: Component, request: Precision | None = None) -> Plan:

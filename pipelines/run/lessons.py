@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class KeptProfile:
-    """Of one model, card and dtype."""
+    """The profile of one model, card and dtype, on disk or given by the user."""
 
     here: Profile  # while nothing is known
     folder: Path | None  # in which profiles are kept; None: nowhere

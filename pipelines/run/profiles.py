@@ -51,14 +51,14 @@ class Profile:
 
     @property
     def name(self) -> str:
-        """Of its file: the same for the same model, LoRAs, architecture and dtype."""
+        """The name of its file: the same for the same model, LoRAs, architecture and dtype."""
         facts = json.dumps([self.weights, self.loras, self.architecture, self.dtype])
         sizes = ((self.model, 160), (self.architecture, 32), (self.dtype, 32))  # in bytes: a file's name takes 255
         words = (for_file_name(text, limit=limit) for text, limit in sizes)
         return f"{'-'.join(words)}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
 
     def text(self) -> str:
-        """As JSON, for a file or for a node's input."""
+        """The profile as JSON, for a file or for a node's input."""
         facts = {"kind": _KIND, "format": FORMAT, **asdict(self)}
         facts["learned"] = {name: facts["learned"][name] for name in _LearnedPart.model_fields}
         return json.dumps(facts, indent=2, allow_nan=False) + "\n"

@@ -191,7 +191,7 @@ def _check_start(handle: PipelineHandle, image: Any, video: list[Any] | None) ->
 def _checked_embeddings(
     handle: PipelineHandle, positive: torch.Tensor | None, negative: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
-    """As the pipeline's arguments."""
+    """The embeddings by the names of the pipeline's arguments. Raises BadInput where they do not fit the model."""
     rule, config = handle.family.prompt, handle.store.model.denoiser_config
     if rule is None or positive is None or negative is None:
         return {}

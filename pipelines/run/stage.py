@@ -28,7 +28,7 @@ class ComponentStage(Stage):
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """The name of its folder."""
         return self.handle.family.folder(self.plan.component)
 
     @cached_property
@@ -51,7 +51,7 @@ class ComponentStage(Stage):
 
     @cached_property
     def anatomy(self) -> Anatomy:
-        """Of a denoiser."""
+        """A denoiser's parts, as far as the guard needs them."""
         return Anatomy.of(self.module, self.handle.family.blocks, self.handle.family.stream)
 
     @property
