@@ -49,7 +49,7 @@ TESTED = ("0.0.1", "0.3.64", "0.33.0")  # the ComfyUIs in which the tests of thi
 
 
 def version() -> str:
-    """The version of the ComfyUI that this process is, else of the one whose custom_nodes hold the pack; "" for none."""
+    """The version of the ComfyUI that this process is, else of the one whose custom_nodes hold the pack; or ""."""
     if not _comfy("folder_paths"):
         return _version_of_checkout(Path(__file__).parents[2])
     if told := getattr(sys.modules.get("comfyui_version"), "__version__", ""):

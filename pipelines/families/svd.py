@@ -112,7 +112,7 @@ def _unscaled(latents: torch.Tensor, _frames: int, config: Config) -> torch.Tens
 
 
 def _decoded(vae: Decode, latents: torch.Tensor, chunk: int) -> Iterator[torch.Tensor]:
-    """Decode in chunks of frames. The decoder looks at neighbours within a chunk, and needs to know how many there are."""
+    """Decode in chunks of frames. The decoder looks at neighbours in a chunk, and needs to know how many there are."""
     for part in latents.split(chunk or len(latents)):
         yield vae(part, num_frames=len(part))
 

@@ -245,7 +245,7 @@ def _count(keys: Collection[str], start: str) -> int:
 
 
 def unet_config(shapes: Shapes, num_frames: int) -> dict[str, Any]:
-    """Tell what unet/config.json would say. num_frames is in no single file: 14 for SVD, 25 for SVD-XT, which is alike."""
+    """Tell what unet/config.json would say. num_frames is in no single file: 14 for SVD, 25 for SVD-XT."""
     resnet = "down_blocks.{}.resnets.{}.spatial_res_block.conv2.weight"
     n_levels = _count(shapes, "down_blocks.{}.resnets.0.")
     channels = tuple(_size(shapes, resnet.format(i, 0), 0) for i in range(n_levels))
