@@ -36,8 +36,8 @@ CARDS = """\
 <!-- Written by `make docs` from precision/arch.py, policy.py and accumulation.py. Do not edit it here. -->
 
 What each card can do, what `auto` chooses on it for each model, and why. What was chosen on your machine is in the
-sampler's report, with the reason. The tables name more models than there are nodes for: the [README](../README.md)
-says which can be loaded today.
+sampler's report, with the reason. [guard.md](guard.md) says what the values mean, and
+[nodes.md](nodes.md#models) which models load today.
 
 ## Cards
 
@@ -59,7 +59,7 @@ CARD_COLUMNS = """\
 
 ## Models
 
-- **dtype**: in which its authors trained or published it. *fp16 models* and *bf16 models* below are meant by it.
+- **dtype**: what its authors trained or published it in. *fp16 models* and *bf16 models* below mean this dtype.
 - **leaves fp16's range**: activations of the denoiser are known to grow beyond 65504. Plain fp16 is NaN or black then.
 - **stream**: all blocks add to one residual stream, which is float32 wherever the model runs in fp16. See
   [wide layers](wide.md).
@@ -73,8 +73,8 @@ that was trained in bf16 and may leave fp16's range. Weights stored in fp16 or f
 
 ## What `auto` chooses
 
-For the denoiser. *fp16 wide* is fp16 with the residual stream in float32. Whatever runs in fp16 or bf16 is
-guarded: a call that comes out NaN or infinite is computed again in fp32. `auto` never takes plain fp16.
+This table is about the denoiser. *fp16 wide* is fp16 with the residual stream in float32. Whatever runs in fp16 or bf16
+is guarded: a call that comes out NaN or infinite is computed again in fp32. `auto` never takes plain fp16.
 """
 
 OTHERS = """\
@@ -96,13 +96,13 @@ model*.
 REQUESTS = """\
 ## What the other values do
 
-For the denoiser. `bf16`, `fp16`, `fp16 (plain)` and `fp32` are honoured, but for what says *refused*.
+This table is about the denoiser. `bf16`, `fp16`, `fp16 (plain)` and `fp32` are honoured, unless it says *refused*.
 """
 
 GUARD = """\
 ## Guard and stream
 
-By the dtype that the denoiser ends up in, whether `auto` chose it or you did.
+Both follow from the dtype that the denoiser ends up in, whether `auto` chose it or you did.
 """
 
 ACCUMULATION = """\

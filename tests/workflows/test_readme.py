@@ -1,4 +1,4 @@
-"""README.md names what there is: every file, node and exit code, and nothing that is gone."""
+"""README.md and the pages under docs/ name what there is: every file, node and exit code, and nothing that is gone."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from comfyui_onediff_guard.headless.workflow import schema
 from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS, inputs
 
 ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-LAYERS = ("comfyui_host", "headless", "nodes", "pipelines", "precision")
+LAYERS = ("comfyui_host", "headless", "nodes", "pipelines", "precision", "trust", "benchmarks", "tools")
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))
+}
+README = PAGES["README.md"]
 
 
-def section(title: str) -> str:
-    return README.split(f"\n## {title}\n", 1)[1].split("\n## ", 1)[0]
+def section(title: str, page: str = "README.md") -> str:
+    return PAGES[page].split(f"\n## {title}\n", 1)[1].split("\n## ", 1)[0]
 
 
 def rows(text: str) -> list[list[str]]:
@@ -31,41 +35,91 @@ def quoted(text: str) -> set[str]:
     return set(re.findall(r"`([^`\n]+)`", text))
 
 
-def test_the_file_map_has_a_sentence_for_every_file() -> None:
-    mapped = {name for row in rows(section("File map"))[1:] for name in quoted(row[0])}
+def links(page: str) -> list[str]:
+    return re.findall(r"\]\(([^)\s]+)\)", PAGES[page])
+
+
+def anchors(page: str) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_readme_can_be_taken_in_at_a_glance() -> None:
+    assert len(README.splitlines()) <= 180
+
+
+def test_the_file_map_has_a_row_for_every_file() -> None:
+    names = [quoted(row[0]) for row in rows(section("File map", "docs/ARCHITECTURE.md")) if row[0] != "file"]
+    assert all(len(row) == 1 for row in names)
+    mapped = [name for row in names for name in row]
     files = {path.relative_to(ROOT).as_posix() for layer in LAYERS for path in (ROOT / layer).rglob("*.py")}
     silent = {file for file in files if file.endswith("/__init__.py")}  # one docstring, but for the nodes' catalogue
-    assert files - mapped <= silent
+    assert files - {*mapped} <= silent
+    assert len(mapped) == len({*mapped}), "a file has two rows"
     for name in mapped:
         assert (ROOT / name).exists(), f"{name} is in the file map and nowhere else"
 
 
 def test_every_workflow_is_in_the_table() -> None:
-    named = {name for row in rows(section("Install"))[1:] for name in quoted(row[0])}
+    named = {name for row in rows(section("Workflows"))[1:] for name in quoted(row[0])}
     assert named == {path.stem.removesuffix("_guarded") for path in (ROOT / "workflows").glob("*.json")}
+
+
+def test_readme_has_a_line_for_every_node() -> None:
+    assert sorted(row[0] for row in rows(section("Nodes at a glance"))[1:]) == sorted(
+        NODE_DISPLAY_NAME_MAPPINGS.values()
+    )
 
 
 @pytest.mark.parametrize("name", NODE_CLASS_MAPPINGS)
 def test_the_node_table_has_every_input_and_output(name: str) -> None:
-    row = next(row for row in rows(section("Nodes")) if row[0] == NODE_DISPLAY_NAME_MAPPINGS[name])
+    row = next(row for row in rows(PAGES["docs/nodes.md"]) if row[0] == NODE_DISPLAY_NAME_MAPPINGS[name])
     described = schema.from_class(name, NODE_CLASS_MAPPINGS[name])
     assert re.findall(r"`([^`]+)`", row[2]) == list(described.inputs)
     assert re.findall(r"`([^`]+)`", row[3]) == list(NODE_CLASS_MAPPINGS[name].RETURN_NAMES)
 
 
-def test_options_and_backends_are_in_their_tables() -> None:
-    assert set(inputs.PRECISIONS) <= {row[0].strip("`") for row in rows(section("Precision"))}
-    assert {row[0].strip("`") for row in rows(section("Compile backends"))[1:]} == set(inputs.BACKENDS) - {"auto"}
+@pytest.mark.parametrize("page", ["README.md", "docs/guard.md"])
+def test_precisions_are_in_their_tables(page: str) -> None:
+    assert set(inputs.PRECISIONS) <= {row[0].strip("`") for row in rows(section("Precision", page))}
+
+
+def test_backends_are_in_their_table() -> None:
+    backends = {row[0].strip("`") for row in rows(section("Compile backends", "docs/compile.md"))[1:]}
+    assert backends == set(inputs.BACKENDS) - {"auto"}
 
 
 def test_exit_codes_and_core_nodes_are_named() -> None:
-    text = section("Without a browser")
+    text = section("Run a workflow", "docs/headless.md")
     assert {row[0] for row in rows(text)} >= {str(int(code)) for code in ExitCode}
     assert all(name in text for name in CORE_NODES)
 
 
-def test_every_link_and_picture_is_there() -> None:
-    targets = re.findall(r"\]\(([^)#\s]+)\)", README)
-    assert targets
-    for target in targets:
-        assert target.startswith("https://") or (ROOT / target).exists(), target
+def test_the_same_black_pictures_are_known_everywhere() -> None:
+    pages = ("README.md", "docs/guard.md")
+    short, full = ([row[:2] for row in rows(section("The known black pictures", page))] for page in pages)
+    assert short == full
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_and_picture_is_there(page: str) -> None:
+    for link in links(page):
+        target, _, anchor = link.partition("#")
+        file = (ROOT / page).parent / target if target else ROOT / page
+        if link.startswith("https://"):
+            continue
+        assert file.exists(), link
+        if anchor:
+            assert anchor in anchors(file.resolve().relative_to(ROOT).as_posix()), link
+
+
+def test_every_page_can_be_found_from_readme() -> None:
+    found, waiting = set[str](), ["README.md"]
+    while waiting:
+        page = waiting.pop()
+        found.add(page)
+        targets = [((ROOT / page).parent / link.partition("#")[0]).resolve() for link in links(page) if link[0] != "#"]
+        names = {target.relative_to(ROOT).as_posix() for target in targets if target.is_relative_to(ROOT)}
+        waiting += names & PAGES.keys() - found
+    assert found >= PAGES.keys() - {"CHANGELOG.md"}

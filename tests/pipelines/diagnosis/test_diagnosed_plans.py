@@ -192,9 +192,8 @@ def test_the_text_is_narrow_and_the_dict_is_json(folder: Path) -> None:
         assert told["models"][0]["variant"] in found.text()
 
 
-def test_readme_says_what_was_never_run_too(root: Path) -> None:
-    section = (
-        (root / "README.md").read_text(encoding="utf-8").split("\n## What has not been run\n")[1].split("\n## ")[0]
-    )
+@pytest.mark.parametrize("page", ["README.md", "docs/testing.md"])
+def test_the_pages_say_what_was_never_run_too(page: str, root: Path) -> None:
+    section = (root / page).read_text(encoding="utf-8").split("\n## What has not been run\n")[1].split("\n## ")[0]
     assert [line.split(":")[0] for line in NOT_RUN] == re.findall(r"^- ([^:]+):", section, re.MULTILINE)
     assert all(line.split(":")[0] in one_line(diagnose()) for line in NOT_RUN)
