@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
@@ -17,6 +17,19 @@ if TYPE_CHECKING:
     from .handle import PipelineHandle
 
 _IN_PARTS = (Component.TEXT_ENCODER, Component.DENOISER)  # an offload in parts is for these, which are large
+_T = TypeVar("_T")
+
+
+class _Once(Generic[_T]):
+    """A property that is computed at its first use. `functools.cached_property` of Python 3.10 and 3.11 has one lock
+    for all stages: one that loads would wait for another that waits for the store that the first one holds."""
+
+    def __init__(self, compute: Callable[[Any], _T]):
+        self._compute = compute
+
+    def __get__(self, stage: Any, _owner: type) -> _T:
+        value = stage.__dict__[self._compute.__name__] = self._compute(stage)
+        return value
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -31,7 +44,7 @@ class ComponentStage(Stage):
         """The name of its folder."""
         return self.handle.family.folder(self.plan.component)
 
-    @cached_property
+    @_Once
     def module(self) -> torch.nn.Module:
         """The untouched original, with the pipeline's LoRAs. Raises BadFolder, BadLora."""
         handle, store = self.handle, self.handle.store
@@ -42,14 +55,14 @@ class ComponentStage(Stage):
         self.report.notes += store.notes[self.name]
         return module
 
-    @cached_property
+    @_Once
     def weights(self) -> Onloading:
         """How the weights come to the device."""
         _ = self.module
         loras = self.handle.loras if self.plan.component is Component.DENOISER else ()
         return self.handle.store.onloading(self.name, self._offload, loras)
 
-    @cached_property
+    @_Once
     def anatomy(self) -> Anatomy:
         """A denoiser's parts, as far as the guard needs them."""
         return Anatomy.of(self.module, self.handle.family.blocks, self.handle.family.stream)

@@ -115,6 +115,21 @@ def slow_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modeling_utils, "local_torch_dtype", local_torch_dtype)
 
 
+def test_a_stage_loads_while_another_ones_store_is_held(
+    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (opened(model_folder(size)).stage(Component.VAE_DECODE, None) for size in ("2b", "5b"))
+    loading = first.handle.store.module
+
+    def beside_the_second(*args: Any) -> torch.nn.Module:
+        other.submit(lambda: second.module).result(HANG_SECONDS)
+        return loading(*args)
+
+    monkeypatch.setattr(first.handle.store, "module", beside_the_second)
+    with ThreadPoolExecutor(1) as other:
+        assert first.module is not second.module
+
+
 def test_two_threads_that_load_and_run_are_right_each_time(
     model_folder: Callable[..., Path], slow_loading: None, figure: Callable[[str, object], None]
 ) -> None:
