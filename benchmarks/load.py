@@ -183,7 +183,8 @@ def svd_file(folder: Path, dtype: torch.dtype) -> Path:
     """ComfyUI's single file, with a UNet of the published depth and 3/5 of its width."""
     from safetensors.torch import save_file
 
-    svd = SimpleNamespace(**runpy.run_path(str(Path(__file__).resolve().parents[1] / "tests" / "svd_layout.py")))
+    layout = Path(__file__).resolve().parents[1] / "tests" / "support" / "svd_layout.py"
+    svd = SimpleNamespace(**runpy.run_path(str(layout)))
     shapes = svd.shapes(svd.Layout(channels=(192, 384, 768, 768), attends=(True, True, True, False), blocks=2))
     save_file({key: torch.randn(shape).to(dtype) for key, shape in shapes.items()}, folder / "svd.safetensors")
     return folder / "svd.safetensors"

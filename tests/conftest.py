@@ -31,7 +31,7 @@ SERVED = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--tier", choices=tiers.TIERS, default="all", help="how much to run, see tests/tiers.py")
+    parser.addoption("--tier", choices=tiers.TIERS, default="all", help="how much to run, see tests/support/tiers.py")
     parser.addoption("--write-figures", action="store_true", help="write docs/reliability.md")
 
 
@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     names = [item.nodeid for item in items]
     everything = not config.getoption("keyword") and config.args == config.getini("testpaths")
     if everything and (wrong := tiers.unfitting(names)):
-        raise pytest.UsageError(f"tests/tiers.py names what is no test: {', '.join(sorted(wrong))}")
+        raise pytest.UsageError(f"tests/support/tiers.py names what is no test: {', '.join(sorted(wrong))}")
     left_out = tiers.left_out(config.getoption("--tier"), names)
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
     items[:] = [item for item in items if item.nodeid not in left_out]

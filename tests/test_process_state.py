@@ -171,7 +171,7 @@ def test_a_test_that_leaves_something_fails(root: Path, tmp_path: Path) -> None:
     )
     options = ["-q", "-p", "no:cacheprovider", "-p", "conftest", "--rootdir", tmp_path, "-c", root / "pyproject.toml"]
     command = [sys.executable, "-m", "pytest", *map(str, options), str(tmp_path)]
-    found = {**os.environ, "PYTHONPATH": str(root / "tests")}
+    found = {**os.environ, "PYTHONPATH": os.pathsep.join((str(root / "tests"), str(root / "tests" / "support")))}
     done = subprocess.run(command, env=found, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert "variable LEFT_BEHIND: absent → 1" in done.stdout and "2 passed, 1 error" in done.stdout, done.stdout
 

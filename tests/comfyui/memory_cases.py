@@ -20,7 +20,7 @@ def _import_ours() -> None:
     assert spec and spec.loader
     sys.modules[_OURS] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules[_OURS])
-    sys.path.append(str(Path(__file__).resolve().parents[1]))
+    sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 
 
 def case_moves() -> dict[str, Any]:

@@ -62,7 +62,7 @@ def test_every_familys_latents_decode_in_another_process(folders, model_folder, 
         assert torch.equal(load_latent(file)["samples"], latents["samples"])
         expected[family] = graph.decode(pipeline, latents)["result"][0]
         later.append(json.dumps([family, folder.name, str(file), str(tmp_path / f"{family}.pt")]))
-    printed = fresh_python(LATER, str(root / "tests"), str(folders), *later, OMP_NUM_THREADS="1")
+    printed = fresh_python(LATER, str(root / "tests" / "support"), str(folders), *later, OMP_NUM_THREADS="1")
     assert set(json.loads(printed.splitlines()[-1])) == {"vae"}, "nothing else is read for it"
     for family, images in expected.items():
         found = torch.load(tmp_path / f"{family}.pt")

@@ -27,7 +27,7 @@ from typing import Any
 
 from comfyui_onediff_guard.headless.hosts import process
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "ComfyUI-OneDiff-Guard"  # the pack's name in custom_nodes, as a clone has it
 SHIPPED = ("comfyui_host", "headless", "nodes", "pipelines", "precision", "trust", "workflows", "locales", "web")
 HANG_SECONDS = 600.0  # bounds what would hang, far from what anything takes
