@@ -157,7 +157,7 @@ def make(case: Case, folder: Path) -> Path:
 
 def cogvideox(folder: Path, component: str, dtype: torch.dtype) -> Path:
     """A small folder with one large component, of the 2B's width in 10 of its 30 blocks, or of T5-XXL's in 3 of 24."""
-    from comfyui_onediff_guard.headless.small_model import build_cogvideox
+    from comfyui_onediff_guard.demo.small_model import build_cogvideox
     from diffusers import CogVideoXTransformer3DModel
     from transformers import T5Config, T5EncoderModel
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comfyui_onediff_guard.headless.small_model import build_cogvideox
+from comfyui_onediff_guard.demo.small_model import build_cogvideox
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.insight.probe import probe
 from comfyui_onediff_guard.pipelines.insight.probe_figure import draw

@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def make(folder: Path, blocks: int) -> Path:
-    from comfyui_onediff_guard.headless.small_model import build_cogvideox
+    from comfyui_onediff_guard.demo.small_model import build_cogvideox
     from comfyui_onediff_guard.precision.dtypes import DTYPES
 
     return build_cogvideox(folder / "model", layers=blocks, heads=30, head_dim=64, dtype=DTYPES[DTYPE])

@@ -1,4 +1,4 @@
-"""`python -m comfyui_onediff_guard.headless` is `onediff-guard`."""
+"""`python -m comfyui_onediff_guard.headless` is `onediff-guard` without its demo."""
 
 from __future__ import annotations
 

@@ -154,8 +154,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
 
     overflow: the builders', or "inside", see overflows.py.
     """
-    from comfyui_onediff_guard.headless.small_families import BUILDERS
     from overflows import overflow_inside
+    from small_families import BUILDERS
     from small_wan import build_wan
 
     _leave_imports_out_of_garbage_collection()

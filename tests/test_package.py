@@ -51,8 +51,8 @@ def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFi
 
 def shipped(root: Path) -> set[str]:
     """What a clone has and a wheel must have, as paths from the root."""
-    files = [root / "__init__.py"]
-    for folder in ("comfyui_host", "headless", "nodes", "pipelines", "precision", "trust"):
+    files = [root / "__init__.py", root / "__main__.py"]
+    for folder in ("comfyui_host", "demo", "headless", "nodes", "pipelines", "precision", "trust"):
         files += (root / folder).rglob("*.py")
     for folder in ("workflows", "locales", "web"):
         files += (file for file in (root / folder).rglob("*") if file.is_file())
@@ -73,7 +73,7 @@ def test_the_wheel_brings_license_and_command(wheel: zipfile.ZipFile) -> None:
     names = wheel.namelist()
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
     (entry_points,) = (name for name in names if name.endswith(".dist-info/entry_points.txt"))
-    assert f"onediff-guard = {PACKAGE}.headless.commands.cli:main" in wheel.read(entry_points).decode()
+    assert f"onediff-guard = {PACKAGE}.__main__:main" in wheel.read(entry_points).decode()
 
 
 def test_requirements_txt_is_the_dependencies(root: Path, project: dict[str, Any]) -> None:

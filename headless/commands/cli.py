@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import logging
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from ..errors import ExitCode, HeadlessError
@@ -21,26 +21,49 @@ from ..terminal import NobodyReadsError, cleaned_output
 @dataclass(frozen=True)
 class Subcommand:
     name: str
-    module: str  # has add_arguments(parser) and main(args) -> int; imported only when it is used
     help: str
+    module: Callable[[], Any]  # has add_arguments(parser) and main(args) -> int; imported only when it is used
 
 
 SUBCOMMANDS = (
-    Subcommand("run", ".run", "run a workflow: in this process, on a server, or in a ComfyUI checkout"),
-    Subcommand("compare", ".compare", "run a workflow in several precisions, and put them side by side"),
-    Subcommand("demo", ".demo", "make a small model and show what the guard does with it"),
-    Subcommand("doctor", ".doctor", "say what would run here or on another card, and why"),
-    Subcommand("probe", ".probe", "measure a model over a few steps, draw it, and recommend how to run it"),
-    Subcommand("profile", ".profile", "list, show, export and import what runs taught about models"),
-    Subcommand("compiled", ".compiled", "list, export, import and clear code that was compiled for later runs"),
+    Subcommand(
+        "run",
+        "run a workflow: in this process, on a server, or in a ComfyUI checkout",
+        lambda: import_module(".run", __package__),
+    ),
+    Subcommand(
+        "compare",
+        "run a workflow in several precisions, and put them side by side",
+        lambda: import_module(".compare", __package__),
+    ),
+    Subcommand(
+        "doctor",
+        "say what would run here or on another card, and why",
+        lambda: import_module(".doctor", __package__),
+    ),
+    Subcommand(
+        "probe",
+        "measure a model over a few steps, draw it, and recommend how to run it",
+        lambda: import_module(".probe", __package__),
+    ),
+    Subcommand(
+        "profile",
+        "list, show, export and import what runs taught about models",
+        lambda: import_module(".profile", __package__),
+    ),
+    Subcommand(
+        "compiled",
+        "list, export, import and clear code that was compiled for later runs",
+        lambda: import_module(".compiled", __package__),
+    ),
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, subcommands: Sequence[Subcommand] = SUBCOMMANDS) -> int:
     """The exit code; see `ExitCode`."""
     with cleaned_output():
         try:
-            code = _main(list(sys.argv[1:] if argv is None else argv))
+            code = _main(list(sys.argv[1:] if argv is None else argv), subcommands)
             if sys.stdout is not None:  # pythonw has none
                 sys.stdout.flush()
             return code
@@ -48,8 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return int(ExitCode.NOBODY_READS)
 
 
-def _main(arguments: list[str]) -> int:
-    args = _parser(arguments).parse_args(arguments)
+def _main(arguments: list[str], subcommands: Sequence[Subcommand]) -> int:
+    args = _parser(arguments, subcommands).parse_args(arguments)
     logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, format="%(message)s")
     try:
         with _stopped_alike():
@@ -98,7 +121,7 @@ class _Parser(argparse.ArgumentParser):
         self.color = False
 
 
-def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+def _parser(arguments: Sequence[str], subcommands: Sequence[Subcommand]) -> argparse.ArgumentParser:
     chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
     parser = _Parser(
         prog="onediff-guard",
@@ -107,11 +130,11 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         "141 nobody reads.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in SUBCOMMANDS:
+    for command in subcommands:
         subparser = commands.add_parser(command.name, help=command.help, description=command.help)
         subparser.add_argument("--verbose", "-v", action="store_true", help="tell more, and show tracebacks")
         if command.name == chosen:
-            module = importlib.import_module(command.module, __package__)
+            module = command.module()
             module.add_arguments(subparser)
             subparser.set_defaults(main=module.main)
     return parser

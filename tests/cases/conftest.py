@@ -12,7 +12,6 @@ import pytest
 import torch
 from as_comfyui import GRAPHS, Made
 from comfyui_onediff_guard.comfyui_host import host
-from comfyui_onediff_guard.headless.small_families import build_cogview3
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.families.spec import FamilySpec
 from comfyui_onediff_guard.pipelines.run import handle
@@ -21,6 +20,7 @@ from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.policy import Precision
 from diffusers import AutoencoderKLTemporalDecoder
+from small_families import build_cogview3
 
 
 @pytest.fixture

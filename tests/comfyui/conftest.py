@@ -38,7 +38,7 @@ def leg(request: pytest.FixtureRequest) -> legs.Leg:
 @pytest.fixture(scope="session")
 def small_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A ComfyUI's models: of every family, and two CogVideoX that leave fp16's range."""
-    from comfyui_onediff_guard.headless.small_model import build_cogvideox
+    from comfyui_onediff_guard.demo.small_model import build_cogvideox
 
     models = tmp_path_factory.mktemp("comfyui") / "models"
     build_cogvideox(models / "diffusers" / HEALTHY)

@@ -31,7 +31,7 @@ SVD_SIZES = {"width": 64, "height": 64, "frames": 3}
 
 def build(models: Path) -> None:
     """Fill a ComfyUI's `models` with one small model of each family, a single file and a LoRA."""
-    from comfyui_onediff_guard.headless.small_families import BUILDERS
+    from small_families import BUILDERS
     from small_wan import build_wan
 
     builders = {**BUILDERS, "wan": build_wan}

@@ -27,7 +27,7 @@ def case_moves() -> dict[str, Any]:
     _import_ours()
     import moving
     from comfyui_onediff_guard.comfyui_host import host
-    from comfyui_onediff_guard.headless.small_families import BUILDERS
+    from small_families import BUILDERS
 
     management = sys.modules["comfy.model_management"]
     management.get_torch_device = lambda: moving.CARD  # pyright: ignore[reportAttributeAccessIssue]

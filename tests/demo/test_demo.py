@@ -14,13 +14,14 @@ import av
 import numpy as np
 import pytest
 import torch
-from comfyui_onediff_guard.headless.commands import demo
-from comfyui_onediff_guard.headless.commands.cli import main
+from comfyui_onediff_guard.__main__ import main
+from comfyui_onediff_guard.demo.files import write
+from comfyui_onediff_guard.demo.outcome import MODEL, RUNS, WIDE, Outcome
 from comfyui_onediff_guard.headless.comparison import pictures
 from comfyui_onediff_guard.headless.errors import ExitCode, OutputError
 from PIL import Image
 
-FILES = {"side-by-side.png", "side-by-side.webp", "report.json"} | {f"{case.video}.mp4" for case in demo.RUNS}
+FILES = {"side-by-side.png", "side-by-side.webp", "report.json"} | {f"{case.video}.mp4" for case in RUNS}
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.Comp
     """The command in a process of its own, once."""
     output = tmp_path_factory.mktemp("demo") / "out"
     done = subprocess.run(
-        [sys.executable, "-m", "comfyui_onediff_guard.headless", "demo", "--out", str(output), "--keep-model"],
+        [sys.executable, "-m", "comfyui_onediff_guard", "demo", "--out", str(output), "--keep-model"],
         cwd=output.parent,
         capture_output=True,
         text=True,
@@ -58,14 +59,14 @@ def test_it_succeeds_and_leaves_its_files_and_nothing_else(run: Any) -> None:
 def test_a_pipe_gets_one_line_a_stage(run: Any) -> None:
     """A bar's carriage returns would count as lines here."""
     _, done = run
-    stages = ["encoding prompt ", "step 8/8, ", "decoding "] * len(demo.RUNS)
+    stages = ["encoding prompt ", "step 8/8, ", "decoding "] * len(RUNS)
     lines = [line for line in done.stderr.splitlines() if "NaN is written as black" not in line]
     assert len(lines) == len(stages) and all(map(str.startswith, lines, stages)), done.stderr
 
 
 def test_plain_fp16_is_black_and_guarded_fp16_is_right(run: Any) -> None:
     output, _ = run
-    plain, guarded, inside, reference = (_frames(output / f"{case.video}.mp4") for case in demo.RUNS)
+    plain, guarded, inside, reference = (_frames(output / f"{case.video}.mp4") for case in RUNS)
     assert plain.shape == reference.shape == (25, 160, 256, 3)
     assert plain.max() <= 2  # black, after a video codec
     for made in (guarded, inside):
@@ -104,7 +105,7 @@ def test_the_pictures_show_something(run: Any) -> None:
 
 def test_the_kept_model_can_be_run_again(run: Any) -> None:
     output, done = run
-    assert (output / "models" / demo.MODEL / "model_index.json").is_file()
+    assert (output / "models" / MODEL / "model_index.json").is_file()
     assert f'--models "{output / "models"}"' in done.stdout
 
 
@@ -124,29 +125,29 @@ def test_a_full_disk_leaves_the_earlier_file(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OutputError, match=r"No space left.*--out"):
-        demo._write(target, b"later")
+        write(target, b"later")
     assert target.read_text(encoding="utf-8") == "earlier"
     assert list(tmp_path.iterdir()) == [target]
 
 
-def _outcome(value: float, outcomes: tuple[str, ...] = ()) -> demo.Outcome:
+def _outcome(value: float, outcomes: tuple[str, ...] = ()) -> Outcome:
     steps = [{"stage": "denoiser", "outcome": outcome} for outcome in outcomes]
-    return demo.Outcome(demo.WIDE, torch.full((2, 4, 4, 3), value), Path("x.mp4"), [{"steps": steps}], 1.0)
+    return Outcome(WIDE, torch.full((2, 4, 4, 3), value), Path("x.mp4"), [{"steps": steps}], 1.0)
 
 
 @pytest.mark.parametrize(
     ("value", "verdict"), [(0.5, "right"), (0.515, "right"), (0.55, "wrong"), (float("nan"), "black")]
 )
 def test_the_verdict_follows_the_frames(value: float, verdict: str) -> None:
-    assert demo._verdict(_outcome(value), _outcome(0.5)) == verdict
+    assert _outcome(value).verdict(_outcome(0.5)) == verdict
 
 
 def test_numbers_name_what_happened() -> None:
     reference = _outcome(0.5)
-    assert demo._verdict(reference, reference) == "reference"
-    told = demo._numbers(_outcome(0.51, ("finite", "rerun")), reference)
+    assert reference.verdict(reference) == "reference"
+    told = _outcome(0.51, ("finite", "rerun")).numbers(reference)
     assert told == "every frame finite · 1 of 2 steps computed again in fp32 · max difference from fp32 0.0100"
-    told = demo._numbers(_outcome(float("nan"), ("non-finite", "non-finite")), reference)
+    told = _outcome(float("nan"), ("non-finite", "non-finite")).numbers(reference)
     assert told == "2 of 2 frames NaN · 2 of 2 steps not finite"
 
 

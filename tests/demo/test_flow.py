@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.headless import flow_decoder, flow_denoiser
-from comfyui_onediff_guard.headless.small_model import build_cogvideox
+from comfyui_onediff_guard.demo import flow_decoder, flow_denoiser
+from comfyui_onediff_guard.demo.small_model import build_cogvideox
 from diffusers import CogVideoXPipeline
 
 FIELDS = flow_denoiser.FIELDS

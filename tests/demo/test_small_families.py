@@ -9,13 +9,13 @@ from typing import Any
 
 import diffusers
 import pytest
+import small_families
 import torch
-from comfyui_onediff_guard.headless import small_families
-from comfyui_onediff_guard.headless.small_families import BUILDERS, build_cogview3, build_cogview4, build_svd
-from comfyui_onediff_guard.headless.small_model import build_cogvideox
+from comfyui_onediff_guard.demo.small_model import build_cogvideox
 from comfyui_onediff_guard.pipelines.families.table import FAMILIES
 from comfyui_onediff_guard.pipelines.models.folder import family_of, inspect
 from PIL import Image
+from small_families import BUILDERS, build_cogview3, build_cogview4, build_svd
 
 FP16_MAX = torch.finfo(torch.float16).max
 SIZE = {"width": 96, "height": 64}

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.headless import small_model
-from comfyui_onediff_guard.headless.small_model import TEXT_LENGTH, Look, Overflow, Variant, build_cogvideox
+from comfyui_onediff_guard.demo import small_model
+from comfyui_onediff_guard.demo.small_model import Look, Overflow, Variant, build_cogvideox
+from comfyui_onediff_guard.demo.small_tokenizer import TEXT_LENGTH
 from diffusers import CogVideoXPipeline
 from safetensors import safe_open
 

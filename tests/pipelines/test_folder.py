@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from comfyui_onediff_guard.headless.small_model import build_cogvideox
+from comfyui_onediff_guard.demo.small_model import build_cogvideox
 from comfyui_onediff_guard.pipelines.errors import BadFolder
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.models.folder import family_of, fingerprint, inspect, list_folders

@@ -29,7 +29,10 @@ from comfyui_onediff_guard.headless.hosts import process
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "ComfyUI-OneDiff-Guard"  # the pack's name in custom_nodes, as a clone has it
-SHIPPED = ("comfyui_host", "headless", "nodes", "pipelines", "precision", "trust", "workflows", "locales", "web")
+SHIPPED = (
+    *("comfyui_host", "demo", "headless", "nodes", "pipelines", "precision", "trust"),
+    *("workflows", "locales", "web"),
+)
 HANG_SECONDS = 600.0  # bounds what would hang, far from what anything takes
 BIN = "Scripts" if sys.platform == "win32" else "bin"
 CURRENT = (0, 20)  # what a ComfyUI of leg (c) is at least
@@ -181,7 +184,7 @@ def install_pack(custom_nodes: Path) -> Path:
     """Put the pack into custom_nodes: a copy of what a clone holds, not a link, which Windows needs rights for."""
     target = custom_nodes / FOLDER
     target.mkdir(parents=True)
-    for name in ("__init__.py", "pyproject.toml", "requirements.txt"):
+    for name in ("__init__.py", "__main__.py", "pyproject.toml", "requirements.txt"):
         shutil.copy2(ROOT / name, target / name)
     for name in SHIPPED:
         if (ROOT / name).is_dir():

@@ -6,14 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comfyui_onediff_guard.headless.small_model import (
-    STREAM_PEAK,
-    Overflow,
-    draw_weights,
-    new_folder,
-    save,
-    train_tokenizer,
-)
+from comfyui_onediff_guard.demo.small_model import STREAM_PEAK, Overflow, draw_weights, new_folder, save
+from comfyui_onediff_guard.demo.small_tokenizer import train_tokenizer
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
 from transformers import UMT5Config, UMT5EncoderModel
 

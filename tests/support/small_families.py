@@ -1,6 +1,6 @@
 """Small folders of the other families, made on the spot: CogView3-Plus, CogView4 and Stable Video Diffusion.
 
-As in small_model.py: real classes, the published layout of files and the published settings, random weights.
+As in demo/small_model.py: real classes, the published layout of files and the published settings, random weights.
 """
 
 from __future__ import annotations
@@ -11,6 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from comfyui_onediff_guard.demo.small_model import (
+    VARIANTS,
+    Overflow,
+    build_cogvideox,
+    draw_weights,
+    make_stream_overflow,
+    new_folder,
+    save,
+    small_text_encoder,
+)
+from comfyui_onediff_guard.demo.small_tokenizer import SENTENCES, train_tokenizer, write_json
 from diffusers import (
     AutoencoderKL,
     AutoencoderKLTemporalDecoder,
@@ -32,20 +43,6 @@ from transformers import (
     GlmConfig,
     GlmModel,
     PreTrainedTokenizerFast,
-)
-
-from .small_model import (
-    SENTENCES,
-    VARIANTS,
-    Overflow,
-    build_cogvideox,
-    draw_weights,
-    make_stream_overflow,
-    new_folder,
-    save,
-    small_text_encoder,
-    train_tokenizer,
-    write_json,
 )
 
 TEXT_WIDTH = 32

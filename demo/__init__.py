@@ -1,0 +1,1 @@
+"""`onediff-guard demo`, and the small model that it is shown on."""
