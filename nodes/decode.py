@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ..comfyui_host import host
 from . import inputs
 from .node import Node
-from .run import counted, requested, running, ui
+from .stage_node import counted, requested, running, ui
 
 if TYPE_CHECKING:
     from ..pipelines.run.handle import PipelineHandle

@@ -1,17 +1,15 @@
-"""The Numerics Probe node, and what `onediff-guard probe` asks."""
+"""The Numerics Probe node."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..comfyui_host import host
 from . import inputs
-from .load import loaders
 from .node import Node
-from .report import THIS_CARD, architecture_of, on_disk
-from .run import running
+from .report import THIS_CARD, architecture_of
+from .stage_node import running
 
 if TYPE_CHECKING:
     import torch
@@ -35,28 +33,6 @@ def shown(probing: Probing, text: str, node_id: str | None, *more: Any) -> dict[
     picture = torch.from_numpy(draw(probing)).float().div(255)[None]
     ui = {"text": [text], "onediff_guard": [probing.as_dict()]}
     return {"ui": ui, "result": (picture, text, *more)}
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What the console command has to wire for a model."""
-
-    model: Path
-    loader: type  # the node that loads it
-    prompted: bool
-    from_image: bool
-
-
-def subject_of(model: Path) -> Subject:
-    """Look what kind of model this is: a folder, Stable Video Diffusion's single file, or a hub id in the cache.
-
-    Raises BadInput where it is not there, BadFolder where no node loads it.
-    """
-    from ..pipelines.models.recognised import family_of
-
-    path = on_disk(model)
-    family = family_of(path)
-    return Subject(path, loaders()[family.pipeline], family.prompt is not None, family.takes_image)
 
 
 class NumericsProbe(Node):

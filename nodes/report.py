@@ -1,15 +1,13 @@
-"""What would run, and why: the Precision Report node, and the same for `onediff-guard doctor`."""
+"""The Precision Report node: what would run, and why."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..comfyui_host import host
-from ..pipelines.errors import BadFolder, BadInput
-from . import compiled, inputs
-from .load import loaders
+from ..pipelines.errors import BadInput
+from . import inputs
 from .node import Node
 
 if TYPE_CHECKING:
@@ -18,61 +16,18 @@ if TYPE_CHECKING:
     from ..precision.arch import Architecture
 
 THIS_CARD = "this card"
-BAD_REQUEST = (BadFolder, BadInput)  # what `examine` raises at a wrong request
 
 
-def examine(
-    model: Path | None = None, architecture: str | None = None, precision: str = "auto", accumulation: str = "auto"
-) -> Diagnosis:
-    """Tell what would run on this machine or on another architecture, for one model or for all variants.
-
-    model: its folder, Stable Video Diffusion's single file, or the hub id of a model in the cache.
-
-    Raises BadInput for an architecture that nobody has heard of, or a model that is not there, and BadFolder for one
-    that cannot be used.
-    """
-    from ..pipelines.insight.diagnosis import diagnose
-    from ..precision.accumulation import Accumulation
-    from ..precision.policy import Precision
-
-    try:
-        diagnosis = diagnose(
-            on_disk(model) if model else None,
-            architecture_of(architecture),
-            precision=Precision(precision),
-            accumulation=Accumulation(accumulation),
-            loaders={pipeline: loader.TITLE for pipeline, loader in loaders().items()},
-        )
-        return _with_surroundings(diagnosis)
-    except OSError as error:
-        raise BadFolder(f"'{model}' cannot be read: {error}.") from error
-
-
-def _with_surroundings(diagnosis: Diagnosis) -> Diagnosis:
+def with_surroundings(diagnosis: Diagnosis) -> Diagnosis:
+    """The same with what lies around the pipelines: the compile cache, and ComfyUI."""
+    from ..pipelines.compile.cache import room_in_words
     from ..pipelines.insight.diagnosis import ComfyUI
 
     return replace(
         diagnosis,
-        compile_cache=compiled.in_words(compiled.folder(None)),
+        compile_cache=room_in_words(host.compiled_directory()),
         comfyui=ComfyUI(host.version(), host.TESTED),
     )
-
-
-def on_disk(model: Path) -> Path:
-    """Return a model's own path, or the folder of a hub id in the cache. Raises BadInput where there is neither."""
-    from ..pipelines.errors import HubError
-    from ..pipelines.families.table import FAMILIES
-    from ..pipelines.models.hub import fetch
-
-    if model.exists():
-        return model.resolve()
-    try:
-        return fetch(model.as_posix(), None, *FAMILIES.values(), download=False)
-    except HubError:
-        raise BadInput(
-            f"There is no '{model}'. Name the folder that holds the model's model_index.json, Stable Video Diffusion's "
-            "single file, or the hub id of a model that a Load node has downloaded."
-        ) from None
 
 
 def architecture_of(name: str | None) -> Architecture | None:
@@ -128,7 +83,7 @@ class PrecisionReport(Node):
     ) -> dict[str, Any]:
         from ..pipelines.insight.diagnosis import diagnose_pipeline
 
-        diagnosis = _with_surroundings(diagnose_pipeline(pipeline, architecture_of(architecture)))
+        diagnosis = with_surroundings(diagnose_pipeline(pipeline, architecture_of(architecture)))
         text = diagnosis.text()
         host.say(node_id, text)
         return {"ui": {"text": [text], "onediff_guard": [diagnosis.as_dict()]}, "result": (text,)}

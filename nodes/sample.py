@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..comfyui_host import host
 from . import inputs
 from .node import Node, titled
-from .run import requested, running, ui
+from .stage_node import requested, running, ui
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .dtypes import DTYPES
-from .learned import EVERYTHING, STAY, Learned, covered, covers, largest_of, named
+from .learned import EVERYTHING, STAY, Learned, covered, covers, largest_of, parts_in_words
 from .observe import Peak, has_children
 from .streams import Stream
 
@@ -184,11 +184,11 @@ def taught(learned: Learned, finding: Finding, anatomy: Anatomy, dtype: str) -> 
     widened = tuple(name for name in finding.islands if can_widen and not tried[name])
     if widened:
         learned = replace(learned, wide_parts=largest_of((*learned.wide_parts, *widened)))
-        actions.append(f"{named(widened)} wide")
+        actions.append(f"{parts_in_words(widened)} wide")
     if islands := largest_of(tried[name] or name for name in finding.islands if name not in widened):
         kept = tuple(name for name in learned.wide_parts if not covered(name, islands))
         learned = replace(learned, wide_parts=kept, islands=largest_of((*learned.islands, *islands)))
-        actions.append(f"{named(islands)} in fp32")
+        actions.append(f"{parts_in_words(islands)} in fp32")
     return learned, f"{' and '.join(actions)} from the next call on" if actions else ""
 
 

@@ -29,8 +29,8 @@ class Learned:
     def in_words(self) -> list[str]:
         """A few for each thing that a run does otherwise, apart from the stream."""
         said = [EVERYTHING] if self.everything else []
-        said += [f"{named(self.wide_parts)} wide"] if self.wide_parts else []
-        return said + ([f"{named(self.islands)} in fp32"] if self.islands else [])
+        said += [f"{parts_in_words(self.wide_parts)} wide"] if self.wide_parts else []
+        return said + ([f"{parts_in_words(self.islands)} in fp32"] if self.islands else [])
 
 
 NOTHING = Learned()
@@ -39,7 +39,7 @@ STREAM = "stream in float32"
 STAY = "the rest of the run in fp32"
 
 
-def named(modules: tuple[str, ...]) -> str:
+def parts_in_words(modules: tuple[str, ...]) -> str:
     """Up to three names, or how many."""
     return ", ".join(f"'{name}'" for name in modules) if len(modules) <= 3 else f"{len(modules)} parts"
 

@@ -39,7 +39,7 @@ COMPILERS = {"onediff", "onediffx", "oneflow", "nexfort"}
 BELOW = {  # layer → those of ours that it may import from
     "": {"demo", "headless", "nodes"},
     "demo": {"headless", "comfyui_host"},
-    "headless": {"nodes", "comfyui_host", "trust"},
+    "headless": {"nodes", "comfyui_host", "pipelines", "precision", "trust"},
     "nodes": {"comfyui_host", "pipelines", "precision", "trust"},
     "comfyui_host": {"pipelines", "precision", "trust"},
     "pipelines": {"precision", "trust"},

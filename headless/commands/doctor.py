@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from ...pipelines.errors import BadFolder
 from ..errors import WorkflowError
 from . import answer
+from .asked_model import BAD_REQUEST, on_disk
+
+if TYPE_CHECKING:
+    from ...pipelines.insight.diagnosis import Diagnosis
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,8 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print the diagnosis. 0 wherever it could be made, with or without a GPU."""
-    from ...nodes.report import BAD_REQUEST, examine
-
     with answer.errors_told(args.json):
         try:
             diagnosis = examine(args.model, args.arch, args.precision, args.accumulation)
@@ -40,3 +44,32 @@ def main(args: argparse.Namespace) -> int:
     else:
         print(diagnosis.text())
     return 0
+
+
+def examine(
+    model: Path | None = None, architecture: str | None = None, precision: str = "auto", accumulation: str = "auto"
+) -> Diagnosis:
+    """Tell what would run on this machine or on another architecture, for one model or for all variants.
+
+    model: its folder, Stable Video Diffusion's single file, or the hub id of a model in the cache.
+
+    Raises BadInput for an architecture that nobody has heard of, or a model that is not there, and BadFolder for one
+    that cannot be used.
+    """
+    from ...nodes.load import loaders
+    from ...nodes.report import architecture_of, with_surroundings
+    from ...pipelines.insight.diagnosis import diagnose
+    from ...precision.accumulation import Accumulation
+    from ...precision.policy import Precision
+
+    try:
+        diagnosis = diagnose(
+            on_disk(model) if model else None,
+            architecture_of(architecture),
+            precision=Precision(precision),
+            accumulation=Accumulation(accumulation),
+            loaders={pipeline: loader.TITLE for pipeline, loader in loaders().items()},
+        )
+        return with_surroundings(diagnosis)
+    except OSError as error:
+        raise BadFolder(f"'{model}' cannot be read: {error}.") from error

@@ -6,22 +6,12 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from ...trust.text import for_terminal
+from ...trust.text import for_terminal, listed
 from ..errors import OutputError, WorkflowError
 
 Action = Callable[[Path, argparse.Namespace], None]
-
-
-class Kept(Protocol):
-    """A module of `nodes`."""
-
-    def folder(self, named: Path | None) -> Path: ...
-
-    def export(self, where: Path, name: str, file: Path) -> None: ...
-
-    def take(self, where: Path, file: Path) -> tuple[str, str]: ...
 
 
 def add_arguments(parser: argparse.ArgumentParser, what: str, variable: str, folder: str, whose: str) -> Any:
@@ -43,21 +33,31 @@ def add_arguments(parser: argparse.ArgumentParser, what: str, variable: str, fol
     return actions
 
 
-def act(args: argparse.Namespace, kept: Kept, bad: type[Exception], actions: Mapping[str, Action]) -> int:
-    """0 where it was done. bad: what `kept` raises at what cannot be used. actions: besides export and import."""
-    folder = kept.folder(args.dir)
+def act(args: argparse.Namespace, folder: Path, bad: type[Exception], actions: Mapping[str, Action]) -> int:
+    """0 where it was done. bad: what an action raises at what cannot be used."""
     try:
-        if args.action == "export":
-            kept.export(folder, args.name, args.file)
-            print(args.file)
-        elif args.action == "import":
-            name, words = kept.take(folder, args.file)
-            print(name)
-            print(for_terminal(words), file=sys.stderr)
-        else:
-            actions[args.action](folder, args)
+        actions[args.action](folder, args)
     except bad as error:
         raise WorkflowError(str(error)) from error
     except OSError as error:
         raise OutputError(f"It could not be written: {error}.") from error
     return 0
+
+
+def the_one(files: Mapping[str, Path], name: str, where: Path, what: str, error: type[Exception]) -> Path:
+    """Find a file by its name, or the beginning of it. Raises `error` where it is none or several.
+
+    files: by name. what: they are called.
+    """
+    starting = {each: file for each, file in sorted(files.items()) if each.startswith(name)}
+    found = {name: starting[name]} if name in starting else starting
+    if len(found) != 1:
+        which = listed(found, most=10, limit=255) or "none"
+        raise error(f"The name of one {what} must start with '{name}', and these do: {which}. Looked in {where}.")
+    return next(iter(found.values()))
+
+
+def say_imported(name: str, words: str) -> None:
+    """Print a name for scripts, and for people what it holds."""
+    print(name)
+    print(for_terminal(words), file=sys.stderr)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import OutputError, WorkflowError
 from ..hosts.result import RunResult
 from . import answer
+from .asked_model import BAD_REQUEST, on_disk
 from .progress import ProgressPrinter
 
 DEFAULT_OUTPUT = Path("output") / "probe"
@@ -52,12 +54,11 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> RunResult:
-    from ...nodes.probe import subject_of
-    from ...nodes.report import BAD_REQUEST, architecture_of
+    from ...nodes.report import architecture_of
     from ..hosts.local import run_local
 
     try:
-        subject = subject_of(args.model)
+        subject = _subject_of(args.model)
         card = architecture_of(args.arch)
     except BAD_REQUEST as error:
         raise WorkflowError(str(error)) from error
@@ -75,7 +76,30 @@ def _run(args: argparse.Namespace) -> RunResult:
         )
 
 
-def _graph(args: argparse.Namespace, subject: Any, card: str | None) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Subject:
+    """What has to be wired for a model."""
+
+    model: Path
+    loader: type  # the node that loads it
+    prompted: bool
+    from_image: bool
+
+
+def _subject_of(model: Path) -> _Subject:
+    """Look what kind of model this is: a folder, Stable Video Diffusion's single file, or a hub id in the cache.
+
+    Raises BadInput where it is not there, BadFolder where no node loads it.
+    """
+    from ...nodes.load import loaders
+    from ...pipelines.models.recognised import family_of
+
+    path = on_disk(model)
+    family = family_of(path)
+    return _Subject(path, loaders()[family.pipeline], family.prompt is not None, family.takes_image)
+
+
+def _graph(args: argparse.Namespace, subject: _Subject, card: str | None) -> dict[str, Any]:
     from ...nodes import NODE_CLASS_MAPPINGS
 
     (loader,) = (name for name, node in NODE_CLASS_MAPPINGS.items() if node is subject.loader)

@@ -32,7 +32,7 @@ def folder_of(name: str) -> tuple[str, str]:
     return name, "input"
 
 
-def named(graph: Graph, schemas: Mapping[str, Schema]) -> Iterator[tuple[Node, str, str]]:
+def images_of(graph: Graph, schemas: Mapping[str, Schema]) -> Iterator[tuple[Node, str, str]]:
     """The node, input and value of each image that a workflow names: of nodes that take uploaded images.
 
     Videos and sounds are none: a server's own stay with the server.
@@ -48,7 +48,7 @@ def named(graph: Graph, schemas: Mapping[str, Schema]) -> Iterator[tuple[Node, s
 def check(graph: Graph, schemas: Mapping[str, Schema], folder: Path) -> None:
     """Raises WorkflowError where a workflow names an image outside of the folders that images are read from: older
     ComfyUIs read it all the same."""
-    for node, _, value in named(graph, schemas):
+    for node, _, value in images_of(graph, schemas):
         name, kind = folder_of(value)
         try:
             paths.inside(folder, name) if kind == "input" else paths.relative(name)

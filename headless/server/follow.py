@@ -164,7 +164,7 @@ class _Job:
         """The graph with the names that its images have on the server; those that are not in the folder stay."""
         there: dict[Path, str] = {}
         values: dict[str, dict[str, str]] = {}
-        for node, name, value in input_images.named(graph, schemas):
+        for node, name, value in input_images.images_of(graph, schemas):
             image, kind = input_images.folder_of(value)
             try:
                 path = input_images.find(folder, image) if kind == "input" else None

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from ...precision.shared import TURNS
-from ..atomic_files import delete, drop_oldest, last_used, limit_here
+from ..atomic_files import LIMIT_VARIABLE, delete, drop_oldest, last_used, limit_here, limit_of
 from ..errors import BadCompiled
 from ..insight.machine import first_line, version_of
 from .code import SUFFIX, Platform, Target, files_in, pack, unpack
@@ -50,7 +50,7 @@ _PREFIX = "onediff_guard_"  # of a process's folder; its number follows
 
 
 @contextmanager
-def kept(handle: PipelineHandle, report: RunReport, tell: Tell = lambda _: None) -> Generator[None]:
+def inductor_folders(handle: PipelineHandle, report: RunReport, tell: Tell = lambda _: None) -> Generator[None]:
     """Hold inductor's folders while a pipeline samples: what earlier processes compiled is there, and what is compiled
     now is kept.
 
@@ -139,6 +139,23 @@ def exported() -> str:
     """Inductor's folder as the user exported it, "" where it is inductor's own choice, which it exports too."""
     value = os.environ.get(INDUCTOR, "")
     return "" if _set_by_torch(value) else value
+
+
+def room_in_words(folder: Path) -> str:
+    """Where compiled code is kept, and how much of how much is used."""
+    try:
+        limit = limit_of(os.environ)
+    except ValueError as error:
+        return f"{LIMIT_VARIABLE} is not used: {error}"
+    if own := exported():
+        return f"inductor's own, {INDUCTOR}={own}, as it was exported"
+    if not limit:
+        return f"off ({LIMIT_VARIABLE}=0)"
+    try:
+        sizes = [file.stat().st_size for file in kept_files(folder)]
+    except OSError as error:
+        return f"{folder} cannot be read: {error}"
+    return f"{folder}, {len(sizes)} kept, {sum(sizes) / 1e9:.2g} of {limit:g} GB"
 
 
 @dataclass

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from ...precision.arch import is_name
-from ...precision.learned import NOTHING, Learned, largest_of, named
+from ...precision.learned import NOTHING, Learned, largest_of, parts_in_words
 from ...trust import foreign
 from ...trust.foreign import Foreign, Unreadable
 from ...trust.text import for_file_name, for_terminal, shown
@@ -85,7 +85,7 @@ class Profile:
                     f"it was made with {package} {self.versions.get(package, 'of no version')}, and this is {version}"
                 )
         unknown = sorted(set(self.learned.parts) - set(parts))
-        return f"this model has no part {named(tuple(unknown))}" if unknown else ""
+        return f"this model has no part {parts_in_words(tuple(unknown))}" if unknown else ""
 
 
 def _one_line(text: str) -> str:
@@ -197,7 +197,7 @@ def write_text(file: Path, text: str) -> Path:
     return file
 
 
-def kept(folder: Path) -> Iterator[tuple[Path, Profile | BadProfile]]:
+def read_all(folder: Path) -> Iterator[tuple[Path, Profile | BadProfile]]:
     """Every profile of a folder, by name; in place of one that cannot be used, why."""
     for file in sorted(folder.glob("*.json")) if folder.is_dir() else ():
         yield file, _read_or_why_not(file)

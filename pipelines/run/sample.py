@@ -87,7 +87,7 @@ def sample(
     tell = tell or (lambda _: None)
     heard = listening(tell, report.note)
     try:
-        with compile_cache.kept(handle, report, tell), handle.switched(report), heard, torch.no_grad():
+        with compile_cache.inductor_folders(handle, report, tell), handle.switched(report), heard, torch.no_grad():
             pipe = _pipeline(stage, denoiser, settings.scheduler, request, tell, from_video=video is not None)
             if embeddings:  # diffusers' CogView3-Plus would put zeros in place of a negative prompt that is encoded
                 pipe.encode_prompt = lambda *_, **__: tuple(embeddings.values())

@@ -134,12 +134,12 @@ class Compiling:
     def run(self) -> Any:
         """What later processes find."""
         report = self._handle.report(self._handle.plan(Component.DENOISER))
-        with compile_cache.kept(self._handle, report):
+        with compile_cache.inductor_folders(self._handle, report):
             built = Path(os.environ[INDUCTOR]) / "ab" / "kernel"
             built.parent.mkdir(exist_ok=True)
             built.write_bytes(b"code" * 50_000)
         compile_cache._works.clear()  # as in a later process
-        with compile_cache.kept(self._handle, report):
+        with compile_cache.inductor_folders(self._handle, report):
             return files_of(Path(os.environ[INDUCTOR]))
 
 

@@ -13,7 +13,7 @@ from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
 from comfyui_onediff_guard.pipelines.run.lessons import here
-from comfyui_onediff_guard.pipelines.run.profiles import Profile, kept, parse, read, write
+from comfyui_onediff_guard.pipelines.run.profiles import Profile, parse, read, read_all, write
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
@@ -54,7 +54,7 @@ def test_any_damaged_profile_is_refused_with_a_reason_or_whole(tmp_path: Path, f
         assert found.learned.to_share == found.learned and len(found.learned.islands) <= 200
         assert parse(found.text(), "it") == found
         again = write(tmp_path / "kept", found)
-        assert again.parent == tmp_path / "kept" and [profile for _, profile in kept(again.parent)] == [found]
+        assert again.parent == tmp_path / "kept" and [profile for _, profile in read_all(again.parent)] == [found]
         assert found.in_words() and isinstance(found.misfit(PROFILE, ()), str)
         again.unlink()
 

@@ -159,7 +159,7 @@ def test_node_types(data: bytes) -> None:
         schema = from_object_info("LoadImage", _answer(data).fitting(dict[str, Any]))
         assert all(isinstance(spec.name, str) and isinstance(spec.options, tuple) for spec in schema.inputs.values())
         assert isinstance(schema.widgets, list)
-        list(input_images.named(GRAPH, {"LoadImage": schema, "SaveImage": schema}))
+        list(input_images.images_of(GRAPH, {"LoadImage": schema, "SaveImage": schema}))
 
 
 @settings(max_examples=drawn(1_000, 20))

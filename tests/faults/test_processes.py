@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from comfyui_onediff_guard.pipelines.compile.code import SUFFIX, check
-from comfyui_onediff_guard.pipelines.run.profiles import kept
+from comfyui_onediff_guard.pipelines.run.profiles import read_all
 from tiers import drawn
 
 RUNS = """
@@ -86,8 +86,8 @@ def test_runs_that_learn_into_one_folder(
     (alone,) = at_once(RUNS, [[model, str(tmp_path / "own"), str(times)]])
     told = at_once(RUNS, [[model, str(shared), str(times)]] * 2)
     assert all(set(each["frames"]) <= set(alone["frames"]) for each in told), "other frames than those of one alone"
-    (profile,) = [profile for _, profile in kept(shared)]
-    (own,) = [profile for _, profile in kept(tmp_path / "own")]
+    (profile,) = [profile for _, profile in read_all(shared)]
+    (own,) = [profile for _, profile in read_all(tmp_path / "own")]
     assert profile == own
     assert [path.suffix for path in shared.iterdir()] == [".json"], "something is left behind"
     figure(

@@ -22,7 +22,7 @@ from comfyui_onediff_guard.headless.errors import RunFailedError
 from comfyui_onediff_guard.headless.run import run_local
 from comfyui_onediff_guard.pipelines.atomic_files import LIMIT_VARIABLE
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, CompileOptions
-from comfyui_onediff_guard.pipelines.compile.cache import INDUCTOR, TRITON, kept
+from comfyui_onediff_guard.pipelines.compile.cache import INDUCTOR, TRITON, inductor_folders
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.models.folder import family_of
 from comfyui_onediff_guard.pipelines.models.lora import Lora
@@ -303,7 +303,7 @@ def test_two_runs_that_compile_have_inductors_folders_in_turn(
 
     def run(handle: PipelineHandle, begun: Sequence[threading.Event], tell: Callable[[str], None]) -> None:
         report = handle.report(handle.plan(Component.DENOISER))
-        with kept(handle, report, tell):
+        with inductor_folders(handle, report, tell):
             for event in begun:
                 event.set()
             mine = os.environ[INDUCTOR]
@@ -335,10 +335,10 @@ def test_a_run_that_waits_to_compile_can_be_interrupted(
         raise host.Interrupted(line)
 
     def other() -> None:
-        with kept(handle, report, interrupted):
+        with inductor_folders(handle, report, interrupted):
             raise AssertionError("both are inside")
 
-    with kept(handle, report), pytest.raises(host.Interrupted, match="waiting for another run"):
+    with inductor_folders(handle, report), pytest.raises(host.Interrupted, match="waiting for another run"):
         at_once(other)
 
 

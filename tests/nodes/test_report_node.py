@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from comfyui_onediff_guard import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
 from comfyui_onediff_guard.comfyui_host import host
+from comfyui_onediff_guard.headless.commands.doctor import examine
 from comfyui_onediff_guard.headless.run import run_local
-from comfyui_onediff_guard.nodes import report
 from comfyui_onediff_guard.nodes.load import loaders
 from comfyui_onediff_guard.pipelines.families import table
 from comfyui_onediff_guard.pipelines.families.table import FAMILIES
@@ -43,7 +43,7 @@ def told(pipeline: Any, *card: str) -> dict[str, Any]:
 
 def test_it_says_what_doctor_says(folder: Path) -> None:
     shown = told(load(folder))
-    examined = report.examine(folder).as_dict()
+    examined = examine(folder).as_dict()
     assert shown["backends"]["chosen"] == "eager", "the pipeline's own"
     assert shown | {"backends": None} == examined | {"backends": None}
     assert shown["backends"]["states"] == examined["backends"]["states"]

@@ -18,7 +18,7 @@ from archives import rewrite
 from comfyui_onediff_guard.pipelines.atomic_files import LIMIT_VARIABLE
 from comfyui_onediff_guard.pipelines.compile import cache as compile_cache
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, CompileOptions
-from comfyui_onediff_guard.pipelines.compile.cache import INDUCTOR, TRITON, kept, target_of
+from comfyui_onediff_guard.pipelines.compile.cache import INDUCTOR, TRITON, inductor_folders, target_of
 from comfyui_onediff_guard.pipelines.compile.code import SUFFIX, unpack
 from comfyui_onediff_guard.precision.policy import Component, Precision
 
@@ -40,7 +40,7 @@ def written(handle, **files):
     """The report of a run in which a compiler writes these files, and what it found there before."""
     report = handle.report(handle.plan(Component.DENOISER))
     found = {}
-    with kept(handle, report):
+    with inductor_folders(handle, report):
         folder = Path(os.environ[INDUCTOR])
         found.update({path.name: path.read_text() for path in folder.rglob("*") if path.is_file()})
         for name, text in files.items():
@@ -223,7 +223,7 @@ def no_inductor():
 def test_where_it_cannot_begin_the_run_goes_on(pipeline, monkeypatch, broken, by, says):
     monkeypatch.setattr(f"{compile_cache.__name__}.{broken}", by)
     report = pipeline.report(pipeline.plan(Component.DENOISER))
-    with kept(pipeline, report):
+    with inductor_folders(pipeline, report):
         assert INDUCTOR not in os.environ
     assert report.notes[-1] == says and not pipeline.compiled.exists()
 
@@ -231,14 +231,14 @@ def test_where_it_cannot_begin_the_run_goes_on(pipeline, monkeypatch, broken, by
 def test_what_the_user_exported_is_respected_and_told(pipeline, monkeypatch, tmp_path):
     monkeypatch.setenv(INDUCTOR, str(tmp_path / "users"))
     report = pipeline.report(pipeline.plan(Component.DENOISER))
-    with kept(pipeline, report):
+    with inductor_folders(pipeline, report):
         assert os.environ[INDUCTOR] == str(tmp_path / "users")
     assert f"{INDUCTOR}={tmp_path / 'users'}" in report.notes[-1] and not pipeline.compiled.exists()
 
 
 def test_a_folder_of_tritons_that_the_user_exported_stays(pipeline, monkeypatch, tmp_path):
     monkeypatch.setenv(TRITON, str(tmp_path / "users"))
-    with kept(pipeline, pipeline.report(pipeline.plan(Component.DENOISER))):
+    with inductor_folders(pipeline, pipeline.report(pipeline.plan(Component.DENOISER))):
         assert os.environ[TRITON] == str(tmp_path / "users") and INDUCTOR in os.environ
     assert os.environ[TRITON] == str(tmp_path / "users")
 
@@ -249,7 +249,7 @@ def test_what_torch_exported_itself_is_put_back(pipeline, monkeypatch):
     monkeypatch.setenv(INDUCTOR, default_cache_dir())
     monkeypatch.setenv(TRITON, f"{default_cache_dir()}/triton/0")
     report = pipeline.report(pipeline.plan(Component.DENOISER))
-    with kept(pipeline, report):
+    with inductor_folders(pipeline, report):
         assert os.environ[TRITON] == f"{os.environ[INDUCTOR]}/triton"
         assert not os.environ[INDUCTOR].startswith(default_cache_dir())
     assert report.notes == pipeline.store.model.notes
@@ -263,7 +263,7 @@ def test_a_run_that_was_interrupted_keeps_what_it_compiled_and_a_failed_compiler
         pass
 
     def compile_and_raise(report, error):
-        with kept(pipeline, report):
+        with inductor_folders(pipeline, report):
             (Path(os.environ[INDUCTOR]) / type(error).__name__).write_text("code")
             raise error
 
@@ -290,7 +290,7 @@ def test_where_nothing_is_kept_nothing_is_touched(pipeline, monkeypatch, without
     if without == "limit":
         monkeypatch.setenv(LIMIT_VARIABLE, "0")
     handle = replace(pipeline, **changed.get(without, {}))
-    with kept(handle, handle.report(handle.plan(Component.DENOISER))):
+    with inductor_folders(handle, handle.report(handle.plan(Component.DENOISER))):
         assert INDUCTOR not in os.environ
     assert not pipeline.compiled.exists() and not compile_cache._works.keys() & {pipeline.compiled}
 
@@ -341,7 +341,7 @@ def test_tritons_paths_are_those_of_the_folder_they_are_in(pipeline):
     report = pipeline.report(pipeline.plan(Component.DENOISER))
     for process in range(2):
         in_new_process()
-        with kept(pipeline, report):
+        with inductor_folders(pipeline, report):
             folder = Path(os.environ[TRITON])
             assert folder == Path(os.environ[INDUCTOR]) / "triton"
             group = folder / "HASH" / "__grp__kernel.json"

@@ -13,7 +13,7 @@ from comfyui_onediff_guard.pipelines.errors import BadProfile
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.models.folder import inspect
 from comfyui_onediff_guard.pipelines.run import profiles
-from comfyui_onediff_guard.pipelines.run.profiles import Profile, identify, kept, parse, read, write
+from comfyui_onediff_guard.pipelines.run.profiles import Profile, identify, parse, read, read_all, write
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 from comfyui_onediff_guard.precision.learned import NOTHING, Learned, largest_of
 from hypothesis import given
@@ -173,9 +173,9 @@ def test_nonsense_is_no_profile(text):
 def test_a_large_or_binary_file_is_no_profile(tmp_path):
     (tmp_path / "large.json").write_bytes(b" " * (2**20 + 1))
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
-    found = dict(kept(tmp_path))
+    found = dict(read_all(tmp_path))
     assert all(isinstance(error, BadProfile) for error in found.values()) and len(found) == 2
-    assert not list(kept(tmp_path / "nowhere"))
+    assert not list(read_all(tmp_path / "nowhere"))
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_a_folder_of_profiles_holds_what_is_none(tmp_path):
     (tmp_path / "deep.json").write_text("[" * 100_000)
     if hasattr(os, "mkfifo"):
         os.mkfifo(tmp_path / "pipe.json")
-    found = {file.stem: profile for file, profile in kept(tmp_path)}
+    found = {file.stem: profile for file, profile in read_all(tmp_path)}
     assert found.pop(PROFILE.name) == PROFILE
     assert len(found) == 3 + hasattr(os, "mkfifo") and all(isinstance(error, BadProfile) for error in found.values())
 

@@ -12,7 +12,7 @@ from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.families.cogview3plus import COGVIEW3PLUS
 from comfyui_onediff_guard.precision import findings
 from comfyui_onediff_guard.precision.findings import Anatomy, Finding, found_in_half, taught
-from comfyui_onediff_guard.precision.learned import Learned, named
+from comfyui_onediff_guard.precision.learned import Learned, parts_in_words
 from comfyui_onediff_guard.precision.observe import Peak
 from small_denoisers import build as build_denoiser
 
@@ -279,5 +279,5 @@ def test_a_stream_that_is_not_finite_in_fp32_cannot_be_helped(peak, anatomy):
 
 
 def test_names_are_short():
-    assert named(("a", "b")) == "'a', 'b'"
-    assert named(tuple("abcd")) == "4 parts"
+    assert parts_in_words(("a", "b")) == "'a', 'b'"
+    assert parts_in_words(tuple("abcd")) == "4 parts"

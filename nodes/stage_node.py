@@ -1,4 +1,4 @@
-"""What nodes that run a model have in common."""
+"""What the nodes that run a stage of a model have in common."""
 
 from __future__ import annotations
 
