@@ -82,8 +82,9 @@ class PrecisionReport(Node):
         self, pipeline: PipelineHandle, architecture: str = THIS_CARD, node_id: str | None = None
     ) -> dict[str, Any]:
         from ..pipelines.insight.diagnosis import diagnose_pipeline
+        from ..pipelines.insight.diagnosis_text import in_words
 
         diagnosis = with_surroundings(diagnose_pipeline(pipeline, architecture_of(architecture)))
-        text = diagnosis.text()
+        text = in_words(diagnosis)
         host.say(node_id, text)
         return {"ui": {"text": [text], "onediff_guard": [diagnosis.as_dict()]}, "result": (text,)}

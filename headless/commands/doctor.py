@@ -34,6 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print the diagnosis. 0 wherever it could be made, with or without a GPU."""
+    from ...pipelines.insight.diagnosis_text import in_words
+
     with answer.errors_told(args.json):
         try:
             diagnosis = examine(args.model, args.arch, args.precision, args.accumulation)
@@ -42,7 +44,7 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         answer.done(**diagnosis.as_dict())
     else:
-        print(diagnosis.text())
+        print(in_words(diagnosis))
     return 0
 
 

@@ -81,11 +81,6 @@ class Diagnosis:
     comfyui: ComfyUI | None = None  # None where nobody looked
     not_run: tuple[str, ...] = NOT_RUN
 
-    def text(self) -> str:
-        from .diagnosis_text import in_words
-
-        return in_words(self)
-
     def as_dict(self) -> dict[str, Any]:
         """For JSON: strings, numbers, booleans, null, lists and objects alone."""
         return _plain(asdict(self))

@@ -5,12 +5,9 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from ...precision.policy import Component, Plan
-
-if TYPE_CHECKING:
-    from .diagnosis import Diagnosis, ModelPlans
+from .diagnosis import Diagnosis, ModelPlans
 
 WIDTH = 96
 NONE = "–"

@@ -19,6 +19,7 @@ from comfyui_onediff_guard.pipelines.errors import TorchTooOld
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.insight import machine
 from comfyui_onediff_guard.pipelines.insight.diagnosis import diagnose
+from comfyui_onediff_guard.pipelines.insight.diagnosis_text import in_words
 from comfyui_onediff_guard.pipelines.run.handle import load
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision import arch
@@ -46,16 +47,16 @@ def test_a_machine_without_a_gpu() -> None:
     assert found.here and found.architecture.name == "cpu"
     assert found.machine.gpus == () and found.machine.device == "cpu"
     assert found.machine.advice == (), "a PyTorch for the CPU, on a machine with nothing else, is no fault"
-    assert "none that PyTorch can use" in found.text()
-    assert "none found, neither NVIDIA's nor AMD's" in found.text()
+    assert "none that PyTorch can use" in in_words(found)
+    assert "none found, neither NVIDIA's nor AMD's" in in_words(found)
 
 
 def test_every_gpu_of_the_process_and_the_plan_for_the_first(cards: Callable[..., None]) -> None:
     cards((7, 0), (8, 0), built=("sm_70", "sm_80"))
     found = diagnose()
     assert (found.architecture.name, found.machine.device) == ("sm70", "cuda:0")
-    assert "0: Card 0, sm70 (Volta), 24 GiB" in found.text()
-    assert "1: Card 1, sm80 (Ampere), 24 GiB" in found.text()
+    assert "0: Card 0, sm70 (Volta), 24 GiB" in in_words(found)
+    assert "1: Card 1, sm80 (Ampere), 24 GiB" in in_words(found)
     assert found.machine.built_for == "CUDA 12.8"
     assert not [note for note in found.notes if "Card" in note]
     attention = switch(found, ATTENTION_SWITCH)
@@ -194,7 +195,7 @@ def test_a_pytorch_that_is_too_old_is_named_here_and_by_whatever_would_run(
     monkeypatch.setattr(torch, "__version__", version)
     found = diagnose()
     assert bool(found.machine.advice) == too_old
-    assert version in found.text()
+    assert version in in_words(found)
     refused = pytest.raises(TorchTooOld) if too_old else nullcontext()
     options: dict[str, Any] = {"backend": "eager", "offload": "none", "placement": PlainPlacement()}
     with refused as loading:
@@ -230,9 +231,10 @@ def test_a_pytorch_that_cannot_be_imported(fresh_python: Callable[..., str], fol
 import json, sys
 from pathlib import Path
 from comfyui_onediff_guard.pipelines.insight.diagnosis import diagnose
+from comfyui_onediff_guard.pipelines.insight.diagnosis_text import in_words
 for model in (None, Path(sys.argv[1])):
     found = diagnose(model)
-    found.text()
+    in_words(found)
     print(json.dumps(found.as_dict(), allow_nan=False))
 """
     for line in fresh_python(code, str(folder), PYTHONPATH=str(broken.parent)).splitlines():

@@ -15,6 +15,7 @@ from comfyui_onediff_guard.pipelines.errors import BadFolder
 from comfyui_onediff_guard.pipelines.families import table
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.pipelines.insight.diagnosis import NOT_RUN, diagnose, diagnose_pipeline
+from comfyui_onediff_guard.pipelines.insight.diagnosis_text import in_words
 from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH, Accumulation
 from comfyui_onediff_guard.precision.guard import GuardPolicy, OnFailure
@@ -32,7 +33,7 @@ def test_all_variants_where_no_model_is_named() -> None:
     assert [model.variant for model in found.models] == list(VARIANTS)
     for model in found.models:
         assert tuple(plan.component for plan in model.plans) == VARIANTS[model.variant].components
-    text = found.text()
+    text = in_words(found)
     assert re.search(r"CogVideoX-5B +fp16 wide +– +fp16 wide +fp16 wide +fp16\n", text)
     assert re.search(r"SVD +– +fp16 +fp16 wide +fp16 +fp16\n", text)
     assert text.count("has no native bf16") == 1, "each reason once"
@@ -185,11 +186,11 @@ def everything(folder: Path) -> list[Any]:
 
 def test_the_text_is_narrow_and_the_dict_is_json(folder: Path) -> None:
     for found in everything(folder):
-        wide = [line for line in found.text().splitlines() if len(line) > 100 or line != line.rstrip()]
+        wide = [line for line in in_words(found).splitlines() if len(line) > 100 or line != line.rstrip()]
         assert not wide
         told = found.as_dict()
         assert json.loads(json.dumps(told, allow_nan=False)) == told, "no enum, tuple or key that JSON would change"
-        assert told["models"][0]["variant"] in found.text()
+        assert told["models"][0]["variant"] in in_words(found)
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/testing.md"])
