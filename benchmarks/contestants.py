@@ -53,7 +53,7 @@ class Subject:
 
     @property
     def module(self) -> Any:
-        return self.components.denoiser(self.dtype)
+        return self.components.module(self.model.family.denoiser, self.dtype)
 
     @cached_property
     def call(self) -> Call:

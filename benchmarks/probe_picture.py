@@ -50,7 +50,7 @@ def toy(folder: Path) -> PipelineHandle:
         folder, COGVIDEOX, precision=Precision.AUTO, backend="eager", offload="none", placement=PlainPlacement()
     )
     pipeline = replace(pipeline, architecture=arch.named("sm75"))
-    denoiser: Any = pipeline.store.denoiser("fp16")
+    denoiser: Any = pipeline.store.module("transformer", "fp16")
     with torch.no_grad():
         feed_forward = denoiser.transformer_blocks[17].ff
         feed_forward.net[0].proj.weight.mul_(2.0**16)

@@ -142,7 +142,7 @@ def started(model: str, backend: str, compiled: str, begun: str) -> dict[str, An
     )
     with torch.inference_mode():  # as ComfyUI runs its nodes
         (positive, negative), _ = encode_prompts(handle, ["a red kite", ""])
-        denoiser = handle.store.denoiser(handle.plan(Component.DENOISER).dtype)
+        denoiser = handle.store.module("transformer", handle.plan(Component.DENOISER).dtype)
         clock.append(time.time())
         reports = []
         for _ in range(2):

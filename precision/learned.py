@@ -26,6 +26,17 @@ class Learned:
         """What a profile may hold of it."""
         return replace(self, wide=False, whole_run_fp32=False)
 
+    def with_component(self, name: str, its: Learned) -> Learned:
+        """What this one and another component of the same run learned. Its parts have the component's name before
+        theirs; where all of it is wide, it is such a part itself."""
+        islands, wide_parts = (tuple(f"{name}.{part}" for part in parts) for parts in (its.islands, its.wide_parts))
+        return replace(
+            self,
+            islands=self.islands + islands,
+            whole_run_fp32=self.whole_run_fp32 or its.whole_run_fp32,
+            wide_parts=self.wide_parts + ((name,) if its.everything else wide_parts),
+        )
+
     def in_words(self) -> list[str]:
         """A few for each thing that a run does otherwise, apart from the stream."""
         said = [EVERYTHING] if self.everything else []

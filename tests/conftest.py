@@ -160,7 +160,12 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
 
     _leave_imports_out_of_garbage_collection()
     root = tmp_path_factory.mktemp("models")
-    builders = {**BUILDERS, "wan": build_wan, "wan-ti2v": partial(build_wan, ti2v=True)}
+    builders = {
+        **BUILDERS,
+        "wan": build_wan,
+        "wan-ti2v": partial(build_wan, ti2v=True),
+        "wan-two": partial(build_wan, two=True),
+    }
 
     def folder(variant: str = "2b", overflow: str = "none") -> Path:
         path = root / f"{variant}-{overflow}"

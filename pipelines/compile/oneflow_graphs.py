@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 FOLDER = "oneflow"
 
 
-def graphs_folder(handle: PipelineHandle, plan: Plan, *, wide: bool) -> Path | None:
+def graphs_folder(handle: PipelineHandle, denoiser: str, plan: Plan, *, wide: bool) -> Path | None:
     """For the graphs of a denoiser; None where none are kept.
 
     Another one for other weights or LoRAs (a graph may hold them), dtype, stream, options, card or version of OneFlow.
@@ -28,7 +28,7 @@ def graphs_folder(handle: PipelineHandle, plan: Plan, *, wide: bool) -> Path | N
     limit = limit_here(logger.warning)
     if handle.compiled is None or not limit or handle.backend.name != "oneflow":
         return None
-    known = identify(handle.store.model, handle.loras, handle.architecture.name, plan.dtype)
+    known = identify(handle.store.model, denoiser, handle.loras_of(denoiser), handle.architecture.name, plan.dtype)
     options = handle.compile_options.in_words("oneflow")
     facts = (known.text(), wide, plan.accumulation, options, version_of("oneflow"))
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:12]

@@ -80,7 +80,8 @@ class FamilySpec:
     sizes: SizeRule
     usual_size: UsualSize
     bound: Bound = lambda *_: ""
-    lacks: Mapping[str, str] = field(default_factory=dict)  # component that is not supported → models that have it
+    also_denoise: tuple[str, ...] = ()  # components that the pipeline calls for later timesteps
+    extended: Mapping[str, FamilySpec] = field(default_factory=dict)  # further component → family of folders with it
     options: type[Fields] = Fields  # fields of model_index.json that the pipeline takes
     stream: Stream | None = None  # where its residual stream runs, which fp16 needs in float32
     clips: bool = False  # its blocks clip fp16 at ±65504: finite, and wrong
@@ -89,6 +90,18 @@ class FamilySpec:
     takes_image: bool = False
     from_video: str = ""  # diffusers class that starts from a video instead of noise
     guidance: Guidance = Guidance()
+
+    @property
+    def denoisers(self) -> tuple[str, ...]:
+        """Their names, in the order in which they are called."""
+        return (self.denoiser, *self.also_denoise)
+
+    def of(self, index: Mapping[str, object]) -> FamilySpec:
+        """Return the family of a folder, which may hold more components than this one's. index: its
+        model_index.json."""
+        return next(
+            (family for name, family in self.extended.items() if index.get(name) not in (None, [None, None])), self
+        )
 
     @property
     def weighted(self) -> tuple[str, ...]:

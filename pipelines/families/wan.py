@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
@@ -29,16 +30,13 @@ from .spec import IMAGE, FamilySpec, Guidance, PromptRule, SizeRule
 if TYPE_CHECKING:
     import torch
 
-_HUB = "https://huggingface.co/Wan-AI"
 _LATENT_FRAMES = 4  # frames of a latent, in every published VAE
-_VARIANTS = tuple(
-    Variant(name, "bf16", leaves_fp16=False, has_stream=True, components=IMAGE, source=f"{_HUB}/{page}", sizes=sizes)
-    for name, page, sizes in (
-        ("Wan2.1-T2V-1.3B", "Wan2.1-T2V-1.3B-Diffusers", {"num_layers": 30, "num_attention_heads": 12}),
-        ("Wan2.1-T2V-14B", "Wan2.1-T2V-14B-Diffusers", {"num_layers": 40, "num_attention_heads": 40}),
-        ("Wan2.2-TI2V-5B", "Wan2.2-TI2V-5B-Diffusers", {"num_layers": 30, "num_attention_heads": 24}),
-    )
-)
+
+
+def _published(name: str, layers: int, heads: int) -> Variant:
+    source = f"https://huggingface.co/Wan-AI/{name}-Diffusers"
+    sizes = {"num_layers": layers, "num_attention_heads": heads}
+    return Variant(name, "bf16", leaves_fp16=False, has_stream=True, components=IMAGE, source=source, sizes=sizes)
 
 
 class _Transformer(Fields):
@@ -95,6 +93,14 @@ class _Pipeline(Fields):
     """Fields of model_index.json that the pipeline takes."""
 
     expand_timesteps: bool = False
+    boundary_ratio: None = None
+
+
+class _PipelineOfTwo(Fields):
+    """boundary_ratio: the part of the timesteps below which the second transformer denoises."""
+
+    expand_timesteps: bool = False
+    boundary_ratio: Annotated[float, Field(gt=0, lt=1)]
 
 
 def _variant(config: Config) -> str:
@@ -123,24 +129,29 @@ def _unscaled(latents: torch.Tensor, _frames: int, config: Config) -> torch.Tens
     return latents / (1 / deviation) + mean  # in diffusers' order, to the last bit
 
 
-WAN = FamilySpec(
+_TRANSFORMER = ComponentSpec("diffusers", ("WanTransformer3DModel",), _Transformer)
+
+_ONE = FamilySpec(
     name="Wan",
     pipeline="WanPipeline",
     components={
         "tokenizer": T5_TOKENIZER,
         "text_encoder": ComponentSpec("transformers", ("UMT5EncoderModel",), T5),
-        "transformer": ComponentSpec("diffusers", ("WanTransformer3DModel",), _Transformer),
+        "transformer": _TRANSFORMER,
         "vae": ComponentSpec("diffusers", ("AutoencoderKLWan",), _Vae),
         "scheduler": ComponentSpec(
             "diffusers", ("UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler"), _UniPC, weights=False
         ),
     },
-    lacks={"transformer_2": "Wan 2.2's 14B, which denoises with two transformers"},
     options=_Pipeline,
     denoiser="transformer",
     blocks=("blocks",),
     denoiser_inputs=("hidden_states", "encoder_hidden_states"),
-    variants=_VARIANTS,
+    variants=(
+        _published("Wan2.1-T2V-1.3B", 30, 12),
+        _published("Wan2.1-T2V-14B", 40, 40),
+        _published("Wan2.2-TI2V-5B", 30, 24),
+    ),
     variant=_variant,
     layout=Layout(
         5,
@@ -168,5 +179,16 @@ WAN = FamilySpec(
         readers=("attn1", "attn2", "ffn"),
     ),
 )
+
+WAN_A14B = replace(
+    _ONE,
+    components={**_ONE.components, "transformer_2": _TRANSFORMER},
+    also_denoise=("transformer_2",),
+    options=_PipelineOfTwo,
+    variants=(_published("Wan2.2-T2V-A14B", 40, 40),),
+    variant=lambda _config: "Wan2.2-T2V-A14B",
+    usual_size=lambda *_: (1280, 720, 81),
+)
+WAN = replace(_ONE, variants=(*_ONE.variants, *WAN_A14B.variants), extended={"transformer_2": WAN_A14B})
 
 FAMILIES = (WAN,)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -223,10 +224,11 @@ def _without_loader(loaders: Mapping[str, str]) -> Iterator[str]:
 
 
 def _measured(handle: PipelineHandle) -> Iterator[str]:
-    for dtype in ("fp16", "bf16"):
-        learned = handle.store.learned.get(handle.memory_key(dtype), NOTHING)
+    for denoiser, dtype in product(handle.family.denoisers, ("fp16", "bf16")):
+        learned = handle.store.learned.get(handle.memory_key(denoiser, dtype), NOTHING)
         if words := learned.in_words():
-            yield f"runs in {dtype} taught: {' and '.join(words)} (scope: learned)"
+            which = f" of {denoiser}" if handle.family.also_denoise else ""
+            yield f"runs{which} in {dtype} taught: {' and '.join(words)} (scope: learned)"
 
 
 def _backends(machine: Machine, chosen: BackendChoice | None) -> Backends:

@@ -40,6 +40,11 @@ def probe(
         raise BadInput(
             f"{handle.store.model.variant.name} needs a prompt: wire positive and negative from Encode Prompt."
         )
+    if handle.family.also_denoise:
+        raise BadInput(
+            f"{handle.store.model.variant.name} denoises with two transformers, and the probe measures one. "
+            "Sample with a NaN Guard of scope 'learned' instead: what fails is found there, in both."
+        )
     watched: list[Measured] = []
 
     def denoiser(stage: ComponentStage) -> torch.nn.Module:
@@ -69,7 +74,7 @@ def probe(
     frames = f", {settings.frames} frames" if settings.frames > 1 else ""
     profile = None
     if chosen.dtype != "fp32":
-        profile = replace(here(handle, chosen.dtype), learned=chosen.learned.to_share)
+        profile = replace(here(handle, handle.family.denoiser, chosen.dtype), learned=chosen.learned.to_share)
     return Probing(
         model=handle.store.model.name,
         architecture=handle.architecture,
@@ -90,9 +95,9 @@ def keep_profile(handle: PipelineHandle, probing: Probing) -> str:
     """Keep the recommendation for later runs with scope 'learned', in this process and others; what to say of it."""
     if probing.profile is None or probing.profile.learned == NOTHING:
         return "nothing to keep: the recommended precision needs no profile"
-    own = replace(handle, profile=None)
-    remember(own, probing.profile.dtype, probing.profile.learned)
-    keep(own, probing.profile.dtype)
+    own, whose = replace(handle, profile=None), (handle.family.denoiser, probing.profile.dtype)
+    remember(own, *whose, probing.profile.learned)
+    keep(own, *whose)
     return f"kept as {probing.profile.name}"
 
 

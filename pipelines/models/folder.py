@@ -118,12 +118,7 @@ def inspect(path: Path, expected: FamilySpec) -> ModelFolder:
         raise BadFolder(
             f"'{name_of(path)}' holds a {found}, not a {expected.pipeline}.{others} Choose a {expected.name} folder."
         )
-    for name, models in expected.lacks.items():
-        if index.get(name) not in (None, [None, None]):
-            raise BadFolder(
-                f"'{name_of(path)}' has a {name}: it is {models}, and that is not supported yet. Use another "
-                f"{expected.name} ({', '.join(variant.name for variant in expected.variants)})."
-            )
+    expected = expected.of(index)
     classes, weights, configs, fields = {}, {}, {}, {}
     for name, component in expected.components.items():
         classes[name] = _component_class(path, index, name, component)
@@ -161,7 +156,7 @@ def family_of(path: Path) -> FamilySpec:
     found = shown(index.get("_class_name") or "pipeline without a name")
     if found not in FAMILIES:
         raise BadFolder(f"'{name_of(path)}' holds a {found}. Known: {', '.join(FAMILIES)}.")
-    return FAMILIES[found]
+    return FAMILIES[found].of(index)
 
 
 def list_folders(roots: Iterable[Path], depth: int = 3) -> dict[str, Path]:

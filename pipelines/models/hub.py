@@ -139,7 +139,7 @@ def _weights(names: Sequence[str], stem: str) -> list[str]:
 def _family(snapshot: Path, families: Sequence[FamilySpec]) -> FamilySpec:
     """The one whose classes model_index.json names. Raises BadFolder."""
     family, index = family_of(snapshot), read_json(snapshot / _INDEX)
-    if family not in families:
+    if family.pipeline not in [known.pipeline for known in families]:
         pipelines, names = (" or a ".join(getattr(known, key) for known in families) for key in ("pipeline", "name"))
         what = f"holds a {family.pipeline}, not a {pipelines}. It belongs to {family.name}"
         raise BadFolder(f"'{name_of(snapshot)}' {what}. Name a {names} repository.")

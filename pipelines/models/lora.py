@@ -60,10 +60,14 @@ _WIDTHS: dict[Shape, str] = {(1920,): "CogVideoX-2B", (3072,): "CogVideoX-5B or 
 
 @dataclass(frozen=True)
 class Lora:
-    """A LoRA file and how strongly it acts: 1 as it was trained, 0 not at all, negative away from it."""
+    """A LoRA file and how strongly it acts: 1 as it was trained, 0 not at all, negative away from it.
+
+    denoiser: the component that it is added to; "": to all that denoise.
+    """
 
     path: Path
     scale: float = 1.0
+    denoiser: str = ""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.scale):
@@ -79,7 +83,8 @@ class Lora:
         return (str(self.path), stat.st_size, stat.st_mtime_ns, self.scale)
 
     def __str__(self) -> str:
-        return f"LoRA {self.path.name} at {self.scale:g}"
+        where = f" in {self.denoiser}" if self.denoiser else ""
+        return f"LoRA {self.path.name} at {self.scale:g}{where}"
 
 
 @dataclass(frozen=True)

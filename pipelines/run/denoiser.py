@@ -39,22 +39,30 @@ class _Steps:
         self._signature = inspect.signature(stage.module.forward)
         self._known, notes = _known(stage)
         stage.report.notes += notes
+        self._earlier: Learned | None = None  # what another denoiser learned in this run
         self._guard: StageGuard | None = None
         self._attempts: _Attempts | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._stage.report.steps:
-            self._stage.handle.finish(*ENCODERS)
+        if self._guard is None:
+            self._begin()
         with self._stage.weights:
             output = self._step(**self._signature.bind(*args, **kwargs).arguments)
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.float, output)
+
+    def _begin(self) -> None:
+        """What came before may make room."""
+        stage = self._stage
+        stage.handle.finish(*ENCODERS, *(name for name in stage.handle.family.denoisers if name != stage.name))
+        stage.place()
+        self._earlier = stage.report.learned
 
     def _step(self, **kwargs: Any) -> Any:
         self._guard = self._guard or self._planned(kwargs)
         output = self._guard(**kwargs)
         if learned := self._guard.learned:
-            remember(self._stage.handle, self._stage.plan.dtype, learned)
-        self._stage.report.learned = learned
+            remember(self._stage.handle, self._stage.name, self._stage.plan.dtype, learned)
+        self._stage.report.learned = _with(self._earlier, self._stage.name, learned)
         if self._attempts:
             self._attempts.tell_backend()
         return output
@@ -107,7 +115,8 @@ class _Attempts:
     def _in_blocks(self, half: torch.nn.Module, wide: bool) -> torch.nn.Module:
         handle, plan = self._stage.handle, self._stage.plan
         known = handle.store.compiled
-        key = (self._backend.name, self._how, plan.dtype, wide, plan.accumulation, keys(handle.loras))
+        how = (self._backend.name, self._how, plan.dtype, wide, plan.accumulation)
+        key = (self._stage.name, keys(self._stage.loras), *how)
         if key not in known:
             known[key] = compiled(
                 half,
@@ -115,7 +124,7 @@ class _Attempts:
                 self._backend,
                 self._how,
                 device=handle.store.placement.device,
-                graphs=graphs_folder(handle, plan, wide=wide),
+                graphs=graphs_folder(handle, self._stage.name, plan, wide=wide),
             )
         self._compiled = made = known[key]
         self.tell_backend()
@@ -137,8 +146,12 @@ class _Attempts:
         return self._block_outputs.take()
 
 
+def _with(earlier: Learned | None, name: str, learned: Learned | None) -> Learned | None:
+    return earlier.with_component(name, learned) if earlier and learned else learned
+
+
 def _known(stage: ComponentStage) -> tuple[Learned, tuple[str, ...]]:
     """What earlier runs taught, where this one learns, and what to say about it."""
     if not stage.learns:
         return NOTHING, ()
-    return recall(stage.handle, stage.plan.dtype, stage.anatomy.parts(dict(stage.module.named_modules())))
+    return recall(stage.handle, stage.name, stage.plan.dtype, stage.anatomy.parts(dict(stage.module.named_modules())))

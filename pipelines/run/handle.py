@@ -17,6 +17,7 @@ from ...precision.policy import Component, Plan, Precision, choose
 from ...precision.report import RunReport
 from ...precision.shared import TURNS
 from ..compile.backends import BackendChoice, CompileOptions, choose_backend
+from ..errors import BadLora
 from ..families.spec import FamilySpec
 from ..insight.machine import check_torch
 from ..models.lora import Lora, check_lora, keys, skeleton
@@ -60,9 +61,13 @@ class PipelineHandle:
     def family(self) -> FamilySpec:
         return self.store.model.family
 
-    def memory_key(self, dtype: str) -> MemoryKey:
-        """The key under which the store remembers what runs taught about the denoiser in `dtype`."""
-        return dtype, keys(self.loras), self.profile.text() if self.profile else ""
+    def loras_of(self, denoiser: str) -> tuple[Lora, ...]:
+        """Those that are added to a component."""
+        return tuple(lora for lora in self.loras if lora.denoiser in ("", denoiser))
+
+    def memory_key(self, denoiser: str, dtype: str) -> MemoryKey:
+        """The key under which the store remembers what runs taught about a denoiser in `dtype`."""
+        return denoiser, dtype, keys(self.loras_of(denoiser)), self.profile.text() if self.profile else ""
 
     def plan(self, component: Component, request: Precision | None = None) -> Plan:
         """The plan of one component; `request` overrides the loader's precision, None inherits it."""
@@ -73,6 +78,11 @@ class PipelineHandle:
     def stage(self, component: Component, request: Precision | None = None) -> ComponentStage:
         """A component, set up to compute as its plan says; nothing is loaded yet. Raises PlanImpossible."""
         return stage_of(self, component, request)
+
+    def denoising(self, request: Precision | None = None) -> tuple[ComponentStage, ...]:
+        """A stage for each component that denoises, in the order in which they are called, with one report."""
+        first = self.stage(Component.DENOISER, request)
+        return tuple(replace(first, name=name) for name in self.family.denoisers)
 
     def idle_guard(self, plan: Plan) -> tuple[str, ...]:
         """A line where a NaN Guard was set to act, and does not in this plan."""
@@ -170,7 +180,7 @@ def load(
     )
     for component in model.variant.components:
         handle.plan(component)
-    planned = {family.denoiser: Component.DENOISER, "vae": Component.VAE_DECODE}
+    planned = dict.fromkeys(model.family.denoisers, Component.DENOISER) | {"vae": Component.VAE_DECODE}
     wanted = {name: handle.plan(component).dtype for name, component in planned.items()}
     handle.store.drop_unless(wanted, handle)  # before anything is read beside it
     return handle
@@ -178,5 +188,10 @@ def load(
 
 def add_lora(handle: PipelineHandle, lora: Lora) -> PipelineHandle:
     """The pipeline with one more LoRA, checked by its header. Raises BadLora."""
+    if lora.denoiser not in ("", *handle.family.denoisers):
+        raise BadLora(
+            f"{handle.store.model.variant.name} has no {lora.denoiser} to add '{lora.path.name}' to: it denoises with "
+            "one transformer. Choose 'both' as the LoRA's transformer."
+        )
     check_lora(lora.path, handle.family, skeleton(handle.store.model))
     return replace(handle, loras=(*handle.loras, lora))

@@ -65,35 +65,35 @@ class KeptProfile:
         return read(file) if file and file.is_file() else None
 
 
-def recall(handle: PipelineHandle, dtype: str, parts: Iterable[str]) -> tuple[Learned, tuple[str, ...]]:
-    """What is known of a pipeline's denoiser, and lines for the report. parts: as `KeptProfile.known`'s."""
-    key = handle.memory_key(dtype)
+def recall(handle: PipelineHandle, denoiser: str, dtype: str, parts: Iterable[str]) -> tuple[Learned, tuple[str, ...]]:
+    """What is known of a denoiser, and lines for the report. parts: as `KeptProfile.known`'s."""
+    key = handle.memory_key(denoiser, dtype)
     if key in handle.store.learned:
         return handle.store.learned[key], ()
-    learned, notes = _profile(handle, dtype).known(parts)
+    learned, notes = _profile(handle, denoiser, dtype).known(parts)
     handle.store.learned[key] = learned
     if handle.profile is None and learned != NOTHING:
         handle.store.recalled.add(key)
     return learned, notes
 
 
-def remember(handle: PipelineHandle, dtype: str, learned: Learned) -> None:
+def remember(handle: PipelineHandle, denoiser: str, dtype: str, learned: Learned) -> None:
     """What is known from now on, for as long as the store lives. That a run went on in fp32 is of that run alone."""
-    handle.store.learned[handle.memory_key(dtype)] = replace(learned, whole_run_fp32=False)
+    handle.store.learned[handle.memory_key(denoiser, dtype)] = replace(learned, whole_run_fp32=False)
 
 
-def keep(handle: PipelineHandle, dtype: str) -> None:
+def keep(handle: PipelineHandle, denoiser: str, dtype: str) -> None:
     """Write what is known to a profile. Nothing is written too, where runs forgot what the kept profile says."""
-    key = handle.memory_key(dtype)
+    key = handle.memory_key(denoiser, dtype)
     learned = handle.store.learned.get(key, NOTHING)
     if learned.to_share != NOTHING or key in handle.store.recalled:
-        _profile(handle, dtype).keep(learned)
+        _profile(handle, denoiser, dtype).keep(learned)
 
 
-def _profile(handle: PipelineHandle, dtype: str) -> KeptProfile:
-    return KeptProfile(here(handle, dtype), handle.profiles, handle.profile)
+def _profile(handle: PipelineHandle, denoiser: str, dtype: str) -> KeptProfile:
+    return KeptProfile(here(handle, denoiser, dtype), handle.profiles, handle.profile)
 
 
-def here(handle: PipelineHandle, dtype: str) -> Profile:
-    """The profile of a pipeline of which nothing is known yet."""
-    return identify(handle.store.model, handle.loras, handle.architecture.name, dtype)
+def here(handle: PipelineHandle, denoiser: str, dtype: str) -> Profile:
+    """The profile of a denoiser of which nothing is known yet."""
+    return identify(handle.store.model, denoiser, handle.loras_of(denoiser), handle.architecture.name, dtype)

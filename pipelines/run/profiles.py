@@ -133,15 +133,15 @@ class _File(Foreign):
     learned: _LearnedPart
 
 
-def identify(model: StoredModel, loras: Sequence[Lora], architecture: str, dtype: str) -> Profile:
-    """The profile of a run of which nothing is known yet."""
+def identify(model: StoredModel, denoiser: str, loras: Sequence[Lora], architecture: str, dtype: str) -> Profile:
+    """The profile of a run of which nothing is known yet. denoiser: the component, which the LoRAs are added to."""
     import diffusers
     import torch
 
     versions = {package.__name__: ".".join(package.__version__.split(".")[:2]) for package in (torch, diffusers)}
     return Profile(
         model=shown(model.name, 300),
-        weights=_fingerprint(model.weights[model.family.denoiser].files, model.denoiser_config),
+        weights=_fingerprint(model.weights[denoiser].files, model.denoiser_config),
         loras=tuple(f"{_fingerprint([lora.path])} at {lora.scale:g}" for lora in loras if lora.scale),
         architecture=architecture,
         dtype=dtype,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,7 @@ class SampleSettings:
     seed: int
     frames: int = 1
     guidance_scale: float | None = None  # 1 or less: no classifier-free guidance, the negative prompt is not used
+    guidance_scale_2: float | None = None  # of a second denoiser; None: the same
     scheduler: str = ""  # a key of the family's schedulers; "": the folder's own
     strength: float | None = None  # from a video: the part of the steps that is computed, 0..1
     more: Mapping[str, Any] = field(default_factory=dict)  # what else the diffusers pipeline takes, by its names
@@ -72,8 +73,8 @@ def sample(
     check_size(handle, settings)
     _check_start(handle, image, video)
     embeddings = _checked_embeddings(handle, positive, negative)
-    stage = handle.stage(Component.DENOISER, request)
-    report = stage.report
+    stages = handle.denoising(request)
+    report = stages[0].report
     guided = settings.guidance_scale is not None and settings.guidance_scale > 1
     report.calls_per_step = family.guidance.calls if guided else 1
 
@@ -88,7 +89,7 @@ def sample(
     heard = listening(tell, report.note)
     try:
         with compile_cache.inductor_folders(handle, report, tell), handle.switched(report), heard, torch.no_grad():
-            pipe = _pipeline(stage, denoiser, settings.scheduler, request, tell, from_video=video is not None)
+            pipe = _pipeline(stages, denoiser, settings.scheduler, request, tell, from_video=video is not None)
             if embeddings:  # diffusers' CogView3-Plus would put zeros in place of a negative prompt that is encoded
                 pipe.encode_prompt = lambda *_, **__: tuple(embeddings.values())
             given = {
@@ -96,6 +97,7 @@ def sample(
                 "video": video,
                 "strength": settings.strength,
                 family.guidance.argument: settings.guidance_scale,
+                "guidance_scale_2": settings.guidance_scale_2 if family.also_denoise else None,
                 "num_frames": settings.frames if family.layout.counts_frames and video is None else None,
                 **embeddings,
                 **settings.more,
@@ -112,8 +114,9 @@ def sample(
     finally:
         report.graphs = None if report.backend in ("eager", "oneflow") else graphs_compiled() - graphs
         report.graphs_kept = min(compile_cache.graphs_from_cache() - from_cache, report.graphs or 0)
-        keep(handle, stage.plan.dtype)
-        handle.finish(family.denoiser, *ENCODERS)
+        for stage in stages:
+            keep(handle, stage.name, stage.plan.dtype)
+        handle.finish(*family.denoisers, *ENCODERS)
     latents = result.frames if family.layout.counts_frames else result.images
     config = handle.store.model.vae_config
     latents = family.layout.unscaled(latents, settings.frames, config)
@@ -121,7 +124,7 @@ def sample(
 
 
 def _pipeline(
-    stage: ComponentStage,
+    stages: Sequence[ComponentStage],
     denoiser: MakeDenoiser,
     scheduler: str,
     request: Precision | None,
@@ -134,7 +137,7 @@ def _pipeline(
     def told(_done: int, _total: int, text: str) -> None:
         tell(text)
 
-    handle, before = stage.handle, stage.report.before
+    handle, before = stages[0].handle, stages[0].report.before
     family, config = handle.family, handle.store.model.vae_config
     parts: dict[str, Any] = {**dict.fromkeys(family.components), **handle.store.model.options}
     own = handle.store.unweighted("scheduler")
@@ -150,7 +153,10 @@ def _pipeline(
         parts["image_encoder"] = _guarded_image_encoder(encoding, Calls("image encoder, call", told, total=1))
         parts["feature_extractor"] = handle.store.unweighted("feature_extractor")
         before.append(encoding.report)
-    parts[family.denoiser] = denoiser(stage)
+    for stage in reversed(stages):  # so that the one that is called first is on the device
+        parts[stage.name] = denoiser(stage)
+        if stage is not stages[0]:
+            handle.finish(stage.name)
     pipe = getattr(diffusers, family.from_video if from_video else family.pipeline)(**parts)
     pipe.vae_scale_factor = pipe.vae_scale_factor_spatial = family.layout.spatial(config)
     pipe.vae_scale_factor_temporal = family.layout.temporal(config)

@@ -11,6 +11,7 @@ import torch
 from ...precision.findings import Anatomy
 from ...precision.policy import Component, Precision
 from ...precision.stage import Stage
+from ..models.lora import Lora
 from ..weights.offload import Offload, Onloading
 
 if TYPE_CHECKING:
@@ -34,33 +35,32 @@ class _Once(Generic[_T]):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ComponentStage(Stage):
-    """weights_in: the dtype that its weights are loaded in."""
+    """name: of its folder. weights_in: the dtype that its weights are loaded in."""
 
     handle: PipelineHandle
+    name: str
     weights_in: str
 
     @property
-    def name(self) -> str:
-        """The name of its folder."""
-        return self.handle.family.folder(self.plan.component)
+    def loras(self) -> tuple[Lora, ...]:
+        return self.handle.loras_of(self.name) if self.plan.component is Component.DENOISER else ()
 
     @_Once
     def module(self) -> torch.nn.Module:
         """The untouched original, with the pipeline's LoRAs. Raises BadFolder, BadLora."""
-        handle, store = self.handle, self.handle.store
-        if self.plan.component is Component.DENOISER:
-            module = store.denoiser(self.weights_in, handle.loras, self._offload)
-        else:
-            module = store.module(self.name, self.weights_in, self._offload)
-        self.report.notes += store.notes[self.name]
+        module = self.place()
+        self.report.notes += self.handle.store.notes[self.name]
         return module
+
+    def place(self) -> torch.nn.Module:
+        """Bring it to where it computes, as `module` does at first, and back where it had to make room."""
+        return self.handle.store.with_loras(self.name, self.weights_in, self.loras, self._offload)
 
     @_Once
     def weights(self) -> Onloading:
         """How the weights come to the device."""
         _ = self.module
-        loras = self.handle.loras if self.plan.component is Component.DENOISER else ()
-        return self.handle.store.onloading(self.name, self._offload, loras)
+        return self.handle.store.onloading(self.name, self._offload, self.loras)
 
     @_Once
     def anatomy(self) -> Anatomy:
@@ -89,5 +89,6 @@ def stage_of(handle: PipelineHandle, component: Component, request: Precision | 
         asked=handle.policy,
         inputs=inputs.get(component, ()),
         handle=handle,
+        name=handle.family.folder(component),
         weights_in=handle.plan(Component.VAE_DECODE, request).dtype if as_the_decoder else plan.dtype,
     )

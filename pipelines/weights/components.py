@@ -33,7 +33,7 @@ from .placement import MOVING, Placement, move
 
 logger = logging.getLogger(__name__)
 
-MemoryKey = tuple[str, tuple[LoraKey, ...], str]  # dtype, LoRAs, a profile that was given
+MemoryKey = tuple[str, str, tuple[LoraKey, ...], str]  # denoiser, dtype, LoRAs, a profile that was given
 
 
 class ComponentStore:
@@ -43,16 +43,16 @@ class ComponentStore:
         self.model = model
         self.placement = placement
         self.prompts: dict[tuple[str, str, bool], torch.Tensor] = {}  # (text, dtype, guarded) → [1, tokens, channels]
-        # (backend, how, dtype, wide stream, half-precision accumulation, LoRAs) → shell
-        self.compiled: dict[tuple[str, CompileOptions, str, bool, str, tuple[LoraKey, ...]], torch.nn.Module] = {}
-        self.learned: dict[MemoryKey, Learned] = {}  # what runs taught about the denoiser
+        # (denoiser, LoRAs, backend, how, dtype, wide stream, half-precision accumulation) → shell
+        self.compiled: dict[tuple[str, tuple[LoraKey, ...], str, CompileOptions, str, bool, str], torch.nn.Module] = {}
+        self.learned: dict[MemoryKey, Learned] = {}  # what runs taught about a denoiser
         self.recalled: set[MemoryKey] = set()  # of these, a profile on disk was where runs began
         self.attention: dict[tuple[str, tuple[torch.Size, ...]], Choice] = {}  # by dtype and sizes, measured
         self.handles: weakref.WeakSet[Any] = weakref.WeakSet()  # who still uses it
         self.emptied = False
         self.notes: dict[str, tuple[str, ...]] = {}  # component → what was found or mended when it was loaded
         self._modules: dict[str, tuple[str, torch.nn.Module]] = {}
-        self._with_loras: tuple[tuple[LoraKey, ...], torch.nn.Module] | None = None  # the latest
+        self._with_loras: dict[str, tuple[tuple[LoraKey, ...], torch.nn.Module]] = {}  # of each component the latest
         self._onloading: dict[str, tuple[Offload, InParts]] = {}  # of components that are not on the device whole
         self._unweighted: dict[str, Any] = {}
         self._in_use = threading.RLock()
@@ -109,26 +109,30 @@ class ComponentStore:
         try:
             self._place(name, module, offload)
         except BaseException:  # it is in main memory, where what LoRAs added would not be
-            self._forget_loras()
+            self._forget_loras(name)
             raise
         return module
 
-    def denoiser(self, dtype: str, loras: tuple[Lora, ...] = (), offload: Offload = Offload.NONE) -> torch.nn.Module:
-        """The denoiser in `dtype`, or a shell of it with LoRAs added, as `module` has it. Raises BadLora."""
-        module, key = self.module(self.model.family.denoiser, dtype, offload), keys(loras)
+    def with_loras(
+        self, name: str, dtype: str, loras: tuple[Lora, ...] = (), offload: Offload = Offload.NONE
+    ) -> torch.nn.Module:
+        """The component in `dtype`, or a shell of it with LoRAs added, as `module` has it. Raises BadLora."""
+        module, key = self.module(name, dtype, offload), keys(loras)
         if not key:
             return module
-        if self._with_loras is None or self._with_loras[0] != key:
+        known, shell = self._with_loras.get(name, ((), module))
+        if known != key:
             with _loading(), MOVING:
-                self._forget_loras()
-                self._with_loras = key, with_loras(module, loras, self.model.family)
+                self._forget_loras(name)
+                shell = with_loras(module, loras, self.model.family)
+                self._with_loras[name] = key, shell
         elif not self._in_parts(offload):
             try:
-                move(self._with_loras[1], self.placement.device)  # what the LoRAs added
+                move(shell, self.placement.device)  # what the LoRAs added
             except BaseException:
-                self._forget_loras()
+                self._forget_loras(name)
                 raise
-        return self._with_loras[1]
+        return shell
 
     def onloading(self, name: str, offload: Offload, loras: tuple[Lora, ...] = ()) -> Onloading:
         """How the weights of a component that is loaded, or of the denoiser with LoRAs, come to the device."""
@@ -137,9 +141,9 @@ class ComponentStore:
         with MOVING:
             family, component = self.model.family, self._modules[name][1]
             parts: dict[str, Any] = {"once": name == "text_encoder"}
-            if name == family.denoiser:
+            if name in family.denoisers:
                 parts = {"blocks": family.blocks}
-                component = self._with_loras[1] if keys(loras) and self._with_loras else component
+                component = self._with_loras[name][1] if keys(loras) else component
             known_for, known = self._onloading.get(name, (None, None))
             if known is None or known_for is not offload or known.component is not component:
                 self._onloading.pop(name, None)
@@ -158,9 +162,10 @@ class ComponentStore:
             self._onloading.pop(name, None)
             self.placement.to_device(name, module)
 
-    def _forget_loras(self) -> None:
-        self._with_loras = None
-        self.compiled = {compiled: shell for compiled, shell in self.compiled.items() if not compiled[-1]}
+    def _forget_loras(self, name: str) -> None:
+        self._with_loras.pop(name, None)
+        for key in [key for key in self.compiled if key[0] == name and key[1]]:
+            del self.compiled[key]
 
     def unweighted(self, name: str) -> Any:
         """The tokenizer or the scheduler."""
@@ -187,8 +192,8 @@ class ComponentStore:
         with MOVING:
             if name in self._modules:
                 self.placement.to_host(name, self._modules[name][1])
-                if name == self.model.family.denoiser and self._with_loras:
-                    move(self._with_loras[1], torch.device("cpu"))  # what the LoRAs added
+                if name in self._with_loras:
+                    move(self._with_loras[name][1], torch.device("cpu"))  # what the LoRAs added
 
     def drop(self, name: str) -> None:
         """Let go of a component's weights, and of what was compiled from them."""
@@ -196,9 +201,9 @@ class ComponentStore:
             if self._modules.pop(name, None) is None:
                 return
             came_in_parts = self._onloading.pop(name, None) is not None
-            if name == self.model.family.denoiser:
-                self.compiled.clear()
-                self._with_loras = None
+            self._with_loras.pop(name, None)
+            for key in [key for key in self.compiled if key[0] == name]:
+                del self.compiled[key]
             gc.collect()  # modules hold reference cycles; without this two copies would be there for a while
             if came_in_parts:
                 release_page_locked()
@@ -213,7 +218,7 @@ class ComponentStore:
             self.emptied = True
             self.prompts.clear()
             self.compiled.clear()
-            self._with_loras = None
+            self._with_loras.clear()
             self._onloading.clear()
             for _, module in self._modules.values():
                 move(module, torch.device("meta"))

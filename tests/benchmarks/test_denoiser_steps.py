@@ -83,7 +83,7 @@ def test_a_step_has_the_arguments_that_the_pipeline_passes(
     settings = SampleSettings(size.width, size.height, steps=1, seed=0, frames=size.frames, guidance_scale=guidance)
     with pytest.raises(Seen):
         sample(handle, positive, negative, settings, denoiser=recording, **given)
-    config = handle.store.denoiser("fp32").config
+    config = handle.store.module("transformer", "fp32").config
     made = step(MODELS[name], config, size, CPU, torch.float32)
     assert described(made) == described(passed)
 
@@ -115,6 +115,6 @@ def test_ours_is_diffusers_module_to_the_bit_in_fp32(name: str) -> None:
 def test_the_weights_are_made_once_and_in_the_dtype_that_is_asked_for() -> None:
     one = subject("cogvideox-2b")
     assert {p.dtype for p in one.module.parameters()} == {DTYPES["bf16"]}
-    ours_module, failing = one.components.denoiser("bf16"), one.failing.denoiser("bf16")
+    ours_module, failing = one.components.module("transformer", "bf16"), one.failing.module("transformer", "bf16")
     assert ours_module is one.module and failing is not one.module
     assert {id(p) for p in failing.parameters()} == {id(p) for p in one.module.parameters()}

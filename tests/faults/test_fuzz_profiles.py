@@ -79,7 +79,7 @@ class Tiny:
         self._handle: PipelineHandle = load(folder, COGVIDEOX, precision=Precision.FP32, **common)
         (self._positive, self._negative), _ = encode_prompts(self._handle, ["a red kite", ""])
         self._exact, _ = sample(self._handle, self._positive, self._negative, self.SETTINGS)
-        self.profile = here(self._handle, "fp16")
+        self.profile = here(self._handle, "transformer", "fp16")
 
     def error_with(self, profile: Profile, scope: Scope) -> tuple[float, list[str]]:
         """Relative error of a run in fp16 with a profile, and what its report says of the profile."""

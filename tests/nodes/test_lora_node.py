@@ -124,7 +124,9 @@ def test_taking_it_away_reloads_nothing_and_leaves_nothing():
     after, report = sample(plain)
     assert torch.equal(after, before) and "LoRA" not in report
     assert plain.store.module("transformer", "fp32") is weights
-    assert with_lora(plain).memory_key("fp16") != plain.memory_key("fp16"), "what it teaches is of this LoRA alone"
+    assert with_lora(plain).memory_key("transformer", "fp16") != plain.memory_key("fp16"), (
+        "what it teaches is of this LoRA alone"
+    )
     zero, _ = sample(with_lora(plain, strength=0.0))
     assert torch.equal(zero, before)
 

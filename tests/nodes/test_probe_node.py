@@ -95,5 +95,5 @@ def test_it_shows_its_progress_and_can_be_interrupted(comfyui: Any, model_folder
     with pytest.raises(KeyError, match="InterruptProcessingException"):
         probed(pipeline, steps=2)
     assert comfyui.bars[-1] == [(1, 2)]
-    denoiser = pipeline.store.denoiser(pipeline.plan(Component.DENOISER).dtype)
+    denoiser = pipeline.store.module("transformer", pipeline.plan(Component.DENOISER).dtype)
     assert not any(module._forward_hooks for module in denoiser.modules())

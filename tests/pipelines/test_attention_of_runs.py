@@ -63,7 +63,7 @@ def test_a_size_is_measured_once(model_folder: Any, monkeypatch: pytest.MonkeyPa
         report, kernels = run(handle, size)
         assert "attention: math, measured 2.00 times as fast" in report.backend_reason and "math" in kernels
     assert len(measured) == 2
-    blocks = len(handle.store.denoiser("bf16").transformer_blocks)
+    blocks = len(handle.store.module("transformer", "bf16").transformer_blocks)
     assert [sum(calls.values()) for calls in measured] == [blocks] * 2
 
 

@@ -38,7 +38,7 @@ def sampled(folder, precision, policy, learned):
         placement=PlainPlacement(),
     )
     (positive, negative), _ = encode_prompts(handle, ["a red kite", ""])
-    given = replace(here(handle, "fp16"), learned=learned) if learned else None
+    given = replace(here(handle, "transformer", "fp16"), learned=learned) if learned else None
     handle = replace(handle, precision=Precision(precision), policy=policy, profile=given)
     return sample(handle, positive, negative, SMALL)
 

@@ -43,7 +43,7 @@ def sampled(handle, policy, seed=3):
 
 def overflow_inside(handle, block):
     """Hidden activations of one feed-forward reach 1e5 and more; what it writes to the stream stays as it was."""
-    denoiser = handle.store.denoiser("fp16")
+    denoiser = handle.store.module("transformer", "fp16")
     with torch.no_grad():
         feed_forward = denoiser.transformer_blocks[block].ff
         feed_forward.net[0].proj.weight.mul_(2.0**17)
@@ -128,7 +128,7 @@ def test_an_overflow_outside_of_the_blocks_costs_one_rerun_and_no_more(model_fol
     folder = model_folder(model)
     options: dict[str, Any] = {"backend": "eager", "offload": "none", "placement": PlainPlacement()}
     handle = load(folder, family_of(folder), precision=Precision.FP16, **options)
-    overflow_in_time_embedding(handle.store.denoiser("fp16"))
+    overflow_in_time_embedding(handle.store.module("transformer", "fp16"))
     run = (
         (lambda seed: sampled(handle, LEARNED, seed))
         if model == "2b"
@@ -152,7 +152,9 @@ def fails_wide(_layer, _given, made):
 @pytest.mark.parametrize(("precision", "reruns"), [("fp16", 2), ("bf16", 1)])
 def test_a_block_that_fails_even_when_wide_becomes_an_island(model_folder, open_pipeline, precision, reruns):
     handle = open_pipeline(model_folder("2b"), precision)
-    hook = handle.store.denoiser(precision).transformer_blocks[1].ff.net[0].register_forward_hook(fails_wide)
+    hook = (
+        handle.store.module("transformer", precision).transformer_blocks[1].ff.net[0].register_forward_hook(fails_wide)
+    )
     latents, report = sampled(handle, LEARNED)
     _, again = sampled(handle, LEARNED, seed=4)
     hook.remove()
@@ -167,7 +169,7 @@ def test_a_block_that_fails_even_when_wide_becomes_an_island(model_folder, open_
 def test_what_cannot_be_wide_in_parts_is_wide_in_all(model_folder, open_pipeline):
     gc.collect()  # the weights are changed below: no other test's
     handle = open_pipeline(model_folder("2b"), "fp16")
-    overflow_between_parts(handle.store.denoiser("fp16"))
+    overflow_between_parts(handle.store.module("transformer", "fp16"))
     latents, report = sampled(handle, LEARNED)
     _, again = sampled(handle, LEARNED, seed=4)
     assert [(step.dtype, step.outcome) for step in report.steps] == [("fp32", "rerun"), *[("fp16", "finite")] * 3]
@@ -180,7 +182,7 @@ def test_what_cannot_be_wide_in_parts_is_wide_in_all(model_folder, open_pipeline
 
 def test_what_is_wide_in_all_is_not_compiled_and_the_report_says_so(model_folder, open_pipeline):
     handle = open_pipeline(model_folder("2b"), "fp16", backend="inductor")
-    key = handle.memory_key("fp16")
+    key = handle.memory_key("transformer", "fp16")
     handle.store.learned[key] = Learned(everything=True)
     before = counters["stats"]["unique_graphs"]
     _, report = sampled(handle, LEARNED)
@@ -195,7 +197,7 @@ def test_what_did_not_help_is_not_kept_for_the_next_run(model_folder, open_pipel
     gc.collect()
     handle = open_pipeline(model_folder("2b"), "fp16")
     overflow_inside(handle, 1)
-    denoiser = handle.store.denoiser("fp16")
+    denoiser = handle.store.module("transformer", "fp16")
     calls = iter(range(10**6))
 
     def fails(layer, given, made):
@@ -206,7 +208,7 @@ def test_what_did_not_help_is_not_kept_for_the_next_run(model_folder, open_pipel
     hook.remove()
     assert [step.dtype for step in report.steps] == ["fp32"] * SMALL.steps and report.reruns == 3
     assert learned_by(report) == Learned(whole_run_fp32=True)
-    assert handle.store.learned[handle.memory_key("fp16")] == Learned()
+    assert handle.store.learned[handle.memory_key("transformer", "fp16")] == Learned()
 
 
 def test_a_denoiser_that_is_let_go_lets_go_of_the_model(model_folder, open_pipeline):

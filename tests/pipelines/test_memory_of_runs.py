@@ -157,9 +157,11 @@ def test_a_disk_that_refuses_costs_no_run(overflowing, opened, tmp_path, caplog)
 def test_what_does_not_help_is_forgotten_for_later_processes_too(model_folder, opened, tmp_path):
     folder = model_folder("2b")
     handle = opened(folder)
-    useless = replace(here(handle, "fp16"), learned=Learned(islands=("transformer_blocks.1",)))
+    useless = replace(here(handle, "transformer", "fp16"), learned=Learned(islands=("transformer_blocks.1",)))
     file = profiles.write(tmp_path / "profiles", useless)
-    hook = handle.store.denoiser("fp16").proj_out.register_forward_hook(lambda _layer, _given, made: made * 1e9)
+    hook = handle.store.module("transformer", "fp16").proj_out.register_forward_hook(
+        lambda _layer, _given, made: made * 1e9
+    )
     _, report = sampled(handle)
     hook.remove()
     assert f"from a profile: {useless.in_words()}" in report.notes

@@ -209,7 +209,7 @@ def test_an_attention_kernel_is_chosen_alike(model_folder, apart, offload):
 
 def overflow_inside(handle):
     """Hidden activations of one feed-forward reach 1e5 and more; what it writes to the stream stays as it was."""
-    denoiser = handle.store.denoiser("fp16", offload=handle.offload)
+    denoiser = handle.store.module("transformer", "fp16", offload=handle.offload)
     with torch.no_grad():
         feed_forward = denoiser.transformer_blocks[1].ff
         feed_forward.net[0].proj.weight.mul_(2.0**17)
@@ -251,7 +251,7 @@ def test_group_with_inductor_is_bit_equal_to_inductor(model_folder, apart):
 @pytest.fixture
 def lora(model_folder, tmp_path):
     torch.manual_seed(0)
-    denoiser: Any = opened(model_folder("2b"), "none").store.denoiser("fp32")
+    denoiser: Any = opened(model_folder("2b"), "none").store.module("transformer", "fp32")
     tensors = {}
     for block in range(len(denoiser.transformer_blocks)):
         for name in ("attn1.to_q", "attn1.to_out.0", "ff.net.2"):

@@ -29,7 +29,7 @@ def handle(model_folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def folder_of(handle: PipelineHandle, *, wide: bool = False, dynamic: bool | None = None) -> Path:
     handle = replace(handle, compile_options=CompileOptions(dynamic=dynamic))
-    folder = oneflow_graphs.graphs_folder(handle, handle.plan(Component.DENOISER), wide=wide)
+    folder = oneflow_graphs.graphs_folder(handle, "transformer", handle.plan(Component.DENOISER), wide=wide)
     assert folder is not None
     return folder
 
@@ -48,7 +48,7 @@ def test_every_block_of_a_run_is_given_a_file(
     monkeypatch.setitem(registry._BACKENDS, "oneflow", oneflow)
     with torch.inference_mode():
         warm_up(handle, [Size(64, 48, 9)])
-    assert len(set(files)) == len(handle.store.denoiser("bf16").transformer_blocks)
+    assert len(set(files)) == len(handle.store.module("transformer", "bf16").transformer_blocks)
     (folder,) = {file.parent for file in files}
     assert folder == folder_of(handle) and folder.is_dir() and folder.parent == tmp_path / "oneflow"
 
@@ -81,9 +81,9 @@ def test_where_nothing_is_kept_there_is_no_folder(
 ) -> None:
     plan = handle.plan(Component.DENOISER)
     for other in (replace(handle, compiled=None), replace(handle, backend=BackendChoice("inductor", ""))):
-        assert oneflow_graphs.graphs_folder(other, plan, wide=False) is None
+        assert oneflow_graphs.graphs_folder(other, "transformer", plan, wide=False) is None
     monkeypatch.setenv("ONEDIFF_GUARD_COMPILED_GB", "0")
-    assert oneflow_graphs.graphs_folder(handle, plan, wide=False) is None
+    assert oneflow_graphs.graphs_folder(handle, "transformer", plan, wide=False) is None
     (tmp_path / "oneflow").write_text("a file", encoding="utf-8")
     monkeypatch.setenv("ONEDIFF_GUARD_COMPILED_GB", "1")
-    assert oneflow_graphs.graphs_folder(handle, plan, wide=False) is None
+    assert oneflow_graphs.graphs_folder(handle, "transformer", plan, wide=False) is None

@@ -78,7 +78,7 @@ def test_what_is_stored_in_fp32_is_measured_all_the_same(model_folder, opened):
 
 def test_every_step_is_measured_with_its_timestep_and_the_cost_is_stated(model_folder, opened):
     handle = opened(model_folder("2b", "stream"))
-    denoiser = handle.store.denoiser("fp16")
+    denoiser = handle.store.module("transformer", "fp16")
     found = probe(handle, *prompts(handle), SMALL)
     assert len(found.probed.steps) == len(found.timesteps) == SMALL.steps
     assert list(found.timesteps) == sorted(found.timesteps, reverse=True)
@@ -91,7 +91,7 @@ def test_every_step_is_measured_with_its_timestep_and_the_cost_is_stated(model_f
 
 def test_an_interrupt_ends_it_and_leaves_nothing_behind(model_folder, opened):
     handle = opened(model_folder("2b", "stream"))
-    denoiser = handle.store.denoiser("fp16")
+    denoiser = handle.store.module("transformer", "fp16")
     before = dict(denoiser.__dict__)
 
     def stop(done, _total, _report):

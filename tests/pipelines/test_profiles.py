@@ -63,7 +63,7 @@ def test_what_is_written_is_read_again(profile):
 def test_a_profile_of_a_model_in_any_folder_is_read_again(model_folder, tmp_path, folder):
     """Scripts and emoji join letters by characters that have no form of their own."""
     model = inspect(shutil.copytree(model_folder("2b"), tmp_path / folder), COGVIDEOX)
-    profile = identify(model, (), "sm75", "fp16")
+    profile = identify(model, "transformer", (), "sm75", "fp16")
     assert read(write(tmp_path / "kept", profile)) == profile
 
 
@@ -198,13 +198,13 @@ def test_one_that_does_not_fit_says_why(change, says):
 
 def test_a_model_is_known_by_its_config_headers_and_weights(model_folder, tmp_path):
     def weights(folder):
-        return identify(inspect(folder, COGVIDEOX), (), "sm75", "fp16").weights
+        return identify(inspect(folder, COGVIDEOX), "transformer", (), "sm75", "fp16").weights
 
     folder = shutil.copytree(model_folder("2b"), tmp_path / "moved")
     assert weights(folder) == weights(model_folder("2b"))
     assert weights(model_folder("2b", "stream")) != weights(folder), "a fine-tune has its base's headers and sizes"
     assert weights(model_folder("5b")) != weights(folder)
-    here = identify(inspect(folder, COGVIDEOX), (), "sm75", "fp16")
+    here = identify(inspect(folder, COGVIDEOX), "transformer", (), "sm75", "fp16")
     assert here.learned == NOTHING and set(here.versions) == {"torch", "diffusers"}
 
 

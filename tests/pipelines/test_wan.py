@@ -5,19 +5,22 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 from comfyui_onediff_guard.pipelines.errors import BadFolder, BadInput, BadLora, BadSize
 from comfyui_onediff_guard.pipelines.families.wan import WAN
-from comfyui_onediff_guard.pipelines.insight.probe import usual_size
+from comfyui_onediff_guard.pipelines.insight.probe import probe, usual_size
 from comfyui_onediff_guard.pipelines.models.folder import inspect
 from comfyui_onediff_guard.pipelines.models.lora import Lora
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import add_lora
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
+from comfyui_onediff_guard.pipelines.weights.offload import Offload
+from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from diffusers import WanPipeline
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -26,7 +29,7 @@ from test_families import PROMPT, by_hand, largest_difference, make, opened, pro
 from tiers import drawn
 
 SMALL = SampleSettings(96, 64, steps=2, seed=1, frames=9, guidance_scale=5.0)
-VARIANTS = {"wan": "Wan2.1-T2V-1.3B", "wan-ti2v": "Wan2.2-TI2V-5B"}
+VARIANTS = {"wan": "Wan2.1-T2V-1.3B", "wan-ti2v": "Wan2.2-TI2V-5B", "wan-two": "Wan2.2-T2V-A14B"}
 
 
 def error(found, expected):
@@ -189,18 +192,92 @@ def test_a_lora_of_another_format_or_of_blocks_without_end_is_refused(model_fold
         add_lora(handle, Lora(endless))
 
 
-def test_its_14b_with_two_transformers_is_refused_by_name(model_folder, tmp_path):
-    folder = shutil.copytree(model_folder("wan"), tmp_path / "a14b")
-    index = json.loads((folder / "model_index.json").read_text())
-    index |= {"transformer_2": ["diffusers", "WanTransformer3DModel"], "boundary_ratio": 0.875}
-    (folder / "model_index.json").write_text(json.dumps(index))
-    with pytest.raises(BadFolder, match=r"it is Wan 2\.2's 14B.* not supported yet"):
-        inspect(folder, WAN)
+def edited(folder, to, **index):
+    shutil.copytree(folder, to)
+    file = to / "model_index.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | index))
+    return to
+
+
+def test_a_boundary_and_a_second_transformer_come_together(model_folder, tmp_path):
+    with pytest.raises(BadFolder, match="boundary_ratio"):
+        inspect(edited(model_folder("wan"), tmp_path / "one", boundary_ratio=0.875), WAN)
+    with pytest.raises(BadFolder, match="boundary_ratio"):
+        inspect(edited(model_folder("wan-two"), tmp_path / "two", boundary_ratio=None), WAN)
+    second = ["diffusers", "WanTransformer3DModel"]
+    half = edited(model_folder("wan"), tmp_path / "half", boundary_ratio=0.9, transformer_2=second)
+    with pytest.raises(BadFolder, match="has no 'transformer_2' folder"):
+        inspect(half, WAN)
+
+
+@pytest.mark.parametrize("scale", [None, 3.0])
+@pytest.mark.parametrize("offload", ["none", "model"])
+def test_the_second_transformer_has_a_guidance_scale_of_its_own(model_folder, offload, scale):
+    sampling = replace(SMALL, steps=4, guidance_scale_2=scale)
+    handle = replace(opened(model_folder("wan-two")), offload=Offload(offload))
+    found, report = make(handle, sampling)
+    by_diffusers = by_hand(handle, sampling, num_frames=sampling.frames, guidance_scale_2=scale)
+    assert largest_difference(found, by_diffusers) == 0
+    assert "4 steps" in report.summary()
+
+
+def test_what_one_transformer_teaches_is_of_that_one_alone(model_folder, tmp_path):
+    learning = GuardPolicy(scope=Scope.LEARNED)
+    handle = replace(opened(model_folder("wan-two"), "fp16"), profiles=tmp_path, policy=learning)
+    exact, _ = sample(opened(model_folder("wan-two")), *prompts(handle), replace(SMALL, steps=4))
+    second = handle.store.module("transformer_2", "fp16")
+    hook = (
+        second.blocks[1]
+        .ffn.net[0]
+        .register_forward_hook(lambda _layer, _given, made: made * torch.inf if made.dtype == torch.float16 else None)
+    )
+    try:
+        made, report = sample(handle, *prompts(handle), replace(SMALL, steps=4))
+        _, again = sample(handle, *prompts(handle), replace(SMALL, steps=4))
+    finally:
+        hook.remove()
+    assert error(made, exact) < 3e-3
+    assert [step.outcome for step in report.steps].count("rerun") == 1 and again.reruns == 0
+    assert "'transformer_2.blocks.1" in report.summary() and "'blocks.1" not in report.summary()
+    assert len(list(tmp_path.glob("*.json"))) == 1
+    assert handle.store.learned[handle.memory_key("transformer", "fp16")].parts == ()
+
+
+def test_a_lora_is_added_to_one_transformer_or_to_both(model_folder, tmp_path):
+    file = lora(tmp_path / "lora.safetensors", "transformer.blocks.{block}.{layer}")
+    sampling, found = replace(SMALL, steps=4), {}
+    for where in ("", "transformer", "transformer_2"):
+        handle = add_lora(opened(model_folder("wan-two")), Lora(file, 0.8, where))
+        found[where], report = sample(handle, *prompts(handle), sampling)
+        assert any("lora.safetensors at 0.8" in note for note in report.notes)
+        pipe = WanPipeline.from_pretrained(model_folder("wan-two"))
+        pipe.set_progress_bar_config(disable=True)
+        for component in [where] if where else handle.family.denoisers:
+            pipe.load_lora_weights(
+                str(tmp_path), weight_name=file.name, adapter_name=component,
+                load_into_transformer_2=component == "transformer_2",
+            )  # fmt: skip
+            getattr(pipe, component).set_adapters([component], [0.8])
+        expected = pipe(
+            prompt=PROMPT, negative_prompt="grey", num_inference_steps=4, output_type="latent",
+            generator=torch.Generator().manual_seed(SMALL.seed), width=SMALL.width, height=SMALL.height,
+            num_frames=SMALL.frames, guidance_scale=5.0,
+        ).frames  # fmt: skip
+        assert torch.equal(found[where], WAN.layout.unscaled(expected, SMALL.frames, handle.store.model.vae_config))
+    assert not torch.equal(found["transformer"], found["transformer_2"])
+    with pytest.raises(BadLora, match="denoises with one transformer"):
+        add_lora(opened(model_folder("wan")), Lora(file, 0.8, "transformer_2"))
+
+
+def test_the_probe_says_that_it_measures_one_transformer(model_folder):
+    handle = opened(model_folder("wan-two"))
+    with pytest.raises(BadInput, match="two transformers"):
+        probe(handle, *prompts(handle), SMALL)
 
 
 def test_the_pipeline_gets_what_model_index_says_and_nothing_of_no_sense(model_folder, tmp_path):
     folder = shutil.copytree(model_folder("wan-ti2v"), tmp_path / "ti2v")
-    assert inspect(folder, WAN).options == {"expand_timesteps": True}
+    assert inspect(folder, WAN).options == {"expand_timesteps": True, "boundary_ratio": None}
     index = json.loads((folder / "model_index.json").read_text()) | {"expand_timesteps": "os.system"}
     (folder / "model_index.json").write_text(json.dumps(index))
     with pytest.raises(BadFolder, match=r"model_index\.json' cannot be used: .*expand_timesteps"):

@@ -18,12 +18,14 @@ def build_wan(
     overflow: Overflow = "none",
     seed: int = 0,
     ti2v: bool = False,
+    two: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Path:
     """Write a small Wan pipeline to `folder`, which must not exist yet, and return `folder`.
 
     overflow: "stream" makes the feed-forward of one block write |x| of about 5e5 into the residual stream.
     ti2v: Wan 2.2's 5B, with its VAE and a timestep for every token; else Wan 2.1's 1.3B.
+    two: Wan 2.2's A14B, with a second transformer, which denoises below 0.875 of the timesteps. `overflow` is its.
     """
     with new_folder(folder) as temporary, torch.random.fork_rng(devices=[]):
         tokenizer = train_tokenizer(temporary / "tokenizer")
@@ -37,24 +39,17 @@ def build_wan(
             )
         )  # fmt: skip
         torch.manual_seed(seed + 1)
-        channels = 48 if ti2v else 16
-        transformer = WanTransformer3DModel(
-            num_attention_heads=4,
-            attention_head_dim=12,
-            in_channels=channels,
-            out_channels=channels,
-            text_dim=32,
-            freq_dim=32,
-            ffn_dim=96,
-            num_layers=2,
-        ).eval()
+        transformer = _transformer(48 if ti2v else 16)
+        second = _transformer(16) if two else None
         if overflow == "stream":
-            _overflow_stream(transformer)
+            _overflow_stream(second or transformer)
         torch.manual_seed(seed + 2)
         pipeline = WanPipeline(
             tokenizer=tokenizer,
             text_encoder=encoder,
             transformer=transformer,
+            transformer_2=second,
+            boundary_ratio=0.875 if two else None,
             vae=_vae(ti2v),
             scheduler=UniPCMultistepScheduler(
                 prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0 if ti2v else 3.0
@@ -63,6 +58,19 @@ def build_wan(
         )
         save(pipeline, temporary, dtype)
     return folder
+
+
+def _transformer(channels: int) -> WanTransformer3DModel:
+    return WanTransformer3DModel(
+        num_attention_heads=4,
+        attention_head_dim=12,
+        in_channels=channels,
+        out_channels=channels,
+        text_dim=32,
+        freq_dim=32,
+        ffn_dim=96,
+        num_layers=2,
+    ).eval()
 
 
 def _vae(ti2v: bool) -> AutoencoderKLWan:

@@ -155,7 +155,7 @@ def test_what_was_found_while_it_ran_is_told_once(
     edit_config(folder, "vae", made_up=1)
     handle = open_pipeline(folder)
     handle.store.module("vae", "fp32")
-    handle.store.learned[handle.memory_key("fp16")] = learned
+    handle.store.learned[handle.memory_key("transformer", "fp16")] = learned
     notes = diagnose_pipeline(handle).notes
     assert len([note for note in notes if "made_up" in note]) == 1
     assert f"runs in fp16 taught: {words} (scope: learned)" in notes
