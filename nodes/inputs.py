@@ -22,6 +22,7 @@ ON_FAILURE = ("rerun", "stop", "off")
 SCOPES = ("step", "learned", "run")
 NATIVE_SCOPES = ("step", "run", "learned")  # of ComfyUI's own models
 SCHEDULERS = ("DDIM", "DPM")
+TRANSFORMERS = {"both": "", "high noise": "transformer", "low noise": "transformer_2"}  # → component; "": each
 INHERIT = "inherit"
 PRECISION_WORDS = ("fp16", "bf16", "fp32", "precision")  # that nodes are searched by
 _NONE = "none found: "  # begins what is alone in a list that would be empty, which ComfyUI cannot use

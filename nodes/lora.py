@@ -33,7 +33,14 @@ class LoadLoRA(Node):
                 "pipeline": inputs.pipeline(),
                 "lora": (files, {"tooltip": "A .safetensors file in models/loras, trained on this model."}),
                 "strength": inputs.number(1.0, -10.0, 10.0, 0.05, "1: as it was trained. 0: not at all."),
-            }
+            },
+            "optional": {
+                "transformer": inputs.choice(
+                    tuple(inputs.TRANSFORMERS),
+                    "Which transformer it is added to, where a model has two, as Wan 2.2 A14B: its LoRAs are one for "
+                    "high noise and one for low noise, a node each.",
+                )
+            },
         }
 
     @classmethod
@@ -54,7 +61,9 @@ class LoadLoRA(Node):
         path = host.weight_files("loras").get(lora)
         return fingerprint(path) if path else ""
 
-    def add(self, pipeline: PipelineHandle, lora: str, strength: float) -> tuple[PipelineHandle]:
+    def add(
+        self, pipeline: PipelineHandle, lora: str, strength: float, transformer: str = "both"
+    ) -> tuple[PipelineHandle]:
         from ..pipelines.errors import BadLora
         from ..pipelines.models.lora import Lora
         from ..pipelines.run.handle import add_lora
@@ -62,4 +71,4 @@ class LoadLoRA(Node):
         path = host.weight_files("loras").get(lora)
         if path is None:
             raise BadLora(f"The LoRA '{lora}' is gone. Looked in: {host.roots_text('loras')}.")
-        return (add_lora(pipeline, Lora(path, strength)),)
+        return (add_lora(pipeline, Lora(path, strength, inputs.TRANSFORMERS[transformer])),)

@@ -10,6 +10,7 @@ from .sample import Sampler
 
 if TYPE_CHECKING:
     from ..pipelines.families.spec import SizeRule
+    from ..pipelines.run.handle import PipelineHandle
 
 
 class LoadWan(Loader):
@@ -40,3 +41,11 @@ class SampleWan(Sampler):
             "seed": inputs.seed(),
             "precision": inputs.precision(inherit=True),
         }
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        tip = "Of the second transformer, for low noise, of 2.2 A14B. 0: the same as the first one's."
+        return {**super().INPUT_TYPES(), "optional": {"guidance_scale_2": inputs.number(0.0, 0.0, 100.0, 0.1, tip)}}
+
+    def sample(self, pipeline: PipelineHandle, *, guidance_scale_2: float = 0.0, **settings: Any) -> dict[str, Any]:
+        return super().sample(pipeline, guidance_scale_2=guidance_scale_2 or None, **settings)

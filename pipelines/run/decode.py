@@ -68,7 +68,7 @@ def _check(handle: PipelineHandle, latents: torch.Tensor, made_by: str | None, p
             f"The latents have shape {tuple(latents.shape)}, but {model.variant.name} decodes "
             f"{family.layout.shape.format(channels=channels)}. {wire}"
         )
-    if made_by in FAMILIES and FAMILIES[made_by].components != family.components:
+    if made_by in FAMILIES and not FAMILIES[made_by].components.items() <= family.components.items():
         raise BadInput(
             f"The latents are {FAMILIES[made_by].name}'s, but {model.variant.name} is to decode them. {wire}"
         )

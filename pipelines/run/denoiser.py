@@ -51,10 +51,12 @@ class _Steps:
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.float, output)
 
     def _begin(self) -> None:
-        """What came before may make room."""
+        """What came before makes room, and what made room for it comes back."""
         stage = self._stage
-        stage.handle.finish(*ENCODERS, *(name for name in stage.handle.family.denoisers if name != stage.name))
-        stage.place()
+        others = [name for name in stage.handle.family.denoisers if name != stage.name]
+        stage.handle.finish(*ENCODERS, *others)
+        if others:
+            stage.place()
         self._earlier = stage.report.learned
 
     def _step(self, **kwargs: Any) -> Any:

@@ -190,8 +190,8 @@ def add_lora(handle: PipelineHandle, lora: Lora) -> PipelineHandle:
     """The pipeline with one more LoRA, checked by its header. Raises BadLora."""
     if lora.denoiser not in ("", *handle.family.denoisers):
         raise BadLora(
-            f"{handle.store.model.variant.name} has no {lora.denoiser} to add '{lora.path.name}' to: it denoises with "
-            "one transformer. Choose 'both' as the LoRA's transformer."
+            f"{handle.store.model.variant.name} has no second transformer to add '{lora.path.name}' to. Choose 'both' "
+            "as the LoRA's transformer."
         )
     check_lora(lora.path, handle.family, skeleton(handle.store.model))
     return replace(handle, loras=(*handle.loras, lora))

@@ -25,6 +25,7 @@ LOADERS = {
     "cogview3": "LoadCogView3Plus",
     "cogview4": "LoadCogView4",
     "wan": "LoadWan",
+    "wan-two": "LoadWan",
     "svd": "LoadStableVideoDiffusion",
 }
 

@@ -124,11 +124,20 @@ def test_taking_it_away_reloads_nothing_and_leaves_nothing():
     after, report = sample(plain)
     assert torch.equal(after, before) and "LoRA" not in report
     assert plain.store.module("transformer", "fp32") is weights
-    assert with_lora(plain).memory_key("transformer", "fp16") != plain.memory_key("fp16"), (
+    assert with_lora(plain).memory_key("transformer", "fp16") != plain.memory_key("transformer", "fp16"), (
         "what it teaches is of this LoRA alone"
     )
     zero, _ = sample(with_lora(plain, strength=0.0))
     assert torch.equal(zero, before)
+
+
+def test_a_transformer_that_the_model_does_not_have_is_refused_before_anything_is_loaded():
+    plain = load()
+    (both,) = node("LoadLoRA").add(plain, "2b.safetensors", 1.0, "both")
+    assert [lora.denoiser for lora in both.loras] == [""]
+    with pytest.raises(BadLora, match=r"CogVideoX-2B has no second transformer.*Choose 'both'"):
+        node("LoadLoRA").add(plain, "2b.safetensors", 1.0, "low noise")
+    assert not plain.store.loaded()
 
 
 def test_strength_is_honoured_when_compiled_and_one_shell_is_kept():
@@ -137,7 +146,7 @@ def test_strength_is_honoured_when_compiled_and_one_shell_is_kept():
         expected, _ = sample(with_lora(eager, strength=strength), steps=1)
         found, _ = sample(with_lora(compiled, strength=strength), steps=1)
         assert (found - expected).abs().max() / expected.abs().max() < 1e-3
-    assert len({key[-1] for key in compiled.store.compiled if key[-1]}) == 1
+    assert len({loras for _, loras, *_ in compiled.store.compiled if loras}) == 1
 
 
 def test_guarded_and_with_a_wide_stream_a_lora_is_near_fp32(model_folder):

@@ -28,8 +28,9 @@ STAGES = {  # (model, stage) → the component, and the part of it that runs
     ("wan", "text_encoder"): ("text_encoder", ""),
     ("wan", "denoiser"): ("transformer", ""),
     ("wan", "vae_decode"): ("vae", "decoder"),
+    ("wan-two", "denoiser"): ("transformer_2", ""),
 }
-SIZES = {"5b-i2v": (96, 64, 9), "cogview4": (64, 64, 1), "svd": (64, 64, 2), "wan": (64, 48, 9)}
+SIZES = {"5b-i2v": (96, 64, 9), "cogview4": (64, 64, 1), "svd": (64, 64, 2), "wan": (64, 48, 9), "wan-two": (64, 48, 9)}
 HEALTH = {"suppress_health_check": list(HealthCheck), "max_examples": drawn(20, 4), "derandomize": True}
 
 

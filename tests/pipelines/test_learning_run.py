@@ -128,7 +128,7 @@ def test_an_overflow_outside_of_the_blocks_costs_one_rerun_and_no_more(model_fol
     folder = model_folder(model)
     options: dict[str, Any] = {"backend": "eager", "offload": "none", "placement": PlainPlacement()}
     handle = load(folder, family_of(folder), precision=Precision.FP16, **options)
-    overflow_in_time_embedding(handle.store.module("transformer", "fp16"))
+    overflow_in_time_embedding(handle.store.module(handle.family.denoiser, "fp16"))
     run = (
         (lambda seed: sampled(handle, LEARNED, seed))
         if model == "2b"

@@ -146,7 +146,7 @@ def all_away(handle):
 
 
 @pytest.mark.parametrize("offload", IN_PARTS)
-@pytest.mark.parametrize("model", ["2b", "1.5", "5b-i2v", "cogview3", "cogview4", "svd", "wan", "wan-ti2v"])
+@pytest.mark.parametrize("model", ["2b", "1.5", "5b-i2v", "cogview3", "cogview4", "svd", "wan", "wan-ti2v", "wan-two"])
 def test_every_family_is_bit_equal_and_all_weights_are_back(model_folder, apart, model, offload):
     expected = run(opened(model_folder(model), "none"), model)
     handle = opened(model_folder(model), offload)
@@ -174,7 +174,7 @@ def test_only_what_computes_is_there(model_folder, apart, monkeypatch, offload):
 
 
 @pytest.mark.parametrize("offload", IN_PARTS)
-@pytest.mark.parametrize("model", ["2b", "5b", "1.5", "cogview3", "cogview4", "wan"])
+@pytest.mark.parametrize("model", ["2b", "5b", "1.5", "cogview3", "cogview4", "wan", "wan-two"])
 def test_a_wide_stream_is_the_same(model_folder, apart, model, offload):
     folder = model_folder(model, "stream")
     expected = run(opened(folder, "none", "fp16"), model)

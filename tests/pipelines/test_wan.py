@@ -17,10 +17,12 @@ from comfyui_onediff_guard.pipelines.models.folder import inspect
 from comfyui_onediff_guard.pipelines.models.lora import Lora
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
-from comfyui_onediff_guard.pipelines.run.handle import add_lora
+from comfyui_onediff_guard.pipelines.run.handle import add_lora, load
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.offload import Offload
+from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
+from comfyui_onediff_guard.precision.policy import Precision
 from diffusers import WanPipeline
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -221,6 +223,41 @@ def test_the_second_transformer_has_a_guidance_scale_of_its_own(model_folder, of
     assert "4 steps" in report.summary()
 
 
+class Moves(PlainPlacement):
+    """Says what would be on the card."""
+
+    def __init__(self):
+        super().__init__()
+        self.here = set()
+
+    def to_device(self, name, module):
+        super().to_device(name, module)
+        self.here.add(name)
+
+    def to_host(self, name, module):
+        super().to_host(name, module)
+        self.here.discard(name)
+
+    def forget(self, name):
+        self.here.discard(name)
+
+
+@pytest.mark.parametrize("offload", ["none", "model"])
+def test_with_offload_only_the_transformer_that_computes_is_on_the_card(model_folder, offload):
+    placement, seen = Moves(), []
+    options = {"backend": "eager", "offload": offload, "placement": placement}
+    handle = load(model_folder("wan-two"), WAN, precision=Precision("bf16"), **options)
+    for name in handle.family.denoisers:
+        handle.store.module(name, "bf16").register_forward_pre_hook(
+            lambda *_, name=name: seen.append((name, placement.here & {*handle.family.denoisers}))
+        )
+    sample(handle, *prompts(handle), SMALL)
+    sample(handle, *prompts(handle), SMALL)
+    both, each = {"transformer", "transformer_2"}, ("transformer", "transformer_2") * 2
+    calls = [(name, both if offload == "none" else {name}) for name in each for _ in range(2)]
+    assert seen == calls
+
+
 def test_what_one_transformer_teaches_is_of_that_one_alone(model_folder, tmp_path):
     learning = GuardPolicy(scope=Scope.LEARNED)
     handle = replace(opened(model_folder("wan-two"), "fp16"), profiles=tmp_path, policy=learning)
@@ -265,7 +302,7 @@ def test_a_lora_is_added_to_one_transformer_or_to_both(model_folder, tmp_path):
         ).frames  # fmt: skip
         assert torch.equal(found[where], WAN.layout.unscaled(expected, SMALL.frames, handle.store.model.vae_config))
     assert not torch.equal(found["transformer"], found["transformer_2"])
-    with pytest.raises(BadLora, match="denoises with one transformer"):
+    with pytest.raises(BadLora, match="has no second transformer"):
         add_lora(opened(model_folder("wan")), Lora(file, 0.8, "transformer_2"))
 
 

@@ -167,6 +167,9 @@ GRAPHS: dict[str, Graph] = {
     "cogview3": Graph("LoadCogView3Plus", "SampleCogView", _IMAGE),
     "cogview4": Graph("LoadCogView4", "SampleCogView", _IMAGE),
     "wan": Graph("LoadWan", "SampleWan", {"width": 32, "height": 32, "frames": 9, "steps": 2}),
+    "wan-two": Graph(
+        "LoadWan", "SampleWan", {"width": 32, "height": 32, "frames": 9, "steps": 2, "guidance_scale_2": 3.0}
+    ),
     "svd": Graph(
         "LoadStableVideoDiffusion",
         "SampleStableVideoDiffusion",
