@@ -7,7 +7,6 @@ and that 'auto' goes on to the next compiler where one does not work.
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ...precision.shared import TURNS
 from ...precision.shells import with_forward
+from .counts import graphs_compiled
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +30,6 @@ KwArgs = dict[str, Any]
 EAGER = "eager"
 COMPILED_SIZES = 8  # as many as dynamo allows one piece of code
 _INTERRUPTS = ("InterruptProcessingException", "Interrupted")  # ComfyUI's, an Exception until 2026, and the host's
-
-
-def graphs_compiled() -> int:
-    """By dynamo, in this process so far. OneFlow compiles without it."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
 
 
 @dataclass(frozen=True)

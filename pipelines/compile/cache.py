@@ -36,9 +36,11 @@ from .code import SUFFIX, Platform, Target, files_in, pack, unpack
 if TYPE_CHECKING:
     import torch
 
+    from ...precision.arch import Architecture
     from ...precision.policy import Plan
     from ...precision.report import RunReport
-    from ..run.handle import PipelineHandle
+    from ..models.on_disk import StoredModel
+    from .backends import CompileOptions
     from .block import Tell
 
 logger = logging.getLogger(__name__)
@@ -50,22 +52,22 @@ _PREFIX = "onediff_guard_"  # of a process's folder; its number follows
 
 
 @contextmanager
-def inductor_folders(handle: PipelineHandle, report: RunReport, tell: Tell = lambda _: None) -> Generator[None]:
+def inductor_folders(
+    kept: Path | None, target: Target, report: RunReport, tell: Tell = lambda _: None
+) -> Generator[None]:
     """Hold inductor's folders while a pipeline samples: what earlier processes compiled is there, and what is compiled
     now is kept.
 
     Folders are the process's, so another thread's run that compiles by inductor waits until this one has sampled.
+    kept: the folder of what earlier processes compiled; None: nothing is kept.
     tell: is given a line where this one waits; may raise, to interrupt.
     """
-    if handle.backend.name != "inductor":
-        yield
-        return
     with _own_turn(tell):
-        yield from _kept(handle, report)
+        yield from _kept(kept, target, report)
 
 
-def _kept(handle: PipelineHandle, report: RunReport) -> Generator[None]:
-    folder, limit = handle.compiled, limit_here(partial(_say, report))
+def _kept(folder: Path | None, target: Target, report: RunReport) -> Generator[None]:
+    limit = limit_here(partial(_say, report))
     if folder is None or not limit:
         yield
         return
@@ -73,7 +75,7 @@ def _kept(handle: PipelineHandle, report: RunReport) -> Generator[None]:
         report.note(f"compiled code is kept in {INDUCTOR}={own}, as it was exported")
         yield
         return
-    work = _ready(handle, folder, report)
+    work = _ready(folder, target, report)
     if work is None:
         yield
         return
@@ -93,25 +95,22 @@ def _kept(handle: PipelineHandle, report: RunReport) -> Generator[None]:
         _keep(work, limit, report)
 
 
-def graphs_from_cache() -> int:
-    """Those whose code inductor found instead of compiling it, in this process so far."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    if dynamo is None:
-        return 0
-    return max(dynamo.counters["inductor"]["fxgraph_cache_hit"], dynamo.counters["aot_autograd"]["autograd_cache_hit"])
-
-
-def target_of(handle: PipelineHandle, plan: Plan) -> Target:
-    """What a pipeline's denoiser is compiled for. Sizes, LoRAs and islands are told apart by inductor itself."""
-    config = {name: value for name, value in handle.store.model.denoiser_config.items() if not name.startswith("_")}
-    options = handle.compile_options.in_words("inductor")
-    parts = ["wide stream" if plan.wide else "narrow stream", f"half accumulation {plan.accumulation}", options]
+def target_of(
+    model: StoredModel, plan: Plan, options: CompileOptions, device: torch.device, architecture: Architecture
+) -> Target:
+    """What a model's denoiser is compiled for. Sizes, LoRAs and islands are told apart by inductor itself."""
+    config = {name: value for name, value in model.denoiser_config.items() if not name.startswith("_")}
+    parts = [
+        "wide stream" if plan.wide else "narrow stream",
+        f"half accumulation {plan.accumulation}",
+        options.in_words("inductor"),
+    ]
     return Target(
-        model=handle.store.model.variant.name,
+        model=model.variant.name,
         config=hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16],
         dtype=plan.dtype,
         plan=", ".join(filter(None, parts)),
-        machine=platform_of(handle.store.placement.device, handle.architecture.name),
+        machine=platform_of(device, architecture.name),
     )
 
 
@@ -175,11 +174,11 @@ class _Work:
 _works: dict[Path, _Work] = {}  # of this process
 
 
-def _ready(handle: PipelineHandle, folder: Path, report: RunReport) -> _Work | None:
+def _ready(folder: Path, target: Target, report: RunReport) -> _Work | None:
     """The folder to compile in, with what inductor has loaded from others forgotten: it would not write that to this
     one. None where there can be none."""
     try:
-        work = _opened(folder, target_of(handle, report.plan), report)
+        work = _opened(folder, target, report)
         with TURNS.alone():
             _forget_loaded()
             _offer_built(work.folder)

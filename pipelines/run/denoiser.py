@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +17,11 @@ from ...precision.islands import Attempt, half_attempt
 from ...precision.learned import NOTHING, Learned
 from ...precision.observe import BlockOutputs
 from ...precision.shells import as_float32, with_forward
-from ..compile.attention import with_attention
-from ..compile.backends import came_to, compiled, for_dtype
-from ..compile.oneflow_graphs import graphs_folder
+from ..compile.backends import EAGER, MEASURED, came_to, compiled, for_dtype
 from ..families.spec import ENCODERS
 from ..models.lora import keys
 from .lessons import recall, remember
+from .profiles import identify
 from .stage import ComponentStage
 
 
@@ -85,9 +85,11 @@ class _Attempts:
         handle, plan = stage.handle, stage.plan
         self._stage = stage
         self._backend = for_dtype(handle.backend, handle.architecture, plan.dtype)
-        self._how, self._attention = with_attention(
-            handle.compile_options, handle.store, self._backend.name, plan.dtype, inputs
-        )
+        self._how, self._attention = handle.compile_options, ""
+        if self._how.attention == MEASURED:
+            from ..compile.attention import with_attention
+
+            self._how, self._attention = with_attention(self._how, handle.store, self._backend.name, plan.dtype, inputs)
         self._compiled: torch.nn.Module | None = None  # a shell of the latest attempt's
         self._compiles = True  # the latest attempt is compiled, where there is a backend that does
         self.tell_backend()
@@ -110,11 +112,13 @@ class _Attempts:
         self.tell_backend()
         if family.clips and dtype == "fp16" and not made.in_words:
             made = replace(made, run=self._block_outputs.watched(made.run, family.blocks[0]))
-        if self._backend.name == "eager" and self._how.attention:  # what is compiled has it inside
+        if self._backend.name == EAGER and self._how.attention:  # what is compiled has it inside
             made = replace(made, run=Attended(made.run, self._how.attention))
         return made
 
     def _in_blocks(self, half: torch.nn.Module, wide: bool) -> torch.nn.Module:
+        if self._backend.name == EAGER:
+            return half
         handle, plan = self._stage.handle, self._stage.plan
         known = handle.store.compiled
         how = (self._backend.name, self._how, plan.dtype, wide, plan.accumulation)
@@ -126,17 +130,28 @@ class _Attempts:
                 self._backend,
                 self._how,
                 device=handle.store.placement.device,
-                graphs=graphs_folder(handle, self._stage.name, plan, wide=wide),
+                graphs=self._graphs(wide),
             )
         self._compiled = made = known[key]
         self.tell_backend()
         return made
 
+    def _graphs(self, wide: bool) -> Path | None:
+        """The folder for OneFlow's graphs."""
+        handle, plan = self._stage.handle, self._stage.plan
+        if handle.compiled is None or self._backend.name != "oneflow":
+            return None
+        from ..compile.oneflow_graphs import graphs_folder
+
+        name, loras = self._stage.name, self._stage.loras
+        weights = identify(handle.store.model, name, loras, handle.architecture.name, plan.dtype)
+        return graphs_folder(handle.compiled, weights, handle.compile_options, plan.accumulation, wide=wide)
+
     def tell_backend(self) -> None:
         """Say in the report which one runs, and why: 'auto' may have gone on to another while it compiled."""
         report = self._stage.report
         if not self._compiles:
-            report.backend, report.backend_reason = "eager", "nothing is compiled with every layer wide"
+            report.backend, report.backend_reason = EAGER, "nothing is compiled with every layer wide"
             return
         backend = came_to(self._compiled, self._backend) if self._compiled else self._backend
         said = [backend.reason, self._stage.handle.compile_options.in_words(backend.name), self._attention]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +13,8 @@ from ...precision.policy import Component, Precision
 from ...precision.report import RunReport
 from ...precision.shared import TURNS
 from ...precision.shells import with_forward
-from ..compile import cache as compile_cache
-from ..compile.block import Tell, graphs_compiled, listening
+from ..compile.backends import EAGER
+from ..compile.block import Tell
 from ..errors import BadInput, BadSize
 from ..families.spec import ENCODERS
 from . import vae
@@ -84,11 +85,9 @@ def sample(
         TURNS.give_way()
         return values
 
-    graphs, from_cache = graphs_compiled(), compile_cache.graphs_from_cache()
     tell = tell or (lambda _: None)
-    heard = listening(tell, report.note)
     try:
-        with compile_cache.inductor_folders(handle, report, tell), handle.switched(report), heard, torch.no_grad():
+        with while_compiling(handle, report, tell), handle.switched(report), torch.no_grad():
             pipe = _pipeline(stages, denoiser, settings.scheduler, request, tell, from_video=video is not None)
             if embeddings:  # diffusers' CogView3-Plus would put zeros in place of a negative prompt that is encoded
                 pipe.encode_prompt = lambda *_, **__: tuple(embeddings.values())
@@ -112,8 +111,6 @@ def sample(
                 **{name: value for name, value in given.items() if value is not None},
             )
     finally:
-        report.graphs = None if report.backend in ("eager", "oneflow") else graphs_compiled() - graphs
-        report.graphs_kept = min(compile_cache.graphs_from_cache() - from_cache, report.graphs or 0)
         for stage in stages:
             keep(handle, stage.name, stage.plan.dtype)
         handle.finish(*family.denoisers, *ENCODERS)
@@ -121,6 +118,27 @@ def sample(
     config = handle.store.model.vae_config
     latents = family.layout.unscaled(latents, settings.frames, config)
     return latents.cpu().contiguous(), report  # ComfyUI 0.0.1's SaveLatent takes no other
+
+
+@contextmanager
+def while_compiling(handle: PipelineHandle, report: RunReport, tell: Tell) -> Generator[None]:
+    """Hold what compiling takes while a denoiser runs, and count in its report what was compiled. An eager one takes
+    nothing."""
+    if handle.backend.name == EAGER:
+        yield
+        return
+    from ..compile.block import listening
+    from ..compile.cache import inductor_folders, target_of
+    from ..compile.counts import counted
+
+    model, device = handle.store.model, handle.store.placement.device
+    with ExitStack() as held:
+        held.enter_context(counted(report))
+        if handle.backend.name == "inductor":
+            target = target_of(model, report.plan, handle.compile_options, device, handle.architecture)
+            held.enter_context(inductor_folders(handle.compiled, target, report, tell))
+        held.enter_context(listening(tell, report.note))
+        yield
 
 
 def _pipeline(

@@ -17,6 +17,7 @@ from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice
 from comfyui_onediff_guard.pipelines.compile.cache import INDUCTOR
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.models.hub import fetch
+from comfyui_onediff_guard.pipelines.run.sample import while_compiling
 from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.policy import Component
@@ -134,12 +135,12 @@ class Compiling:
     def run(self) -> Any:
         """What later processes find."""
         report = self._handle.report(self._handle.plan(Component.DENOISER))
-        with compile_cache.inductor_folders(self._handle, report):
+        with while_compiling(self._handle, report, lambda _: None):
             built = Path(os.environ[INDUCTOR]) / "ab" / "kernel"
             built.parent.mkdir(exist_ok=True)
             built.write_bytes(b"code" * 50_000)
         compile_cache._works.clear()  # as in a later process
-        with compile_cache.inductor_folders(self._handle, report):
+        with while_compiling(self._handle, report, lambda _: None):
             return files_of(Path(os.environ[INDUCTOR]))
 
 

@@ -22,14 +22,14 @@ from comfyui_onediff_guard.headless.errors import RunFailedError
 from comfyui_onediff_guard.headless.run import run_local
 from comfyui_onediff_guard.pipelines.atomic_files import LIMIT_VARIABLE
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, CompileOptions
-from comfyui_onediff_guard.pipelines.compile.cache import INDUCTOR, TRITON, inductor_folders
+from comfyui_onediff_guard.pipelines.compile.cache import INDUCTOR, TRITON
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.models.folder import family_of
 from comfyui_onediff_guard.pipelines.models.lora import Lora
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, add_lora, load
-from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
+from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample, while_compiling
 from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision import fp32_settings
@@ -303,7 +303,7 @@ def test_two_runs_that_compile_have_inductors_folders_in_turn(
 
     def run(handle: PipelineHandle, begun: Sequence[threading.Event], tell: Callable[[str], None]) -> None:
         report = handle.report(handle.plan(Component.DENOISER))
-        with inductor_folders(handle, report, tell):
+        with while_compiling(handle, report, tell):
             for event in begun:
                 event.set()
             mine = os.environ[INDUCTOR]
@@ -335,10 +335,11 @@ def test_a_run_that_waits_to_compile_can_be_interrupted(
         raise host.Interrupted(line)
 
     def other() -> None:
-        with inductor_folders(handle, report, interrupted):
+        with while_compiling(handle, report, interrupted):
             raise AssertionError("both are inside")
 
-    with inductor_folders(handle, report), pytest.raises(host.Interrupted, match="waiting for another run"):
+    waiting = pytest.raises(host.Interrupted, match="waiting for another run")
+    with while_compiling(handle, report, lambda _: None), waiting:
         at_once(other)
 
 

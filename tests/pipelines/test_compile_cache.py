@@ -18,8 +18,9 @@ from archives import rewrite
 from comfyui_onediff_guard.pipelines.atomic_files import LIMIT_VARIABLE
 from comfyui_onediff_guard.pipelines.compile import cache as compile_cache
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, CompileOptions
-from comfyui_onediff_guard.pipelines.compile.cache import INDUCTOR, TRITON, inductor_folders, target_of
+from comfyui_onediff_guard.pipelines.compile.cache import INDUCTOR, TRITON, target_of
 from comfyui_onediff_guard.pipelines.compile.code import SUFFIX, unpack
+from comfyui_onediff_guard.pipelines.run.sample import while_compiling
 from comfyui_onediff_guard.precision.policy import Component, Precision
 
 
@@ -32,6 +33,15 @@ def pipeline(model_folder, open_pipeline, tmp_path, monkeypatch):
     return replace(handle, backend=BackendChoice("inductor", "asked for"), compiled=tmp_path / "compiled")
 
 
+def target(handle, report):
+    model, options, device = handle.store.model, handle.compile_options, handle.store.placement.device
+    return target_of(model, report.plan, options, device, handle.architecture)
+
+
+def held(handle, report):
+    return while_compiling(handle, report, lambda _: None)
+
+
 def in_new_process():
     compile_cache._works.clear()
 
@@ -40,7 +50,7 @@ def written(handle, **files):
     """The report of a run in which a compiler writes these files, and what it found there before."""
     report = handle.report(handle.plan(Component.DENOISER))
     found = {}
-    with inductor_folders(handle, report):
+    with held(handle, report):
         folder = Path(os.environ[INDUCTOR])
         found.update({path.name: path.read_text() for path in folder.rglob("*") if path.is_file()})
         for name, text in files.items():
@@ -58,7 +68,7 @@ def test_what_is_written_is_there_in_the_next_process_and_nowhere_else(pipeline)
     report, found = written(pipeline, kernel="code")
     assert found == {} and report.notes == pipeline.store.model.notes
     assert INDUCTOR not in os.environ and TRITON not in os.environ
-    assert only_file(pipeline).name == f"{target_of(pipeline, report.plan).name}{SUFFIX}"
+    assert only_file(pipeline).name == f"{target(pipeline, report).name}{SUFFIX}"
     in_new_process()
     assert written(pipeline)[1] == {"kernel": "code"}
 
@@ -167,7 +177,7 @@ def test_the_report_tells_what_was_compiled_from_what_was_kept(pipeline, graphs,
 
 def test_every_damage_to_a_byte_is_noticed_or_does_no_harm(pipeline, tmp_path):
     report, _ = written(pipeline, kernel="code" * 50, another="more" * 50)
-    file, target = only_file(pipeline), target_of(pipeline, report.plan)
+    file, wanted = only_file(pipeline), target(pipeline, report)
     whole = file.read_bytes()
     noticed = 0
     for place in range(0, len(whole), 3):
@@ -175,7 +185,7 @@ def test_every_damage_to_a_byte_is_noticed_or_does_no_harm(pipeline, tmp_path):
         folder = tmp_path / f"unpacked{place}"
         folder.mkdir()
         try:
-            unpack(file, target, folder)
+            unpack(file, wanted, folder)
         except (compile_cache.BadCompiled, OSError):
             noticed += 1
         texts = {path.name: path.read_text() for path in folder.rglob("*") if path.is_file()}
@@ -223,7 +233,7 @@ def no_inductor():
 def test_where_it_cannot_begin_the_run_goes_on(pipeline, monkeypatch, broken, by, says):
     monkeypatch.setattr(f"{compile_cache.__name__}.{broken}", by)
     report = pipeline.report(pipeline.plan(Component.DENOISER))
-    with inductor_folders(pipeline, report):
+    with held(pipeline, report):
         assert INDUCTOR not in os.environ
     assert report.notes[-1] == says and not pipeline.compiled.exists()
 
@@ -231,14 +241,14 @@ def test_where_it_cannot_begin_the_run_goes_on(pipeline, monkeypatch, broken, by
 def test_what_the_user_exported_is_respected_and_told(pipeline, monkeypatch, tmp_path):
     monkeypatch.setenv(INDUCTOR, str(tmp_path / "users"))
     report = pipeline.report(pipeline.plan(Component.DENOISER))
-    with inductor_folders(pipeline, report):
+    with held(pipeline, report):
         assert os.environ[INDUCTOR] == str(tmp_path / "users")
     assert f"{INDUCTOR}={tmp_path / 'users'}" in report.notes[-1] and not pipeline.compiled.exists()
 
 
 def test_a_folder_of_tritons_that_the_user_exported_stays(pipeline, monkeypatch, tmp_path):
     monkeypatch.setenv(TRITON, str(tmp_path / "users"))
-    with inductor_folders(pipeline, pipeline.report(pipeline.plan(Component.DENOISER))):
+    with held(pipeline, pipeline.report(pipeline.plan(Component.DENOISER))):
         assert os.environ[TRITON] == str(tmp_path / "users") and INDUCTOR in os.environ
     assert os.environ[TRITON] == str(tmp_path / "users")
 
@@ -249,7 +259,7 @@ def test_what_torch_exported_itself_is_put_back(pipeline, monkeypatch):
     monkeypatch.setenv(INDUCTOR, default_cache_dir())
     monkeypatch.setenv(TRITON, f"{default_cache_dir()}/triton/0")
     report = pipeline.report(pipeline.plan(Component.DENOISER))
-    with inductor_folders(pipeline, report):
+    with held(pipeline, report):
         assert os.environ[TRITON] == f"{os.environ[INDUCTOR]}/triton"
         assert not os.environ[INDUCTOR].startswith(default_cache_dir())
     assert report.notes == pipeline.store.model.notes
@@ -263,7 +273,7 @@ def test_a_run_that_was_interrupted_keeps_what_it_compiled_and_a_failed_compiler
         pass
 
     def compile_and_raise(report, error):
-        with inductor_folders(pipeline, report):
+        with held(pipeline, report):
             (Path(os.environ[INDUCTOR]) / type(error).__name__).write_text("code")
             raise error
 
@@ -290,7 +300,7 @@ def test_where_nothing_is_kept_nothing_is_touched(pipeline, monkeypatch, without
     if without == "limit":
         monkeypatch.setenv(LIMIT_VARIABLE, "0")
     handle = replace(pipeline, **changed.get(without, {}))
-    with inductor_folders(handle, handle.report(handle.plan(Component.DENOISER))):
+    with held(handle, handle.report(handle.plan(Component.DENOISER))):
         assert INDUCTOR not in os.environ
     assert not pipeline.compiled.exists() and not compile_cache._works.keys() & {pipeline.compiled}
 
@@ -299,7 +309,7 @@ def test_the_oldest_is_dropped_and_never_what_is_in_use(pipeline, monkeypatch):
     def used(dynamic, seconds_ago):
         handle = replace(pipeline, compile_options=CompileOptions(dynamic=dynamic))
         report, _ = written(handle, **{f"kernel{dynamic}": os.urandom(3000).hex()})
-        file = pipeline.compiled / f"{target_of(handle, report.plan).name}{SUFFIX}"
+        file = pipeline.compiled / f"{target(handle, report).name}{SUFFIX}"
         os.utime(file, times=(time.time() - seconds_ago,) * 2)
         return file
 
@@ -341,7 +351,7 @@ def test_tritons_paths_are_those_of_the_folder_they_are_in(pipeline):
     report = pipeline.report(pipeline.plan(Component.DENOISER))
     for process in range(2):
         in_new_process()
-        with inductor_folders(pipeline, report):
+        with held(pipeline, report):
             folder = Path(os.environ[TRITON])
             assert folder == Path(os.environ[INDUCTOR]) / "triton"
             group = folder / "HASH" / "__grp__kernel.json"

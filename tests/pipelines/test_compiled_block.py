@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, CompileOptions, compiled
-from comfyui_onediff_guard.pipelines.compile.block import COMPILED_SIZES, graphs_compiled, listening
+from comfyui_onediff_guard.pipelines.compile.block import COMPILED_SIZES, listening
+from comfyui_onediff_guard.pipelines.compile.counts import graphs_compiled
 from comfyui_onediff_guard.pipelines.models.recognised import family_of
 from comfyui_onediff_guard.pipelines.run.handle import load
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample

@@ -14,6 +14,7 @@ from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, Comp
 from comfyui_onediff_guard.pipelines.compile.warm_up import Size, warm_up
 from comfyui_onediff_guard.pipelines.models.recognised import family_of
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
+from comfyui_onediff_guard.pipelines.run.profiles import identify
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.policy import Component, Precision
 
@@ -28,10 +29,16 @@ def handle(model_folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def folder_of(handle: PipelineHandle, *, wide: bool = False, dynamic: bool | None = None) -> Path:
-    handle = replace(handle, compile_options=CompileOptions(dynamic=dynamic))
-    folder = oneflow_graphs.graphs_folder(handle, "transformer", handle.plan(Component.DENOISER), wide=wide)
+    folder = folder_or_none(replace(handle, compile_options=CompileOptions(dynamic=dynamic)), wide=wide)
     assert folder is not None
     return folder
+
+
+def folder_or_none(handle: PipelineHandle, *, wide: bool = False) -> Path | None:
+    plan, how = handle.plan(Component.DENOISER), handle.compile_options
+    weights = identify(handle.store.model, handle.family.denoiser, handle.loras, handle.architecture.name, plan.dtype)
+    assert handle.compiled is not None
+    return oneflow_graphs.graphs_folder(handle.compiled, weights, how, plan.accumulation, wide=wide)
 
 
 def test_every_block_of_a_run_is_given_a_file(
@@ -79,11 +86,22 @@ def test_folders_not_used_longest_go_beyond_the_limit(handle: PipelineHandle, mo
 def test_where_nothing_is_kept_there_is_no_folder(
     handle: PipelineHandle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    plan = handle.plan(Component.DENOISER)
-    for other in (replace(handle, compiled=None), replace(handle, backend=BackendChoice("inductor", ""))):
-        assert oneflow_graphs.graphs_folder(other, "transformer", plan, wide=False) is None
+    from onediff.infer_compiler.backends import registry
+
+    given: list[Path | None] = []
+
+    def backend(module: torch.nn.Module, *, options: Any) -> torch.nn.Module:
+        given.append(getattr(options, "graph_file", None))
+        return module
+
+    with torch.inference_mode():
+        for other in (replace(handle, compiled=None), replace(handle, backend=BackendChoice("nexfort", ""))):
+            monkeypatch.setitem(registry._BACKENDS, other.backend.name, backend)
+            other.store.compiled.clear()
+            warm_up(other, [Size(64, 48, 9)])
+    assert given and set(given) == {None} and not (tmp_path / "oneflow").exists()
     monkeypatch.setenv("ONEDIFF_GUARD_COMPILED_GB", "0")
-    assert oneflow_graphs.graphs_folder(handle, "transformer", plan, wide=False) is None
+    assert folder_or_none(handle) is None
     (tmp_path / "oneflow").write_text("a file", encoding="utf-8")
     monkeypatch.setenv("ONEDIFF_GUARD_COMPILED_GB", "1")
-    assert oneflow_graphs.graphs_folder(handle, "transformer", plan, wide=False) is None
+    assert folder_or_none(handle) is None
