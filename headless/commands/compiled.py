@@ -11,7 +11,7 @@ from ...trust.text import for_terminal
 from . import answer, kept_files
 
 if TYPE_CHECKING:
-    from ...pipelines.compile.code import Platform, Target
+    from ...pipelines.compile.target import Platform, Target
 
 TRUST = "Such a file holds code that will be run. Import it only from people whom you trust."
 
@@ -108,7 +108,7 @@ def _by_name(folder: Path) -> dict[str, Path]:
 
 
 def _here() -> Platform:
-    from ...pipelines.compile.cache import platform_of
+    from ...pipelines.compile.target import platform_of
     from ...pipelines.weights.placement import default_device
     from ...precision.arch import detect
 

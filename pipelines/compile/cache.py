@@ -8,20 +8,16 @@ is a line in the report and the log.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
-import platform
 import shutil
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,18 +26,13 @@ import psutil
 from ...precision.shared import TURNS
 from ..atomic_files import LIMIT_VARIABLE, delete, drop_oldest, last_used, limit_here, limit_of
 from ..errors import BadCompiled
-from ..insight.machine import first_line, version_of
-from .code import SUFFIX, Platform, Target, files_in, pack, unpack
+from ..insight.machine import first_line
+from .code import SUFFIX, files_in, pack, unpack
 
 if TYPE_CHECKING:
-    import torch
-
-    from ...precision.arch import Architecture
-    from ...precision.policy import Plan
     from ...precision.report import RunReport
-    from ..models.on_disk import StoredModel
-    from .backends import CompileOptions
     from .block import Tell
+    from .target import Target
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +40,7 @@ INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 _ASKED_AGAIN = 0.5  # seconds after which a run that waits may be interrupted
 _STALE = 24 * 3600  # seconds after which what nobody finished or deleted is nobody's
 _PREFIX = "onediff_guard_"  # of a process's folder; its number follows
+_TURN = threading.RLock()  # a run that warms up may be inside of another
 
 
 @contextmanager
@@ -63,70 +55,23 @@ def inductor_folders(
     tell: is given a line where this one waits; may raise, to interrupt.
     """
     with _own_turn(tell):
-        yield from _kept(kept, target, report)
-
-
-def _kept(folder: Path | None, target: Target, report: RunReport) -> Generator[None]:
-    limit = limit_here(partial(_say, report))
-    if folder is None or not limit:
-        yield
-        return
-    if own := exported():
-        report.note(f"compiled code is kept in {INDUCTOR}={own}, as it was exported")
-        yield
-        return
-    work = _ready(folder, target, report)
-    if work is None:
-        yield
-        return
-    try:
-        with _folders(work):
+        limit = limit_here(partial(_say, report))
+        work = _ready(kept, target, report) if kept and limit else None
+        if work is None:
             yield
-    except (KeyboardInterrupt, SystemExit):  # it may have ended the compiler, too
-        raise
-    except Exception as error:
-        if not _of_the_compiler(error):
+            return
+        try:
+            with _folders(work.folder):
+                yield
+        except Exception as error:  # not an interrupt of the process, which may have ended the compiler, too
+            if not _of_the_compiler(error):
+                _keep(work, limit, report)
+            elif work.known:
+                _say(report, "compiling failed, so the compile cache for it is thrown away")
+                _throw_away(work, report)
+            raise
+        else:
             _keep(work, limit, report)
-        elif work.known:
-            _say(report, "compiling failed, so the compile cache for it is thrown away")
-            _throw_away(work, report)
-        raise
-    else:
-        _keep(work, limit, report)
-
-
-def target_of(
-    model: StoredModel, plan: Plan, options: CompileOptions, device: torch.device, architecture: Architecture
-) -> Target:
-    """What a model's denoiser is compiled for. Sizes, LoRAs and islands are told apart by inductor itself."""
-    config = {name: value for name, value in model.denoiser_config.items() if not name.startswith("_")}
-    parts = [
-        "wide stream" if plan.wide else "narrow stream",
-        f"half accumulation {plan.accumulation}",
-        options.in_words("inductor"),
-    ]
-    return Target(
-        model=model.variant.name,
-        config=hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16],
-        dtype=plan.dtype,
-        plan=", ".join(filter(None, parts)),
-        machine=platform_of(device, architecture.name),
-    )
-
-
-@lru_cache
-def platform_of(device: torch.device, architecture: str) -> Platform:
-    import torch
-
-    libc = " ".join(platform.libc_ver())
-    return Platform(
-        architecture=architecture,
-        device=_cpu() if device.type == "cpu" else torch.cuda.get_device_name(device),
-        torch=torch.__version__,
-        triton="" if device.type == "cpu" else _triton_version(),
-        python=str(sys.implementation.cache_tag),
-        system=", ".join(filter(None, [f"{platform.system()} {platform.machine()}", libc])),
-    )
 
 
 def kept_files(folder: Path) -> list[Path]:
@@ -134,10 +79,11 @@ def kept_files(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"*{SUFFIX}"), key=last_used, reverse=True)
 
 
-def exported() -> str:
-    """Inductor's folder as the user exported it, "" where it is inductor's own choice, which it exports too."""
-    value = os.environ.get(INDUCTOR, "")
-    return "" if _set_by_torch(value) else value
+def exported(variable: str = INDUCTOR) -> str:
+    """A folder of inductor's as the user exported it, "" where it is inductor's own choice, which it exports too."""
+    value, temporary = os.environ.get(variable, ""), Path(tempfile.gettempdir()).absolute()
+    own = temporary in Path(value).parents and Path(value).relative_to(temporary).parts[0].startswith("torchinductor_")
+    return "" if own else value
 
 
 def room_in_words(folder: Path) -> str:
@@ -174,11 +120,14 @@ class _Work:
 _works: dict[Path, _Work] = {}  # of this process
 
 
-def _ready(folder: Path, target: Target, report: RunReport) -> _Work | None:
+def _ready(kept: Path, target: Target, report: RunReport) -> _Work | None:
     """The folder to compile in, with what inductor has loaded from others forgotten: it would not write that to this
     one. None where there can be none."""
+    if own := exported():
+        report.note(f"compiled code is kept in {INDUCTOR}={own}, as it was exported")
+        return None
     try:
-        work = _opened(folder, target, report)
+        work = _opened(kept / f"{target.name}{SUFFIX}", target, report)
         with TURNS.alone():
             _forget_loaded()
             _offer_built(work.folder)
@@ -188,21 +137,19 @@ def _ready(folder: Path, target: Target, report: RunReport) -> _Work | None:
     return work
 
 
-def _opened(folder: Path, target: Target, report: RunReport) -> _Work:
+def _opened(file: Path, target: Target, report: RunReport) -> _Work:
     """The process's own folder for a target, filled with what is kept."""
-    file = folder / f"{target.name}{SUFFIX}"
     with suppress(OSError):
         os.utime(file)
-    if file in _works:
-        return _works[file]
-    _drop_stale(_left_behind())
-    holder = tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{os.getpid()}_", ignore_cleanup_errors=True)
-    work = _Work(target, file, holder)
-    if _fill(work, report):
-        work.known = files_in(work.folder)
-    _forget_probes()
-    _works[file] = work
-    return work
+    if file not in _works:
+        _drop_stale(Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"))
+        holder = tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{os.getpid()}_", ignore_cleanup_errors=True)
+        work = _Work(target, file, holder)
+        if _fill(work, report):
+            work.known = files_in(work.folder)
+        _forget_probes()
+        _works[file] = work
+    return _works[file]
 
 
 def _fill(work: _Work, report: RunReport) -> bool:
@@ -249,22 +196,14 @@ def _keep(work: _Work, limit: float, report: RunReport) -> None:
         _say(report, f"compiled code could not be kept in {work.file.parent}: {error}")
 
 
-def _left_behind() -> Iterator[Path]:
-    """Folders of processes that were killed before they could delete them."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        process = folder.name.removeprefix(_PREFIX).partition("_")[0]
-        if not (process.isdigit() and psutil.pid_exists(int(process))):
-            yield folder
-
-
 def _drop_stale(left: Iterable[Path]) -> None:
+    """Delete what processes left that were killed. Their folders are named by their numbers."""
     for path in left:
-        if time.time() - last_used(path) > _STALE:
+        process = path.name.removeprefix(_PREFIX).partition("_")[0]
+        running = process.isdigit() and psutil.pid_exists(int(process))
+        if not running and time.time() - last_used(path) > _STALE:
             with suppress(OSError):
                 delete(path)
-
-
-_TURN = threading.RLock()  # a run that warms up may be inside of another
 
 
 @contextmanager
@@ -279,21 +218,23 @@ def _own_turn(tell: Tell) -> Generator[None]:
 
 
 @contextmanager
-def _folders(work: _Work) -> Generator[None]:
+def _folders(folder: Path) -> Generator[None]:
     """Inductor and Triton read these variables whenever they compile."""
-    before = {variable: os.environ.get(variable) for variable in (INDUCTOR, TRITON)}
+    ours = {INDUCTOR: str(folder), TRITON: exported(TRITON) or str(folder / "triton")}
+    before = {variable: os.environ.get(variable) for variable in ours}
     with TURNS.alone():
-        os.environ[INDUCTOR] = str(work.folder)
-        triton = before[TRITON]
-        if triton is None or _set_by_torch(triton):
-            os.environ[TRITON] = str(work.folder / "triton")
+        _export(ours)
     try:
         yield
     finally:
         with TURNS.alone():
-            for variable, value in before.items():
-                os.environ.pop(variable, None) if value is None else os.environ.update({variable: value})
+            _export(before)
             _forget_loaded()
+
+
+def _export(variables: Mapping[str, str | None]) -> None:
+    for variable, value in variables.items():
+        os.environ.pop(variable, None) if value is None else os.environ.update({variable: value})
 
 
 def _forget_loaded() -> None:
@@ -309,11 +250,10 @@ def _offer_built(folder: Path) -> None:
     from torch._inductor import codecache
 
     loader: Any = getattr(codecache, "CppPythonBindingsCodeCache", None)
-    if not (hasattr(loader, "cache") and hasattr(loader, "_load_library")):
-        return
-    for library in folder.glob("*/*.main.so"):
-        key = library.name.removesuffix(".main.so")
-        loader.cache[key] = partial(loader._load_library, str(library), key)
+    if hasattr(loader, "cache") and hasattr(loader, "_load_library"):
+        for library in folder.glob("*/*.main.so"):
+            key = library.name.removesuffix(".main.so")
+            loader.cache[key] = partial(loader._load_library, str(library), key)
 
 
 def _forget_probes() -> None:
@@ -321,16 +261,9 @@ def _forget_probes() -> None:
     from torch._inductor import cpu_vec_isa
 
     kinds = [kind for kind in vars(cpu_vec_isa).values() if isinstance(kind, type)]
-    probes = [probe for kind in kinds for probe in vars(kind).values()]
-    for probe in [*probes, *vars(cpu_vec_isa).values()]:
+    for probe in (probe for kind in (cpu_vec_isa, *kinds) for probe in vars(kind).values()):
         if hasattr(probe, "cache_clear"):
             probe.cache_clear()
-
-
-def _set_by_torch(value: str) -> bool:
-    """To its default, when it was asked for it."""
-    path, temporary = Path(value), Path(tempfile.gettempdir()).absolute()
-    return temporary in path.parents and path.relative_to(temporary).parts[0].startswith("torchinductor_")
 
 
 def _of_the_compiler(error: Exception) -> bool:
@@ -340,22 +273,3 @@ def _of_the_compiler(error: Exception) -> bool:
 def _say(report: RunReport, line: str) -> None:
     logger.warning("%s", line)
     report.note(line)
-
-
-def _triton_version() -> str:
-    names = ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu")
-    return next((version for name in names if (version := version_of(name))), "")
-
-
-def _cpu() -> str:
-    """Inductor compiles for the very CPU: code for one with more instruction sets would end this process."""
-    import torch
-
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    name = facts.get("model name") or platform.processor() or platform.machine()
-    sets = facts.get("flags") or facts.get("Features") or torch.backends.cpu.get_cpu_capability()
-    return f"{name}, {hashlib.sha256(' '.join(sorted(sets.split())).encode()).hexdigest()[:8]}"

@@ -128,8 +128,9 @@ def while_compiling(handle: PipelineHandle, report: RunReport, tell: Tell) -> Ge
         yield
         return
     from ..compile.block import listening
-    from ..compile.cache import inductor_folders, target_of
+    from ..compile.cache import inductor_folders
     from ..compile.counts import counted
+    from ..compile.target import target_of
 
     model, device = handle.store.model, handle.store.placement.device
     with ExitStack() as held:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comfyui_onediff_guard.pipelines.compile.code import Platform, Target, check, pack, read_target, unpack
+from comfyui_onediff_guard.pipelines.compile.code import check, pack, read_target, unpack
+from comfyui_onediff_guard.pipelines.compile.target import Platform, Target
 from comfyui_onediff_guard.pipelines.errors import BadCompiled
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

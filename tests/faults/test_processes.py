@@ -37,7 +37,8 @@ print(json.dumps({"frames": sorted(frames), "outcomes": outcomes}))
 ARCHIVES = """
 import sys
 from pathlib import Path
-from comfyui_onediff_guard.pipelines.compile.code import Platform, SUFFIX, Target, pack, unpack
+from comfyui_onediff_guard.pipelines.compile.code import SUFFIX, pack, unpack
+from comfyui_onediff_guard.pipelines.compile.target import Platform, Target
 
 work, shared, times = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 target = Target("CogVideoX-2B", "0" * 16, "fp32", "narrow stream", Platform("cpu", "a CPU", "2.13", "", "cp", "Linux"))

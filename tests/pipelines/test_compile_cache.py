@@ -17,8 +17,9 @@ import pytest
 from archives import rewrite
 from comfyui_onediff_guard.pipelines.atomic_files import LIMIT_VARIABLE
 from comfyui_onediff_guard.pipelines.compile import cache as compile_cache
+from comfyui_onediff_guard.pipelines.compile import target as targets
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, CompileOptions
-from comfyui_onediff_guard.pipelines.compile.cache import INDUCTOR, TRITON, target_of
+from comfyui_onediff_guard.pipelines.compile.cache import INDUCTOR, TRITON
 from comfyui_onediff_guard.pipelines.compile.code import SUFFIX, unpack
 from comfyui_onediff_guard.pipelines.run.sample import while_compiling
 from comfyui_onediff_guard.precision.policy import Component, Precision
@@ -35,7 +36,7 @@ def pipeline(model_folder, open_pipeline, tmp_path, monkeypatch):
 
 def target(handle, report):
     model, options, device = handle.store.model, handle.compile_options, handle.store.placement.device
-    return target_of(model, report.plan, options, device, handle.architecture)
+    return targets.target_of(model, report.plan, options, device, handle.architecture)
 
 
 def held(handle, report):
@@ -76,14 +77,14 @@ def test_what_is_written_is_there_in_the_next_process_and_nowhere_else(pipeline)
 @pytest.mark.parametrize("what", ["torch", "device", "python", "dtype", "accumulation", "options", "config"])
 def test_for_something_else_nothing_is_there(pipeline, monkeypatch, what):
     written(pipeline, kernel="code")
-    here = compile_cache.platform_of(pipeline.store.placement.device, pipeline.architecture.name)
+    here = targets.platform_of(pipeline.store.placement.device, pipeline.architecture.name)
     changed = {
         "dtype": {"precision": Precision.BF16},
         "options": {"compile_options": CompileOptions(dynamic=True)},
     }
     other = replace(pipeline, **changed.get(what, {}))
     if what in ("torch", "device", "python"):
-        monkeypatch.setattr(compile_cache, "platform_of", lambda *_: replace(here, **{what: "another"}))
+        monkeypatch.setattr(targets, "platform_of", lambda *_: replace(here, **{what: "another"}))
     if what == "accumulation":
         plan = replace(other.plan(Component.DENOISER), accumulation="on")
         monkeypatch.setattr(type(other), "plan", lambda *_: plan)

@@ -33,7 +33,7 @@ from comfyui_onediff_guard.precision.policy import Precision
 
 model, compiled = map(Path, sys.argv[1:3])
 handle = load(
-    model, COGVIDEOX, precision=Precision("fp32"), backend="inductor", offload="none",
+    model, COGVIDEOX, precision=Precision("fp32"), backend=sys.argv[3], offload="none",
     placement=PlainPlacement(), compiled=compiled,
 )
 with torch.inference_mode():
@@ -44,6 +44,7 @@ asked = ({"--version"}, {"-v"})  # of the compiler's version
 print(json.dumps({
     "graphs": report.graphs, "kept": report.graphs_kept, "notes": report.notes, "text": report.text(),
     "built": [c for c in commands if "g++" in c[0] and set(c[1:]) not in asked],
+    "files": [name.partition(".compile.")[2] for name in sys.modules if "_guard.pipelines.compile." in name],
     "latents": hashlib.sha256(latents.numpy().tobytes()).hexdigest(),
 }))
 """
@@ -54,12 +55,12 @@ def run(model_folder, fresh_python, tmp_path_factory):
     """run(folder) → what a new process that samples with that folder of compiled code did. Its /tmp is new, too, or
     `temporary`, where the headers that inductor precompiled are left."""
 
-    def sampled(folder: Path, temporary: Path | None = None) -> dict:
+    def sampled(folder: Path, temporary: Path | None = None, backend: str = "inductor") -> dict:
         environment = {LIMIT_VARIABLE: "2", "TMPDIR": str(temporary or tmp_path_factory.mktemp("tmp"))}
         with pytest.MonkeyPatch.context() as patch:
             patch.delenv(INDUCTOR, raising=False)  # torch exports it as soon as it compiles
             patch.delenv(TRITON, raising=False)
-            told = fresh_python(CHILD, str(model_folder("2b")), str(folder), **environment)
+            told = fresh_python(CHILD, str(model_folder("2b")), str(folder), backend, **environment)
         return json.loads(told.splitlines()[-1])
 
     return sampled
@@ -93,6 +94,12 @@ def test_a_library_that_was_cut_short_is_thrown_away_and_built_again(run, first,
     assert [note for note in again["notes"] if "thrown away" in note and "is not what it was" in note]
     assert again["kept"] == 0 and again["built"] and again["latents"] == cold["latents"]
     assert file.stat().st_size > 1000, "kept again"
+
+
+def test_a_run_that_is_not_compiled_reads_nothing_of_the_cache(run, tmp_path):
+    eager = run(tmp_path / "compiled", backend="eager")
+    assert sorted(eager["files"]) == ["backends", "block", "counts"], "what the handle names the backend by"
+    assert eager["graphs"] is None and not (tmp_path / "compiled").exists()
 
 
 def halve_libraries(contents):
