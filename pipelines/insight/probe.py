@@ -125,6 +125,7 @@ def _watched(stage: ComponentStage) -> tuple[torch.nn.Module, Measured]:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
+        stage.place()
         with weights:
             return measured.call(lambda: guard(**given), lambda: healthy(**given))
 

@@ -52,6 +52,7 @@ def decode(
     try:
         with handle.switched(stage.report), torch.no_grad():
             calls.total = calls_of_vae(vae, lambda counting: list(parts(counting, latents.to("meta"))))
+            stage.place()
             latents = latents.to(handle.store.placement.device)
             pixels = torch.cat([part.cpu() for part in parts(vae, latents)])
     finally:

@@ -51,12 +51,10 @@ class _Steps:
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.float, output)
 
     def _begin(self) -> None:
-        """What came before makes room, and what made room for it comes back."""
+        """What came before may make room for it."""
         stage = self._stage
-        others = [name for name in stage.handle.family.denoisers if name != stage.name]
-        stage.handle.finish(*ENCODERS, *others)
-        if others:
-            stage.place()
+        stage.handle.finish(*ENCODERS, *(name for name in stage.handle.family.denoisers if name != stage.name))
+        stage.place()
         self._earlier = stage.report.learned
 
     def _step(self, **kwargs: Any) -> Any:

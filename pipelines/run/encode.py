@@ -74,6 +74,7 @@ def _pipeline(stage: ComponentStage) -> object:
     import diffusers
 
     handle, plan = stage.handle, stage.plan
+    stage.place()
     text_encoder, weights = stage.module, stage.weights
     shell, clips = weights.shell(text_encoder), Clips(plan.dtype)  # T5 clamps at ±64504
 

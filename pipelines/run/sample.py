@@ -12,7 +12,7 @@ import torch
 from ...precision.policy import Component, Precision
 from ...precision.report import RunReport
 from ...precision.shared import TURNS
-from ...precision.shells import with_forward
+from ...precision.shells import as_float32, with_forward
 from ..compile.backends import EAGER
 from ..compile.block import Tell
 from ..errors import BadInput, BadSize
@@ -172,10 +172,7 @@ def _pipeline(
         parts["image_encoder"] = _guarded_image_encoder(encoding, Calls("image encoder, call", told, total=1))
         parts["feature_extractor"] = handle.store.unweighted("feature_extractor")
         before.append(encoding.report)
-    for stage in reversed(stages):  # so that the one that is called first is on the device
-        parts[stage.name] = denoiser(stage)
-        if stage is not stages[0]:
-            handle.finish(stage.name)
+    parts |= {stage.name: denoiser(stage) for stage in stages}
     pipe = getattr(diffusers, family.from_video if from_video else family.pipeline)(**parts)
     pipe.vae_scale_factor = pipe.vae_scale_factor_spatial = family.layout.spatial(config)
     pipe.vae_scale_factor_temporal = family.layout.temporal(config)
@@ -187,11 +184,12 @@ def _guarded_image_encoder(stage: ComponentStage, calls: Calls) -> torch.nn.Modu
     guard = stage.guard(stage.module, stage.module)
 
     def encode(pixels: torch.Tensor) -> Any:
+        stage.place()
         output = guard(pixels)
         output.image_embeds = output.image_embeds.float()  # diffusers takes the latents' dtype from it
         return output
 
-    return with_forward(stage.module, calls.telling(encode))
+    return as_float32(with_forward(stage.module, calls.telling(encode)), stage.handle.store.placement.device)
 
 
 def check_size(handle: PipelineHandle, settings: SampleSettings) -> None:

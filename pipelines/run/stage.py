@@ -47,14 +47,18 @@ class ComponentStage(Stage):
 
     @_Once
     def module(self) -> torch.nn.Module:
-        """The untouched original, with the pipeline's LoRAs. Raises BadFolder, BadLora."""
-        module = self.place()
+        """The untouched original, with the pipeline's LoRAs, wherever it is. Raises BadFolder, BadLora."""
+        module = self._loaded(place=False)
         self.report.notes += self.handle.store.notes[self.name]
         return module
 
-    def place(self) -> torch.nn.Module:
-        """Bring it to where it computes, as `module` does at first, and back where it had to make room."""
-        return self.handle.store.with_loras(self.name, self.weights_in, self.loras, self._offload)
+    def place(self) -> None:
+        """Bring it to the device, where it is about to compute: what else is placed there may drive it out until
+        then. Raises OutOfMemoryError."""
+        self._loaded(place=True)
+
+    def _loaded(self, *, place: bool) -> torch.nn.Module:
+        return self.handle.store.with_loras(self.name, self.weights_in, self.loras, self._offload, place=place)
 
     @_Once
     def weights(self) -> Onloading:

@@ -42,11 +42,12 @@ def guarded_encoder(stage: ComponentStage, calls: Calls) -> Any:
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
         from diffusers.models.modeling_outputs import AutoencoderKLOutput
 
+        stage.place()
         calls.total += calls_of_vae(vae, lambda counting: counting.encode(pixels.to("meta")))
         moments = vae.encode(pixels).latent_dist.parameters.float()
         return AutoencoderKLOutput(latent_dist=DiagonalGaussianDistribution(moments))  # pyright: ignore[reportArgumentType]
 
-    shell: Any = as_float32(vae)
+    shell: Any = as_float32(vae, stage.handle.store.placement.device)
     shell.encode = encode
     shell.register_to_config(force_upcast=False)
     return shell

@@ -78,34 +78,35 @@ class ComponentStore:
         finally:
             self._in_use.release()
 
-    def module(self, name: str, dtype: str, offload: Offload = Offload.NONE) -> torch.nn.Module:
+    def module(self, name: str, dtype: str, offload: Offload = Offload.NONE, *, place: bool = True) -> torch.nn.Module:
         """The component, loaded in `dtype` ("fp16", "bf16", "fp32") if it is not there already; on its device, or in
-        main memory where `offload` brings its weights in parts."""
+        main memory where `offload` brings its weights in parts. place: False leaves it where it is."""
         with MOVING:
-            if module := self._here(name, dtype, offload):
+            if module := self._here(name, dtype, offload, place=place):
                 return module
         with _loading(), MOVING:
-            if module := self._here(name, dtype, offload):  # another thread loaded it
+            if module := self._here(name, dtype, offload, place=place):  # another thread loaded it
                 return module
             self.drop(name)
             gc.collect()  # a pipeline that was let go may still wait in a reference cycle
-            if not self._in_parts(offload):
-                self.placement.make_room(self.model.weights[name].bytes_in(dtype))
             module = self._load(name, dtype)
             self._modules[name] = (dtype, module)
             try:
-                self._place(name, module, offload)
+                if place:
+                    self._place(name, module, offload)
                 self.notes[name] = (*self.model.unknown_fields(name), *self._checked(name, module, dtype))
             except BaseException:  # the next run would take it for whole
                 self.drop(name)
                 raise
             return module
 
-    def _here(self, name: str, dtype: str, offload: Offload) -> torch.nn.Module | None:
+    def _here(self, name: str, dtype: str, offload: Offload, *, place: bool) -> torch.nn.Module | None:
         """The component that is loaded, in its place."""
         if self.loaded().get(name) != dtype:
             return None
         module = self._modules[name][1]
+        if not place:
+            return module
         try:
             self._place(name, module, offload)
         except BaseException:  # it is in main memory, where what LoRAs added would not be
@@ -114,10 +115,16 @@ class ComponentStore:
         return module
 
     def with_loras(
-        self, name: str, dtype: str, loras: tuple[Lora, ...] = (), offload: Offload = Offload.NONE
+        self,
+        name: str,
+        dtype: str,
+        loras: tuple[Lora, ...] = (),
+        offload: Offload = Offload.NONE,
+        *,
+        place: bool = True,
     ) -> torch.nn.Module:
         """The component in `dtype`, or a shell of it with LoRAs added, as `module` has it. Raises BadLora."""
-        module, key = self.module(name, dtype, offload), keys(loras)
+        module, key = self.module(name, dtype, offload, place=place), keys(loras)
         if not key:
             return module
         known, shell = self._with_loras.get(name, ((), module))
@@ -126,7 +133,7 @@ class ComponentStore:
                 self._forget_loras(name)
                 shell = with_loras(module, loras, self.model.family)
                 self._with_loras[name] = key, shell
-        elif not self._in_parts(offload):
+        if place and not self._in_parts(offload):
             try:
                 move(shell, self.placement.device)  # what the LoRAs added
             except BaseException:

@@ -72,9 +72,10 @@ class Card:
     def bytes(self) -> int:
         return sum(t.nbytes for t in _alive(self._here.values()))
 
-    def bytes_of(self, module: torch.nn.Module) -> int:
-        """That are here."""
-        return sum(t.nbytes for t in (*module.parameters(), *module.buffers()) if self._holds(t))
+    def bytes_of(self, *modules: torch.nn.Module) -> int:
+        """That are here. What several of them hold counts once."""
+        tensors = {tensor for module in modules for tensor in (*module.parameters(), *module.buffers())}
+        return sum(tensor.nbytes for tensor in tensors if self._holds(tensor))
 
     def _holds(self, tensor: torch.Tensor) -> bool:
         known = self._here.get(id(tensor))
@@ -144,9 +145,10 @@ def what_is_wrong(card: Card, begun: Callable[[], PipelineHandle], step: int = 1
         except torch.OutOfMemoryError:
             pass
         gc.collect()
+        store = handle.store
         if card.left_behind:
             wrong.append(f"move {move}: {card.left_behind} bytes of what could not be moved are there")
-        loaded = sum(card.bytes_of(module) for _, module in handle.store._modules.values())
+        loaded = card.bytes_of(*(module for _, module in (*store._modules.values(), *store._with_loras.values())))
         if card.bytes != loaded:
             wrong.append(f"move {move}: {card.bytes - loaded} bytes are there that belong to no component")
         if not torch.equal(frames(handle), expected):
