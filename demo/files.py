@@ -9,12 +9,20 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ..headless.errors import OutputError
 from .outcome import Outcome
 
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from ..headless.comparison.pictures import Run
+
 FPS = 8.0
+STILL_WIDTH = 1200  # px; what a README shows without scaling
 
 
 def write_pictures(output: Path, outcomes: Sequence[Outcome], footnote: str) -> list[Path]:
@@ -29,7 +37,7 @@ def write_pictures(output: Path, outcomes: Sequence[Outcome], footnote: str) -> 
         verdict = outcome.verdict(reference)
         frames = to_uint8(outcome.images.nan_to_num())
         runs.append(pictures.Run(outcome.case.title, verdict, colours[verdict], outcome.numbers(reference), frames))
-    still = pictures.still(
+    picture = still(
         runs,
         heading="CogVideoX in fp16, plain and made safe",
         subheading="One seed and prompt. A block writes 500,000 into the residual stream, and in the third run a layer "
@@ -38,9 +46,28 @@ def write_pictures(output: Path, outcomes: Sequence[Outcome], footnote: str) -> 
     )
     moving = pictures.webp(pictures.animation(runs, footnote=footnote), fps=FPS)
     return [
-        write(output / "side-by-side.png", pictures.png(still)),
+        write(output / "side-by-side.png", pictures.png(picture)),
         write(output / "side-by-side.webp", moving),
     ]
+
+
+def still(runs: Sequence[Run], *, heading: str, subheading: str, footnote: str, columns: int = 5) -> Image.Image:
+    """One row for each run: a line about it, and `columns` frames spread evenly over its video."""
+    from ..headless.comparison import pictures
+
+    width = (STILL_WIDTH - 2 * pictures.MARGIN - (columns - 1) * pictures.GAP) // columns
+    head, between = pictures.HEAD + pictures.LABEL, pictures.LABEL + 18
+    page = pictures.Page((len(runs), columns), runs[0].frames, width, head=head, foot=58, between=between)
+    page.write(40, heading, 32, pictures.TEXT)
+    page.write(76, subheading, 16)
+    page.write(page.height - 30, footnote, 14)
+    for run, row in zip(runs, page.cells, strict=True):
+        pictures.label(row[0], run)
+        row[-1].set_title(run.numbers, loc="right", color=pictures.QUIET, fontsize=15, pad=14)
+        chosen = np.linspace(0, len(run.frames) - 1, columns).round().astype(int)
+        for cell, frame in zip(row, run.frames[chosen], strict=True):
+            cell.imshow(frame, aspect="auto")
+    return page.drawn()
 
 
 def write_report(output: Path, outcomes: Sequence[Outcome], note: str, made: Mapping[str, Any]) -> Path:

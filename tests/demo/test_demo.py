@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from comfyui_onediff_guard.__main__ import main
-from comfyui_onediff_guard.demo.files import write
+from comfyui_onediff_guard.demo.files import STILL_WIDTH, still, write
 from comfyui_onediff_guard.demo.outcome import MODEL, RUNS, WIDE, Outcome
 from comfyui_onediff_guard.headless.comparison import pictures
 from comfyui_onediff_guard.headless.errors import ExitCode, OutputError
@@ -95,9 +95,9 @@ def test_the_report_has_the_numbers(run: Any) -> None:
 
 def test_the_pictures_show_something(run: Any) -> None:
     output, _ = run
-    with Image.open(output / "side-by-side.png") as still:
-        assert still.width == pictures.STILL_WIDTH
-        assert len(np.unique(np.asarray(still.convert("RGB").resize((120, 76))).reshape(-1, 3), axis=0)) > 500
+    with Image.open(output / "side-by-side.png") as rows:
+        assert rows.width == STILL_WIDTH
+        assert len(np.unique(np.asarray(rows.convert("RGB").resize((120, 76))).reshape(-1, 3), axis=0)) > 500
     with Image.open(output / "side-by-side.webp") as moving:
         assert moving.n_frames == 25
         assert moving.info["loop"] == 0
@@ -155,9 +155,9 @@ def test_a_still_has_a_row_for_each_run() -> None:
     frames = np.full((7, 32, 48, 3), 200, dtype=np.uint8)
     run = pictures.Run("fp16", "right", pictures.GOOD, "numbers", frames)
     words = {"heading": "heading", "subheading": "subheading", "footnote": "footnote"}
-    one, three = (pictures.still([run] * count, **words) for count in (1, 3))
-    assert one.width == three.width == pictures.STILL_WIDTH
+    one, three = (still([run] * count, **words) for count in (1, 3))
+    assert one.width == three.width == STILL_WIDTH
     row = (three.height - one.height) // 2
     assert row > 100
     black = replace(run, frames=frames * 0)
-    assert np.asarray(pictures.still([black], **words)).mean() < np.asarray(one).mean()
+    assert np.asarray(still([black], **words)).mean() < np.asarray(one).mean()
