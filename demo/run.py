@@ -21,7 +21,7 @@ SIZES = {"width": 256, "height": 160, "frames": 25}
 
 
 def run(case: Case, models: Path, output: Path) -> Outcome:
-    from ..headless.run import run_local
+    from ..headless.hosts.local import run_local
     from ..headless.workflow.graph import read_json
 
     print(f"Running {WORKFLOW.name} in {case.title} ...", flush=True)

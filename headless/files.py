@@ -156,15 +156,6 @@ def write_counted(folder: Path, stem: str, suffix: str, data: bytes) -> Path:
     return _write(folder, data, (f"{stem}_{n:05}_{suffix}" for n in _count_from(counter)))
 
 
-def write_named(folder: Path, name: str, data: bytes) -> Path:
-    """Write a file under its own name, or where that is taken under the next number that is free.
-
-    Raises:
-        OutputError: disk full, no permission and the like; nothing is left behind.
-    """
-    return _write(folder, data, _names(folder, name))
-
-
 def write_together(folder: Path, stem: str, contents: Mapping[str, bytes]) -> list[Path]:
     """Write `<stem><suffix>` for each suffix, all or none; where one is taken, all under the next number that is free.
 

@@ -25,37 +25,16 @@ class Subcommand:
     module: Callable[[], Any]  # has add_arguments(parser) and main(args) -> int; imported only when it is used
 
 
-SUBCOMMANDS = (
-    Subcommand(
-        "run",
-        "run a workflow: in this process, on a server, or in a ComfyUI checkout",
-        lambda: import_module(".run", __package__),
-    ),
-    Subcommand(
-        "compare",
-        "run a workflow in several precisions, and put them side by side",
-        lambda: import_module(".compare", __package__),
-    ),
-    Subcommand(
-        "doctor",
-        "say what would run here or on another card, and why",
-        lambda: import_module(".doctor", __package__),
-    ),
-    Subcommand(
-        "probe",
-        "measure a model over a few steps, draw it, and recommend how to run it",
-        lambda: import_module(".probe", __package__),
-    ),
-    Subcommand(
-        "profile",
-        "list, show, export and import what runs taught about models",
-        lambda: import_module(".profile", __package__),
-    ),
-    Subcommand(
-        "compiled",
-        "list, export, import and clear code that was compiled for later runs",
-        lambda: import_module(".compiled", __package__),
-    ),
+SUBCOMMANDS = tuple(
+    Subcommand(name, does, lambda name=name: import_module(f".{name}", __package__))
+    for name, does in {
+        "run": "run a workflow: in this process, on a server, or in a ComfyUI checkout",
+        "compare": "run a workflow in several precisions, and put them side by side",
+        "doctor": "say what would run here or on another card, and why",
+        "probe": "measure a model over a few steps, draw it, and recommend how to run it",
+        "profile": "list, show, export and import what runs taught about models",
+        "compiled": "list, export, import and clear code that was compiled for later runs",
+    }.items()
 )
 
 

@@ -31,9 +31,8 @@ from ..server.api import Server
 from ..server.follow import read_for_server, run_on_server
 from ..workflow.graph import Graph
 from ..workflow.schema import Schema
-from ..workflow.settings import Setting
 from . import process
-from .result import ProgressCallback, RunResult, no_progress
+from .result import RunResult
 
 logger = logging.getLogger(__name__)
 
@@ -95,36 +94,14 @@ class Running:
             raise type(error)(f"{error}\nThe end of ComfyUI's log:\n{_tail(self.log)}") from error
 
 
-def run_in_checkout(
-    workflow: Graph | Mapping[str, Any],
-    *,
-    checkout: Path,
-    output_dir: Path,
-    models: Sequence[Path] = (),
-    input_dir: Path | None = None,
-    changes: Sequence[Setting] = (),
-    timeout: float | None = None,
-    on_progress: ProgressCallback = no_progress,
-) -> RunResult:
-    """Start the checkout, run a workflow on it, stop it. Arguments and errors as for `run_on_server`.
-
-    Args:
-        checkout: a folder with ComfyUI's main.py.
-        models: more folders to search for models, besides the checkout's own.
-
-    Raises:
-        HostError: it does not start; with the end of its log.
-    """
-    with started(checkout, models=models, input_dir=input_dir) as running:
-        return running.run(workflow, output_dir=output_dir, changes=changes, timeout=timeout, on_progress=on_progress)
-
-
 @contextmanager
 def started(checkout: Path, *, models: Sequence[Path] = (), input_dir: Path | None = None) -> Iterator[Running]:
     """A ComfyUI on a free port of 127.0.0.1 for as long as the context lasts.
 
     `COMFYUI_PYTHON` names its interpreter, `COMFYUI_ARGS` further arguments for its main.py. `--cpu` is added where
     torch finds no accelerator.
+
+    models: more folders to search for models, besides the checkout's own.
 
     Raises:
         WorkflowError: no ComfyUI in this folder, or `COMFYUI_PYTHON` names no file.

@@ -81,10 +81,6 @@ class Graph:
         """A copy in which this node stands in the place of the one with its id."""
         return replace(self, nodes={**self.nodes, node.id: node})
 
-    def with_input(self, node_id: str, name: str, value: Any) -> Graph:
-        """A copy in which one input has another value."""
-        return self.with_inputs({node_id: {name: value}})
-
     def with_inputs(self, values: Mapping[str, Mapping[str, Any]]) -> Graph:
         """A copy in which some nodes' inputs have other values: id -> name -> value."""
         nodes = dict(self.nodes)

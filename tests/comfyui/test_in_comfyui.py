@@ -12,7 +12,9 @@ import legs
 import numpy as np
 import pytest
 from comfyui_onediff_guard.headless.errors import InterruptedRunError
-from comfyui_onediff_guard.headless.run import Progress, Setting, run_on_server
+from comfyui_onediff_guard.headless.hosts.result import Progress
+from comfyui_onediff_guard.headless.server.follow import run_on_server
+from comfyui_onediff_guard.headless.workflow.settings import Setting
 from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
 from overflows import ISLAND
 from PIL import Image

@@ -19,7 +19,7 @@ import torch
 import torch._dynamo
 from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.headless.errors import RunFailedError
-from comfyui_onediff_guard.headless.run import run_local
+from comfyui_onediff_guard.headless.hosts.local import run_local
 from comfyui_onediff_guard.pipelines.atomic_files import LIMIT_VARIABLE
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, CompileOptions
 from comfyui_onediff_guard.pipelines.compile.cache import INDUCTOR, TRITON

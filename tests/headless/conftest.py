@@ -16,10 +16,11 @@ import torch
 from aiohttp import web
 from comfyui_onediff_guard.headless.commands import cli
 from comfyui_onediff_guard.headless.hosts import core_nodes
+from comfyui_onediff_guard.headless.hosts.local import run_local
 from comfyui_onediff_guard.headless.hosts.result import RunResult
-from comfyui_onediff_guard.headless.run import run_local, run_on_server
 from comfyui_onediff_guard.headless.server import api as server
 from comfyui_onediff_guard.headless.server import events, follow
+from comfyui_onediff_guard.headless.server.follow import run_on_server
 
 
 class Noise:

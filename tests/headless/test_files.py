@@ -14,11 +14,17 @@ from typing import Any
 import pytest
 from comfyui_onediff_guard.headless import files
 from comfyui_onediff_guard.headless.errors import OutputError, WorkflowError
-from comfyui_onediff_guard.headless.files import FileEntry, resolve_prefix, write_counted, write_named, write_together
+from comfyui_onediff_guard.headless.files import FileEntry, resolve_prefix, write_counted, write_together
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+def write_named(folder: Path, name: str, data: bytes) -> Path:
+    with files.arriving(folder, name) as file:
+        file.write(data)
+    return file.path
 
 
 def test_files_are_counted_on_across_types(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from aiohttp import web
 from comfyui_onediff_guard.headless.errors import HeadlessError, HostError, WorkflowError
 from comfyui_onediff_guard.headless.hosts import checkout, input_images
 from comfyui_onediff_guard.headless.hosts.result import RunResult
-from comfyui_onediff_guard.headless.run import run_on_server
+from comfyui_onediff_guard.headless.server.follow import run_on_server
 from PIL import Image
 
 SECRET = b"-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXktdjEAAAAA\n"

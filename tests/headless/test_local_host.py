@@ -180,7 +180,7 @@ def patient_node(started: threading.Event) -> type:
 
 @pytest.mark.parametrize(("how", "error"), [("signal", InterruptedRunError), ("timeout", RunFailedError)])
 def test_a_run_is_stopped_between_two_steps(how: str, error: type[HeadlessError], tmp_path: Path) -> None:
-    from comfyui_onediff_guard.headless.run import run_local
+    from comfyui_onediff_guard.headless.hosts.local import run_local
 
     started = threading.Event()
     handler = signal.getsignal(signal.SIGINT)

@@ -43,7 +43,7 @@ def test_every_shipped_workflow_can_be_compared(name: str) -> None:
 
 def test_nothing_but_the_precision_changes() -> None:
     one, other = (subject().in_precision(precision) for precision in ("fp32", "bf16"))
-    assert one.with_input("1", "precision", "bf16") == other
+    assert one.with_inputs({"1": {"precision": "bf16"}}) == other
     assert other.nodes["4"].inputs["seed"] == 42
 
 
@@ -122,4 +122,4 @@ def test_a_workflow_that_shows_nothing_is_refused() -> None:
 def test_a_link_into_nowhere_is_named() -> None:
     graph, schemas = read_local(read_json(API / "cogvideox_text_to_video.json"))
     with pytest.raises(WorkflowError, match="not in the workflow"):
-        comparable(graph.with_input("6", "images", Link("77", 0)), schemas, [], PRECISIONS)
+        comparable(graph.with_inputs({"6": {"images": Link("77", 0)}}), schemas, [], PRECISIONS)

@@ -21,8 +21,8 @@ from comfyui_onediff_guard.headless.errors import (
     WorkflowError,
 )
 from comfyui_onediff_guard.headless.hosts.result import Progress, RunResult
-from comfyui_onediff_guard.headless.run import run_on_server
 from comfyui_onediff_guard.headless.server import follow
+from comfyui_onediff_guard.headless.server.follow import run_on_server
 from comfyui_onediff_guard.headless.workflow.settings import Setting
 from PIL import Image
 

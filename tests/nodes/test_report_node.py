@@ -14,7 +14,7 @@ import pytest
 from comfyui_onediff_guard import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
 from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.headless.commands.doctor import examine
-from comfyui_onediff_guard.headless.run import run_local
+from comfyui_onediff_guard.headless.hosts.local import run_local
 from comfyui_onediff_guard.nodes.load import loaders
 from comfyui_onediff_guard.pipelines.families import table
 from comfyui_onediff_guard.pipelines.families.table import FAMILIES
