@@ -1,35 +1,24 @@
-"""Result files: whole or not at all, never over another file, never outside the output folder.
-
-A file's bytes go to a temporary file beside it, which its process holds locked. A process that is killed leaves that
-file; the next one that writes into the folder finds it unlocked, and removes it.
-"""
+"""Result files: whole or not at all, never over another file, never outside the output folder."""
 
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import re
 import time
-import uuid
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from itertools import count
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
+from ..pipelines.atomic_files import temporary_in
 from ..trust import paths
 from ..trust.text import shown
 from .errors import OutputError, WorkflowError
-from .locks import locked
-
-logger = logging.getLogger(__name__)
 
 PREVIEW_FOLDER = "temp"  # below the output folder; where files of ComfyUI's type "temp" go
-STALE_SECONDS = 600.0  # without a byte written; where locks do not reach (some network folders), this has to do
-_TEMPORARY = ".onediff-guard-{}.tmp"
-_IS_TEMPORARY = re.compile(r"\.onediff-guard-[0-9a-f]{32}\.tmp")
 _COUNTED = re.compile(r"(?P<stem>.*)_(?P<counter>[0-9]{5,9})_", re.DOTALL)
 _COUNTER = "_99999999_.webp"  # what a name still has to hold beside the prefix
 
@@ -89,17 +78,10 @@ def file_entries(ui: Mapping[str, Any]) -> Iterator[FileEntry]:
 
 def expand_prefix(prefix: str, width: int, height: int) -> str:
     """ComfyUI's placeholders (%width%, %height%, %year% ... %second%) filled in."""
-    now = time.localtime()
-    values = {
-        "width": width,
-        "height": height,
-        "year": now.tm_year,
-        "month": f"{now.tm_mon:02}",
-        "day": f"{now.tm_mday:02}",
-        "hour": f"{now.tm_hour:02}",
-        "minute": f"{now.tm_min:02}",
-        "second": f"{now.tm_sec:02}",
-    }
+    parts = zip(
+        ("year", "month", "day", "hour", "minute", "second"), time.strftime("%Y %m %d %H %M %S").split(), strict=True
+    )
+    values = {"width": width, "height": height, **dict(parts)}
     for name, value in values.items():
         prefix = prefix.replace(f"%{name}%", str(value))
     return prefix
@@ -153,7 +135,7 @@ def write_counted(folder: Path, stem: str, suffix: str, data: bytes) -> Path:
         OutputError: disk full, no permission and the like; nothing is left behind.
     """
     counter = _next_counter(folder, stem)
-    return _write(folder, data, (f"{stem}_{n:05}_{suffix}" for n in _count_from(counter)))
+    return _write(folder, data, (f"{stem}_{n:05}_{suffix}" for n in count(counter)))
 
 
 def write_together(folder: Path, stem: str, contents: Mapping[str, bytes]) -> list[Path]:
@@ -180,15 +162,13 @@ class Arriving:
 
     path: Path  # once it is whole
 
-    def __init__(self, folder: Path, file: IO[bytes]) -> None:
+    def __init__(self, folder: Path, file: BinaryIO) -> None:
         self._folder, self._file = folder, file
 
     def write(self, data: bytes) -> None:
         """Raises OutputError."""
-        try:
+        with _told(self._folder, self.size + len(data)):
             self._file.write(data)
-        except OSError as error:
-            raise _output_error(self._folder, self.size + len(data), error) from error
 
     def start_again(self) -> None:
         """Forget what was written."""
@@ -218,7 +198,7 @@ def _names(folder: Path, name: str) -> Iterator[str]:
     stem, suffix = Path(name).stem, Path(name).suffix
     counted = _COUNTED.fullmatch(stem)
     stem = counted["stem"] if counted else stem
-    for counter in _count_from(_next_counter(folder, stem)):
+    for counter in count(_next_counter(folder, stem)):
         yield f"{stem}_{counter:05}_{suffix}"
 
 
@@ -231,63 +211,20 @@ def _write(folder: Path, data: bytes, names: Iterator[str]) -> Path:
 @contextmanager
 def _arriving(folder: Path, names: Iterator[str] | None = None) -> Generator[Arriving]:
     """names: those it may take; without any it is not kept."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _remove_stale(folder)
-        temporary, file = _temporary(folder)
-    except OSError as error:
-        raise _output_error(folder, 0, error) from error
-    written = Arriving(folder, file)
-    try:
+    with ExitStack() as opened:
+        with _told(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            temporary, file = opened.enter_context(temporary_in(folder))
+        written = Arriving(folder, file)
         yield written
         if names is not None:
-            size = written.size
-            try:
+            with _told(folder, written.size):
                 file.flush()
                 os.fsync(file.fileno())
                 written.path = _publish(temporary, file, names)
-            except OSError as error:
-                raise _output_error(folder, size, error) from error
-    finally:
-        with suppress(OSError):  # what is still in its buffer, on a full disk
-            file.close()
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
-def _temporary(folder: Path) -> tuple[Path, IO[bytes]]:
-    """A new file that is locked for as long as it is open."""
-    while True:
-        path = folder / _TEMPORARY.format(uuid.uuid4().hex)
-        file = path.open("xb")
-        _own(file)
-        if os.name == "nt" or os.fstat(file.fileno()).st_nlink:  # else removed by others before it was locked
-            return path, file
-        file.close()
-
-
-def _own(file: IO[bytes]) -> bool:
-    """Whether a file is this process's alone now. On Windows an open file cannot be removed: that is lock enough."""
-    return os.name == "nt" or locked(file)
-
-
-@lru_cache(maxsize=256)
-def _remove_stale(folder: Path) -> None:
-    """Remove what processes left that were killed while they wrote. Once a process and folder."""
-    for path in folder.iterdir():
-        if not _IS_TEMPORARY.fullmatch(path.name) or path.is_symlink():
-            continue
-        with suppress(OSError):
-            if time.time() - path.stat().st_mtime > STALE_SECONDS and path.is_file():
-                with path.open("r+b") as file:
-                    mine = _own(file)
-                    if mine and os.name != "nt":
-                        path.unlink()
-                if mine and os.name == "nt":
-                    path.unlink()
-
-
-def _publish(temporary: Path, file: IO[bytes], names: Iterator[str]) -> Path:
+def _publish(temporary: Path, file: BinaryIO, names: Iterator[str]) -> Path:
     """Give a file the first name that is free, in one step."""
     for name in names:
         target = temporary.with_name(name)
@@ -321,16 +258,15 @@ def _next_counter(folder: Path, stem: str) -> int:
     return highest + 1
 
 
-def _count_from(start: int) -> Iterator[int]:
-    while True:
-        yield start
-        start += 1
-
-
-def _output_error(target: Path, size: int, error: OSError) -> OutputError:
-    reason = error.strerror or str(error)
-    advice = "Check the folder's permissions, or choose another with --out."
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        reason = f"the disk is full ({size / 1e6:.1f} MB were to be written)"
-        advice = "Free some space, or choose another folder with --out."
-    return OutputError(f"Cannot write {target}: {reason}. {advice} Nothing was left half-written.")
+@contextmanager
+def _told(target: Path, size: int = 0) -> Iterator[None]:
+    """Raises OutputError where the block cannot write. size: in bytes."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        advice = "Check the folder's permissions, or choose another with --out."
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            reason = f"the disk is full ({size / 1e6:.1f} MB were to be written)"
+            advice = "Free some space, or choose another folder with --out."
+        raise OutputError(f"Cannot write {target}: {reason}. {advice} Nothing was left half-written.") from error

@@ -1,13 +1,21 @@
-"""Files that outlast the process: written whole or not at all, and dropped where they grow beyond a limit."""
+"""Files that outlast the process: written whole or not at all, and dropped where they grow beyond a limit.
+
+A file's bytes go to a temporary file beside it, which its process holds locked. A process that is killed leaves that
+file; the next one that writes into the folder finds it unlocked, and removes it.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
-import tempfile
+import sys
+import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 LIMIT_VARIABLE = "ONEDIFF_GUARD_COMPILED_GB"
 DEFAULT_LIMIT = 2.0  # GB
+STALE_SECONDS = 600.0  # without a byte written; where locks do not reach (some network folders), this has to do
+_TEMPORARY = ".onediff-guard-{}.tmp"
+_IS_TEMPORARY = re.compile(r"\.onediff-guard-[0-9a-f]{32}\.tmp")
 
 
 @contextmanager
@@ -26,15 +37,71 @@ def replacing(file: Path) -> Iterator[BinaryIO]:
     """
     if file.is_symlink() or (file.exists() and not file.is_file()):
         raise FileExistsError(f"'{file}' is there, and is no file of its own. Name another, or remove it")
-    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=".", suffix=".tmp")
+    with temporary_in(file.parent) as (temporary, stream):
+        yield stream
+        stream.close()
+        temporary.replace(file)
+
+
+@contextmanager
+def temporary_in(folder: Path) -> Iterator[tuple[Path, BinaryIO]]:
+    """A new file, open and locked, that is gone at the end unless it was given another name. Raises OSError."""
+    _remove_stale(folder)
+    path, stream = _new_file(folder)
     try:
-        with os.fdopen(handle, "wb") as stream:
-            yield stream
-        Path(temporary).replace(file)
-    except BaseException:
+        yield path, stream
+    finally:
+        with suppress(OSError):  # what is still in its buffer, on a full disk
+            stream.close()
         with suppress(OSError):
-            Path(temporary).unlink()
-        raise
+            path.unlink(missing_ok=True)
+
+
+def locked(stream: BinaryIO) -> bool:
+    """Lock an open file, for as long as it is open: the system unlocks what the dead held, however they died. False
+    where another process has it, or another open file of this one, or where the file system has no locks."""
+    with suppress(OSError):
+        if sys.platform == "win32":
+            import msvcrt
+
+            msvcrt.locking(stream.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+def _new_file(folder: Path) -> tuple[Path, BinaryIO]:
+    while True:
+        path = folder / _TEMPORARY.format(uuid.uuid4().hex)
+        stream = path.open("xb")
+        _own(stream)
+        if os.name == "nt" or os.fstat(stream.fileno()).st_nlink:  # else removed by others before it was locked
+            return path, stream
+        stream.close()
+
+
+def _own(stream: BinaryIO) -> bool:
+    """Whether a file is this process's alone now. On Windows an open file cannot be removed: that is lock enough."""
+    return os.name == "nt" or locked(stream)
+
+
+@lru_cache(maxsize=256)
+def _remove_stale(folder: Path) -> None:
+    """Remove what processes left that were killed while they wrote. Once a process and folder."""
+    for path in folder.iterdir():
+        if not _IS_TEMPORARY.fullmatch(path.name) or path.is_symlink():
+            continue
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > STALE_SECONDS and path.is_file():
+                with path.open("r+b") as stream:
+                    mine = _own(stream)
+                    if mine and os.name != "nt":
+                        path.unlink()
+                if mine and os.name == "nt":
+                    path.unlink()
 
 
 def limit_of(variables: Mapping[str, str]) -> float:

@@ -15,6 +15,7 @@ import pytest
 from comfyui_onediff_guard.headless import files
 from comfyui_onediff_guard.headless.errors import OutputError, WorkflowError
 from comfyui_onediff_guard.headless.files import FileEntry, resolve_prefix, write_counted, write_together
+from comfyui_onediff_guard.pipelines import atomic_files
 
 
 def names(folder: Path) -> list[str]:
@@ -102,21 +103,21 @@ def test_what_a_killed_process_left_is_removed_and_a_living_ones_is_not(tmp_path
     killed.wait()
     left = set(names(tmp_path)) - set(mine)
     assert len(left) == 2
-    files._remove_stale.cache_clear()
+    atomic_files._remove_stale.cache_clear()
     files.ensure_writable(tmp_path)
     assert set(names(tmp_path)) == {*mine, *left}, "both may be in use on another machine"
-    old = time.time() - 2 * files.STALE_SECONDS
+    old = time.time() - 2 * atomic_files.STALE_SECONDS
     for name in names(tmp_path):
         os.utime(tmp_path / name, (old, old))
     try:
-        files._remove_stale.cache_clear()
+        atomic_files._remove_stale.cache_clear()
         files.ensure_writable(tmp_path)
         kept = set(names(tmp_path))
         assert kept > set(mine) and len(kept & left) == 1
     finally:
         living.kill()
         living.wait()
-    files._remove_stale.cache_clear()
+    atomic_files._remove_stale.cache_clear()
     files.ensure_writable(tmp_path)
     assert names(tmp_path) == mine
 
