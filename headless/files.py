@@ -78,10 +78,8 @@ def file_entries(ui: Mapping[str, Any]) -> Iterator[FileEntry]:
 
 def expand_prefix(prefix: str, width: int, height: int) -> str:
     """ComfyUI's placeholders (%width%, %height%, %year% ... %second%) filled in."""
-    parts = zip(
-        ("year", "month", "day", "hour", "minute", "second"), time.strftime("%Y %m %d %H %M %S").split(), strict=True
-    )
-    values = {"width": width, "height": height, **dict(parts)}
+    names, now = ("year", "month", "day", "hour", "minute", "second"), time.strftime("%Y %m %d %H %M %S").split()
+    values = {"width": width, "height": height, **dict(zip(names, now, strict=True))}
     for name, value in values.items():
         prefix = prefix.replace(f"%{name}%", str(value))
     return prefix
