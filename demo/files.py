@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..headless.errors import OutputError
-from ..pipelines.atomic_files import replacing
 from .outcome import Outcome
 
 if TYPE_CHECKING:
@@ -101,8 +101,13 @@ def write_report(output: Path, outcomes: Sequence[Outcome], note: str, made: Map
 
 def write(path: Path, data: bytes) -> Path:
     """Write a file whole, over an earlier one."""
-    with writing(path), replacing(path) as stream:
-        stream.write(data)
+    temporary = path.with_name(f".{path.name}.tmp")
+    with writing(path):
+        try:
+            temporary.write_bytes(data)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
     return path
 
 

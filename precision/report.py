@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from ..trust.plain import for_json
 from .accumulation import Switch
 from .learned import Learned
 from .peaks import Memory
@@ -177,15 +177,6 @@ def _rerun(rerun: Rerun) -> str:
         peak = "" if rerun.peak is None else f", max |x| {rerun.peak:.4g}"
         parts.append(f"first in '{rerun.module}'{peak}")
     return "; ".join([*parts, rerun.action] if rerun.action else parts)
-
-
-def for_json(value: Any) -> Any:
-    """JSON has no infinity and no NaN: they become "inf", "-inf" and "nan"."""
-    if isinstance(value, dict):
-        return {key: for_json(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [for_json(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _dash(note: str) -> str:

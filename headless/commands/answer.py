@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
+from ...trust.plain import for_json
 from ..errors import HeadlessError, InterruptedRunError
 
 
@@ -34,15 +34,4 @@ def errors_told(as_json: bool) -> Generator[None]:
 
 
 def _print(facts: dict[str, Any]) -> None:
-    print(json.dumps(plain(facts), allow_nan=False))
-
-
-def plain(value: Any) -> Any:
-    """The value with what JSON cannot hold as text: NaN, infinity, paths."""
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    return value if isinstance(value, (str, int, bool)) or value is None else str(value)
+    print(json.dumps(for_json(facts), allow_nan=False))

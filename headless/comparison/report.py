@@ -7,8 +7,8 @@ import math
 from statistics import median
 from typing import Any
 
+from ...trust.plain import for_json
 from ...trust.text import shown
-from ..commands import answer
 from . import pictures
 from .outcome import Comparison, Failed, Outcome
 from .precisions import REFERENCE
@@ -90,7 +90,7 @@ def contents(comparison: Comparison, facts: dict[str, Any]) -> dict[str, bytes]:
         moving = [run for run in drawn if len(run.frames)]
         animation = pictures.animation(moving, footnote=f"{comparison.workflow}, one seed")
         files[".webp"] = pictures.webp(animation, fps=comparison.fps)
-    return files | {".json": f"{json.dumps(answer.plain(facts), indent=2)}\n".encode()}
+    return files | {".json": f"{json.dumps(for_json(facts), indent=2)}\n".encode()}
 
 
 def _drawn(outcome: Outcome | Failed) -> pictures.Run:

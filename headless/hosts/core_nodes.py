@@ -18,15 +18,17 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
 from ...comfyui_host import host
 from ...trust.paths import Outside
 from ...trust.text import shown
+from ..comparison.frames import as_bytes
 from ..errors import WorkflowError
 from ..files import PREVIEW_FOLDER, FileEntry, check_prefix, resolve_prefix, write_counted
 from . import image_frames, input_images
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
     from PIL.Image import Image
 
@@ -47,13 +49,10 @@ class Video:
 
 def to_uint8(images: torch.Tensor) -> np.ndarray:
     """Frames as bytes, [frames, height, width, channels]; NaN becomes black, infinity white or black by its sign."""
-    import torch
-
-    frames = images.detach().float().cpu()
-    broken = int((~torch.isfinite(frames)).flatten(1).any(1).sum())
-    if broken:
+    frames = images.detach().float().cpu().numpy()
+    if broken := int((~np.isfinite(frames)).reshape(len(frames), -1).any(1).sum()):
         logger.warning("%d of %d frames hold NaN or infinity; NaN is written as black.", broken, len(frames))
-    return frames.nan_to_num(nan=0.0, posinf=1.0, neginf=0.0).mul(255).clamp(0, 255).to(torch.uint8).numpy()
+    return as_bytes(frames)
 
 
 class LoadImage:
@@ -97,12 +96,26 @@ class LoadImage:
         return torch.stack(pictures), torch.stack(same)
 
 
-class SaveImage:
+class _Saver:
+    """A node that writes files, with prompt and workflow in them."""
+
+    RETURN_TYPES = ()
+    FUNCTION = "save"
+    OUTPUT_NODE = True
+
+    @classmethod
+    def VALIDATE_INPUTS(cls, filename_prefix: str | None = None) -> bool | str:
+        try:
+            check_prefix(filename_prefix or "")
+        except WorkflowError as error:
+            return str(error)
+        return True
+
+
+class SaveImage(_Saver):
     CATEGORY = "image"
     DESCRIPTION = "Save images as PNG files in the output folder."
-    RETURN_TYPES = ()
-    FUNCTION = "save_images"
-    OUTPUT_NODE = True
+    KIND = "output"
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
@@ -111,43 +124,36 @@ class SaveImage:
             "hidden": METADATA,
         }
 
-    @classmethod
-    def VALIDATE_INPUTS(cls, filename_prefix: str | None = None) -> bool | str:
-        return _prefix_fault(filename_prefix)
+    def save(self, images: torch.Tensor, filename_prefix: str = "ComfyUI", **hidden: Any) -> dict[str, Any]:
+        from PIL.PngImagePlugin import PngInfo
 
-    def save_images(
-        self,
-        images: torch.Tensor,
-        filename_prefix: str = "ComfyUI",
-        prompt: Any = None,
-        extra_pnginfo: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        return _save_pngs(images, filename_prefix, "output", _metadata(prompt, extra_pnginfo))
+        info = PngInfo()
+        for key, text in _metadata(**hidden).items():
+            info.add_text(key, text)
+        entries = []
+        for number, picture in enumerate(_pictures(images)):
+            data = BytesIO()
+            picture.save(data, "PNG", pnginfo=info, compress_level=4)
+            numbered = filename_prefix.replace("%batch_num%", str(number))
+            entries.append(_write(self.KIND, numbered, images, ".png", data.getvalue()))
+        return {"ui": {"images": entries}}
 
 
-class PreviewImage:
-    CATEGORY = "image"
+class PreviewImage(SaveImage):
     DESCRIPTION = f"Save images as PNG files in the output folder's {PREVIEW_FOLDER} folder."
-    RETURN_TYPES = ()
-    FUNCTION = "save_images"
-    OUTPUT_NODE = True
+    KIND = "temp"
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
         return {"required": {"images": ("IMAGE",)}, "hidden": METADATA}
 
-    def save_images(
-        self, images: torch.Tensor, prompt: Any = None, extra_pnginfo: Mapping[str, Any] | None = None
-    ) -> dict[str, Any]:
-        return _save_pngs(images, "ComfyUI_temp", "temp", _metadata(prompt, extra_pnginfo))
+    def save(self, images: torch.Tensor, filename_prefix: str = "ComfyUI_temp", **hidden: Any) -> dict[str, Any]:
+        return super().save(images, filename_prefix, **hidden)
 
 
-class SaveAnimatedWEBP:
+class SaveAnimatedWEBP(_Saver):
     CATEGORY = "image/animation"
     DESCRIPTION = "Save frames as one animated WEBP in the output folder."
-    RETURN_TYPES = ()
-    FUNCTION = "save_images"
-    OUTPUT_NODE = True
     METHODS: ClassVar = {"default": 4, "fastest": 0, "slowest": 6}
 
     @classmethod
@@ -164,11 +170,7 @@ class SaveAnimatedWEBP:
             "hidden": METADATA,
         }
 
-    @classmethod
-    def VALIDATE_INPUTS(cls, filename_prefix: str | None = None) -> bool | str:
-        return _prefix_fault(filename_prefix)
-
-    def save_images(
+    def save(
         self,
         images: torch.Tensor,
         filename_prefix: str,
@@ -176,14 +178,12 @@ class SaveAnimatedWEBP:
         lossless: bool,
         quality: int,
         method: str,
-        prompt: Any = None,
-        extra_pnginfo: Mapping[str, Any] | None = None,
+        **hidden: Any,
     ) -> dict[str, Any]:
         frames = _pictures(images)
         exif = frames[0].getexif()
-        metadata = _metadata(prompt, extra_pnginfo)
         tags = count(EXIF_MAKE, -1)
-        for key, text in metadata.items():
+        for key, text in _metadata(**hidden).items():
             exif[EXIF_MODEL if key == "prompt" else next(tags)] = f"{key}:{text}"
         data = BytesIO()
         frames[0].save(
@@ -224,12 +224,9 @@ class CreateVideo:
         return (Video(images, fps),)
 
 
-class SaveVideo:
+class SaveVideo(_Saver):
     CATEGORY = "image/video"
     DESCRIPTION = "Save a video as H.264 MP4 in the output folder."
-    RETURN_TYPES = ()
-    FUNCTION = "save_video"
-    OUTPUT_NODE = True
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
@@ -247,16 +244,12 @@ class SaveVideo:
             "hidden": METADATA,
         }
 
-    @classmethod
-    def VALIDATE_INPUTS(cls, filename_prefix: str | None = None) -> bool | str:
-        return _prefix_fault(filename_prefix)
-
-    def save_video(
+    def save(
         self,
         video: Video,
         filename_prefix: str,
         prompt: Any = None,
-        extra_pnginfo: Mapping[str, Any] | None = None,
+        extra_pnginfo: Any = None,
         **_always_h264_in_mp4: str,
     ) -> dict[str, Any]:
         data = encode_mp4(to_uint8(video.images), video.fps, _metadata(prompt, extra_pnginfo))
@@ -267,7 +260,6 @@ class SaveVideo:
 def encode_mp4(frames: np.ndarray, fps: float, metadata: Mapping[str, str] | None = None) -> bytes:
     """Frames [frames, height, width, channels] in bytes as an H.264 MP4; an odd side grows by its last pixel."""
     import av
-    import numpy as np
 
     rgb = np.repeat(frames, 3, axis=3) if frames.shape[3] == 1 else frames[..., :3]
     height, width = rgb.shape[1:3]
@@ -292,21 +284,6 @@ def _pictures(images: torch.Tensor) -> list[Image]:
     return [Image.fromarray(frame.squeeze(-1) if frame.shape[-1] == 1 else frame) for frame in frames]
 
 
-def _save_pngs(images: torch.Tensor, prefix: str, kind: str, metadata: Mapping[str, str]) -> dict[str, Any]:
-    from PIL.PngImagePlugin import PngInfo
-
-    info = PngInfo()
-    for key, text in metadata.items():
-        info.add_text(key, text)
-    entries = []
-    for number, picture in enumerate(_pictures(images)):
-        data = BytesIO()
-        picture.save(data, "PNG", pnginfo=info, compress_level=4)
-        numbered = prefix.replace("%batch_num%", str(number))
-        entries.append(_write(kind, numbered, images, ".png", data.getvalue()))
-    return {"ui": {"images": entries}}
-
-
 def _write(kind: str, prefix: str, images: torch.Tensor, suffix: str, data: bytes) -> dict[str, str]:
     root = host.output_directory()
     root = root / PREVIEW_FOLDER if kind == "temp" else root
@@ -315,7 +292,7 @@ def _write(kind: str, prefix: str, images: torch.Tensor, suffix: str, data: byte
     return vars(FileEntry(path.name, place.subfolder, kind)).copy()
 
 
-def _metadata(prompt: Any, extra_pnginfo: Mapping[str, Any] | None) -> dict[str, str]:
+def _metadata(prompt: Any = None, extra_pnginfo: Mapping[str, Any] | None = None) -> dict[str, str]:
     """Prompt and workflow as JSON texts, so that the file can be dragged into ComfyUI."""
     texts = {} if prompt is None else {"prompt": json.dumps(prompt)}
     return texts | {key: json.dumps(value) for key, value in (extra_pnginfo or {}).items()}
@@ -333,14 +310,6 @@ def _input_image(name: str) -> Path:
         advice = "; choose the folder with --input" if kind == "input" else ""
         raise WorkflowError(f"there is no image '{shown(image)}' in the {kind} folder {folder}{advice}")
     return path
-
-
-def _prefix_fault(prefix: str | None) -> bool | str:
-    try:
-        check_prefix(prefix or "")
-    except WorkflowError as error:
-        return str(error)
-    return True
 
 
 NODE_CLASS_MAPPINGS: dict[str, type] = {

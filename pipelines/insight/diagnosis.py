@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from enum import Enum
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from ...precision.accumulation import Accumulation, Switch, preview
 from ...precision.arch import Architecture
 from ...precision.learned import NOTHING
 from ...precision.policy import Component, Plan, PlanImpossible, Precision, Variant, choose
+from ...trust.plain import for_json
 from ..families.spec import FamilySpec
 from ..families.table import FAMILIES, VARIANTS
 from ..models.on_disk import StoredModel
@@ -83,8 +83,7 @@ class Diagnosis:
     not_run: tuple[str, ...] = NOT_RUN
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: strings, numbers, booleans, null, lists and objects alone."""
-        return _plain(asdict(self))
+        return for_json(asdict(self))
 
 
 def diagnose(
@@ -268,13 +267,3 @@ def _not_compiled(backends: Backends, architecture: Architecture, models: Iterab
                 yield f"not compiled: {used.reason.removeprefix('auto: ')}"
     except BackendUnavailable as error:
         yield str(error)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, dict):
-        return {str(_plain(key)): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value

@@ -120,10 +120,10 @@ def test_a_full_disk_leaves_the_earlier_file(tmp_path: Path, monkeypatch: pytest
     target = tmp_path / "report.json"
     target.write_text("earlier", encoding="utf-8")
 
-    def full(_path: Path, _target: Path) -> None:
+    def full(_path: Path, _data: bytes) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "replace", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OutputError, match=r"No space left.*--out"):
         write(target, b"later")
     assert target.read_text(encoding="utf-8") == "earlier"
