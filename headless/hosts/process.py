@@ -1,4 +1,10 @@
-"""A child process with all its descendants, ended as one, on POSIX and on Windows, and with us in any case."""
+"""A child process with all its descendants, ended as one, on POSIX and on Windows, and with us in any case.
+
+This file is also run as a script, the keeper: it runs a command for an owner, and ends it with all that it started once
+the owner is gone, however that went. The owner holds the other end of standard input and never writes: the end of file
+is the owner's end, also by SIGKILL, by a crash or by the out-of-memory killer, which run no clean-up. PR_SET_PDEATHSIG
+would do less: it goes with the thread that started the child, reaches no grandchild, and is Linux's alone.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +12,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 STOP_SECONDS = 10.0  # between the polite signal and the other one
-KEEPER = Path(__file__).with_name("keeper.py")
+NOT_STARTED = 127  # as of a shell
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGBREAK")
 
 
 def start(command: Sequence[str], *, cwd: Path, log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -20,11 +28,10 @@ def start(command: Sequence[str], *, cwd: Path, log: Path, env: dict[str, str]) 
     Both run in a process group of their own, so that Ctrl-C here doesn't reach them. The keeper's exit code is the
     command's, or 128 and the signal that ended it, or 127 where it can't be run.
     """
-    kept = [sys.executable, "-I", "-S", str(KEEPER), str(STOP_SECONDS), *command]
     on_windows = sys.platform == "win32"
     with log.open("wb") as output:
         return subprocess.Popen(
-            kept,
+            [sys.executable, "-I", "-S", __file__, str(STOP_SECONDS), *command],
             cwd=cwd,
             env=env,
             stdin=subprocess.PIPE,
@@ -35,17 +42,60 @@ def start(command: Sequence[str], *, cwd: Path, log: Path, env: dict[str, str]) 
         )
 
 
-def stop_tree(process: subprocess.Popen[bytes]) -> None:
+def stop_tree(keeper: subprocess.Popen[bytes]) -> None:
     """End the process and everything it started; returns once it is gone."""
+    assert keeper.stdin
+    keeper.stdin.close()  # as if this process had gone
+    with suppress(subprocess.TimeoutExpired):
+        keeper.wait(2 * STOP_SECONDS)
+    _signal_group(keeper.pid, "SIGKILL")  # those that outlived their keeper
+    keeper.wait()
+
+
+def _signal_group(leader: int, name: str) -> None:
+    """Signal all that still are in a process group; on Windows, end a process and what it started."""
     if sys.platform == "win32":
-        command = ["taskkill", "/F", "/T", "/PID", str(process.pid)]
-        subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+        end = ["taskkill", "/F", "/T", "/PID", str(leader)]
+        subprocess.run(end, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
     else:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(STOP_SECONDS)
-            os.killpg(process.pid, signal.SIGKILL)  # those that ignored it, and orphans of the group
-    process.wait()
-    if process.stdin:
-        process.stdin.close()
+            os.killpg(leader, getattr(signal, name))
+
+
+def _keep(patience: float, command: list[str]) -> int:
+    """The command's exit code, 128 and more where a signal ended it. patience: seconds between the polite signal and
+    the other one."""
+    for name in SIGNALS:
+        if hasattr(signal, name):  # caught, not ignored: the command would inherit that
+            signal.signal(getattr(signal, name), lambda *_: None)
+    try:
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    except OSError as error:
+        print(f"{command[0]} cannot be run: {error.strerror or error}", file=sys.stderr, flush=True)
+        return NOT_STARTED
+    owner_gone = threading.Event()
+    ending = threading.Thread(target=_end_with_owner, args=(child, patience, owner_gone), daemon=True)
+    ending.start()
+    code = child.wait()
+    if owner_gone.is_set():
+        ending.join()  # what the command started may still be there
+    return 128 - code if code < 0 else min(code, 255)
+
+
+def _end_with_owner(child: subprocess.Popen[bytes], patience: float, owner_gone: threading.Event) -> None:
+    with suppress(OSError):
+        while os.read(0, 1024):
+            ...
+    owner_gone.set()
+    if sys.platform == "win32":
+        _signal_group(child.pid, "SIGKILL")
+        return
+    group = os.getpgrp()
+    _signal_group(group, "SIGTERM")
+    with suppress(subprocess.TimeoutExpired):
+        child.wait(patience)
+    _signal_group(group, "SIGKILL")  # this process with them
+
+
+if __name__ == "__main__":
+    os._exit(_keep(float(sys.argv[1]), sys.argv[2:]))  # a thread may wait in a read, which ordinary exit waits for
