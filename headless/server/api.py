@@ -6,7 +6,6 @@ import asyncio
 import shutil
 import uuid
 from collections.abc import Iterable
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,24 +44,12 @@ class Place:
     entry: HistoryEntry | None = None  # once it is done
 
 
-class Server:
+class Server(Wire):
     """One ComfyUI, for the length of an `async with`."""
 
     def __init__(self, url: str) -> None:
-        self._wire = Wire(url)
-        self.name = self._wire.name  # its address, for messages
+        super().__init__(url)
         self.client_id = uuid.uuid4().hex
-
-    async def __aenter__(self) -> Server:
-        await self._wire.__aenter__()
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self._wire.__aexit__(*error)
-
-    def websocket(self) -> AbstractAsyncContextManager[aiohttp.ClientWebSocketResponse[bool]]:
-        """The stream of this client's events."""
-        return self._wire.websocket(clientId=self.client_id)
 
     async def schemas(self, types: Iterable[str]) -> dict[str, Schema]:
         """The schemas of these node types.
@@ -91,7 +78,7 @@ class Server:
         body: dict[str, Any] = {"prompt": graph.to_api(), "client_id": self.client_id}
         if graph.workflow is not None:
             body["extra_data"] = {"extra_pnginfo": {"workflow": graph.workflow}}
-        answer = await self._wire.post("prompt", json=body)
+        answer = await self.post("prompt", json=body)
         if answer.status == 400:
             try:
                 raise WorkflowError(answer.fitting(Submitted).refusal(graph))
@@ -123,9 +110,9 @@ class Server:
         """
         found = prompt_id or (await self._in_queue(None))[1]
         if found:
-            await self._wire.post("queue", json={"delete": [found]})  # which leaves one that runs
+            await self.post("queue", json={"delete": [found]})  # which leaves one that runs
             if (await self._in_queue(found))[0] == "running":
-                await self._wire.post("interrupt", json={"prompt_id": found})
+                await self.post("interrupt", json={"prompt_id": found})
 
     async def upload(self, name: str, image: bytes) -> str:
         """Put an image into the server's input folder; the name that it has there.
@@ -135,7 +122,7 @@ class Server:
         """
         form = aiohttp.FormData(quote_fields=False)  # names in UTF-8, as the page sends them
         form.add_field("image", image, filename=for_terminal(name))
-        answer = await self._wire.post("upload", "image", seconds=wire.UPLOAD_SECONDS, data=form)
+        answer = await self.post("upload", "image", seconds=wire.UPLOAD_SECONDS, data=form)
         if answer.status != 200:
             raise WorkflowError(f"{self.name} did not take the image {name}: HTTP {answer.status}.")
         try:
@@ -168,7 +155,7 @@ class Server:
     async def _fetch(self, entry: FileEntry, into: Arriving, folder: Path) -> None:
         query = {"filename": entry.filename, "subfolder": entry.subfolder, "type": entry.type}
         name = shown(entry.path, 200)
-        async with self._wire.file("view", **query) as body:
+        async with self.file("view", **query) as body:
             if body.status >= 500:
                 raise aiohttp.ClientError(f"HTTP {body.status}")
             if body.status != 200:
@@ -197,7 +184,7 @@ class Server:
     async def alive(self) -> bool:
         """Whether the server answers."""
         try:
-            return (await self._wire.get("queue")).status == 200
+            return (await self.get("queue")).status == 200
         except (aiohttp.ClientError, asyncio.TimeoutError, HostError):
             return False
 
@@ -227,7 +214,7 @@ class Server:
             return "running" if runs else "waiting", prompt_id or ""
 
     async def _get(self, *parts: str, allowance: Allowance | None = None) -> Answer:
-        answer = await self._wire.get(*parts, allowance=allowance)
+        answer = await self.get(*parts, allowance=allowance)
         if answer.status != 200:
             raise HostError(f"{answer.place} answers HTTP {answer.status}: is {self.name} a ComfyUI?")
         return answer

@@ -59,7 +59,7 @@ class Listener:
     async def _listen(self) -> None:
         while True:
             with suppress(aiohttp.ClientError, asyncio.TimeoutError, HeadlessError):
-                async with self._server.websocket() as socket:
+                async with self._server.websocket(clientId=self._server.client_id) as socket:
                     self.connected.set()
                     async for message in socket:  # previews, which are binary, are dropped
                         if message.type is aiohttp.WSMsgType.TEXT and len(message.data) <= EVENT_CHARACTERS:

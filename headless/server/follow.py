@@ -77,12 +77,11 @@ def run_on_server(
         OutputError: a result could not be written.
     """
 
-    async def run() -> RunResult:
-        async with Server(url) as server:
-            job = _Job(server, patience, on_progress)
-            return await _within(timeout, job.run(workflow, output_dir, input_dir, reads_from, changes), job)
-
-    return asyncio.run(run())
+    return _through(
+        _Job(Server(url), patience, on_progress),
+        timeout,
+        lambda job: job.run(workflow, output_dir, input_dir, reads_from, changes),
+    )
 
 
 def read_for_server(
@@ -96,35 +95,35 @@ def read_for_server(
         RunFailedError: the time was up.
     """
 
-    async def read() -> tuple[Graph, dict[str, Schema]]:
-        async with Server(url) as server:
-            job = _Job(server, 0.0, no_progress)
-            return await _within(timeout, job.read(workflow), job)
-
-    return asyncio.run(read())
+    return _through(_Job(Server(url)), timeout, lambda job: job.read(workflow))
 
 
-async def _within(timeout: float | None, work: Coroutine[Any, Any, T], job: _Job) -> T:
+def _through(job: _Job, timeout: float | None, work: Callable[[_Job], Coroutine[Any, Any, T]]) -> T:
     """What came of the work. Whether it fails, its time is up or Ctrl-C ends it, it is over when this returns."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.wait({task}, timeout=timeout)
-    finally:
-        while not task.done():
-            task.cancel()
-            await asyncio.wait({task}, timeout=LAST_SECONDS)
-    try:
-        return task.result()
-    except asyncio.CancelledError:
-        raise RunFailedError(f"{job.out_of_time} ({timeout:g} s).") from None
-    except aiohttp.ClientError as error:
-        raise HostError(f"{job.server.name} broke off the connection: {reason(error)}.") from error
+
+    async def within_time() -> T:
+        async with job.server:
+            task = asyncio.ensure_future(work(job))
+            try:
+                await asyncio.wait({task}, timeout=timeout)
+            finally:
+                while not task.done():
+                    task.cancel()
+                    await asyncio.wait({task}, timeout=LAST_SECONDS)
+            try:
+                return task.result()
+            except asyncio.CancelledError:
+                raise RunFailedError(f"{job.out_of_time} ({timeout:g} s).") from None
+            except aiohttp.ClientError as error:
+                raise HostError(f"{job.server.name} broke off the connection: {reason(error)}.") from error
+
+    return asyncio.run(within_time())
 
 
 class _Job:
     """One workflow on its way through a server."""
 
-    def __init__(self, server: Server, patience: float, on_progress: ProgressCallback) -> None:
+    def __init__(self, server: Server, patience: float = 0.0, on_progress: ProgressCallback = no_progress) -> None:
         self.server = server
         self.patience = patience
         self.on_progress = on_progress

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import aiohttp
 from yarl import URL
@@ -17,6 +17,9 @@ from yarl import URL
 from ...trust import foreign
 from ...trust.text import shown, without_password
 from ..errors import HostError, TooLongError, WorkflowError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 CONNECT_SECONDS = 10.0
 STALL_SECONDS = 120.0  # without a byte; a ComfyUI that compiles a model answers nothing for a while
@@ -73,9 +76,9 @@ class Wire:
 
     def __init__(self, url: str) -> None:
         self.url = _address(url if "://" in url else f"http://{url}")
-        self.name = shown(without_password(str(self.url)), 200)
+        self.name = shown(without_password(str(self.url)), 200)  # for messages
 
-    async def __aenter__(self) -> Wire:
+    async def __aenter__(self) -> Self:
         self._session = self._new_session()
         return self
 
