@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..errors import OutputError, WorkflowError
+from ..errors import WorkflowError
+from ..files import write_together
 from ..hosts.result import RunResult
 from . import answer
 from .asked_model import BAD_REQUEST, on_disk
 from .progress import ProgressPrinter
+
+if TYPE_CHECKING:
+    from ...pipelines.families.spec import FamilySpec
 
 DEFAULT_OUTPUT = Path("output") / "probe"
 PROMPT = "a red kite above a quiet village, early in the morning"
@@ -55,64 +58,44 @@ def main(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> RunResult:
     from ...nodes.report import architecture_of
+    from ...pipelines.models.recognised import family_of
     from ..hosts.local import run_local
 
     try:
-        subject = _subject_of(args.model)
+        model = on_disk(args.model)
+        family = family_of(model)
         card = architecture_of(args.arch)
     except BAD_REQUEST as error:
         raise WorkflowError(str(error)) from error
-    if subject.from_image and not (args.image and args.image.is_file()):
+    if family.takes_image and not (args.image and args.image.is_file()):
         raise WorkflowError(f"'{args.model}' starts from an image: name one with --image. Found: {args.image}.")
-    if subject.from_image:
+    if family.takes_image:
         args.image = args.image.resolve()  # a link of the user's own may lead anywhere
     with ProgressPrinter(sys.stderr) as on_progress:
         return run_local(
-            _graph(args, subject, card.name if card else None),
-            models=[subject.model if subject.model.is_dir() else subject.model.parent],
-            input_dir=args.image.parent if subject.from_image else NOT_READ,
+            _graph(args, model.name, family, card.name if card else None),
+            models=[model if model.is_dir() else model.parent],
+            input_dir=args.image.parent if family.takes_image else NOT_READ,
             output_dir=args.out,
             on_progress=on_progress,
         )
 
 
-@dataclass(frozen=True)
-class _Subject:
-    """What has to be wired for a model."""
-
-    model: Path
-    loader: type  # the node that loads it
-    prompted: bool
-    from_image: bool
-
-
-def _subject_of(model: Path) -> _Subject:
-    """Look what kind of model this is: a folder, Stable Video Diffusion's single file, or a hub id in the cache.
-
-    Raises BadInput where it is not there, BadFolder where no node loads it.
-    """
-    from ...nodes.load import loaders
-    from ...pipelines.models.recognised import family_of
-
-    path = on_disk(model)
-    family = family_of(path)
-    return _Subject(path, loaders()[family.pipeline], family.prompt is not None, family.takes_image)
-
-
-def _graph(args: argparse.Namespace, subject: _Subject, card: str | None) -> dict[str, Any]:
+def _graph(args: argparse.Namespace, model: str, family: FamilySpec, card: str | None) -> dict[str, Any]:
     from ...nodes import NODE_CLASS_MAPPINGS
+    from ...nodes.load import loaders
 
-    (loader,) = (name for name, node in NODE_CLASS_MAPPINGS.items() if node is subject.loader)
+    (loader,) = (name for name, node in NODE_CLASS_MAPPINGS.items() if node is loaders()[family.pipeline])
     pipeline = ["load", 0]
-    loading = {"model": subject.model.name, "precision": args.precision, "backend": "eager", "offload": "none"}
+    loading = {"model": model, "precision": args.precision, "backend": "eager", "offload": "none"}
     probing: dict[str, Any] = {"pipeline": pipeline, "guidance_scale": 6.0, "save": args.save}
     probing |= {name: getattr(args, name) for name in ("steps", "width", "height", "frames", "seed")}
     graph: dict[str, Any] = {"load": {"class_type": loader, "inputs": loading}}
-    if subject.prompted:
+    if family.prompt:
         prompts = {"pipeline": pipeline, "prompt": args.prompt, "negative_prompt": "", "precision": "inherit"}
         graph["encode"] = {"class_type": "OneDiffGuardEncodePrompt", "inputs": prompts}
         probing |= {"positive": ["encode", 0], "negative": ["encode", 1]}
-    if subject.from_image:
+    if family.takes_image:
         graph["image"] = {"class_type": "LoadImage", "inputs": {"image": args.image.name}}
         probing["image"] = ["image", 0]
     if card:
@@ -124,11 +107,6 @@ def _graph(args: argparse.Namespace, subject: _Subject, card: str | None) -> dic
 
 def _write_beside(picture: Path, text: str, profile: str) -> list[Path]:
     """Recommendation and profile, under the picture's name."""
-    contents = {picture.with_suffix(".txt"): f"{text}\n", picture.with_suffix(".json"): profile}
-    try:
-        for file, content in contents.items():
-            if content:
-                file.write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise OutputError(f"Cannot write beside {picture}: {error}. Free space, or choose --out.") from error
-    return [file for file, content in contents.items() if content]
+    texts = {".txt": f"{text}\n", ".json": profile}
+    contents = {suffix: words.encode() for suffix, words in texts.items() if words}
+    return write_together(picture.parent, picture.stem, contents)

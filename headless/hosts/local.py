@@ -18,7 +18,7 @@ from typing import Any
 
 from ..commands.progress import libraries_without_bars
 from ..errors import HeadlessError, InterruptedRunError, RunFailedError
-from ..files import PREVIEW_FOLDER, ensure_writable, file_entries
+from ..files import ensure_writable, file_entries
 from ..workflow import settings, ui_format
 from ..workflow.graph import Graph, Link, from_api, is_ui_format
 from ..workflow.schema import Schema
@@ -79,12 +79,8 @@ def run_local(
         started = time.perf_counter()
         with _stoppable(interrupt, timeout) as stop, libraries_without_bars():
             outputs, results = _Runner(checked, node_classes, stop, on_progress).run()
-        files = [
-            output_dir / (PREVIEW_FOLDER if entry.type == "temp" else "") / entry.subfolder / entry.filename
-            for ui in outputs.values()
-            for entry in file_entries(ui)
-            if entry.type != "input"
-        ]
+        entries = [entry for ui in outputs.values() for entry in file_entries(ui) if entry.type != "input"]
+        files = [output_dir / entry.path for entry in entries]
     return RunResult(outputs, results, files, time.perf_counter() - started)
 
 
