@@ -38,6 +38,7 @@ def replacing(file: Path) -> Iterator[BinaryIO]:
     if file.is_symlink() or (file.exists() and not file.is_file()):
         raise FileExistsError(f"'{file}' is there, and is no file of its own. Name another, or remove it")
     with temporary_in(file.parent) as (temporary, stream):
+        temporary.chmod(0o600)  # it may be code that will be run
         yield stream
         stream.close()
         temporary.replace(file)
