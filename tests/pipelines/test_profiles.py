@@ -258,3 +258,11 @@ def test_in_words():
     some = replace(PROFILE, learned=Learned(islands=ISLANDS[:1], wide_parts=ISLANDS[1:])).in_words()
     assert some.endswith("fp16; 'transformer_blocks.17' wide; 'transformer_blocks.3' in fp32")
     assert replace(PROFILE, learned=Learned(everything=True)).in_words().endswith("fp16; every layer wide")
+
+
+def test_what_a_killed_process_left_half_written_is_removed(tmp_path):
+    left = tmp_path / f".onediff-guard-{'a' * 32}.tmp"
+    left.touch()
+    os.utime(left, (0, 0))
+    profiles.write_text(tmp_path / "shared.json", PROFILE.text())
+    assert [path.name for path in tmp_path.iterdir()] == ["shared.json"]
