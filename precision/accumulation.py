@@ -72,6 +72,8 @@ class Mode(Enum):
 
 @dataclass(frozen=True)
 class Decision:
+    """What the switches are to be set to for one architecture, and why."""
+
     mode: Mode
     reason: str
     source: str
@@ -85,9 +87,10 @@ class Decision:
 def decide(
     architecture: Architecture, request: Accumulation = Accumulation.AUTO, others: Iterable[Architecture] = ()
 ) -> Decision:
-    """Whether half-precision accumulation is allowed: where reports call it right, else not.
+    """Decide whether half-precision accumulation is allowed: only where reports call it right.
 
-    others: what else this process computes on. The switches are the process's, so the safest value is taken.
+    others: what this process computes on beside `architecture`. The switches are the process's, so the safest value
+        of all is taken.
     """
     return _safest(_decide(row, request) for row in (architecture, *others))
 
@@ -121,7 +124,7 @@ class Switch:
 
 @dataclass(frozen=True)
 class _Spec:
-    """A process-wide switch and what each mode sets it to; a mode that is not named leaves it alone."""
+    """A process-wide switch, and what each mode sets it to. A mode that is not named leaves it alone."""
 
     name: str
     values: dict[Mode, str]
@@ -196,7 +199,7 @@ SWITCHES = tuple(spec.name for spec in SPECS)
 
 
 class _Holders:
-    """Stages that run at this moment; the process-wide switches take the safest of their modes."""
+    """The stages that run at this moment. The process-wide switches take the safest of their modes."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -244,7 +247,7 @@ _HOLDERS = _Holders()
 def accumulation(
     architecture: Architecture, request: Accumulation = Accumulation.AUTO, others: Iterable[Architecture] = ()
 ) -> Generator[tuple[Switch, ...]]:
-    """Hold the switches for one stage; yields them as they stand. A value that the user set before is left alone."""
+    """Hold the switches while a stage runs, and yield them as they stand. A value that the user set is left alone."""
     with _HOLDERS.joined(architecture, decide(architecture, request, others)) as switches:
         yield switches
 
@@ -252,19 +255,20 @@ def accumulation(
 def preview(
     architecture: Architecture, request: Accumulation = Accumulation.AUTO, others: Iterable[Architecture] = ()
 ) -> tuple[Switch, ...]:
-    """The switches as they would stand while a stage runs. Sets nothing."""
+    """Return the switches as they would stand while a stage runs, and set nothing."""
     own = decide(architecture, request, others)
     with _HOLDERS.lock:
         return _HOLDERS.described(architecture, own, own)
 
 
 def allowed(name: str) -> bool:
-    """Whether a variable allows half precision as it stands now: as OneFlow and nexfort read it, unset allows."""
+    """Return whether an environment variable allows half precision now. OneFlow and nexfort read unset as allowed."""
     return os.environ.get(name, "1").lower() in _TRUE
 
 
 def _is_users(spec: _Spec, before: str | None) -> bool:
-    """Only a variable says so: ComfyUI and other packs set PyTorch's switches, some at import."""
+    """Return whether the user set the value. Only a variable can tell: ComfyUI and other packs set PyTorch's switches,
+    some at import."""
     return spec.default is None and before is not None
 
 
@@ -286,7 +290,7 @@ def _describe(spec: _Spec, before: str | None, own: Decision, mode: Mode, reason
 
 
 def _judge(spec: _Spec, value: str, own: Decision) -> str:
-    """What a value that the user set amounts to."""
+    """Say in words whether a value that the user set can be read, and is safe."""
     plain = value.strip().lower()
     if spec.kind == "integer":
         if not plain.lstrip("-").isdigit():

@@ -22,7 +22,7 @@ HalfAccumulation = Literal["right", "wrong", "untried"]
 
 @dataclass(frozen=True)
 class Architecture:
-    """What the policy needs to know of a device."""
+    """A row of the table: what the policy needs to know of a device."""
 
     name: str  # "sm75", "gfx1100", "cpu", "mps"
     label: str  # the vendor's name of the generation
@@ -52,7 +52,7 @@ def _nvidia(
 
 
 def _amd(name: str, label: str, bf16: bool, matrix: bool, fp8: bool) -> Architecture:
-    """TF32 counts as missing: where AMD has it (CDNA 3, 4), libraries disagree on how exact it is."""
+    """Make AMD's row. TF32 counts as missing: where AMD has it (CDNA 3, 4), libraries disagree on how exact it is."""
     return Architecture(name, label, "native" if bf16 else "emulated", True, matrix, False, fp8, "untried", ROCM_GUIDE)
 
 
@@ -103,7 +103,7 @@ _GTX16 = re.compile(r"\b(1630|1650|1660|MX450|MX550|T400|T500|T550|T600|T1000|T1
 
 
 def detect(device: torch.device) -> Architecture:
-    """The architecture of the device that a pipeline runs on. A device that no table knows gets a safe row."""
+    """Return the architecture of the device that a pipeline runs on. One that is not in the table gets a safe row."""
     import torch
 
     if device.type == "mps" and not torch.backends.mps.is_macos_or_newer(14, 0):
@@ -123,7 +123,7 @@ def detect(device: torch.device) -> Architecture:
 
 
 def present() -> tuple[Architecture, ...]:
-    """The architectures of all GPUs that this process can use, each once."""
+    """Return the architectures of all GPUs that this process can use, each once."""
     import torch
 
     devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
@@ -131,9 +131,9 @@ def present() -> tuple[Architecture, ...]:
 
 
 def named(text: str) -> Architecture:
-    """The row of "sm75", "7.5", "sm75-gtx16", "gfx1100", "xpu", "cpu" or "mps", as someone types it.
+    """Return the row of an architecture as someone types it: "sm75", "7.5", "sm75-gtx16", "gfx1100", "xpu" or "cpu".
 
-    Raises ValueError where it is the name of no architecture.
+    Raises ValueError where the text names no architecture.
     """
     name = text.strip().lower()
     if name in ARCHITECTURES:
@@ -146,7 +146,8 @@ def named(text: str) -> Architecture:
 
 
 def is_name(text: str) -> bool:
-    """Whether some device's architecture may have this name: of the table, newer than it, or a device type."""
+    """Return whether some device may have an architecture of this name: one of the table, one newer than the table, or
+    a device type."""
     try:
         return named(text).name == text
     except ValueError:
@@ -154,7 +155,8 @@ def is_name(text: str) -> bool:
 
 
 def by_capability(major: int, minor: int) -> Architecture:
-    """NVIDIA compute capability → row. One newer than the table takes the nearest older row, marked unknown."""
+    """Return the row of an NVIDIA compute capability. One newer than the table takes the nearest older row, marked
+    unknown."""
     name = f"sm{major}{minor}"
     if row := ARCHITECTURES.get(name):
         return row
@@ -168,7 +170,7 @@ def by_capability(major: int, minor: int) -> Architecture:
 
 
 def by_gfx(name: str) -> Architecture:
-    """ROCm's gcnArchName (`gfx90a:sramecc+:xnack-`) → row, by the longest prefix that is in the table."""
+    """Return the row of ROCm's gcnArchName (`gfx90a:sramecc+:xnack-`), by the longest prefix that is in the table."""
     gfx = name.split(":", 1)[0]
     prefixes = [row for row in ARCHITECTURES if row.startswith("gfx") and gfx.startswith(row)]
     if prefixes:

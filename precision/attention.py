@@ -50,7 +50,7 @@ class Call:
     scale: float | None = None
 
     def with_queries(self, number: int) -> Call:
-        """Its first ones alone. A mask that has a row for each of them is cut alike."""
+        """Return the call with its first `number` queries alone. A mask with a row for each query is cut alike."""
         tokens = min(number, self.query[-2])
         mask = self.mask and ((*self.mask[0][:-2], min(tokens, self.mask[0][-2]), self.mask[0][-1]), self.mask[1])
         return replace(self, query=(*self.query[:-2], tokens, self.query[-1]), mask=mask)
@@ -58,17 +58,17 @@ class Call:
 
 @dataclass(frozen=True)
 class Timing:
-    """What one kernel does with all calls of a step."""
+    """How fast and how exact one kernel is."""
 
-    seconds: float
+    seconds: float  # for all attention of a step
     error: float  # max |difference| to fp32
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The fastest kernel that is right, or "" where PyTorch's own choice is."""
+    """The fastest kernel whose results are right."""
 
-    kernel: str
+    kernel: str  # "" where that is PyTorch's own choice
     timings: Mapping[str, Timing]  # with "auto": PyTorch's own choice
 
     def __str__(self) -> str:
@@ -79,7 +79,8 @@ class Choice:
 
 
 def preferring(kernel: str) -> AbstractContextManager[Any]:
-    """The kernel wherever it takes a call, else another one. Dynamo traces it as it stands."""
+    """Return a context in which attention uses the kernel wherever it takes a call, else another one. Dynamo can trace
+    it."""
     first = KERNELS[kernel]
     if first is SDPBackend.MATH:
         return sdpa_kernel([first, SDPBackend.MATH])
@@ -106,11 +107,13 @@ class Attended(torch.nn.Module):
 
 
 def showing_what_is_broken(inputs: Any) -> AbstractContextManager[Any]:
-    """While half precision computes on the CPU, attention is NaN where a query or a key is not finite.
+    """Return a context in which attention on the CPU gives NaN where a query or a key is not finite.
 
     PyTorch's kernel there gives 0 for a row whose scores are all NaN, where there are fewer keys than a vector register
-    holds (16, or 8): finite, and wrong. What is right stays as it is, to the bit. Elsewhere nothing is added.
-    inputs: of the call that is about to be made.
+    holds (16, or 8): finite, and wrong. Right results stay as they are, to the bit. On other devices the context does
+    nothing.
+
+    inputs: a nest of what the call inside will be given; its tensors tell the device.
     """
     on_cpu = {leaf.device.type for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)} == {"cpu"}
     return _ShowingWhatIsBroken() if on_cpu else nullcontext()
@@ -132,7 +135,7 @@ def _broken_where_they_are(
 
 
 def attention_calls(run: Callable[[], object]) -> Counter[Call]:
-    """The calls of attention while `run` runs, which may be on the meta device."""
+    """Count the calls of attention that are made while `run` runs, which may be on the meta device."""
     seen: Counter[Call] = Counter()
 
     class Recording(TorchFunctionMode):
@@ -147,10 +150,11 @@ def attention_calls(run: Callable[[], object]) -> Counter[Call]:
 
 
 def measure(calls: Mapping[Call, int], device: torch.device) -> Choice:
-    """Time the kernels on random numbers, interleaved, and check each against fp32.
+    """Time the kernels on random numbers, interleaved, check each against fp32, and return the fastest that is right.
 
-    calls: with how often each comes in a step. A kernel is left out that does not take one of them, or whose error is
-    more than four times the least.
+    A kernel is left out where it does not take one of the calls, or where its error is more than four times the least.
+
+    calls: how often each call comes in a step.
     """
     if not calls:
         return Choice("", {})
@@ -215,7 +219,7 @@ def _takes(name: str, call: Call, device: torch.device) -> bool:
 
 
 def _own(call: Call, device: torch.device) -> SDPBackend:
-    """What PyTorch would choose."""
+    """Return the kernel that PyTorch would choose."""
     with torch.inference_mode():
         return SDPBackend(torch._fused_sdp_choice(**_tensors(call.with_queries(_CHECKED), device)))
 

@@ -1,4 +1,4 @@
-"""Sees what a model clips in fp16: a clipped value is finite, and wrong, so no look at the output finds it.
+"""A watch for what a model clips in fp16: a clipped value is finite, and wrong, so no look at the output finds it.
 
 Flux, Lumina2 and Z-Image hide what overflowed by `nan_to_num`, ACE-Step by `clip`, transformers' T5 by `clamp`, some of
 them in helpers; quantised layers by rounding what goes in, and video VAEs by a norm, which fp16 holds no better. A
@@ -34,11 +34,12 @@ _ASKS = frozenset({torch.isinf, torch.isnan, torch.isfinite, _T.isinf, _T.isnan,
 
 
 class Clips(TorchFunctionMode):
-    """The largest |x| that a stage handed to what clips in fp16, of each call. Waits for no device.
+    """A function mode that notes the largest |x| that a call of a stage clips. It waits for no device.
 
-    dtype: of the stage's plan; only "fp16" is watched.
     A mode costs about 3 µs of Python for each function that the stage calls. So where the first call neither clipped
     nor asked for infinities, the next ones run without it. Compiled code has none of that cost, and would be made anew.
+
+    dtype: the dtype of the stage's plan. Only "fp16" is watched.
     """
 
     def __init__(self, dtype: str) -> None:
@@ -48,6 +49,8 @@ class Clips(TorchFunctionMode):
         self._idle = dtype != "fp16"
 
     def watched(self, stage: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the stage such that each call of it is watched."""
+
         def attempt(*args: Any, **kwargs: Any) -> Any:
             if self._idle:
                 return stage(*args, **kwargs)
@@ -60,7 +63,8 @@ class Clips(TorchFunctionMode):
         return attempt
 
     def take(self) -> torch.Tensor | None:
-        """Of the latest call, as a float32 scalar; 65504 or more, inf or NaN: it was clipped. None: nothing clips."""
+        """Return the largest |x| of the latest call, as a float32 scalar. From 65504 on, and where it is inf or NaN,
+        a value was clipped. None where the stage has nothing that clips."""
         return self._peak if self._needed else None
 
     def __torch_function__(
@@ -88,7 +92,7 @@ class Clips(TorchFunctionMode):
         return func(*args, **named)
 
     def _see(self, given: Any, bound: Any) -> None:
-        """bound: the upper one. What has none near fp16's end is a clip of the model's own, in fp32 too."""
+        """Note what is clipped to an upper bound. One that is not near fp16's end is the model's own, in fp32 too."""
         if not isinstance(given, torch.Tensor) or given.dtype is not torch.float16 or not given.numel():
             return
         counts: bool | torch.Tensor = False
@@ -111,19 +115,20 @@ class Clips(TorchFunctionMode):
         self._keep(peak)
 
     def _see_norm(self, input: Any, p: float = 2.0, dim: Any = 1, *_: Any, **__: Any) -> None:  # noqa: A002
-        """What is divided by a norm beyond fp16 comes out as zeros: in the VAEs of Wan and HunyuanVideo 1.5."""
+        """Note a norm beyond fp16. What is divided by it becomes zeros, as in the VAEs of Wan and HunyuanVideo 1.5."""
         if isinstance(input, torch.Tensor) and input.dtype is torch.float16 and input.numel():
             peak = torch.linalg.vector_norm(input.detach(), p, dim, dtype=torch.float32).amax()
             self._keep(torch.where(peak >= BEYOND, peak, 0.0))
 
     def _see_divisor(self, given: Any) -> None:
-        """The same where the norm is written out, as in LTXV's VAE: a mean of squares is beyond fp16 from 256 on."""
+        """Note the same where the norm is written out, as in LTXV's VAE: a mean of squares leaves fp16 where the values
+        reach 256."""
         if isinstance(given, torch.Tensor) and given.dtype is torch.float16 and given.numel():
             peak = largest(given)
             self._keep(torch.where(peak.isinf(), peak, 0.0))
 
     def _see_rounded(self, given: Any) -> None:
-        """Whatever of it is not finite: a CPU leaves NaN as it is, GPUs' kernels make a number of that too."""
+        """Note what is rounded and not finite: a CPU leaves NaN as it is, a GPU's kernel makes a number of it."""
         if isinstance(given, torch.Tensor) and given.dtype is torch.float16 and given.numel():
             peak = largest(given)
             self._keep(torch.where(peak.isfinite(), 0.0, peak))
@@ -134,26 +139,28 @@ class Clips(TorchFunctionMode):
 
 
 def _is_norm_of(values: Any = None, divisor: Any = None) -> bool:
-    """Whether many of the values share one divisor."""
+    """Return whether many of the values share one divisor, as those that are normalised do."""
     both = isinstance(values, torch.Tensor) and isinstance(divisor, torch.Tensor)
     return both and 0 < divisor.dim() == values.dim() and divisor.numel() < values.numel()
 
 
 def _rounds_its_input(func: Any, args: tuple[Any, ...]) -> bool:
-    """A library's operator that quantises, and a product by quantised weights, which may round what they multiply."""
+    """Return whether a call may round its input: a library's operator that quantises, or a product by quantised
+    weights."""
     if func is torch.nn.functional.linear:
         return len(args) > 1 and is_quantised(args[1])
     return isinstance(func, _OPERATORS) and func.__name__.startswith("quantize_")
 
 
 def _device_of(inputs: Any) -> torch.device | None:
-    """That a stage computes on: a denoiser may be given other things in main memory, a text encoder has token ids."""
+    """Return the device that a stage computes on: of the first floating tensor, since a denoiser may be given other
+    things in main memory, else of any, since a text encoder is given token ids alone."""
     tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
     return next((tensor.device for tensor in (*floating(tensors), *tensors)), None)
 
 
 def _compiled_something() -> bool:
-    """This process, by now."""
+    """Return whether this process has compiled anything by now."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo is not None and dynamo.counters["stats"]["unique_graphs"] > 0
 

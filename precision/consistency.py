@@ -1,4 +1,4 @@
-"""Are a loaded component's dtypes what they should be? Repairs what can be repaired, and says what it found.
+"""The dtypes of a loaded component: are they what they should be? What can be repaired is, and each finding is told.
 
 Two things go wrong with T5 in fp16 (diffusers shows `expected scalar type Float but found Half`). Its feed-forward's
 last layer, `wo`, stays in fp32, as `_keep_in_fp32_modules` asks; a later `.to(fp16)` undoes that without a word, and
@@ -27,13 +27,13 @@ class DamagedByCast(ValueError):
 
 
 def make_consistent(module: torch.nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> list[str]:
-    """Bring a component that was just loaded in `dtype` to rights; returns a line for each thing found.
+    """Repair the dtypes of a component that was just loaded in `dtype`. Returns a line for each thing found.
 
     - Parameters that the class keeps in fp32 (`_keep_in_fp32_modules`) and that are in half precision are put back.
     - Where some are kept in fp32, norms that refuse an input of another dtype than their weight compute in fp32.
     - Parameters in any other dtype than expected are named.
 
-    device: where it will compute, if it is elsewhere now. Fused norms are asked there.
+    device: where the component will compute, if it is elsewhere now. Fused norms are tried there.
 
     Raises DamagedByCast where a parameter that belongs in fp32 is not finite any more.
     """
@@ -79,8 +79,8 @@ def _name_strangers(module: torch.nn.Module, dtype: torch.dtype, kept: frozenset
 
 
 def _kept_in_fp32(module: torch.nn.Module, dtype: torch.dtype) -> frozenset[str]:
-    """Names that the class keeps in fp32. In bf16 these are the strict ones of a class that tells them apart, as
-    transformers' do; diffusers' classes keep all of them in both."""
+    """Return the names of what the class keeps in fp32. In bf16 these are only the strict ones of a class that tells
+    them apart, as transformers' do; diffusers' classes keep all of them in fp16 and in bf16."""
     usual = getattr(module, "_keep_in_fp32_modules", None) or ()
     strict = getattr(module, "_keep_in_fp32_modules_strict", usual) or ()
     return frozenset({torch.float16: (*usual, *strict), torch.bfloat16: tuple(strict)}.get(dtype, ()))
@@ -91,7 +91,8 @@ def _in(kept: frozenset[str], parameter: str) -> bool:
 
 
 def _refuses_mixed_dtypes(module: torch.nn.Module, device: torch.device | None) -> bool:
-    """Tried, not told by its name: does a half-precision norm take a row in its own dtype, and raise at an fp32 one?"""
+    """Return whether a half-precision norm takes a row in its own dtype, and raises at an fp32 one. It is tried, since
+    its name does not tell."""
     weight: Any = getattr(module, "weight", None)
     if has_children(module) or not isinstance(weight, torch.nn.Parameter):
         return False

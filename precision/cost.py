@@ -14,11 +14,12 @@ from .peaks import peak_memory
 
 @contextmanager
 def extra_peak(owner: object, given: Any = ()) -> Generator[Callable[[], int | None]]:
-    """Yields a function that tells, afterwards, how many bytes were allocated at the peak beyond what was there before.
+    """Yield a function that returns, afterwards, how many bytes more were allocated at the peak than before.
+
+    They are measured on CUDA. Elsewhere they are those of the largest layer's weights in float32, which is what a rerun
+    adds to its activations; None where `owner` is no module.
 
     given: a nest of the tensors that are computed with; the owner's weights may be elsewhere until they are needed.
-    Measured on CUDA. Elsewhere it is the largest layer's weights in float32, which is what a rerun adds to its
-    activations; None where `owner` is no module.
     """
     module = owner if isinstance(owner, torch.nn.Module) else None
     tensors = [*floating(given), *(module.parameters() if module else ())]
@@ -34,5 +35,5 @@ def extra_peak(owner: object, given: Any = ()) -> Generator[Callable[[], int | N
 
 
 def largest_layer(module: torch.nn.Module) -> int:
-    """Bytes of the largest layer's own weights in float32."""
+    """Return how many bytes the largest layer's own weights take in float32."""
     return 4 * max(sum(p.numel() for p in layer.parameters(recurse=False)) for layer in module.modules())

@@ -10,5 +10,5 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch.float16 → "fp16"; others as torch writes them."""
+    """Return a dtype's name, such as "fp16" for torch.float16. One that no plan has is named as PyTorch writes it."""
     return _NAMES.get(dtype, str(dtype).removeprefix("torch."))

@@ -1,5 +1,5 @@
-"""Where a failing call left its dtype's range, and what follows from it. Decided from measured peaks: no tensor is
-touched here."""
+"""Where a failing call left its dtype's range, and what follows from it. Both are decided from measured peaks: no
+tensor is touched here."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ class Anatomy:
 
     @classmethod
     def of(cls, module: torch.nn.Module, parts: Iterable[str], stream: Stream | None = None) -> Anatomy:
-        """parts: names of blocks, or of lists of blocks."""
+        """Return the anatomy of a module.
+
+        parts: names of its blocks, or of lists of blocks.
+        """
         blocks: list[str] = []
         for part in parts:
             found = module.get_submodule(part)
@@ -49,25 +52,27 @@ class Anatomy:
         return cls(tuple(blocks), stream, norms, writers, groups)
 
     def home(self, name: str) -> str | None:
-        """The block that a module is in, or the module itself outside of the blocks; None where it holds blocks."""
+        """Return the block that a module is in, or the module itself outside of the blocks; None where it holds
+        blocks."""
         if any(not name or block.startswith(f"{name}.") for block in self.blocks or ("",)):
             return None
         return next((block for block in self.blocks if covers(block, name)), name)
 
     @property
     def repeated(self) -> tuple[str, ...]:
-        """The blocks, without what starts the stream."""
+        """The names of the blocks, without those of what starts the stream."""
         return tuple(name for name in self.blocks if not self.stream or name.startswith(f"{self.stream.blocks}."))
 
     def parts(self, names: Iterable[str]) -> list[str]:
-        """Of the names of modules, those that may be islands: blocks, and what is outside of them."""
+        """Return those names of modules that may be islands: the blocks', and those outside of the blocks."""
         return [name for name in names if self.home(name) == name]
 
     def island(self, name: str, peaks: Mapping[str, Peak], dtype: str, islands: Collection[str] = ()) -> str | None:
-        """What would have to run in fp32 for a module's sake, apart from the islands there are; None where nothing
-        helps.
+        """Return what would have to run in fp32 for a module's sake, apart from the islands that there are already;
+        None where nothing helps.
 
-        A block; outside of them, the smallest part around the module whose input and output fit in the dtype.
+        It is the module's block, or outside of the blocks the smallest part around the module whose input and output
+        fit in the dtype.
         """
         home = self.home(name)
         if home is None or home in self.blocks:
@@ -77,17 +82,18 @@ class Anatomy:
         return next((part for part in parts if self._fits(part, peaks, dtype)), None)
 
     def _fits(self, part: str, peaks: Mapping[str, Peak], dtype: str) -> bool:
-        """Around what fits, the stream is half precision's, or float32. What was not measured is tried."""
+        """Return whether what a part is given and what it puts out fit in the dtype. One that reads the stream is given
+        it in float32 where it does not fit. A part that was not measured counts as fitting, and is tried."""
         reads_stream = any(covers(part, norm) for norm in self.norms)
         peak = peaks.get(part, Peak(0.0, 0.0))
         return peak.output <= RANGE[dtype] and (reads_stream or peak.input <= RANGE[dtype])
 
     def widens(self, dtype: str) -> bool:
-        """bf16 has fp32's range: nothing to gain."""
+        """Return whether a float32 stream has more range than one in `dtype`: bf16 has fp32's."""
         return self.stream is not None and dtype == "fp16"
 
     def inner(self, name: str, peak: Peak) -> float:
-        """What a layer reaches apart from the stream."""
+        """Return max |x| of what a layer reaches apart from the stream."""
         if name in self.groups or (name in self.blocks and not self.stream):
             return 0.0
         if name in self.norms:
@@ -110,10 +116,11 @@ class Finding:
 def find(
     peaks: Mapping[str, Peak], anatomy: Anatomy, dtype: str, islands: Collection[str] = (), *, wide: bool = False
 ) -> Finding | None:
-    """What left the range of `dtype`, from the peaks of layers and blocks in fp32; None where nothing did.
+    """Return what left the range of `dtype`, told by the peaks of layers and blocks in fp32; None where nothing did.
 
-    peaks: in the order in which layers ran, of the anatomy's groups too. islands: they run in fp32 already. wide:
-        the stream is float32.
+    peaks: in the order in which layers ran, and of the anatomy's groups too.
+    islands: names of what runs in fp32 already, or wide.
+    wide: the stream is float32 already.
     """
     limit, here = RANGE[dtype], f"{dtype}'s {RANGE[dtype]:.5g}"
     stream = {name: peaks[name].input for name in peaks if name in anatomy.norms}
@@ -148,9 +155,9 @@ def find(
 def found_in_half(
     name: str | None, peaks: Mapping[str, Peak], anatomy: Anatomy, dtype: str, islands: Collection[str] = ()
 ) -> Finding:
-    """Why a call failed that leaves no range in fp32.
+    """Say why a call failed in half precision although nothing leaves the dtype's range when it runs in fp32.
 
-    name: the module that came out broken when the half-precision call was made once more; None where none did.
+    name: the module whose output was broken when the half-precision call was made once more; None where none was.
     """
     if name is None:
         return Finding(f"no layer's output leaves {dtype}'s range, and computed again it did not fail")
@@ -165,9 +172,10 @@ def found_in_half(
 
 
 def taught(learned: Learned, finding: Finding, anatomy: Anatomy, dtype: str) -> tuple[Learned, str]:
-    """What is known after a failure, and what follows from it in words; "" where nothing does.
+    """Return what is known after a failure, and what follows from it in words; "" where nothing follows.
 
-    In fp16 a part is made wide before it is run in fp32, and all of it before the rest of the run is.
+    In fp16, a part is made wide before it is run in fp32, and every layer is made wide before the rest of the run goes
+    to fp32.
     """
     can_widen = dtype == "fp16"
     everything = can_widen and learned.everything
@@ -193,7 +201,8 @@ def taught(learned: Learned, finding: Finding, anatomy: Anatomy, dtype: str) -> 
 
 
 def _tried(name: str, learned: Learned) -> str:
-    """What has been wide already for a part's sake: what it is in, or itself where it holds an island; else ""."""
+    """Return the name of what has been wide already for a part's sake: what the part is in, or the part itself where it
+    holds an island; else ""."""
     holds_island = any(covers(name, island) for island in learned.islands)
     return next((part for part in learned.wide_parts if covers(part, name)), name if holds_island else "")
 
@@ -206,10 +215,10 @@ def _beside(anatomy: Anatomy, dtype: str, name: str) -> str:
 
 
 def order(value: float) -> float:
-    """For sorting: NaN is the largest."""
+    """Return the value to sort a number by: NaN is the largest."""
     return math.inf if math.isnan(value) else value
 
 
 def _adapted(name: str) -> str:
-    """The layer to which a part of an adapter (peft's LoRA) belongs; any other layer itself."""
+    """Return the name of the layer that a part of an adapter (peft's LoRA) belongs to; any other name as it is."""
     return name.split(".base_layer")[0].split(".lora_")[0]

@@ -1,4 +1,4 @@
-"""PyTorch's own settings that a rerun in fp32 holds while it runs: the process's, which all that rerun share."""
+"""PyTorch's own settings that a rerun in fp32 holds while it runs. They are the process's, so all reruns share them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from .shared import SharedSetting
 
 
 def device_types() -> tuple[str, ...]:
+    """Return the types of devices that may compute: "cpu", and the accelerator's where there is one."""
     if not torch.accelerator.is_available():  # asked first: where there is none, torch 2.6 raises
         return ("cpu",)
     accelerator = torch.accelerator.current_accelerator()
@@ -20,6 +21,7 @@ def device_types() -> tuple[str, ...]:
 
 @contextmanager
 def autocast_off(device_types: Iterable[str]) -> Generator[None]:
+    """Switch autocast off inside, whatever is set around it."""
     with ExitStack() as stack:
         for device_type in device_types:
             stack.enter_context(torch.autocast(device_type, enabled=False))
@@ -27,7 +29,8 @@ def autocast_off(device_types: Iterable[str]) -> Generator[None]:
 
 
 def autocast_off_where_on(device_types: Iterable[str]) -> AbstractContextManager[None]:
-    """The same, at next to no cost where it is off: for each function that is called."""
+    """Return a context that does the same, at next to no cost where autocast is off: one is entered for each function
+    that is called."""
     on = [device_type for device_type in device_types if torch.is_autocast_enabled(device_type)]
     return autocast_off(on) if on else _AS_IT_IS
 
@@ -48,8 +51,8 @@ def _allow_fp32_attention() -> Callable[[], None]:
 
 
 def _allow_tf32() -> Callable[[], None]:
-    """Through PyTorch's old switches, which set the new ones (2.9 and later) along: after the new ones alone, reading
-    an old one raises, in every thread."""
+    """Allow TF32 through PyTorch's old switches, which set the new ones (2.9 and later) along. Where the new ones alone
+    were set, reading an old one raises, in every thread. Returns the function that undoes it."""
     matmul: Any = torch.backends.cuda.matmul
     cudnn: Any = torch.backends.cudnn
     undo = _in_tf32(matmul, (matmul,)), _in_tf32(cudnn, (cudnn.conv, cudnn.rnn) if hasattr(cudnn, "conv") else ())
@@ -62,9 +65,9 @@ def _allow_tf32() -> Callable[[], None]:
 
 
 def _in_tf32(switch: Any, operations: tuple[Any, ...]) -> Callable[[], None]:
-    """Allow TF32 where it is not; returns what takes that away.
+    """Allow TF32 where it is not allowed. Returns the function that undoes it.
 
-    operations: whose new settings the old switch sets; the first is what needs TF32.
+    operations: those whose new settings the old switch sets too; the first is the one that needs TF32.
     """
     operations = tuple(each for each in operations if hasattr(each, "fp32_precision"))
     before = [each.fp32_precision for each in operations]  # their own, or what stands above them

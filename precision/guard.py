@@ -53,6 +53,8 @@ class Scope(str, Enum):
 
 @dataclass(frozen=True)
 class GuardPolicy:
+    """What the guard does about a call that fails."""
+
     on_failure: OnFailure = OnFailure.RERUN
     strict: bool = False  # rerun in plain fp32 instead of TF32 on cards that have it
     scope: Scope = Scope.STEP
@@ -64,16 +66,22 @@ class GuardStopped(RuntimeError):
 
 
 class _BrokenInFp32(RuntimeError):
-    """A call is non-finite in fp32 too, with inputs that are not."""
+    """The output of a call is non-finite in fp32 too, although its inputs are finite."""
 
 
 @dataclass(frozen=True)
 class _Range:
+    """How large the values of some tensors are."""
+
     finite: bool
     largest: float | None  # max |x|; None where there was nothing to measure or it is not finite
 
     def outcome(self, dtype: str, inside: _Range) -> str:
-        """inside: of what the stage computed on the way, where that is watched."""
+        """Return the outcome of a call whose output has this range, as the report names it.
+
+        dtype: what the call computed in.
+        inside: the range of what the stage computed on the way, where that is watched.
+        """
         if not self.finite or not inside.finite:
             return "non-finite"
         if dtype == "fp16" and max(self.largest or 0, inside.largest or 0) >= FP16_MAX:
@@ -82,20 +90,22 @@ class _Range:
 
 
 class StageGuard:
-    """Callable in place of a stage.
+    """A callable that stands in place of a stage: it attempts each call, checks the output, and reruns it in fp32.
 
-    stage: its name in messages and in the report.
+    stage: the name of the stage in messages and in the report.
     attempt: what to call; may be compiled. A Learner where the scope LEARNED shall change it.
     rerun: what to call in fp32 where the attempt fails; the untouched original. Defaults to the Learner's module, or to
         `attempt`.
     owner: the module whose weights `rerun` uses. Defaults to `rerun`, or what it is a method of.
     dtype: "fp16", "bf16" or "fp32": the plan's dtype of this stage.
+    report: what each call is recorded in.
     inputs: names of the keyword arguments that carry activations. They are cast to `dtype` before each attempt,
         since a scheduler may hand on float32; positional tensors are cast too. Other arguments (timesteps, rotary
         tables) keep their dtype.
-    peak_inside: max |x| that the last attempt reached inside, for stages that clip: a clipped value is finite, and
-        wrong. Saturation counts as failure.
-    renew: has the weights loaded anew, where those on the card may be stale; says whether it could. Called with the
+    tf32: whether a rerun may use TF32's matrix products. With a strict policy it never does.
+    peak_inside: returns max |x| that the last attempt reached inside, for stages that clip: a clipped value is finite,
+        and wrong. Saturation counts as failure.
+    renew: loads the weights anew, where those on the card may be stale, and returns whether it could. Called with the
         arguments of a call that fails in fp32 too, which is then made once more.
     """
 
@@ -191,9 +201,9 @@ class StageGuard:
     def _again(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], half_call: _Call | None, *, saturated: bool
     ) -> tuple[Any, _Range, Finding | None, Rerun]:
-        """The call in fp32, why it had to be, and what that cost.
+        """Make the call in fp32. Returns its output and the output's range, why it had to be made, and what it cost.
 
-        half_call: the arguments that failed; None where the stage is not to blame.
+        half_call: the arguments with which half precision failed; None where the stage is not to blame.
         """
         started, finding = time.perf_counter(), None
         learner = self._learner if half_call and (self._learns or not self._failures) else None
@@ -218,7 +228,10 @@ class StageGuard:
         return output
 
     def _in_fp32(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, _Range, float | None]:
-        """The call in fp32, its range and timestep. Raises _BrokenInFp32 where that is non-finite too."""
+        """Make the call in fp32. Returns its output, the output's range and the timestep.
+
+        Raises _BrokenInFp32 where the output is non-finite in fp32 too.
+        """
         output = run_in_fp32(self._rerun, *args, tf32=self._tf32, **kwargs)
         _, made, _, timestep = self._measure((), output, timestep=kwargs.get("timestep"))
         if not made.finite:
@@ -227,7 +240,7 @@ class StageGuard:
         return output, made, timestep
 
     def _follow(self, finding: Finding | None) -> str:
-        """What the next calls do otherwise, in words; "" where nothing changes."""
+        """Change what the next calls do. Returns how, in words; "" where nothing changes."""
         self._failures += 1
         action = ""
         if self._learns and finding and self._learner:
@@ -243,7 +256,7 @@ class StageGuard:
         return STAY
 
     def _watching(self) -> Learner | None:
-        """For a stage whose attempt stays as it is: where it fails is found all the same."""
+        """Return a learner for a stage whose attempt stays as it is: it only finds where a call fails."""
         if self.dtype == "fp32" or not isinstance(self._owner, torch.nn.Module):
             return None
         attempt = Attempt(self._attempt, self._attempt)
@@ -251,7 +264,7 @@ class StageGuard:
 
     @property
     def learned(self) -> Learned | None:
-        """What is known by now; None where nothing may be learned."""
+        """What the run knows by now; None where nothing may be learned."""
         return self._learner.learned if self._learner and self._learns else None
 
     @property
@@ -269,7 +282,7 @@ class StageGuard:
     def _cast(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
-        """The arguments in the plan's dtype, and those of them that had another: a value may not have fitted."""
+        """Return the arguments in the plan's dtype, and those that had to be cast: a value may not have fitted."""
         target = DTYPES[self.dtype]
         changed: list[torch.Tensor] = []
 
@@ -288,7 +301,8 @@ class StageGuard:
     def _measure(
         self, given: Any, made: Any, inside: torch.Tensor | None = None, timestep: Any = None
     ) -> tuple[_Range, _Range, _Range, float | None]:
-        """Ranges of some inputs, of the output and inside, and the timestep: one transfer to the host for all."""
+        """Return the ranges of some inputs, of the output and of what is inside, and the timestep, all by one transfer
+        to the host."""
         given, made = floating(given), floating(made)
         values = [bound.float() for tensor in (*given, *made) for bound in torch.aminmax(tensor.detach())]
         inside_at = len(values)
@@ -334,7 +348,7 @@ class StageGuard:
 
 
 def _apart_from(output: Any, call: _Call) -> _Call:
-    """The call, with copies of those arguments that the output was written to, so that it can be made once more."""
+    """Return the call with copies of those arguments that the output was written to: it can be made once more."""
     written = {_storage(made) for made in floating(output)} - {None}
     return pytree.tree_map_only(
         torch.Tensor, lambda given: given.clone() if _storage(given) in written else given, call

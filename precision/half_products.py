@@ -1,9 +1,10 @@
 """Everything wide: products in half precision, all else in float32, in any network and with nothing known about it.
 
-It is the fp32 rerun with other products. Each linear layer, convolution and fused attention multiplies in half; where
-that is fp16, its operands are scaled by powers of two before, such that no sum of products leaves fp16's range, and the
-float32 result is scaled back: a row of a linear layer's input by itself, a convolution's sample, attention's queries,
-keys and values by head. Matrix products outside of layers stay in float32: rotary tables are made by such.
+It is the fp32 rerun with other products. Each linear layer, convolution and fused attention multiplies in half
+precision. Where that is fp16, its operands are scaled by powers of two before, such that no sum of products leaves
+fp16's range, and the float32 result is scaled back. What has a scale of its own is each row of a linear layer's input,
+each sample of a convolution's, and each head of attention's queries, keys and values. Matrix products outside of layers
+stay in float32: rotary tables are made by such.
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ def run_with_half_products(
     function: Callable[..., Result], *args: Any, products: HalfProducts, tf32: bool = False, **kwargs: Any
 ) -> Result:
     """Call `function` (a module or any callable that runs modules) with products in half precision and all else in
-    float32. As `run_in_fp32` otherwise, errors too.
+    float32. Otherwise it does what `run_in_fp32` does, with the same arguments and errors.
 
-    products: to be kept from call to call.
+    products: to be kept from call to call, since it remembers what weights reach.
     """
     return run_in(products, function, args, kwargs, tf32=tf32)
 
 
 class HalfProducts(Fp32Mode):
-    """dtype: of products. It keeps what weights reach, which costs reading them once."""
+    """The mode in which products are computed in `dtype`, and all else in float32. It remembers what weights reach,
+    which costs reading them once."""
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()
@@ -102,8 +104,9 @@ class HalfProducts(Fp32Mode):
 def _level(
     query: torch.Tensor, key: torch.Tensor, scale: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries and keys of one size, head by head, with the softmax's scale in them. Where their product is beyond what
-    half precision holds of each, it is made smaller: such a softmax picks one key, and float32 knows it no better."""
+    """Return queries and keys scaled to one size, head by head, with the softmax's scale in them. Where their product
+    is beyond what half precision holds of each, it is made smaller: such a softmax picks one key, and float32 knows it
+    no better."""
     by_head = query.shape[:-2] == key.shape[:-2]
     queries, keys = _exponent(query, by_head=by_head), _exponent(key, by_head=by_head)
     both = (queries + keys).clamp(max=2 * _SOFTMAX_ROOM)
@@ -112,7 +115,8 @@ def _level(
 
 
 class _Limits:
-    """What rows may reach before they meet a weight. A parameter is read once, and again where it has changed."""
+    """How large the values of a row may be that is multiplied by a weight. A parameter is read once, and again where it
+    has changed."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, bool], tuple[weakref.ref[torch.Tensor], int, _Limit]] = {}
@@ -120,7 +124,8 @@ class _Limits:
     def of(
         self, weight: torch.Tensor, dtype: torch.dtype, *, transposed: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """The weight in `dtype`, what its products have to be multiplied by (None: 1), and the limit; float32 []."""
+        """Return the weight in `dtype`, what its products have to be multiplied by (None: 1), and what rows may reach;
+        the last two are float32 []."""
         version = 0 if weight.is_inference() else weight._version  # ComfyUI loads in inference mode, which counts none
         found = self._known.get((id(weight), transposed))
         if found and found[0]() is weight and found[1] == version:
@@ -134,7 +139,8 @@ class _Limits:
 
 
 class _Limit(NamedTuple):
-    """All float32 []. loudness and quieter, its reciprocal: None for 1."""
+    """What rows may reach that are multiplied by a weight, and what the weight is divided by to be cast. All are
+    float32 []; loudness, and quieter, its reciprocal, are None for 1."""
 
     limit: torch.Tensor
     loudness: torch.Tensor | None = None
@@ -154,8 +160,8 @@ def _is_single(value: Any) -> bool:
 
 
 def _exponent(values: torch.Tensor, *, by_head: bool) -> torch.Tensor:
-    """log2 of a power of two that no |x| of a head reaches; of the whole tensor where heads are not told apart.
-    float32 [..., 1, 1]."""
+    """Return log2 of a power of two that no |x| of a head reaches, or of the whole tensor where heads are not told
+    apart. float32 [..., 1, 1]."""
     dims = (-2, -1) if by_head else tuple(range(values.ndim))
     return largest_of(values, dims).clamp(min=LEAST).log2().floor() + 1
 

@@ -26,13 +26,13 @@ class Attempt:
     """What is called in half precision."""
 
     run: Any  # a module, or another callable
-    eager: Any  # the same, not compiled: layers can be watched in it
+    eager: Any  # the same, but not compiled: layers can be watched in it
     wide: bool = False  # its residual stream is float32
-    everything: bool = False  # all of it is, but for products that are scaled to fit
+    everything: bool = False  # all of it is float32, but for products that are scaled to fit
 
     @property
     def in_words(self) -> str:
-        """What of it is float32; "" where nothing is."""
+        """What of the attempt is float32; "" where nothing is."""
         return EVERYTHING if self.everything else STREAM if self.wide else ""
 
 
@@ -49,15 +49,16 @@ def half_attempt(
     device: torch.device | None = None,
     tf32: bool = False,
 ) -> Attempt:
-    """The module as the plan and what was learned ask for: with a wide stream, then compiled, then with islands, which
-    leave what is compiled.
+    """Build the attempt that the plan and what was learned ask for: the module with a wide stream, then compiled, then
+    with islands, which leave what is compiled.
 
-    wide, everything: the plan's, whatever was learned.
-    compiled: from the module, and whether its stream is wide, to a shell of it with compiled blocks; remembered by
-        whoever gives it, since islands change nothing about it.
-    onloaded: from a shell, and the eager module that it is one of, to one that brings its weights to the device.
+    wide, everything: the plan's, which hold whatever was learned.
+    compiled: makes a shell with compiled blocks, given the module and whether its stream is wide. Whoever passes it
+        remembers the shell, since islands change nothing about it.
+    onloaded: makes a shell that brings its weights to the device, given a shell and the eager module that it is one of.
     device: where it computes, if its weights are elsewhere until they are needed.
-    Raises CannotWiden.
+
+    Raises CannotWiden where the stream is to be wide and a layer of it cannot be.
     """
     if dtype == "fp16" and (everything or learned.everything):
         products = HalfProducts(DTYPES[dtype])
@@ -91,11 +92,11 @@ def with_islands(
     source: torch.nn.Module | None = None,
     tf32: bool = False,
 ) -> torch.nn.Module:
-    """A shell of `module` in which those submodules of `source` (itself by default) run in fp32, or wide, of which that
-    was learned.
+    """Return a shell of `module` in which some submodules of `source` (`module` by default) run in fp32, or wide: those
+    for which that was learned.
 
-    Their floating outputs are cast to `dtype`, and contiguous, as those of their neighbours are; one that does not fit
-    is infinite there, for the guard to find.
+    Their floating outputs are cast to `dtype`, and contiguous, as those of their neighbours are. A value that does not
+    fit is infinite there, for the guard to find.
     """
     origin = source or module
 
@@ -110,7 +111,7 @@ def with_islands(
 
 
 class _Island:
-    """A block's forward, in float32. run: it. dtype: of its neighbours."""
+    """A block's forward, which `run` computes in float32. Its output is cast to its neighbours' dtype."""
 
     def __init__(self, run: Callable[..., Any], dtype: torch.dtype):
         self._run = run

@@ -13,9 +13,9 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class KeptInFp32:
-    """Stands before a layer's own class: half inputs become float32, and floating outputs what the layer handed on.
+    """A base before a layer's own class: half inputs become float32, and floating outputs have `outside`'s dtype.
 
-    A float32 output would make the stream behind it float32, which the half-precision layers there refuse. One that
+    A float32 output would make the stream behind it float32, which the half-precision layers there refuse. A value that
     does not fit is infinite, for the guard to find.
     """
 
@@ -31,7 +31,7 @@ class KeptInFp32:
 
 
 def keep_in_fp32(layer: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Make a layer, with what is below it, compute in float32 and hand on `dtype`.
+    """Make a layer, and what is below it, compute in float32 and put out `dtype`.
 
     It keeps its place, its type and its weights' names, by which adapters, wide layers and islands know it.
     """

@@ -1,4 +1,4 @@
-"""What one run learns from the calls that fail: it watches the fp32 rerun, and makes the next attempt another one."""
+"""What one run learns from the calls that fail: it watches the fp32 rerun, and builds the next attempt accordingly."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ LAYERS = Anatomy()  # of a module of which nothing is known
 
 
 class Learner:
-    """The attempt of a stage, as what was learned so far asks for.
+    """The attempt of a stage, built as what was learned so far asks for.
 
     module: the untouched original, which the rerun calls.
-    build: makes the attempt anew after each lesson; called once at the start too.
-    learned: from earlier runs.
+    build: builds the attempt, at the start and after each lesson.
+    learned: what earlier runs taught.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Learner:
         self._proven = NOTHING  # a call has come out right with it
 
     def watch(self, rerun: Callable[[], Result]) -> tuple[Result, Finding | None]:
-        """The rerun's result, and what left the dtype's range in it."""
+        """Make the rerun. Returns its result, and what left the dtype's range in it; None where nothing did."""
         results: list[Result] = []
         blocks = () if self._anatomy.stream else self._anatomy.blocks
         also = *self._anatomy.groups, *blocks
@@ -60,9 +60,10 @@ class Learner:
         return results[0], find(self._peaks, self._anatomy, self._dtype, self.learned.parts, wide=self.attempt.wide)
 
     def locate(self, *args: Any, saturated: bool = False, **kwargs: Any) -> Finding:
-        """Where a call fails that leaves no range in fp32: makes the half-precision call once more, not compiled.
+        """Find where a call fails although nothing leaves the dtype's range in fp32: the half-precision call is made
+        once more, not compiled.
 
-        saturated: it is finite, but reaches fp16's last value.
+        saturated: its output is finite, but reaches fp16's last value.
         """
         eager = self.attempt.eager
         module = eager if isinstance(eager, torch.nn.Module) else self.module
@@ -72,7 +73,7 @@ class Learner:
         return found_in_half(name, self._peaks, self._anatomy, self._dtype, self.learned.islands)
 
     def learn(self, finding: Finding) -> str:
-        """Make the next attempt another one. Returns what follows, in words; "" where nothing does."""
+        """Build the next attempt as the finding asks for. Returns what changes, in words; "" where nothing does."""
         known = replace(self.learned, everything=self.learned.everything or self.attempt.everything)
         learned, action = taught(known, finding, self._anatomy, self._dtype)
         if learned == known:
@@ -89,18 +90,19 @@ class Learner:
         return action
 
     def came_out_right(self) -> None:
-        """Of a call of the attempt: what was learned helps."""
+        """Note that a call of the attempt came out right, so what was learned helps."""
         self._proven = self.learned
 
     def stay(self) -> str:
-        """Half precision is not tried any more. What no call came out right with is forgotten: it did not help, and
-        later runs would pay for it."""
+        """Give up half precision for the rest of the run, and say so in words. What no call came out right with is
+        forgotten: it did not help, and later runs would pay for it."""
         self.learned = replace(self._proven, wide=self.learned.wide, whole_run_fp32=True)
         return STAY
 
 
 def counts(layer: torch.nn.Module) -> bool:
-    """Not what only hands its input on, nor what computes in fp32 in the half-precision call too, like T5's `wo`."""
+    """Return whether a layer's peaks count. They do not where it only hands its input on, or computes in fp32 in the
+    half-precision call too, like T5's `wo`."""
     weights = list(layer.parameters(recurse=False))
     in_fp32 = bool(weights) and all(weight.dtype is torch.float32 for weight in weights)
     return not (in_fp32 or isinstance(layer, torch.nn.Dropout))

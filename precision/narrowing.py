@@ -13,20 +13,21 @@ from .kept_fp32 import keep_in_fp32
 Stored = Callable[[Sequence[str]], torch.Tensor]  # a parameter's names → its values as the checkpoint holds them
 
 LEAST_NORMAL: float = torch.finfo(torch.float16).smallest_normal  # 2^-14; below, fp16 loses digits, and below 2^-25 all
-# Of a component's weights. Weights that are drawn normally with a deviation of 0.02, as transformers' are, have 0.24 %
-# below 2^-14, and with 0.005 just 1 %; what fp16 takes from those few is lost in the rounding of all others.
+# The share of a component's weights that counts. Of weights that are drawn normally with a deviation of 0.02, as those
+# of transformers are, 0.24 % are below 2^-14, and with 0.005 just 1 %; what fp16 takes from so few is lost in rounding.
 TRACE = 0.01
-_SAMPLE = 2**12  # of a tensor; counting them all takes longer on a CPU than casting them did
+_SAMPLE = 2**12  # values of a tensor that are counted; all of them would take longer on a CPU than casting them did
 
 
 def mend_narrowed(module: torch.nn.Module, stored: Stored) -> list[str]:
-    """Make right what the cast to fp16 did to a component that was just loaded; returns a line for each thing found.
+    """Repair what the cast to fp16 did to a component that was just loaded. Returns a line for each thing found.
 
-    - Layers with weights beyond fp16's range get them back, in fp32, and compute in it.
-    - Weights that fp16 made 0, or took digits from as they are subnormal there, are counted, where they are more than a
-      trace.
+    - Layers with weights beyond fp16's range get them back in fp32, and compute in it.
+    - Weights that fp16 made 0, or took digits from as they are subnormal there, are counted where they exceed 1 %.
 
     A tensor whose stored values are not finite stays as it is: that is damage, which the guard names.
+
+    stored: reads a parameter's values from the checkpoint.
     """
     named = _named(module)
     return [*_bring_back(module, named, stored), *_count_small(named, stored)]
@@ -39,7 +40,7 @@ class _Weight:
 
 
 def _named(module: torch.nn.Module) -> list[_Weight]:
-    """Its fp16 weights."""
+    """Return a module's fp16 weights, each once, with all of its names."""
     weights: dict[int, _Weight] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.dtype is torch.float16 and parameter.numel():
@@ -91,7 +92,7 @@ def _count_small(named: Sequence[_Weight], stored: Stored) -> Iterator[str]:
 
 
 def _small_share(parameter: torch.Tensor) -> float:
-    """Of zeros and subnormal values, told by evenly spread ones where there are many."""
+    """Return the share of zeros and subnormal values, 0 to 1. Of many values, only evenly spread ones are counted."""
     values = parameter.detach().flatten()
     sample = values[:: -(-len(values) // _SAMPLE) | 1]  # odd: a row's length is not, and one column would be all of it
     return torch.count_nonzero(sample.abs() < LEAST_NORMAL).item() / len(sample)

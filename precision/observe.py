@@ -23,30 +23,30 @@ class Peak:
     output: float
 
     def widened(self, other: Peak) -> Peak:
-        """Of both; NaN where either is."""
+        """Return the larger of both, for input and output; NaN where either is NaN."""
         return Peak(_larger(self.input, other.input), _larger(self.output, other.output))
 
 
 def floating(tree: Any) -> list[torch.Tensor]:
-    """The non-empty floating tensors of a nest of tuples, lists and dicts."""
+    """Return the non-empty floating tensors of a nest of tuples, lists and dicts."""
     return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.numel()]
 
 
 def non_finite(tensor: torch.Tensor) -> int:
-    """How many values are. fp8 is looked at in float32: PyTorch has no isfinite for it."""
+    """Count the values that are not finite. fp8 is looked at in float32: PyTorch has no isfinite for it."""
     tensor = tensor.detach()
     return int((~torch.isfinite(tensor.float() if tensor.itemsize < 2 else tensor)).sum())
 
 
 def largest(tree: Any) -> torch.Tensor:
-    """max |x| over all floating tensors, as a float32 scalar on their device; 0 where there are none."""
+    """Return max |x| over all floating tensors, as a float32 scalar on their device; 0 where there are none."""
     found = [bound.float() for tensor in floating(tree) for bound in torch.aminmax(tensor.detach())]
     return torch.stack([bound.to(found[0].device) for bound in found]).abs().amax() if found else torch.zeros(())
 
 
 def leaf_peaks(module: torch.nn.Module, call: Callable[[], Any], also: Iterable[str] = ()) -> dict[str, Peak]:
-    """Peaks of each layer (a module without children) that runs while `call` does, of all its calls; in the order in
-    which they ran first.
+    """Return the peaks of each layer (a module without children) that runs while `call` does, over all of the layer's
+    calls, in the order in which the layers ran first.
 
     also: names of other modules to watch.
     """
@@ -58,8 +58,8 @@ def leaf_peaks(module: torch.nn.Module, call: Callable[[], Any], also: Iterable[
 
 
 def first_broken(module: torch.nn.Module, call: Callable[[], Any], limit: float = math.inf) -> str | None:
-    """Name of the module in which a NaN, or an |x| of `limit` or more, first comes up while `call` runs: it is in its
-    output and not in its input. "" is `module` itself; None where there is none."""
+    """Return the name of the module in which a NaN, or an |x| of `limit` or more, first comes up while `call` runs: in
+    its output, and not in its input. "" is `module` itself; None where there is none."""
     seen = _watched(dict(module.named_modules()), call)
     broken = [(name, not peak.input < limit) for name, peak in seen if not peak.output < limit]
     here = (name for name, given_broken in broken if not given_broken)
@@ -73,7 +73,7 @@ class BlockOutputs:
         self._peaks: list[torch.Tensor] = []
 
     def watched(self, module: torch.nn.Module, blocks: str) -> torch.nn.Module:
-        """A shell of `module` whose blocks are watched; compiled blocks stay compiled."""
+        """Return a shell of `module` whose blocks are watched; compiled blocks stay compiled."""
         names = [f"{blocks}.{name}" for name, _ in module.get_submodule(blocks).named_children()]
         return replaced(module, dict.fromkeys(names, lambda block: _Watched(block, self._see)))
 
@@ -81,7 +81,8 @@ class BlockOutputs:
         self._peaks.append(largest(made))
 
     def take(self) -> torch.Tensor | None:
-        """Of all blocks since the last call, as a scalar on their device."""
+        """Return max |x| of all blocks since the last `take`, as a float32 scalar on their device; None where none
+        ran."""
         peaks, self._peaks[:] = self._peaks[:], []
         return torch.stack(peaks).amax() if peaks else None
 
@@ -99,7 +100,8 @@ class _Watched(torch.nn.Module):
 
 
 def _watched(modules: Mapping[str, torch.nn.Module], call: Callable[[], Any]) -> list[tuple[str, Peak]]:
-    """Each call of the modules while `call` runs, in the order in which they end; one transfer to the host for all."""
+    """Return the peaks of each call of the modules while `call` runs, in the order in which they end. They are brought
+    to the host in one transfer."""
     names: list[str] = []
     peaks: list[torch.Tensor] = []
 
@@ -115,7 +117,7 @@ def _watched(modules: Mapping[str, torch.nn.Module], call: Callable[[], Any]) ->
 
 
 def _larger(a: float, b: float) -> float:
-    """NaN where either is."""
+    """Return the larger number; NaN where either is NaN."""
     return b if math.isnan(b) or b > a else a
 
 
@@ -123,7 +125,7 @@ def _larger(a: float, b: float) -> float:
 def hooked(
     layers: Mapping[str, torch.nn.Module], see: Callable[[str, torch.nn.Module, Any, Any], None]
 ) -> Generator[None]:
-    """`see(name, layer, what went in, what came out)` is told each call of the layers in this thread, inside."""
+    """Inside, call `see(name, layer, what went in, what came out)` after each call of the layers in this thread."""
     here = threading.get_ident()  # another thread may run the same module
 
     def hook_for(name: str) -> Callable[..., None]:
@@ -144,10 +146,11 @@ def hooked(
 
 
 def leaves(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Its layers (modules without children) by their names."""
+    """Map the names of a module's layers (modules without children) to the layers."""
     return {name: layer for name, layer in module.named_modules() if not has_children(layer)}
 
 
 def has_children(module: torch.nn.Module) -> bool:
-    """Not by their truth, which is their length: a compiled module has none, and says so by an error."""
+    """Return whether a module has children. Its truth does not tell, which is its length: a compiled module has none,
+    and says so by an error."""
     return next(module.children(), None) is not None

@@ -1,4 +1,4 @@
-"""The most memory in use while something ran. Peak counters are the process's: those who read one share it."""
+"""The most memory in use while something ran. Peak counters are the process's, so all who read one share it."""
 
 from __future__ import annotations
 
@@ -16,23 +16,25 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes. On CUDA of PyTorch's allocator on that device, on a CPU of the whole process (resident)."""
+    """The most memory in use, in bytes: of PyTorch's allocator on a CUDA device, of the whole process (resident) on a
+    CPU."""
 
     used: int
     reserved: int | None = None  # what the allocator keeps for later included; None on a CPU
 
     def or_more(self, other: Peak) -> Peak:
+        """Return the larger of both; reserved is None where either is."""
         reserved = None if self.reserved is None or other.reserved is None else max(self.reserved, other.reserved)
         return Peak(max(self.used, other.used), reserved)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What a stage took of its device's memory. Bytes."""
+    """What a stage took of its device's memory, in bytes."""
 
     device: str
     peak: Peak
-    weights: int  # there at once, of the model's components
+    weights: int  # of the model's components that were there at once
 
     def __str__(self) -> str:
         whose = " of the process" if self.peak.reserved is None else ""
@@ -42,7 +44,7 @@ class Memory:
 
 @contextmanager
 def peak_memory(device: torch.device) -> Generator[Callable[[], Peak | None]]:
-    """Yields a function that tells the peak since then; None where nobody counts (Apple's GPUs, a CPU that is not
+    """Yield a function that returns the peak since then; None where nobody counts (Apple's GPUs, a CPU that is not
     Linux's).
 
     The device's counter starts anew. Whoever measures around this one is told what it showed before.
@@ -72,7 +74,7 @@ def peak_memory(device: torch.device) -> Generator[Callable[[], Peak | None]]:
 
 
 def size(n_bytes: float) -> str:
-    """For people: '11.3 GB', '120 MB'."""
+    """Write a number of bytes for people: '11.3 GB', '120 MB'."""
     return f"{n_bytes / 1e9:.1f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.3g} MB"
 
 

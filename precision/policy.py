@@ -21,6 +21,8 @@ class Precision(str, Enum):
 
 
 class Component(str, Enum):
+    """A part of a pipeline that has a plan of its own. Its value is a name in reports."""
+
     TEXT_ENCODER = "text_encoder"
     IMAGE_ENCODER = "image_encoder"
     VAE_ENCODE = "vae_encode"
@@ -76,11 +78,11 @@ class Plan:
 
 
 def as_stored(variant: Variant, stored_dtype: str) -> Variant:
-    """The variant as its denoiser's stored weights show it: a fine-tune may have been trained in another dtype.
+    """Return the variant as its denoiser's stored weights show it: a fine-tune may have been trained in another dtype.
 
     stored_dtype: safetensors' name, "F16", "BF16" or "F32". Weights in bf16 are evidence of training in bf16: they may
-    leave fp16's range. Weights in fp16 are not evidence against bf16: people convert, and activations stay what they
-    were; nor are weights in fp32, which say nothing.
+        leave fp16's range. Weights in fp16 are not evidence against bf16: people convert, and activations stay what
+        they were; nor are weights in fp32, which say nothing.
     """
     if variant.trained_in == "fp16" and stored_dtype == "BF16":
         fact = f"{variant.said}, but these weights are stored in bf16: a fine-tune trained in bf16"
@@ -96,9 +98,9 @@ def choose(
     accumulation: Accumulation = Accumulation.AUTO,
     beside: Iterable[Architecture] = (),
 ) -> Plan:
-    """The plan for one component. An unsafe request is honoured in the safe way, and the reasons say so.
+    """Return the plan for one component. An unsafe request is honoured in the safe way, and the reasons say so.
 
-    beside: other architectures in this process.
+    beside: the architectures of other devices that this process computes on.
 
     Raises PlanImpossible where the variant has no such component, or the device no such dtype.
     """
@@ -165,7 +167,7 @@ def _asked(architecture: Architecture, variant: Variant, request: Precision) -> 
 
 
 def _in_fp16(architecture: Architecture) -> str:
-    """How it does where it has no fast fp16."""
+    """Say in words how fp16 does on an architecture that has no fast fp16."""
     return "comes out wrong" if architecture.fp16_wrong else "is slow"
 
 

@@ -1,6 +1,7 @@
 """What every layer of a module reaches while it computes in fp32, and what follows: dtype, wide stream, islands.
 
-Computed in fp32, so that the measurement cannot overflow itself: it shows how far beyond fp16's range a layer would go.
+It computes in fp32, so that the measurement cannot overflow itself: it shows how far beyond fp16's range a layer would
+go.
 """
 
 from __future__ import annotations
@@ -37,31 +38,32 @@ class Values:
 
 @dataclass(frozen=True)
 class Entry:
-    """A layer or block at its largest."""
+    """A layer or block in the step in which it reached most."""
 
     name: str
     reach: float  # max |x|
     step: int  # counted from 0
-    values: Values  # in that step
+    values: Values  # of that step
 
 
 @dataclass(frozen=True)
 class Probed:
-    """What was measured."""
+    """What a probe measured."""
 
     anatomy: Anatomy
     steps: tuple[Mapping[str, Values], ...]  # by layer and block, in the order in which they ran
-    groups: Mapping[str, Peak] = field(default_factory=dict)  # of all steps: the anatomy's, which can be islands
+    groups: Mapping[str, Peak] = field(default_factory=dict)  # over all steps, of the anatomy's groups
 
     def reach(self, name: str, values: Values) -> float:
-        """max |x| that counts for a layer or block: of a block what it puts out; of a layer what it reaches apart from
+        """Return max |x| that counts for a layer or block: what a block puts out, or what a layer reaches apart from
         the residual stream, which shows in the blocks."""
         if name in self.anatomy.blocks:
             return values.peak.output
         return self.anatomy.inner(name, values.peak)
 
     def peaks(self) -> dict[str, Peak]:
-        """Of all steps, of what `find` looks at: the blocks too where there is no stream."""
+        """Return the peaks over all steps of what `find` looks at: layers and groups, and blocks where there is no
+        stream."""
         peaks = dict(self.groups)
         for step in self.steps:
             for name, values in step.items():
@@ -70,7 +72,7 @@ class Probed:
         return peaks
 
     def entries(self) -> list[Entry]:
-        """Every layer and block at its largest, the largest first."""
+        """Return every layer and block in the step in which it reached most, the largest first."""
         found: dict[str, Entry] = {}
         for index, step in enumerate(self.steps):
             for name, values in step.items():
@@ -80,8 +82,8 @@ class Probed:
         return sorted(found.values(), key=lambda entry: -order(entry.reach))
 
     def worst(self, number: int = 10) -> list[Entry]:
-        """The first of `entries`; of what several layers hand on, or are given, only the first. The residual stream,
-        which runs through all blocks, counts where it is largest."""
+        """Return the first `number` of `entries`, without those that only repeat another: a value that several layers
+        are given or hand on stands there once, and so does the residual stream, which runs through all blocks."""
         stream, seen, found = False, set[tuple[float, int]](), list[Entry]()
         for entry in self.entries():
             in_stream = self.anatomy.stream is not None and entry.name in self.anatomy.blocks
@@ -94,7 +96,7 @@ class Probed:
 
 
 class Probe:
-    """Watches a module's layers and blocks, call by call; hooks are there while a call runs, and then gone.
+    """A watch on a module's layers and blocks, call by call. Its hooks are there while a call runs, and then gone.
 
     Copies of the module may run at the same time, each in a thread of its own.
     """
@@ -110,7 +112,7 @@ class Probe:
         self._lock = threading.Lock()
 
     def watch(self, call: Callable[[], Result], twin: torch.nn.Module | None = None) -> Result:
-        """The result of `call`, which runs the module, or its twin, in fp32."""
+        """Make the call, which runs the module, or its twin, in fp32, and return its result."""
         modules = {name: twin.get_submodule(name) for name in self._modules} if twin else self._modules
         names: list[str] = []
         peaks: list[torch.Tensor] = []
@@ -140,7 +142,7 @@ class Probe:
             self._step.setdefault(name, []).append(_Call(peak, *number))
 
     def end_step(self) -> None:
-        """What was watched since the last step belongs to one step."""
+        """End a step: what was watched since the step before belongs to it."""
         self._steps.append({name: _together(calls) for name, calls in self._step.items()})
         self._step = {}
 
@@ -164,7 +166,7 @@ class Verdict:
 
     @property
     def plan(self) -> str:
-        """In a few words."""
+        """How a run in this dtype would go, in a few words."""
         if not self.fits:
             return f"{self.dtype} does not do"
         how = ["wide"] if self.wide else []
@@ -173,7 +175,7 @@ class Verdict:
 
 
 def judge(probed: Probed, dtype: str) -> Verdict:
-    """What a dtype needs to hold what was measured."""
+    """Say whether a dtype holds what was measured, and what it needs for it."""
     peaks, anatomy = probed.peaks(), probed.anatomy
     finding = find(peaks, anatomy, dtype)
     learned = taught(NOTHING, finding, anatomy, dtype)[0] if finding else NOTHING
@@ -184,8 +186,8 @@ def judge(probed: Probed, dtype: str) -> Verdict:
 
 
 def recommend(probed: Probed, dtype: str, *, native_bf16: bool) -> Verdict:
-    """The first that fits: the plan's dtype, bf16 where the card computes it natively, fp16 with every layer wide,
-    fp32."""
+    """Return the first verdict that fits, of: the plan's dtype, bf16 where the card computes it natively, the plan's
+    dtype with every layer wide, fp32."""
     candidates = dict.fromkeys((dtype, *(("bf16",) if native_bf16 else ()), "fp32"))
     fitting = [verdict for verdict in (judge(probed, candidate) for candidate in candidates) if verdict.fits]
     cheap = (verdict for verdict in fitting if verdict.dtype in (dtype, "bf16") and not verdict.learned.everything)
@@ -221,7 +223,7 @@ def _together(calls: list[_Call]) -> Values:
 
 
 def _count(tree: Any) -> torch.Tensor:
-    """[4] int64: how many values are subnormal, over 1/8 and over 1/2 of fp16's range, and how many there are."""
+    """Count how many values are subnormal, over 1/8 and over 1/2 of fp16's range, and how many there are. int64 [4]."""
     tensors = floating(tree)
     counted = torch.zeros(4, dtype=torch.int64, device=tensors[0].device if tensors else None)
     for tensor in tensors:
@@ -234,5 +236,8 @@ def _count(tree: Any) -> torch.Tensor:
 
 
 def _looked_at(layer: torch.nn.Module, half: bool) -> bool:
-    """half: the module is stored in half precision; else each of its layers counts, fp32 or not."""
+    """Return whether a layer is watched.
+
+    half: the module has weights in half precision. In one that has none, each layer counts, in fp32 or not.
+    """
     return counts(layer) if half else not isinstance(layer, torch.nn.Dropout)

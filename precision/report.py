@@ -16,7 +16,7 @@ from .policy import Component, Plan
 
 @dataclass(frozen=True)
 class Rerun:
-    """What a call cost that had to be computed again in fp32, why, and what followed from it."""
+    """Why a call had to be computed again in fp32, what that cost, and what followed from it."""
 
     module: str  # the first to leave the dtype's range; "" where it was not looked for, or not found
     peak: float | None  # max |x| there in fp32, where it was measured
@@ -42,7 +42,7 @@ class StepRecord:
 
 @dataclass
 class RunReport:
-    """Collected while a stage runs; `summary()` for people, `as_dict()` for programs."""
+    """What is recorded while a stage runs: `summary()` is for people, `as_dict()` for programs."""
 
     variant: str
     architecture: str
@@ -65,7 +65,7 @@ class RunReport:
         self.steps.append(record)
 
     def note(self, line: str) -> None:
-        """What is worth a line, once."""
+        """Add a line to the notes, unless it is among them already."""
         self.notes += () if line in self.notes else (line,)
 
     @property
@@ -80,7 +80,7 @@ class RunReport:
         return sum(step.outcome in ("non-finite", "saturated") for step in self.steps)
 
     def summary(self) -> str:
-        """One line: why this dtype, how many calls, how many reruns."""
+        """Say in one line why this dtype was chosen, how many calls there were, and how many reruns."""
         denoising = self.plan.component is Component.DENOISER
         stage = "" if denoising else f"{self.plan.component.words}: "
         if not self.steps:
@@ -92,7 +92,7 @@ class RunReport:
         return f"{stage}{self.plan.reason}{self._otherwise()}; {counts}."
 
     def compiled(self) -> str:
-        """ ", 1 graph compiled anew", or from where; "" where nothing is compiled."""
+        """Say how many graphs were compiled, after a comma, or came from the cache; "" where nothing is compiled."""
         if self.graphs is None:
             return ""
         graphs = f", {counted(self.graphs, 'graph')}"
@@ -102,12 +102,12 @@ class RunReport:
         return f"{graphs}, {kept}from the cache of earlier runs"
 
     def _otherwise(self) -> str:
-        """What did not run in the plan's dtype."""
+        """Say what did not run in the plan's dtype, after a comma; "" where everything did."""
         said = dict.fromkeys([self.wide, *(self.learned.in_words() if self.learned else [])])
         return "".join(f", {words}" for words in said if words)
 
     def text(self) -> str:
-        """The summary, then a line per step and the switches."""
+        """Return the summary, then lines on the run, the switches, and each step."""
         lines = [
             *(report.summary() for report in self.before),
             self.summary(),
@@ -130,6 +130,7 @@ class RunReport:
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
+        """Return all of it as JSON takes it, with the sums over the steps."""
         outcomes = Counter(step.outcome for step in self.steps)
         facts = asdict(self) | {
             "summary": self.summary(),
@@ -142,7 +143,10 @@ class RunReport:
 
 
 def together(reports: Sequence[RunReport], steps: list[StepRecord]) -> RunReport:
-    """One report of executors that computed at the same time. steps: of them all, in the order in which they ended."""
+    """Merge the reports of executors that computed at the same time.
+
+    steps: those of all executors, in the order in which they ended.
+    """
 
     def each(values: Iterable[str]) -> str:
         return "; ".join(dict.fromkeys(values))
@@ -158,7 +162,7 @@ def together(reports: Sequence[RunReport], steps: list[StepRecord]) -> RunReport
 
 
 def _switches(switches: tuple[Switch, ...]) -> list[str]:
-    """A line for each; one for all that OneDiff sets."""
+    """Return a line for each switch, and one for all that OneDiff sets."""
     lines = [f"{s.name}={s.value} (by {s.set_by}: {s.reason})" for s in switches if s.set_by != "onediff"]
     if theirs := [s for s in switches if s.set_by == "onediff"]:
         lines.append(f"{counted(len(theirs), 'variable')} more of OneFlow's (by onediff: {theirs[0].reason})")

@@ -1,4 +1,4 @@
-"""What a whole process shares: settings that several runs hold at the same time, and turns where they cannot."""
+"""What a whole process shares: settings that several runs hold at the same time, and turns where they cannot do so."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ class SharedSetting:
 
     @contextmanager
     def held(self) -> Generator[None]:
+        """Hold the setting inside."""
         with self._lock:
             if self._holders == 0:
                 self._restore = self._apply()
@@ -44,29 +45,30 @@ class SharedSetting:
 
 
 class Turns:
-    """Threads that compute at the same time, or one alone that changes what all of them would compute with.
+    """Turns that threads take: many compute at the same time, or one is alone and changes what all compute with.
 
     diffusers, transformers and peft replace `nn.Module.register_parameter`, `torch.nn.init` and PyTorch's default dtype
-    while they build a module, and put back what they found. Two threads at it would leave them replaced, and one that
-    computes meanwhile would get tensors of another dtype. So who changes such things waits until those who compute give
-    way, between two calls of a network. Other packs' threads, and ComfyUI's own samplers, are not asked.
+    while they build a module, and put back what they found. Two threads that did so at the same time would leave them
+    replaced, and one that computes meanwhile would get tensors of another dtype. So a thread that changes such things
+    waits until those that compute give way, between two calls of a network. Other packs' threads, and ComfyUI's own
+    samplers, are not asked.
 
-    Nobody is passed twice: who gave way comes back before another is alone again. Both may be nested. Who waits for
-    something else that another thread holds is `away` meanwhile.
+    No thread is passed twice: one that gave way comes back before another is alone again. `computing` and `alone` may
+    be nested. A thread that waits for something else that another one holds is `away` meanwhile.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._computing = 0  # threads
+        self._computing = 0  # threads that compute
         self._wanting = 0  # threads that wait to be alone
-        self._taken = False  # by one that is
-        self._times = 0  # that one has been
-        self._back: list[int] = []  # of each thread that waits to compute, `_times` when it began to
+        self._taken = False  # whether a thread is alone
+        self._times = 0  # how often one has been alone
+        self._back: list[int] = []  # for each thread that waits to compute, `_times` when it began to wait
         self._own = _Own()
 
     @contextmanager
     def computing(self) -> Generator[None]:
-        """Inside, no other thread does anything `alone`, but where this one gives way."""
+        """Keep other threads from being `alone` inside, except where this one gives way."""
         if self._own.computes or self._own.alone:
             yield
             return
@@ -78,7 +80,7 @@ class Turns:
 
     @contextmanager
     def alone(self) -> Generator[None]:
-        """Inside, no other thread is `computing`, or alone."""
+        """Wait until no other thread is `computing` or alone, and keep them from it inside."""
         if self._own.alone:
             yield
             return
@@ -102,7 +104,7 @@ class Turns:
 
     @contextmanager
     def away(self) -> Generator[None]:
-        """Others may be alone inside, although this thread is `computing`."""
+        """Let other threads be alone inside, although this one is `computing`."""
         computed = self._own.computes
         self._leave()
         try:
@@ -112,7 +114,7 @@ class Turns:
                 self._come_back()
 
     def give_way(self) -> None:
-        """Let those be alone who wait for it."""
+        """Let the threads that wait to be alone have their turn, if this one is `computing`."""
         if self._wanting and self._own.computes:
             with self.away():
                 pass
@@ -134,7 +136,7 @@ class Turns:
                 self._back_if(True)
 
     def _passed(self) -> bool:
-        """Whether somebody waits to compute who has waited for one that was alone already."""
+        """Return whether a thread waits to compute that has let another be alone already while it waited."""
         return any(since < self._times for since in self._back)
 
     def _back_if(self, computed: bool) -> None:

@@ -1,4 +1,4 @@
-"""Shells: shallow copies of a module that share its weights and replace something. The module stays as it is."""
+"""Shells: shallow copies of a module that share its weights and have something replaced. The module stays as it is."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", 
 
 
 def replaced(module: torch.nn.Module, replacements: Mapping[str, Make]) -> torch.nn.Module:
-    """A shell of `module` in which each named submodule is what its function makes of it. Only what leads there is
-    copied."""
+    """Return a shell of `module` in which each named submodule is what its function makes of it. Only the modules above
+    those are copied."""
     if make := replacements.get(""):
         return make(module)
     below: dict[str, dict[str, Make]] = {}
@@ -33,9 +33,10 @@ def replaced(module: torch.nn.Module, replacements: Mapping[str, Make]) -> torch
 
 
 def as_float32(module: torch.nn.Module, device: torch.device | None = None) -> torch.nn.Module:
-    """A shell that says its dtype is float32, so that a diffusers pipeline hands it float32 and keeps latents in it.
+    """Return a shell that says its dtype is float32: a diffusers pipeline then hands it float32, and keeps latents in
+    it.
 
-    device: that it says too, where its weights are elsewhere until they are needed.
+    device: the device that it says it is on, where its weights are elsewhere until they are needed.
     """
     shell, kind = copy.copy(module), type(module)
     says: dict[str, Any] = {
@@ -50,7 +51,7 @@ def as_float32(module: torch.nn.Module, device: torch.device | None = None) -> t
 
 
 def with_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> torch.nn.Module:
-    """A shell of `module` that calls `forward`, without the module's hooks, which the original still runs."""
+    """Return a shell of `module` that calls `forward`. It has none of the module's hooks, which the original runs."""
     shell = copy.copy(module)
     shell.__dict__.update({name: OrderedDict() for name in _HOOKS if name in shell.__dict__})
     shell.__dict__["forward"] = forward  # set as an attribute, a module would become a submodule of both
@@ -59,14 +60,14 @@ def with_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> torch.
 
 @cache
 def both(base: type[torch.nn.Module], kind: type[torch.nn.Module]) -> type[Any]:
-    """A class that is `base`, then `kind`, and shows as `kind`. Its full name is its own: by that OneDiff looks up what
-    it makes OneFlow's of, and it must not find `kind` alone."""
+    """Return a class that derives from `base`, then `kind`, and has `kind`'s name. Its qualified name is its own: by
+    that, OneDiff looks up the class that it turns into OneFlow's, and it must not find `kind` alone."""
     names = {"__module__": base.__module__, "__qualname__": f"{base.__name__}{kind.__name__}"}
     return type(kind.__name__, (base, kind), names)
 
 
 def structural_copy(module: torch.nn.Module) -> torch.nn.Module:
-    """A shell of `module` whose submodules are shells too: what is put into it, at any depth, is not in `module`.
+    """Return a shell whose submodules are shells too: what is put into it, at any depth, does not get into `module`.
 
     Parameters and buffers are the same objects, and stay so when either is moved to another device.
     """

@@ -22,8 +22,11 @@ from .upcast import run_in_fp32
 
 @dataclass(frozen=True)
 class Stage:
-    """asked: the policy that the user set; `policy` is the one that acts.
-    inputs: names of the keyword arguments that carry activations."""
+    """A stage that is ready to run.
+
+    asked: the policy that the user set; `policy` is the one that acts.
+    inputs: names of the keyword arguments that carry activations.
+    """
 
     plan: Plan
     report: RunReport
@@ -33,7 +36,7 @@ class Stage:
 
     @property
     def policy(self) -> GuardPolicy:
-        """A half-precision plan that is not guarded is only watched."""
+        """The policy that acts: a half-precision plan that is not guarded is only watched."""
         if self.plan.guarded or not self.plan.half:
             return self.asked
         return replace(self.asked, on_failure=OnFailure.OFF, scope=Scope.STEP)
@@ -49,7 +52,7 @@ class Stage:
         return self.architecture.tf32 and not self.policy.strict
 
     def in_fp32(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The call, in fp32 whatever its weights are in."""
+        """Return the call such that it runs in fp32, whatever dtype its weights have."""
         return partial(run_in_fp32, call, tf32=self.tf32)
 
     def learner(
@@ -59,7 +62,7 @@ class Stage:
         anatomy: Anatomy,
         learned: Learned = NOTHING,
     ) -> Learner:
-        """An attempt that lessons change. Arguments as `Learner`'s; the report says what of each attempt is float32."""
+        """Return a Learner, which has the same arguments. The report says what of each of its attempts is float32."""
 
         def told(known: Learned) -> Attempt:
             made = build(known)
@@ -69,8 +72,12 @@ class Stage:
         return Learner(network, self.plan.dtype, told, anatomy, learned)
 
     def guard(self, network: torch.nn.Module, attempt: Callable[..., Any] | Learner, **options: Any) -> StageGuard:
-        """network: the untouched original, which is also what a rerun calls. options: of StageGuard, in place of the
-        stage's."""
+        """Return the guard of the stage.
+
+        network: the untouched original, which is also what a rerun calls.
+        attempt: what to call in the plan's dtype, or a Learner.
+        options: arguments of StageGuard, in place of the stage's.
+        """
         given = {
             "dtype": self.plan.dtype,
             "policy": self.policy,

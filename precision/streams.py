@@ -18,15 +18,15 @@ class Stream:
     readers: tuple[str, ...] = ()  # modules in each block that compute in the dtype of what they are given
 
     def writer_names(self, module: Any) -> list[str]:
-        """Full names in `module` of the layers that start the stream, and of all that write to it."""
+        """Return the full names in `module` of the layers that start the stream, and of all that write to it."""
         return [*self.starts, *self._in_blocks(module, self.writers)]
 
     def reader_names(self, module: Any) -> list[str]:
-        """Full names of the readers in `module`."""
+        """Return the full names of the readers in `module`."""
         return self._in_blocks(module, self.readers)
 
     def norm_names(self, module: Any) -> list[str]:
-        """Full names of all norms in `module` that read the stream."""
+        """Return the full names of all norms in `module` that read the stream."""
         return [*self._in_blocks(module, self.norms), *self.last_norms]
 
     def _in_blocks(self, module: Any, inner: tuple[str, ...]) -> list[str]:

@@ -5,8 +5,8 @@ nothing. Each half tensor that an operation touches is upcast for that operation
 layer's weights in float32.
 
 A function mode is the right level: a dispatch mode is too low, since conv2d has compared dtypes before it is reached.
-One exception to the bit: `nn.MultiheadAttention` takes its fused path under no function mode, so there it is equal to
-rounding.
+There is one exception to bit-equality: `nn.MultiheadAttention` does not take its fused path under a function mode, so
+there the result is equal up to rounding.
 """
 
 from __future__ import annotations
@@ -41,10 +41,12 @@ def run_in_fp32(function: Callable[..., Result], *args: Any, tf32: bool = False,
     args, kwargs: passed on, with every fp16/bf16 tensor in them upcast. A tensor that the function changes in place
         is written back to the caller's tensor in the caller's dtype.
     tf32: allow TF32 matrix products while it runs (fp32's range, fp16's mantissa; sm80 and later).
-    Returns what the function returns; floating results are float32.
+
+    Returns what the function returns; half-precision results are float32.
+
     Raises RerunUnsupported, naming the module, where a part cannot take float32: a TorchScript module with half
-    weights, a thread started inside forward, an attention kernel for half precision only. Any other error comes as it
-    is, also a thread's.
+    weights, a thread started inside forward, an attention kernel for half precision only. Any other error is raised as
+    it is, also a thread's.
     """
     return run_in(Fp32Mode(), function, args, kwargs, tf32=tf32)
 
@@ -57,7 +59,7 @@ def run_in(
     *,
     tf32: bool = False,
 ) -> Result:
-    """The same in a mode that does some of it otherwise."""
+    """Do what `run_in_fp32` does, in a mode that may compute some of it otherwise. Returns and raises the same."""
     module = getattr(function, "__self__", function)
     if isinstance(module, torch.nn.Module):
         _refuse_scripted(module)
@@ -82,9 +84,9 @@ def run_in(
 
 @contextmanager
 def fp32_mode(mode: Fp32Mode | None = None, *, tf32: bool = False) -> Generator[None]:
-    """Everything that this thread runs inside computes in float32; half tensors stay as they are outside.
+    """Make everything that this thread runs inside compute in float32. Half tensors from outside stay as they are.
 
-    mode: one that does some of it otherwise.
+    mode: a mode that computes some of it otherwise. Defaults to Fp32Mode.
     """
     with ExitStack() as stack:
         if "torch._dynamo" in sys.modules:
@@ -98,13 +100,14 @@ def fp32_mode(mode: Fp32Mode | None = None, *, tf32: bool = False) -> Generator[
 
 
 class OneOperation:
-    """`function` as one operation to the rerun: half tensors and dtypes among its arguments reach it as
+    """A function that the rerun takes for one operation: half tensors and dtypes among its arguments reach it as
     float32, and inside it every other tensor is what it is.
 
-    For what moves weights and casts them, which is not computing: it views their bytes, and has to know their dtype.
+    It is for functions that move weights and cast them, which is not computing: they view the weights' bytes, and have
+    to know their dtype.
 
-    for_products: from its arguments, to what it is called with where products are in that dtype, such that it casts
-        the weights of those to it.
+    for_products: given the dtype of products and the arguments, returns the arguments with which the function casts to
+        that dtype those weights that are multiplied by.
     """
 
     def __init__(self, function: Callable[..., Any], for_products: Callable[..., Any] | None = None):
@@ -119,7 +122,7 @@ class OneOperation:
 
 
 class Fp32Mode(TorchFunctionMode):
-    """Every function of PyTorch's computes in float32."""
+    """The mode in which every function of PyTorch computes in float32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +134,7 @@ class Fp32Mode(TorchFunctionMode):
         return self.computed(func, args, kwargs or {})
 
     def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What one call gives."""
+        """Make one call of a function of PyTorch, in float32, and return its result. Subclasses do some otherwise."""
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__"):
             return _access_property(func, name, args)
@@ -166,7 +169,7 @@ def _in_fp32(leaf: Any, memo: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> A
 
 
 def _mapped(change: Callable[[Any], Any], tree: Any, only: Any = torch.Tensor) -> Any:
-    """pytree's `tree_map_only`, several times as fast for what most functions take and give."""
+    """Do what pytree's `tree_map_only` does, several times as fast for what most functions take and return."""
     kind = type(tree)
     if kind in _LEAVES:
         return change(tree) if issubclass(kind, only) else tree
@@ -182,12 +185,13 @@ def _float(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_quantised(tensor: torch.Tensor) -> bool:
-    """Whether it is of a class of its own that holds its values in fewer bits than its dtype says."""
+    """Return whether a tensor is of a class of its own that holds its values in fewer bits than its dtype says."""
     return type(tensor).dequantize is not torch.Tensor.dequantize
 
 
 def dequantised(tensor: torch.Tensor) -> torch.Tensor:
-    """Whole, in float32: a product with quantised weights may round what they are multiplied by as well."""
+    """Return a quantised tensor as an ordinary one in float32, and any other as it is. A product with quantised weights
+    may round what they are multiplied by as well."""
     return tensor.float().dequantize() if is_quantised(tensor) else tensor
 
 
@@ -196,7 +200,8 @@ def _given_in_fp32(argument: Any) -> Any:
 
 
 def _upcast(tensor: torch.Tensor, memo: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """A float32 copy whose version counter tells afterwards whether it was written to."""
+    """Return a float32 copy of a half tensor, whose version counter tells afterwards whether it was written to. Any
+    other tensor is returned as it is."""
     if tensor.dtype not in HALF_DTYPES:
         return tensor
     if id(tensor) not in memo:
@@ -206,7 +211,7 @@ def _upcast(tensor: torch.Tensor, memo: dict[int, tuple[torch.Tensor, torch.Tens
 
 
 def _write_back(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> dict[int, torch.Tensor]:
-    """Copy what was written in place back to the half tensors; {id(float32 copy): half tensor} of those."""
+    """Copy what was written in place back to the half tensors. Returns {id(float32 copy): half tensor} of those."""
     written = {}
     for half, single in pairs:
         if single._version > 0:
@@ -216,9 +221,8 @@ def _write_back(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> dict[int,
 
 
 def _converted(func: Any, source: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`.to`, `.half`, `.type` and the like: an alias exactly where they give one outside, else a copy in float32.
-
-    Code may write to a copy in half precision, and read what it was made of later.
+    """Compute `.to`, `.half`, `.type` and the like. They give an alias exactly where they do so outside of the rerun,
+    else a copy in float32: code may write to a copy in half precision, and later read what it was made of.
     """
     if func is torch.Tensor.float or (func is torch.Tensor.to and args and args[0] is torch.float32):
         return _detached_is_fp32(func(source, *args, **kwargs), source)
@@ -237,7 +241,7 @@ def _fp32_dtype(value: Any) -> Any:
 
 
 def _detached_is_fp32(result: Any, source: torch.Tensor) -> Any:
-    """Aliases of a half tensor stay half, so that writes reach it; copies are float32 like everything computed."""
+    """Leave aliases of a half tensor in half, so that writes reach it, and make copies float32 like all results."""
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype not in HALF_DTYPES or is_quantised(tensor):
@@ -278,7 +282,7 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _call_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """SDPA with the kernels that take float32, even where the user allows only half-precision ones."""
+    """Compute SDPA with the kernels that take float32, even where the user allows only half-precision ones."""
     if torch.backends.cuda.math_sdp_enabled() and not FP32_ATTENTION.is_held:
         return func(*args, **kwargs)
     with FP32_ATTENTION.held():
@@ -344,9 +348,9 @@ _ABOUT_DTYPES = re.compile(
 
 
 def _dtype_complaint(error: BaseException) -> str:
-    """What a kernel says that cannot take float32, in one line; "" where the error is about something else.
+    """Return what a kernel that cannot take float32 says, in one line; "" where the error is about something else.
 
-    An assertion is known by its source too: most have no message.
+    An assertion is recognised by its source too: most have no message.
     """
     said = str(error).strip().split("\n", 1)[0].rstrip(".")
     if isinstance(error, AssertionError) and (source := _raised_by(error)):
@@ -355,13 +359,13 @@ def _dtype_complaint(error: BaseException) -> str:
 
 
 def _raised_by(error: BaseException) -> str:
-    """The line of source that raised it; "" where there is none."""
+    """Return the line of source that raised an error; "" where there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     return (frames[-1].line or "") if frames else ""
 
 
 def _innermost_module(trace: TracebackType | None, module: object) -> str:
-    """Name of the module whose forward raised, read off the traceback: no hook needed."""
+    """Return the name of the module whose forward raised, read off the traceback: no hook is needed."""
     names = {id(m): n for n, m in module.named_modules()} if isinstance(module, torch.nn.Module) else {}
     found = type(module).__name__
     while trace is not None:

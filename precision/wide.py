@@ -2,8 +2,8 @@
 
 fp16 ends at 65504, and a product of fp16 tensors may not fit although both do. A wide layer scales each row of its
 input (a token; for a convolution, a sample) by a power of two of its own, such that no sum of products leaves the range
-whatever the signs, multiplies in fp16, and scales the result back in float32. Powers of two change no mantissa, so what
-it loses is what any fp16 product loses. Nothing is measured beforehand, no weight changes, and the host waits for
+whatever the signs, multiplies in fp16, and scales the result back in float32. Powers of two change no mantissa, so it
+loses only what any fp16 product loses. Nothing is measured beforehand, no weight changes, and the host waits for
 nothing.
 
 Where the layers that start a residual stream and all that write to it are wide, the sums between them are float32 by
@@ -25,7 +25,7 @@ from .shells import Make, both, replaced
 
 ROOM = 3e4  # of fp16's 65504: the largest product of a scaled row, so that rounding on the way does not pass the end
 LARGEST = 2.0**8  # of a scaled row's values; more would gain no bit
-LEAST = 2.0**-100  # of a row's largest value; what it would be scaled up by beyond that, float32 does not hold
+LEAST = 2.0**-100  # what a row's largest value counts for at least: float32 does not hold what would scale up a smaller
 CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
 LAYERS = (torch.nn.Linear, *CONVOLUTIONS)
 NORMS = (torch.nn.LayerNorm, torch.nn.RMSNorm, torch.nn.GroupNorm)
@@ -43,15 +43,15 @@ def with_wide_stream(
     readers: Iterable[str] = (),
     device: torch.device | None = None,
 ) -> torch.nn.Module:
-    """A shell of `module` whose residual stream is float32, while all else stays in half precision. Weights are shared,
-    and `module` is not touched.
+    """Return a shell of `module` whose residual stream is float32, while all else stays in half precision. Weights are
+    shared, and `module` is not touched.
 
-    names: of all layers that start the stream, and of all that write to it.
-    dtype: half precision's, of the weights.
-    readers: of modules that take their dtype from what they are given, and are given half precision.
-    device: where it computes, if its weights are elsewhere until they are needed.
+    names: the names of all layers that start the stream, and of all that write to it.
+    dtype: the weights' dtype, which is half precision.
+    readers: the names of modules that take their dtype from what they are given, and are to be given half precision.
+    device: where the shell computes, if its weights are elsewhere until they are needed.
 
-    Raises CannotWiden.
+    Raises CannotWiden where a named layer is neither linear nor a convolution.
     """
     wide = _wide_layers(module, names, device)
     inside = tuple(f"{name}." for name in [*wide, *_adapted_in_fp32(module)])  # adapters' own layers
@@ -65,14 +65,14 @@ def with_wide_stream(
 
 
 def _in_fp32(layer: torch.nn.Module) -> bool:
-    """Whether its class has it in float32 beside half precision, as Wan has what embeds the timestep. What is given to
-    such a layer is the network's concern."""
+    """Return whether the network's class keeps a layer in float32 beside half precision, as Wan keeps those that embed
+    the timestep. The network itself then casts what it gives to the layer."""
     kept = isinstance(layer, LAYERS) and not isinstance(layer, KeptInFp32)
     return kept and layer.weight.dtype is torch.float32
 
 
 def _adapted_in_fp32(module: torch.nn.Module) -> list[str]:
-    """Names of the layers around which a LoRA was put that are kept in fp32, and so is the LoRA."""
+    """Return the names of layers with a LoRA around them that are kept in fp32. The LoRA is kept in it, too."""
     named = module.named_modules(remove_duplicate=False)
     return [name for name, layer in named if isinstance(getattr(layer, "base_layer", None), KeptInFp32)]
 
@@ -86,10 +86,10 @@ def _wide_layers(module: torch.nn.Module, names: Iterable[str], device: torch.de
 
 
 def wide(layer: torch.nn.Module, device: torch.device | None = None) -> torch.nn.Module:
-    """A shell of a linear layer or a convolution, or of peft's LoRA around one, that is wide: it takes half precision
-    or float32, and gives float32.
+    """Return a wide shell of a linear layer or a convolution, or of peft's LoRA around one: it takes half precision or
+    float32, and gives float32.
 
-    device: where it computes, if its weights are elsewhere until they are needed.
+    device: where the shell computes, if its weights are elsewhere until they are needed.
     """
     base: Any = getattr(layer, "base_layer", layer)
     there: torch.device = device or base.weight.device
@@ -116,7 +116,7 @@ def _without_bias(layer: torch.nn.Module) -> torch.nn.Module:
 
 
 def _bias(layer: Any, device: torch.device) -> torch.Tensor | None:
-    """What a layer, with its adapters' own, adds to its product."""
+    """Return the bias that a layer adds to its product, with its adapters' biases in it; None where there is none."""
     base = getattr(layer, "base_layer", layer)
     biases = [
         layer.scaling[name] * layer.lora_B[name].bias.detach().to(device, torch.float32)
@@ -131,7 +131,7 @@ def _bias(layer: Any, device: torch.device) -> torch.Tensor | None:
 
 
 def _adapters(layer: Any) -> list[str]:
-    """Names of the adapters of peft's that are in use in a layer."""
+    """Return the names of peft's adapters that are in use in a layer."""
     return [name for name in getattr(layer, "active_adapters", ()) if name in layer.lora_A]
 
 
@@ -147,7 +147,7 @@ def _expect(module: torch.nn.Module, name: str) -> None:
 
 
 class Wide(torch.nn.Module):
-    """What a wide layer is beside its own kind."""
+    """A base before the class of a wide layer: it multiplies scaled rows, and scales back in float32."""
 
     wide_dtype: torch.dtype  # in which it multiplies
     wide_bias: torch.Tensor | None
@@ -164,7 +164,7 @@ class Wide(torch.nn.Module):
 
 
 class Narrow(torch.nn.Module):
-    """A layer that may be given float32."""
+    """A base before the class of a layer that may be given float32, and computes in half precision."""
 
     wide_dtype: torch.dtype
 
@@ -173,7 +173,7 @@ class Narrow(torch.nn.Module):
 
 
 class Reader(torch.nn.Module):
-    """A module of several layers that may be given float32, by position or by name."""
+    """A base before the class of a module that may be given float32, by position or by name, and passes on half."""
 
     wide_dtype: torch.dtype
 
@@ -187,7 +187,7 @@ class Reader(torch.nn.Module):
 
 
 class NormToHalf(torch.nn.Module):
-    """A norm that may be given float32, which it computes in, and hands on half precision."""
+    """A base before the class of a norm that may be given float32: it computes in that, and puts out half precision."""
 
     wide_dtype: torch.dtype
 
@@ -218,13 +218,14 @@ def scaled_product(
     bias: torch.Tensor | None = None,
     loudness: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A layer's output in float32, of a product in half precision that stays in its range.
+    """Compute a layer's output in float32, by a product in half precision that stays in its range.
 
-    product: the layer's, without its bias, of `dtype` in `dtype`.
+    product: the layer's product without its bias. Takes and returns `dtype`.
     x: [..., channels, *spatial], of any floating dtype.
     limit: what the values of a scaled row may reach. float32 [].
     spatial: how many dimensions there are behind the channels.
-    loudness: what the product has to be multiplied by beside.
+    bias: [channels], of any floating dtype; None where there is none.
+    loudness: what the product has to be multiplied by beside. float32 []; None: 1.
     """
     scale = _scale(largest_of(x, tuple(range(-1 - spatial, 0))), limit)
     factor = scale.reciprocal()
@@ -239,14 +240,16 @@ def scaled_product(
 
 
 def largest_of(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
-    """max |x| over dimensions, which are kept. float32. On the CPU, the norm takes 30 times as long as two extremes."""
+    """Return max |x| over dimensions, which are kept, in float32. On the CPU, a norm takes 30 times as long as two
+    extremes."""
     if x.device.type == "cpu":
         return torch.maximum(x.amax(dims, keepdim=True), -x.amin(dims, keepdim=True)).float()
     return torch.linalg.vector_norm(x, torch.inf, dims, keepdim=True, dtype=torch.float32)
 
 
 def times(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x · factor, computed in float32, in `dtype`. Elsewhere in one pass; on the CPU, that takes 20 times as long."""
+    """Return x · factor in `dtype`, computed in float32: in one pass, but for the CPU, where that takes 20 times as
+    long."""
     if x.dtype is factor.dtype is dtype:
         return x * factor
     if x.device.type == "cpu":
@@ -255,7 +258,8 @@ def times(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Te
 
 
 def _limit(layer: Any) -> torch.Tensor:
-    """What the values of a scaled row may reach, so that no product leaves fp16's range. float32 []."""
+    """Return what the values of a scaled row may reach, so that no product of the layer leaves fp16's range.
+    float32 []."""
     base = getattr(layer, "base_layer", layer)
     largest = reach(base.weight)
     for name in _adapters(layer):
@@ -265,23 +269,26 @@ def _limit(layer: Any) -> torch.Tensor:
 
 
 def limit_of(largest: torch.Tensor) -> torch.Tensor:
-    """What the values of a scaled row may reach. largest: that weights reach."""
+    """Return what the values of a scaled row may reach, so that no product leaves fp16's range. float32 [].
+
+    largest: what `reach` says of the weights.
+    """
     return (ROOM / largest.clamp(min=ROOM / LARGEST)).log2().floor().exp2()
 
 
 def reach(weight: torch.Tensor) -> torch.Tensor:
-    """The most that an output may be of inputs of at most 1: the largest sum of |w|. float32 []."""
+    """Return the most that an output may be where inputs are at most 1: the largest sum of |w|. float32 []."""
     return torch.linalg.vector_norm(weight.detach().flatten(1), 1, 1, dtype=torch.float32).amax()
 
 
 def _scale(largest: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
-    """A power of two: what rows that reach `largest` are divided by to stay below `limit`."""
+    """Return the power of two that rows which reach `largest` are divided by to stay below `limit`."""
     above = largest.clamp(min=LEAST).log2().floor() + 1.0
     return above.exp2() / limit
 
 
 def _as(layer: torch.nn.Module, base: type[torch.nn.Module], **state: Any) -> torch.nn.Module:
-    """A shell of `layer` that is a `base` as well."""
+    """Return a shell of `layer` that is a `base` as well, with `state` as its attributes."""
     shell = copy.copy(layer)
     shell.__class__ = both(base, type(layer))
     shell.__dict__.update(state)  # set as attributes, tensors would become parts of `layer`, too
