@@ -91,7 +91,7 @@ def _usual_size(config: Config, pixels: int) -> tuple[int, int, int]:
 
 
 def _bound(config: Config, pixels: int, width: int, height: int, frames: int) -> str:
-    """Some have positions for one size only (5B-I2V), or up to a size (1.5)."""
+    """Say what a checkpoint makes instead. Some have positions for one size only (5B-I2V), or up to a size (1.5)."""
     wide, high, long = _usual_size(config, pixels)
     if config.get("use_learned_positional_embeddings"):
         if (width, height, frames) != (wide, high, long):
@@ -106,9 +106,11 @@ def _temporal(config: Config) -> int:
 
 
 def _unscaled(latents: torch.Tensor, frames: int, config: Config) -> torch.Tensor:
-    """[batch, frames, channels, height, width] → [batch, channels, frames, height, width].
+    """Undo the VAE's scaling: [batch, frames, channels, height, width] → [batch, channels, frames, height, width].
 
     The 1.5 layout pads in front to a multiple of its temporal patch; the padding is dropped.
+
+    frames: those of the video, not of the latents.
     """
     wanted = (frames - 1) // _temporal(config) + 1
     latents = latents[:, latents.shape[1] - wanted :].permute(0, 2, 1, 3, 4)

@@ -15,6 +15,8 @@ SIZES = SizeRule(pixel_multiple=32, pixels=(64, 2048))  # their authors: multipl
 
 
 class CogView(Transformer):
+    """What the denoisers of CogView3-Plus and CogView4 share."""
+
     condition_dim: Width = 1
     pos_embed_max_size: Extent = 1
     rope_axes_dim: Annotated[list[Width], Field(min_length=2, max_length=2)] = []
@@ -22,10 +24,11 @@ class CogView(Transformer):
 
 
 def usual_size(config: Config, pixels: int) -> tuple[int, int, int]:
+    """Return width and height in pixels, and one frame. pixels: those of a latent's side."""
     side = config.get("sample_size", 0) * pixels
     return side, side, 1
 
 
 def channels(config: Config) -> int:
-    """Tell how many channels a text embedding has."""
+    """Return how many channels a text embedding has."""
     return config.get("text_embed_dim", 4096)

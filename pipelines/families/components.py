@@ -1,5 +1,5 @@
-"""Components of diffusers pipelines: what their config.json may hold, each field of a kind and within bounds, and those
-that families share.
+"""Components of diffusers pipelines: what their config.json may hold, each field of a kind and within bounds, and the
+components that several families share.
 
 Bounds are far beyond every published model, and keep a file from asking for a billion layers.
 """
@@ -29,10 +29,10 @@ Sides = Width | Annotated[list[Width], Field(min_length=2, max_length=2)]
 
 
 class Fields(Foreign):
-    """Every field has a default of no meaning: one that is missing is left to the class."""
+    """The fields of a config. Their defaults mean nothing: a field that is missing is left to the class."""
 
     def given(self) -> dict[str, Any]:
-        """The fields that the config holds."""
+        """Return the fields that the config holds."""
         return self.model_dump(exclude_unset=True)
 
 
@@ -81,7 +81,7 @@ class Transformer(Fields):
 
 
 class Vae(Fields):
-    """What the VAEs share."""
+    """What the VAEs of images, of Stable Video Diffusion and of CogVideoX share."""
 
     in_channels: Width = 1
     out_channels: Width = 1
@@ -110,7 +110,7 @@ class Vae(Fields):
 
 
 class Scheduler(Fields):
-    """What any of the schedulers takes."""
+    """What any of the schedulers takes, since one may read another's config."""
 
     num_train_timesteps: Annotated[int, Field(ge=1, le=100_000)] = 1
     beta_start: Positive = 1
@@ -159,5 +159,5 @@ IMAGE_VAE = ComponentSpec("diffusers", ("AutoencoderKL",), Vae)
 
 
 def scheduler(*classes: str) -> ComponentSpec:
-    """classes: of diffusers, the usual one first."""
+    """Make the spec of a scheduler. classes: names of those in diffusers that it may be, the usual one first."""
     return ComponentSpec("diffusers", classes, Scheduler, weights=False)

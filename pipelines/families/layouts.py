@@ -14,16 +14,17 @@ Decode = Callable[..., "torch.Tensor"]  # the guarded VAE: latents, options → 
 
 
 def spatial_factor(config: Config) -> int:
-    """Pixels of a latent's side, of a VAE of AutoencoderKL's kind."""
+    """Return how many pixels a latent's side has, for a VAE of AutoencoderKL's kind."""
     return 2 ** (len(config.get("block_out_channels", (1, 1, 1, 1))) - 1)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Latents travel unscaled, as a VAE takes them and as ComfyUI's own nodes have them."""
+    """How a family lays out its latents. They travel unscaled, as a VAE takes them and as ComfyUI's own nodes have
+    them."""
 
-    dimensions: int
-    shape: str  # for error messages
+    dimensions: int  # of the latents' shape
+    shape: str  # in words, for error messages
     counts_frames: bool  # a video, not images
     channels: Callable[[Config], int]  # VAE config → latent channels
     unscaled: Callable[[torch.Tensor, int, Config], torch.Tensor]  # (sampler's latents, frames, VAE config) → latents
@@ -35,10 +36,12 @@ class Layout:
 
 
 def latent_channels(config: Config) -> int:
+    """Return how many channels the latents have, as the VAE's config says."""
     return config.get("latent_channels", 16)
 
 
 def decoded_video(vae: Decode, latents: torch.Tensor, _chunk: int) -> Iterator[torch.Tensor]:
+    """Decode latents in one call of the VAE, to [batch · frames, 3, height, width]."""
     yield vae(latents).permute(0, 2, 1, 3, 4).flatten(0, 1)
 
 

@@ -107,7 +107,8 @@ def _usual_size(config: Config, pixels: int) -> tuple[int, int, int]:
 
 
 def _unscaled(latents: torch.Tensor, _frames: int, config: Config) -> torch.Tensor:
-    """[1, frames, channels, height, width] → [frames, channels, height, width], as ComfyUI's own SVD has them."""
+    """Undo the VAE's scaling: [1, frames, channels, height, width] → [frames, channels, height, width], the layout that
+    ComfyUI's own SVD has."""
     return 1 / config["scaling_factor"] * latents.flatten(0, 1)
 
 

@@ -25,7 +25,7 @@ UNUSED = {  # what else is in the published files → why it is passed over
     "conditioner.embedders.3.encoder.": "a second VAE, for the conditioning image",
 }
 SIGNATURE = "model.diffusion_model.input_blocks.1.0.time_stack."  # no image model has it
-TEMPORAL_DECODER = "first_stage_model.decoder.mid.block_1.mix_factor"  # by which ComfyUI knows the VAE, too
+TEMPORAL_DECODER = "first_stage_model.decoder.mid.block_1.mix_factor"  # ComfyUI recognises the VAE by it, too
 
 HEAD_DIM = 64  # num_head_channels in svd.yaml; a file's shapes don't tell
 CLIP_HEAD_DIM = 80  # head_width of ViT-H-14 in OpenCLIP's model_configs/ViT-H-14.json
@@ -37,11 +37,11 @@ TIME_IDS = 3  # frames per second, motion bucket, noise augmentation; embedded s
 
 
 class Name(NamedTuple):
-    """A tensor, or all tensors of a module, in the file and in diffusers."""
+    """What a tensor, or all tensors of a module, are called in the file and in diffusers."""
 
     file: str
     ours: str  # "" where it has no place
-    how: str = ""  # name of a change in pipelines.single_file.CHANGES
+    how: str = ""  # name of a change in CHANGES of pipelines/models/single_file.py
 
 
 Table = tuple[Name, ...]
@@ -149,7 +149,8 @@ CLIP_ENDS = (
 
 
 def _unet(keys: Collection[str]) -> Iterator[Name]:
-    """input_blocks and output_blocks are numbered through; a level ends with the block that changes the size."""
+    """Yield the names of the UNet. The file numbers input_blocks and output_blocks through; a level ends with the block
+    that changes the size."""
     yield from UNET_ENDS
     for blocks, first, ours in (("input_blocks", 1, "down_blocks"), ("output_blocks", 0, "up_blocks")):
         level, within = 0, 0
@@ -165,7 +166,8 @@ def _unet(keys: Collection[str]) -> Iterator[Name]:
 
 
 def _vae(keys: Collection[str]) -> Iterator[Name]:
-    """The file numbers the decoder's levels from the picture, diffusers from the latents."""
+    """Yield the names of the VAE. The file numbers the decoder's levels from the picture on, diffusers from the latents
+    on."""
     yield Name("quant_conv", "quant_conv")
     yield Name("decoder.conv_out.time_mix_conv", "decoder.time_conv_out")
     for half, side, sampler in (("encoder", "down", "downsample"), ("decoder", "up", "upsample")):
@@ -195,8 +197,8 @@ NAMES: dict[str, Callable[[Collection[str]], Iterator[Name]]] = {"unet": _unet, 
 class Source:
     """Where a parameter comes from."""
 
-    key: str  # of the file; "" where the file has no such tensor
-    how: str = ""
+    key: str  # the tensor's name in the file; "" where the file has no such tensor
+    how: str = ""  # name of a change, or of what is made, in CHANGES and MADE of pipelines/models/single_file.py
 
 
 MADE = {  # what a component needs and the file lacks, since it changes nothing
@@ -205,7 +207,11 @@ MADE = {  # what a component needs and the file lacks, since it changes nothing
 
 
 def sources(component: str, keys: Collection[str]) -> tuple[dict[str, Source], list[str]]:
-    """{parameter in diffusers: where it comes from} of one component, and the file's keys that have no place in it."""
+    """Return {parameter in diffusers: where it comes from} of one component, and the file's keys that have no place in
+    it.
+
+    component: "unet", "vae" or "image_encoder".
+    """
     prefix = PREFIXES[component]
     mine = {key.removeprefix(prefix) for key in keys if key.startswith(prefix)}
     table: dict[str, list[Name]] = {}
@@ -225,7 +231,7 @@ def sources(component: str, keys: Collection[str]) -> tuple[dict[str, Source], l
 
 
 def _stems(key: str) -> Iterator[str]:
-    """'a.b.c', 'a.b', 'a'."""
+    """Yield all starts of a key, the longest first: 'a.b.c', 'a.b' and 'a' of 'a.b.c'."""
     for _ in range(_MOST):
         if not key:
             return
@@ -234,18 +240,19 @@ def _stems(key: str) -> Iterator[str]:
 
 
 def _count(keys: Collection[str], start: str) -> int:
-    """How many of start.format(0), start.format(1), … the keys begin with, without a gap."""
+    """Return how many of start.format(0), start.format(1), … the keys begin with, without a gap."""
     before, after = start.split("{}")
     parted = (key[len(before) :].partition(".") for key in keys if key.startswith(before))
     numbers = {number for number, dot, rest in parted if (dot + rest).startswith(after)}
     return next(n for n in range(len(numbers) + 1) if n == _MOST or str(n) not in numbers)
 
 
-# What a component's shapes, by diffusers' names, say of its config. KeyError: a tensor that this needs is missing.
+# What a component's shapes, by diffusers' names, say of its config. Each raises KeyError where a tensor is missing that
+# it needs.
 
 
 def unet_config(shapes: Shapes, num_frames: int) -> dict[str, Any]:
-    """Tell what unet/config.json would say. num_frames is in no single file: 14 for SVD, 25 for SVD-XT."""
+    """Return what unet/config.json would say. num_frames is in no single file: 14 for SVD, 25 for SVD-XT."""
     resnet = "down_blocks.{}.resnets.{}.spatial_res_block.conv2.weight"
     n_levels = _count(shapes, "down_blocks.{}.resnets.0.")
     channels = tuple(_size(shapes, resnet.format(i, 0), 0) for i in range(n_levels))
@@ -269,7 +276,7 @@ def unet_config(shapes: Shapes, num_frames: int) -> dict[str, Any]:
 
 
 def vae_config(shapes: Shapes) -> dict[str, Any]:
-    """Tell what vae/config.json would say."""
+    """Return what vae/config.json would say."""
     n_levels = _count(shapes, "encoder.down_blocks.{}.resnets.0.")
     return {
         "in_channels": _size(shapes, "encoder.conv_in.weight", 1),
@@ -287,7 +294,7 @@ def vae_config(shapes: Shapes) -> dict[str, Any]:
 
 
 def image_encoder_config(shapes: Shapes) -> dict[str, Any]:
-    """Tell what image_encoder/config.json would say."""
+    """Return what image_encoder/config.json would say."""
     embeddings = "vision_model.embeddings."
     width, _, patch, _ = shapes[embeddings + "patch_embedding.weight"]
     return {

@@ -30,7 +30,13 @@ _INERT_FILES = ("special_tokens_map_file",)  # a path of its author's, which not
 
 
 def fields_of(component: ComponentSpec, name: str, config: Config) -> dict[str, Any]:
-    """The fields of a config that its class takes, checked. name: of the class. Raises Unreadable."""
+    """Return the fields of a config that its class takes, checked.
+
+    name: the name of the class, as model_index.json has it.
+
+    Raises Unreadable where the config is of another class, where a field is of another kind or out of bounds, or where
+    one asks a library for more than numbers.
+    """
     refuse_hooks(config)
     named = config.get("_class_name", name)
     if named != name and component.fields is not Scheduler:  # of which one reads another's config
@@ -50,7 +56,7 @@ def refuse_hooks(config: Config) -> None:
 
 
 def _walk(value: Any, place: str) -> Iterator[tuple[str, str, Any]]:
-    """(place, name, value) of every field."""
+    """Yield (place, name, value) of every field, at any depth. A place is a dotted path."""
     if isinstance(value, dict):
         for name, inner in value.items():
             here = f"{place}.{name}" if place else name

@@ -1,4 +1,4 @@
-"""A diffusers-format folder on disk: checked whole before a weight is read."""
+"""A diffusers-format folder on disk, which is checked as a whole before a weight is read."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from .weight_files import check_fit, weights_of
 if TYPE_CHECKING:
     import torch
 
-_SMALL_CONFIGS = (  # of what has no weights; what a library reads of them is more than a vocabulary
+_SMALL_CONFIGS = (  # files of components without weights; a library reads more of them than a vocabulary
     *("scheduler_config.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("preprocessor_config.json", "processor_config.json", "config.json"),
 )
 MOST_CONFIG_BYTES = 2**20  # of a config.json or model_index.json; a published one has 2,000
 SMALL = (".json", ".txt", ".model")  # configs and vocabularies
-MOST_SMALL_BYTES = 64 * 2**20  # of one; the largest real one is a tokenizer.json of 20 MB
+MOST_SMALL_BYTES = 64 * 2**20  # of such a file; the largest published one is a tokenizer.json of 20 MB
 
 
 @dataclass(frozen=True)
@@ -105,11 +105,14 @@ class ModelFolder(StoredModel):
 
 
 def inspect(path: Path, expected: FamilySpec) -> ModelFolder:
-    """Check a folder against a family. Reads JSON and safetensors headers, no weights; builds each component without
-    memory, to compare it with the headers.
+    """Check a folder against a family, and return what it holds.
 
-    Raises BadFolder: not a diffusers folder, another pipeline, a component that is missing, pickled or truncated, a
-    config of no sense or that reaches for more than the folder, tensors that are missing, left over or of other shapes.
+    Only JSON and safetensors headers are read, no weights. Each component is built without memory, to compare it with
+    the headers.
+
+    Raises BadFolder where it is no diffusers folder or one of another pipeline, where a component is missing, pickled
+    or truncated, where a config makes no sense or reaches for more than the folder, and where tensors are missing, left
+    over or of other shapes.
     """
     index = read_json(path / "model_index.json", missing=_no_index(path), limit=MOST_CONFIG_BYTES)
     found = shown(index.get("_class_name") or "pipeline without a name")
@@ -151,7 +154,7 @@ def inspect(path: Path, expected: FamilySpec) -> ModelFolder:
 
 
 def family_of(path: Path) -> FamilySpec:
-    """The family that a folder's model_index.json names. Raises BadFolder where it is none of ours."""
+    """Return the family that a folder's model_index.json names. Raises BadFolder where it is none of ours."""
     index = read_json(path / "model_index.json", missing=_no_index(path), limit=MOST_CONFIG_BYTES)
     found = shown(index.get("_class_name") or "pipeline without a name")
     if found not in FAMILIES:
@@ -160,7 +163,8 @@ def family_of(path: Path) -> FamilySpec:
 
 
 def list_folders(roots: Iterable[Path], depth: int = 3) -> dict[str, Path]:
-    """Diffusers-format folders under the roots: {name relative to its root, with forward slashes: path}.
+    """Find the diffusers-format folders under the roots, at most `depth` levels below. Returns {name relative to its
+    root, with forward slashes: path}.
 
     The first root wins where two hold the same name. A folder that cannot be read is passed over.
     """
@@ -173,7 +177,8 @@ def list_folders(roots: Iterable[Path], depth: int = 3) -> dict[str, Path]:
 
 
 def fingerprint(path: Path) -> str:
-    """Changes when a file of the folder is added, removed or rewritten (by names, sizes and times), or a single one."""
+    """Return a hash that changes when a file of the folder is added, removed or rewritten, or when the single file is.
+    It is made of names, sizes in bytes and times."""
     digest = hashlib.sha256()
     for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
         stat = file.stat()
@@ -182,7 +187,13 @@ def fingerprint(path: Path) -> str:
 
 
 def read_json(file: Path, *, missing: str = "", limit: int = MAX_BYTES) -> dict[str, Any]:
-    """A JSON object. limit: in bytes. Raises BadFolder, with `missing` where the file is not there."""
+    """Read a JSON object from a file.
+
+    missing: the message where the file is not there.
+    limit: how many bytes the file may have.
+
+    Raises BadFolder where the file is not there, too large, or no JSON object.
+    """
     if not file.exists():
         raise BadFolder(missing or f"'{file}' is missing.")
     try:
@@ -230,7 +241,8 @@ def _check_unweighted(path: Path, name: str, component: ComponentSpec, cls: str)
 
 
 def _class(component: ComponentSpec, name: str) -> Any:
-    """A class of a library. One that another version of it calls otherwise is taken by its usual name."""
+    """Return a class of a component's library. Where the installed version has no class of this name, the usual one is
+    taken."""
     import diffusers
     import transformers
 
@@ -239,7 +251,8 @@ def _class(component: ComponentSpec, name: str) -> Any:
 
 
 def _can_build() -> bool:
-    """Not where PyTorch is broken, of which `doctor` tells: nothing is loaded there."""
+    """Return whether modules can be built. Where PyTorch is broken they cannot: `doctor` tells that, and nothing is
+    loaded."""
     try:
         import torch  # noqa: F401
     except (ImportError, OSError):
@@ -248,7 +261,10 @@ def _can_build() -> bool:
 
 
 def _on_meta(where: str, component: ComponentSpec, name: str, fields: Mapping[str, Any]) -> torch.nn.Module:
-    """The module that a config describes, without memory; not to be changed. Raises BadFolder where there is none."""
+    """Return the module that a config describes, without memory. It is shared, and must not be changed.
+
+    Raises BadFolder where no module can be built from the config.
+    """
     try:
         return _built(component, name, json.dumps(fields, sort_keys=True))
     except Exception as error:  # noqa: BLE001, whatever a class makes of sizes
@@ -270,7 +286,7 @@ def _built(component: ComponentSpec, name: str, fields: str) -> torch.nn.Module:
 
 
 def _with_defaults(module: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config of diffusers', and what its class says where the file says nothing."""
+    """Return a config of diffusers, filled up with its class's defaults."""
     return {**module.config, **config}
 
 

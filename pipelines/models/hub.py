@@ -33,18 +33,17 @@ def fetch(
     download: bool = True,
     progress: ProgressCallback | None = None,
 ) -> Path:
-    """The folder of one commit of a hub repository, whole, in huggingface_hub's cache.
+    """Bring one commit of a hub repository into huggingface_hub's cache, and return its folder, which is whole.
 
-    Args:
-        hub_id: "owner/name".
-        revision: a branch, a tag or a commit; None is "main".
-        families: what it may hold; the repository's model_index.json says which.
-        download: False (or HF_HUB_OFFLINE) uses only what is in the cache.
-        progress: called some times a second with bytes done, bytes in all (0: not known yet) and the file under way.
-            What it raises ends the download at once; the next call goes on where it ended.
+    hub_id: "owner/name".
+    revision: a branch, a tag or a commit; None is "main".
+    families: what the repository may hold; its model_index.json says which.
+    download: False (or HF_HUB_OFFLINE) uses only what is in the cache.
+    progress: called some times a second with bytes done, bytes in all (0: not known yet) and the file under way. What
+        it raises ends the download at once; the next call goes on where it ended.
 
-    Raises HubError where it cannot be had, BadFolder where it is no whole model of theirs. Either way what was
-    downloaded stays for the next call, and no folder counts as whole that is not.
+    Raises HubError where the files cannot be had, and BadFolder where they are no whole model of these families. Either
+    way what was downloaded stays for the next call, and no folder counts as whole that is not.
     """
     from huggingface_hub import constants
 
@@ -69,7 +68,10 @@ def fetch(
 
 
 def check_id(hub_id: str, revision: str | None = None) -> str:
-    """The revision, "main" where none is given. Raises HubError where id or revision cannot be one; asks nobody."""
+    """Return the revision, "main" where none is given, without asking the hub.
+
+    Raises HubError where the id or the revision cannot be one.
+    """
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     with suppress(HFValidationError):
@@ -109,7 +111,10 @@ def _fetch(transfer: Transfer, families: Sequence[FamilySpec], cached: Path | No
 
 
 def _needed(files: Mapping[str, File], family: FamilySpec, hub_id: str) -> list[File]:
-    """The index, configs, vocabularies and one set of safetensors of each component. Raises BadFolder."""
+    """Return the index, the configs, the vocabularies and one set of safetensors of each component.
+
+    Raises BadFolder where a component has no safetensors.
+    """
     paths = [_INDEX]
     for component, spec in family.components.items():
         there = sorted(path.removeprefix(f"{component}/") for path in files if path.startswith(f"{component}/"))
@@ -128,7 +133,8 @@ def _needed(files: Mapping[str, File], family: FamilySpec, hub_id: str) -> list[
 
 
 def _weights(names: Sequence[str], stem: str) -> list[str]:
-    """One set: where only a single file is fetched, no library looks for an index."""
+    """Return the names of one set of weights. The single file comes first: with it alone, no library looks for an
+    index."""
     if f"{stem}.safetensors" in names:
         return [f"{stem}.safetensors"]
     if (index := f"{stem}.safetensors.index.json") in names:
@@ -137,7 +143,7 @@ def _weights(names: Sequence[str], stem: str) -> list[str]:
 
 
 def _family(snapshot: Path, families: Sequence[FamilySpec]) -> FamilySpec:
-    """The one whose classes model_index.json names. Raises BadFolder."""
+    """Return the family whose classes model_index.json names. Raises BadFolder where it is none of these."""
     family, index = family_of(snapshot), read_json(snapshot / _INDEX)
     if family.pipeline not in [known.pipeline for known in families]:
         pipelines, names = (" or a ".join(getattr(known, key) for known in families) for key in ("pipeline", "name"))
@@ -152,7 +158,7 @@ def _family(snapshot: Path, families: Sequence[FamilySpec]) -> FamilySpec:
 
 
 def _check_shards(snapshot: Path, needed: set[str]) -> None:
-    """The shards that an index names are those that will be fetched. Raises BadFolder."""
+    """Raise BadFolder where an index names a shard that will not be fetched."""
     for index in (path for path in needed if path.endswith(".index.json")):
         shards = read_json(snapshot / index).get("weight_map")
         names = map(str, shards.values()) if isinstance(shards, dict) else ["no weight_map"]
@@ -164,7 +170,10 @@ def _check_shards(snapshot: Path, needed: set[str]) -> None:
 
 
 def _check_whole(snapshot: Path, families: Sequence[FamilySpec]) -> None:
-    """`inspect`, and what it doesn't look for: links that lead nowhere, vocabularies. Raises BadFolder."""
+    """Check all that `inspect` does, and what it does not look for: links that lead nowhere, and vocabularies.
+
+    Raises BadFolder.
+    """
     if lost := sorted(str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if not path.exists()):
         raise BadFolder(f"'{name_of(snapshot)}' lost {', '.join(lost)}.")
     family = _family(snapshot, families)
@@ -176,7 +185,7 @@ def _check_whole(snapshot: Path, families: Sequence[FamilySpec]) -> None:
 
 
 def _from_cache(hub_id: str, revision: str, families: Sequence[FamilySpec]) -> Path:
-    """The snapshot, if it is there and whole. Raises HubError, BadFolder."""
+    """Return the snapshot in the cache. Raises HubError where it is not there, BadFolder where it is not whole."""
     storage, commit = storage_of(hub_id), revision
     with suppress(OSError, UnicodeDecodeError):
         commit = (storage / "refs" / revision).read_text(encoding="utf-8").strip()

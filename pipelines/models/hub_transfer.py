@@ -1,8 +1,8 @@
-"""Brings files of one commit of a hub repository into huggingface_hub's cache.
+"""Download files of one commit of a hub repository into huggingface_hub's cache.
 
-What newer versions of the library lack is a partial file that the next call goes on with: their `hf_hub_download`
-deletes it. So each file is streamed by the library's `http_get` into a partial file among the blobs, checked against
-the hub's hash and renamed to its blob; `hf_hub_download` is asked for it then, finds the blob and links it.
+The `hf_hub_download` of newer versions of the library deletes partial files, with which the next call could go on. So
+each file is streamed by the library's `http_get` into a partial file among the blobs, checked against the hub's hash
+and renamed to its blob. Then `hf_hub_download` is asked for the file, finds the blob and links it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ ProgressCallback = Callable[[int, int, str], None]
 
 
 class File(NamedTuple):
+    """A file of the repository."""
+
     path: str  # in the repository
     size: int  # bytes
     blob: str  # its hash, and its name in the cache
 
 
 def storage_of(hub_id: str) -> Path:
-    """The repository's folder in the cache."""
+    """Return the repository's folder in the cache."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
@@ -45,14 +47,14 @@ def storage_of(hub_id: str) -> Path:
 
 
 def _size(file: Path) -> int:
-    """Bytes; -1 where there is no file."""
+    """Return how many bytes a file has; -1 where there is none."""
     with suppress(OSError):
         return file.stat().st_size
     return -1
 
 
 class Transfer:
-    """Brings files of one commit into the cache on threads of its own, which write nothing more once it is closed."""
+    """The download of one commit's files, on threads of its own, which write nothing more once it is closed."""
 
     def __init__(self, hub_id: str, revision: str, progress: ProgressCallback):
         self.hub_id = hub_id
@@ -78,7 +80,10 @@ class Transfer:
         self.done[path], self._text = size, f"{self.hub_id}: {path}"
 
     def look_up(self) -> dict[str, File]:
-        """Learn the commit. Returns its files by path, apart from those without a size or a hash."""
+        """Ask the hub for the commit. Returns its files by path, apart from those without a size or a hash.
+
+        Raises HubError where the hub cannot be asked, or names no commit.
+        """
         from huggingface_hub import HfApi, constants
 
         options = {"files_metadata": True, "timeout": float(constants.HF_HUB_ETAG_TIMEOUT)}
@@ -95,7 +100,10 @@ class Transfer:
 
     @contextmanager
     def alone(self) -> Generator[None]:
-        """Other processes wait for this one, so that two never append to one partial file."""
+        """Make other processes wait while this one is inside, so that two never append to one partial file.
+
+        Raises HubError where the lock cannot be written.
+        """
         from huggingface_hub.utils import WeakFileLock
 
         path = self.storage.parent / ".locks" / self.storage.name / "onediff-guard.lock"
@@ -113,7 +121,7 @@ class Transfer:
             yield
 
     def plan(self, files: Sequence[File]) -> None:
-        """Counts what is there. Raises HubError where there is no room for the rest."""
+        """Count the bytes that are there already. Raises HubError where the disk has no room for the rest."""
         self._total = sum(file.size for file in files)
         for path, size, blob in files:
             whole = size in (_size(self.snapshot / path), _size(self.storage / "blobs" / blob))
@@ -126,13 +134,16 @@ class Transfer:
             )
 
     def get(self, files: Sequence[File]) -> None:
-        """Returns when all are in the snapshot. Raises what the progress callback raises, or HubError."""
+        """Download what is missing, until all files are in the snapshot.
+
+        Raises HubError, or what the progress callback raises.
+        """
         missing = [file for file in files if _size(self.snapshot / file.path) != file.size]
         self._run([lambda file=file: self._bring(file) for file in missing])
 
     def _run(self, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
-        """What the jobs return, done by threads while progress is told; the first error is raised at once.
-        A thread that hangs in the network by then ends by itself, with the library's timeouts."""
+        """Do the jobs on threads, call `progress` meanwhile, and return their results. The first error is raised at
+        once; a thread that hangs in the network by then ends by itself, with the library's timeouts."""
         gate = threading.Semaphore(_AT_ONCE)
         futures = [Future[Any]() for _ in jobs]
 
@@ -208,7 +219,7 @@ class Transfer:
 
 
 class _Partial(io.FileIO):
-    """What a download is appended to: it tells how far it is, and ends a download that nobody waits for."""
+    """The file that a download is appended to. It tells how far that is, and ends one that nobody waits for."""
 
     def __init__(self, path: Path, file: File, transfer: Transfer):
         super().__init__(path, "ab")

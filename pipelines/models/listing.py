@@ -1,4 +1,4 @@
-"""What a loader's list shows: models that it can load, told by a folder's index or a file's header, without torch."""
+"""What a loader's list shows: the models that it can load. A folder's index or a file's header tells, without torch."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _SVD_LACKS = tuple(parts for _, parts in svd_keys.OTHERS if svd_keys.SIGNATURE i
 
 
 def can_be(path: Path, pipelines: Collection[str]) -> bool:
-    """Whether a folder in diffusers format, or a single file, looks like one of these diffusers pipelines.
+    """Return whether a folder in diffusers format, or a single file, looks like one of these diffusers pipelines.
 
-    What cannot be read does not. Loading checks all of it, and says what is wrong.
+    One that cannot be read does not. Loading checks all of it, and says what is wrong.
     """
     with suppress(OSError):
         file = path if path.is_file() else path / "model_index.json"
@@ -31,9 +31,9 @@ def can_be(path: Path, pipelines: Collection[str]) -> bool:
 
 @lru_cache(maxsize=2**14)
 def _pipeline(file: Path, _size: int, _modified: int) -> str:
-    """The diffusers pipeline that a model_index.json names, or a checkpoint holds; "" where it is none.
+    """Return the diffusers pipeline that a model_index.json names, or a checkpoint holds; "" where it is none.
 
-    Remembered of what cannot be read, too.
+    It is remembered until the file changes, also of a file that cannot be read.
     """
     with suppress(OSError, ValueError):  # Unreadable among them
         return _read_pipeline(file)
@@ -51,5 +51,5 @@ def _read_pipeline(file: Path) -> str:
 
 
 def _begins(header: bytes, key: str) -> bool:
-    """Whether the name of a tensor begins so."""
+    """Return whether the name of a tensor begins with `key`."""
     return f'"{key}'.encode() in header

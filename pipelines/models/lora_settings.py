@@ -1,7 +1,7 @@
 """The settings in a LoRA file's header, where diffusers ≥ 0.34 writes those of its training.
 
-Only those are taken that scale what the file adds: others are for training, and an initialisation such as PiSSA's would
-have peft change the shared weights. peft takes names of layers for regular expressions; here they are names.
+Only those are used that scale what the file adds. Others are for training, and an initialisation such as PiSSA's would
+have peft change the shared weights. peft takes names of layers for regular expressions; here they are plain names.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 MOST_ALPHA = 1e6  # published: at most a few times the rank
 _METADATA = "lora_adapter_metadata"
-_PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")  # of training: the base weights stay as they are
+_PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")  # starts that leave the base weights alone
 
 _Alpha = Annotated[float, Field(ge=-MOST_ALPHA, le=MOST_ALPHA)]
 
 
 class Settings(Foreign):
-    """What is taken of peft's LoraConfig: what scales the additions, and what rules the file out. Ranks are in the
-    tensors' shapes."""
+    """The fields of peft's LoraConfig that are used: what scales the additions, and what rules the file out. Ranks are
+    in the tensors' shapes."""
 
     init_lora_weights: bool | str | None = None
     use_dora: bool | None = None
@@ -37,9 +37,12 @@ class Settings(Foreign):
 
 
 def settings_of(name: str, metadata: Mapping[str, str]) -> Settings:
-    """How the file says that its additions are scaled. name: of the file. metadata: its header's.
+    """Return how a LoRA file says that its additions are scaled.
 
-    Raises BadLora for what cannot be honoured, Unreadable.
+    name: the file's name, for messages.
+    metadata: what its safetensors header holds beside the tensors.
+
+    Raises BadLora for settings that cannot be honoured, and Unreadable where they are no settings.
     """
     known = object_in(parse(metadata[_METADATA])) if _METADATA in metadata else {}
     settings = fitting(Settings, {key.removeprefix("transformer."): value for key, value in known.items()})
@@ -55,9 +58,12 @@ def settings_of(name: str, metadata: Mapping[str, str]) -> Settings:
 
 
 def alpha_by_layer(name: str, settings: Settings, layers: Iterable[str], denoiser: torch.nn.Module) -> dict[str, float]:
-    """{layer: its own alpha} of those that the file adds to. Of two names that fit, the first counts, as in peft.
+    """Map each of `layers` that has an alpha of its own to that. Of two names that fit, the first counts, as in peft.
 
-    Raises BadLora for a name that no layer of the denoiser has, nor ends with.
+    name: the file's name, for messages.
+    layers: names of the layers that the file adds to.
+
+    Raises BadLora where no layer of the denoiser has a name that the settings give, or one that ends with it.
     """
     alphas = {pattern.removeprefix("^"): alpha for pattern, alpha in (settings.alpha_pattern or {}).items()}
     if unknown := alphas.keys() - {end for layer, _ in denoiser.named_modules() if layer for end in _ends(layer)}:
@@ -71,6 +77,6 @@ def alpha_by_layer(name: str, settings: Settings, layers: Iterable[str], denoise
 
 
 def _ends(layer: str) -> list[str]:
-    """'a.b.c', 'b.c', 'c'."""
+    """Return all ends of a layer's name: 'a.b.c', 'b.c' and 'c' of 'a.b.c'."""
     parts = layer.split(".")
     return [".".join(parts[first:]) for first in range(len(parts))]

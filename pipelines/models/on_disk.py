@@ -33,12 +33,13 @@ class Weights:
         return max(self.dtypes, key=lambda name: self.dtypes[name])
 
     def bytes_in(self, dtype: str) -> int:
-        """What they take once loaded in "fp16", "bf16" or "fp32"."""
+        """Return how many bytes the weights take once loaded in "fp16", "bf16" or "fp32"."""
         return self.n_bytes * (4 if dtype == "fp32" else 2) // (4 if self.stored_dtype == "F32" else 2)
 
 
 def name_of(path: Path) -> str:
-    """What people call a model: a folder of the Hub's cache, which is named after a commit, by its hub id."""
+    """Return what people call a model: its folder's or file's name. In the hub's cache, where folders are named after
+    commits, it is the hub id."""
     repository, snapshots = ("", "", *path.parts)[-3:-1]
     if snapshots == "snapshots" and repository.startswith("models--"):
         return repository.removeprefix("models--").replace("--", "/")
@@ -47,6 +48,8 @@ def name_of(path: Path) -> str:
 
 @dataclass(frozen=True)
 class StoredModel(ABC):
+    """A folder or a file that passed every check."""
+
     path: Path
     family: FamilySpec
     variant: Variant  # as its config and its stored weights show it
@@ -62,17 +65,20 @@ class StoredModel(ABC):
 
     @abstractmethod
     def component(self, name: str, dtype: torch.dtype) -> torch.nn.Module:
-        """Read a component's weights into `dtype`, on the CPU. Raises BadFolder."""
+        """Load a component in `dtype`, on the CPU. Raises BadFolder where its files cannot be read."""
 
     @abstractmethod
     def stored(self, name: str, parameter: Sequence[str]) -> torch.Tensor:
-        """The values of a component's parameter, by any of its names, as they are stored. Raises BadFolder."""
+        """Read the stored values of one parameter of a component. Raises BadFolder where they cannot be read.
+
+        parameter: the names of the parameter, several where it is tied.
+        """
 
     @abstractmethod
     def unweighted(self, name: str) -> Any:
-        """The tokenizer, the image processor or the scheduler. Raises BadFolder."""
+        """Load the tokenizer, the image processor or the scheduler. Raises BadFolder where it cannot be read."""
 
     def unknown_fields(self, name: str) -> list[str]:
-        """A line on the fields of a component's config that the installed diffusers ignores, if it has such."""
+        """Return a line on the fields of a component's config that the installed diffusers ignores, if it has such."""
         del name
         return []

@@ -12,12 +12,15 @@ from .on_disk import StoredModel
 
 
 def is_single_file(path: Path) -> bool:
-    """Whether a file is meant, there or not, rather than a diffusers-format folder."""
+    """Return whether a path means a file, there or not, rather than a diffusers-format folder."""
     return path.is_file() or (path.suffix.lower() == ".safetensors" and not path.is_dir())
 
 
 def open_model(path: Path, expected: FamilySpec) -> StoredModel:
-    """Check a model against a family, by JSON and safetensors headers alone. Raises BadFolder."""
+    """Check a model against a family, by JSON and safetensors headers alone, and return what it holds.
+
+    Raises BadFolder where it is no model of the family, or not whole.
+    """
     if not is_single_file(path):
         return folder.inspect(path, expected)
     if expected is not SVD:
@@ -28,7 +31,7 @@ def open_model(path: Path, expected: FamilySpec) -> StoredModel:
 
 
 def family_of(path: Path) -> FamilySpec:
-    """The family that a folder's model_index.json names; of a file, the only one that is stored so.
+    """Return the family that a folder's model_index.json names, or for a file the only family that has such.
 
     Raises BadFolder where it is none of ours.
     """

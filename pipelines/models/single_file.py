@@ -1,7 +1,7 @@
 """Stable Video Diffusion from ComfyUI's single file (models/checkpoints/svd_xt.safetensors), one component at a time.
 
-The file is checked whole, by its header, before a weight is read. Loading a component reads its own tensors alone, one
-after the other, each straight into the dtype that is wanted; the rest of the file is never in memory.
+The file is checked as a whole, by its header, before a weight is read. Loading a component reads its own tensors alone,
+one after the other, each straight into the dtype that is wanted; the rest of the file is never in memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..safetensors_header import FLOATS, Header, read_header
 from .component_config import fields_of
 from .on_disk import StoredModel, Weights
 
-NUM_FRAMES = 25  # SVD-XT's; a file of SVD, which makes 14, has the same keys and shapes
+NUM_FRAMES = 25  # that SVD-XT makes; a file of SVD, which makes 14, has the same keys and shapes
 _MAPPED_AT_ONCE = 2**24  # elements
 _WORDS = {"unet": "UNet", "vae": "VAE", "image_encoder": "image encoder"}
 _GET = "Get svd_xt.safetensors from https://huggingface.co/stabilityai/stable-video-diffusion-img2vid-xt."
@@ -39,7 +39,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # a tensor of th
     "second third": lambda tensor: tensor.chunk(3)[1],
     "last third": lambda tensor: tensor.chunk(3)[2],
 }
-MADE: dict[str, Callable[[tuple[int, ...]], torch.Tensor]] = {  # what is in no file, by its shape
+MADE: dict[str, Callable[[tuple[int, ...]], torch.Tensor]] = {  # the shape of a parameter that is in no file → it
     "identity": lambda shape: torch.eye(shape[0]).reshape(shape),
     "zeros": torch.zeros,
 }
@@ -71,12 +71,12 @@ class SvdFile(StoredModel):
 
 
 def read_svd(path: Path, num_frames: int = NUM_FRAMES) -> SvdFile:
-    """Check a single file against Stable Video Diffusion's layout. Reads its header, no weights.
+    """Check a single file against Stable Video Diffusion's layout, and return what it holds. Only its header is read.
 
-    num_frames: what the UNet's config says, and so the default length of a video; the file doesn't tell.
+    num_frames: what the UNet's config is to say, and so the default length of a video; the file does not tell.
 
-    Raises BadFolder: no safetensors file, a truncated one, another model's (named where it is known), tensors that are
-    missing, left over or of another shape.
+    Raises BadFolder where it is no safetensors file, a truncated one or another model's (named where it is known), and
+    where tensors are missing, left over or of another shape.
     """
     header = _header(path)
     shapes = header.shapes
@@ -110,9 +110,11 @@ def read_svd(path: Path, num_frames: int = NUM_FRAMES) -> SvdFile:
 
 
 def load_component(file: SvdFile | Path, name: str, dtype: torch.dtype) -> torch.nn.Module:
-    """The "unet", "vae" or "image_encoder" of a single file, in `dtype`, on the CPU, ready to infer.
+    """Load the "unet", "vae" or "image_encoder" of a single file, in `dtype`, on the CPU, ready to infer.
 
-    Its weights are copies: the file may be moved or replaced afterwards. Raises BadFolder, as read_svd does.
+    Its weights are copies: the file may be moved or replaced afterwards.
+
+    Raises BadFolder as `read_svd` does, and where the file cannot be read.
     """
     if isinstance(file, Path):
         file = read_svd(file)
@@ -127,7 +129,7 @@ def load_component(file: SvdFile | Path, name: str, dtype: torch.dtype) -> torch
 
 
 def load_unweighted(name: str) -> Any:
-    """The "scheduler" or the "feature_extractor", which no single file holds: as they are published."""
+    """Make the "scheduler" or the "feature_extractor", which no single file holds, as they are published."""
     if name == "scheduler":
         from diffusers import EulerDiscreteScheduler
 
@@ -140,10 +142,12 @@ def load_unweighted(name: str) -> Any:
 def fit(
     where: str, name: str, shapes: Shapes, num_frames: int = NUM_FRAMES
 ) -> tuple[dict[str, Any], dict[str, Source]]:
-    """The config that the file's shapes tell, and where each parameter of a model with that config comes from.
+    """Return the config that the file's shapes tell, and where each parameter of a model with that config comes from.
 
-    where: the file's name, for messages. Raises BadFolder unless each tensor has a place and each place a tensor of
-    the right shape.
+    where: the file's name, for messages.
+    name: "unet", "vae" or "image_encoder".
+
+    Raises BadFolder unless each tensor has a place, and each place a tensor of the right shape.
     """
     here = f"'{where}': its {_WORDS[name]}"
     sources, unplaced = svd_keys.sources(name, shapes)
@@ -187,7 +191,7 @@ def _as_json(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _meta_module(name: str, config: Mapping[str, Any]) -> torch.nn.Module:
-    """A model that takes no memory."""
+    """Build a component on the meta device, where it takes no memory."""
     with torch.device("meta"):
         if name == "image_encoder":
             from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
@@ -199,7 +203,7 @@ def _meta_module(name: str, config: Mapping[str, Any]) -> torch.nn.Module:
 
 
 def _shape_of(source: Source, shapes: Shapes) -> tuple[int, ...]:
-    """Of the parameter that a tensor becomes; its own where it can't become one."""
+    """Return the shape of the parameter that a tensor becomes, or the tensor's own where it cannot become one."""
     shape = shapes[source.key]
     try:
         return tuple(CHANGES[source.how](torch.empty(shape, device="meta")).shape)
@@ -230,7 +234,8 @@ def _read(
 
 
 def _parts(sources: Mapping[str, Source], places: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
-    """Parameters that are read from one map of the file: its pages count as this process's until it is let go of."""
+    """Yield the names of parameters that are read from one map of the file: the pages that are read count as this
+    process's memory until the map is let go of."""
     part, elements = [], 0
     for key in sources:
         part.append(key)
@@ -242,7 +247,7 @@ def _parts(sources: Mapping[str, Source], places: Mapping[str, torch.Tensor]) ->
 
 
 def _fill_buffers(module: torch.nn.Module) -> None:
-    """Buffers that no checkpoint holds: CLIP's position ids."""
+    """Fill the buffers that no checkpoint holds: CLIP's position ids."""
     for name, buffer in list(module.named_buffers()):
         owner, _, attribute = name.rpartition(".")
         if buffer.is_meta and attribute == "position_ids":
@@ -277,7 +282,7 @@ def _header(path: Path) -> Header:
 
 
 def _check_is_svd(where: str, shapes: Shapes) -> None:
-    """Raise BadFolder that says what the file is, or what it lacks."""
+    """Raise a BadFolder that says what the file is, or what it lacks, where it is not all of an SVD checkpoint."""
     svd = any(key.startswith(svd_keys.SIGNATURE) for key in shapes)
     for what, parts in svd_keys.OTHERS:
         if (not svd or svd_keys.SIGNATURE in parts) and all(any(part in key for key in shapes) for part in parts):

@@ -1,7 +1,7 @@
 """Which files a library reads a component's weights from, and whether they hold what the component is made of.
 
-Decided from headers: no weight is read. diffusers takes an index of shards before a single file, transformers the other
-way round; both are given `use_safetensors=True`, and so read nothing but what is found here.
+Headers tell: no weight is read. diffusers takes an index of shards before a single file, transformers the other way
+round; both are given `use_safetensors=True`, and so read nothing but what is found here.
 """
 
 from __future__ import annotations
@@ -31,14 +31,19 @@ _MOST_BUFFERS = 2**32  # bytes; CogView3-Plus' positions have 168 MB
 
 
 class _ShardIndex(Foreign):
-    metadata: dict[str, Any]  # both libraries want it
+    metadata: dict[str, Any]  # both libraries need it
     weight_map: dict[str, str] = Field(min_length=1)  # tensor → file
 
 
 def weights_of(path: Path, name: str, library: str) -> tuple[Weights, dict[str, Tensor]]:
-    """The files of a component of a model folder, and {tensor: what their headers say of it}.
+    """Return the weight files of a component of a model folder, and {tensor: what their headers say of it}.
 
-    Raises BadFolder: none, pickled, a variant, shards that are missing or not what their index says, a broken file.
+    path: the model folder.
+    name: the component, and its folder.
+    library: "diffusers" or "transformers".
+
+    Raises BadFolder where there are none, where they are pickled, a variant or broken, and where shards are missing or
+    not what their index says.
     """
     folder = path / name
     where, stem = f"'{name_of(path)}/{name}'", STEMS[library]
@@ -66,9 +71,12 @@ def weights_of(path: Path, name: str, library: str) -> tuple[Weights, dict[str, 
 
 
 def check_fit(where: str, module: torch.nn.Module, tensors: Mapping[str, Tensor], *, sharded: bool) -> None:
-    """Raise BadFolder unless the files hold each of the module's tensors, of its shape, and no other.
+    """Raise BadFolder unless the files hold each of the module's tensors, of the right shape, and no others.
 
-    module: on the meta device, as its class builds it. Names that the library knows under older ones count as such.
+    where: the component, for messages.
+    module: on the meta device, as its class builds it.
+    tensors: what the headers say. Older names of a tensor count too where the library knows them.
+    sharded: the tensors lie in several files; diffusers knows no older names then.
     """
     found = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     if not sharded and hasattr(module, "_fix_state_dict_keys_on_load"):  # diffusers': 'query' is 'to_q'
@@ -126,7 +134,8 @@ def _nothing_there(where: str, folder: Path, stem: str) -> str:
 
 
 def _shards(path: Path, index: Path) -> tuple[dict[Path, Header], dict[str, Tensor]]:
-    """({file: header}, what the headers say of the tensors that the index lists: those that are loaded)"""
+    """Return {file: header}, and what the headers say of the tensors that the index lists, which are all that is
+    loaded."""
     where = f"'{name_of(path)}/{index.parent.name}/{index.name}'"
     try:
         shards = fitting(_ShardIndex, read(index)).weight_map

@@ -28,25 +28,26 @@ _HOST = torch.device("cpu")
 
 
 class Offload(str, Enum):
-    """What is in main memory when. The values stand in people's workflow files."""
+    """Which weights rest in main memory. The values stand in people's workflow files."""
 
     NONE = "none"
-    MODEL = "model"  # a component, while another is in use
-    GROUP = "group"  # of the denoiser and the text encoder, all blocks but the one that computes and the next
+    MODEL = "model"  # a component's, while another is in use
+    GROUP = "group"  # those of the denoiser and the text encoder, but for the block that computes and the next
     SEQUENTIAL = "sequential"  # the same, layer by layer
 
     @property
     def in_parts(self) -> bool:
+        """Whether a component's weights come to the device in parts."""
         return self in (Offload.GROUP, Offload.SEQUENTIAL)
 
 
 class Onloading(Protocol):
-    """A component's weights, which are on the device as they are needed, inside `with`."""
+    """A component's weights, which come to the device as they are needed inside `with`."""
 
     def shell(self, module: torch.nn.Module, like: torch.nn.Module | None = None) -> torch.nn.Module:
-        """A shell of `module` (the component, or a shell of it) that brings its weights when they are needed.
+        """Return a shell of `module` (the component, or a shell of it) that brings its weights when they are needed.
 
-        like: an eager shell of the same component, where what `module` has in place of blocks are no blocks.
+        like: an eager shell of the same component, where `module` has something else in place of blocks.
         """
         ...
 
@@ -69,11 +70,11 @@ class Whole:
 
 
 class InParts:
-    """Weights that are in main memory, but for those in use: at the end of `with` all are there again.
+    """Weights that are in main memory, but for those in use. At the end of `with` all are there again.
 
-    component: in main memory.
-    parts: {name in it: what comes and goes together}, in the order in which they run. What is in none of them is on the
-        device inside `with`.
+    component: the module, in main memory.
+    parts: {name in the component: a module whose weights come and go together}, in the order in which they run. Weights
+        in none of them are on the device inside `with`.
     ahead: bring the next part while one computes. CUDA only.
     pinned: keep weights in page-locked memory; else they are put there as they are brought. CUDA only.
     """
@@ -166,7 +167,7 @@ class InParts:
 
     @contextmanager
     def onloaded(self, place: int) -> Generator[None]:
-        """One part's weights are on the device inside, and the next ones' on their way."""
+        """Have one part's weights on the device inside, and the next part's on their way."""
         with _as_is():
             self._bring(place)
             self._wait()
@@ -213,10 +214,10 @@ def in_parts(
     blocks: Iterable[str] = (),
     once: bool = False,
 ) -> InParts:
-    """A component's weights as `offload` (GROUP or SEQUENTIAL) brings them.
+    """Make a component's weights come and go as `offload` (GROUP or SEQUENTIAL) asks for.
 
-    blocks: names of its parts, a list of blocks block by block; none: its outermost lists.
-    once: it is let go after use, so that page-locking all of it would take longer than it saves.
+    blocks: names of the component's blocks, or of lists of blocks. Defaults to its outermost lists.
+    once: the component is let go after use, so page-locking all of it would take longer than it saves.
     """
     if offload is Offload.GROUP:
         parts = dict(_blocks(component, tuple(blocks)))
@@ -230,7 +231,7 @@ def in_parts(
 
 
 def brings_parts_to(device: torch.device) -> bool:
-    """Whether there is a device to bring them to."""
+    """Return whether weights that rest in main memory have to be brought to the device."""
     return device.type != "cpu"
 
 
@@ -255,9 +256,9 @@ _REFUSED = {
 
 
 def backend_with(choice: BackendChoice, offload: Offload, device: torch.device) -> BackendChoice:
-    """The backend, or where 'auto' chose one that does not work with `offload`, the next that does.
+    """Return the backend, or where 'auto' chose one that does not work with `offload`, the next one that does.
 
-    Raises BackendUnavailable where it was asked for by name.
+    Raises BackendUnavailable where a backend that does not work was asked for by name.
     """
     refused = _REFUSED[offload] if brings_parts_to(device) else ()
     if choice.name not in refused:
@@ -295,7 +296,7 @@ def _outermost_lists(module: torch.nn.Module, path: str = "") -> Iterator[str]:
 
 
 def _layers(module: torch.nn.Module, path: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
-    """The smallest modules with weights of their own. An adapted layer (peft's LoRA) is one."""
+    """Yield the outermost modules that have weights of their own, by name. An adapted layer (peft's LoRA) is one."""
     for name, child in _children(module):
         own = any(True for _ in _tensors(child, recurse=False)) or hasattr(child, "base_layer")
         if own:
@@ -305,7 +306,7 @@ def _layers(module: torch.nn.Module, path: str = "") -> Iterator[tuple[str, torc
 
 
 def _children(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """One that is there under two names, under both."""
+    """Yield a module's children by name. One that has two names comes twice."""
     yield from ((name, child) for name, child in module._modules.items() if child is not None)
 
 
@@ -316,6 +317,6 @@ def _tensors(module: torch.nn.Module, *, recurse: bool = True) -> Iterator[torch
 
 @contextmanager
 def _as_is() -> Generator[None]:
-    """Moved weights stay what they are: no inference tensors, and nothing that the fp32 rerun upcasts."""
+    """Keep weights that are moved inside as they are: they become no inference tensors, and no rerun upcasts them."""
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction():
         yield

@@ -1,4 +1,4 @@
-"""Where weights live while they are not in use, without a memory manager. ComfyUI's is `comfyui_host/host.py`'s."""
+"""Where weights are while they are not in use, without a memory manager. `comfyui_host/host.py` uses ComfyUI's."""
 
 from __future__ import annotations
 
@@ -7,26 +7,28 @@ from typing import Protocol
 
 import torch
 
-MOVING = threading.RLock()  # who moves weights holds it: ComfyUI's memory manager keeps its lists without a lock
+MOVING = threading.RLock()  # held by who moves weights: ComfyUI's memory manager keeps its lists without a lock
 
 
 class Placement(Protocol):
-    """Moves whole components between the device that computes and the host's memory."""
+    """What moves whole components between the device that computes and the host's memory."""
 
     device: torch.device
 
     def make_room(self, n_bytes: int) -> None:
-        """Called before that many bytes are read."""
+        """Make room on the device, before a component of that many bytes is read."""
         ...
 
     def to_device(self, name: str, module: torch.nn.Module) -> None:
-        """Whole, or where it raises not at all."""
+        """Move all of a component's weights to the device. Where it raises, all are in the host's memory."""
         ...
 
-    def to_host(self, name: str, module: torch.nn.Module) -> None: ...
+    def to_host(self, name: str, module: torch.nn.Module) -> None:
+        """Move all of a component's weights to the host's memory."""
+        ...
 
     def forget(self, name: str) -> None:
-        """The component is no longer loaded."""
+        """Note that the component is no longer loaded."""
         ...
 
 
@@ -60,7 +62,7 @@ def move(module: torch.nn.Module, device: torch.device) -> None:
 
 
 def move_whole(module: torch.nn.Module, device: torch.device) -> None:
-    """Move weights to where there may be no room for all of them: then all are in main memory."""
+    """Move weights to a device that may have no room for all of them. Where it raises, all are in main memory."""
     try:
         move(module, device)
     except BaseException:
@@ -69,6 +71,7 @@ def move_whole(module: torch.nn.Module, device: torch.device) -> None:
 
 
 def default_device() -> torch.device:
+    """Return the device to compute on: CUDA's current one, else Apple's GPU, else the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     if torch.backends.mps.is_available():
