@@ -18,17 +18,20 @@ class Learned:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """That do not run in half precision as the rest does."""
+        """Names of the parts that do not run in half precision as the rest does."""
         return (*self.wide_parts, *self.islands)
 
     @property
     def to_share(self) -> Learned:
-        """What a profile may hold of it."""
+        """Return what a profile may hold of it: nothing that belongs to one run alone."""
         return replace(self, wide=False, whole_run_fp32=False)
 
     def with_component(self, name: str, its: Learned) -> Learned:
-        """What this one and another component of the same run learned. Its parts have the component's name before
-        theirs; where all of it is wide, it is such a part itself."""
+        """Return what this component and another one of the same run learned.
+
+        name, its: the other component, and what it learned. Its parts have its name before theirs; where every layer
+        of it is wide, it counts as one wide part.
+        """
         islands, wide_parts = (tuple(f"{name}.{part}" for part in parts) for parts in (its.islands, its.wide_parts))
         return replace(
             self,
@@ -38,7 +41,7 @@ class Learned:
         )
 
     def in_words(self) -> list[str]:
-        """A few for each thing that a run does otherwise, apart from the stream."""
+        """Return a few words for each thing that a run does otherwise, apart from the stream."""
         said = [EVERYTHING] if self.everything else []
         said += [f"{parts_in_words(self.wide_parts)} wide"] if self.wide_parts else []
         return said + ([f"{parts_in_words(self.islands)} in fp32"] if self.islands else [])
@@ -51,17 +54,17 @@ STAY = "the rest of the run in fp32"
 
 
 def parts_in_words(modules: tuple[str, ...]) -> str:
-    """Up to three names, or how many."""
+    """Name up to three modules; of more, say how many there are."""
     return ", ".join(f"'{name}'" for name in modules) if len(modules) <= 3 else f"{len(modules)} parts"
 
 
 def covered(name: str, islands: Iterable[str]) -> bool:
-    """Whether a module is one of the islands, or in one."""
+    """Return whether a module is one of the islands, or inside one."""
     return any(covers(island, name) for island in islands)
 
 
 def largest_of(islands: Iterable[str]) -> tuple[str, ...]:
-    """Without those that are in another, each once."""
+    """Return the islands, each once, without those that are inside another one."""
     found = tuple(dict.fromkeys(islands))
     return tuple(name for name in found if not covered(name, set(found) - {name}))
 

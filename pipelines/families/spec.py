@@ -1,5 +1,5 @@
-"""What a family of models is: one frozen spec, which holds all that is particular to it. Each has a module of its own,
-whose `FAMILIES` are found by `table`; a new one is a module."""
+"""The spec of a family of models, which holds all that is particular to it. Each family has a module of its own, and
+`table` finds its `FAMILIES`: a new family is a new module."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ENCODERS = ("image_encoder", "vae")  # components that make what the denoiser st
 
 @dataclass(frozen=True)
 class SizeRule:
-    """Sizes that a family can make."""
+    """The sizes of pictures and videos that a family can make."""
 
     pixel_multiple: int  # of width and height
     frame_multiple: int = 1  # frames = frame_multiple · k + 1
@@ -93,7 +93,7 @@ class FamilySpec:
 
     @property
     def denoisers(self) -> tuple[str, ...]:
-        """Their names, in the order in which they are called."""
+        """Names of the components that denoise, in the order in which they are called."""
         return (self.denoiser, *self.also_denoise)
 
     def of(self, index: Mapping[str, object]) -> FamilySpec:
@@ -108,7 +108,7 @@ class FamilySpec:
         return tuple(name for name, component in self.components.items() if component.weights)
 
     def folder(self, component: Component) -> str:
-        """Its name among the pipeline's components."""
+        """Return the name that a component has among the pipeline's."""
         if component in (Component.VAE_ENCODE, Component.VAE_DECODE):
             return "vae"
         return self.denoiser if component is Component.DENOISER else component.value

@@ -90,14 +90,17 @@ class _UniPC(Scheduler):
 
 
 class _Pipeline(Fields):
-    """Fields of model_index.json that the pipeline takes."""
+    """The fields of model_index.json that the pipeline takes."""
 
     expand_timesteps: bool = False
     boundary_ratio: None = None
 
 
 class _PipelineOfTwo(Fields):
-    """boundary_ratio: the part of the timesteps below which the second transformer denoises."""
+    """The same, of a pipeline with two transformers.
+
+    boundary_ratio: the part of the timesteps below which the second one denoises.
+    """
 
     expand_timesteps: bool = False
     boundary_ratio: Annotated[float, Field(gt=0, lt=1)]
@@ -110,7 +113,7 @@ def _variant(config: Config) -> str:
 
 
 def _usual_size(config: Config, _pixels: int) -> tuple[int, int, int]:
-    """The size that the authors advise; the config does not say."""
+    """Return the size that the authors advise, which the config does not say."""
     return (1280, 704, 121) if _variant(config) == "Wan2.2-TI2V-5B" else (832, 480, 81)
 
 
@@ -122,7 +125,7 @@ def _bound(config: Config, pixels: int, width: int, height: int, _frames: int) -
 
 
 def _unscaled(latents: torch.Tensor, _frames: int, config: Config) -> torch.Tensor:
-    """[batch, channels, frames, height, width], with each channel's own mean and deviation."""
+    """Undo the scaling of latents [batch, channels, frames, height, width], by each channel's mean and deviation."""
     mean, deviation = (
         latents.new_tensor(config[name]).view(1, -1, 1, 1, 1) for name in ("latents_mean", "latents_std")
     )

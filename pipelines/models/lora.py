@@ -60,14 +60,11 @@ _WIDTHS: dict[Shape, str] = {(1920,): "CogVideoX-2B", (3072,): "CogVideoX-5B or 
 
 @dataclass(frozen=True)
 class Lora:
-    """A LoRA file and how strongly it acts: 1 as it was trained, 0 not at all, negative away from it.
-
-    denoiser: the component that it is added to; "": to all that denoise.
-    """
+    """A LoRA file and how strongly it acts: 1 as it was trained, 0 not at all, negative away from it."""
 
     path: Path
     scale: float = 1.0
-    denoiser: str = ""
+    denoiser: str = ""  # the component that it is added to; "": all that denoise
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.scale):
@@ -75,7 +72,7 @@ class Lora:
 
     @property
     def key(self) -> LoraKey:
-        """Changes with the file and the scale."""
+        """A key that changes with the file and the scale."""
         try:
             stat = self.path.stat()
         except OSError:
@@ -113,7 +110,7 @@ class _Placed:
 
 
 def keys(loras: Sequence[Lora]) -> tuple[LoraKey, ...]:
-    """Of those that act."""
+    """Return the keys of the LoRAs that act: a scale of 0 adds nothing."""
     return tuple(lora.key for lora in loras if lora.scale)
 
 
@@ -193,7 +190,7 @@ def skeleton(model: StoredModel) -> torch.nn.Module:
 
 
 def _loader(family: FamilySpec) -> Any:
-    """The diffusers pipeline class, which knows how a LoRA of this family is stored."""
+    """Return the diffusers pipeline class, which knows how a LoRA of this family is stored. Raises BadLora."""
     import diffusers
     from diffusers.utils import USE_PEFT_BACKEND
 
@@ -209,7 +206,7 @@ def _loader(family: FamilySpec) -> Any:
 
 
 def _header(path: Path) -> tuple[dict[str, Shape], Settings]:
-    """({key: shape}, diffusers' metadata) of a safetensors file that is whole."""
+    """Return {key: shape} and diffusers' settings of a whole safetensors file. Raises BadLora."""
     if path.suffix.lower() != ".safetensors":
         raise BadLora(
             f"'{path.name}' is no safetensors file: other formats can run code when they are opened. "
@@ -225,9 +222,9 @@ def _header(path: Path) -> tuple[dict[str, Shape], Settings]:
 
 
 def _in_our_names(loader: Any, shapes: dict[str, Shape]) -> dict[str, Shape]:
-    """The shapes as diffusers names the tensors. It takes Wan's LoRAs in their authors' names too, and writes an alpha
-    into the tensors that it scales; where it cannot make sense of the names, they stay. It counts up to the number of
-    the last block, so names with such as no model has are not given to it."""
+    """Return the shapes as diffusers names the tensors, or as they are where it makes no sense of the names. It takes
+    Wan's LoRAs in their authors' names too, and writes an alpha into the tensors that it scales. It counts up to the
+    number of the last block, so names with such as no model has are not given to it."""
     if any(re.search(r"\d{4}", key) for key in shapes):
         return shapes
     stubs = {
@@ -255,7 +252,7 @@ def _not_whole(path: Path, error: Exception) -> BadLora:
 
 
 def _placed(name: str, shapes: Mapping[str, Shape], family: FamilySpec, denoiser: torch.nn.Module) -> _Placed:
-    """Where each tensor of the file belongs. Raises BadLora unless every one has a place, and fits it."""
+    """Find where each tensor of the file belongs. Raises BadLora unless every one has a place, and fits it."""
     layers = dict(denoiser.named_modules())
     placed = _place(shapes, layers)
     if unsupported := [key for key in shapes if any(word in key for word in _UNSUPPORTED)]:
@@ -312,7 +309,7 @@ def _config(
 
 
 def _anchored(by_layer: Mapping[str, Any]) -> dict[str, Any]:
-    """As patterns for peft, that match one layer and none whose name ends alike."""
+    """Make patterns for peft that match one layer each, and none whose name ends alike."""
     return {f"^{layer}": value for layer, value in by_layer.items()}
 
 
@@ -334,7 +331,7 @@ def _some(keys: Iterable[str]) -> str:
 
 
 def _place(shapes: Mapping[str, Shape], layers: Mapping[str, torch.nn.Module]) -> _Placed:
-    """Where the tensors of a file belong in a denoiser with these layers."""
+    """Find where the tensors of a file belong in a denoiser with these layers."""
     placed = _Placed()
     underscored = {name.replace(".", "_"): name for name in layers}
     parts: dict[str, dict[str, str]] = {}
@@ -377,7 +374,7 @@ def _fit(placed: _Placed, layer: str, found: Mapping[str, str], shapes: Mapping[
 
 
 def _looks_like(keys: Iterable[str], family: FamilySpec, blocks: int) -> str:
-    """A sentence on the model that keys without a place look like, empty where it is not known.
+    """Return a sentence on the model that keys without a place look like, "" where it is not known.
 
     blocks: how many the denoiser has.
     """
@@ -394,7 +391,7 @@ def _looks_like(keys: Iterable[str], family: FamilySpec, blocks: int) -> str:
 
 
 def _trained_on(misfits: Mapping[str, Shape]) -> str:
-    """A sentence on the model whose width the shapes show, empty where it is not known."""
+    """Return a sentence on the model whose width the shapes show, "" where it is not known."""
     for key, shape in misfits.items():
         if re.search(r"attn1[._]to_(q|k|v|out[._]0)\.lora(_A|_down|\.down)\.weight", key) and shape[1:] in _WIDTHS:
             return f"Its width of {shape[1]} is that of {_WIDTHS[shape[1:]]}. "

@@ -37,7 +37,7 @@ MemoryKey = tuple[str, str, tuple[LoraKey, ...], str]  # denoiser, dtype, LoRAs,
 
 
 class ComponentStore:
-    """Components by name; `compiled` and `prompts` are memos that live and die with them."""
+    """The components of one model by name. `compiled` and `prompts` are memos that live and die with them."""
 
     def __init__(self, model: StoredModel, placement: Placement):
         self.model = model
@@ -59,7 +59,8 @@ class ComponentStore:
 
     @contextmanager
     def turn(self) -> Generator[None]:
-        """For one stage: weights are there once, and another thread's stage may want them in another dtype or place."""
+        """Hold the store for one stage. Weights are there once, and another thread's stage may want them in another
+        dtype or place."""
         with TURNS.away():
             self._in_use.acquire()
         try:
@@ -68,7 +69,7 @@ class ComponentStore:
             self._in_use.release()
 
     def drop_unless(self, wanted: Mapping[str, str], user: object) -> None:
-        """Let go of what is not among the components that are wanted, in those dtypes, if nobody else uses it."""
+        """Let go of components that are not wanted, or not in their wanted dtype, if `user` alone uses the store."""
         if not self._in_use.acquire(blocking=False):
             return
         try:
@@ -79,8 +80,8 @@ class ComponentStore:
             self._in_use.release()
 
     def module(self, name: str, dtype: str, offload: Offload = Offload.NONE, *, place: bool = True) -> torch.nn.Module:
-        """The component, loaded in `dtype` ("fp16", "bf16", "fp32") if it is not there already; on its device, or in
-        main memory where `offload` brings its weights in parts. place: False leaves it where it is."""
+        """Return the component, loaded in `dtype` ("fp16", "bf16", "fp32") if it is not there already. It is on its
+        device, or in main memory where `offload` brings its weights in parts. place: False leaves it where it is."""
         with MOVING:
             if module := self._here(name, dtype, offload, place=place):
                 return module
@@ -101,7 +102,7 @@ class ComponentStore:
             return module
 
     def _here(self, name: str, dtype: str, offload: Offload, *, place: bool) -> torch.nn.Module | None:
-        """The component that is loaded, in its place."""
+        """Return the component if it is loaded in `dtype`, brought to its place if `place` says so."""
         if self.loaded().get(name) != dtype:
             return None
         module = self._modules[name][1]
@@ -123,7 +124,7 @@ class ComponentStore:
         *,
         place: bool = True,
     ) -> torch.nn.Module:
-        """The component in `dtype`, or a shell of it with LoRAs added, as `module` has it. Raises BadLora."""
+        """Return the component as `module` does, or a shell of it with LoRAs added. Raises BadLora."""
         module, key = self.module(name, dtype, offload, place=place), keys(loras)
         if not key:
             return module
@@ -142,7 +143,7 @@ class ComponentStore:
         return shell
 
     def onloading(self, name: str, offload: Offload, loras: tuple[Lora, ...] = ()) -> Onloading:
-        """How the weights of a component that is loaded, or of the denoiser with LoRAs, come to the device."""
+        """Return how the weights of a loaded component, with its LoRAs, come to the device."""
         if not self._in_parts(offload):
             return Whole()
         with MOVING:
@@ -186,8 +187,8 @@ class ComponentStore:
         return {name: dtype for name, (dtype, _) in self._modules.items()}
 
     def bytes_on_device(self) -> int:
-        """Of the components' weights and buffers: of those that are on the device now, and of those that come in parts
-        the most that is there at once."""
+        """Return the bytes of weights and buffers on the device: of whole components those that are there now, and of
+        those that come in parts the most that is there at once."""
         with MOVING:
             modules = [module for name, (_, module) in self._modules.items() if name not in self._onloading]
             in_parts = sum(weights.most_bytes for _, weights in self._onloading.values())
