@@ -109,7 +109,7 @@ class Saving:
     def run(self) -> Any:
         """The picture that it wrote."""
         with host.plain_folders(models=[], input=self.out, output=self.out):
-            shown = SaveImage().save_images(self._images, "a")["ui"]["images"]
+            shown = SaveImage().save(self._images, "a")["ui"]["images"]
         return [(self.out / picture["filename"]).read_bytes() for picture in shown]
 
 

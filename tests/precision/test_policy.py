@@ -47,6 +47,7 @@ SVD-XT 1.1            fp32 fp16 fp16 fp16 fp16 fp16 fp16 fp16  fp16  fp16   fp16
 Wan2.1-T2V-1.3B       fp32 wide wide bf16 bf16 bf16 bf16 bf16  bf16  bf16   wide    bf16    wide    wide bf16
 Wan2.1-T2V-14B        fp32 wide wide bf16 bf16 bf16 bf16 bf16  bf16  bf16   wide    bf16    wide    wide bf16
 Wan2.2-TI2V-5B        fp32 wide wide bf16 bf16 bf16 bf16 bf16  bf16  bf16   wide    bf16    wide    wide bf16
+Wan2.2-T2V-A14B       fp32 wide wide bf16 bf16 bf16 bf16 bf16  bf16  bf16   wide    bf16    wide    wide bf16
 """
 CARDS, *ROWS = (line.rsplit(maxsplit=15)[-16:] for line in GOLDEN.strip().splitlines())
 SVDS = ("SVD", "SVD-XT", "SVD-XT 1.1")
