@@ -23,16 +23,25 @@ def _import_ours() -> None:
     sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 
 
-def case_moves() -> dict[str, Any]:
+def simulated_card() -> Any:
+    """The moving.Card that ComfyUI's manager manages from now on."""
     _import_ours()
     import moving
-    from comfyui_onediff_guard.comfyui_host import host
-    from small_families import BUILDERS
 
     management = sys.modules["comfy.model_management"]
     management.get_torch_device = lambda: moving.CARD  # pyright: ignore[reportAttributeAccessIssue]
     card = moving.Card(torch.nn.Module.to)
     torch.nn.Module.to = lambda *args, **kwargs: card.to(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+    return card
+
+
+def case_moves() -> dict[str, Any]:
+    card = simulated_card()
+    import moving
+    from comfyui_onediff_guard.comfyui_host import host
+    from small_families import BUILDERS
+
+    management = sys.modules["comfy.model_management"]
     found: dict[str, Any] = {"placement": type(host.placement()).__name__}
     with tempfile.TemporaryDirectory() as folder:
         model = BUILDERS["2b"](Path(folder) / "2b")

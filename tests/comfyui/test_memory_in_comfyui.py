@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import native
 import pytest
 
@@ -22,3 +24,10 @@ def test_the_manager_counts_what_is_there(ran: native.Ran) -> None:
     counted = {case: sizes for case, sizes in ran.items() if case.endswith("there")}
     assert len(counted) == 6
     assert all(said == there for said, there in counted.values()), counted
+
+
+def test_a_component_is_on_the_card_when_it_is_called(leg: native.Leg, tmp_path: Path) -> None:
+    ran = native.run("driven_out_cases", tmp_path, "--disable-smart-memory", leg=leg)
+    there = {case.removeprefix("called/"): components for case, components in ran.items()}
+    text = {"text_encoder": [True], "transformer": [True], "vae": [True]}
+    assert there == {"2b": text, "5b-i2v": text, "svd": {"image_encoder": [True], "unet": [True], "vae": [True]}}

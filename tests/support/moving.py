@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.models.lora import Lora
+from comfyui_onediff_guard.pipelines.models.recognised import family_of
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, add_lora, load
@@ -44,16 +44,21 @@ class Card:
             self.arrive(tensors)
         elif device in (_HOST, torch.device("meta")):
             self.go(tensors)
-        return self._to(module, *args, **kwargs)
+        moved = self._to(module, *args, **kwargs)
+        if device == CARD:  # where buffers are new tensors
+            self._hold(module.buffers())
+        return moved
 
     def arrive(self, tensors: Sequence[torch.Tensor]) -> None:
         self.moves += 1
         fails, new = self.moves == self.fails_at, [tensor for tensor in tensors if not self._holds(tensor)]
-        for tensor in tensors[: len(tensors) // 2] if fails else tensors:
-            self._here[id(tensor)] = weakref.ref(tensor)
+        self._hold(tensors[: len(tensors) // 2] if fails else tensors)
         if fails:
             self._failed = [weakref.ref(tensor) for tensor in new]
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    def _hold(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._here |= {id(tensor): weakref.ref(tensor) for tensor in tensors}
 
     def go(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
@@ -90,7 +95,28 @@ def _alive(known: Iterable[weakref.ref[torch.Tensor]]) -> list[torch.Tensor]:
 def opened(folder: Path, offload: str, placement: Placement) -> PipelineHandle:
     """Each with a store of its own."""
     stores._STORES.clear()
-    return load(folder, COGVIDEOX, precision=Precision("fp32"), backend="eager", offload=offload, placement=placement)
+    options: dict[str, Any] = {"backend": "eager", "offload": offload, "placement": placement}
+    return load(folder, family_of(folder), precision=Precision("fp32"), **options)
+
+
+def whether_there(card: Card, handle: PipelineHandle) -> dict[str, set[bool]]:
+    """For each component, filled as it is called: whether all of it was on the card."""
+    found: dict[str, set[bool]] = {}
+    checks = handle.store._checked
+
+    def watched(name: str, module: torch.nn.Module, dtype: str) -> list[str]:
+        size = sum(t.nbytes for t in {*module.parameters(), *module.buffers()})
+
+        def called(*_: Any) -> None:
+            found.setdefault(name, set()).add(card.bytes_of(module) == size)
+
+        said = checks(name, module, dtype)
+        for layer in module.modules():
+            layer.register_forward_pre_hook(called)
+        return said
+
+    handle.store._checked = watched
+    return found
 
 
 def frames(handle: PipelineHandle, seed: int = 3) -> torch.Tensor:
