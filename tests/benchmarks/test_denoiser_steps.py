@@ -83,7 +83,7 @@ def test_a_step_has_the_arguments_that_the_pipeline_passes(
     settings = SampleSettings(size.width, size.height, steps=1, seed=0, frames=size.frames, guidance_scale=guidance)
     with pytest.raises(Seen):
         sample(handle, positive, negative, settings, denoiser=recording, **given)
-    config = handle.store.module("transformer", "fp32").config
+    config = handle.store.module(handle.family.denoiser, "fp32").config
     made = step(MODELS[name], config, size, CPU, torch.float32)
     assert described(made) == described(passed)
 

@@ -121,9 +121,9 @@ def test_a_stage_loads_while_another_ones_store_is_held(
     first, second = (opened(model_folder(size)).stage(Component.VAE_DECODE, None) for size in ("2b", "5b"))
     loading = first.handle.store.module
 
-    def beside_the_second(*args: Any) -> torch.nn.Module:
+    def beside_the_second(*args: Any, **kwargs: Any) -> torch.nn.Module:
         other.submit(lambda: second.module).result(HANG_SECONDS)
-        return loading(*args)
+        return loading(*args, **kwargs)
 
     monkeypatch.setattr(first.handle.store, "module", beside_the_second)
     with ThreadPoolExecutor(1) as other:
