@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from comfyui_onediff_guard.pipelines.compile import backends
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
@@ -139,3 +142,21 @@ def test_a_component_that_failed_on_its_way_is_loaded_anew(model_folder, open_pi
     assert handle.store.loaded() == {}
     handle.store.module("transformer", "fp16")
     assert handle.store.notes["transformer"] == ()
+
+
+def test_an_eager_run_enters_no_file_of_compile_but_the_one_that_chose_it(model_folder, open_pipeline):
+    handle = open_pipeline(model_folder("2b"), "fp16")
+    embeddings, _ = encode_prompts(handle, ["a boat", ""])
+    entered: set[Path] = set()
+
+    def called(frame, event, _):
+        if event == "call":
+            entered.add(Path(frame.f_code.co_filename))
+
+    sys.setprofile(called)
+    try:
+        sample(handle, *embeddings, SMALL)
+    finally:
+        sys.setprofile(None)
+    ours = {file.name for file in entered if file.parent == Path(backends.__file__).parent}
+    assert ours == {"backends.py"}
