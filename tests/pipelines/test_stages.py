@@ -7,6 +7,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -146,16 +147,16 @@ def test_a_component_that_failed_on_its_way_is_loaded_anew(model_folder, open_pi
 
 def test_an_eager_run_enters_no_file_of_compile_but_the_one_that_chose_it(model_folder, open_pipeline):
     handle = open_pipeline(model_folder("2b"), "fp16")
-    embeddings, _ = encode_prompts(handle, ["a boat", ""])
+    (positive, negative), _ = encode_prompts(handle, ["a boat", ""])
     entered: set[Path] = set()
 
-    def called(frame, event, _):
+    def called(frame: FrameType, event: str, _: object) -> None:
         if event == "call":
             entered.add(Path(frame.f_code.co_filename))
 
     sys.setprofile(called)
     try:
-        sample(handle, *embeddings, SMALL)
+        sample(handle, positive, negative, SMALL)
     finally:
         sys.setprofile(None)
     ours = {file.name for file in entered if file.parent == Path(backends.__file__).parent}
