@@ -7,13 +7,10 @@ from collections import Counter
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
-from comfyui_onediff_guard.precision import upcast
+from comfyui_onediff_guard.precision.activations import FusedAttention
 from comfyui_onediff_guard.precision.half_products import HalfProducts
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -96,37 +93,17 @@ class CountedProducts(HalfProducts):
             return super()._attention(*args, **kwargs)
 
 
-@contextmanager
-def without_values() -> Generator[None]:
-    """The rerun knows aliases by their addresses, and tensors on "meta" have none; autocast knows no such device."""
-    with (
-        mock.patch.object(upcast, "_storage", _storage),
-        mock.patch.object(torch, "is_autocast_enabled", return_value=False),
-    ):
-        yield
-
-
-class _FusedAttention(TorchFunctionMode):
-    """Attention as one kernel that reads queries, keys and values, and writes no scores."""
+class _FusedAttention(FusedAttention):
+    """The same, and `traffic` told of it."""
 
     def __init__(self, traffic: Traffic):
         super().__init__()
         self._traffic = traffic
 
-    def __torch_function__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        return self._attention(*args, **(kwargs or {}))
-
-    def _attention(
+    def attention(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
     ) -> torch.Tensor:
-        *batch, tokens, _width = query.shape
-        made = query.new_empty(*batch[:-1], tokens, batch[-1], value.shape[-1]).transpose(
-            -3, -2
-        )  # as CUDA's kernels do
+        made = super().attention(query, key, value)
         self._traffic.add(PRODUCTS, [query, key, value, made])
         return made
 

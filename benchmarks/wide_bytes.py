@@ -22,7 +22,7 @@ from comfyui_onediff_guard.precision.wide import with_wide_stream
 from measure import RESULTS, write_json
 from networks import NETWORKS, Network
 from torch.utils.flop_counter import FlopCounterMode
-from traffic import PRODUCTS, CountedProducts, Traffic, without_values
+from traffic import PRODUCTS, CountedProducts, Traffic
 
 META = torch.device("meta")
 HALF = torch.float16
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def reckoned(network: Network, size: str) -> dict[str, Any]:
-    with torch.no_grad(), without_values():
+    with torch.no_grad():
         tflop = operations(network, size)
         counted = tiers(network, size)
     floors = {name: (tflop * 1e15 / card.flop, tflop * 1e15 / card.flop_fp32) for name, card in CARDS.items()}

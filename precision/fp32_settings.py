@@ -31,7 +31,11 @@ def autocast_off(device_types: Iterable[str]) -> Generator[None]:
 def autocast_off_where_on(device_types: Iterable[str]) -> AbstractContextManager[None]:
     """Return a context that does the same, at next to no cost where autocast is off: one is entered for each function
     that is called."""
-    on = [device_type for device_type in device_types if torch.is_autocast_enabled(device_type)]
+    on = [
+        device_type
+        for device_type in device_types
+        if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)  # "meta" has none
+    ]
     return autocast_off(on) if on else _AS_IT_IS
 
 

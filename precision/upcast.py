@@ -272,7 +272,8 @@ def _shares_storage(result: Any, pairs: Iterable[tuple[torch.Tensor, torch.Tenso
 
 def _storage(tensor: torch.Tensor) -> int:
     try:
-        return tensor.untyped_storage().data_ptr()
+        storage = tensor.untyped_storage()
+        return storage.data_ptr() or storage._cdata  # on "meta" it has no address
     except RuntimeError:  # inside vmap, and of sparse and quantised tensors: nothing there to alias
         return id(tensor)
 

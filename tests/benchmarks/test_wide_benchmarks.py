@@ -15,7 +15,7 @@ from comfyui_onediff_guard.precision.upcast import run_in
 from networks import NETWORKS
 from torch import nn
 from torch.nn import functional as F
-from traffic import AMAX, PRODUCTS, REST, SCALING, WEIGHTS, CountedProducts, Traffic, without_values
+from traffic import AMAX, PRODUCTS, REST, SCALING, WEIGHTS, CountedProducts, Traffic
 
 META = torch.device("meta")
 PARAMETERS = {  # 10⁹, as published
@@ -74,7 +74,7 @@ def test_networks_are_as_large_as_published(name: str) -> None:
 
 def counted(module: nn.Module, *given: torch.Tensor, wide: bool = False) -> Traffic:
     products = CountedProducts(torch.float16, Traffic())
-    with torch.no_grad(), without_values():
+    with torch.no_grad():
         for _ in range(2):  # the first reads weights for what they reach
             products.traffic = Traffic(module.parameters())
             with products.traffic.counting():

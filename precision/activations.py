@@ -1,0 +1,147 @@
+"""How much memory a call takes beside its weights, counted ahead of it: on tensors that have a shape and no values.
+
+A network is run once on PyTorch's "meta" device, where nothing is computed and nothing allocated, and every tensor that
+it makes is counted from when it is made until nobody holds it. That is what a caching allocator has to hold at least;
+workspaces of cuDNN and cuBLAS, and gaps between blocks, come on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .shells import structural_copy
+
+META = torch.device("meta")
+
+
+def on_meta(value: Any) -> Any:
+    """Return the same with each tensor's shape, strides and dtype in place of the tensor. A module becomes a shell of
+    the same structure: it takes no memory, and the module is not touched."""
+    if isinstance(value, torch.nn.Module):
+        return _without_weights(value)
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(META), value)
+
+
+def _without_weights(module: torch.nn.Module) -> torch.nn.Module:
+    shell = structural_copy(module)
+    made: dict[torch.Tensor, torch.Tensor] = {}  # what has two names is there once
+
+    def empty(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is not None and tensor not in made:
+            bare = tensor.detach().to(META)
+            is_parameter = isinstance(tensor, torch.nn.Parameter)
+            made[tensor] = torch.nn.Parameter(bare, requires_grad=False) if is_parameter else bare
+        return None if tensor is None else made[tensor]
+
+    for part in shell.modules():
+        for kind in ("_parameters", "_buffers"):
+            part.__dict__[kind] = {name: empty(tensor) for name, tensor in part.__dict__[kind].items()}
+    return shell
+
+
+@contextmanager
+def counting(*, fused_attention: bool = True) -> Generator[Alive]:
+    """Count what is made inside, on "meta". What was there before is not counted, and what is handed on is.
+
+    fused_attention: attention is one kernel, which writes no scores. False: PyTorch's own mathematics.
+    """
+    with torch.no_grad(), Alive() as alive, FusedAttention() if fused_attention else nullcontext():
+        yield alive
+
+
+class Alive(TorchDispatchMode):
+    """Counts the bytes of all tensors that are made inside and are still held by somebody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self._held: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._counted = 0  # the bytes of those, some of which may have been let go since
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        for storage in _storages(made):
+            if storage._cdata not in given:  # else a view, or written in place
+                self._hold(storage)
+        return made
+
+    def _hold(self, storage: torch.UntypedStorage) -> None:
+        known = self._held.get(storage._cdata)
+        if known and not known[0].expired():
+            return
+        self._counted += storage.nbytes() - (known[1] if known else 0)
+        self._held[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._note()
+
+    def _note(self, more: int = 0) -> None:
+        if self._counted + more > self.most:
+            self._held = {key: held for key, held in self._held.items() if not held[0].expired()}
+            self._counted = sum(n_bytes for _, n_bytes in self._held.values())
+            self.most = max(self.most, self._counted + more)
+
+    def each_shape_once(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the same call, which runs once for arguments of each shape: what is called again for each tile and
+        chunk is counted once, and known then."""
+        known: dict[Any, tuple[int, Any]] = {}
+
+        def once(*args: Any, **kwargs: Any) -> Any:
+            key = _shapes((args, kwargs))
+            if key not in known:
+                with Alive() as inside:
+                    made = call(*args, **kwargs)
+                known[key] = inside.most, pytree.tree_map_only(torch.Tensor, lambda t: _Like(t.shape, t.dtype), made)
+                return made
+            most, made = known[key]
+            self._note(most)
+            return pytree.tree_map_only(_Like, lambda t: torch.empty(t.shape, dtype=t.dtype, device=META), made)
+
+        return once
+
+
+@dataclass(frozen=True)
+class _Like:
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class FusedAttention(TorchFunctionMode):
+    """Attention as one kernel: it reads queries, keys and values, and writes no scores."""
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        return self.attention(*args, **(kwargs or {}))
+
+    def attention(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+    ) -> torch.Tensor:
+        """Return what it writes, laid out as CUDA's kernels do."""
+        del key
+        *batch, heads, tokens, _width = query.shape
+        return query.new_empty(*batch, tokens, heads, value.shape[-1]).transpose(-3, -2)
+
+
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _shapes(tree: Any) -> Any:
+    leaves, structure = pytree.tree_flatten(tree)
+    return str(structure), tuple(
+        _Like(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+    )

@@ -1,0 +1,113 @@
+"""What a call takes beside its weights, counted on tensors without values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from comfyui_onediff_guard.precision.activations import META, counting, on_meta
+from comfyui_onediff_guard.precision.half_products import HalfProducts
+from comfyui_onediff_guard.precision.upcast import run_in, run_in_fp32
+from comfyui_onediff_guard.precision.wide import with_wide_stream
+from denoisers import MODELS, build, step
+from torch import nn
+from torch.nn import functional as F
+
+ROW = 4 * 64  # bytes of a row of 64 in float32
+PUBLISHED = {  # model → GB that a step takes in half and in fp32, as the review counted it at full size
+    "cogvideox-5b": (2.6, 5.1),
+    "svd-xt": (8.3, 16.6),
+}
+
+
+def most(call, *given, **options) -> int:
+    with counting(**options) as alive:
+        kept = call(*given)
+    del kept
+    return alive.most
+
+
+def rows(count: int) -> torch.Tensor:
+    return torch.empty(count, 64, device=META)
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda x: x + 1, 1),
+        (lambda x: (x + 1) * 2, 2),
+        (lambda x: ((x + 1) * 2) * 3, 2),  # the first is let go
+        (lambda x: x.view(64, -1).transpose(0, 1), 0),
+        (lambda x: x.add_(1), 0),
+        (lambda x: (x + 1).mul_(2), 1),
+        (lambda x: torch.cat([x, x]), 2),
+        (lambda x: [x + 1 for _ in range(5)], 5),
+    ],
+)
+def test_what_is_held_at_once(call, expected: int) -> None:
+    assert most(call, rows(10)) == expected * 10 * ROW
+
+
+def test_weights_are_not_counted_and_nothing_of_the_module_changes() -> None:
+    module = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    before = dict(module.named_parameters())
+    shell = on_meta(module)
+    assert all(p.is_meta for p in shell.parameters()) and not any(p.is_meta for p in module.parameters())
+    assert all(dict(module.named_parameters())[name] is weight for name, weight in before.items())
+    assert most(shell, rows(10)) == 10 * ROW * 8  # the wide activation before and after GELU
+
+
+def test_tied_weights_stay_tied_and_buffers_come_along() -> None:
+    module = nn.ModuleDict({"a": nn.Linear(64, 64), "b": nn.BatchNorm1d(64)})
+    module["c"] = nn.Linear(64, 64)
+    module["c"].weight = module["a"].weight
+    shell = on_meta(module)
+    assert shell["c"].weight is shell["a"].weight
+    assert shell["b"].running_mean.is_meta and not module["b"].running_mean.is_meta
+
+
+def test_attention_writes_scores_only_where_it_is_not_fused() -> None:
+    heads = torch.empty(1, 4, 1024, 64, device=META)
+
+    def attend(x):
+        return F.scaled_dot_product_attention(x, x, x)
+
+    assert most(attend, heads) == heads.nbytes
+    assert most(attend, heads, fused_attention=False) >= heads.nbytes + 4 * 1024 * 1024 * 4
+
+
+def test_a_call_of_each_shape_is_made_once_and_counts_each_time() -> None:
+    made = []
+
+    def network(x):
+        made.append(len(x))
+        return (x + 1) * 2
+
+    def loop(call):
+        return torch.cat([call(rows(n)) for n in (10, 10, 4, 10)])
+
+    with counting() as alive:
+        kept = loop(alive.each_shape_once(network))
+    assert made == [10, 4] and kept.shape == (34, 64)
+    assert alive.most == most(loop, network)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_denoiser_takes_what_was_counted_of_it(name: str) -> None:
+    for dtype, expected in zip((torch.float16, torch.float32), PUBLISHED[name], strict=True):
+        model, size = MODELS[name], MODELS[name].sizes["full"]
+        module = build(model, size, META, dtype)
+        call = step(model, module.config, size, META, dtype)
+        assert most(lambda: module(**call)) / 1e9 == pytest.approx(expected, rel=0.15)  # noqa: B023
+
+
+def test_what_is_wide_or_rerun_takes_more() -> None:
+    model, size = MODELS["cogvideox-2b"], MODELS["cogvideox-2b"].sizes["tiny"]
+    module = build(model, size, META, torch.float16)
+    call = step(model, module.config, size, META, torch.float16)
+    stream = model.family.stream
+    assert stream
+    wide = with_wide_stream(module, stream.writer_names(module), torch.float16)
+    plain, with_stream = most(lambda: module(**call)), most(lambda: wide(**call))
+    everything = most(lambda: run_in(HalfProducts(torch.float16), module, (), call))
+    rerun = most(lambda: run_in_fp32(module, **call))
+    assert plain < with_stream < everything <= 1.1 * rerun
