@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..pipelines.weights.components import ComponentStore
-from ..pipelines.weights.placement import MOVING, move_whole
+from ..pipelines.weights.placement import MOVING, DeviceMemory, move_whole
 
 
 class ComfyPlacement:
@@ -26,12 +26,12 @@ class ComfyPlacement:
         if self.device.type != "cpu":
             self._management.free_memory(n_bytes + reserve, self.device)
 
-    def to_device(self, name: str, module: torch.nn.Module) -> None:
+    def to_device(self, name: str, module: torch.nn.Module, beside: int = 0) -> None:
         resident = self._residents.get(name)
         if resident is None or resident.component is not module:
             resident = self._residents[name] = Resident(module, self.device)
         with torch.inference_mode(False):
-            self._management.load_models_gpu([resident])
+            self._management.load_models_gpu([resident], memory_required=beside)
 
     def to_host(self, name: str, module: torch.nn.Module) -> None:
         del module
@@ -42,7 +42,16 @@ class ComfyPlacement:
             self._unload(name)
         finally:
             self._residents.pop(name, None)
-            self._management.soft_empty_cache()
+            self.give_back()
+
+    def give_back(self) -> None:
+        self._management.soft_empty_cache()
+
+    def memory(self) -> DeviceMemory | None:
+        if self.device == torch.device("cpu"):
+            return None
+        management = self._management
+        return DeviceMemory(int(management.get_total_memory(self.device)), int(management.get_free_memory(self.device)))
 
     def _unload(self, name: str) -> None:
         resident = self._residents.get(name)

@@ -7,7 +7,7 @@ workspaces of cuDNN and cuBLAS, and gaps between blocks, come on top.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -98,23 +98,38 @@ class Alive(TorchDispatchMode):
         known: dict[Any, tuple[int, Any]] = {}
 
         def once(*args: Any, **kwargs: Any) -> Any:
-            key = _shapes((args, kwargs))
+            key = shapes_of((args, kwargs))
+            given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             if key not in known:
                 with Alive() as inside:
                     made = call(*args, **kwargs)
-                known[key] = inside.most, pytree.tree_map_only(torch.Tensor, lambda t: _Like(t.shape, t.dtype), made)
+                places = {id(tensor): place for place, tensor in enumerate(given)}
+                known[key] = inside.most, pytree.tree_map_only(torch.Tensor, lambda t: _Like.of(t, places), made)
                 return made
             most, made = known[key]
             self._note(most)
-            return pytree.tree_map_only(_Like, lambda t: torch.empty(t.shape, dtype=t.dtype, device=META), made)
+            return pytree.tree_map_only(_Like, lambda like: like.made(given), made)
 
         return once
 
 
 @dataclass(frozen=True)
 class _Like:
+    """What is known of a tensor."""
+
     shape: torch.Size
     dtype: torch.dtype
+    place: int | None = None  # among the arguments, where it is one of them
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, places: Mapping[int, int]) -> _Like:
+        return cls(tensor.shape, tensor.dtype, places.get(id(tensor)))
+
+    def made(self, given: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return such a tensor."""
+        if self.place is not None:
+            return given[self.place]
+        return torch.empty(self.shape, dtype=self.dtype, device=META)
 
 
 class FusedAttention(TorchFunctionMode):
@@ -140,7 +155,8 @@ def _storages(tree: Any) -> list[torch.UntypedStorage]:
     return [leaf.untyped_storage() for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _shapes(tree: Any) -> Any:
+def shapes_of(tree: Any) -> Any:
+    """Return what tells arguments of different shapes and dtypes apart; hashable."""
     leaves, structure = pytree.tree_flatten(tree)
     return str(structure), tuple(
         _Like(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves

@@ -31,6 +31,7 @@ class Layout:
     decoded: Callable[[Decode, torch.Tensor, int], Iterator[torch.Tensor]]  # (VAE, latents, chunk) → [n, 3, h, w] each
     spatial: Callable[[Config], int] = spatial_factor  # VAE config → pixels of a latent's side
     temporal: Callable[[Config], int] = lambda _config: 1  # VAE config → frames of a latent
+    takes_chunks: bool = False  # `decoded` decodes as many at once as it is told to
     cache: str = ""  # argument of the VAE's networks by which a video's chunks hand on what the next one needs
     cache_is_written: bool = False  # that argument is a list which they write to; else they return a new cache
 
@@ -53,4 +54,12 @@ def _decoded_images(vae: Decode, latents: torch.Tensor, chunk: int) -> Iterator[
     yield from map(vae, latents.split(chunk or len(latents)))
 
 
-IMAGES = Layout(4, "[batch, {channels}, height, width]", False, latent_channels, _unscaled_images, _decoded_images)
+IMAGES = Layout(
+    4,
+    "[batch, {channels}, height, width]",
+    False,
+    latent_channels,
+    _unscaled_images,
+    _decoded_images,
+    takes_chunks=True,
+)

@@ -118,7 +118,9 @@ def _decoded(vae: Decode, latents: torch.Tensor, chunk: int) -> Iterator[torch.T
         yield vae(part, num_frames=len(part))
 
 
-_LAYOUT = Layout(4, "[frames, {channels}, height, width]", True, latent_channels, _unscaled, _decoded)
+_LAYOUT = Layout(
+    4, "[frames, {channels}, height, width]", True, latent_channels, _unscaled, _decoded, takes_chunks=True
+)
 
 SVD = FamilySpec(
     name="Stable Video Diffusion",

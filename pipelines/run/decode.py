@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from ..errors import BadInput
 from ..families.table import FAMILIES
 from .calls import Calls, CallTold, calls_of_vae
 from .handle import PipelineHandle, in_turn
-from .vae import guarded_decoder
+from .vae import guarded_decoder, room_for_vae
 
 
 @in_turn
@@ -44,17 +45,38 @@ def decode(
     layout = handle.family.layout
     calls = Calls("decoding", progress or (lambda *_: None))
     vae = guarded_decoder(stage, calls)
-    vae.use_tiling, vae.use_slicing = tiling, slicing
 
     def parts(vae: Any, latents: torch.Tensor) -> Iterator[torch.Tensor]:
+        vae.use_tiling, vae.use_slicing = tiling, slicing
         return layout.decoded(lambda part, **more: vae.decode(part, **more).sample.float(), latents, chunk)
 
+    def each(vae: Any, latents: torch.Tensor) -> None:
+        for _ in parts(vae, latents):
+            pass
+
+    def decoded() -> torch.Tensor:
+        calls.done, calls.total = 0, calls_of_vae(vae, lambda counting: each(counting, latents.to("meta")))
+        stage.place(lambda: room_for_vae(stage, "decoder", latents, each, tiling, slicing, chunk))
+        return torch.cat([part.cpu() for part in parts(vae, latents.to(handle.store.placement.device))])
+
+    def fewer_at_once() -> str:
+        nonlocal chunk
+        if not layout.takes_chunks or (chunk or len(latents)) == 1:
+            return ""
+        chunk = (chunk or len(latents)) // 2
+        return f"{chunk} at once"
+
+    def tiled() -> str:
+        nonlocal tiling
+        if tiling or not hasattr(vae, "tiled_decode"):
+            return ""
+        tiling = True
+        return "tiling"
+
+    halvings = repeat(fewer_at_once, len(latents).bit_length())
     try:
         with handle.switched(stage.report), torch.no_grad():
-            calls.total = calls_of_vae(vae, lambda counting: list(parts(counting, latents.to("meta"))))
-            stage.place()
-            latents = latents.to(handle.store.placement.device)
-            pixels = torch.cat([part.cpu() for part in parts(vae, latents)])
+            pixels = stage.ladder(chain(halvings, [tiled])).survive(decoded)
     finally:
         handle.finish("vae")
     return (pixels * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 3, 1), stage.report

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ from ...precision.shells import as_float32, with_forward
 from ..compile.backends import EAGER, MEASURED, came_to, compiled, for_dtype
 from ..families.spec import ENCODERS
 from ..models.lora import keys
+from ..weights.halves import halves, in_halves
+from ..weights.ladder import Rung
+from ..weights.offload import Offload
+from ..weights.room import room_for_call
 from .lessons import recall, remember
 from .profiles import identify
 from .stage import ComponentStage
@@ -42,20 +47,54 @@ class _Steps:
         self._earlier: Learned | None = None  # what another denoiser learned in this run
         self._guard: StageGuard | None = None
         self._attempts: _Attempts | None = None
+        self._placed = False
+        self._even = self._apart = False  # its batch, with guidance, can be halved; is computed half by half
+        self._ladder = stage.ladder(self._rungs())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._guard is None:
-            self._begin()
+        inputs = self._signature.bind(*args, **kwargs).arguments
+        self._even = len(halves(inputs)) > 1
+        return self._ladder.survive(lambda: self._called(inputs))
+
+    def _called(self, inputs: Mapping[str, Any]) -> Any:
+        if not self._placed:
+            self._place(halves(inputs)[0] if self._apart else inputs)
         with self._stage.weights:
-            output = self._step(**self._signature.bind(*args, **kwargs).arguments)
+            output = self._step(**inputs)
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.float, output)
 
-    def _begin(self) -> None:
+    def _place(self, inputs: Mapping[str, Any]) -> None:
         """What came before may make room for it."""
         stage = self._stage
         stage.handle.finish(*ENCODERS, *(name for name in stage.handle.family.denoisers if name != stage.name))
-        stage.place()
-        self._earlier = stage.report.learned
+        stage.place(lambda: room_for_call(stage, inputs, self._known))
+        if self._guard is None:
+            self._earlier = stage.report.learned
+        self._placed = True
+
+    def _rungs(self) -> Iterator[Rung]:
+        """Cheaper ways to make the calls of this run, after which it is placed anew."""
+
+        def halves_apart() -> str:
+            if not self._even:
+                return ""
+            self._apart = True
+            return self._anew(self._stage, "both halves of its batch one after the other")
+
+        def in_parts(offload: Offload) -> str:
+            cheaper = self._stage.cheaper(offload)
+            return self._anew(cheaper, f"offload '{offload.value}'") if cheaper else ""
+
+        yield halves_apart
+        yield partial(in_parts, Offload.GROUP)
+        yield partial(in_parts, Offload.SEQUENTIAL)
+
+    def _anew(self, stage: ComponentStage, how: str) -> str:
+        """Have the next call set up the stage, with what this run learned so far."""
+        if self._guard and self._guard.learned:
+            self._known = self._guard.learned
+        self._stage, self._guard, self._attempts, self._placed = stage, None, None, False
+        return how
 
     def _step(self, **kwargs: Any) -> Any:
         self._guard = self._guard or self._planned(kwargs)
@@ -69,9 +108,10 @@ class _Steps:
 
     def _planned(self, inputs: Mapping[str, Any]) -> StageGuard:
         stage = self._stage
-        self._attempts = attempts = _Attempts(stage, inputs)
+        self._attempts = attempts = _Attempts(stage, inputs, apart=self._apart)
         learner = stage.learner(stage.module, attempts.build, stage.anatomy, self._known)
         rerun = stage.weights.shell(stage.module)
+        rerun = in_halves(rerun) if self._apart else rerun
         return stage.guard(stage.module, learner, rerun=rerun, peak_inside=attempts.peak_inside)
 
 
@@ -79,9 +119,10 @@ class _Attempts:
     """Makes the denoiser as the plan and what was learned ask for: with a wide stream, compiled, with islands, or
     itself."""
 
-    def __init__(self, stage: ComponentStage, inputs: Mapping[str, Any]):
+    def __init__(self, stage: ComponentStage, inputs: Mapping[str, Any], *, apart: bool = False):
         handle, plan = stage.handle, stage.plan
         self._stage = stage
+        self._apart = apart  # a batch is computed half by half
         self._backend = for_dtype(handle.backend, handle.architecture, plan.dtype)
         self._how, self._attention = handle.compile_options, ""
         if self._how.attention == MEASURED:
@@ -112,7 +153,7 @@ class _Attempts:
             made = replace(made, run=self._block_outputs.watched(made.run, family.blocks[0]))
         if self._backend.name == EAGER and self._how.attention:  # what is compiled has it inside
             made = replace(made, run=Attended(made.run, self._how.attention))
-        return made
+        return replace(made, run=in_halves(made.run), eager=in_halves(made.eager)) if self._apart else made
 
     def _in_blocks(self, half: torch.nn.Module, wide: bool) -> torch.nn.Module:
         if self._backend.name == EAGER:

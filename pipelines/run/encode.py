@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from ...precision.clips import Clips
 from ...precision.findings import Anatomy
+from ...precision.guard import StageGuard
 from ...precision.islands import Attempt, half_attempt
 from ...precision.learned import Learned
 from ...precision.policy import Component, Precision
 from ...precision.report import RunReport
 from ...precision.shells import with_forward
 from ..errors import BadInput
+from ..weights.ladder import Rung
+from ..weights.offload import Offload
 from .calls import Calls, CallTold
 from .handle import PipelineHandle, in_turn
 from .stage import ComponentStage
@@ -73,10 +78,48 @@ def _encode_all(stage: ComponentStage, prompts: list[str], calls: Calls) -> list
 def _pipeline(stage: ComponentStage) -> object:
     import diffusers
 
-    handle, plan = stage.handle, stage.plan
-    stage.place()
-    text_encoder, weights = stage.module, stage.weights
-    shell, clips = weights.shell(text_encoder), Clips(plan.dtype)  # T5 clamps at ±64504
+    handle = stage.handle
+    return getattr(diffusers, handle.family.pipeline)(
+        tokenizer=handle.store.unweighted("tokenizer"),
+        text_encoder=with_forward(stage.module, _Calls(stage)),
+        vae=None,
+        transformer=None,
+        scheduler=None,
+    )
+
+
+class _Calls:
+    """Calls of the text encoder, one for each prompt."""
+
+    def __init__(self, stage: ComponentStage):
+        self._stage = stage
+        self._guard: StageGuard | None = None
+        self._ladder = stage.ladder(self._rungs())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        def called() -> Any:
+            self._stage.place()
+            self._guard = self._guard or _guarded(self._stage)
+            with self._stage.weights:
+                return self._guard(*args, **kwargs)
+
+        return self._ladder.survive(called)
+
+    def _rungs(self) -> Iterator[Rung]:
+        def in_parts(offload: Offload) -> str:
+            cheaper = self._stage.cheaper(offload)
+            if cheaper is None:
+                return ""
+            self._stage, self._guard = cheaper, None
+            return f"offload '{offload.value}'"
+
+        yield partial(in_parts, Offload.GROUP)
+        yield partial(in_parts, Offload.SEQUENTIAL)
+
+
+def _guarded(stage: ComponentStage) -> StageGuard:
+    plan, text_encoder = stage.plan, stage.module
+    shell, clips = stage.weights.shell(text_encoder), Clips(plan.dtype)  # T5 clamps at ±64504
 
     def build(learned: Learned) -> Attempt:
         made = half_attempt(shell, anatomy, learned, plan.dtype, everything=plan.wide, tf32=stage.tf32)
@@ -84,19 +127,7 @@ def _pipeline(stage: ComponentStage) -> object:
 
     anatomy = Anatomy(everything=True)
     learner = stage.learner(text_encoder, build, anatomy)
-    guard = stage.guard(text_encoder, learner, rerun=shell, peak_inside=clips.take)
-
-    def encode(*args: Any, **kwargs: Any) -> Any:
-        with weights:
-            return guard(*args, **kwargs)
-
-    return getattr(diffusers, handle.family.pipeline)(
-        tokenizer=handle.store.unweighted("tokenizer"),
-        text_encoder=with_forward(text_encoder, encode),
-        vae=None,
-        transformer=None,
-        scheduler=None,
-    )
+    return stage.guard(text_encoder, learner, rerun=shell, peak_inside=clips.take)
 
 
 @torch.no_grad()

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
 from ...precision.findings import Anatomy
+from ...precision.peaks import size
 from ...precision.policy import Component, Precision
 from ...precision.stage import Stage
+from ..errors import BackendUnavailable
 from ..models.lora import Lora
+from ..weights.ladder import Ladder, Rung
 from ..weights.offload import Offload, Onloading
 
 if TYPE_CHECKING:
     from .handle import PipelineHandle
+
+logger = logging.getLogger(__name__)
 
 _IN_PARTS = (Component.TEXT_ENCODER, Component.DENOISER)  # an offload in parts is for these, which are large
 _T = TypeVar("_T")
@@ -52,19 +60,67 @@ class ComponentStage(Stage):
         self.report.notes += self.handle.store.notes[self.name]
         return module
 
-    def place(self) -> None:
+    def place(self, room: Callable[[], int] = lambda: 0) -> None:
         """Bring it to the device, where it is about to compute: what else is placed there may drive it out until
-        then. Raises OutOfMemoryError."""
-        self._loaded(place=True)
+        then. Raises OutOfMemoryError.
 
-    def _loaded(self, *, place: bool) -> torch.nn.Module:
-        return self.handle.store.with_loras(self.name, self.weights_in, self.loras, self._offload, place=place)
+        room: returns the bytes that its next calls take beside its weights. Asked where that is not main memory.
+        """
+        placement = self.handle.store.placement
+        beside = self._counted(room) if placement.memory() else 0
+        self._loaded(place=True, beside=beside)
+        if beside and self.weights.most_bytes:
+            placement.make_room(self.weights.most_bytes + beside)
+
+    def _counted(self, room: Callable[[], int]) -> int:
+        try:
+            return room()
+        except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # a network that reads values
+            logger.warning("what %s takes could not be counted: %s", self.name, error, exc_info=True)
+            self.report.note(f"what it takes of memory could not be counted ({str(error).splitlines()[0]})")
+            return 0
+
+    def _loaded(self, *, place: bool, beside: int = 0) -> torch.nn.Module:
+        store = self.handle.store
+        return store.with_loras(self.name, self.weights_in, self.loras, self._offload, place=place, beside=beside)
 
     @_Once
     def weights(self) -> Onloading:
         """How the weights come to the device."""
         _ = self.module
         return self.handle.store.onloading(self.name, self._offload, self.loras)
+
+    def ladder(self, rungs: Iterator[Rung]) -> Ladder:
+        """What to try where memory runs out in this stage: first, that nothing else of the model is on the device."""
+        store = self.handle.store
+
+        def others_away() -> str:
+            others = [name for name in store.loaded() if name != self.name]
+            for name in others:
+                store.rest(name)
+            store.placement.make_room(sys.maxsize)
+            return "nothing else on the device"
+
+        def needs() -> str:
+            found = [size(store.model.weights[self.name].bytes_in(self.weights_in)) + " of weights"]
+            found += [f"{size(beside)} beside them" for key, beside in store.room.items() if key[0] == self.name][-1:]
+            return f" A call needs {' and '.join(found)}."
+
+        said = self.plan.component.value.replace("_", " ")
+        return Ladder(said, chain([others_away], rungs), store.placement, self.report.note, needs)
+
+    def cheaper(self, offload: Offload) -> ComponentStage | None:
+        """The same stage, whose weights come to the device in parts. None where that is so already, or cannot be."""
+        kinds = [*Offload]
+        handle = self.handle
+        if self.plan.component not in _IN_PARTS or kinds.index(self._offload) >= kinds.index(offload):
+            return None
+        if not handle.store.in_parts(offload):
+            return None
+        try:
+            return replace(self, handle=replace(handle, offload=offload))
+        except BackendUnavailable:
+            return None
 
     @_Once
     def anatomy(self) -> Anatomy:

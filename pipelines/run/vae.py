@@ -7,18 +7,20 @@ failure costs one chunk in fp32: the first whose output or cache is bad.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
 import torch
 
+from ...precision.activations import Alive, on_meta
 from ...precision.findings import Anatomy
 from ...precision.islands import Attempt, half_attempt
 from ...precision.learned import Learned
 from ...precision.learning import Learner
 from ...precision.shells import Make, as_float32, both, replaced, with_forward
 from ...precision.upcast import run_in_fp32
+from ..weights.room import attempt_on_meta, counted
 from .calls import Calls, calls_of_vae
 from .stage import ComponentStage
 
@@ -27,7 +29,29 @@ _BLOCKS = ("down_blocks", "mid_block", "up_blocks")  # of diffusers' encoders an
 
 def guarded_decoder(stage: ComponentStage, calls: Calls) -> Any:
     """A shell of the VAE whose `decode` is guarded. calls: tells the decoder's."""
-    return _guarded(stage, "decoder", "post_quant_conv", calls)
+    return _guarded(stage, "decoder", calls)
+
+
+def room_for_vae(
+    stage: ComponentStage, part: str, given: torch.Tensor, run: Callable[[Any, torch.Tensor], object], *how: Hashable
+) -> int:
+    """Return the bytes that a VAE takes beside its weights to encode or decode.
+
+    part: its network. given: what it is given. run: calls a VAE with that. how: what else tells such calls apart.
+    """
+
+    def prepare() -> Callable[[Alive], object]:
+        network, bare, bare_given = stage.module.get_submodule(part), on_meta(stage.module), on_meta(given)
+        writes = stage.handle.family.layout.cache_is_written
+        attempt = attempt_on_meta(stage, _handing_on_its_cache(network) if writes else network, _anatomy(network))
+
+        def count(alive: Alive) -> None:
+            call = alive.each_shape_once(attempt)
+            run(_with_call(bare, part, _into_the_cache(call) if writes else call), bare_given)
+
+        return count
+
+    return counted(stage, (part, given.shape, *how), prepare)
 
 
 def guarded_encoder(stage: ComponentStage, calls: Calls) -> Any:
@@ -36,16 +60,21 @@ def guarded_encoder(stage: ComponentStage, calls: Calls) -> Any:
     Latents are drawn in float32, so that a seed draws the same in every precision. The shell says float32 and asks for
     no upcast: diffusers would cast the shared weights themselves.
     """
-    vae = _guarded(stage, "encoder", "quant_conv", calls)
+    vae = _guarded(stage, "encoder", calls)
 
     def encode(pixels: torch.Tensor) -> Any:
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
         from diffusers.models.modeling_outputs import AutoencoderKLOutput
 
-        stage.place()
-        calls.total += calls_of_vae(vae, lambda counting: counting.encode(pixels.to("meta")))
-        moments = vae.encode(pixels).latent_dist.parameters.float()
+        moments = ladder.survive(lambda: moments_of(pixels))
         return AutoencoderKLOutput(latent_dist=DiagonalGaussianDistribution(moments))  # pyright: ignore[reportArgumentType]
+
+    def moments_of(pixels: torch.Tensor) -> torch.Tensor:
+        stage.place(lambda: room_for_vae(stage, "encoder", pixels, lambda vae, pixels: vae.encode(pixels)))
+        calls.total = calls.done + calls_of_vae(vae, lambda counting: counting.encode(pixels.to("meta")))
+        return vae.encode(pixels).latent_dist.parameters.float()
+
+    ladder = stage.ladder(iter(()))
 
     shell: Any = as_float32(vae, stage.handle.store.placement.device)
     shell.encode = encode
@@ -53,29 +82,38 @@ def guarded_encoder(stage: ComponentStage, calls: Calls) -> Any:
     return shell
 
 
-def _guarded(stage: ComponentStage, part: str, conv: str, calls: Calls) -> Any:
-    """part: the network. conv: the 1×1 convolution between it and the latents, which some VAEs have; it costs nothing
-    and runs in fp32."""
+def _guarded(stage: ComponentStage, part: str, calls: Calls) -> Any:
     vae: Any = stage.module
     network = vae.get_submodule(part)
     writes = stage.handle.family.layout.cache_is_written
     pure = _handing_on_its_cache(network) if writes else network
     guard = stage.guard(pure, _learning(stage, pure) if stage.plan.half else stage.in_fp32(pure))
     call = calls.telling(_into_the_cache(guard) if writes else guard)
-    shells: dict[str, Make] = {part: lambda _network: with_forward(network, call)}
+    return _with_call(vae, part, call)
+
+
+def _with_call(vae: torch.nn.Module, part: str, call: Callable[..., Any]) -> Any:
+    """A shell of a VAE whose network `part` is `call`. The 1×1 convolution between it and the latents, which some VAEs
+    have, costs nothing and runs in fp32."""
+    conv = {"encoder": "quant_conv", "decoder": "post_quant_conv"}[part]
+    shells: dict[str, Make] = {part: lambda network: with_forward(network, call)}
     if getattr(vae, conv, None) is not None:
         shells[conv] = lambda module: with_forward(module, partial(run_in_fp32, module))
     return replaced(vae, shells)
 
 
 def _learning(stage: ComponentStage, network: torch.nn.Module) -> Learner:
-    anatomy = Anatomy.of(network, [name for name in _BLOCKS if getattr(network, name, None) is not None])
+    anatomy = _anatomy(network)
     plan = stage.plan
 
     def build(known: Learned) -> Attempt:
         return half_attempt(network, anatomy, known, plan.dtype, everything=plan.wide, tf32=stage.tf32)
 
     return stage.learner(network, build, anatomy)
+
+
+def _anatomy(network: torch.nn.Module) -> Anatomy:
+    return Anatomy.of(network, [name for name in _BLOCKS if getattr(network, name, None) is not None])
 
 
 class _HandsOnItsCache(torch.nn.Module):

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,6 +36,14 @@ logger = logging.getLogger(__name__)
 MemoryKey = tuple[str, str, tuple[LoraKey, ...], str]  # denoiser, dtype, LoRAs, a profile that was given
 
 
+class _Where(NamedTuple):
+    """Where a component is to be."""
+
+    offload: Offload
+    place: bool
+    beside: int
+
+
 class ComponentStore:
     """The components of one model by name. `compiled` and `prompts` are memos that live and die with them."""
 
@@ -48,6 +56,7 @@ class ComponentStore:
         self.learned: dict[MemoryKey, Learned] = {}  # what runs taught about a denoiser
         self.recalled: set[MemoryKey] = set()  # of these, a profile on disk was where runs began
         self.attention: dict[tuple[str, tuple[torch.Size, ...]], Choice] = {}  # by dtype and sizes, measured
+        self.room: dict[Any, int] = {}  # what a call of a component takes beside its weights, by what tells calls apart
         self.handles: weakref.WeakSet[Any] = weakref.WeakSet()  # who still uses it
         self.emptied = False
         self.notes: dict[str, tuple[str, ...]] = {}  # component → what was found or mended when it was loaded
@@ -79,37 +88,41 @@ class ComponentStore:
         finally:
             self._in_use.release()
 
-    def module(self, name: str, dtype: str, offload: Offload = Offload.NONE, *, place: bool = True) -> torch.nn.Module:
+    def module(
+        self, name: str, dtype: str, offload: Offload = Offload.NONE, *, place: bool = True, beside: int = 0
+    ) -> torch.nn.Module:
         """Return the component, loaded in `dtype` ("fp16", "bf16", "fp32") if it is not there already. It is on its
-        device, or in main memory where `offload` brings its weights in parts. place: False leaves it where it is."""
+        device, or in main memory where `offload` brings its weights in parts.
+
+        place: False leaves it where it is.
+        beside: bytes that are to be free on the device, beside its weights.
+        """
+        where = _Where(offload, place, beside)
         with MOVING:
-            if module := self._here(name, dtype, offload, place=place):
+            if module := self._here(name, dtype, where):
                 return module
         with _loading(), MOVING:
-            if module := self._here(name, dtype, offload, place=place):  # another thread loaded it
+            if module := self._here(name, dtype, where):  # another thread loaded it
                 return module
             self.drop(name)
             gc.collect()  # a pipeline that was let go may still wait in a reference cycle
             module = self._load(name, dtype)
             self._modules[name] = (dtype, module)
             try:
-                if place:
-                    self._place(name, module, offload)
+                self._place(name, module, where)
                 self.notes[name] = (*self.model.unknown_fields(name), *self._checked(name, module, dtype))
             except BaseException:  # the next run would take it for whole
                 self.drop(name)
                 raise
             return module
 
-    def _here(self, name: str, dtype: str, offload: Offload, *, place: bool) -> torch.nn.Module | None:
-        """Return the component if it is loaded in `dtype`, brought to its place if `place` says so."""
+    def _here(self, name: str, dtype: str, where: _Where) -> torch.nn.Module | None:
+        """Return the component if it is loaded in `dtype`, brought to where it is to be."""
         if self.loaded().get(name) != dtype:
             return None
         module = self._modules[name][1]
-        if not place:
-            return module
         try:
-            self._place(name, module, offload)
+            self._place(name, module, where)
         except BaseException:  # it is in main memory, where what LoRAs added would not be
             self._forget_loras(name)
             raise
@@ -123,9 +136,10 @@ class ComponentStore:
         offload: Offload = Offload.NONE,
         *,
         place: bool = True,
+        beside: int = 0,
     ) -> torch.nn.Module:
         """Return the component as `module` does, or a shell of it with LoRAs added. Raises BadLora."""
-        module, key = self.module(name, dtype, offload, place=place), keys(loras)
+        module, key = self.module(name, dtype, offload, place=place, beside=beside), keys(loras)
         if not key:
             return module
         known, shell = self._with_loras.get(name, ((), module))
@@ -134,7 +148,7 @@ class ComponentStore:
                 self._forget_loras(name)
                 shell = with_loras(module, loras, self.model.family)
                 self._with_loras[name] = key, shell
-        if place and not self._in_parts(offload):
+        if place and not self.in_parts(offload):
             try:
                 move(shell, self.placement.device)  # what the LoRAs added
             except BaseException:
@@ -144,7 +158,7 @@ class ComponentStore:
 
     def onloading(self, name: str, offload: Offload, loras: tuple[Lora, ...] = ()) -> Onloading:
         """Return how the weights of a loaded component, with its LoRAs, come to the device."""
-        if not self._in_parts(offload):
+        if not self.in_parts(offload):
             return Whole()
         with MOVING:
             family, component = self.model.family, self._modules[name][1]
@@ -160,15 +174,18 @@ class ComponentStore:
             self.placement.make_room(known.most_bytes)
             return known
 
-    def _in_parts(self, offload: Offload) -> bool:
+    def in_parts(self, offload: Offload) -> bool:
+        """Return whether weights come to the device in parts."""
         return offload.in_parts and brings_parts_to(self.placement.device)
 
-    def _place(self, name: str, module: torch.nn.Module, offload: Offload) -> None:
-        if self._in_parts(offload):
+    def _place(self, name: str, module: torch.nn.Module, where: _Where) -> None:
+        if not where.place:
+            return
+        if self.in_parts(where.offload):
             self.placement.to_host(name, module)
         else:
             self._onloading.pop(name, None)
-            self.placement.to_device(name, module)
+            self.placement.to_device(name, module, where.beside)
 
     def _forget_loras(self, name: str) -> None:
         self._with_loras.pop(name, None)

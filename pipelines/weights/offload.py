@@ -42,7 +42,12 @@ class Offload(str, Enum):
 
 
 class Onloading(Protocol):
-    """A component's weights, which come to the device as they are needed inside `with`."""
+    """A component's weights, which come to the device as they are needed inside `with`.
+
+    most_bytes: on the device at once, of weights that come and go.
+    """
+
+    most_bytes: int
 
     def shell(self, module: torch.nn.Module, like: torch.nn.Module | None = None) -> torch.nn.Module:
         """Return a shell of `module` (the component, or a shell of it) that brings its weights when they are needed.
@@ -58,6 +63,8 @@ class Onloading(Protocol):
 
 class Whole:
     """Weights that are on the device already."""
+
+    most_bytes = 0
 
     def shell(self, module: torch.nn.Module, like: torch.nn.Module | None = None) -> torch.nn.Module:
         del like

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import threading
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 MOVING = threading.RLock()  # held by who moves weights: ComfyUI's memory manager keeps its lists without a lock
+
+
+class DeviceMemory(NamedTuple):
+    """Bytes of a device's memory."""
+
+    total: int
+    free: int  # now, what PyTorch keeps for later included
 
 
 class Placement(Protocol):
@@ -19,8 +26,11 @@ class Placement(Protocol):
         """Make room on the device, before a component of that many bytes is read."""
         ...
 
-    def to_device(self, name: str, module: torch.nn.Module) -> None:
-        """Move all of a component's weights to the device. Where it raises, all are in the host's memory."""
+    def to_device(self, name: str, module: torch.nn.Module, beside: int = 0) -> None:
+        """Move all of a component's weights to the device. Where it raises, all are in the host's memory.
+
+        beside: bytes that are to be free there, beside them.
+        """
         ...
 
     def to_host(self, name: str, module: torch.nn.Module) -> None:
@@ -29,6 +39,14 @@ class Placement(Protocol):
 
     def forget(self, name: str) -> None:
         """Note that the component is no longer loaded."""
+        ...
+
+    def give_back(self) -> None:
+        """Give the device back what PyTorch keeps of its memory for later."""
+        ...
+
+    def memory(self) -> DeviceMemory | None:
+        """Return what the device's memory is; None where it is main memory."""
         ...
 
 
@@ -41,8 +59,8 @@ class PlainPlacement:
     def make_room(self, n_bytes: int) -> None:
         del n_bytes
 
-    def to_device(self, name: str, module: torch.nn.Module) -> None:
-        del name
+    def to_device(self, name: str, module: torch.nn.Module, beside: int = 0) -> None:
+        del name, beside
         move_whole(module, self.device)
 
     def to_host(self, name: str, module: torch.nn.Module) -> None:
@@ -51,8 +69,18 @@ class PlainPlacement:
 
     def forget(self, name: str) -> None:
         del name
+        self.give_back()
+
+    def give_back(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def memory(self) -> DeviceMemory | None:
+        if self.device.type != "cuda":
+            return None
+        free, total = torch.cuda.mem_get_info(self.device)
+        unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return DeviceMemory(total, free + unused)
 
 
 def move(module: torch.nn.Module, device: torch.device) -> None:

@@ -14,7 +14,7 @@ from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.pipelines.weights import offload as offloading
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from diffusers.hooks.group_offloading import ModuleGroup
-from moving import BEFORE, CARD, CASES, Card, opened, train_lora, what_is_wrong
+from moving import BEFORE, CARD, CASES, Card, opened, tensors_of, train_lora, what_is_wrong
 
 
 @pytest.fixture
@@ -59,8 +59,3 @@ def test_the_next_run_is_right_whichever_part_failed(
 def onload(card: Card, group: ModuleGroup) -> None:
     card.arrive(tensors_of(group))
     group._process_tensors_from_modules(None)
-
-
-def tensors_of(group: ModuleGroup) -> list[torch.Tensor]:
-    found = [tensor for module in group.modules for tensor in (*module.parameters(), *module.buffers())]
-    return [*found, *group.parameters, *group.buffers]

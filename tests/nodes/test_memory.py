@@ -160,9 +160,9 @@ def test_weights_that_come_in_parts_are_not_said_to_be_on_the_device_and_free_gi
     before = weights_in_memory()
     seen = set()
 
-    def load(models, to_device=comfyui.management.load_models_gpu):
+    def load(models, to_device=comfyui.management.load_models_gpu, **options):
         seen.update(type(model.component).__name__ for model in models)
-        to_device(models)
+        to_device(models, **options)
 
     monkeypatch.setattr(comfyui.management, "load_models_gpu", load)
     graph.offload = offload

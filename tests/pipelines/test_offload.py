@@ -89,7 +89,7 @@ class Placement(PlainPlacement):
     def make_room(self, n_bytes):
         self.asked.append(n_bytes)
 
-    def to_device(self, name, module):
+    def to_device(self, name, module, beside=0):
         self.moved.append(name)
 
 

@@ -30,8 +30,8 @@ class RoomForOne(PlainPlacement):
         self.here = ""
         self.arrived: Counter[str] = Counter()
 
-    def to_device(self, name: str, module: torch.nn.Module) -> None:
-        super().to_device(name, module)
+    def to_device(self, name: str, module: torch.nn.Module, beside: int = 0) -> None:
+        super().to_device(name, module, beside)
         self.arrived[name] += name != self.here
         self.here = name
 

@@ -230,8 +230,8 @@ class Moves(PlainPlacement):
         super().__init__()
         self.here = set()
 
-    def to_device(self, name, module):
-        super().to_device(name, module)
+    def to_device(self, name, module, beside=0):
+        super().to_device(name, module, beside)
         self.here.add(name)
 
     def to_host(self, name, module):

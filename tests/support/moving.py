@@ -22,6 +22,7 @@ from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.pipelines.weights.placement import Placement
 from comfyui_onediff_guard.precision.policy import Precision
+from diffusers.hooks.group_offloading import ModuleGroup
 
 CARD = torch.device("cpu", 0)
 _HOST = torch.device("cpu")
@@ -33,6 +34,7 @@ class Card:
     def __init__(self, to: Callable[..., Any]):
         self.moves = 0  # to the card, of whole modules or what else comes at once
         self.fails_at = 0  # the number of the move for which there is no room; 0: none
+        self.fails_on = False  # nor for any that follows
         self._to = to
         self._failed: list[weakref.ref[torch.Tensor]] = []
         self._here: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -51,7 +53,8 @@ class Card:
 
     def arrive(self, tensors: Sequence[torch.Tensor]) -> None:
         self.moves += 1
-        fails, new = self.moves == self.fails_at, [tensor for tensor in tensors if not self._holds(tensor)]
+        fails = self.moves == self.fails_at or (self.fails_on and 0 < self.fails_at < self.moves)
+        new = [tensor for tensor in tensors if not self._holds(tensor)]
         self._hold(tensors[: len(tensors) // 2] if fails else tensors)
         if fails:
             self._failed = [weakref.ref(tensor) for tensor in new]
@@ -64,9 +67,9 @@ class Card:
         for tensor in tensors:
             self._here.pop(id(tensor), None)
 
-    def fail_at(self, move: int) -> None:
-        """The next moves are counted from 1."""
-        self.moves, self.fails_at = 0, move
+    def fail_at(self, move: int, *, on: bool = False) -> None:
+        """The next moves are counted from 1. on: nor is there room after that one."""
+        self.moves, self.fails_at, self.fails_on = 0, move, on
 
     @property
     def left_behind(self) -> int:
@@ -85,6 +88,12 @@ class Card:
     def _holds(self, tensor: torch.Tensor) -> bool:
         known = self._here.get(id(tensor))
         return known is not None and known() is tensor
+
+
+def tensors_of(group: ModuleGroup) -> list[torch.Tensor]:
+    """Which diffusers brings and sends away together."""
+    found = [tensor for module in group.modules for tensor in (*module.parameters(), *module.buffers())]
+    return [*found, *group.parameters, *group.buffers]
 
 
 def _alive(known: Iterable[weakref.ref[torch.Tensor]]) -> list[torch.Tensor]:
@@ -158,18 +167,25 @@ CASES = [
 
 
 def what_is_wrong(card: Card, begun: Callable[[], PipelineHandle], step: int = 1) -> list[str]:
-    """After each move that fails: what is left halfway, and whether the next run is right."""
+    """After each move that fails: whether the run is right where it fails once; and where there is no room from then
+    on, what is left halfway, and whether the next run is right."""
     handle = begun()
     card.fail_at(0)
     expected, wrong = frames(handle), []
     for move in range(1, card.moves + 1, step):
         handle = begun()
         card.fail_at(move)
+        if not torch.equal(frames(handle), expected):
+            wrong.append(f"move {move}: the run in which it failed once is not right")
+        card.fail_at(0)
+        handle = begun()
+        card.fail_at(move, on=True)
         try:
             frames(handle)
             wrong.append(f"move {move} did not fail")
         except torch.OutOfMemoryError:
             pass
+        card.fail_at(0)
         gc.collect()
         store = handle.store
         if card.left_behind:

@@ -1,0 +1,76 @@
+"""Memory that runs out in a stage: the same call again, in the next cheaper way, once down the ladder."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import torch
+
+from ...precision.peaks import size
+from .placement import Placement
+
+Result = TypeVar("Result")
+Rung = Callable[[], str]  # makes what follows cheaper. Returns how, for the report; "" where it cannot
+
+
+class NoRoom(torch.OutOfMemoryError):
+    """Memory ran out in every way that there is to run a stage."""
+
+
+class Ladder:
+    """The ways to run a stage that are left, from the one that costs least. What was tried stays for its later calls.
+
+    stage: as messages name it.
+    note: is told each rung that is taken.
+    needs: returns what the stage needs, in words, where that was counted.
+    """
+
+    def __init__(
+        self,
+        stage: str,
+        rungs: Iterator[Rung],
+        placement: Placement,
+        note: Callable[[str], None],
+        needs: Callable[[], str],
+    ):
+        self._stage = stage
+        self._rungs = rungs
+        self._placement = placement
+        self._note = note
+        self._needs = needs
+        self._taken: list[str] = []
+
+    def survive(self, call: Callable[[], Result]) -> Result:
+        """Make a call, and again where memory runs out in it. Raises NoRoom at the end of the ladder."""
+        while True:
+            try:
+                return call()
+            except RuntimeError as error:
+                if isinstance(error, NoRoom) or not ran_out(error):
+                    raise
+                failed = error
+                traceback.clear_frames(failed.__traceback__)  # which hold what the call had made
+            self._next(failed)
+
+    def _next(self, failed: RuntimeError) -> None:
+        before = self._placement.memory()
+        self._placement.give_back()
+        for rung in self._rungs:
+            if how := rung():
+                self._taken.append(how)
+                self._note(f"{self._stage}: memory ran out; went on with {how}")
+                return
+        tried = f" Tried: {'; '.join(self._taken)}." if self._taken else ""
+        has = f" {self._placement.device} has {size(before.total)}, {size(before.free)} of it free." if before else ""
+        raise NoRoom(
+            f"{self._stage}: memory ran out, in every way that there is to run it.{tried}{has}{self._needs()} "
+            "Choose a smaller size, fewer frames or a smaller batch, close what else uses the card, or take a card "
+            f"with more memory. PyTorch said: {str(failed).strip().splitlines()[0]}"
+        ) from failed
+
+
+def ran_out(error: BaseException) -> bool:
+    """Return whether there was no memory, as PyTorch says it of CUDA, and of other devices and page-locked memory."""
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).split("\n", 1)[0].lower()

@@ -1,0 +1,73 @@
+"""How much room a stage needs on its device beside its weights, counted before the call for which it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ...precision.activations import META, Alive, counting, on_meta, shapes_of
+from ...precision.dtypes import DTYPES
+from ...precision.findings import Anatomy
+from ...precision.islands import half_attempt
+from ...precision.learned import NOTHING, Learned
+from ...precision.policy import Component
+
+if TYPE_CHECKING:
+    from ..run.stage import ComponentStage
+
+
+def room_for_call(stage: ComponentStage, inputs: Mapping[str, Any], learned: Learned = NOTHING) -> int:
+    """Return the bytes that one call of a stage's component takes, made in the plan's dtype as `learned` asks for.
+
+    inputs: its arguments, of which the shapes and dtypes count.
+    """
+
+    def prepare() -> Callable[[Alive], object]:
+        call = attempt_on_meta(stage, stage.module, stage.anatomy, learned)
+        given = on_meta(dict(inputs))
+        return lambda _: call(**given)
+
+    return counted(stage, (learned, shapes_of(dict(inputs))), prepare)
+
+
+def counted(stage: ComponentStage, what: Hashable, prepare: Callable[[], Callable[[Alive], object]]) -> int:
+    """Return the bytes that are made at once by what `prepare` returns, on "meta".
+
+    what: tells a component's calls apart. They are counted once.
+    """
+    known = stage.handle.store.room
+    key = (stage.name, stage.plan, what)
+    if key not in known:
+        call = prepare()
+        with counting() as alive:
+            call(alive)
+        known[key] = alive.most
+    return known[key]
+
+
+def attempt_on_meta(
+    stage: ComponentStage, network: torch.nn.Module, anatomy: Anatomy, learned: Learned = NOTHING
+) -> Callable[..., Any]:
+    """Return what a stage's guard would call of a network, on "meta"."""
+    bare = on_meta(network)
+    if not stage.plan.half:
+        return stage.in_fp32(bare)
+    wide, whole = stage.plan.wide, stage.plan.component is not Component.DENOISER
+    made = half_attempt(
+        bare, anatomy, learned, stage.plan.dtype, wide=wide and not whole, everything=wide and whole, device=META
+    )
+    return made.run if made.everything else partial(_narrowed, made.run, stage.inputs, DTYPES[stage.plan.dtype])
+
+
+def _narrowed(call: Callable[..., Any], names: Collection[str], dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+    """Make a call with what the guard casts to half precision before."""
+
+    def cast(value: torch.Tensor) -> torch.Tensor:
+        return value.to(dtype) if value.is_floating_point() else value
+
+    narrow = partial(pytree.tree_map_only, torch.Tensor, cast)
+    return call(*narrow(args), **{name: narrow(value) if name in names else value for name, value in kwargs.items()})
