@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
@@ -135,6 +136,7 @@ class InParts:
         self._stream = stream
         self._ahead = ahead and stream is not None
         self._here: set[int] = set()
+        self._launched: deque[torch.cuda.Event] = deque()  # of parts that may be computing
         self._lock = threading.RLock()
         sizes = [0] * max(len(together), 1)
         for tensor, place in place_of.items():
@@ -169,6 +171,7 @@ class InParts:
                 self._rest.offload_()
                 for place in tuple(self._here):
                     self._send_away(place)
+                self._launched.clear()
         finally:
             self._lock.release()
 
@@ -178,18 +181,32 @@ class InParts:
         with _as_is():
             self._bring(place)
             self._wait()
-            if self._ahead and place + 1 < len(self._groups):
-                self._bring(place + 1)
         try:
             yield
+            with _as_is():
+                self._note_launched()
+                if self._ahead and place + 1 < len(self._groups):
+                    self._bring(place + 1)  # while this one computes
         finally:
             with _as_is():
                 self._send_away(place)
 
     def _bring(self, place: int) -> None:
-        if place not in self._here:
-            self._here.add(place)
-            self._groups[place].onload_()
+        """Bring a part when those before it are done, but for the one that computes where parts are brought ahead. The
+        host runs far ahead of the device, and what is sent away stays there until it was computed with."""
+        if place in self._here:
+            return
+        while len(self._launched) > int(self._ahead):
+            self._launched.popleft().synchronize()
+        self._here.add(place)
+        self._groups[place].onload_()
+
+    def _note_launched(self) -> None:
+        """All that the part computes is on the device's way."""
+        if self._stream is not None:
+            event = torch.cuda.Event()
+            event.record()
+            self._launched.append(event)
 
     def _send_away(self, place: int) -> None:
         self._groups[place].offload_()

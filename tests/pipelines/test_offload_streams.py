@@ -62,7 +62,15 @@ def cuda(monkeypatch):
         def synchronize(self):
             Recorder.log.append(("wait",))
 
+    class Event:
+        def record(self):
+            self.after = Recorder.log[-1][-1]  # what computes
+
+        def synchronize(self):
+            Recorder.log.append(("done", self.after))
+
     Recorder.log = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(group_offloading, "ModuleGroup", Recorder)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     return torch.device("cuda", 0)
@@ -88,11 +96,12 @@ def test_on_cuda_the_next_block_is_on_its_way_while_one_computes(cuda):
     assert said == [
         ("onload", "rest"),
         ("onload", "first"),
-        ("onload", "second"),
         ("compute", "first"),
+        ("onload", "second"),
         ("offload", "first"),
-        ("onload", "third"),
         ("compute", "second"),
+        ("done", "first"),
+        ("onload", "third"),
         ("offload", "second"),
         ("compute", "third"),
         ("offload", "third"),
@@ -110,7 +119,7 @@ def test_on_cuda_sequential_brings_one_layer_at_a_time_and_pins_nothing_for_good
     steps(weights, module)
     said = [entry for entry in Recorder.log if entry != ("wait",)]
     assert said[1:4] == [("onload", "first"), ("compute", "first"), ("offload", "first")]
-    assert said[4:7] == [("onload", "second"), ("compute", "second"), ("offload", "second")]
+    assert said[4:8] == [("done", "first"), ("onload", "second"), ("compute", "second"), ("offload", "second")]
     assert weights.most_bytes == 4 * 6
 
 
@@ -118,7 +127,7 @@ def test_on_cuda_what_is_let_go_after_use_is_not_pinned_for_good(cuda):
     weights = in_parts(Blocks(), Offload.GROUP, cuda, once=True)
     assert all(group.given["low_cpu_mem_usage"] for group in (*weights._groups, weights._rest))
     steps(weights, weights.component)
-    assert Recorder.log.index(("onload", "second")) < Recorder.log.index(("compute", "first"))
+    assert Recorder.log.index(("onload", "second")) < Recorder.log.index(("offload", "first"))
 
 
 def test_on_cuda_without_enough_memory_to_pin_each_block_is_pinned_as_it_comes(cuda, monkeypatch, caplog):
@@ -134,14 +143,31 @@ def test_on_cuda_without_enough_memory_to_pin_each_block_is_pinned_as_it_comes(c
     assert len(caplog.messages) == 1 and "(CUDA error: out of memory): slower" in caplog.messages[0]
     assert all(group.given["low_cpu_mem_usage"] for group in weights._groups)
     steps(weights, module)
-    assert Recorder.log.index(("onload", "second")) < Recorder.log.index(("compute", "first"))
+    assert Recorder.log.index(("onload", "second")) < Recorder.log.index(("offload", "first"))
 
 
-def test_on_cuda_a_block_that_was_on_its_way_goes_back_when_another_fails(cuda):
+def test_on_cuda_a_block_that_fails_goes_back(cuda):
     module = Blocks(fails=True)
     weights = in_parts(module, Offload.GROUP, cuda)
     with pytest.raises(KeyError, match="second"):
         steps(weights, module)
     away = [name for what, *name in Recorder.log if what == "offload"]
-    assert sorted(map(str, *zip(*away, strict=True))) == ["first", "rest", "second", "third"]
+    assert sorted(map(str, *zip(*away, strict=True))) == ["first", "rest", "second"]
     assert isinstance(weights, InParts) and not weights._here
+
+
+@pytest.mark.parametrize(("offload", "there"), [(Offload.GROUP, 2), (Offload.SEQUENTIAL, 1)])
+def test_on_cuda_parts_do_not_pile_up_however_slow_the_device_is(cuda, offload, there):
+    """What is sent away is there until the device has computed with it, which here it has when it is asked to be."""
+    module = Blocks()
+    module.embed = torch.nn.Identity()
+    weights = in_parts(module, offload, cuda)
+    steps(weights, module)
+    here, most = set(), 0
+    for what, name in [entry for entry in Recorder.log if len(entry) == 2 and entry[1] != "rest"]:
+        if what == "onload":
+            here.add(name)
+        elif what == "done":
+            here.discard(name)
+        most = max(most, len(here))
+    assert most == there
