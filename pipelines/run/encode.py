@@ -39,7 +39,7 @@ def encode_prompts(
 ) -> tuple[list[torch.Tensor], RunReport]:
     """Encode each prompt. Returns float32 embeddings [1, tokens, channels] in the host's memory, and the report.
 
-    The text encoder is loaded only where a prompt is new, and let go of afterwards.
+    The text encoder is loaded only where a prompt is new. Afterwards it rests in main memory, where that has room.
     progress: is told each prompt that is new.
     Raises BadInput where the model takes no prompt.
     """
@@ -58,7 +58,7 @@ def encode_prompts(
             with handle.switched(report):
                 found |= zip(new, _encode_all(stage, [prompt for prompt, *_ in new], calls), strict=True)
         finally:
-            handle.store.drop("text_encoder")
+            handle.store.rest_or_drop("text_encoder")
     memo |= {key: found[key] for key in new if torch.isfinite(found[key]).all()}  # a broken one is not worth keeping
     while len(memo) > _REMEMBERED:
         del memo[next(iter(memo))]

@@ -181,6 +181,8 @@ def load(
     for component in model.variant.components:
         handle.plan(component)
     planned = dict.fromkeys(model.family.denoisers, Component.DENOISER) | {"vae": Component.VAE_DECODE}
+    if model.family.prompt:
+        planned["text_encoder"] = Component.TEXT_ENCODER
     wanted = {name: handle.plan(component).dtype for name, component in planned.items()}
     handle.store.drop_unless(wanted, handle)  # before anything is read beside it
     return handle

@@ -1,7 +1,8 @@
 """The loaded components of one model, shared by every handle made from it.
 
 A component is loaded when a stage first needs it, in the dtype of the plan, and is there once: asking for it in
-another dtype drops the one there was. So the text encoder is gone before the denoiser is read.
+another dtype drops the one there was. The text encoder is off the device before the denoiser is read, and stays in main
+memory where that has room for all.
 """
 
 from __future__ import annotations
@@ -29,11 +30,14 @@ from ..models.folder import fingerprint
 from ..models.lora import Lora, LoraKey, keys, with_loras
 from ..models.on_disk import StoredModel
 from .offload import InParts, Offload, Onloading, Whole, brings_parts_to, in_parts, release_page_locked
-from .placement import MOVING, Placement, move
+from .placement import MOVING, Placement, main_memory, move
 
 logger = logging.getLogger(__name__)
 
 MemoryKey = tuple[str, str, tuple[LoraKey, ...], str]  # denoiser, dtype, LoRAs, a profile that was given
+
+
+_LEFT_FREE = 0.1  # of main memory, by what is kept there for its next use
 
 
 class _Where(NamedTuple):
@@ -219,6 +223,23 @@ class ComponentStore:
                 self.placement.to_host(name, self._modules[name][1])
                 if name in self._with_loras:
                     move(self._with_loras[name][1], torch.device("cpu"))  # what the LoRAs added
+
+    def rest_or_drop(self, name: str) -> None:
+        """Move a component to main memory until it is needed again, or let go of it, where what else of the model has
+        yet to be read needs that room."""
+        with MOVING:
+            if name not in self._modules:
+                return
+            module = self._modules[name][1]
+            coming = sum(weight.nbytes for weight in module.parameters() if weight.device.type != "cpu")
+            coming += sum(files.n_bytes for other, files in self.model.weights.items() if other not in self._modules)
+            memory = main_memory()
+            if memory.free - coming < memory.total * _LEFT_FREE:
+                self.drop(name)
+                return
+            self.rest(name)
+            if self._onloading.pop(name, None):
+                release_page_locked()
 
     def drop(self, name: str) -> None:
         """Let go of a component's weights, and of what was compiled from them."""

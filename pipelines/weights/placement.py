@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
 
+_CONTAINER = Path("/sys/fs/cgroup")
 MOVING = threading.RLock()  # held by who moves weights: ComfyUI's memory manager keeps its lists without a lock
 
 
@@ -81,6 +83,19 @@ class PlainPlacement:
         free, total = torch.cuda.mem_get_info(self.device)
         unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return DeviceMemory(total, free + unused)
+
+
+def main_memory() -> DeviceMemory:
+    """Return what main memory is; in a container, what it may have of it."""
+    import psutil
+
+    found = psutil.virtual_memory()
+    total, free = found.total, found.available
+    try:
+        limit, used = (int((_CONTAINER / name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):  # no such limit
+        return DeviceMemory(total, free)
+    return DeviceMemory(min(total, limit), max(min(free, limit - used), 0))
 
 
 def move(module: torch.nn.Module, device: torch.device) -> None:

@@ -44,7 +44,7 @@ class Management(types.SimpleNamespace):
     def free_memory(self, n_bytes, device):
         self.freed.append(n_bytes)
 
-    def load_models_gpu(self, models):
+    def load_models_gpu(self, models, memory_required=0):
         for model in models:
             self.current_loaded_models[:] = [loaded for loaded in self.current_loaded_models if loaded.model]
             if not any(loaded.model is model for loaded in self.current_loaded_models):

