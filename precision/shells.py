@@ -12,7 +12,7 @@ import torch
 
 Make = Callable[[torch.nn.Module], torch.nn.Module]
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
           "_forward_hooks_always_called")  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def as_float32(module: torch.nn.Module, device: torch.device | None = None) -> t
 def with_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> torch.nn.Module:
     """Return a shell of `module` that calls `forward`. It has none of the module's hooks, which the original runs."""
     shell = copy.copy(module)
-    shell.__dict__.update({name: OrderedDict() for name in _HOOKS if name in shell.__dict__})
+    shell.__dict__.update({name: OrderedDict() for name in HOOKS if name in shell.__dict__})
     shell.__dict__["forward"] = forward  # set as an attribute, a module would become a submodule of both
     return shell
 

@@ -49,11 +49,13 @@ def test_what_is_held_at_once(call, expected: int) -> None:
 
 def test_weights_are_not_counted_and_nothing_of_the_module_changes() -> None:
     module = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-    before = dict(module.named_parameters())
+    before, called = dict(module.named_parameters()), []
+    module[0].register_forward_hook(lambda *_: called.append(1))
     shell = on_meta(module)
     assert all(p.is_meta for p in shell.parameters()) and not any(p.is_meta for p in module.parameters())
     assert all(dict(module.named_parameters())[name] is weight for name, weight in before.items())
     assert most(shell, rows(10)) == 10 * ROW * 8  # the wide activation before and after GELU
+    assert not called, "who watches the module is not told of what is only counted"
 
 
 def test_tied_weights_stay_tied_and_buffers_come_along() -> None:
