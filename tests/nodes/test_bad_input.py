@@ -37,10 +37,10 @@ def prompts(graph, pipeline):
 def refused(graph, pipeline, error, message, **bad):
     """The sampler refuses it before it loads anything; with good input the same pipeline samples and decodes."""
     wired = prompts(graph, pipeline)
-    assert pipeline.store.loaded() == {}
+    assert not pipeline.store.loaded().keys() - {"text_encoder"}
     with pytest.raises(error, match=message):
         graph.sample(pipeline, wired, **bad)
-    assert pipeline.store.loaded() == {}
+    assert not pipeline.store.loaded().keys() - {"text_encoder"}
     latents = graph.sample(pipeline, wired)["result"][0]
     assert torch.isfinite(graph.decode(pipeline, latents)["result"][0]).all()
 
@@ -110,7 +110,7 @@ def test_what_is_no_image_is_refused(opened, family, what):
     wired = [[[torch.zeros(1, 226, 32), {}]]] * 2 if graph.prompted else ()
     with pytest.raises(BadInput, match=message):
         graph.sample(pipeline, wired, **{STARTS[family]: image})
-    assert pipeline.store.loaded() == {}
+    assert not pipeline.store.loaded().keys() - {"text_encoder"}
 
 
 def test_after_a_refused_image_the_next_run_works(opened):
@@ -158,7 +158,7 @@ def test_a_family_without_prompts_says_so(opened):
     graph, pipeline = opened("svd")
     with pytest.raises(BadInput, match="takes no prompt: it starts from an image"):
         graph.encode(pipeline)
-    assert pipeline.store.loaded() == {}
+    assert not pipeline.store.loaded().keys() - {"text_encoder"}
 
 
 @pytest.mark.parametrize(("encoded_by", "sampled_by"), [("2b", "cogview3"), ("cogview3", "2b"), ("cogview4", "2b")])
@@ -168,7 +168,7 @@ def test_another_familys_prompts_are_refused(opened, encoded_by, sampled_by):
     graph, pipeline = opened(sampled_by)
     with pytest.raises(BadInput, match="Wire it to an Encode Prompt node that gets the same pipeline"):
         graph.sample(pipeline, foreign)
-    assert pipeline.store.loaded() == {}
+    assert not pipeline.store.loaded().keys() - {"text_encoder"}
 
 
 # --- sizes ------------------------------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ def test_sizes_that_come_over_a_wire_are_refused_before_a_weight_is_read(opened,
     given = {"pipeline": pipeline, **dict(zip(("positive", "negative"), wired, strict=False))}
     with pytest.raises(BadSize, match=message):
         call(graph.sampler, wired=tuple(size), **{**given, "seed": 3, **graph.sampling, **graph.start, **size})
-    assert pipeline.store.loaded() == {}
+    assert not pipeline.store.loaded().keys() - {"text_encoder"}
 
 
 def test_one_frame_of_cogvideox_is_a_picture(opened):
@@ -240,4 +240,4 @@ def test_the_wrong_sampler_is_told_which_one_to_use(opened, family, sampler, mes
     size = 128 if sampler == "svd" else 96  # 96 is none of SVD's
     with pytest.raises(BadInput, match=message):
         graph.sample(pipeline, wired, **{"width": size, "height": size} | refuse)
-    assert pipeline.store.loaded() == {}
+    assert not pipeline.store.loaded().keys() - {"text_encoder"}
