@@ -31,3 +31,13 @@ def test_a_component_is_on_the_card_when_it_is_called(leg: native.Leg, tmp_path:
     there = {case.removeprefix("called/"): components for case, components in ran.items()}
     text = {"text_encoder": [True], "transformer": [True], "vae": [True]}
     assert there == {"2b": text, "5b-i2v": text, "svd": {"image_encoder": [True], "unet": [True], "vae": [True]}}
+
+
+def test_what_the_manager_has_no_room_for_beside_a_call_leaves_and_what_fits_stays(
+    leg: native.Leg, tmp_path: Path
+) -> None:
+    ran = native.run("room_cases", tmp_path, leg=leg)
+    away, _ = ran["asked/weights alone"]
+    there, moved = ran["asked/weights and the call"]
+    assert (away, there) == (False, True)
+    assert moved == 0, "what was used before is found on the card"

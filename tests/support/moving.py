@@ -38,6 +38,7 @@ class Card:
         self._to = to
         self._failed: list[weakref.ref[torch.Tensor]] = []
         self._here: dict[int, weakref.ref[torch.Tensor]] = {}
+        self.arrived = 0  # bytes, ever
 
     def to(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         device = args[0] if args else kwargs.get("device")
@@ -55,6 +56,7 @@ class Card:
         self.moves += 1
         fails = self.moves == self.fails_at or (self.fails_on and 0 < self.fails_at < self.moves)
         new = [tensor for tensor in tensors if not self._holds(tensor)]
+        self.arrived += sum(tensor.nbytes for tensor in new)
         self._hold(tensors[: len(tensors) // 2] if fails else tensors)
         if fails:
             self._failed = [weakref.ref(tensor) for tensor in new]

@@ -1,0 +1,58 @@
+"""What ComfyUI's manager does with the room that a call asks for: on a card of so many bytes."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from memory_cases import simulated_card
+
+WIDTH, HEIGHT, FRAMES = 96, 64, 9
+
+
+def case_asked() -> dict[str, Any]:
+    """{what there is room for: (whether the VAE was on the card while the denoiser computed, bytes moved there in the
+    second of two runs)}"""
+    card = simulated_card()
+    import moving
+    from comfyui_onediff_guard.comfyui_host import host
+    from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
+    from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
+    from PIL import Image
+    from small_families import BUILDERS
+
+    management: Any = sys.modules["comfy.model_management"]
+    management.minimum_inference_memory = management.extra_reserved_memory = lambda: 0  # the card is a small one
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        model = BUILDERS["5b-i2v"](Path(folder) / "5b-i2v")
+        handle = moving.opened(model, "none", host.placement())
+        positive, negative = encode_prompts(handle, ["a kite", "grey"])[0]
+        settings = SampleSettings(WIDTH, HEIGHT, steps=2, seed=1, frames=FRAMES, guidance_scale=5.0)
+
+        def run() -> None:
+            sample(handle, positive, negative, settings, image=Image.new("RGB", (WIDTH, HEIGHT), "grey"))
+
+        def free(_device: Any = None, torch_free_too: bool = False) -> Any:
+            left = room - card.bytes
+            return (left, left) if torch_free_too else left
+
+        room = 1 << 40
+        management.get_free_memory, management.get_total_memory = free, lambda *_, **__: room
+        run()
+        beside = max(bytes_ for key, bytes_ in handle.store.room.items() if key[0] == "transformer")
+        vae, transformer = handle.store._modules["vae"][1], handle.store._modules["transformer"][1]
+        weights = card.bytes_of(vae, transformer)
+        there: list[bool] = []
+        transformer.transformer_blocks[0].register_forward_pre_hook(lambda *_: there.append(card.bytes_of(vae) > 0))
+        for case, more in {"weights alone": 0.5, "weights and the call": 1.5}.items():
+            management.unload_all_models()
+            room = int(1.1 * weights + more * beside)  # the manager takes weights for a tenth more
+            del there[:]
+            run()
+            before = card.arrived
+            run()
+            found[case] = [any(there), card.arrived - before]
+    return found
