@@ -23,7 +23,7 @@ class ComfyPlacement:
 
     def make_room(self, n_bytes: int) -> None:
         reserve = self._management.minimum_inference_memory()
-        if self.device.type != "cpu":
+        if self.device != torch.device("cpu"):
             self._management.free_memory(n_bytes + reserve, self.device)
 
     def to_device(self, name: str, module: torch.nn.Module, beside: int = 0) -> None:

@@ -59,8 +59,12 @@ class _Steps:
     def _called(self, inputs: Mapping[str, Any]) -> Any:
         if not self._placed:
             self._place(halves(inputs)[0] if self._apart else inputs)
-        with self._stage.weights:
-            output = self._step(**inputs)
+        try:
+            with self._stage.weights:
+                output = self._step(**inputs)
+        except BaseException:
+            self._placed = False  # where memory ran out, it may have to leave for a while
+            raise
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.float, output)
 
     def _place(self, inputs: Mapping[str, Any]) -> None:

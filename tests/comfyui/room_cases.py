@@ -12,6 +12,37 @@ from memory_cases import simulated_card
 WIDTH, HEIGHT, FRAMES = 96, 64, 9
 
 
+def case_survived() -> dict[str, Any]:
+    """Memory runs out once within a step: whether all of the denoiser was on the card at each of its calls, whether the
+    latents are as without, and what the report says."""
+    card = simulated_card()
+    import moving
+    import torch
+    from comfyui_onediff_guard.comfyui_host import host
+    from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
+    from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
+    from small_families import BUILDERS
+
+    with tempfile.TemporaryDirectory() as folder:
+        handle = moving.opened(BUILDERS["2b"](Path(folder) / "2b"), "none", host.placement())
+        positive, negative = encode_prompts(handle, ["a kite", "grey"])[0]
+        settings = SampleSettings(32, 32, steps=2, seed=1, frames=5, guidance_scale=5.0)
+        expected, _ = sample(handle, positive, negative, settings)
+        transformer = handle.store._modules["transformer"][1]
+        size = card.bytes_of(transformer)
+        there: list[bool] = []
+
+        def called(*_: Any) -> None:
+            there.append(card.bytes_of(transformer) == size)
+            if len(there) == 2:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+        transformer.transformer_blocks[1].register_forward_pre_hook(called)
+        latents, report = sample(handle, positive, negative, settings)
+        said = [note for note in report.notes if "memory ran out" in note]
+        return {"there": there, "same": torch.equal(latents, expected), "said": said}
+
+
 def case_asked() -> dict[str, Any]:
     """{what there is room for: (whether the VAE was on the card while the denoiser computed, bytes moved there in the
     second of two runs)}"""

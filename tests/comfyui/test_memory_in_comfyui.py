@@ -33,7 +33,7 @@ def test_a_component_is_on_the_card_when_it_is_called(leg: native.Leg, tmp_path:
     assert there == {"2b": text, "5b-i2v": text, "svd": {"image_encoder": [True], "unet": [True], "vae": [True]}}
 
 
-def test_what_the_manager_has_no_room_for_beside_a_call_leaves_and_what_fits_stays(
+def test_the_manager_makes_the_room_that_a_call_asks_for_and_a_run_survives_where_it_ran_out(
     leg: native.Leg, tmp_path: Path
 ) -> None:
     ran = native.run("room_cases", tmp_path, leg=leg)
@@ -41,3 +41,6 @@ def test_what_the_manager_has_no_room_for_beside_a_call_leaves_and_what_fits_sta
     there, moved = ran["asked/weights and the call"]
     assert (away, there) == (False, True)
     assert moved == 0, "what was used before is found on the card"
+    assert ran["survived/there"] == [True] * 3, "what the manager had moved out for room is back for the call"
+    assert ran["survived/same"]
+    assert ran["survived/said"] == ["denoiser: memory ran out; went on with nothing else on the device"]
