@@ -17,7 +17,7 @@ from ...precision.policy import Component, Precision
 from ...precision.stage import Stage
 from ..errors import BackendUnavailable
 from ..models.lora import Lora
-from ..weights.ladder import Ladder, Rung
+from ..weights.ladder import Ladder, Rung, first_line
 from ..weights.offload import Offload, Onloading
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class ComponentStage(Stage):
             return room()
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # a network that reads values
             logger.warning("what %s takes could not be counted: %s", self.name, error, exc_info=True)
-            self.report.note(f"what it takes of memory could not be counted ({str(error).splitlines()[0]})")
+            self.report.note(f"what it takes of memory could not be counted ({first_line(error)})")
             return 0
 
     def _loaded(self, *, place: bool, beside: int = 0) -> torch.nn.Module:

@@ -67,10 +67,15 @@ class Ladder:
         raise NoRoom(
             f"{self._stage}: memory ran out, in every way that there is to run it.{tried}{has}{self._needs()} "
             "Choose a smaller size, fewer frames or a smaller batch, close what else uses the card, or take a card "
-            f"with more memory. PyTorch said: {str(failed).strip().splitlines()[0]}"
+            f"with more memory. PyTorch said: {first_line(failed)}"
         ) from failed
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says, or its name where it says nothing."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def ran_out(error: BaseException) -> bool:
     """Return whether there was no memory, as PyTorch says it of CUDA, and of other devices and page-locked memory."""
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).split("\n", 1)[0].lower()
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in first_line(error).lower()

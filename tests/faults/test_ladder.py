@@ -16,7 +16,7 @@ from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
 from comfyui_onediff_guard.pipelines.run.pictures import fitted
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights import components as stores
-from comfyui_onediff_guard.pipelines.weights.ladder import NoRoom
+from comfyui_onediff_guard.pipelines.weights.ladder import NoRoom, ran_out
 from comfyui_onediff_guard.pipelines.weights.offload import Offload
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision import wide
@@ -214,6 +214,20 @@ def test_decoding_with_less_room_goes_on_in_smaller_parts(
     assert ways(report) == ["nothing else on the device", how]
     assert frames.shape == right.shape and (frames - right).abs().mean() < 0.2  # tiles of a small VAE are not alike
     assert torch.equal(decode(handle, latents)[0], right)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (torch.OutOfMemoryError(), True),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 17 GB)\nUse ..."), True),
+        (RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA"), True),
+        (RuntimeError("shapes do not match\nnot out of memory"), False),
+        (RuntimeError(), False),
+    ],
+)
+def test_what_says_that_memory_ran_out(error: RuntimeError, is_one: bool) -> None:
+    assert ran_out(error) is is_one
 
 
 def test_what_is_no_lack_of_memory_is_not_tried_again(
