@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -73,10 +72,10 @@ def decode(
         tiling = True
         return "tiling"
 
-    halvings = repeat(fewer_at_once, len(latents).bit_length())
+    halvings = [fewer_at_once] * len(latents).bit_length()
     try:
         with handle.switched(stage.report), torch.no_grad():
-            pixels = stage.ladder(chain(halvings, [tiled])).survive(decoded)
+            pixels = stage.ladder().survive(decoded, [*halvings, tiled])
     finally:
         handle.finish("vae")
     return (pixels * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 3, 1), stage.report

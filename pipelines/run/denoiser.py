@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -49,12 +49,12 @@ class _Steps:
         self._attempts: _Attempts | None = None
         self._placed = False
         self._even = self._apart = False  # its batch, with guidance, can be halved; is computed half by half
-        self._ladder = stage.ladder(self._rungs())
+        self._ladder = stage.ladder()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         inputs = self._signature.bind(*args, **kwargs).arguments
         self._even = len(halves(inputs)) > 1
-        return self._ladder.survive(lambda: self._called(inputs))
+        return self._ladder.survive(lambda: self._called(inputs), self._rungs())
 
     def _called(self, inputs: Mapping[str, Any]) -> Any:
         if not self._placed:
@@ -76,7 +76,7 @@ class _Steps:
             self._earlier = stage.report.learned
         self._placed = True
 
-    def _rungs(self) -> Iterator[Rung]:
+    def _rungs(self) -> list[Rung]:
         """Cheaper ways to make the calls of this run, after which it is placed anew."""
 
         def halves_apart() -> str:
@@ -89,9 +89,7 @@ class _Steps:
             cheaper = self._stage.cheaper(offload)
             return self._anew(cheaper, f"offload '{offload.value}'") if cheaper else ""
 
-        yield halves_apart
-        yield partial(in_parts, Offload.GROUP)
-        yield partial(in_parts, Offload.SEQUENTIAL)
+        return [halves_apart, partial(in_parts, Offload.GROUP), partial(in_parts, Offload.SEQUENTIAL)]
 
     def _anew(self, stage: ComponentStage, how: str) -> str:
         """Have the next call set up the stage, with what this run learned so far."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -94,7 +93,7 @@ class _Calls:
     def __init__(self, stage: ComponentStage):
         self._stage = stage
         self._guard: StageGuard | None = None
-        self._ladder = stage.ladder(self._rungs())
+        self._ladder = stage.ladder()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         def called() -> Any:
@@ -103,9 +102,9 @@ class _Calls:
             with self._stage.weights:
                 return self._guard(*args, **kwargs)
 
-        return self._ladder.survive(called)
+        return self._ladder.survive(called, self._rungs())
 
-    def _rungs(self) -> Iterator[Rung]:
+    def _rungs(self) -> list[Rung]:
         def in_parts(offload: Offload) -> str:
             cheaper = self._stage.cheaper(offload)
             if cheaper is None:
@@ -113,8 +112,7 @@ class _Calls:
             self._stage, self._guard = cheaper, None
             return f"offload '{offload.value}'"
 
-        yield partial(in_parts, Offload.GROUP)
-        yield partial(in_parts, Offload.SEQUENTIAL)
+        return [partial(in_parts, Offload.GROUP), partial(in_parts, Offload.SEQUENTIAL)]
 
 
 def _guarded(stage: ComponentStage) -> StageGuard:

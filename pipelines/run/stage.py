@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -17,7 +16,7 @@ from ...precision.policy import Component, Precision
 from ...precision.stage import Stage
 from ..errors import BackendUnavailable
 from ..models.lora import Lora
-from ..weights.ladder import Ladder, Rung, first_line
+from ..weights.ladder import Ladder, first_line
 from ..weights.offload import Offload, Onloading
 
 if TYPE_CHECKING:
@@ -90,7 +89,7 @@ class ComponentStage(Stage):
         _ = self.module
         return self.handle.store.onloading(self.name, self._offload, self.loras)
 
-    def ladder(self, rungs: Iterator[Rung]) -> Ladder:
+    def ladder(self) -> Ladder:
         """What to try where memory runs out in this stage: first, that nothing else of the model is on the device."""
         store = self.handle.store
 
@@ -107,7 +106,7 @@ class ComponentStage(Stage):
             return f" A call needs {' and '.join(found)}."
 
         said = self.plan.component.value.replace("_", " ")
-        return Ladder(said, chain([others_away], rungs), store.placement, self.report.note, needs)
+        return Ladder(said, others_away, store.placement, self.report.note, needs)
 
     def cheaper(self, offload: Offload) -> ComponentStage | None:
         """The same stage, whose weights come to the device in parts. None where that is so already, or cannot be."""

@@ -74,7 +74,7 @@ def guarded_encoder(stage: ComponentStage, calls: Calls) -> Any:
         calls.total = calls.done + calls_of_vae(vae, lambda counting: counting.encode(pixels.to("meta")))
         return vae.encode(pixels).latent_dist.parameters.float()
 
-    ladder = stage.ladder(iter(()))
+    ladder = stage.ladder()
 
     shell: Any = as_float32(vae, stage.handle.store.placement.device)
     shell.encode = encode

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -20,9 +20,10 @@ class NoRoom(torch.OutOfMemoryError):
 
 
 class Ladder:
-    """The ways to run a stage that are left, from the one that costs least. What was tried stays for its later calls.
+    """The ways to run a stage, from the one that costs least. What was tried stays for its later calls.
 
     stage: as messages name it.
+    first: the first rung.
     note: is told each rung that is taken.
     needs: returns what the stage needs, in words, where that was counted.
     """
@@ -30,20 +31,24 @@ class Ladder:
     def __init__(
         self,
         stage: str,
-        rungs: Iterator[Rung],
+        first: Rung,
         placement: Placement,
         note: Callable[[str], None],
         needs: Callable[[], str],
     ):
         self._stage = stage
-        self._rungs = rungs
+        self._first = first
+        self._tried = 0  # rungs
         self._placement = placement
         self._note = note
         self._needs = needs
         self._taken: list[str] = []
 
-    def survive(self, call: Callable[[], Result]) -> Result:
-        """Make a call, and again where memory runs out in it. Raises NoRoom at the end of the ladder."""
+    def survive(self, call: Callable[[], Result], rungs: Sequence[Rung] = ()) -> Result:
+        """Make a call, and again where memory runs out in it. Raises NoRoom at the end of the ladder.
+
+        rungs: those after the first one, the same in each call. They are not kept: most hold who holds the ladder.
+        """
         while True:
             try:
                 return call()
@@ -52,12 +57,13 @@ class Ladder:
                     raise
                 failed = error
                 traceback.clear_frames(failed.__traceback__)  # which hold what the call had made
-            self._next(failed)
+            self._next(failed, rungs)
 
-    def _next(self, failed: RuntimeError) -> None:
+    def _next(self, failed: RuntimeError, rungs: Sequence[Rung]) -> None:
         before = self._placement.memory()
         self._placement.give_back()
-        for rung in self._rungs:
+        for rung in (self._first, *rungs)[self._tried :]:
+            self._tried += 1
             if how := rung():
                 self._taken.append(how)
                 self._note(f"{self._stage}: memory ran out; went on with {how}")
