@@ -11,10 +11,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
-from enum import Enum
-from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -22,24 +20,11 @@ import torch
 from ...precision.shells import Make, replaced, with_forward
 from ..compile.backends import BackendChoice, choose_backend
 from ..errors import BackendUnavailable
+from .parts import Offload, Parts
 
 logger = logging.getLogger(__name__)
 
 _HOST = torch.device("cpu")
-
-
-class Offload(str, Enum):
-    """Which weights rest in main memory. The values stand in people's workflow files."""
-
-    NONE = "none"
-    MODEL = "model"  # a component's, while another is in use
-    GROUP = "group"  # those of the denoiser and the text encoder, but for the block that computes and the next
-    SEQUENTIAL = "sequential"  # the same, layer by layer
-
-    @property
-    def in_parts(self) -> bool:
-        """Whether a component's weights come to the device in parts."""
-        return self in (Offload.GROUP, Offload.SEQUENTIAL)
 
 
 class Onloading(Protocol):
@@ -81,8 +66,7 @@ class InParts:
     """Weights that are in main memory, but for those in use. At the end of `with` all are there again.
 
     component: the module, in main memory.
-    parts: {name in the component: a module whose weights come and go together}, in the order in which they run. Weights
-        in none of them are on the device inside `with`.
+    parts: of the component. Weights in none of them are on the device inside `with`.
     ahead: bring the next part while one computes. CUDA only.
     pinned: keep weights in page-locked memory; else they are put there as they are brought. CUDA only.
     """
@@ -90,7 +74,7 @@ class InParts:
     def __init__(
         self,
         component: torch.nn.Module,
-        parts: Mapping[str, torch.nn.Module],
+        parts: Parts,
         device: torch.device,
         *,
         ahead: bool,
@@ -118,31 +102,15 @@ class InParts:
                 made.offload_()
             return made
 
-        self._place: dict[str, int] = {}
-        together: list[list[torch.nn.Module]] = []
-        place_of: dict[torch.Tensor, int] = {}
-        for name, part in parts.items():
-            tensors = list(_tensors(part))
-            place = next((place_of[t] for t in tensors if t in place_of), len(together))  # tied weights: one group
-            self._place[name] = place
-            if place == len(together):
-                together.append([part])
-            elif not place_of.keys() >= {*tensors}:
-                together[place].append(part)
-            place_of |= dict.fromkeys(tensors, place)
-        rest = [tensor for tensor in _tensors(component) if tensor not in place_of]
-        self._groups = [group(modules) for modules in together]
-        self._rest = group([], parameters=rest)
+        self._place = parts.places
+        self._groups = [group(modules) for modules in parts.together]
+        self._rest = group([], parameters=parts.rest)
         self._stream = stream
         self._ahead = ahead and stream is not None
         self._here: set[int] = set()
         self._launched: deque[torch.cuda.Event] = deque()  # of parts that may be computing
         self._lock = threading.RLock()
-        sizes = [0] * max(len(together), 1)
-        for tensor, place in place_of.items():
-            sizes[place] += tensor.nbytes
-        in_use = max(map(sum, pairwise(sizes)), default=sizes[0]) if self._ahead else max(sizes)
-        self.most_bytes = sum(tensor.nbytes for tensor in rest) + in_use  # on the device at once
+        self.most_bytes = parts.most_bytes(ahead=self._ahead)
 
     def shell(self, module: torch.nn.Module, like: torch.nn.Module | None = None) -> torch.nn.Module:
         names = like if like is not None else module
@@ -243,15 +211,15 @@ def in_parts(
     blocks: names of the component's blocks, or of lists of blocks. Defaults to its outermost lists.
     once: the component is let go after use, so page-locking all of it would take longer than it saves.
     """
+    parts = Parts.of(component, offload, tuple(blocks))
     if offload is Offload.GROUP:
-        parts = dict(_blocks(component, tuple(blocks)))
         try:
             return InParts(component, parts, device, ahead=True, pinned=not once)
         except RuntimeError as error:  # systems allow only so much of it
             why = str(error).strip().split("\n", 1)[0]
             logger.warning("main memory cannot be page-locked for all blocks (%s): slower, one at a time", why)
             return InParts(component, parts, device, ahead=True, pinned=False)
-    return InParts(component, dict(_layers(component)), device, ahead=False, pinned=False)
+    return InParts(component, parts, device, ahead=False, pinned=False)
 
 
 def brings_parts_to(device: torch.device) -> bool:
@@ -300,43 +268,6 @@ def backend_with(choice: BackendChoice, offload: Offload, device: torch.device) 
         if name not in refused:
             return BackendChoice(following.name, f"auto: {missing}", automatic=True)
     raise AssertionError("eager works everywhere")
-
-
-def _blocks(component: torch.nn.Module, parts: tuple[str, ...]) -> Iterator[tuple[str, torch.nn.Module]]:
-    for part in parts or tuple(_outermost_lists(component)):
-        module = component.get_submodule(part)
-        if isinstance(module, torch.nn.ModuleList):
-            yield from ((f"{part}.{name}", block) for name, block in _children(module))
-        else:
-            yield part, module
-
-
-def _outermost_lists(module: torch.nn.Module, path: str = "") -> Iterator[str]:
-    for name, child in _children(module):
-        if isinstance(child, torch.nn.ModuleList):
-            yield f"{path}{name}"
-        else:
-            yield from _outermost_lists(child, f"{path}{name}.")
-
-
-def _layers(module: torch.nn.Module, path: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the outermost modules that have weights of their own, by name. An adapted layer (peft's LoRA) is one."""
-    for name, child in _children(module):
-        own = any(True for _ in _tensors(child, recurse=False)) or hasattr(child, "base_layer")
-        if own:
-            yield f"{path}{name}", child
-        else:
-            yield from _layers(child, f"{path}{name}.")
-
-
-def _children(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield a module's children by name. One that has two names comes twice."""
-    yield from ((name, child) for name, child in module._modules.items() if child is not None)
-
-
-def _tensors(module: torch.nn.Module, *, recurse: bool = True) -> Iterator[torch.Tensor]:
-    yield from module.parameters(recurse)
-    yield from module.buffers(recurse)
 
 
 @contextmanager

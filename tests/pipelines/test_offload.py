@@ -26,6 +26,7 @@ from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.pipelines.weights import offload as offloading
 from comfyui_onediff_guard.pipelines.weights.offload import Offload
+from comfyui_onediff_guard.pipelines.weights.parts import tensors_of
 from comfyui_onediff_guard.pipelines.weights.placement import DeviceMemory, PlainPlacement
 from comfyui_onediff_guard.precision import wide
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
@@ -163,7 +164,7 @@ def test_only_what_computes_is_there(model_folder, apart, monkeypatch, offload):
     handle = opened(model_folder("2b"), offload)
     _, _, report = run(handle)
     weights = handle.store._onloading["transformer"][1]
-    total = sum(t.nbytes for t in offloading._tensors(weights.component))
+    total = sum(t.nbytes for t in tensors_of(weights.component))
     assert Apart.most_bytes == weights.most_bytes < total
     assert handle.store.placement.asked.count(weights.most_bytes) == 1, (
         "room is asked for what comes, not for the whole"
