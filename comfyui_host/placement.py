@@ -51,7 +51,10 @@ class ComfyPlacement:
         if self.device == torch.device("cpu"):
             return None
         management = self._management
-        return DeviceMemory(int(management.get_total_memory(self.device)), int(management.get_free_memory(self.device)))
+        reserved = getattr(management, "extra_reserved_memory", int)()  # 0.0.1 has none
+        here = [loaded for loaded in management.current_loaded_models if loaded.device == self.device]
+        free = int(management.get_free_memory(self.device) - reserved)
+        return DeviceMemory(int(management.get_total_memory(self.device)), max(free, 0), sum(map(_bytes_there, here)))
 
     def _unload(self, name: str) -> None:
         resident = self._residents.get(name)
@@ -59,6 +62,11 @@ class ComfyPlacement:
         for index in reversed(range(len(loaded))):
             if resident is not None and loaded[index].model is resident:
                 loaded.pop(index).model_unload()
+
+
+def _bytes_there(loaded: Any) -> int:
+    """Of one of ComfyUI's loaded models, on the device."""
+    return int(getattr(loaded, "model_loaded_memory", loaded.model_memory)())
 
 
 class Resident:

@@ -32,7 +32,11 @@ class DecodeLatents(Node):
             "required": {
                 "pipeline": inputs.pipeline(),
                 "latents": ("LATENT", {"tooltip": "From a sampler, with the same pipeline."}),
-                "tiling": inputs.flag(False, "Decode in overlapping tiles: much less memory, slower."),
+                "tiling": inputs.flag(
+                    False,
+                    "Decode in overlapping tiles: much less memory, slower. Off, it is done where the loader's offload "
+                    "is auto and the card has no room otherwise.",
+                ),
                 "slicing": inputs.flag(False, "Decode the videos of a batch one after the other: less memory."),
                 "precision": inputs.precision(inherit=True),
             },

@@ -15,7 +15,7 @@ PRECISIONS = ("auto", "bf16", "fp16", "fp16 (plain)", "fp32")
 BACKENDS = ("auto", "oneflow", "nexfort", "inductor", "eager")
 COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
 ATTENTIONS = ("auto", "measured", "flash", "cudnn", "efficient", "math")
-OFFLOADS = ("none", "model", "group", "sequential")
+OFFLOADS = ("none", "model", "group", "sequential", "auto")
 ACCUMULATIONS = ("auto", "fast")
 FITS = ("crop", "stretch", "refuse")
 ON_FAILURE = ("rerun", "stop", "off")
@@ -76,8 +76,9 @@ def pipeline() -> tuple[str, dict[str, Any]]:
     return "ONEDIFF_PIPELINE", {"tooltip": "From a Load node, or through a NaN Guard."}
 
 
-def choice(options: tuple[str, ...], tooltip: str) -> tuple[list[str], dict[str, Any]]:
-    return list(options), {"default": options[0], "tooltip": tooltip}
+def choice(options: tuple[str, ...], tooltip: str, default: str = "") -> tuple[list[str], dict[str, Any]]:
+    """default: the first where empty."""
+    return list(options), {"default": default or options[0], "tooltip": tooltip}
 
 
 class _Least(int):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,9 +14,65 @@ from ...precision.policy import Component, Precision
 from ...precision.report import RunReport
 from ..errors import BadInput
 from ..families.table import FAMILIES
+from ..weights.ladder import Way
 from .calls import Calls, CallTold, calls_of_vae
 from .handle import PipelineHandle, in_turn
+from .stage import ComponentStage
 from .vae import guarded_decoder, room_for_vae
+
+
+class Portions(NamedTuple):
+    """How much is decoded at once.
+
+    chunk: so many frames or images; 0: all. tiling: a tile of each. slicing: one video of a batch.
+    """
+
+    chunk: int
+    tiling: bool
+    slicing: bool
+
+    def __str__(self) -> str:
+        said = [*([f"{self.chunk} at once"] if self.chunk else []), *(["tiling"] if self.tiling else [])]
+        return ", ".join(said) or "whole"
+
+    def smaller(self, stage: ComponentStage, latents: torch.Tensor) -> Iterator[Portions]:
+        """Yield those that take less memory, the largest first."""
+        portions, layout = self, stage.handle.family.layout
+        while layout.takes_chunks and (portions.chunk or len(latents)) > 1:
+            portions = portions._replace(chunk=(portions.chunk or len(latents)) // 2)
+            yield portions
+        if not self.tiling and hasattr(stage.module, "tiled_decode"):
+            yield portions._replace(tiling=True)
+
+    def decode(self, stage: ComponentStage, vae: Any, latents: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield what a VAE makes of the latents, [n, 3, height, width] each."""
+        vae.use_tiling, vae.use_slicing = self.tiling, self.slicing
+
+        def decoded(part: torch.Tensor, **more: Any) -> torch.Tensor:
+            return vae.decode(part, **more).sample.float()
+
+        return stage.handle.family.layout.decoded(decoded, latents, self.chunk)
+
+    def decode_all(self, stage: ComponentStage, vae: Any, latents: torch.Tensor) -> None:
+        """Make the same calls of a VAE, and keep nothing."""
+        for _ in self.decode(stage, vae, latents):
+            pass
+
+    def room(self, stage: ComponentStage, latents: torch.Tensor) -> int:
+        """Return the bytes that decoding takes beside the weights."""
+        return room_for_vae(stage, "decoder", latents, partial(self.decode_all, stage), self)
+
+
+def ways_to_decode(
+    stage: ComponentStage,
+    latents: torch.Tensor,
+    portions: Portions,
+    take: Callable[[Portions], object] = lambda _: None,
+) -> Iterator[Way]:
+    """Yield the ways to decode latents: the one that was asked for, and those that take less memory."""
+    for each in (portions, *portions.smaller(stage, latents)):
+        beside = stage.counted(partial(each.room, stage, latents))
+        yield Way(str(each), stage.weights_at_once(), beside, partial(take, each))
 
 
 @in_turn
@@ -41,41 +98,31 @@ def decode(
     """
     stage = handle.stage(Component.VAE_DECODE, request)
     _check(handle, latents, made_by, policy=stage.policy)
-    layout = handle.family.layout
+    portions = Portions(chunk, tiling, slicing)
     calls = Calls("decoding", progress or (lambda *_: None))
     vae = guarded_decoder(stage, calls)
-
-    def parts(vae: Any, latents: torch.Tensor) -> Iterator[torch.Tensor]:
-        vae.use_tiling, vae.use_slicing = tiling, slicing
-        return layout.decoded(lambda part, **more: vae.decode(part, **more).sample.float(), latents, chunk)
-
-    def each(vae: Any, latents: torch.Tensor) -> None:
-        for _ in parts(vae, latents):
-            pass
+    ladder = stage.ladder()
 
     def decoded() -> torch.Tensor:
-        calls.done, calls.total = 0, calls_of_vae(vae, lambda counting: each(counting, latents.to("meta")))
-        stage.place(lambda: room_for_vae(stage, "decoder", latents, each, tiling, slicing, chunk))
-        return torch.cat([part.cpu() for part in parts(vae, latents.to(handle.store.placement.device))])
+        calls.done = 0
+        calls.total = calls_of_vae(vae, lambda counting: portions.decode_all(stage, counting, latents.to("meta")))
+        stage.place(lambda: portions.room(stage, latents))
+        on_device = latents.to(handle.store.placement.device)
+        return torch.cat([part.cpu() for part in portions.decode(stage, vae, on_device)])
 
-    def fewer_at_once() -> str:
-        nonlocal chunk
-        if not layout.takes_chunks or (chunk or len(latents)) == 1:
-            return ""
-        chunk = (chunk or len(latents)) // 2
-        return f"{chunk} at once"
+    def go_on(smaller: Portions) -> str:
+        nonlocal portions
+        if smaller in portions.smaller(stage, latents):
+            portions = smaller
+            return str(smaller)
+        return ""
 
-    def tiled() -> str:
-        nonlocal tiling
-        if tiling or not hasattr(vae, "tiled_decode"):
-            return ""
-        tiling = True
-        return "tiling"
-
-    halvings = [fewer_at_once] * len(latents).bit_length()
     try:
         with handle.switched(stage.report), torch.no_grad():
-            pixels = stage.ladder().survive(decoded, [*halvings, tiled])
+            if room := stage.room():
+                ladder.foresee(ways_to_decode(stage, latents, portions, go_on), room)
+            rungs = [partial(go_on, smaller) for smaller in portions.smaller(stage, latents)]
+            pixels = ladder.survive(decoded, rungs)
     finally:
         handle.finish("vae")
     return (pixels * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 3, 1), stage.report

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,18 +22,47 @@ from ..compile.backends import EAGER, MEASURED, came_to, compiled, for_dtype
 from ..families.spec import ENCODERS
 from ..models.lora import keys
 from ..weights.halves import halves, in_halves
-from ..weights.ladder import Rung
+from ..weights.ladder import Rung, Way
 from ..weights.offload import Offload
 from ..weights.room import room_for_call
 from .lessons import recall, remember
 from .profiles import identify
 from .stage import ComponentStage
 
+_APART = "both halves of its batch one after the other"
+
 
 def guarded_denoiser(stage: ComponentStage) -> torch.nn.Module:
     """A shell of the denoiser that runs as the stage's plan says. The original, which it shares weights with, is
     loaded for it and not touched."""
     return as_float32(with_forward(stage.module, _Steps(stage)), stage.handle.store.placement.device)
+
+
+def ways_to_denoise(
+    stage: ComponentStage,
+    inputs: Mapping[str, Any],
+    known: Learned = NOTHING,
+    take: Callable[[ComponentStage, bool], object] = lambda *_: None,
+) -> Iterator[Way]:
+    """Yield the ways to make the calls of a run, the fastest first.
+
+    inputs: of a call. take: is given the stage, and whether both halves of its batch are computed one after the other.
+    """
+    parted = halves(inputs)
+    for offload, kind in stage.ways():
+        yield Way(
+            offload,
+            kind.weights_at_once(),
+            kind.counted(partial(room_for_call, kind, inputs, known)),
+            partial(take, kind, False),
+        )
+        if len(parted) > 1:
+            yield Way(
+                f"{offload}, halves apart",
+                kind.weights_at_once(),
+                kind.counted(partial(room_for_call, kind, parted[0], known)),
+                partial(take, kind, True),
+            )
 
 
 class _Steps:
@@ -47,7 +76,7 @@ class _Steps:
         self._earlier: Learned | None = None  # what another denoiser learned in this run
         self._guard: StageGuard | None = None
         self._attempts: _Attempts | None = None
-        self._placed = False
+        self._foreseen = self._placed = False
         self._even = self._apart = False  # its batch, with guidance, can be halved; is computed half by half
         self._ladder = stage.ladder()
 
@@ -57,6 +86,9 @@ class _Steps:
         return self._ladder.survive(lambda: self._called(inputs), self._rungs())
 
     def _called(self, inputs: Mapping[str, Any]) -> Any:
+        if not self._foreseen and (room := self._stage.room()):
+            self._ladder.foresee(ways_to_denoise(self._stage, inputs, self._known, self._go_on), room)
+        self._foreseen = True
         if not self._placed:
             self._place(halves(inputs)[0] if self._apart else inputs)
         try:
@@ -76,27 +108,27 @@ class _Steps:
             self._earlier = stage.report.learned
         self._placed = True
 
+    def _go_on(self, stage: ComponentStage, apart: bool) -> None:
+        """Have the next call set up the stage, with what this run learned so far."""
+        if self._guard and self._guard.learned:
+            self._known = self._guard.learned
+        self._stage, self._apart, self._guard, self._attempts, self._placed = stage, apart, None, None, False
+
     def _rungs(self) -> list[Rung]:
         """Cheaper ways to make the calls of this run, after which it is placed anew."""
 
         def halves_apart() -> str:
-            if not self._even:
+            if not self._even or self._apart:
                 return ""
-            self._apart = True
-            return self._anew(self._stage, "both halves of its batch one after the other")
+            self._go_on(self._stage, True)
+            return _APART
 
         def in_parts(offload: Offload) -> str:
-            cheaper = self._stage.cheaper(offload)
-            return self._anew(cheaper, f"offload '{offload.value}'") if cheaper else ""
+            if cheaper := self._stage.cheaper(offload):
+                self._go_on(cheaper, self._apart)
+            return f"offload '{offload.value}'" if cheaper else ""
 
         return [halves_apart, partial(in_parts, Offload.GROUP), partial(in_parts, Offload.SEQUENTIAL)]
-
-    def _anew(self, stage: ComponentStage, how: str) -> str:
-        """Have the next call set up the stage, with what this run learned so far."""
-        if self._guard and self._guard.learned:
-            self._known = self._guard.learned
-        self._stage, self._guard, self._attempts, self._placed = stage, None, None, False
-        return how
 
     def _step(self, **kwargs: Any) -> Any:
         self._guard = self._guard or self._planned(kwargs)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,7 +12,6 @@ from typing import Any
 import torch
 
 from ...precision.clips import Clips
-from ...precision.findings import Anatomy
 from ...precision.guard import StageGuard
 from ...precision.islands import Attempt, half_attempt
 from ...precision.learned import Learned
@@ -18,8 +19,9 @@ from ...precision.policy import Component, Precision
 from ...precision.report import RunReport
 from ...precision.shells import with_forward
 from ..errors import BadInput
-from ..weights.ladder import Rung
+from ..weights.ladder import Rung, Way
 from ..weights.offload import Offload
+from ..weights.room import room_for_call
 from .calls import Calls, CallTold
 from .handle import PipelineHandle, in_turn
 from .stage import ComponentStage
@@ -87,6 +89,15 @@ def _pipeline(stage: ComponentStage) -> object:
     )
 
 
+def ways_to_encode(
+    stage: ComponentStage, inputs: Mapping[str, Any], take: Callable[[ComponentStage], object] = lambda _: None
+) -> Iterator[Way]:
+    """Yield the ways to call the text encoder, the fastest first. inputs: of a call. take: is given the stage."""
+    for offload, kind in stage.ways():
+        beside = kind.counted(partial(room_for_call, kind, inputs))
+        yield Way(offload, kind.weights_at_once(), beside, partial(take, kind))
+
+
 class _Calls:
     """Calls of the text encoder, one for each prompt."""
 
@@ -94,23 +105,31 @@ class _Calls:
         self._stage = stage
         self._guard: StageGuard | None = None
         self._ladder = stage.ladder()
+        self._signature = inspect.signature(stage.module.forward)
+        self._foreseen = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        inputs = self._signature.bind(*args, **kwargs).arguments
+
         def called() -> Any:
-            self._stage.place()
+            if not self._foreseen and (room := self._stage.room()):
+                self._ladder.foresee(ways_to_encode(self._stage, inputs, self._go_on), room)
+            self._foreseen = True
+            self._stage.place(partial(room_for_call, self._stage, inputs))
             self._guard = self._guard or _guarded(self._stage)
             with self._stage.weights:
                 return self._guard(*args, **kwargs)
 
         return self._ladder.survive(called, self._rungs())
 
+    def _go_on(self, stage: ComponentStage) -> None:
+        self._stage, self._guard = stage, None
+
     def _rungs(self) -> list[Rung]:
         def in_parts(offload: Offload) -> str:
-            cheaper = self._stage.cheaper(offload)
-            if cheaper is None:
-                return ""
-            self._stage, self._guard = cheaper, None
-            return f"offload '{offload.value}'"
+            if cheaper := self._stage.cheaper(offload):
+                self._go_on(cheaper)
+            return f"offload '{offload.value}'" if cheaper else ""
 
         return [partial(in_parts, Offload.GROUP), partial(in_parts, Offload.SEQUENTIAL)]
 
@@ -120,11 +139,10 @@ def _guarded(stage: ComponentStage) -> StageGuard:
     shell, clips = stage.weights.shell(text_encoder), Clips(plan.dtype)  # T5 clamps at ±64504
 
     def build(learned: Learned) -> Attempt:
-        made = half_attempt(shell, anatomy, learned, plan.dtype, everything=plan.wide, tf32=stage.tf32)
+        made = half_attempt(shell, stage.anatomy, learned, plan.dtype, everything=plan.wide, tf32=stage.tf32)
         return made if made.everything else replace(made, run=clips.watched(shell))
 
-    anatomy = Anatomy(everything=True)
-    learner = stage.learner(text_encoder, build, anatomy)
+    learner = stage.learner(text_encoder, build, stage.anatomy)
     return stage.guard(text_encoder, learner, rerun=shell, peak_inside=clips.take)
 
 

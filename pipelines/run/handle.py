@@ -129,7 +129,7 @@ class PipelineHandle:
 
     def finish(self, *components: str) -> None:
         """A stage is done with components, of which some may not have been loaded."""
-        if self.offload is not Offload.NONE:
+        if not self.offload.stays:
             for component in components:
                 self.store.rest(component)
 

@@ -181,11 +181,14 @@ def _pipeline(
 
 
 def _guarded_image_encoder(stage: ComponentStage, calls: Calls) -> torch.nn.Module:
-    guard = stage.guard(stage.module, stage.module)
+    guard, ladder = stage.guard(stage.module, stage.module), stage.ladder()
+
+    def encoded(pixels: torch.Tensor) -> Any:
+        stage.place()
+        return guard(pixels)
 
     def encode(pixels: torch.Tensor) -> Any:
-        stage.place()
-        output = guard(pixels)
+        output = ladder.survive(lambda: encoded(pixels))
         output.image_embeds = output.image_embeds.float()  # diffusers takes the latents' dtype from it
         return output
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -16,8 +16,10 @@ from ...precision.policy import Component, Precision
 from ...precision.stage import Stage
 from ..errors import BackendUnavailable
 from ..models.lora import Lora
+from ..weights.components import bytes_of
 from ..weights.ladder import Ladder, first_line
 from ..weights.offload import Offload, Onloading
+from ..weights.parts import most_on_device
 
 if TYPE_CHECKING:
     from .handle import PipelineHandle
@@ -65,13 +67,26 @@ class ComponentStage(Stage):
 
         room: returns the bytes that its next calls take beside its weights. Asked where that is not main memory.
         """
-        placement = self.handle.store.placement
-        beside = self._counted(room) if placement.memory() else 0
+        store = self.handle.store
+        beside = self.counted(room) if store.placement.memory() else 0
         self._loaded(place=True, beside=beside)
         if beside and self.weights.most_bytes:
-            placement.make_room(self.weights.most_bytes + beside)
+            store.make_way(self.name, self.weights.most_bytes + beside)
+            store.placement.make_room(self.weights.most_bytes + beside)
 
-    def _counted(self, room: Callable[[], int]) -> int:
+    def room(self) -> int | None:
+        """Return the bytes that its device has for it, what else can leave moved out; None where nothing is chosen by
+        that."""
+        return self.handle.store.reach() if self.handle.offload is Offload.AUTO else None
+
+    def weights_at_once(self) -> int:
+        """Return the bytes of its weights that are on the device at once, as its offload has them."""
+        if not self.handle.store.in_parts(self._offload):
+            return bytes_of(self.module)
+        blocks = self.handle.family.blocks if self.plan.component is Component.DENOISER else ()
+        return most_on_device(self.module, self._offload, blocks)
+
+    def counted(self, room: Callable[[], int]) -> int:
         try:
             return room()
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # a network that reads values
@@ -106,7 +121,16 @@ class ComponentStage(Stage):
             return f" A call needs {' and '.join(found)}."
 
         said = self.plan.component.value.replace("_", " ")
-        return Ladder(said, others_away, store.placement, self.report.note, needs)
+        sized = self.plan.component not in (Component.TEXT_ENCODER, Component.IMAGE_ENCODER)
+        misjudged = store.misjudged.setdefault(self.name, [])
+        return Ladder(said, others_away, store.placement, self.report.note, needs, misjudged, sized=sized)
+
+    def ways(self) -> Iterator[tuple[str, ComponentStage]]:
+        """Yield the kinds of offload that it can run with, by name, the fastest first."""
+        yield Offload.NONE.value, self
+        for offload in Offload:
+            if offload.in_parts and (cheaper := self.cheaper(offload)):
+                yield offload.value, cheaper
 
     def cheaper(self, offload: Offload) -> ComponentStage | None:
         """The same stage, whose weights come to the device in parts. None where that is so already, or cannot be."""
@@ -123,7 +147,9 @@ class ComponentStage(Stage):
 
     @_Once
     def anatomy(self) -> Anatomy:
-        """A denoiser's parts, as far as the guard needs them."""
+        """Its parts, as far as the guard needs them; those of an encoder of text are not told apart."""
+        if self.plan.component is not Component.DENOISER:
+            return Anatomy(everything=True)
         return Anatomy.of(self.module, self.handle.family.blocks, self.handle.family.stream)
 
     @property

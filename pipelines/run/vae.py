@@ -7,7 +7,7 @@ failure costs one chunk in fp32: the first whose output or cache is bad.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from ...precision.learned import Learned
 from ...precision.learning import Learner
 from ...precision.shells import Make, as_float32, both, replaced, with_forward
 from ...precision.upcast import run_in_fp32
+from ..weights.ladder import Way
 from ..weights.room import attempt_on_meta, counted
 from .calls import Calls, calls_of_vae
 from .stage import ComponentStage
@@ -66,15 +67,39 @@ def guarded_encoder(stage: ComponentStage, calls: Calls) -> Any:
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
         from diffusers.models.modeling_outputs import AutoencoderKLOutput
 
-        moments = ladder.survive(lambda: moments_of(pixels))
+        moments = ladder.survive(lambda: moments_of(pixels), [tiled])
         return AutoencoderKLOutput(latent_dist=DiagonalGaussianDistribution(moments))  # pyright: ignore[reportArgumentType]
 
     def moments_of(pixels: torch.Tensor) -> torch.Tensor:
-        stage.place(lambda: room_for_vae(stage, "encoder", pixels, lambda vae, pixels: vae.encode(pixels)))
+        nonlocal foreseen
+        if not foreseen and (room := stage.room()):
+            ladder.foresee(ways(pixels), room)
+        foreseen = True
+        stage.place(lambda: taken(pixels, vae.use_tiling))
         calls.total = calls.done + calls_of_vae(vae, lambda counting: counting.encode(pixels.to("meta")))
         return vae.encode(pixels).latent_dist.parameters.float()
 
-    ladder = stage.ladder()
+    def taken(pixels: torch.Tensor, tiling: bool) -> int:
+        def encode(vae: Any, pixels: torch.Tensor) -> None:
+            vae.use_tiling = tiling
+            vae.encode(pixels)
+
+        return room_for_vae(stage, "encoder", pixels, encode, tiling)
+
+    def ways(pixels: torch.Tensor) -> Iterator[Way]:
+        weights = stage.weights_at_once()
+        yield Way("whole", weights, stage.counted(lambda: taken(pixels, False)))
+        if tiles:
+            yield Way("tiling", weights, stage.counted(lambda: taken(pixels, True)), tiled)
+
+    def tiled() -> str:
+        if not tiles or vae.use_tiling:
+            return ""
+        vae.use_tiling = True
+        return "tiling"
+
+    tiles, foreseen, ladder = hasattr(vae, "tiled_encode"), False, stage.ladder()
+    vae.use_tiling = False
 
     shell: Any = as_float32(vae, stage.handle.store.placement.device)
     shell.encode = encode

@@ -29,6 +29,7 @@ from ..errors import BadFolder
 from ..models.folder import fingerprint
 from ..models.lora import Lora, LoraKey, keys, with_loras
 from ..models.on_disk import StoredModel
+from .ladder import Misjudged
 from .offload import InParts, Offload, Onloading, Whole, brings_parts_to, in_parts, release_page_locked
 from .placement import MOVING, Placement, main_memory, move
 
@@ -61,6 +62,7 @@ class ComponentStore:
         self.recalled: set[MemoryKey] = set()  # of these, a profile on disk was where runs began
         self.attention: dict[tuple[str, tuple[torch.Size, ...]], Choice] = {}  # by dtype and sizes, measured
         self.room: dict[Any, int] = {}  # what a call of a component takes beside its weights, by what tells calls apart
+        self.misjudged: dict[str, list[Misjudged]] = {}  # of a component's stages
         self.handles: weakref.WeakSet[Any] = weakref.WeakSet()  # who still uses it
         self.emptied = False
         self.notes: dict[str, tuple[str, ...]] = {}  # component → what was found or mended when it was loaded
@@ -189,6 +191,8 @@ class ComponentStore:
             self.placement.to_host(name, module)
         else:
             self._onloading.pop(name, None)
+            if self.placement.memory():
+                self.make_way(name, bytes_of(module) - self._bytes_there(module) + where.beside)
             self.placement.to_device(name, module, where.beside)
 
     def _forget_loras(self, name: str) -> None:
@@ -213,8 +217,31 @@ class ComponentStore:
         with MOVING:
             modules = [module for name, (_, module) in self._modules.items() if name not in self._onloading]
             in_parts = sum(weights.most_bytes for _, weights in self._onloading.values())
-        tensors = {t for module in modules for t in (*module.parameters(), *module.buffers())}
-        return in_parts + sum(t.nbytes for t in tensors if t.device == self.placement.device)
+        return in_parts + sum(map(self._bytes_there, modules))
+
+    def reach(self) -> int | None:
+        """Return the bytes that the device has for one component and its calls, if all that can leave does; None where
+        that is main memory."""
+        memory = self.placement.memory()
+        if memory is None:
+            return None
+        with MOVING:
+            there = sum(self._bytes_there(module) for _, module in self._modules.values())
+        return memory.free + (there if memory.movable is None else memory.movable)
+
+    def make_way(self, name: str, n_bytes: int) -> None:
+        """Where there is no memory manager, move components out until that many bytes are free for another one."""
+        with MOVING:
+            for other, (_, module) in self._modules.items():
+                memory = self.placement.memory()
+                if memory is None or memory.movable is not None or memory.free >= n_bytes:
+                    return
+                if other != name and self._bytes_there(module):
+                    self.rest(other)
+                    self.placement.give_back()
+
+    def _bytes_there(self, module: torch.nn.Module) -> int:
+        return bytes_on(self.placement.device, module)
 
     def rest(self, name: str) -> None:
         """Move a component to the host's memory until it is needed again."""
@@ -304,6 +331,16 @@ def _loading() -> Generator[None]:
             yield
         finally:
             torch.set_default_dtype(dtype)
+
+
+def bytes_of(module: torch.nn.Module) -> int:
+    """Return those of weights and buffers."""
+    return sum(tensor.nbytes for tensor in {*module.parameters(), *module.buffers()})
+
+
+def bytes_on(device: torch.device, module: torch.nn.Module) -> int:
+    """Return those of weights and buffers that are on a device."""
+    return sum(tensor.nbytes for tensor in {*module.parameters(), *module.buffers()} if tensor.device == device)
 
 
 _FINDING = threading.Lock()

@@ -1,10 +1,11 @@
-"""Memory that runs out in a stage: the same call again, in the next cheaper way, once down the ladder."""
+"""The ways to run a stage, from the one that costs least: the first one for which there is room, and where memory runs
+out all the same, the same call again in the next cheaper way, once down the ladder."""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -14,18 +15,69 @@ from .placement import Placement
 Result = TypeVar("Result")
 Rung = Callable[[], str]  # makes what follows cheaper. Returns how, for the report; "" where it cannot
 
+_MARGIN = 1.15  # of what is counted beside weights: cuDNN's and cuBLAS's workspaces and gaps come on top
+
 
 class NoRoom(torch.OutOfMemoryError):
-    """Memory ran out in every way that there is to run a stage."""
+    """There is no memory for a stage in any way that there is to run it."""
+
+
+class Way(NamedTuple):
+    """A way to run a stage.
+
+    said: how, for the report.
+    weights, beside: bytes that are on the device at once.
+    take: makes the calls that follow run like this.
+    """
+
+    said: str
+    weights: int
+    beside: int
+    take: Callable[[], object] = lambda: None
+
+    @property
+    def takes(self) -> int:
+        return self.weights + self.beside
+
+    @property
+    def advised(self) -> float:
+        return self.weights + self.beside * _MARGIN
+
+    def in_words(self) -> str:
+        return f"{size(self.weights)} of weights and {size(self.beside)} beside them"
+
+
+class Misjudged(NamedTuple):
+    """A way that seemed to fit, and in which memory ran out."""
+
+    takes: int  # bytes, as they were counted
+    has: int  # bytes that there were
+
+
+def first_that_fits(ways: Iterable[Way], has: int, misjudged: Sequence[Misjudged] = ()) -> tuple[Way, Way, bool]:
+    """Return the first way that fits in `has` bytes, what the very first one is, and whether it fits. Where none does,
+    it is the one that takes least.
+
+    ways: at least one, from the one that costs least time. Those behind the one that fits are not asked for.
+    """
+    met: list[Way] = []
+    for way in ways:
+        met.append(way)
+        if way.advised <= has and not any(way.takes >= each.takes and has <= each.has for each in misjudged):
+            return way, met[0], True
+    least = min(met, key=lambda way: way.takes)
+    return least, met[0], least.takes <= has
 
 
 class Ladder:
-    """The ways to run a stage, from the one that costs least. What was tried stays for its later calls.
+    """The ways to run a stage. What was tried stays for its later calls.
 
     stage: as messages name it.
     first: the first rung.
     note: is told each rung that is taken.
     needs: returns what the stage needs, in words, where that was counted.
+    misjudged: is added to, and lives as long as the model does: what ran out is not tried again with as much memory.
+    sized: what it takes beside weights grows with the size of what is made.
     """
 
     def __init__(
@@ -35,6 +87,9 @@ class Ladder:
         placement: Placement,
         note: Callable[[str], None],
         needs: Callable[[], str],
+        misjudged: list[Misjudged],
+        *,
+        sized: bool,
     ):
         self._stage = stage
         self._first = first
@@ -42,7 +97,36 @@ class Ladder:
         self._placement = placement
         self._note = note
         self._needs = needs
+        self._misjudged = misjudged
+        self._sized = sized
+        self._foreseen: Misjudged | None = None  # if memory runs out
         self._taken: list[str] = []
+
+    def foresee(self, ways: Iterable[Way], has: int) -> None:
+        """Take the first way that fits, and note why. Raises NoRoom, before anything is computed, where none does.
+
+        has: bytes that the device has for the stage.
+        """
+        way, first, fits = first_that_fits(ways, has, self._misjudged)
+        where = f"{size(has)} that {self._placement.device} has for it"
+        if not fits:
+            raise NoRoom(
+                f"{self._stage}: there is not enough memory, in any way that there is to run it. {way.said}, which "
+                f"takes least, takes {way.in_words()}, of {where}. {self._what_would_fit(way, has)}"
+            )
+        instead = "" if way is first else f"; {first.said} would take {first.in_words()}"
+        self._note(f"{self._stage}: offload auto chose {way.said}: {way.in_words()}, of {where}{instead}")
+        way.take()
+        self._foreseen = Misjudged(way.takes, has)
+
+    def _what_would_fit(self, way: Way, has: int) -> str:
+        other = "Close what else uses the card, or take a card with more memory."
+        part = (has - way.weights) / (way.beside * _MARGIN) if way.beside else 0
+        if not self._sized:
+            return other
+        if part < 0.01:
+            return f"No size would fit. {other}"
+        return f"About {part:.0%} of this size (width × height × frames) would fit: choose less. {other}"
 
     def survive(self, call: Callable[[], Result], rungs: Sequence[Rung] = ()) -> Result:
         """Make a call, and again where memory runs out in it. Raises NoRoom at the end of the ladder.
@@ -62,6 +146,9 @@ class Ladder:
     def _next(self, failed: RuntimeError, rungs: Sequence[Rung]) -> None:
         before = self._placement.memory()
         self._placement.give_back()
+        if self._foreseen:
+            self._misjudged.append(self._foreseen)
+            self._foreseen = None
         for rung in (self._first, *rungs)[self._tried :]:
             self._tried += 1
             if how := rung():

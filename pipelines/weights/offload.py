@@ -240,6 +240,7 @@ _LASTING = {  # backend → why what it compiled cannot follow weights that move
     "inductor": "a compiled block is one piece, and cannot wait for each layer's weights",
 }
 _REFUSED = {
+    Offload.AUTO: (),
     Offload.NONE: (),
     Offload.MODEL: ("oneflow",),
     Offload.GROUP: ("oneflow", "nexfort"),

@@ -15,10 +15,16 @@ import torch
 class Offload(str, Enum):
     """Which weights rest in main memory. The values stand in people's workflow files."""
 
+    AUTO = "auto"  # whichever of the others a stage has room for
     NONE = "none"
     MODEL = "model"  # a component's, while another is in use
     GROUP = "group"  # those of the denoiser and the text encoder, but for the block that computes and the next
     SEQUENTIAL = "sequential"  # the same, layer by layer
+
+    @property
+    def stays(self) -> bool:
+        """Whether components stay where they are after use, until another needs the room."""
+        return self in (Offload.AUTO, Offload.NONE)
 
     @property
     def in_parts(self) -> bool:

@@ -17,6 +17,7 @@ class DeviceMemory(NamedTuple):
 
     total: int
     free: int  # now, what PyTorch keeps for later included
+    movable: int | None = None  # of what a memory manager moves out for others; None where there is no such manager
 
 
 class Placement(Protocol):

@@ -97,7 +97,7 @@ def test_what_is_asked_for_is_what_a_stage_takes(
         asked = [room for key, room in handle.store.room.items() if key[1].component.value == stage]
         assert asked[0] in handle.store.placement.asked
         assert asked[0] / most == pytest.approx(1, abs=0.12), stage
-    assert len(handle.store.room) == 2 + handle.family.takes_image, "each is counted once"
+    assert len(handle.store.room) == 2 + handle.family.takes_image + bool(handle.family.prompt), "each is counted once"
 
 
 def test_nothing_is_counted_where_memory_is_main_memory(model_folder: Callable[..., Path]) -> None:

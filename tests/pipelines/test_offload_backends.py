@@ -21,6 +21,7 @@ from comfyui_onediff_guard.precision.policy import Precision
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 WORKS = {
+    "auto": {"oneflow", "nexfort", "inductor", "eager"},
     "none": {"oneflow", "nexfort", "inductor", "eager"},
     "model": {"nexfort", "inductor", "eager"},
     "group": {"inductor", "eager"},
@@ -94,7 +95,7 @@ def test_the_loader_and_the_compile_node_refuse_before_anything_is_loaded(model_
         load(model_folder("2b"), COGVIDEOX, backend="inductor", **options)
     handle = load(model_folder("2b"), COGVIDEOX, backend="auto", **options)
     assert handle.backend.name == "eager" and "a compiled block is one piece" in handle.backend.reason
-    with pytest.raises(BackendUnavailable, match="Choose backend 'eager', or offload 'none', 'model', 'group'"):
+    with pytest.raises(BackendUnavailable, match="Choose backend 'eager', or offload 'auto', 'none', 'model', 'group'"):
         Compile().apply(handle, "inductor", "auto", "default", False)
     (again,) = Compile().apply(handle, "auto", "auto", "default", False)
     assert again.backend.name == "eager"

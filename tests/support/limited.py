@@ -110,6 +110,7 @@ def limited_card() -> Generator[LimitedCard]:
             (torch.nn.Module, "to", lambda *args, **kwargs: card.to(*args, **kwargs)),
             (StageGuard, "__call__", guarded),
             (ModuleGroup, "_onload_from_memory", onload),
+            (stores, "bytes_on", lambda _device, module: card.bytes_of(module)),
             (ModuleGroup, "_offload_to_memory", lambda group: (send_away(group), card.go(tensors_of(group)))),
             *((module, "brings_parts_to", lambda _device: True) for module in (handles, offloading, stores)),
         ):

@@ -216,13 +216,13 @@ def test_every_option_and_number_is_allowed(path: Path, model_folder: Path) -> N
 
 FILES = {"model", "image", *comfyui_nodes.FILE_INPUTS}  # drop-downs without a default
 CHOSEN = {
-    # decoding is what needs the most memory; CogVideoX 2B and 5B were trained at 8 frames a second
-    "cogvideox_text_to_video": {"tiling", "fps"},
-    "cogvideox_image_to_video": {"tiling", "fps", "scheduler"},  # DPM is advised for 5B
-    "cogvideox_video_to_video": {"tiling", "scheduler", "length"},  # as many frames as 5B makes
+    # CogVideoX 2B and 5B were trained at 8 frames a second
+    "cogvideox_text_to_video": {"fps"},
+    "cogvideox_image_to_video": {"fps", "scheduler"},  # DPM is advised for 5B
+    "cogvideox_video_to_video": {"scheduler", "length"},  # as many frames as 5B makes
     "cogview3_text_to_image": {"guidance_scale"},  # as its authors use it
     "cogview4_text_to_image": {"guidance_scale"},
-    "wan_text_to_video": {"tiling", "fps", "scope"},  # memory; 2.1 makes 16 frames a second; one lesson is enough
+    "wan_text_to_video": {"fps", "scope"},  # 2.1 makes 16 frames a second; one lesson is enough
     "svd_image_to_video": {"chunk", "fps"},  # memory; SVD's 7 frames a second in CreateVideo
     # as in ComfyUI's own examples of these models; scope: what fp16 does not hold costs one step
     "native_sd15_text_to_image": {"scheduler", "scope"},

@@ -1,0 +1,81 @@
+"""Memory runs out once, in a layer of any stage: the run goes on, and its frames are as without, to the bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from comfyui_onediff_guard.pipelines.models.recognised import family_of
+from comfyui_onediff_guard.pipelines.run.decode import decode
+from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
+from comfyui_onediff_guard.pipelines.weights import components as stores
+from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
+from comfyui_onediff_guard.precision.policy import Precision
+from test_ladder import MODELS, sampled, ways
+from tiers import drawn
+
+FAULTS = drawn(20, 5)  # of each family
+
+
+class Layers:
+    """Counts the calls of all layers of a pipeline, and has memory run out in one of them."""
+
+    def __init__(self, handle: PipelineHandle):
+        self.calls: list[str] = []  # the component of each
+        self.fails_at = -1
+        checks = handle.store._checked
+
+        def watched(name: str, module: torch.nn.Module, dtype: str) -> list[str]:
+            said = checks(name, module, dtype)
+            for layer in module.modules():
+                layer.register_forward_pre_hook(lambda *_: self._called(name))
+            return said
+
+        handle.store._checked = watched
+
+    def _called(self, name: str) -> None:
+        self.calls.append(name)
+        if len(self.calls) - 1 == self.fails_at:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    def begin(self, fails_at: int = -1) -> None:
+        self.calls, self.fails_at = [], fails_at
+
+
+def places(calls: list[str]) -> list[int]:
+    """As many of each component's calls."""
+    draw = random.Random(7)
+    of = {name: [n for n, each in enumerate(calls) if each == name] for name in dict.fromkeys(calls)}
+    found = [draw.choice(numbers) for _ in range(FAULTS) for numbers in of.values()]
+    return found[:FAULTS]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_memory_that_runs_out_once_changes_no_bit(
+    model_folder: Callable[..., Path], figure: Callable[[str, object], None], model: str
+) -> None:
+    stores._STORES.clear()
+    folder = model_folder(model)
+    options: dict[str, Any] = {"backend": "eager", "offload": "auto", "placement": PlainPlacement(torch.device("cpu"))}
+    handle = load(folder, family_of(folder), precision=Precision("fp32"), **options)
+    layers = Layers(handle)
+
+    def run(fails_at: int = -1) -> tuple[torch.Tensor, list[str]]:
+        handle.store.prompts.clear()
+        layers.begin(fails_at)
+        latents, sampling = sampled(handle, model)
+        frames, decoding = decode(handle, latents)
+        return frames, [way for report in (sampling, *sampling.before, decoding) for way in ways(report)]
+
+    run()  # which loads
+    right, survived = run()
+    assert not survived
+    for place in places(layers.calls):
+        frames, survived = run(place)
+        assert torch.equal(frames, right), place
+        assert survived == ["nothing else on the device"] or layers.calls[place] == "text_encoder"  # another report
+    figure("memory ran out in one layer's call: runs that went on, with frames as without, to the bit", FAULTS)

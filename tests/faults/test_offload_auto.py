@@ -1,0 +1,82 @@
+"""Offload `auto` on cards of so many bytes: a stage fits, never running out of memory, or refuses before computing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from comfyui_onediff_guard.pipelines.run.decode import decode
+from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
+from comfyui_onediff_guard.pipelines.weights.ladder import NoRoom
+from limited import LimitedCard, limited_card
+from test_ladder import MODELS, everything_away, most_of, opened, sampled, ways
+
+PARTS = (1.3, 0.985, 0.9, 0.6, 0.4, 0.2, 0.1, 0.05)  # of what the run takes where there is room for all
+Run = Callable[[], tuple[Any, Any]]
+
+
+@pytest.fixture
+def card() -> Generator[LimitedCard]:
+    with limited_card() as card:
+        yield card
+
+
+def chosen(report: Any) -> list[str]:
+    return [note.partition("chose ")[2].partition(":")[0] for note in report.notes if "offload auto chose" in note]
+
+
+def cases(handle: PipelineHandle, model: str) -> dict[str, tuple[Run, set[str], float]]:
+    """{what: (run, ways that are seen on cards of one size or another, how far from the right result)}"""
+    latents, _ = sampled(handle, model)
+    apart = {"none, halves apart"} if handle.family.guidance.calls == 1 else set()
+    smaller = {"svd": {"2 at once", "1 at once"}, "wan": set()}.get(model, {"tiling"})
+
+    def encoding() -> tuple[torch.Tensor, Any]:
+        handle.store.prompts.clear()
+        (made,), report = encode_prompts(handle, ["a red kite"])
+        return made, report
+
+    return {
+        "encoding": (encoding, {"none"} if model == "wan" else {"none", "sequential"}, 1e-5),
+        "sampling": (lambda: sampled(handle, model), {"none", *apart}, 1e-4),
+        "decoding": (lambda: decode(handle, latents), {"whole", *smaller}, 2),
+    }
+
+
+@pytest.mark.parametrize("what", ["encoding", "sampling", "decoding"])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_stage_fits_or_refuses_before_it_computes(
+    card: LimitedCard, model_folder: Callable[..., Path], model: str, what: str
+) -> None:
+    handle = opened(card, model_folder(model), "auto")
+    if what == "encoding" and not handle.family.prompt:
+        pytest.skip("it takes no prompt")
+    run, expected, error = cases(handle, model)[what]
+    (right, report), most = most_of(card, handle, run)
+    assert chosen(report)[0] in ("none", "whole")
+    found, refused = set(), []
+    for part in PARTS:
+        everything_away(handle)
+        card.made.clear()
+        with card.limited(part * most):
+            try:
+                made, report = run()
+            except NoRoom as failed:
+                refused.append(str(failed))
+                continue
+            assert card.most <= part * most
+        assert not ways(report), "it was foreseen"
+        assert not refused, "a smaller card was enough"
+        found |= {*chosen(report)}
+        if "tiling" not in [way for each in report.before for way in chosen(each)]:
+            assert (made - right).norm() <= error * right.norm(), part
+    print(f"{model} {what} {found} {expected - found}")
+    assert refused and found >= expected
+    for text in refused:
+        assert "there is not enough memory" in text
+        assert re.search(r"takes [\d.]+ [MG]B of weights and [\d.]+ [MG]B beside them, of [\d.]+ [MG]B that", text)
