@@ -42,6 +42,16 @@ def make_consistent(module: torch.nn.Module, dtype: torch.dtype, device: torch.d
     return [*_put_back(module, kept), *softened, *_name_strangers(module, dtype, kept)]
 
 
+def as_loaded(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """Cast a module that was only built to the dtypes that it has when it is loaded in `dtype`: what its class keeps in
+    fp32 is that, and buffers that no file holds stay as they are. Returns the module."""
+    kept = _kept_in_fp32(module, dtype)
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(torch.float32 if _in(kept, name) else dtype)
+    return module
+
+
 def _put_back(module: torch.nn.Module, kept: frozenset[str]) -> Iterator[str]:
     cast = {name: p for name, p in module.named_parameters() if _in(kept, name) and p.dtype in _HALF}
     for name, parameter in cast.items():

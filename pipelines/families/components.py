@@ -6,12 +6,16 @@ Bounds are far beyond every published model, and keep a file from asking for a b
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
 from ...trust.foreign import Foreign
+
+if TYPE_CHECKING:
+    import torch
 
 Width = Annotated[int, Field(ge=1, le=2**20)]  # channels, vocabularies
 Extent = Annotated[int, Field(ge=1, le=4096)]  # frames, tokens, pixels along a side
@@ -44,6 +48,35 @@ class ComponentSpec:
     classes: tuple[str, ...]  # accepted in model_index.json; the first is the usual one
     fields: type[Fields]  # what its config holds
     weights: bool = True
+
+    def class_named(self, name: str = "") -> Any:
+        """Return a class of its library: the usual one where none is named, or where the installed version has none of
+        this name."""
+        import diffusers
+        import transformers
+
+        library = {"diffusers": diffusers, "transformers": transformers}[self.library]
+        return getattr(library, name, None) or getattr(library, self.classes[0])
+
+    def on_meta(
+        self, config: Mapping[str, Any], dtype: torch.dtype | None = None, *, name: str = ""
+    ) -> torch.nn.Module:
+        """Build what a config describes on the meta device, where it takes no memory.
+
+        dtype: what its weights are in, as if they had been loaded in that; None leaves them as the class makes them.
+        name: the class, where it is not the usual one.
+        """
+        import torch
+
+        from ...precision.consistency import as_loaded
+
+        cls = self.class_named(name)
+        with torch.device("meta"):
+            if self.library == "transformers":
+                module = cls(cls.config_class.from_dict(dict(config)))
+            else:
+                module = cls.from_config(dict(config))
+        return as_loaded(torch.nn.Module.to(module, "meta"), dtype) if dtype else module
 
 
 class T5(Fields):

@@ -44,7 +44,7 @@ class ModelFolder(StoredModel):
     def component(self, name: str, dtype: torch.dtype) -> torch.nn.Module:
         options: dict[str, Any] = {"torch_dtype": dtype}
         if self.family.components[name].library == "transformers":  # which would take any field of config.json
-            config = _class(self.family.components[name], self.classes[name]).config_class
+            config = self.family.components[name].class_named(self.classes[name]).config_class
             options = {"dtype": dtype, "config": config.from_dict(dict(self.fields[name]))}
         module, found = self._from_pretrained(name, use_safetensors=True, output_loading_info=True, **options)
         lost = {str(key) for what in ("missing_keys", "mismatched_keys", "error_msgs") for key in found[what]}
@@ -86,7 +86,7 @@ class ModelFolder(StoredModel):
     def _from_pretrained(self, name: str, **options: Any) -> Any:
         import torch
 
-        loader = _class(self.family.components[name], self.classes[name])
+        loader = self.family.components[name].class_named(self.classes[name])
         try:
             return loader.from_pretrained(self.path / name, local_files_only=True, **options)
         except torch.OutOfMemoryError:
@@ -240,16 +240,6 @@ def _check_unweighted(path: Path, name: str, component: ComponentSpec, cls: str)
                 _fields(file, path, component, cls, inner)
 
 
-def _class(component: ComponentSpec, name: str) -> Any:
-    """Return a class of a component's library. Where the installed version has no class of this name, the usual one is
-    taken."""
-    import diffusers
-    import transformers
-
-    library = {"diffusers": diffusers, "transformers": transformers}[component.library]
-    return getattr(library, name, None) or getattr(library, component.classes[0])
-
-
 def _can_build() -> bool:
     """Return whether modules can be built. Where PyTorch is broken they cannot: `doctor` tells that, and nothing is
     loaded."""
@@ -276,13 +266,7 @@ def _on_meta(where: str, component: ComponentSpec, name: str, fields: Mapping[st
 
 @lru_cache(maxsize=16)  # a folder is checked when it is fetched, opened and diagnosed: SVD's UNet takes 0.4 s each time
 def _built(component: ComponentSpec, name: str, fields: str) -> torch.nn.Module:
-    import torch
-
-    cls = _class(component, name)
-    with torch.device("meta"):
-        if component.library == "transformers":
-            return cls(cls.config_class.from_dict(json.loads(fields)))
-        return cls.from_config(json.loads(fields))
+    return component.on_meta(json.loads(fields), name=name)
 
 
 def _with_defaults(module: Any, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -182,11 +182,7 @@ def _scales_as_tensors(shell: torch.nn.Module) -> None:
 
 def skeleton(model: StoredModel) -> torch.nn.Module:
     """The model's denoiser without weights (on the meta device): enough to check a LoRA before anything is loaded."""
-    import diffusers
-
-    cls = getattr(diffusers, model.family.components[model.family.denoiser].classes[0])
-    with torch.device("meta"):
-        return cls.from_config(dict(model.denoiser_config))
+    return model.family.components[model.family.denoiser].on_meta(model.denoiser_config)
 
 
 def _loader(family: FamilySpec) -> Any:

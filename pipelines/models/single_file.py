@@ -120,7 +120,7 @@ def load_component(file: SvdFile | Path, name: str, dtype: torch.dtype) -> torch
         file = read_svd(file)
     component = file.components[name]
     with torch.inference_mode(False), torch.no_grad():
-        module = _meta_module(name, component.config)
+        module = SVD.components[name].on_meta(component.config)
         module.load_state_dict(_read(file.path, component.sources, module.state_dict(), dtype), assign=True)
         _fill_buffers(module)
         if name == "unet":
@@ -161,7 +161,7 @@ def fit(
     try:
         component = SVD.components[name]
         fields_of(component, component.classes[0], _as_json(config))
-        wanted = {key: tuple(tensor.shape) for key, tensor in _meta_module(name, config).state_dict().items()}
+        wanted = {key: tuple(tensor.shape) for key, tensor in component.on_meta(config).state_dict().items()}
     except (ValueError, TypeError, RuntimeError, ZeroDivisionError, IndexError) as error:  # Unreadable among them
         raise BadFolder(f"{here} has sizes of which no model can be built: {error}. {_GET}") from error
     missing = sorted(wanted.keys() - sources.keys())
@@ -188,18 +188,6 @@ _CONFIGS: dict[str, Callable[[Shapes, int], dict[str, Any]]] = {
 
 def _as_json(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: list(value) if isinstance(value, tuple) else value for key, value in config.items()}
-
-
-def _meta_module(name: str, config: Mapping[str, Any]) -> torch.nn.Module:
-    """Build a component on the meta device, where it takes no memory."""
-    with torch.device("meta"):
-        if name == "image_encoder":
-            from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
-
-            return CLIPVisionModelWithProjection(CLIPVisionConfig(**config))
-        from diffusers import AutoencoderKLTemporalDecoder, UNetSpatioTemporalConditionModel
-
-        return {"unet": UNetSpatioTemporalConditionModel, "vae": AutoencoderKLTemporalDecoder}[name](**config)
 
 
 def _shape_of(source: Source, shapes: Shapes) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ import svd_layout
 import torch
 from comfyui_onediff_guard.pipelines.errors import BadFolder
 from comfyui_onediff_guard.pipelines.families import svd_keys
+from comfyui_onediff_guard.pipelines.families.svd import SVD
 from comfyui_onediff_guard.pipelines.models import single_file
 from comfyui_onediff_guard.pipelines.models.recognised import is_single_file
 from comfyui_onediff_guard.pipelines.models.single_file import load_component, load_unweighted, read_svd
@@ -61,7 +62,7 @@ def test_every_real_key_is_used_once_and_every_parameter_filled(shapes: svd_keys
     used: Counter[str] = Counter()
     for name in COMPONENTS:
         config, sources = single_file.fit("svd_xt.safetensors", name, shapes)  # raises where one is missing or over
-        parameters = single_file._meta_module(name, config).state_dict()
+        parameters = SVD.components[name].on_meta(config).state_dict()
         assert sources.keys() == parameters.keys()
         for key, source in sources.items():
             if source.key:

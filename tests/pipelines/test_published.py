@@ -1,0 +1,101 @@
+"""The published variants, described: of their published sizes, known for what they are, and built without memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from comfyui_onediff_guard.pipelines.families.table import VARIANTS
+from comfyui_onediff_guard.pipelines.insight.published import PUBLISHED
+from comfyui_onediff_guard.pipelines.models.component_config import fields_of
+from comfyui_onediff_guard.pipelines.models.recognised import family_of, open_model
+from comfyui_onediff_guard.pipelines.models.single_file import fit
+from comfyui_onediff_guard.precision.dtypes import DTYPES
+
+# Billions of parameters, of the denoiser, the encoder and the VAE: as model cards and papers say, else by the bytes of
+# the published files
+T5_XXL, UMT5_XXL, GLM_4_9B, CLIP_VIT_H = 4.76, 5.68, 9.40 - 0.62, 0.632  # GLM's without its last layer
+COGVIDEOX_VAE, COGVIEW_VAE, SVD_VAE, WAN_VAE, WAN_22_VAE = 0.2156, 0.406, 0.0977, 0.127, 0.705
+BILLIONS = {
+    "CogVideoX-2B": (1.69, T5_XXL, COGVIDEOX_VAE),
+    "CogVideoX-5B": (5.57, T5_XXL, COGVIDEOX_VAE),
+    "CogVideoX-5B-I2V": (5.57, T5_XXL, COGVIDEOX_VAE),
+    "CogVideoX-1.5-5B": (5.57, T5_XXL, COGVIDEOX_VAE),
+    "CogVideoX-1.5-5B-I2V": (5.57, T5_XXL, COGVIDEOX_VAE),
+    "CogView3-Plus-3B": (2.85, T5_XXL, COGVIEW_VAE),
+    "CogView4-6B": (6.37, GLM_4_9B, COGVIEW_VAE),
+    "SVD": (1.52, CLIP_VIT_H, SVD_VAE),
+    "SVD-XT": (1.52, CLIP_VIT_H, SVD_VAE),
+    "SVD-XT 1.1": (1.52, CLIP_VIT_H, SVD_VAE),
+    "Wan2.1-T2V-1.3B": (1.42, UMT5_XXL, WAN_VAE),
+    "Wan2.1-T2V-14B": (14.29, UMT5_XXL, WAN_VAE),
+    "Wan2.2-TI2V-5B": (5.00, UMT5_XXL, WAN_22_VAE),
+    "Wan2.2-T2V-A14B": (14.29, UMT5_XXL, WAN_VAE),
+}
+
+
+def test_every_variant_is_described() -> None:
+    assert PUBLISHED.keys() == VARIANTS.keys() == BILLIONS.keys()
+    for name, published in PUBLISHED.items():
+        assert VARIANTS[name] in published.family.variants
+        assert {*published.configs} == {*published.family.weighted}
+        published.family.options.model_validate(dict(published.options))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_variant_is_as_large_as_it_is_published_and_takes_no_memory(name: str) -> None:
+    family, configs, _ = PUBLISHED[name]
+    denoiser, encoder, vae = BILLIONS[name]
+    for component, config in configs.items():
+        module: Any = family.components[component].on_meta(config, torch.float16)
+        billions = {"vae": vae, **dict.fromkeys(family.denoisers, denoiser)}.get(component, encoder)
+        assert sum(weight.numel() for weight in module.parameters()) / 1e9 == pytest.approx(billions, rel=0.02)
+        assert {tensor.device.type for tensor in (*module.parameters(), *module.buffers())} == {"meta"}
+        if component == family.denoiser:
+            known = family.variant(module.config)
+            assert known == name.removesuffix(" 1.1"), "SVD-XT 1.1's config is SVD-XT's"
+            assert all(module.config[field] == value for field, value in VARIANTS[name].sizes.items())
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_its_fields_are_those_that_a_folder_may_have(name: str) -> None:
+    family, configs, _ = PUBLISHED[name]
+    for component, config in configs.items():
+        spec = family.components[component]
+        assert fields_of(spec, spec.classes[0], config) == config
+
+
+def test_svd_is_built_of_the_tensors_that_its_published_file_holds() -> None:
+    real = json.loads((Path(__file__).parent / "svd_xt_keys.json").read_text(encoding="utf-8"))
+    shapes = {key: tuple(shape) for key, shape in real["shapes"].items()}
+    family, configs, _ = PUBLISHED["SVD-XT"]
+    for component, config in configs.items():
+        spec = family.components[component]
+        found = spec.on_meta(fit("svd_xt.safetensors", component, shapes)[0])
+        described = spec.on_meta(config)
+        assert {key: tensor.shape for key, tensor in described.state_dict().items()} == {
+            key: tensor.shape for key, tensor in found.state_dict().items()
+        }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", ["2b", "5b-i2v", "1.5-i2v", "cogview3", "cogview4", "svd", "wan", "wan-ti2v"])
+def test_what_is_built_has_the_dtypes_of_what_is_loaded(
+    model_folder: Callable[..., Path], variant: str, dtype: str
+) -> None:
+    folder = model_folder(variant)
+    model = open_model(folder, family_of(folder))
+    for name in model.family.weighted:
+        config = json.loads((folder / name / "config.json").read_text(encoding="utf-8"))
+        built = model.family.components[name].on_meta(config, DTYPES[dtype])
+        loaded = model.component(name, DTYPES[dtype])
+        assert tensors(built) == tensors(loaded)
+
+
+def tensors(module: torch.nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    named = (*module.named_parameters(), *module.named_buffers())
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in named}
