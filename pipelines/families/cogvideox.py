@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
@@ -22,7 +22,7 @@ from .components import (
     Word,
     scheduler,
 )
-from .layouts import Config, Layout, decoded_video, latent_channels
+from .layouts import Config, Layout, decoded_video, latent_channels, without_values
 from .spec import VIDEO, FamilySpec, PromptRule, SizeRule
 
 if TYPE_CHECKING:
@@ -117,6 +117,25 @@ def _unscaled(latents: torch.Tensor, frames: int, config: Config) -> torch.Tenso
     return 1 / config["scaling_factor"] * latents
 
 
+def _step_inputs(config: Config, latents: tuple[int, ...], _options: Config) -> dict[str, Any]:
+    *_, frames, height, width = latents
+    patch, long = config["patch_size"], config.get("patch_size_t") or 1
+    frames += -frames % long
+    inputs = without_values(
+        hidden_states=(2, frames, config["in_channels"], height, width),
+        encoder_hidden_states=(2, _PROMPT.tokens(config), _PROMPT.channels(config)),
+        timestep=(2,),
+    )
+    if config.get("use_rotary_positional_embeddings"):
+        table = (frames // long * (height // patch) * (width // patch), config["attention_head_dim"])
+        inputs["image_rotary_emb"] = tuple(without_values(cos=table, sin=table).values())
+    return inputs | (without_values(ofs=(1,)) if config.get("ofs_embed_dim") else {})
+
+
+_PROMPT = PromptRule(
+    tokens=lambda config: config.get("max_text_seq_length", 226),
+    channels=lambda config: config.get("text_embed_dim", 4096),
+)
 _LAYOUT = Layout(
     5,
     "[batch, {channels}, frames, height, width]",
@@ -152,13 +171,11 @@ COGVIDEOX = FamilySpec(
     variants=_VARIANTS,
     variant=_variant,
     layout=_LAYOUT,
+    step_inputs=_step_inputs,
     sizes=SizeRule(pixel_multiple=16, frame_multiple=4),
     usual_size=_usual_size,
     bound=_bound,
-    prompt=PromptRule(
-        tokens=lambda config: config.get("max_text_seq_length", 226),
-        channels=lambda config: config.get("text_embed_dim", 4096),
-    ),
+    prompt=_PROMPT,
     from_video="CogVideoXVideoToVideoPipeline",
 )
 

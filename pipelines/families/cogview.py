@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from .components import Extent, Transformer, Width
-from .layouts import Config
+from .layouts import Config, without_values
 from .spec import SizeRule
 
 ZAI = "https://huggingface.co/zai-org"
@@ -27,6 +27,19 @@ def usual_size(config: Config, pixels: int) -> tuple[int, int, int]:
     """Return width and height in pixels, and one frame. pixels: those of a latent's side."""
     side = config.get("sample_size", 0) * pixels
     return side, side, 1
+
+
+def step_inputs(
+    config: Config, latents: tuple[int, ...], _options: Config, *, batch: int, tokens: int
+) -> dict[str, Any]:
+    """Return the arguments of a call with a batch of prompts that have so many tokens."""
+    sizes = dict.fromkeys(("original_size", "target_size", "crop_coords"), (batch, 2))
+    return without_values(
+        hidden_states=(batch, config["in_channels"], *latents[2:]),
+        encoder_hidden_states=(batch, tokens, channels(config)),
+        timestep=(batch,),
+        **sizes,
+    )
 
 
 def channels(config: Config) -> int:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ...precision.policy import Variant
 from ...precision.streams import Stream
-from .cogview import SIZES, ZAI, CogView, channels, usual_size
+from .cogview import SIZES, ZAI, CogView, channels, step_inputs, usual_size
 from .components import IMAGE_VAE, T5_ENCODER, T5_TOKENIZER, ComponentSpec, scheduler
 from .layouts import IMAGES
 from .spec import IMAGE, FamilySpec, PromptRule
 
+_TOKENS = 224
 _VARIANT = Variant(
     "CogView3-Plus-3B",
     trained_in="bf16",
@@ -35,10 +38,11 @@ COGVIEW3PLUS = FamilySpec(
     variants=(_VARIANT,),
     variant=lambda _config: "CogView3-Plus-3B",
     layout=IMAGES,
+    step_inputs=partial(step_inputs, batch=2, tokens=_TOKENS),
     sizes=SIZES,
     usual_size=usual_size,
     schedulers={"DDIM": "CogVideoXDDIMScheduler", "DPM": "CogVideoXDPMScheduler"},
-    prompt=PromptRule(tokens=lambda _config: 224, channels=channels),
+    prompt=PromptRule(tokens=lambda _config: _TOKENS, channels=channels),
     stream=Stream(
         blocks="transformer_blocks",
         starts=("patch_embed.proj", "patch_embed.text_proj"),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 from pydantic import Field
 
 from ...precision.policy import Variant
 from ...precision.streams import Stream
-from .cogview import SIZES, ZAI, CogView, channels, usual_size
+from .cogview import SIZES, ZAI, CogView, channels, step_inputs, usual_size
 from .components import (
     IMAGE_VAE,
     ComponentSpec,
@@ -26,6 +27,7 @@ from .components import (
 from .layouts import IMAGES
 from .spec import IMAGE, FamilySpec, Guidance, PromptRule
 
+_MOST_TOKENS = 1024
 _VARIANT = Variant(
     "CogView4-6B",
     trained_in="bf16",
@@ -82,9 +84,10 @@ COGVIEW4 = FamilySpec(
     variants=(_VARIANT,),
     variant=lambda _config: "CogView4-6B",
     layout=IMAGES,
+    step_inputs=partial(step_inputs, batch=1, tokens=_MOST_TOKENS),
     sizes=SIZES,
     usual_size=usual_size,
-    prompt=PromptRule(tokens=lambda _config: 1024, channels=channels, fixed=False),
+    prompt=PromptRule(tokens=lambda _config: _MOST_TOKENS, channels=channels, fixed=False),
     guidance=Guidance(calls=2),
     stream=Stream(
         blocks="transformer_blocks",

@@ -76,7 +76,8 @@ class ComponentSpec:
                 module = cls(cls.config_class.from_dict(dict(config)))
             else:
                 module = cls.from_config(dict(config))
-        return as_loaded(torch.nn.Module.to(module, "meta"), dtype) if dtype else module
+        torch.nn.Module.to(module, "meta")  # what asked for another device
+        return as_loaded(module, dtype) if dtype else module
 
 
 class T5(Fields):

@@ -35,6 +35,22 @@ class Layout:
     cache: str = ""  # argument of the VAE's networks by which a video's chunks hand on what the next one needs
     cache_is_written: bool = False  # that argument is a list which they write to; else they return a new cache
 
+    def latents_shape(self, config: Config, width: int, height: int, frames: int = 1) -> tuple[int, ...]:
+        """Return the shape of the latents of one video or image, as the VAE decodes them.
+
+        config: the VAE's. width, height, frames: of what is made.
+        """
+        pixels, channels = self.spatial(config), self.channels(config)
+        count, sides = (frames - 1) // self.temporal(config) + 1, (height // pixels, width // pixels)
+        return (count, channels, *sides) if self.dimensions == 4 else (1, channels, count, *sides)
+
+
+def without_values(**shapes: tuple[int, ...]) -> dict[str, Any]:
+    """Return a tensor of each shape, in float32, on "meta"."""
+    import torch
+
+    return {name: torch.empty(shape, dtype=torch.float32, device="meta") for name, shape in shapes.items()}
+
 
 def latent_channels(config: Config) -> int:
     """Return how many channels the latents have, as the VAE's config says."""

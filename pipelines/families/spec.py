@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from ...precision.policy import Component, Variant
 from ...precision.streams import Stream
@@ -63,6 +64,10 @@ UsualSize = Callable[[Config, int], tuple[int, int, int]]
 # (denoiser config, pixels of a latent's side, width, height, frames) → what a checkpoint makes instead; "": that
 Bound = Callable[[Config, int, int, int, int], str]
 
+# (denoiser config with its class's defaults, shape of the latents to be decoded, options of model_index.json) → keyword
+# arguments of the denoiser's first call in a step with guidance, as tensors in float32 on "meta"
+StepInputs = Callable[[Config, tuple[int, ...], Config], dict[str, Any]]
+
 
 @dataclass(frozen=True)
 class FamilySpec:
@@ -77,6 +82,7 @@ class FamilySpec:
     variants: tuple[Variant, ...]  # of this family, and of those in the same module
     variant: Callable[[Config], str]  # denoiser config → name of a variant
     layout: Layout
+    step_inputs: StepInputs
     sizes: SizeRule
     usual_size: UsualSize
     bound: Bound = lambda *_: ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
@@ -25,7 +25,7 @@ from .components import (
     Words,
     scheduler,
 )
-from .layouts import Config, Decode, Layout, latent_channels
+from .layouts import Config, Decode, Layout, latent_channels, without_values
 from .spec import FROM_IMAGE, FamilySpec, Guidance, SizeRule
 
 if TYPE_CHECKING:
@@ -118,6 +118,16 @@ def _decoded(vae: Decode, latents: torch.Tensor, chunk: int) -> Iterator[torch.T
         yield vae(part, num_frames=len(part))
 
 
+def _step_inputs(config: Config, latents: tuple[int, ...], _options: Config) -> dict[str, Any]:
+    frames, _, *sides = latents
+    return without_values(
+        sample=(2, frames, config["in_channels"], *sides),
+        timestep=(),
+        encoder_hidden_states=(2, 1, config["cross_attention_dim"]),
+        added_time_ids=(2, 3),  # frames per second, motion bucket, noise augmentation
+    )
+
+
 _LAYOUT = Layout(
     4, "[frames, {channels}, height, width]", True, latent_channels, _unscaled, _decoded, takes_chunks=True
 )
@@ -143,6 +153,7 @@ SVD = FamilySpec(
     variants=_VARIANTS,
     variant=lambda config: "SVD" if config.get("num_frames", 25) <= 14 else "SVD-XT",  # XT 1.1's config is XT's
     layout=_LAYOUT,
+    step_inputs=_step_inputs,
     sizes=SizeRule(pixel_multiple=64, frames=(2, 200), pixels=(64, 4096)),  # diffusers cannot guide a single frame
     usual_size=_usual_size,
     guidance=Guidance(argument="max_guidance_scale"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
@@ -24,12 +24,13 @@ from .components import (
     Width,
     Word,
 )
-from .layouts import Config, Layout, decoded_video
+from .layouts import Config, Layout, decoded_video, without_values
 from .spec import IMAGE, FamilySpec, Guidance, PromptRule, SizeRule
 
 if TYPE_CHECKING:
     import torch
 
+_TOKENS = 512  # of a prompt
 _LATENT_FRAMES = 4  # frames of a latent, in every published VAE
 
 
@@ -132,6 +133,16 @@ def _unscaled(latents: torch.Tensor, _frames: int, config: Config) -> torch.Tens
     return latents / (1 / deviation) + mean  # in diffusers' order, to the last bit
 
 
+def _step_inputs(config: Config, latents: tuple[int, ...], options: Config) -> dict[str, Any]:
+    _, _, frames, height, width = latents
+    tokens = frames * -(-height // 2) * -(-width // 2)
+    return without_values(
+        hidden_states=(1, config["in_channels"], frames, height, width),
+        timestep=(1, tokens) if options.get("expand_timesteps") else (1,),
+        encoder_hidden_states=(1, _TOKENS, config["text_dim"]),
+    )
+
+
 _TRANSFORMER = ComponentSpec("diffusers", ("WanTransformer3DModel",), _Transformer)
 
 _ONE = FamilySpec(
@@ -168,10 +179,11 @@ _ONE = FamilySpec(
         cache="feat_cache",
         cache_is_written=True,
     ),
+    step_inputs=_step_inputs,
     sizes=SizeRule(pixel_multiple=16, frame_multiple=_LATENT_FRAMES),
     usual_size=_usual_size,
     bound=_bound,
-    prompt=PromptRule(tokens=lambda _config: 512, channels=lambda config: config.get("text_dim", 4096)),
+    prompt=PromptRule(tokens=lambda _config: _TOKENS, channels=lambda config: config.get("text_dim", 4096)),
     guidance=Guidance(calls=2),
     stream=Stream(
         blocks="blocks",
