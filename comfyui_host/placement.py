@@ -16,8 +16,9 @@ from ..pipelines.weights.placement import MOVING, DeviceMemory, move_whole
 class ComfyPlacement:
     """Asks ComfyUI's memory manager for room, and lets it move components away when others need theirs."""
 
-    def __init__(self, management: Any):
+    def __init__(self, management: Any, wish: str = ""):
         self.device: torch.device = management.get_torch_device()
+        self.wish = wish
         self._management = management
         self._residents: dict[str, Resident] = {}
 

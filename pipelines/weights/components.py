@@ -253,13 +253,14 @@ class ComponentStore:
 
     def rest_or_drop(self, name: str) -> None:
         """Move a component to main memory until it is needed again, or let go of it, where what else of the model has
-        yet to be read needs that room."""
+        yet to be read needs that room. Where the process was started for models that stay on the device, and that has
+        room for all of this one, it stays there."""
         with MOVING:
-            if name not in self._modules:
+            if name not in self._modules or self._stays(name):
                 return
             module = self._modules[name][1]
             coming = sum(weight.nbytes for weight in module.parameters() if weight.device.type != "cpu")
-            coming += sum(files.n_bytes for other, files in self.model.weights.items() if other not in self._modules)
+            coming += self._unread()
             memory = main_memory()
             if memory.free - coming < memory.total * _LEFT_FREE:
                 self.drop(name)
@@ -267,6 +268,15 @@ class ComponentStore:
             self.rest(name)
             if self._onloading.pop(name, None):
                 release_page_locked()
+
+    def _stays(self, name: str) -> bool:
+        memory = self.placement.memory()
+        if self.placement.wish != Offload.NONE or memory is None or name in self._onloading:
+            return False
+        return memory.free >= self._unread() and Offload.MODEL not in {handle.offload for handle in self.handles}
+
+    def _unread(self) -> int:
+        return sum(files.n_bytes for name, files in self.model.weights.items() if name not in self._modules)
 
     def drop(self, name: str) -> None:
         """Let go of a component's weights, and of what was compiled from them."""

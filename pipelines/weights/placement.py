@@ -24,6 +24,7 @@ class Placement(Protocol):
     """What moves whole components between the device that computes and the host's memory."""
 
     device: torch.device
+    wish: str  # the offload that the process was started for: "none", "group" or "sequential"; "" where for none
 
     def make_room(self, n_bytes: int) -> None:
         """Make room on the device, before a component of that many bytes is read."""
@@ -55,6 +56,8 @@ class Placement(Protocol):
 
 class PlainPlacement:
     """Components stay where they are put."""
+
+    wish = ""
 
     def __init__(self, device: torch.device | None = None):
         self.device = device or default_device()
