@@ -1,4 +1,5 @@
-"""The one file that looks ComfyUI up: version, folders, progress, interrupt, memory. Elsewhere: plain folders and tqdm.
+"""The one file that looks ComfyUI up: version, flags, folders, progress, interrupt, memory. Elsewhere: plain folders,
+and tqdm.
 
 ComfyUI is looked up among the loaded modules, never imported: a process that happens to have it installed is not
 one that it runs in. Its modules stand at the top level in ComfyUI itself and under `comfy.cmd` in its pip package.
@@ -24,6 +25,7 @@ from ..trust.text import for_page
 if TYPE_CHECKING:
     import torch
 
+    from ..pipelines.insight.diagnosis import Flag
     from ..pipelines.weights.components import ComponentStore
     from ..pipelines.weights.placement import Placement
 
@@ -65,6 +67,29 @@ def _version_of_checkout(custom_nodes: Path) -> str:
     text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
     found = re.search(r'__version__ = "(.+)"', text) if custom_nodes.name == "custom_nodes" else None
     return found[1] if found else ""
+
+
+# --- what it was started with ----------------------------------------------------------------------------------------
+
+
+def flags() -> tuple[Flag, ...]:
+    """What this ComfyUI was started with, of its flags about memory and precision."""
+    from .flags import given
+
+    cli = _command_line()
+    return given(cli.args, getattr(cli, "parser", None)) if cli else ()  # 0.0.1 keeps no parser
+
+
+def memory_wish() -> str:
+    """The offload that ComfyUI's flags ask for: "none", "group" or "sequential"; "" where they ask for none."""
+    from .flags import wish
+
+    cli = _command_line()
+    return wish(cli.args) if cli else ""
+
+
+def _command_line() -> Any:
+    return sys.modules.get("comfy.cli_args") if _comfy("folder_paths") else None
 
 
 # --- folders ----------------------------------------------------------------------------------------------------------
@@ -260,7 +285,7 @@ def placement() -> Placement:
         return PlainPlacement()
     from .placement import ComfyPlacement
 
-    return ComfyPlacement(management)
+    return ComfyPlacement(management, memory_wish())
 
 
 def release_cached_memory(device: torch.device) -> None:

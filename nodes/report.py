@@ -26,7 +26,7 @@ def with_surroundings(diagnosis: Diagnosis) -> Diagnosis:
     return replace(
         diagnosis,
         compile_cache=room_in_words(host.compiled_directory()),
-        comfyui=ComfyUI(host.version(), host.TESTED),
+        comfyui=ComfyUI(host.version(), host.TESTED, host.flags()),
     )
 
 

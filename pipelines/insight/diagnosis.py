@@ -60,9 +60,20 @@ class ModelPlans:
 
 
 @dataclass(frozen=True)
+class Flag:
+    """What ComfyUI was started with."""
+
+    given: str  # "--reserve-vram 2"
+    effect: str  # on pipelines: "honoured", "mapped" or "no effect"
+    here: str  # what that comes to, or what to choose instead
+    native: str  # for ComfyUI's own models under the NaN Guard; "" where nothing is to be added
+
+
+@dataclass(frozen=True)
 class ComfyUI:
     version: str  # of the one that this runs in, "" where it runs in none
     tested: tuple[str, ...]  # versions that this release was tested in
+    flags: tuple[Flag, ...] = ()  # about memory and precision
 
 
 @dataclass(frozen=True)

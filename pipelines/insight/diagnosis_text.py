@@ -20,7 +20,7 @@ _SETTERS = {
 
 
 def in_words(diagnosis: Diagnosis) -> str:
-    sections = [_machine(diagnosis), _backends(diagnosis), _switches(diagnosis)]
+    sections = [_machine(diagnosis), _flags(diagnosis), _backends(diagnosis), _switches(diagnosis)]
     if any(model.folder for model in diagnosis.models):
         sections += [_plan(diagnosis, model) for model in diagnosis.models]
     else:
@@ -63,6 +63,18 @@ def _comfyui(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     *others, last = comfyui.tested
     here = comfyui.version or "none here"
     return [("ComfyUI", f"{here}; this release was tested in {', '.join(others)} and {last}")]
+
+
+def _flags(diagnosis: Diagnosis) -> list[str]:
+    flags = diagnosis.comfyui.flags if diagnosis.comfyui else ()
+    rows = [
+        row
+        for flag in flags
+        for row in _rows_under(
+            flag.given, [f"{flag.effect}: {flag.here}", *([f"its own models: {flag.native}"] if flag.native else [])]
+        )
+    ]
+    return ["ComfyUI's flags in this pack's pipelines (its own models have all of them)", *_rows(rows)] if rows else []
 
 
 def _backends(diagnosis: Diagnosis) -> list[str]:

@@ -75,7 +75,7 @@ def test_one_json_object(doctor: Doctor, model_folder: Callable[..., Path], caps
 
 def test_in_which_comfyui_it_is(doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     *others, last = host.TESTED
-    assert strictly(doctor("--json")[1])["comfyui"] == {"version": "", "tested": list(host.TESTED)}
+    assert strictly(doctor("--json")[1])["comfyui"] == {"version": "", "tested": list(host.TESTED), "flags": []}
     assert f"none here; this release was tested in {', '.join(others)} and {last}" in doctor()[1]
     monkeypatch.setattr(host, "__file__", str(tmp_path / "custom_nodes" / "pack" / "nodes" / "host.py"))
     (tmp_path / "comfyui_version.py").write_text('__version__ = "0.45.0"\n')

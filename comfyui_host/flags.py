@@ -1,0 +1,159 @@
+"""ComfyUI's flags about memory and precision, and what each does in this pack's pipelines.
+
+ComfyUI applies all of them to its own models, under the NaN Guard too. A pipeline's components are diffusers' modules
+under ComfyUI's memory manager: what that decides holds for them, and what ComfyUI's own layers and loaders do does not.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ..pipelines.insight.diagnosis import Flag
+
+HONOURED = "honoured"  # ComfyUI, or PyTorch, does it to pipelines as to all else
+MAPPED = "mapped"  # this pack reads it
+NO_EFFECT = "no effect"
+
+_WISHES = {"lowvram": "group", "novram": "sequential", "highvram": "none", "gpu_only": "none"}
+_SET_BY = {"fp16_unet": "force_fp16", "cache_classic": "high_ram"}  # which ComfyUI sets with another one
+
+
+class Row(NamedTuple):
+    """Flags that do the same. One that takes a choice is followed by it."""
+
+    names: tuple[str, ...]
+    effect: str
+    here: str  # in this pack's pipelines, or what to choose instead
+    native: str = ""  # for ComfyUI's own models under the NaN Guard; "" where nothing is to be added
+
+
+def _none(here: str, *names: str, native: str = "") -> Row:
+    return Row(names, NO_EFFECT, here, native)
+
+
+def _precision(what: str, node: str, *names: str, under: str = "'inherit'") -> Row:
+    native = f"counts under NaN Guard's precision {under}; another takes its place"
+    return _none(f"choose precision {what} at {node}", *names, native=native)
+
+
+_STAYS = (
+    "the text encoder stays on the card after use, where there is room for the rest of the model too, unless the "
+    "loader's offload is 'model', 'group' or 'sequential'"
+)
+_ATTENTION = "diffusers' models use PyTorch's attention: choose its kernel by attention at OneDiff Compile"
+_ATTENTION_OF_RERUNS = "a rerun in fp32 uses PyTorch's, where the kernel takes half precision alone"
+_DYNAMIC = "dynamic VRAM is for ComfyUI's own models: choose the loader's offload instead"
+_CACHED = (
+    "a pipeline's weights go with the results that hold it; those of the one used last stay until it unloads models"
+)
+
+ROWS = (
+    # --- how much of the card is used
+    Row(("--reserve-vram",), HONOURED, "ComfyUI keeps it free whenever it makes room for a component or a call"),
+    Row(("--disable-smart-memory",), HONOURED, "ComfyUI moves all else off the card when it loads a component"),
+    Row(("--lowvram",), MAPPED, "the loader's offload 'auto' begins with 'group'; another is taken as it is"),
+    Row(("--novram",), MAPPED, "the loader's offload 'auto' takes 'sequential'; another is taken as it is"),
+    Row(("--highvram", "--gpu-only"), MAPPED, _STAYS),
+    _none("pipelines run so unless another is given", "--normalvram"),
+    Row(("--cpu",), HONOURED, "pipelines compute on the CPU"),
+    _none("the VAE runs on the card: choose tiling or a smaller chunk at Decode Latents", "--cpu-vae"),
+    Row(("--directml",), HONOURED, "pipelines compute on the same device, which nobody has tried"),
+    _none(
+        "components come to the card whole; offload 'group' brings the next block on a stream of its own",
+        "--async-offload",
+        "--disable-async-offload",
+    ),
+    _none("offload 'group' page-locks weights: choose 'sequential', which does not", "--disable-pinned-memory"),
+    _none("components are copied to the card as PyTorch does it by default", "--force-non-blocking"),
+    _none(_DYNAMIC, "--enable-dynamic-vram", "--disable-dynamic-vram", "--disable-nvml-pressure", "--fast-disk"),
+    _none("dynamic VRAM is for ComfyUI's own models: choose --reserve-vram", "--vram-headroom"),
+    Row(("--cache-classic", "--cache-lru", "--cache-none", "--cache-ram"), HONOURED, _CACHED),
+    Row(("--high-ram",), HONOURED, "as --cache-classic, which it sets"),
+    _none("weights are read from safetensors alone, by diffusers", "--disable-mmap", "--mmap-torch-files"),
+    Row(("--disable-cuda-malloc",), HONOURED, "PyTorch's allocator, for the whole process"),
+    # --- what is computed in
+    _precision("'fp32'", "the loader", "--force-fp32", under="'inherit' and 'auto'"),
+    _precision("'fp16'", "the loader", "--force-fp16"),
+    _precision("'bf16'", "the loader", "--force-bf16"),
+    _precision("'fp32'", "the sampler", "--fp32-unet", under="'inherit' and 'auto'"),
+    _precision("'fp16'", "the sampler", "--fp16-unet"),
+    _precision("'bf16'", "the sampler", "--bf16-unet"),
+    _none(
+        "no pipeline computes in fp64: choose precision 'fp32' at the sampler",
+        "--fp64-unet",
+        native="NaN Guard (MODEL) refuses what computes in fp64",
+    ),
+    _none(
+        "no pipeline has weights in fp8: choose the loader's offload 'group' or 'sequential'",
+        *("--fp8_e4m3fn-unet", "--fp8_e5m2-unet", "--fp8_e8m0fnu-unet"),
+        *("--fp8_e4m3fn-text-enc", "--fp8_e5m2-text-enc"),
+    ),
+    _precision("'fp32'", "Decode Latents", "--fp32-vae"),
+    _precision("'fp16'", "Decode Latents", "--fp16-vae"),
+    _precision("'bf16'", "Decode Latents", "--bf16-vae"),
+    _none("choose precision 'fp32' at Encode Prompt", "--fp32-text-enc"),
+    _none("choose precision 'fp16' at Encode Prompt", "--fp16-text-enc"),
+    _none("choose precision 'bf16' at Encode Prompt", "--bf16-text-enc"),
+    _none("latents and frames leave this pack's nodes in float32", "--fp16-intermediates"),
+    _none("nothing of a pipeline computes in fp8", "--supports-fp8-compute"),
+    _none("nothing of a pipeline uses comfy-kitchen", "--enable-triton-backend", "--disable-triton-backend"),
+    _none("weights stay as diffusers lays them out", "--force-channels-last"),
+    # --- by which kernels
+    _none("diffusers' models use PyTorch's attention in any case", "--use-pytorch-cross-attention"),
+    _none(
+        _ATTENTION,
+        *("--use-split-cross-attention", "--use-quad-cross-attention", "--use-sage-attention"),
+        *("--use-flash-attention", "--use-ck-attention", "--disable-xformers"),
+        native=_ATTENTION_OF_RERUNS,
+    ),
+    _none(
+        "the guard computes in fp32 what overflows in attention too: choose precision 'fp32' for all of it",
+        *("--force-upcast-attention", "--dont-upcast-attention"),
+    ),
+    Row(("--deterministic",), HONOURED, "PyTorch's deterministic algorithms, for the whole process"),
+    Row(("--fast autotune",), HONOURED, "cuDNN's benchmark, for the whole process"),
+    Row(
+        ("--fast fp16_accumulation",),
+        HONOURED,
+        "it is off while a pipeline runs on a card on which it is not known to be right: choose accumulation "
+        "'fast' at the loader for it to stay on",
+        "it is off while a guarded model computes in fp16 on such a card",
+    ),
+    _none(
+        "nothing of a pipeline computes in fp8, or in ComfyUI's own layers",
+        *("--fast fp8_matrix_mult", "--fast cublas_ops"),
+        native="a rerun multiplies in fp32",
+    ),
+    _none("nothing here uses CUDA graphs", "--disable-cuda-graphs"),
+    Row(("--disable-ipex-optimize",), HONOURED, "ComfyUI no longer has ipex optimise components, on Intel GPUs"),
+)
+
+
+def given(options: Any, parser: Any = None) -> tuple[Flag, ...]:
+    """Return what ComfyUI was started with, in the order of the table, as its user would write it.
+
+    options: that its parser returned. parser: that one, where ComfyUI keeps it: it knows the defaults.
+    """
+    found = ((row, _written(name, options, parser)) for row in ROWS for name in row.names)
+    return tuple(Flag(written, row.effect, row.here, row.native) for row, written in found if written)
+
+
+def wish(options: Any) -> str:
+    """Return the offload that ComfyUI's flags ask for: "none", "group" or "sequential"; "" where they ask for none."""
+    return next((offload for flag, offload in _WISHES.items() if getattr(options, flag, False)), "")
+
+
+def _written(name: str, options: Any, parser: Any) -> str:
+    """A flag with its value; "" where it was not given."""
+    flag, _, choice = name.partition(" ")
+    key = flag.removeprefix("--").replace("-", "_")
+    value = getattr(options, key, None)
+    if choice:
+        return name if choice in {each.value for each in value or ()} else ""
+    if value == parser.get_default(key) if parser else not value:
+        return ""
+    if getattr(options, _SET_BY.get(key, ""), False):
+        return ""
+    if value is True:
+        return flag
+    return " ".join([flag, *(f"{number:g}" for number in (value if isinstance(value, list) else [value]))])

@@ -1,0 +1,67 @@
+"""The flags of each ComfyUI, as its own parser has them."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import legs
+import native
+import pytest
+from comfyui_onediff_guard.comfyui_host.flags import HONOURED, NO_EFFECT, ROWS
+
+_SCRIPT = """
+import json, sys
+sys.path.insert(0, sys.argv.pop(1))
+import comfy.cli_args as cli
+parser = getattr(cli, "parser", None) or cli.create_parser()
+flags = {}
+for action in parser._actions:
+    for choice in (" " + each.value for each in action.type) if action.dest == "fast" else ("",):
+        flags[max(action.option_strings, key=len) + choice] = action.help or ""
+print(json.dumps(flags))
+"""
+_ABOUT = re.compile(  # memory, precision, or the kernels that compute
+    r"vram|\bram\b|memory|mmap|disk|vae|unet|clip|text.enc|[bf]p?\d|precision|attention|upcast|xformers|offload|unload|optimi[sz]"
+    r"|cache|non.blocking|channels|determinis|cuda.(graphs|malloc)|directml|triton|--cpu|--fast",
+    re.IGNORECASE,
+)
+IRRELEVANT = {
+    "--cuda-malloc",  # ComfyUI sets it by itself, so that nobody can tell
+    "--database-url",  # may be in memory
+}
+
+
+@pytest.fixture(scope="module")
+def ran(leg: legs.Leg, tmp_path_factory: pytest.TempPathFactory) -> native.Ran:
+    started_with = ["--reserve-vram", "2", "--fp32-vae", "--fast", "fp16_accumulation"]
+    return native.run("flag_cases", tmp_path_factory.mktemp("flags"), *started_with, leg=leg)
+
+
+def test_none_about_memory_or_precision_is_missing(any_leg: legs.Leg, tmp_path: Path) -> None:
+    command = [str(any_leg.python), "-c", _SCRIPT, str(any_leg.checkout.resolve())]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, encoding="utf-8", check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    flags: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    known = {name for row in ROWS for name in row.names}
+    missing = {name: what for name, what in flags.items() if _ABOUT.search(f"{name} {what}") and name not in known}
+    assert {name: what for name, what in missing.items() if name not in IRRELEVANT} == {}
+    assert len(known & flags.keys()) > 20, "its flags were found"
+
+
+def test_the_report_names_what_it_was_started_with(ran: native.Ran) -> None:
+    assert ran["told/flags"] == {
+        "--reserve-vram 2": HONOURED,
+        "--cpu": HONOURED,
+        "--fp32-vae": NO_EFFECT,
+        "--fast fp16_accumulation": HONOURED,
+    }
+    assert any("no effect: choose precision 'fp32' at Decode Latents" in line for line in ran["told/lines"])
+    assert max(map(len, ran["told/lines"])) <= 96
+
+
+def test_the_offload_that_they_ask_for(ran: native.Ran) -> None:
+    wishes = {"--lowvram": "group", "--novram": "sequential", "--highvram": "none", "--gpu-only": "none", "--cpu": ""}
+    assert {flag: ran[f"wishes/{flag}"] for flag in wishes} == {flag: [[flag], wish] for flag, wish in wishes.items()}

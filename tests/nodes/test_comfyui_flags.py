@@ -1,0 +1,145 @@
+"""What ComfyUI was started with, and what is said of it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
+from comfyui_onediff_guard.comfyui_host import host
+from comfyui_onediff_guard.comfyui_host.flags import HONOURED, MAPPED, NO_EFFECT, ROWS
+from comfyui_onediff_guard.pipelines.insight.diagnosis_text import WIDTH
+
+
+class Fast(Enum):
+    ACCUMULATION = "fp16_accumulation"
+    AUTOTUNE = "autotune"
+
+
+def parser() -> argparse.ArgumentParser:
+    """A few of ComfyUI's, as it has them."""
+    made = argparse.ArgumentParser()
+    for name in (*("lowvram", "novram", "highvram", "gpu-only"), *("fp32-vae", "force-fp16", "fp16-unet")):
+        made.add_argument(f"--{name}", action="store_true")
+    made.add_argument("--reserve-vram", type=float)
+    made.add_argument("--vram-headroom", type=float, default=0)
+    made.add_argument("--async-offload", nargs="?", const=2, type=int)
+    made.add_argument("--cache-ram", nargs="*", type=float, default=[])
+    made.add_argument("--fast", nargs="*", type=Fast)
+    made.add_argument("--port", type=int, default=8188)
+    return made
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """start("--lowvram"): as if this process were a ComfyUI that was started so."""
+
+    def start(*flags: str, keeps_parser: bool = True) -> None:
+        args = parser().parse_args(flags)
+        args.fast = set(args.fast or ())
+        args.fp16_unet |= args.force_fp16
+        cli = SimpleNamespace(args=args, **({"parser": parser()} if keeps_parser else {}))
+        monkeypatch.setitem(sys.modules, "comfy.cli_args", cli)
+        monkeypatch.setitem(sys.modules, "folder_paths", sys.modules.get("folder_paths") or ModuleType("folder_paths"))
+
+    return start
+
+
+def given() -> list[str]:
+    return [flag.given for flag in host.flags()]
+
+
+@pytest.mark.parametrize("keeps_parser", [True, False])
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", []),
+        ("--port 8189", []),
+        ("--fp32-vae --reserve-vram 2.5 --lowvram", ["--reserve-vram 2.5", "--lowvram", "--fp32-vae"]),
+        ("--async-offload", ["--async-offload 2"]),
+        ("--cache-ram 4 8", ["--cache-ram 4 8"]),
+        ("--fast autotune", ["--fast autotune"]),
+        ("--vram-headroom 0", []),
+        ("--force-fp16", ["--force-fp16"]),  # which sets what --fp16-unet sets
+        ("--fp16-unet", ["--fp16-unet"]),
+    ],
+)
+def test_what_was_given_is_seen_and_nothing_else(
+    start: Callable[..., None], flags: str, expected: list[str], keeps_parser: bool
+) -> None:
+    start(*flags.split(), keeps_parser=keeps_parser)
+    assert given() == expected
+
+
+def test_nothing_reserved_is_not_what_is_reserved_by_default(start: Callable[..., None]) -> None:
+    start("--reserve-vram", "0")
+    assert given() == ["--reserve-vram 0"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "wish"),
+    [
+        *((["--lowvram"], "group"), (["--novram"], "sequential")),
+        *((["--highvram"], "none"), (["--gpu-only"], "none"), ([], ""), (["--reserve-vram", "2"], "")),
+    ],
+)
+def test_the_offload_that_flags_ask_for(start: Callable[..., None], comfyui: Any, flag: list[str], wish: str) -> None:
+    start(*flag)
+    assert host.memory_wish() == wish
+    assert host.placement().wish == wish
+
+
+def test_a_process_that_is_no_comfyui_has_no_flags(start: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    start("--lowvram")
+    monkeypatch.delitem(sys.modules, "folder_paths")
+    assert (host.flags(), host.memory_wish(), host.placement().wish) == ((), "", "")
+
+
+def test_the_report_says_what_each_does(
+    start: Callable[..., None], comfyui: Any, model_folder: Callable[..., Path]
+) -> None:
+    start("--lowvram", "--reserve-vram", "2", "--fp32-vae", "--fast", "fp16_accumulation")
+    (pipeline,) = NODE_CLASS_MAPPINGS["OneDiffGuardLoadCogVideoX"]().load(
+        model_folder("2b").name, "auto", "eager", "none"
+    )
+    shown = NODE_CLASS_MAPPINGS["OneDiffGuardPrecisionReport"]().show(pipeline)
+    (text,) = shown["result"]
+    (told,) = shown["ui"]["onediff_guard"]
+    assert {flag["given"]: flag["effect"] for flag in told["comfyui"]["flags"]} == {
+        "--reserve-vram 2": HONOURED,
+        "--lowvram": MAPPED,
+        "--fp32-vae": NO_EFFECT,
+        "--fast fp16_accumulation": HONOURED,
+    }
+    assert "no effect: choose precision 'fp32' at Decode Latents" in text
+    assert max(map(len, text.splitlines())) <= WIDTH
+
+
+def test_without_flags_the_report_is_as_ever(
+    start: Callable[..., None], comfyui: Any, model_folder: Callable[..., Path]
+) -> None:
+    start()
+    (pipeline,) = NODE_CLASS_MAPPINGS["OneDiffGuardLoadCogVideoX"]().load(
+        model_folder("2b").name, "auto", "eager", "none"
+    )
+    assert "flags" not in NODE_CLASS_MAPPINGS["OneDiffGuardPrecisionReport"]().show(pipeline)["result"][0]
+
+
+def test_no_flag_is_told_twice() -> None:
+    names = [name for row in ROWS for name in row.names]
+    assert len(names) == len(set(names))
+
+
+def test_the_page_has_the_table(root: Path) -> None:
+    """docs/memory.md, in the order of the table."""
+    rows = [
+        f"| {', '.join(f'`{name}`' for name in row.names)} | {row.effect} | {row.here} | {row.native} |" for row in ROWS
+    ]
+    written = (root / "docs" / "memory.md").read_text(encoding="utf-8").splitlines()
+    assert [line for line in written if line.startswith("| `--")] == [row.replace("|  |", "| |") for row in rows]
