@@ -29,6 +29,7 @@ Args = tuple[Any, ...]
 KwArgs = dict[str, Any]
 EAGER = "eager"
 COMPILED_SIZES = 8  # as many as dynamo allows one piece of code
+_LAYOUTS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 _INTERRUPTS = ("InterruptProcessingException", "Interrupted")  # ComfyUI's, an Exception until 2026, and the host's
 
 
@@ -108,7 +109,7 @@ class Compiling:
             if compiled.by.name == EAGER:
                 return compiled.blocks[index](*args, **kwargs)
             if index == 0:  # it is given slices of one tensor, whose strides would make a graph of its own for it
-                args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.contiguous, (args, kwargs))
+                args, kwargs = pytree.tree_map_only(torch.Tensor, _dense, (args, kwargs))
             self._count_sizes(index)
             size = tuple(tensor.shape for tensor in _tensors(args, kwargs))
             if size in compiled.met[index]:
@@ -211,6 +212,11 @@ class _Given:
         with torch.no_grad():
             for tensor, copy in self.tensors:
                 tensor.copy_(copy)
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return it as it is where it is contiguous in some memory format, as with channels last; else a copy that is."""
+    return tensor if any(tensor.is_contiguous(memory_format=layout) for layout in _LAYOUTS) else tensor.contiguous()
 
 
 def _tensors(args: Args, kwargs: KwArgs) -> list[torch.Tensor]:
