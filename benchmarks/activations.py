@@ -20,6 +20,7 @@ import diffusers
 import torch
 from comfyui_onediff_guard.precision.activations import META, counting, on_meta
 from comfyui_onediff_guard.precision.half_products import HalfProducts
+from comfyui_onediff_guard.precision.kernels import LEAN, Kernels
 from comfyui_onediff_guard.precision.shells import replaced, with_forward
 from comfyui_onediff_guard.precision.upcast import run_in, run_in_fp32
 from comfyui_onediff_guard.precision.wide import with_wide_stream
@@ -27,6 +28,7 @@ from measure import RESULTS, write_json
 from networks import NETWORKS, Network
 
 HALF, SINGLE = torch.float16, torch.float32
+UNFUSED = Kernels(attention=lambda *_, **__: "no fused attention")
 COGVIDEOX = {
     "block_out_channels": (128, 256, 256, 512),
     "down_block_types": ("CogVideoXDownBlock3D",) * 4,
@@ -93,6 +95,7 @@ def step_of(network: Network, size: str) -> dict[str, float]:
     call = network.step(module.config, size, META, HALF)
     found = {"weights in half": sum(p.nbytes for p in module.parameters()) / 1e9}
     found["half"] = taken(lambda: module(**call))
+    found["half, without fused attention"] = taken(lambda: module(**call), UNFUSED)
     if network.stream:
         writers, readers = network.stream.writer_names(module), network.stream.reader_names(module)
         shell = with_wide_stream(module, writers, HALF, readers=readers)
@@ -122,8 +125,8 @@ def _calling(call: Callable[..., Any], network: torch.nn.Module) -> torch.nn.Mod
     return with_forward(network, call)
 
 
-def taken(call: Callable[[], Any]) -> float:
-    with counting() as alive:
+def taken(call: Callable[[], Any], kernels: Kernels = LEAN) -> float:
+    with counting(kernels) as alive:
         _ = call()
     return alive.most / 1e9
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .kernels import LEAN, Kernels
 from .shells import HOOKS, structural_copy
 
 META = torch.device("meta")
@@ -52,21 +53,23 @@ def _without_weights(module: torch.nn.Module) -> torch.nn.Module:
 
 
 @contextmanager
-def counting(*, fused_attention: bool = True) -> Generator[Alive]:
+def counting(kernels: Kernels = LEAN) -> Generator[Alive]:
     """Count what is made inside, on "meta". What was there before is not counted, and what is handed on is.
 
-    fused_attention: attention is one kernel, which writes no scores. False: PyTorch's own mathematics.
+    kernels: those of the device that it is counted for.
     """
-    with torch.no_grad(), Alive() as alive, FusedAttention() if fused_attention else nullcontext():
+    with torch.no_grad(), Alive(kernels) as alive, FusedAttention(alive):
         yield alive
 
 
 class Alive(TorchDispatchMode):
     """Counts the bytes of all tensors that are made inside and are still held by somebody."""
 
-    def __init__(self) -> None:
+    def __init__(self, kernels: Kernels = LEAN) -> None:
         super().__init__()
         self.most = 0
+        self.kernels = kernels
+        self.lacks: dict[str, None] = {}  # why calls take more than with other kernels, each once
         self._held: dict[int, tuple[StorageWeakRef, int]] = {}
         self._counted = 0  # the bytes of those, some of which may have been let go since
 
@@ -105,7 +108,7 @@ class Alive(TorchDispatchMode):
             key = shapes_of((args, kwargs))
             given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             if key not in known:
-                with Alive() as inside:
+                with Alive(self.kernels) as inside:
                     made = call(*args, **kwargs)
                 places = {id(tensor): place for place, tensor in enumerate(given)}
                 known[key] = inside.most, pytree.tree_map_only(torch.Tensor, lambda t: _Like.of(t, places), made)
@@ -137,14 +140,21 @@ class _Like:
 
 
 class FusedAttention(TorchFunctionMode):
-    """Attention as one kernel: it reads queries, keys and values, and writes no scores."""
+    """Attention as one kernel, which reads queries, keys and values, and writes no scores; by PyTorch's mathematics
+    where no kernel takes a call."""
+
+    def __init__(self, alive: Alive):
+        super().__init__()
+        self._alive = alive
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        return self.attention(*args, **(kwargs or {}))
+        if func is F.scaled_dot_product_attention:
+            if not (why := self._alive.kernels.attention(*args, **(kwargs or {}))):
+                return self.attention(*args, **(kwargs or {}))
+            self._alive.lacks[why] = None
+        return func(*args, **(kwargs or {}))
 
     def attention(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -17,7 +18,10 @@ GTX16_LIST = "https://github.com/comfyanonymous/ComfyUI/blob/master/comfy/model_
 XPU_GUIDE = "https://docs.pytorch.org/docs/stable/notes/get_start_xpu.html"
 ONEDNN_GUIDE = "https://uxlfoundation.github.io/oneDNN/dev_guide_data_types.html"
 
+EXPERIMENTAL = "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"  # "1" asks for it; read when attention is first computed
+
 HalfAccumulation = Literal["right", "wrong", "untried"]
+Fused = Literal["there", "experimental", "missing"]
 
 
 @dataclass(frozen=True)
@@ -35,10 +39,16 @@ class Architecture:
     source: str
     known: bool = True
     fp16_wrong: bool = False  # comes out NaN or black, whatever the model
+    fused_attention: Fused = "there"  # PyTorch's, which writes no scores
 
     @property
     def native_bf16(self) -> bool:
         return self.bf16 == "native"
+
+    @property
+    def attention_locked(self) -> bool:
+        """Whether some releases of PyTorch have fused attention for it that nobody has asked for."""
+        return self.fused_attention == "experimental" and os.environ.get(EXPERIMENTAL) != "1"
 
     def __str__(self) -> str:
         return self.label if self.label.lower() == self.name else f"{self.name} ({self.label})"
@@ -51,9 +61,13 @@ def _nvidia(
     return Architecture(name, label, "native" if bf16 else "emulated", fp16, tensor, tf32, fp8, half, source)
 
 
-def _amd(name: str, label: str, bf16: bool, matrix: bool, fp8: bool) -> Architecture:
-    """Make AMD's row. TF32 counts as missing: where AMD has it (CDNA 3, 4), libraries disagree on how exact it is."""
-    return Architecture(name, label, "native" if bf16 else "emulated", True, matrix, False, fp8, "untried", ROCM_GUIDE)
+def _amd(name: str, label: str, bf16: bool, matrix: bool, fp8: bool, fused: Fused) -> Architecture:
+    """Make AMD's row. TF32 counts as missing: where AMD has it (CDNA 3, 4), libraries disagree on how exact it is.
+
+    fused: by what AOTriton has, PyTorch's fused attention on ROCm (https://github.com/ROCm/aotriton).
+    """
+    bf16_is: Literal["native", "emulated"] = "native" if bf16 else "emulated"
+    return Architecture(name, label, bf16_is, True, matrix, False, fp8, "untried", ROCM_GUIDE, fused_attention=fused)
 
 
 # By name; a gfx target is found by its longest prefix here. A new architecture is one row.
@@ -80,17 +94,17 @@ ARCHITECTURES: dict[str, Architecture] = {
         _nvidia("sm110", "Blackwell", True,  True,  True,  True,  True,  "untried"),
         _nvidia("sm120", "Blackwell", True,  True,  True,  True,  True,  "untried"),
         _nvidia("sm121", "Blackwell", True,  True,  True,  True,  True,  "untried"),
-        #                        bf16   matrix fp8
-        #                               cores
-        _amd("gfx906", "Vega 20", False, False, False),
-        _amd("gfx908", "CDNA",    True,  True,  False),
-        _amd("gfx90a", "CDNA 2",  True,  True,  False),
-        _amd("gfx94", "CDNA 3",   True,  True,  True),
-        _amd("gfx95", "CDNA 4",   True,  True,  True),
-        _amd("gfx101", "RDNA",    False, False, False),
-        _amd("gfx103", "RDNA 2",  False, False, False),
-        _amd("gfx11", "RDNA 3",   True,  True,  False),
-        _amd("gfx12", "RDNA 4",   True,  True,  True),
+        #                        bf16   matrix fp8    fused
+        #                               cores         attention
+        _amd("gfx906", "Vega 20", False, False, False, "missing"),
+        _amd("gfx908", "CDNA",    True,  True,  False, "missing"),
+        _amd("gfx90a", "CDNA 2",  True,  True,  False, "there"),
+        _amd("gfx94", "CDNA 3",   True,  True,  True,  "there"),
+        _amd("gfx95", "CDNA 4",   True,  True,  True,  "there"),
+        _amd("gfx101", "RDNA",    False, False, False, "missing"),
+        _amd("gfx103", "RDNA 2",  False, False, False, "missing"),
+        _amd("gfx11", "RDNA 3",   True,  True,  False, "experimental"),
+        _amd("gfx12", "RDNA 4",   True,  True,  True,  "experimental"),
         Architecture("mps", "Apple GPU", "emulated", True, False, False, False, "untried", MPS_NOTES),
         Architecture("xpu", "Intel GPU", "native", True, True, False, False, "untried", XPU_GUIDE),
         Architecture("cpu", "CPU", "native", False, False, False, False, "untried", ONEDNN_GUIDE),

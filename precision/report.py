@@ -64,8 +64,13 @@ class RunReport:
     def add(self, record: StepRecord) -> None:
         self.steps.append(record)
 
-    def note(self, line: str) -> None:
-        """Add a line to the notes, unless it is among them already."""
+    def note(self, line: str, instead_of: str = "") -> None:
+        """Add a line to the notes, unless it is among them already.
+
+        instead_of: how lines begin whose place it takes; "": of none.
+        """
+        if instead_of:
+            self.notes = tuple(note for note in self.notes if not note.startswith(instead_of))
         self.notes += () if line in self.notes else (line,)
 
     @property

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...precision.accumulation import Accumulation, Switch, preview
-from ...precision.arch import Architecture
+from ...precision.arch import EXPERIMENTAL, Architecture
 from ...precision.learned import NOTHING
 from ...precision.policy import Component, Plan, PlanImpossible, Precision, Variant, choose
 from ...trust.plain import for_json
@@ -158,6 +158,7 @@ def _put_together(
     on_failure = handle.policy.on_failure.value if handle else "rerun"
     unknown = {a.name: a for a in (chosen, *beside) if not a.known}
     said = [*machine.advice, *(f"{a}: little is known of it, so its plan is the safe one" for a in unknown.values())]
+    said += _attention_of(chosen)
     if not switches:
         said.append("The accumulation switches could not be read: some are PyTorch's")
     if on_failure == "off":
@@ -203,6 +204,17 @@ def _plans(
         folder=model.name if model else "",
         stored=stored,
     )
+
+
+def _attention_of(architecture: Architecture) -> Iterator[str]:
+    without = "all its scores are in memory: 154 GB for a step of CogVideoX-2B, in place of 1.6"
+    if architecture.fused_attention == "missing":
+        yield f"{architecture}: PyTorch has no fused attention for it, so that {without}. Choose smaller sizes"
+    if architecture.attention_locked:
+        yield (
+            f"{architecture}: in some releases of PyTorch, fused attention is experimental there, and off unless "
+            f"{EXPERIMENTAL}=1 is in the environment before the start, where ComfyUI puts it. Else {without}"
+        )
 
 
 def _size(n_bytes: int) -> str:

@@ -61,6 +61,7 @@ class ComponentStore:
         self.learned: dict[MemoryKey, Learned] = {}  # what runs taught about a denoiser
         self.recalled: set[MemoryKey] = set()  # of these, a profile on disk was where runs began
         self.attention: dict[tuple[str, tuple[torch.Size, ...]], Choice] = {}  # by dtype and sizes, measured
+        self.lacks: dict[Any, tuple[int, str]] = {}  # of these, bytes that would do with lean kernels, and what lacks
         self.room: dict[Any, int] = {}  # what a call of a component takes beside its weights, by what tells calls apart
         self.misjudged: dict[str, list[Misjudged]] = {}  # of a component's stages
         self.handles: weakref.WeakSet[Any] = weakref.WeakSet()  # who still uses it

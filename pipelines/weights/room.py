@@ -13,7 +13,9 @@ from ...precision.activations import META, Alive, counting, on_meta, shapes_of
 from ...precision.dtypes import DTYPES
 from ...precision.findings import Anatomy
 from ...precision.islands import half_attempt
+from ...precision.kernels import LEAN, Kernels, kernels_of
 from ...precision.learned import NOTHING, Learned
+from ...precision.peaks import size
 from ...precision.policy import Component
 
 if TYPE_CHECKING:
@@ -35,18 +37,32 @@ def room_for_call(stage: ComponentStage, inputs: Mapping[str, Any], learned: Lea
 
 
 def counted(stage: ComponentStage, what: Hashable, prepare: Callable[[], Callable[[Alive], object]]) -> int:
-    """Return the bytes that are made at once by what `prepare` returns, on "meta".
+    """Return the bytes that are made at once by what `prepare` returns, on "meta". The report says where its device has
+    no lean kernel for that.
 
     what: tells a component's calls apart. They are counted once.
     """
-    known = stage.handle.store.room
+    store = stage.handle.store
     key = (stage.name, stage.plan, what)
-    if key not in known:
-        call = prepare()
-        with counting() as alive:
-            call(alive)
-        known[key] = alive.most
-    return known[key]
+    if key not in store.room:
+        store.room[key], lacks = _most(prepare, kernels_of(store.placement.device))
+        if lacks:
+            store.lacks[key] = (_most(prepare, LEAN)[0], " ".join(lacks))
+    if key in store.lacks:
+        lean, why = store.lacks[key]
+        takes = f"{stage.plan.component.words} takes "
+        stage.report.note(
+            f"{takes}{size(store.room[key])} beside its weights, where {size(lean)} would do: {why}", instead_of=takes
+        )
+    return store.room[key]
+
+
+def _most(prepare: Callable[[], Callable[[Alive], object]], kernels: Kernels) -> tuple[int, Collection[str]]:
+    """Return the most bytes at once, and why they are more than they have to be."""
+    call = prepare()
+    with counting(kernels) as alive:
+        call(alive)
+    return alive.most, alive.lacks
 
 
 def attempt_on_meta(

@@ -16,10 +16,13 @@ from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
 from comfyui_onediff_guard.pipelines.run.pictures import fitted
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights import components as stores
+from comfyui_onediff_guard.pipelines.weights import room
 from comfyui_onediff_guard.pipelines.weights.ladder import NoRoom, ran_out
 from comfyui_onediff_guard.pipelines.weights.offload import Offload
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision import wide
+from comfyui_onediff_guard.precision.kernels import Kernels
+from comfyui_onediff_guard.precision.peaks import size
 from comfyui_onediff_guard.precision.policy import Component, Precision
 from limited import CardPlacement, Computing, LimitedCard, limited_card
 
@@ -105,6 +108,32 @@ def test_nothing_is_counted_where_memory_is_main_memory(model_folder: Callable[.
     latents, _ = sampled(handle, "2b")
     decode(handle, latents)
     assert handle.store.room == {}
+
+
+NO_KERNELS = Kernels(
+    attention=lambda query, *_, **__: f"no fused attention in {query.dtype}.",
+)
+
+
+def test_what_takes_more_for_want_of_a_kernel_is_asked_for_and_said_once_in_each_run(
+    card: LimitedCard, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lean = opened(card, model_folder("2b"), precision="bf16")
+    decode(lean, sampled(lean, "2b")[0])
+    asked = lean.store.placement.asked
+    monkeypatch.setattr(room, "kernels_of", {lean.store.placement.device: NO_KERNELS}.__getitem__)
+    handle = opened(card, model_folder("2b"), precision="bf16")
+    for _ in range(2):
+        _, report = sampled(handle, "2b")
+        for said, why in ((report, "no fused attention in torch.bfloat16."),):
+            (note,) = [note for note in said.notes if "beside its weights" in note]
+            stage = said.plan.component
+            (takes,) = [most for key, most in handle.store.room.items() if key[1].component is stage]
+            (needs,) = [most for key, most in lean.store.room.items() if key[1].component is stage]
+            assert takes > 1.1 * needs and takes in handle.store.placement.asked and needs in asked
+            assert note == (
+                f"{stage.words} takes {size(takes)} beside its weights, where {size(needs)} would do: {why}"
+            )
 
 
 def ways(report: Any) -> list[str]:

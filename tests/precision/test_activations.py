@@ -6,6 +6,7 @@ import pytest
 import torch
 from comfyui_onediff_guard.precision.activations import META, counting, on_meta
 from comfyui_onediff_guard.precision.half_products import HalfProducts
+from comfyui_onediff_guard.precision.kernels import Kernels
 from comfyui_onediff_guard.precision.upcast import run_in, run_in_fp32
 from comfyui_onediff_guard.precision.wide import with_wide_stream
 from denoisers import MODELS, build, step
@@ -13,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 ROW = 4 * 64  # bytes of a row of 64 in float32
+UNFUSED = Kernels(attention=lambda *_, **__: "no fused attention")
 PUBLISHED = {  # model → GB that a step takes in half and in fp32, as the review counted it at full size
     "cogvideox-5b": (2.6, 5.1),
     "svd-xt": (8.3, 16.6),
@@ -74,23 +76,23 @@ def test_attention_writes_scores_only_where_it_is_not_fused() -> None:
         return F.scaled_dot_product_attention(x, x, x)
 
     assert most(attend, heads) == heads.nbytes
-    assert most(attend, heads, fused_attention=False) >= heads.nbytes + 4 * 1024 * 1024 * 4
+    assert most(attend, heads, kernels=UNFUSED) >= heads.nbytes + 4 * 1024 * 1024 * 4
 
 
-def test_a_call_of_each_shape_is_made_once_and_counts_each_time() -> None:
-    made = []
+def test_calls_that_no_kernel_takes_are_counted_apart_and_said_once() -> None:
+    def no_wide_heads(query, *_, **given):
+        return f"no heads of {query.shape[-1]}" if query.shape[-1] > 64 and given == {"is_causal": True} else ""
 
-    def network(x):
-        made.append(len(x))
-        return (x + 1) * 2
+    def attend(width):
+        heads = torch.empty(1, 4, 512, width, device=META)
+        return [F.scaled_dot_product_attention(heads, heads, heads, is_causal=True) for _ in range(2)]
 
-    def loop(call):
-        return torch.cat([call(rows(n)) for n in (10, 10, 4, 10)])
-
-    with counting() as alive:
-        kept = loop(alive.each_shape_once(network))
-    assert made == [10, 4] and kept.shape == (34, 64)
-    assert alive.most == most(loop, network)
+    scores = 4 * 512 * 512 * 4
+    with counting(Kernels(attention=no_wide_heads)) as alive:
+        kept = attend(64)
+        assert not alive.lacks and alive.most < scores
+        kept = attend(128)
+    assert [*alive.lacks] == ["no heads of 128"] and alive.most > scores and kept
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -74,22 +74,22 @@ def test_every_nvidia_generation_since_pascal_is_listed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "label", "bf16", "matrix", "fp8"),
+    ("name", "label", "bf16", "matrix", "fp8", "fused"),
     [
-        ("gfx906", "Vega 20", "emulated", False, False),
-        ("gfx908", "CDNA", "native", True, False),
-        ("gfx90a", "CDNA 2", "native", True, False),
-        ("gfx94", "CDNA 3", "native", True, True),
-        ("gfx95", "CDNA 4", "native", True, True),
-        ("gfx101", "RDNA", "emulated", False, False),
-        ("gfx103", "RDNA 2", "emulated", False, False),
-        ("gfx11", "RDNA 3", "native", True, False),
-        ("gfx12", "RDNA 4", "native", True, True),
+        ("gfx906", "Vega 20", "emulated", False, False, "missing"),
+        ("gfx908", "CDNA", "native", True, False, "missing"),
+        ("gfx90a", "CDNA 2", "native", True, False, "there"),
+        ("gfx94", "CDNA 3", "native", True, True, "there"),
+        ("gfx95", "CDNA 4", "native", True, True, "there"),
+        ("gfx101", "RDNA", "emulated", False, False, "missing"),
+        ("gfx103", "RDNA 2", "emulated", False, False, "missing"),
+        ("gfx11", "RDNA 3", "native", True, False, "experimental"),
+        ("gfx12", "RDNA 4", "native", True, True, "experimental"),
     ],
 )
-def test_amd_by_target(name: str, label: str, bf16: str, matrix: bool, fp8: bool) -> None:
-    expected = Architecture(name, label, bf16, True, matrix, False, fp8, "untried", arch.ROCM_GUIDE)
-    assert ARCHITECTURES[name] == expected
+def test_amd_by_target(name: str, label: str, bf16: str, matrix: bool, fp8: bool, fused: str) -> None:
+    row = Architecture(name, label, bf16, True, matrix, False, fp8, "untried", arch.ROCM_GUIDE, fused_attention=fused)
+    assert ARCHITECTURES[name] == row
 
 
 def test_apple_and_cpu() -> None:

@@ -95,6 +95,31 @@ def test_a_pytorch_without_code_for_the_card(
     assert ("has no kernels for Card 0" in one_line(diagnose())) != runs
 
 
+@pytest.mark.parametrize(
+    ("name", "asked_for", "said"),
+    [
+        ("gfx1030", "", "gfx1030 (RDNA 2): PyTorch has no fused attention for it"),
+        ("gfx1030", "1", "gfx1030 (RDNA 2): PyTorch has no fused attention for it"),
+        (
+            "gfx1201",
+            "",
+            "gfx1201 (RDNA 4): in some releases of PyTorch, fused attention is experimental there, and off",
+        ),
+        ("gfx1201", "1", ""),
+        ("gfx942", "", ""),
+        ("sm61", "", ""),
+    ],
+)
+def test_where_attention_may_take_much_memory(
+    monkeypatch: pytest.MonkeyPatch, name: str, asked_for: str, said: str
+) -> None:
+    monkeypatch.setenv(arch.EXPERIMENTAL, asked_for)
+    notes = [note for note in diagnose(architecture=arch.named(name)).notes if "fused attention" in note]
+    assert len(notes) == bool(said)
+    assert all(note.startswith(said) and "154 GB" in note for note in notes)
+    assert all((f"{arch.EXPERIMENTAL}=1 " in note) == ("experimental" in note) for note in notes)
+
+
 @POSIX
 def test_a_driver_and_a_pytorch_that_is_built_for_the_cpu(nvidia_smi: Callable[[str], None]) -> None:
     nvidia_smi("echo '550.54.14, NVIDIA L4'; echo '550.54.14, NVIDIA A100'; echo '550.54.14, NVIDIA L4'")

@@ -1,0 +1,71 @@
+"""What a device has no lean kernel for: PyTorch computes it all the same, in silence, in many times the memory.
+
+Asked ahead of a call, so that the call is counted as it will be computed, and told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend
+from torch.utils import _pytree as pytree
+
+from .arch import EXPERIMENTAL, detect
+from .dtypes import dtype_name
+from .shared import NO_WARNINGS
+
+
+def _has(*_: Any, **__: Any) -> str:
+    return ""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Those of a device. Each function returns why no lean kernel takes a call, and what to do; "" where one does.
+
+    attention: is given what `scaled_dot_product_attention` is.
+    """
+
+    attention: Callable[..., str] = _has
+
+
+LEAN = Kernels()
+
+
+def kernels_of(device: torch.device) -> Kernels:
+    """Return a device's. Only CUDA and ROCm are asked; of others, every call counts as lean."""
+    if device.type != "cuda":
+        return LEAN
+    return Kernels(partial(no_fused_attention, device))
+
+
+def no_fused_attention(device: torch.device, query: torch.Tensor, *args: Any, **kwargs: Any) -> str:
+    """Return why PyTorch would compute attention by its own mathematics, which writes all scores, and what to do; ""
+    where a fused kernel takes the call.
+
+    query, args, kwargs: as `scaled_dot_product_attention` takes them, on whatever device.
+    """
+
+    def there(tensor: torch.Tensor) -> torch.Tensor:  # in as many bytes as its last dimension has
+        return torch.empty(tensor.shape[-1:], dtype=tensor.dtype, device=device).expand(tensor.shape)
+
+    args, kwargs = pytree.tree_map_only(torch.Tensor, there, (args, kwargs))
+    with NO_WARNINGS.held():  # of why not
+        chosen = SDPBackend(torch._fused_sdp_choice(there(query), *args, **kwargs))
+    if chosen != SDPBackend.MATH:
+        return ""
+    architecture = detect(device)
+    if not torch.version.hip:
+        remedy = "Another precision may have one."
+    elif architecture.attention_locked:
+        remedy = f"Set {EXPERIMENTAL}=1 in the environment before the start, or get a newer PyTorch for ROCm."
+    else:
+        remedy = "A newer PyTorch for ROCm may have one."
+    return (
+        f"PyTorch has no fused attention in {dtype_name(query.dtype)} with heads of {query.shape[-1]} on "
+        f"{architecture}, so that all scores are in memory. {remedy}"
+    )

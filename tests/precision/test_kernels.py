@@ -1,0 +1,56 @@
+"""Where PyTorch has no lean kernel for a call, and what is said of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from comfyui_onediff_guard.precision import kernels
+from comfyui_onediff_guard.precision.activations import META
+from comfyui_onediff_guard.precision.arch import ARCHITECTURES, EXPERIMENTAL
+from comfyui_onediff_guard.precision.kernels import LEAN, kernels_of, no_fused_attention
+
+CPU = torch.device("cpu")  # which tells, as a card does, whether a fused kernel takes a call
+FUSED = (torch.empty(2, 30, 17_776, 64, dtype=torch.bfloat16, device=META),) * 3
+UNFUSED: dict[str, Any] = {"dropout_p": 0.5}  # no fused kernel takes that
+
+
+@pytest.mark.parametrize("device", ["cpu", "mps", "xpu", "meta"])
+def test_only_cuda_and_rocm_are_asked(device: str) -> None:
+    assert kernels_of(torch.device(device)) is LEAN
+    assert not LEAN.attention(*FUSED)
+
+
+def test_of_a_card_both_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(kernels, "no_fused_attention", lambda *given: asked.append(given) or "why")
+    card = torch.device("cuda", 1)
+    assert kernels_of(card).attention(*FUSED) == "why" and asked == [(card, *FUSED)]
+
+
+def test_a_device_is_asked_by_shapes_and_dtype_alone() -> None:
+    assert no_fused_attention(CPU, *FUSED) == ""
+    mask = torch.empty(2, 1, 17_776, 17_776, dtype=torch.bool, device=META)
+    assert no_fused_attention(CPU, *FUSED, mask, scale=0.5) == ""
+    assert no_fused_attention(CPU, *FUSED, **UNFUSED).startswith(
+        "PyTorch has no fused attention in bf16 with heads of 64 on CPU, so that all scores are in memory. "
+    )
+
+
+@pytest.mark.parametrize(
+    ("architecture", "asked_for", "remedy"),
+    [
+        ("sm75", "", "Another precision may have one."),
+        ("gfx103", "", "A newer PyTorch for ROCm may have one."),
+        ("gfx11", "", f"Set {EXPERIMENTAL}=1 in the environment before the start, or get a newer PyTorch for ROCm."),
+        ("gfx11", "0", f"Set {EXPERIMENTAL}=1 in the environment before the start, or get a newer PyTorch for ROCm."),
+        ("gfx11", "1", "A newer PyTorch for ROCm may have one."),
+    ],
+)
+def test_what_to_do(monkeypatch: pytest.MonkeyPatch, architecture: str, asked_for: str, remedy: str) -> None:
+    row = ARCHITECTURES[architecture]
+    monkeypatch.setattr(kernels, "detect", lambda _: row)
+    monkeypatch.setattr(torch.version, "hip", "7.0" if architecture.startswith("gfx") else None)
+    monkeypatch.setenv(EXPERIMENTAL, asked_for)
+    assert no_fused_attention(CPU, *FUSED, **UNFUSED).endswith(f"on {row}, so that all scores are in memory. {remedy}")
