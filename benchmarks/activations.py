@@ -29,6 +29,7 @@ from networks import NETWORKS, Network
 
 HALF, SINGLE = torch.float16, torch.float32
 UNFUSED = Kernels(attention=lambda *_, **__: "no fused attention")
+UNFOLDED = Kernels(conv3d=lambda dtype: "no cuDNN for 3D convolutions in half precision" if dtype is HALF else "")
 COGVIDEOX = {
     "block_out_channels": (128, 256, 256, 512),
     "down_block_types": ("CogVideoXDownBlock3D",) * 4,
@@ -107,12 +108,13 @@ def step_of(network: Network, size: str) -> dict[str, float]:
 
 def decode_of(decode: Decode) -> dict[str, float]:
     found = {}
-    for name, dtype in (("half", HALF), ("fp32", SINGLE)):
+    ways = (("half", HALF, LEAN), ("half, without cuDNN for Conv3d", HALF, UNFOLDED), ("fp32", SINGLE, LEAN))
+    for name, dtype, kernels in ways:
         with META:
             vae: Any = getattr(diffusers, decode.kind)(**decode.config)
         vae = on_meta(torch.nn.Module.to(vae, dtype))  # some of it was made on the CPU
         more = {"num_frames": decode.frames} if decode.frames else {}
-        with counting() as alive:
+        with counting(kernels) as alive:
             once = alive.each_shape_once(vae.decoder.__call__)
             shell: Any = replaced(vae, {"decoder": partial(_calling, once)})
             shell.use_tiling = decode.tiling

@@ -83,7 +83,17 @@ class Alive(TorchDispatchMode):
         for storage in _storages(made):
             if storage._cdata not in given:  # else a view, or written in place
                 self._hold(storage)
+        if func is torch.ops.aten.convolution.default:
+            self._note(self._unfolded(made, *args))
         return made
+
+    def _unfolded(self, made: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, *_: Any) -> int:
+        """Return the bytes of what a convolution reads, unfolded one sample at a time; 0 where that is not done."""
+        in_space = weight.shape[2:]
+        if len(in_space) != 3 or in_space.numel() == 1 or not (why := self.kernels.conv3d(given.dtype)):
+            return 0
+        self.lacks[why] = None
+        return weight[0].numel() * made.shape[2:].numel() * made.element_size()
 
     def _hold(self, storage: torch.UntypedStorage) -> None:
         known = self._held.get(storage._cdata)

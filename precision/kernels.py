@@ -12,11 +12,14 @@ from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend
+from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
 from .arch import EXPERIMENTAL, detect
-from .dtypes import dtype_name
+from .dtypes import DTYPES, dtype_name
 from .shared import NO_WARNINGS
+
+_BROKEN_CUDNN = range(9_08_00, 9_15_00)  # its 3D convolutions in half precision are wrong at some sizes
 
 
 def _has(*_: Any, **__: Any) -> str:
@@ -28,9 +31,11 @@ class Kernels:
     """Those of a device. Each function returns why no lean kernel takes a call, and what to do; "" where one does.
 
     attention: is given what `scaled_dot_product_attention` is.
+    conv3d: is given the dtype of a 3D convolution whose kernel is larger than 1.
     """
 
     attention: Callable[..., str] = _has
+    conv3d: Callable[[torch.dtype], str] = _has
 
 
 LEAN = Kernels()
@@ -40,7 +45,7 @@ def kernels_of(device: torch.device) -> Kernels:
     """Return a device's. Only CUDA and ROCm are asked; of others, every call counts as lean."""
     if device.type != "cuda":
         return LEAN
-    return Kernels(partial(no_fused_attention, device))
+    return Kernels(partial(no_fused_attention, device), no_cudnn_conv3d)
 
 
 def no_fused_attention(device: torch.device, query: torch.Tensor, *args: Any, **kwargs: Any) -> str:
@@ -68,4 +73,21 @@ def no_fused_attention(device: torch.device, query: torch.Tensor, *args: Any, **
     return (
         f"PyTorch has no fused attention in {dtype_name(query.dtype)} with heads of {query.shape[-1]} on "
         f"{architecture}, so that all scores are in memory. {remedy}"
+    )
+
+
+def no_cudnn_conv3d(dtype: torch.dtype = torch.float16) -> str:
+    """Return why this PyTorch computes 3D convolutions of a dtype without cuDNN, and what to do; "" where it does with.
+
+    PyTorch 2.9.0 leaves out any cuDNN from 9.8 on, later ones those that are wrong.
+    """
+    cudnn, version = torch.backends.cudnn.version(), TorchVersion(torch.__version__)
+    if torch.version.hip or dtype not in (DTYPES["fp16"], DTYPES["bf16"]) or cudnn is None or version < "2.9":
+        return ""
+    if cudnn < _BROKEN_CUDNN.start or (cudnn >= _BROKEN_CUDNN.stop and version >= "2.9.1"):
+        return ""
+    return (
+        f"PyTorch {version} computes 3D convolutions in half precision without cuDNN, because of a fault in cuDNN 9.8 "
+        f"to 9.14 (here: {cudnn // 10000}.{cudnn // 100 % 100}), and unfolds what they read. Get PyTorch 2.11 or newer "
+        "for CUDA 12.8 or newer; or, under Linux, PyTorch 2.9.1 or newer and nvidia-cudnn-cu12 (-cu13) 9.15 or newer."
     )

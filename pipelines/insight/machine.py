@@ -203,8 +203,16 @@ def _advice(asked: _Torch, gpus: tuple[Gpu, ...], driver: str, packages: Mapping
         yield from _why_no_gpu(asked, driver)
     for gpu in gpus:
         yield from _about(asked, gpu)
+    if gpus and (conv3d := tried(_conv3d, "")):
+        yield conv3d
     if lacking := [name for name in NEEDED if packages[name] is None]:
         yield f"not installed: {', '.join(lacking)}. In the pack's folder: python -m pip install -r requirements.txt"
+
+
+def _conv3d() -> str:
+    from ...precision.kernels import no_cudnn_conv3d
+
+    return no_cudnn_conv3d()
 
 
 def _too_old(version: str) -> str:

@@ -112,6 +112,7 @@ def test_nothing_is_counted_where_memory_is_main_memory(model_folder: Callable[.
 
 NO_KERNELS = Kernels(
     attention=lambda query, *_, **__: f"no fused attention in {query.dtype}.",
+    conv3d=lambda dtype: "no cuDNN for 3D convolutions." if dtype is torch.bfloat16 else "",
 )
 
 
@@ -124,8 +125,12 @@ def test_what_takes_more_for_want_of_a_kernel_is_asked_for_and_said_once_in_each
     monkeypatch.setattr(room, "kernels_of", {lean.store.placement.device: NO_KERNELS}.__getitem__)
     handle = opened(card, model_folder("2b"), precision="bf16")
     for _ in range(2):
-        _, report = sampled(handle, "2b")
-        for said, why in ((report, "no fused attention in torch.bfloat16."),):
+        latents, report = sampled(handle, "2b")
+        _, decoded = decode(handle, latents)
+        for said, why in (
+            (report, "no fused attention in torch.bfloat16."),
+            (decoded, "no cuDNN for 3D convolutions."),
+        ):
             (note,) = [note for note in said.notes if "beside its weights" in note]
             stage = said.plan.component
             (takes,) = [most for key, most in handle.store.room.items() if key[1].component is stage]

@@ -95,6 +95,41 @@ def test_calls_that_no_kernel_takes_are_counted_apart_and_said_once() -> None:
     assert [*alive.lacks] == ["no heads of 128"] and alive.most > scores and kept
 
 
+def test_what_a_convolution_unfolds_is_counted_while_it_runs() -> None:
+    half = nn.Conv3d(8, 16, 3, padding=1, device=META, dtype=torch.float16)
+    pointwise, flat = nn.Conv3d(8, 16, 1, device=META), nn.Conv2d(8, 16, 3, device=META)
+    video = torch.empty(2, 8, 5, 6, 7, device=META)
+    unfolding = Kernels(conv3d=lambda dtype: "no cuDNN" if dtype is torch.float16 else "")
+    made = 2 * 16 * 5 * 6 * 7 * 2
+    columns = 8 * 27 * 5 * 6 * 7 * 2  # of one sample at a time
+    assert most(half, video.half()) == made
+    assert most(half, video.half(), kernels=unfolding) == made + columns
+    for other in (half.float(), pointwise, flat):
+        given = video[:, :, 0] if other is flat else video
+        assert most(other, given, kernels=unfolding) == most(other, given)
+    half, given = half.half(), video.half()
+    with counting(unfolding) as alive:
+        call = alive.each_shape_once(half)
+        kept = call(given), call(given)
+    assert [*alive.lacks] == ["no cuDNN"] and alive.most == 2 * made + columns and kept
+
+
+def test_a_call_of_each_shape_is_made_once_and_counts_each_time() -> None:
+    made = []
+
+    def network(x):
+        made.append(len(x))
+        return (x + 1) * 2
+
+    def loop(call):
+        return torch.cat([call(rows(n)) for n in (10, 10, 4, 10)])
+
+    with counting() as alive:
+        kept = loop(alive.each_shape_once(network))
+    assert made == [10, 4] and kept.shape == (34, 64)
+    assert alive.most == most(loop, network)
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_denoiser_takes_what_was_counted_of_it(name: str) -> None:
     for dtype, expected in zip((torch.float16, torch.float32), PUBLISHED[name], strict=True):

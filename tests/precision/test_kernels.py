@@ -9,7 +9,7 @@ import torch
 from comfyui_onediff_guard.precision import kernels
 from comfyui_onediff_guard.precision.activations import META
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES, EXPERIMENTAL
-from comfyui_onediff_guard.precision.kernels import LEAN, kernels_of, no_fused_attention
+from comfyui_onediff_guard.precision.kernels import LEAN, kernels_of, no_cudnn_conv3d, no_fused_attention
 
 CPU = torch.device("cpu")  # which tells, as a card does, whether a fused kernel takes a call
 FUSED = (torch.empty(2, 30, 17_776, 64, dtype=torch.bfloat16, device=META),) * 3
@@ -19,7 +19,7 @@ UNFUSED: dict[str, Any] = {"dropout_p": 0.5}  # no fused kernel takes that
 @pytest.mark.parametrize("device", ["cpu", "mps", "xpu", "meta"])
 def test_only_cuda_and_rocm_are_asked(device: str) -> None:
     assert kernels_of(torch.device(device)) is LEAN
-    assert not LEAN.attention(*FUSED)
+    assert not LEAN.attention(*FUSED) and not LEAN.conv3d(torch.float16)
 
 
 def test_of_a_card_both_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,3 +54,34 @@ def test_what_to_do(monkeypatch: pytest.MonkeyPatch, architecture: str, asked_fo
     monkeypatch.setattr(torch.version, "hip", "7.0" if architecture.startswith("gfx") else None)
     monkeypatch.setenv(EXPERIMENTAL, asked_for)
     assert no_fused_attention(CPU, *FUSED, **UNFUSED).endswith(f"on {row}, so that all scores are in memory. {remedy}")
+
+
+@pytest.mark.parametrize(
+    ("version", "cudnn", "without"),
+    [
+        ("2.8.0+cu128", 9_10_02, False),
+        ("2.9.0+cu126", 9_07_01, False),
+        ("2.9.0+cu128", 9_10_02, True),
+        ("2.9.0+cu128", 9_15_01, True),
+        ("2.9.1+cu128", 9_10_02, True),
+        ("2.9.1+cu130", 9_13_00, True),
+        ("2.9.1+cu128", 9_15_00, False),
+        ("2.10.0+cu128", 9_10_02, True),
+        ("2.10.0+cu130", 9_15_01, False),
+        ("2.13.0+cpu", None, False),
+    ],
+)
+def test_half_convolutions_in_3d_by_versions(
+    monkeypatch: pytest.MonkeyPatch, version: str, cudnn: int | None, without: bool
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+    for dtype in (torch.float16, torch.bfloat16):
+        why = no_cudnn_conv3d(dtype)
+        assert bool(why) == without
+    if without and cudnn == 9_10_02:
+        assert f"PyTorch {version}" in why and "(here: 9.10)" in why and "PyTorch 2.11 or newer" in why
+    assert no_cudnn_conv3d(torch.float32) == ""
+    monkeypatch.setattr(torch.version, "hip", "7.0")  # where the number is MIOpen's
+    assert no_cudnn_conv3d() == ""

@@ -120,6 +120,15 @@ def test_where_attention_may_take_much_memory(
     assert all((f"{arch.EXPERIMENTAL}=1 " in note) == ("experimental" in note) for note in notes)
 
 
+def test_convolutions_that_take_much_memory(cards: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    assert diagnose().machine.advice == (), "no card, and no cuDNN that computes"
+    cards((8, 6))
+    (advice,) = diagnose().machine.advice
+    assert advice.startswith("PyTorch 2.9.1+cu128 computes 3D convolutions in half precision without cuDNN")
+
+
 @POSIX
 def test_a_driver_and_a_pytorch_that_is_built_for_the_cpu(nvidia_smi: Callable[[str], None]) -> None:
     nvidia_smi("echo '550.54.14, NVIDIA L4'; echo '550.54.14, NVIDIA A100'; echo '550.54.14, NVIDIA L4'")
