@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 NOT_RUN = (
     "OneFlow's special builds and nexfort: neither has been available.",
     "ComfyUI's quantised products on a card: its layers ran on a CPU.",
-    "Offload 'group' and 'sequential' on a card: tested with a stand-in for the second device.",
+    "Offload 'group' and 'sequential' on a card: tested with stand-ins for the second device and for page-locking.",
     "CUDA, ROCm, Intel and Apple GPUs: all that is known to work was run on CPUs.",
     "Published weights of any model: all models here are small ones with their classes and random or computed weights.",
     "Windows and macOS: nothing assumes Linux, but nobody has run it there.",

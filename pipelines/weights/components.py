@@ -30,7 +30,7 @@ from ..models.folder import fingerprint
 from ..models.lora import Lora, LoraKey, keys, with_loras
 from ..models.on_disk import StoredModel
 from .ladder import Misjudged
-from .offload import InParts, Offload, Onloading, Whole, brings_parts_to, in_parts, release_page_locked
+from .offload import InParts, Offload, Onloading, Whole, brings_parts_to, in_parts
 from .placement import MOVING, Placement, main_memory, move
 
 logger = logging.getLogger(__name__)
@@ -175,7 +175,8 @@ class ComponentStore:
                 component = self._with_loras[name][1] if keys(loras) else component
             known_for, known = self._onloading.get(name, (None, None))
             if known is None or known_for is not offload or known.component is not component:
-                self._onloading.pop(name, None)
+                known = None  # with which its memory goes
+                self._forget_parts(name)
                 known = in_parts(component, offload, self.placement.device, **parts)
                 self._onloading[name] = offload, known
             self.placement.make_room(known.most_bytes)
@@ -191,10 +192,14 @@ class ComponentStore:
         if self.in_parts(where.offload):
             self.placement.to_host(name, module)
         else:
-            self._onloading.pop(name, None)
+            self._forget_parts(name)
             if self.placement.memory():
                 self.make_way(name, bytes_of(module) - self._bytes_there(module) + where.beside)
             self.placement.to_device(name, module, where.beside)
+
+    def _forget_parts(self, name: str) -> None:
+        if name in self._onloading:
+            self._onloading.pop(name)[1].release()
 
     def _forget_loras(self, name: str) -> None:
         self._with_loras.pop(name, None)
@@ -245,8 +250,10 @@ class ComponentStore:
         return bytes_on(self.placement.device, module)
 
     def rest(self, name: str) -> None:
-        """Move a component to the host's memory until it is needed again."""
+        """Move a component to the host's memory until it is needed again. None of that stays page-locked."""
         with MOVING:
+            if name in self._onloading:
+                self._onloading[name][1].release()
             if name in self._modules:
                 self.placement.to_host(name, self._modules[name][1])
                 if name in self._with_loras:
@@ -267,8 +274,7 @@ class ComponentStore:
                 self.drop(name)
                 return
             self.rest(name)
-            if self._onloading.pop(name, None):
-                release_page_locked()
+            self._onloading.pop(name, None)
 
     def _stays(self, name: str) -> bool:
         memory = self.placement.memory()
@@ -284,13 +290,11 @@ class ComponentStore:
         with MOVING:
             if self._modules.pop(name, None) is None:
                 return
-            came_in_parts = self._onloading.pop(name, None) is not None
+            self._forget_parts(name)
             self._with_loras.pop(name, None)
             for key in [key for key in self.compiled if key[0] == name]:
                 del self.compiled[key]
             gc.collect()  # modules hold reference cycles; without this two copies would be there for a while
-            if came_in_parts:
-                release_page_locked()
             self.placement.forget(name)
 
     def empty(self) -> None:
@@ -303,7 +307,8 @@ class ComponentStore:
             self.prompts.clear()
             self.compiled.clear()
             self._with_loras.clear()
-            self._onloading.clear()
+            for name in tuple(self._onloading):
+                self._forget_parts(name)
             for _, module in self._modules.values():
                 move(module, torch.device("meta"))
         finally:

@@ -1,7 +1,7 @@
 """Where a component's weights are while it is in use, and weights that come to the device a group at a time.
 
-diffusers moves the groups (its ModuleGroup): from pinned memory, on a stream of its own, the next block's while one
-computes. Its hooks are not used. They replace `forward` on the modules, and a shell of such a module would go on
+diffusers moves the groups (its ModuleGroup): from page-locked memory, on a stream of its own, the next block's while
+one computes. Its hooks are not used. They replace `forward` on the modules, and a shell of such a module would go on
 calling the original's, without the wide layers, the compiled blocks or the islands that it is made for. So the groups
 come and go in a shell too, around what is compiled and under what runs in fp32.
 """
@@ -20,7 +20,8 @@ import torch
 from ...precision.shells import Make, replaced, with_forward
 from ..compile.backends import BackendChoice, choose_backend
 from ..errors import BackendUnavailable
-from .parts import Offload, Parts
+from .parts import Offload, Parts, tensors_of
+from .slab import Slab
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,8 @@ class InParts:
     component: the module, in main memory.
     parts: of the component. Weights in none of them are on the device inside `with`.
     ahead: bring the next part while one computes. CUDA only.
-    pinned: keep weights in page-locked memory; else they are put there as they are brought. CUDA only.
+    pinned: keep weights in page-locked memory, from their first use until `release`; else, and where the system does
+        not let it, they are put there as they are brought. CUDA only.
     """
 
     def __init__(
@@ -81,7 +83,10 @@ class InParts:
         pinned: bool,
     ):
         self.component = component
-        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._place = parts.places
+        self._stream = stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._ahead = ahead and stream is not None
+        self._slabs = self._in_slabs(parts) if pinned else []
 
         def group(modules: list[torch.nn.Module], **rest: Any) -> Any:
             from diffusers.hooks.group_offloading import ModuleGroup
@@ -96,19 +101,16 @@ class InParts:
                     non_blocking=stream is not None,
                     stream=stream,
                     record_stream=stream is not None,
-                    low_cpu_mem_usage=not pinned,
+                    low_cpu_mem_usage=True,  # it page-locks what is not so as it comes
                     **rest,
                 )
                 made.offload_()
             return made
 
-        self._place = parts.places
         self._groups = [group(modules) for modules in parts.together]
         self._rest = group([], parameters=parts.rest)
-        self._stream = stream
-        self._ahead = ahead and stream is not None
         self._here: set[int] = set()
-        self._launched: deque[torch.cuda.Event] = deque()  # of parts that may be computing
+        self._launched: deque[torch.cuda.Event] = deque()  # what may be computing
         self._lock = threading.RLock()
         self.most_bytes = parts.most_bytes(ahead=self._ahead)
 
@@ -125,6 +127,8 @@ class InParts:
         self._lock.acquire()  # another run would send away what this one computes with
         try:
             with _as_is():
+                self._page_lock()
+                self._until_done()
                 self._rest.onload_()
                 self._wait()
         except BaseException:
@@ -136,10 +140,10 @@ class InParts:
         try:
             with _as_is():
                 self._wait()
+                self._note_launched()
                 self._rest.offload_()
                 for place in tuple(self._here):
                     self._send_away(place)
-                self._launched.clear()
         finally:
             self._lock.release()
 
@@ -154,23 +158,60 @@ class InParts:
             with _as_is():
                 self._note_launched()
                 if self._ahead and place + 1 < len(self._groups):
-                    self._bring(place + 1)  # while this one computes
+                    self._bring(place + 1, beside=1)  # while this one computes
         finally:
             with _as_is():
                 self._send_away(place)
 
-    def _bring(self, place: int) -> None:
-        """Bring a part when those before it are done, but for the one that computes where parts are brought ahead. The
-        host runs far ahead of the device, and what is sent away stays there until it was computed with."""
+    def release(self) -> None:
+        """Give back page-locked memory until the next use. Where another thread computes with it, it stays: that is
+        given back when nobody has these weights any more."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            for slab in self._slabs:
+                slab.unlock()
+            release_page_locked()
+        finally:
+            self._lock.release()
+
+    def _in_slabs(self, parts: Parts) -> list[Slab]:
+        """Lay each part's weights together, one part after the other: main memory holds one of them twice at a time."""
+        if self._stream is None:
+            return []
+        together = [[t for module in modules for t in tensors_of(module)] for modules in parts.together]
+        try:
+            with _as_is():
+                return [Slab(tensors, self._stream) for tensors in (*together, parts.rest)]
+        except (OSError, RuntimeError) as error:  # no main memory
+            _say_that_it_is_slower(error)
+            return []
+
+    def _page_lock(self) -> None:
+        try:
+            for slab in self._slabs:
+                slab.lock()
+        except RuntimeError as error:  # systems allow only so much of it
+            self.release()
+            self._slabs = []
+            _say_that_it_is_slower(error)
+
+    def _bring(self, place: int, *, beside: int = 0) -> None:
+        """Bring a part when those before it are done, but for the one that computes where it is brought ahead."""
         if place in self._here:
             return
-        while len(self._launched) > int(self._ahead):
-            self._launched.popleft().synchronize()
+        self._until_done(but=beside)
         self._here.add(place)
         self._groups[place].onload_()
 
+    def _until_done(self, but: int = 0) -> None:
+        """Wait until the device has computed all but so many of the parts. The host runs far ahead of it, and what is
+        sent away stays there until it was computed with."""
+        while len(self._launched) > but:
+            self._launched.popleft().synchronize()
+
     def _note_launched(self) -> None:
-        """All that the part computes is on the device's way."""
+        """All that was called is on the device's way."""
         if self._stream is not None:
             event = torch.cuda.Event()
             event.record()
@@ -212,14 +253,13 @@ def in_parts(
     once: the component is let go after use, so page-locking all of it would take longer than it saves.
     """
     parts = Parts.of(component, offload, tuple(blocks))
-    if offload is Offload.GROUP:
-        try:
-            return InParts(component, parts, device, ahead=True, pinned=not once)
-        except RuntimeError as error:  # systems allow only so much of it
-            why = str(error).strip().split("\n", 1)[0]
-            logger.warning("main memory cannot be page-locked for all blocks (%s): slower, one at a time", why)
-            return InParts(component, parts, device, ahead=True, pinned=False)
-    return InParts(component, parts, device, ahead=False, pinned=False)
+    group = offload is Offload.GROUP
+    return InParts(component, parts, device, ahead=group, pinned=group and not once)
+
+
+def _say_that_it_is_slower(error: Exception) -> None:
+    why = str(error).strip().split("\n", 1)[0]
+    logger.warning("main memory cannot be page-locked for all blocks (%s): slower, one at a time", why)
 
 
 def brings_parts_to(device: torch.device) -> bool:

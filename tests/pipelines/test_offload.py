@@ -374,10 +374,8 @@ def test_the_text_encoder_is_what_is_let_go(model_folder, apart, offload):
     asked = []
     handle.store.placement.make_room = lambda _n: asked.append(dict(handle.store._onloading))
     run(handle)
-    low = {name: {group.low_cpu_mem_usage for group in weights._groups} for name, (_, weights) in asked[0].items()}
-    assert low == {"text_encoder": {True}}
-    low = {group.low_cpu_mem_usage for group in handle.store._onloading["transformer"][1]._groups}
-    assert low == {offload == "sequential"}
+    assert [*asked[0]] == ["text_encoder"]
+    assert [*handle.store._onloading] == ["transformer"]
 
 
 def test_page_locked_memory_goes_back_to_the_system_with_its_component(model_folder, apart, monkeypatch):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import mmap
 from typing import Any
 
 import pytest
 import torch
+from comfyui_onediff_guard.pipelines.weights import slab
 from comfyui_onediff_guard.pipelines.weights.offload import InParts, Offload, in_parts
 from diffusers.hooks import group_offloading
+from page_locked import Cuda
 
 
 class Recorder:
@@ -52,7 +55,12 @@ class Blocks(torch.nn.Module):
 
 
 @pytest.fixture
-def cuda(monkeypatch):
+def runtime():
+    return Cuda()
+
+
+@pytest.fixture
+def cuda(monkeypatch, runtime):
     """What InParts would tell CUDA."""
 
     class Stream:
@@ -73,6 +81,8 @@ def cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(group_offloading, "ModuleGroup", Recorder)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(slab, "_take_error", runtime.take_error)
     return torch.device("cuda", 0)
 
 
@@ -82,16 +92,17 @@ def steps(weights, module):
         weights.shell(module)(torch.zeros(1, 2))
 
 
-def test_on_cuda_the_next_block_is_on_its_way_while_one_computes(cuda):
+def test_on_cuda_the_next_block_is_on_its_way_while_one_computes(cuda, runtime):
     module = Blocks()
     weights = in_parts(module, Offload.GROUP, cuda)
     for group in (*weights._groups, weights._rest):
         assert group.given["stream"].device == cuda and group.given["record_stream"] and group.given["non_blocking"]
         assert group.given["onload_device"] == cuda and group.given["offload_device"] == torch.device("cpu")
-        assert not group.given["low_cpu_mem_usage"], "pinned once"
+        assert group.given["low_cpu_mem_usage"], "PyTorch page-locks no copy of them"
     assert weights._rest.given["parameters"] == [module.embed.weight]
     assert weights.most_bytes == 4 * (4 + 2 * 6), "what is in no block, and two blocks of three"
     steps(weights, module)
+    assert len(runtime.registered) == 4, "each block and the rest, once"
     said = [entry for entry in Recorder.log if entry != ("wait",)]
     assert said == [
         ("onload", "rest"),
@@ -111,39 +122,38 @@ def test_on_cuda_the_next_block_is_on_its_way_while_one_computes(cuda):
     assert arrived < Recorder.log.index(("compute", "second")), "a block waits for its own weights"
 
 
-def test_on_cuda_sequential_brings_one_layer_at_a_time_and_pins_nothing_for_good(cuda):
+def test_on_cuda_sequential_brings_one_layer_at_a_time_and_pins_nothing_for_good(cuda, runtime):
     module = Blocks()
     module.embed.name = "embed"
     weights = in_parts(module, Offload.SEQUENTIAL, cuda)
     assert all(group.given["low_cpu_mem_usage"] and group.given["stream"] for group in weights._groups)
     steps(weights, module)
+    assert not runtime.registered
     said = [entry for entry in Recorder.log if entry != ("wait",)]
     assert said[1:4] == [("onload", "first"), ("compute", "first"), ("offload", "first")]
     assert said[4:8] == [("done", "first"), ("onload", "second"), ("compute", "second"), ("offload", "second")]
     assert weights.most_bytes == 4 * 6
 
 
-def test_on_cuda_what_is_let_go_after_use_is_not_pinned_for_good(cuda):
+def test_on_cuda_what_is_let_go_after_use_is_not_pinned_for_good(cuda, runtime):
     weights = in_parts(Blocks(), Offload.GROUP, cuda, once=True)
-    assert all(group.given["low_cpu_mem_usage"] for group in (*weights._groups, weights._rest))
     steps(weights, weights.component)
+    assert not runtime.registered
+    assert all(group.given["low_cpu_mem_usage"] for group in (*weights._groups, weights._rest))
     assert Recorder.log.index(("onload", "second")) < Recorder.log.index(("offload", "first"))
 
 
-def test_on_cuda_without_enough_memory_to_pin_each_block_is_pinned_as_it_comes(cuda, monkeypatch, caplog):
-    class Scarce(Recorder):
-        def __init__(self, **given):
-            if not given["low_cpu_mem_usage"] and given["modules"] and given["modules"][0].name == "second":
-                raise RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA")
-            super().__init__(**given)
-
-    monkeypatch.setattr(group_offloading, "ModuleGroup", Scarce)
+def test_on_cuda_without_enough_memory_to_pin_each_block_is_pinned_as_it_comes(cuda, runtime, caplog):
+    runtime.limit = 2 * mmap.PAGESIZE
     module = Blocks()
     weights = in_parts(module, Offload.GROUP, cuda)
+    for _ in range(2):
+        steps(weights, module)
+        assert Recorder.log.index(("onload", "second")) < Recorder.log.index(("offload", "first"))
     assert len(caplog.messages) == 1 and "(CUDA error: out of memory): slower" in caplog.messages[0]
+    assert runtime.most_registered and not runtime.registered, "what was page-locked is given back"
+    assert not runtime.error, "the next kernel would raise it"
     assert all(group.given["low_cpu_mem_usage"] for group in weights._groups)
-    steps(weights, module)
-    assert Recorder.log.index(("onload", "second")) < Recorder.log.index(("offload", "first"))
 
 
 def test_on_cuda_a_block_that_fails_goes_back(cuda):
@@ -171,3 +181,17 @@ def test_on_cuda_parts_do_not_pile_up_however_slow_the_device_is(cuda, offload, 
             here.discard(name)
         most = max(most, len(here))
     assert most == there
+
+
+def test_on_cuda_a_call_brings_nothing_before_the_last_one_is_done(cuda):
+    module = Blocks()
+    weights = in_parts(module, Offload.GROUP, cuda)
+    with weights:
+        weights.shell(module)(torch.zeros(1, 2))
+        again = len(Recorder.log)
+        weights.shell(module)(torch.zeros(1, 2))  # both halves of a batch, one after the other
+        assert Recorder.log.index(("done", "third")) < Recorder.log.index(("onload", "first"), again)
+    ended = len(Recorder.log)
+    with weights:
+        said = [what for what, *_ in Recorder.log[ended:]]
+    assert said.index("onload") == said.count("done"), "nor what is in no block"
