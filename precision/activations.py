@@ -58,7 +58,7 @@ def counting(kernels: Kernels = LEAN) -> Generator[Alive]:
 
     kernels: those of the device that it is counted for.
     """
-    with torch.no_grad(), Alive(kernels) as alive, FusedAttention(alive):
+    with torch.no_grad(), Alive(kernels) as alive, FusedAttention(alive.attends_in_full):
         yield alive
 
 
@@ -87,12 +87,19 @@ class Alive(TorchDispatchMode):
             self._note(self._unfolded(made, *args))
         return made
 
+    def attends_in_full(self, *args: Any, **kwargs: Any) -> bool:
+        """Return whether attention is computed without a fused kernel."""
+        return self._lacks(self.kernels.attention(*args, **kwargs))
+
+    def _lacks(self, why: str) -> bool:
+        self.lacks |= {why: None} if why else {}
+        return bool(why)
+
     def _unfolded(self, made: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, *_: Any) -> int:
         """Return the bytes of what a convolution reads, unfolded one sample at a time; 0 where that is not done."""
         in_space = weight.shape[2:]
-        if len(in_space) != 3 or in_space.numel() == 1 or not (why := self.kernels.conv3d(given.dtype)):
+        if len(in_space) != 3 or in_space.numel() == 1 or not self._lacks(self.kernels.conv3d(given.dtype)):
             return 0
-        self.lacks[why] = None
         return weight[0].numel() * made.shape[2:].numel() * made.element_size()
 
     def _hold(self, storage: torch.UntypedStorage) -> None:
@@ -153,18 +160,17 @@ class FusedAttention(TorchFunctionMode):
     """Attention as one kernel, which reads queries, keys and values, and writes no scores; by PyTorch's mathematics
     where no kernel takes a call."""
 
-    def __init__(self, alive: Alive):
+    def __init__(self, unless: Callable[..., object] = LEAN.attention):
+        """unless: returns whether no kernel takes a call."""
         super().__init__()
-        self._alive = alive
+        self._unless = unless
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is F.scaled_dot_product_attention:
-            if not (why := self._alive.kernels.attention(*args, **(kwargs or {}))):
-                return self.attention(*args, **(kwargs or {}))
-            self._alive.lacks[why] = None
-        return func(*args, **(kwargs or {}))
+        if func is not F.scaled_dot_product_attention or self._unless(*args, **(kwargs or {})):
+            return func(*args, **(kwargs or {}))
+        return self.attention(*args, **(kwargs or {}))
 
     def attention(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
