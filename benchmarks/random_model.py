@@ -35,6 +35,9 @@ class RandomModel(StoredModel):
             raise KeyError(f"{self.name} has no '{name}', only '{self.family.denoiser}'")
         return self.make(dtype)
 
+    def bare(self, name: str, dtype: torch.dtype) -> torch.nn.Module:
+        return self.family.components[name].on_meta(self.denoiser_config, dtype)
+
     def stored(self, name: str, parameter: Sequence[str]) -> torch.Tensor:
         return self.component(name, torch.float32).get_parameter(parameter[0]).detach()
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...pipelines.errors import BadFolder, BadInput
+from ...pipelines.errors import BadFolder, BadInput, BadSize
 
-BAD_REQUEST = (BadFolder, BadInput)  # what is wrong with a request, of the person's own making
+BAD_REQUEST = (BadFolder, BadInput, BadSize)  # what is wrong with a request, of the person's own making
 
 
 def on_disk(model: Path) -> Path:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import math
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...pipelines.errors import BadFolder
+from ...pipelines.errors import BadFolder, BadInput
 from ..errors import WorkflowError
 from . import answer
 from .asked_model import BAD_REQUEST, on_disk
 
 if TYPE_CHECKING:
     from ...pipelines.insight.diagnosis import Diagnosis
+    from ...pipelines.insight.paper_result import Size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +32,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--accumulation", choices=ACCUMULATIONS, default=ACCUMULATIONS[0], help="as the loader's accumulation"
     )
+    parser.add_argument(
+        "--vram",
+        type=_gibibytes,
+        metavar="GIB",
+        help="tell how each stage would run on a card of so much memory, and what it would take",
+    )
+    parser.add_argument(
+        "--size", type=_size, metavar="WxHxFRAMES", help="of what is made, for --vram (default: the model's own)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+
+
+def _gibibytes(text: str) -> int:
+    """Return bytes. Raises ArgumentTypeError where it is no size of a card."""
+    try:
+        gibibytes = float(text)
+    except ValueError:
+        gibibytes = math.nan
+    if not 1 <= gibibytes <= 4096:
+        raise argparse.ArgumentTypeError(f"'{text}' is no card's memory: say how many GiB it has, for example 12.")
+    return int(gibibytes * 2**30)
+
+
+def _size(text: str) -> Size:
+    """Return width, height and frames. Raises ArgumentTypeError where that is no size."""
+    found = re.fullmatch(r"(\d{1,5})[x×](\d{1,5})(?:[x×](\d{1,5}))?", text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"'{text}' is no size: write 720x480x49, or 1024x1024 for an image.")
+    width, height, frames = found.groups(default="1")
+    return int(width), int(height), int(frames)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -38,7 +70,7 @@ def main(args: argparse.Namespace) -> int:
 
     with answer.errors_told(args.json):
         try:
-            diagnosis = examine(args.model, args.arch, args.precision, args.accumulation)
+            diagnosis = examine(args.model, args.arch, args.precision, args.accumulation, args.vram, args.size)
         except BAD_REQUEST as error:
             raise WorkflowError(str(error)) from error
     if args.json:
@@ -49,11 +81,17 @@ def main(args: argparse.Namespace) -> int:
 
 
 def examine(
-    model: Path | None = None, architecture: str | None = None, precision: str = "auto", accumulation: str = "auto"
+    model: Path | None = None,
+    architecture: str | None = None,
+    precision: str = "auto",
+    accumulation: str = "auto",
+    memory: int | None = None,
+    size: Size | None = None,
 ) -> Diagnosis:
     """Tell what would run on this machine or on another architecture, for one model or for all variants.
 
     model: its folder, Stable Video Diffusion's single file, or the hub id of a model in the cache.
+    memory: bytes of a card, for which to tell how each stage would run. size: of what is made.
 
     Raises BadInput for an architecture that nobody has heard of, or a model that is not there, and BadFolder for one
     that cannot be used.
@@ -64,6 +102,8 @@ def examine(
     from ...precision.accumulation import Accumulation
     from ...precision.policy import Precision
 
+    if size and memory is None:
+        raise BadInput("--size is of no use alone: say with --vram how many GiB the card has.")
     try:
         diagnosis = diagnose(
             on_disk(model) if model else None,
@@ -71,6 +111,8 @@ def examine(
             precision=Precision(precision),
             accumulation=Accumulation(accumulation),
             loaders={pipeline: loader.TITLE for pipeline, loader in loaders().items()},
+            memory=memory,
+            size=size,
         )
         return with_surroundings(diagnosis)
     except OSError as error:

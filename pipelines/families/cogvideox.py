@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _ZAI = "https://huggingface.co/zai-org"
 _2B = {"num_layers": 30, "num_attention_heads": 30}
 _5B = {"num_layers": 42, "num_attention_heads": 48}
+_ADVISED = (1360, 768)  # pixels, for 1.5
 _VARIANTS = (
     #       name                    trained leaves has    components
     #                               in      fp16   stream
@@ -83,6 +84,14 @@ def _variant(config: Config) -> str:
 
 
 def _usual_size(config: Config, pixels: int) -> tuple[int, int, int]:
+    """Return what the config says; for 1.5, whose config says how much it can make, what the authors advise."""
+    wide, high, long = _sample_size(config, pixels)
+    if config.get("patch_size_t") and wide >= _ADVISED[0] and high >= _ADVISED[1]:
+        wide, high = _ADVISED
+    return wide, high, long
+
+
+def _sample_size(config: Config, pixels: int) -> tuple[int, int, int]:
     return (
         config.get("sample_width", 0) * pixels,
         config.get("sample_height", 0) * pixels,
@@ -92,7 +101,7 @@ def _usual_size(config: Config, pixels: int) -> tuple[int, int, int]:
 
 def _bound(config: Config, pixels: int, width: int, height: int, frames: int) -> str:
     """Say what a checkpoint makes instead. Some have positions for one size only (5B-I2V), or up to a size (1.5)."""
-    wide, high, long = _usual_size(config, pixels)
+    wide, high, long = _sample_size(config, pixels)
     if config.get("use_learned_positional_embeddings"):
         if (width, height, frames) != (wide, high, long):
             return f"makes {wide}×{high} with {long} frames only, not {width}×{height} with {frames}."

@@ -103,7 +103,8 @@ class _ClipImages(Fields):
 
 def _usual_size(config: Config, pixels: int) -> tuple[int, int, int]:
     side = config.get("sample_size", 0) * pixels
-    return side, side, config.get("num_frames", 0)
+    wide, high = (1024, 576) if side == 768 else (side, side)  # as many pixels, which the authors advise
+    return wide, high, config.get("num_frames", 0)
 
 
 def _unscaled(latents: torch.Tensor, _frames: int, config: Config) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from ..families.table import FAMILIES, VARIANTS
 from ..models.on_disk import StoredModel
 from ..models.recognised import family_of, open_model
 from .machine import Machine, first_line, look, tried
+from .paper_result import RunOnPaper, Size
 
 if TYPE_CHECKING:
     from ..compile.backends import BackendChoice
@@ -91,6 +92,7 @@ class Diagnosis:
     notes: tuple[str, ...]
     compile_cache: str = ""  # where it is and how full; empty where nobody said
     comfyui: ComfyUI | None = None  # None where nobody looked
+    runs: tuple[RunOnPaper, ...] = ()  # on a card of so much memory, where one was asked for
     not_run: tuple[str, ...] = NOT_RUN
 
     def as_dict(self) -> dict[str, Any]:
@@ -104,16 +106,20 @@ def diagnose(
     precision: Precision = Precision.AUTO,
     accumulation: Accumulation = Accumulation.AUTO,
     loaders: Mapping[str, str] | None = None,
+    memory: int | None = None,
+    size: Size | None = None,
 ) -> Diagnosis:
     """The plan for a model folder, or for all variants.
 
     architecture: plan for that one instead of the one here. loaders: {diffusers pipeline: node that loads it}.
+    memory: bytes of a card, for which to tell how each stage would run. size: of the result; None: the model's own.
 
-    Raises BadFolder where `model` is no folder of a known family, or is not whole.
+    Raises BadFolder where `model` is no folder of a known family, or is not whole; BadSize where none can be made.
     """
     machine = look()
     chosen = architecture or machine.architecture
     loaders = loaders or {}
+    stored = None
     if model is None:
         models = tuple(_plans(variant, chosen, precision, accumulation) for variant in VARIANTS.values())
         notes = _without_loader(loaders)
@@ -122,7 +128,12 @@ def diagnose(
         stored = open_model(model, family)
         models = (_plans(stored.variant, chosen, precision, accumulation, stored),)
         notes = (*_no_loader(family, loaders), *_about(stored))
-    return _put_together(machine, architecture, precision, accumulation, models, notes)
+    diagnosis = _put_together(machine, architecture, precision, accumulation, models, notes)
+    if memory is None:
+        return diagnosis
+    from .paper import runs_on_paper
+
+    return replace(diagnosis, runs=tuple(runs_on_paper(stored, chosen, [memory], size, precision, accumulation)))
 
 
 def diagnose_pipeline(handle: PipelineHandle, architecture: Architecture | None = None) -> Diagnosis:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ...precision.policy import Component, Plan
 from .diagnosis import Diagnosis, ModelPlans
+from .paper_result import RunOnPaper
 
 WIDTH = 96
 NONE = "–"
@@ -25,6 +26,7 @@ def in_words(diagnosis: Diagnosis) -> str:
         sections += [_plan(diagnosis, model) for model in diagnosis.models]
     else:
         sections.append(_all_plans(diagnosis))
+    sections += [_runs(diagnosis.runs)]
     sections += [_listed("Notes", diagnosis.notes), _listed("Never run by this project", diagnosis.not_run)]
     return "\n\n".join("\n".join(section) for section in sections if section)
 
@@ -159,6 +161,32 @@ def _all_plans(diagnosis: Diagnosis) -> list[str]:
         lines += _wrapped(reason, "  ", "    ")
         lines += _wrapped(", ".join(models), "    ", "    ")
     return lines + _refused(diagnosis.models)
+
+
+def _runs(runs: Sequence[RunOnPaper]) -> list[str]:
+    if not runs:
+        return []
+    memory, has = runs[0].memory, runs[0].has
+    rows = []
+    for run in runs:
+        width, height, frames = run.size
+        said = [run.variant, f"{width}×{height}{f', {frames} frames' if frames > 1 else ''}"]
+        for number, stage in enumerate(run.stages):
+            begins = said[number] if number < len(said) else ""
+            way = stage.way if stage.fits else f"no room; least: {stage.way}"
+            takes = (_gigabytes(stage.weights), _gigabytes(stage.beside), _gigabytes(stage.weights + stage.beside))
+            rows.append((begins, stage.stage, stage.dtype, way, *takes, _gigabytes(stage.fastest)))
+    return [
+        *_wrapped(
+            f"What would run on a card of {memory / 2**30:g} GiB with offload 'auto', in GB: counted, not run. "
+            f"{has / 1e9:.1f} GB of it are taken to be free for the model"
+        ),
+        *_table(("", "stage", "dtype", "runs", "weights", "beside", "peak", "fastest"), rows),
+    ]
+
+
+def _gigabytes(n_bytes: int) -> str:
+    return f"{n_bytes / 1e9:.1f}"
 
 
 def _refused(models: Iterable[ModelPlans]) -> list[str]:

@@ -83,6 +83,9 @@ class ModelFolder(StoredModel):
             return []
         return [f"{name}: config.json has fields that diffusers {diffusers.__version__} ignores: {listed(unknown)}"]
 
+    def bare(self, name: str, dtype: torch.dtype) -> torch.nn.Module:
+        return self.family.components[name].on_meta(self.fields[name], dtype, name=self.classes[name])
+
     def _from_pretrained(self, name: str, **options: Any) -> Any:
         import torch
 

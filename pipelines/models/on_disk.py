@@ -68,6 +68,10 @@ class StoredModel(ABC):
         """Load a component in `dtype`, on the CPU. Raises BadFolder where its files cannot be read."""
 
     @abstractmethod
+    def bare(self, name: str, dtype: torch.dtype) -> torch.nn.Module:
+        """Build a component without values, on "meta", as it would be loaded in `dtype`."""
+
+    @abstractmethod
     def stored(self, name: str, parameter: Sequence[str]) -> torch.Tensor:
         """Read the stored values of one parameter of a component. Raises BadFolder where they cannot be read.
 

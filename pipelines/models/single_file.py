@@ -62,6 +62,9 @@ class SvdFile(StoredModel):
     def component(self, name: str, dtype: torch.dtype) -> torch.nn.Module:
         return load_component(self, name, dtype)
 
+    def bare(self, name: str, dtype: torch.dtype) -> torch.nn.Module:
+        return SVD.components[name].on_meta(self.components[name].config, dtype)
+
     def stored(self, name: str, parameter: Sequence[str]) -> torch.Tensor:
         source = {parameter[0]: self.components[name].sources[parameter[0]]}
         return _read(self.path, source, {parameter[0]: torch.empty(0)}, torch.float32)[parameter[0]]

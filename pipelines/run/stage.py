@@ -126,11 +126,14 @@ class ComponentStage(Stage):
         return Ladder(said, others_away, store.placement, self.report.note, needs, misjudged, sized=sized)
 
     def ways(self) -> Iterator[tuple[str, ComponentStage]]:
-        """Yield the kinds of offload that it can run with, by name, the fastest first."""
-        yield Offload.NONE.value, self
-        for offload in Offload:
-            if offload.in_parts and (cheaper := self.cheaper(offload)):
-                yield offload.value, cheaper
+        """Yield the kinds of offload that it can run with, by name, the fastest first: from the one on that the process
+        was started for, if it can."""
+        kinds = {Offload.NONE.value: self}
+        kinds |= {each.value: cheaper for each in Offload if each.in_parts and (cheaper := self.cheaper(each))}
+        wish = self.handle.store.placement.wish
+        names = [*kinds]
+        for name in names[names.index(wish) if wish in names else 0 :]:
+            yield name, kinds[name]
 
     def cheaper(self, offload: Offload) -> ComponentStage | None:
         """The same stage, whose weights come to the device in parts. None where that is so already, or cannot be."""

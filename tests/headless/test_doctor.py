@@ -73,6 +73,22 @@ def test_one_json_object(doctor: Doctor, model_folder: Callable[..., Path], caps
     assert told["not_run"] and told["machine"]["packages"]["diffusers"]
 
 
+def test_a_card_of_so_much_memory(doctor: Doctor, model_folder: Callable[..., Path]) -> None:
+    asked = ("--model", str(model_folder("2b")), "--arch", "sm75", "--size", "64x48x9")
+    code, out, _ = doctor(*asked, "--vram", "12")
+    told = out[out.index("What would run on a card of 12 GiB") : out.index("Never run")]
+    assert code == 0 and max(map(len, told.splitlines())) <= 96
+    for part in ("text encoder", "64×48, 9 frames", "denoiser", "decode", "none", "whole"):
+        assert part in told
+    (run,) = strictly(doctor(*asked, "--vram", "1", "--json")[1])["runs"]
+    assert run["memory"] == 2**30 and [stage["stage"] for stage in run["stages"]] == [
+        "text encoder",
+        "denoiser",
+        "decode",
+    ]
+    assert all(stage["fits"] and stage["beside"] > 0 for stage in run["stages"])
+
+
 def test_in_which_comfyui_it_is(doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     *others, last = host.TESTED
     assert strictly(doctor("--json")[1])["comfyui"] == {"version": "", "tested": list(host.TESTED), "flags": []}
@@ -104,6 +120,7 @@ def test_the_readme_names_the_comfyuis_of_this_release(root: Path) -> None:
         (["--model", "."], "is not a diffusers-format folder: it has no model_index.json"),
         (["--model", "other"], "'other' holds a FluxPipeline. Known: CogVideoXPipeline"),
         (["--model", "cut"], "its header is cut off"),
+        (["--size", "720x480x49"], "--size is of no use alone: say with --vram how many GiB the card has"),
     ],
 )
 def test_bad_input(
@@ -140,7 +157,18 @@ def test_a_model_that_may_not_be_read(
     assert code == 2 and "cannot be read: [Errno 13] Permission denied" in err
 
 
-@pytest.mark.parametrize("arguments", [["--precision", "int8"], ["--accumulation", "on"], ["model"], ["--model"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--precision", "int8"],
+        ["--accumulation", "on"],
+        ["model"],
+        ["--model"],
+        ["--vram", "12 GB"],
+        ["--vram", "0.1"],
+        ["--vram", "12", "--size", "720"],
+    ],
+)
 def test_bad_usage(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as error:
         cli.main(["doctor", *arguments])
