@@ -13,7 +13,7 @@ import torch
 _OURS = "comfyui_onediff_guard"
 
 
-def _import_ours() -> None:
+def import_ours() -> None:
     """The pack by the name that tests know it by, beside the one that ComfyUI has it under."""
     folder = sys.modules["custom_nodes_pack"].__path__[0]
     spec = importlib.util.spec_from_file_location(_OURS, f"{folder}/__init__.py", submodule_search_locations=[folder])
@@ -25,7 +25,7 @@ def _import_ours() -> None:
 
 def simulated_card() -> Any:
     """The moving.Card that ComfyUI's manager manages from now on."""
-    _import_ours()
+    import_ours()
     import moving
 
     management = sys.modules["comfy.model_management"]

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from memory_cases import simulated_card
+from memory_cases import import_ours, simulated_card
 
 WIDTH, HEIGHT, FRAMES = 96, 64, 9
 
@@ -86,4 +86,52 @@ def case_asked() -> dict[str, Any]:
             before = card.arrived
             run()
             found[case] = [any(there), card.arrived - before]
+    return found
+
+
+def case_auto() -> dict[str, Any]:
+    """{part of what the run takes: (ways that offload 'auto' chose, or why it refused, the most bytes on the card as a
+    part of its room, whether the latents are right, whether memory ran out)}"""
+    import_ours()
+    import moving
+    from comfyui_onediff_guard.comfyui_host import host
+    from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
+    from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
+    from comfyui_onediff_guard.pipelines.weights.ladder import NoRoom
+    from limited import limited_card
+    from small_families import BUILDERS
+
+    management: Any = sys.modules["comfy.model_management"]
+    management.get_torch_device = lambda: moving.CARD
+    management.minimum_inference_memory = management.extra_reserved_memory = lambda: 0  # the card is a small one
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder, limited_card() as card:
+
+        def free(_device: Any = None, torch_free_too: bool = False) -> Any:
+            left = room - card.bytes
+            return (left, left) if torch_free_too else left
+
+        room = 1 << 40
+        management.get_free_memory, management.get_total_memory = free, lambda *_, **__: room
+        handle = moving.opened(BUILDERS["2b"](Path(folder) / "2b"), "auto", host.placement())
+        settings = SampleSettings(WIDTH, HEIGHT, steps=2, seed=1, frames=FRAMES, guidance_scale=5.0)
+        positive, negative = encode_prompts(handle, ["a kite", "grey"])[0]
+        expected, _ = sample(handle, positive, negative, settings)  # which loads
+        management.unload_all_models()
+        with card.limited(room):
+            sample(handle, positive, negative, settings)
+            most = card.most
+        for part in (1.5, 0.9, 0.7, 0.5, 0.1):
+            management.unload_all_models()
+            room = int(part * most)
+            with card.limited(room):
+                try:
+                    latents, report = sample(handle, positive, negative, settings)
+                except NoRoom as error:
+                    found[str(part)] = [[str(error)], 0, True, False]
+                    continue
+                near = bool((latents - expected).norm() <= 1e-4 * expected.norm())
+                chose = [note.partition("chose ")[2].partition(":")[0] for note in report.notes if "chose" in note]
+                ran_out = any("memory ran out" in note for note in report.notes)
+                found[str(part)] = [chose, card.most / room, near, ran_out]
     return found

@@ -80,3 +80,23 @@ def test_a_stage_fits_or_refuses_before_it_computes(
     for text in refused:
         assert "there is not enough memory" in text
         assert re.search(r"takes [\d.]+ [MG]B of weights and [\d.]+ [MG]B beside them, of [\d.]+ [MG]B that", text)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_where_there_is_room_nothing_is_moved_but_what_was_without(
+    card: LimitedCard, model_folder: Callable[..., Path], model: str
+) -> None:
+    """Moves to the card and bytes that arrive there, in a first run and in a second one."""
+
+    def moves(offload: str) -> list[tuple[int, int]]:
+        handle, counted = opened(card, model_folder(model), offload), []
+        for _ in range(2):
+            before = card.moves, card.arrived
+            decode(handle, sampled(handle, model)[0])
+            counted.append((card.moves - before[0], card.arrived - before[1]))
+        everything_away(handle)
+        return counted
+
+    chosen_by_us = moves("auto")
+    assert chosen_by_us == moves("none")
+    assert chosen_by_us[1][1] == 0, "what was used is found there"
