@@ -173,15 +173,18 @@ def _runs(runs: Sequence[RunOnPaper]) -> list[str]:
         said = [run.variant, f"{width}×{height}{f', {frames} frames' if frames > 1 else ''}"]
         for number, stage in enumerate(run.stages):
             begins = said[number] if number < len(said) else ""
-            way = stage.way if stage.fits else f"no room; least: {stage.way}"
-            takes = (_gigabytes(stage.weights), _gigabytes(stage.beside), _gigabytes(stage.weights + stage.beside))
-            rows.append((begins, stage.stage, stage.dtype, way, *takes, _gigabytes(stage.fastest)))
+            sizes = (stage.weights, stage.beside, stage.weights + stage.beside)
+            rows.append(
+                (begins, stage.stage, stage.dtype, stage.way if stage.fits else "no room", *map(_gigabytes, sizes))
+            )
+    little = any(not stage.fits for run in runs for stage in run.stages)
     return [
         *_wrapped(
             f"What would run on a card of {memory / 2**30:g} GiB with offload 'auto', in GB: counted, not run. "
             f"{has / 1e9:.1f} GB of it are taken to be free for the model"
+            f"{'; where there is no room, the least that the stage would take' if little else ''}"
         ),
-        *_table(("", "stage", "dtype", "runs", "weights", "beside", "peak", "fastest"), rows),
+        *_table(("", "stage", "dtype", "runs", "weights", "beside", "peak"), rows),
     ]
 
 
