@@ -100,3 +100,16 @@ def test_where_there_is_room_nothing_is_moved_but_what_was_without(
     chosen_by_us = moves("auto")
     assert chosen_by_us == moves("none")
     assert chosen_by_us[1][1] == 0, "what was used is found there"
+
+
+@pytest.mark.parametrize("wish", ["group", "sequential"])
+def test_a_process_started_for_little_memory_begins_with_that(
+    card: LimitedCard, model_folder: Callable[..., Path], wish: str
+) -> None:
+    """As ComfyUI's --lowvram and --novram ask for. A VAE has no such way, and runs as ever."""
+    handle = opened(card, model_folder("2b"), "auto")
+    handle.store.placement.wish = wish
+    latents, sampling = sampled(handle, "2b")
+    assert [*map(chosen, (sampling, decode(handle, latents)[1]))] == [[wish], ["whole"]]
+    handle.store.prompts.clear()
+    assert chosen(encode_prompts(handle, ["a red kite"])[1]) == [wish]
