@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from comfyui_onediff_guard.pipelines.run import denoiser
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
 from comfyui_onediff_guard.pipelines.weights.ladder import NoRoom
+from comfyui_onediff_guard.pipelines.weights.room import room_for_call
 from limited import LimitedCard, limited_card
 from test_ladder import MODELS, everything_away, most_of, opened, sampled, ways
 
@@ -113,3 +115,25 @@ def test_a_process_started_for_little_memory_begins_with_that(
     assert [*map(chosen, (sampling, decode(handle, latents)[1]))] == [[wish], ["whole"]]
     handle.store.prompts.clear()
     assert chosen(encode_prompts(handle, ["a red kite"])[1]) == [wish]
+
+
+def test_what_ran_out_in_spite_of_the_count_is_not_tried_again_with_as_little(
+    card: LimitedCard, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = opened(card, model_folder("2b"), "auto")
+    sampled(handle, "2b")
+    right, most = most_of(card, handle, lambda: sampled(handle, "2b")[0])
+    monkeypatch.setattr(denoiser, "room_for_call", lambda *given: room_for_call(*given) // 3)
+    everything_away(handle)
+    with card.limited(0.9 * most):
+        first, report = sampled(handle, "2b")
+        assert chosen(report) == ["none"] and ways(report)
+        everything_away(handle)
+        second, report = sampled(handle, "2b")
+        assert chosen(report) == ["none, halves apart"] and not ways(report)
+    everything_away(handle)
+    with card.limited(2 * most):
+        third, report = sampled(handle, "2b")
+        assert chosen(report) == ["none"] and not ways(report)
+    for latents in (first, second, third):
+        assert (latents - right).norm() <= 1e-4 * right.norm()
