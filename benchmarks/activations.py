@@ -26,22 +26,11 @@ from comfyui_onediff_guard.precision.upcast import run_in, run_in_fp32
 from comfyui_onediff_guard.precision.wide import with_wide_stream
 from measure import RESULTS, write_json
 from networks import NETWORKS, Network
+from random_pipeline import COGVIDEOX_VAE, SVD_VAE
 
 HALF, SINGLE = torch.float16, torch.float32
 UNFUSED = Kernels(attention=lambda *_, **__: "no fused attention")
 UNFOLDED = Kernels(conv3d=lambda dtype: "no cuDNN for 3D convolutions in half precision" if dtype is HALF else "")
-COGVIDEOX = {
-    "block_out_channels": (128, 256, 256, 512),
-    "down_block_types": ("CogVideoXDownBlock3D",) * 4,
-    "up_block_types": ("CogVideoXUpBlock3D",) * 4,
-    "layers_per_block": 3,
-    "latent_channels": 16,
-}
-SVD = {
-    "block_out_channels": (128, 256, 512, 512),
-    "down_block_types": ("DownEncoderBlock2D",) * 4,
-    "layers_per_block": 2,
-}
 
 
 @dataclass(frozen=True)
@@ -56,10 +45,10 @@ class Decode:
 
 
 DECODES = {
-    "CogVideoX, 49 frames 720×480": Decode("AutoencoderKLCogVideoX", COGVIDEOX, (1, 16, 13, 60, 90)),
-    "the same in tiles": Decode("AutoencoderKLCogVideoX", COGVIDEOX, (1, 16, 13, 60, 90), tiling=True),
-    "SVD-XT, 25 frames 1024×576": Decode("AutoencoderKLTemporalDecoder", SVD, (25, 4, 72, 128), frames=25),
-    "the same, 8 frames at once": Decode("AutoencoderKLTemporalDecoder", SVD, (8, 4, 72, 128), frames=8),
+    "CogVideoX, 49 frames 720×480": Decode("AutoencoderKLCogVideoX", COGVIDEOX_VAE, (1, 16, 13, 60, 90)),
+    "the same in tiles": Decode("AutoencoderKLCogVideoX", COGVIDEOX_VAE, (1, 16, 13, 60, 90), tiling=True),
+    "SVD-XT, 25 frames 1024×576": Decode("AutoencoderKLTemporalDecoder", SVD_VAE, (25, 4, 72, 128), frames=25),
+    "the same, 8 frames at once": Decode("AutoencoderKLTemporalDecoder", SVD_VAE, (8, 4, 72, 128), frames=8),
 }
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from budget import Budget
 from comfyui_onediff_guard.precision.attention import KERNELS, attention_calls
 from comfyui_onediff_guard.precision.dtypes import DTYPES
-from contestants import Subject
 from denoisers import build, step
-from measure import attempt, interleave
+from measure import attempt, interleave, seconds_of
+from subject import Subject
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -39,16 +41,22 @@ def _operations(shape: Shape) -> int:
     return 4 * batch * heads * queries * keys * channels
 
 
-def attention(subject: Subject, rounds: int) -> list[dict[str, Any]]:
-    """One entry for each shape and half-precision dtype: seconds and error of each kernel, or why it has none."""
+def attention(subject: Subject, most: int, budget: Budget) -> list[dict[str, Any]]:
+    """One entry for each shape and half-precision dtype: seconds and error of each kernel, or why it has none.
+
+    most: rounds.
+    """
+    wanted = [(*found, dtype) for found in shapes(subject)[:MOST] for dtype in ("bf16", "fp16")]
     return [
-        compare(shape, calls, dtype, subject.device, rounds)
-        for shape, calls in shapes(subject)[:MOST]
-        for dtype in ("bf16", "fp16")
+        compare(*each, subject.device, lambda seconds, left=left: budget.rounds(seconds, most, share=1 / left))
+        for left, each in zip(range(len(wanted), 0, -1), wanted, strict=True)
     ]
 
 
-def compare(shape: Shape, calls: int, dtype: str, device: torch.device, rounds: int) -> dict[str, Any]:
+def compare(
+    shape: Shape, calls: int, dtype: str, device: torch.device, rounds_of: Callable[[list[float]], int]
+) -> dict[str, Any]:
+    """rounds_of: how many for the seconds that each kernel takes."""
     batch, heads, queries, keys, channels = shape
     query, key, value = (
         torch.randn(batch, tokens, heads, channels, device=device, dtype=DTYPES[dtype]).transpose(1, 2)
@@ -68,6 +76,7 @@ def compare(shape: Shape, calls: int, dtype: str, device: torch.device, rounds: 
         rows[name] = {"error": error} if isinstance(error, str) else {"max_error": round(error, 6)}
         if isinstance(error, str):
             del contestants[name]
+    rounds = rounds_of([seconds_of(run, device) for run in contestants.values()])
     for name, seconds in interleave(contestants, rounds, device).items():
         middle = statistics.median(seconds)
         rows[name] |= {"seconds": round(middle, 6), "tflops": round(_operations(shape) / middle / 1e12, 3)}

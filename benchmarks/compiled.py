@@ -15,7 +15,9 @@ STAGES = ("steps", "rerun", "compile")
 
 
 def main() -> None:
-    harness.measure("compiled", harness.arguments(__doc__, MODELS, STAGES).parse_args(), "cut")
+    parser = harness.arguments(__doc__, MODELS, STAGES)
+    parser.set_defaults(seconds=3600)
+    harness.measure("compiled", parser.parse_args(), "cut")
 
 
 if __name__ == "__main__":

@@ -1,105 +1,148 @@
-"""Who runs a step: diffusers' own module, plain and compiled whole, and the denoiser that our samplers are given.
+"""Who runs a step: diffusers' own module, plain, compiled and in parts, and the denoiser that our samplers are given.
 
-All of a process share one set of weights.
+Who is timed side by side is in entrants.py.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from comfyui_onediff_guard.pipelines.compile.backends import choose_backend, compiled
+from comfyui_onediff_guard.pipelines.compile.backends import MODES, CompileOptions, choose_backend, compiled
 from comfyui_onediff_guard.pipelines.run.denoiser import guarded_denoiser
-from comfyui_onediff_guard.pipelines.weights.components import ComponentStore
-from comfyui_onediff_guard.precision.dtypes import DTYPES
+from comfyui_onediff_guard.pipelines.weights.offload import Offload
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.policy import Component, Precision
-from denoisers import Call, Model, Size, build, step
-from faulty import faulty
+from comfyui_onediff_guard.precision.shells import replaced
 from measure import Step
-from random_model import handle, store
+from random_model import handle
+from subject import Subject
 
-COMPILER = "inductor"  # of diffusers' module, compiled whole
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What all contestants of a process run."""
-
-    name: str
-    model: Model
-    size: Size
-    device: torch.device
-    dtype: str  # "bf16" or "fp16"
-
-    @cached_property
-    def components(self) -> ComponentStore:
-        signature = inspect.signature(_kind(self.model).__init__)
-        defaults = {name: each.default for name, each in signature.parameters.items() if name != "self"}
-        config = {**defaults, **self.model.config, **self.size.config}
-        return self._store(config, lambda dtype: build(self.model, self.size, self.device, dtype))
-
-    @cached_property
-    def failing(self) -> ComponentStore:
-        """Of the same denoiser, in which one layer puts out a NaN in half precision."""
-        return self._store(self.module.config, lambda _: faulty(self.module, self.model.fails))
-
-    def _store(self, config: Any, make: Callable[[torch.dtype], torch.nn.Module]) -> ComponentStore:
-        return store(self.name, self.model.family, config, make, self.device)
-
-    @property
-    def module(self) -> Any:
-        return self.components.module(self.model.family.denoiser, self.dtype)
-
-    @cached_property
-    def call(self) -> Call:
-        """One step's arguments in the denoiser's dtype."""
-        return self._step(DTYPES[self.dtype])
-
-    @cached_property
-    def given(self) -> Call:
-        """The same as our samplers hand it over: the guard casts."""
-        return self._step(torch.float32)
-
-    def _step(self, dtype: torch.dtype) -> Call:
-        return step(self.model, self.module.config, self.size, self.device, dtype)
-
-
+COMPILER = "inductor"  # of diffusers' module
+DEFAULT, TUNED = MODES
 Contestant = Callable[[Subject], Step]
 
 
 def eager(subject: Subject) -> Step:
-    module, call = subject.module, subject.call
-    return lambda: module(**call)
+    return _step(subject, subject.module)
 
 
-def whole(subject: Subject) -> Step:
-    module, call = torch.compile(subject.module, backend=COMPILER), subject.call
-    return lambda: module(**call)
+def whole(mode: str = DEFAULT) -> Contestant:
+    """All of it compiled as one."""
+    return lambda subject: _step(subject, torch.compile(subject.module, backend=COMPILER, mode=_mode(mode)))
+
+
+def by_block(mode: str = DEFAULT) -> Contestant:
+    """Its repeated blocks compiled, without us."""
+    return lambda subject: _step(subject, compiled_by_block(subject.module, subject.model.family.blocks, mode))
+
+
+def compiled_by_block(module: Any, parts: tuple[str, ...], mode: str = DEFAULT) -> Any:
+    """What diffusers' `compile_repeated_blocks` does, but in a shell: the module stays as it is.
+
+    parts: those that our samplers compile, for classes that name no repeated blocks.
+    """
+    repeated = getattr(module, "_repeated_blocks", None) or ()
+    named = [name for name, part in module.named_modules() if type(part).__name__ in repeated]
+
+    def compile_block(block: torch.nn.Module) -> Any:
+        if isinstance(block, torch.nn.ModuleList):
+            return torch.nn.ModuleList(map(compile_block, block))
+        return torch.compile(block, backend=COMPILER, mode=_mode(mode))
+
+    return replaced(module, dict.fromkeys(named or parts, compile_block))
 
 
 def blocks(subject: Subject) -> Step:
     """What our samplers compile, called as diffusers calls its own."""
     choice = choose_backend("inductor", subject.device)
-    module, call = compiled(subject.module, subject.model.family.blocks, choice), subject.call
-    return lambda: module(**call)
+    return _step(subject, compiled(subject.module, subject.model.family.blocks, choice))
 
 
-def ours(backend: str, scope: Scope = Scope.STEP, *, fails: bool = False, plain: bool = False) -> Contestant:
+def offloaded(kind: str) -> Contestant:
+    """A copy in main memory, by diffusers' own group offload: "block_level", of one block, or "leaf_level"."""
+
+    def make(subject: Subject) -> Step:
+        subject = subject.in_main_memory()
+        module: Any = subject.module
+        step = _step(subject, module)
+
+        def as_pipelines_do() -> Any:
+            with torch.inference_mode(False), torch.no_grad():
+                return step()
+
+        with torch.inference_mode(False):
+            module.enable_group_offload(
+                onload_device=subject.device,
+                offload_type=kind,
+                num_blocks_per_group=1 if kind == "block_level" else None,
+                use_stream=subject.device.type == "cuda",
+            )
+        return InParts(as_pipelines_do)
+
+    return make
+
+
+def channels_last(make: Contestant) -> Contestant:
+    return lambda subject: make(subject.channels_last)
+
+
+def in_bf16(make: Contestant) -> Contestant:
+    return lambda subject: make(subject.in_bf16)
+
+
+def summing_in_fp16(make: Contestant) -> Contestant:
+    """Matrix products accumulate in fp16: twice as fast on some cards."""
+
+    def summing(subject: Subject) -> Step:
+        step = make(subject)
+
+        def run() -> Any:
+            with fp16_sums():
+                return step()
+
+        return run
+
+    return summing
+
+
+@contextmanager
+def fp16_sums() -> Generator[None]:
+    """Raises AttributeError where PyTorch is older than that switch."""
+    matmul: Any = torch.backends.cuda.matmul
+    before = matmul.allow_fp16_accumulation
+    matmul.allow_fp16_accumulation = True
+    try:
+        yield
+    finally:
+        matmul.allow_fp16_accumulation = before
+
+
+def ours(
+    backend: str,
+    scope: Scope = Scope.STEP,
+    *,
+    fails: bool = False,
+    plain: bool = False,
+    mode: str = DEFAULT,
+    offload: Offload = Offload.NONE,
+    sums: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Contestant:
     """The guarded denoiser, as our samplers make it and hand it to diffusers; in fp16 with a wide stream if it has one.
 
     fails: one layer fails in half precision at every step.
     plain: in 'fp16 (plain)', neither wide nor guarded.
+    sums: held inside what our samplers hold, which switch accumulation by themselves.
     """
 
     def make(subject: Subject) -> Step:
+        subject = subject.failing if fails else subject
+        subject = subject.in_main_memory() if offload.in_parts else subject
         precision = Precision.FP16_PLAIN if plain else Precision(subject.dtype)
-        components = subject.failing if fails else subject.components
-        return Ours(subject, components, backend, precision, GuardPolicy(scope=scope))
+        return Ours(subject, backend, precision, GuardPolicy(scope=scope), CompileOptions(mode=mode), offload, sums)
 
     return make
 
@@ -108,15 +151,24 @@ class Ours:
     """One step of it, and what its report says by now."""
 
     def __init__(
-        self, subject: Subject, components: ComponentStore, backend: str, precision: Precision, policy: GuardPolicy
+        self,
+        subject: Subject,
+        backend: str,
+        precision: Precision,
+        policy: GuardPolicy,
+        how: CompileOptions,
+        offload: Offload,
+        sums: Callable[[], AbstractContextManager[None]],
     ):
-        self._pipeline = handle(components, precision, backend, policy)
+        made = handle(subject.components, precision, backend, policy, offload)
+        self._pipeline = replace(made, compile_options=how)
         stage = self._pipeline.stage(Component.DENOISER)
         self._report = stage.report
-        self._denoiser, self._given = guarded_denoiser(stage), subject.given
+        self._denoiser, self._given, self._sums = guarded_denoiser(stage), subject.given, sums
+        self.in_parts = offload.in_parts
 
     def __call__(self) -> Any:
-        with self._pipeline.switched(self._report):
+        with self._pipeline.switched(self._report), self._sums():
             return self._denoiser(**self._given)
 
     def facts(self) -> dict[str, Any]:
@@ -131,39 +183,21 @@ class Ours:
         return made
 
 
-EAGER, AGAIN, WHOLE, OURS = "diffusers", "diffusers again", "diffusers, torch.compile whole", "ours, inductor"
-RERUN = "ours, inductor: every step rerun"
-PLAIN = "ours, inductor, fp16 (plain)"
-GROUPS: dict[str, dict[str, Contestant]] = {  # timed side by side
-    "steps": {
-        EAGER: eager,
-        AGAIN: eager,
-        WHOLE: whole,
-        "ours, inductor, without the guard": blocks,
-        OURS: ours("inductor"),
-        "ours, eager": ours("eager"),
-        "ours, oneflow": ours("oneflow"),
-        "ours, nexfort": ours("nexfort"),
-        "ours, inductor: a learned island": ours("inductor", Scope.LEARNED, fails=True),
-    },
-    "fp16": {
-        EAGER: eager,
-        AGAIN: eager,
-        WHOLE: whole,
-        OURS: ours("inductor"),
-        PLAIN: ours("inductor", plain=True),
-    },
-    "rerun": {OURS: ours("inductor"), RERUN: ours("inductor", fails=True)},  # fewer rounds: fp32 takes its time
-}
+@dataclass(frozen=True)
+class InParts:
+    """A step whose weights are in main memory."""
+
+    step: Step
+    in_parts: bool = True
+
+    def __call__(self) -> Any:
+        return self.step()
 
 
-def entrants(group: str, subject: Subject) -> dict[str, Contestant]:
-    """Those of a group that differ for the model's family: without a stream, ours is plain."""
-    streams = subject.model.family.stream is not None
-    return {name: each for name, each in GROUPS[group].items() if streams or name != PLAIN}
+def _step(subject: Subject, module: Any) -> Step:
+    call = subject.call
+    return lambda: module(**call)
 
 
-def _kind(model: Model) -> Any:
-    import diffusers
-
-    return getattr(diffusers, model.kind)
+def _mode(mode: str) -> str | None:
+    return None if mode == DEFAULT else mode

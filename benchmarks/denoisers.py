@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
@@ -18,6 +18,7 @@ from comfyui_onediff_guard.pipelines.families.svd import SVD
 
 Call = dict[str, Any]
 Floats = Callable[..., torch.Tensor]  # shape → random numbers in the step's dtype
+Module = TypeVar("Module", bound=torch.nn.Module)
 
 
 @dataclass(frozen=True)
@@ -43,18 +44,25 @@ class Model:
     arguments: Callable[[Any, Size, Floats], Call]  # of one step: from the config
     fails: str  # a layer, as the one that leaves half precision's range
     sizes: Mapping[str, Size]  # "full": as published; "cut", "deep": for a CPU, with all blocks; "tiny": for tests
+    gates: tuple[str, tuple[int, int]] | None = None  # of what a block writes: layer, and where in its output
 
 
 def build(model: Model, size: Size, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
-    """The denoiser with random weights, made where and in what they stay: no copy in fp32, no file."""
+    """The denoiser with random weights."""
     import diffusers
 
+    config = {**model.config, **size.config}
+    return random_weights(lambda: getattr(diffusers, model.kind)(**config), device, dtype)
+
+
+def random_weights(make: Callable[[], Module], device: torch.device, dtype: torch.dtype) -> Module:
+    """A module with the weights that its class draws, made where and in what they stay: no copy in fp32, no file."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
             torch.manual_seed(0)
-            module = getattr(diffusers, model.kind)(**{**model.config, **size.config})
+            module = make()
     finally:
         torch.set_default_dtype(before)
     torch.nn.Module.to(module, device, dtype)  # what asked for neither default
@@ -63,6 +71,12 @@ def build(model: Model, size: Size, device: torch.device, dtype: torch.dtype) ->
 
 def step(model: Model, config: Any, size: Size, device: torch.device, dtype: torch.dtype) -> Call:
     """The arguments of one step with both halves of guidance, as the diffusers pipeline passes them in `dtype`."""
+    given = model.arguments(config, size, random_floats(device, dtype))
+    return {name: _on(device, value) for name, value in given.items()} | {"return_dict": False}
+
+
+def random_floats(device: torch.device, dtype: torch.dtype) -> Floats:
+    """The same on every device."""
     generator = torch.Generator().manual_seed(0)
 
     def floats(*shape: int) -> torch.Tensor:
@@ -70,8 +84,7 @@ def step(model: Model, config: Any, size: Size, device: torch.device, dtype: tor
             return torch.empty(shape, device=device, dtype=dtype)
         return torch.randn(shape, generator=generator).to(device, dtype)
 
-    given = model.arguments(config, size, floats)
-    return {name: _on(device, value) for name, value in given.items()} | {"return_dict": False}
+    return floats
 
 
 def _on(device: torch.device, value: Any) -> Any:
@@ -82,6 +95,7 @@ def _on(device: torch.device, value: Any) -> Any:
 
 def _cogvideox(config: Any, size: Size, floats: Floats) -> Call:
     frames, height, width = (size.frames - 1) // 4 + 1, size.height // 8, size.width // 8
+    frames += frames % (config.patch_size_t or 1)  # as the pipeline pads them
     call: Call = {
         "hidden_states": floats(2, frames, config.in_channels, height, width),
         "encoder_hidden_states": floats(2, config.max_text_seq_length, config.text_embed_dim),
@@ -130,6 +144,8 @@ _NARROW_VIDEO = Size(
 )
 _CUT_VIDEO = replace(_NARROW_VIDEO, config={**_NARROW_VIDEO.config, "num_layers": 12})
 _VIDEO = {"full": Size(720, 480, 49), "cut": _CUT_VIDEO, "deep": _NARROW_VIDEO, "tiny": _TINY_VIDEO}
+_5B = {"num_layers": 42, "num_attention_heads": 48, "use_rotary_positional_embeddings": True}
+_VIDEO_GATES = ("norm2.linear", (2, 5))
 
 MODELS: dict[str, Model] = {
     "cogvideox-2b": Model(
@@ -139,14 +155,27 @@ MODELS: dict[str, Model] = {
         arguments=_cogvideox,
         fails="transformer_blocks.1.ff.net.0",
         sizes=_VIDEO,
+        gates=_VIDEO_GATES,
     ),
     "cogvideox-5b": Model(
         COGVIDEOX,
         "CogVideoXTransformer3DModel",
-        config={"num_layers": 42, "num_attention_heads": 48, "use_rotary_positional_embeddings": True},
+        config=_5B,
         arguments=_cogvideox,
         fails="transformer_blocks.1.ff.net.0",
         sizes=_VIDEO,
+        gates=_VIDEO_GATES,
+    ),
+    "cogvideox-1.5-5b": Model(
+        COGVIDEOX,
+        "CogVideoXTransformer3DModel",
+        config=_5B
+        | {"patch_size_t": 2, "patch_bias": False, "sample_frames": 81}
+        | {"sample_width": 300, "sample_height": 300},
+        arguments=_cogvideox,
+        fails="transformer_blocks.1.ff.net.0",
+        sizes=_VIDEO | {"full": Size(1360, 768, 81)},
+        gates=_VIDEO_GATES,
     ),
     "cogview3-plus": Model(
         COGVIEW3PLUS,
@@ -160,6 +189,7 @@ MODELS: dict[str, Model] = {
             "deep": Size(128, 128, config={"num_attention_heads": 5}),
             "tiny": Size(64, 64, config=_SMALL_COG | {"num_layers": 2, "condition_dim": 8, "sample_size": 8}),
         },
+        gates=("norm1.linear", (5, 11)),
     ),
     "svd-xt": Model(
         SVD,

@@ -13,17 +13,28 @@ from torch.utils.flop_counter import FlopCounterMode
 
 TFLOPS = {"NVIDIA H200": 790.0}  # a second, reached in bf16 by large matrix products on that card
 SECONDS = 3.0
+KINDS = {  # on "meta", where attention is matrix products
+    "aten.mm": "linear",
+    "aten.addmm": "linear",
+    "aten.convolution": "convolution",
+    "aten.bmm": "attention",
+    "aten.baddbmm": "attention",
+}
 WIDTH = {"cuda": 8192, "cpu": 512}
 
 
-def tflop(model: Model, size: Size) -> float:
-    """TFLOP of one step with guidance, a multiplication and an addition being two: counted without any weight."""
+def tflop(model: Model, size: Size) -> dict[str, float]:
+    """TFLOP of one step with guidance by the kind of work, a multiplication and an addition being two: counted without
+    any weight."""
     device = torch.device("meta")
     module = build(model, size, device, torch.bfloat16)
     call = step(model, module.config, size, device, torch.bfloat16)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         module(**call)
-    return counter.get_total_flops() / 1e12
+    made = dict.fromkeys(KINDS.values(), 0.0)
+    for operation, flop in counter.get_flop_counts()["Global"].items():
+        made[KINDS[str(operation)]] += flop / 1e12
+    return made
 
 
 def measured_tflops(device: torch.device, dtype: str) -> float:

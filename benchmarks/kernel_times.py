@@ -30,10 +30,10 @@ def kind(kernel: str) -> str:
 
 def profile(steps: dict[str, Step], device: torch.device) -> str:
     """Text: for each contestant the shares of one step by kind of work, and its longest kernels."""
-    if device.type == "cpu":  # else what inductor fused has no name of its own there
-        inductor = importlib.import_module("torch._inductor.config")
-        inductor.cpp.enable_kernel_profile = True
-    return "\n".join(_one(name, step, device) for name, step in steps.items())
+    inductor: Any = importlib.import_module("torch._inductor.config")
+    named = {"cpp.enable_kernel_profile": device.type == "cpu"}  # else what is fused has no name of its own there
+    with inductor.patch(named):
+        return "\n".join(_one(name, step, device) for name, step in steps.items())
 
 
 def _one(name: str, step: Step, device: torch.device) -> str:

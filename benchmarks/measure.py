@@ -62,13 +62,18 @@ def interleave(steps: dict[str, Step], rounds: int, device: torch.device) -> dic
     for round_number in range(-1, rounds):
         turn = (round_number + 1) % len(names)
         for name in names[turn:] + names[:turn]:
-            synchronize(device)
-            started = time.perf_counter()
-            steps[name]()
-            synchronize(device)
+            taken = seconds_of(steps[name], device)
             if round_number >= 0:
-                seconds[name].append(time.perf_counter() - started)
+                seconds[name].append(taken)
     return seconds
+
+
+def seconds_of(step: Step, device: torch.device) -> float:
+    synchronize(device)
+    started = time.perf_counter()
+    step()
+    synchronize(device)
+    return time.perf_counter() - started
 
 
 def peak_bytes(step: Step, device: torch.device) -> int:

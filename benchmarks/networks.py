@@ -54,25 +54,10 @@ def _other(
     def make(size: str, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
         import diffusers
 
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        try:
-            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
-                torch.manual_seed(0)
-                module = getattr(diffusers, kind)(**configs[size])
-        finally:
-            torch.set_default_dtype(before)
-        return torch.nn.Module.to(module, device, dtype).eval().requires_grad_(False)
+        return denoisers.random_weights(lambda: getattr(diffusers, kind)(**configs[size]), device, dtype)
 
     def step(config: Any, size: str, device: torch.device, dtype: torch.dtype) -> Call:
-        generator = torch.Generator().manual_seed(0)
-
-        def floats(*shape: int) -> torch.Tensor:
-            if device.type == "meta":
-                return torch.empty(shape, device=device, dtype=dtype)
-            return torch.randn(shape, generator=generator).to(device, dtype)
-
-        return _on(device, call(config, size, floats)) | {"return_dict": False}
+        return _on(device, call(config, size, denoisers.random_floats(device, dtype))) | {"return_dict": False}
 
     return Network(said, make, step, stream)
 

@@ -61,7 +61,13 @@ def store(name: str, family: FamilySpec, config: Any, make: Make, device: torch.
     return ComponentStore(model, PlainPlacement(device))
 
 
-def handle(components: ComponentStore, precision: Precision, backend: str, policy: GuardPolicy) -> PipelineHandle:
+def handle(
+    components: ComponentStore,
+    precision: Precision,
+    backend: str,
+    policy: GuardPolicy,
+    offload: Offload = Offload.NONE,
+) -> PipelineHandle:
     """Raises BackendUnavailable."""
     device = components.placement.device
     return PipelineHandle(
@@ -69,6 +75,6 @@ def handle(components: ComponentStore, precision: Precision, backend: str, polic
         architecture=detect(device),
         precision=precision,
         backend=choose_backend(backend, device),
-        offload=Offload.NONE,
+        offload=offload,
         policy=policy,
     )

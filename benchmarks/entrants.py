@@ -1,0 +1,106 @@
+"""Who is timed side by side in which stage."""
+
+from __future__ import annotations
+
+from comfyui_onediff_guard.pipelines.weights.offload import Offload
+from comfyui_onediff_guard.precision.guard import Scope
+from contestants import (
+    TUNED,
+    Contestant,
+    blocks,
+    by_block,
+    channels_last,
+    eager,
+    fp16_sums,
+    in_bf16,
+    offloaded,
+    ours,
+    summing_in_fp16,
+    whole,
+)
+from denoisers import Model
+
+EAGER, AGAIN, WHOLE, OURS = "diffusers", "diffusers again", "diffusers, torch.compile whole", "ours, inductor"
+BY_BLOCK = "diffusers, torch.compile by block"
+OURS_EAGER, ISLAND = "ours, eager", "ours, inductor: a learned island"
+RERUN = "ours, inductor: every step rerun"
+PLAIN = "ours, inductor, fp16 (plain)"
+IN_BF16 = "diffusers, bf16"
+SUMS, LAST, GROUP, LAYERS = ", fp16 accumulation", ", channels-last", ", group offload", ", sequential offload"
+AUTOTUNED = f", {TUNED}"
+
+# In each, the more there is to learn from one, the earlier it is: time may be over before the last
+GROUPS: dict[str, dict[str, Contestant]] = {
+    "steps": {
+        EAGER: eager,
+        OURS: ours("inductor"),
+        BY_BLOCK: by_block(),
+        WHOLE: whole(),
+        AGAIN: eager,
+        OURS_EAGER: ours("eager"),
+        "ours, inductor, without the guard": blocks,
+        ISLAND: ours("inductor", Scope.LEARNED, fails=True),
+        "ours, oneflow": ours("oneflow"),
+        "ours, nexfort": ours("nexfort"),
+    },
+    "fp16": {
+        EAGER: eager,
+        OURS: ours("inductor"),
+        BY_BLOCK: by_block(),
+        PLAIN: ours("inductor", plain=True),
+        EAGER + SUMS: summing_in_fp16(eager),
+        OURS + SUMS: ours("inductor", sums=fp16_sums),
+        BY_BLOCK + SUMS: summing_in_fp16(by_block()),
+        WHOLE: whole(),
+        AGAIN: eager,
+    },
+    "stream": {
+        EAGER: eager,
+        OURS: ours("inductor"),
+        IN_BF16: in_bf16(eager),
+        f"{IN_BF16}, torch.compile by block": in_bf16(by_block()),
+        OURS_EAGER: ours("eager"),
+    },
+    "rerun": {OURS: ours("inductor"), RERUN: ours("inductor", fails=True)},  # fewer rounds: fp32 takes its time
+    "autotune": {
+        EAGER: eager,
+        OURS: ours("inductor"),
+        OURS + AUTOTUNED: ours("inductor", mode=TUNED),
+        BY_BLOCK + AUTOTUNED: by_block(TUNED),
+        WHOLE + AUTOTUNED: whole(TUNED),
+    },
+    "layout": {
+        EAGER: eager,
+        EAGER + LAST: channels_last(eager),
+        OURS: ours("inductor"),
+        OURS + LAST: channels_last(ours("inductor")),
+        BY_BLOCK: by_block(),
+        BY_BLOCK + LAST: channels_last(by_block()),
+        WHOLE + LAST: channels_last(whole()),
+    },
+    "offload": {
+        EAGER: eager,
+        OURS_EAGER: ours("eager"),
+        EAGER + GROUP: offloaded("block_level"),
+        OURS_EAGER + GROUP: ours("eager", offload=Offload.GROUP),
+        OURS + GROUP: ours("inductor", offload=Offload.GROUP),
+        EAGER + LAYERS: offloaded("leaf_level"),
+        OURS_EAGER + LAYERS: ours("eager", offload=Offload.SEQUENTIAL),
+    },
+}
+DTYPES = dict.fromkeys(GROUPS, "bf16") | {"fp16": "fp16", "stream": "fp16"}
+
+
+def entrants(group: str, model: Model) -> dict[str, Contestant]:
+    """Those of a group that differ for the model's family: without a stream, ours is plain."""
+    streams = model.family.stream is not None
+    return {name: each for name, each in GROUPS[group].items() if streams or name != PLAIN}
+
+
+def not_for(stage: str, model: Model) -> str:
+    """Why a stage says nothing about a model; "" where it does."""
+    if stage == "stream" and model.gates is None:
+        return "it has no residual stream that runs through all blocks"
+    if stage == "layout" and not model.kind.startswith("UNet"):
+        return "it has next to no convolutions"
+    return ""

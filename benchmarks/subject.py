@@ -1,0 +1,163 @@
+"""What all contestants of a process run: one set of weights, one step's arguments, and what that step is in fp32."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from comfyui_onediff_guard.demo.small_model import make_stream_overflow
+from comfyui_onediff_guard.pipelines.weights.components import ComponentStore
+from comfyui_onediff_guard.pipelines.weights.placement import main_memory
+from comfyui_onediff_guard.precision.dtypes import DTYPES
+from comfyui_onediff_guard.precision.upcast import run_in_fp32
+from denoisers import Call, Model, Size, build, step
+from faulty import faulty
+from measure import synchronize
+from random_model import store
+from stream_peaks import stream_peak
+
+STREAM_PEAK = 5e5  # of a hot stream; fp16 ends at 65504
+PAGE_LOCKED = 2.0  # bytes of main memory for each byte of a copy that is page-locked: PyTorch rounds up
+
+
+class Exact(NamedTuple):
+    """One step in strict fp32."""
+
+    output: torch.Tensor  # in main memory
+    seconds: float
+    stream_peak: float | None  # max |x| of the residual stream, where the family has one
+
+
+@dataclass(frozen=True)
+class Subject:
+    name: str
+    model: Model
+    size: Size
+    device: torch.device
+    dtype: str  # "bf16" or "fp16"
+    hot: bool = False  # its residual stream is made to peak at STREAM_PEAK
+
+    @cached_property
+    def components(self) -> ComponentStore:
+        signature = inspect.signature(_kind(self.model).__init__)
+        defaults = {name: each.default for name, each in signature.parameters.items() if name != "self"}
+        config = {**defaults, **self.model.config, **self.size.config}
+        return self._store(config, self._hot if self.hot else self._random)
+
+    def of(self, module: torch.nn.Module, dtype: str = "") -> Subject:
+        """The same with another denoiser, of the same config."""
+        other = replace(self, dtype=dtype or self.dtype)
+        other.__dict__["components"] = other._store(self.module.config, lambda _: module)
+        return other
+
+    @cached_property
+    def failing(self) -> Subject:
+        """Of the same denoiser, in which one layer puts out a NaN in half precision."""
+        return self.of(faulty(self.module, self.model.fails))
+
+    @cached_property
+    def in_bf16(self) -> Subject:
+        """Of a copy."""
+        with torch.inference_mode(False):
+            return self.of(torch.nn.Module.to(copy.deepcopy(self.module), torch.bfloat16), "bf16")
+
+    @cached_property
+    def channels_last(self) -> Subject:
+        """Of a copy whose convolutions have their weights in that memory format."""
+        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+        with torch.inference_mode(False):
+            module = copy.deepcopy(self.module)
+            for weight in module.parameters():
+                if weight.ndim in formats:
+                    weight.data = weight.data.contiguous(memory_format=formats[weight.ndim])
+        return self.of(module)
+
+    def in_main_memory(self) -> Subject:
+        """Of a copy, for weights that come to the device in parts. Raises MemoryError."""
+        module, weights = self.module, [*self.module.parameters(), *self.module.buffers()]
+        needed, free = PAGE_LOCKED * sum(weight.nbytes for weight in weights), main_memory().free
+        if needed > free:
+            raise MemoryError(f"a copy takes {needed / 1e9:.1f} GB of main memory, and {free / 1e9:.1f} are free")
+        with torch.inference_mode(False):
+            there = {id(weight): _in_main_memory(weight) for weight in weights}
+            return self.of(copy.deepcopy(module, there))
+
+    def _store(self, config: Any, make: Callable[[torch.dtype], torch.nn.Module]) -> ComponentStore:
+        return store(self.name, self.model.family, config, make, self.device)
+
+    def _random(self, dtype: torch.dtype) -> torch.nn.Module:
+        return build(self.model, self.size, self.device, dtype)
+
+    def _hot(self, dtype: torch.dtype) -> torch.nn.Module:
+        """The same in bf16 and fp16, but for what is subnormal in fp16: weights are bf16's, and fit both."""
+        module, gates = self._random(torch.bfloat16), self.model.gates
+        if gates is None:
+            raise ValueError(f"{self.name} has no residual stream that runs through all blocks")
+        call = step(self.model, module.config, self.size, self.device, torch.bfloat16)
+        make_stream_overflow(module, gates, lambda: module(**call), peak=STREAM_PEAK)
+        return torch.nn.Module.to(module, dtype)
+
+    @property
+    def module(self) -> Any:
+        return self.components.module(self.model.family.denoiser, self.dtype)
+
+    @cached_property
+    def call(self) -> Call:
+        """One step's arguments in the denoiser's dtype."""
+        return self._call(DTYPES[self.dtype])
+
+    @cached_property
+    def given(self) -> Call:
+        """The same as our samplers hand it over: the guard casts."""
+        return self._call(torch.float32)
+
+    def _call(self, dtype: torch.dtype) -> Call:
+        return step(self.model, self.module.config, self.size, self.device, dtype)
+
+    @cached_property
+    def exact(self) -> Exact:
+        """Of the same weights and arguments, upcast for each operation by itself: bit-equal to a copy in fp32, which
+        would take twice the room."""
+        module, call, stream = self.module, self.call, self.model.family.stream
+        outputs: list[torch.Tensor] = []
+
+        def run() -> None:
+            outputs.append(run_in_fp32(module, **call)[0].cpu())
+
+        synchronize(self.device)
+        started = time.perf_counter()
+        with without_tf32():
+            peak = stream_peak(module, stream, run) if stream else run()
+        return Exact(outputs[0], time.perf_counter() - started, peak)
+
+
+@contextmanager
+def without_tf32() -> Generator[None]:
+    """PyTorch allows it in convolutions, unless it is told otherwise."""
+    switches: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    allowed = [switch for switch in switches if switch.allow_tf32]
+    for switch in allowed:
+        switch.allow_tf32 = False
+    try:
+        yield
+    finally:
+        for switch in allowed:
+            switch.allow_tf32 = True
+
+
+def _in_main_memory(weight: torch.Tensor) -> torch.Tensor:
+    there = weight.detach().to("cpu", copy=True)
+    return torch.nn.Parameter(there, requires_grad=False) if isinstance(weight, torch.nn.Parameter) else there
+
+
+def _kind(model: Model) -> Any:
+    import diffusers
+
+    return getattr(diffusers, model.kind)
