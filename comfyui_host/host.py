@@ -20,7 +20,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..pipelines.pace import Pace
 from ..trust.text import for_page
+from .language import translated
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +45,10 @@ def _comfy(name: str) -> Any:
 
 def _model_management() -> Any:
     return sys.modules.get("comfy.model_management") if _comfy("folder_paths") else None
+
+
+def in_comfyui() -> bool:
+    return _model_management() is not None
 
 
 # --- which one it is -------------------------------------------------------------------------------------------------
@@ -88,6 +94,11 @@ def memory_wish() -> str:
     return wish(cli.args) if cli else ""
 
 
+def arguments() -> Any:
+    """What this ComfyUI was started with, by the names of its parser; None where this process is not a ComfyUI."""
+    return getattr(_command_line(), "args", None)
+
+
 def _command_line() -> Any:
     return sys.modules.get("comfy.cli_args") if _comfy("folder_paths") else None
 
@@ -104,6 +115,7 @@ class PlainFolders:
 
 PROFILES_VARIABLE = "ONEDIFF_GUARD_PROFILES"
 COMPILED_VARIABLE = "ONEDIFF_GUARD_COMPILED"
+PREVIEWS_VARIABLE = "ONEDIFF_GUARD_PREVIEWS"
 MODEL_KINDS = ("diffusers", "checkpoints", "loras")  # folders of ComfyUI's that are read
 _DEFAULT_FOLDERS = PlainFolders()
 _folders: ContextVar[PlainFolders] = ContextVar("onediff_guard_folders", default=_DEFAULT_FOLDERS)
@@ -187,6 +199,12 @@ def compiled_directory() -> Path:
     return _kept(COMPILED_VARIABLE, "compiled")
 
 
+def previews_directory() -> Path:
+    """Where the colours of VAEs' latents are kept: ONEDIFF_GUARD_PREVIEWS, else ComfyUI's user folder, else
+    ~/.onediff-guard."""
+    return _kept(PREVIEWS_VARIABLE, "previews")
+
+
 def _kept(variable: str, what: str) -> Path:
     if named := os.environ.get(variable):
         return Path(named).expanduser()
@@ -218,13 +236,26 @@ def interrupt() -> None:
         asked.set()
 
 
-def say(node_id: str | None, text: str) -> None:
-    """Show text on a node, where the host can. The page takes it for HTML, and model folders and prompts are other
-    people's."""
-    instance = getattr(getattr(_comfy("server"), "PromptServer", None), "instance", None)
-    send = getattr(instance, "send_progress_text", None)
+def server() -> Any:
+    """ComfyUI's server, None where this process is none."""
+    return getattr(getattr(_comfy("server"), "PromptServer", None), "instance", None)
+
+
+def say(node_id: str | None, text: str, *, as_it_is: bool = False) -> None:
+    """Show text on a node, where the host can, in the page's language. The page takes it for HTML, and model folders
+    and prompts are other people's. as_it_is: in English."""
+    send = getattr(server(), "send_progress_text", None)
     if node_id is not None and send:
-        send(for_page(text), node_id)
+        send(for_page(text if as_it_is else translated(text)), node_id)
+
+
+def send_report(node_id: str | None, output: dict[str, list[Any]]) -> None:
+    """Hand the page of whoever queued the run what a node has to show that ended before there was anything to report:
+    as its output would be. Without our extension (`web/`) the page ignores it."""
+    client = getattr(server(), "client_id", None)
+    if node_id is not None and client is not None:
+        facts = {"node": node_id, "prompt": getattr(server(), "last_prompt_id", None), "output": output}
+        server().send_sync("onediff_guard.report", facts, client)
 
 
 class Progress:
@@ -232,6 +263,8 @@ class Progress:
     Without ComfyUI it is on standard error: where that is no terminal, as one line at the end."""
 
     def __init__(self, total: int, node_id: str | None, unit: str = "it"):
+        self._pace = Pace()
+        self._picture: Any = None
         self._total = total
         self._node_id = node_id
         self._unit = unit
@@ -248,12 +281,19 @@ class Progress:
             self._bar = tqdm(**known, file=sys.stderr, disable=None)  # None: where that is no terminal
         return self
 
-    def update(self, done: int, text: str, total: int = 0) -> None:
-        """done: of the total, which may be given later. Raises ComfyUI's interrupt exception, or Interrupted."""
+    def update(self, done: int, text: str, total: int = 0, more: str = "") -> None:
+        """Show how much is done, and in words how long the rest will take.
+
+        done: of the total, which may be given later. text: a line. more: another one, for the node alone.
+        Raises ComfyUI's interrupt exception, or Interrupted.
+        """
         self._done, self._total, self._text = done, total or self._total, text
         if management := _model_management():
-            self._bar.update_absolute(done, max(self._total, 1))
-            say(self._node_id, text)
+            picture, self._picture = self._picture, None
+            shown = [("JPEG", picture, getattr(arguments(), "preview_size", 512))] if picture else []
+            self._bar.update_absolute(done, max(self._total, 1), *shown)
+            line = " · ".join(filter(None, (text, self._pace.left(done, self._total))))
+            say(self._node_id, "\n".join(filter(None, (line, more))))
             management.throw_exception_if_processing_interrupted()
             return
         self._bar.total = self._total or None
@@ -261,6 +301,10 @@ class Progress:
         self._bar.update(done - self._bar.n)
         if (asked := _interrupt.get()) and asked.is_set():
             raise Interrupted(f"interrupted at {text}")
+
+    def show(self, picture: Any) -> None:
+        """Show a PIL image on the node, with the next line of text."""
+        self._picture = picture
 
     def tell(self, text: str) -> None:
         """Another line of text, while as much is done as before. Raises as `update` does."""

@@ -28,6 +28,7 @@ from ..precision.upcast import RerunUnsupported
 from ..precision.wide import CannotWiden
 from . import host
 from .executors import CallLog, PerExecutor
+from .language import speaking, translated
 from .networks import ComfyNetwork
 from .products import rerun_from
 from .profiles import kept_profile, profile_of
@@ -55,7 +56,8 @@ def guarded_run(settings: Settings, steps: int = 0) -> Generator[Run]:
     """
     run = Run(settings, steps)
     try:
-        yield run
+        with speaking():
+            yield run
     finally:
         run.end()
 
@@ -116,6 +118,7 @@ class Run:
             report.note(f"half-precision accumulation: {report.plan.accumulation} ({report.plan.accumulation_reason})")
         text = "\n".join((report.summary(), *list(notes)[:1], *report.notes))
         host.say(self._node_id, text)
+        host.send_report(self._node_id, {"text": [translated(text)], "onediff_guard": [report.as_dict()]})
         logger.log(logging.WARNING if notes or self._before or report.failed else logging.INFO, "NaN Guard: %s", text)
 
 

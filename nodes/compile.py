@@ -18,6 +18,7 @@ class Compile(Node):
     """Pipeline → the same pipeline, compiled otherwise."""
 
     TITLE = "OneDiff Compile"
+    CATEGORY = inputs.LOAD
     SEARCH_ALIASES = ["torch.compile", "inductor", "OneFlow", "nexfort", "speed up", "attention"]
     DESCRIPTION = (
         "Says how OneDiff compiles the denoiser. Pipelines are compiled without this node too, as their loader's "
@@ -25,6 +26,7 @@ class Compile(Node):
     )
     RETURN_TYPES = ("ONEDIFF_PIPELINE",)
     RETURN_NAMES = ("pipeline",)
+    OUTPUT_TOOLTIPS = (inputs.TO_SAMPLER,)
     FUNCTION = "apply"
 
     @classmethod
@@ -36,17 +38,21 @@ class Compile(Node):
                     (inputs.INHERIT, *inputs.BACKENDS),
                     "inherit: as the loader says. auto: the first that works here. eager: not compiled.",
                 ),
-                "dynamic": inputs.choice(
-                    tuple(DYNAMIC),
-                    "auto: one graph for the first size, one for all others. on: one for all from the start; takes "
-                    "longer to compile, once. off: one for each size; fastest where the size stays.",
+                "dynamic": inputs.advanced(
+                    inputs.choice(
+                        tuple(DYNAMIC),
+                        "auto: one graph for the first size, one for all others. on: one for all from the start; takes "
+                        "longer to compile, once. off: one for each size; fastest where the size stays.",
+                    )
                 ),
-                "mode": inputs.choice(
-                    inputs.COMPILE_MODES,
-                    "inductor's. max-autotune-no-cudagraphs: tries more kernels, which takes minutes, once.",
+                "mode": inputs.advanced(
+                    inputs.choice(
+                        inputs.COMPILE_MODES,
+                        "inductor's. max-autotune-no-cudagraphs: tries more kernels, which takes minutes, once.",
+                    )
                 ),
-                "fullgraph": inputs.flag(
-                    False, "inductor's. On: a block that does not fit into one graph is an error."
+                "fullgraph": inputs.advanced(
+                    inputs.flag(False, "inductor's. On: a block that does not fit into one graph is an error.")
                 ),
             },
             "optional": {

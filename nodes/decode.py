@@ -17,12 +17,14 @@ class DecodeLatents(Node):
     """Latents → frames."""
 
     TITLE = "Decode Latents"
+    CATEGORY = inputs.SAMPLE
     SEARCH_ALIASES = ["VAE decode", "tiled decode", "black image", "black video", *inputs.PRECISION_WORDS]
     DESCRIPTION = (
         "Decodes latents to frames with the pipeline's VAE; decoded again in fp32 if the result is not finite."
     )
     RETURN_TYPES = ("IMAGE",)
     RETURN_NAMES = ("images",)
+    OUTPUT_TOOLTIPS = ("The frames or images, for Create Video, Save Image or any node that takes images.",)
     FUNCTION = "decode"
     HAS_INTERMEDIATE_OUTPUT = True
 
@@ -37,12 +39,20 @@ class DecodeLatents(Node):
                     "Decode in overlapping tiles: much less memory, slower. Off, it is done where the loader's offload "
                     "is auto and the card has no room otherwise.",
                 ),
-                "slicing": inputs.flag(False, "Decode the videos of a batch one after the other: less memory."),
+                "slicing": inputs.advanced(
+                    inputs.flag(False, "Decode the videos of a batch one after the other: less memory.")
+                ),
                 "precision": inputs.precision(inherit=True),
             },
             "optional": {
-                "chunk": inputs.integer(
-                    0, 0, 1024, 1, "Frames or images decoded at once (SVD, CogView); fewer need less memory. 0: all."
+                "chunk": inputs.advanced(
+                    inputs.integer(
+                        0,
+                        0,
+                        1024,
+                        1,
+                        "Frames or images decoded at once (SVD, CogView); fewer need less memory. 0: all.",
+                    )
                 ),
             },
             "hidden": inputs.node_id(),
@@ -58,12 +68,13 @@ class DecodeLatents(Node):
         chunk: int = 0,
         node_id: str | None = None,
     ) -> dict[str, Any]:
+        from ..comfyui_host.labelled import plain
         from ..pipelines.run.decode import decode
 
         with running(pipeline), host.Progress(0, node_id) as progress:
             images, report = decode(
                 pipeline,
-                latents["samples"],
+                plain(latents["samples"]),
                 tiling=tiling,
                 slicing=slicing,
                 chunk=chunk,

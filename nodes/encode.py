@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ..comfyui_host import host
 from . import inputs
 from .node import Node
+from .sample import samplers_of
 from .stage_node import counted, requested, running, ui
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ class EncodePrompt(Node):
     """Prompt and negative prompt → CONDITIONING."""
 
     TITLE = "Encode Prompt"
+    CATEGORY = inputs.SAMPLE
     SEARCH_ALIASES = ["T5", "GLM", "text encoder", "CLIP text encode", *inputs.PRECISION_WORDS]
     DESCRIPTION = (
         "Encodes a prompt and a negative prompt with the pipeline's text encoder, which is loaded for this and then "
@@ -24,6 +26,10 @@ class EncodePrompt(Node):
     )
     RETURN_TYPES = ("CONDITIONING", "CONDITIONING")
     RETURN_NAMES = ("positive", "negative")
+    OUTPUT_TOOLTIPS = (
+        "Of the prompt. Wire it to a sampler of this category; it does not fit KSampler.",
+        "Of the negative prompt. Wire it to a sampler of this category; it does not fit KSampler.",
+    )
     FUNCTION = "encode"
     HAS_INTERMEDIATE_OUTPUT = True
 
@@ -46,6 +52,7 @@ class EncodePrompt(Node):
     def encode(
         self, pipeline: PipelineHandle, prompt: str, negative_prompt: str, precision: str, node_id: str | None = None
     ) -> dict[str, Any]:
+        from ..comfyui_host.labelled import prompt_of
         from ..pipelines.run.encode import encode_prompts
 
         with running(pipeline):
@@ -54,5 +61,6 @@ class EncodePrompt(Node):
                     pipeline, [prompt, negative_prompt], requested(precision), counted(progress)
                 )
             shown = ui(report, node_id, *report.notes)
-        positive, negative = ([[tensor, {}]] for tensor in embeddings)
+        of = pipeline.store.model.variant.name, samplers_of(pipeline)
+        positive, negative = ([[prompt_of(tensor, *of), {}]] for tensor in embeddings)
         return {"ui": shown, "result": (positive, negative)}

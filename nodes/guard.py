@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..comfyui_host import host
+from ..comfyui_host.language import with_first_sentence_translated
 from . import inputs
 from .node import Node
 
@@ -25,6 +26,7 @@ class NaNGuard(Node):
     """Pipeline → the same pipeline with another guard policy."""
 
     TITLE = "NaN Guard"
+    CATEGORY = inputs.GUARD
     SEARCH_ALIASES = [*WORDS]
     DESCRIPTION = (
         "Says what happens when a step comes out NaN or infinite. Pipelines are guarded without this node too "
@@ -32,6 +34,7 @@ class NaNGuard(Node):
     )
     RETURN_TYPES = ("ONEDIFF_PIPELINE",)
     RETURN_NAMES = ("pipeline",)
+    OUTPUT_TOOLTIPS = (inputs.TO_SAMPLER,)
     FUNCTION = "apply"
 
     @classmethod
@@ -48,11 +51,16 @@ class NaNGuard(Node):
                     "step: rerun the failing step alone. learned: and from then on the block that made it fail is "
                     "wide, in later runs too: its products in fp16, all else in float32. run: the rest of the run is "
                     "in fp32.",
+                    default="learned",
                 ),
-                "stay_after": inputs.integer(
-                    3, 1, 1000, 1, "In scope learned: after so many failing steps, the rest of the run is in fp32."
+                "stay_after": inputs.advanced(
+                    inputs.integer(
+                        3, 1, 1000, 1, "In scope learned: after so many failing steps, the rest of the run is in fp32."
+                    )
                 ),
-                "report": inputs.flag(True, "On: the report has a line for every step. Off: the summary alone."),
+                "report": inputs.advanced(
+                    inputs.flag(True, "On: the report has a line for every step. Off: the summary alone.")
+                ),
                 "profile": inputs.profile(),
             },
             "hidden": inputs.node_id(),
@@ -67,7 +75,7 @@ class NaNGuard(Node):
         pipeline: PipelineHandle,
         on_failure: str,
         strict: bool,
-        scope: str = "step",
+        scope: str = "learned",
         stay_after: int = 3,
         report: bool = True,
         profile: str = "",
@@ -100,5 +108,5 @@ def what_is_wrong_with(profile: str | None) -> str:
     try:
         parsed(profile or "")
     except BadProfile as error:
-        return str(error)
+        return with_first_sentence_translated(str(error))
     return ""

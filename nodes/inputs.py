@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from ..pipelines.families.spec import SizeRule
 
 CATEGORY = "OneDiff Guard"
+LOAD, SAMPLE, GUARD, DIAGNOSE, NATIVE = (
+    f"{CATEGORY}/{part}" for part in ("Load", "Sample", "Guard", "Diagnose", "Native")
+)
 PRECISIONS = ("auto", "bf16", "fp16", "fp16 (plain)", "fp32")
 BACKENDS = ("auto", "oneflow", "nexfort", "inductor", "eager")
 COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
@@ -28,6 +31,8 @@ PRECISION_WORDS = ("fp16", "bf16", "fp32", "precision")  # that nodes are search
 _NONE = "none found: "  # begins what is alone in a list that would be empty, which ComfyUI cannot use
 
 FROM_ENCODE_PROMPT = "From Encode Prompt."
+TO_SAMPLER = "Wire it to a sampler of the same family and to Decode Latents."
+REPORT = "As text: which precision was used and why, and what was rerun. For nodes that show or save text."
 PROBED_STEPS = "Steps of a whole schedule, from noise to result, all measured. More take longer."
 
 _PRECISION_TIP = (
@@ -74,6 +79,13 @@ def is_none_found(value: str) -> bool:
 
 def pipeline() -> tuple[str, dict[str, Any]]:
     return "ONEDIFF_PIPELINE", {"tooltip": "From a Load node, or through a NaN Guard."}
+
+
+def advanced(made: tuple[Any, dict[str, Any]]) -> tuple[Any, dict[str, Any]]:
+    """The same input, which pages with Nodes 2.0 show once a node's advanced inputs are asked for. Only for what nobody
+    has to set or wire in a first run."""
+    kind, options = made
+    return kind, options | {"advanced": True}
 
 
 def choice(options: tuple[str, ...], tooltip: str, default: str = "") -> tuple[list[str], dict[str, Any]]:
@@ -164,8 +176,8 @@ def from_hub() -> dict[str, tuple[str, dict[str, Any]]]:
     download = "Of hub_id. On: downloads what the cache lacks, newer commits too. Off: uses the cache alone."
     return {
         "hub_id": ("STRING", {"default": "", "tooltip": hub_id}),
-        "revision": ("STRING", {"default": "", "tooltip": revision}),
-        "download": flag(True, download),
+        "revision": advanced(("STRING", {"default": "", "tooltip": revision})),
+        "download": advanced(flag(True, download)),
     }
 
 
@@ -178,7 +190,7 @@ def on_failure() -> tuple[list[str], dict[str, Any]]:
 
 
 def strict() -> tuple[str, dict[str, Any]]:
-    return flag(False, "Rerun in plain fp32 instead of TF32 on cards that have TF32. Slower.")
+    return advanced(flag(False, "Rerun in plain fp32 instead of TF32 on cards that have TF32. Slower."))
 
 
 def fit() -> tuple[list[str], dict[str, Any]]:

@@ -43,6 +43,7 @@ class Loader(Node):
 
     PIPELINES: tuple[str, ...]  # diffusers classes that model_index.json may name
     FILES: tuple[str, ...] = ()  # folders in ComfyUI's models whose single files it loads too
+    CATEGORY = inputs.LOAD
     RETURN_TYPES = ("ONEDIFF_PIPELINE",)
     RETURN_NAMES = ("pipeline",)
     FUNCTION = "load"
@@ -88,10 +89,12 @@ class Loader(Node):
                 ),
             },
             "optional": {
-                "accumulation": inputs.choice(
-                    inputs.ACCUMULATIONS,
-                    "Half-precision accumulation in attention. auto: only on cards where it is reported right. fast: "
-                    "on, with attention scores in fp32 (OneFlow); if frames turn black, choose auto.",
+                "accumulation": inputs.advanced(
+                    inputs.choice(
+                        inputs.ACCUMULATIONS,
+                        "Half-precision accumulation in attention. auto: only on cards where it is reported right. "
+                        "fast: on, with attention scores in fp32 (OneFlow); if frames turn black, choose auto.",
+                    )
                 ),
                 **inputs.from_hub(),
             },

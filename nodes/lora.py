@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..comfyui_host import host
+from ..comfyui_host.language import with_first_sentence_translated
 from . import inputs
 from .node import Node
 
@@ -16,6 +17,7 @@ class LoadLoRA(Node):
     """Pipeline → the same pipeline with a LoRA added to its denoiser."""
 
     TITLE = "Load LoRA"
+    CATEGORY = inputs.LOAD
     SEARCH_ALIASES = ["adapter", "fine-tune", "CogVideoX LoRA", "Wan LoRA", "CogView4 LoRA"]
     DESCRIPTION = (
         "Adds a LoRA to CogVideoX, Wan or CogView4. Several in a row add up. The model's weights stay as they are: "
@@ -23,6 +25,7 @@ class LoadLoRA(Node):
     )
     RETURN_TYPES = ("ONEDIFF_PIPELINE",)
     RETURN_NAMES = ("pipeline",)
+    OUTPUT_TOOLTIPS = (inputs.TO_SAMPLER,)
     FUNCTION = "add"
 
     @classmethod
@@ -49,7 +52,7 @@ class LoadLoRA(Node):
         if lora is None or lora in files:
             return True
         what = "" if inputs.is_none_found(lora) else f" '{lora}'"
-        return (
+        return with_first_sentence_translated(
             f"No LoRA{what}. Found: {', '.join(files) or 'none'}. Looked in: {host.roots_text('loras')}. Put a "
             ".safetensors file there."
         )

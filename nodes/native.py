@@ -17,6 +17,7 @@ class NaNGuardModel(Node):
     """MODEL → the same MODEL, guarded."""
 
     TITLE = "NaN Guard (MODEL)"
+    CATEGORY = inputs.NATIVE
     SEARCH_ALIASES = [*guard.WORDS, "Flux", "SDXL", "SVD"]
     DESCRIPTION = (
         "Guards any of ComfyUI's own models (SD1.5, SDXL, Flux, SVD and others): a sampling step that comes out NaN or "
@@ -24,6 +25,7 @@ class NaNGuardModel(Node):
     )
     RETURN_TYPES = ("MODEL",)
     RETURN_NAMES = ("model",)
+    OUTPUT_TOOLTIPS = ("The guarded model. Wire it to KSampler or any other node that takes a model.",)
     FUNCTION = "apply"
 
     @classmethod
@@ -47,6 +49,7 @@ class NaNGuardVAE(Node):
     """VAE → the same VAE, guarded."""
 
     TITLE = "NaN Guard (VAE)"
+    CATEGORY = inputs.NATIVE
     SEARCH_ALIASES = [*guard.WORDS, "VAE decode"]
     DESCRIPTION = (
         "Guards any of ComfyUI's own VAEs: an encoding or decoding that comes out NaN or infinite (a black picture) is "
@@ -54,6 +57,7 @@ class NaNGuardVAE(Node):
     )
     RETURN_TYPES = ("VAE",)
     RETURN_NAMES = ("vae",)
+    OUTPUT_TOOLTIPS = ("The guarded VAE. Wire it to VAE Decode, VAE Encode or any other node that takes a VAE.",)
     FUNCTION = "apply"
 
     @classmethod
@@ -72,6 +76,7 @@ class NumericsProbeModel(Node):
     """MODEL and what KSampler takes → a picture of what every layer reaches, and a recommendation."""
 
     TITLE = "Numerics Probe (MODEL)"
+    CATEGORY = inputs.DIAGNOSE
     SEARCH_ALIASES = ["NaN", "overflow", "black image", *inputs.PRECISION_WORDS, "dynamic range", "heat map"]
     DESCRIPTION = (
         "Runs a few sampling steps of any of ComfyUI's own models in fp32, measures what every layer reaches, draws it "
@@ -86,6 +91,7 @@ class NumericsProbeModel(Node):
         "Wire it to NaN Guard (MODEL)'s profile, with scope learned. Empty where nothing has to be wide.",
     )
     OUTPUT_NODE = True
+    EXPERIMENTAL = True  # its recommendations have not been tried on many cards and models yet
     FUNCTION = "probe"
 
     @classmethod
@@ -146,6 +152,7 @@ def _policy_inputs() -> dict[str, Any]:
             inputs.NATIVE_SCOPES,
             "step: rerun what failed alone. run: the rest of the run is in fp32. learned: where fp16 failed, every "
             "layer is wide from the next call on, in later runs too: its products in fp16, all else in float32.",
+            default="learned",
         ),
     }
 
@@ -153,7 +160,7 @@ def _policy_inputs() -> dict[str, Any]:
 def _settings(
     on_failure: str,
     strict: bool,
-    scope: str = "step",
+    scope: str = "learned",
     precision: str = inputs.INHERIT,
     profile: str = "",
     node_id: str | None = None,

@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
-from .inputs import CATEGORY
+from ..comfyui_host.language import speaking
 
 
 class Node:
     """A node of ComfyUI's classic kind, which holds no state."""
 
     TITLE: str  # what people see; its id is OneDiffGuard and the name of the class, and stands in their workflow files
-    CATEGORY = CATEGORY
+    CATEGORY: str
     SEARCH_ALIASES: list[str]
     DESCRIPTION: str
     RETURN_TYPES: tuple[str, ...]
     RETURN_NAMES: tuple[str, ...]
+    OUTPUT_TOOLTIPS: tuple[str, ...]
     FUNCTION: str  # the method that runs it
+
+    def __init_subclass__(cls) -> None:
+        """Have its errors begin in the page's language."""
+        run = vars(cls).get(getattr(cls, "FUNCTION", ""))
+        if run:
+            setattr(cls, cls.FUNCTION, _speaking(run))
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
         raise NotImplementedError
+
+
+def _speaking(run: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(run)
+    def spoken(*args: Any, **kwargs: Any) -> Any:
+        with speaking():
+            return run(*args, **kwargs)
+
+    return spoken
 
 
 def titled(kind: type[Node]) -> list[type[Any]]:

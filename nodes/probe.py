@@ -9,7 +9,7 @@ from ..comfyui_host import host
 from . import inputs
 from .node import Node
 from .report import THIS_CARD, architecture_of
-from .stage_node import running
+from .stage_node import embeddings, running
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,7 @@ def shown(probing: Probing, text: str, node_id: str | None, *more: Any) -> dict[
 
     from ..pipelines.insight.probe_figure import draw
 
-    host.say(node_id, text)
+    host.say(node_id, text, as_it_is=True)
     picture = torch.from_numpy(draw(probing)).float().div(255)[None]
     ui = {"text": [text], "onediff_guard": [probing.as_dict()]}
     return {"ui": ui, "result": (picture, text, *more)}
@@ -39,6 +39,7 @@ class NumericsProbe(Node):
     """Pipeline and prompts → a picture of what every layer reaches, a recommendation, and a profile that applies it."""
 
     TITLE = "Numerics Probe"
+    CATEGORY = inputs.DIAGNOSE
     SEARCH_ALIASES = [
         "NaN",
         "overflow",
@@ -82,8 +83,11 @@ class NumericsProbe(Node):
                 **inputs.conditioning(),
                 "image": ("IMAGE", {"tooltip": "For models that start from an image."}),
                 "fit": inputs.fit(),
-                "architecture": inputs.choice(
-                    (THIS_CARD, *ARCHITECTURES), "Recommend for another card. It is measured on this one all the same."
+                "architecture": inputs.advanced(
+                    inputs.choice(
+                        (THIS_CARD, *ARCHITECTURES),
+                        "Recommend for another card. It is measured on this one all the same.",
+                    )
                 ),
                 "save": inputs.flag(
                     False, "On: the profile is kept too, for all later runs with the NaN Guard's scope learned."
@@ -128,8 +132,8 @@ class NumericsProbe(Node):
         with running(pipeline), progress:
             probing = probe(
                 pipeline,
-                positive[0][0] if positive else None,
-                negative[0][0] if negative else None,
+                embeddings(positive),
+                embeddings(negative),
                 settings,
                 image=start,
                 step_done=step_done,

@@ -46,6 +46,7 @@ class PrecisionReport(Node):
     """Pipeline → what each of its components runs in, and why, as text."""
 
     TITLE = "Precision Report"
+    CATEGORY = inputs.DIAGNOSE
     SEARCH_ALIASES = [*inputs.PRECISION_WORDS, "doctor", "diagnosis", "black image", "black video", "architecture"]
     DESCRIPTION = (
         "Shows what runs here and why, before anything runs: card, driver and packages, compile backends, "
@@ -86,5 +87,5 @@ class PrecisionReport(Node):
 
         diagnosis = with_surroundings(diagnose_pipeline(pipeline, architecture_of(architecture)))
         text = in_words(diagnosis)
-        host.say(node_id, text)
+        host.say(node_id, text, as_it_is=True)
         return {"ui": {"text": [text], "onediff_guard": [diagnosis.as_dict()]}, "result": (text,)}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..comfyui_host import host
 from . import inputs
 from .node import Node, titled
-from .stage_node import requested, running, ui
+from .stage_node import embeddings, requested, running, ui
 
 if TYPE_CHECKING:
     import torch
@@ -23,8 +23,13 @@ class Sampler(Node):
 
     PIPELINES: tuple[str, ...]  # diffusers classes of what it samples
     DIFFUSERS: Mapping[str, str] = {}  # inputs that the diffusers pipeline has other names for → its names
+    CATEGORY = inputs.SAMPLE
     RETURN_TYPES = ("LATENT", "STRING")
     RETURN_NAMES = ("latents", "report")
+    OUTPUT_TOOLTIPS = (
+        "Wire them to Decode Latents, with the same pipeline, or save them and decode later.",
+        inputs.REPORT,
+    )
     FUNCTION = "sample"
     HAS_INTERMEDIATE_OUTPUT = True
 
@@ -58,6 +63,8 @@ class Sampler(Node):
         **settings: Any,
     ) -> dict[str, Any]:
         """Denoise with progress shown on the node. settings: the values of `settings` that are not named here."""
+        from ..comfyui_host.labelled import latents_of
+        from ..comfyui_host.previews import previews
         from ..pipelines.run.pictures import fitted
         from ..pipelines.run.sample import SampleSettings, sample
 
@@ -74,20 +81,23 @@ class Sampler(Node):
         progress = host.Progress(wanted.computed_steps, node_id)
 
         def step_done(done: int, total: int, report: RunReport) -> None:
-            progress.update(done, f"step {done}/{total}, {report.plan.dtype}, {report.count_reruns()}")
+            line = f"step {done}/{total} · {report.plan.dtype} · {report.count_reruns()}"
+            progress.update(done, line, more=report.finding())
 
         with running(pipeline), progress:
             latents, report = sample(
                 pipeline,
-                positive[0][0] if positive else None,
-                negative[0][0] if negative else None,
+                embeddings(positive),
+                embeddings(negative),
                 wanted,
                 request=requested(precision),
                 step_done=step_done,
                 tell=progress.tell,
+                previews=previews(progress),
                 **start,
             )
-        latent = {"samples": latents, "made_by": pipeline.family.pipeline}
+        made = latents_of(latents, pipeline.store.model.variant.name)
+        latent = {"samples": made, "made_by": pipeline.family.pipeline}
         text = report.text() if pipeline.full_report else report.summary()
         return {"ui": ui(report, node_id), "result": (latent, text)}
 
@@ -102,5 +112,10 @@ class Sampler(Node):
         raise BadInput(
             f"The pipeline is {family.name}'s ({pipeline.store.model.variant.name}), but {self.TITLE} samples "
             f"{' and '.join(FAMILIES[name].name for name in self.PIPELINES)}. Use "
-            f"{' or '.join(node.TITLE for node in titled(Sampler) if family.pipeline in node.PIPELINES)}."
+            f"{samplers_of(pipeline)}."
         )
+
+
+def samplers_of(pipeline: PipelineHandle) -> str:
+    """Return the titles of the nodes that sample a pipeline, in words."""
+    return " or ".join(node.TITLE for node in titled(Sampler) if pipeline.family.pipeline in node.PIPELINES)

@@ -8,9 +8,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..comfyui_host import host
+from ..comfyui_host.language import translated
 from .inputs import INHERIT
 
 if TYPE_CHECKING:
+    import torch
+
     from ..pipelines.run.handle import PipelineHandle
     from ..precision.policy import Precision
     from ..precision.report import RunReport
@@ -24,6 +27,13 @@ def requested(precision: str) -> Precision | None:
     from ..precision.policy import Precision
 
     return None if precision == INHERIT else Precision(precision)
+
+
+def embeddings(conditioning: list[Any] | None) -> torch.Tensor | None:
+    """Return what Encode Prompt put on a CONDITIONING wire: [1, tokens, channels]; None where nothing is wired."""
+    from ..comfyui_host.labelled import plain
+
+    return plain(conditioning[0][0]) if conditioning else None
 
 
 @contextmanager
@@ -46,6 +56,7 @@ def ui(report: RunReport, node_id: str | None, *more: str) -> dict[str, list[Any
     """Say on the node how it ran, and `more` on lines of their own; returns what programs read from the history."""
     for warning in report.warnings:
         logger.warning("%s", warning)
-    text = "\n".join((report.summary(), *report.warnings, *more))
+    lines = filter(None, (report.summary(), report.finding(), *report.warnings, *more))
+    text = translated("\n".join(lines))
     host.say(node_id, text)
     return {"text": [text], "onediff_guard": [report.as_dict()]}

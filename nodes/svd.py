@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
 
 class LoadStableVideoDiffusion(Loader):
-    TITLE = "Load Stable Video Diffusion"
+    TITLE = "Load Stable Video Diffusion (SVD)"
     PIPELINES = ("StableVideoDiffusionPipeline",)
     FILES = ("checkpoints",)
     SEARCH_ALIASES = ["SVD", "SVD-XT", "img2vid", *WORDS, "image to video", "black video"]
     DESCRIPTION = opens("Stable Video Diffusion, a folder (diffusers format, safetensors) or a single file,")
-    OUTPUT_TOOLTIPS = wire_to("NaN Guard, Sample Stable Video Diffusion")
+    OUTPUT_TOOLTIPS = wire_to("NaN Guard, Sample Stable Video Diffusion (SVD)")
 
 
 class SampleStableVideoDiffusion(Sampler):
-    TITLE = "Sample Stable Video Diffusion"
+    TITLE = "Sample Stable Video Diffusion (SVD)"
     PIPELINES = ("StableVideoDiffusionPipeline",)
     DIFFUSERS = {"noise_augmentation": "noise_aug_strength"}
     SEARCH_ALIASES = ["SVD", "SVD-XT", "KSampler", "image to video", "img2vid", "black video", *inputs.PRECISION_WORDS]

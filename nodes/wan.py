@@ -45,7 +45,8 @@ class SampleWan(Sampler):
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
         tip = "Of the second transformer, for low noise, of 2.2 A14B. 0: the same as the first one's."
-        return {**super().INPUT_TYPES(), "optional": {"guidance_scale_2": inputs.number(0.0, 0.0, 100.0, 0.1, tip)}}
+        scale = inputs.advanced(inputs.number(0.0, 0.0, 100.0, 0.1, tip))
+        return {**super().INPUT_TYPES(), "optional": {"guidance_scale_2": scale}}
 
     def sample(self, pipeline: PipelineHandle, *, guidance_scale_2: float = 0.0, **settings: Any) -> dict[str, Any]:
         return super().sample(pipeline, guidance_scale_2=guidance_scale_2 or None, **settings)

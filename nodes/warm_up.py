@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..comfyui_host import host
+from ..comfyui_host.language import translated
 from . import inputs
 from .node import Node
-from .stage_node import requested, running
+from .stage_node import embeddings, requested, running
 
 if TYPE_CHECKING:
     from ..pipelines.run.handle import PipelineHandle
@@ -17,6 +18,7 @@ class WarmUp(Node):
     """Pipeline → the same pipeline, compiled for the sizes that are named."""
 
     TITLE = "Warm Up"
+    CATEGORY = inputs.LOAD
     SEARCH_ALIASES = ["compile ahead", "torch.compile", "precompile"]
     DESCRIPTION = (
         "Compiles the denoiser ahead, by sampling two steps at each size, so that later runs at these sizes start at "
@@ -24,6 +26,7 @@ class WarmUp(Node):
     )
     RETURN_TYPES = ("ONEDIFF_PIPELINE", "STRING")
     RETURN_NAMES = ("pipeline", "report")
+    OUTPUT_TOOLTIPS = (inputs.TO_SAMPLER, "A line for each size: what was compiled, and how long that took, as text.")
     FUNCTION = "warm_up"
     OUTPUT_NODE = True
 
@@ -66,13 +69,14 @@ class WarmUp(Node):
 
         if (positive is None) != (negative is None):
             raise BadInput("Warm Up has one of 'positive' and 'negative'. Wire both, or neither.")
+        prompt, without = embeddings(positive), embeddings(negative)
         wanted = sizes_of(pipeline, sizes)
         progress = host.Progress(len(wanted) * STEPS, node_id)
         with running(pipeline), progress:
             warmed = warm_up(
                 pipeline,
                 wanted,
-                embeddings=(positive[0][0], negative[0][0]) if positive and negative else None,
+                embeddings=(prompt, without) if prompt is not None and without is not None else None,
                 guidance=guidance,
                 request=requested(precision),
                 step_done=lambda done, _total, text: progress.update(done, text),
@@ -80,5 +84,5 @@ class WarmUp(Node):
             )
         text = "\n".join(map(str, warmed))
         host.say(node_id, text)
-        ui = {"text": [text], "onediff_guard": [each.report.as_dict() for each in warmed]}
+        ui = {"text": [translated(text)], "onediff_guard": [each.report.as_dict() for each in warmed]}
         return {"ui": ui, "result": (pipeline, text)}

@@ -57,7 +57,7 @@ class GuardPolicy:
 
     on_failure: OnFailure = OnFailure.RERUN
     strict: bool = False  # rerun in plain fp32 instead of TF32 on cards that have it
-    scope: Scope = Scope.STEP
+    scope: Scope = Scope.LEARNED
     stay_after: int = 3  # failing calls of a run, in scope LEARNED, after which the rest of it is in fp32
 
 

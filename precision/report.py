@@ -84,6 +84,12 @@ class RunReport:
     def failed(self) -> int:
         return sum(step.outcome in ("non-finite", "saturated") for step in self.steps)
 
+    def cells(self) -> list[str]:
+        """Return what each step came to, the worst of its calls: "half", "fp32", "rerun" or "failed"."""
+        calls = [_cell(step) for step in self.steps]
+        starts = range(0, len(calls), self.calls_per_step)
+        return [max(calls[start : start + self.calls_per_step], key=_CELLS.index) for start in starts]
+
     def summary(self) -> str:
         """Say in one line why this dtype was chosen, how many calls there were, and how many reruns."""
         denoising = self.plan.component is Component.DENOISER
@@ -95,6 +101,20 @@ class RunReport:
         if self.failed:
             counts += f", {self.failed} NOT FINITE: the result is broken; choose precision 'auto' or 'fp16'"
         return f"{stage}{self.plan.reason}{self._otherwise()}; {counts}."
+
+    def finding(self) -> str:
+        """Say in one line which call failed first, where, and what followed; "" where none did."""
+        step = next((step for step in self.steps if step.outcome != "finite"), None)
+        if step is None:
+            return ""
+        what, rerun = step.outcome, step.rerun
+        if rerun and rerun.module:
+            named, peak = rerun.module, rerun.peak
+            what = f"{named}: {what}" if peak is None else f"{named} reached {_largest(peak)}"
+        number = step.step // self.calls_per_step + 1
+        which = f"step {number}" if self.plan.component is Component.DENOISER else f"call {number}"
+        followed = "".join((", rerun in fp32" if rerun else "", f"; {rerun.action}" if rerun and rerun.action else ""))
+        return f"{which}: {what}{followed}"
 
     def compiled(self) -> str:
         """Say how many graphs were compiled, after a comma, or came from the cache; "" where nothing is compiled."""
@@ -112,7 +132,7 @@ class RunReport:
         return "".join(f", {words}" for words in said if words)
 
     def text(self) -> str:
-        """Return the summary, then lines on the run, the switches, and each step."""
+        """Return the summary and the plan, then each step, the notes, and last the switches."""
         lines = [
             *(report.summary() for report in self.before),
             self.summary(),
@@ -120,10 +140,8 @@ class RunReport:
             f"backend: {self.backend} ({self.backend_reason}){self.compiled()}",
             f"guard {self.plan.guard_reason}",
             f"wide: {self.plan.wide_reason}",
-            *(f"note: {note}" for note in (*self.warnings, *self.notes)),
             *([f"memory: {self.memory}"] if self.memory else ()),
         ]
-        lines += _switches(self.switches)
         for s in [step for report in (*self.before, self) for step in report.steps]:
             at = "" if s.timestep is None else f" t={s.timestep:g}"
             largest = "" if s.largest is None else f", max |x| {s.largest:.4g}"
@@ -132,13 +150,18 @@ class RunReport:
             )
             if s.rerun:
                 lines.append(f"    rerun: {_rerun(s.rerun)}")
-        return "\n".join(lines)
+        lines += [f"note: {note}" for note in (*self.warnings, *self.notes)]
+        return "\n".join([*lines, *_switches(self.switches)])
 
     def as_dict(self) -> dict[str, Any]:
         """Return all of it as JSON takes it, with the sums over the steps."""
         outcomes = Counter(step.outcome for step in self.steps)
         facts = asdict(self) | {
+            "before": [report.as_dict() for report in self.before],
             "summary": self.summary(),
+            "finding": self.finding(),
+            "text": self.text(),
+            "cells": self.cells(),
             "reruns": self.reruns,
             "outcomes": dict(outcomes),
             "seconds": sum(step.seconds for step in self.steps),
@@ -166,6 +189,15 @@ def together(reports: Sequence[RunReport], steps: list[StepRecord]) -> RunReport
     )
 
 
+_CELLS = ("half", "fp32", "rerun", "failed")  # from the best
+
+
+def _cell(step: StepRecord) -> str:
+    if step.outcome == "finite":
+        return "fp32" if step.dtype == "fp32" else "half"
+    return "rerun" if step.outcome == "rerun" else "failed"
+
+
 def _switches(switches: tuple[Switch, ...]) -> list[str]:
     """Return a line for each switch, and one for all that OneDiff sets."""
     lines = [f"{s.name}={s.value} (by {s.set_by}: {s.reason})" for s in switches if s.set_by != "onediff"]
@@ -176,6 +208,10 @@ def _switches(switches: tuple[Switch, ...]) -> list[str]:
 
 def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _largest(value: float) -> str:
+    return f"{value:,.0f}" if value < 1e7 else f"{value:.2g}"
 
 
 def _rerun(rerun: Rerun) -> str:

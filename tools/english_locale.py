@@ -16,7 +16,6 @@ def texts() -> dict[str, Any]:
     """What the nodes say of themselves, as ComfyUI's locales nest it."""
     said = {}
     for name, node in NODE_CLASS_MAPPINGS.items():
-        tips = dict(enumerate(getattr(node, "OUTPUT_TOOLTIPS", ())))
         said[name] = {
             "display_name": NODE_DISPLAY_NAME_MAPPINGS[name],
             "description": node.DESCRIPTION,
@@ -25,8 +24,8 @@ def texts() -> dict[str, Any]:
                 for spec in schema.from_class(name, node).inputs.values()
             },
             "outputs": {
-                str(i): {"name": output} | ({"tooltip": tips[i]} if i in tips else {})
-                for i, output in enumerate(node.RETURN_NAMES)
+                str(i): {"name": output, "tooltip": tooltip}
+                for i, (output, tooltip) in enumerate(zip(node.RETURN_NAMES, node.OUTPUT_TOOLTIPS, strict=True))
             },
         }
     return said

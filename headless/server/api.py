@@ -109,7 +109,10 @@ class Server(Wire):
         prompt_id: None where the server took it, and its answer was lost.
         """
         found = prompt_id or (await self._in_queue(None))[1]
-        if found:
+        if not found:
+            return
+        asked = await self.post("api", "jobs", found, "cancel")  # since 0.26: whichever it is, in one
+        if asked.status != 200:
             await self.post("queue", json={"delete": [found]})  # which leaves one that runs
             if (await self._in_queue(found))[0] == "running":
                 await self.post("interrupt", json={"prompt_id": found})

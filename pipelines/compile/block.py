@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ...precision.shared import TURNS
 from ...precision.shells import with_forward
+from ..pace import Pace
 from .counts import graphs_compiled
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,7 @@ class Compiling:
         self._originals: list[torch.nn.Module] = []
         self._compiled: _Compiled | None = None
         self._swapping = threading.Lock()
+        self._pace = Pace()
         self._at = -1  # index of the block that was called last
         self._anew = False  # the present call of the denoiser compiled something
         self._logged: set[str] = set()
@@ -158,7 +160,10 @@ class Compiling:
         from torch._dynamo.utils import disable_cache_limit
 
         if listener := _listener.get():
-            listener.progress(f"{compiled.by.name}: compiling block {index + 1} of {len(self._originals)}")
+            self._pace = self._pace if index else Pace()
+            left = self._pace.left(index, len(self._originals))
+            said = f"{compiled.by.name}: compiling block {index + 1} of {len(self._originals)}"
+            listener.progress(" · ".join(filter(None, (said, left))))
         graphs = graphs_compiled()
         given = _Given.of(args, kwargs) if compiled.by.replaceable else None
         try:

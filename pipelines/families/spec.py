@@ -93,6 +93,7 @@ class FamilySpec:
     clips: bool = False  # its blocks clip fp16 at ±65504: finite, and wrong
     schedulers: Mapping[str, str] = field(default_factory=dict)  # what users choose → diffusers class; none: its own
     prompt: PromptRule | None = None  # None: no text encoder
+    latent_format: Callable[[Config], str] = lambda _config: ""  # VAE config → ComfyUI's name of such latents, if any
     takes_image: bool = False
     from_video: str = ""  # diffusers class that starts from a video instead of noise
     guidance: Guidance = Guidance()

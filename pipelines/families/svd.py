@@ -158,6 +158,7 @@ SVD = FamilySpec(
     sizes=SizeRule(pixel_multiple=64, frames=(2, 200), pixels=(64, 4096)),  # diffusers cannot guide a single frame
     usual_size=_usual_size,
     guidance=Guidance(argument="max_guidance_scale"),
+    latent_format=lambda _config: "SD15",
     takes_image=True,
 )
 

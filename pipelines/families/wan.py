@@ -185,6 +185,7 @@ _ONE = FamilySpec(
     bound=_bound,
     prompt=PromptRule(tokens=lambda _config: _TOKENS, channels=lambda config: config.get("text_dim", 4096)),
     guidance=Guidance(calls=2),
+    latent_format=lambda config: "Wan22" if config.get("z_dim") == 48 else "Wan21",
     stream=Stream(
         blocks="blocks",
         starts=("patch_embedding",),

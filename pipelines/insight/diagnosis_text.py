@@ -21,13 +21,14 @@ _SETTERS = {
 
 
 def in_words(diagnosis: Diagnosis) -> str:
-    sections = [_machine(diagnosis), _flags(diagnosis), _backends(diagnosis), _switches(diagnosis)]
+    """Say what will run and why, then what is to be noted, where it runs, and last the switches."""
     if any(model.folder for model in diagnosis.models):
-        sections += [_plan(diagnosis, model) for model in diagnosis.models]
+        sections = [_plan(diagnosis, model) for model in diagnosis.models]
     else:
-        sections.append(_all_plans(diagnosis))
-    sections += [_runs(diagnosis.runs)]
-    sections += [_listed("Notes", diagnosis.notes), _listed("Never run by this project", diagnosis.not_run)]
+        sections = [_all_plans(diagnosis)]
+    sections += [_runs(diagnosis.runs), _listed("Notes", diagnosis.notes)]
+    sections += [_machine(diagnosis), _flags(diagnosis), _backends(diagnosis)]
+    sections += [_listed("Never run by this project", diagnosis.not_run), _switches(diagnosis)]
     return "\n\n".join("\n".join(section) for section in sections if section)
 
 

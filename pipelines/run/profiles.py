@@ -141,8 +141,8 @@ def identify(model: StoredModel, denoiser: str, loras: Sequence[Lora], architect
     versions = {package.__name__: ".".join(package.__version__.split(".")[:2]) for package in (torch, diffusers)}
     return Profile(
         model=shown(model.name, 300),
-        weights=_fingerprint(model.weights[denoiser].files, model.denoiser_config),
-        loras=tuple(f"{_fingerprint([lora.path])} at {lora.scale:g}" for lora in loras if lora.scale),
+        weights=fingerprint(model.weights[denoiser].files, model.denoiser_config),
+        loras=tuple(f"{fingerprint([lora.path])} at {lora.scale:g}" for lora in loras if lora.scale),
         architecture=architecture,
         dtype=dtype,
         versions=versions,
@@ -210,7 +210,8 @@ def _read_or_why_not(file: Path) -> Profile | BadProfile:
         return error
 
 
-def _fingerprint(files: Iterable[Path], config: Mapping[str, Any] | None = None) -> str:
+def fingerprint(files: Iterable[Path], config: Mapping[str, Any] | None = None) -> str:
+    """Return 32 hexadecimal digits that tell safetensors files, and a config, from others."""
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for file in files:
         size = file.stat().st_size

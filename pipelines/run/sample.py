@@ -17,6 +17,7 @@ from ..compile.backends import EAGER
 from ..compile.block import Tell
 from ..errors import BadInput, BadSize
 from ..families.spec import ENCODERS
+from ..preview.frames import Previews, preview
 from . import vae
 from .calls import Calls
 from .denoiser import guarded_denoiser
@@ -58,6 +59,7 @@ def sample(
     request: Precision | None = None,
     step_done: StepDone | None = None,
     tell: Tell | None = None,
+    previews: Previews | None = None,
     denoiser: MakeDenoiser = guarded_denoiser,
 ) -> tuple[torch.Tensor, RunReport]:
     """Denoise. Returns latents in the family's layout, as its VAE takes them, and the report.
@@ -65,6 +67,7 @@ def sample(
     positive, negative: [batch, tokens, channels] embeddings; None for families without a prompt.
     image: a PIL image, for families that start from one. video: PIL images to start from instead of noise.
     tell: is given a line on what takes long before a step and within one; may raise, to interrupt.
+    previews: of each step.
     denoiser: makes the one that the diffusers pipeline is given.
     Latents and scheduler stay in float32, and noise is drawn on the CPU, so that a seed gives the same noise in every
     precision and on every card; the guard casts what enters the denoiser to the plan's dtype.
@@ -89,6 +92,8 @@ def sample(
     try:
         with while_compiling(handle, report, tell), handle.switched(report), torch.no_grad():
             pipe = _pipeline(stages, denoiser, settings.scheduler, request, tell, from_video=video is not None)
+            if previews:
+                preview(previews, handle, pipe.scheduler, settings.frames)
             if embeddings:  # diffusers' CogView3-Plus would put zeros in place of a negative prompt that is encoded
                 pipe.encode_prompt = lambda *_, **__: tuple(embeddings.values())
             given = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -62,6 +63,13 @@ WIDGETS = """type => Object.fromEntries(
     app.graph.nodes.find(node => node.type === type).widgets.map(widget => [widget.name, widget.value]))"""
 
 
+def values_of(workflow: Mapping[str, Any]) -> dict[int, Any]:
+    """What a file holds of our nodes' widgets, by node."""
+    return {
+        node["id"]: node.get("widgets_values") for node in workflow["nodes"] if node["type"].startswith("OneDiffGuard")
+    }
+
+
 def missing_browser() -> str:
     """Why no browser can be used here, '' where one can."""
     try:
@@ -92,6 +100,23 @@ class Canvas:
         self._page.request.post(f"{url}/api/settings", data={"Comfy.TutorialCompleted": True})
         self._page.goto(url)
         self._page.wait_for_function(READY, timeout=60_000)
+
+    def choose(self, url: str, **settings: Any) -> None:
+        """Settings of the page, "Comfy." left out and "_" for ".": what an opened page has from then on."""
+        for name, value in settings.items():
+            address = f"{url}/api/settings/Comfy.{name.replace('_', '.')}"
+            self._page.request.post(address, data=json.dumps(value), headers={"Content-Type": "application/json"})
+
+    def titles(self) -> list[str]:
+        """What the nodes on the canvas are called."""
+        return self._page.evaluate("() => app.graph.nodes.map(node => node.title)")
+
+    def open_help(self, node_type: str) -> None:
+        """Select the only node of a type, and press the i above it."""
+        self._page.evaluate(
+            "type => app.canvas.selectNode(app.graph.nodes.find(node => node.type === type))", node_type
+        )
+        self._page.get_by_test_id("info-button").first.click(timeout=10_000)
 
     def load(self, workflow: Mapping[str, Any]) -> None:
         """What opening a file does."""
@@ -127,6 +152,10 @@ class Canvas:
                 node["_meta"] = given["_meta"]
         return prompt
 
+    def saved_values(self) -> dict[int, Any]:
+        """What a file would hold of our nodes' widgets, if it were saved now."""
+        return values_of(self._page.evaluate("() => JSON.parse(JSON.stringify(app.graph.serialize()))"))
+
     def set_widgets(self, values: Mapping[str, Any]) -> None:
         """{"NodeType.widget": value}"""
         self._page.evaluate(SET_WIDGETS, values)
@@ -151,8 +180,15 @@ class Canvas:
         """What a person reads in the first element that shows this text."""
         return self._page.get_by_text(part).first.inner_text()
 
-    def evaluate(self, expression: str) -> Any:
-        return self._page.evaluate(expression)
+    def evaluate(self, expression: str, argument: Any = None) -> Any:
+        return self._page.evaluate(expression, argument)
+
+    def click(self, selector: str) -> None:
+        self._page.locator(selector).first.click(timeout=10_000)
+
+    def settle(self) -> None:
+        """Let the page lay out what has changed."""
+        self._page.wait_for_timeout(700)
 
     def widgets(self, node_type: str) -> dict[str, Any]:
         return self._page.evaluate(WIDGETS, node_type)
@@ -171,9 +207,10 @@ class Canvas:
     def wait_for_text(self, text: str) -> None:
         self._page.get_by_text(text).first.wait_for(timeout=10_000)
 
-    def wait_for_error(self, text: str) -> None:
-        """Until it stands on the page, of a run that failed. Newer pages name the node, and the rest after a click."""
-        told, more = self._page.get_by_text(text).first, self._page.get_by_text("View details").first
+    def wait_for_error(self, text: str, details: str = "View details") -> None:
+        """Until it stands on the page, of a run that failed. Newer pages name the node, and the rest after a click
+        on `details`."""
+        told, more = self._page.get_by_text(text).first, self._page.get_by_text(details).first
         told.or_(more).first.wait_for(timeout=20_000)
         if more.is_visible():
             more.click()
@@ -199,14 +236,14 @@ class Canvas:
 
 
 @contextmanager
-def canvas(url: str, pictures: Path) -> Iterator[Canvas]:
-    """A fresh browser profile with the server's page open in it."""
+def canvas(url: str, pictures: Path, language: str = "en-US") -> Iterator[Canvas]:
+    """A fresh browser profile with the server's page open in it. language: the browser's."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=executable(), args=list(FLAGS))
         try:
-            canvas = Canvas(browser.new_page(viewport={"width": 1920, "height": 1000}), pictures)
+            canvas = Canvas(browser.new_page(viewport={"width": 1920, "height": 1000}, locale=language), pictures)
             canvas.open(url)
             yield canvas
         finally:

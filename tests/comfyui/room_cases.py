@@ -10,6 +10,7 @@ from typing import Any
 from memory_cases import import_ours, simulated_card
 
 WIDTH, HEIGHT, FRAMES = 96, 64, 9
+PARTS = (1.5, 0.8, 0.5, 0.3, 0.05)
 
 
 def case_survived() -> dict[str, Any]:
@@ -90,16 +91,17 @@ def case_asked() -> dict[str, Any]:
 
 
 def case_auto() -> dict[str, Any]:
-    """{part of what the run takes: (ways that offload 'auto' chose, or why it refused, the most bytes on the card as a
-    part of its room, whether the latents are right, whether memory ran out)}"""
+    """{model, part of what its run takes: (ways that offload 'auto' chose, or why it refused, the most bytes on the
+    card as a part of its room, how far the frames are from the right ones, whether memory ran out)}"""
     import_ours()
     import moving
     from comfyui_onediff_guard.comfyui_host import host
-    from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
-    from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
+    from comfyui_onediff_guard.pipelines.run.decode import decode
     from comfyui_onediff_guard.pipelines.weights.ladder import NoRoom
     from limited import limited_card
     from small_families import BUILDERS
+    from small_runs import SIZES, sampled
+    from small_wan import build_wan
 
     management: Any = sys.modules["comfy.model_management"]
     management.get_torch_device = lambda: moving.CARD
@@ -111,27 +113,33 @@ def case_auto() -> dict[str, Any]:
             left = room - card.bytes
             return (left, left) if torch_free_too else left
 
-        room = 1 << 40
+        def run() -> tuple[Any, list[str]]:
+            handle.store.prompts.clear()
+            latents, sampling = sampled(handle, model)
+            frames, decoding = decode(handle, latents)
+            return frames, [note for each in (sampling, *sampling.before, decoding) for note in each.notes]
+
         management.get_free_memory, management.get_total_memory = free, lambda *_, **__: room
-        handle = moving.opened(BUILDERS["2b"](Path(folder) / "2b"), "auto", host.placement())
-        settings = SampleSettings(WIDTH, HEIGHT, steps=2, seed=1, frames=FRAMES, guidance_scale=5.0)
-        positive, negative = encode_prompts(handle, ["a kite", "grey"])[0]
-        expected, _ = sample(handle, positive, negative, settings)  # which loads
-        management.unload_all_models()
-        with card.limited(room):
-            sample(handle, positive, negative, settings)
-            most = card.most
-        for part in (1.5, 0.9, 0.7, 0.5, 0.1):
+        for model in SIZES:
+            room = 1 << 40
+            path = {**BUILDERS, "wan": build_wan}[model](Path(folder) / model)
+            handle = moving.opened(path, "auto", host.placement())
+            expected, _ = run()
             management.unload_all_models()
-            room = int(part * most)
             with card.limited(room):
-                try:
-                    latents, report = sample(handle, positive, negative, settings)
-                except NoRoom as error:
-                    found[str(part)] = [[str(error)], 0, True, False]
-                    continue
-                near = bool((latents - expected).norm() <= 1e-4 * expected.norm())
-                chose = [note.partition("chose ")[2].partition(":")[0] for note in report.notes if "chose" in note]
-                ran_out = any("memory ran out" in note for note in report.notes)
-                found[str(part)] = [chose, card.most / room, near, ran_out]
+                run()
+                most = card.most
+            for part in PARTS:
+                management.unload_all_models()
+                room = int(part * most)
+                with card.limited(room):
+                    try:
+                        frames, notes = run()
+                    except NoRoom as error:
+                        found[f"{model}, {part}"] = [[str(error)], 0, 0, False]
+                        continue
+                    off = ((frames - expected).norm() / expected.norm()).item()
+                    chose = [note.partition("chose ")[2].partition(":")[0] for note in notes if "auto chose" in note]
+                    ran_out = any("memory ran out" in note for note in notes)
+                    found[f"{model}, {part}"] = [chose, card.most / room, off, ran_out]
     return found

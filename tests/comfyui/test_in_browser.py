@@ -31,6 +31,7 @@ SMALL = {
     f"{LOADER}.model": RERUN,
     f"{LOADER}.precision": "fp16",
     f"{LOADER}.backend": "eager",
+    "OneDiffGuardNaNGuard.scope": "step",  # nothing is learned for the next test
     f"{SAMPLER}.width": 96,
     f"{SAMPLER}.height": 64,
     f"{SAMPLER}.frames": 9,
@@ -90,6 +91,14 @@ def test_it_opens_with_every_node_known_and_is_the_shipped_api_file(canvas: brow
     assert canvas.prompt_as(shipped) == shipped
 
 
+def test_a_workflow_saved_again_holds_the_same_values_in_the_same_order(canvas: browser.Canvas) -> None:
+    """Values stand by position in a file, and pages hide advanced ones."""
+    for path in sorted(WORKFLOWS.glob("*.json")):
+        workflow = read(path)
+        canvas.load(workflow)
+        assert canvas.saved_values() == browser.values_of(workflow), path.stem
+
+
 def test_a_run_shows_its_report_on_the_sampler(opened: browser.Canvas) -> None:
     opened.set_widgets(SMALL)
     end, detail = opened.queue()
@@ -144,8 +153,11 @@ def test_the_page_finds_help_and_languages(canvas: browser.Canvas) -> None:
     for name in NODE_CLASS_MAPPINGS:
         page = (legs.ROOT / "web" / "docs" / f"{name}.md").read_text(encoding="utf-8")
         assert canvas.ask(f"/extensions/{legs.FOLDER}/docs/{name}.md") == page
+        for translated in (legs.ROOT / "web" / "docs" / name).glob("*.md"):
+            page = translated.read_text(encoding="utf-8")
+            assert canvas.ask(f"/extensions/{legs.FOLDER}/docs/{name}/{translated.name}") == page
     languages = canvas.ask("/api/i18n")
-    for folder in (legs.ROOT / "locales").iterdir():
+    for folder in filter(Path.is_dir, (legs.ROOT / "locales").iterdir()):
         assert set(languages[folder.name]["nodeDefs"]) >= set(NODE_CLASS_MAPPINGS)
 
 

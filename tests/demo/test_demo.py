@@ -59,7 +59,7 @@ def test_it_succeeds_and_leaves_its_files_and_nothing_else(run: Any) -> None:
 def test_a_pipe_gets_one_line_a_stage(run: Any) -> None:
     """A bar's carriage returns would count as lines here."""
     _, done = run
-    stages = ["encoding prompt ", "step 8/8, ", "decoding "] * len(RUNS)
+    stages = ["encoding prompt ", "step 8/8 · ", "decoding "] * len(RUNS)
     lines = [line for line in done.stderr.splitlines() if "NaN is written as black" not in line]
     assert len(lines) == len(stages) and all(map(str.startswith, lines, stages)), done.stderr
 

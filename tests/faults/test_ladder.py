@@ -14,8 +14,6 @@ from comfyui_onediff_guard.pipelines.models.recognised import family_of
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
-from comfyui_onediff_guard.pipelines.run.pictures import fitted
-from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.pipelines.weights import room
 from comfyui_onediff_guard.pipelines.weights.ladder import NoRoom, ran_out
@@ -28,8 +26,8 @@ from comfyui_onediff_guard.precision.peaks import size
 from comfyui_onediff_guard.precision.policy import Component, Precision
 from limited import CardPlacement, Computing, LimitedCard, limited_card
 from page_locked import stand_in_for_cuda
+from small_runs import SIZES, sampled
 
-SIZES = {"2b": (128, 96, 9), "5b-i2v": (96, 64, 9), "cogview3": (128, 128, 1), "svd": (128, 128, 4), "wan": (96, 96, 5)}
 MODELS = [*SIZES]
 LOADED: dict[str, Any] = {"precision": Precision("fp32"), "backend": "eager", "offload": "none"}
 
@@ -44,22 +42,6 @@ def opened(card: LimitedCard, folder: Path, offload: str = "none", precision: st
     stores._STORES.clear()
     options: dict[str, Any] = {"backend": "eager", "offload": offload, "placement": CardPlacement(card)}
     return load(folder, family_of(folder), precision=Precision(precision), **options)
-
-
-def sampled(handle: PipelineHandle, model: str) -> tuple[torch.Tensor, Any]:
-    width, height, frames = SIZES[model]
-    positive, negative = encode_prompts(handle, ["a red kite", "grey"])[0] if handle.family.prompt else (None, None)
-    start = (
-        {
-            "image": fitted(
-                torch.rand(1, 64, 96, 3, generator=torch.Generator().manual_seed(2)), width, height, "crop"
-            )[0]
-        }
-        if handle.family.takes_image
-        else {}
-    )
-    settings = SampleSettings(width, height, steps=2, seed=3, frames=frames, guidance_scale=5.0)
-    return sample(handle, positive, negative, settings, **start)
 
 
 def everything_away(handle: PipelineHandle) -> None:

@@ -15,7 +15,8 @@ from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
 from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.policy import Precision
-from test_ladder import MODELS, sampled, ways
+from small_runs import sampled
+from test_ladder import MODELS, ways
 from tiers import drawn
 
 FAULTS = drawn(20, 5)  # of each family

@@ -16,7 +16,8 @@ from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
 from comfyui_onediff_guard.pipelines.weights.ladder import NoRoom
 from comfyui_onediff_guard.pipelines.weights.room import room_for_call
 from limited import LimitedCard, limited_card
-from test_ladder import MODELS, everything_away, most_of, opened, sampled, ways
+from small_runs import sampled
+from test_ladder import MODELS, everything_away, most_of, opened, ways
 
 PARTS = (1.3, 0.985, 0.9, 0.6, 0.4, 0.2, 0.1, 0.05)  # of what the run takes where there is room for all
 Run = Callable[[], tuple[Any, Any]]

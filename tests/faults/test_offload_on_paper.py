@@ -17,7 +17,8 @@ from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.weights.ladder import Way
 from comfyui_onediff_guard.precision.arch import named
 from limited import limited_card
-from test_ladder import SIZES, everything_away, most_of, opened, sampled
+from small_runs import SIZES, sampled
+from test_ladder import everything_away, most_of, opened
 
 GIB = 2**30
 FAMILIES = ("CogVideoX-5B", "CogView3-Plus-3B", "CogView4-6B", "SVD-XT", "Wan2.1-T2V-14B")

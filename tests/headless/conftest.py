@@ -135,6 +135,7 @@ class FakeComfy:
         self.files: dict[str, bytes] = {"a_00001_.png": b"picture"}
         self.node_errors: dict[str, Any] = {}
         self.refuse = False
+        self.cancels = False  # by id, as since 0.26
         self.uploaded: Any = ()  # an answer to an upload in place of the right one
         self.first: Callable[[web.Request], web.StreamResponse | None] = lambda _: None  # answers before all others
         self.around: Callable[[web.Request, Any], Awaitable[web.StreamResponse]] = _answered
@@ -195,6 +196,7 @@ class FakeComfy:
                 web.post("/prompt", self._prompt),
                 web.post("/upload/image", self._upload),
                 web.post("/{command:interrupt|queue}", self._command),
+                web.post("/api/jobs/{id}/cancel", self._cancel),
             ]
         )
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -249,6 +251,12 @@ class FakeComfy:
             if self.uploaded != ()
             else {"name": f"uploaded {image.filename}", "subfolder": "", "type": "input"}
         )
+
+    async def _cancel(self, request: web.Request) -> web.Response:
+        if not self.cancels:
+            return web.Response(status=404)
+        self.requests.append(("cancel", request.match_info["id"]))
+        return web.json_response({"cancelled": True})
 
     async def _command(self, request: web.Request) -> web.Response:
         self.requests.append((request.match_info["command"], await request.json()))

@@ -127,6 +127,14 @@ def test_a_run_out_of_time_is_interrupted_by_its_id(comfy: Any, there: RunThere)
     assert comfy.requests[-1] == ("interrupt", {"prompt_id": comfy.prompt_id})
 
 
+def test_a_server_of_2026_is_asked_to_cancel_that_one_run(comfy: Any, there: RunThere) -> None:
+    comfy.script, comfy.cancels = hang, True
+    with pytest.raises(RunFailedError, match="not done in time and was interrupted"):
+        there(timeout=0.3)
+    assert comfy.requests[-1] == ("cancel", comfy.prompt_id)
+    assert not {"queue", "interrupt"} & dict(comfy.requests).keys()
+
+
 def test_a_run_that_still_waits_is_taken_from_the_queue(comfy: Any, there: RunThere) -> None:
     async def wait_in_line(server: Any) -> None:
         server.pending, server.running = server.running, []

@@ -76,7 +76,7 @@ def comfyui(model_folder, monkeypatch, tmp_path):
         def __init__(self, total):
             bars.append([])
 
-        def update_absolute(self, done, total):
+        def update_absolute(self, done, total, picture=None):
             bars[-1].append((done, total))
 
     root = str(model_folder("2b").parent)

@@ -35,7 +35,7 @@ def test_a_sampler_tells_what_it_encodes_before_its_steps(
         monkeypatch.setattr(
             host.Progress,
             "update",
-            lambda self, done, text, total=0: (told.append(text), update(self, done, text, total)),
+            lambda self, done, text, *more, **named: (told.append(text), update(self, done, text, *more, **named)),
         )
         graph.sample(pipeline, prompts)
     encoding = [text for text in told if not text.startswith("step")]

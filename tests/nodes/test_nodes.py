@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from comfyui_onediff_guard import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
@@ -48,12 +50,13 @@ def test_options_are_those_of_the_layers_below():
 
 
 @pytest.mark.parametrize("name", NODE_CLASS_MAPPINGS)
-def test_every_node_is_described_and_every_input_has_a_tooltip(name):
+def test_every_node_is_described_and_every_input_and_output_has_a_tooltip(name):
     cls = NODE_CLASS_MAPPINGS[name]
     schema = cls.INPUT_TYPES()
-    assert cls.CATEGORY == "OneDiff Guard" and cls.DESCRIPTION and name in NODE_DISPLAY_NAME_MAPPINGS
+    assert re.fullmatch("OneDiff Guard/(Load|Sample|Guard|Diagnose|Native)", cls.CATEGORY)
+    assert cls.DESCRIPTION and name in NODE_DISPLAY_NAME_MAPPINGS
     assert callable(getattr(cls, cls.FUNCTION))
-    assert len(cls.RETURN_TYPES) == len(cls.RETURN_NAMES)
+    assert len(cls.RETURN_TYPES) == len(cls.RETURN_NAMES) == len(cls.OUTPUT_TOOLTIPS) and all(cls.OUTPUT_TOOLTIPS)
     for group in ("required", "optional"):
         for input_name, (_, options) in schema.get(group, {}).items():
             assert options.get("tooltip"), f"{name}.{input_name}"
@@ -91,8 +94,9 @@ def test_a_rerun_is_told_where_it_can_be_seen(model_folder, tmp_path):
     model = model_folder("2b", "inside")
     with host.plain_folders(models=[model.parent], input=tmp_path, output=tmp_path):
         sampled, _ = run("fp16", model)
-    assert "2 steps, 2 reruns" in sampled["ui"]["text"][0]
-    assert sampled["ui"]["onediff_guard"][0]["reruns"] == 2
+    assert "2 steps, 1 rerun" in sampled["ui"]["text"][0]
+    assert "step 1: transformer_blocks.1.ff.net.0.proj reached " in sampled["ui"]["text"][0]
+    assert sampled["ui"]["onediff_guard"][0]["reruns"] == 1
     assert "denoiser 2" in sampled["result"][1]
 
 
@@ -117,10 +121,10 @@ def test_what_others_wrote_leaves_for_the_page_as_text(comfyui):
 def test_interrupt_stops_within_a_step(folders, monkeypatch):
     original = host.Progress.update
 
-    def interrupt_after_first(self, done, text, *total):
+    def interrupt_after_first(self, done, text, *more, **named):
         if text.startswith("step 1/"):
             host.interrupt()
-        original(self, done, text, *total)
+        original(self, done, text, *more, **named)
 
     monkeypatch.setattr(host.Progress, "update", interrupt_after_first)
     with pytest.raises(host.Interrupted, match="at step 1/4"):
@@ -149,7 +153,7 @@ def test_in_comfyui_its_folders_progress_and_memory_manager_are_used(comfyui, mo
     run("fp32", model)
     prompts, steps, chunks = [(0, 2), (1, 2), (2, 2)], [(1, 2), (2, 2)], [(0, 1), (1, 1)]
     assert comfyui.bars == [prompts, steps, chunks]
-    assert ("5", "step 1/2, fp32, 0 reruns") in comfyui.texts
+    assert ("5", "step 1/2 · fp32 · 0 reruns") in comfyui.texts
     assert comfyui.texts[-1][1].startswith("asked for fp32; 2 steps, 0 reruns")
 
 

@@ -7,15 +7,15 @@ from comfyui_onediff_guard import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPING
 
 FOUND = {
     "black": {"NaN Guard", "NaN Guard (MODEL)", "NaN Guard (VAE)", "Numerics Probe", "Precision Report"},
-    "black video": {"NaN Guard", "Decode Latents", "Sample CogVideoX", "Sample Stable Video Diffusion"},
+    "black video": {"NaN Guard", "Decode Latents", "Sample CogVideoX", "Sample Stable Video Diffusion (SVD)"},
     "black image": {"NaN Guard", "NaN Guard (MODEL)", "Decode Latents", "Sample CogView"},
     "NaN": {"NaN Guard", "NaN Guard (MODEL)", "NaN Guard (VAE)", "Numerics Probe", "Numerics Probe (MODEL)"},
     "overflow": {"NaN Guard", "NaN Guard (MODEL)", "NaN Guard (VAE)", "Numerics Probe", "Numerics Probe (MODEL)"},
-    "fp16": {"Precision Report", "NaN Guard", "Load CogVideoX", "Load Stable Video Diffusion"},
+    "fp16": {"Precision Report", "NaN Guard", "Load CogVideoX", "Load Stable Video Diffusion (SVD)"},
     "bf16": {"Precision Report", "NaN Guard", "Load CogVideoX", "Load CogView4"},
     "fp32": {"Precision Report", "NaN Guard", "Load CogVideoX", "Load CogView3-Plus"},
     "precision": {"Precision Report", "NaN Guard (MODEL)", "Load CogVideoX"},
-    "SVD": {"Load Stable Video Diffusion", "Sample Stable Video Diffusion"},
+    "SVD": {"Load Stable Video Diffusion (SVD)", "Sample Stable Video Diffusion (SVD)"},
     "torch.compile": {"OneDiff Compile", "Warm Up"},
     "T5": {"Encode Prompt"},
     "LoRA": {"Load LoRA"},

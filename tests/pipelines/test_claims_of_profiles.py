@@ -17,7 +17,7 @@ from comfyui_onediff_guard.precision.learned import Learned
 from comfyui_onediff_guard.precision.policy import Precision
 
 SMALL = SampleSettings(width=64, height=48, frames=9, steps=2, guidance_scale=6.0, seed=3, scheduler="DDIM")
-STEP, LEARNED = GuardPolicy(), GuardPolicy(scope=Scope.LEARNED)
+STEP, LEARNED = GuardPolicy(scope=Scope.STEP), GuardPolicy(scope=Scope.LEARNED)
 OFF = GuardPolicy(on_failure=OnFailure.OFF, scope=Scope.LEARNED)
 BLOCKS = ("transformer_blocks.0", "transformer_blocks.1")
 OUTSIDE = ("patch_embed", "time_embedding", "norm_final", "norm_out", "proj_out")

@@ -24,6 +24,7 @@ from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.accumulation import NEXFORT_OPTION
+from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.observe import BlockOutputs
 from onediff.infer_compiler import OneflowCompileOptions
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
@@ -191,6 +192,7 @@ def test_blocks_that_auto_compiled_can_be_watched(monkeypatch, works):
 
 def test_inductor_end_to_end_a_rerun_and_another_seed_add_no_graph(model_folder, open_pipeline, caplog):
     handle = open_pipeline(model_folder("2b", "inside"), "fp16", backend="inductor")
+    handle = replace(handle, policy=GuardPolicy(scope=Scope.STEP))
     before = counters["stats"]["unique_graphs"]
     (positive, negative), _ = encode_prompts(handle, ["a red kite", ""])
     latents, report = sample(handle, positive, negative, SMALL)

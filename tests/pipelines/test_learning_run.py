@@ -117,7 +117,7 @@ def test_an_inner_overflow_makes_one_block_wide_and_no_new_graph(model_folder, o
     _, again = sampled(handle, LEARNED, seed=4)
     assert again.reruns == 0
     assert counters["stats"]["unique_graphs"] - before == (backend == "inductor")
-    expected, every_step = sampled(handle, GuardPolicy())
+    expected, every_step = sampled(handle, GuardPolicy(scope=Scope.STEP))
     assert every_step.reruns == SMALL.steps, "where nothing may be learned, it is of no effect"
     assert error(latents, expected) < 2e-2
 
@@ -162,7 +162,7 @@ def test_a_block_that_fails_even_when_wide_becomes_an_island(model_folder, open_
     assert learned_by(report) == Learned(islands=("transformer_blocks.1",))
     assert report.summary().count("'transformer_blocks.1' in fp32; 4 steps") == 1 and "' wide" not in report.summary()
     assert again.reruns == 0, "kept for the next run"
-    expected, _ = sampled(handle, GuardPolicy())
+    expected, _ = sampled(handle, GuardPolicy(scope=Scope.STEP))
     assert error(latents, expected) < 5e-2
 
 
@@ -176,7 +176,7 @@ def test_what_cannot_be_wide_in_parts_is_wide_in_all(model_folder, open_pipeline
     assert first_rerun(report).action == "every layer wide from the next call on"
     assert learned_by(report) == Learned(everything=True) and report.wide == "every layer wide"
     assert again.reruns == 0 and again.summary().count("every layer wide") == 1
-    expected, _ = sampled(handle, GuardPolicy())
+    expected, _ = sampled(handle, GuardPolicy(scope=Scope.STEP))
     assert error(latents, expected) < 2e-2
 
 

@@ -67,7 +67,7 @@ def test_wide_parts_are_kept_for_later_processes(overflowing, opened, tmp_path):
     assert later.reruns == 0 and later.learned == WIDE
     assert f"from a profile: {profile.in_words()}" in later.notes
     assert (latents - expected).abs().max() / expected.abs().max() < 2e-2
-    _, plain = sampled(opened(overflowing, GuardPolicy()))
+    _, plain = sampled(opened(overflowing, GuardPolicy(scope=Scope.STEP)))
     assert plain.reruns == 3, "scope step learns nothing and uses nothing that was learned"
     assert not any("profile" in note for note in plain.notes)
 

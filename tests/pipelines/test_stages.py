@@ -17,7 +17,7 @@ from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights import components as store
 from comfyui_onediff_guard.precision.accumulation import SWITCHES
-from comfyui_onediff_guard.precision.guard import GuardPolicy, GuardStopped, OnFailure
+from comfyui_onediff_guard.precision.guard import GuardPolicy, GuardStopped, OnFailure, Scope
 from transformers import T5EncoderModel
 
 SMALL = SampleSettings(width=64, height=48, frames=9, steps=2, guidance_scale=6.0, seed=3, scheduler="DDIM")
@@ -104,6 +104,7 @@ def test_two_threads_share_one_model(model_folder, open_pipeline):
 
     handle = open_pipeline(model_folder("2b", "inside"), "fp16")
     (positive, negative), _ = encode_prompts(handle, ["a boat", ""])
+    handle = replace(handle, policy=GuardPolicy(scope=Scope.STEP))
     runs = [(handle, 1), (replace(handle, policy=GuardPolicy(OnFailure.OFF)), 2), (handle, 3)]
 
     def go(run):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
+from comfyui_onediff_guard.precision.accumulation import Switch
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 from comfyui_onediff_guard.precision.clips import Clips
 from comfyui_onediff_guard.precision.dtypes import DTYPES
@@ -284,3 +286,18 @@ def test_the_report_adds_up():
     assert facts["seconds"] == pytest.approx(sum(step["seconds"] for step in facts["steps"]))
     assert "4 steps, 2 reruns" in facts["summary"]
     assert len([line for line in report.text().splitlines() if line.startswith("denoiser ")]) == 4
+
+
+def test_the_report_has_a_cell_a_step_and_tells_the_plan_first_and_the_switches_last():
+    _, shell, report = build()
+    for scale in (1, 2000, 3, 4, 5, 6, 2000):
+        shell(hidden_states=latents(scale), timestep=torch.tensor(scale))
+    report.steps[4:6] = [replace(report.steps[4], dtype="fp32"), replace(report.steps[5], outcome="saturated")]
+    report.note("a note")
+    report.switches = (Switch("A_SWITCH", "1", "user", "exported"),)
+    assert report.as_dict()["cells"] == ["half", "rerun", "half", "half", "fp32", "failed", "rerun"]
+    report.calls_per_step = 2
+    assert report.cells() == ["rerun", "half", "failed", "rerun"]
+    said = report.as_dict()["text"]
+    places = [said.index(part) for part in (report.summary(), "wide: ", "denoiser 1 ", "note: a note", "A_SWITCH=1")]
+    assert places == sorted(places)

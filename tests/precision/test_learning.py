@@ -61,11 +61,14 @@ def sample(run, calls=5):
     return run
 
 
-def test_the_default_is_to_rerun_the_call_and_to_learn_nothing():
-    assert GuardPolicy().scope is Scope.STEP
+def test_the_default_is_to_learn():
+    assert GuardPolicy().scope is Scope.LEARNED
+
+
+def test_scope_step_reruns_the_call_and_learns_nothing():
     module = build()
     overflow_inside(module, 2)
-    run = sample(guarded(module, scope=GuardPolicy().scope))
+    run = sample(guarded(module, scope=Scope.STEP))
     assert run.outcomes == ["rerun"] * 5 and run.learner.learned == Learned() and run.learned is None
     first, *later = map(run.rerun, range(5))
     assert (first.module, first.action) == ("blocks.2.inner", "") and first.peak > 65504

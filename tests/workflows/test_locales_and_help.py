@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import english_locale
 import pytest
+import translations
 from comfyui_onediff_guard.headless.workflow import schema
 from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS, inputs
 
@@ -53,7 +55,8 @@ def test_a_language_covers_everything_and_nothing_else(folder: Path) -> None:
     assert shape(read(folder / "nodeDefs.json")) == shape(SAID)
     english = read(ROOT / "locales" / "en" / "main.json")
     assert shape(read(folder / "main.json")) == shape(english)
-    assert set(english["nodeCategories"]) == {inputs.CATEGORY}
+    parts = {part for node in NODE_CLASS_MAPPINGS.values() for part in node.CATEGORY.split("/")}
+    assert set(english["nodeCategories"]) == parts
 
 
 def texts(node: Any, path: str = "") -> dict[str, str]:
@@ -74,6 +77,54 @@ def test_a_translation_names_the_same_options_and_numbers(folder: Path) -> None:
         assert found == wanted, f"{path}: {translated[path]}"
 
 
+def test_translations_are_made_from_the_english_as_it_is() -> None:
+    assert {*translations.LANGUAGES, "en"} == {folder.name for folder in LOCALES}
+    assert not translations.faults(), "translate what has changed, then run the command at each line's end"
+
+
+def test_a_change_of_the_english_is_noticed_until_somebody_looked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = translations.recorded()
+    known["zh"] |= {"README.md": "another", "help/Gone": "0"}
+    monkeypatch.setattr(translations, "RECORD", tmp_path / "sources.json")
+    translations.RECORD.write_text(json.dumps(known), encoding="utf-8")
+    stale, gone = translations.faults()
+    assert stale.endswith("the English has changed. python tools/translations.py zh README.md") and "Gone" in gone
+    translations.looked_at("zh", ["README.md"])
+    assert not translations.faults()
+
+
+def structure(page: str) -> tuple[list[str], list[str], set[str]]:
+    """What a translation shares: levels of headings, links, and what stands in code, tables' first cells in order."""
+    heads = [line.split()[0] for line in page.splitlines() if line.startswith("#")]
+    code = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
+    cells = [re.findall(r"`([^`]+)`", line.split(" | ")[0]) for line in page.splitlines() if line.startswith("| `")]
+    return heads, [name for cell in cells for name in cell], set(re.findall(r"`([^`\n]+)`", code))
+
+
+@pytest.mark.parametrize("language", translations.LANGUAGES)
+@pytest.mark.parametrize("name", NODE_CLASS_MAPPINGS)
+def test_a_translated_help_page_has_all_of_the_english_one(name: str, language: str) -> None:
+    """Its inputs and outputs carry their names in that language too, since that is what the node shows."""
+    english, page = ((HELP / file).read_text(encoding="utf-8") for file in (f"{name}.md", f"{name}/{language}.md"))
+    node = read(ROOT / "locales" / language / "nodeDefs.json")[name]
+    assert page.startswith(f"# {node['display_name']}\n")
+    assert structure(page) == structure(english)
+    shown = [spec["name"].lower() for spec in (*node["inputs"].values(), *node["outputs"].values())]
+    assert not [label for label in shown if label not in page.lower()]
+
+
+@pytest.mark.parametrize("readme", sorted(ROOT.glob("README.*.md")), ids=lambda path: path.name)
+def test_a_translated_readme_has_all_of_the_english_one(readme: Path) -> None:
+    english, translated = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", readme.name))
+    assert structure(translated) == structure(english)
+    links = [re.findall(r"\]\(([^)#\s]+)", page) for page in (translated, english)]
+    assert [link for link in links[0] if link != "README.md"] == [link for link in links[1] if link != readme.name]
+    titles = read(ROOT / "locales" / readme.name.split(".")[1] / "nodeDefs.json").values()
+    assert all(f"| {node['display_name']} |" in translated for node in titles)
+
+
 @pytest.mark.parametrize("name", NODE_CLASS_MAPPINGS)
 def test_every_node_has_a_help_page_that_names_all_of_it(name: str) -> None:
     page = (HELP / f"{name}.md").read_text(encoding="utf-8")
@@ -86,3 +137,5 @@ def test_every_node_has_a_help_page_that_names_all_of_it(name: str) -> None:
 
 def test_no_help_page_is_left_over() -> None:
     assert {path.stem for path in HELP.glob("*.md")} == set(NODE_CLASS_MAPPINGS)
+    translated = {(path.parent.name, path.stem) for path in HELP.glob("*/*")}
+    assert translated == set(product(NODE_CLASS_MAPPINGS, translations.LANGUAGES))

@@ -222,17 +222,17 @@ CHOSEN = {
     "cogvideox_video_to_video": {"scheduler", "length"},  # as many frames as 5B makes
     "cogview3_text_to_image": {"guidance_scale"},  # as its authors use it
     "cogview4_text_to_image": {"guidance_scale"},
-    "wan_text_to_video": {"fps", "scope"},  # 2.1 makes 16 frames a second; one lesson is enough
+    "wan_text_to_video": {"fps"},  # 2.1 makes 16 frames a second; one lesson is enough
     "svd_image_to_video": {"chunk", "fps"},  # memory; SVD's 7 frames a second in CreateVideo
     # as in ComfyUI's own examples of these models; scope: what fp16 does not hold costs one step
-    "native_sd15_text_to_image": {"scheduler", "scope"},
-    "native_svd_image_to_video": {"cfg", "scheduler", "video_frames", "scope"},  # frames: SVD-XT's
+    "native_sd15_text_to_image": {"scheduler"},
+    "native_svd_image_to_video": {"cfg", "scheduler", "video_frames"},  # frames: SVD-XT's
     # as in ComfyUI's own templates of these, or of VOID, which is a CogVideoX; its sizes and steps are its authors'.
     # precision: fp16 with every layer wide where there is no bf16
-    "native_cogvideox_text_to_video": {"type", "width", "height", "length", "cfg", "steps", "fps", "scope", "precision"}
+    "native_cogvideox_text_to_video": {"type", "width", "height", "length", "cfg", "steps", "fps", "precision"}
     | {"dim", "index", "amount"},  # of latent frames, one is for the pairs alone
-    "native_qwen_image_text_to_image": {"type", "shift", "width", "height", "cfg", "scope", "precision"},
-    "native_z_image_text_to_image": {"type", "shift", "steps", "cfg", "sampler_name", "scope", "precision"},
+    "native_qwen_image_text_to_image": {"type", "shift", "width", "height", "cfg", "precision"},
+    "native_z_image_text_to_image": {"type", "shift", "steps", "cfg", "sampler_name", "precision"},
 }
 
 

@@ -1,0 +1,41 @@
+"""How long something that goes step by step will take yet, from how long its last steps took."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+_LAST = 8  # steps that are looked at: speed changes where a guard reruns, or a network throttles
+
+
+class Pace:
+    """Told how much is done, says in words how long the rest will take.
+
+    The first step is left out where others follow: it loads, compiles and measures.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic):
+        self._now = now
+        self._marks: deque[tuple[float, float]] = deque(maxlen=_LAST + 1)  # amount done, seconds
+        self._first = True
+
+    def left(self, done: float, total: float) -> str:
+        """Return "40 s left", "3 min left" or "1.5 h left"; "" while that is not known, or nothing is left.
+
+        done, total: in any unit.
+        """
+        if not self._marks or done > self._marks[-1][0]:
+            if self._first and len(self._marks) == 2:
+                self._marks.popleft()
+                self._first = False
+            self._marks.append((done, self._now()))
+        (begun, since), (reached, at) = self._marks[0], self._marks[-1]
+        if reached <= begun or total <= reached:
+            return ""
+        seconds = (total - reached) * (at - since) / (reached - begun)
+        if seconds < 59.5:
+            return f"{max(seconds, 1):.0f} s left"
+        if seconds < 3600 - 30:
+            return f"{seconds / 60:.0f} min left"
+        return f"{seconds / 3600:.1f} h left"

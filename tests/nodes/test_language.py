@@ -1,0 +1,196 @@
+"""What the program says, in the language of ComfyUI's page; and in English everywhere else."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+
+import messages
+import pytest
+from comfyui_onediff_guard.comfyui_host import host, language
+from comfyui_onediff_guard.comfyui_host.runs import Settings, guarded_run
+from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS
+from comfyui_onediff_guard.pipelines.errors import BadInput, HubError
+from comfyui_onediff_guard.pipelines.families.table import FAMILIES
+from comfyui_onediff_guard.precision.arch import ARCHITECTURES, named
+from comfyui_onediff_guard.precision.guard import GuardPolicy, GuardStopped
+from comfyui_onediff_guard.precision.policy import Component, PlanImpossible, Precision, choose
+
+Choose = Callable[[object], None]
+WARM_UP = NODE_CLASS_MAPPINGS["OneDiffGuardWarmUp"]
+ONE_OF_TWO = "Warm Up has one of 'positive' and 'negative'. Wire both, or neither."
+
+
+@pytest.fixture
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Choose:
+    """Have this process look like a ComfyUI, whose page is set to a language."""
+    settings = tmp_path / "default" / "comfy.settings.json"
+    settings.parent.mkdir()
+    seconds = count(1)
+    monkeypatch.setitem(sys.modules, "folder_paths", SimpleNamespace(get_user_directory=lambda: str(tmp_path)))
+
+    def choose(chosen: object) -> None:
+        settings.write_text(json.dumps({"Comfy.Locale": chosen}))
+        os.utime(settings, (0, next(seconds)))
+
+    return choose
+
+
+@pytest.mark.parametrize("language_", messages.LANGUAGES)
+def test_everything_that_is_said_has_a_translation(language_: str) -> None:
+    """Else: `python tools/messages.py`, and fill in what is empty."""
+    catalogue = messages.catalogue(language_)
+    assert set(catalogue) == messages.templates()
+    for template, translation in catalogue.items():
+        assert translation and sorted(re.findall(r"\{\d\}", translation)) == sorted(re.findall(r"\{\d\}", template))
+
+
+def test_the_reader_finds_what_is_raised_and_told() -> None:
+    found = messages.templates()
+    assert "The image is {0}×{1}, but {2}×{3} is to be made." in found  # raised at once
+    assert "'{0}' has no revision '{1}'." in found  # put together first, raised elsewhere
+    assert "No folder{0} whose model_index.json names {1}." in found  # returned by a function
+    assert "{0}: the output is non-finite in fp32 too, first in '{1}'." in found  # with a beginning of several
+    assert {"decoding {0} of {1}", "1 rerun", "{0} reruns", "text encoder", "No LoRA{0}."} <= found
+
+
+@pytest.mark.parametrize(
+    ("chosen", "begins"),
+    [
+        ("zh", "“预热”只接了“positive”和“negative”中的一个。 Wire both, or neither."),
+        ("ru", "В «Прогреве» подключено только одно из «positive» и «negative». Wire both, or neither."),
+        ("en", ONE_OF_TWO),
+        ("fr", ONE_OF_TWO),
+        ("../zh", ONE_OF_TWO),
+        (3, ONE_OF_TWO),
+        (None, ONE_OF_TWO),
+    ],
+)
+def test_an_error_of_a_node_begins_in_the_language_of_the_page(page: Choose, chosen: object, begins: str) -> None:
+    page(chosen)
+    with pytest.raises(BadInput) as caught:
+        WARM_UP().warm_up(None, "", True, "inherit", positive=[["", {}]])
+    assert str(caught.value) == begins
+
+
+def test_without_comfyui_everything_is_english() -> None:
+    with pytest.raises(BadInput, match=f"^{re.escape(ONE_OF_TWO)}$"):
+        WARM_UP().warm_up(None, "", True, "inherit", positive=[["", {}]])
+    assert (
+        language.page_language() == "" and language.translated("step 1/2, fp16, 1 rerun") == "step 1/2, fp16, 1 rerun"
+    )
+
+
+@pytest.mark.parametrize("settings", ["", "[]", "{", '{"Comfy.Locale": {}}'])
+def test_settings_that_cannot_be_used_are_english(page: Choose, tmp_path: Path, settings: str) -> None:
+    (tmp_path / "default" / "comfy.settings.json").write_text(settings)
+    assert language.page_language() == ""
+
+
+def test_what_the_page_takes_holds_where_nobody_chose(page: Choose, tmp_path: Path) -> None:
+    file = tmp_path / "default" / "comfy.settings.json"
+    file.write_text(json.dumps({"OneDiffGuard.Language": "ru"}))
+    assert language.page_language() == "ru"
+    page("zh")
+    assert language.page_language() == "zh"
+
+
+def test_another_choice_holds_from_then_on(page: Choose) -> None:
+    said = []
+    for chosen in ("zh", "ru", "en"):
+        page(chosen)
+        said.append(language.translated("step 3/50 · fp16 · 2 reruns · 3 min left"))
+    assert said == [
+        "第 3/50 步 · fp16 · 重算 2 次 · 还需 3 分钟",
+        "шаг 3/50 · fp16 · пересчётов: 2 · осталось 3 мин",
+        "step 3/50 · fp16 · 2 reruns · 3 min left",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("english", "chinese"),
+    [
+        (
+            "CogVideoX-5b was trained in bf16, which NVIDIA sm80 computes natively → bf16; 50 steps, 1 rerun.",
+            "CogVideoX-5b 用 bf16 训练，NVIDIA sm80 可原生计算 → bf16；50 步，重算 1 次。",
+        ),
+        (
+            "text encoder: NVIDIA sm75 has no native bf16 → fp16, every layer wide; 2 calls, 0 reruns.",
+            "文本编码器：NVIDIA sm75 没有原生 bf16 → fp16，每一层都加宽；2 次调用，重算 0 次。",
+        ),
+        (
+            "step 4: blocks.7.ff reached 9e+04, rerun in fp32; 'blocks.7' wide from the next call on",
+            "第 4 步：blocks.7.ff 达到 9e+04，用 fp32 重算；从下一次调用起'blocks.7' 加宽",
+        ),
+        ("encoding prompt 1 of 2\ndecoding 5 of 32", "编码提示词 1/2\n解码 5/32"),
+        (
+            "the prompt is longer than 226 tokens; this was cut off: boats, and more",
+            "提示词超过 226 个 token；截掉的是：boats, and more",
+        ),
+        (
+            "laid out like CogVideoX-2B, but with num_layers 2 instead of 30, num_attention_heads 4 instead of 30: "
+            "planned like it",
+            "结构与 CogVideoX-2B 相同，但 num_layers 为 2 而不是 30，num_attention_heads 为 4 而不是 30：按它来规划",
+        ),
+        ("nobody knows this, nor that.", "nobody knows this, nor that."),
+        ("/models/a: b, c; d", "/models/a: b, c; d"),
+    ],
+)
+def test_a_line_is_put_together_of_parts(page: Choose, english: str, chinese: str) -> None:
+    page("zh")
+    assert language.translated(english) == chinese
+
+
+def test_every_reason_of_every_plan_is_translated(page: Choose) -> None:
+    """No English word of three letters is left in it, apart from names."""
+
+    page("zh")
+    left = set[str]()
+    for family in FAMILIES.values():
+        for variant in family.variants:
+            for architecture in map(named, ARCHITECTURES):
+                for request in Precision:
+                    try:
+                        plan = choose(architecture, variant, Component.DENOISER, request)
+                    except PlanImpossible:
+                        continue
+                    said = language.translated(plan.reason).replace(str(architecture), "").replace(variant.name, "")
+                    left |= set(re.findall(r"\b[a-z]{3,}\b", said)) - {"plain", "auto"}
+    assert not left
+
+
+def test_errors_of_others_are_theirs(page: Choose) -> None:
+    page("zh")
+    with pytest.raises(ValueError, match=re.escape(ONE_OF_TWO)), language.speaking():
+        raise ValueError(ONE_OF_TWO)
+    with pytest.raises(HubError) as caught, language.speaking():
+        raise HubError("The disk is full. Make room.")
+    assert str(caught.value) == "磁盘已满。 Make room."
+
+
+def test_errors_of_a_guard_of_comfyuis_own_models_too(page: Choose) -> None:
+    page("zh")
+    with pytest.raises(GuardStopped) as caught, guarded_run(Settings(GuardPolicy())):
+        raise GuardStopped("step 4: the output in fp16 is non-finite, and the guard is set to stop. Set it to 'rerun'.")
+    assert str(caught.value) == "第 4 步：fp16 中的输出不是有限值，而守护设为停止。 Set it to 'rerun'."
+
+
+def test_what_a_node_shows_is_in_the_language_of_the_page(page: Choose, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(host, "server", lambda: SimpleNamespace(send_progress_text=lambda text, _: shown.append(text)))
+    page("zh")
+    host.say("5", "decoding 1 of 2 <b>")
+    host.say("5", "decoding 1 of 2", as_it_is=True)
+    assert shown[1] == "decoding 1 of 2" and shown[0].startswith("解码 1/2")
+
+
+def test_what_is_typed_wrong_is_refused_in_the_language_of_the_page(page: Choose) -> None:
+    page("zh")
+    answer = NODE_CLASS_MAPPINGS["OneDiffGuardNaNGuard"].VALIDATE_INPUTS("{")
+    assert "不是可用的配置档" in answer

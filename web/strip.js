@@ -1,0 +1,115 @@
+// Puts a strip on each node of ours that has reported: after a run, from the cache, after undo and in another tab.
+import { app } from "../../scripts/app.js"
+import { api } from "../../scripts/api.js"
+import { StripView } from "./strip_view.js"
+
+const OURS = "OneDiffGuard" // node types begin so
+const NAME = "$$node-text-preview" // ComfyUI's own widget for a node's progress text: where there is one, it says it there
+const PICTURE = "$$canvas-image-preview" // and its widget for pictures, which reaches down to the node's end
+const MOST_REPORTS = 64 // of one prompt, on a node that many samplers use
+const MARGIN = 10
+
+const rootGraph = () => app.rootGraph ?? app.graph
+
+/** The node's widget, made where it has none. */
+function stripOf(node) {
+  const there = node.widgets?.find((widget) => widget.name === NAME)
+  if (there?.strip) return there.strip
+  const above = node.widgets?.findIndex(({ name }) => name === NAME || name === PICTURE) ?? -1
+  if (there) node.removeWidget(there)
+  const strip = new StripView((width) => resize(node, strip, width))
+  const widget = node.addDOMWidget(NAME, "onediff_guard", strip.root, {
+    serialize: false, // not in prompts
+    margin: MARGIN,
+    getValue: () => strip.text,
+    setValue: (text) => strip.say(String(text)),
+    getMinHeight: () => strip.height + 2 * MARGIN,
+    getMaxHeight: () => (strip.plain ? undefined : strip.height + 2 * MARGIN),
+  })
+  widget.serialize = false // not in files
+  widget.strip = strip
+  if (above >= 0) node.widgets.splice(above, 0, node.widgets.pop())
+  return strip
+}
+
+/** width: to have at least; 0: go back to the size before that. */
+function resize(node, strip, width) {
+  if (width) strip.before ??= [...node.size]
+  const [atLeast, before] = [node.computeSize(), strip.before ?? node.size]
+  if (width === 0) strip.before = undefined
+  const wanted = width === 0 ? before : [Math.max(node.size[0], width ?? 0), node.size[1]]
+  node.setSize([Math.max(wanted[0], atLeast[0]), Math.max(wanted[1], atLeast[1])])
+  node.setDirtyCanvas?.(true, true)
+}
+
+function show(node, output) {
+  if (node.type?.startsWith(OURS) && output?.onediff_guard) stripOf(node).show(output)
+}
+
+/** Of all graphs: node by its name among outputs, which is its id, after its subgraph's in one. */
+function nodesByLocator() {
+  const root = rootGraph()
+  const found = root.nodes.map((node) => [String(node.id), node])
+  for (const graph of root.subgraphs?.values() ?? [])
+    found.push(...graph.nodes.map((node) => [`${graph.id}:${node.id}`, node]))
+  return new Map(found)
+}
+
+/** By an id as in an execution, "57:3": node 3 in the subgraph that is node 57. */
+function nodeByExecutionId(id) {
+  const [last, ...outer] = String(id).split(":").reverse()
+  const graph = outer.reduceRight((graph, id) => graph?.getNodeById(Number(id))?.subgraph, rootGraph())
+  return [graph, graph?.getNodeById(Number(last))]
+}
+
+function showAll(outputs) {
+  for (const [locator, node] of nodesByLocator()) show(node, outputs?.[locator])
+}
+
+/** Shows what ComfyUI's page was not given as this node's output, where it is found again like one. */
+function keep(id, more) {
+  const [graph, node] = nodeByExecutionId(id)
+  if (!node) return
+  const locator = graph === rootGraph() ? String(node.id) : `${graph.id}:${node.id}`
+  app.nodeOutputs[locator] = more(app.nodeOutputs[locator])
+  show(node, app.nodeOutputs[locator])
+}
+
+/** A native guard reports after its node has run, once for each sampler of a prompt. */
+function reported({ node, prompt, output }) {
+  keep(node, (earlier) => {
+    const before = earlier?.prompt?.[0] === prompt ? earlier.onediff_guard : []
+    return { ...output, prompt: [prompt], onediff_guard: [...before, ...output.onediff_guard].slice(-MOST_REPORTS) }
+  })
+}
+
+/** ComfyUI before 0.20 does not send again what a cached node had to show; a page that was reopened lacks it. */
+async function recall({ nodes, prompt_id: prompt }) {
+  const lacking = nodes.filter((id) => {
+    const [, node] = nodeByExecutionId(id)
+    return node?.type?.startsWith(OURS) && !node.widgets?.some((widget) => widget.strip)
+  })
+  if (!lacking.length) return
+  const outputs = (await (await api.fetchApi(`/history/${prompt}`)).json())[prompt]?.outputs ?? {}
+  for (const id of lacking) if (outputs[id]?.onediff_guard) keep(id, () => outputs[id])
+}
+
+app.registerExtension({
+  name: "OneDiffGuard.Strip",
+  setup() {
+    let cached = { nodes: [] }
+    api.addEventListener("onediff_guard.report", ({ detail }) => reported(detail))
+    api.addEventListener("execution_cached", ({ detail }) => (cached = detail))
+    api.addEventListener("executing", ({ detail: node }) => node ?? recall(cached)) // null: the history has it all now
+  },
+  beforeRegisterNodeDef(type, { name }) {
+    if (!name.startsWith(OURS)) return
+    const { onExecuted } = type.prototype
+    type.prototype.onExecuted = function (output) {
+      onExecuted?.call(this, output)
+      show(this, output)
+    }
+  },
+  onNodeOutputsUpdated: showAll, // another tab, a job from the queue
+  afterConfigureGraph: () => showAll(app.nodeOutputs), // undo
+})

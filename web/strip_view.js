@@ -1,0 +1,176 @@
+// What a strip looks like: why this precision, a cell a step, what was rerun, and the whole report on demand.
+// Reports hold other people's text (models' and layers' names), so it is set as text, never as markup.
+import { words } from "./words.js"
+
+const SIGNS = { half: "16", fp32: "32", rerun: "↻", cached: "=", failed: "✕" }
+const MOST_CELLS = 60 // beyond that, equal neighbours share one
+const MOST_NAMED = 6 // steps that failed
+const LEAST_WIDTH = 120 // px; nodes are not narrower
+const ROWS = { open: 24, folded: 10 } // of the report
+const ROW = 14 // px
+const STYLE = `
+.onediff-guard { display: flex; flex-direction: column; gap: 4px; font: 12px/1.35 Inter, Arial, sans-serif;
+  color: var(--input-text, #ddd); box-sizing: border-box; }
+.onediff-guard > .head { display: flex; flex-direction: column; gap: 4px; user-select: text; overflow-wrap: anywhere; }
+.onediff-guard .said { white-space: pre-wrap; max-height: 8em; overflow-y: auto; }
+.onediff-guard .stale { opacity: 0.4; }
+.onediff-guard .what { font-weight: 600; font-size: 13px; }
+.onediff-guard .cells { display: flex; flex-wrap: wrap; gap: 2px; max-height: 70px; overflow-y: auto; }
+.onediff-guard .told { display: flex; flex-wrap: wrap; align-items: center; gap: 3px 10px; margin: 2px 0; }
+.onediff-guard .cells > i { width: 8px; }
+.onediff-guard .cell { font: 600 10px/16px ui-monospace, Consolas, Menlo, monospace; min-width: 16px; height: 16px;
+  padding: 0 2px; text-align: center; border-radius: 3px; box-sizing: border-box; color: #fff; white-space: nowrap; }
+.onediff-guard .half { background: #2f7d4f; }
+.onediff-guard .fp32 { background: #2d66ad; }
+.onediff-guard .rerun { background: #f0b429; color: #201400; }
+.onediff-guard .cached { background: #6b6b6b; }
+.onediff-guard .failed { background: #c22f2f; }
+.onediff-guard .legend { display: flex; flex-wrap: wrap; gap: 2px 10px; color: var(--descrip-text, #999); }
+.onediff-guard .legend > span > .cell { display: inline-block; margin-right: 4px; }
+.onediff-guard button { all: unset; cursor: pointer; align-self: start; color: var(--descrip-text, #999); }
+.onediff-guard button:hover, .onediff-guard button:focus-visible { color: var(--input-text, #ddd);
+  text-decoration: underline; }
+.onediff-guard textarea { flex: 1 1 auto; width: 100%; resize: none; box-sizing: border-box; padding: 4px 6px;
+  border: 1px solid var(--border-color, #4e4e4e); border-radius: 4px; color: var(--input-text, #ddd);
+  background: var(--comfy-input-bg, #222); font: 11px/${ROW}px ui-monospace, Consolas, Menlo, "DejaVu Sans Mono", monospace;
+  overflow: auto; }
+`
+
+/** @returns {HTMLElement} */
+function element(tag, name = "", text = "", children = []) {
+  const made = document.createElement(tag)
+  made.className = name
+  made.textContent = text
+  made.append(...children)
+  return made
+}
+
+const cell = (state, text = SIGNS[state]) => element("span", `cell ${state}`, text)
+
+/** One step's cell each; in long runs one for equal neighbours. */
+function cellsOf(runs, say) {
+  const many = runs.reduce((sum, run) => sum + run.cells.length, 0) > MOST_CELLS
+  return runs.flatMap((run, nth) => {
+    const made = nth ? [element("i")] : []
+    for (let first = 0, end; first < run.cells.length; first = end) {
+      const state = run.cells[first]
+      for (end = first + 1; many && run.cells[end] === state; ) end++
+      const one = cell(state, end - first > 1 ? `${SIGNS[state]}×${end - first}` : undefined)
+      const span = end - first > 1 ? `${first + 1}–${end}` : `${end}`
+      one.title = `${run.plan.component} · ${say.step.replace("{}", span)}: ${state === "half" ? run.plan.dtype : say[state]}`
+      made.push(one)
+    }
+    return made
+  })
+}
+
+/** How often each kind of cell occurs; of a few that failed, which steps these are. */
+function legendOf(runs, say) {
+  const steps = {}
+  for (const run of runs) run.cells.forEach((state, step) => (steps[state] ??= []).push(step + 1))
+  const dtypes = [...new Set(runs.map((run) => run.plan.dtype).filter((dtype) => dtype !== "fp32"))].join(", ")
+  const kinds = Object.keys(SIGNS).filter((state) => steps[state])
+  return kinds.map((state) => {
+    const [meaning, at] = [(state === "half" && dtypes) || say[state], steps[state]]
+    const named = ["rerun", "failed"].includes(state) && runs.length === 1 && at.length <= MOST_NAMED
+    const text = `${meaning}: ${named ? say.step.replace("{}", at.join(", ")) : at.length}`
+    return element("span", "", "", [...(kinds.length > 1 ? [cell(state)] : []), text])
+  })
+}
+
+/** The DOM of one strip. `resized(width)` is called when it wants another height; width: at least, where it matters. */
+export class StripView {
+  constructor(resized) {
+    if (!document.getElementById("onediff-guard-style")) {
+      const style = element("style", "", STYLE)
+      style.id = "onediff-guard-style"
+      document.head.append(style)
+    }
+    this.resized = resized
+    this.open = false
+    this.text = ""
+    this.said = element("div", "said")
+    this.report = element("div", "head")
+    this.button = element("button")
+    this.button.onclick = () => this.toggle()
+    this.head = element("div", "head", "", [this.said, this.report, this.button])
+    this.full = element("textarea")
+    this.full.readOnly = true
+    this.full.wrap = "off"
+    this.full.spellcheck = false
+    this.full.dataset.captureWheel = "true" // newer pages scroll it, and do not zoom
+    this.root = element("div", "onediff-guard", "", [this.head, this.full])
+    this.headHeight = 90 // px, as long as it is not laid out
+    new ResizeObserver(() => this.measure()).observe(this.head)
+  }
+
+  /** Whether the text is all there is, as in a Precision Report: it is shown folded too. */
+  get plain() {
+    return !this.report.childElementCount
+  }
+
+  /** px that all of it needs. */
+  get height() {
+    return this.headHeight + (this.full.hidden ? 0 : this.textHeight + 4)
+  }
+
+  measure() {
+    const { offsetWidth: width, offsetHeight: height } = this.head
+    if (width < LEAST_WIDTH || height === this.headHeight) return // out of sight, or not in its place yet
+    this.headHeight = height
+    this.resized()
+  }
+
+  get textHeight() {
+    const rows = Math.min(this.full.value.split("\n").length + 1, this.open ? ROWS.open : ROWS.folded)
+    return rows * ROW + 10
+  }
+
+  /** What a node says while it runs: as ComfyUI's page takes it, with characters escaped. */
+  say(text) {
+    this.said.textContent = new DOMParser().parseFromString(text, "text/html").body.textContent
+    this.report.classList.add("stale")
+    this.full.classList.add("stale")
+  }
+
+  /** @param {{text: string[], onediff_guard: object[]}} output of a node that ran */
+  show(output) {
+    const say = words()
+    const reports = output.onediff_guard.filter((report) => report?.cells)
+    this.text = (output.text ?? []).join("\n")
+    this.said.textContent = ""
+    this.report.replaceChildren(...(reports.length ? this.summary(reports, say) : []))
+    this.full.value = reports.length ? reports.map((report) => report.text).join("\n\n") : this.text
+    for (const part of [this.report, this.full]) part.classList.remove("stale")
+    this.fold(this.open)
+  }
+
+  summary(reports, say) {
+    const runs = reports.flatMap((report) => [...report.before, report])
+    const { plan, architecture } = reports.at(-1)
+    const [why, ...notes] = this.text.split("\n")
+    return [
+      element("div", "what", `${plan.dtype} · ${architecture}`),
+      element("div", "why", why),
+      element("div", "told", "", [
+        element("div", "cells", "", cellsOf(runs, say)),
+        element("div", "legend", "", legendOf(runs, say)),
+      ]),
+      ...notes.map((line) => element("div", "", line)),
+    ]
+  }
+
+  toggle() {
+    this.fold(!this.open)
+    const longest = Math.max(...this.full.value.split("\n").map((line) => line.length))
+    this.resized(this.open ? Math.min(longest * 6.7 + 60, 760) : 0)
+  }
+
+  fold(open) {
+    this.open = open
+    this.button.textContent = `${open ? "▾" : "▸"} ${open ? words().close : words().open}`
+    this.full.hidden = !open && !this.plain
+    this.full.style.display = this.full.hidden ? "none" : ""
+    this.full.style.minHeight = `${this.textHeight}px`
+  }
+}
