@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from PIL import Image
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -21,6 +24,12 @@ else:
     import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
 PACKAGE = "comfyui_onediff_guard"
+REGISTRY_CLASSIFIERS = {  # https://docs.comfy.org/registry/specifications
+    *("Operating System :: OS Independent", "Operating System :: Microsoft :: Windows"),
+    *("Operating System :: POSIX :: Linux", "Operating System :: MacOS"),
+    *("Environment :: GPU :: NVIDIA CUDA", "Environment :: GPU :: AMD ROCm", "Environment :: GPU :: Intel Arc"),
+    *("Environment :: NPU :: Huawei Ascend", "Environment :: GPU :: Apple Metal"),
+}
 IMPORTED_FILES = 40  # modules; more than the nodes need at import would be late where a disk is slow
 NOT_SOURCE = shutil.ignore_patterns(".*", "*.egg-info", "__pycache__")  # neither environments nor caches
 NOT_BUILT = {"build", "dist", "input", "models", "output", "tests"}  # in the root
@@ -115,13 +124,54 @@ def test_the_comfy_registry_finds_its_fields(root: Path, project: dict[str, Any]
     assert table["urls"]["Repository"]
     assert table["license"] == "Apache-2.0"
     assert "Apache License" in (root / "LICENSE").read_text(encoding="utf-8")
-    assert set(project["tool"]["comfy"]) >= {"PublisherId", "DisplayName"}
+    comfy = project["tool"]["comfy"]
+    assert comfy["PublisherId"] and comfy["DisplayName"]
+    assert SpecifierSet(comfy["requires-comfyui"]).contains("0.33.0")
+    systems = [line for line in table["classifiers"] if line.startswith(("Operating System ::", "Environment ::"))]
+    assert set(systems) <= REGISTRY_CLASSIFIERS and len(systems) >= 2
+    at = f"{table['urls']['Repository']}/main/".replace("https://github.com", "https://raw.githubusercontent.com")
+    for name, width, height in (("Icon", 400, 400), ("Banner", 1260, 540)):
+        with Image.open(root / comfy[name].removeprefix(at)) as picture:
+            assert picture.size == (width, height), "a square, and 21:9"
+
+
+def test_what_the_registry_leaves_out_no_install_needs(root: Path, tmp_path: Path) -> None:
+    """The files that are published, by themselves: every node is there, and every shipped workflow and page."""
+    lines = (root / ".comfyignore").read_text(encoding="utf-8").splitlines()
+    patterns = [line.rstrip("/") for line in lines if line and not line.startswith("#")]
+    target = tmp_path / "ComfyUI-OneDiff-Guard"
+
+    def ignored(where: str, names: list[str]) -> set[str]:
+        folder = Path(where).relative_to(root)
+        published = [name for name in names if not any((folder / name).match(pattern) for pattern in patterns)]
+        return (
+            {*names} - {*published}
+            | NOT_SOURCE(where, names)
+            | (NOT_BUILT & {*names} if Path(where) == root else set())
+        )
+
+    shutil.copytree(root, target, ignore=ignored)
+    code = f"""
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("pack", {str(target / "__init__.py")!r},
+    submodule_search_locations=[{str(target)!r}])
+pack = sys.modules["pack"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(pack)
+print(*pack.NODE_CLASS_MAPPINGS)
+"""
+    asked = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert set(asked.stdout.split()) == set(NODE_CLASS_MAPPINGS)
+    for name in NODE_CLASS_MAPPINGS:
+        assert (target / "web" / "docs" / f"{name}.md").is_file()
+    assert (target / "workflows" / "api").is_dir() and (target / "LICENSE").is_file()
+    assert not (target / "tests").exists() and not (target / "benchmarks").exists()
 
 
 def test_one_address_stands_everywhere(root: Path, project: dict[str, Any]) -> None:
     readme = (root / "README.md").read_text(encoding="utf-8")
     address, publisher = project["project"]["urls"]["Repository"], project["tool"]["comfy"]["PublisherId"]
     assert re.findall(r"^git clone (.*)$", readme, re.MULTILINE) == [address], "README.md's is not pyproject.toml's"
+    assert f"git clone {address}\n" in (root / "README.zh.md").read_text(encoding="utf-8")
     assert address.endswith("/ComfyUI-OneDiff-Guard"), "the folder that README.md's next command expects"
     unpublished = ["__OWNER__" in text for text in (address, publisher)] + ["has no public address yet" in readme]
     assert len(set(unpublished)) == 1, "address, publisher, README.md's sentence: all replaced, or none"
@@ -178,3 +228,12 @@ spec.loader.exec_module(loaded)
 assert sorted(loaded.NODE_CLASS_MAPPINGS) == sorted(installed.NODE_CLASS_MAPPINGS)
 print(len(loaded.NODE_CLASS_MAPPINGS))
 """
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in (Path(__file__).parents[1] / "web").glob("*.js")))
+def test_what_the_page_loads_parses(script: str, root: Path, tmp_path: Path) -> None:
+    if not (node := shutil.which("node")):
+        pytest.skip("node: not on PATH")
+    module = shutil.copy(root / "web" / script, tmp_path / "script.mjs")
+    done = subprocess.run([node, "--check", str(module)], capture_output=True, text=True, encoding="utf-8", check=False)
+    assert done.returncode == 0, done.stderr
