@@ -6,7 +6,7 @@
 # make reliability  faults, fuzzing, threads and soak at full depth: docs/reliability.md, from their figures
 # make audit   known holes in the packages that tests run with, by pip-audit (needs the internet)
 # make bench   what the guard, wide layers and compiling cost and gain a step
-# make docs    docs/precision.md from the tables in precision/, and locales/en from the nodes
+# make docs    docs/precision.md from the tables in precision/, locales/en from the nodes, subgraphs/ from workflows/
 # Each makes .venv from nothing where it is missing, once. Needs Python 3.10 to 3.12, a C compiler and PyPI, or a mirror
 # of it. PYTHON=python3.12 chooses the interpreter. Using the pack in ComfyUI needs no make: see README.md.
 
@@ -67,6 +67,7 @@ bench: .venv/.installed
 
 docs: .venv/.installed
 	.venv/bin/python tools/english_locale.py
+	.venv/bin/python tools/blueprints.py
 	.venv/bin/python tools/precision_page.py
 
 clean:

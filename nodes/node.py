@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 from ..comfyui_host.language import speaking
+
+PACK = Path(__file__).parents[1].name  # the folder that it was cloned into
 
 
 class Node:
     """A node of ComfyUI's classic kind, which holds no state."""
 
+    RELATIVE_PYTHON_MODULE = f"custom_nodes.{PACK}"  # where the page looks for help; ComfyUI sets it, some forks do not
     TITLE: str  # what people see; its id is OneDiffGuard and the name of the class, and stands in their workflow files
     CATEGORY: str
     SEARCH_ALIASES: list[str]

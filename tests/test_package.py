@@ -63,7 +63,7 @@ def shipped(root: Path) -> set[str]:
     files = [root / "__init__.py", root / "__main__.py"]
     for folder in ("comfyui_host", "demo", "headless", "nodes", "pipelines", "precision", "trust"):
         files += (root / folder).rglob("*.py")
-    for folder in ("workflows", "locales", "web"):
+    for folder in ("workflows", "subgraphs", "locales", "web"):
         files += (file for file in (root / folder).rglob("*") if file.is_file())
     return {file.relative_to(root).as_posix() for file in files}
 

@@ -123,6 +123,21 @@ class Canvas:
         self._page.evaluate(LOAD, workflow)
         self._page.wait_for_timeout(500)
 
+    def search(self, name: str) -> None:
+        """Double-click the canvas, type a node's name, press Enter, click: the first that is found is put down."""
+        box = self._page.locator("[role=dialog] input:visible, .comfy-vue-node-search-container input:visible").first
+        for _ in range(5):
+            self._page.mouse.dblclick(900, 300)
+            self._page.wait_for_timeout(700)
+            if box.is_visible():
+                break
+        box.fill(name, timeout=10_000)
+        self._page.wait_for_timeout(700)
+        self._page.keyboard.press("Enter")
+        self._page.wait_for_timeout(700)
+        self._page.mouse.click(900, 300)
+        self._page.wait_for_timeout(700)
+
     def missing(self) -> list[str]:
         """Types of nodes that the page does not know."""
         return self._page.evaluate(MISSING)

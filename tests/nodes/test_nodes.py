@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
+import comfyui_onediff_guard
 import pytest
 import torch
 from comfyui_onediff_guard import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
@@ -162,3 +164,8 @@ def test_comfyuis_interrupt_ends_the_run(comfyui, model_folder):
     with pytest.raises(KeyError, match="InterruptProcessingException"):
         run("fp32", model_folder("2b"))
     assert comfyui.bars == [[(0, 2)]]
+
+
+def test_a_fork_that_does_not_set_it_finds_help_in_the_packs_folder() -> None:
+    modules = {node.RELATIVE_PYTHON_MODULE for node in NODE_CLASS_MAPPINGS.values()}
+    assert modules == {f"custom_nodes.{Path(comfyui_onediff_guard.__file__).parent.name}"}

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "ComfyUI-OneDiff-Guard"  # the pack's name in custom_nodes, as a clone has it
 SHIPPED = (
     *("comfyui_host", "demo", "headless", "nodes", "pipelines", "precision", "trust"),
-    *("workflows", "locales", "web"),
+    *("workflows", "subgraphs", "locales", "web"),
 )
 HANG_SECONDS = 600.0  # bounds what would hang, far from what anything takes
 BIN = "Scripts" if sys.platform == "win32" else "bin"
