@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..pipelines.pace import Pace
+from ..pipelines.reading import listening
 from ..trust.text import for_page
 from .language import translated
 
@@ -270,8 +271,10 @@ class Progress:
         self._unit = unit
         self._done, self._text = 0, ""
         self._bar: Any = None
+        self._reads = listening(self.tell)
 
     def __enter__(self) -> Progress:
+        self._reads.__enter__()
         if utils := _model_management() and sys.modules.get("comfy.utils"):
             self._bar = utils.ProgressBar(self._total)
         else:
@@ -281,10 +284,11 @@ class Progress:
             self._bar = tqdm(**known, file=sys.stderr, disable=None)  # None: where that is no terminal
         return self
 
-    def update(self, done: int, text: str, total: int = 0, more: str = "") -> None:
+    def update(self, done: int, text: str, total: int = 0, more: str = "", *, paced: bool = True) -> None:
         """Show how much is done, and in words how long the rest will take.
 
         done: of the total, which may be given later. text: a line. more: another one, for the node alone.
+        paced: False where the text tells itself how long it will take.
         Raises ComfyUI's interrupt exception, or Interrupted.
         """
         self._done, self._total, self._text = done, total or self._total, text
@@ -292,7 +296,8 @@ class Progress:
             picture, self._picture = self._picture, None
             shown = [("JPEG", picture, getattr(arguments(), "preview_size", 512))] if picture else []
             self._bar.update_absolute(done, max(self._total, 1), *shown)
-            line = " · ".join(filter(None, (text, self._pace.left(done, self._total))))
+            left = self._pace.left(done, self._total) if paced else ""
+            line = " · ".join(filter(None, (text, left)))
             say(self._node_id, "\n".join(filter(None, (line, more))))
             management.throw_exception_if_processing_interrupted()
             return
@@ -308,9 +313,10 @@ class Progress:
 
     def tell(self, text: str) -> None:
         """Another line of text, while as much is done as before. Raises as `update` does."""
-        self.update(self._done, text)
+        self.update(self._done, text, paced=False)
 
     def __exit__(self, *_: object) -> None:
+        self._reads.__exit__(None, None, None)
         if hasattr(self._bar, "close"):
             self._bar.close()
             if self._bar.disable and self._text:

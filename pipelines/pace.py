@@ -9,6 +9,15 @@ from collections.abc import Callable
 _LAST = 8  # steps that are looked at: speed changes where a guard reruns, or a network throttles
 
 
+def in_words(seconds: float) -> str:
+    """Return "40 s left", "3 min left" or "1.5 h left"."""
+    if seconds < 59.5:
+        return f"{max(seconds, 1):.0f} s left"
+    if seconds < 3600 - 30:
+        return f"{seconds / 60:.0f} min left"
+    return f"{seconds / 3600:.1f} h left"
+
+
 class Pace:
     """Told how much is done, says in words how long the rest will take.
 
@@ -33,9 +42,4 @@ class Pace:
         (begun, since), (reached, at) = self._marks[0], self._marks[-1]
         if reached <= begun or total <= reached:
             return ""
-        seconds = (total - reached) * (at - since) / (reached - begun)
-        if seconds < 59.5:
-            return f"{max(seconds, 1):.0f} s left"
-        if seconds < 3600 - 30:
-            return f"{seconds / 60:.0f} min left"
-        return f"{seconds / 3600:.1f} h left"
+        return in_words((total - reached) * (at - since) / (reached - begun))

@@ -29,6 +29,7 @@ from ..errors import BadFolder
 from ..models.folder import fingerprint
 from ..models.lora import Lora, LoraKey, keys, with_loras
 from ..models.on_disk import StoredModel
+from ..reading import reading
 from .ladder import Misjudged
 from .offload import InParts, Offload, Onloading, Whole, brings_parts_to, in_parts
 from .placement import MOVING, Placement, main_memory, move
@@ -317,7 +318,7 @@ class ComponentStore:
 
     def _load(self, name: str, dtype: str) -> torch.nn.Module:
         logger.info("loading component %s of %s in %s", name, self.model.name, dtype)
-        with torch.inference_mode(False):
+        with reading(name, self.model.weights[name].n_bytes), torch.inference_mode(False):
             module = self.model.component(name, DTYPES[dtype])
         return module.eval().requires_grad_(False)
 

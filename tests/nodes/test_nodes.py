@@ -153,9 +153,11 @@ def test_the_loader_runs_again_when_a_file_changes(folders):
 def test_in_comfyui_its_folders_progress_and_memory_manager_are_used(comfyui, model_folder):
     model = model_folder("2b")
     run("fp32", model)
-    prompts, steps, chunks = [(0, 2), (1, 2), (2, 2)], [(1, 2), (2, 2)], [(0, 1), (1, 1)]
-    assert comfyui.bars == [prompts, steps, chunks]
+    prompts, steps, chunks = [(0, 2), (1, 2), (2, 2)], [(0, 2), (1, 2), (2, 2)], [(0, 1), (1, 1)]
+    moved = [[mark for n, mark in enumerate(bar) if mark[0] or bar[n + 1][0]] for bar in comfyui.bars]
+    assert moved == [prompts, steps, chunks], "and before that stands at 0, while weights are read"
     assert ("5", "step 1/2 · fp32 · 0 reruns") in comfyui.texts
+    assert re.match("reading transformer, [0-9.]+ MB", next(text for node, text in comfyui.texts if node == "5"))
     assert comfyui.texts[-1][1].startswith("asked for fp32; 2 steps, 0 reruns")
 
 
@@ -163,7 +165,7 @@ def test_comfyuis_interrupt_ends_the_run(comfyui, model_folder):
     comfyui.management.interrupted = True
     with pytest.raises(KeyError, match="InterruptProcessingException"):
         run("fp32", model_folder("2b"))
-    assert comfyui.bars == [[(0, 2)]]
+    assert comfyui.bars == [[(0, 1)]]
 
 
 def test_a_fork_that_does_not_set_it_finds_help_in_the_packs_folder() -> None:
