@@ -47,8 +47,10 @@ def inside(folder: Path, name: str) -> Path:
     """The path of `name` in a folder. Raises Outside, as `relative` does, and where a link on the way leads out."""
     path = folder / relative(name)
     try:
-        lies_inside = path.resolve().is_relative_to(folder.resolve())
-    except (OSError, RuntimeError):  # links in a circle
+        resolved = path.resolve()
+        circular = any(map(Path.is_symlink, (resolved, *resolved.parents)))  # which Python 3.13 leaves as it is
+        lies_inside = not circular and resolved.is_relative_to(folder.resolve())
+    except (OSError, RuntimeError):  # links in a circle, before 3.13
         lies_inside = False
     if not lies_inside:
         raise Outside(f"'{shown(name)}' leads out of its folder through a link")
