@@ -7,7 +7,7 @@
 # make audit   known holes in the packages that tests run with, by pip-audit (needs the internet)
 # make bench   what the guard, wide layers and compiling cost and gain a step
 # make docs    docs/precision.md from the tables in precision/, locales/en from the nodes, subgraphs/ from workflows/
-# Each makes .venv from nothing where it is missing, once. Needs Python 3.10 to 3.12, a C compiler and PyPI, or a mirror
+# Each makes .venv from nothing where it is missing, once. Needs Python 3.10 to 3.13, a C compiler and PyPI, or a mirror
 # of it. PYTHON=python3.12 chooses the interpreter. Using the pack in ComfyUI needs no make: see README.md.
 
 PYTHON ?= python3
@@ -17,7 +17,7 @@ BESIDE_TORCH := torchvision==0.28.0 torchaudio==2.11.0
 # errors alone: at -q pip repeats a warning for every package
 PIP := -m pip install -qq --disable-pip-version-check
 SUPPORTED := import sys; v = sys.version_info[:2]; \
-	sys.exit(0 if (3, 10) <= v <= (3, 12) else f"{sys.executable} is Python {v[0]}.{v[1]}: the pinned packages need 3.10 to 3.12. Choose one: make PYTHON=python3.12")
+	sys.exit(0 if (3, 10) <= v <= (3, 13) else f"{sys.executable} is Python {v[0]}.{v[1]}: the pinned packages need 3.10 to 3.13. Choose one: make PYTHON=python3.12")
 
 # processes of pytest, each with one thread
 JOBS ?= 2

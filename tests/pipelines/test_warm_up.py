@@ -15,7 +15,7 @@ from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
-from comfyui_onediff_guard.precision.policy import Precision
+from comfyui_onediff_guard.precision.policy import Component, Precision
 from PIL import Image
 
 pytestmark = pytest.mark.usefixtures("traced_alone")
@@ -139,6 +139,7 @@ def test_an_interrupt_while_warming_up_ends_it_and_the_next_works(model_folder: 
         pipeline = NODE_CLASS_MAPPINGS["OneDiffGuardLoadCogVideoX"]().load(model.name, "fp32", "inductor", "none")[0]
         node = NODE_CLASS_MAPPINGS["OneDiffGuardWarmUp"]()
         encode_prompts(pipeline, [""])  # what else an interrupt would end
+        pipeline.store.module("transformer", pipeline.plan(Component.DENOISER).dtype)
         host.interrupt()
         with pytest.raises(host.Interrupted, match="compiling block 1 of"):
             node.warm_up(pipeline, "96×80×9", True, "inherit")
