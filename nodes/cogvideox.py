@@ -81,3 +81,8 @@ class SampleCogVideoXFromVideo(SampleCogVideoX):
             "strength": inputs.number(0.8, 0.01, 1.0, 0.01, tip),
             "fit": inputs.fit(),
         }
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        tip = "At most so many of its frames are used, from the first, cut to a length that the model takes. 0: all."
+        return {**super().INPUT_TYPES(), "optional": {"frames": inputs.integer(0, 0, 10_000, 1, tip)}}

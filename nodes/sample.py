@@ -73,6 +73,8 @@ class Sampler(Node):
         if image is not None:
             start["image"] = fitted(image[:1], settings["width"], settings["height"], fit)[0]
         if video is not None:
+            if most := settings.get("frames", 0):
+                video = video[: pipeline.family.sizes.most_frames(min(most, len(video)))]
             start["video"] = fitted(video, settings["width"], settings["height"], fit)
             settings["frames"] = len(start["video"])
         more = [name for name in settings if name not in SampleSettings.__dataclass_fields__]

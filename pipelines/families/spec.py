@@ -28,6 +28,10 @@ class SizeRule:
     pixels: tuple[int, int] = (16, 4096)  # least and most of width and height
     frames: tuple[int, int] = (1, 1025)
 
+    def most_frames(self, frames: int) -> int:
+        """Return the largest number of frames that can be made and is not above this one."""
+        return max(1, frames - (frames - 1) % self.frame_multiple)
+
     def check(self, **sizes: int) -> None:
         """Raise BadSize with the nearest good value for the first size that does not fit."""
         for name, value in sizes.items():

@@ -15,6 +15,7 @@ from PIL import Image
 
 MODELS = {  # folder that a workflow names → which small model stands in for it
     "CogVideoX-5b": "5b",
+    "CogVideoX1.5-5B": "1.5",
     "CogVideoX-5b-I2V": "5b-i2v",
     "CogView3-Plus-3B": "cogview3",
     "CogView4-6B": "cogview4",
@@ -22,7 +23,7 @@ MODELS = {  # folder that a workflow names → which small model stands in for i
     "Wan2.1-T2V-1.3B-Diffusers": "wan",
 }
 SVD_FILE = "svd_xt.safetensors"
-LORA = "paper.safetensors"
+LORA = "pytorch_lora_weights.safetensors"
 IMAGE, VIDEO = "example.png", "video.mp4"
 FRAMES = 9
 SIZES = {"width": 96, "height": 64, "frames": FRAMES, "steps": 2, "length": FRAMES, "tiling": False, "backend": "eager"}
@@ -72,18 +73,6 @@ def change(graph: dict[str, Any], class_type: str, **values: Any) -> dict[str, A
     for node in graph.values():
         if node["class_type"] == class_type:
             node["inputs"] |= values
-    return graph
-
-
-def with_lora(graph: dict[str, Any]) -> dict[str, Any]:
-    """A Load LoRA behind the loader."""
-    (loader,) = [id_ for id_, node in graph.items() if node["class_type"].startswith("OneDiffGuardLoad")]
-    for node in graph.values():
-        for name, value in node["inputs"].items():
-            if value == [loader, 0]:
-                node["inputs"][name] = ["lora", 0]
-    inputs = {"pipeline": [loader, 0], "lora": LORA, "strength": 0.8}
-    graph["lora"] = {"class_type": "OneDiffGuardLoadLoRA", "inputs": inputs, "_meta": {"title": "Load LoRA"}}
     return graph
 
 

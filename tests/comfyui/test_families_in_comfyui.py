@@ -21,6 +21,9 @@ API = legs.ROOT / "workflows" / "api"
 ELSEWHERE = ("cogvideox_text_to_video", "native_")  # test_in_comfyui.py, test_native_workflows.py
 WORKFLOWS = sorted(path.stem for path in API.glob("*.json") if not path.stem.startswith(ELSEWHERE))
 SIZES = {  # frames, height, width
+    "cogvideox_5b_text_to_video": (9, 64, 96),
+    "cogvideox_1_5_text_to_video": (9, 64, 96),
+    "cogvideox_lora_text_to_video": (9, 64, 96),
     "cogvideox_image_to_video": (9, 64, 96),
     "cogvideox_video_to_video": (9, 64, 96),
     "cogview3_text_to_image": (1, 64, 96),
@@ -72,10 +75,8 @@ def test_svd_from_comfyuis_single_file(server: legs.Server, made: Callable[..., 
 
 
 def test_a_lora_in_the_folder_of_loras(server: legs.Server, made: Callable[..., Any]) -> None:
-    video = API / "cogvideox_text_to_video.json"
-    graph = families.small(video, server.ask("/object_info"))
-    families.change(graph, "OneDiffGuardLoadCogVideoX", model="CogVideoX-5b")
-    without, _ = made(graph, (9, 64, 96))
-    frames, reports = made(families.with_lora(graph), (9, 64, 96))
+    graph = small(server, "cogvideox_lora_text_to_video")
+    without, _ = made(families.change(graph, "OneDiffGuardLoadLoRA", strength=0.0), (9, 64, 96))
+    frames, reports = made(families.change(graph, "OneDiffGuardLoadLoRA", strength=0.8), (9, 64, 96))
     assert any(f"LoRA {families.LORA} at 0.8" in report["notes"] for report in reports)
     assert abs(frames.astype(int) - without).max() > 4

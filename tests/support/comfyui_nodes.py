@@ -35,10 +35,6 @@ def _size(default: int) -> tuple[str, dict[str, Any]]:
 DECLARED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {  # inputs, outputs
     "LoadVideo": ({"file": (["video.mp4"], {"video_upload": True})}, ("VIDEO",)),
     "GetVideoComponents": ({"video": ("VIDEO",)}, ("IMAGE", "AUDIO", "FLOAT")),
-    "ImageFromBatch": (
-        {"image": ("IMAGE",), "batch_index": _number("INT", 0, 0, 4095), "length": _number("INT", 1, 1, 4096)},
-        ("IMAGE",),
-    ),
     "CheckpointLoaderSimple": ({"ckpt_name": ([SD15_FILE],)}, ("MODEL", "CLIP", "VAE")),
     "ImageOnlyCheckpointLoader": ({"ckpt_name": ([SVD_FILE],)}, ("MODEL", "CLIP_VISION", "VAE")),
     "CLIPTextEncode": ({"text": ("STRING", {"multiline": True}), "clip": ("CLIP",)}, ("CONDITIONING",)),

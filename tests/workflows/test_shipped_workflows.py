@@ -57,6 +57,7 @@ MODELS = (
     "CogVideoX-2b",
     "CogVideoX-5b",
     "CogVideoX-5b-I2V",
+    "CogVideoX1.5-5B",
     "CogView3-Plus-3B",
     "CogView4-6B",
     "stable-video-diffusion-img2vid-xt",
@@ -70,6 +71,7 @@ def model_folder(tmp_path: Path) -> Path:
     for name in MODELS:
         (tmp_path / name).mkdir()
         (tmp_path / name / "model_index.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "pytorch_lora_weights.safetensors").touch()
     Image.new("RGB", (8, 8)).save(tmp_path / "example.png")
     return tmp_path
 
@@ -78,7 +80,8 @@ def test_there_is_a_workflow_in_every_format() -> None:
     plain_and_guarded = {"cogvideox_image_to_video", "cogview3_text_to_image", "cogview4_text_to_image"}
     plain_and_guarded |= {"svd_image_to_video", "cogvideox_video_to_video"}
     wanted = (
-        {"cogvideox_text_to_video", "wan_text_to_video"}
+        {"cogvideox_text_to_video", "cogvideox_5b_text_to_video", "cogvideox_1_5_text_to_video"}
+        | {"cogvideox_lora_text_to_video", "wan_text_to_video"}
         | NATIVE
         | plain_and_guarded
         | {f"{name}_guarded" for name in plain_and_guarded}
@@ -88,9 +91,11 @@ def test_there_is_a_workflow_in_every_format() -> None:
 
 
 @pytest.mark.parametrize("path", UI_FILES, ids=stem)
-def test_there_is_a_small_picture_of_every_workflow(path: Path) -> None:
+def test_there_is_a_small_square_picture_of_every_workflow(path: Path) -> None:
     data = path.with_suffix(".jpg").read_bytes()
     assert data.startswith(b"\xff\xd8\xff") and len(data) < 40_000
+    with Image.open(path.with_suffix(".jpg")) as picture:
+        assert picture.width == picture.height
 
 
 @pytest.mark.parametrize("path", sorted(WORKFLOWS.glob("*_guarded.json")), ids=stem)
@@ -153,7 +158,7 @@ def test_which_workflows_need_a_server() -> None:
     """And the run without one says so, by the names of the nodes and of the two ways on."""
     graphs = {path.stem: api_graph(path) for path in API_FILES}
     needing = {name: graph.class_types() & set(SERVER_ONLY) for name, graph in graphs.items()}
-    video = {"LoadVideo", "GetVideoComponents", "ImageFromBatch"}
+    video = {"LoadVideo", "GetVideoComponents"}
     guided = {"VideoLinearCFGGuidance", "SVD_img2vid_Conditioning", "ImageOnlyCheckpointLoader"}
     prompted = {*PART_LOADERS, "CLIPTextEncode"}
     shifted = {"ModelSamplingAuraFlow", "EmptySD3LatentImage"}
@@ -214,12 +219,15 @@ def test_every_option_and_number_is_allowed(path: Path, model_folder: Path) -> N
         validate.plan(api_graph(path), CLASSES)
 
 
-FILES = {"model", "image", *comfyui_nodes.FILE_INPUTS}  # drop-downs without a default
+FILES = {"model", "image", "lora", *comfyui_nodes.FILE_INPUTS}  # drop-downs without a default
 CHOSEN = {
     # CogVideoX 2B and 5B were trained at 8 frames a second
     "cogvideox_text_to_video": {"fps"},
-    "cogvideox_image_to_video": {"fps", "scheduler"},  # DPM is advised for 5B
-    "cogvideox_video_to_video": {"scheduler", "length"},  # as many frames as 5B makes
+    "cogvideox_5b_text_to_video": {"fps", "scheduler"},  # DPM is advised for 5B
+    "cogvideox_1_5_text_to_video": {"fps", "scheduler", "width", "height", "frames"},  # its own size
+    "cogvideox_lora_text_to_video": {"fps", "scheduler"},
+    "cogvideox_image_to_video": {"fps", "scheduler"},
+    "cogvideox_video_to_video": {"scheduler", "frames"},  # as many frames as 5B makes
     "cogview3_text_to_image": {"guidance_scale"},  # as its authors use it
     "cogview4_text_to_image": {"guidance_scale"},
     "wan_text_to_video": {"fps"},  # 2.1 makes 16 frames a second; one lesson is enough

@@ -1,0 +1,129 @@
+"""Where the nodes of the shipped graphs stand: not wider than a screen, nothing on another, no wire behind a node."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+WORKFLOWS = Path(__file__).resolve().parents[2] / "workflows"
+FILES = sorted(WORKFLOWS.glob("*.json"))
+WIDEST = 1600
+TITLE = 30  # above a node's position
+SLOT = 20  # a row
+GROWTH = 340  # below a sampler: the preview and the strip of a run
+SAMPLERS = ("OneDiffGuardSample", "KSampler", "SamplerCustomAdvanced")
+
+
+class Box(NamedTuple):
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def holds(self, x: float, y: float) -> bool:
+        return self.left < x < self.right and self.top < y < self.bottom
+
+    def meets(self, other: Box) -> bool:
+        apart = self.right <= other.left or other.right <= self.left
+        return not (apart or self.bottom <= other.top or other.bottom <= self.top)
+
+
+def stem(path: Path) -> str:
+    return path.stem
+
+
+def read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def label(node: dict[str, Any]) -> str:
+    return f"{node['id']} {node['type']}"
+
+
+def boxes(graph: dict[str, Any]) -> dict[str, Box]:
+    return {
+        label(node): Box(x, y - TITLE, x + width, y + height)
+        for node in graph["nodes"]
+        for (x, y), (width, height) in [(node["pos"], node["size"])]
+    }
+
+
+def wires(graph: dict[str, Any]) -> Iterator[tuple[str, list[tuple[float, float]]]]:
+    """Every link, as points of the spline that litegraph's LinkRenderType.SPLINE_LINK draws."""
+    nodes = {node["id"]: node for node in graph["nodes"]}
+    for _, origin, origin_slot, target, target_slot, kind in graph["links"]:
+        a, b = nodes[origin], nodes[target]
+        x0, y0 = a["pos"][0] + a["size"][0], a["pos"][1] + (origin_slot + 0.7) * SLOT
+        x1, y1 = b["pos"][0], b["pos"][1] + (target_slot + 0.7) * SLOT
+        bend = math.hypot(x1 - x0, y1 - y0) / 4
+        points = []
+        for i in range(1, 200):
+            t = i / 200
+            s = 1 - t
+            points.append(
+                (
+                    s**3 * x0 + 3 * s * s * t * (x0 + bend) + 3 * s * t * t * (x1 - bend) + t**3 * x1,
+                    s**3 * y0 + 3 * s * s * t * y0 + 3 * s * t * t * y1 + t**3 * y1,
+                )
+            )
+        yield f"{kind} of {label(a)} to {label(b)}", points
+
+
+def faults(graph: dict[str, Any]) -> list[str]:
+    placed = boxes(graph)
+    found = []
+    width = max(box.right for box in placed.values()) - min(box.left for box in placed.values())
+    if width > WIDEST:
+        found.append(f"it is {width} wide")
+    names = list(placed)
+    for i, name in enumerate(names):
+        found += [f"{name} lies on {other}" for other in names[i + 1 :] if placed[name].meets(placed[other])]
+    for wire, points in wires(graph):
+        found += [f"{wire} runs behind {name}" for name, box in placed.items() if any(box.holds(*p) for p in points)]
+    for name, box in placed.items():
+        if name.split()[1].startswith(SAMPLERS):
+            grown = box._replace(bottom=box.bottom + GROWTH)
+            found += [
+                f"{name} will grow into {other}" for other in names if other != name and grown.meets(placed[other])
+            ]
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=stem)
+def test_it_fits_a_screen_and_no_wire_runs_behind_a_node(path: Path) -> None:
+    assert faults(read(path)) == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=stem)
+def test_a_note_has_no_inline_code(path: Path) -> None:
+    """On a note's colours it cannot be read."""
+    for node in read(path)["nodes"]:
+        if node["type"] == "MarkdownNote":
+            (text,) = node["widgets_values"]
+            assert "`" not in "".join(text.split("```")[::2])
+
+
+def test_what_is_wrong_is_found() -> None:
+    good = read(WORKFLOWS / "cogvideox_text_to_video.json")
+
+    def with_node(kind: str, **moved: list[float]) -> list[str]:
+        graph = copy.deepcopy(good)
+        next(node for node in graph["nodes"] if node["type"] == kind).update(moved)
+        return faults(graph)
+
+    sampler, decode = (
+        next(node for node in good["nodes"] if node["type"] == f"OneDiffGuard{name}")
+        for name in ("SampleCogVideoX", "DecodeLatents")
+    )
+    x, y = sampler["pos"]
+    assert any("runs behind 4 OneDiffGuardSampleCogVideoX" in fault for fault in with_node(sampler["type"], pos=[x, 0]))
+    assert any("lies on" in fault for fault in with_node(decode["type"], pos=[x, y]))
+    assert any("wide" in fault for fault in with_node("SaveVideo", pos=[1700, 0]))
+    below = [x, y + sampler["size"][1] + 100]
+    assert any("will grow into" in fault for fault in with_node("MarkdownNote", pos=below))
