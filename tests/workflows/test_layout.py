@@ -55,9 +55,12 @@ def boxes(graph: dict[str, Any]) -> dict[str, Box]:
 
 
 def wires(graph: dict[str, Any]) -> Iterator[tuple[str, list[tuple[float, float]]]]:
-    """Every link, as points of the spline that litegraph's LinkRenderType.SPLINE_LINK draws."""
+    """Every link without reroutes, as points of the spline that litegraph's LinkRenderType.SPLINE_LINK draws."""
     nodes = {node["id"]: node for node in graph["nodes"]}
-    for _, origin, origin_slot, target, target_slot, kind in graph["links"]:
+    rerouted = {link["id"] for link in graph["extra"].get("linkExtensions", [])}
+    for link, origin, origin_slot, target, target_slot, kind in graph["links"]:
+        if link in rerouted:  # the browser's test looks at them
+            continue
         a, b = nodes[origin], nodes[target]
         x0, y0 = a["pos"][0] + a["size"][0], a["pos"][1] + (origin_slot + 0.7) * SLOT
         x1, y1 = b["pos"][0], b["pos"][1] + (target_slot + 0.7) * SLOT

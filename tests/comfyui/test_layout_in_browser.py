@@ -1,0 +1,97 @@
+"""The shipped graphs as the page draws them: real sizes of nodes and real wires, in both frontends and both modes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import browser
+import legs
+import pytest
+
+pytestmark = [
+    pytest.mark.comfyui,
+    pytest.mark.parametrize("any_leg", legs.CHECKOUTS, indirect=True, ids=[leg.id for leg in legs.CHECKOUTS]),
+]
+
+WORKFLOWS = sorted((legs.ROOT / "workflows").glob("*.json"))
+WIDEST = 1600
+# Edges of nodes are looked at every two units: a wire that runs behind a node crosses one. A wire's ends are drawn
+# within its own two nodes, so those are left out.
+FAULTS = """widest => {
+    const boxes = app.graph.nodes.map(node => {
+        const drawn = document.querySelector(`[data-node-id="${node.id}"]`)
+        const [x, y] = node.pos
+        const [width, height] = drawn ? [drawn.offsetWidth, drawn.offsetHeight - 30] : node.size
+        const name = `${node.id} ${node.type}`
+        return {id: node.id, name, left: x, top: y - 30, right: x + width, bottom: y + height}
+    })
+    const found = []
+    const width = Math.max(...boxes.map(b => b.right)) - Math.min(...boxes.map(b => b.left))
+    if (width > widest) found.push(`it is ${width} wide`)
+    for (const [i, a] of boxes.entries())
+        for (const b of boxes.slice(i + 1))
+            if (a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom)
+                found.push(`${a.name} lies on ${b.name}`)
+    const pen = document.createElement('canvas').getContext('2d')
+    pen.lineWidth = 3
+    let wires = 0
+    for (const link of app.graph.links.values()) {
+        if (!link.path) continue
+        wires += 1
+        const turns = [...(app.graph.reroutes?.values() ?? [])].filter(turn => turn.linkIds.has(link.id))
+        const paths = [link.path, ...turns.map(turn => turn.path)]
+        for (const box of boxes) {
+            if ([link.origin_id, link.target_id].some(id => id == box.id)) continue
+            const edge = []
+            for (let x = box.left + 2; x < box.right; x += 2) edge.push([x, box.top + 2], [x, box.bottom - 2])
+            for (let y = box.top + 2; y < box.bottom; y += 2) edge.push([box.left + 2, y], [box.right - 2, y])
+            if (edge.some(([x, y]) => paths.some(path => pen.isPointInStroke(path, x, y))))
+                found.push(`${link.type} of ${link.origin_id} to ${link.target_id} runs behind ${box.name}`)
+        }
+    }
+    return [found, wires, app.graph.nodes.length]
+}"""
+FIT = "() => { app.canvas.ds.scale = 0.4; app.canvas.ds.offset = [300, 900]; app.canvas.setDirty(true, true) }"
+
+
+def read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["classic", "nodes_2"])
+def canvas(request: pytest.FixtureRequest, server: legs.Server, pictures: Path) -> Iterator[browser.Canvas]:
+    if reason := browser.missing_browser():
+        pytest.skip(reason)
+    if request.param and server.leg.id == "leg_b":
+        pytest.skip("Nodes 2.0 is newer than this frontend")
+    with browser.canvas(server.url, pictures) as opened:
+        opened.choose(server.url, VueNodes_Enabled=request.param)
+        opened.open(server.url)
+        yield opened
+        opened.choose(server.url, VueNodes_Enabled=False)
+
+
+def faults(canvas: browser.Canvas, graph: dict[str, Any]) -> list[str]:
+    canvas.load(graph)
+    canvas.evaluate(FIT)  # else what is off the screen is not drawn
+    canvas.settle()
+    found, wires, nodes = canvas.evaluate(FAULTS, WIDEST)
+    assert (wires, nodes) == (len(graph["links"]), len(graph["nodes"]))
+    return found
+
+
+def test_no_node_lies_on_another_and_no_wire_runs_behind_one(canvas: browser.Canvas) -> None:
+    wrong = {path.stem: found for path in WORKFLOWS if (found := faults(canvas, read(path)))}
+    assert wrong == {}, json.dumps(wrong, indent=1)
+
+
+def test_what_is_wrong_is_found(canvas: browser.Canvas) -> None:
+    graph = read(legs.ROOT / "workflows" / "cogvideox_text_to_video.json")
+    (sampler,) = (node for node in graph["nodes"] if node["type"] == "OneDiffGuardSampleCogVideoX")
+    sampler["pos"] = [sampler["pos"][0], 0]
+    assert any("runs behind 4 OneDiffGuardSampleCogVideoX" in fault for fault in faults(canvas, graph))
+    sampler["pos"] = next(node["pos"] for node in graph["nodes"] if node["type"] == "OneDiffGuardDecodeLatents")
+    assert any("lies on" in fault for fault in faults(canvas, graph))
