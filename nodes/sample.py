@@ -65,6 +65,7 @@ class Sampler(Node):
         """Denoise with progress shown on the node. settings: the values of `settings` that are not named here."""
         from ..comfyui_host.labelled import latents_of
         from ..comfyui_host.previews import previews
+        from ..pipelines.compile.payoff import learn_from, where_it_pays
         from ..pipelines.run.pictures import fitted
         from ..pipelines.run.sample import SampleSettings, sample
 
@@ -80,6 +81,8 @@ class Sampler(Node):
         more = [name for name in settings if name not in SampleSettings.__dataclass_fields__]
         further = {self.DIFFUSERS.get(name, name): settings.pop(name) for name in more}
         wanted = SampleSettings(**settings, more=further)
+        request = requested(precision)
+        pipeline = where_it_pays(pipeline, wanted, request)
         progress = host.Progress(wanted.computed_steps, node_id)
 
         def step_done(done: int, total: int, report: RunReport) -> None:
@@ -92,12 +95,13 @@ class Sampler(Node):
                 embeddings(positive),
                 embeddings(negative),
                 wanted,
-                request=requested(precision),
+                request=request,
                 step_done=step_done,
                 tell=progress.tell,
                 previews=previews(progress),
                 **start,
             )
+        learn_from(pipeline, wanted, request, report)
         made = latents_of(latents, pipeline.store.model.variant.name)
         latent = {"samples": made, "made_by": pipeline.family.pipeline}
         text = report.text() if pipeline.full_report else report.summary()
