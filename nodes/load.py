@@ -77,7 +77,8 @@ class Loader(Node):
                 "precision": inputs.precision(),
                 "backend": inputs.choice(
                     inputs.BACKENDS,
-                    "What OneDiff compiles with. auto: the first that works here, named in the report. eager: nothing.",
+                    "What OneDiff compiles with. auto: the first that works here, where compiling pays; the "
+                    "report says which and why. eager: nothing.",
                 ),
                 "offload": inputs.choice(
                     inputs.OFFLOADS,
