@@ -107,7 +107,7 @@ def film(axes: Any, left: float, bottom: float, workflow: Workflow) -> None:
 
 def page(axes: Any, left: float, bottom: float, text: str) -> None:
     axes.add_patch(FancyBboxPatch((left, bottom), CARD, CARD, boxstyle=ROUND, fc=PAPER, ec="none"))
-    lines = "\n".join(textwrap.wrap(text, 16)[:6])
+    lines = "\n".join(textwrap.wrap(text, 15)[:6])
     axes.text(left + 0.1, bottom + CARD - 0.14, f"{lines} …", color=NIGHT, size=10.5, va="top", linespacing=1.4)
 
 
