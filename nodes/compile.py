@@ -36,7 +36,8 @@ class Compile(Node):
                 "pipeline": inputs.pipeline(),
                 "backend": inputs.choice(
                     (inputs.INHERIT, *inputs.BACKENDS),
-                    "inherit: as the loader says. auto: the first that works here, where compiling pays. eager: not compiled.",
+                    "inherit: as the loader says. auto: the first that works here, where compiling pays. eager: not "
+                    "compiled.",
                 ),
                 "dynamic": inputs.advanced(
                     inputs.choice(

@@ -1,19 +1,27 @@
-"""Whether 'auto' compiles a run of a sampler: only where that pays, by what runs of this process took.
+"""Whether 'auto' compiles a run of a sampler: only where that pays, by what earlier runs took.
 
 A first run at a size is eager, and measured. From then on it is a matter of renting and buying: as long as eager runs
 together lose less than a compile takes, they go on being eager, so that the sum is never more than twice the best that
 a prophet could have chosen (the break-even rule of ski rental: Karlin, Manasse, Rudolph and Sleator, 1988). What is
-compiled already, in this process or on disk, is used at once, unless it was measured to be slower.
+compiled already, in this process or on disk, is used at once, unless it was measured to be slower. What was measured is
+kept beside the compiled code, so that runs of one process each, as in a queue without a browser, come to it as well.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import statistics
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from pydantic import ConfigDict, Field
+
+from ...trust import foreign
+from ...trust.foreign import Foreign, Unreadable
+from ..atomic_files import limit_here, replacing
 from .backends import EAGER, BackendChoice
 
 if TYPE_CHECKING:
@@ -21,36 +29,51 @@ if TYPE_CHECKING:
     from ...precision.report import RunReport, StepRecord
     from ..run.handle import PipelineHandle
     from ..run.sample import SampleSettings
-    from ..weights.components import ComponentStore
+
+logger = logging.getLogger(__name__)
 
 COMPILE_GUESS = 60.0  # seconds; until this process has compiled once
 FASTER_GUESS = 0.2  # of an eager step's time, which compiling saves; until it is measured
+_READ = ConfigDict(strict=False, allow_inf_nan=False)  # from an object, where strict would take an instance alone
+_SIZES = 64  # that are remembered of a model; the others are measured anew
+_Seconds = Annotated[float, Field(ge=0, le=1e7)]
 
 
 @dataclass
 class Taken:
     """What calls of a denoiser took at one size, in seconds."""
 
-    eager: float = 0.0  # a call; 0: not measured yet, as below
-    compiled: float = 0.0
-    lost: float = 0.0  # by eager runs, against compiled ones
+    __pydantic_config__: ClassVar[ConfigDict] = _READ
+
+    eager: _Seconds = 0.0  # a call; 0: not measured yet, as below
+    compiled: _Seconds = 0.0
+    lost: _Seconds = 0.0  # by eager runs, against compiled ones
 
 
 @dataclass
 class Measured:
-    """What this process measured of a model's denoiser."""
+    """What was measured of a model's denoiser."""
 
     compile_seconds: float = 0.0  # 0: not measured yet
-    sizes: dict[Hashable, Taken] = field(default_factory=dict)
+    sizes: dict[str, Taken] = field(default_factory=dict)
 
-    def at(self, size: Hashable) -> Taken:
+    def at(self, size: str) -> Taken:
+        while size not in self.sizes and len(self.sizes) >= _SIZES:
+            del self.sizes[next(iter(self.sizes))]
         return self.sizes.setdefault(size, Taken())
 
 
-_MEASURED: WeakKeyDictionary[ComponentStore, dict[Hashable, Measured]] = WeakKeyDictionary()
+class _File(Foreign):
+    """The same as JSON."""
+
+    compile_seconds: _Seconds
+    sizes: Annotated[dict[Annotated[str, Field(max_length=100)], Taken], Field(max_length=_SIZES)]
 
 
-def decide(known: Measured, size: Hashable, calls: int, *, at_hand: bool) -> tuple[bool, str]:
+_MEASURED: dict[str, Measured] = {}  # by what was compiled for
+
+
+def decide(known: Measured, size: str, calls: int, *, at_hand: bool) -> tuple[bool, str]:
     """Return whether a run compiles, and why.
 
     calls: of the denoiser in the run. at_hand: it is compiled already, in this process or on disk.
@@ -68,7 +91,7 @@ def decide(known: Measured, size: Hashable, calls: int, *, at_hand: bool) -> tup
     return total >= cost, f"compiling {took} {cost:.2g} s, and this run of {run} brings what it saves to {total:.2g} s"
 
 
-def learn(known: Measured, size: Hashable, steps: Sequence[StepRecord], *, compiled: bool, graphs: int) -> None:
+def learn(known: Measured, size: str, steps: Sequence[StepRecord], *, compiled: bool, graphs: int) -> None:
     """Take in what a run's calls took. graphs: that were compiled in it."""
     seconds = [step.seconds - (step.rerun.seconds if step.rerun else 0.0) for step in steps]
     if len(seconds) < 2:
@@ -89,49 +112,81 @@ def where_it_pays(handle: PipelineHandle, settings: SampleSettings, request: Pre
     if not choice.automatic or choice.name == EAGER:
         return handle
     calls = settings.computed_steps * (handle.family.guidance.calls if _guided(settings) else 1)
-    pays, why = decide(_known(handle, request), _size(settings), calls, at_hand=_at_hand(handle, request))
+    target, file = _place(handle, request)
+    pays, why = decide(_known(target, file), _size(settings), calls, at_hand=_at_hand(handle, request, target))
     if pays:
         return replace(handle, backend=replace(choice, reason=f"{choice.reason}; {why}"))
     return replace(handle, backend=BackendChoice(EAGER, f"auto: not compiled: {why}", automatic=True))
 
 
 def learn_from(handle: PipelineHandle, settings: SampleSettings, request: Precision | None, report: RunReport) -> None:
-    """Take in what a run took whose backend 'auto' chose."""
-    if handle.backend.automatic:
-        compiled, graphs = report.backend != EAGER, (report.graphs or 0) - report.graphs_kept
-        learn(_known(handle, request), _size(settings), report.steps, compiled=compiled, graphs=graphs)
+    """Take in, and keep, what a run took whose backend 'auto' chose."""
+    if not handle.backend.automatic:
+        return
+    target, file = _place(handle, request)
+    known = _known(target, file)
+    compiled, graphs = report.backend != EAGER, (report.graphs or 0) - report.graphs_kept
+    learn(known, _size(settings), report.steps, compiled=compiled, graphs=graphs)
+    if file is None:
+        return
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(file) as stream:
+            stream.write(json.dumps(asdict(known)).encode())
+    except OSError as error:
+        logger.warning("what this run took could not be kept in '%s': %s", file, error)
 
 
 def _saving(taken: Taken) -> float:
     return taken.eager - taken.compiled if taken.compiled else taken.eager * FASTER_GUESS
 
 
-def _known(handle: PipelineHandle, request: Precision | None) -> Measured:
+def _place(handle: PipelineHandle, request: Precision | None) -> tuple[str, Path | None]:
+    """What the denoiser is compiled for, as a file's name, and the file in which it is kept what that takes;
+    None where nothing is kept."""
     from ...precision.policy import Component
+    from .target import target_of
 
-    plan = handle.plan(Component.DENOISER, request)
-    key = plan.dtype, plan.wide, handle.compile_options
-    return _MEASURED.setdefault(handle.store, {}).setdefault(key, Measured())
+    store, plan = handle.store, handle.plan(Component.DENOISER, request)
+    name = target_of(store.model, plan, handle.compile_options, store.placement.device, handle.architecture).name
+    kept = handle.compiled if limit_here(lambda _: None) else None
+    return name, kept and kept / f"{name}.pace.json"
 
 
-def _size(settings: SampleSettings) -> Hashable:
-    return settings.width, settings.height, settings.frames, _guided(settings)
+def _known(target: str, file: Path | None) -> Measured:
+    if target not in _MEASURED:
+        _MEASURED[target] = _read(file) if file else Measured()
+    return _MEASURED[target]
+
+
+def _read(file: Path) -> Measured:
+    """What earlier processes measured. What cannot be read is measured anew."""
+    try:
+        if not file.is_file():
+            return Measured()
+        found = foreign.fitting(_File, foreign.read(file, limit=2**16))
+    except (OSError, Unreadable) as error:
+        logger.warning("'%s' is left alone, and measured anew: %s", file, error)
+        return Measured()
+    return Measured(found.compile_seconds, found.sizes)
+
+
+def _size(settings: SampleSettings) -> str:
+    guided = " guided" if _guided(settings) else ""
+    return f"{settings.width}x{settings.height}, {settings.frames}{guided}"
 
 
 def _guided(settings: SampleSettings) -> bool:
     return settings.guidance_scale is not None and settings.guidance_scale > 1
 
 
-def _at_hand(handle: PipelineHandle, request: Precision | None) -> bool:
+def _at_hand(handle: PipelineHandle, request: Precision | None, target: str) -> bool:
+    """Whether it is compiled in this process or, by inductor, on disk."""
     from ...precision.policy import Component
     from .code import SUFFIX
-    from .target import target_of
 
-    store, plan = handle.store, handle.plan(Component.DENOISER, request)
-    how = (handle.backend.name, handle.compile_options, plan.dtype)
-    if any(key[2:5] == how for key in store.compiled):
+    how = (handle.backend.name, handle.compile_options, handle.plan(Component.DENOISER, request).dtype)
+    if any(key[2:5] == how for key in handle.store.compiled):
         return True
-    if handle.compiled is None or handle.backend.name != "inductor":
-        return False
-    target = target_of(store.model, plan, handle.compile_options, store.placement.device, handle.architecture)
-    return (handle.compiled / f"{target.name}{SUFFIX}").exists()
+    kept = handle.backend.name == "inductor" and handle.compiled
+    return bool(kept) and (kept / f"{target}{SUFFIX}").exists()

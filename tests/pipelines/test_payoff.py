@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
+from comfyui_onediff_guard.comfyui_host import host
+from comfyui_onediff_guard.pipelines.atomic_files import LIMIT_VARIABLE
+from comfyui_onediff_guard.pipelines.compile import payoff
 from comfyui_onediff_guard.pipelines.compile.backends import EAGER, BackendChoice
+from comfyui_onediff_guard.pipelines.compile.cache import INDUCTOR, TRITON
 from comfyui_onediff_guard.pipelines.compile.payoff import COMPILE_GUESS, FASTER_GUESS, Measured, Taken, decide, learn
 from comfyui_onediff_guard.precision.report import Rerun, StepRecord
 
-SIZE = (720, 480, 49, True)
+SIZE = "720x480, 49 guided"
 
 
 def steps(*seconds: float) -> list[StepRecord]:
@@ -50,7 +58,7 @@ def test_a_long_run_compiles_in_the_second_and_a_short_one_does_not() -> None:
     few = Measured()
     learn(few, SIZE, steps(*[0.1] * 4), compiled=False, graphs=0)
     assert not decide(few, SIZE, 4, at_hand=False)[0]
-    assert not decide(known, (64, 64, 1, True), 50, at_hand=False)[0], "another size is measured first"
+    assert not decide(known, "64x64, 1", 50, at_hand=False)[0], "another size is measured first"
 
 
 @pytest.mark.parametrize("calls", [2, 4, 20, 50])
@@ -90,37 +98,80 @@ def test_compiling_is_what_the_first_compiled_run_took_beyond_its_steps() -> Non
     assert known.compile_seconds == 30.0
 
 
-def test_the_sampler_compiles_when_it_pays(model_folder: Any, tmp_path: Any, monkeypatch: Any) -> None:
-    from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
-    from comfyui_onediff_guard.comfyui_host import host
-    from comfyui_onediff_guard.pipelines.compile import payoff
-
-    monkeypatch.setattr(payoff, "COMPILE_GUESS", 1e-9)
+@pytest.fixture
+def sampled(model_folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Samples a small CogVideoX as a new process would, with a backend → the report."""
     folder = model_folder("2b")
-    with host.plain_folders(models=[folder.parent], input=tmp_path, output=tmp_path):
-        nodes = {name: NODE_CLASS_MAPPINGS[f"OneDiffGuard{name}"]() for name in ("EncodePrompt", "SampleCogVideoX")}
-        said = []
-        for backend in ("auto", "auto", "eager"):
+    monkeypatch.setenv("ONEDIFF_GUARD_COMPILED", str(tmp_path / "compiled"))
+    monkeypatch.setenv(LIMIT_VARIABLE, "1")
+    monkeypatch.delenv(INDUCTOR, raising=False)
+    monkeypatch.delenv(TRITON, raising=False)
+    encode, sample = (NODE_CLASS_MAPPINGS[f"OneDiffGuard{name}"]() for name in ("EncodePrompt", "SampleCogVideoX"))
+
+    def run(backend: str) -> str:
+        monkeypatch.setattr(payoff, "_MEASURED", {})
+        with host.plain_folders(models=[folder.parent], input=tmp_path, output=tmp_path):
             load = NODE_CLASS_MAPPINGS["OneDiffGuardLoadCogVideoX"]().load
             pipeline = load(folder.name, "fp32", backend, "none")[0]
-            positive, negative = nodes["EncodePrompt"].encode(pipeline, "a boat", "", "inherit")["result"]
-            report = nodes["SampleCogVideoX"].sample(
-                pipeline,
-                positive=positive,
-                negative=negative,
-                precision="inherit",
-                width=96,
-                height=64,
-                frames=9,
-                steps=2,
-                guidance_scale=6.0,
-                seed=1,
-                scheduler="DDIM",
-            )["result"][1]
-            said.append(report)
-    assert "the first run at this size, to measure what compiling would save" in said[0]
-    assert "inductor" in said[1] and "brings what it saves to" in said[1]
-    assert "asked for: not compiled" in said[2]
+            pipeline.store.compiled.clear()
+            positive, negative = encode.encode(pipeline, "a boat", "", "inherit")["result"]
+            size = {"width": 96, "height": 64, "frames": 9, "steps": 2}
+            more = {"guidance_scale": 6.0, "seed": 1, "scheduler": "DDIM", "precision": "inherit"}
+            return sample.sample(pipeline, positive=positive, negative=negative, **size, **more)["result"][1]
+
+    return run
+
+
+def test_the_sampler_compiles_when_it_pays(
+    sampled: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(payoff, "COMPILE_GUESS", 1e-9)
+    first, second = sampled("auto"), sampled("auto")
+    assert "the first run at this size, to measure what compiling would save" in first
+    assert "inductor" in second and "brings what it saves to" in second
+    kept = next((tmp_path / "compiled").glob("*.pace.json"))
+    assert json.loads(kept.read_text())["compile_seconds"] > 0
+    monkeypatch.setattr(payoff, "COMPILE_GUESS", 1e9)
+    kept.unlink()
+    assert "compiled already" in sampled("auto"), "by an earlier process"
+    assert "asked for: not compiled" in sampled("eager")
+
+
+@pytest.mark.parametrize(
+    "found", ['{"sizes": {"96x64, 9 guided": {"eager": "often"}}}', "[]", "{", '{"sizes": {"a": 1}}']
+)
+def test_figures_that_cannot_be_read_are_measured_anew(
+    sampled: Callable[[str], str], tmp_path: Path, found: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    sampled("auto")
+    kept = next((tmp_path / "compiled").glob("*.pace.json"))
+    kept.write_text(found)
+    assert "the first run at this size" in sampled("auto")
+    assert f"'{kept}' is left alone, and measured anew: " in caplog.text
+    assert json.loads(kept.read_text())["sizes"]["96x64, 9 guided"]["eager"] > 0
+
+
+def test_a_folder_that_cannot_be_written_to_fails_no_run(
+    sampled: Callable[[str], str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "compiled").write_text("no folder")
+    assert "the first run at this size" in sampled("auto")
+    assert "what this run took could not be kept" in caplog.text
+
+
+def test_where_nothing_is_kept_this_is_not_either(
+    sampled: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(LIMIT_VARIABLE, "0")
+    assert "the first run at this size" in sampled("auto")
+    assert not (tmp_path / "compiled").exists()
+
+
+def test_sizes_that_were_not_met_for_long_are_measured_anew() -> None:
+    known = Measured()
+    for width in range(100):
+        learn(known, f"{width}", steps(1.0, 1.0), compiled=False, graphs=0)
+    assert len(known.sizes) == 64 and "99" in known.sizes and "0" not in known.sizes
 
 
 def test_a_backend_that_was_asked_for_is_left_alone() -> None:
