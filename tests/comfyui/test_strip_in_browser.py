@@ -98,7 +98,7 @@ def canvas(request: pytest.FixtureRequest, server: legs.Server, page: browser.Ca
     page.open(server.url)
     page.complaints.clear()
     yield page
-    page.choose(server.url, VueNodes_Enabled=False, Locale="en")
+    page.choose(server.url, VueNodes_Enabled=False, Locale=None)
 
 
 def ran(canvas: browser.Canvas, more: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
