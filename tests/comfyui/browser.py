@@ -18,6 +18,11 @@ READY = """() => Boolean(window.app?.extensionManager?.workflow?.activeWorkflow?
 LOUD = ("warning", "error")
 ENDS = ("execution_success", "execution_error", "execution_interrupted")
 
+SELECT = """type => {  // in the middle of the page, where no bar is above its buttons
+    const node = app.graph.nodes.find(node => node.type === type)
+    app.canvas.centerOnNode(node)
+    app.canvas.selectNode(node)
+}"""
 LOAD = "async graph => { await window.app.loadGraphData(graph, true, true, null) }"
 MISSING = "() => app.graph.nodes.filter(n => n.has_errors || !LiteGraph.registered_node_types[n.type]).map(n => n.type)"
 PROMPT = "async () => (await app.graphToPrompt()).output"
@@ -113,9 +118,7 @@ class Canvas:
 
     def open_help(self, node_type: str) -> None:
         """Select the only node of a type, and press the i above it."""
-        self._page.evaluate(
-            "type => app.canvas.selectNode(app.graph.nodes.find(node => node.type === type))", node_type
-        )
+        self._page.evaluate(SELECT, node_type)
         self._page.get_by_test_id("info-button").first.click(timeout=10_000)
 
     def load(self, workflow: Mapping[str, Any]) -> None:
