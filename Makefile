@@ -80,7 +80,7 @@ clean:
 	@.venv/bin/python -c '$(SUPPORTED)'
 	.venv/bin/python $(PIP) $(TORCH)
 	.venv/bin/python $(PIP) -c constraints/test.txt setuptools
-	.venv/bin/python $(PIP) -c constraints/test.txt --no-build-isolation -e '.[test,bench]'
+	.venv/bin/python $(PIP) -c constraints/test.txt --no-build-isolation -e '.[test,bench,scale]'
 	@mkdir -p .venv/importable && ln -sfn ../.. .venv/importable/comfyui_onediff_guard
 	@touch $@
 

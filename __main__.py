@@ -13,7 +13,7 @@ DEMO = cli.Subcommand(
     "make a small model and show what the guard does with it",
     lambda: import_module(".demo.command", __package__),
 )
-SUBCOMMANDS = (*cli.SUBCOMMANDS[:2], DEMO, *cli.SUBCOMMANDS[2:])
+SUBCOMMANDS = (*cli.SUBCOMMANDS[:3], DEMO, *cli.SUBCOMMANDS[3:])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

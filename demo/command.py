@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..headless.commands.progress import libraries_without_bars
 from ..headless.errors import RunFailedError
 from ..headless.files import ensure_writable
+from ..headless.progress import libraries_without_bars
 from .files import write_pictures, write_report, writing
 from .outcome import INSIDE, LEARNS, MODEL, RUNS, WIDE
 from .run import PROMPT, SIZES, command, run

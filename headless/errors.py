@@ -53,6 +53,10 @@ class RunFailedError(HeadlessError):
     """A node raised, the time was up, or the server was lost on the way."""
 
 
+class ServerLostError(RunFailedError):
+    """The server did not answer any more, or forgot the run, which may have ended it."""
+
+
 class OutputError(HeadlessError):
     """A result could not be written; nothing is left half-written."""
 

@@ -20,6 +20,7 @@ HEAVY = {
     "oneflow",
     "nexfort",
     "pydantic",
+    "ray",
     "torch",
     "transformers",
 }
@@ -48,8 +49,12 @@ BELOW = {  # layer → those of ours that it may import from
     "precision": {"trust"},
     "trust": set(),
 }
-# demo/ builds a model's folder from their own classes; headless/ has them show no bars
-LIBRARIES_FOR = {"diffusers": {"demo", "headless", "pipelines"}, "transformers": {"demo", "headless", "pipelines"}}
+# ray is an extra, of `batch`. demo/ builds a model's folder from their own classes; headless/ has them show no bars
+LIBRARIES_FOR = {
+    "diffusers": {"demo", "headless", "pipelines"},
+    "ray": {"headless"},
+    "transformers": {"demo", "headless", "pipelines"},
+}
 
 UNKNOWN = "?"  # in place of a name that only shows when it runs
 

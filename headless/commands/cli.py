@@ -29,6 +29,7 @@ SUBCOMMANDS = tuple(
     Subcommand(name, does, lambda name=name: import_module(f".{name}", __package__))
     for name, does in {
         "run": "run a workflow: in this process, on a server, or in a ComfyUI checkout",
+        "batch": "run the jobs of a file over many GPUs, machines or servers, resumed by the same command",
         "compare": "run a workflow in several precisions, and put them side by side",
         "doctor": "say what would run here or on another card, and why",
         "probe": "measure a model over a few steps, draw it, and recommend how to run it",

@@ -16,11 +16,11 @@ from ..errors import HostError, RunFailedError, WorkflowError
 from ..files import ensure_writable, write_together
 from ..hosts import chosen as hosts
 from ..hosts.result import Progress, RunResult
+from ..progress import ProgressPrinter
 from ..scratch import temporary_folder
 from ..workflow.graph import read_json
 from ..workflow.settings import Setting
 from . import answer
-from .progress import ProgressPrinter
 
 DEFAULT_OUTPUT = Path("output") / "compare"
 DEFAULT_PRECISIONS = (REFERENCE, "bf16", "fp16", "fp16 (plain)")

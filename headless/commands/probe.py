@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from ..errors import WorkflowError
 from ..files import write_together
 from ..hosts.result import RunResult
+from ..progress import ProgressPrinter
 from . import answer
 from .asked_model import BAD_REQUEST, on_disk
-from .progress import ProgressPrinter
 
 if TYPE_CHECKING:
     from ...pipelines.families.spec import FamilySpec

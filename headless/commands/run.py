@@ -8,10 +8,10 @@ from pathlib import Path
 
 from ..hosts import chosen as hosts
 from ..hosts.result import RunResult
+from ..progress import ProgressPrinter
 from ..workflow.graph import read_json
 from ..workflow.settings import Setting
 from . import answer
-from .progress import ProgressPrinter
 
 DEFAULT_OUTPUT = Path("output")
 

@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, output: Path, results: str
     host.add_argument("--comfyui", type=Path, metavar="DIR", help="start this ComfyUI checkout, run there, stop it")
     parser.add_argument(
         "--timeout",
-        type=_seconds,
+        type=seconds,
         metavar="S",
         help="stop after this many seconds; on a server, the upload and the download count too",
     )
@@ -96,7 +96,7 @@ def opened(args: argparse.Namespace) -> Generator[Host]:
         yield Host(read_local, partial(run_local, **folders))
 
 
-def _seconds(text: str) -> float:
+def seconds(text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:

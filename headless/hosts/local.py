@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..commands.progress import libraries_without_bars
 from ..errors import HeadlessError, InterruptedRunError, RunFailedError
 from ..files import ensure_writable, file_entries
+from ..progress import libraries_without_bars
 from ..workflow import settings, ui_format
 from ..workflow.graph import Graph, Link, from_api, is_ui_format
 from ..workflow.schema import Schema

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
@@ -19,7 +20,7 @@ import aiohttp
 
 from ...trust import paths
 from ...trust.foreign import Unreadable
-from ..errors import HeadlessError, HostError, RunFailedError, WorkflowError
+from ..errors import HeadlessError, HostError, InterruptedRunError, RunFailedError, ServerLostError, WorkflowError
 from ..files import arriving, ensure_writable, file_entries
 from ..hosts import input_images
 from ..hosts.result import ProgressCallback, RunResult, no_progress
@@ -39,6 +40,7 @@ PATIENCE_SECONDS = 60.0  # how long a server may be out of reach in the middle o
 SETTLE_SECONDS = 0.1  # between a run's last event and its entry in the history
 CANCEL_SECONDS = 3.0
 LAST_SECONDS = 5.0  # for what is to be put in order when the time is up
+STOP_LOOK_SECONDS = 0.2  # between two looks whether it is to stop
 MAX_FILES = 20_000  # that a run leaves
 T = TypeVar("T")
 
@@ -53,6 +55,7 @@ def run_on_server(
     changes: Sequence[settings.Setting] = (),
     timeout: float | None = None,
     patience: float = PATIENCE_SECONDS,
+    stop: threading.Event | None = None,
     on_progress: ProgressCallback = no_progress,
 ) -> RunResult:
     """Run a workflow on a running ComfyUI and download what it saved.
@@ -66,6 +69,7 @@ def run_on_server(
         changes: inputs to set first.
         timeout: seconds for all of it, the download too. A run that is not done by then is interrupted.
         patience: seconds that the server may be out of reach.
+        stop: interrupts the run once it is set, from any thread.
         on_progress: told each node and step.
 
     Raises:
@@ -81,6 +85,7 @@ def run_on_server(
         _Job(Server(url), patience, on_progress),
         timeout,
         lambda job: job.run(workflow, output_dir, input_dir, reads_from, changes),
+        stop,
     )
 
 
@@ -98,14 +103,21 @@ def read_for_server(
     return _through(_Job(Server(url)), timeout, lambda job: job.read(workflow))
 
 
-def _through(job: _Job, timeout: float | None, work: Callable[[_Job], Coroutine[Any, Any, T]]) -> T:
-    """What came of the work. Whether it fails, its time is up or Ctrl-C ends it, it is over when this returns."""
+def _through(
+    job: _Job,
+    timeout: float | None,
+    work: Callable[[_Job], Coroutine[Any, Any, T]],
+    stop: threading.Event | None = None,
+) -> T:
+    """What came of the work. Whether it fails, its time is up, or Ctrl-C or `stop` ends it, it is over when this
+    returns."""
+    until = time.monotonic() + timeout if timeout else None
 
     async def within_time() -> T:
         async with job.server:
             task = asyncio.ensure_future(work(job))
             try:
-                await asyncio.wait({task}, timeout=timeout)
+                await (asyncio.wait({task}, timeout=timeout) if stop is None else _unless(stop, task, until))
             finally:
                 while not task.done():
                     task.cancel()
@@ -113,11 +125,20 @@ def _through(job: _Job, timeout: float | None, work: Callable[[_Job], Coroutine[
             try:
                 return task.result()
             except asyncio.CancelledError:
+                if stop is not None and stop.is_set():
+                    raise InterruptedRunError(f"The run on {job.server.name} was interrupted.") from None
                 raise RunFailedError(f"{job.out_of_time} ({timeout:g} s).") from None
             except aiohttp.ClientError as error:
                 raise HostError(f"{job.server.name} broke off the connection: {reason(error)}.") from error
 
     return asyncio.run(within_time())
+
+
+async def _unless(stop: threading.Event, task: asyncio.Task[Any], until: float | None) -> None:
+    """Wait for the task until it is to stop, or its time is up. until: on the monotonic clock."""
+    while not (task.done() or stop.is_set() or (until is not None and time.monotonic() >= until)):
+        left = STOP_LOOK_SECONDS if until is None else min(STOP_LOOK_SECONDS, max(until - time.monotonic(), 0))
+        await asyncio.wait({task}, timeout=left)
 
 
 class _Job:
@@ -243,7 +264,7 @@ class _Job:
                 return place.entry
             gone = gone + 1 if place.state == "gone" else 0
             if gone > 1:
-                raise RunFailedError(
+                raise ServerLostError(
                     f"{self.server.name} no longer knows the run {prompt_id}: it was taken out of the queue, or "
                     "ComfyUI was restarted. Run it again."
                 )
@@ -259,7 +280,7 @@ class _Job:
             except (aiohttp.ClientError, asyncio.TimeoutError, HostError) as error:
                 lost_since = lost_since or time.monotonic()
                 if time.monotonic() - lost_since > self.patience:
-                    raise RunFailedError(
+                    raise ServerLostError(
                         f"{self.server.name} does not answer any more ({reason(error)}). "
                         "Look at its log: ComfyUI may have run out of memory."
                     ) from error

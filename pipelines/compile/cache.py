@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from ...precision.shared import TURNS
+from ...trust.text import shown
 from ..atomic_files import LIMIT_VARIABLE, delete, drop_oldest, last_used, limit_here, limit_of
 from ..errors import BadCompiled
 from ..insight.machine import first_line
-from .code import SUFFIX, files_in, pack, unpack
+from .code import SUFFIX, check, files_in, pack, unpack
 
 if TYPE_CHECKING:
     from ...precision.report import RunReport
@@ -77,6 +78,34 @@ def inductor_folders(
 def kept_files(folder: Path) -> list[Path]:
     """Those used last first."""
     return sorted(folder.glob(f"*{SUFFIX}"), key=last_used, reverse=True)
+
+
+def take_in(folder: Path, name: str, data: bytes) -> None:
+    """Keep a file of compiled code that another process of the user's sent, beside what is here for the same target.
+    What does not fit this machine, or is damaged, is left alone: a run compiles then.
+
+    name: of the file there. data: all of it.
+    """
+    with tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{os.getpid()}_", ignore_cleanup_errors=True) as holder:
+        sent, together = Path(holder) / f"sent{SUFFIX}", Path(holder) / "together"
+        try:
+            together.mkdir()
+            sent.write_bytes(data)
+            target = check(sent)
+            if name != f"{target.name}{SUFFIX}":
+                raise BadCompiled(f"it is called '{shown(name)}' and is for {target.name}")
+            folder.mkdir(parents=True, exist_ok=True)
+            here = folder / name
+            if here.exists():
+                unpack(here, target, together)
+            known = files_in(together)
+            unpack(sent, target, together)
+            if files_in(together) != known:
+                pack(together, target, here)
+            if work := _works.get(here):
+                unpack(sent, target, work.folder)
+        except (BadCompiled, OSError) as error:
+            logger.warning("compiled code from another machine is not used: %s", error)
 
 
 def exported(variable: str = INDUCTOR) -> str:

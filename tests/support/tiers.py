@@ -16,6 +16,10 @@ VARIABLE = "ONEDIFF_GUARD_TIER"  # for drawn cases, which ask when they are impo
 
 # Reads, decides and computes on tensors by itself: loads no pipeline, compiles nothing, starts no ComfyUI.
 CHECK = (
+    "tests/headless/batch/test_affinity.py",
+    "tests/headless/batch/test_batch_jobs.py",
+    "tests/headless/batch/test_course.py",
+    "tests/headless/batch/test_outputs.py",
     "tests/headless/test_compare_picture.py",
     "tests/headless/test_core_nodes.py",
     "tests/headless/test_dynamic_inputs.py",
@@ -40,6 +44,7 @@ FULL = (
     "tests/benchmarks/test_compile_benchmarks.py",
     "tests/comfyui/test_hundred_prompts.py",
     "tests/faults/test_lying_servers.py",
+    "tests/headless/batch/test_batch_faults.py",
 )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TextIO
 
-from ..hosts.result import Progress
+from .hosts.result import Progress
 
 
 class ProgressPrinter:

@@ -1,0 +1,146 @@
+"""A batch of toy jobs in a process of its own, watched, hurt and checked: for tests and for `benchmarks/batch.py`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+HERE = Path(__file__).resolve().parent
+TOYS = "import toy_jobs; toy_jobs.main()"
+REAL = "import sys; from comfyui_onediff_guard.headless.commands import cli; sys.exit(cli.main())"
+HANG_SECONDS = 900.0  # a bound for what would hang
+
+
+@contextmanager
+def surroundings() -> Iterator[dict[str, str]]:
+    """The environment of a batch, with Ray's files in a folder that goes with it. Its sockets need a short path."""
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
+        yield {
+            **os.environ,
+            "PYTHONPATH": path,
+            "RAY_TMPDIR": folder,
+            "RAY_AUTH_TOKEN_PATH": str(Path(folder) / "token"),
+            "RAY_AUTH_MODE": "disabled",
+            "OMP_NUM_THREADS": "1",
+        }
+
+
+@dataclass
+class Batch:
+    """One command, which may be started again and again on one folder."""
+
+    jobs: Path
+    out: Path
+    options: tuple[str, ...]
+    environment: dict[str, str]
+    code: str = TOYS
+    log: Path | None = None  # in which toy jobs say that they begin
+    killed: list[int] = field(default_factory=list)  # workers
+    process: subprocess.Popen[str] | None = None
+
+    def start(self) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", self.code, "batch", str(self.jobs), "--out", str(self.out), *self.options]
+        self.process = subprocess.Popen(
+            [*command, "--json"],
+            cwd=self.jobs.parent,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        return self.process
+
+    def finish(self) -> dict[str, Any]:
+        """What it printed. Whatever it was, its processes are gone then."""
+        assert self.process
+        out, err = self.process.communicate(timeout=HANG_SECONDS)
+        if not out.startswith("{"):
+            raise RuntimeError(
+                f"it ended with {self.process.returncode}, printed {out[:300]!r}, and said: {err[-3000:]}"
+            )
+        return {**json.loads(out), "code": self.process.returncode, "told": err}
+
+    def whole(self) -> list[Path]:
+        return [path.parent for path in self.out.glob("*/job.json")]
+
+    def starts(self) -> list[dict[str, Any]]:
+        """Each beginning of a toy job: seed, process, time."""
+        return (
+            [json.loads(line) for line in self.log.read_text().splitlines()] if self.log and self.log.exists() else []
+        )
+
+    def kill_a_worker(self) -> bool:
+        """Whether one was there that had begun a job, and is killed now."""
+        for start in reversed(self.starts()):
+            pid = start["pid"]
+            with suppress(psutil.Error):
+                if pid not in self.killed and psutil.Process(pid).is_running():
+                    os.kill(pid, signal.SIGKILL)
+                    self.killed.append(pid)
+                    return True
+        return False
+
+    def hurt(self, every: int, driver_at: int, jobs: int) -> int:
+        """Kill a worker after each `every` finished jobs, and the command itself once after `driver_at`; start it again
+        then. Returns once all are whole, or the command ended: how often it was started."""
+        process, next_kill, starts = self.start(), every, 1
+        until = time.monotonic() + HANG_SECONDS
+        while time.monotonic() < until:
+            finished = len(self.whole())
+            if finished >= driver_at and starts == 1:
+                process.kill()
+                process.communicate()
+                process, starts = self.start(), 2
+            elif finished >= next_kill and finished < jobs and self.kill_a_worker():
+                next_kill += every
+            if process.poll() is not None or finished >= jobs:
+                return starts
+            time.sleep(0.02)
+        raise TimeoutError(f"{len(self.whole())} of {jobs} jobs are done after {HANG_SECONDS:g} s")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a folder of toy jobs' outputs holds, against what was asked for."""
+
+    seeds: list[int]  # of outputs that are whole, sorted
+    broken: list[str]  # what is there and not whole
+    redone: int  # beginnings of jobs whose outputs were whole
+    begun: int  # beginnings
+
+    @classmethod
+    def in_(cls, batch: Batch) -> Found:
+        seeds, broken, ends = [], [], dict[int, float]()
+        for folder in batch.out.iterdir():
+            if folder.name in ("parked", ".running"):
+                broken += [str(left) for left in folder.rglob("*.txt")]
+                continue
+            try:
+                record = json.loads((folder / "job.json").read_text())
+                seed = record["workflow"]["1"]["inputs"]["seed"]
+                texts = [(folder / name).read_text() for name in record["files"]]
+                whole = [text.rpartition(" ")[2] for text in texts] == ["0", "1", "2"] and len(texts) == 3
+                others = {path.name for path in folder.iterdir()} - {*record["files"], "job.json"}
+                if others or not whole or any(f" {seed} " not in text for text in texts):
+                    broken.append(folder.name)
+                seeds.append(seed)
+                ends[seed] = (folder / "job.json").stat().st_mtime
+            except (OSError, ValueError, KeyError) as error:
+                broken.append(f"{folder.name}: {error}")
+        starts = batch.starts()
+        redone = sum(start["at"] > ends.get(start["seed"], float("inf")) for start in starts)
+        return cls(sorted(seeds), broken, redone, len(starts))

@@ -1,0 +1,76 @@
+"""The content hash of a job: what its outputs hang on, and nothing else. Its outputs lie under it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from ...trust import paths
+from ..errors import WorkflowError
+from ..hosts import input_images
+from ..workflow.graph import Graph
+from ..workflow.schema import Schema
+
+LENGTH = 32  # hexadecimal digits of it that name a folder: 128 bits
+PACKAGE = "comfyui-onediff-guard"
+
+
+def content_of(graph: Graph, schemas: Mapping[str, Schema], input_dir: Path | None) -> str:
+    """The hash of a workflow with all its settings made, of the images that it names, and of this pack's version.
+
+    In it are every node's type and inputs, by id; not its title, nor how the page lays it out. 20 and 20.0 are the same
+    number. An image counts by its bytes where it lies in `input_dir`, else by its name alone; a model by its name.
+
+    Raises:
+        WorkflowError: an image's name leads out of `input_dir`, or its file is no image.
+    """
+    facts = {
+        "pack": version_that_matters(),
+        "nodes": {node_id: [node["class_type"], node["inputs"]] for node_id, node in graph.to_api().items()},
+        "images": _images(graph, schemas, input_dir) if input_dir else {},
+    }
+    text = json.dumps(_numbers_alike(facts), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:LENGTH]
+
+
+@lru_cache
+def version_that_matters() -> str:
+    """This pack's, without the last of its three numbers: releases that differ in that alone make the same frames."""
+    try:
+        return ".".join(metadata.version(PACKAGE).split(".")[:2])
+    except metadata.PackageNotFoundError:  # a clone that is not installed
+        return ""
+
+
+def _images(graph: Graph, schemas: Mapping[str, Schema], folder: Path) -> dict[str, str]:
+    """The SHA-256 of each image that the workflow names, by its name there."""
+    found: dict[str, str] = {}
+    for node, _, value in input_images.images_of(graph, schemas):
+        name, kind = input_images.folder_of(value)
+        try:
+            path = input_images.find(folder, name) if kind == "input" else None
+        except paths.Outside as fault:
+            raise WorkflowError(f"{node.label}: {fault}. Images are read from --input {folder} only.") from None
+        if path is not None:
+            state = path.stat()
+            found[value] = _digest(path, state.st_mtime_ns, state.st_size)
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _digest(path: Path, _changed: int, _size: int) -> str:
+    return hashlib.sha256(input_images.read(path)).hexdigest()
+
+
+def _numbers_alike(value: Any) -> Any:
+    """The same, with whole numbers as such: pages write 1 where others write 1.0."""
+    if isinstance(value, dict):
+        return {name: _numbers_alike(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_numbers_alike(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -1,0 +1,158 @@
+"""The course of a batch: jobs are read as there is room, go to the workers that suit them, and are tried again, or
+parked, where that fails.
+
+It holds a window of jobs and no more, whatever the file's length. All else that it knows is in the folder of outputs.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from ..errors import HostError, OutputError
+from .affinity import Landing, Warmth, choose
+from .crew import Crew, Event, Worker
+from .jobs import Job
+from .outputs import MAX_ERROR, Outputs, Parked
+from .tally import Tally
+from .window import Window
+from .work import Away, Done, Failed, Lost, Stopped
+
+PATIENCE = 8.0  # warm jobs that getting warm takes the time of, until both were measured
+LOOK_SECONDS = 1.0  # between two looks at what takes too long
+LATE_SECONDS = 60.0  # beyond --timeout, after which a worker is ended that did not stop by itself
+WAIT_SECONDS = 30.0  # without any worker, after which that is said
+
+
+@dataclass
+class Costs:
+    """What getting warm costs, in warm jobs, from the jobs that ran: means of the latest."""
+
+    warm: deque[float] = field(default_factory=lambda: deque(maxlen=50))
+    cold: deque[float] = field(default_factory=lambda: deque(maxlen=20))
+
+    def add(self, done: Done) -> None:
+        (self.warm if done.landing is Landing.WARM else self.cold).append(done.seconds)
+
+    def patience(self) -> float:
+        if not (self.warm and self.cold):
+            return PATIENCE
+        warm, cold = (sum(seconds) / len(seconds) for seconds in (self.warm, self.cold))
+        return max((cold - warm) / warm, 1.0) if warm else PATIENCE
+
+
+@dataclass
+class Course:
+    window: Window
+    crew: Crew
+    outputs: Outputs
+    tally: Tally
+    attempts: int = 3  # that end with their worker, before a job is parked
+    timeout: float | None = None  # seconds for one job
+    now: Callable[[], float] = time.monotonic
+    _running: dict[str, tuple[Worker, Job, float]] = field(default_factory=dict)  # content → who, what, since when
+    _idle: dict[int, Worker] = field(default_factory=dict)
+    _owners: Counter[Warmth] = field(default_factory=Counter)
+    _costs: Costs = field(default_factory=Costs)
+    _left: dict[int, str] = field(default_factory=dict)  # workers that are of no more use, and why
+
+    def run(self) -> None:
+        """Until no job is left.
+
+        Raises:
+            OutputError: nothing can be written.
+            HostError: no worker is left.
+        """
+        quiet_since = self.now()
+        while self.window.fill(self._running) or self._running:
+            self._hand_out()
+            if len(self._left) == len(self.crew.workers):
+                raise HostError(f"No worker is left to run jobs on. {'; '.join([*self._left.values()][:3])}.")
+            try:
+                self._take(self.crew.events.get(timeout=LOOK_SECONDS))
+                quiet_since = self.now()
+            except queue.Empty:
+                quiet_since = self._look(quiet_since)
+
+    def _hand_out(self) -> None:
+        for number, worker in list(self._idle.items()):
+            place = choose(self.window.warmths, worker.warm, self._owners, self._costs.patience())
+            if place is None and self.window and not self._running:  # nobody works who could be waited for
+                place = 0
+            if place is None:
+                continue
+            job = self.window.take(place)
+            del self._idle[number]
+            self._warm(worker, {*worker.warm, job.warmth})
+            self._running[job.content] = worker, job, self.now()
+            worker.start(job)
+
+    def _take(self, event: Event) -> None:
+        worker, job, outcome = event
+        if job is None:
+            self._greet(worker, outcome)
+            return
+        self._running.pop(job.content, None)
+        if isinstance(outcome, (Done, Failed)):
+            self._warm(worker, outcome.warm)
+            self._idle[id(worker)] = worker
+        if isinstance(outcome, Done):
+            self._costs.add(outcome)
+            self.outputs.unpark(job.content)
+            self.tally.finished(job, worker.name, outcome)
+        elif isinstance(outcome, Failed):
+            self._park(job, outcome.error, job.attempts + 1)
+        elif isinstance(outcome, Stopped):
+            raise OutputError(outcome.error)
+        elif isinstance(outcome, (Lost, Away)):
+            self._again(worker, job, outcome)
+
+    def _again(self, worker: Worker, job: Job, outcome: Lost | Away) -> None:
+        self._warm(worker, ())
+        worker.renew()
+        if isinstance(outcome, Away):
+            self.window.put(job)
+            self.tally.say(f"{worker.name} is away: {outcome.reason}")
+            return
+        tried = replace(job, attempts=job.attempts + 1)
+        again = tried.attempts < self.attempts
+        self.tally.lost_worker(job, worker.name, outcome.reason, again=again)
+        if again:
+            self.window.put(tried)
+        else:
+            times = "once" if tried.attempts == 1 else f"{tried.attempts} times"
+            self._park(job, f"It ended its worker {times}, at last so: {outcome.reason}", tried.attempts)
+
+    def _park(self, job: Job, error: str, attempts: int) -> None:
+        self.outputs.park(Parked(content=job.content, name=job.name[:400], error=error[:MAX_ERROR], attempts=attempts))
+        self.tally.gave_up(job, error)
+
+    def _greet(self, worker: Worker, outcome: object) -> None:
+        if worker.ready:
+            self._idle[id(worker)] = worker
+        elif isinstance(outcome, Lost):
+            self._left[id(worker)] = f"{worker.name}: {outcome.reason}"
+            self.tally.say(f"{worker.name} is of no use: {outcome.reason}")
+        else:
+            worker.renew()
+
+    def _warm(self, worker: Worker, warm: Iterable[Warmth]) -> None:
+        """Note for what a worker is warm from now on."""
+        self._owners.subtract(worker.warm)
+        worker.warm = frozenset(warm)
+        self._owners.update(worker.warm)
+        self._owners = +self._owners
+
+    def _look(self, quiet_since: float) -> float:
+        now = self.now()
+        if self.timeout:
+            for worker, _, since in self._running.values():
+                if now - since > self.timeout + LATE_SECONDS:
+                    worker.end()
+        if not self._running and now - quiet_since > WAIT_SECONDS:
+            self.tally.say("Waiting for a worker: none is ready. Are all GPUs of the cluster taken?")
+            return now
+        return quiet_since

@@ -1,0 +1,1 @@
+"""The kinds of workers: actors of Ray, and running ComfyUIs."""

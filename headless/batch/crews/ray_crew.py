@@ -1,0 +1,267 @@
+"""Ray's actors as workers, one a GPU. Ray starts and places their processes and carries what goes between them."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Generator
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from queue import SimpleQueue
+from typing import Any
+
+from ....trust.text import shown
+from ...errors import HostError, WorkflowError
+from ..affinity import Warmth
+from ..content import version_that_matters
+from ..crew import Event
+from ..jobs import Job
+from ..work import Done, Lost, Outcome
+from .ray_actor import Actor, Hello, Setup
+
+logger = logging.getLogger(__name__)
+
+INSTALL = 'pip install "comfyui-onediff-guard[scale]", or in a clone: pip install ".[scale]"'
+STORE_BYTES = 256 * 2**20  # of a Ray that is started here, for compiled code and results on their way
+CONNECT_SECONDS = 10.0
+MAX_STARTS = 3  # of one worker in a row that end before it is ready
+CODES = 64  # files of compiled code that are remembered for workers that begin later
+NO_STATISTICS = {"RAY_USAGE_STATS_ENABLED": "0"}  # Ray would send some to its makers
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Which Ray, and how it is used."""
+
+    address: str | None = None  # None: one that is started here and ends with the command
+    workers: int | None = None  # None: one a GPU, or where there is none, one
+    dashboard: bool = False  # of the Ray that is started here
+    verbose: bool = False
+
+
+def require() -> Any:
+    """Ray. Raises WorkflowError where it is not installed."""
+    try:
+        return import_module("ray")
+    except ImportError as error:
+        raise WorkflowError(
+            f"'batch' runs jobs with Ray, which is not installed here ({error}). Install it: {INSTALL}. "
+            "Or name running ComfyUIs with --server URL, which needs no Ray."
+        ) from error
+
+
+@contextmanager
+def connected(cluster: Cluster) -> Generator[Any]:
+    """A Ray, at `cluster.address` or started here; left, or ended, at the end. What it prints of those that ended goes
+    to standard error, or nowhere: standard output is the command's.
+
+    Raises:
+        WorkflowError: Ray is not installed.
+        HostError: it does not answer there, or does not start.
+    """
+    ray = require()
+    _check_address(cluster.address)
+    own: dict[str, Any] = {"address": cluster.address}
+    if not cluster.address:
+        own = {
+            "address": "local",
+            "num_cpus": max(cluster.workers or 1, os.cpu_count() or 1),
+            "object_store_memory": STORE_BYTES,
+            "include_dashboard": cluster.dashboard,
+        }
+    with ExitStack() as held:
+        held.enter_context(redirect_stdout(sys.stderr if cluster.verbose else _Nowhere()))
+        with _variables({} if cluster.address else NO_STATISTICS), _signals_kept():
+            context = _begun(ray, cluster, own)
+        held.callback(_end, ray)
+        if cluster.dashboard and (url := getattr(context, "dashboard_url", "")):
+            logger.warning("Ray's dashboard: http://%s", url)
+        yield ray
+
+
+def _check_address(address: str | None) -> None:
+    """Ask at an address whether anybody listens, since Ray itself asks for minutes."""
+    if address in (None, "auto", "local"):
+        return
+    host, _, port = address.rpartition(":")
+    if "://" in address or not (host and port.isdecimal() and 0 < int(port[:6]) < 2**16):
+        raise WorkflowError(
+            f"--ray {shown(address)}: expected HOST:PORT as `ray start` prints it, for example 10.0.0.1:6379, or auto."
+        )
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+    except OSError as error:
+        raise HostError(
+            f"No Ray answers at {address} ({error.strerror or error}). Start one there with `ray start --head`, check "
+            "the address, or leave out --ray to have one started."
+        ) from error
+
+
+def _begun(ray: Any, cluster: Cluster, own: dict[str, Any]) -> Any:
+    try:
+        return ray.init(
+            **own,
+            namespace="onediff-guard",
+            log_to_driver=cluster.verbose,
+            logging_level=logging.INFO if cluster.verbose else logging.ERROR,
+        )
+    except Exception as error:  # its own kinds, and those of what it calls
+        where = f"at {cluster.address}" if cluster.address else "here"
+        ray.shutdown()
+        raise HostError(
+            f"No Ray {'answers' if cluster.address else 'starts'} {where} ({type(error).__name__}: {error}). "
+            "Check the address, and that all machines have the same Ray, Python and ~/.ray/auth_token; or leave "
+            "out --ray to have one started."
+        ) from error
+
+
+def _end(ray: Any) -> None:
+    with suppress(Exception):  # a cluster that is gone
+        ray.shutdown()
+
+
+class _Nowhere(io.TextIOBase):
+    def write(self, text: str, /) -> int:
+        return len(text)
+
+
+class RayCrew:
+    """Workers of a cluster. A context manager that ends them."""
+
+    def __init__(self, ray: Any, setup: Setup, workers: int | None) -> None:
+        self.events: SimpleQueue[Event] = SimpleQueue()
+        self.ray = ray
+        self.codes: OrderedDict[tuple[str, str], Any] = OrderedDict()  # (its name, node that has it) → reference
+        gpus = int(ray.cluster_resources().get("GPU", 0))
+        options: dict[str, Any] = {"num_gpus": 1, "num_cpus": 0} if gpus else {"num_cpus": 1}
+        make = ray.remote(Actor).options(max_restarts=0, **options)
+        self.workers = [RayWorker(self, make, setup, number) for number in range(workers or gpus or 1)]
+
+    def __enter__(self) -> RayCrew:
+        for worker in self.workers:
+            worker.begin()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        for worker in self.workers:
+            worker.end()
+
+    def learn_code(self, name: str, node: str, reference: Any) -> None:
+        """Compiled code that workers on other machines are to have."""
+        self.codes[name, node] = reference
+        self.codes.move_to_end((name, node))
+        while len(self.codes) > CODES:
+            self.codes.popitem(last=False)
+
+
+class RayWorker:
+    """One place for an actor, and the actor that is there."""
+
+    def __init__(self, crew: RayCrew, make: Any, setup: Setup, number: int) -> None:
+        self.name = f"worker {number + 1}"
+        self.ready = False
+        self.warm: Collection[Warmth] = ()
+        self._crew, self._make, self._setup = crew, make, setup
+        self._actor: Any = None
+        self._node = ""
+        self._starts = 0
+        self._given: dict[tuple[str, str], Any] = {}  # compiled code that this actor was sent
+
+    def begin(self) -> None:
+        """Have Ray make an actor. An event tells when it is ready."""
+        self._actor = self._make.remote(self._setup)
+        self._starts += 1
+        hello = self._actor.hello.options(name="hello").remote(version_that_matters())
+        hello.future().add_done_callback(partial(self._greeted, self._actor))
+
+    def start(self, job: Job) -> None:
+        codes = self._codes()
+        call = self._actor.run.options(name=f"{job.name} {job.content[:8]}")
+        call.remote(job, *codes).future().add_done_callback(partial(self._ended, job))
+
+    def renew(self) -> None:
+        self.end()
+        self.ready, self.warm, self._node, self._given = False, (), "", {}
+        self.begin()
+
+    def end(self) -> None:
+        with suppress(Exception):  # it is gone, or the cluster is
+            self._crew.ray.kill(self._actor)
+
+    def _codes(self) -> list[Any]:
+        """References to code that other machines compiled and this one has not been sent."""
+        news = {
+            key: reference
+            for key, reference in self._crew.codes.items()
+            if key[1] != self._node and self._given.get(key) is not reference
+        }
+        self._given |= news
+        return list(news.values())
+
+    def _greeted(self, actor: Any, future: Any) -> None:
+        try:
+            hello: Hello = future.result()
+        except Exception as error:  # noqa: BLE001 - of Ray's kinds: it died, or its class cannot be loaded there
+            if actor is self._actor:
+                last = self._starts >= MAX_STARTS or not _died(error)
+                reason = _in_words(error)
+                self._crew.events.put(Event(self, None, Lost(reason) if last else None))
+            return
+        self._starts = 0
+        self.name, self._node = hello.name, hello.node
+        self.ready = not hello.trouble
+        self._crew.events.put(Event(self, None, Lost(hello.trouble) if hello.trouble else None))
+
+    def _ended(self, job: Job, future: Any) -> None:
+        try:
+            outcome: Outcome = future.result()
+        except Exception as error:  # noqa: BLE001 - of Ray's kinds
+            outcome = Lost(_in_words(error))
+        if isinstance(outcome, Done) and outcome.code:
+            fetched = self._actor.code.options(name=f"compiled code {outcome.code}").remote(outcome.code)
+            self._crew.learn_code(outcome.code, self._node, fetched)
+        self._crew.events.put(Event(self, job, outcome))
+
+
+def _died(error: Exception) -> bool:
+    from ray.exceptions import RayActorError, RayTaskError
+
+    return isinstance(error, RayActorError) and not isinstance(error, RayTaskError)
+
+
+def _in_words(error: Exception) -> str:
+    """Ray's words, without its advice and traces of the whole."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines)[:1000] or type(error).__name__
+
+
+@contextmanager
+def _variables(values: dict[str, str]) -> Generator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+
+
+@contextmanager
+def _signals_kept() -> Generator[None]:
+    """Ray answers SIGTERM in its own way, and leaves that so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    kinds = [kind for name in ("SIGINT", "SIGTERM") if (kind := getattr(signal, name, None))]
+    with ExitStack() as restored:
+        for kind in kinds:
+            restored.callback(signal.signal, kind, signal.getsignal(kind))
+        yield

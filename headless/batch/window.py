@@ -1,0 +1,55 @@
+"""The jobs that wait, as many as a worker has to choose from and no more, whatever the length of the file."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from .affinity import Warmth
+from .jobs import Job
+from .outputs import Outputs
+from .tally import Tally
+
+SIZE = 256  # jobs
+
+
+class Window:
+    """Jobs that were read, neither done nor parked, each content once.
+
+    Args:
+        jobs: all of them.
+        retry: also those that an earlier run parked.
+    """
+
+    def __init__(self, jobs: Iterator[Job], outputs: Outputs, tally: Tally, *, retry: bool = False) -> None:
+        self._jobs, self._outputs, self._tally, self._retry = jobs, outputs, tally, retry
+        self._waiting: list[Job] = []
+        self._contents: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def warmths(self) -> list[Warmth]:
+        """What those that wait need, the oldest first."""
+        return [job.warmth for job in self._waiting]
+
+    def fill(self, running: Collection[str] = ()) -> bool:
+        """Read jobs until there are enough, and say whether any waits. running: contents of jobs on their way."""
+        while len(self._waiting) < SIZE and (job := next(self._jobs, None)) is not None:
+            if job.content in self._contents or job.content in running or self._outputs.has(job.content):
+                self._tally.skipped(job, "")
+            elif (parked := self._outputs.parked(job.content)) and not self._retry:
+                self._tally.skipped(job, parked.error)
+            else:
+                self.put(job, -1)
+        return bool(self._waiting)
+
+    def put(self, job: Job, place: int = 0) -> None:
+        """Have a job wait: before all others, or after them at -1."""
+        self._waiting.insert(len(self._waiting) if place < 0 else place, job)
+        self._contents.add(job.content)
+
+    def take(self, place: int) -> Job:
+        job = self._waiting.pop(place)
+        self._contents.discard(job.content)
+        return job

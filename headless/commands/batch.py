@@ -1,0 +1,175 @@
+"""`onediff-guard batch`: the jobs of a file, over the GPUs of a Ray cluster or over running ComfyUIs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from ..batch.course import Course
+from ..batch.crew import Crew
+from ..batch.crews.ray_actor import Setup
+from ..batch.crews.ray_crew import Cluster, RayCrew, connected, require
+from ..batch.jobs import JobsFile, Read
+from ..batch.outputs import PARKED, Outputs
+from ..batch.tally import Tally
+from ..batch.window import Window
+from ..errors import RunFailedError, WorkflowError
+from ..hosts.chosen import DEFAULT_INPUT, DEFAULT_MODELS, Host, seconds
+from ..hosts.local import read_local, run_local
+from . import answer
+
+DEFAULT_OUTPUT = Path("output") / "batch"
+MAX_WORKERS = 10_000
+SHOWN = 20  # faults in the summary
+LOCAL = Host(read_local, run_local)  # what a worker of Ray runs jobs on
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("jobs", type=Path, metavar="JOBS.jsonl", help="one JSON object a line: a workflow, what to set")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=DEFAULT_OUTPUT,
+        metavar="DIR",
+        help=f"a folder for each job, by the hash of its content (default: {DEFAULT_OUTPUT.as_posix()})",
+    )
+    parser.add_argument(
+        "--workflows", type=Path, metavar="DIR", help="the workflows that lines name (default: the folder of the file)"
+    )
+    parser.add_argument(
+        "--models",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="as of `run`; there on every machine; may be repeated",
+    )
+    parser.add_argument("--input", type=Path, metavar="DIR", help="images that workflows name, as of `run`")
+    parser.add_argument(
+        "--ray", metavar="ADDRESS", help="a running Ray, for example 10.0.0.1:6379 or auto (default: one is started)"
+    )
+    parser.add_argument(
+        "--server",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="run on this ComfyUI, without Ray; may be repeated, for ComfyUIs with the same nodes and models",
+    )
+    parser.add_argument(
+        "--workers", type=_count(MAX_WORKERS), metavar="N", help="of Ray (default: one a GPU; without any, one)"
+    )
+    parser.add_argument(
+        "--hold", type=_count(64), default=1, metavar="N", help="models that a worker keeps loaded (default: 1)"
+    )
+    parser.add_argument(
+        "--attempts",
+        type=_count(100),
+        default=3,
+        metavar="N",
+        help="how often a job may end its worker before it is given up (default: 3)",
+    )
+    parser.add_argument("--retry", action="store_true", help="try jobs again that an earlier run gave up")
+    parser.add_argument("--timeout", type=seconds, metavar="S", help="stop a job after this many seconds")
+    parser.add_argument("--dashboard", action="store_true", help="start Ray's dashboard, too (needs ray[default])")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the jobs and print what came of them; the exit code."""
+    with answer.errors_told(args.json):
+        tally = _run(args)
+    error, facts = None, {"folder": args.out, **tally.facts()}
+    if bad := tally.failed + tally.parked:
+        error = RunFailedError(
+            f"{bad:,} of {tally.total:,} jobs failed; {args.out / PARKED} says why. The same command with --retry "
+            "tries them again."
+        )
+    if not args.json:
+        print(tally.summary())
+        for fault in tally.faults[:SHOWN]:
+            print(f"  {fault['name']} ({fault['content']}): {fault['error']}")
+        print(args.out)
+    elif error:
+        answer.failed(error, **facts)
+    else:
+        answer.done(**facts)
+    if error:
+        raise error
+    return 0
+
+
+def _run(args: argparse.Namespace) -> Tally:
+    _check(args)
+    outputs = Outputs(args.out.resolve())
+    jobs = _jobs(args)
+    tally = Tally(jobs.count(), sys.stderr)
+    outputs.ensure()
+    window = Window(iter(jobs), outputs, tally, retry=args.retry)
+    if not window.fill():
+        return tally
+    try:
+        with _crew(args, outputs) as crew:
+            Course(window, crew, outputs, tally, args.attempts, args.timeout).run()
+    except KeyboardInterrupt:
+        tally.say("Stopping. What is done is whole, and the same command goes on from there.")
+        raise
+    return tally
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises WorkflowError: options that do not go together, or Ray is not installed."""
+    if not args.server:
+        require()
+        return
+    for name in ("ray", "models", "workers", "dashboard"):
+        if getattr(args, name):
+            raise WorkflowError(f"--{name} has no meaning with --server: the servers have their own models and GPUs.")
+
+
+def _jobs(args: argparse.Namespace) -> JobsFile:
+    read: Read = LOCAL.read
+    input_dir = args.input or (None if args.server else DEFAULT_INPUT)
+    if args.server:
+        from ..server.follow import read_for_server
+
+        read = partial(read_for_server, url=args.server[0], timeout=args.timeout)
+    folder = args.workflows or args.jobs.parent
+    return JobsFile(args.jobs, workflows=folder, input_dir=input_dir, read=read)
+
+
+@contextmanager
+def _crew(args: argparse.Namespace, outputs: Outputs) -> Generator[Crew]:
+    if args.server:
+        from ..batch.crews.server_crew import ServerCrew
+
+        with ServerCrew(args.server, outputs, args.input, args.timeout) as servers:
+            yield servers
+        return
+    cluster = Cluster(args.ray, args.workers, args.dashboard, args.verbose)
+    with connected(cluster) as ray, outputs.token() as token:
+        setup = Setup(
+            models=tuple(folder.resolve() for folder in args.models or [DEFAULT_MODELS]),
+            input_dir=(args.input or DEFAULT_INPUT).resolve(),
+            output_dir=outputs.folder,
+            token=token,
+            hold=args.hold,
+            timeout=args.timeout,
+            run=LOCAL.run,
+        )
+        with RayCrew(ray, setup, args.workers) as actors:
+            yield actors
+
+
+def _count(most: int) -> Callable[[str], int]:
+    """A type of argument: from 1 to `most`."""
+
+    def count(text: str) -> int:
+        if not (text.isdecimal() and 1 <= int(text[:9]) <= most):
+            raise argparse.ArgumentTypeError(f"found {text!r}, expected a number from 1 to {most:,}")
+        return int(text)
+
+    return count

@@ -1,0 +1,207 @@
+"""A file of jobs: what a line may say, what comes of it, and by which hash it is known."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import toy_jobs
+from comfyui_onediff_guard.headless.batch import content
+from comfyui_onediff_guard.headless.batch.content import content_of
+from comfyui_onediff_guard.headless.batch.jobs import MAX_LINE, JobsFile
+from comfyui_onediff_guard.headless.errors import WorkflowError
+from comfyui_onediff_guard.headless.hosts.local import read_local
+from comfyui_onediff_guard.headless.workflow.graph import read_json
+from PIL import Image
+
+JobsOf = Callable[..., JobsFile]
+
+
+def line(**more: Any) -> dict[str, Any]:
+    return {"workflow": toy_jobs.workflow(), **more}
+
+
+def values(job: Any, *names: str) -> tuple[Any, ...]:
+    return tuple(job.graph.nodes["1"].inputs[name] for name in names)
+
+
+def test_a_line_is_a_workflow_and_what_is_set_in_it(jobs_file: JobsOf, tmp_path: Path) -> None:
+    (tmp_path / "toy.json").write_text(json.dumps(toy_jobs.workflow()))
+    file = jobs_file({"workflow": "toy.json", "set": ["1.seed=7", "Busy.model=b"], "name": "seven"}, line())
+    first, second = file
+    assert file.count() == 2
+    assert (first.name, second.name) == ("seven", "line 2")
+    assert values(first, "seed", "model") == (7, "b") and values(second, "seed", "model") == (0, "a")
+
+
+def test_a_matrix_is_every_combination_and_what_is_compiled_changes_least_often(jobs_file: JobsOf) -> None:
+    matrix = {"inputs": {"1.model": ["a", "b"], "Busy.width": [8, 16]}, "seeds": {"first": 5, "count": 3}}
+    file = jobs_file(line(matrix=matrix, name="all"))
+    found = list(file)
+    assert file.count() == len(found) == 12
+    assert [values(job, "model", "width", "seed") for job in found] == [
+        *itertools.product(("a", "b"), (8, 16), (5, 6, 7))
+    ]
+    assert [job.name for job in found[:2]] == ["all #1", "all #2"]
+    assert len({job.content for job in found}) == 12
+    assert len({job.warmth for job in found}) == 4
+
+
+def test_the_axes_that_a_matrix_names_find_their_inputs(root: Path, tmp_path: Path) -> None:
+    matrix = {
+        "prompts": ['"quoted"', "1e3"],
+        "seeds": [1, 2**63],
+        "sizes": ["96x64x9", "128x96"],
+        "precisions": ["bf16", "fp32"],
+    }
+    file = toy_jobs.write_jobs(tmp_path / "jobs", [{"workflow": "cogvideox_text_to_video.json", "matrix": matrix}])
+    jobs = JobsFile(file, workflows=root / "workflows" / "api", input_dir=None, read=read_local)
+    found = [job.graph for job in jobs]
+    assert len(found) == 16
+    seen = [
+        (
+            graph.nodes["1"].inputs["precision"],
+            tuple(graph.nodes["4"].inputs[name] for name in ("width", "height", "frames")),
+            graph.nodes["3"].inputs["prompt"],
+            graph.nodes["4"].inputs["seed"],
+        )
+        for graph in found
+    ]
+    sizes = [(96, 64, 9), (128, 96, 49)]  # the second says nothing of frames
+    assert seen == [*itertools.product(("bf16", "fp32"), sizes, ('"quoted"', "1e3"), (1, 2**63))]
+    assert {graph.nodes["4"].inputs["precision"] for graph in found} == {"inherit"}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "line 1: it is not JSON"),
+        ("[]", "line 1: it is .*: input should be an object"),
+        ('{"set": []}', "line 1: workflow is missing"),
+        ('{"workflow": "a.json", "sets": []}', "line 1: sets is "),
+        ('{"workflow": 5}', "line 1: workflow"),
+        ('{"workflow": "../a.json"}', r"line 1: '../a.json' leads out of its folder.*--workflows"),
+        ('{"workflow": "/etc/passwd"}', "line 1: '/etc/passwd' leads out of its folder"),
+        ('{"workflow": "nowhere.json"}', "line 1: Cannot read the workflow"),
+        ('{"workflow": {}}', "line 1: The workflow is empty"),
+        ('{"workflow": TOY, "set": ["seed=1"]}', "line 1: --set seed=1: expected NODE.INPUT=VALUE"),
+        ('{"workflow": TOY, "set": ["9.seed=1"]}', "line 1: The workflow has no node '9'"),
+        ('{"workflow": TOY, "matrix": {"seeds": ["1"]}}', "line 1: matrix.seeds"),
+        ('{"workflow": TOY, "matrix": {"seeds": [-1]}}', "line 1: matrix.seeds"),
+        ('{"workflow": TOY, "matrix": {"seeds": {"first": 18446744073709551615, "count": 2}}}', "Seeds go up to"),
+        ('{"workflow": TOY, "matrix": {"seeds": {"count": 0}}}', "line 1: matrix.seeds"),
+        ('{"workflow": TOY, "matrix": {"sizes": ["8x"]}}', "line 1: matrix.sizes"),
+        ('{"workflow": TOY, "matrix": {"sizes": ["8x8"]}}', '"sizes" means the one node .* Found: none'),
+        ('{"workflow": TOY, "matrix": {"prompts": ["a"]}}', '"prompts" means the one node .* Found: none'),
+        ('{"workflow": TOY, "matrix": {"precisions": ["fp32"]}}', "sets no precision"),
+        ('{"workflow": TOY, "matrix": {"inputs": {"1.no": [1]}}}', "has no input 'no'"),
+        ('{"workflow": TOY, "matrix": {"inputs": {"1.model": []}}}', "has no value for 1.model"),
+        ('{"workflow": TOY, "matrix": {"seeds": {"count": 5000000}, "inputs": {"1.width": [1, 2, 3]}}}', "15,000,000"),
+        ('\n\n{"workflow": 5}', "line 3: workflow"),
+        ("", "holds no jobs"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_runs(jobs_file: JobsOf, text: str, says: str) -> None:
+    file = jobs_file(text.replace("TOY", json.dumps(toy_jobs.workflow())))
+    with pytest.raises(WorkflowError, match=says):
+        file.count()
+
+
+def test_a_file_that_is_none_is_refused(jobs_file: JobsOf, tmp_path: Path) -> None:
+    file = jobs_file("")
+    file.file = tmp_path
+    with pytest.raises(WorkflowError, match="Found no file of jobs"):
+        file.count()
+    file.file = tmp_path / "long"
+    file.file.write_bytes(b" " * (MAX_LINE + 2))
+    with pytest.raises(WorkflowError, match="a line of more than"):
+        file.count()
+
+
+def test_a_link_out_of_the_folder_of_workflows_is_refused(jobs_file: JobsOf, tmp_path: Path) -> None:
+    outside = tmp_path / "outside.json"
+    outside.write_text(json.dumps(toy_jobs.workflow()))
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    (inside / "link.json").symlink_to(outside)
+    with pytest.raises(WorkflowError, match="through a link"):
+        jobs_file({"workflow": "link.json"}, workflows=inside).count()
+
+
+def test_jobs_are_made_when_they_are_asked_for(jobs_file: JobsOf) -> None:
+    """A million jobs take no more memory than a few."""
+    file = jobs_file(line(matrix={"seeds": {"count": 1_000_000}}))
+    assert file.count() == 1_000_000
+    jobs = iter(file)
+    next(jobs)
+    tracemalloc.start()
+    try:
+        for _ in range(200):
+            next(jobs)
+        before, _ = tracemalloc.get_traced_memory()
+        for _ in range(2000):
+            next(jobs)
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 100_000
+
+
+def hash_of(workflow: dict[str, Any], input_dir: Path | None = None) -> str:
+    return content_of(*read_local(workflow), input_dir)
+
+
+def test_the_hash_is_of_what_the_outputs_hang_on(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def workflow(**sampler: Any) -> dict[str, Any]:
+        made = json.loads((root / "workflows/api/cogvideox_text_to_video.json").read_text())
+        made["4"]["inputs"].update(sampler)
+        return made
+
+    first = hash_of(workflow())
+    assert len(first) == 32 and first == hash_of(workflow())
+    assert first == hash_of(workflow(steps=50.0, guidance_scale=6)), "the same numbers"
+    retitled = workflow()
+    retitled["4"]["_meta"]["title"] = "Another"
+    assert first == hash_of(dict(reversed(retitled.items()))), "titles and order do not matter"
+    others = [hash_of(workflow(seed=43)), hash_of(workflow(steps=50.5)), hash_of(workflow(scheduler="DPM"))]
+    assert len({first, *others}) == 4
+    ui = hash_of(dict(read_json(root / "workflows/cogvideox_text_to_video.json")))
+    assert ui == first, "both formats of a workflow are the same job"
+    monkeypatch.setattr(content, "version_that_matters", lambda: "9.9")
+    assert hash_of(workflow()) != first
+
+
+def test_an_image_counts_by_its_bytes(tmp_path: Path) -> None:
+    workflow = {
+        "1": {"class_type": "LoadImage", "inputs": {"image": "a.png"}},
+        "2": {"class_type": "SaveImage", "inputs": {"images": ["1", 0], "filename_prefix": "x"}},
+    }
+    missing = hash_of(workflow, tmp_path)
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "a.png")
+    red = hash_of(workflow, tmp_path)
+    Image.new("RGB", (8, 8), "blue").save(tmp_path / "b.png")
+    assert hash_of(workflow, tmp_path) == red
+    (tmp_path / "b.png").replace(tmp_path / "a.png")
+    blue = hash_of(workflow, tmp_path)
+    assert len({missing, red, blue}) == 3
+    (tmp_path / "a.png").write_text("no image")
+    with pytest.raises(WorkflowError, match="is no image"):
+        hash_of(workflow, tmp_path)
+    workflow["1"]["inputs"]["image"] = "../a.png"  # pyright: ignore[reportArgumentType]
+    with pytest.raises(WorkflowError, match="leads out of its folder"):
+        hash_of(workflow, tmp_path)
+
+
+def test_a_patch_release_is_the_same_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for version in ("1.2.3", "1.2.4", "1.3.0"):
+        content.version_that_matters.cache_clear()
+        monkeypatch.setattr(content.metadata, "version", lambda _, version=version: version)
+        found.append(content.version_that_matters())
+    content.version_that_matters.cache_clear()
+    assert found == ["1.2", "1.2", "1.3"]
