@@ -21,6 +21,7 @@ HEAVY = {
     "nexfort",
     "pydantic",
     "torch",
+    "torchao",
     "transformers",
 }
 COMFYUI = {
@@ -49,7 +50,11 @@ BELOW = {  # layer → those of ours that it may import from
     "trust": set(),
 }
 # demo/ builds a model's folder from their own classes; headless/ has them show no bars
-LIBRARIES_FOR = {"diffusers": {"demo", "headless", "pipelines"}, "transformers": {"demo", "headless", "pipelines"}}
+LIBRARIES_FOR = {
+    "diffusers": {"demo", "headless", "pipelines"},
+    "transformers": {"demo", "headless", "pipelines"},
+    "torchao": {"precision"},
+}
 
 UNKNOWN = "?"  # in place of a name that only shows when it runs
 

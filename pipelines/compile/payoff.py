@@ -110,7 +110,7 @@ def _known(handle: PipelineHandle, request: Precision | None) -> Measured:
     from ...precision.policy import Component
 
     plan = handle.plan(Component.DENOISER, request)
-    key = plan.dtype, plan.wide, handle.compile_options
+    key = plan.numerics, plan.wide, handle.compile_options
     return _MEASURED.setdefault(handle.store, {}).setdefault(key, Measured())
 
 
@@ -128,7 +128,7 @@ def _at_hand(handle: PipelineHandle, request: Precision | None) -> bool:
     from .target import target_of
 
     store, plan = handle.store, handle.plan(Component.DENOISER, request)
-    how = (handle.backend.name, handle.compile_options, plan.dtype)
+    how = (handle.backend.name, handle.compile_options, plan.numerics)
     if any(key[2:5] == how for key in store.compiled):
         return True
     if handle.compiled is None or handle.backend.name != "inductor":
