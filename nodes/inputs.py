@@ -14,7 +14,8 @@ CATEGORY = "OneDiff Guard"
 LOAD, SAMPLE, GUARD, DIAGNOSE, NATIVE = (
     f"{CATEGORY}/{part}" for part in ("Load", "Sample", "Guard", "Diagnose", "Native")
 )
-PRECISIONS = ("auto", "bf16", "fp16", "fp16 (plain)", "fp32")
+NATIVE_PRECISIONS = ("auto", "bf16", "fp16", "fp16 (plain)", "fp32")  # of ComfyUI's own models, which it quantises
+PRECISIONS = (*NATIVE_PRECISIONS, "fp8", "int8")
 BACKENDS = ("auto", "oneflow", "nexfort", "inductor", "eager")
 COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
 ATTENTIONS = ("auto", "measured", "flash", "cudnn", "efficient", "math")
@@ -37,7 +38,9 @@ PROBED_STEPS = "Steps of a whole schedule, from noise to result, all measured. M
 
 _PRECISION_TIP = (
     "auto: the right one for this card and model, with the reason in the report. bf16, fp16: guarded, a failing step "
-    "is rerun in fp32. fp16 (plain): neither guarded nor made safe, for comparison. fp32: slow, twice the memory."
+    "is rerun in fp32. fp16 (plain): neither guarded nor made safe, for comparison. fp32: slow, twice the memory. "
+    "fp8 (from RTX 40 on), int8 (from RTX 30 on): bf16 with the denoiser's large linear layers quantised, for speed; "
+    "needs torchao, and half as much memory again for its weights."
 )
 
 
@@ -64,7 +67,7 @@ def native_precision() -> tuple[list[str], dict[str, Any]]:
         "overflows nowhere; the reason is shown on this node. fp16: products in fp16, scaled so that they fit, all "
         "else in float32. bf16: the same in bf16. fp16 (plain): ComfyUI's own, not guarded, for comparison. fp32: slow."
     )
-    return [INHERIT, *PRECISIONS], {"default": INHERIT, "tooltip": tip}
+    return [INHERIT, *NATIVE_PRECISIONS], {"default": INHERIT, "tooltip": tip}
 
 
 def none_found(*kinds: str, otherwise: str = "") -> str:

@@ -86,7 +86,7 @@ class Sampler(Node):
         progress = host.Progress(wanted.computed_steps, node_id)
 
         def step_done(done: int, total: int, report: RunReport) -> None:
-            line = f"step {done}/{total} · {report.plan.dtype} · {report.count_reruns()}"
+            line = f"step {done}/{total} · {report.plan.numerics} · {report.count_reruns()}"
             progress.update(done, line, more=report.finding())
 
         with running(pipeline), progress:

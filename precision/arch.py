@@ -40,6 +40,7 @@ class Architecture:
     known: bool = True
     fp16_wrong: bool = False  # comes out NaN or black, whatever the model
     fused_attention: Fused = "there"  # PyTorch's, which writes no scores
+    quantises: tuple[str, ...] = ()  # what linear layers can be quantised to here: "int8", "fp8"
 
     @property
     def native_bf16(self) -> bool:
@@ -57,12 +58,16 @@ class Architecture:
 def _nvidia(
     name: str, label: str, bf16: bool, fp16: bool, tensor: bool, tf32: bool, fp8: bool, half: HalfAccumulation
 ) -> Architecture:
+    """Make NVIDIA's row. Its kernels quantise from Ampere on, to fp8 where the card has that."""
     source = CUDA_GUIDE if name not in ("sm60", "sm61", "sm70", "sm72") else OLDER_GUIDE
-    return Architecture(name, label, "native" if bf16 else "emulated", fp16, tensor, tf32, fp8, half, source)
+    quantises = (*(("fp8",) if fp8 else ()), *(("int8",) if bf16 else ()))
+    bf16_is: Literal["native", "emulated"] = "native" if bf16 else "emulated"
+    return Architecture(name, label, bf16_is, fp16, tensor, tf32, fp8, half, source, quantises=quantises)
 
 
 def _amd(name: str, label: str, bf16: bool, matrix: bool, fp8: bool, fused: Fused) -> Architecture:
     """Make AMD's row. TF32 counts as missing: where AMD has it (CDNA 3, 4), libraries disagree on how exact it is.
+    Nothing is quantised on AMD: torchao's kernels for it have been neither run nor looked at.
 
     fused: by what AOTriton has, PyTorch's fused attention on ROCm (https://github.com/ROCm/aotriton).
     """
@@ -107,7 +112,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _amd("gfx12", "RDNA 4",   True,  True,  True,  "experimental"),
         Architecture("mps", "Apple GPU", "emulated", True, False, False, False, "untried", MPS_NOTES),
         Architecture("xpu", "Intel GPU", "native", True, True, False, False, "untried", XPU_GUIDE),
-        Architecture("cpu", "CPU", "native", False, False, False, False, "untried", ONEDNN_GUIDE),
+        Architecture("cpu", "CPU", "native", False, False, False, False, "untried", ONEDNN_GUIDE, quantises=("int8",)),
     )
 }  # fmt: skip
 

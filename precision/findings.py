@@ -111,6 +111,7 @@ class Finding:
     stream: float | None = None  # max |x| of the residual stream, where that left the range
     islands: tuple[str, ...] = ()  # what would have to run in fp32
     hopeless: bool = False  # neither a wide stream nor an island helps
+    quantised: str = ""  # a quantised layer that came out broken although its input was not
 
 
 def find(
@@ -153,14 +154,23 @@ def find(
 
 
 def found_in_half(
-    name: str | None, peaks: Mapping[str, Peak], anatomy: Anatomy, dtype: str, islands: Collection[str] = ()
+    name: str | None,
+    peaks: Mapping[str, Peak],
+    anatomy: Anatomy,
+    dtype: str,
+    islands: Collection[str] = (),
+    quantised: Collection[str] = (),
 ) -> Finding:
     """Say why a call failed in half precision although nothing leaves the dtype's range when it runs in fp32.
 
     name: the module whose output was broken when the half-precision call was made once more; None where none was.
+    quantised: names of the layers that were quantised in it.
     """
     if name is None:
         return Finding(f"no layer's output leaves {dtype}'s range, and computed again it did not fail")
+    if name in quantised:
+        peak = peaks[name].output if name in peaks else None
+        return Finding(f"'{name}' is broken where it is quantised, and its input is not", name, peak, quantised=name)
     inside = f"inside '{name}'" if name else "outside of all layers"
     inside = "inside attention" if "attn" in name or "attention" in name else inside
     reason = f"'{name}'" if name else "the output"
@@ -177,6 +187,9 @@ def taught(learned: Learned, finding: Finding, anatomy: Anatomy, dtype: str) -> 
     In fp16, a part is made wide before it is run in fp32, and every layer is made wide before the rest of the run goes
     to fp32.
     """
+    if finding.quantised:
+        learned = replace(learned, unquantised=(*learned.unquantised, finding.quantised))
+        return learned, f"'{finding.quantised}' unquantised from the next call on"
     can_widen = dtype == "fp16"
     everything = can_widen and learned.everything
     broken = finding.stream is not None and not math.isfinite(finding.stream)

@@ -15,6 +15,7 @@ from .dtypes import DTYPES
 from .findings import Anatomy
 from .half_products import HalfProducts, run_with_half_products
 from .learned import EVERYTHING, STREAM, Learned
+from .quantised import QuantisedLinears
 from .shells import Make, replaced, with_forward
 from .streams import Stream
 from .upcast import run_in_fp32
@@ -29,6 +30,7 @@ class Attempt:
     eager: Any  # the same, but not compiled: layers can be watched in it
     wide: bool = False  # its residual stream is float32
     everything: bool = False  # all of it is float32, but for products that are scaled to fit
+    quantised: tuple[str, ...] = ()  # names of its layers that are quantised
 
     @property
     def in_words(self) -> str:
@@ -44,15 +46,17 @@ def half_attempt(
     *,
     wide: bool = False,
     everything: bool = False,
+    quantised: QuantisedLinears | None = None,
     compiled: Callable[[torch.nn.Module, bool], torch.nn.Module] = lambda shell, _wide: shell,
     onloaded: Callable[[torch.nn.Module, torch.nn.Module], torch.nn.Module] = lambda shell, _eager: shell,
     device: torch.device | None = None,
     tf32: bool = False,
 ) -> Attempt:
-    """Build the attempt that the plan and what was learned ask for: the module with a wide stream, then compiled, then
-    with islands, which leave what is compiled.
+    """Build the attempt that the plan and what was learned ask for: the module with a wide stream, then quantised, then
+    compiled, then with islands, which leave what is compiled, and are not quantised.
 
     wide, everything: the plan's, which hold whatever was learned.
+    quantised: the module's quantised layers, where the plan asks for them.
     compiled: makes a shell with compiled blocks, given the module and whether its stream is wide. Whoever passes it
         remembers the shell, since islands change nothing about it.
     onloaded: makes a shell that brings its weights to the device, given a shell and the eager module that it is one of.
@@ -68,13 +72,15 @@ def half_attempt(
     stream = anatomy.stream if wide else None
     half = _with_wide_stream(module, stream, DTYPES[dtype], device) if stream else module
     made = "fp32" if wide else dtype
-    shell = compiled(half, wide)
     blocks = onloaded(half, half)
-    eager = with_islands(blocks, learned, made, tf32=tf32)
+    names = tuple(name for name in quantised.names if name not in learned.unquantised) if quantised else ()
+    fewer = quantised.shell(half, learned.unquantised) if quantised and names else half
+    shell = compiled(fewer, wide)
+    eager = with_islands(onloaded(fewer, half), learned, made, source=blocks, tf32=tf32)
     run = eager
-    if shell is not half:
+    if shell is not fewer:
         run = with_islands(onloaded(shell, half), learned, made, source=blocks, tf32=tf32)
-    return Attempt(run, eager, wide)
+    return Attempt(run, eager, wide, quantised=names)
 
 
 def _with_wide_stream(

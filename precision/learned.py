@@ -15,6 +15,7 @@ class Learned:
     whole_run_fp32: bool = False  # half precision is not tried any more
     wide_parts: tuple[str, ...] = ()  # blocks, or parts outside of blocks, of which every layer is wide
     everything: bool = False  # every layer of the module is wide
+    unquantised: tuple[str, ...] = ()  # layers that stay in half precision where the others are quantised
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -38,13 +39,15 @@ class Learned:
             islands=self.islands + islands,
             whole_run_fp32=self.whole_run_fp32 or its.whole_run_fp32,
             wide_parts=self.wide_parts + ((name,) if its.everything else wide_parts),
+            unquantised=self.unquantised + tuple(f"{name}.{layer}" for layer in its.unquantised),
         )
 
     def in_words(self) -> list[str]:
         """Return a few words for each thing that a run does otherwise, apart from the stream."""
         said = [EVERYTHING] if self.everything else []
         said += [f"{parts_in_words(self.wide_parts)} wide"] if self.wide_parts else []
-        return said + ([f"{parts_in_words(self.islands)} in fp32"] if self.islands else [])
+        said += [f"{parts_in_words(self.islands)} in fp32"] if self.islands else []
+        return said + ([f"{parts_in_words(self.unquantised)} unquantised"] if self.unquantised else [])
 
 
 NOTHING = Learned()

@@ -70,7 +70,8 @@ class Learner:
         limit = FP16_MAX if saturated else torch.inf
         with showing_what_is_broken((args, kwargs)):
             name = first_broken(module, lambda: eager(*args, **kwargs), limit)
-        return found_in_half(name, self._peaks, self._anatomy, self._dtype, self.learned.islands)
+        islands, quantised = self.learned.islands, self.attempt.quantised
+        return found_in_half(name, self._peaks, self._anatomy, self._dtype, islands, quantised)
 
     def learn(self, finding: Finding) -> str:
         """Build the next attempt as the finding asks for. Returns what changes, in words; "" where nothing does."""

@@ -18,6 +18,13 @@ class Precision(str, Enum):
     FP16 = "fp16"
     FP16_PLAIN = "fp16 (plain)"
     FP32 = "fp32"
+    FP8 = "fp8"
+    INT8 = "int8"
+
+    @property
+    def quantises(self) -> bool:
+        """Whether the denoiser's large linear layers multiply in it, and all else in half precision."""
+        return self in (Precision.FP8, Precision.INT8)
 
 
 class Component(str, Enum):
@@ -71,10 +78,22 @@ class Plan:
     wide_reason: str
     accumulation_reason: str
     accumulation_source: str
+    quantised: str = ""  # what its large linear layers multiply in: "int8", "fp8"; "": in the dtype
+    quantised_reason: str = ""  # "" where nothing was to be quantised
 
     @property
     def half(self) -> bool:
         return self.dtype != "fp32"
+
+    @property
+    def numerics(self) -> str:
+        """What tells it from plans of the same component that compute other numbers: "int8", "fp8", or the dtype."""
+        return self.quantised or self.dtype
+
+    @property
+    def unquantised(self) -> Plan:
+        """The same plan with all of it in its dtype."""
+        return replace(self, quantised="", quantised_reason="")
 
 
 def as_stored(variant: Variant, stored_dtype: str) -> Variant:
@@ -111,9 +130,12 @@ def choose(
         raise PlanImpossible(
             f"{architecture} has no bf16, not even emulated. Choose precision 'auto', 'fp16' or 'fp32'."
         )
+    if request.quantises and request.value not in architecture.quantises:
+        raise PlanImpossible(_not_quantised(architecture, request))
     dtype, reason = _dtype(architecture, variant, request)
     guarded, guard_reason = _guard(variant, dtype, request)
     wide, wide_reason = _wide(variant, component, dtype, request)
+    quantised, quantised_reason = _quantised(component, dtype, request)
     switched = decide(architecture, accumulation, beside)
     return Plan(
         component=component,
@@ -127,6 +149,8 @@ def choose(
         wide_reason=wide_reason,
         accumulation_reason=switched.reason_on(architecture),
         accumulation_source=switched.source,
+        quantised=quantised,
+        quantised_reason=quantised_reason,
     )
 
 
@@ -151,6 +175,8 @@ def _automatic(architecture: Architecture, variant: Variant) -> tuple[str, str]:
 def _asked(architecture: Architecture, variant: Variant, request: Precision) -> tuple[str, str]:
     if request is Precision.FP32:
         return "fp32", "asked for fp32"
+    if request.quantises:
+        return "bf16", f"asked for {request.value}: the denoiser's large linear layers multiply in it, all else is bf16"
     if request is Precision.BF16:
         reason = "asked for bf16"
         if not architecture.native_bf16:
@@ -195,3 +221,30 @@ def _wide(variant: Variant, component: Component, dtype: str, request: Precision
     if not variant.has_stream:
         return False, "nothing: no single stream runs through all of it"
     return True, "the layers that write to the residual stream, so that it is float32: fp16 ends at 65504"
+
+
+def _quantised(component: Component, dtype: str, request: Precision) -> tuple[str, str]:
+    """Decide what linear layers are quantised to. All else is bf16: each card that can quantise has it natively, it
+    needs no wide stream, torchao takes it alone for fp8, and by fp16 its int8 product may overflow: it multiplies by
+    the weight's scale last."""
+    if not request.quantises:
+        return "", ""
+    if component is not Component.DENOISER:
+        return "", f"nothing: {request.value} is for the denoiser, and the {component.words} is {dtype}"
+    how = "a scale for each row of inputs and weights, taken as they come; the half-precision weights stay for reruns"
+    return request.value, f"the large linear layers of its blocks, to {request.value}: {how}"
+
+
+def _not_quantised(architecture: Architecture, request: Precision) -> str:
+    """Say why linear layers are not quantised on an architecture, and what to choose."""
+    takes, instead = {
+        Precision.FP8: (
+            "compute capability 8.9 or newer (RTX 40 and 50, L4, H100, B200)",
+            "'auto', or from compute capability 8.0 on 'int8'",
+        ),
+        Precision.INT8: (
+            "compute capability 8.0 or newer (RTX 30, 40 and 50, A100, H100, B200), or a CPU",
+            "'auto'",
+        ),
+    }[request]
+    return f"{architecture} quantises nothing to {request.value}: that takes {takes}. Choose precision {instead}."

@@ -140,6 +140,7 @@ class RunReport:
             f"backend: {self.backend} ({self.backend_reason}){self.compiled()}",
             f"guard {self.plan.guard_reason}",
             f"wide: {self.plan.wide_reason}",
+            *([f"quantised: {self.plan.quantised_reason}"] if self.plan.quantised_reason else ()),
             *([f"memory: {self.memory}"] if self.memory else ()),
         ]
         for s in [step for report in (*self.before, self) for step in report.steps]:

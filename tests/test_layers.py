@@ -22,6 +22,7 @@ HEAVY = {
     "pydantic",
     "ray",
     "torch",
+    "torchao",
     "transformers",
 }
 COMFYUI = {
@@ -53,6 +54,7 @@ BELOW = {  # layer → those of ours that it may import from
 LIBRARIES_FOR = {
     "diffusers": {"demo", "headless", "pipelines"},
     "ray": {"headless"},
+    "torchao": {"precision"},
     "transformers": {"demo", "headless", "pipelines"},
 }
 

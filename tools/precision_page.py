@@ -53,7 +53,8 @@ CARD_COLUMNS = """\
   known by their names) it comes out NaN or black, whatever the model: *wrong fp16* below. Else it is slow.
 - **tensor cores**: matrix units for fp16. AMD calls them matrix cores.
 - **TF32**: fp32's range with fp16's mantissa. The fp32 rerun of a failed step uses it, unless `strict` is on.
-- **fp8**: for information. Nothing here runs in fp8.
+- **fp8**: what precision `fp8` needs of an NVIDIA card. Elsewhere it is for information: nothing is quantised on AMD.
+  Precision `int8` runs on NVIDIA from `sm80` on, and on CPUs.
 - **half-precision accumulation**: *right* or *wrong* by users' reports, *untried* where there is none. See
   [below](#half-precision-accumulation).
 
@@ -96,7 +97,8 @@ model*.
 REQUESTS = """\
 ## What the other values do
 
-This table is about the denoiser. `bf16`, `fp16`, `fp16 (plain)` and `fp32` are honoured, unless it says *refused*.
+This table is about the denoiser. What is asked for is honoured, unless it says *refused*. `fp8` and `int8` quantise
+the denoiser's large linear layers, and need [torchao](quantised.md); all else is bf16, other components too.
 """
 
 GUARD = """\
@@ -350,12 +352,20 @@ _FP16: dict[str, Callable[[Architecture], bool]] = {
 }
 
 
+_QUANTISES: dict[str, Callable[[Architecture], bool]] = {
+    "fp8 on NVIDIA": lambda a: "fp8" in a.quantises,
+    "no fp8 on NVIDIA": lambda a: "fp8" not in a.quantises,
+    "int8": lambda a: "int8" in a.quantises,
+    "no int8": lambda a: "int8" not in a.quantises,
+}
+
+
 def _where(devices: Iterable[_Device]) -> str:
     """Devices by what they have in common, else by name."""
     chosen, every = set(devices), _devices()
     if chosen == set(every):
         return "everywhere"
-    for words, has in (_BF16 | _FP16).items():
+    for words, has in (_BF16 | _FP16 | _QUANTISES).items():
         if chosen == {device for device in every if has(device.architecture)}:
             return words
     for (bf16, first), (fp16, second) in product(_BF16.items(), _FP16.items()):

@@ -52,12 +52,16 @@ class Outcome:
         if report is None:
             return "not reported"
         words = [report["plan"]["dtype"]]
+        if quantised := report["plan"].get("quantised"):
+            words.append(f"large linear layers in {quantised}")
         if wide := report.get("wide"):
             words.append(wide)
         learned = report.get("learned") or {}
         for how, parts in (("wide", learned.get("wide_parts")), ("in fp32", learned.get("islands"))):
             if parts:
                 words.append(f"{len(parts)} block{'s' * (len(parts) > 1)} {how}")
+        if left := learned.get("unquantised"):
+            words.append(f"{len(left)} of them unquantised")
         if learned.get("whole_run_fp32"):
             words.append("then fp32")
         if words == ["fp16"] and not report["plan"]["guarded"]:

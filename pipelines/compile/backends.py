@@ -22,6 +22,7 @@ import torch
 from ...precision.accumulation import NEXFORT_OPTION, NEXFORT_SWITCH, allowed
 from ...precision.arch import Architecture
 from ...precision.attention import KERNELS, Attended
+from ...precision.policy import Plan
 from ...precision.shells import Make, replaced, structural_copy
 from ..errors import BackendUnavailable
 from .block import EAGER, Compiler, Compiling, Run
@@ -145,6 +146,21 @@ def for_dtype(choice: BackendChoice, architecture: Architecture, dtype: str) -> 
     if choice.automatic:
         return BackendChoice("eager", f"auto: {missing}", automatic=True)
     raise BackendUnavailable(f"{missing}. Choose precision 'auto' or 'fp16', or backend 'eager'.")
+
+
+def for_plan(choice: BackendChoice, architecture: Architecture, plan: Plan, device: torch.device) -> BackendChoice:
+    """The backend for a plan: OneFlow and nexfort know nothing of torchao's weights.
+
+    Raises BackendUnavailable where one that cannot be used was asked for by name.
+    """
+    choice = for_dtype(choice, architecture, plan.dtype)
+    if not plan.quantised or choice.name in ("inductor", EAGER):
+        return choice
+    missing = f"{choice.name} cannot compile layers that are quantised to {plan.quantised}"
+    if not choice.automatic:
+        raise BackendUnavailable(f"{missing}. Choose backend 'auto', 'inductor' or 'eager', or precision 'auto'.")
+    name = EAGER if _inductor_missing(device) else "inductor"
+    return BackendChoice(name, f"auto: {missing}", automatic=True)
 
 
 def compiled(

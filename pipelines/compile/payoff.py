@@ -107,9 +107,14 @@ def learn(known: Measured, size: str, steps: Sequence[StepRecord], *, compiled: 
 
 
 def where_it_pays(handle: PipelineHandle, settings: SampleSettings, request: Precision | None) -> PipelineHandle:
-    """The handle for one run: with the backend 'eager' where 'auto' chose another, and compiling would not pay."""
+    """The handle for one run: with the backend 'eager' where 'auto' chose another, and compiling would not pay.
+
+    Quantised layers are compiled at once: eager, they take longer than in half precision.
+    """
+    from ...precision.policy import Component
+
     choice = handle.backend
-    if not choice.automatic or choice.name == EAGER:
+    if not choice.automatic or choice.name == EAGER or handle.plan(Component.DENOISER, request).quantised:
         return handle
     calls = settings.computed_steps * (handle.family.guidance.calls if _guided(settings) else 1)
     target, file = _place(handle, request)
@@ -185,7 +190,7 @@ def _at_hand(handle: PipelineHandle, request: Precision | None, target: str) -> 
     from ...precision.policy import Component
     from .code import SUFFIX
 
-    how = (handle.backend.name, handle.compile_options, handle.plan(Component.DENOISER, request).dtype)
+    how = (handle.backend.name, handle.compile_options, handle.plan(Component.DENOISER, request).numerics)
     if any(key[2:5] == how for key in handle.store.compiled):
         return True
     kept = handle.backend.name == "inductor" and handle.compiled

@@ -85,7 +85,7 @@ def target_of(
     return Target(
         model=model.variant.name,
         config=hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16],
-        dtype=plan.dtype,
+        dtype=plan.numerics,
         plan=", ".join(filter(None, parts)),
         machine=platform_of(device, architecture.name),
     )

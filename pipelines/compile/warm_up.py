@@ -88,7 +88,7 @@ def warm_up(
 
         def on_step(step: int, _total: int, report: RunReport, size: Size = size, number: int = number) -> None:
             if step_done:
-                text = f"{size}: step {step}/{STEPS}, {report.plan.dtype}"
+                text = f"{size}: step {step}/{STEPS}, {report.plan.numerics}"
                 step_done(number * STEPS + step, len(sizes) * STEPS, text)
 
         image = Image.new("RGB", (size.width, size.height), "grey") if handle.family.takes_image else None

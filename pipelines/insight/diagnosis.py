@@ -28,6 +28,7 @@ NOT_RUN = (
     "OneFlow's special builds and nexfort: neither has been available.",
     "ComfyUI's quantised products on a card: its layers ran on a CPU.",
     "Offload 'group' and 'sequential' on a card: tested with stand-ins for the second device and for page-locking.",
+    "fp8 and int8 by torchao on a card: int8 ran on a CPU, and fp8 by PyTorch's CPU kernel.",
     "CUDA, ROCm, Intel and Apple GPUs: all that is known to work was run on CPUs.",
     "Published weights of any model: all models here are small ones with their classes and random or computed weights.",
     "Windows and macOS: nothing assumes Linux, but nobody has run it there.",
@@ -172,6 +173,8 @@ def _put_together(
     said += _attention_of(chosen)
     if not switches:
         said.append("The accumulation switches could not be read: some are PyTorch's")
+    if precision.quantises:
+        said += tried(lambda: [*_without_quantiser(precision)], [])
     if on_failure == "off":
         said.append("The NaN Guard is off: steps are only watched")
     if asked is None:
@@ -250,6 +253,13 @@ def _no_loader(family: FamilySpec, loaders: Mapping[str, str]) -> Iterator[str]:
         yield f"no node loads {family.name} yet: this is the plan that one will follow"
 
 
+def _without_quantiser(precision: Precision) -> Iterator[str]:
+    from ...precision.quantised import lacking
+
+    if missing := lacking(precision.value):
+        yield missing
+
+
 def _without_loader(loaders: Mapping[str, str]) -> Iterator[str]:
     missing = [family.name for family in FAMILIES.values() if family.pipeline not in loaders]
     if missing:
@@ -257,7 +267,7 @@ def _without_loader(loaders: Mapping[str, str]) -> Iterator[str]:
 
 
 def _measured(handle: PipelineHandle) -> Iterator[str]:
-    for denoiser, dtype in product(handle.family.denoisers, ("fp16", "bf16")):
+    for denoiser, dtype in product(handle.family.denoisers, ("fp16", "bf16", "fp8", "int8")):
         learned = handle.store.learned.get(handle.memory_key(denoiser, dtype), NOTHING)
         if words := learned.in_words():
             which = f" of {denoiser}" if handle.family.also_denoise else ""

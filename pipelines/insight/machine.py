@@ -22,7 +22,7 @@ from ..errors import TorchTooOld
 logger = logging.getLogger(__name__)
 
 NEEDED = ("diffusers", "transformers", "onediff")
-OPTIONAL = ("onediffx", "oneflow", "nexfort")
+OPTIONAL = ("onediffx", "oneflow", "nexfort", "torchao")
 TORCH_NEEDED = (2, 6)  # by diffusers 0.42 and transformers 5, and for reruns: torch.compiler.set_stance
 GET_TORCH = "https://pytorch.org/get-started/locally/"
 _SECONDS = 10  # for nvidia-smi, which takes its time where the driver was asleep

@@ -18,12 +18,13 @@ from ...precision.islands import Attempt, half_attempt
 from ...precision.learned import NOTHING, Learned
 from ...precision.observe import BlockOutputs
 from ...precision.shells import as_float32, with_forward
-from ..compile.backends import EAGER, MEASURED, came_to, compiled, for_dtype
+from ..compile.backends import EAGER, MEASURED, came_to, compiled, for_plan
 from ..families.spec import ENCODERS
 from ..models.lora import keys
 from ..weights.halves import halves, in_halves
 from ..weights.ladder import Rung, Way
 from ..weights.offload import Offload
+from ..weights.quantising import quantised_of
 from ..weights.room import room_for_call
 from .lessons import recall, remember
 from .profiles import identify
@@ -132,9 +133,11 @@ class _Steps:
 
     def _step(self, **kwargs: Any) -> Any:
         self._guard = self._guard or self._planned(kwargs)
+        if self._attempts:
+            self._attempts.start()
         output = self._guard(**kwargs)
         if learned := self._guard.learned:
-            remember(self._stage.handle, self._stage.name, self._stage.plan.dtype, learned)
+            remember(self._stage.handle, self._stage.name, self._stage.plan.numerics, learned)
         self._stage.report.learned = _with(self._earlier, self._stage.name, learned)
         if self._attempts:
             self._attempts.tell_backend()
@@ -157,7 +160,8 @@ class _Attempts:
         handle, plan = stage.handle, stage.plan
         self._stage = stage
         self._apart = apart  # a batch is computed half by half
-        self._backend = for_dtype(handle.backend, handle.architecture, plan.dtype)
+        self._backend = for_plan(handle.backend, handle.architecture, plan, handle.store.placement.device)
+        self._quantised = quantised_of(stage)
         self._how, self._attention = handle.compile_options, ""
         if self._how.attention == MEASURED:
             from ..compile.attention import with_attention
@@ -176,7 +180,8 @@ class _Attempts:
             learned,
             dtype,
             wide=stage.plan.wide,
-            compiled=self._in_blocks,
+            quantised=self._quantised,
+            compiled=partial(self._in_blocks, left=learned.unquantised),
             onloaded=stage.weights.shell,
             device=stage.handle.store.placement.device,
             tf32=stage.tf32,
@@ -189,12 +194,18 @@ class _Attempts:
             made = replace(made, run=Attended(made.run, self._how.attention))
         return replace(made, run=in_halves(made.run), eager=in_halves(made.eager)) if self._apart else made
 
-    def _in_blocks(self, half: torch.nn.Module, wide: bool) -> torch.nn.Module:
+    def start(self) -> None:
+        """Have the quantised weights there for the next call, and forget what their layers were given before."""
+        if self._quantised:
+            self._quantised.fill()
+            self._quantised.start()
+
+    def _in_blocks(self, half: torch.nn.Module, wide: bool, left: tuple[str, ...]) -> torch.nn.Module:
         if self._backend.name == EAGER:
             return half
         handle, plan = self._stage.handle, self._stage.plan
         known = handle.store.compiled
-        how = (self._backend.name, self._how, plan.dtype, wide, plan.accumulation)
+        how = (self._backend.name, self._how, plan.numerics, wide, plan.accumulation, left if plan.quantised else ())
         key = (self._stage.name, keys(self._stage.loras), *how)
         if key not in known:
             known[key] = compiled(
@@ -232,8 +243,9 @@ class _Attempts:
         report.backend_reason = "; ".join(filter(None, said))
 
     def peak_inside(self) -> torch.Tensor | None:
-        """max |x| of the latest attempt's block outputs, where the family clips them."""
-        return self._block_outputs.take()
+        """max |x| of the latest attempt's block outputs, where the family clips them, and of what its quantised layers
+        were given."""
+        return self._quantised.take() if self._quantised else self._block_outputs.take()
 
 
 def _with(earlier: Learned | None, name: str, learned: Learned | None) -> Learned | None:
@@ -244,4 +256,5 @@ def _known(stage: ComponentStage) -> tuple[Learned, tuple[str, ...]]:
     """What earlier runs taught, where this one learns, and what to say about it."""
     if not stage.learns:
         return NOTHING, ()
-    return recall(stage.handle, stage.name, stage.plan.dtype, stage.anatomy.parts(dict(stage.module.named_modules())))
+    parts = stage.anatomy.parts(dict(stage.module.named_modules()))
+    return recall(stage.handle, stage.name, stage.plan.numerics, parts)

@@ -25,6 +25,7 @@ from ..models.recognised import open_model
 from ..weights.components import ComponentStore, MemoryKey, shared_store
 from ..weights.offload import Offload, backend_with, brings_parts_to
 from ..weights.placement import Placement
+from ..weights.quantising import check
 from .profiles import Profile
 from .stage import ComponentStage, stage_of
 
@@ -70,10 +71,13 @@ class PipelineHandle:
         return denoiser, dtype, keys(self.loras_of(denoiser)), self.profile.text() if self.profile else ""
 
     def plan(self, component: Component, request: Precision | None = None) -> Plan:
-        """The plan of one component; `request` overrides the loader's precision, None inherits it."""
+        """The plan of one component; `request` overrides the loader's precision, None inherits it. Raises
+        PlanImpossible."""
         variant = self.store.model.variant
         precision = request or self.precision
-        return choose(self.architecture, variant, component, precision, self.accumulation, self.beside)
+        plan = choose(self.architecture, variant, component, precision, self.accumulation, self.beside)
+        check(plan, self.offload, self.store.placement.device)
+        return plan
 
     def stage(self, component: Component, request: Precision | None = None) -> ComponentStage:
         """A component, set up to compute as its plan says; nothing is loaded yet. Raises PlanImpossible."""

@@ -61,6 +61,8 @@ class Profile:
         """The profile as JSON, for a file or for a node's input."""
         facts = {"kind": _KIND, "format": FORMAT, **asdict(self)}
         facts["learned"] = {name: facts["learned"][name] for name in _LearnedPart.model_fields}
+        if not self.learned.unquantised:  # of a run that quantises nothing, which readers before it know
+            del facts["learned"]["unquantised"]
         return json.dumps(facts, indent=2, allow_nan=False) + "\n"
 
     def in_words(self) -> str:
@@ -117,6 +119,7 @@ class _LearnedPart(Foreign):
     islands: Annotated[list[_Text], Field(max_length=200), AfterValidator(_apart)]
     wide_parts: Annotated[list[_Text], Field(max_length=200), AfterValidator(_apart)] = []
     everything: bool = False
+    unquantised: Annotated[list[_Text], Field(max_length=1000)] = []
 
 
 class _File(Foreign):
@@ -128,7 +131,7 @@ class _File(Foreign):
     weights: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
     loras: Annotated[list[_Text], Field(max_length=100)]
     architecture: Annotated[str, Field(max_length=32), AfterValidator(_architecture)]
-    dtype: Literal["fp16", "bf16"]
+    dtype: Literal["fp16", "bf16", "fp8", "int8"]
     versions: Annotated[dict[_Text, _Text], Field(max_length=20)]
     learned: _LearnedPart
 
@@ -176,7 +179,8 @@ def _fitting(value: Any) -> Profile:
     facts = foreign.fitting(_File, value)
     given = facts.model_dump(exclude={"kind", "format", "learned", "loras"})
     learned = facts.learned
-    known = Learned(islands=tuple(learned.islands), wide_parts=tuple(learned.wide_parts), everything=learned.everything)
+    lists: dict[str, Any] = {name: tuple(getattr(learned, name)) for name in ("islands", "wide_parts", "unquantised")}
+    known = Learned(**lists, everything=learned.everything)
     return Profile(**given, loras=tuple(facts.loras), learned=known)
 
 

@@ -117,7 +117,8 @@ def sample(
             )
     finally:
         for stage in stages:
-            keep(handle, stage.name, stage.plan.dtype)
+            keep(handle, stage.name, stage.plan.numerics)
+        handle.store.empty_quantised()
         handle.finish(*family.denoisers, *ENCODERS)
     latents = result.frames if family.layout.counts_frames else result.images
     config = handle.store.model.vae_config

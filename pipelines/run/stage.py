@@ -20,6 +20,7 @@ from ..weights.components import bytes_of
 from ..weights.ladder import Ladder, first_line
 from ..weights.offload import Offload, Onloading
 from ..weights.parts import most_on_device
+from ..weights.quantising import quantised_bytes
 
 if TYPE_CHECKING:
     from .handle import PipelineHandle
@@ -68,7 +69,7 @@ class ComponentStage(Stage):
         room: returns the bytes that its next calls take beside its weights. Asked where that is not main memory.
         """
         store = self.handle.store
-        beside = self.counted(room) if store.placement.memory() else 0
+        beside = self.counted(room) + quantised_bytes(self) if store.placement.memory() else 0
         self._loaded(place=True, beside=beside)
         if beside and self.weights.most_bytes:
             store.make_way(self.name, self.weights.most_bytes + beside)
@@ -80,9 +81,10 @@ class ComponentStage(Stage):
         return self.handle.store.reach() if self.handle.offload is Offload.AUTO else None
 
     def weights_at_once(self) -> int:
-        """Return the bytes of its weights that are on the device at once, as its offload has them."""
+        """Return the bytes of its weights that are on the device at once, as its offload has them, with what is
+        quantised of them."""
         if not self.handle.store.in_parts(self._offload):
-            return bytes_of(self.module)
+            return bytes_of(self.module) + quantised_bytes(self)
         blocks = self.handle.family.blocks if self.plan.component is Component.DENOISER else ()
         return most_on_device(self.module, self._offload, blocks)
 
@@ -136,7 +138,8 @@ class ComponentStage(Stage):
             yield name, kinds[name]
 
     def cheaper(self, offload: Offload) -> ComponentStage | None:
-        """The same stage, whose weights come to the device in parts. None where that is so already, or cannot be."""
+        """The same stage, whose weights come to the device in parts, and none quantised. None where that is so already,
+        or cannot be."""
         kinds = [*Offload]
         handle = self.handle
         if self.plan.component not in _IN_PARTS or kinds.index(self._offload) >= kinds.index(offload):
@@ -144,7 +147,7 @@ class ComponentStage(Stage):
         if not handle.store.in_parts(offload):
             return None
         try:
-            return replace(self, handle=replace(handle, offload=offload))
+            return replace(self, handle=replace(handle, offload=offload), plan=self.plan.unquantised)
         except BackendUnavailable:
             return None
 

@@ -23,6 +23,7 @@ from ...precision.consistency import DamagedByCast, make_consistent
 from ...precision.dtypes import DTYPES
 from ...precision.learned import Learned
 from ...precision.narrowing import mend_narrowed
+from ...precision.quantised import QuantisedLinears
 from ...precision.shared import TURNS
 from ..compile.backends import CompileOptions
 from ..errors import BadFolder
@@ -36,7 +37,8 @@ from .placement import MOVING, Placement, main_memory, move
 
 logger = logging.getLogger(__name__)
 
-MemoryKey = tuple[str, str, tuple[LoraKey, ...], str]  # denoiser, dtype, LoRAs, a profile that was given
+MemoryKey = tuple[str, str, tuple[LoraKey, ...], str]  # denoiser, numerics, LoRAs, a profile that was given
+_CompiledKey = tuple[str, tuple[LoraKey, ...], str, CompileOptions, str, bool, str, tuple[str, ...]]
 
 
 _LEFT_FREE = 0.1  # of main memory, by what is kept there for its next use
@@ -57,8 +59,9 @@ class ComponentStore:
         self.model = model
         self.placement = placement
         self.prompts: dict[tuple[str, str, bool], torch.Tensor] = {}  # (text, dtype, guarded) → [1, tokens, channels]
-        # (denoiser, LoRAs, backend, how, dtype, wide stream, half-precision accumulation) → shell
-        self.compiled: dict[tuple[str, tuple[LoraKey, ...], str, CompileOptions, str, bool, str], torch.nn.Module] = {}
+        # (denoiser, LoRAs, backend, how, numerics, wide stream, half-precision accumulation, unquantised) → shell
+        self.compiled: dict[_CompiledKey, torch.nn.Module] = {}
+        self.quantised: dict[tuple[str, tuple[LoraKey, ...], str], QuantisedLinears] = {}  # by denoiser, LoRAs and kind
         self.learned: dict[MemoryKey, Learned] = {}  # what runs taught about a denoiser
         self.recalled: set[MemoryKey] = set()  # of these, a profile on disk was where runs began
         self.attention: dict[tuple[str, tuple[torch.Size, ...]], Choice] = {}  # by dtype and sizes, measured
@@ -205,8 +208,14 @@ class ComponentStore:
 
     def _forget_loras(self, name: str) -> None:
         self._with_loras.pop(name, None)
-        for key in [key for key in self.compiled if key[0] == name and key[1]]:
-            del self.compiled[key]
+        self._forget_made(name, with_loras=True)
+
+    def _forget_made(self, name: str, *, with_loras: bool = False) -> None:
+        """Let go of what was compiled and quantised of a component. with_loras: only where it has LoRAs."""
+        kept: Any
+        for kept in (self.compiled, self.quantised):
+            for key in [key for key in kept if key[0] == name and (key[1] or not with_loras)]:
+                del kept[key]
 
     def unweighted(self, name: str) -> Any:
         """The tokenizer or the scheduler."""
@@ -254,12 +263,20 @@ class ComponentStore:
     def rest(self, name: str) -> None:
         """Move a component to the host's memory until it is needed again. None of that stays page-locked."""
         with MOVING:
+            for key in self.quantised:
+                if key[0] == name:
+                    self.quantised[key].empty()
             if name in self._onloading:
                 self._onloading[name][1].release()
             if name in self._modules:
                 self.placement.to_host(name, self._modules[name][1])
                 if name in self._with_loras:
                     move(self._with_loras[name][1], torch.device("cpu"))  # what the LoRAs added
+
+    def empty_quantised(self) -> None:
+        """Let go of quantised weights, which are there while a run lasts."""
+        for layers in self.quantised.values():
+            layers.empty()
 
     def rest_or_drop(self, name: str) -> None:
         """Move a component to main memory until it is needed again, or let go of it, where what else of the model has
@@ -294,8 +311,7 @@ class ComponentStore:
                 return
             self._forget_parts(name)
             self._with_loras.pop(name, None)
-            for key in [key for key in self.compiled if key[0] == name]:
-                del self.compiled[key]
+            self._forget_made(name)
             gc.collect()  # modules hold reference cycles; without this two copies would be there for a while
             self.placement.forget(name)
 
@@ -308,6 +324,7 @@ class ComponentStore:
             self.emptied = True
             self.prompts.clear()
             self.compiled.clear()
+            self.quantised.clear()
             self._with_loras.clear()
             for name in tuple(self._onloading):
                 self._forget_parts(name)

@@ -17,6 +17,7 @@ from ...precision.kernels import LEAN, Kernels, kernels_of
 from ...precision.learned import NOTHING, Learned
 from ...precision.peaks import size
 from ...precision.policy import Component
+from .quantising import quantised_on_meta
 
 if TYPE_CHECKING:
     from ..run.stage import ComponentStage
@@ -74,7 +75,14 @@ def attempt_on_meta(
         return stage.in_fp32(bare)
     wide, whole = stage.plan.wide, stage.plan.component is not Component.DENOISER
     made = half_attempt(
-        bare, anatomy, learned, stage.plan.dtype, wide=wide and not whole, everything=wide and whole, device=META
+        bare,
+        anatomy,
+        learned,
+        stage.plan.dtype,
+        wide=wide and not whole,
+        everything=wide and whole,
+        quantised=quantised_on_meta(bare, anatomy, stage.plan),
+        device=META,
     )
     return made.run if made.everything else partial(_narrowed, made.run, stage.inputs, DTYPES[stage.plan.dtype])
 

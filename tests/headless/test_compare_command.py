@@ -180,7 +180,7 @@ def test_an_interrupt_leaves_nothing(here: Path, compare: Any) -> None:
     ("arguments", "code", "message"),
     [
         (["nothing.json"], 2, "Cannot read the workflow nothing.json"),
-        (["workflow.json", "--precisions", "fp8"], 2, "has no precision 'fp8'. It has 'auto', 'bf16'"),
+        (["workflow.json", "--precisions", "fp4"], 2, "has no precision 'fp4'. It has 'auto', 'bf16'"),
         (["workflow.json", "--set", "x"], 2, "expected NODE.INPUT=VALUE"),
         (["workflow.json", "--set", "1.precision=bf16"], 2, "Every precision of the workflow is held"),
         (["workflow.json", "--set", "1.frames=many"], 2, "expected a whole number"),

@@ -160,7 +160,7 @@ def test_a_model_that_may_not_be_read(
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--precision", "int8"],
+        ["--precision", "int4"],
         ["--accumulation", "on"],
         ["model"],
         ["--model"],

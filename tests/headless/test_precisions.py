@@ -84,7 +84,7 @@ def _native() -> tuple[Any, Any]:
     """ComfyUI's own loader and sampler, as a server describes them."""
     kinds = {
         "CheckpointLoaderSimple": {"input": {"required": {"ckpt_name": [["a"]]}}, "output": ["MODEL", "CLIP", "VAE"]},
-        "UNETLoader": {"input": {"required": {"weight_dtype": [["default", "fp8"]]}}, "output": ["MODEL"]},
+        "UNETLoader": {"input": {"required": {"weight_dtype": [["default", "fp4"]]}}, "output": ["MODEL"]},
     }
     from comfyui_onediff_guard.headless.workflow.graph import from_api
 
@@ -101,7 +101,7 @@ def test_a_workflow_of_comfyuis_own_models_is_refused_and_told_why() -> None:
     ("changes", "precisions", "says"),
     [
         (["Load CogVideoX.precision=bf16"], PRECISIONS, "Every precision of the workflow is held: node 1"),
-        ([], ("fp32", "fp8"), r"has no precision 'fp8'\. It has 'auto', 'bf16'"),
+        ([], ("fp32", "fp4"), r"has no precision 'fp4'\. It has 'auto', 'bf16'"),
         (["Load CogVideoX.colour=red"], PRECISIONS, "has no input 'colour'"),
     ],
 )

@@ -117,7 +117,7 @@ def test_readers_never_see_half_a_file(tmp_path):
         ({"learned": {"islands": [], "wide_parts": ["a", "a.b"]}}, "one of these parts is in another"),
         ({"learned": {"islands": [], "wide_parts": list(map(str, range(201)))}}, "learned.wide_parts is a list of 201"),
         ({"learned": {"islands": [], "everything": "all"}}, "learned.everything is all"),
-        ({"dtype": "int8"}, "dtype is int8"),
+        ({"dtype": "int4"}, "dtype is int4"),
         ({"architecture": "../../x"}, "architecture is ../../x: value error, the name of no architecture"),
         ({"architecture": "SM75"}, "the name of no architecture"),
         ({"versions": {"torch": 2}}, "versions.torch is 2"),

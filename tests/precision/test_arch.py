@@ -50,6 +50,7 @@ def test_nvidia_by_capability_as_documented(name: str) -> None:
     assert row.bf16 == ("native" if capability >= 80 else "emulated")
     assert row.tf32 == (capability >= 80)
     assert row.fp8 == (capability >= 89)
+    assert row.quantises == (*(["fp8"] if row.fp8 else []), *(["int8"] if capability >= 80 else []))
     assert row.fp16_tensor_cores == (capability >= 70)
     assert row.fast_fp16 == (name != "sm61"), "GTX 10: fp16 at 1/64 of fp32"
     verdicts = {"sm70": "right", "sm75": "wrong", "sm80": "wrong", "sm86": "wrong", "sm89": "wrong"}
@@ -95,7 +96,9 @@ def test_amd_by_target(name: str, label: str, bf16: str, matrix: bool, fp8: bool
 def test_apple_and_cpu() -> None:
     no = {"fp16_tensor_cores": False, "tf32": False, "fp8": False, "half_accumulation": "untried"}
     assert ARCHITECTURES["mps"] == Architecture("mps", "Apple GPU", "emulated", True, **no, source=arch.MPS_NOTES)
-    assert ARCHITECTURES["cpu"] == Architecture("cpu", "CPU", "native", False, **no, source=arch.ONEDNN_GUIDE)
+    assert ARCHITECTURES["cpu"] == Architecture(
+        "cpu", "CPU", "native", False, **no, source=arch.ONEDNN_GUIDE, quantises=("int8",)
+    )
 
 
 def test_rows_are_known_by_their_name_and_say_where_they_come_from() -> None:

@@ -28,7 +28,7 @@ TEXT, IMAGE, VAE_IN, DENOISER, VAE_OUT = (
     Component.DENOISER,
     Component.VAE_DECODE,
 )
-AUTO, BF16, FP16, PLAIN, FP32 = Precision
+AUTO, BF16, FP16, PLAIN, FP32, FP8, INT8 = Precision
 
 # What the authors and vendors say, written by hand. `wide` is fp16 with the stream in float32.
 # No bf16 below sm80, on RDNA 2, on Apple GPUs; fp16 is not worth having on sm61 and CPUs.
@@ -60,9 +60,10 @@ TWO_B, FIVE_B = VARIANTS["CogVideoX-2B"], VARIANTS["CogVideoX-5B"]
 
 
 def every_plan(device: Architecture) -> Iterator[tuple[Variant, Precision, Accumulation, Plan]]:
-    """All that can be asked for on a device, but for bf16 where there is none."""
+    """All that can be asked for on a device, but for bf16, fp8 and int8 where there is none."""
     for variant, request, switch in product(VARIANTS.values(), Precision, Accumulation):
-        if request is not BF16 or device.bf16 != "none":
+        quantises = not request.quantises or request.value in device.quantises
+        if quantises and (request is not BF16 or device.bf16 != "none"):
             for component in variant.components:
                 yield variant, request, switch, choose(device, variant, component, request, switch)
 
@@ -91,7 +92,7 @@ def test_the_other_components_run_as_the_denoiser(device: Architecture) -> None:
 @pytest.mark.parametrize("device", DEVICES, ids=str)
 def test_what_is_asked_for_is_done(device: Architecture) -> None:
     for _, request, _, plan in every_plan(device):
-        expected = {BF16: "bf16", FP16: "fp16", PLAIN: "fp16", FP32: "fp32"}
+        expected = {BF16: "bf16", FP16: "fp16", PLAIN: "fp16", FP32: "fp32", FP8: "bf16", INT8: "bf16"}
         assert plan.dtype == expected.get(request, plan.dtype)
         assert plan.half == (plan.dtype in ("fp16", "bf16"))
 
@@ -206,6 +207,35 @@ def test_it_says_why_it_is_wide_or_why_not(model: str, component: Component, req
     assert words in choose(SM75, VARIANTS[model], component, request_).wide_reason
 
 
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_the_denoiser_alone_is_quantised_and_what_can_quantise_has_bf16(device: Architecture) -> None:
+    assert device.native_bf16 or not device.quantises, "all else is bf16"
+    for _, request, _, plan in every_plan(device):
+        denoiser = plan.component is DENOISER
+        assert plan.quantised == (request.value if request.quantises and denoiser else "")
+        assert bool(plan.quantised_reason) == request.quantises
+        assert plan.numerics == (request.value if plan.quantised else plan.dtype)
+        assert plan.unquantised.numerics == plan.dtype
+
+
+QUANTISES = {"sm75": "", "sm80": "int8", "sm86": "int8", "sm89": "fp8 int8", "sm90": "fp8 int8", "sm120": "fp8 int8",
+             "sm130": "fp8 int8", "gfx94": "", "gfx1100": "", "mps": "", "xpu": "", "cpu": "int8"}  # fmt: skip
+
+
+@pytest.mark.parametrize(("device", "kinds"), QUANTISES.items())
+def test_fp8_from_ada_and_int8_from_ampere_on_and_elsewhere_the_error_says_what_to_choose(
+    device: str, kinds: str
+) -> None:
+    row = named(device)
+    assert row.quantises == tuple(kinds.split())
+    for request, needs in ((FP8, "8.9 or newer"), (INT8, "8.0 or newer")):
+        if request.value not in kinds.split():
+            with pytest.raises(
+                PlanImpossible, match=f"quantises nothing to {request.value}.*{needs}.* Choose precision"
+            ):
+                choose(row, TWO_B, DENOISER, request)
+
+
 def test_bf16_is_refused_where_there_is_none_and_the_error_says_what_to_choose() -> None:
     for variant in VARIANTS.values():
         for component in variant.components:
@@ -271,7 +301,10 @@ def test_the_table_holds_what_is_published(
 
 
 def test_the_values_that_stand_in_workflow_files_are_as_they_were() -> None:
-    assert [request.value for request in Precision][:5] == ["auto", "bf16", "fp16", "fp16 (plain)", "fp32"]
+    assert [request.value for request in Precision] == [
+        *("auto", "bf16", "fp16", "fp16 (plain)", "fp32"),
+        *("fp8", "int8"),
+    ]
 
 
 def test_weights_of_2b_stored_in_bf16_are_a_fine_tune_that_may_overflow() -> None:

@@ -34,6 +34,10 @@ WHERE: dict[str, Callable[[Architecture], bool]] = {
     "no fast fp16": lambda a: not a.fast_fp16,
     "slow fp16": lambda a: not a.fast_fp16 and a.name != "sm75-gtx16",
     "wrong fp16": lambda a: a.name == "sm75-gtx16",
+    "fp8 on NVIDIA": lambda a: a.fp8 and a.name.startswith("sm"),
+    "no fp8 on NVIDIA": lambda a: not (a.fp8 and a.name.startswith("sm")),
+    "int8": lambda a: a.name == "cpu" or (a.native_bf16 and a.name.startswith("sm")),
+    "no int8": lambda a: not (a.name == "cpu" or (a.native_bf16 and a.name.startswith("sm"))),
 }
 
 

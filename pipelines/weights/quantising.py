@@ -1,0 +1,63 @@
+"""A denoiser's quantised layers: made for it once, filled at a run's first step, and emptied at its end.
+
+Quantised weights stay no longer than a run. They are read off the half ones on the device, which takes about as long as
+reading those once, and ComfyUI's memory manager, which knows nothing of them, finds the device as it left it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...precision.findings import Anatomy
+from ...precision.policy import Plan, PlanImpossible
+from ...precision.quantised import LEAST, QuantisedLinears, lacking
+from ..models.lora import keys
+from .offload import Offload, brings_parts_to
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..run.stage import ComponentStage
+
+
+def check(plan: Plan, offload: Offload, device: torch.device) -> None:
+    """Raise PlanImpossible where a plan's layers cannot be quantised here: without torchao, or where the weights that
+    they are quantised from are never on the device together."""
+    if not plan.quantised:
+        return
+    if missing := lacking(plan.quantised):
+        raise PlanImpossible(missing)
+    if offload.in_parts and brings_parts_to(device):
+        raise PlanImpossible(
+            f"Precision '{plan.quantised}' has its quantised weights on the card beside the half ones, and offload "
+            f"'{offload.value}' keeps both away. Choose offload 'auto', 'none' or 'model', or precision 'bf16'."
+        )
+
+
+def quantised_of(stage: ComponentStage) -> QuantisedLinears | None:
+    """The quantised layers of a stage's denoiser, without weights yet; None where its plan has none."""
+    if not stage.plan.quantised:
+        return None
+    known = stage.handle.store.quantised
+    key = (stage.name, keys(stage.loras), stage.plan.quantised)
+    if key not in known:
+        known[key] = QuantisedLinears(stage.module, stage.anatomy.repeated, stage.plan.quantised)
+    if not known[key].names:
+        stage.report.note(f"nothing is quantised: no linear layer of its blocks is {LEAST} wide or wider")
+    return known[key]
+
+
+def quantised_on_meta(network: torch.nn.Module, anatomy: Anatomy, plan: Plan) -> QuantisedLinears | None:
+    """The quantised layers of a network on "meta", by which its calls are counted. fp8 counts as int8, whose product is
+    the larger one: torchao quantises to fp8 on a card alone."""
+    if not plan.quantised or lacking(plan.quantised):
+        return None
+    layers = QuantisedLinears(network, anatomy.repeated, "int8")
+    layers.fill()
+    return layers
+
+
+def quantised_bytes(stage: ComponentStage) -> int:
+    """The bytes that a stage's quantised weights take on its device, beside the half ones."""
+    layers = quantised_of(stage)
+    return layers.n_bytes if layers else 0

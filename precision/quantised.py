@@ -1,0 +1,186 @@
+"""Quantised linear layers: they multiply in int8 or fp8, by torchao, which is never needed and never imported before.
+
+They stand in a shell of the network that shares everything else with it, its half-precision weights too. So what fails
+is computed again from those, LoRAs lie around the layers as before, and a layer that fails is the half one again.
+
+Each row of an input (a token) and each row of a weight has a scale of its own, taken from the row's largest value.
+torchao 0.18 hands NaN and infinity on, in eager and in compiled code, by these two configurations: a row whose scale is
+not finite comes out NaN. Its others do not: with an upper bound on the scale, or with a scale that was measured
+beforehand, an infinite value comes out as a finite one. Whether it does must not hang on torchao's release or on which
+kernels are installed, so every layer notes the largest |x| that it is given: one reduction, which the guard reads with
+its own look at the output.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import re
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from .dtypes import DTYPES
+from .learned import covered
+from .shells import both, replaced
+from .wide import largest_of
+
+TORCHAO = "torchao==0.18.0"
+LEAST = 512  # features of a layer, in and out, below which a card gains nothing: it waits for memory, not for products
+STEP = 16  # what the kernels of both take a multiple of
+_SMALLEST = 1e-12  # of fp8: torchao divides by a row's largest value, and a row of zeros came out NaN
+_ONE_ROW = re.compile(r"(^|\.)(norm|time_|emb|ada|modulation)")  # holds layers that are given a row a sample
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What decides whether a linear layer is quantised."""
+
+    name: str
+    inputs: int  # features
+    outputs: int
+    half: bool  # its weights are fp16 or bf16
+
+
+def worth_quantising(layers: Iterable[Facts], blocks: Collection[str]) -> tuple[str, ...]:
+    """Return the names of the layers that are quantised: the large ones in the blocks.
+
+    What embeds, what projects in the end and what modulates norms is left alone: it takes next to no time, and an error
+    in it reaches every token.
+    """
+    return tuple(
+        layer.name
+        for layer in layers
+        if layer.half
+        and min(layer.inputs, layer.outputs) >= LEAST
+        and layer.inputs % STEP == layer.outputs % STEP == 0
+        and covered(layer.name, blocks)
+        and not _ONE_ROW.search(layer.name)
+    )
+
+
+def facts_of(module: torch.nn.Module) -> list[Facts]:
+    """Return the facts of a module's linear layers. Those of a class with a forward of its own are none."""
+    return [
+        Facts(name, layer.in_features, layer.out_features, layer.weight.dtype in (DTYPES["fp16"], DTYPES["bf16"]))
+        for name, layer in module.named_modules()
+        if isinstance(layer, torch.nn.Linear) and type(layer).forward is torch.nn.Linear.forward
+    ]
+
+
+def lacking(kind: str) -> str:
+    """Say what is missing here to quantise, and what to do; "" where nothing is. Nothing is imported."""
+    if importlib.util.find_spec("torchao") is not None:
+        return ""
+    return (
+        f"Precision '{kind}' needs torchao, which is not installed here. Install it with 'python -m pip install "
+        f"--no-deps {TORCHAO}', by the Python that runs this, or choose precision 'auto'."
+    )
+
+
+def _int8(device: torch.device) -> Any:
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig
+    from torchao.utils import should_reduce_range
+
+    # set_inductor_config would change inductor's settings, and the precision of float32 products, for the whole process
+    return Int8DynamicActivationInt8WeightConfig(set_inductor_config=False, reduce_range=should_reduce_range(device))
+
+
+def _fp8(_device: torch.device) -> Any:
+    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow
+    from torchao.quantization.quantize_.common import KernelPreference
+
+    return Float8DynamicActivationFloat8WeightConfig(
+        granularity=PerRow(),
+        activation_value_lb=_SMALLEST,
+        kernel_preference=KernelPreference.TORCH,  # not whatever else happens to be installed
+        set_inductor_config=False,
+    )
+
+
+CONFIGS: dict[str, Callable[[torch.device], Any]] = {"int8": _int8, "fp8": _fp8}
+
+
+def quantised_weight(layer: torch.nn.Linear, kind: str) -> torch.Tensor:
+    """Return a linear layer's weight as torchao quantises it, with how its input is to be quantised. The layer stays as
+    it is."""
+    from torchao.quantization import quantize_
+
+    bare = copy.copy(layer)
+    bare.__dict__["_parameters"] = dict(layer._parameters)
+    with torch.inference_mode(False), torch.no_grad():
+        quantize_(bare, CONFIGS[kind](layer.weight.device), filter_fn=lambda part, _name: part is bare)
+        return bare.weight.detach()
+
+
+class QuantisedLinear(torch.nn.Module):
+    """A base before the class of a linear layer: it multiplies by a quantised weight, and notes what it is given."""
+
+    quantised_weight: torch.Tensor | None  # None between runs
+    quantised_peak: torch.Tensor | None  # max |x| of what it was given, NaN where that was; float32 []
+    bias: torch.Tensor | None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        largest = largest_of(x, tuple(range(x.ndim))).reshape(())
+        self.quantised_peak.copy_(torch.maximum(self.quantised_peak, largest))  # pyright: ignore
+        return F.linear(x, self.quantised_weight, self.bias)  # pyright: ignore[reportArgumentType]
+
+
+class QuantisedLinears:
+    """The quantised layers of a network. Their weights are there from `fill` to `empty`: as long as a run.
+
+    module: with weights in half precision, which are read by `fill`, and must be where it computes by then.
+    kind: one of CONFIGS.
+    """
+
+    def __init__(self, module: torch.nn.Module, blocks: Collection[str], kind: str):
+        self.kind = kind
+        self.names = worth_quantising(facts_of(module), blocks)
+        self._layers: dict[str, Any] = {}
+        for name in self.names:
+            layer = module.get_submodule(name)
+            shell = self._layers[name] = copy.copy(layer)
+            shell.__class__ = both(QuantisedLinear, type(layer))
+            shell.__dict__["_parameters"] = dict(layer._parameters)
+        self.empty()
+
+    def shell(self, module: torch.nn.Module, but: Iterable[str] = ()) -> torch.nn.Module:
+        """Return a shell of the network with the quantised layers in it.
+
+        but: names of layers that stay as they are.
+        """
+        left = {*but}
+        put = {name: lambda _layer, quantised=layer: quantised for name, layer in self._layers.items()}
+        return replaced(module, {name: make for name, make in put.items() if name not in left})
+
+    def fill(self) -> None:
+        """Quantise the weights of those layers that have none."""
+        for layer in self._layers.values():
+            if layer.quantised_weight is None:
+                with torch.inference_mode(False):
+                    peak = torch.zeros((), device=layer.weight.device)
+                layer.__dict__.update(quantised_weight=quantised_weight(layer, self.kind), quantised_peak=peak)
+
+    def empty(self) -> None:
+        """Let go of the quantised weights."""
+        for layer in self._layers.values():
+            layer.__dict__.update(quantised_weight=None, quantised_peak=None)
+
+    def start(self) -> None:
+        """Forget what the layers were given so far."""
+        for layer in self._layers.values():
+            layer.quantised_peak.zero_()
+
+    def take(self) -> torch.Tensor | None:
+        """Return max |x| of what all layers were given since `start`, as a float32 scalar on their device; None where
+        there are none."""
+        peaks = [layer.quantised_peak for layer in self._layers.values()]
+        return torch.stack(peaks).amax() if peaks else None
+
+    @property
+    def n_bytes(self) -> int:
+        """The bytes that the quantised weights take, with a scale and a zero point a row."""
+        return sum(weight.numel() + 5 * weight.shape[0] for weight in (it.weight for it in self._layers.values()))

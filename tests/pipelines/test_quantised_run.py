@@ -1,0 +1,276 @@
+"""Whole sampling runs in int8: by torchao on the CPU, of a small CogVideoX that is wide enough to be quantised."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from comfyui_onediff_guard.demo.small_model import build_cogvideox
+from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, for_plan
+from comfyui_onediff_guard.pipelines.errors import BackendUnavailable
+from comfyui_onediff_guard.pipelines.families.table import VARIANTS
+from comfyui_onediff_guard.pipelines.models.folder import family_of
+from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
+from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
+from comfyui_onediff_guard.pipelines.weights.offload import Offload
+from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
+from comfyui_onediff_guard.pipelines.weights.quantising import check
+from comfyui_onediff_guard.precision.arch import ARCHITECTURES
+from comfyui_onediff_guard.precision.learned import Learned
+from comfyui_onediff_guard.precision.policy import Component, PlanImpossible, Precision, choose
+from comfyui_onediff_guard.precision.quantised import QuantisedLinears
+from torch._dynamo.utils import counters
+
+pytest.importorskip("torchao")
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+SETTINGS = SampleSettings(width=64, height=48, frames=9, steps=3, guidance_scale=6.0, seed=3, scheduler="DDIM")
+LAYERS = tuple(
+    f"transformer_blocks.{block}.{layer}"
+    for block in (0, 1)
+    for layer in ("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0", "ff.net.0.proj", "ff.net.2")
+)
+BROKEN = "transformer_blocks.1.attn1.to_q"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of 5B's kind, 512 wide."""
+    return build_cogvideox(tmp_path_factory.mktemp("wide") / "model", variant="5b", heads=8, head_dim=64)
+
+
+@pytest.fixture
+def opened(folder: Path, tmp_path: Path) -> Callable[..., PipelineHandle]:
+    def open_in(precision: str, backend: str = "eager") -> PipelineHandle:
+        named = {"backend": backend, "offload": "none", "placement": PlainPlacement(CPU), "profiles": tmp_path / "kept"}
+        return load(folder, family_of(folder), precision=Precision(precision), **named)
+
+    return open_in
+
+
+@pytest.fixture
+def breaking(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of layers whose quantised weights are broken; they are whole in half precision."""
+    broken: list[str] = []
+    fill = QuantisedLinears.fill
+
+    def filled(self: QuantisedLinears) -> None:
+        fill(self)
+        for name in broken:
+            self._layers[name].quantised_weight.scale[0] = math.nan
+
+    monkeypatch.setattr(QuantisedLinears, "fill", filled)
+    return broken
+
+
+def sampled(handle: PipelineHandle, **changes: Any) -> tuple[torch.Tensor, Any]:
+    channels = handle.store.model.denoiser_config["text_embed_dim"]
+    tokens = handle.store.model.denoiser_config["max_text_seq_length"]
+    positive, negative = (
+        torch.randn(1, tokens, channels, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)
+    )
+    return sample(handle, positive, negative, replace(SETTINGS, **changes))
+
+
+def error(made: torch.Tensor, right: torch.Tensor) -> float:
+    return float((made - right).norm() / right.norm())
+
+
+def weights(handle: PipelineHandle) -> list[torch.Tensor]:
+    """Those that are quantised now."""
+    found = [layer.quantised_weight for layers in handle.store.quantised.values() for layer in layers._layers.values()]
+    return [weight for weight in found if weight is not None]
+
+
+def test_a_run_in_int8_is_near_fp32_and_the_half_weights_stay_as_they_are(opened: Any) -> None:
+    right, _ = sampled(opened("fp32"))
+    half, _ = sampled(opened("bf16"))
+    handle = opened("int8")
+    made, report = sampled(handle)
+    ((_, layers),) = handle.store.quantised.items()
+    assert layers.names == LAYERS, "neither norms' modulation nor the projections around the blocks"
+    assert report.plan.quantised == "int8" and report.plan.dtype == "bf16"
+    assert "quantised: the large linear layers of its blocks, to int8" in report.text()
+    assert [step.outcome for step in report.steps] == ["finite"] * 3
+    assert not torch.equal(made, half) and error(made, right) < 3 * error(half, right)
+    assert weights(handle) == [], "they are there while a run lasts"
+    assert torch.equal(sampled(handle)[0], made)
+    assert torch.equal(sampled(replace(handle, precision=Precision.BF16))[0], half), "off: not a bit is otherwise"
+
+
+def test_a_failing_step_is_computed_from_the_half_weights_and_its_layer_left_unquantised(
+    opened: Any, breaking: list[str]
+) -> None:
+    handle = opened("int8")
+    breaking.append(BROKEN)
+    made, report = sampled(handle, steps=1)
+    assert [step.outcome for step in report.steps] == ["rerun"]
+    assert report.steps[0].rerun.module == BROKEN
+    assert report.learned == Learned(unquantised=(BROKEN,))
+
+    def stays(handle: PipelineHandle) -> torch.Tensor:
+        """One step in fp32 from bf16's weights: of a run in bf16 that learned to give half precision up."""
+        module = handle.store.module("transformer", "bf16")
+        handle.store.learned.clear()
+        broken = [module.register_forward_hook(_spoil)]
+        try:
+            return sampled(replace(handle, precision=Precision.BF16), steps=1)[0]
+        finally:
+            for hook in broken:
+                hook.remove()
+
+    assert torch.equal(made, stays(handle))
+
+
+def _spoil(_module: Any, _args: Any, made: Any) -> Any:
+    return tuple(each * math.nan if each.dtype is torch.bfloat16 else each for each in made)
+
+
+def test_what_was_learned_is_kept_for_the_next_process_and_is_of_int8_alone(opened: Any, breaking: list[str]) -> None:
+    breaking.append(BROKEN)
+    _, report = sampled(opened("int8"))
+    assert [step.outcome for step in report.steps] == ["rerun", "finite", "finite"]
+    anew = opened("int8")
+    anew.store.learned.clear()  # as in another process
+    _, report = sampled(anew)
+    assert [step.outcome for step in report.steps] == ["finite"] * 3
+    assert any(f"'{BROKEN}' unquantised" in note for note in report.notes)
+    plain = opened("bf16")
+    plain.store.learned.clear()
+    assert not any("profile" in note for note in sampled(plain)[1].notes)
+
+
+def test_two_threads_make_what_one_does(opened: Any) -> None:
+    handle = opened("int8")
+    right = {seed: sampled(handle, seed=seed)[0] for seed in (3, 4)}
+    made: dict[int, torch.Tensor] = {}
+    threads = [
+        threading.Thread(target=lambda seed=seed: made.update({seed: sampled(handle, seed=seed)[0]})) for seed in right
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(made[seed], right[seed]) for seed in right)
+
+
+def test_compiled_it_is_one_graph_and_a_second_run_compiles_nothing(opened: Any, traced_alone: None) -> None:
+    torch._dynamo.reset()
+    eager, _ = sampled(opened("int8"))
+    handle = opened("int8", "inductor")
+    made, report = sampled(handle)
+    assert report.backend == "inductor" and report.graphs == 1
+    assert error(made, eager) < 0.01
+    again, report = sampled(handle)
+    assert report.graphs == 0 and torch.equal(again, made)
+    torch._dynamo.reset()
+
+
+def test_compiled_layers_share_a_graph_and_note_what_they_are_given() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    blocks = torch.nn.ModuleList(torch.nn.Linear(512, 512) for _ in range(2)).bfloat16().requires_grad_(False)
+    layers = QuantisedLinears(blocks, ("0", "1"), "int8")
+    layers.fill()
+    shell, x = layers.shell(blocks), torch.randn(2, 16, 512).bfloat16()
+    with torch.inference_mode():
+        compiled = [torch.compile(layer) for layer in shell.children()]
+        assert all(
+            (run(x) - layer(x)).norm() < 0.02 * layer(x).norm() for run, layer in zip(compiled, blocks, strict=True)
+        )
+        assert float(layers.take()) == float(x.abs().max())
+        layers.empty()
+        layers.fill()
+        x[0, 3, 5] = math.nan
+        for run in compiled:
+            assert run(x)[0, 3].isnan().all(), "torchao hands it on in compiled code, too"
+        assert math.isnan(layers.take())
+    assert counters["stats"]["unique_graphs"] == 1, "other layers and other weights need no other code"
+    torch._dynamo.reset()
+
+
+def test_small_layers_are_left_alone_and_the_report_says_so(model_folder: Callable[..., Path]) -> None:
+    path = model_folder("5b")
+    options = {"backend": "eager", "offload": "none", "placement": PlainPlacement(CPU)}
+    handle = load(path, family_of(path), precision=Precision.INT8, **options)
+    made, report = sampled(handle)
+    assert any(note.startswith("nothing is quantised: no linear layer") for note in report.notes)
+    assert torch.equal(made, sampled(replace(handle, precision=Precision.BF16))[0])
+
+
+def test_without_torchao_the_loader_says_what_to_install(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from comfyui_onediff_guard.precision import quantised
+
+    monkeypatch.setattr(quantised.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(PlanImpossible, match=f"'int8' needs torchao.*--no-deps {quantised.TORCHAO}.*'auto'"):
+        opened("int8")
+
+
+def test_fp8_is_refused_on_a_cpu(opened: Any) -> None:
+    with pytest.raises(PlanImpossible, match=r"CPU quantises nothing to fp8.*8\.9 or newer"):
+        opened("fp8")
+
+
+PLAN = choose(ARCHITECTURES["sm90"], VARIANTS["CogVideoX-5B"], Component.DENOISER, Precision.INT8)
+
+
+@pytest.mark.parametrize("offload", Offload)
+def test_offloads_that_have_neither_weights_on_the_card_are_refused(offload: Offload) -> None:
+    check(PLAN.unquantised, offload, CUDA)
+    check(PLAN, offload, CPU)
+    if offload.in_parts:
+        with pytest.raises(
+            PlanImpossible, match=f"offload '{offload.value}'.*Choose offload 'auto', 'none' or 'model'"
+        ):
+            check(PLAN, offload, CUDA)
+    else:
+        check(PLAN, offload, CUDA)
+
+
+def test_what_a_call_takes_is_counted_with_the_int8_products(opened: Any) -> None:
+    from comfyui_onediff_guard.pipelines.weights.room import room_for_call
+
+    def most(precision: str) -> int:
+        stage = opened(precision).stage(Component.DENOISER)
+        config = stage.handle.store.model.denoiser_config
+        inputs = {
+            "hidden_states": torch.empty(2, 3, 16, 6, 8),
+            "encoder_hidden_states": torch.empty(2, config["max_text_seq_length"], config["text_embed_dim"]),
+            "timestep": torch.tensor([500, 500]),
+            "image_rotary_emb": (torch.empty(3 * 3 * 4, 64), torch.empty(3 * 3 * 4, 64)),
+            "return_dict": False,
+        }
+        return room_for_call(stage, inputs)
+
+    assert 1.2 * most("bf16") < most("int8") < 4 * most("bf16"), "int8's products are int32, before they are scaled"
+
+
+def test_a_cheaper_way_is_unquantised(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = opened("int8").stage(Component.DENOISER)
+    assert stage.weights_at_once() > stage.handle.store.model.weights["transformer"].n_bytes / 2
+    monkeypatch.setattr("comfyui_onediff_guard.pipelines.weights.components.brings_parts_to", lambda device: True)
+    cheaper = stage.cheaper(Offload.GROUP)
+    assert cheaper.plan == stage.plan.unquantised and stage.plan.quantised == "int8"
+
+
+@pytest.mark.parametrize("name", ["oneflow", "nexfort", "inductor", "eager"])
+def test_backends_that_know_nothing_of_torchao_are_not_taken(name: str) -> None:
+    sm90 = ARCHITECTURES["sm90"]
+    taken = name in ("inductor", "eager")
+    choice = BackendChoice(name, "auto: first choice", automatic=True)
+    chosen = for_plan(choice, sm90, PLAN, CPU)
+    assert chosen == choice if taken else chosen.name in ("inductor", "eager")
+    assert for_plan(choice, sm90, PLAN.unquantised, CPU) == choice
+    asked = BackendChoice(name, "asked for")
+    if taken:
+        assert for_plan(asked, sm90, PLAN, CPU) == asked
+    else:
+        with pytest.raises(BackendUnavailable, match=f"{name} cannot compile layers that are quantised to int8"):
+            for_plan(asked, sm90, PLAN, CPU)

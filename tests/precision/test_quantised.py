@@ -1,0 +1,420 @@
+"""Quantised linear layers: which, in what shell, what watches them, and what torchao's quantisers do to broken values.
+
+torchao's own quantisers and kernels compute here; fp8 by PyTorch's CPU kernel, which torchao's own entry refuses.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from comfyui_onediff_guard.pipelines.families.table import VARIANTS
+from comfyui_onediff_guard.precision import quantised
+from comfyui_onediff_guard.precision.arch import ARCHITECTURES
+from comfyui_onediff_guard.precision.findings import Anatomy
+from comfyui_onediff_guard.precision.guard import GuardPolicy, StageGuard
+from comfyui_onediff_guard.precision.islands import half_attempt
+from comfyui_onediff_guard.precision.learned import NOTHING, Learned
+from comfyui_onediff_guard.precision.learning import Learner
+from comfyui_onediff_guard.precision.policy import Component, Precision, choose
+from comfyui_onediff_guard.precision.quantised import (
+    Facts,
+    QuantisedLinears,
+    facts_of,
+    lacking,
+    quantised_weight,
+    worth_quantising,
+)
+from comfyui_onediff_guard.precision.report import RunReport
+from comfyui_onediff_guard.precision.shells import replaced, with_forward
+from comfyui_onediff_guard.precision.upcast import run_in_fp32
+from torch import nn
+from torch.nn import functional as F
+
+pytest.importorskip("torchao")
+
+from fp8_on_cpu import fp8_weight
+
+WIDTH = 512
+KINDS = ("int8", "fp8")
+
+
+class Block(nn.Module):
+    """Reads the stream through a norm, and adds to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.inner = nn.Linear(WIDTH, 2 * WIDTH)
+        self.write = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.write(F.gelu(self.inner(self.norm(x))))
+
+
+class Network(nn.Module):
+    """x [batch, tokens, 64] → the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(64, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.out = nn.Linear(WIDTH, 64)
+
+    def forward(self, x, timestep=None):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+NAMES = ("blocks.0.inner", "blocks.0.write", "blocks.1.inner", "blocks.1.write")
+ANATOMY = ("blocks.0", "blocks.1")
+
+
+def network(dtype: torch.dtype = torch.bfloat16) -> Network:
+    torch.manual_seed(0)
+    return Network().to(dtype).eval().requires_grad_(False)
+
+
+def tokens(seed: int = 0) -> torch.Tensor:
+    return torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp8 is quantised here too."""
+    own = quantised_weight
+    by_kind = {"fp8": fp8_weight, "int8": lambda layer: own(layer, "int8")}
+    monkeypatch.setattr(quantised, "quantised_weight", lambda layer, kind: by_kind[kind](layer))
+
+
+def filled(module: nn.Module, kind: str = "int8") -> QuantisedLinears:
+    layers = QuantisedLinears(module, ANATOMY, kind)
+    layers.fill()
+    layers.start()
+    return layers
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "outputs", "half", "chosen"),
+    [
+        ("blocks.3.attn1.to_q", 1920, 1920, True, True),
+        ("blocks.3.attn1.to_out.0", 1920, 1920, True, True),
+        ("blocks.3.attn1.to_q.base_layer", 1920, 1920, True, True),  # a LoRA's around it
+        ("blocks.3.ff.net.0.proj", 1920, 7680, True, True),
+        ("blocks.3.norm1.linear", 512, 11520, True, False),  # modulates: one row a sample
+        ("blocks.3.resnets.0.time_emb_proj", 1280, 1280, True, False),
+        ("blocks.3.attn1.to_q.lora_A.default", 1920, 64, True, False),
+        ("blocks.3.attn1.to_q", 320, 320, True, False),
+        ("blocks.3.attn1.to_q", 1928, 1928, True, False),  # no multiple of 16
+        ("blocks.3.attn1.to_q", 1920, 1920, False, False),  # kept in float32
+        ("blocks.30.attn1.to_q", 1920, 1920, True, False),  # of no block
+        ("patch_embed.text_proj", 4096, 1920, True, False),
+        ("proj_out", 1920, 1920, True, False),
+    ],
+)
+def test_the_large_layers_of_the_blocks_are_quantised(
+    name: str, inputs: int, outputs: int, half: bool, chosen: bool
+) -> None:
+    assert worth_quantising([Facts(name, inputs, outputs, half)], ["blocks.3"]) == ((name,) if chosen else ())
+
+
+def test_the_facts_are_those_of_plain_linear_layers() -> None:
+    class Own(nn.Linear):
+        def forward(self, input):  # noqa: A002
+            return super().forward(input) * 2
+
+    module = nn.ModuleDict({"a": nn.Linear(4, 8).half(), "b": Own(4, 8), "c": nn.Conv1d(4, 8, 1), "d": nn.Linear(4, 8)})
+    assert facts_of(module) == [Facts("a", 4, 8, True), Facts("d", 4, 8, False)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_shell_shares_everything_and_the_network_stays_as_it_is(kind: str, on_cpu: None) -> None:
+    module = network()
+    before = {name: (id(weight), weight.clone()) for name, weight in module.named_parameters()}
+    right, single = module(tokens()), run_in_fp32(module, tokens())
+    layers = filled(module, kind)
+    assert layers.names == NAMES
+    shell = layers.shell(module)
+    made = shell(tokens())
+    error = (made - single).norm() / single.norm()
+    assert 0.001 < error < {"int8": 0.02, "fp8": 0.06}[kind], "quantised, and near"
+    assert dict(shell.named_parameters()).keys() == before.keys()
+    assert {name: id(weight) for name, weight in shell.named_parameters()} == {n: i for n, (i, _) in before.items()}
+    assert all(torch.equal(weight, before[name][1]) for name, weight in module.named_parameters())
+    assert torch.equal(module(tokens()), right) and torch.equal(run_in_fp32(module, tokens()), single)
+    assert not any(hasattr(part, "quantised_weight") for part in module.modules())
+
+
+def test_a_layer_that_is_left_out_is_the_networks_own() -> None:
+    module = network()
+    layers = filled(module)
+    shell = layers.shell(module, but=NAMES[:1])
+    assert shell.get_submodule(NAMES[0]) is module.get_submodule(NAMES[0])
+    assert type(shell.get_submodule(NAMES[1])) is not nn.Linear
+    assert torch.equal(layers.shell(module, but=NAMES)(tokens()), module(tokens()))
+
+
+def test_quantising_changes_no_setting_of_the_process() -> None:
+    import torch._inductor.config as inductor
+
+    def settings() -> tuple[Any, ...]:
+        return inductor.save_config_portable(), torch.get_float32_matmul_precision()
+
+    before = settings()
+    filled(network())
+    assert settings() == before, "torchao's own default sets both"
+
+
+def test_weights_are_there_from_fill_to_empty() -> None:
+    layers = QuantisedLinears(network(), ANATOMY, "int8")
+    assert layers.n_bytes == 2 * 2 * (2 * WIDTH * WIDTH) + 2 * 5 * (2 * WIDTH + WIDTH)
+    assert all(layer.quantised_weight is None for layer in layers._layers.values())
+    layers.fill()
+    weights = [layer.quantised_weight for layer in layers._layers.values()]
+    held = sum(part.nbytes for weight in weights for part in (weight.qdata, weight.scale, weight.zero_point))
+    assert held == layers.n_bytes
+    layers.fill()
+    again = (layer.quantised_weight for layer in layers._layers.values())
+    assert all(mine is theirs for mine, theirs in zip(weights, again, strict=True))
+    layers.empty()
+    assert all(layer.quantised_weight is None for layer in layers._layers.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_torchaos_dynamic_quantisers_hand_on_what_is_not_finite(kind: str, value: float) -> None:
+    """As the module's docstring says of torchao 0.18."""
+    layer: Any = network().blocks[0].inner
+    x = torch.randn(2, 16, WIDTH).bfloat16()
+    x[1, 3, 7] = value
+    weight = fp8_weight(layer) if kind == "fp8" else quantised_weight(layer, kind)
+    broken = ~F.linear(x, weight, layer.bias).isfinite()
+    assert broken[1, 3].all() and broken.sum() == broken[1, 3].sum()
+
+
+def test_a_row_of_zeros_is_nan_in_torchaos_fp8_but_for_the_lower_bound() -> None:
+    layer: Any = network().blocks[0].inner
+    zeros = torch.zeros(1, 16, WIDTH).bfloat16()
+    assert F.linear(zeros, fp8_weight(layer, activation_value_lb=None), layer.bias).isnan().all()
+    assert torch.equal(F.linear(zeros, fp8_weight(layer), layer.bias), layer(zeros))
+    assert torch.equal(F.linear(zeros, quantised_weight(layer, "int8"), layer.bias), layer(zeros))
+
+
+def test_why_all_else_is_bf16() -> None:
+    """On fp16, torchao casts the product by the integer weights before it multiplies by their scale."""
+    torch.manual_seed(0)
+    layer = nn.Linear(4096, 512).requires_grad_(False)
+    x = 100 * torch.randn(2, 16, 4096)
+    finite = {}
+    for dtype in (torch.float16, torch.bfloat16):
+        typed = layer.to(dtype)
+        made = F.linear(x.to(dtype), quantised_weight(typed, "int8"), typed.bias)
+        finite[dtype] = bool(made.isfinite().all())
+        assert typed(x.to(dtype)).isfinite().all()
+    assert finite == {torch.float16: False, torch.bfloat16: True}
+
+
+def test_without_torchao_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert lacking("int8") == ""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "'int8' needs torchao" in lacking("int8") and quantised.TORCHAO in lacking("int8")
+
+
+def test_it_is_imported_by_who_quantises_alone(fresh_python: Any) -> None:
+    code = (
+        "import sys, comfyui_onediff_guard.precision.quantised as q; q.lacking('int8'); print('torchao' in sys.modules)"
+    )
+    assert fresh_python(code).strip() == "False"
+
+
+def test_the_sentinel_holds_the_largest_of_all_layers_and_of_all_calls_since_the_start() -> None:
+    module = network()
+    layers = filled(module)
+    shell = layers.shell(module)
+    given: list[torch.Tensor] = []
+    handles = [
+        module.get_submodule(name).register_forward_pre_hook(lambda _m, args: given.append(args[0].abs().max()))
+        for name in NAMES
+    ]
+    for seed in (0, 1):
+        module(tokens(seed))
+    for handle in handles:
+        handle.remove()
+    for seed in (0, 1):
+        shell(tokens(seed))
+    peak = layers.take()
+    assert peak is not None and float(peak) == pytest.approx(float(max(given)), rel=0.02)
+    layers.start()
+    assert layers.take() == 0
+
+
+class Broken(nn.Module):
+    """What a layer puts out, with values of one sample that are not finite, in half precision alone."""
+
+    def __init__(self, layer: nn.Module, value: float):
+        super().__init__()
+        self.layer, self.value = layer, value
+
+    def forward(self, x):
+        made = self.layer(x)
+        if made.dtype is torch.bfloat16:
+            made[0] = self.value
+        return made
+
+
+def with_a_bound(layer: nn.Linear, kind: str) -> torch.Tensor:
+    """By torchao's own fp8 with its upper bound on the scale: an infinite value comes out as a finite one."""
+    return fp8_weight(layer, activation_value_ub=1200.0)
+
+
+def with_a_measured_scale(layer: nn.Linear, kind: str) -> torch.Tensor:
+    """By torchao's own int8 with a scale that was measured beforehand: so do both, NaN and infinite ones."""
+    from torchao.quantization import Int8StaticActivationInt8WeightConfig, PerTensor, quantize_
+
+    scale = torch.full((1, 1, 1), 8 / 127)
+    config = Int8StaticActivationInt8WeightConfig(
+        act_quant_scale=scale, granularity=PerTensor(), set_inductor_config=False
+    )
+    bare = nn.Linear(layer.in_features, layer.out_features, dtype=layer.weight.dtype).requires_grad_(False)
+    bare.load_state_dict(layer.state_dict())
+    quantize_(bare, config)
+    return bare.weight.detach()
+
+
+class Run:
+    """A guarded network in int8 or fp8, whose first block's norm is broken in half precision."""
+
+    def __init__(self, module: nn.Module, value: float | None, kind: str = "int8", *, sentinel: bool = True):
+        self.module, self.layers = module, filled(module, kind)
+        anatomy = Anatomy.of(module, ["blocks"])
+        broken = {"blocks.0.norm": lambda norm: Broken(norm, value)} if value is not None else {}
+
+        def build(known: Learned) -> Any:
+            made = half_attempt(module, anatomy, known, "bf16", quantised=self.layers)
+            faulty = replaced(made.run, {name: make for name, make in broken.items() if not known.islands})
+            return type(made)(faulty, faulty, quantised=made.quantised)
+
+        plan = choose(ARCHITECTURES["sm90"], VARIANTS["CogVideoX-5B"], Component.DENOISER, Precision(kind))
+        self.report = RunReport("CogVideoX-5B", "sm90", plan)
+        self.learner = Learner(module, "bf16", build, anatomy, NOTHING)
+        self.guard = StageGuard(
+            "denoiser",
+            self.learner,
+            rerun=module,
+            dtype="bf16",
+            policy=GuardPolicy(),
+            report=self.report,
+            peak_inside=self.layers.take if sentinel else None,
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.layers.start()
+        return self.guard(x)
+
+    @property
+    def outcomes(self) -> list[str]:
+        return [step.outcome for step in self.report.steps]
+
+
+HIDING = [
+    (with_a_measured_scale, "int8", math.nan),
+    (with_a_measured_scale, "int8", math.inf),
+    (with_a_bound, "fp8", math.inf),
+]
+
+
+@pytest.mark.parametrize(("hiding", "kind", "value"), HIDING, ids=["int8-nan", "int8-inf", "fp8-inf"])
+def test_a_failure_that_a_quantiser_hides_is_missed_without_the_sentinel_and_seen_with_it(
+    hiding: Any, kind: str, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantised, "quantised_weight", hiding)
+    module = network()
+    right = run_in_fp32(module, tokens())
+    missed = Run(module, value, kind, sentinel=False)
+    wrong = missed(tokens()).float()
+    assert missed.outcomes == ["finite"] and wrong.isfinite().all()
+    assert (wrong - right).abs().max() > 0.1 * right.abs().max(), "finite, and wrong"
+    seen = Run(module, value, kind)
+    assert torch.equal(seen(tokens()), right)
+    assert seen.outcomes == ["rerun"] and seen.report.steps[0].note.startswith("non-finite in bf16")
+    assert seen.learner.learned == Learned(islands=("blocks.0",)), "the norm broke it, not a quantised layer"
+    seen(tokens(1))
+    assert seen.outcomes == ["rerun", "finite"], "what was noted before is forgotten"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_that_breaks_where_it_is_quantised_is_left_unquantised_from_then_on(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In fp8, as torchao breaks it: a row of zeros, without the lower bound. In int8, a broken scale."""
+    own = quantised_weight
+
+    def breaking(layer: nn.Linear, kind: str) -> torch.Tensor:
+        if kind == "fp8":
+            return fp8_weight(layer, activation_value_lb=None)
+        made: Any = own(layer, kind)
+        if layer is layers_of["blocks.1.inner"]:
+            made.scale[0] = math.nan
+        return made
+
+    module: Any = network()
+    with torch.no_grad():
+        module.blocks[1].norm.weight.zero_()
+        module.blocks[1].norm.bias.zero_()  # what it hands on is rows of zeros
+    monkeypatch.setattr(quantised, "quantised_weight", breaking)
+    layers_of: dict[str, Any] = {}
+    original = QuantisedLinears.fill
+
+    def fill(self: QuantisedLinears) -> None:
+        layers_of.update(self._layers)
+        original(self)
+
+    monkeypatch.setattr(QuantisedLinears, "fill", fill)
+    run = Run(module, None, kind)
+    assert torch.equal(run(tokens()), run_in_fp32(module, tokens()))
+    step = run.report.steps[0]
+    assert step.outcome == "rerun" and step.rerun is not None
+    assert step.rerun.module == "blocks.1.inner"
+    assert step.rerun.action == "'blocks.1.inner' unquantised from the next call on"
+    for seed in (1, 2):
+        right = run_in_fp32(module, tokens(seed))
+        assert (run(tokens(seed)) - right).norm() < 0.1 * right.norm()
+    assert run.outcomes == ["rerun", "finite", "finite"]
+    assert run.learner.learned == Learned(unquantised=("blocks.1.inner",))
+    assert run.learner.attempt.quantised == tuple(name for name in NAMES if name != "blocks.1.inner")
+    assert run.learner.learned.in_words() == ["'blocks.1.inner' unquantised"]
+
+
+def test_a_layer_that_breaks_unquantised_too_becomes_an_island_of_its_block() -> None:
+    module = network()
+    run = Run(module, None)
+    run.learner._build = lambda known: half_attempt(
+        replaced(module, {"blocks.1.inner": lambda layer: Broken(layer, math.nan)} if not known.islands else {}),
+        Anatomy.of(module, ["blocks"]),
+        known,
+        "bf16",
+        quantised=None if known.unquantised else run.layers,
+    )
+    run.layers._layers["blocks.1.inner"].quantised_weight.scale[0] = math.nan
+    for seed in range(3):
+        run(tokens(seed))
+    assert run.outcomes == ["rerun", "rerun", "finite"]
+    assert run.learner.learned == Learned(unquantised=("blocks.1.inner",), islands=("blocks.1",))
+
+
+def test_an_island_runs_from_the_half_weights() -> None:
+    module = network()
+    layers = filled(module)
+    known = Learned(islands=("blocks.0",))
+    made = half_attempt(module, Anatomy.of(module, ["blocks"]), known, "bf16", quantised=layers)
+    right = replaced(layers.shell(module), {"blocks.0": lambda _: with_forward(module.blocks[0], island(module))})
+    layers.start()
+    assert torch.equal(made.run(tokens()), right(tokens()))
+
+
+def island(module: Network) -> Any:
+    return lambda x: run_in_fp32(module.blocks[0], x).to(torch.bfloat16)
