@@ -20,6 +20,7 @@ import psutil
 HERE = Path(__file__).resolve().parent
 TOYS = "import toy_jobs; toy_jobs.main()"
 REAL = "import sys; from comfyui_onediff_guard.headless.commands import cli; sys.exit(cli.main())"
+INDUCTORS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # what workers compiled is to be theirs
 HANG_SECONDS = 900.0  # a bound for what would hang
 
 
@@ -29,7 +30,7 @@ def surroundings() -> Iterator[dict[str, str]]:
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
         yield {
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if name not in INDUCTORS},
             "PYTHONPATH": path,
             "RAY_TMPDIR": folder,
             "RAY_AUTH_TOKEN_PATH": str(Path(folder) / "token"),
