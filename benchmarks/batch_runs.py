@@ -20,6 +20,7 @@ import psutil
 HERE = Path(__file__).resolve().parent
 TOYS = "import toy_jobs; toy_jobs.main()"
 REAL = "import sys; from comfyui_onediff_guard.headless.commands import cli; sys.exit(cli.main())"
+INDUCTORS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # what workers compiled is to be theirs
 HANG_SECONDS = 900.0  # a bound for what would hang
 
 
@@ -29,7 +30,7 @@ def surroundings() -> Iterator[dict[str, str]]:
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
         yield {
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if name not in INDUCTORS},
             "PYTHONPATH": path,
             "RAY_TMPDIR": folder,
             "RAY_AUTH_TOKEN_PATH": str(Path(folder) / "token"),
@@ -51,23 +52,30 @@ class Batch:
     killed: list[int] = field(default_factory=list)  # workers
     process: subprocess.Popen[str] | None = None
 
+    @property
+    def told(self) -> Path:
+        """What it says on standard error."""
+        return self.jobs.with_suffix(".told")
+
     def start(self) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", self.code, "batch", str(self.jobs), "--out", str(self.out), *self.options]
-        self.process = subprocess.Popen(
-            [*command, "--json"],
-            cwd=self.jobs.parent,
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        with self.told.open("w", encoding="utf-8") as told:  # a pipe that nobody reads would fill, and it would wait
+            self.process = subprocess.Popen(
+                [*command, "--json"],
+                cwd=self.jobs.parent,
+                env=self.environment,
+                stdout=subprocess.PIPE,
+                stderr=told,
+                text=True,
+                start_new_session=True,
+            )
         return self.process
 
     def finish(self) -> dict[str, Any]:
         """What it printed. Whatever it was, its processes are gone then."""
         assert self.process
-        out, err = self.process.communicate(timeout=HANG_SECONDS)
+        out, _ = self.process.communicate(timeout=HANG_SECONDS)
+        err = self.told.read_text(encoding="utf-8")
         if not out.startswith("{"):
             raise RuntimeError(
                 f"it ended with {self.process.returncode}, printed {out[:300]!r}, and said: {err[-3000:]}"

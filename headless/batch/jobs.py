@@ -54,6 +54,14 @@ class Job:
 
 
 @dataclass(frozen=True)
+class Unmade:
+    """A combination of a matrix that is no job, and why."""
+
+    name: str
+    error: str
+
+
+@dataclass(frozen=True)
 class _Prepared:
     """A line whose workflow was read."""
 
@@ -61,6 +69,9 @@ class _Prepared:
     graph: Graph
     schemas: Mapping[str, Schema]
     product: Product
+
+    def name_of(self, place: int) -> str:
+        return f"{self.name} #{place + 1}" if len(self.product) > 1 else self.name
 
 
 class JobsFile:
@@ -94,13 +105,13 @@ class JobsFile:
             raise WorkflowError(f"{self.file} holds no jobs: write one JSON object a line, such as {EXAMPLE}.")
         return jobs
 
-    def __iter__(self) -> Iterator[Job]:
-        """Raises WorkflowError, as `count` does; of a matrix, a combination may be at fault that is not its first."""
+    def __iter__(self) -> Iterator[Job | Unmade]:
+        """Raises WorkflowError, as `count` does."""
         for number, line in self._lines():
             with _of_line(self.file, number):
                 prepared = self._prepared(number, line)
-                for place in range(len(prepared.product)):
-                    yield self._job(prepared, place)
+            for place in range(len(prepared.product)):
+                yield self._made(prepared, place, number)
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
         """Lines that are not empty, with their numbers from 1."""
@@ -126,11 +137,16 @@ class JobsFile:
         changed = settings.apply(graph, changes, schemas)
         return _Prepared(line.name or f"line {number}", changed, schemas, product(line.matrix, changed, schemas))
 
+    def _made(self, prepared: _Prepared, place: int, number: int) -> Job | Unmade:
+        try:
+            return self._job(prepared, place)
+        except WorkflowError as error:
+            return Unmade(prepared.name_of(place), f"{self.file.name}, line {number}: {error}")
+
     def _job(self, prepared: _Prepared, place: int) -> Job:
         graph = settings.apply(prepared.graph, prepared.product[place], prepared.schemas)
-        many = len(prepared.product) > 1
         return Job(
-            name=f"{prepared.name} #{place + 1}" if many else prepared.name,
+            name=prepared.name_of(place),
             graph=graph,
             content=content_of(graph, prepared.schemas, self.input_dir),
             warmth=warmth_of(graph),

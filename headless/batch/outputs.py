@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-import uuid
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from pydantic import Field
 from ...pipelines.atomic_files import replacing
 from ...trust.foreign import Foreign, Unreadable, fitting, read
 from ...trust.plain import for_json
+from ...trust.text import for_file_name
 from ..errors import OutputError
 from ..files import ensure_writable
 from ..scratch import temporary_folder
@@ -53,16 +54,10 @@ class Outputs:
 
     @contextmanager
     def token(self) -> Iterator[str]:
-        """The name of a new file in the folder, by which another machine sees that this is the same folder."""
-        name = f"{RUNNING}/token-{uuid.uuid4().hex}"
-        with self._told():
-            self.ensure()
-            (self.folder / name).touch(exist_ok=False)
-        try:
-            yield name
-        finally:
-            with suppress(OSError):
-                (self.folder / name).unlink(missing_ok=True)
+        """The name of something new in the folder, by which another machine sees that this is the same folder."""
+        self.ensure()
+        with temporary_folder(_of_this_machine("batch"), self.folder / RUNNING) as made:
+            yield made.relative_to(self.folder).as_posix()
 
     def has(self, content: str) -> bool:
         """Whether a job's outputs are there, whole."""
@@ -77,7 +72,7 @@ class Outputs:
         """
         with self._told():
             (self.folder / RUNNING).mkdir(parents=True, exist_ok=True)
-        with temporary_folder("job-", self.folder / RUNNING) as temporary:
+        with temporary_folder(_of_this_machine("job"), self.folder / RUNNING) as temporary:
             made = Arriving(temporary / "made")
             with self._told():
                 made.folder.mkdir()
@@ -141,6 +136,12 @@ class Arriving:
     def names(self, files: list[Path]) -> list[str]:
         """Files in it, by their paths from its top."""
         return [file.relative_to(self.folder).as_posix() for file in files]
+
+
+def _of_this_machine(what: str) -> str:
+    """How a temporary folder's name begins. What a killed worker left is removed on its own machine alone: others may
+    not see on a network's file system that a folder is somebody's."""
+    return f"{what}-{for_file_name(socket.gethostname())}~"
 
 
 def _settle(folder: Path) -> None:

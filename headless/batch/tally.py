@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from ...pipelines.pace import in_words
 from .affinity import Landing
-from .jobs import Job
+from .jobs import Job, Unmade
 from .work import Done
 
 LISTED = 1000  # parked jobs that the answer names; the folder has all
@@ -56,12 +56,11 @@ class Tally:
         self._ends.append(self.now())
         self._say(f"done {job.name} → {job.content}, {outcome.seconds:.1f} s on {worker} ({outcome.landing.value})")
 
-    def gave_up(self, job: Job, error: str) -> None:
+    def gave_up(self, job: Job | Unmade, error: str) -> None:
         self.failed += 1
-        if len(self.faults) < LISTED:
-            self.faults.append({"name": job.name, "content": job.content, "error": error})
+        self._note(job, error)
         self._ends.append(self.now())
-        self._say(f"FAILED {job.name} ({job.content}): {error}")
+        self._say(f"FAILED {job.name} ({_content(job)}): {error}")
 
     def skipped(self, job: Job, error: str) -> None:
         """error: for which it was parked; "": it is done."""
@@ -69,8 +68,7 @@ class Tally:
             self.there += 1
             return
         self.parked += 1
-        if len(self.faults) < LISTED:
-            self.faults.append({"name": job.name, "content": job.content, "error": error})
+        self._note(job, error)
 
     def lost_worker(self, job: Job, worker: str, reason: str, *, again: bool) -> None:
         self.lost += 1
@@ -107,6 +105,10 @@ class Tally:
         parts += [f"{self.lost:,} workers lost"] if self.lost else []
         return f"{self.total:,} jobs: {', '.join(parts)}"
 
+    def _note(self, job: Job | Unmade, error: str) -> None:
+        if len(self.faults) < LISTED:
+            self.faults.append({"name": job.name, "content": _content(job), "error": error})
+
     def _say(self, what: str) -> None:
         what = " ".join(what.split())  # errors have lines of their own
         rate, left = self.rate(), self.total - self.over
@@ -116,3 +118,7 @@ class Tally:
         self.say(
             f"[{self.over}/{self.total}] {what} · {', '.join(told)}" if told else f"[{self.over}/{self.total}] {what}"
         )
+
+
+def _content(job: Job | Unmade) -> str:
+    return job.content if isinstance(job, Job) else "no job"

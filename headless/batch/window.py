@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from .affinity import Warmth
-from .jobs import Job
+from .jobs import Job, Unmade
 from .outputs import Outputs
 from .tally import Tally
 
@@ -20,7 +20,7 @@ class Window:
         retry: also those that an earlier run parked.
     """
 
-    def __init__(self, jobs: Iterator[Job], outputs: Outputs, tally: Tally, *, retry: bool = False) -> None:
+    def __init__(self, jobs: Iterator[Job | Unmade], outputs: Outputs, tally: Tally, *, retry: bool = False) -> None:
         self._jobs, self._outputs, self._tally, self._retry = jobs, outputs, tally, retry
         self._waiting: list[Job] = []
         self._contents: set[str] = set()
@@ -36,7 +36,9 @@ class Window:
     def fill(self, running: Collection[str] = ()) -> bool:
         """Read jobs until there are enough, and say whether any waits. running: contents of jobs on their way."""
         while len(self._waiting) < SIZE and (job := next(self._jobs, None)) is not None:
-            if job.content in self._contents or job.content in running or self._outputs.has(job.content):
+            if isinstance(job, Unmade):
+                self._tally.gave_up(job, job.error)
+            elif job.content in self._contents or job.content in running or self._outputs.has(job.content):
                 self._tally.skipped(job, "")
             elif (parked := self._outputs.parked(job.content)) and not self._retry:
                 self._tally.skipped(job, parked.error)

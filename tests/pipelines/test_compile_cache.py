@@ -74,6 +74,52 @@ def test_what_is_written_is_there_in_the_next_process_and_nowhere_else(pipeline)
     assert written(pipeline)[1] == {"kernel": "code"}
 
 
+def moved(pipeline, folder):
+    """The file that is kept, as it comes from another machine: its name and bytes. It is gone from here."""
+    file = only_file(pipeline)
+    data = file.read_bytes()
+    shutil.rmtree(folder)
+    return file.name, data
+
+
+def test_what_another_machine_compiled_is_there(pipeline):
+    written(pipeline, kernel="code")
+    name, data = moved(pipeline, pipeline.compiled)
+    in_new_process()
+    compile_cache.take_in(pipeline.compiled, name, data)
+    assert written(pipeline)[1] == {"kernel": "code"}
+
+
+def test_what_it_compiled_is_put_beside_what_is_here(pipeline):
+    """In the file, and in the folder of a process that compiles for the same target already."""
+    written(pipeline, there="code")
+    name, data = moved(pipeline, pipeline.compiled)
+    in_new_process()
+    written(pipeline, here="other code")
+    compile_cache.take_in(pipeline.compiled, name, data)
+    assert written(pipeline)[1] == {"here": "other code", "there": "code"}
+    in_new_process()
+    assert written(pipeline)[1] == {"here": "other code", "there": "code"}
+
+
+@pytest.mark.parametrize("damage", ["cut short", "a bit", "another name", "nothing"])
+def test_what_came_damaged_is_left_alone(pipeline, caplog, damage):
+    written(pipeline, kernel="code")
+    name, data = moved(pipeline, pipeline.compiled)
+    middle = len(data) // 2
+    came = {
+        "cut short": (name, data[:middle]),
+        "a bit": (name, data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]),
+        "another name": (f"../{name}", data),
+        "nothing": (name, b""),
+    }
+    compile_cache.take_in(pipeline.compiled, *came[damage])
+    assert "compiled code from another machine is not used" in caplog.text
+    assert not pipeline.compiled.exists() or not [*pipeline.compiled.iterdir()]
+    in_new_process()
+    assert written(pipeline)[1] == {}
+
+
 @pytest.mark.parametrize("what", ["torch", "device", "python", "dtype", "accumulation", "options", "config"])
 def test_for_something_else_nothing_is_there(pipeline, monkeypatch, what):
     written(pipeline, kernel="code")

@@ -45,6 +45,7 @@ FULL = (
     "tests/comfyui/test_hundred_prompts.py",
     "tests/faults/test_lying_servers.py",
     "tests/headless/batch/test_batch_faults.py",
+    "tests/headless/batch/test_two_machines.py",
 )
 
 

@@ -32,7 +32,7 @@ class Setup:
     models: tuple[Path, ...]
     input_dir: Path
     output_dir: Path
-    token: str  # a file's name in the output folder, by which a worker sees that it is the command's
+    token: str  # of the output folder, by which a worker sees that it is the command's
     hold: int  # models
     timeout: float | None  # seconds for one job
     run: Callable[..., RunResult] = run_local
@@ -101,7 +101,7 @@ class Actor:
     def _trouble(self, version: str) -> str:
         if (ours := version_that_matters()) != version:
             return f"it has comfyui-onediff-guard {ours or 'of no version'}, and the command {version or 'of none'}"
-        if not (self._setup.output_dir / self._setup.token).is_file():
+        if not (self._setup.output_dir / self._setup.token).exists():
             return (
                 f"it does not see the folder {self._setup.output_dir}: --out has to be a folder that all machines share"
             )

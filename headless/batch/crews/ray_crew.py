@@ -35,6 +35,7 @@ CONNECT_SECONDS = 10.0
 MAX_STARTS = 3  # of one worker in a row that end before it is ready
 CODES = 64  # files of compiled code that are remembered for workers that begin later
 NO_STATISTICS = {"RAY_USAGE_STATS_ENABLED": "0"}  # Ray would send some to its makers
+NO_METRICS = {"RAY_enable_metrics_collection": "0"}  # which keep 3 KB for each name that a job has, for ever
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def connected(cluster: Cluster) -> Generator[Any]:
         }
     with ExitStack() as held:
         held.enter_context(redirect_stdout(sys.stderr if cluster.verbose else _Nowhere()))
-        with _variables({} if cluster.address else NO_STATISTICS), _signals_kept():
+        with _variables(NO_METRICS | ({} if cluster.address else NO_STATISTICS)), _signals_kept():
             context = _begun(ray, cluster, own)
         held.callback(_end, ray)
         if cluster.dashboard and (url := getattr(context, "dashboard_url", "")):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import tracemalloc
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,17 @@ import pytest
 import toy_jobs
 from comfyui_onediff_guard.headless.batch import content
 from comfyui_onediff_guard.headless.batch.content import content_of
-from comfyui_onediff_guard.headless.batch.jobs import MAX_LINE, JobsFile
+from comfyui_onediff_guard.headless.batch.jobs import MAX_LINE, Job, JobsFile, Unmade
+from comfyui_onediff_guard.headless.batch.outputs import Outputs
+from comfyui_onediff_guard.headless.batch.tally import Tally
+from comfyui_onediff_guard.headless.batch.window import Window
 from comfyui_onediff_guard.headless.errors import WorkflowError
 from comfyui_onediff_guard.headless.hosts.local import read_local
 from comfyui_onediff_guard.headless.workflow.graph import read_json
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from PIL import Image
+from tiers import drawn
 
 JobsOf = Callable[..., JobsFile]
 
@@ -110,6 +118,39 @@ def test_what_is_wrong_is_said_before_anything_runs(jobs_file: JobsOf, text: str
     file = jobs_file(text.replace("TOY", json.dumps(toy_jobs.workflow())))
     with pytest.raises(WorkflowError, match=says):
         file.count()
+
+
+def test_a_combination_that_is_no_job_is_told_and_the_others_run(tmp_path: Path) -> None:
+    workflow = {
+        "1": {"class_type": "LoadImage", "inputs": {"image": "a.png"}},
+        "2": {"class_type": "SaveImage", "inputs": {"images": ["1", 0], "filename_prefix": "x"}},
+    }
+    line = {"workflow": workflow, "matrix": {"inputs": {"1.image": ["a.png", "../b.png", "c.png"]}}, "name": "pictures"}
+    file = toy_jobs.write_jobs(tmp_path / "jobs", [line])
+    jobs = JobsFile(file, workflows=tmp_path, input_dir=tmp_path, read=read_local)
+    assert jobs.count() == 3
+    first, second, third = jobs
+    assert isinstance(first, Job) and isinstance(third, Job)
+    assert isinstance(second, Unmade) and second.name == "pictures #2" and "jobs, line 1: " in second.error
+    tally = Tally(3, io.StringIO())
+    window = Window(iter(jobs), Outputs(tmp_path / "out"), tally)
+    assert window.fill() and len(window) == 2
+    assert tally.failed == 1 and tally.faults == [{"name": second.name, "content": "no job", "error": second.error}]
+
+
+WORDS = st.sampled_from(["workflow", "set", "matrix", "name", "seeds", "sizes", "prompts", "inputs", "1.seed", "first"])
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | WORDS
+VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(WORDS, inner, max_size=4))
+
+
+@given(matrix=VALUES, changes=VALUES, more=st.dictionaries(WORDS, VALUES, max_size=2))
+@settings(max_examples=drawn(500, 60), suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_a_line_says_it_is_jobs_or_refused(tmp_path: Path, matrix: Any, changes: Any, more: Any) -> None:
+    line = {"workflow": toy_jobs.workflow(), **more, "matrix": matrix, "set": changes}
+    file = toy_jobs.write_jobs(tmp_path / "jobs", [line])
+    jobs = JobsFile(file, workflows=tmp_path, input_dir=None, read=toy_jobs.read)
+    with suppress(WorkflowError):
+        assert jobs.count() >= 1 and next(iter(jobs))
 
 
 def test_a_file_that_is_none_is_refused(jobs_file: JobsOf, tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_a_folder_without_permission_is_told(tmp_path: Path) -> None:
 def test_another_machine_knows_the_folder_by_a_token(tmp_path: Path) -> None:
     outputs = Outputs(tmp_path)
     with outputs.token() as token:
-        assert (tmp_path / token).is_file()
+        assert (tmp_path / token).exists()
     assert not (tmp_path / token).exists()
 
 

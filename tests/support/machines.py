@@ -1,0 +1,130 @@
+"""Machines that are network namespaces of this one, on a wire of their own, each a node of a Ray cluster.
+
+Each has a name, an address, and a folder of its own for compiled code; the disk is shared. Needs root and iproute2.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+PORT = 6379
+START_SECONDS = 120.0
+QUICK = {  # how soon a lost head is noticed; Ray waits a minute
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "1000",
+}
+
+
+def why_not() -> str:
+    """Why there can be none here, or ""."""
+    if sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("ip"):
+        return "network namespaces need Linux, root and iproute2"
+    name = f"odg-{uuid.uuid4().hex[:6]}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    if made.returncode:
+        return f"no network namespaces here: {made.stderr.strip()}"
+    subprocess.run(["ip", "netns", "del", name], check=False)
+    return ""
+
+
+@dataclass
+class Machine:
+    name: str
+    address: str
+    folder: Path  # its own
+    environment: dict[str, str]
+
+    def command(self, *words: str) -> list[str]:
+        """A command there, under the machine's name."""
+        named = f'hostname {self.name} && exec "$@"'
+        return ["ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-c", named, "sh", *words]
+
+    def start_ray(self, head: str, cpus: int = 1) -> None:
+        """Make it a node; at its own address, the head."""
+        at = ["--head", "--port", str(PORT)] if head == self.address else ["--address", f"{head}:{PORT}"]
+        options = [*at, "--node-ip-address", self.address, "--num-cpus", str(cpus)]
+        options += ["--object-store-memory", str(100 * 2**20), "--disable-usage-stats"]
+        options += (
+            ["--include-dashboard", "false", "--temp-dir", str(self.folder / "ray")] if head == self.address else []
+        )
+        ray = Path(sys.executable).with_name("ray")
+        done = subprocess.run(
+            self.command(str(ray), "start", *options),
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=START_SECONDS,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def processes(self) -> list[int]:
+        found = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True, check=False)
+        return [int(pid) for pid in found.stdout.split()]
+
+    def lose(self) -> None:
+        """End all that runs there, at once."""
+        until = time.monotonic() + 30
+        while (pids := self.processes()) and time.monotonic() < until:
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.1)
+
+
+@contextmanager
+def machines(names: Sequence[str], folder: Path, environment: dict[str, str]) -> Iterator[list[Machine]]:
+    """Machines on one bridge. folder: where those of their own are made; its path has to be short, for sockets."""
+    mark = uuid.uuid4().hex[:4]
+    bridge, hub = f"odgb{mark}", f"odg{mark}hub"
+    made: list[Machine] = []
+    try:
+        _ip("netns", "add", hub)
+        _ip("-n", hub, "link", "add", bridge, "type", "bridge")
+        _ip("-n", hub, "link", "set", bridge, "up")
+        for number, name in enumerate(names, 1):
+            own = folder / name
+            own.mkdir()
+            more = {"ONEDIFF_GUARD_COMPILED": str(own / "compiled"), "ONEDIFF_GUARD_COMPILED_GB": "1", **QUICK}
+            machine = Machine(f"odg{mark}{name}", f"10.77.0.{number}", own, {**environment, **more})
+            made.append(machine)
+            _ip("netns", "add", machine.name)
+            _ip(
+                "-n",
+                hub,
+                "link",
+                "add",
+                f"v{mark}{number}",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "eth0",
+                "netns",
+                machine.name,
+            )
+            _ip("-n", hub, "link", "set", f"v{mark}{number}", "master", bridge, "up")
+            _ip("-n", machine.name, "address", "add", f"{machine.address}/24", "dev", "eth0")
+            _ip("-n", machine.name, "link", "set", "eth0", "up")
+            _ip("-n", machine.name, "link", "set", "lo", "up")
+        yield made
+    finally:
+        for machine in made:
+            machine.lose()
+        for name in (*(machine.name for machine in made), hub):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
