@@ -137,7 +137,7 @@ def _broken_where_they_are(
     compiled code scales values first, and eager code, which can look at a number, looks again at one that is not.
     """
     if torch.compiler.is_compiling():
-        total = sum((tensor.float() * _SCALED).sum() for tensor in (query, key))
+        total = (query.float() * _SCALED).sum() + (key.float() * _SCALED).sum()
         return made + torch.where(total.isfinite(), 0.0, torch.nan).to(made.dtype)  # inductor takes `total * 0` for 0
     if math.isfinite((query.detach().sum() + key.detach().sum()).item()):
         return made
