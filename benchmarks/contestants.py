@@ -165,11 +165,21 @@ class Ours:
         stage = self._pipeline.stage(Component.DENOISER)
         self._report = stage.report
         self._denoiser, self._given, self._sums = guarded_denoiser(stage), subject.given, sums
-        self.in_parts = offload.in_parts
+        self.in_parts, self._in_run = offload.in_parts, False
 
     def __call__(self) -> Any:
-        with self._pipeline.switched(self._report), self._sums():
+        with nullcontext() if self._in_run else self.held():
             return self._denoiser(**self._given)
+
+    @contextmanager
+    def held(self) -> Generator[None]:
+        """What our samplers hold while a run lasts, and not a step: a clock starts inside."""
+        with self._pipeline.switched(self._report), self._sums():
+            self._in_run = True
+            try:
+                yield
+            finally:
+                self._in_run = False
 
     def facts(self) -> dict[str, Any]:
         report, learned = self._report, self._report.learned

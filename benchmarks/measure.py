@@ -13,6 +13,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -62,10 +63,16 @@ def interleave(steps: dict[str, Step], rounds: int, device: torch.device) -> dic
     for round_number in range(-1, rounds):
         turn = (round_number + 1) % len(names)
         for name in names[turn:] + names[:turn]:
-            taken = seconds_of(steps[name], device)
+            with held(steps[name]):
+                taken = seconds_of(steps[name], device)
             if round_number >= 0:
                 seconds[name].append(taken)
     return seconds
+
+
+def held(step: Step) -> AbstractContextManager[None]:
+    """What a run of the step's holds around all of its steps, if it says so."""
+    return getattr(step, "held", nullcontext)()
 
 
 def seconds_of(step: Step, device: torch.device) -> float:

@@ -32,6 +32,7 @@ _TIMED = ("flash", "cudnn", "efficient")  # "math" keeps all scores in memory, a
 _ROUNDS = 5
 _CHECKED = 64  # queries whose result is compared with fp32's
 _TOLERANCE = 4.0  # times the smallest error
+_SCALED = 2.0**-40  # by which bf16's largest values, a million million of them, sum up to a finite float32
 _MARGIN = 1.05  # by which another kernel must be faster than PyTorch's own choice: less is noise
 
 sdpa = torch.nn.functional.scaled_dot_product_attention
@@ -130,6 +131,16 @@ class _ShowingWhatIsBroken(TorchFunctionMode):
 def _broken_where_they_are(
     made: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any
 ) -> torch.Tensor:
+    """Return what attention made, NaN throughout where a query or a key is not finite.
+
+    A sum tells: it is finite only where all values are, and the other way round unless it leaves the range itself. So
+    compiled code scales values first, and eager code, which can look at a number, looks again at one that is not.
+    """
+    if torch.compiler.is_compiling():
+        total = (query.float() * _SCALED).sum() + (key.float() * _SCALED).sum()
+        return made + torch.where(total.isfinite(), 0.0, torch.nan).to(made.dtype)  # inductor takes `total * 0` for 0
+    if math.isfinite((query.detach().sum() + key.detach().sum()).item()):
+        return made
     bounds = [bound for tensor in (query, key) if tensor.numel() for bound in torch.aminmax(tensor)]
     return made + sum(bound * 0 for bound in bounds)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from .learned import STAY, Learned
 from .learning import Learner
 from .observe import first_broken, floating, non_finite
 from .report import Rerun, RunReport, StepRecord
+from .shells import Once
 from .upcast import run_in_fp32
 
 logger = logging.getLogger(__name__)
@@ -102,6 +104,7 @@ class StageGuard:
     inputs: names of the keyword arguments that carry activations. They are cast to `dtype` before each attempt,
         since a scheduler may hand on float32; positional tensors are cast too. Other arguments (timesteps, rotary
         tables) keep their dtype.
+    constant: those of them that are the same tensors, unchanged, at every step: they are cast, and looked at, once.
     tf32: whether a rerun may use TF32's matrix products. With a strict policy it never does.
     peak_inside: returns max |x| that the last attempt reached inside, for stages that clip: a clipped value is finite,
         and wrong. Saturation counts as failure.
@@ -120,6 +123,7 @@ class StageGuard:
         rerun: Callable[..., Any] | None = None,
         owner: torch.nn.Module | None = None,
         inputs: tuple[str, ...] = (),
+        constant: tuple[str, ...] = (),
         tf32: bool = False,
         peak_inside: Callable[[], torch.Tensor | None] | None = None,
         renew: Callable[..., bool] | None = None,
@@ -135,6 +139,7 @@ class StageGuard:
         self._owner = owner or getattr(self._rerun, "__self__", self._rerun)
         self._learner = learner or self._watching()
         self._inputs = inputs
+        self._constant, self._casts = constant, Once()
         self._tf32 = tf32 and not policy.strict
         self._peak_inside = peak_inside or (lambda: None)
         self._renew = renew or (lambda *_, **__: False)
@@ -166,7 +171,8 @@ class StageGuard:
         if self._stays:
             output, made, timestep = self._in_fp32(args, kwargs)
             return self._recorded(output, started, timestep, "fp32", "finite", made, note=STAYS)
-        half_args, half_kwargs, changed = self._cast(args, kwargs) if self._narrow else (args, kwargs, [])
+        casts, self._casts = self._casts, Once()  # a call that fails, or raises, leaves none behind
+        half_args, half_kwargs, changed = self._cast(args, kwargs, casts) if self._narrow else (args, kwargs, [])
         with showing_what_is_broken((half_args, half_kwargs)) if self.dtype != "fp32" else nullcontext():
             output = self._attempt(*half_args, **half_kwargs)
         given, made, inside, timestep = self._measure(changed, output, self._peak_inside(), kwargs.get("timestep"))
@@ -174,6 +180,7 @@ class StageGuard:
         if given.finite and outcome == "finite":
             if self._learner:
                 self._learner.came_out_right()
+            self._casts = casts
             return self._recorded(output, started, timestep, self.dtype, outcome, made)
         if self.policy.on_failure is OnFailure.OFF:
             outcome = "non-finite" if outcome == "finite" else outcome
@@ -280,21 +287,28 @@ class StageGuard:
         return f"{self.stage.replace('_', ' ')}, call {self._step + 1}"
 
     def _cast(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], known: Once
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
-        """Return the arguments in the plan's dtype, and those that had to be cast: a value may not have fitted."""
+        """Return the arguments in the plan's dtype, and those that had to be cast: a value may not have fitted.
+
+        known: the casts of constant ones, which fitted.
+        """
         target = DTYPES[self.dtype]
         changed: list[torch.Tensor] = []
 
-        def cast(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dtype == target:
-                return value
+        def narrowed(value: torch.Tensor) -> torch.Tensor:
             changed.append(value.to(target))
             return changed[-1]
 
+        def cast(value: Any, once: bool = False) -> Any:
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dtype == target:
+                return value
+            return known.of(value, narrowed) if once else narrowed(value)
+
         half_args = tuple(map(cast, args))
         half_kwargs = {
-            name: pytree.tree_map(cast, value) if name in self._inputs else value for name, value in kwargs.items()
+            name: pytree.tree_map(partial(cast, once=name in self._constant), value) if name in self._inputs else value
+            for name, value in kwargs.items()
         }
         return half_args, half_kwargs, changed
 

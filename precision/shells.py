@@ -58,6 +58,40 @@ def with_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> torch.
     return shell
 
 
+class Once:
+    """What is computed once for a tensor, and handed out again for the same one: for what a run passes at every step,
+    as it does its prompt. A tensor is known by being the same object, and nobody may write to it meanwhile.
+
+    kept: of how many tensors, the latest: a step may make several calls, each with a prompt of its own.
+    """
+
+    def __init__(self, kept: int = 2):
+        self._kept = kept
+        self._made: list[tuple[torch.Tensor, Any]] = []
+
+    def of(self, given: torch.Tensor, make: Callable[[torch.Tensor], Any]) -> Any:
+        """Return what `make` made of it, now or earlier."""
+        for known, made in self._made:
+            if known is given:
+                return made
+        made = make(given)
+        self._made = [*self._made, (given, made)][-self._kept :]
+        return made
+
+    def forget(self) -> None:
+        self._made = []
+
+    def in_place_of(self, layer: torch.nn.Module) -> torch.nn.Module:
+        """Return a shell of a layer, which computes once for each tensor that it is given."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if len(args) != 1 or kwargs or not isinstance(args[0], torch.Tensor):
+                return layer(*args, **kwargs)
+            return self.of(args[0], layer)
+
+        return with_forward(layer, forward)
+
+
 @cache
 def both(base: type[torch.nn.Module], kind: type[torch.nn.Module]) -> type[Any]:
     """Return a class that derives from `base`, then `kind`, and has `kind`'s name. Its qualified name is its own: by

@@ -225,7 +225,14 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _tensors(args: Args, kwargs: KwArgs) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    """Of a call's arguments. Most are tensors or nothing, and need no walk through a nest, which takes its time."""
+    found: list[torch.Tensor] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list, dict)):
+            found += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return found
 
 
 def _in_words(error: Exception) -> str:

@@ -169,6 +169,7 @@ COGVIDEOX = FamilySpec(
     denoiser="transformer",
     blocks=("transformer_blocks",),
     denoiser_inputs=("hidden_states", "encoder_hidden_states"),
+    of_prompt=("patch_embed.text_proj",),
     stream=Stream(
         blocks="transformer_blocks",
         starts=("patch_embed.proj", "patch_embed.text_proj"),

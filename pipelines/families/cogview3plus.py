@@ -35,6 +35,7 @@ COGVIEW3PLUS = FamilySpec(
     denoiser="transformer",
     blocks=("transformer_blocks",),
     denoiser_inputs=("hidden_states", "encoder_hidden_states"),
+    of_prompt=("patch_embed.text_proj",),
     variants=(_VARIANT,),
     variant=lambda _config: "CogView3-Plus-3B",
     layout=IMAGES,

@@ -81,6 +81,7 @@ COGVIEW4 = FamilySpec(
     denoiser="transformer",
     blocks=("transformer_blocks",),
     denoiser_inputs=("hidden_states", "encoder_hidden_states"),
+    of_prompt=("patch_embed.text_proj",),
     variants=(_VARIANT,),
     variant=lambda _config: "CogView4-6B",
     layout=IMAGES,

@@ -94,6 +94,7 @@ class FamilySpec:
     extended: Mapping[str, FamilySpec] = field(default_factory=dict)  # further component → family of folders with it
     options: type[Fields] = Fields  # fields of model_index.json that the pipeline takes
     stream: Stream | None = None  # where its residual stream runs, which fp16 needs in float32
+    of_prompt: tuple[str, ...] = ()  # layers that are given the prompt alone: once a run is enough
     clips: bool = False  # its blocks clip fp16 at ±65504: finite, and wrong
     schedulers: Mapping[str, str] = field(default_factory=dict)  # what users choose → diffusers class; none: its own
     prompt: PromptRule | None = None  # None: no text encoder

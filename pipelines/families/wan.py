@@ -161,6 +161,7 @@ _ONE = FamilySpec(
     denoiser="transformer",
     blocks=("blocks",),
     denoiser_inputs=("hidden_states", "encoder_hidden_states"),
+    of_prompt=("condition_embedder.text_embedder",),
     variants=(
         _published("Wan2.1-T2V-1.3B", 30, 12),
         _published("Wan2.1-T2V-14B", 40, 40),

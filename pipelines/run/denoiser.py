@@ -17,7 +17,7 @@ from ...precision.guard import StageGuard
 from ...precision.islands import Attempt, half_attempt
 from ...precision.learned import NOTHING, Learned
 from ...precision.observe import BlockOutputs
-from ...precision.shells import as_float32, with_forward
+from ...precision.shells import Once, as_float32, replaced, with_forward
 from ..compile.backends import EAGER, MEASURED, came_to, compiled, for_plan
 from ..families.spec import ENCODERS
 from ..models.lora import keys
@@ -30,6 +30,7 @@ from .lessons import recall, remember
 from .profiles import identify
 from .stage import ComponentStage
 
+_PROMPT = "encoder_hidden_states"  # which diffusers' loops pass unchanged at every step
 _APART = "both halves of its batch one after the other"
 
 
@@ -136,6 +137,8 @@ class _Steps:
         if self._attempts:
             self._attempts.start()
         output = self._guard(**kwargs)
+        if self._attempts and self._stage.report.steps[-1].outcome != "finite":
+            self._attempts.forget()
         if learned := self._guard.learned:
             remember(self._stage.handle, self._stage.name, self._stage.plan.numerics, learned)
         self._stage.report.learned = _with(self._earlier, self._stage.name, learned)
@@ -149,7 +152,7 @@ class _Steps:
         learner = stage.learner(stage.module, attempts.build, stage.anatomy, self._known)
         rerun = stage.weights.shell(stage.module)
         rerun = in_halves(rerun) if self._apart else rerun
-        return stage.guard(stage.module, learner, rerun=rerun, peak_inside=attempts.peak_inside)
+        return stage.guard(stage.module, learner, rerun=rerun, peak_inside=attempts.peak_inside, constant=(_PROMPT,))
 
 
 class _Attempts:
@@ -171,6 +174,7 @@ class _Attempts:
         self._compiles = True  # the latest attempt is compiled, where there is a backend that does
         self.tell_backend()
         self._block_outputs = BlockOutputs()
+        self._of_prompt: list[Once] = []
 
     def build(self, learned: Learned) -> Attempt:
         stage, family, dtype = self._stage, self._stage.handle.family, self._stage.plan.dtype
@@ -190,6 +194,8 @@ class _Attempts:
         self.tell_backend()
         if family.clips and dtype == "fp16" and not made.in_words:
             made = replace(made, run=self._block_outputs.watched(made.run, family.blocks[0]))
+        if isinstance(made.run, torch.nn.Module):
+            made = replace(made, run=self._projected_once(made.run))
         if self._backend.name == EAGER and self._how.attention:  # what is compiled has it inside
             made = replace(made, run=Attended(made.run, self._how.attention))
         return replace(made, run=in_halves(made.run), eager=in_halves(made.eager)) if self._apart else made
@@ -199,6 +205,18 @@ class _Attempts:
         if self._quantised:
             self._quantised.fill()
             self._quantised.start()
+
+    def _projected_once(self, run: torch.nn.Module) -> torch.nn.Module:
+        """A shell of an attempt in which layers that see the prompt alone compute once a run. In what is watched, and
+        in fp32, they compute whenever they are called."""
+        layers = self._stage.handle.family.of_prompt
+        self._of_prompt = [Once() for _ in layers]
+        return replaced(run, {name: once.in_place_of for name, once in zip(layers, self._of_prompt, strict=True)})
+
+    def forget(self) -> None:
+        """Compute them anew: a call failed, and what is kept may be why."""
+        for once in self._of_prompt:
+            once.forget()
 
     def _in_blocks(self, half: torch.nn.Module, wide: bool, left: tuple[str, ...]) -> torch.nn.Module:
         if self._backend.name == EAGER:

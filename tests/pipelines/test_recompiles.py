@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, CompileOptions
+from comfyui_onediff_guard.pipelines.models.lora import Lora
 from comfyui_onediff_guard.pipelines.models.recognised import family_of
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
@@ -15,6 +17,7 @@ from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.policy import Precision
 from comfyui_onediff_guard.precision.report import RunReport
+from lora_models import training
 
 SIZES = {  # width, height, frames
     "2b": [(96, 64, 9), (128, 64, 9), (96, 96, 17), (64, 128, 9), (160, 96, 25)],
@@ -74,6 +77,23 @@ def test_other_options_and_back_compile_nothing_that_is_there(model_folder: Any)
     other = replace(handle, compile_options=CompileOptions(dynamic=True))
     assert [run(each, size).graphs for each in (handle, other, handle, other)] == [1, 1, 0, 0]
     assert "backend: inductor (asked for; one graph for all sizes), 0 graphs" in run(other, size).text()
+
+
+def test_another_strength_or_another_lora_of_the_same_shapes_compiles_nothing_anew(
+    model_folder: Any, tmp_path: Path
+) -> None:
+    handle, (size, *_) = opened(model_folder("2b")), SIZES["2b"]
+    denoiser, train = handle.store.module("transformer", "fp32"), training(tmp_path)
+    one, other, wider = (train(denoiser, seed=1), train(denoiser, seed=2), train(denoiser, seed=3, r=8, lora_alpha=8))
+    assert run(handle, size).graphs == 1, "without a LoRA"
+
+    def graphs(*loras: Lora) -> int | None:
+        return run(replace(handle, loras=loras), size).graphs
+
+    assert graphs(Lora(one, 0.5)) == 1
+    assert [graphs(Lora(one, 1.0)), graphs(Lora(one, -0.3)), graphs(Lora(other, 0.5)), graphs()] == [0, 0, 0, 0]
+    assert [graphs(Lora(wider, 1.0)), graphs(Lora(wider, 0.2)), graphs(Lora(one, 0.5))] == [1, 0, 0], "another rank"
+    assert [graphs(Lora(one, 1.0), Lora(other, 0.5)), graphs(Lora(other, 0.1), Lora(one, 2.0))] == [1, 0], "two at once"
 
 
 def test_the_report_says_so(model_folder: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from comfyui_onediff_guard.pipelines.compile.backends import find_c_compiler
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 from comfyui_onediff_guard.precision.attention import sdpa, showing_what_is_broken
@@ -90,6 +91,25 @@ def test_compiled_code_has_it_in_one_graph():
     with torch.no_grad(), showing_what_is_broken(CPU):
         assert made(x).isnan().all()
     assert len(graphs) == 1
+    torch._dynamo.reset()
+
+
+@pytest.mark.skipif(not find_c_compiler(), reason="inductor needs a C++ compiler")
+@pytest.mark.parametrize("dtype", HALVES)
+def test_inductor_leaves_it_there(dtype):
+    """It takes a product with 0 for 0, and would drop the check with it."""
+    torch._dynamo.reset()
+    module = Attending().to(dtype).requires_grad_(False)
+    made = torch.compile(module, backend="inductor", fullgraph=True)
+    x, large = torch.randn(2, 6, 32).to(dtype), torch.full((2, 6, 32), torch.finfo(dtype).max / 4, dtype=dtype)
+    with torch.no_grad(), showing_what_is_broken(CPU):
+        assert torch.allclose(made(x), module(x), rtol=0.05, atol=0.05)
+        module.qkv.weight.zero_()[:32] = torch.eye(32)  # the query is the input, and scores are 0
+        assert torch.isfinite(made(large)).all(), "as large as values are, they are finite"
+        for value in (torch.nan, torch.inf):
+            for rows in (slice(0, 32), slice(32, 64)):  # of the query, of the key
+                module.qkv.bias.zero_()[rows] = value
+                assert not torch.isfinite(made(x)).all(), (value, rows)
     torch._dynamo.reset()
 
 

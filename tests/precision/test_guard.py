@@ -172,6 +172,22 @@ def test_an_input_beyond_half_is_noticed_even_where_the_output_is_finite():
     assert report.reruns == 1
 
 
+def test_a_constant_input_is_cast_once_and_anew_after_a_call_that_fails():
+    module, _, report = build()
+    named: Any = {"inputs": ("hidden_states", "table"), "constant": ("table",)}
+    guard = StageGuard("denoiser", module, dtype="fp16", policy=GuardPolicy(), report=report, **named)
+    given, seen = torch.full((2,), 3.0), []
+    module.register_forward_pre_hook(lambda _module, _args, kwargs: seen.append(kwargs["table"]), with_kwargs=True)
+    for scale in (1, 2, 3000, 1):  # the third does not fit
+        guard(hidden_states=latents(scale), table=given)
+    first, second, *_, anew = [table for table in seen if table.dtype == torch.float16]
+    assert first is second and anew is not first and torch.equal(anew, given.half())
+    guard(hidden_states=latents(), table=torch.full((2,), 1e5))
+    assert [step.outcome for step in report.steps] == ["finite", "finite", "rerun", "finite", "rerun"]
+    guard(hidden_states=latents(), table=torch.full((2,), 1e5))
+    assert "its input does not fit" in report.steps[-1].note, "it is looked at until it fits"
+
+
 def test_only_named_inputs_are_cast():
     _, shell, _ = build()
     table = torch.zeros(3)
