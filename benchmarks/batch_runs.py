@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 TOYS = "import toy_jobs; toy_jobs.main()"
 REAL = "import sys; from comfyui_onediff_guard.headless.commands import cli; sys.exit(cli.main())"
 INDUCTORS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # what workers compiled is to be theirs
-HANG_SECONDS = 900.0  # a bound for what would hang
+HANG_SECONDS = 1500.0  # a bound for what would hang
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import queue
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from ..errors import HostError, OutputError
@@ -57,6 +58,8 @@ class Course:
     _idle: dict[int, Worker] = field(default_factory=dict)
     _owners: Counter[Warmth] = field(default_factory=Counter)
     _costs: Costs = field(default_factory=Costs)
+    _heard: float = 0.0  # when something came of a worker, or its silence was told
+    _looked: float = 0.0
     _left: dict[int, str] = field(default_factory=dict)  # workers that are of no more use, and why
 
     def run(self) -> None:
@@ -66,16 +69,17 @@ class Course:
             OutputError: nothing can be written.
             HostError: no worker is left.
         """
-        quiet_since = self.now()
+        self._heard = self._looked = self.now()
         while self.window.fill(self._running) or self._running:
             self._hand_out()
             if len(self._left) == len(self.crew.workers):
                 raise HostError(f"No worker is left to run jobs on. {'; '.join([*self._left.values()][:3])}.")
-            try:
+            with suppress(queue.Empty):
                 self._take(self.crew.events.get(timeout=LOOK_SECONDS))
-                quiet_since = self.now()
-            except queue.Empty:
-                quiet_since = self._look(quiet_since)
+                self._heard = self.now()
+            if (now := self.now()) - self._looked >= LOOK_SECONDS:
+                self._looked = now
+                self._look(now)
 
     def _hand_out(self) -> None:
         for number, worker in list(self._idle.items()):
@@ -146,13 +150,12 @@ class Course:
         self._owners.update(worker.warm)
         self._owners = +self._owners
 
-    def _look(self, quiet_since: float) -> float:
-        now = self.now()
+    def _look(self, now: float) -> None:
+        self.crew.grow()
         if self.timeout:
             for worker, _, since in self._running.values():
                 if now - since > self.timeout + LATE_SECONDS:
                     worker.end()
-        if not self._running and now - quiet_since > WAIT_SECONDS:
+        if not self._running and now - self._heard > WAIT_SECONDS:
             self.tally.say("Waiting for a worker: none is ready. Are all GPUs of the cluster taken?")
-            return now
-        return quiet_since
+            self._heard = now

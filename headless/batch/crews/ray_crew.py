@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Generator
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
@@ -25,13 +26,14 @@ from ..content import version_that_matters
 from ..crew import Event
 from ..jobs import Job
 from ..work import Done, Lost, Outcome
-from .ray_actor import Actor, Hello, Setup
+from .ray_actor import Actor, Code, Hello, Setup
 
 logger = logging.getLogger(__name__)
 
 INSTALL = 'pip install "comfyui-onediff-guard[scale]", or in a clone: pip install ".[scale]"'
 STORE_BYTES = 256 * 2**20  # of a Ray that is started here, for compiled code and results on their way
 CONNECT_SECONDS = 10.0
+GROW_SECONDS = 15.0  # between two looks whether machines have joined
 MAX_STARTS = 3  # of one worker in a row that end before it is ready
 CODES = 64  # files of compiled code that are remembered for workers that begin later
 NO_STATISTICS = {"RAY_USAGE_STATS_ENABLED": "0"}  # Ray would send some to its makers
@@ -140,27 +142,48 @@ class RayCrew:
     def __init__(self, ray: Any, setup: Setup, workers: int | None) -> None:
         self.events: SimpleQueue[Event] = SimpleQueue()
         self.ray = ray
-        self.codes: OrderedDict[tuple[str, str], Any] = OrderedDict()  # (its name, node that has it) → reference
-        gpus = int(ray.cluster_resources().get("GPU", 0))
+        self.arrived: SimpleQueue[tuple[str, Code]] = SimpleQueue()  # compiled code, and the node that it came from
+        self._codes: OrderedDict[tuple[str, str], Any] = OrderedDict()  # (its name, that node) → reference
+        gpus = self._gpus()
         options: dict[str, Any] = {"num_gpus": 1, "num_cpus": 0} if gpus else {"num_cpus": 1}
-        make = ray.remote(Actor).options(max_restarts=0, **options)
-        self.workers = [RayWorker(self, make, setup, number) for number in range(workers or gpus or 1)]
+        self._make = ray.remote(Actor).options(max_restarts=0, **options)
+        self._setup, self._by_gpus, self._asked = setup, not workers, time.monotonic()
+        self.workers: list[RayWorker] = []
+        self._add(workers or gpus or 1)
 
     def __enter__(self) -> RayCrew:
-        for worker in self.workers:
-            worker.begin()
         return self
+
+    def grow(self) -> None:
+        """Have a worker for each GPU of machines that joined, unless their number was given."""
+        if not self._by_gpus or time.monotonic() - self._asked < GROW_SECONDS:
+            return
+        self._asked = time.monotonic()
+        with suppress(Exception):  # the head is away: the workers' calls will tell
+            self._add(self._gpus() - len(self.workers))
+
+    def _add(self, more: int) -> None:
+        for _ in range(more):
+            self.workers.append(RayWorker(self, self._make, self._setup, len(self.workers)))
+            self.workers[-1].begin()
+
+    def _gpus(self) -> int:
+        return int(self.ray.cluster_resources().get("GPU", 0))
 
     def __exit__(self, *_error: object) -> None:
         for worker in self.workers:
             worker.end()
 
-    def learn_code(self, name: str, node: str, reference: Any) -> None:
-        """Compiled code that workers on other machines are to have."""
-        self.codes[name, node] = reference
-        self.codes.move_to_end((name, node))
-        while len(self.codes) > CODES:
-            self.codes.popitem(last=False)
+    def codes(self) -> dict[tuple[str, str], Any]:
+        """Compiled code that workers on other machines are to have, by its name and the node that it came from. It is
+        the command's own in Ray's store: a machine that is lost takes none with it."""
+        while not self.arrived.empty():
+            node, code = self.arrived.get()
+            self._codes[code.name, node] = self.ray.put(code)
+            self._codes.move_to_end((code.name, node))
+        while len(self._codes) > CODES:
+            self._codes.popitem(last=False)
+        return dict(self._codes)
 
 
 class RayWorker:
@@ -201,7 +224,7 @@ class RayWorker:
         """References to code that other machines compiled and this one has not been sent."""
         news = {
             key: reference
-            for key, reference in self._crew.codes.items()
+            for key, reference in self._crew.codes().items()
             if key[1] != self._node and self._given.get(key) is not reference
         }
         self._given |= news
@@ -227,8 +250,15 @@ class RayWorker:
         except Exception as error:  # noqa: BLE001 - of Ray's kinds
             outcome = Lost(_in_words(error))
         if isinstance(outcome, Done) and outcome.code:
-            fetched = self._actor.code.options(name=f"compiled code {outcome.code}").remote(outcome.code)
-            self._crew.learn_code(outcome.code, self._node, fetched)
+            sent = self._actor.code.options(name="compiled code").remote(outcome.code)
+            sent.future().add_done_callback(partial(self._sent, job, outcome))
+        else:
+            self._crew.events.put(Event(self, job, outcome))
+
+    def _sent(self, job: Job, outcome: Outcome, future: Any) -> None:
+        """A job's end is told after what it compiled is here, so that the next job anywhere has it."""
+        with suppress(Exception):  # the worker ended meanwhile: others compile for themselves
+            self._crew.arrived.put((self._node, future.result()))
         self._crew.events.put(Event(self, job, outcome))
 
 

@@ -47,19 +47,26 @@ print(json.dumps(found))
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[tuple[Machine, Machine, Path]]:
-    """The head, another one, and a folder that both see."""
+def apart(tmp_path: Path) -> Iterator[tuple[Machine, Machine, Path]]:
+    """Two machines, and a folder that both see."""
     with surroundings() as environment, tempfile.TemporaryDirectory(prefix="m-", dir="/tmp") as folder:
         of_all = {name: value for name, value in environment.items() if name != "RAY_TMPDIR"}
         with machines(["a", "b"], Path(folder), of_all) as (head, other):
             shared = tmp_path / "shared"
             (shared / "models").mkdir(parents=True)
-            head.start_ray(head.address)
-            other.start_ray(head.address)
             yield head, other, shared
 
 
-def on(machine: Machine, shared: Path, jobs: int, **busy: Any) -> tuple[Batch, list[str]]:
+@pytest.fixture
+def pair(apart: tuple[Machine, Machine, Path]) -> tuple[Machine, Machine, Path]:
+    """The same as one cluster: the head, another one."""
+    head, other, _ = apart
+    head.start_ray(head.address)
+    other.start_ray(head.address)
+    return apart
+
+
+def on(machine: Machine, shared: Path, jobs: int, *options: str, **busy: Any) -> tuple[Batch, list[str]]:
     """A batch, and its command there."""
     log = shared / "log"
     lines = [{"workflow": toy_jobs.workflow(log=str(log), **busy), "matrix": {"seeds": {"count": jobs}}}]
@@ -84,7 +91,7 @@ def test_both_machines_work_and_the_head_is_lost(
     pair: tuple[Machine, Machine, Path], figure: Callable[[str, object], None]
 ) -> None:
     head, other, shared = pair
-    batch, command = on(head, shared, jobs=24, seconds=1.0)
+    batch, command = on(head, shared, 24, "--workers", "2", seconds=1.0)
     running = subprocess.Popen(command, env=head.environment, cwd=shared, stdout=subprocess.PIPE, text=True)
     until = time.monotonic() + HANG_SECONDS
     while len(batch.whole()) < 8:
@@ -98,7 +105,7 @@ def test_both_machines_work_and_the_head_is_lost(
     done = len(batch.whole())
     assert done < 24
     other.start_ray(other.address, cpus=2)  # a new head
-    batch, command = on(other, shared, jobs=24, seconds=1.0)
+    batch, command = on(other, shared, 24, "--workers", "2", seconds=1.0)
     again = subprocess.run(
         command, env=other.environment, cwd=shared, capture_output=True, text=True, timeout=HANG_SECONDS, check=False
     )
@@ -128,3 +135,21 @@ def test_what_one_machine_compiled_the_other_does_not(
     assert compiled_there == 0, two
     kept = [[path.name for path in (machine.folder / "compiled").iterdir()] for machine in pair[:2]]
     assert kept[0] == kept[1] and len(kept[0]) == 1
+
+
+def test_a_worker_for_each_gpu_also_of_a_machine_that_joins(apart: tuple[Machine, Machine, Path]) -> None:
+    """GPUs by Ray's count, which takes anybody's word for them."""
+    head, other, shared = apart
+    head.start_ray(head.address, cpus=1, gpus=2)
+    batch, command = on(head, shared, 60, seconds=2.0)
+    running = subprocess.Popen(command, env=head.environment, cwd=shared, stdout=subprocess.PIPE, text=True)
+    until = time.monotonic() + HANG_SECONDS
+    while len(batch.whole()) < 6:
+        assert running.poll() is None and time.monotonic() < until
+        time.sleep(0.05)
+    assert len({start["pid"] for start in batch.starts()}) == 2
+    other.start_ray(head.address, cpus=1, gpus=1)
+    assert running.wait(HANG_SECONDS) == 0
+    workers = {json.loads((path / "job.json").read_text())["worker"] for path in batch.whole()}
+    assert len(workers) == 3 and {worker.partition(":")[0] for worker in workers} == {head.name, other.name}
+    assert Found.in_(batch).seeds == list(range(60))
