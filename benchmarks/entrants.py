@@ -15,6 +15,7 @@ from contestants import (
     in_bf16,
     offloaded,
     ours,
+    projecting,
     summing_in_fp16,
     whole,
 )
@@ -27,6 +28,7 @@ RERUN = "ours, inductor: every step rerun"
 PLAIN = "ours, inductor, fp16 (plain)"
 IN_BF16 = "diffusers, bf16"
 SUMS, LAST, GROUP, LAYERS = ", fp16 accumulation", ", channels-last", ", group offload", ", sequential offload"
+PROJECTING = ", prompt projected at every step"
 AUTOTUNED = f", {TUNED}"
 
 # In each, the more there is to learn from one, the earlier it is: time may be over before the last
@@ -38,6 +40,8 @@ GROUPS: dict[str, dict[str, Contestant]] = {
         WHOLE: whole(),
         AGAIN: eager,
         OURS_EAGER: ours("eager"),
+        OURS + PROJECTING: projecting(ours("inductor")),
+        OURS_EAGER + PROJECTING: projecting(ours("eager")),
         "ours, inductor, without the guard": blocks,
         ISLAND: ours("inductor", Scope.LEARNED, fails=True),
         "ours, oneflow": ours("oneflow"),

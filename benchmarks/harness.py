@@ -25,7 +25,7 @@ import torch
 from budget import SECONDS, Budget
 from denoisers import MODELS
 from entrants import GROUPS, not_for
-from measure import RESULTS, machine, write_json
+from measure import CLOCK, RESULTS, machine, write_json
 from stages import CONTESTANTS, FIRST, OTHERS
 
 STAGES = (*GROUPS, "compile", *OTHERS)
@@ -84,6 +84,7 @@ def _head(benchmark: str, device: torch.device, size: str) -> dict[str, Any]:
         "benchmark": benchmark,
         "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
         "machine": machine(device),
+        "clock": CLOCK,
         "torch": torch.__version__,
         "diffusers": diffusers.__version__,
         "size": size,

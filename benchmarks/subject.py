@@ -54,13 +54,19 @@ class Subject:
     def of(self, module: torch.nn.Module, dtype: str = "") -> Subject:
         """The same with another denoiser, of the same config."""
         other = replace(self, dtype=dtype or self.dtype)
-        other.__dict__["components"] = other._store(self.module.config, lambda _: module)
+        other.__dict__["components"] = other._store(module.config, lambda _: module)
         return other
 
     @cached_property
     def failing(self) -> Subject:
         """Of the same denoiser, in which one layer puts out a NaN in half precision."""
         return self.of(faulty(self.module, self.model.fails))
+
+    @cached_property
+    def projecting(self) -> Subject:
+        """Of the same denoiser, whose prompt is projected at every step, as diffusers does it."""
+        family = replace(self.model.family, of_prompt=())
+        return replace(self, model=replace(self.model, family=family)).of(self.module)
 
     @cached_property
     def in_bf16(self) -> Subject:

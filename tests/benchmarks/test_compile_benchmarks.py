@@ -16,6 +16,7 @@ import end_to_end
 import entrants
 import harness
 import kernel_times
+import lora
 import pytest
 import stages
 import table
@@ -37,6 +38,7 @@ from entrants import (
     OURS,
     OURS_EAGER,
     PLAIN,
+    PROJECTING,
     RERUN,
     SUMS,
     WHOLE,
@@ -70,6 +72,14 @@ def run(stage: str, name: str = "cogvideox-2b", budget: Budget | None = None, **
     return stages.run(stage, made, LIMITS.rounds, budget or Budget(LIMITS.seconds), **options)
 
 
+def test_graphs_of_a_changed_lora_are_counted(tmp_path: Path) -> None:
+    with torch.inference_mode():
+        rows = dict(lora.changes(stages.subject_of("steps", "cogvideox-2b", "tiny", CPU), "inductor", tmp_path))
+    made = [row["graphs"] for row in rows.values()]
+    assert made == [1, 1, 0, 0, 0, 1, 0], "the first, and one for each rank"
+    assert all(row["first"] > 0 and row["later"] > 0 for row in rows.values())
+
+
 def test_steps_are_timed_side_by_side() -> None:
     made = run("steps")
     rows = made["rows"]
@@ -78,6 +88,7 @@ def test_steps_are_timed_side_by_side() -> None:
         assert "CUDA devices" in rows[f"ours, {backend}"]["error"], "a row, and the others went on"
     timed = {row: found for row, found in rows.items() if "error" not in found}
     assert set(timed) == set(rows) - {"ours, oneflow", "ours, nexfort"}
+    assert rows[OURS]["off_fp32"] == rows[OURS + PROJECTING]["off_fp32"], "the same, computed once"
     assert all(found["seconds"] > 0 and found["peak_bytes"] > 0 for found in timed.values())
     assert all(0 < found["off_fp32"] < 0.02 for found in timed.values())
     assert rows[AGAIN]["off_fp32"] == rows[EAGER]["off_fp32"] == rows[OURS_EAGER]["off_fp32"]
