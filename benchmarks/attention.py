@@ -17,6 +17,7 @@ from subject import Subject
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+TORCHS = {name: kernel.torch for name, kernel in KERNELS.items() if kernel.torch is not None}
 CHOICE = "torch's own choice"
 MOST = 4  # shapes of a model, those that take most
 Shape = tuple[int, int, int, int, int]  # batch, heads, queries, keys, channels of a head
@@ -68,7 +69,7 @@ def compare(
             return F.scaled_dot_product_attention(query, key, value)
 
     contestants = {CHOICE: lambda: F.scaled_dot_product_attention(query, key, value)}
-    contestants |= {name: lambda backend=backend: kernel(backend) for name, backend in KERNELS.items()}
+    contestants |= {name: lambda backend=backend: kernel(backend) for name, backend in TORCHS.items()}
     expected = _exact(query[:1, :1], key[:1, :1], value[:1, :1])
     rows: dict[str, dict[str, Any]] = {}
     for name, run in list(contestants.items()):

@@ -59,8 +59,9 @@ class Compile(Node):
             "optional": {
                 "attention": inputs.choice(
                     inputs.ATTENTIONS,
-                    "Of PyTorch's kernels. auto: its own choice. measured: the fastest right one on this card, timed "
-                    "once for each size. The others: that one, wherever it takes the call.",
+                    "auto: PyTorch's own choice of its kernels. measured: the fastest on this card that is within its "
+                    "error budget, timed once for each size. The others: that one, wherever it takes the call. sage "
+                    "has to be installed, and rounds more.",
                 )
             },
         }
@@ -74,9 +75,10 @@ class Compile(Node):
         fullgraph: bool,
         attention: str = inputs.ATTENTIONS[0],
     ) -> tuple[PipelineHandle]:
-        from ..pipelines.compile.backends import CompileOptions, choose_backend
+        from ..pipelines.compile.backends import CompileOptions, check_attention, choose_backend
 
         device = pipeline.store.placement.device
+        check_attention(attention, device)
         chosen = pipeline.backend if backend == inputs.INHERIT else choose_backend(backend, device)
         options = CompileOptions(
             DYNAMIC[dynamic], mode, fullgraph, "" if attention == inputs.ATTENTIONS[0] else attention

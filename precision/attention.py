@@ -1,4 +1,4 @@
-"""Which of PyTorch's kernels computes attention: named, or measured on this device at the shapes of a run.
+"""Which kernel computes attention: named, or measured on this device at the shapes of a run.
 
 PyTorch chooses by a fixed order of what can take a call, not by speed. Which kernel is the fastest depends on the card,
 its driver, the head size and the length.
@@ -6,36 +6,30 @@ its driver, the head size and the length.
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from .attention_kernels import KERNELS, Errors, Kernel, Measured, over_budget, sdpa
 from .shared import NO_WARNINGS, TURNS
 
-KERNELS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
-_TIMED = ("flash", "cudnn", "efficient")  # "math" keeps all scores in memory, and is never the fastest
+logger = logging.getLogger(__name__)
+
 _ROUNDS = 5
 _CHECKED = 64  # queries whose result is compared with fp32's
-_TOLERANCE = 4.0  # times the smallest error
 _SCALED = 2.0**-40  # by which bf16's largest values, a million million of them, sum up to a finite float32
 _MARGIN = 1.05  # by which another kernel must be faster than PyTorch's own choice: less is noise
-
-sdpa = torch.nn.functional.scaled_dot_product_attention
 
 
 @dataclass(frozen=True)
@@ -63,6 +57,7 @@ class Timing:
 
     seconds: float  # for all attention of a step
     error: float  # max |difference| to fp32
+    share: float = 0.0  # of the norm, that the difference is
 
 
 @dataclass(frozen=True)
@@ -70,22 +65,25 @@ class Choice:
     """The fastest kernel whose results are right."""
 
     kernel: str  # "" where that is PyTorch's own choice
-    timings: Mapping[str, Timing]  # with "auto": PyTorch's own choice
+    timings: Mapping[str, Timing]  # with "auto": PyTorch's own choice. Empty where there was nothing to choose from
+    left_out: Mapping[str, str] = field(default_factory=dict)  # kernels beyond their error budget, and by how much
 
     def __str__(self) -> str:
+        if not self.timings:
+            return "attention: PyTorch's own choice, the only one here"
         if not self.kernel:
-            return "attention: PyTorch's own choice, measured the fastest here"
-        ratio = self.timings["auto"].seconds / self.timings[self.kernel].seconds
-        return f"attention: {self.kernel}, measured {ratio:.2f} times as fast here as PyTorch's own choice"
+            said = "attention: PyTorch's own choice, measured the fastest here"
+        else:
+            ratio = self.timings["auto"].seconds / self.timings[self.kernel].seconds
+            said = f"attention: {self.kernel}, measured {ratio:.2f} times as fast here as PyTorch's own choice"
+            said += f", {share:.2g} of the norm from fp32" if (share := self.timings[self.kernel].share) else ""
+        return "; ".join([said, *(f"not {name}: {why}" for name, why in self.left_out.items())])
 
 
 def preferring(kernel: str) -> AbstractContextManager[Any]:
     """Return a context in which attention uses the kernel wherever it takes a call, else another one. Dynamo can trace
     it."""
-    first = KERNELS[kernel]
-    if first is SDPBackend.MATH:
-        return sdpa_kernel([first, SDPBackend.MATH])
-    return sdpa_kernel([first, *(other for other in KERNELS.values() if other is not first)], set_priority=True)
+    return KERNELS[kernel].preferring()
 
 
 class Attended(torch.nn.Module):
@@ -163,25 +161,31 @@ def attention_calls(run: Callable[[], object]) -> Counter[Call]:
 def measure(calls: Mapping[Call, int], device: torch.device) -> Choice:
     """Time the kernels on random numbers, interleaved, check each against fp32, and return the fastest that is right.
 
-    A kernel is left out where it does not take one of the calls, or where its error is more than four times the least.
+    A kernel is left out where it does not take one of the calls, or where its error is beyond its budget. Where there
+    is none but PyTorch's own choice, nothing is timed.
 
     calls: how often each call comes in a step.
     """
-    if not calls:
-        return Choice("", {})
     with torch.inference_mode(), TURNS.alone():
-        names = ["auto", *(name for name in _TIMED if all(_takes(name, call, device) for call in calls))]
-        errors = {name: max(_error(name, call, device) for call in calls) for name in names}
+        others = [kernel for kernel in KERNELS.values() if kernel.timed and not kernel.lacking(device)]
+        others = [kernel for kernel in others if all(_takes(kernel, call, device) for call in calls)]
+        own = {_own(call, device) for call in calls}
+        if all({kernel.torch} == own for kernel in others) or not calls:
+            return Choice("", {})
+        names = ["auto", *(kernel.name for kernel in others)]
+        errors = {name: _worst(_error(name, call, device) for call in calls) for name in names}
         seconds = dict.fromkeys(names, 0.0)
         for call, count in calls.items():
             for name, each in _seconds(names, call, device).items():
                 seconds[name] += count * each
     handicapped = {name: seconds[name] * (1 if name == "auto" else _MARGIN) for name in names}
-    right = [name for name in names if errors[name] <= _TOLERANCE * min(errors.values())]
-    fastest = min(right, key=handicapped.__getitem__)
-    timings = {name: Timing(seconds[name], errors[name]) for name in names}
-    chosen_anyway = fastest == "auto" or {_own(call, device) for call in calls} == {KERNELS[fastest]}
-    return Choice("" if chosen_anyway else fastest, timings)
+    least = min(error.largest for error in errors.values())
+    kinds = {"auto": Errors.ROUNDING, **{kernel.name: kernel.errors for kernel in others}}
+    over = {name: over_budget(kinds[name], errors[name], least) for name in names}
+    fastest = min((name for name in names if not over[name]), key=handicapped.__getitem__, default="auto")
+    timings = {name: Timing(seconds[name], errors[name].largest, errors[name].share) for name in names}
+    chosen_anyway = fastest == "auto" or {KERNELS[fastest].torch} == own
+    return Choice("" if chosen_anyway else fastest, timings, {name: why for name, why in over.items() if why})
 
 
 def _call(
@@ -214,17 +218,15 @@ def _tensors(call: Call, device: torch.device) -> dict[str, Any]:
 
 
 def _run(name: str, given: Mapping[str, Any]) -> torch.Tensor:
-    if name == "auto":
-        return sdpa(**given)
-    with sdpa_kernel(KERNELS[name]):
-        return sdpa(**given)
+    return sdpa(**given) if name == "auto" else KERNELS[name].run(given)
 
 
-def _takes(name: str, call: Call, device: torch.device) -> bool:
+def _takes(kernel: Kernel, call: Call, device: torch.device) -> bool:
     try:
         with NO_WARNINGS.held():  # of why it does not
-            _run(name, _tensors(call.with_queries(_CHECKED), device))
-    except RuntimeError:
+            _run(kernel.name, _tensors(call.with_queries(_CHECKED), device))
+    except Exception as error:  # noqa: BLE001 - PyTorch's is a RuntimeError; what another library raises is its own
+        logger.debug("%s does not take %s: %s", kernel.name, call, error)
         return False
     return True
 
@@ -235,12 +237,18 @@ def _own(call: Call, device: torch.device) -> SDPBackend:
         return SDPBackend(torch._fused_sdp_choice(**_tensors(call.with_queries(_CHECKED), device)))
 
 
-def _error(name: str, call: Call, device: torch.device) -> float:
+def _error(name: str, call: Call, device: torch.device) -> Measured:
     given = _tensors(call.with_queries(_CHECKED), device)
     floats = {key: value.float() if _is_floating(value) else value for key, value in given.items()}
     right = _run("math", floats)
-    difference = (_run(name, given).float() - right).abs().max().item()
-    return math.inf if math.isnan(difference) else difference
+    difference = _run(name, given).float() - right
+    largest, share = difference.abs().max().item(), (difference.norm() / right.norm()).item()
+    return Measured(*(math.inf if math.isnan(value) else value for value in (largest, share)))
+
+
+def _worst(errors: Iterable[Measured]) -> Measured:
+    found = [*errors]
+    return Measured(max(error.largest for error in found), max(error.share for error in found))
 
 
 def _seconds(names: Sequence[str], call: Call, device: torch.device) -> dict[str, float]:

@@ -21,7 +21,8 @@ import torch
 
 from ...precision.accumulation import NEXFORT_OPTION, NEXFORT_SWITCH, allowed
 from ...precision.arch import Architecture
-from ...precision.attention import KERNELS, Attended
+from ...precision.attention import Attended
+from ...precision.attention_kernels import KERNELS
 from ...precision.policy import Plan
 from ...precision.shells import Make, replaced, structural_copy
 from ..errors import BackendUnavailable
@@ -128,6 +129,12 @@ def choose_backend(request: str, device: torch.device) -> BackendChoice:
     choice = BackendChoice("eager", f"auto: {_list(missing_by_name)}", automatic=True)
     logger.warning("not compiling: %s", choice.reason)
     return choice
+
+
+def check_attention(kernel: str, device: torch.device) -> None:
+    """Raise BackendUnavailable where a kernel of attention was asked for by name that is not to be had here."""
+    if kernel in KERNELS and (missing := KERNELS[kernel].lacking(device)):
+        raise BackendUnavailable(f"Attention '{kernel}' does not work here: {missing}. Choose 'auto' or 'measured'.")
 
 
 def backend_states(device: torch.device) -> dict[str, str | None]:

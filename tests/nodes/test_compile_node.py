@@ -41,3 +41,10 @@ def test_what_is_left_as_it_is(pipeline: Any) -> None:
 def test_a_backend_that_does_not_work_here_is_named(pipeline: Any) -> None:
     with pytest.raises(BackendUnavailable, match="Backend 'oneflow' does not work here: OneFlow runs on CUDA"):
         compile_node(pipeline, backend="oneflow")
+
+
+def test_a_kernel_of_attention_that_is_not_to_be_had_here_is_named(pipeline: Any) -> None:
+    with pytest.raises(BackendUnavailable, match="Attention 'sage' does not work here: SageAttention runs on CUDA"):
+        compile_node(pipeline, attention="sage")
+    for attention in ("auto", "measured", "flash"):
+        compile_node(pipeline, attention=attention)

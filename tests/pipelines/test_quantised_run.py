@@ -16,7 +16,8 @@ from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, for_
 from comfyui_onediff_guard.pipelines.errors import BackendUnavailable
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.pipelines.models.folder import family_of
-from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
+from comfyui_onediff_guard.pipelines.models.lora import Lora
+from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, add_lora, load
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.offload import Offload
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
@@ -25,6 +26,7 @@ from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 from comfyui_onediff_guard.precision.learned import Learned
 from comfyui_onediff_guard.precision.policy import Component, PlanImpossible, Precision, choose
 from comfyui_onediff_guard.precision.quantised import QuantisedLinears
+from safetensors.torch import save_file
 from torch._dynamo.utils import counters
 
 pytest.importorskip("torchao")
@@ -144,6 +146,22 @@ def test_what_was_learned_is_kept_for_the_next_process_and_is_of_int8_alone(open
     plain = opened("bf16")
     plain.store.learned.clear()
     assert not any("profile" in note for note in sampled(plain)[1].notes)
+
+
+def test_a_lora_acts_around_quantised_layers(opened: Any, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    layer = "transformer_blocks.1.ff.net.2"
+    named = {f"transformer.{layer}.lora_A.weight": (4, 2048), f"transformer.{layer}.lora_B.weight": (512, 4)}
+    drawn = {name: torch.randn(shape, generator=generator) for name, shape in named.items()}
+    save_file(drawn, tmp_path / "lora.safetensors")
+    made, _ = sampled(opened("int8"))
+    with_it = {name: add_lora(opened(name), Lora(tmp_path / "lora.safetensors", 1.0)) for name in ("fp32", "int8")}
+    right, _ = sampled(with_it["fp32"])
+    tuned, report = sampled(with_it["int8"])
+    layers = with_it["int8"].store.quantised
+    assert {name for each in layers.values() for name in each.names} >= {f"{layer}.base_layer"}
+    assert [step.outcome for step in report.steps] == ["finite"] * 3
+    assert error(tuned, right) < 0.05 < error(made, right)
 
 
 def test_two_threads_make_what_one_does(opened: Any) -> None:

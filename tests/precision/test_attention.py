@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,11 +85,25 @@ def test_a_block_is_computed_by_its_kernel_compiled_or_not(compiled: bool) -> No
     assert kernels_of(lambda: sdpa(x, x, x)) == {"flash"}, "it holds inside the block alone"
 
 
-def test_pytorchs_own_choice_is_kept_where_it_is_the_fastest() -> None:
+def test_where_there_is_no_choice_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_seconds", lambda *_: pytest.fail("timed"))
     choice = measure({SMALL: 2}, CPU)
-    assert choice.kernel == "" and set(choice.timings) == {"auto", "flash"}
+    assert choice == Choice("", {})
+    assert str(choice) == "attention: PyTorch's own choice, the only one here"
+
+
+def test_pytorchs_own_choice_is_kept_where_it_is_the_fastest(choice_here: None) -> None:
+    choice = measure({SMALL: 2}, CPU)
+    assert choice.kernel == "" and set(choice.timings) == {"auto", "flash", "math"}
     assert str(choice) == "attention: PyTorch's own choice, measured the fastest here"
     assert all(timing.seconds > 0 and 0 < timing.error < 0.1 for timing in choice.timings.values())
+    assert all(0 < timing.share < 0.01 for timing in choice.timings.values())
+
+
+@pytest.fixture
+def choice_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU takes "math" beside its one fast kernel."""
+    monkeypatch.setitem(attention.KERNELS, "math", replace(attention.KERNELS["math"], timed=True))
 
 
 @pytest.fixture
@@ -125,12 +140,12 @@ def test_a_fast_kernel_that_is_wrong_is_not_taken(monkeypatch: pytest.MonkeyPatc
         with sdpa_kernel(SDPBackend.MATH):
             return real("auto", given)
 
-    monkeypatch.setattr(attention, "_TIMED", ("flash",))
     monkeypatch.setattr(attention, "_run", run)
     monkeypatch.setattr(attention, "_own", lambda _call, _device: SDPBackend.MATH)
     choice = measure({SMALL: 1}, CPU)
     assert choice.timings["flash"].seconds < choice.timings["auto"].seconds
     assert choice.kernel == "" and choice.timings["flash"].error > 0.4
+    assert "not flash: its error is" in str(choice) and "times the least" in str(choice)
 
 
 def test_nothing_to_attend_to_is_nothing_to_choose() -> None:
@@ -141,8 +156,8 @@ def test_nothing_to_attend_to_is_nothing_to_choose() -> None:
 
 
 @pytest.mark.parametrize("mask", [torch.bool, torch.float32])
-def test_masks_and_causal_calls_are_timed_and_checked(mask: torch.dtype) -> None:
+def test_masks_and_causal_calls_are_timed_and_checked(mask: torch.dtype, choice_here: None) -> None:
     masked = Call((1, 2, 80, 16), (1, 2, 70, 16), (1, 2, 70, 16), torch.float32, ((1, 1, 80, 70), mask))
     causal = Call((1, 2, 80, 16), (1, 2, 80, 16), (1, 2, 80, 16), torch.float32, causal=True, scale=0.3)
     choice = measure({masked: 1, causal: 1}, CPU)
-    assert max(timing.error for timing in choice.timings.values()) < 1e-5
+    assert len(choice.timings) == 3 and max(timing.error for timing in choice.timings.values()) < 1e-5
