@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...precision.policy import Component, Variant
+from ...precision.skips import BlocksBehindFirst, DeepLevels
 from ...precision.streams import Stream
 from ..errors import BadSize
 from .components import ComponentSpec, Fields
@@ -94,6 +95,7 @@ class FamilySpec:
     extended: Mapping[str, FamilySpec] = field(default_factory=dict)  # further component → family of folders with it
     options: type[Fields] = Fields  # fields of model_index.json that the pipeline takes
     stream: Stream | None = None  # where its residual stream runs, which fp16 needs in float32
+    skipped: BlocksBehindFirst | DeepLevels | None = None  # what a cached step leaves out; None: nothing can be cached
     clips: bool = False  # its blocks clip fp16 at ±65504: finite, and wrong
     schedulers: Mapping[str, str] = field(default_factory=dict)  # what users choose → diffusers class; none: its own
     prompt: PromptRule | None = None  # None: no text encoder
