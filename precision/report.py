@@ -9,6 +9,7 @@ from typing import Any
 
 from ..trust.plain import for_json
 from .accumulation import Switch
+from .drift import CacheUse
 from .learned import Learned
 from .peaks import Memory
 from .policy import Component, Plan
@@ -38,6 +39,7 @@ class StepRecord:
     largest: float | None  # max |x| of the output handed on
     note: str = ""
     rerun: Rerun | None = None
+    cached: bool = False  # most of it was extrapolated from earlier steps
 
 
 @dataclass
@@ -55,6 +57,7 @@ class RunReport:
     wide: str = ""  # what was float32 in fp16: "stream in float32", "every layer wide"
     learned: Learned | None = None  # what the run knew in the end, where it learns
     calls_per_step: int = 1  # of the denoiser
+    cache: CacheUse | None = None  # of the steps; None where all are computed
     memory: Memory | None = None  # None where nobody counts
     before: list[RunReport] = field(default_factory=list)  # stages that ran first, to encode an image
     notes: tuple[str, ...] = ()  # what is unusual about the model, or was mended when it was loaded
@@ -63,6 +66,15 @@ class RunReport:
 
     def add(self, record: StepRecord) -> None:
         self.steps.append(record)
+
+    def cached(self, cached: bool) -> None:
+        """Note whether the last call was cached."""
+        self.steps[-1] = replace(self.steps[-1], cached=cached)
+
+    def account(self, use: CacheUse) -> None:
+        """Say what the step cache came to, and whether it has kept to its budget."""
+        self.cache = use
+        self.warnings += tuple(filter(None, [use.warning()]))
 
     def note(self, line: str, instead_of: str = "") -> None:
         """Add a line to the notes, unless it is among them already.
@@ -85,7 +97,8 @@ class RunReport:
         return sum(step.outcome in ("non-finite", "saturated") for step in self.steps)
 
     def cells(self) -> list[str]:
-        """Return what each step came to, the worst of its calls: "half", "fp32", "rerun" or "failed"."""
+        """Return what each step came to, the worst of its calls: "cached",
+        "half", "fp32", "rerun" or "failed"."""
         calls = [_cell(step) for step in self.steps]
         starts = range(0, len(calls), self.calls_per_step)
         return [max(calls[start : start + self.calls_per_step], key=_CELLS.index) for start in starts]
@@ -128,7 +141,8 @@ class RunReport:
 
     def _otherwise(self) -> str:
         """Say what did not run in the plan's dtype, after a comma; "" where everything did."""
-        said = dict.fromkeys([self.wide, *(self.learned.in_words() if self.learned else [])])
+        learned = self.learned.in_words() if self.learned else []
+        said = dict.fromkeys([self.wide, *learned, self.cache.in_short() if self.cache else ""])
         return "".join(f", {words}" for words in said if words)
 
     def text(self) -> str:
@@ -141,14 +155,14 @@ class RunReport:
             f"guard {self.plan.guard_reason}",
             f"wide: {self.plan.wide_reason}",
             *([f"quantised: {self.plan.quantised_reason}"] if self.plan.quantised_reason else ()),
+            *([f"step cache: {self.cache}"] if self.cache else ()),
             *([f"memory: {self.memory}"] if self.memory else ()),
         ]
         for s in [step for report in (*self.before, self) for step in report.steps]:
             at = "" if s.timestep is None else f" t={s.timestep:g}"
             largest = "" if s.largest is None else f", max |x| {s.largest:.4g}"
-            lines.append(
-                f"{s.stage} {s.step + 1}{at}: {s.dtype}, {s.outcome}, {s.seconds:.3f} s{largest}{_dash(s.note)}"
-            )
+            came_to = f"{s.outcome}, cached" if s.cached else s.outcome
+            lines.append(f"{s.stage} {s.step + 1}{at}: {s.dtype}, {came_to}, {s.seconds:.3f} s{largest}{_dash(s.note)}")
             if s.rerun:
                 lines.append(f"    rerun: {_rerun(s.rerun)}")
         lines += [f"note: {note}" for note in (*self.warnings, *self.notes)]
@@ -190,11 +204,13 @@ def together(reports: Sequence[RunReport], steps: list[StepRecord]) -> RunReport
     )
 
 
-_CELLS = ("half", "fp32", "rerun", "failed")  # from the best
+_CELLS = ("cached", "half", "fp32", "rerun", "failed")  # from the best
 
 
 def _cell(step: StepRecord) -> str:
     if step.outcome == "finite":
+        if step.cached:
+            return "cached"
         return "fp32" if step.dtype == "fp32" else "half"
     return "rerun" if step.outcome == "rerun" else "failed"
 

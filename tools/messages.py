@@ -45,6 +45,7 @@ TOLD = {
     "pipelines/run/profiles.py": ("misfit", "in_words"),
     "pipelines/weights/ladder.py": ("in_words", "foresee", "_next"),
     "precision/consistency.py": ("_put_back", "_soften_norms", "_name_strangers"),
+    "precision/drift.py": ("in_short", "warning"),
     "precision/findings.py": ("find", "found_in_half", "taught", "_beside"),
     "precision/guard.py": ("", "__call__", "_call"),
     "precision/learned.py": ("", "in_words", "parts_in_words"),

@@ -93,7 +93,7 @@ def decide(known: Measured, size: str, calls: int, *, at_hand: bool) -> tuple[bo
 
 def learn(known: Measured, size: str, steps: Sequence[StepRecord], *, compiled: bool, graphs: int) -> None:
     """Take in what a run's calls took. graphs: that were compiled in it."""
-    seconds = [step.seconds - (step.rerun.seconds if step.rerun else 0.0) for step in steps]
+    seconds = [step.seconds - (step.rerun.seconds if step.rerun else 0.0) for step in steps if not step.cached]
     if len(seconds) < 2:
         return
     usual, taken = statistics.median(seconds[1:]), known.at(size)

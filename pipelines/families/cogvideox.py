@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from ...precision.policy import Variant
+from ...precision.skips import BlocksBehindFirst
 from ...precision.streams import Stream
 from .components import (
     T5_ENCODER,
@@ -170,6 +171,7 @@ COGVIDEOX = FamilySpec(
     blocks=("transformer_blocks",),
     denoiser_inputs=("hidden_states", "encoder_hidden_states"),
     of_prompt=("patch_embed.text_proj",),
+    skipped=BlocksBehindFirst("transformer_blocks"),
     stream=Stream(
         blocks="transformer_blocks",
         starts=("patch_embed.proj", "patch_embed.text_proj"),

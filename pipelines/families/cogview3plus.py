@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from ...precision.policy import Variant
+from ...precision.skips import BlocksBehindFirst
 from ...precision.streams import Stream
 from .cogview import SIZES, ZAI, CogView, channels, step_inputs, usual_size
 from .components import IMAGE_VAE, T5_ENCODER, T5_TOKENIZER, ComponentSpec, scheduler
@@ -44,6 +45,7 @@ COGVIEW3PLUS = FamilySpec(
     usual_size=usual_size,
     schedulers={"DDIM": "CogVideoXDDIMScheduler", "DPM": "CogVideoXDPMScheduler"},
     prompt=PromptRule(tokens=lambda _config: _TOKENS, channels=channels),
+    skipped=BlocksBehindFirst("transformer_blocks"),
     stream=Stream(
         blocks="transformer_blocks",
         starts=("patch_embed.proj", "patch_embed.text_proj"),

@@ -8,6 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from ...precision.policy import Variant
+from ...precision.skips import BlocksBehindFirst
 from ...precision.streams import Stream
 from .cogview import SIZES, ZAI, CogView, channels, step_inputs, usual_size
 from .components import (
@@ -90,6 +91,7 @@ COGVIEW4 = FamilySpec(
     usual_size=usual_size,
     prompt=PromptRule(tokens=lambda _config: _MOST_TOKENS, channels=channels, fixed=False),
     guidance=Guidance(calls=2),
+    skipped=BlocksBehindFirst("transformer_blocks"),
     stream=Stream(
         blocks="transformer_blocks",
         starts=("patch_embed.proj", "patch_embed.text_proj"),

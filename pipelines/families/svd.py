@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from ...precision.policy import Variant
+from ...precision.skips import DeepLevels
 from .components import (
     ComponentSpec,
     Extent,
@@ -150,6 +151,7 @@ SVD = FamilySpec(
     },
     denoiser="unet",
     blocks=("down_blocks", "mid_block", "up_blocks"),
+    skipped=DeepLevels(),
     denoiser_inputs=("sample", "encoder_hidden_states"),
     variants=_VARIANTS,
     variant=lambda config: "SVD" if config.get("num_frames", 25) <= 14 else "SVD-XT",  # XT 1.1's config is XT's

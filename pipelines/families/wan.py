@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from ...precision.policy import Variant
+from ...precision.skips import BlocksBehindFirst
 from ...precision.streams import Stream
 from .components import (
     T5,
@@ -187,6 +188,7 @@ _ONE = FamilySpec(
     prompt=PromptRule(tokens=lambda _config: _TOKENS, channels=lambda config: config.get("text_dim", 4096)),
     guidance=Guidance(calls=2),
     latent_format=lambda config: "Wan22" if config.get("z_dim") == 48 else "Wan21",
+    skipped=BlocksBehindFirst("blocks"),
     stream=Stream(
         blocks="blocks",
         starts=("patch_embedding",),

@@ -18,6 +18,7 @@ from ...precision.islands import Attempt, half_attempt
 from ...precision.learned import NOTHING, Learned
 from ...precision.observe import BlockOutputs
 from ...precision.shells import Once, as_float32, replaced, with_forward
+from ...precision.step_cache import StepCache
 from ..compile.backends import EAGER, MEASURED, came_to, compiled, for_plan
 from ..families.spec import ENCODERS
 from ..models.lora import keys
@@ -78,6 +79,7 @@ class _Steps:
         self._earlier: Learned | None = None  # what another denoiser learned in this run
         self._guard: StageGuard | None = None
         self._attempts: _Attempts | None = None
+        self._cache = stage.step_cache()
         self._foreseen = self._placed = False
         self._even = self._apart = False  # its batch, with guidance, can be halved; is computed half by half
         self._ladder = stage.ladder()
@@ -115,9 +117,18 @@ class _Steps:
         if self._guard and self._guard.learned:
             self._known = self._guard.learned
         self._stage, self._apart, self._guard, self._attempts, self._placed = stage, apart, None, None, False
+        if self._cache:
+            self._cache.forget()
 
     def _rungs(self) -> list[Rung]:
         """Cheaper ways to make the calls of this run, after which it is placed anew."""
+
+        def uncached() -> str:
+            if not self._cache:
+                return ""
+            self._cache = None
+            self._go_on(self._stage, self._apart)
+            return "no step cache"
 
         def halves_apart() -> str:
             if not self._even or self._apart:
@@ -130,15 +141,18 @@ class _Steps:
                 self._go_on(cheaper, self._apart)
             return f"offload '{offload.value}'" if cheaper else ""
 
-        return [halves_apart, partial(in_parts, Offload.GROUP), partial(in_parts, Offload.SEQUENTIAL)]
+        return [uncached, halves_apart, partial(in_parts, Offload.GROUP), partial(in_parts, Offload.SEQUENTIAL)]
 
     def _step(self, **kwargs: Any) -> Any:
         self._guard = self._guard or self._planned(kwargs)
         if self._attempts:
             self._attempts.start()
         output = self._guard(**kwargs)
-        if self._attempts and self._stage.report.steps[-1].outcome != "finite":
+        report = self._stage.report
+        if self._attempts and report.steps[-1].outcome != "finite":
             self._attempts.forget()
+        if self._cache:
+            report.cached(self._cache.keep(taken=report.steps[-1].outcome in ("finite", "rerun")))
         if learned := self._guard.learned:
             remember(self._stage.handle, self._stage.name, self._stage.plan.numerics, learned)
         self._stage.report.learned = _with(self._earlier, self._stage.name, learned)
@@ -148,10 +162,11 @@ class _Steps:
 
     def _planned(self, inputs: Mapping[str, Any]) -> StageGuard:
         stage = self._stage
-        self._attempts = attempts = _Attempts(stage, inputs, apart=self._apart)
+        self._attempts = attempts = _Attempts(stage, inputs, apart=self._apart, cache=self._cache)
         learner = stage.learner(stage.module, attempts.build, stage.anatomy, self._known)
         rerun = stage.weights.shell(stage.module)
-        rerun = in_halves(rerun) if self._apart else rerun
+        made = in_halves if self._apart else lambda call: call
+        rerun = self._cache.rerun(rerun, made) if self._cache else made(rerun)
         return stage.guard(stage.module, learner, rerun=rerun, peak_inside=attempts.peak_inside, constant=(_PROMPT,))
 
 
@@ -159,10 +174,18 @@ class _Attempts:
     """Makes the denoiser as the plan and what was learned ask for: with a wide stream, compiled, with islands, or
     itself."""
 
-    def __init__(self, stage: ComponentStage, inputs: Mapping[str, Any], *, apart: bool = False):
+    def __init__(
+        self,
+        stage: ComponentStage,
+        inputs: Mapping[str, Any],
+        *,
+        apart: bool = False,
+        cache: StepCache | None = None,
+    ):
         handle, plan = stage.handle, stage.plan
         self._stage = stage
         self._apart = apart  # a batch is computed half by half
+        self._cache = cache
         self._backend = for_plan(handle.backend, handle.architecture, plan, handle.store.placement.device)
         self._quantised = quantised_of(stage)
         self._how, self._attention = handle.compile_options, ""
@@ -196,9 +219,14 @@ class _Attempts:
             made = replace(made, run=self._block_outputs.watched(made.run, family.blocks[0]))
         if isinstance(made.run, torch.nn.Module):
             made = replace(made, run=self._projected_once(made.run))
+        run = self._cache.attempt(made.run, self._around) if self._cache else self._around(made.run)
+        return replace(made, run=run, eager=in_halves(made.eager) if self._apart else made.eager)
+
+    def _around(self, run: Any) -> Any:
+        """Return the same call with the attention that was asked for, and in halves where that is so."""
         if self._backend.name == EAGER and self._how.attention:  # what is compiled has it inside
-            made = replace(made, run=Attended(made.run, self._how.attention))
-        return replace(made, run=in_halves(made.run), eager=in_halves(made.eager)) if self._apart else made
+            run = Attended(run, self._how.attention)
+        return in_halves(run) if self._apart else run
 
     def start(self) -> None:
         """Have the quantised weights there for the next call, and forget what their layers were given before."""
@@ -224,11 +252,12 @@ class _Attempts:
         handle, plan = self._stage.handle, self._stage.plan
         known = handle.store.compiled
         how = (self._backend.name, self._how, plan.numerics, wide, plan.accumulation, left if plan.quantised else ())
-        key = (self._stage.name, keys(self._stage.loras), *how)
+        parts = self._stage.compiled_parts
+        key = (self._stage.name, keys(self._stage.loras), *how, parts)
         if key not in known:
             known[key] = compiled(
                 half,
-                handle.family.blocks,
+                parts,
                 self._backend,
                 self._how,
                 device=handle.store.placement.device,

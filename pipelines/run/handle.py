@@ -11,6 +11,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from ...precision.accumulation import Accumulation, accumulation
 from ...precision.arch import Architecture, detect, present
+from ...precision.drift import CachePolicy
 from ...precision.guard import GuardPolicy, OnFailure
 from ...precision.peaks import Memory, peak_memory
 from ...precision.policy import Component, Plan, Precision, choose
@@ -49,6 +50,7 @@ class PipelineHandle:
     loras: tuple[Lora, ...] = ()  # added to the denoiser
     compile_options: CompileOptions = field(default_factory=CompileOptions)
     full_report: bool = True  # with a line for every step
+    step_cache: CachePolicy | None = None  # None: every step is computed
     profiles: Path | None = None  # folder of what runs taught; None: nothing is kept
     profile: Profile | None = None  # from elsewhere, used in place of what is kept
     compiled: Path | None = None  # folder of compiled code for later processes; None: none is kept

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from ..compile.block import Tell
 from ..errors import BadInput, BadSize
 from ..families.spec import ENCODERS
 from ..preview.frames import Previews, preview
+from ..reuse.course import begun
+from ..reuse.weights import weigh
 from . import vae
 from .calls import Calls
 from .denoiser import guarded_denoiser
@@ -81,8 +83,12 @@ def sample(
     report = stages[0].report
     guided = settings.guidance_scale is not None and settings.guidance_scale > 1
     report.calls_per_step = family.guidance.calls if guided else 1
+    course = begun(handle, settings)
+    stages = tuple(replace(stage, course=course) for stage in stages)
 
     def on_step_end(_pipe: Any, step: int, _timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+        if course:
+            report.cache = course.use
         if step_done:
             step_done(step + 1, settings.computed_steps, report)
         TURNS.give_way()
@@ -92,6 +98,8 @@ def sample(
     try:
         with while_compiling(handle, report, tell), handle.switched(report), torch.no_grad():
             pipe = _pipeline(stages, denoiser, settings.scheduler, request, tell, from_video=video is not None)
+            if course:
+                weigh(pipe.scheduler, course.stepped)
             if previews:
                 preview(previews, handle, pipe.scheduler, settings.frames)
             if embeddings:  # diffusers' CogView3-Plus would put zeros in place of a negative prompt that is encoded
@@ -116,6 +124,8 @@ def sample(
                 **{name: value for name, value in given.items() if value is not None},
             )
     finally:
+        if course:
+            report.account(course.use)
         for stage in stages:
             keep(handle, stage.name, stage.plan.numerics)
         handle.store.empty_quantised()

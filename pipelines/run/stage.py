@@ -14,6 +14,7 @@ from ...precision.findings import Anatomy
 from ...precision.peaks import size
 from ...precision.policy import Component, Precision
 from ...precision.stage import Stage
+from ...precision.step_cache import Course, StepCache
 from ..errors import BackendUnavailable
 from ..models.lora import Lora
 from ..weights.components import bytes_of
@@ -45,11 +46,12 @@ class _Once(Generic[_T]):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ComponentStage(Stage):
-    """name: of its folder. weights_in: the dtype that its weights are loaded in."""
+    """name: of its folder. weights_in: the dtype that its weights are loaded in. course: of the run's step cache."""
 
     handle: PipelineHandle
     name: str
     weights_in: str
+    course: Course | None = None
 
     @property
     def loras(self) -> tuple[Lora, ...]:
@@ -157,6 +159,24 @@ class ComponentStage(Stage):
         if self.plan.component is not Component.DENOISER:
             return Anatomy(everything=True)
         return Anatomy.of(self.module, self.handle.family.blocks, self.handle.family.stream)
+
+    def step_cache(self) -> StepCache | None:
+        """Return a new cache for the steps of a run; None where nothing is cached."""
+        skipped = self.handle.family.skipped
+        if self.course is None or skipped is None:
+            return None
+        if parts := skipped.parts(self.module):
+            return StepCache(parts, skipped.adds, self.course)
+        self.report.note("no step is cached: the denoiser has nothing that a cached step could leave out")
+        return None
+
+    @property
+    def compiled_parts(self) -> tuple[str, ...]:
+        """Names of the parts that are compiled, a list of them one by one."""
+        family = self.handle.family
+        if self.course is None or family.skipped is None:
+            return family.blocks
+        return family.skipped.apart(self.module, family.blocks)
 
     @property
     def _offload(self) -> Offload:

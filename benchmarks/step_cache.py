@@ -1,0 +1,252 @@
+"""What a step cache leaves out, and how far results drift, on small trained models: counted and measured, not timed.
+
+    python benchmarks/step_cache.py [cogvideox] [svd] [--seeds 200] [--first-seed 0] [--few 10] [--out DIR]
+
+Each seed is a run of the real pipeline, through the samplers' own function, with its cache and without. Drift is the
+norm of the difference of their latents, in parts of the norm of those without a cache. Calls of blocks are counted by
+hooks on the blocks themselves, operations by PyTorch (matrix products, convolutions and attention, multiplications and
+additions). Models: benchmarks/trained.py, which makes them where they are not there yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from comfyui_onediff_guard.pipelines.models.recognised import family_of
+from comfyui_onediff_guard.pipelines.run import denoiser as denoising
+from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
+from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
+from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
+from comfyui_onediff_guard.precision.drift import CachePolicy
+from comfyui_onediff_guard.precision.policy import Precision
+from measure import RESULTS, machine, write_json
+from moving_shapes import Scenes
+from torch.utils.flop_counter import FlopCounterMode
+from trained import FRAMES, SIDE, SVD_FRAMES, SVD_SIDE, TEXT, colours_of, trained
+
+BUDGET = 0.02
+STEPS = 50
+
+
+@dataclass(frozen=True)
+class Made:
+    """One run."""
+
+    latents: torch.Tensor
+    report: Any
+    calls: int  # of blocks, counted by hooks
+    operations: int  # 0: not counted
+
+
+class Subject:
+    """A trained model, and a run of it."""
+
+    def __init__(self, name: str, precision: str = "fp32"):
+        folder = trained(name)
+        self.name = name
+        self.handle: PipelineHandle = load(
+            folder,
+            family_of(folder),
+            precision=Precision(precision),
+            backend="eager",
+            offload="none",
+            placement=PlainPlacement(),
+        )
+
+    def run(self, seed: int, policy: CachePolicy | None = None, *, count: bool = False, **more: Any) -> Made:
+        handle = replace(self.handle, step_cache=policy)
+        with counted_calls(self.blocks) as calls, operations(count) as found:
+            latents, report = self._sampled(handle, seed, more)
+        return Made(latents, report, calls[0], found())
+
+    @property
+    def blocks(self) -> list[torch.nn.Module]:
+        dtype = self.handle.stage(denoising_component()).plan.dtype
+        module = self.handle.store.module(self.handle.family.denoiser, dtype)
+        return [*module.get_submodule("transformer_blocks")] if self.name == "cogvideox" else []
+
+    def _sampled(self, handle: PipelineHandle, seed: int, more: dict[str, Any]) -> tuple[torch.Tensor, Any]:
+        scenes = Scenes.drawn(1, torch.Generator().manual_seed(10_000 + seed))
+        if self.name == "cogvideox":
+            prompt = scenes.prompts(TEXT)
+            settings = SampleSettings(SIDE, SIDE, STEPS, seed, frames=FRAMES, guidance_scale=6.0)
+            return sample(handle, prompt, torch.zeros_like(prompt), replace(settings, **more))
+        from PIL import Image
+
+        first = scenes.pictures(2, SVD_SIDE, SVD_SIDE)[0, 0].movedim(0, -1)
+        image = Image.fromarray((first * 255).round().byte().numpy())
+        settings = SampleSettings(SVD_SIDE, SVD_SIDE, STEPS, seed, frames=SVD_FRAMES)
+        return sample(handle, None, None, replace(settings, **more), image=image)
+
+
+def denoising_component() -> Any:
+    from comfyui_onediff_guard.precision.policy import Component
+
+    return Component.DENOISER
+
+
+@contextmanager
+def counted_calls(blocks: list[torch.nn.Module]) -> Iterator[list[int]]:
+    calls = [0]
+
+    def count(*_: Any) -> None:
+        calls[0] += 1
+
+    hooks = [block.register_forward_pre_hook(count) for block in blocks]
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def operations(count: bool) -> Iterator[Callable[[], int]]:
+    if not count:
+        yield lambda: 0
+        return
+    with FlopCounterMode(display=False) as counter:
+        yield counter.get_total_flops
+
+
+def drift(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def psnr(subject: Subject, found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Of the pictures, in dB, against their full range of 1; of SVD's, its first three channels are the colours."""
+    if subject.name == "cogvideox":  # [batch, channels, frames, height, width], scaled back for the VAE
+        factor = subject.handle.store.model.vae_config["scaling_factor"]
+        found, wanted = (colours_of(each.movedim(1, 2) * factor) for each in (found, wanted))
+    else:
+        factor = subject.handle.store.model.vae_config["scaling_factor"]
+        found, wanted = (((each[:, :3] * factor + 1.6) / 4).clamp(0, 1) for each in (found, wanted))
+    return -10 * math.log10(max(float((found - wanted).square().mean()), 1e-12))
+
+
+def over_seeds(subject: Subject, policy: CachePolicy, seeds: range, **more: Any) -> dict[str, Any]:
+    """Figures of runs with a cache against those without, in the same precision."""
+    drifts, pictures, skipped, uses = [], [], [], []
+    for seed in seeds:
+        plain, found = subject.run(seed, **more), subject.run(seed, policy, **more)
+        drifts.append(drift(found.latents, plain.latents))
+        pictures.append(psnr(subject, found.latents, plain.latents))
+        skipped.append(1 - found.calls / plain.calls if plain.calls else 0.0)
+        uses.append(found.report.cache)
+        print(f"seed {seed}: drift {drifts[-1]:.4%}, left out {skipped[-1]:.1%}, {uses[-1]}", flush=True)
+    over = [seed for seed, at in zip(seeds, drifts, strict=True) if at > policy.error]
+    unsaid = [seed for seed, use in zip(seeds, uses, strict=True) if seed in over and not use.broken]
+    figures = {
+        "seeds": [seeds.start, seeds.stop - 1],
+        "error": policy.error,
+        "steps_cached": spread([use.cached for use in uses]),
+        "drift": spread(drifts),
+        "drift_as_reckoned": spread([use.drift for use in uses]),
+        "drift_over_reckoned": spread([at / use.drift for at, use in zip(drifts, uses, strict=True) if use.drift]),
+        "psnr_dB": spread(pictures),
+        "seeds_over_budget": over,
+        "seeds_said_to_be_over_budget": [seed for seed, use in zip(seeds, uses, strict=True) if use.broken],
+        "seeds_over_budget_unsaid": unsaid,
+    }
+    return figures | ({"block_calls_left_out": spread(skipped)} if subject.name == "cogvideox" else {})
+
+
+def operations_of(subject: Subject, policy: CachePolicy, seeds: range) -> dict[str, Any]:
+    """What runs with a cache compute of the operations of those without, encoders included."""
+    plain = subject.run(seeds.start, count=True).operations
+    ratios = [1 - subject.run(seed, policy, count=True).operations / plain for seed in seeds]
+    return {"operations_of_a_run": plain, "operations_left_out": spread(ratios)}
+
+
+def in_bf16(name: str, policy: CachePolicy, seeds: range) -> dict[str, Any]:
+    """Against runs in fp32 without a cache: bf16 alone, and bf16 with one."""
+    exact, half = Subject(name), Subject(name, "bf16")
+    alone, cached = [], []
+    for seed in seeds:
+        wanted = exact.run(seed).latents
+        alone.append(drift(half.run(seed).latents, wanted))
+        cached.append(drift(half.run(seed, policy).latents, wanted))
+    return {"bf16_alone": spread(alone), "bf16_with_a_cache": spread(cached)}
+
+
+def nan_anywhere(name: str, policy: CachePolicy, seed: int = 0) -> dict[str, Any]:
+    """The attempt of one step is NaN, for each step: against the run without a cache in which it is too."""
+    subject, drifts, reruns = Subject(name, "bf16"), [], 0
+    for step in range(STEPS):
+        with broken_at(step):
+            plain, found = subject.run(seed), subject.run(seed, policy)
+        reruns += found.report.cells()[step] == "rerun"
+        drifts.append(drift(found.latents, plain.latents))
+    return {"steps": STEPS, "rerun": reruns, "drift": spread(drifts), "not_finite": sum(map(math.isnan, drifts))}
+
+
+@contextmanager
+def broken_at(step: int) -> Iterator[None]:
+    make = denoising._Attempts.build
+
+    def build(attempts: Any, learned: Any) -> Any:
+        made = make(attempts, learned)
+
+        def attempt(*args: Any, **kwargs: Any) -> Any:
+            output = made.run(*args, **kwargs)
+            return (output[0] * torch.nan,) if len(attempts._stage.report.steps) == step else output
+
+        return replace(made, run=attempt)
+
+    denoising._Attempts.build = build
+    try:
+        yield
+    finally:
+        denoising._Attempts.build = make
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    named = {"least": min(values), "mean": statistics.fmean(values), "most": max(values)}
+    return {name: round(value, 5) for name, value in named.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=["cogvideox", "svd"], metavar="MODEL", help="cogvideox, svd")
+    parser.add_argument("--seeds", type=int, default=200, help="with which the budget is tried")
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--few", type=int, default=10, help="seeds for all other figures")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    seeds = range(args.first_seed, args.first_seed + args.seeds)
+    few = range(args.first_seed, args.first_seed + args.few)
+    result: dict[str, Any] = {
+        "benchmark": "step_cache",
+        "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
+        "machine": machine(torch.device("cpu")),
+        "torch": torch.__version__,
+        "steps": STEPS,
+    }
+    for name in args.models:
+        subject, policy = Subject(name), CachePolicy(BUDGET)
+        denoiser = subject.handle.store.module(subject.handle.family.denoiser, "fp32")
+        found = result[name] = {"parameters": sum(p.numel() for p in denoiser.parameters())}
+        found["budget"] = over_seeds(subject, policy, seeds)
+        print(name, found["budget"], flush=True)
+        if few:
+            found["operations"] = operations_of(subject, policy, few[:3])
+            found["errors"] = [over_seeds(subject, CachePolicy(error), few) for error in (0.005, 0.01, 0.05)]
+            found["in_bf16"] = in_bf16(name, policy, few)
+            found["nan"] = nan_anywhere(name, policy)
+            if name == "cogvideox":
+                found["DPM"] = over_seeds(subject, policy, few, scheduler="DPM")
+        print(name, found, flush=True)
+    print(write_json(result, args.out, "cpu"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The step cache of a run: what its budget is counted by, and where it stands."""

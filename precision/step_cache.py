@@ -1,0 +1,305 @@
+"""A step cache: steps in which most of a denoiser is not computed, but extrapolated from what it gave in steps before.
+
+It stands in shells of the attempt and of the rerun, and the denoiser that both share stays as it is. A call's values
+are kept when the guard has taken its output, and not before: an attempt that fails leaves nothing behind, and the rerun
+computes everything, and leaves what it computed. drift.py decides which steps are cached.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from .drift import ORDER, CachePolicy, CacheUse, Choice, Ledger, coefficients
+from .observe import floating
+from .shells import Make, replaced, with_forward
+from .skips import Part, Role
+
+_SAMPLED = 7  # a signal is every so many-th value of the first part's output: it is only measured
+
+
+class Course:
+    """What the step cache of one run has done so far. Its denoisers share it, since the budget is the run's.
+
+    parts: what the sampler multiplies each of a step's outputs by, where guidance makes one of them: of both halves of
+        a batch, or of two calls, in their order.
+    """
+
+    def __init__(self, policy: CachePolicy, steps: int, parts: Sequence[float] = (1.0,)):
+        self.ledger = Ledger(policy, steps)
+        self._parts = tuple(parts)
+        self._choice: Choice | None = None  # of the present step
+        self._signal = 0.0
+        self._computed = self._skipped = 0  # calls of its denoisers' parts
+        self._apart: list[torch.Tensor] = []  # of the present step's outputs: what the cache would have given, less it
+
+    @property
+    def use(self) -> CacheUse:
+        ledger, calls = self.ledger, self._computed + self._skipped
+        return CacheUse(
+            budget=ledger.policy.error,
+            steps=ledger.at,
+            cached=len(ledger.cached),
+            skipped=self._skipped / calls if calls else 0.0,
+            compared=len(ledger.compared),
+            drift=ledger.drift,
+            largest=max(ledger.compared, default=0.0),
+            stopped=ledger.stopped,
+        )
+
+    def stop(self, why: str) -> None:
+        """Cache nothing more in this run."""
+        self.ledger = replace(self.ledger, stopped=self.ledger.stopped or why)
+
+    def count(self, *, skipped: bool) -> None:
+        self._skipped += skipped
+        self._computed += not skipped
+
+    def choose(self, signal: Callable[[], float]) -> Choice:
+        """Return what becomes of the present step. Its first call decides that, by its signal; the others follow."""
+        if self._choice is None:
+            self._signal = signal()
+            self._choice = self.ledger.choice(self._signal)
+        return self._choice
+
+    @property
+    def chosen(self) -> Choice | None:
+        return self._choice
+
+    def compare(self, apart: list[torch.Tensor]) -> None:
+        self._apart += apart
+
+    def stepped(self, weight: float) -> None:
+        """Go on to the next step. weight: see Ledger."""
+        if not math.isfinite(weight):
+            self.stop("the latents are not finite")
+            weight = 0.0
+        if self._choice is Choice.REUSE:
+            self.ledger = self.ledger.reused(self._signal, weight)
+        elif (error := self._error()) is not None:
+            self.ledger = self.ledger.checked(self._signal, error, weight)
+        else:
+            self.ledger = self.ledger.computed(weight)
+        self._choice, self._apart = None, []
+
+    def _error(self) -> float | None:
+        """Return the norm of what the step's output would have been off by, after guidance; None where that is not
+        known."""
+        apart = self._apart
+        if len(self._parts) > 1 and len(apart) == 1:
+            apart = [*apart[0].chunk(len(self._parts))]
+        if not apart or len(apart) != len(self._parts):
+            return None
+        return float(sum(part * each for part, each in zip(self._parts, apart, strict=True)).norm())
+
+    def recompute(self, *, whole: bool) -> None:
+        """Have the present call computed after all, since its attempt failed. whole: it is the step's first one, so
+        none of the step is cached."""
+        self._apart = []
+        if whole:
+            self._choice = Choice.COMPUTE
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What a computed step leaves for those after it."""
+
+    at: int  # step
+    signal: torch.Tensor  # [values], float32
+    given: torch.Tensor  # in place of the last part: what it added to the first one's output, or what it put out
+
+
+@dataclass
+class _Call:
+    """One call of the denoiser."""
+
+    entries: tuple[_Entry, ...]  # to extrapolate from; none: everything is computed
+    skips: bool = False  # the parts behind the first one are left out, from there on
+    choice: Choice | None = None
+    first: Any = None  # the first part's output
+    signal: torch.Tensor | None = None
+    left: _Entry | None = None
+
+
+@dataclass
+class _Turn:
+    """The calls that one call of the guard makes: one, or one for each half of a batch."""
+
+    calls: list[_Call] = field(default_factory=list)
+    apart: list[torch.Tensor] = field(default_factory=list)
+
+
+class StepCache:
+    """What one denoiser has left of its steps in a run.
+
+    parts: of the denoiser, in the order in which they are called.
+    adds: what the parts add to the first one's output is extrapolated, and not what the last one puts out.
+    """
+
+    def __init__(self, parts: Sequence[Part], adds: bool, course: Course):
+        self.course = course
+        self._parts = parts
+        self._adds = adds
+        self._left: dict[int, tuple[_Entry, ...]] = {}  # call of a step → of the latest steps
+        self._turn = _Turn()
+        self._call = _Call(())
+        self._step, self._before = 0, 0  # the present step, and how many of its calls are done
+
+    def attempt(self, run: Callable[..., Any], made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
+        """Return what is called in place of an attempt.
+
+        run: a module, or a partial function of one.
+        made: what else is to be made of a call, as in halves.
+        """
+        return self._starting(made(partial(self._attempted, self._in_place(run))))
+
+    def rerun(self, run: torch.nn.Module, made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
+        """Return the same for the rerun, in which nothing is skipped."""
+        calls = self._starting(made(partial(self._computed, self._in_place(run))), again=True)
+        return with_forward(run, calls)
+
+    def keep(self, *, taken: bool = True) -> bool:
+        """Keep what the latest call left. Returns whether it was cached.
+
+        taken: its output was finite. Where the guard lets through what is not, nothing of it is kept.
+        """
+        self._advance()
+        if not taken:
+            self._turn = _Turn([_Call((), choice=call.choice) for call in self._turn.calls])
+        elif any(call.left is None and call.choice is not Choice.REUSE for call in self._turn.calls):
+            self.course.stop("the way in which it runs here hides what would be extrapolated")
+        for number, call in enumerate(self._turn.calls, self._before):
+            if call.left:
+                self._left[number] = (*self._left.get(number, ()), call.left)[-ORDER - 1 :]
+        self._before += len(self._turn.calls)
+        self.course.compare(self._turn.apart)
+        cached = any(call.choice is Choice.REUSE for call in self._turn.calls)
+        self._turn = _Turn()
+        return cached
+
+    def forget(self) -> None:
+        self._left.clear()
+        self._turn = _Turn()
+
+    def _advance(self) -> None:
+        if self._step != self.course.ledger.at:
+            self._step, self._before = self.course.ledger.at, 0
+
+    def _starting(self, call: Callable[..., Any], again: bool = False) -> Callable[..., Any]:
+        def started(*args: Any, **kwargs: Any) -> Any:
+            self._turn = _Turn()
+            self._advance()
+            if again:
+                self.course.recompute(whole=not self._before)
+            return call(*args, **kwargs)
+
+        return started
+
+    def _computed(self, shell: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._call = _Call(())
+        self._turn.calls.append(self._call)
+        return shell(*args, **kwargs)
+
+    def _attempted(self, shell: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        call = self._call = _Call(self._usable())
+        self._turn.calls.append(call)
+        made = shell(*args, **kwargs)
+        if call.choice is Choice.REUSE or not call.entries:
+            return made
+        cached, call.skips, call.entries = made, False, ()
+        made = shell(*args, **kwargs)
+        self._turn.apart.append(floating(cached)[0].float() - floating(made)[0].float())
+        return made
+
+    def _usable(self) -> tuple[_Entry, ...]:
+        """Return what the present call may be extrapolated from; nothing where it is to be computed."""
+        number = self._before + len(self._turn.calls)
+        left = self._left.get(number, ())
+        follows = number == 0 or self.course.chosen is not None
+        return left if follows and len(left) > ORDER and self.course.ledger.may_reuse else ()
+
+    def _in_place(self, run: Any) -> Any:
+        makes: dict[str, Make] = {part.name: partial(self._stand_in, part) for part in self._parts}
+        if isinstance(run, partial):
+            module, *rest = run.args
+            return partial(run.func, replaced(module, makes), *rest, **run.keywords)
+        return replaced(run, makes)
+
+    def _stand_in(self, part: Part, module: torch.nn.Module) -> torch.nn.Module:
+        act = {Role.FIRST: self._first, Role.SKIPPED: self._skipped, Role.LAST: self._last}[part.role]
+        return with_forward(module, partial(act, part, module))
+
+    def _first(self, _part: Part, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        call = self._call
+        if call.first is not None:  # the same call again, in full
+            return call.first
+        made = call.first = module(*args, **kwargs)
+        self.course.count(skipped=False)
+        with torch._C.DisableTorchFunction():
+            call.signal = _sampled(_hidden(made))
+            if self._adds:
+                call.signal = call.signal - _sampled(args[0] if args else kwargs["hidden_states"])
+            if call.entries:
+                call.choice = self.course.choose(partial(self._off, call))
+                call.skips = True
+        return made
+
+    def _skipped(self, part: Part, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self._call.skips:
+            self._count_skip()
+            return part.gives(self._call.first)
+        self.course.count(skipped=False)
+        return module(*args, **kwargs)
+
+    def _last(self, part: Part, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        call = self._call
+        if call.skips:
+            self._count_skip()
+            with torch._C.DisableTorchFunction():
+                first = _hidden(call.first)
+                hidden = self._extrapolated([entry.given for entry in call.entries])
+                hidden = hidden + first.float() if self._adds else hidden
+                return _with_hidden(part.gives(call.first), hidden.to(first.dtype))
+        self.course.count(skipped=False)
+        made = module(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            given, signal = _hidden(made), call.signal
+            given = given - _hidden(call.first) if self._adds else given
+            assert signal is not None
+            call.left = _Entry(self._step, signal, given.detach())
+        return made
+
+    def _count_skip(self) -> None:
+        """Where the call is made again in full, nothing was left out."""
+        if self._call.choice is Choice.REUSE:
+            self.course.count(skipped=True)
+
+    def _off(self, call: _Call) -> float:
+        assert call.signal is not None
+        expected = self._extrapolated([entry.signal for entry in call.entries])
+        return float((expected - call.signal).norm() / call.signal.norm())
+
+    def _extrapolated(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the values at the present step, in float32."""
+        by = coefficients([entry.at for entry in self._call.entries], self._step)
+        made = values[0].float() * by[0]
+        for value, factor in zip(values[1:], by[1:], strict=True):
+            made.add_(value, alpha=factor)
+        return made
+
+
+def _hidden(made: Any) -> torch.Tensor:
+    return made if isinstance(made, torch.Tensor) else made[0]
+
+
+def _with_hidden(made: Any, hidden: torch.Tensor) -> Any:
+    return hidden if isinstance(made, torch.Tensor) else (hidden, *made[1:])
+
+
+def _sampled(values: torch.Tensor) -> torch.Tensor:
+    return values.detach().reshape(-1)[::_SAMPLED].float()

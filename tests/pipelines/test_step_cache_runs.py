@@ -1,0 +1,277 @@
+"""A step cache in whole runs of each family: nothing differs where it is off, and what it keeps survives all else that
+a run may meet."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from comfyui_onediff_guard.pipelines.models.recognised import family_of
+from comfyui_onediff_guard.pipelines.run import denoiser as denoising
+from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
+from comfyui_onediff_guard.pipelines.run.pictures import fitted
+from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
+from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
+from comfyui_onediff_guard.precision.drift import FIRST, LAST, ORDER, CachePolicy
+from comfyui_onediff_guard.precision.guard import GuardPolicy, OnFailure, Scope
+from comfyui_onediff_guard.precision.learned import Learned
+from comfyui_onediff_guard.precision.policy import Precision
+
+SIZES = {
+    "2b": (96, 64, 9),
+    "5b": (96, 64, 9),
+    "1.5": (96, 64, 9),
+    "5b-i2v": (96, 64, 9),
+    "cogview3": (64, 64, 1),
+    "cogview4": (64, 64, 1),
+    "wan": (64, 48, 5),
+    "wan-two": (64, 48, 5),
+    "svd": (64, 64, 2),
+}
+STEPS = 12
+WIDE = CachePolicy(error=0.5, check_every=3)  # random weights change from step to step more than trained ones
+
+
+def opened(folder: Path, precision: str = "fp32", backend: str = "eager", **more: Any) -> PipelineHandle:
+    options: dict[str, Any] = {"offload": "none", "placement": PlainPlacement()} | more
+    return load(folder, family_of(folder), precision=Precision(precision), backend=backend, **options)
+
+
+def run(handle: PipelineHandle, model: str, policy: CachePolicy | None = None, **more: Any) -> tuple[torch.Tensor, Any]:
+    width, height, frames = SIZES[model]
+    positive, negative = encode_prompts(handle, ["a red kite", "grey"])[0] if handle.family.prompt else (None, None)
+    image = torch.rand(1, 64, 96, 3, generator=torch.Generator().manual_seed(2))
+    start = {"image": fitted(image, width, height, "crop")[0]} if handle.family.takes_image else {}
+    guidance = 3.0 if handle.family.prompt else None
+    settings = SampleSettings(width, height, steps=STEPS, seed=3, frames=frames, guidance_scale=guidance)
+    return sample(replace(handle, step_cache=policy), positive, negative, replace(settings, **more), **start)
+
+
+def drift(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("model", SIZES)
+def test_every_family(model_folder: Callable[..., Path], model: str) -> None:
+    handle = opened(model_folder(model))
+    plain, before = run(handle, model)
+    assert before.cache is None and "cached" not in before.cells()
+    assert torch.equal(run(handle, model, CachePolicy(0.0))[0], plain)
+    found, report = run(handle, model, WIDE)
+    cells, use = report.cells(), report.cache
+    assert use.cached == cells.count("cached") >= 2, report.text()
+    assert len(cells) == STEPS and "cached" not in (*cells[:FIRST], *cells[-LAST:])
+    assert 0 < drift(found, plain) <= max(use.drift, WIDE.error)
+    assert f"{use.cached} of {STEPS} steps cached" in report.text()
+    assert [step.cached for step in report.steps].count(True) == use.cached * report.calls_per_step
+    assert torch.equal(run(handle, model)[0], plain)  # nothing is left of it
+
+
+@pytest.mark.parametrize("scheduler", ["DDIM", "DPM"])
+def test_every_scheduler(model_folder: Callable[..., Path], scheduler: str) -> None:
+    """Weighing a scheduler's step draws no noise of the run's, and leaves nothing in it."""
+    handle = opened(model_folder("2b"))
+    plain, _ = run(handle, "2b", scheduler=scheduler)
+    never = CachePolicy(1e-9)
+    found, report = run(handle, "2b", never, scheduler=scheduler)
+    assert report.cache.compared and not report.cache.cached
+    assert torch.equal(found, plain)
+
+
+@pytest.mark.parametrize("model", ["2b", "cogview4", "svd"])
+@pytest.mark.parametrize("failing", range(STEPS))
+def test_nan_at_any_step(
+    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, model: str, failing: int
+) -> None:
+    """An attempt that is NaN is computed again in full, has the bits of the model in fp32, and leaves no trace."""
+    handle = opened(model_folder(model), "bf16")
+    handle = replace(handle, policy=GuardPolicy(scope=Scope.STEP))
+    calls = 2 if model == "cogview4" else 1
+    at = failing * calls
+    given: list[Any] = []
+    make = denoising._Attempts.build
+
+    def build(attempts: Any, learned: Learned) -> Any:
+        made = make(attempts, learned)
+
+        def attempt(*args: Any, **kwargs: Any) -> Any:
+            output = made.run(*args, **kwargs)
+            if len(attempts._stage.report.steps) != at:
+                return output
+            given.append(kwargs)
+            return (output[0] * torch.nan,)
+
+        return replace(made, run=attempt)
+
+    monkeypatch.setattr(denoising._Attempts, "build", build)
+    wanted, without = run(handle, model)
+    found, report = run(handle, model, WIDE)
+    assert [step.outcome for step in report.steps] == [step.outcome for step in without.steps]
+    assert report.steps[at].outcome == "rerun" and not report.steps[at].cached
+    assert report.cells()[failing] == "rerun" and report.cache.cached
+    assert torch.isfinite(found).all()
+    assert drift(found, wanted) <= max(report.cache.drift, WIDE.error)
+
+
+def test_a_run_that_gives_up_half_precision_caches_nothing_more(
+    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = replace(opened(model_folder("2b"), "bf16"), policy=GuardPolicy(scope=Scope.RUN))
+    broken_at(monkeypatch, 7)
+    _, report = run(handle, "2b", WIDE)
+    assert "cached" in report.cells()[:7] and set(report.cells()[8:]) == {"fp32"}
+
+
+def test_what_a_guard_that_is_off_lets_through_is_not_kept(
+    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = replace(opened(model_folder("2b"), "bf16"), policy=GuardPolicy(on_failure=OnFailure.OFF))
+    broken_at(monkeypatch, 4)
+    found, report = run(handle, "2b", WIDE)
+    assert report.steps[4].outcome == "non-finite" and not torch.isfinite(found).all()
+    assert report.cache.stopped == "the latents are not finite" and "cached" not in report.cells()[4:]
+    assert math.isfinite(report.cache.drift)
+
+
+def broken_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """The attempt of one step is NaN."""
+    make = denoising._Attempts.build
+
+    def build(attempts: Any, learned: Learned) -> Any:
+        made = make(attempts, learned)
+
+        def attempt(*args: Any, **kwargs: Any) -> Any:
+            output = made.run(*args, **kwargs)
+            return (output[0] * torch.nan,) if len(attempts._stage.report.steps) == step else output
+
+        return replace(made, run=attempt)
+
+    monkeypatch.setattr(denoising._Attempts, "build", build)
+
+
+@pytest.mark.parametrize("overflow", ["none", "stream"])
+@pytest.mark.parametrize("model", ["2b", "cogview3", "cogview4"])
+def test_a_wide_stream(model_folder: Callable[..., Path], model: str, overflow: str) -> None:
+    handle = opened(model_folder(model, overflow), "fp16")
+    plain, _ = run(handle, model)
+    found, report = run(handle, model, WIDE)
+    assert "stream in float32" in report.text() and report.cache.cached and not report.reruns
+    assert drift(found, plain) <= max(report.cache.drift, WIDE.error)
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        Learned(islands=("transformer_blocks.1",)),
+        Learned(wide_parts=("transformer_blocks.0",)),
+        Learned(everything=True),
+    ],
+    ids=["island", "wide block", "every layer wide"],
+)
+def test_what_was_learned(model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, known: Learned) -> None:
+    monkeypatch.setattr(denoising, "_known", lambda _stage: (known, ()))
+    handle = opened(model_folder("2b"), "fp16")
+    plain, _ = run(handle, "2b")
+    found, report = run(handle, "2b", WIDE)
+    assert report.cache.cached
+    assert drift(found, plain) <= max(report.cache.drift, WIDE.error)
+
+
+@pytest.mark.parametrize("model", ["2b", "svd"])
+def test_halves_apart(model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    init = denoising._Steps.__init__
+
+    def apart(steps: Any, stage: Any) -> None:
+        init(steps, stage)
+        steps._apart = True
+
+    monkeypatch.setattr(denoising._Steps, "__init__", apart)
+    handle = opened(model_folder(model))
+    plain, _ = run(handle, model)
+    found, report = run(handle, model, WIDE)
+    assert report.cache.cached
+    assert drift(found, plain) <= max(report.cache.drift, WIDE.error)
+
+
+def test_where_memory_runs_out_the_cache_goes_first(
+    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = opened(model_folder("2b"))
+    plain, _ = run(handle, "2b")
+    make, failures = denoising._Attempts.build, [0, 0]
+
+    def build(attempts: Any, learned: Learned) -> Any:
+        made = make(attempts, learned)
+
+        def attempt(*args: Any, **kwargs: Any) -> Any:
+            if len(attempts._stage.report.steps) == 6 and failures:
+                failures.pop()
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return made.run(*args, **kwargs)
+
+        return replace(made, run=attempt)
+
+    monkeypatch.setattr(denoising._Attempts, "build", build)
+    found, report = run(handle, "2b", WIDE)
+    assert "went on with nothing else on the device" in report.text() and "went on with no step cache" in report.text()
+    assert "halves" not in report.text() and "cached" not in report.cells()[6:]
+    assert drift(found, plain) <= max(report.cache.drift, WIDE.error)
+
+
+@pytest.mark.parametrize("model", ["2b", "svd"])
+def test_compiled_blocks(model_folder: Callable[..., Path], model: str) -> None:
+    """A cached step runs what is compiled of the parts that it computes."""
+    handle = opened(model_folder(model), "fp32", "inductor")
+    plain, _ = run(handle, model)
+    found, report = run(handle, model, WIDE)
+    assert report.backend == "inductor" and report.cache.cached
+    assert drift(found, plain) <= max(report.cache.drift, WIDE.error)
+    _, again = run(handle, model, WIDE)
+    assert again.graphs == 0
+
+
+def test_two_threads(model_folder: Callable[..., Path]) -> None:
+    """Each run has its own cache, on one model."""
+    handle = opened(model_folder("2b"))
+    alone = {seed: run(handle, "2b", WIDE, seed=seed)[0] for seed in (3, 4)}
+    found: dict[int, torch.Tensor] = {}
+    threads = [
+        threading.Thread(target=lambda seed=seed: found.update({seed: run(handle, "2b", WIDE, seed=seed)[0]}))
+        for seed in alone
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(found[seed], latents) for seed, latents in alone.items())
+
+
+def test_a_denoiser_of_one_block_says_that_nothing_can_be_cached(
+    model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    from comfyui_onediff_guard.demo.small_model import build_cogvideox
+
+    handle = opened(build_cogvideox(tmp_path / "one", layers=1))
+    _, report = run(handle, "2b", WIDE)
+    assert "no step is cached" in report.text() and "cached" not in report.cells()
+
+
+def test_what_is_kept_does_not_grow(model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    handle, kept = opened(model_folder("2b")), []
+    keep = denoising.StepCache.keep
+
+    def counted(cache: Any) -> bool:
+        cached = keep(cache)
+        kept.append({number: len(left) for number, left in cache._left.items()})
+        return cached
+
+    monkeypatch.setattr(denoising.StepCache, "keep", counted)
+    run(handle, "2b", WIDE)
+    assert kept[-1] == {0: ORDER + 1}

@@ -1,0 +1,218 @@
+"""A step cache on toy denoisers: what is kept of which call, and what a cached step is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from comfyui_onediff_guard.precision import drift
+from comfyui_onediff_guard.precision.drift import FIRST, ORDER, CachePolicy, Choice
+from comfyui_onediff_guard.precision.skips import BlocksBehindFirst
+from comfyui_onediff_guard.precision.step_cache import Course, StepCache
+
+BLOCKS = BlocksBehindFirst("blocks")
+
+
+class Block(torch.nn.Module):
+    """Adds to a stream, and counts its calls. As those of CogVideoX it takes and gives a second tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+        self.calls = 0
+
+    def forward(self, hidden_states: torch.Tensor, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls += 1
+        return hidden_states + self.layer(hidden_states).sin() * 0.1, text + 1
+
+
+class Toy(torch.nn.Module):
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(blocks))
+        self.head = torch.nn.Linear(8, 8)
+        self.eval().requires_grad_(False)
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor]:
+        text = torch.zeros(1)
+        for block in self.blocks:
+            hidden_states, text = block(hidden_states=hidden_states, text=text)
+        return (self.head(hidden_states),)
+
+    @property
+    def calls(self) -> list[int]:
+        return [block.calls for block in self.blocks]  # pyright: ignore[reportReturnType]
+
+
+def latents(step: int) -> torch.Tensor:
+    """A smooth way through a run, of a batch with both halves of guidance."""
+    start = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(1))
+    return start * (1 + 0.02 * step + 0.001 * step**2)
+
+
+def same(call: Any) -> Any:
+    return call
+
+
+class Run:
+    """A run of a toy: steps, one after the other, as the guard makes them."""
+
+    def __init__(
+        self, module: torch.nn.Module, policy: CachePolicy, steps: int = 30, made: Callable[[Any], Any] = same
+    ):
+        self.course = Course(policy, steps, (-1.0, 2.0))
+        self.cache = StepCache(BLOCKS.parts(module), True, self.course)
+        self.attempt = self.cache.attempt(module, made)
+        self.rerun = self.cache.rerun(module, made)
+        self.cached: list[int] = []
+
+    def step(self, given: torch.Tensor, *, fails: bool = False) -> torch.Tensor:
+        out = self.attempt(hidden_states=given)[0]
+        if fails:
+            out = self.rerun(hidden_states=given)[0]
+        if self.cache.keep():
+            self.cached.append(self.course.ledger.at)
+        self.course.stepped(1 / float(given.norm()))
+        return out
+
+
+def test_nothing_differs_before_something_is_cached() -> None:
+    toy = Toy()
+    run = Run(toy, CachePolicy(0.0))
+    for step in range(30):
+        assert torch.equal(run.step(latents(step)), toy(latents(step))[0])
+    assert not run.cached
+
+
+def test_cached_steps_are_near_and_leave_out_all_blocks_but_the_first() -> None:
+    toy, plain = Toy(), Toy()
+    run = Run(toy, CachePolicy(0.05))
+    for step in range(30):
+        before = toy.calls
+        out, wanted = run.step(latents(step)), plain(latents(step))[0]
+        calls = [now - then for now, then in zip(toy.calls, before, strict=True)]
+        assert calls == ([1, 0, 0, 0] if step in run.cached else [1, 1, 1, 1])
+        if step in run.cached:
+            assert 0 < float((out - wanted).norm() / wanted.norm()) < 0.01
+        else:
+            assert torch.equal(out, wanted)
+    assert len(run.cached) > 15 and run.cached == list(run.course.ledger.cached)
+    use = run.course.use
+    assert use.cached == len(run.cached) and not use.broken
+    assert use.skipped == pytest.approx(3 * len(run.cached) / (4 * 30))
+
+
+def test_the_module_stays_as_it_is() -> None:
+    toy = Toy()
+    before = [(name, id(part)) for name, part in toy.named_modules()]
+    Run(toy, CachePolicy(0.05)).step(latents(0))
+    assert [(name, id(part)) for name, part in toy.named_modules()] == before
+    assert "forward" not in vars(toy.blocks[0])
+
+
+def test_a_polynomial_stream_is_extrapolated_exactly() -> None:
+    """What blocks behind the first one add here is a polynomial of the step, of the order that is extrapolated."""
+    toy = Toy(2)
+    toy.blocks[0].layer.weight.zero_()  # pyright: ignore[reportAttributeAccessIssue]
+    toy.blocks[0].layer.bias.zero_()  # pyright: ignore[reportAttributeAccessIssue]
+    step_now = [0]
+    toy.blocks[1].forward = lambda hidden_states, text: (hidden_states + 0.5 + step_now[0] ** ORDER, text)  # pyright: ignore
+    run = Run(toy, CachePolicy(0.5))
+    for step in range(20):
+        step_now[0] = step
+        given = torch.ones(2, 3, 8) + step
+        wanted = toy.head(given + 0.5 + step**ORDER)
+        assert torch.allclose(run.step(given), wanted, rtol=1e-4)
+
+
+@pytest.mark.parametrize("failing", range(30))
+def test_a_failed_attempt_leaves_nothing_and_its_rerun_leaves_all(failing: int) -> None:
+    """Whatever the attempt puts out at one step, later steps are what they are where it is not called."""
+    toy = Toy()
+    run = Run(toy, CachePolicy(0.05))
+    outs = []
+    for step in range(30):
+        if step == failing:
+            head = toy.head
+            toy.head = torch.nn.Linear(8, 8)
+            torch.nn.init.constant_(toy.head.weight, torch.nan)
+            broken = [block.layer.weight.clone() for block in toy.blocks]  # pyright: ignore
+            with torch.no_grad():
+                toy.blocks[1].layer.weight.fill_(torch.nan)  # pyright: ignore
+            run.attempt(hidden_states=latents(step))
+            toy.head = head
+            with torch.no_grad():
+                for block, weight in zip(toy.blocks, broken, strict=True):
+                    block.layer.weight.copy_(weight)  # pyright: ignore
+            out = run.rerun(hidden_states=latents(step))[0]
+            assert not run.cache.keep()
+            run.course.stepped(1 / float(latents(step).norm()))
+            assert torch.equal(out, toy(latents(step))[0])
+        else:
+            out = run.step(latents(step))
+        outs.append(out)
+        wanted = toy(latents(step))[0]
+        assert float((out - wanted).norm() / wanted.norm()) < 0.01
+    assert len(run.cached) > 10 and failing not in run.cached
+    assert all(torch.isfinite(out).all() for out in outs)
+
+
+def test_each_call_of_a_step_has_its_own_values() -> None:
+    """Guidance in two calls: the second one follows the first, and is extrapolated from its own past."""
+    toy, plain = Toy(), Toy()
+    run = Run(toy, CachePolicy(0.05))
+    for step in range(30):
+        kinds = []
+        for half in latents(step).split(1):
+            out = run.attempt(hidden_states=half)[0]
+            kinds.append(run.cache.keep())
+            wanted = plain(half)[0]
+            assert float((out - wanted).norm() / wanted.norm()) < 0.01
+        assert kinds[0] == kinds[1]
+        run.course.stepped(1 / float(latents(step).norm()))
+    assert len(run.course.ledger.cached) > 15
+
+
+def test_a_second_call_that_fails_leaves_the_first_one_counted() -> None:
+    toy = Toy()
+    run = Run(toy, CachePolicy(0.05))
+    first, second = latents(0).split(1)
+    while run.course.chosen is not Choice.REUSE:
+        for half in (first, second):
+            run.attempt(hidden_states=half * (1 + 0.01 * run.course.ledger.at))
+            run.cache.keep()
+            if run.course.chosen is Choice.REUSE:
+                break
+        else:
+            run.course.stepped(1.0)
+    at = run.course.ledger.at
+    run.attempt(hidden_states=second)
+    run.rerun(hidden_states=second)
+    assert not run.cache.keep()
+    run.course.stepped(1.0)
+    assert at in run.course.ledger.cached
+
+
+def test_errors_are_those_after_guidance() -> None:
+    course = Course(CachePolicy(0.1), 20, (-5.0, 6.0))
+    course.ledger = drift.Ledger(course.ledger.policy, 20, at=FIRST)
+    course.choose(lambda: 0.1)
+    course.compare([torch.tensor([[1.0], [1.0]])])  # alike in both halves
+    course.stepped(1.0)
+    assert course.ledger.ratio == pytest.approx(1 / 0.1)
+    course.choose(lambda: 0.1)
+    course.compare([torch.tensor([[1.0], [-1.0]])])
+    course.stepped(1.0)
+    assert course.ledger.ratio == pytest.approx(11 / 0.1)
+
+
+def test_memory_is_bounded() -> None:
+    run = Run(Toy(), CachePolicy(0.05))
+    for step in range(30):
+        run.step(latents(step))
+    assert {len(left) for left in run.cache._left.values()} == {ORDER + 1}
+    run.cache.forget()
+    assert not run.cache._left
