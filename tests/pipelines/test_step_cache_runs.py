@@ -286,8 +286,8 @@ def test_what_is_kept_does_not_grow(model_folder: Callable[..., Path], monkeypat
     handle, kept = opened(model_folder("2b")), []
     keep = denoising.StepCache.keep
 
-    def counted(cache: Any) -> bool:
-        cached = keep(cache)
+    def counted(cache: Any, **how: Any) -> bool:
+        cached = keep(cache, **how)
         kept.append({number: len(left) for number, left in cache._left.items()})
         return cached
 
