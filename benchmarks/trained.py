@@ -27,7 +27,7 @@ CHANNELS = 16  # of CogVideoX's latents
 GAIN = 2.5  # from colours to latents, which then have about unit variance
 TEXT = 32  # channels of an embedding
 DROPPED = 0.15  # of the prompts, for guidance
-SVD_FRAMES, SVD_SIDE, SVD_SCENES = 4, 128, 256
+SVD_FRAMES, SVD_SIDE, SVD_SCENES = 4, 64, 256
 Loss = Callable[[torch.nn.Module, torch.Generator], torch.Tensor]
 
 
@@ -203,7 +203,7 @@ def svd_latents_of(pictures: torch.Tensor) -> torch.Tensor:
     return torch.cat([pictures * 4 - 1.6, (grey - grey.roll(1, -1)) * 8], 2)
 
 
-MODELS: dict[str, tuple[Callable[[Path, int], Path], int]] = {"cogvideox": (cogvideox, 800), "svd": (svd, 400)}
+MODELS: dict[str, tuple[Callable[[Path, int], Path], int]] = {"cogvideox": (cogvideox, 800), "svd": (svd, 200)}
 
 
 def trained(name: str, steps: int = 0, root: Path = CACHE) -> Path:

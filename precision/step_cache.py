@@ -179,10 +179,13 @@ class StepCache:
         self._before += len(self._turn.calls)
         self.course.compare(self._turn.apart)
         cached = any(call.choice is Choice.REUSE for call in self._turn.calls)
-        self._turn = _Turn()
+        self._turn, self._call = _Turn(), _Call(())
         return cached
 
     def forget(self) -> None:
+        """Begin anew, since later calls are made otherwise: the latest one, which will be made again, is computed."""
+        self._advance()
+        self.course.recompute(whole=not self._before)
         self._left.clear()
         self._turn = _Turn()
 

@@ -126,8 +126,8 @@ class _Steps:
         def uncached() -> str:
             if not self._cache:
                 return ""
-            self._cache = None
             self._go_on(self._stage, self._apart)
+            self._cache = None
             return "no step cache"
 
         def halves_apart() -> str:

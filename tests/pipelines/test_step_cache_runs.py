@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from comfyui_onediff_guard.pipelines.compile import backends as compiling
 from comfyui_onediff_guard.pipelines.models.recognised import family_of
 from comfyui_onediff_guard.pipelines.run import denoiser as denoising
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
@@ -225,16 +226,34 @@ def test_where_memory_runs_out_the_cache_goes_first(
     assert drift(found, plain) <= max(report.cache.drift, WIDE.error)
 
 
-@pytest.mark.parametrize("model", ["2b", "svd"])
-def test_compiled_blocks(model_folder: Callable[..., Path], model: str) -> None:
+def test_compiled_blocks(model_folder: Callable[..., Path]) -> None:
     """A cached step runs what is compiled of the parts that it computes."""
-    handle = opened(model_folder(model), "fp32", "inductor")
-    plain, _ = run(handle, model)
-    found, report = run(handle, model, WIDE)
+    handle = opened(model_folder("2b"), "fp32", "inductor")
+    plain, _ = run(handle, "2b")
+    found, report = run(handle, "2b", WIDE)
     assert report.backend == "inductor" and report.cache.cached
     assert drift(found, plain) <= max(report.cache.drift, WIDE.error)
-    _, again = run(handle, model, WIDE)
+    _, again = run(handle, "2b", WIDE)
     assert again.graphs == 0
+
+
+def test_layers_of_svds_last_level_are_compiled_one_by_one(
+    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it but the compiler, which would take minutes: a cached step enters between them."""
+    seen: list[torch.nn.Module] = []
+    monkeypatch.setattr(compiling, "_compile", lambda run, *_: seen.append(run) or run)
+    handle = opened(model_folder("svd"), "fp32", "inductor")
+    denoiser: Any = handle.store.module("unet", "fp32")
+    plain, _ = run(handle, "svd")
+    assert seen == [*denoiser.down_blocks, denoiser.mid_block, *denoiser.up_blocks]
+    seen.clear()
+    found, report = run(handle, "svd", WIDE)
+    *ups, last = denoiser.up_blocks
+    assert seen == [*denoiser.down_blocks, denoiser.mid_block, *ups, *last.resnets, *last.attentions]
+    assert report.cache.cached
+    assert drift(found, plain) <= max(report.cache.drift, WIDE.error)
+    assert torch.equal(run(handle, "svd")[0], plain)
 
 
 def test_two_threads(model_folder: Callable[..., Path]) -> None:
@@ -267,8 +286,8 @@ def test_what_is_kept_does_not_grow(model_folder: Callable[..., Path], monkeypat
     handle, kept = opened(model_folder("2b")), []
     keep = denoising.StepCache.keep
 
-    def counted(cache: Any) -> bool:
-        cached = keep(cache)
+    def counted(cache: Any, **how: Any) -> bool:
+        cached = keep(cache, **how)
         kept.append({number: len(left) for number, left in cache._left.items()})
         return cached
 
