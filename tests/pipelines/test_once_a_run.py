@@ -49,7 +49,7 @@ def sampled(handle: PipelineHandle, *, of_prompt: bool = True) -> tuple[torch.Te
 
 
 @pytest.mark.parametrize("model", CALLS)
-@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16, Precision.FP16])
 def test_a_prompt_is_projected_once_a_run_to_the_same_bits(model_folder: Any, model: str, precision: Precision) -> None:
     handle = opened(model_folder(model), precision)
     (once, _, few), (always, _, many) = sampled(handle), sampled(handle, of_prompt=False)
