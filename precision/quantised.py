@@ -171,8 +171,8 @@ class QuantisedLinears:
 
     def start(self) -> None:
         """Forget what the layers were given so far."""
-        for layer in self._layers.values():
-            layer.quantised_peak.zero_()
+        if peaks := [layer.quantised_peak for layer in self._layers.values()]:
+            torch._foreach_zero_(peaks)
 
     def take(self) -> torch.Tensor | None:
         """Return max |x| of what all layers were given since `start`, as a float32 scalar on their device; None where
