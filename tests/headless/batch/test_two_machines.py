@@ -135,27 +135,3 @@ def test_what_one_machine_compiled_the_other_does_not(
     assert compiled_there == 0, two
     kept = [[path.name for path in (machine.folder / "compiled").iterdir()] for machine in pair[:2]]
     assert kept[0] == kept[1] and len(kept[0]) == 1
-
-
-def test_a_worker_for_each_gpu_also_of_a_machine_that_joins(apart: tuple[Machine, Machine, Path]) -> None:
-    """GPUs by Ray's count, which takes anybody's word for them."""
-    head, other, shared = apart
-    head.start_ray(head.address, cpus=1, gpus=2)
-    batch, command = on(head, shared, 2000, seconds=1.0)  # more than there is time for
-    running = subprocess.Popen(command, env=head.environment, cwd=shared, stdout=subprocess.DEVNULL)
-    until = time.monotonic() + HANG_SECONDS
-
-    def wait_for(workers: int) -> None:
-        while len({start["pid"] for start in batch.starts()}) < workers:
-            assert running.poll() is None and time.monotonic() < until
-            time.sleep(0.1)
-
-    try:
-        wait_for(2)
-        other.start_ray(head.address, cpus=1, gpus=1)
-        wait_for(3)
-        there = {*other.processes()}
-        assert len({start["pid"] for start in batch.starts()} & there) == 1
-    finally:
-        head.lose()
-        running.wait(HANG_SECONDS)
