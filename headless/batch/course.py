@@ -151,7 +151,6 @@ class Course:
         self._owners = +self._owners
 
     def _look(self, now: float) -> None:
-        self.crew.grow()
         if self.timeout:
             for worker, _, since in self._running.values():
                 if now - since > self.timeout + LATE_SECONDS:

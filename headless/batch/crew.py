@@ -46,7 +46,3 @@ class Crew(Protocol):
 
     @property
     def workers(self) -> Sequence[Worker]: ...
-
-    def grow(self) -> None:
-        """Have more workers, where there is room for more by now. Asked every second or so."""
-        ...

@@ -5,9 +5,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import threading
 from collections.abc import Awaitable, Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -300,3 +302,42 @@ def there(
         )
 
     return run
+
+
+@pytest.fixture
+def jobs_file(tmp_path: Path) -> Callable[..., Any]:
+    """jobs_file(lines) → the file of them as a batch reads it, of toys."""
+    import toy_jobs
+    from comfyui_onediff_guard.headless.batch.jobs import JobsFile
+
+    def make(*lines: dict[str, Any] | str, **options: Any) -> JobsFile:
+        file = tmp_path / "jobs.jsonl"
+        texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+        file.write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
+        return JobsFile(file, **{"workflows": tmp_path, "input_dir": None, "read": toy_jobs.read, **options})
+
+    return make
+
+
+@pytest.fixture
+def toy_batch(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """toy_batch(lines, *options) → a command on toy jobs, under a Ray of its own; it is gone at the end."""
+    if not find_spec("ray"):  # importing it would change this process
+        pytest.skip("Ray is not installed: pip install '.[scale]'")
+    import toy_jobs
+    from batch_runs import Batch, surroundings
+
+    numbers, made = itertools.count(), list[Batch]()
+    (tmp_path / "models").mkdir()
+    with surroundings() as environment:
+
+        def make(lines: list[dict[str, Any]], *options: str, log: Path | None = None) -> Batch:
+            jobs = toy_jobs.write_jobs(tmp_path / f"jobs{next(numbers)}.jsonl", lines)
+            made.append(Batch(jobs, tmp_path / "out", options, environment, log=log))
+            return made[-1]
+
+        yield make
+        for each in made:
+            if each.process and each.process.poll() is None:
+                each.process.terminate()
+                each.process.communicate()

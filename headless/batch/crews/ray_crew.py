@@ -9,7 +9,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Collection, Generator
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
@@ -33,7 +32,6 @@ logger = logging.getLogger(__name__)
 INSTALL = 'pip install "comfyui-onediff-guard[scale]", or in a clone: pip install ".[scale]"'
 STORE_BYTES = 256 * 2**20  # of a Ray that is started here, for compiled code and results on their way
 CONNECT_SECONDS = 10.0
-GROW_SECONDS = 15.0  # between two looks whether machines have joined
 MAX_STARTS = 3  # of one worker in a row that end before it is ready
 CODES = 64  # files of compiled code that are remembered for workers that begin later
 NO_STATISTICS = {"RAY_USAGE_STATS_ENABLED": "0"}  # Ray would send some to its makers
@@ -144,31 +142,15 @@ class RayCrew:
         self.ray = ray
         self.arrived: SimpleQueue[tuple[str, Code]] = SimpleQueue()  # compiled code, and the node that it came from
         self._codes: OrderedDict[tuple[str, str], Any] = OrderedDict()  # (its name, that node) → reference
-        gpus = self._gpus()
+        gpus = int(ray.cluster_resources().get("GPU", 0))
         options: dict[str, Any] = {"num_gpus": 1, "num_cpus": 0} if gpus else {"num_cpus": 1}
-        self._make = ray.remote(Actor).options(max_restarts=0, **options)
-        self._setup, self._by_gpus, self._asked = setup, not workers, time.monotonic()
-        self.workers: list[RayWorker] = []
-        self._add(workers or gpus or 1)
+        make = ray.remote(Actor).options(max_restarts=0, **options)
+        self.workers = [RayWorker(self, make, setup, number) for number in range(workers or gpus or 1)]
 
     def __enter__(self) -> RayCrew:
+        for worker in self.workers:
+            worker.begin()
         return self
-
-    def grow(self) -> None:
-        """Have a worker for each GPU of machines that joined, unless their number was given."""
-        if not self._by_gpus or time.monotonic() - self._asked < GROW_SECONDS:
-            return
-        self._asked = time.monotonic()
-        with suppress(Exception):  # the head is away: the workers' calls will tell
-            self._add(self._gpus() - len(self.workers))
-
-    def _add(self, more: int) -> None:
-        for _ in range(more):
-            self.workers.append(RayWorker(self, self._make, self._setup, len(self.workers)))
-            self.workers[-1].begin()
-
-    def _gpus(self) -> int:
-        return int(self.ray.cluster_resources().get("GPU", 0))
 
     def __exit__(self, *_error: object) -> None:
         for worker in self.workers:

@@ -40,9 +40,6 @@ class ServerCrew:
             worker.begin()
         return self
 
-    def grow(self) -> None:
-        """Never: these are the servers that were named."""
-
     def __exit__(self, *_error: object) -> None:
         self.stop.set()
         self.pool.shutdown(wait=True, cancel_futures=True)

@@ -14,7 +14,9 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="its signals are
 JOBS = 200
 
 
-def test_two_hundred_jobs(batch: Callable[..., Batch], tmp_path: Path, figure: Callable[[str, object], None]) -> None:
+def test_two_hundred_jobs(
+    toy_batch: Callable[..., Batch], tmp_path: Path, figure: Callable[[str, object], None]
+) -> None:
     log = tmp_path / "log"
     lines = [
         {
@@ -22,7 +24,7 @@ def test_two_hundred_jobs(batch: Callable[..., Batch], tmp_path: Path, figure: C
             "matrix": {"seeds": {"count": JOBS}},
         }
     ]
-    run = batch(lines, "--workers", "4", "--attempts", "9", log=log)
+    run = toy_batch(lines, "--workers", "4", "--attempts", "9", log=log)
     assert run.hurt(every=8, driver_at=100, jobs=JOBS) == 2
     assert run.finish()["code"] == 0
     found = Found.in_(run)

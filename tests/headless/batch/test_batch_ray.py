@@ -24,10 +24,10 @@ def jobs(count: int, log: Path, **busy: Any) -> list[dict[str, Any]]:
     return [{"workflow": toy_jobs.workflow(log=str(log), **busy), "matrix": {"seeds": {"count": count}}}]
 
 
-def test_workers_and_command_are_killed_and_every_output_is_there_once(batch: BatchOf, tmp_path: Path) -> None:
+def test_workers_and_command_are_killed_and_every_output_is_there_once(toy_batch: BatchOf, tmp_path: Path) -> None:
     """The small one of tests/headless/batch/test_batch_faults.py."""
     log = tmp_path / "log"
-    run = batch(jobs(16, log, seconds=0.3, pause=0.1), "--workers", "2", "--attempts", "9", log=log)
+    run = toy_batch(jobs(16, log, seconds=0.3, pause=0.1), "--workers", "2", "--attempts", "9", log=log)
     assert run.hurt(every=4, driver_at=9, jobs=16) == 2
     answer = run.finish()
     assert answer["code"] == 0 and answer["already_done"] + answer["done"] == 16
@@ -35,21 +35,21 @@ def test_workers_and_command_are_killed_and_every_output_is_there_once(batch: Ba
     found = Found.in_(run)
     assert found.seeds == list(range(16)) and not found.broken and found.redone == 0
     assert len(run.killed) >= 2
-    again = batch(jobs(16, log, seconds=0.3, pause=0.1), log=log)
+    again = toy_batch(jobs(16, log, seconds=0.3, pause=0.1), log=log)
     again.start()
     answer = again.finish()
     assert answer["already_done"] == 16 and answer["done"] == 0
     assert Found.in_(again).begun == found.begun
 
 
-def test_a_job_that_kills_its_worker_is_parked_and_the_batch_goes_on(batch: BatchOf, tmp_path: Path) -> None:
+def test_a_job_that_kills_its_worker_is_parked_and_the_batch_goes_on(toy_batch: BatchOf, tmp_path: Path) -> None:
     log = tmp_path / "log"
     lines = [
         {"workflow": toy_jobs.workflow(seed=1, fault="dies", log=str(log)), "name": "lethal"},
         {"workflow": toy_jobs.workflow(seed=2, fault="raises", log=str(log)), "name": "faulty"},
         {"workflow": toy_jobs.workflow(seed=3, log=str(log)), "name": "sound"},
     ]
-    run = batch(lines, "--workers", "1", "--attempts", "2", log=log)
+    run = toy_batch(lines, "--workers", "1", "--attempts", "2", log=log)
     run.start()
     answer = run.finish()
     assert answer["code"] == 4 and answer["done"] == 1 and answer["failed"] == 2 and answer["workers_lost"] == 2
@@ -64,9 +64,9 @@ def test_a_job_that_kills_its_worker_is_parked_and_the_batch_goes_on(batch: Batc
     assert answer["code"] == 4 and answer["parked_before"] == 2 and len(run.starts()) == 4, "it is not tried again"
 
 
-def test_ctrl_c_ends_all_and_the_same_command_goes_on(batch: BatchOf, tmp_path: Path) -> None:
+def test_ctrl_c_ends_all_and_the_same_command_goes_on(toy_batch: BatchOf, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    run = batch(jobs(6, log, seconds=0.5), "--workers", "1", log=log)
+    run = toy_batch(jobs(6, log, seconds=0.5), "--workers", "1", log=log)
     process = run.start()
     while len(run.whole()) < 2:
         assert process.poll() is None
@@ -85,8 +85,8 @@ def test_ctrl_c_ends_all_and_the_same_command_goes_on(batch: BatchOf, tmp_path: 
     assert found.seeds == list(range(6)) and found.redone == 0 and not found.broken
 
 
-def test_a_worker_that_lacks_the_models_says_so(batch: BatchOf, tmp_path: Path) -> None:
-    run = batch(jobs(1, tmp_path / "log"), "--models", str(tmp_path / "nowhere"))
+def test_a_worker_that_lacks_the_models_says_so(toy_batch: BatchOf, tmp_path: Path) -> None:
+    run = toy_batch(jobs(1, tmp_path / "log"), "--models", str(tmp_path / "nowhere"))
     run.start()
     answer = run.finish()
     assert answer["code"] == 3 and "models have to be there on every machine" in answer["error"]
@@ -101,8 +101,8 @@ def test_a_worker_that_lacks_the_models_says_so(batch: BatchOf, tmp_path: Path) 
         ("127.0.0.1:99999", 2, "expected HOST:PORT"),
     ],
 )
-def test_no_ray_answers(batch: BatchOf, tmp_path: Path, address: str, code: int, says: str) -> None:
-    run = batch(jobs(1, tmp_path / "log"), "--ray", address)
+def test_no_ray_answers(toy_batch: BatchOf, tmp_path: Path, address: str, code: int, says: str) -> None:
+    run = toy_batch(jobs(1, tmp_path / "log"), "--ray", address)
     run.start()
     answer = run.finish()
     assert answer["code"] == code and says in answer["error"]

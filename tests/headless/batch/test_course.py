@@ -70,9 +70,6 @@ class ScriptedCrew:
     workers: list[Scripted] = field(default_factory=list)
     begun: list[Job] = field(default_factory=list)
 
-    def grow(self) -> None:
-        """As many as there are."""
-
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., tuple[Tally, ScriptedCrew]]:

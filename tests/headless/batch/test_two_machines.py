@@ -135,21 +135,3 @@ def test_what_one_machine_compiled_the_other_does_not(
     assert compiled_there == 0, two
     kept = [[path.name for path in (machine.folder / "compiled").iterdir()] for machine in pair[:2]]
     assert kept[0] == kept[1] and len(kept[0]) == 1
-
-
-def test_a_worker_for_each_gpu_also_of_a_machine_that_joins(apart: tuple[Machine, Machine, Path]) -> None:
-    """GPUs by Ray's count, which takes anybody's word for them."""
-    head, other, shared = apart
-    head.start_ray(head.address, cpus=1, gpus=2)
-    batch, command = on(head, shared, 60, seconds=2.0)
-    running = subprocess.Popen(command, env=head.environment, cwd=shared, stdout=subprocess.PIPE, text=True)
-    until = time.monotonic() + HANG_SECONDS
-    while len(batch.whole()) < 6:
-        assert running.poll() is None and time.monotonic() < until
-        time.sleep(0.05)
-    assert len({start["pid"] for start in batch.starts()}) == 2
-    other.start_ray(head.address, cpus=1, gpus=1)
-    assert running.wait(HANG_SECONDS) == 0
-    workers = {json.loads((path / "job.json").read_text())["worker"] for path in batch.whole()}
-    assert len(workers) == 3 and {worker.partition(":")[0] for worker in workers} == {head.name, other.name}
-    assert Found.in_(batch).seeds == list(range(60))
