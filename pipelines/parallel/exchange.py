@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import distributed
 
-from .group import Ranks
+from .group import Ranks, into_one_tensor
 
 
 def shares(length: int, size: int) -> list[int]:
@@ -39,12 +39,6 @@ def gathered(part: torch.Tensor, dim: int, length: int, ranks: Ranks) -> torch.T
     into_one_tensor(every, even)
     kept = [piece[:part_length] for piece, part_length in zip(every.split(parts[0]), parts, strict=True)]
     return torch.cat(kept).movedim(0, dim).contiguous()
-
-
-def into_one_tensor(every: torch.Tensor, mine: torch.Tensor) -> None:
-    """Write what each rank has into one tensor, one after the other. PyTorch has called this by two names."""
-    gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
-    gather(every, mine)
 
 
 def heads_of_all_tokens(qkv: torch.Tensor, tokens: Sequence[int], ranks: Ranks) -> torch.Tensor:

@@ -47,8 +47,6 @@ class Ranks:
         """
         if self.alone:
             return values
-        from .exchange import into_one_tensor
-
         every = values.new_empty(self.size * len(values))
         into_one_tensor(every, values.contiguous())
         return every.view(self.size, -1).abs().amax(0)
@@ -101,3 +99,11 @@ def joined(rank: int, size: int, meeting: Path, *, cuda: bool) -> Generator[Rank
     finally:
         _here = ALONE
         distributed.destroy_process_group()
+
+
+def into_one_tensor(every: torch.Tensor, mine: torch.Tensor) -> None:
+    """Write what each rank has into one tensor, one after the other. PyTorch has called this by two names."""
+    from torch import distributed
+
+    gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+    gather(every, mine)

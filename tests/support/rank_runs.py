@@ -62,7 +62,8 @@ class Made:
     latents: torch.Tensor
     steps: list[tuple[str, str, str]]  # dtype, outcome and note of each call
     learned: Any
-    happened: bool = True  # the fault, in this process
+    happened: bool  # the fault, in this process
+    tokens: int  # that this process computed in a call
     notes: list[str] = field(default_factory=list)
 
 
@@ -92,12 +93,24 @@ def sampled(case: Case) -> Made:
             start = {"image": fitted(image, width, height, "crop")[0]}
         settings = SampleSettings(width, height, case.steps, seed=3, frames=frames, guidance_scale=guidance)
         happened: list[bool] = []
+        tokens: list[int] = []
+        _count(handle, tokens)
         if case.fault and here().rank in case.fault.ranks:
             component = handle.family.denoiser
             _break(handle.store.module(component, case.precision).get_submodule(case.fault.layer), case.fault, happened)
         latents, report = sample(handle, positive, negative, settings, **start)
     steps = [(step.dtype, step.outcome, step.note) for step in report.steps]
-    return Made(latents, steps, report.learned, bool(happened), list(report.notes))
+    return Made(latents, steps, report.learned, bool(happened), tokens[0], list(report.notes))
+
+
+def _count(handle: Any, tokens: list[int]) -> None:
+    """Note how many tokens the denoiser's last layer is given."""
+
+    def hook(_layer: object, given: Any, _made: object) -> None:
+        tokens.append(given[0].shape[1])
+
+    network = handle.store.module(handle.family.denoiser, handle.denoising()[0].plan.dtype)
+    network.get_submodule(handle.family.context.output).register_forward_hook(hook)
 
 
 def _break(layer: torch.nn.Module, fault: Fault, happened: list[bool]) -> None:
