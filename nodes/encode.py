@@ -31,6 +31,7 @@ class EncodePrompt(Node):
         "Of the negative prompt. Wire it to a sampler of this category; it does not fit KSampler.",
     )
     FUNCTION = "encode"
+    TOGETHER = True
     HAS_INTERMEDIATE_OUTPUT = True
 
     @classmethod

@@ -24,6 +24,7 @@ class Node:
     RETURN_NAMES: tuple[str, ...]
     OUTPUT_TOOLTIPS: tuple[str, ...]
     FUNCTION: str  # the method that runs it
+    TOGETHER = False  # of the processes that compute one run together, all run it; else the first alone
 
     def __init_subclass__(cls) -> None:
         """Have its errors begin in the page's language."""

@@ -63,6 +63,7 @@ class NumericsProbe(Node):
     )
     OUTPUT_NODE = True
     FUNCTION = "probe"
+    TOGETHER = True
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:

@@ -31,6 +31,7 @@ class Sampler(Node):
         inputs.REPORT,
     )
     FUNCTION = "sample"
+    TOGETHER = True
     HAS_INTERMEDIATE_OUTPUT = True
 
     @classmethod

@@ -28,6 +28,7 @@ class WarmUp(Node):
     RETURN_NAMES = ("pipeline", "report")
     OUTPUT_TOOLTIPS = (inputs.TO_SAMPLER, "A line for each size: what was compiled, and how long that took, as text.")
     FUNCTION = "warm_up"
+    TOGETHER = True
     OUTPUT_NODE = True
 
     @classmethod

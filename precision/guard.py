@@ -26,7 +26,7 @@ from .findings import Finding
 from .islands import Attempt
 from .learned import STAY, Learned
 from .learning import Learner
-from .observe import first_broken, floating, non_finite
+from .observe import Agree, alone, first_broken, floating, non_finite
 from .report import Rerun, RunReport, StepRecord
 from .shells import Once
 from .upcast import run_in_fp32
@@ -110,6 +110,8 @@ class StageGuard:
         and wrong. Saturation counts as failure.
     renew: loads the weights anew, where those on the card may be stale, and returns whether it could. Called with the
         arguments of a call that fails in fp32 too, which is then made once more.
+    agree: makes what was measured the same in all processes that compute the stage together, so that each decides as
+        the others do. It comes before the one transfer to the host, and does not wait for the device.
     """
 
     def __init__(
@@ -127,6 +129,7 @@ class StageGuard:
         tf32: bool = False,
         peak_inside: Callable[[], torch.Tensor | None] | None = None,
         renew: Callable[..., bool] | None = None,
+        agree: Agree = alone,
     ):
         self.stage = stage
         self.dtype = dtype
@@ -137,12 +140,13 @@ class StageGuard:
         self._attempt: Callable[..., Any] = learner.attempt.run if learner else attempt  # pyright: ignore[reportAttributeAccessIssue]
         self._rerun = rerun or (learner.module if learner else self._attempt)
         self._owner = owner or getattr(self._rerun, "__self__", self._rerun)
-        self._learner = learner or self._watching()
         self._inputs = inputs
         self._constant, self._casts = constant, Once()
         self._tf32 = tf32 and not policy.strict
         self._peak_inside = peak_inside or (lambda: None)
         self._renew = renew or (lambda *_, **__: False)
+        self._agree = agree
+        self._learner = learner or self._watching()
         self._failures = 0
         self._stays = self._learns and self._learner is not None and self._learner.learned.whole_run_fp32
 
@@ -267,7 +271,7 @@ class StageGuard:
         if self.dtype == "fp32" or not isinstance(self._owner, torch.nn.Module):
             return None
         attempt = Attempt(self._attempt, self._attempt)
-        return Learner(self._owner, self.dtype, lambda _: attempt)
+        return Learner(self._owner, self.dtype, lambda _: attempt, agree=self._agree)
 
     @property
     def learned(self) -> Learned | None:
@@ -326,7 +330,9 @@ class StageGuard:
             values.append(timestep.detach().reshape(-1)[0].float())
         else:
             timestep = None
-        numbers = torch.stack([value.to(values[0].device) for value in values]).tolist() if values else []
+        numbers: list[float] = []
+        if values:
+            numbers = self._agree(torch.stack([value.to(values[0].device) for value in values])).tolist()
         bounds, rest = numbers[:inside_at], numbers[inside_at:]
         return (
             _range_of(bounds[: 2 * len(given)]),
@@ -357,7 +363,10 @@ class StageGuard:
                     f"{found}, because the weight '{name}' holds {broken} non-finite values of {weight.numel()}. "
                     "The checkpoint is damaged, or was cast to fp16 beyond its range: download it again, or use bf16."
                 )
-        module = first_broken(owner, lambda: run_in_fp32(self._rerun, *args, **kwargs)) or type(owner).__name__
+        module = (
+            first_broken(owner, lambda: run_in_fp32(self._rerun, *args, **kwargs), agree=self._agree)
+            or type(owner).__name__
+        )
         return f"{found}, first in '{module}'. Its weights and inputs are finite: try another seed or guidance scale."
 
 

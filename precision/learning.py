@@ -14,7 +14,7 @@ from .dtypes import FP16_MAX
 from .findings import Anatomy, Finding, find, found_in_half, taught
 from .islands import Attempt
 from .learned import NOTHING, STAY, Learned
-from .observe import Peak, first_broken, leaf_peaks
+from .observe import Agree, Peak, alone, first_broken, leaf_peaks
 from .wide import CannotWiden
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,7 @@ class Learner:
     module: the untouched original, which the rerun calls.
     build: builds the attempt, at the start and after each lesson.
     learned: what earlier runs taught.
+    agree: makes what was measured the same in all processes that compute the stage together.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Learner:
         build: Callable[[Learned], Attempt],
         anatomy: Anatomy = LAYERS,
         learned: Learned = NOTHING,
+        agree: Agree = alone,
     ):
         self.module = module
         self.learned = learned
@@ -45,6 +47,7 @@ class Learner:
         self._dtype = dtype
         self._build = build
         self._anatomy = anatomy
+        self._agree = agree
         self._peaks: dict[str, Peak] = {}
         self._proven = NOTHING  # a call has come out right with it
 
@@ -53,7 +56,7 @@ class Learner:
         results: list[Result] = []
         blocks = () if self._anatomy.stream else self._anatomy.blocks
         also = *self._anatomy.groups, *blocks
-        peaks = leaf_peaks(self.module, lambda: results.append(rerun()), also=also)
+        peaks = leaf_peaks(self.module, lambda: results.append(rerun()), also, self._agree)
         self._peaks = {name: peak for name, peak in peaks.items() if counts(self.module.get_submodule(name))}
         if self.attempt.everything:  # what its layers reach in float32 is no reason
             return results[0], None
@@ -69,7 +72,7 @@ class Learner:
         module = eager if isinstance(eager, torch.nn.Module) else self.module
         limit = FP16_MAX if saturated else torch.inf
         with showing_what_is_broken((args, kwargs)):
-            name = first_broken(module, lambda: eager(*args, **kwargs), limit)
+            name = first_broken(module, lambda: eager(*args, **kwargs), limit, self._agree)
         islands, quantised = self.learned.islands, self.attempt.quantised
         return found_in_half(name, self._peaks, self._anatomy, self._dtype, islands, quantised)
 

@@ -14,6 +14,14 @@ from torch.utils import _pytree as pytree
 
 from .shells import replaced
 
+# float32 values [n] of this process → max |x| over all that compute the same, NaN where any is: the same on each
+Agree = Callable[[torch.Tensor], torch.Tensor]
+
+
+def alone(values: torch.Tensor) -> torch.Tensor:
+    """Agree with nobody: the values of a process that computes by itself."""
+    return values
+
 
 @dataclass(frozen=True)
 class Peak:
@@ -44,23 +52,27 @@ def largest(tree: Any) -> torch.Tensor:
     return torch.stack([bound.to(found[0].device) for bound in found]).abs().amax() if found else torch.zeros(())
 
 
-def leaf_peaks(module: torch.nn.Module, call: Callable[[], Any], also: Iterable[str] = ()) -> dict[str, Peak]:
+def leaf_peaks(
+    module: torch.nn.Module, call: Callable[[], Any], also: Iterable[str] = (), agree: Agree = alone
+) -> dict[str, Peak]:
     """Return the peaks of each layer (a module without children) that runs while `call` does, over all of the layer's
     calls, in the order in which the layers ran first.
 
     also: names of other modules to watch.
     """
-    seen = _watched(leaves(module) | {name: module.get_submodule(name) for name in also}, call)
+    seen = _watched(leaves(module) | {name: module.get_submodule(name) for name in also}, call, agree)
     peaks: dict[str, Peak] = {}
     for name, peak in seen:
         peaks[name] = peaks.get(name, peak).widened(peak)
     return peaks
 
 
-def first_broken(module: torch.nn.Module, call: Callable[[], Any], limit: float = math.inf) -> str | None:
+def first_broken(
+    module: torch.nn.Module, call: Callable[[], Any], limit: float = math.inf, agree: Agree = alone
+) -> str | None:
     """Return the name of the module in which a NaN, or an |x| of `limit` or more, first comes up while `call` runs: in
     its output, and not in its input. "" is `module` itself; None where there is none."""
-    seen = _watched(dict(module.named_modules()), call)
+    seen = _watched(dict(module.named_modules()), call, agree)
     broken = [(name, not peak.input < limit) for name, peak in seen if not peak.output < limit]
     here = (name for name, given_broken in broken if not given_broken)
     return next(here, broken[0][0] if broken else None)
@@ -99,7 +111,7 @@ class _Watched(torch.nn.Module):
         return made
 
 
-def _watched(modules: Mapping[str, torch.nn.Module], call: Callable[[], Any]) -> list[tuple[str, Peak]]:
+def _watched(modules: Mapping[str, torch.nn.Module], call: Callable[[], Any], agree: Agree) -> list[tuple[str, Peak]]:
     """Return the peaks of each call of the modules while `call` runs, in the order in which they end. They are brought
     to the host in one transfer."""
     names: list[str] = []
@@ -112,7 +124,10 @@ def _watched(modules: Mapping[str, torch.nn.Module], call: Callable[[], Any]) ->
 
     with hooked(modules, see):
         call()
-    numbers = torch.stack([peak.to(peaks[0].device) for peak in peaks]).tolist() if peaks else []
+    numbers: list[list[float]] = []
+    if peaks:
+        found = torch.stack([peak.to(peaks[0].device) for peak in peaks])
+        numbers = agree(found.flatten()).view(-1, 2).tolist()
     return [(name, Peak(*pair)) for name, pair in zip(names, numbers, strict=True)]
 
 

@@ -15,6 +15,7 @@ from .guard import GuardPolicy, OnFailure, Scope, StageGuard
 from .islands import Attempt
 from .learned import NOTHING, Learned
 from .learning import Learner
+from .observe import Agree, alone
 from .policy import Plan
 from .report import RunReport
 from .upcast import run_in_fp32
@@ -26,6 +27,7 @@ class Stage:
 
     asked: the policy that the user set; `policy` is the one that acts.
     inputs: names of the keyword arguments that carry activations.
+    agree: makes what is measured the same in all processes that compute the stage together.
     """
 
     plan: Plan
@@ -33,6 +35,7 @@ class Stage:
     architecture: Architecture
     asked: GuardPolicy
     inputs: tuple[str, ...] = ()
+    agree: Agree = alone
 
     @property
     def policy(self) -> GuardPolicy:
@@ -69,7 +72,7 @@ class Stage:
             self.report.wide = made.in_words
             return made
 
-        return Learner(network, self.plan.dtype, told, anatomy, learned)
+        return Learner(network, self.plan.dtype, told, anatomy, learned, self.agree)
 
     def guard(self, network: torch.nn.Module, attempt: Callable[..., Any] | Learner, **options: Any) -> StageGuard:
         """Return the guard of the stage.
@@ -86,5 +89,6 @@ class Stage:
             "owner": network,
             "inputs": self.inputs,
             "tf32": self.architecture.tf32,
+            "agree": self.agree,
         }
         return StageGuard(self.plan.component.value, attempt, **given | options)

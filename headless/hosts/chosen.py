@@ -16,6 +16,7 @@ from .result import RunResult
 
 DEFAULT_INPUT = Path("input")
 DEFAULT_MODELS = Path("models")
+MOST_GPUS = 64  # of one machine
 MAX_SECONDS = 30 * 24 * 3600  # a timer of the system's takes no more than some 49 days
 
 
@@ -60,6 +61,14 @@ def add_arguments(parser: argparse.ArgumentParser, *, output: Path, results: str
     host.add_argument("--server", metavar="URL", help="run on this ComfyUI, for example http://127.0.0.1:8188")
     host.add_argument("--comfyui", type=Path, metavar="DIR", help="start this ComfyUI checkout, run there, stop it")
     parser.add_argument(
+        "--gpus",
+        type=_gpus,
+        default="1",
+        metavar="N",
+        help="compute each step on N GPUs together, or on all with 'auto': a process each, in place of one process "
+        "(default: 1)",
+    )
+    parser.add_argument(
         "--timeout",
         type=seconds,
         metavar="S",
@@ -75,6 +84,11 @@ def opened(args: argparse.Namespace) -> Generator[Host]:
         WorkflowError: options that do not go together, or no ComfyUI in the checkout's folder.
         HostError: the checkout does not start.
     """
+    if args.gpus != "1" and (args.server or args.comfyui):
+        raise WorkflowError(
+            "--gpus has no meaning with --server or --comfyui: a run over several GPUs has a process for each, and "
+            "none may be ComfyUI's. Leave the host out, and name the models with --models."
+        )
     if args.server:
         if args.models:
             raise WorkflowError("--models has no meaning with --server: the server has its own model folders.")
@@ -93,7 +107,21 @@ def opened(args: argparse.Namespace) -> Generator[Host]:
         from .local import read_local, run_local
 
         folders = {"models": args.models or [DEFAULT_MODELS], "input_dir": args.input or DEFAULT_INPUT}
-        yield Host(read_local, partial(run_local, **folders))
+        if args.gpus == "1":
+            yield Host(read_local, partial(run_local, **folders))
+            return
+        from .ranks import chosen_number, run_over_ranks
+
+        size = chosen_number(args.gpus)
+        yield Host(
+            read_local, partial(run_over_ranks, size=size, **folders) if size > 1 else partial(run_local, **folders)
+        )
+
+
+def _gpus(text: str) -> str:
+    if text != "auto" and not (text.isascii() and text.isdigit() and 1 <= int(text) <= MOST_GPUS):
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected 'auto', or a number from 1 to {MOST_GPUS}")
+    return text if text == "auto" else str(int(text))
 
 
 def seconds(text: str) -> float:

@@ -46,6 +46,7 @@ def run_local(
     classes: Mapping[str, type] | None = None,
     timeout: float | None = None,
     on_progress: ProgressCallback = no_progress,
+    first: bool = True,
 ) -> RunResult:
     """Run a workflow in this process.
 
@@ -58,6 +59,8 @@ def run_local(
         classes: node classes by type; default this pack's and a few core ones.
         timeout: seconds after which the run is stopped.
         on_progress: told each node that starts.
+        first: False in those of several processes that only help with what all compute together: that is run, and what
+            it needs.
 
     Raises:
         WorkflowError: the workflow can't run; nothing ran.
@@ -78,10 +81,21 @@ def run_local(
         ensure_writable(output_dir)
         started = time.perf_counter()
         with _stoppable(interrupt, timeout) as stop, libraries_without_bars():
-            outputs, results = _Runner(checked, node_classes, stop, on_progress).run()
+            order = checked.order if first else _together(checked, node_classes)
+            outputs, results = _Runner(checked, node_classes, stop, on_progress).run(order)
         entries = [entry for ui in outputs.values() for entry in file_entries(ui) if entry.type != "input"]
         files = [output_dir / entry.path for entry in entries]
     return RunResult(outputs, results, files, time.perf_counter() - started)
+
+
+def _together(checked: Plan, classes: Mapping[str, type]) -> Sequence[str]:
+    """The nodes that all of several processes run, and those that they need, in the order of the plan."""
+    nodes = checked.graph.nodes
+    needed: set[str] = set()
+    for node_id in reversed(checked.order):
+        if node_id in needed or getattr(classes[nodes[node_id].class_type], "TOGETHER", False):
+            needed |= {node_id, *(value.node for value in nodes[node_id].inputs.values() if isinstance(value, Link))}
+    return [node_id for node_id in checked.order if node_id in needed]
 
 
 def read_local(workflow: Graph | Mapping[str, Any]) -> tuple[Graph, dict[str, Schema]]:
@@ -150,11 +164,11 @@ class _Runner:
     outputs: dict[str, dict[str, Any]] = field(default_factory=dict)
     results: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
-    def run(self) -> tuple[dict[str, dict[str, Any]], dict[str, tuple[Any, ...]]]:
+    def run(self, order: Sequence[str]) -> tuple[dict[str, dict[str, Any]], dict[str, tuple[Any, ...]]]:
         import torch
 
         with torch.inference_mode():  # as ComfyUI does, so that nodes behave here as there
-            for node_id in self.plan.order:
+            for node_id in order:
                 self._raise_if_stopped()
                 self.on_progress(Progress(self.plan.graph.nodes[node_id].label))
                 self._run_node(node_id)

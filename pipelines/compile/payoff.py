@@ -22,6 +22,7 @@ from pydantic import ConfigDict, Field
 from ...trust import foreign
 from ...trust.foreign import Foreign, Unreadable
 from ..atomic_files import limit_here, replacing
+from ..parallel.group import here
 from .backends import EAGER, BackendChoice
 
 if TYPE_CHECKING:
@@ -118,7 +119,8 @@ def where_it_pays(handle: PipelineHandle, settings: SampleSettings, request: Pre
         return handle
     calls = settings.computed_steps * (handle.family.guidance.calls if _guided(settings) else 1)
     target, file = _place(handle, request)
-    pays, why = decide(_known(target, file), _size(settings), calls, at_hand=_at_hand(handle, request, target))
+    known, at_hand = _known(target, file), _at_hand(handle, request, target)
+    pays, why = here().from_first(lambda: decide(known, _size(settings), calls, at_hand=at_hand))
     if pays:
         return replace(handle, backend=replace(choice, reason=f"{choice.reason}; {why}"))
     return replace(handle, backend=BackendChoice(EAGER, f"auto: not compiled: {why}", automatic=True))

@@ -10,6 +10,7 @@ from pydantic import Field
 from ...precision.policy import Variant
 from ...precision.skips import BlocksBehindFirst
 from ...precision.streams import Stream
+from ..parallel.plan import ContextPlan
 from .components import (
     T5_ENCODER,
     T5_TOKENIZER,
@@ -142,6 +143,13 @@ def _step_inputs(config: Config, latents: tuple[int, ...], _options: Config) -> 
     return inputs | (without_values(ofs=(1,)) if config.get("ofs_embed_dim") else {})
 
 
+def _tokens(config: Config, shape: tuple[int, ...]) -> int:
+    """Count the tokens of a video: [batch, frames, channels, height, width]."""
+    _, frames, _, height, width = shape
+    patch, long = config["patch_size"], config.get("patch_size_t") or 1
+    return -(-frames // long) * (height // patch) * (width // patch)
+
+
 _PROMPT = PromptRule(
     tokens=lambda config: config.get("max_text_seq_length", 226),
     channels=lambda config: config.get("text_embed_dim", 4096),
@@ -178,6 +186,12 @@ COGVIDEOX = FamilySpec(
         writers=("attn1.to_out.0", "ff.net.2"),
         norms=("norm1.norm", "norm2.norm"),
         last_norms=("norm_final",),
+    ),
+    context=ContextPlan(
+        _tokens,
+        first={"hidden_states": 1, "encoder_hidden_states": 1},
+        every={"image_rotary_emb": 0},
+        text="encoder_hidden_states",
     ),
     schedulers={"DPM": "CogVideoXDPMScheduler", "DDIM": "CogVideoXDDIMScheduler"},
     variants=_VARIANTS,

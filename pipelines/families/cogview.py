@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from ..parallel.plan import ContextPlan
 from .components import Extent, Transformer, Width
 from .layouts import Config, without_values
 from .spec import SizeRule
@@ -21,6 +22,17 @@ class CogView(Transformer):
     pos_embed_max_size: Extent = 1
     rope_axes_dim: Annotated[list[Width], Field(min_length=2, max_length=2)] = []
     sample_size: Width = 1
+
+
+def context(**every: int) -> ContextPlan:
+    """Return how several GPUs share a call. every: arguments of each block that have a row for each token of the
+    picture, and the dimension of those."""
+    return ContextPlan(
+        tokens=lambda config, shape: (shape[2] // config["patch_size"]) * (shape[3] // config["patch_size"]),
+        first={"hidden_states": 1, "encoder_hidden_states": 1},
+        every=every,
+        text="encoder_hidden_states",
+    )
 
 
 def usual_size(config: Config, pixels: int) -> tuple[int, int, int]:

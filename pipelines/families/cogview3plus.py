@@ -7,7 +7,7 @@ from functools import partial
 from ...precision.policy import Variant
 from ...precision.skips import BlocksBehindFirst
 from ...precision.streams import Stream
-from .cogview import SIZES, ZAI, CogView, channels, step_inputs, usual_size
+from .cogview import SIZES, ZAI, CogView, channels, context, step_inputs, usual_size
 from .components import IMAGE_VAE, T5_ENCODER, T5_TOKENIZER, ComponentSpec, scheduler
 from .layouts import IMAGES
 from .spec import IMAGE, FamilySpec, PromptRule
@@ -46,6 +46,7 @@ COGVIEW3PLUS = FamilySpec(
     schedulers={"DDIM": "CogVideoXDDIMScheduler", "DPM": "CogVideoXDPMScheduler"},
     prompt=PromptRule(tokens=lambda _config: _TOKENS, channels=channels),
     skipped=BlocksBehindFirst("transformer_blocks"),
+    context=context(),
     stream=Stream(
         blocks="transformer_blocks",
         starts=("patch_embed.proj", "patch_embed.text_proj"),

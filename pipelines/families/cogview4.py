@@ -10,7 +10,7 @@ from pydantic import Field
 from ...precision.policy import Variant
 from ...precision.skips import BlocksBehindFirst
 from ...precision.streams import Stream
-from .cogview import SIZES, ZAI, CogView, channels, step_inputs, usual_size
+from .cogview import SIZES, ZAI, CogView, channels, context, step_inputs, usual_size
 from .components import (
     IMAGE_VAE,
     ComponentSpec,
@@ -92,6 +92,7 @@ COGVIEW4 = FamilySpec(
     prompt=PromptRule(tokens=lambda _config: _MOST_TOKENS, channels=channels, fixed=False),
     guidance=Guidance(calls=2),
     skipped=BlocksBehindFirst("transformer_blocks"),
+    context=context(image_rotary_emb=0),
     stream=Stream(
         blocks="transformer_blocks",
         starts=("patch_embed.proj", "patch_embed.text_proj"),

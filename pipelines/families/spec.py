@@ -11,6 +11,7 @@ from ...precision.policy import Component, Variant
 from ...precision.skips import BlocksBehindFirst, DeepLevels
 from ...precision.streams import Stream
 from ..errors import BadSize
+from ..parallel.plan import ContextPlan
 from .components import ComponentSpec, Fields
 from .layouts import Config, Layout
 
@@ -104,6 +105,7 @@ class FamilySpec:
     takes_image: bool = False
     from_video: str = ""  # diffusers class that starts from a video instead of noise
     guidance: Guidance = Guidance()
+    context: ContextPlan | None = None  # how several GPUs share a call of the denoiser; None: they cannot
 
     @property
     def denoisers(self) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +11,7 @@ from pydantic import Field
 from ...precision.policy import Variant
 from ...precision.skips import BlocksBehindFirst
 from ...precision.streams import Stream
+from ..parallel.plan import ContextPlan
 from .components import (
     T5,
     T5_TOKENIZER,
@@ -144,6 +146,11 @@ def _step_inputs(config: Config, latents: tuple[int, ...], options: Config) -> d
     )
 
 
+def _context_tokens(config: Config, shape: tuple[int, ...]) -> int:
+    """Count the tokens of a video: [batch, channels, frames, height, width]."""
+    return math.prod(size // patch for size, patch in zip(shape[2:], config["patch_size"], strict=True))
+
+
 _TRANSFORMER = ComponentSpec("diffusers", ("WanTransformer3DModel",), _Transformer)
 
 _ONE = FamilySpec(
@@ -187,6 +194,7 @@ _ONE = FamilySpec(
     bound=_bound,
     prompt=PromptRule(tokens=lambda _config: _TOKENS, channels=lambda config: config.get("text_dim", 4096)),
     guidance=Guidance(calls=2),
+    context=ContextPlan(_context_tokens, first={"hidden_states": 1}, every={"rotary_emb": 1}, given={"timestep": 1}),
     latent_format=lambda config: "Wan22" if config.get("z_dim") == 48 else "Wan21",
     skipped=BlocksBehindFirst("blocks"),
     stream=Stream(

@@ -17,6 +17,7 @@ from ...precision.report import RunReport
 from ...precision.shells import as_float32, with_forward
 from ..compile.block import Tell
 from ..errors import BadInput
+from ..parallel.group import here as ranks
 from ..run.handle import PipelineHandle
 from ..run.lessons import here, keep, remember
 from ..run.sample import SampleSettings, StepDone, sample
@@ -45,6 +46,8 @@ def probe(
             f"{handle.store.model.variant.name} denoises with two transformers, and the probe measures one. "
             "Sample with a NaN Guard of scope 'learned' instead: what fails is found there, in both."
         )
+    if not ranks().alone:
+        raise BadInput("Numerics Probe measures all tokens in one process: run its workflow without --gpus.")
     watched: list[Measured] = []
 
     def denoiser(stage: ComponentStage) -> torch.nn.Module:

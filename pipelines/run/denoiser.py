@@ -22,6 +22,7 @@ from ...precision.step_cache import StepCache
 from ..compile.backends import EAGER, MEASURED, came_to, compiled, for_plan
 from ..families.spec import ENCODERS
 from ..models.lora import keys
+from ..parallel.group import here
 from ..weights.halves import halves, in_halves
 from ..weights.ladder import Rung, Way
 from ..weights.offload import Offload
@@ -51,7 +52,7 @@ def ways_to_denoise(
 
     inputs: of a call. take: is given the stage, and whether both halves of its batch are computed one after the other.
     """
-    parted = halves(inputs)
+    parted = halves(inputs) if here().alone else []  # ranks make the same calls, whatever room each has
     for offload, kind in stage.ways():
         yield Way(
             offload,
@@ -86,6 +87,8 @@ class _Steps:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         inputs = self._signature.bind(*args, **kwargs).arguments
+        if not here().alone:  # made once more, it would be another call than those that the other ranks wait in
+            return self._called(inputs)
         self._even = len(halves(inputs)) > 1
         return self._ladder.survive(lambda: self._called(inputs), self._rungs())
 
@@ -304,4 +307,4 @@ def _known(stage: ComponentStage) -> tuple[Learned, tuple[str, ...]]:
     if not stage.learns:
         return NOTHING, ()
     parts = stage.anatomy.parts(dict(stage.module.named_modules()))
-    return recall(stage.handle, stage.name, stage.plan.numerics, parts)
+    return here().from_first(lambda: recall(stage.handle, stage.name, stage.plan.numerics, parts))

@@ -19,6 +19,7 @@ from ...precision.policy import Component, Precision
 from ...precision.report import RunReport
 from ...precision.shells import with_forward
 from ..errors import BadInput
+from ..parallel.group import here
 from ..weights.ladder import Rung, Way
 from ..weights.offload import Offload
 from ..weights.room import room_for_call
@@ -57,7 +58,8 @@ def encode_prompts(
         calls = Calls("encoding prompt", progress or (lambda *_: None), total=len(new))
         try:
             with handle.switched(report):
-                found |= zip(new, _encode_all(stage, [prompt for prompt, *_ in new], calls), strict=True)
+                encoded = here().from_first(lambda: _encode_all(stage, [prompt for prompt, *_ in new], calls))
+                found |= zip(new, encoded, strict=True)
         finally:
             handle.store.rest_or_drop("text_encoder")
     memo |= {key: found[key] for key in new if torch.isfinite(found[key]).all()}  # a broken one is not worth keeping

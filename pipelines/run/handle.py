@@ -23,6 +23,7 @@ from ..families.spec import FamilySpec
 from ..insight.machine import check_torch
 from ..models.lora import Lora, check_lora, keys, skeleton
 from ..models.recognised import open_model
+from ..parallel.group import here
 from ..weights.components import ComponentStore, MemoryKey, shared_store
 from ..weights.offload import Offload, backend_with, brings_parts_to
 from ..weights.placement import Placement
@@ -182,7 +183,7 @@ def load(
         accumulation=accumulation,
         beside=present(),
         profiles=profiles,
-        compiled=compiled,
+        compiled=compiled if here().alone else None,  # of ranks, each compiles another part of the work
     )
     for component in model.variant.components:
         handle.plan(component)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ...precision.learned import NOTHING, Learned
 from ..errors import BadProfile
+from ..parallel.group import here as ranks
 from .handle import PipelineHandle
 from .profiles import Profile, identify, read, write
 
@@ -83,7 +84,10 @@ def remember(handle: PipelineHandle, denoiser: str, dtype: str, learned: Learned
 
 
 def keep(handle: PipelineHandle, denoiser: str, dtype: str) -> None:
-    """Write what is known to a profile. Nothing is written too, where runs forgot what the kept profile says."""
+    """Write what is known to a profile. Nothing is written too, where runs forgot what the kept profile says. Of ranks,
+    the first one writes it for all."""
+    if not ranks().first:
+        return
     key = handle.memory_key(denoiser, dtype)
     learned = handle.store.learned.get(key, NOTHING)
     if learned.to_share != NOTHING or key in handle.store.recalled:

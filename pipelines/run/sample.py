@@ -17,6 +17,7 @@ from ..compile.backends import EAGER
 from ..compile.block import Tell
 from ..errors import BadInput, BadSize
 from ..families.spec import ENCODERS
+from ..parallel.group import here
 from ..preview.frames import Previews, preview
 from ..reuse.course import begun
 from ..reuse.weights import weigh
@@ -204,7 +205,7 @@ def _guarded_image_encoder(stage: ComponentStage, calls: Calls) -> torch.nn.Modu
         return guard(pixels)
 
     def encode(pixels: torch.Tensor) -> Any:
-        output = ladder.survive(lambda: encoded(pixels))
+        output = here().from_first(lambda: ladder.survive(lambda: encoded(pixels)))
         output.image_embeds = output.image_embeds.float()  # diffusers takes the latents' dtype from it
         return output
 

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from ...precision.findings import Anatomy
+from ...precision.observe import alone
 from ...precision.peaks import size
 from ...precision.policy import Component, Precision
 from ...precision.stage import Stage
 from ...precision.step_cache import Course, StepCache
 from ..errors import BackendUnavailable
 from ..models.lora import Lora
+from ..parallel.group import here
 from ..weights.components import bytes_of
 from ..weights.ladder import Ladder, first_line
 from ..weights.offload import Offload, Onloading
@@ -59,10 +61,17 @@ class ComponentStage(Stage):
 
     @_Once
     def module(self) -> torch.nn.Module:
-        """The untouched original, with the pipeline's LoRAs, wherever it is. Raises BadFolder, BadLora."""
+        """The untouched original, with the pipeline's LoRAs, wherever it is; of a denoiser that ranks compute together,
+        a shell of it. Raises BadFolder, BadLora."""
         module = self._loaded(place=False)
         self.report.notes += self.handle.store.notes[self.name]
-        return module
+        family = self.handle.family
+        if here().alone or self.plan.component is not Component.DENOISER or family.context is None:
+            return module
+        from ..parallel.shell import over_ranks
+
+        self.report.notes += (f"each call is computed by {here().size} GPUs together",)
+        return over_ranks(module, family.blocks[0], family.context, here())
 
     def place(self, room: Callable[[], int] = lambda: 0) -> None:
         """Bring it to the device, where it is about to compute: what else is placed there may drive it out until
@@ -199,6 +208,7 @@ def stage_of(handle: PipelineHandle, component: Component, request: Precision | 
         architecture=handle.architecture,
         asked=handle.policy,
         inputs=inputs.get(component, ()),
+        agree=here().worst if component is Component.DENOISER else alone,
         handle=handle,
         name=handle.family.folder(component),
         weights_in=handle.plan(Component.VAE_DECODE, request).dtype if as_the_decoder else plan.dtype,

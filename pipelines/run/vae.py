@@ -20,6 +20,7 @@ from ...precision.learned import Learned
 from ...precision.learning import Learner
 from ...precision.shells import Make, as_float32, both, replaced, with_forward
 from ...precision.upcast import run_in_fp32
+from ..parallel.group import here
 from ..weights.ladder import Way
 from ..weights.room import attempt_on_meta, counted
 from .calls import Calls, calls_of_vae
@@ -67,7 +68,7 @@ def guarded_encoder(stage: ComponentStage, calls: Calls) -> Any:
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
         from diffusers.models.modeling_outputs import AutoencoderKLOutput
 
-        moments = ladder.survive(lambda: moments_of(pixels), [tiled])
+        moments = here().from_first(lambda: ladder.survive(lambda: moments_of(pixels), [tiled]))
         return AutoencoderKLOutput(latent_dist=DiagonalGaussianDistribution(moments))  # pyright: ignore[reportArgumentType]
 
     def moments_of(pixels: torch.Tensor) -> torch.Tensor:

@@ -38,9 +38,7 @@ from .placement import MOVING, Placement, main_memory, move
 logger = logging.getLogger(__name__)
 
 MemoryKey = tuple[str, str, tuple[LoraKey, ...], str]  # denoiser, numerics, LoRAs, a profile that was given
-_CompiledKey = tuple[
-    str, tuple[LoraKey, ...], str, CompileOptions, str, bool, str, tuple[str, ...], tuple[str, ...]
-]
+_CompiledKey = tuple[str, tuple[LoraKey, ...], str, CompileOptions, str, bool, str, tuple[str, ...], tuple[str, ...]]
 
 
 _LEFT_FREE = 0.1  # of main memory, by what is kept there for its next use

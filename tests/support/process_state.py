@@ -277,6 +277,13 @@ def _inductors_pool() -> Collection[Any]:
     return getattr(pool(), "_threads", ()) if pool and pool.cache_info().currsize else ()
 
 
+def _has_tracker() -> bool:
+    return (
+        getattr(getattr(_loaded("multiprocessing.resource_tracker"), "_resource_tracker", None), "_fd", None)
+        is not None
+    )
+
+
 Rule = Callable[[Any, Any, Any], bool]  # of a name, what it was and what it is
 _INDUCTORS = {"_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
 _DYNAMOS = {"nn.Module.__init__", "nn.Module.__setstate__", "nn.Module.___needs_generation_tag_patch"}
@@ -321,6 +328,9 @@ ALLOWED: Mapping[str, Mapping[str, Rule]] = {
     },
     "descriptor": {
         "garbage of earlier tests": lambda _name, old, new: new == ABSENT or (old != ABSENT and new < old),
+        "multiprocessing speaks to its tracker by one, from its first process on": lambda name, old, new: (
+            name == "pipe" and _has_tracker() and new == 1 + (0 if old == ABSENT else old)
+        ),
         "matplotlib keeps the fonts that it has drawn with": lambda name, _old, _new: name.endswith(".ttf"),
     },
     "torch name": {

@@ -1,0 +1,1 @@
+"""One run computed by several processes together, one a GPU."""

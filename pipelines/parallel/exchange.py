@@ -1,0 +1,82 @@
+"""What ranks send each other: tokens for heads and back (Ulysses attention, arXiv 2309.14509), and whole results.
+
+Every rank knows from the whole length alone how much each has, so that no length is sent, and none has to divide. On
+"meta", where memory is counted, nothing is sent: the shapes alone are right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import distributed
+
+from .group import Ranks, into_one_tensor
+
+
+def shares(length: int, size: int) -> list[int]:
+    """Return how much of a length each rank has: as even as can be, the first ones one more. 5 by 3: 2, 2, 1."""
+    least, more = divmod(length, size)
+    return [least + (rank < more) for rank in range(size)]
+
+
+def share_of(tensor: torch.Tensor, dim: int, ranks: Ranks) -> torch.Tensor:
+    """Return this rank's part of a tensor that all ranks have; a view."""
+    parts = shares(tensor.shape[dim], ranks.size)
+    return tensor.narrow(dim, sum(parts[: ranks.rank]), parts[ranks.rank])
+
+
+def gathered(part: torch.Tensor, dim: int, length: int, ranks: Ranks) -> torch.Tensor:
+    """Return the whole of which every rank has its share. length: of the whole in `dim`."""
+    parts = shares(length, ranks.size)
+    whole = torch.Size((*part.shape[:dim], length, *part.shape[dim + 1 :]))
+    if part.is_meta:
+        return part.new_empty(whole)
+    even = part.movedim(dim, 0).contiguous()  # gloo gathers parts of one length only
+    if len(even) < parts[0]:
+        even = torch.cat([even, even.new_zeros(1, *even.shape[1:])])
+    every = even.new_empty(ranks.size * parts[0], *even.shape[1:])
+    into_one_tensor(every, even)
+    kept = [piece[:part_length] for piece, part_length in zip(every.split(parts[0]), parts, strict=True)]
+    return torch.cat(kept).movedim(0, dim).contiguous()
+
+
+def heads_of_all_tokens(qkv: torch.Tensor, tokens: Sequence[int], ranks: Ranks) -> torch.Tensor:
+    """Give each rank its share of the heads, with all tokens.
+
+    qkv: [3, batch, heads, this rank's tokens, channels]. tokens: how many each rank has.
+
+    Returns [3, batch, this rank's heads, all tokens, channels], the ranks' tokens one after the other.
+    """
+    three, batch, all_heads, _, channels = qkv.shape
+    heads = shares(all_heads, ranks.size)
+    mine = heads[ranks.rank]
+    sent = [part.reshape(-1) for part in qkv.split(heads, 2)]
+    came = _swapped(sent, [three * batch * mine * count * channels for count in tokens])
+    parts = [part.view(three, batch, mine, count, channels) for part, count in zip(came, tokens, strict=True)]
+    return torch.cat(parts, 3)
+
+
+def tokens_of_all_heads(made: torch.Tensor, tokens: Sequence[int], heads: int, ranks: Ranks) -> torch.Tensor:
+    """Give each rank its tokens back, with all heads.
+
+    made: [batch, this rank's heads, all tokens, channels]. heads: of all ranks.
+
+    Returns [batch, heads, this rank's tokens, channels].
+    """
+    batch, _, _, channels = made.shape
+    mine = tokens[ranks.rank]
+    sent = [part.reshape(-1) for part in made.split(list(tokens), 2)]
+    counts = shares(heads, ranks.size)
+    came = _swapped(sent, [batch * count * mine * channels for count in counts])
+    parts = [part.view(batch, count, mine, channels) for part, count in zip(came, counts, strict=True)]
+    return torch.cat(parts, 1)
+
+
+def _swapped(sent: Sequence[torch.Tensor], sizes: Sequence[int]) -> Sequence[torch.Tensor]:
+    """Send one flat tensor to each rank. Returns what came from each. sizes: of that."""
+    flat = torch.cat(list(sent))
+    came = flat.new_empty(sum(sizes))
+    if not flat.is_meta:
+        distributed.all_to_all_single(came, flat, list(sizes), [part.numel() for part in sent])
+    return came.split(list(sizes))

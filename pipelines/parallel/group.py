@@ -1,0 +1,109 @@
+"""The processes that compute one run together, called ranks, and this one's place among them.
+
+A process is alone unless it was started as a rank (`headless/hosts/ranks.py`), which no process of ComfyUI's ever is.
+What all ranks have to do alike, they decide on what they agreed on here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+PATIENCE = timedelta(
+    minutes=20
+)  # for a rank that is late: the first one may read an encoder's weights from a slow disk
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """rank: this process's number, from 0. size: how many there are."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that writes outputs and what runs taught."""
+        return self.rank == 0
+
+    @property
+    def alone(self) -> bool:
+        return self.size == 1
+
+    def worst(self, values: torch.Tensor) -> torch.Tensor:
+        """Return max |x| over all ranks of each value, NaN where any is NaN: the same on every rank. Without one that
+        is not alone, the values as they are.
+
+        values: float32 [n], with the same n on every rank, on the device that its run computes on.
+        """
+        if self.alone:
+            return values
+        every = values.new_empty(self.size * len(values))
+        into_one_tensor(every, values.contiguous())
+        return every.view(self.size, -1).abs().amax(0)
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """Return what the first rank makes; the others make nothing, and wait. An error ends the first rank, and with
+        it the job."""
+        if self.alone:
+            return make()
+        import torch
+        from torch import distributed
+
+        handed = [make() if self.first else None]
+        distributed.broadcast_object_list(handed, src=0, device=torch.device("cpu"))
+        return handed[0]  # pyright: ignore[reportReturnType]
+
+
+ALONE = Ranks()
+_here = ALONE
+
+
+def here() -> Ranks:
+    """Return the ranks that this process is one of; `ALONE` where it is none."""
+    return _here
+
+
+@contextmanager
+def joined(rank: int, size: int, meeting: Path, *, cuda: bool) -> Generator[Ranks]:
+    """Make this process a rank, inside. It waits for the others.
+
+    Who leaves early ends what the others still compute together.
+
+    meeting: a file by which they find each other: not there before, on a disk of this machine, in a folder that is
+        this user's alone.
+    cuda: they compute on CUDA (or ROCm), each on the one GPU that it sees; else on the CPU.
+    """
+    global _here
+    from torch import distributed
+
+    distributed.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        store=distributed.FileStore(str(meeting), size),
+        rank=rank,
+        world_size=size,
+        timeout=PATIENCE,
+    )
+    try:
+        _here = Ranks(rank, size)
+        yield _here
+    finally:
+        _here = ALONE
+        distributed.destroy_process_group()
+
+
+def into_one_tensor(every: torch.Tensor, mine: torch.Tensor) -> None:
+    """Write what each rank has into one tensor, one after the other. PyTorch has called this by two names."""
+    from torch import distributed
+
+    gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+    gather(every, mine)

@@ -1,0 +1,223 @@
+"""`--gpus N`: a run over processes, here on the CPU. Files are one process's, and what ends one ends the run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from comfyui_onediff_guard.headless.commands import cli
+from comfyui_onediff_guard.headless.errors import RunFailedError, WorkflowError
+from comfyui_onediff_guard.headless.hosts import chosen, local, ranks
+from comfyui_onediff_guard.headless.hosts.rank import Failed
+from comfyui_onediff_guard.headless.workflow.graph import from_api
+from comfyui_onediff_guard.headless.workflow.validate import plan
+from PIL import Image
+
+ENDED = 30.0  # seconds within which a killed rank ends the run, as promised
+
+
+@pytest.fixture(scope="module")
+def workflow(tmp_path_factory: pytest.TempPathFactory, model_folder: Callable[..., Path]) -> Path:
+    """CogVideoX from a prompt to PNG files, beside its model."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "models").mkdir()
+    (folder / "models" / "small").symlink_to(model_folder("2b"))
+    nodes: dict[str, dict[str, Any]] = {
+        "load": {"class_type": "OneDiffGuardLoadCogVideoX", "inputs": {
+            "model": "small", "precision": "fp32", "backend": "eager", "offload": "auto", "accumulation": "auto"}},
+        "encode": {"class_type": "OneDiffGuardEncodePrompt", "inputs": {
+            "pipeline": ["load", 0], "prompt": "a red kite", "negative_prompt": "", "precision": "inherit"}},
+        "sample": {"class_type": "OneDiffGuardSampleCogVideoX", "inputs": {
+            "pipeline": ["load", 0], "positive": ["encode", 0], "negative": ["encode", 1], "width": 96, "height": 64,
+            "frames": 9, "steps": 2, "guidance_scale": 6.0, "seed": 42, "scheduler": "DDIM", "precision": "inherit"}},
+        "decode": {"class_type": "OneDiffGuardDecodeLatents", "inputs": {
+            "pipeline": ["load", 0], "latents": ["sample", 0], "tiling": False, "slicing": False,
+            "precision": "inherit"}},
+        "save": {"class_type": "SaveImage", "inputs": {"images": ["decode", 0], "filename_prefix": "kite"}},
+    }  # fmt: skip
+    (folder / "workflow.json").write_text(json.dumps(nodes))
+    return folder
+
+
+def pictures(folder: Path) -> np.ndarray:
+    return np.stack([np.asarray(Image.open(file)) for file in sorted(folder.glob("kite_*.png"))]).astype(int)
+
+
+@pytest.fixture
+def there(workflow: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(workflow)
+    return workflow
+
+
+def test_its_files_are_those_of_one_process(there: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "workflow.json", "--json", "--out", str(tmp_path / "one")]) == 0
+    one = json.loads(capsys.readouterr().out)
+    assert cli.main(["run", "workflow.json", "--json", "--out", str(tmp_path / "two"), "--gpus", "2"]) == 0
+    told, lines = capsys.readouterr()
+    two = json.loads(told)
+    assert [Path(file).name for file in two["files"]] == [Path(file).name for file in one["files"]]
+    assert len(list((tmp_path / "two").iterdir())) == len(two["files"]) == 9
+    assert abs(pictures(tmp_path / "one") - pictures(tmp_path / "two")).max() <= 1
+    assert two["outputs"].keys() == one["outputs"].keys()
+    report = two["outputs"]["sample"]["onediff_guard"][0]
+    assert "each call is computed by 2 GPUs together" in report["notes"] and len(report["steps"]) == 2
+    assert [line for line in lines.splitlines() if line.startswith("node")] == [
+        f"node {name}" for name in _titles(lines)
+    ]
+
+
+def _titles(lines: str) -> list[str]:
+    return [line.removeprefix("node ") for line in lines.splitlines() if line.startswith("node")]
+
+
+def test_an_error_of_the_workflow_is_the_same(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = []
+    for options in ([], ["--gpus", "2"]):
+        assert cli.main(["run", "workflow.json", "--set", "sample.steps=0", *options]) == 2
+        told.append(capsys.readouterr().err)
+    assert told[0] == told[1] and "steps" in told[0]
+
+
+@pytest.fixture
+def running(
+    workflow: Path, tmp_path: Path
+) -> Iterator[Callable[..., tuple[subprocess.Popen[str], list[psutil.Process]]]]:
+    """Starts a run that would take minutes, over two ranks. Returns it and its ranks once they compute."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*options: str) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+        command = [sys.executable, "-m", "comfyui_onediff_guard", "run", "workflow.json", "--gpus", "2", "--out",
+                   str(tmp_path), "--set", "sample.steps=1000", *options]  # fmt: skip
+        run = subprocess.Popen(command, cwd=workflow, stderr=subprocess.PIPE, text=True)
+        started.append(run)
+        assert run.stderr
+        for line in run.stderr:
+            if "Sample" in line:
+                break
+        found = [each for each in psutil.Process(run.pid).children() if "spawn_main" in " ".join(each.cmdline())]
+        return run, sorted(found, key=lambda process: process.pid)
+
+    yield start
+    for run in started:
+        run.kill()
+        run.wait()
+        assert run.stderr
+        run.stderr.close()
+
+
+def ended(run: subprocess.Popen[str]) -> tuple[int, str, float]:
+    """Its exit code, the last line that it said, and after how long."""
+    began = time.monotonic()
+    code = run.wait(10 * ENDED)
+    assert run.stderr
+    return code, run.stderr.read().strip().splitlines()[-1], time.monotonic() - began
+
+
+def none_is_left(processes: list[psutil.Process]) -> bool:
+    _, alive = psutil.wait_procs(processes, ENDED)
+    return not alive
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_rank_that_is_killed_ends_the_run_and_is_named(
+    killed: int, running: Callable[..., Any], tmp_path: Path, figure: Callable[[str, object], None]
+) -> None:
+    run, processes = running()
+    assert len(processes) == 2
+    for process in processes:
+        for connection in process.net_connections(kind="inet"):
+            assert connection.laddr.ip == "127.0.0.1"
+    processes[killed].kill()
+    code, said, seconds = ended(run)
+    figure(f"rank {killed} of 2 killed: seconds until the run ended with its name", f"{seconds:.1f}")
+    assert code == 4 and f"Rank {killed} of 2 (on the CPU) was killed by SIGKILL" in said
+    assert seconds < ENDED and none_is_left(processes) and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -9)])
+def test_no_rank_outlives_the_command(
+    number: signal.Signals, code: int, running: Callable[..., Any], tmp_path: Path
+) -> None:
+    run, processes = running()
+    os.kill(run.pid, number)
+    found, said, _ = ended(run)
+    assert found == code and (code < 0 or "Interrupted" in said)
+    assert none_is_left(processes) and not list(tmp_path.iterdir())
+
+
+def test_a_timeout_ends_it(running: Callable[..., Any]) -> None:
+    run, processes = running("--timeout", "100")
+    code, said, _ = ended(run)
+    assert code == 4 and "was not done after 100 s" in said and none_is_left(processes)
+
+
+def test_a_rank_that_is_not_heard_of_ends_the_run(
+    running: Callable[..., Any],
+) -> None:
+    run, processes = running()
+    processes[1].suspend()
+    code, said, _ = ended(run)
+    assert code == 4 and "Rank 1 of 2 (on the CPU) gave no sign of life for 60 s" in said and none_is_left(processes)
+
+
+@pytest.mark.parametrize("host", [["--server", "127.0.0.1:9"], ["--comfyui", "."]])
+def test_not_in_comfyuis_process(there: Path, host: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "workflow.json", "--gpus", "2", *host]) == 2
+    assert "none may be ComfyUI's" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", "65", "²"])
+def test_what_is_no_number_of_gpus(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="expected 'auto'"):
+        chosen._gpus(text)
+
+
+@pytest.mark.parametrize(
+    ("asked", "have", "number"), [("auto", 0, 1), ("auto", 1, 1), ("auto", 8, 8), ("1", 0, 1), ("4", 8, 4), ("2", 0, 2)]
+)
+def test_how_many(asked: str, have: int, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "gpus_here", lambda: have)
+    assert ranks.chosen_number(asked) == number
+
+
+def test_more_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "gpus_here", lambda: 2)
+    with pytest.raises(WorkflowError, match="--gpus is 4, but PyTorch sees 2 GPUs here"):
+        ranks.chosen_number("4")
+
+
+def test_only_the_first_does_what_is_not_computed_together(workflow: Path) -> None:
+    classes = local.default_classes()
+    nodes = json.loads((workflow / "workflow.json").read_text())
+    assert local._together(plan(from_api(nodes), classes), classes) == ["load", "encode", "sample"]
+
+
+def test_who_is_to_blame() -> None:
+    """What was killed comes before what failed, and that before what failed while it waited for others."""
+
+    def blamed(*facts: tuple[int | None, Failed | None]) -> int:
+        made = [_rank(number, code, failed) for number, (code, failed) in enumerate(facts)]
+        return max(made, key=lambda each: each.blame).number
+
+    waiting, own = Failed(RunFailedError, "closed", waiting=True), Failed(RunFailedError, "x", waiting=False)
+    assert blamed((1, waiting), (-9, None)) == 1
+    assert blamed((1, waiting), (1, own)) == 1
+    assert blamed((None, None), (1, waiting)) == 1
+    assert blamed((1, own), (1, waiting), (None, None)) == 0
+
+
+def _rank(number: int, code: int | None, failed: Any) -> Any:
+    process: Any = argparse.Namespace(exitcode=code)
+    channel: Any = None
+    return ranks._Rank(number, f"rank {number}", process, channel, failed=failed)

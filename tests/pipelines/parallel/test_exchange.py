@@ -1,0 +1,86 @@
+"""What ranks send each other comes back as it was, whatever the lengths and dtypes, and all agree on the worst."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from comfyui_onediff_guard.pipelines.parallel.exchange import (
+    gathered,
+    heads_of_all_tokens,
+    share_of,
+    shares,
+    tokens_of_all_heads,
+)
+from comfyui_onediff_guard.pipelines.parallel.group import ALONE, Ranks, here
+from rank_runs import in_ranks
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+LENGTHS = ((7, 5), (8, 4), (3, 1), (2, 4))  # tokens, heads; by three ranks: none, or some, have more than others
+
+
+@pytest.mark.parametrize(("length", "size"), [(5, 3), (6, 3), (2, 4), (0, 2), (226, 7)])
+def test_shares_are_as_even_as_can_be(length: int, size: int) -> None:
+    found = shares(length, size)
+    assert sum(found) == length and max(found) - min(found) <= 1 and found == sorted(found, reverse=True)
+
+
+def there_and_back() -> list[tuple[bool, ...]]:
+    """For each length and dtype: whether attention's way there gives all tokens of a share of heads, and the way back
+    gives what was sent; and whether the whole is gathered."""
+    ranks = here()
+    found = []
+    for tokens, heads in LENGTHS:
+        for dtype in DTYPES:
+            whole = torch.randn(3, 2, heads, tokens, 4, generator=torch.Generator().manual_seed(1)).to(dtype)
+            counts = shares(tokens, ranks.size)
+            mine = share_of(whole, 3, ranks)
+            there = heads_of_all_tokens(mine, counts, ranks)
+            back = tokens_of_all_heads(there[0], counts, heads, ranks)
+            again = gathered(mine, 3, tokens, ranks)
+            found.append(
+                (
+                    torch.equal(there, share_of(whole, 2, ranks)),
+                    torch.equal(back, mine[0]),
+                    torch.equal(again, whole),
+                    back.dtype is again.dtype is dtype,
+                )
+            )
+    return found
+
+
+def agreed() -> dict[str, Any]:
+    rank = here().rank
+    values = torch.tensor([float(rank), -float(rank) - 0.5, [1.0, torch.nan, 2.0][rank], [-torch.inf, 3.0, 4.0][rank]])
+    made: list[int] = []
+    return {
+        "worst": here().worst(values).tolist(),
+        "first": here().from_first(lambda: made.append(rank) or f"by {rank}"),
+        "made": made,
+    }
+
+
+def everything() -> tuple[Any, Any]:
+    return there_and_back(), agreed()
+
+
+def test_three_ranks() -> None:
+    for number, (found, together) in enumerate(in_ranks(3, everything)):
+        assert found == [(True,) * 4] * (len(LENGTHS) * len(DTYPES))
+        one, half, broken, endless = together["worst"]
+        assert (one, half) == (2.0, 2.5) and broken != broken and endless == float("inf")
+        assert together["first"] == "by 0" and together["made"] == [0] * (number == 0)
+
+
+def test_without_others_nothing_is_sent() -> None:
+    values = torch.tensor([-1.0, torch.nan])
+    assert here() is ALONE and here().worst(values) is values and here().from_first(lambda: "made") == "made"
+
+
+def test_on_meta_the_shapes_are_right_and_nothing_is_sent() -> None:
+    ranks, counts = Ranks(1, 3), [3, 2, 2]
+    there = heads_of_all_tokens(torch.empty(3, 2, 5, 2, 4, device="meta"), counts, ranks)
+    assert there.shape == (3, 2, 2, 7, 4)
+    assert tokens_of_all_heads(there[0], counts, 5, ranks).shape == (2, 5, 2, 4)
+    assert gathered(torch.empty(2, 2, 4, device="meta"), 1, 7, ranks).shape == (2, 7, 4)

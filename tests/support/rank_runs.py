@@ -1,0 +1,174 @@
+"""Runs in several processes at once, which compute together over gloo: what tests of ranks call, and what runs there.
+
+A process that is started anew imports this file by its plain name, so that what it runs has to be here.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SECONDS = 400  # that a test's processes may take in all; none takes a tenth where nothing else runs
+SIZES = {
+    "2b": (96, 64, 9),
+    "5b": (96, 80, 9),
+    "1.5": (96, 64, 9),
+    "5b-i2v": (96, 64, 9),
+    "cogview3": (96, 64, 1),
+    "cogview4": (96, 64, 1),
+    "wan": (64, 48, 9),
+    "wan-ti2v": (64, 64, 9),
+    "wan-two": (64, 48, 9),
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A layer whose output is broken in half precision, in some ranks, at one call of the layer."""
+
+    layer: str
+    ranks: tuple[int, ...]
+    call: int
+    value: float
+    place: float | None = None  # of the output's value that it takes the place of, 0..1; None: of all of them
+
+
+@dataclass(frozen=True)
+class Case:
+    """One sampling run of a model."""
+
+    model: str
+    folder: Path
+    precision: str = "fp32"
+    backend: str = "eager"
+    steps: int = 2
+    fault: Fault | None = None
+    size: tuple[int, int, int] | None = None  # width, height, frames; None: that of SIZES
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.precision} {self.backend}"
+
+
+@dataclass
+class Made:
+    """What came of it in one process."""
+
+    latents: torch.Tensor
+    steps: list[tuple[str, str, str]]  # dtype, outcome and note of each call
+    learned: Any
+    happened: bool  # the fault, in this process
+    tokens: int  # that this process computed in a call
+    notes: list[str] = field(default_factory=list)
+
+
+def sampled(case: Case) -> Made:
+    """Run a case in this process, alone or as one of several."""
+    from comfyui_onediff_guard.pipelines.models.folder import family_of
+    from comfyui_onediff_guard.pipelines.parallel.group import here
+    from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
+    from comfyui_onediff_guard.pipelines.run.handle import load
+    from comfyui_onediff_guard.pipelines.run.pictures import fitted
+    from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
+    from comfyui_onediff_guard.pipelines.weights import components
+    from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
+    from comfyui_onediff_guard.precision.policy import Precision
+
+    components._STORES.clear()
+    options: dict[str, Any] = {"backend": case.backend, "offload": "none", "placement": PlainPlacement()}
+    handle = load(case.folder, family_of(case.folder), precision=Precision(case.precision), **options)
+    width, height, frames = case.size or SIZES[case.model]
+    positive, negative, guidance, start = None, None, None, {}
+    with torch.inference_mode():
+        if handle.family.prompt:
+            (positive, negative), _ = encode_prompts(handle, ["a red kite over the sea", "grey"])
+            guidance = 5.0
+        if handle.family.takes_image:
+            image = torch.rand(1, height, width, 3, generator=torch.Generator().manual_seed(2))
+            start = {"image": fitted(image, width, height, "crop")[0]}
+        settings = SampleSettings(width, height, case.steps, seed=3, frames=frames, guidance_scale=guidance)
+        happened: list[bool] = []
+        tokens: list[int] = []
+        _count(handle, tokens)
+        if case.fault and here().rank in case.fault.ranks:
+            component = handle.family.denoiser
+            _break(handle.store.module(component, case.precision).get_submodule(case.fault.layer), case.fault, happened)
+        latents, report = sample(handle, positive, negative, settings, **start)
+    steps = [(step.dtype, step.outcome, step.note) for step in report.steps]
+    return Made(latents, steps, report.learned, bool(happened), tokens[0], list(report.notes))
+
+
+def _count(handle: Any, tokens: list[int]) -> None:
+    """Note how many tokens the denoiser's last layer is given."""
+
+    def hook(_layer: object, given: Any, _made: object) -> None:
+        tokens.append(given[0].shape[1])
+
+    network = handle.store.module(handle.family.denoiser, handle.denoising()[0].plan.dtype)
+    network.get_submodule(handle.family.context.output).register_forward_hook(hook)
+
+
+def _break(layer: torch.nn.Module, fault: Fault, happened: list[bool]) -> None:
+    calls = iter(range(10**6))
+
+    def hook(_layer: object, _given: object, made: Any) -> Any:
+        if not isinstance(made, torch.Tensor) or made.itemsize != 2 or next(calls) != fault.call or not made.numel():
+            return made
+        happened.append(True)
+        made = made.clone()
+        flat = made.view(-1)
+        if fault.place is None:
+            return made.fill_(fault.value)
+        flat[int(fault.place * (len(flat) - 1))] = fault.value
+        return made
+
+    layer.register_forward_hook(hook)
+
+
+def run_cases(cases: Sequence[Case]) -> list[Made]:
+    return [sampled(case) for case in cases]
+
+
+def in_ranks(size: int, run: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Return what `run(*arguments)` gives in each of `size` processes that are ranks of one group. Raises the first
+    error of any."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        answers = [Path(folder) / f"answer{number}" for number in range(size)]
+        given = (size, Path(folder) / "meeting", run, arguments)
+        started = [context.Process(target=_rank, args=(n, *given, answers[n])) for n in range(size)]
+        for process in started:
+            process.start()
+        try:
+            for process in started:
+                process.join(SECONDS)
+        finally:
+            for process in started:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+        found = [torch.load(answer, weights_only=False) if answer.exists() else "no answer" for answer in answers]
+    broken = [f"rank {number}: {answer}" for number, answer in enumerate(found) if isinstance(answer, str)]
+    assert not broken, "\n".join(broken)
+    return [answer[0] for answer in found]
+
+
+def _rank(
+    number: int, size: int, meeting: Path, run: Callable[..., Any], arguments: tuple[Any, ...], answer: Path
+) -> None:
+    import traceback
+
+    from comfyui_onediff_guard.pipelines.parallel.group import joined
+
+    torch.set_num_threads(1)
+    try:
+        with joined(number, size, meeting, cuda=False):
+            torch.save((run(*arguments),), answer)
+            torch.distributed.barrier()
+    except BaseException:  # noqa: BLE001 - for the test to show
+        torch.save(traceback.format_exc(), answer)
