@@ -71,8 +71,8 @@ class Subject:
     @property
     def blocks(self) -> list[torch.nn.Module]:
         dtype = self.handle.stage(denoising_component()).plan.dtype
-        module = self.handle.store.module(self.handle.family.denoiser, dtype)
-        return [*module.get_submodule("transformer_blocks")] if self.name == "cogvideox" else []
+        module: Any = self.handle.store.module(self.handle.family.denoiser, dtype)
+        return [*module.transformer_blocks] if self.name == "cogvideox" else []
 
     def _sampled(self, handle: PipelineHandle, seed: int, more: dict[str, Any]) -> tuple[torch.Tensor, Any]:
         scenes = Scenes.drawn(1, torch.Generator().manual_seed(10_000 + seed))
@@ -191,7 +191,8 @@ def nan_anywhere(name: str, policy: CachePolicy, seed: int = 0) -> dict[str, Any
 
 @contextmanager
 def broken_at(step: int) -> Iterator[None]:
-    make = denoising._Attempts.build
+    attempts_of: Any = denoising._Attempts
+    make = attempts_of.build
 
     def build(attempts: Any, learned: Any) -> Any:
         made = make(attempts, learned)
@@ -202,11 +203,11 @@ def broken_at(step: int) -> Iterator[None]:
 
         return replace(made, run=attempt)
 
-    denoising._Attempts.build = build
+    attempts_of.build = build
     try:
         yield
     finally:
-        denoising._Attempts.build = make
+        attempts_of.build = make
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -234,7 +235,8 @@ def main() -> None:
     for name in args.models:
         subject, policy = Subject(name), CachePolicy(BUDGET)
         denoiser = subject.handle.store.module(subject.handle.family.denoiser, "fp32")
-        found = result[name] = {"parameters": sum(p.numel() for p in denoiser.parameters())}
+        found: dict[str, Any] = {"parameters": sum(p.numel() for p in denoiser.parameters())}
+        result[name] = found
         found["budget"] = over_seeds(subject, policy, seeds)
         print(name, found["budget"], flush=True)
         if few:

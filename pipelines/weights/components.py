@@ -58,7 +58,9 @@ class ComponentStore:
         self.placement = placement
         self.prompts: dict[tuple[str, str, bool], torch.Tensor] = {}  # (text, dtype, guarded) → [1, tokens, channels]
         # (denoiser, LoRAs, backend, how, dtype, wide stream, half-precision accumulation) → shell
-        self.compiled: dict[tuple[str, tuple[LoraKey, ...], str, CompileOptions, str, bool, str], torch.nn.Module] = {}
+        self.compiled: dict[
+            tuple[str, tuple[LoraKey, ...], str, CompileOptions, str, bool, str, tuple[str, ...]], torch.nn.Module
+        ] = {}
         self.learned: dict[MemoryKey, Learned] = {}  # what runs taught about a denoiser
         self.recalled: set[MemoryKey] = set()  # of these, a profile on disk was where runs began
         self.attention: dict[tuple[str, tuple[torch.Size, ...]], Choice] = {}  # by dtype and sizes, measured
