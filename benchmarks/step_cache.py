@@ -191,7 +191,8 @@ def nan_anywhere(name: str, policy: CachePolicy, seed: int = 0) -> dict[str, Any
 
 @contextmanager
 def broken_at(step: int) -> Iterator[None]:
-    make = denoising._Attempts.build
+    attempts_of: Any = denoising._Attempts
+    make = attempts_of.build
 
     def build(attempts: Any, learned: Any) -> Any:
         made = make(attempts, learned)
@@ -202,11 +203,11 @@ def broken_at(step: int) -> Iterator[None]:
 
         return replace(made, run=attempt)
 
-    denoising._Attempts.build = build  # pyright: ignore[reportAttributeAccessIssue]
+    attempts_of.build = build
     try:
         yield
     finally:
-        denoising._Attempts.build = make
+        attempts_of.build = make
 
 
 def spread(values: list[float]) -> dict[str, float]:

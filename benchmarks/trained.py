@@ -147,7 +147,7 @@ def svd(folder: Path, steps: int) -> Path:
 
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
     from diffusers import StableVideoDiffusionPipeline, UNetSpatioTemporalConditionModel
-    from small_families import build_svd
+    from small_families import build_svd  # pyright: ignore[reportMissingImports]
 
     with tempfile.TemporaryDirectory() as untrained:
         pipeline: Any = StableVideoDiffusionPipeline.from_pretrained(

@@ -95,8 +95,7 @@ class Course:
             apart = [*apart[0].chunk(len(self._parts))]
         if not apart or len(apart) != len(self._parts):
             return None
-        off = torch.stack([part * each for part, each in zip(self._parts, apart, strict=True)]).sum(dim=0)
-        return float(off.norm())
+        return float(torch.stack([part * each for part, each in zip(self._parts, apart, strict=True)]).sum(0).norm())
 
     def recompute(self, *, whole: bool) -> None:
         """Have the present call computed after all, since its attempt failed. whole: it is the step's first one, so
