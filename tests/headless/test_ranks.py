@@ -121,7 +121,8 @@ def ended(run: subprocess.Popen[str]) -> tuple[int, str, float]:
     began = time.monotonic()
     code = run.wait(10 * ENDED)
     assert run.stderr
-    return code, run.stderr.read().strip().splitlines()[-1], time.monotonic() - began
+    seconds = time.monotonic() - began
+    return code, (run.stderr.read().strip().splitlines() or [""])[-1], seconds
 
 
 def none_is_left(processes: list[psutil.Process]) -> bool:
