@@ -121,7 +121,8 @@ def ended(run: subprocess.Popen[str]) -> tuple[int, str, float]:
     began = time.monotonic()
     code = run.wait(10 * ENDED)
     assert run.stderr
-    return code, run.stderr.read().strip().splitlines()[-1], time.monotonic() - began
+    seconds = time.monotonic() - began
+    return code, (run.stderr.read().strip().splitlines() or [""])[-1], seconds
 
 
 def none_is_left(processes: list[psutil.Process]) -> bool:
@@ -156,10 +157,12 @@ def test_no_rank_outlives_the_command(
     assert none_is_left(processes) and not list(tmp_path.iterdir())
 
 
-def test_a_timeout_ends_it(running: Callable[..., Any]) -> None:
-    run, processes = running("--timeout", "100")
-    code, said, _ = ended(run)
-    assert code == 4 and "was not done after 100 s" in said and none_is_left(processes)
+def test_a_timeout_ends_it(there: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--gpus", "2", "--timeout", "1", "--out", str(tmp_path)]
+    assert cli.main(["run", "workflow.json", *options]) == 4
+    assert "was not done after 1 s" in capsys.readouterr().err
+    assert not [each for each in psutil.Process().children() if "spawn_main" in " ".join(each.cmdline())]
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_rank_that_is_not_heard_of_ends_the_run(
