@@ -6,15 +6,19 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from ...precision.step_cache import Course
+from ..parallel.group import here
 
 if TYPE_CHECKING:
     from ..run.handle import PipelineHandle
 
 
 def begun(handle: PipelineHandle, settings: Any) -> Course | None:
-    """Return what a run's step cache is counted in; None where every step is computed. settings: SampleSettings."""
+    """Return what a run's step cache is counted in; None where every step is computed. settings: SampleSettings.
+
+    Over several GPUs none is cached: each sees a part of the tokens, and would decide by that part.
+    """
     policy = handle.step_cache
-    if policy is None or not policy.error:
+    if policy is None or not policy.error or not here().alone:
         return None
     return Course(policy, settings.computed_steps, _parts(handle, settings))
 

@@ -85,6 +85,8 @@ def sample(
     guided = settings.guidance_scale is not None and settings.guidance_scale > 1
     report.calls_per_step = family.guidance.calls if guided else 1
     course = begun(handle, settings)
+    if handle.step_cache and handle.step_cache.error and not course:
+        report.note("no step is cached over several GPUs, since each sees a part of the tokens alone")
     stages = tuple(replace(stage, course=course) for stage in stages)
 
     def on_step_end(_pipe: Any, step: int, _timestep: Any, values: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ class Case:
     steps: int = 2
     fault: Fault | None = None
     size: tuple[int, int, int] | None = None  # width, height, frames; None: that of SIZES
+    cache: bool = False  # with a step cache
 
     def __str__(self) -> str:
         return f"{self.model} {self.precision} {self.backend}"
@@ -77,11 +78,13 @@ def sampled(case: Case) -> Made:
     from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
     from comfyui_onediff_guard.pipelines.weights import components
     from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
+    from comfyui_onediff_guard.precision.drift import CachePolicy
     from comfyui_onediff_guard.precision.policy import Precision
 
     components._STORES.clear()
     options: dict[str, Any] = {"backend": case.backend, "offload": "none", "placement": PlainPlacement()}
     handle = load(case.folder, family_of(case.folder), precision=Precision(case.precision), **options)
+    handle = replace(handle, step_cache=CachePolicy(error=0.5)) if case.cache else handle
     width, height, frames = case.size or SIZES[case.model]
     positive, negative, guidance, start = None, None, None, {}
     with torch.inference_mode():

@@ -15,6 +15,7 @@ CASES = {  # in words → model, overflow, and what differs from the default
     "CogVideoX-2B": ("2b", "none", {}),
     "CogVideoX-5B, with rotary positions": ("5b", "none", {}),
     "CogVideoX-1.5, with patches in time": ("1.5", "none", {}),
+    "CogVideoX, with a step cache": ("2b", "none", {"cache": True}),
     "CogVideoX from an image": ("5b-i2v", "none", {}),
     "CogView3-Plus": ("cogview3", "none", {}),
     "CogView4": ("cogview4", "none", {}),
@@ -57,3 +58,5 @@ def test_in_fp32_it_is_what_one_process_makes(
     assert away <= CLOSE
     assert [each.tokens for each in made] == shares(one.tokens, size)
     assert f"each call is computed by {size} GPUs together" in made[0].notes
+    uncached = any(note.startswith("no step is cached over several GPUs") for note in made[0].notes)
+    assert uncached == ("step cache" in words)
