@@ -26,10 +26,8 @@ if TYPE_CHECKING:
 
 NOT_RUN = (
     "OneFlow's special builds and nexfort: neither has been available.",
-    "ComfyUI's quantised products on a card: its layers ran on a CPU.",
-    "Offload 'group' and 'sequential' on a card: tested with stand-ins for the second device and for page-locking.",
-    "SageAttention, which needs a card: the tests call a stand-in of its name.",
-    "fp8 and int8 by torchao on a card: int8 ran on a CPU, and fp8 by PyTorch's CPU kernel.",
+    "Quantised products on a card, ComfyUI's and torchao's: they ran on a CPU.",
+    "SageAttention, `--gpus`, `batch`, offload 'group' and 'sequential' on a card: run on a CPU, or with stand-ins.",
     "CUDA, ROCm, Intel and Apple GPUs: all that is known to work was run on CPUs.",
     "Published weights of any model: all models here are small ones with their classes and random or computed weights.",
     "Windows and macOS: nothing assumes Linux, but nobody has run it there.",
