@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -90,6 +90,12 @@ class Once:
             return self.of(args[0], layer)
 
         return with_forward(layer, forward)
+
+
+def with_once(module: torch.nn.Module, names: Sequence[str]) -> tuple[torch.nn.Module, list[Once]]:
+    """Return a shell of `module` in which the named layers compute once for each tensor, and what each has kept."""
+    kept = [Once() for _ in names]
+    return replaced(module, {name: once.in_place_of for name, once in zip(names, kept, strict=True)}), kept
 
 
 @cache

@@ -17,7 +17,7 @@ from ...precision.guard import StageGuard
 from ...precision.islands import Attempt, half_attempt
 from ...precision.learned import NOTHING, Learned
 from ...precision.observe import BlockOutputs
-from ...precision.shells import Once, as_float32, replaced, with_forward
+from ...precision.shells import Once, as_float32, with_forward, with_once
 from ...precision.step_cache import StepCache
 from ..compile.backends import EAGER, MEASURED, came_to, compiled, for_plan
 from ..families.spec import ENCODERS
@@ -240,9 +240,8 @@ class _Attempts:
     def _projected_once(self, run: torch.nn.Module) -> torch.nn.Module:
         """A shell of an attempt in which layers that see the prompt alone compute once a run. In what is watched, and
         in fp32, they compute whenever they are called."""
-        layers = self._stage.handle.family.of_prompt
-        self._of_prompt = [Once() for _ in layers]
-        return replaced(run, {name: once.in_place_of for name, once in zip(layers, self._of_prompt, strict=True)})
+        shell, self._of_prompt = with_once(run, self._stage.handle.family.of_prompt)
+        return shell
 
     def forget(self) -> None:
         """Compute them anew: a call failed, and what is kept may be why."""

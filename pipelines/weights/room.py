@@ -17,6 +17,7 @@ from ...precision.kernels import LEAN, Kernels, kernels_of
 from ...precision.learned import NOTHING, Learned
 from ...precision.peaks import size
 from ...precision.policy import Component
+from ...precision.shells import with_once
 from .quantising import quantised_on_meta
 
 if TYPE_CHECKING:
@@ -71,7 +72,9 @@ def attempt_on_meta(
 ) -> Callable[..., Any]:
     """Return what a stage's guard would call of a network, on "meta"."""
     bare = on_meta(network)
+    once = stage.handle.family.of_prompt if stage.plan.component is Component.DENOISER else ()
     if not stage.plan.half:
+        bare, _ = with_once(bare, once)
         return stage.in_fp32(bare)
     wide, whole = stage.plan.wide, stage.plan.component is not Component.DENOISER
     made = half_attempt(
@@ -84,7 +87,10 @@ def attempt_on_meta(
         quantised=quantised_on_meta(bare, anatomy, stage.plan),
         device=META,
     )
-    return made.run if made.everything else partial(_narrowed, made.run, stage.inputs, DTYPES[stage.plan.dtype])
+    if made.everything:
+        return made.run
+    run, _ = with_once(made.run, once)
+    return partial(_narrowed, run, stage.inputs, DTYPES[stage.plan.dtype])
 
 
 def _narrowed(call: Callable[..., Any], names: Collection[str], dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
