@@ -4,9 +4,9 @@ decisions on plain numbers.
 A step whose output is off by δ moves the latents by w·δ, where w is what the scheduler multiplies a denoiser's output
 by. On normally distributed latents, a sampler carries an error, in parts of their norm, on to the end unchanged. So
 the parts that all cached steps add are summed up, as if all pointed the same way, and multiplied by what guidance was
-measured to make of them. What a cached step is off by is not
-known; what its first part is off by is, since that is computed, and extrapolated too. The ratio of both is taken from
-comparisons, which are made whenever a step is computed that could have been cached.
+measured to make of them. What a cached step is off by is not known; what its first part is off by is, since that is
+computed, and extrapolated too. The ratio of both is taken from comparisons, which are made whenever a step is computed
+that could have been cached.
 """
 
 from __future__ import annotations
