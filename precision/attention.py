@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 
 from .attention_kernels import KERNELS, Errors, Kernel, Measured, over_budget, sdpa
@@ -118,6 +118,30 @@ def showing_what_is_broken(inputs: Any) -> AbstractContextManager[Any]:
     return _ShowingWhatIsBroken() if on_cpu else nullcontext()
 
 
+class ShownInside(torch.nn.Module):
+    """A block for a compiler to trace, on the CPU: what is broken is shown in it where the caller's context does so.
+
+    That context is a mode, which would look at what compiled code calls as well, each product of matrices. `run` makes
+    the call without it.
+    """
+
+    def __init__(self, block: torch.nn.Module):
+        super().__init__()
+        self.block = block
+
+    def forward(self, shown: bool, *args: Any, **kwargs: Any) -> Any:
+        with _ShowingWhatIsBroken() if shown else nullcontext():
+            return self.block(*args, **kwargs)
+
+    @staticmethod
+    def run(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call what was compiled of one."""
+        if not isinstance(_get_current_function_mode(), _ShowingWhatIsBroken):
+            return compiled(False, *args, **kwargs)
+        with _pop_mode_temporarily():
+            return compiled(True, *args, **kwargs)
+
+
 class _ShowingWhatIsBroken(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.unflatten:  # it calls super(), which dynamo cannot follow from here
@@ -135,7 +159,7 @@ def _broken_where_they_are(
     compiled code scales values first, and eager code, which can look at a number, looks again at one that is not.
     """
     if torch.compiler.is_compiling():
-        total = (query.float() * _SCALED).sum() + (key.float() * _SCALED).sum()
+        total = (query.float() * _SCALED).sum(-1).sum() + (key.float() * _SCALED).sum(-1).sum()
         return made + torch.where(total.isfinite(), 0.0, torch.nan).to(made.dtype)  # inductor takes `total * 0` for 0
     if math.isfinite((query.detach().sum() + key.detach().sum()).item()):
         return made

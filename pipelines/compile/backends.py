@@ -14,6 +14,7 @@ import shutil
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 
 from ...precision.accumulation import NEXFORT_OPTION, NEXFORT_SWITCH, allowed
 from ...precision.arch import Architecture
-from ...precision.attention import Attended
+from ...precision.attention import Attended, ShownInside
 from ...precision.attention_kernels import KERNELS
 from ...precision.policy import Plan
 from ...precision.shells import Make, replaced, structural_copy
@@ -214,7 +215,11 @@ def _compilers(
 
         def compile_block(block: torch.nn.Module, number: int) -> Run:
             run = Attended(block, kernel) if kernel else block
-            return run if name == EAGER else _compile(run, name, how, graphs and graphs / f"block-{number}")
+            if name == EAGER:
+                return run
+            if name == "inductor" and device.type == "cpu":
+                return partial(ShownInside.run, _compile(ShownInside(run), name, how, None))
+            return _compile(run, name, how, graphs and graphs / f"block-{number}")
 
         return Compiler(name, compile_block, choice.automatic and not (how.fullgraph and name == "inductor"))
 

@@ -10,7 +10,7 @@ import torch
 from comfyui_onediff_guard.pipelines.compile.backends import find_c_compiler
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
-from comfyui_onediff_guard.precision.attention import sdpa, showing_what_is_broken
+from comfyui_onediff_guard.precision.attention import ShownInside, sdpa, showing_what_is_broken
 from comfyui_onediff_guard.precision.guard import GuardPolicy, StageGuard
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.report import RunReport
@@ -173,3 +173,28 @@ def test_a_healthy_call_is_diffusers_own_to_the_bit(unet):
     with torch.no_grad():
         assert torch.equal(guard(**CALL)[0], unet(**CALL)[0])
     assert report.reruns == 0 and not _get_current_function_mode_stack()
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_compiled_code_runs_without_the_mode_and_shows_what_the_callers_does(shown):
+    """The mode would look at each product of matrices that compiled code calls."""
+    modes: list[Any] = []
+
+    def backend(graph, _inputs):
+        def run(*args: Any) -> Any:
+            modes.append(_get_current_function_mode_stack())
+            return graph.forward(*args)
+
+        return run
+
+    torch._dynamo.reset()
+    module = Attending().half().requires_grad_(False)
+    made = torch.compile(ShownInside(module), backend=backend, fullgraph=True)
+    module.qkv.weight[:32] = torch.nan  # the query's
+    x = torch.randn(2, 6, 32).half()
+    with torch.no_grad(), showing_what_is_broken(CPU if shown else ()):
+        outer = _get_current_function_mode_stack()
+        assert ShownInside.run(made, x).isnan().all() == shown
+        assert _get_current_function_mode_stack() == outer
+    assert modes == [[]]
+    torch._dynamo.reset()
