@@ -174,6 +174,7 @@ def _put_together(
         said.append("The accumulation switches could not be read: some are PyTorch's")
     if precision.quantises:
         said += tried(lambda: [*_without_quantiser(precision)], [])
+    said += tried(lambda: [*_without_switch(models)], [])
     if on_failure == "off":
         said.append("The NaN Guard is off: steps are only watched")
     if asked is None:
@@ -256,6 +257,13 @@ def _without_quantiser(precision: Precision) -> Iterator[str]:
     from ...precision.quantised import lacking
 
     if missing := lacking(precision.value):
+        yield missing
+
+
+def _without_switch(models: Iterable[ModelPlans]) -> Iterator[str]:
+    from ..weights.summing import lacking_for
+
+    if missing := next(filter(None, (lacking_for(plan) for model in models for plan in model.plans)), ""):
         yield missing
 
 

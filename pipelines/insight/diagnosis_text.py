@@ -133,6 +133,7 @@ def _plan(diagnosis: Diagnosis, model: ModelPlans) -> list[str]:
                     *([("", "reruns in plain fp32, not in TF32: strict is on")] if diagnosis.strict else []),
                     *_reasons("wide", _widened(model.plans), lambda plan: plan.wide_reason),
                     *_reasons("accumulation", model.plans, lambda plan: plan.accumulation_reason),
+                    *_reasons("fp16 sums", _asked_for_sums(model.plans), lambda plan: plan.fp16_sums_reason),
                     *_reasons("sources", model.plans, lambda plan: plan.source),
                     *_reasons("", model.plans, lambda plan: plan.accumulation_source),
                     *_rows_under("stored as", [f"{name} {stored}" for name, stored in model.stored.items()]),
@@ -202,6 +203,10 @@ def _wide(plan: Plan) -> str:
     if not plan.wide:
         return "no"
     return "its stream" if plan.component is Component.DENOISER else "every layer"
+
+
+def _asked_for_sums(plans: Iterable[Plan]) -> list[Plan]:
+    return [plan for plan in plans if plan.fp16_sums_reason]
 
 
 def _widened(plans: Iterable[Plan]) -> list[Plan]:
