@@ -8,14 +8,16 @@ from ...precision.policy import Plan, PlanImpossible
 
 def check_sums(plan: Plan) -> None:
     """Raise PlanImpossible where a plan needs a switch that this PyTorch lacks."""
-    if missing := lacking_for(plan):
-        raise PlanImpossible(missing)
+    if lacks_sums(plan):
+        raise PlanImpossible(missing())
 
 
-def lacking_for(plan: Plan) -> str:
-    """Say what a plan's linear layers lack here to accumulate in fp16, and what to do; "" where nothing is lacking."""
-    if not plan.fp16_sums or has_fp16_sums():
-        return ""
+def lacks_sums(plan: Plan) -> bool:
+    return plan.fp16_sums and not has_fp16_sums()
+
+
+def missing() -> str:
+    """Say what is lacking, and what to do."""
     import torch
 
     return (
