@@ -1,6 +1,6 @@
 """How far products that accumulate in fp16 are off, what the probe makes of that, and how far whole runs are off then.
 
-    python benchmarks/fp16_accumulation.py [--networks cogvideox-2b ...] [--seeds 2] [--steps 6] [--out DIR]
+    python benchmarks/fp16_accumulation.py [--networks cogvideox-2b ...] [--seeds 3] [--steps 12] [--out DIR]
 
 By a model of tensor cores on a CPU (fp16_sums_on_cpu.py, which says what it leaves out): no card's kernel has made one
 of these figures, and no time is taken. `products`: one product of random matrices for each inner size that published
@@ -47,9 +47,9 @@ CARD = ARCHITECTURES["sm89"]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--networks", nargs="*", default=["cogvideox-2b"], help="of quantised.py")
-    parser.add_argument("--seeds", type=int, default=2, help="of the runs")
-    parser.add_argument("--steps", type=int, default=6, help="of a run")
+    parser.add_argument("--networks", nargs="*", default=[], help="of quantised.py; none: all")
+    parser.add_argument("--seeds", type=int, default=3, help="of the runs")
+    parser.add_argument("--steps", type=int, default=12, help="of a run")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     with torch.no_grad():
@@ -62,7 +62,11 @@ def main() -> None:
             "speed": "not measured",
             "budget": BUDGET,
             "products": {name: of_product(size) for name, size in INNER.items()},
-            "networks": {each[0]: of_network(each) for each in quantised.subjects() if each[0] in args.networks},
+            "networks": {
+                subject[0]: of_network(subject)
+                for subject in quantised.subjects()
+                if subject[0] in args.networks or not args.networks
+            },
         }
     result["runs"] = {name: of_runs(name, args.seeds, args.steps) for name in ("cogvideox", "svd")}
     tell(result)

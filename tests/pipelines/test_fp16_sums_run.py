@@ -3,6 +3,7 @@ GeForce card (benchmarks/fp16_sums_on_cpu.py). What a card's own kernel makes is
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,13 +16,15 @@ from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.pipelines.models.lora import Lora
 from comfyui_onediff_guard.pipelines.models.recognised import family_of
 from comfyui_onediff_guard.pipelines.run import handle as handles
+from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, add_lora, load
 from comfyui_onediff_guard.pipelines.run.profiles import parse
+from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights import summing
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision import fp16_sums as layers_of
 from comfyui_onediff_guard.precision.accumulation import Accumulation
-from comfyui_onediff_guard.precision.arch import ARCHITECTURES
+from comfyui_onediff_guard.precision.arch import ARCHITECTURES, named
 from comfyui_onediff_guard.precision.drift import CachePolicy
 from comfyui_onediff_guard.precision.policy import Component, PlanImpossible, Precision, choose
 from comfyui_onediff_guard.precision.sums import BUDGET, Sums
@@ -83,9 +86,10 @@ def error(made: torch.Tensor, right: torch.Tensor) -> float:
     return float((made - right).norm() / right.norm())
 
 
-def learned(handle: PipelineHandle) -> Any:
-    name = handle.family.denoiser
-    return handle.store.learned[handle.memory_key(name, "fp16")].sums
+def learned(handle: PipelineHandle) -> Sums:
+    found = handle.store.learned[handle.memory_key(handle.family.denoiser, "fp16")].sums
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize("model", ["2b", "5b-i2v", "cogview3", "wan", "svd"])
@@ -187,31 +191,38 @@ def test_an_interrupt_leaves_nothing(opened, model_folder, card, monkeypatch: py
     assert learned(handle).layers
 
 
-def test_with_a_step_cache_a_lora_and_halves(opened, model_folder, card, tmp_path: Path) -> None:
+def test_a_lora_lies_around_them(opened, model_folder, card, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     layer = "transformer_blocks.1.ff.net.0.proj"
     handle = opened(model_folder("2b"))
     outputs, inputs = handle.store.module("transformer", "fp16").get_parameter(f"{layer}.weight").shape
     shapes = {f"transformer.{layer}.lora_A.weight": (4, inputs), f"transformer.{layer}.lora_B.weight": (outputs, 4)}
-    save_file(
-        {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}, tmp_path / "l.safetensors"
-    )
-    tuned = replace(add_lora(handle, Lora(tmp_path / "l.safetensors", 1.0)), step_cache=CachePolicy(0.5))
+    drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    save_file(drawn, tmp_path / "lora.safetensors")
+    tuned = add_lora(handle, Lora(tmp_path / "lora.safetensors", 1.0))
     plain, _ = sampled(replace(tuned, accumulation=AUTO), "2b")
-    before = card.launched
     made, report = sampled(tuned, "2b")
-    found = tuned.store.learned[tuned.memory_key("transformer", "fp16")].sums
-    assert f"{layer}.base_layer" in found.layers and f"{layer}.lora_A.lora_0" in found.layers
-    assert card.launched > before and report.reruns == 0 and 0 < error(made, plain) < 4 * BUDGET
+    found = learned(tuned)
+    assert {f"{layer}.base_layer", f"{layer}.lora_A.lora_0"} <= {*found.layers}
+    assert report.reruns == 0 and 0 < error(made, plain) < 4 * BUDGET
+
+
+def test_a_step_cache_stands_around_them(opened, model_folder, card) -> None:
+    handle = replace(opened(model_folder("2b")), step_cache=CachePolicy(0.5, check_every=3))
+    positive, negative = encode_prompts(handle, ["a red kite", "grey"])[0]
+    settings = SampleSettings(96, 64, steps=12, seed=3, frames=9, guidance_scale=3.0)
+    plain, before = sample(replace(handle, accumulation=AUTO), positive, negative, settings)
+    assert card.launched == 0
+    made, report = sample(handle, positive, negative, settings)
+    assert report.cells().count("cached") == before.cells().count("cached") > 0
+    assert learned(handle).layers and report.reruns == 0 and 0 < error(made, plain) < 0.5
 
 
 @pytest.mark.parametrize("offload", ["group", "sequential"])
 def test_with_weights_that_come_in_parts(opened, model_folder, card, offload: str) -> None:
-    whole, _ = sampled(opened(model_folder("2b")), "2b")
-    assert torch.equal(
-        sampled(opened(model_folder("2b"), offload=offload), "2b")[0], sampled(opened(model_folder("2b")), "2b")[0]
-    )
-    assert whole.isfinite().all()
+    """On a CPU they are all there; that the shells are made in the same order is what counts."""
+    found = [sampled(opened(model_folder("2b"), offload=each), "2b")[0] for each in ("none", offload, "none")]
+    assert torch.equal(found[1], found[2]), "the first measured"
 
 
 def test_a_user_who_had_the_switch_on_has_it_on_afterwards(opened, model_folder) -> None:
@@ -251,11 +262,9 @@ def test_a_user_who_had_the_switch_on_has_it_on_afterwards(opened, model_folder)
 def test_where_it_gains_nothing_it_costs_nothing_and_says_so(
     architecture: str, precision: Precision, said: str
 ) -> None:
-    from comfyui_onediff_guard.precision.arch import named
-
     plan = choose(named(architecture), VARIANTS["CogVideoX-2B"], Component.DENOISER, precision, FP16)
     assert not plan.fp16_sums
-    assert pytest.importorskip("re").match(said, plan.fp16_sums_reason)
+    assert re.match(said, plan.fp16_sums_reason)
 
 
 def test_only_the_denoiser_is_asked_and_auto_never_chooses_it() -> None:
