@@ -156,6 +156,8 @@ def _all_plans(diagnosis: Diagnosis) -> list[str]:
         for plan in model.plans:
             reason = own_name.sub("the model", plan.reason)
             reasons.setdefault(reason, {})[model.variant] = None
+            if plan.fp16_sums_reason:
+                reasons.setdefault(f"fp16 sums: {plan.fp16_sums_reason}", {})[model.variant] = None
     lines += _table(("", *(component.words for component in Component)), rows)
     guarded = sorted({plan.dtype for model in diagnosis.models for plan in model.plans if plan.guarded})
     lines += ["", f"  guarded: {'whatever runs in ' if guarded else 'nothing'}{' or '.join(guarded)}", ""]
