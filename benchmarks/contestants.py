@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from comfyui_onediff_guard.pipelines.compile.backends import MODES, CompileOptions, choose_backend, compiled
 from comfyui_onediff_guard.pipelines.run.denoiser import guarded_denoiser
+from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
 from comfyui_onediff_guard.pipelines.weights.offload import Offload
+from comfyui_onediff_guard.precision.accumulation import Accumulation
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.policy import Component, Precision
 from comfyui_onediff_guard.precision.shells import replaced
@@ -134,19 +136,23 @@ def ours(
     mode: str = DEFAULT,
     offload: Offload = Offload.NONE,
     sums: Callable[[], AbstractContextManager[None]] = nullcontext,
+    accumulation: Accumulation = Accumulation.AUTO,
 ) -> Contestant:
     """The guarded denoiser, as our samplers make it and hand it to diffusers; in fp16 with a wide stream if it has one.
 
     fails: one layer fails in half precision at every step.
     plain: in 'fp16 (plain)', neither wide nor guarded.
     sums: held inside what our samplers hold, which switch accumulation by themselves.
+    accumulation: the loader's. 'fp16' is nothing else than 'auto' on a card that is no GeForce RTX.
     """
 
     def make(subject: Subject) -> Step:
         subject = subject.failing if fails else subject
         subject = subject.in_main_memory() if offload.in_parts else subject
         precision = Precision.FP16_PLAIN if plain else Precision(subject.dtype)
-        return Ours(subject, backend, precision, GuardPolicy(scope=scope), CompileOptions(mode=mode), offload, sums)
+        pipeline = handle(subject.components, precision, backend, GuardPolicy(scope=scope), offload)
+        pipeline = replace(pipeline, compile_options=CompileOptions(mode=mode), accumulation=accumulation)
+        return Ours(subject, pipeline, sums)
 
     return make
 
@@ -154,22 +160,12 @@ def ours(
 class Ours:
     """One step of it, and what its report says by now."""
 
-    def __init__(
-        self,
-        subject: Subject,
-        backend: str,
-        precision: Precision,
-        policy: GuardPolicy,
-        how: CompileOptions,
-        offload: Offload,
-        sums: Callable[[], AbstractContextManager[None]],
-    ):
-        made = handle(subject.components, precision, backend, policy, offload)
-        self._pipeline = replace(made, compile_options=how)
+    def __init__(self, subject: Subject, pipeline: PipelineHandle, sums: Callable[[], AbstractContextManager[None]]):
+        self._pipeline = pipeline
         stage = self._pipeline.stage(Component.DENOISER)
         self._report = stage.report
         self._denoiser, self._given, self._sums = guarded_denoiser(stage), subject.given, sums
-        self.in_parts, self._in_run = offload.in_parts, False
+        self.in_parts, self._in_run = pipeline.offload.in_parts, False
 
     def __call__(self) -> Any:
         with nullcontext() if self._in_run else self.held():
@@ -194,6 +190,8 @@ class Ours:
             made["wide_parts"] = list(learned.wide_parts)
         if learned and learned.islands:
             made["islands"] = list(learned.islands)
+        if learned and learned.sums:
+            made["fp16_accumulation"] = str(learned.sums)
         return made
 
 

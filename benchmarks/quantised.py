@@ -170,7 +170,7 @@ def contestants(single: torch.nn.Module, family: FamilySpec) -> dict[str, Callab
         anatomy = Anatomy.of(module, family.blocks, family.stream)
         wide = dtype == "fp16" and family.stream is not None
         made = half_attempt(module, anatomy, NOTHING, dtype, wide=wide, quantised=layers)
-        return lambda given: made.run(**_cast(given, family, DTYPES[dtype]))[0]
+        return lambda given: made.run(**cast(given, family, DTYPES[dtype]))[0]
 
     def on_float32(kind: str) -> Callable[[dict[str, Any]], torch.Tensor]:
         half = denoisers_in(single, torch.bfloat16)
@@ -199,7 +199,7 @@ def _blocks(module: torch.nn.Module, family: FamilySpec) -> tuple[str, ...]:
     return Anatomy.of(module, family.blocks, family.stream).repeated
 
 
-def _cast(given: dict[str, Any], family: FamilySpec, dtype: torch.dtype) -> dict[str, Any]:
+def cast(given: dict[str, Any], family: FamilySpec, dtype: torch.dtype) -> dict[str, Any]:
     names = {*family.denoiser_inputs}
     return {
         name: value.to(dtype) if name in names and isinstance(value, torch.Tensor) else value

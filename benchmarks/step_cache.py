@@ -65,7 +65,7 @@ class Subject:
     def run(self, seed: int, policy: CachePolicy | None = None, *, count: bool = False, **more: Any) -> Made:
         handle = replace(self.handle, step_cache=policy)
         with counted_calls(self.blocks) as calls, operations(count) as found:
-            latents, report = self._sampled(handle, seed, more)
+            latents, report = self.sampled(handle, seed, **more)
         return Made(latents, report, calls[0], found())
 
     @property
@@ -74,7 +74,7 @@ class Subject:
         module: Any = self.handle.store.module(self.handle.family.denoiser, dtype)
         return [*module.transformer_blocks] if self.name == "cogvideox" else []
 
-    def _sampled(self, handle: PipelineHandle, seed: int, more: dict[str, Any]) -> tuple[torch.Tensor, Any]:
+    def sampled(self, handle: PipelineHandle, seed: int, **more: Any) -> tuple[torch.Tensor, Any]:
         scenes = Scenes.drawn(1, torch.Generator().manual_seed(10_000 + seed))
         if self.name == "cogvideox":
             prompt = scenes.prompts(TEXT)

@@ -23,6 +23,7 @@ from .arch import Architecture
 
 ATTENTION_SWITCH = "ONEFLOW_ATTENTION_ALLOW_HALF_PRECISION_ACCUMULATION"
 SCORES_SWITCH = "ONEFLOW_ATTENTION_ALLOW_HALF_PRECISION_SCORE_ACCUMULATION_MAX_M"
+FP16_SUMS = "allow_fp16_accumulation"  # of torch.backends.cuda.matmul, from PyTorch 2.7 on
 NEXFORT_OPTION = "triton.fuse_attention_allow_fp16_reduction"  # the same at compile time
 NEXFORT_SWITCH = "NEXFORT_ENABLE_FUSE_ATTENTION_FP16_REDUCTION"
 SOURCE = "https://github.com/siliconflow/onediff/issues/958"
@@ -60,6 +61,7 @@ class Accumulation(str, Enum):
 
     AUTO = "auto"  # by architecture
     FAST = "fast"  # in half precision, attention scores apart
+    FP16 = "fp16"  # as AUTO, but that linear layers accumulate in fp16 that were measured to be right with it
 
 
 class Mode(Enum):
@@ -182,10 +184,10 @@ SPECS: tuple[_Spec, ...] = (
         _write_matmul("allow_fp16_reduced_precision_reduction"),
     ),
     _torch(
-        "matmul.allow_fp16_accumulation",
+        f"matmul.{FP16_SUMS}",
         False,
-        lambda cuda: cuda.matmul.allow_fp16_accumulation,
-        _write_matmul("allow_fp16_accumulation"),
+        lambda cuda: getattr(cuda.matmul, FP16_SUMS),
+        _write_matmul(FP16_SUMS),
     ),
     _torch(
         "allow_fp16_bf16_reduction_math_sdp",
@@ -259,6 +261,35 @@ def preview(
     own = decide(architecture, request, others)
     with _HOLDERS.lock:
         return _HOLDERS.described(architecture, own, own)
+
+
+def has_fp16_sums() -> bool:
+    """Return whether this PyTorch can have matrix products accumulate in fp16."""
+    import torch
+
+    return hasattr(torch.backends.cuda.matmul, FP16_SUMS)
+
+
+@contextmanager
+def fp16_sums() -> Generator[None]:
+    """Have the products of fp16 matrices that this thread launches inside accumulate in fp16.
+
+    PyTorch reads the switch as it launches a product (at::cuda::blas::gemm), so it need not stand any longer. It is the
+    process's, so it stays as it is where another stage runs beside, and none can start meanwhile.
+    """
+    import torch
+
+    matmul: Any = torch.backends.cuda.matmul
+    with _HOLDERS.lock:
+        before = getattr(matmul, FP16_SUMS)
+        if len(_HOLDERS.current) > 1 or before:
+            yield
+            return
+        setattr(matmul, FP16_SUMS, True)
+        try:
+            yield
+        finally:
+            setattr(matmul, FP16_SUMS, before)
 
 
 def allowed(name: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +20,11 @@ ONEDNN_GUIDE = "https://uxlfoundation.github.io/oneDNN/dev_guide_data_types.html
 
 EXPERIMENTAL = "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"  # "1" asks for it; read when attention is first computed
 
+# FP16 tensor TFLOPS with FP16 and with FP32 accumulate: GeForce RTX 2080 Ti, 3090 Ti, 4090, side by side
+ADA_PAPER = "https://images.nvidia.com/aem-dam/Solutions/Data-Center/l4/nvidia-ada-gpu-architecture-whitepaper-v2.1.pdf"
+
 HalfAccumulation = Literal["right", "wrong", "untried"]
+Fp16Sums = Literal["same", "geforce"]
 Fused = Literal["there", "experimental", "missing"]
 
 
@@ -41,6 +45,8 @@ class Architecture:
     fp16_wrong: bool = False  # comes out NaN or black, whatever the model
     fused_attention: Fused = "there"  # PyTorch's, which writes no scores
     quantises: tuple[str, ...] = ()  # what linear layers can be quantised to here: "int8", "fp8"
+    # which cards multiply twice as fast where products accumulate in fp16: "geforce", or none, which take the same time
+    fp16_sums: Fp16Sums = "same"
 
     @property
     def native_bf16(self) -> bool:
@@ -55,6 +61,12 @@ class Architecture:
         return self.label if self.label.lower() == self.name else f"{self.name} ({self.label})"
 
 
+# Compute capabilities of GeForce RTX 20, 30, 40 and 50. These multiply fp16 at half speed where products accumulate in
+# fp32, which professional and datacentre cards of the same capabilities (T4, A10, L4, RTX 6000) do not. ADA_PAPER has
+# the first three; of RTX 50, NVIDIA's paper on RTX Blackwell says it.
+_GEFORCE = frozenset({"sm75", "sm86", "sm89", "sm120"})
+
+
 def _nvidia(
     name: str, label: str, bf16: bool, fp16: bool, tensor: bool, tf32: bool, fp8: bool, half: HalfAccumulation
 ) -> Architecture:
@@ -62,7 +74,8 @@ def _nvidia(
     source = CUDA_GUIDE if name not in ("sm60", "sm61", "sm70", "sm72") else OLDER_GUIDE
     quantises = (*(("fp8",) if fp8 else ()), *(("int8",) if bf16 else ()))
     bf16_is: Literal["native", "emulated"] = "native" if bf16 else "emulated"
-    return Architecture(name, label, bf16_is, fp16, tensor, tf32, fp8, half, source, quantises=quantises)
+    more: Any = {"quantises": quantises, "fp16_sums": "geforce" if name in _GEFORCE else "same"}
+    return Architecture(name, label, bf16_is, fp16, tensor, tf32, fp8, half, source, **more)
 
 
 def _amd(name: str, label: str, bf16: bool, matrix: bool, fp8: bool, fused: Fused) -> Architecture:
@@ -135,7 +148,10 @@ def detect(device: torch.device) -> Architecture:
         capability = torch.cuda.get_device_capability(device)
         if capability == (7, 5) and _GTX16.search(torch.cuda.get_device_name(device)):
             return ARCHITECTURES["sm75-gtx16"]
-        return by_capability(*capability)
+        row = by_capability(*capability)
+        if row.fp16_sums == "geforce" and "geforce" not in torch.cuda.get_device_name(device).lower():
+            return replace(row, fp16_sums="same")
+        return row
     except (RuntimeError, AssertionError) as error:  # no driver, one too old, or a PyTorch built without CUDA
         said = str(error).strip() or type(error).__name__
         return _unknown("cuda", f"could not be asked: {said.splitlines()[0]}")
@@ -185,7 +201,7 @@ def by_capability(major: int, minor: int) -> Architecture:
         return replace(_unknown(name, "older than the table"), fast_fp16=False)
     nearest = listed[max(older)]
     label = f"not in the table, treated as {nearest.name}"
-    return replace(nearest, name=name, label=label, half_accumulation="untried", known=False)
+    return replace(nearest, name=name, label=label, half_accumulation="untried", known=False, fp16_sums="same")
 
 
 def by_gfx(name: str) -> Architecture:

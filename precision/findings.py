@@ -112,6 +112,15 @@ class Finding:
     islands: tuple[str, ...] = ()  # what would have to run in fp32
     hopeless: bool = False  # neither a wide stream nor an island helps
     quantised: str = ""  # a quantised layer that came out broken although its input was not
+    fp16_sums: str = ""  # the same of one that accumulates in fp16
+
+
+@dataclass(frozen=True)
+class Apart:
+    """Layers of a half-precision call that compute otherwise than its others."""
+
+    quantised: Collection[str] = ()
+    fp16_sums: Collection[str] = ()
 
 
 def find(
@@ -159,24 +168,27 @@ def found_in_half(
     anatomy: Anatomy,
     dtype: str,
     islands: Collection[str] = (),
-    quantised: Collection[str] = (),
+    apart: Apart | None = None,
 ) -> Finding:
     """Say why a call failed in half precision although nothing leaves the dtype's range when it runs in fp32.
 
     name: the module whose output was broken when the half-precision call was made once more; None where none was.
-    quantised: names of the layers that were quantised in it.
+    apart: the layers that were quantised in it, or accumulated in fp16.
     """
+    apart = apart or Apart()
     if name is None:
         return Finding(f"no layer's output leaves {dtype}'s range, and computed again it did not fail")
-    if name in quantised:
-        peak = peaks[name].output if name in peaks else None
+    peak = peaks[name].output if name in peaks else None
+    if name in apart.fp16_sums:
+        reason = f"'{name}' is broken where it accumulates in fp16, although its output fits"
+        return Finding(reason, name, peak, fp16_sums=name)
+    if name in apart.quantised:
         return Finding(f"'{name}' is broken where it is quantised, and its input is not", name, peak, quantised=name)
     inside = f"inside '{name}'" if name else "outside of all layers"
     inside = "inside attention" if "attn" in name or "attention" in name else inside
     reason = f"'{name}'" if name else "the output"
     reason += f" is broken in {dtype}, although no layer's output leaves its range: it overflows {inside}"
     reason += ", apart from the residual stream" if anatomy.widens(dtype) else ""
-    peak = peaks[name].output if name in peaks else None
     island = anatomy.island(name, peaks, dtype, islands)
     return Finding(reason, name, peak, islands=() if island is None else (island,), hopeless=island is None)
 
@@ -190,6 +202,9 @@ def taught(learned: Learned, finding: Finding, anatomy: Anatomy, dtype: str) -> 
     if finding.quantised:
         learned = replace(learned, unquantised=(*learned.unquantised, finding.quantised))
         return learned, f"'{finding.quantised}' unquantised from the next call on"
+    if finding.fp16_sums and learned.sums:
+        learned = replace(learned, sums=learned.sums.without(finding.fp16_sums))
+        return learned, f"'{finding.fp16_sums}' accumulates in fp32 from the next call on"
     can_widen = dtype == "fp16"
     everything = can_widen and learned.everything
     broken = finding.stream is not None and not math.isfinite(finding.stream)

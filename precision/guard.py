@@ -183,7 +183,8 @@ class StageGuard:
         outcome = made.outcome(self.dtype if self._narrow else "fp32", inside)
         if given.finite and outcome == "finite":
             if self._learner:
-                self._learner.came_out_right()
+                self._learner.came_out_right(*half_args, **half_kwargs)
+                self._attempt = self._learner.attempt.run
             self._casts = casts
             return self._recorded(output, started, timestep, self.dtype, outcome, made)
         if self.policy.on_failure is OnFailure.OFF:

@@ -13,11 +13,13 @@ from torch.utils import _pytree as pytree
 
 from .dtypes import DTYPES
 from .findings import Anatomy
+from .fp16_sums import LinearSums
 from .half_products import HalfProducts, run_with_half_products
 from .learned import EVERYTHING, STREAM, Learned
 from .quantised import QuantisedLinears
 from .shells import Make, replaced, with_forward
 from .streams import Stream
+from .sums import Sums
 from .upcast import run_in_fp32
 from .wide import with_wide_stream
 
@@ -31,6 +33,8 @@ class Attempt:
     wide: bool = False  # its residual stream is float32
     everything: bool = False  # all of it is float32, but for products that are scaled to fit
     quantised: tuple[str, ...] = ()  # names of its layers that are quantised
+    sums: Sums | None = None  # what its linear layers accumulate in; None where all of them do so in fp32
+    probe: Callable[[Callable[[], Any]], Sums] | None = None  # finds that out, given one call of `eager`
 
     @property
     def in_words(self) -> str:
@@ -47,16 +51,19 @@ def half_attempt(
     wide: bool = False,
     everything: bool = False,
     quantised: QuantisedLinears | None = None,
+    sums: LinearSums | None = None,
     compiled: Callable[[torch.nn.Module, bool], torch.nn.Module] = lambda shell, _wide: shell,
     onloaded: Callable[[torch.nn.Module, torch.nn.Module], torch.nn.Module] = lambda shell, _eager: shell,
     device: torch.device | None = None,
     tf32: bool = False,
 ) -> Attempt:
-    """Build the attempt that the plan and what was learned ask for: the module with a wide stream, then quantised, then
-    compiled, then with islands, which leave what is compiled, and are not quantised.
+    """Build the attempt that the plan and what was learned ask for: the module with sums in fp16, then with a wide
+    stream, then quantised, then compiled, then with islands, which leave what is compiled, and are not quantised.
 
     wide, everything: the plan's, which hold whatever was learned.
     quantised: the module's quantised layers, where the plan asks for them.
+    sums: its linear layers, where the plan has those accumulate in fp16 that are right with it. Until that is measured,
+        nothing is compiled.
     compiled: makes a shell with compiled blocks, given the module and whether its stream is wide. Whoever passes it
         remembers the shell, since islands change nothing about it.
     onloaded: makes a shell that brings its weights to the device, given a shell and the eager module that it is one of.
@@ -70,17 +77,19 @@ def half_attempt(
         return Attempt(run, run, everything=True)
     wide = anatomy.widens(dtype) and (wide or learned.wide)
     stream = anatomy.stream if wide else None
-    half = _with_wide_stream(module, stream, DTYPES[dtype], device) if stream else module
+    base = sums.shell(module, learned.sums) if sums else module
+    half = _with_wide_stream(base, stream, DTYPES[dtype], device) if stream else base
     made = "fp32" if wide else dtype
     blocks = onloaded(half, half)
     names = tuple(name for name in quantised.names if name not in learned.unquantised) if quantised else ()
     fewer = quantised.shell(half, learned.unquantised) if quantised and names else half
-    shell = compiled(fewer, wide)
+    probe = sums.probed if sums and learned.sums is None else None
+    shell = fewer if probe else compiled(fewer, wide)
     eager = with_islands(onloaded(fewer, half), learned, made, source=blocks, tf32=tf32)
     run = eager
     if shell is not fewer:
         run = with_islands(onloaded(shell, half), learned, made, source=blocks, tf32=tf32)
-    return Attempt(run, eager, wide, quantised=names)
+    return Attempt(run, eager, wide, quantised=names, sums=learned.sums if sums else None, probe=probe)
 
 
 def _with_wide_stream(

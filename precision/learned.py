@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from .sums import Sums
+
 
 @dataclass(frozen=True)
 class Learned:
@@ -16,6 +18,7 @@ class Learned:
     wide_parts: tuple[str, ...] = ()  # blocks, or parts outside of blocks, of which every layer is wide
     everything: bool = False  # every layer of the module is wide
     unquantised: tuple[str, ...] = ()  # layers that stay in half precision where the others are quantised
+    sums: Sums | None = None  # which linear layers accumulate in fp16, where that is asked for; None: not measured yet
 
     @property
     def parts(self) -> tuple[str, ...]:

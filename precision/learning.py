@@ -11,7 +11,7 @@ import torch
 
 from .attention import showing_what_is_broken
 from .dtypes import FP16_MAX
-from .findings import Anatomy, Finding, find, found_in_half, taught
+from .findings import Anatomy, Apart, Finding, find, found_in_half, taught
 from .islands import Attempt
 from .learned import NOTHING, STAY, Learned
 from .observe import Agree, Peak, alone, first_broken, leaf_peaks
@@ -73,8 +73,9 @@ class Learner:
         limit = FP16_MAX if saturated else torch.inf
         with showing_what_is_broken((args, kwargs)):
             name = first_broken(module, lambda: eager(*args, **kwargs), limit, self._agree)
-        islands, quantised = self.learned.islands, self.attempt.quantised
-        return found_in_half(name, self._peaks, self._anatomy, self._dtype, islands, quantised)
+        attempt, sums = self.attempt, self.attempt.sums
+        apart = Apart(attempt.quantised, sums.layers if sums else ())
+        return found_in_half(name, self._peaks, self._anatomy, self._dtype, self.learned.islands, apart)
 
     def learn(self, finding: Finding) -> str:
         """Build the next attempt as the finding asks for. Returns what changes, in words; "" where nothing does."""
@@ -93,8 +94,16 @@ class Learner:
         self.learned = learned
         return action
 
-    def came_out_right(self) -> None:
-        """Note that a call of the attempt came out right, so what was learned helps."""
+    def came_out_right(self, *args: Any, **kwargs: Any) -> None:
+        """Note that a call of the attempt came out right, so what was learned helps. Where it is to be found out what
+        its linear layers accumulate in, that is done by this call, made again.
+
+        args, kwargs: of the call.
+        """
+        if self.attempt.probe:
+            found = self.attempt.probe(lambda: self.attempt.eager(*args, **kwargs))
+            self.learned = replace(self.learned, sums=found)
+            self.attempt = self._build(self.learned)
         self._proven = self.learned
 
     def stay(self) -> str:

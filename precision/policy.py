@@ -80,6 +80,8 @@ class Plan:
     accumulation_source: str
     quantised: str = ""  # what its large linear layers multiply in: "int8", "fp8"; "": in the dtype
     quantised_reason: str = ""  # "" where nothing was to be quantised
+    fp16_sums: bool = False  # linear layers that are measured to be right with it accumulate in fp16
+    fp16_sums_reason: str = ""  # "" where that was not asked for
 
     @property
     def half(self) -> bool:
@@ -136,6 +138,7 @@ def choose(
     guarded, guard_reason = _guard(variant, dtype, request)
     wide, wide_reason = _wide(variant, component, dtype, request)
     quantised, quantised_reason = _quantised(component, dtype, request)
+    sums, sums_reason = _fp16_sums(architecture, component, dtype, request, accumulation)
     switched = decide(architecture, accumulation, beside)
     return Plan(
         component=component,
@@ -151,6 +154,8 @@ def choose(
         accumulation_source=switched.source,
         quantised=quantised,
         quantised_reason=quantised_reason,
+        fp16_sums=sums,
+        fp16_sums_reason=sums_reason,
     )
 
 
@@ -233,6 +238,21 @@ def _quantised(component: Component, dtype: str, request: Precision) -> tuple[st
         return "", f"nothing: {request.value} is for the denoiser, and the {component.words} is {dtype}"
     how = "a scale for each row of inputs and weights, taken as they come; the half-precision weights stay for reruns"
     return request.value, f"the large linear layers of its blocks, to {request.value}: {how}"
+
+
+def _fp16_sums(
+    architecture: Architecture, component: Component, dtype: str, request: Precision, accumulation: Accumulation
+) -> tuple[bool, str]:
+    """Decide whether linear layers accumulate in fp16. It costs bits, so only where it can gain something."""
+    if accumulation is not Accumulation.FP16 or component is not Component.DENOISER:
+        return False, ""
+    if dtype != "fp16":
+        return False, f"nothing: products of {dtype} always accumulate in fp32; choose precision 'fp16' for it"
+    if request is Precision.FP16_PLAIN:
+        return False, "nothing: asked for fp16 (plain), which nothing checks"
+    if architecture.fp16_sums == "same":
+        return False, f"nothing: {architecture} multiplies no faster with it, if it is no GeForce RTX"
+    return True, "linear layers that are measured to be right with it; GeForce cards multiply twice as fast"
 
 
 def _not_quantised(architecture: Architecture, request: Precision) -> str:

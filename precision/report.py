@@ -155,6 +155,7 @@ class RunReport:
             f"guard {self.plan.guard_reason}",
             f"wide: {self.plan.wide_reason}",
             *([f"quantised: {self.plan.quantised_reason}"] if self.plan.quantised_reason else ()),
+            *([f"fp16 accumulation: {self.plan.fp16_sums_reason}"] if self.plan.fp16_sums_reason else ()),
             *([f"step cache: {self.cache}"] if self.cache else ()),
             *([f"memory: {self.memory}"] if self.memory else ()),
         ]

@@ -52,6 +52,7 @@ TOLD = {
     "precision/narrowing.py": ("_bring_back", "_count_small"),
     "precision/policy.py": ("said", "_automatic", "_asked", "_in_fp16", "as_stored"),
     "precision/report.py": ("compiled", "finding", "summary"),
+    "precision/sums.py": ("__str__", "_named"),
 }
 LABELS = {
     "comfyui_host/labelled.py": ("prompt_of", "latents_of")

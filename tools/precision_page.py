@@ -57,6 +57,9 @@ CARD_COLUMNS = """\
   Precision `int8` runs on NVIDIA from `sm80` on, and on CPUs.
 - **half-precision accumulation**: *right* or *wrong* by users' reports, *untried* where there is none. See
   [below](#half-precision-accumulation).
+- **fp16 accumulation pays**: which cards multiply fp16 twice as fast where products accumulate in fp16. Of one compute
+  capability, GeForce cards do and professional and datacentre cards do not; they are told apart by their names.
+  [fp16_accumulation.md](fp16_accumulation.md) has the rest.
 
 ## Models
 
@@ -112,7 +115,8 @@ ACCUMULATION = """\
 
 Attention kernels may add up in fp16 instead of fp32. That is faster, and on some cards it comes out NaN or black. The
 switches for it belong to the whole process. They are set while a model runs, and put back when it is done. The
-loader's `accumulation` chooses:
+loader's `accumulation` chooses. `fp16` is `auto` here; what it does beside, for linear layers, is in
+[fp16_accumulation.md](fp16_accumulation.md).
 """
 
 SWITCHES = """\
@@ -185,12 +189,14 @@ def _cards() -> str:
         a = group[0].architecture
         names = ", ".join(f"`{device.architecture.name}`" for device in group)
         flags = map(_yes, (a.fast_fp16, a.fp16_tensor_cores, a.tf32, a.fp8))
-        return [a.label, names, a.bf16, *flags, a.half_accumulation, _link(a.source)]
+        pays = "GeForce" if a.fp16_sums == "geforce" else "no"
+        return [a.label, names, a.bf16, *flags, a.half_accumulation, pays, _link(a.source)]
 
     listed = [device for device in _devices() if device.architecture.known]
     alike = groupby(listed, key=lambda device: replace(device.architecture, name=""))
     titles = ["generation", "name", "bf16", "fast fp16", "tensor cores", "TF32", "fp8"]
-    return _table([*titles, "half-precision accumulation", "source"], [row(list(group)) for _, group in alike])
+    titles += ["half-precision accumulation", "fp16 accumulation pays", "source"]
+    return _table(titles, [row(list(group)) for _, group in alike])
 
 
 def _models() -> str:

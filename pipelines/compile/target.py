@@ -81,7 +81,8 @@ def target_of(
     """What a model's denoiser is compiled for. Sizes, LoRAs and islands are told apart by inductor itself."""
     config = {name: value for name, value in model.denoiser_config.items() if not name.startswith("_")}
     stream = "wide stream" if plan.wide else "narrow stream"
-    parts = [stream, f"half accumulation {plan.accumulation}", options.in_words("inductor")]
+    sums = "sums in fp16" if plan.fp16_sums else ""
+    parts = [stream, f"half accumulation {plan.accumulation}", sums, options.in_words("inductor")]
     return Target(
         model=model.variant.name,
         config=hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16],

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 NOT_RUN = (
     "OneFlow's special builds and nexfort: neither has been available.",
-    "Quantised products on a card, ComfyUI's and torchao's: they ran on a CPU.",
+    "Quantised products, ComfyUI's and torchao's, and fp16 accumulation on a card: ran on a CPU, or emulated.",
     "SageAttention, `--gpus`, `batch`, offload 'group' and 'sequential' on a card: run on a CPU, or with stand-ins.",
     "CUDA, ROCm, Intel and Apple GPUs: all that is known to work was run on CPUs.",
     "Published weights of any model: all models here are small ones with their classes and random or computed weights.",
@@ -174,6 +174,7 @@ def _put_together(
         said.append("The accumulation switches could not be read: some are PyTorch's")
     if precision.quantises:
         said += tried(lambda: [*_without_quantiser(precision)], [])
+    said += tried(lambda: [*_without_switch(models)], [])
     if on_failure == "off":
         said.append("The NaN Guard is off: steps are only watched")
     if asked is None:
@@ -257,6 +258,13 @@ def _without_quantiser(precision: Precision) -> Iterator[str]:
 
     if missing := lacking(precision.value):
         yield missing
+
+
+def _without_switch(models: Iterable[ModelPlans]) -> Iterator[str]:
+    from ..weights.summing import lacks_sums, missing
+
+    if any(lacks_sums(plan) for model in models for plan in model.plans):
+        yield missing()
 
 
 def _without_loader(loaders: Mapping[str, str]) -> Iterator[str]:

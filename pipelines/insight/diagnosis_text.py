@@ -133,6 +133,7 @@ def _plan(diagnosis: Diagnosis, model: ModelPlans) -> list[str]:
                     *([("", "reruns in plain fp32, not in TF32: strict is on")] if diagnosis.strict else []),
                     *_reasons("wide", _widened(model.plans), lambda plan: plan.wide_reason),
                     *_reasons("accumulation", model.plans, lambda plan: plan.accumulation_reason),
+                    *_reasons("fp16 sums", _asked_for_sums(model.plans), lambda plan: plan.fp16_sums_reason),
                     *_reasons("sources", model.plans, lambda plan: plan.source),
                     *_reasons("", model.plans, lambda plan: plan.accumulation_source),
                     *_rows_under("stored as", [f"{name} {stored}" for name, stored in model.stored.items()]),
@@ -155,6 +156,8 @@ def _all_plans(diagnosis: Diagnosis) -> list[str]:
         for plan in model.plans:
             reason = own_name.sub("the model", plan.reason)
             reasons.setdefault(reason, {})[model.variant] = None
+            if plan.fp16_sums_reason:
+                reasons.setdefault(f"fp16 sums: {plan.fp16_sums_reason}", {})[model.variant] = None
     lines += _table(("", *(component.words for component in Component)), rows)
     guarded = sorted({plan.dtype for model in diagnosis.models for plan in model.plans if plan.guarded})
     lines += ["", f"  guarded: {'whatever runs in ' if guarded else 'nothing'}{' or '.join(guarded)}", ""]
@@ -202,6 +205,10 @@ def _wide(plan: Plan) -> str:
     if not plan.wide:
         return "no"
     return "its stream" if plan.component is Component.DENOISER else "every layer"
+
+
+def _asked_for_sums(plans: Iterable[Plan]) -> list[Plan]:
+    return [plan for plan in plans if plan.fp16_sums_reason]
 
 
 def _widened(plans: Iterable[Plan]) -> list[Plan]:

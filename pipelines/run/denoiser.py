@@ -13,6 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ...precision.attention import Attended
+from ...precision.fp16_sums import LinearSums
 from ...precision.guard import StageGuard
 from ...precision.islands import Attempt, half_attempt
 from ...precision.learned import NOTHING, Learned
@@ -191,6 +192,7 @@ class _Attempts:
         self._cache = cache
         self._backend = for_plan(handle.backend, handle.architecture, plan, handle.store.placement.device)
         self._quantised = quantised_of(stage)
+        self._sums = self._measured_sums()
         self._how, self._attention = handle.compile_options, ""
         if self._how.attention == MEASURED:
             from ..compile.attention import with_attention
@@ -211,11 +213,14 @@ class _Attempts:
             dtype,
             wide=stage.plan.wide,
             quantised=self._quantised,
-            compiled=partial(self._in_blocks, left=learned.unquantised),
+            sums=self._sums,
+            compiled=partial(self._in_blocks, left=self._left(learned)),
             onloaded=stage.weights.shell,
             device=stage.handle.store.placement.device,
             tf32=stage.tf32,
         )
+        if made.sums:
+            stage.report.note(f"{self._in_fp16}: {made.sums}", instead_of=self._in_fp16)
         self._compiles = not made.everything
         self.tell_backend()
         if family.clips and dtype == "fp16" and not made.in_words:
@@ -224,6 +229,25 @@ class _Attempts:
             made = replace(made, run=self._projected_once(made.run))
         run = self._cache.attempt(made.run, self._around) if self._cache else self._around(made.run)
         return replace(made, run=run, eager=in_halves(made.eager) if self._apart else made.eager)
+
+    def _measured_sums(self) -> LinearSums | None:
+        """The layers that may accumulate in fp16; None where the plan has none, or the backend makes the products."""
+        if not self._stage.plan.fp16_sums:
+            return None
+        if self._backend.name not in (EAGER, "inductor"):
+            self._stage.report.note(f"{self._in_fp16}: nothing, since {self._backend.name} multiplies in its own way")
+            return None
+        return LinearSums(self._stage.module, self._stage.agree)
+
+    @property
+    def _in_fp16(self) -> str:
+        return f"fp16 accumulation in the {self._stage.name}"
+
+    def _left(self, learned: Learned) -> tuple[str, ...]:
+        """Names of layers that are compiled otherwise than the plan alone says."""
+        if self._sums and learned.sums:
+            return learned.sums.layers
+        return learned.unquantised if self._quantised else ()
 
     def _around(self, run: Any) -> Any:
         """Return the same call with the attention that was asked for, and in halves where that is so."""
@@ -253,7 +277,7 @@ class _Attempts:
             return half
         handle, plan = self._stage.handle, self._stage.plan
         known = handle.store.compiled
-        how = (self._backend.name, self._how, plan.numerics, wide, plan.accumulation, left if plan.quantised else ())
+        how = (self._backend.name, self._how, plan.numerics, wide, plan.accumulation, left)
         parts = self._stage.compiled_parts
         key = (self._stage.name, keys(self._stage.loras), *how, parts)
         if key not in known:

@@ -28,6 +28,7 @@ from ..weights.components import ComponentStore, MemoryKey, shared_store
 from ..weights.offload import Offload, backend_with, brings_parts_to
 from ..weights.placement import Placement
 from ..weights.quantising import check
+from ..weights.summing import check_sums
 from .profiles import Profile
 from .stage import ComponentStage, stage_of
 
@@ -80,6 +81,7 @@ class PipelineHandle:
         precision = request or self.precision
         plan = choose(self.architecture, variant, component, precision, self.accumulation, self.beside)
         check(plan, self.offload, self.store.placement.device)
+        check_sums(plan)
         return plan
 
     def stage(self, component: Component, request: Precision | None = None) -> ComponentStage:

@@ -19,6 +19,7 @@ from pydantic import AfterValidator, Field
 
 from ...precision.arch import is_name
 from ...precision.learned import NOTHING, Learned, largest_of, parts_in_words
+from ...precision.sums import Sums
 from ...trust import foreign
 from ...trust.foreign import Foreign, Unreadable
 from ...trust.text import for_file_name, for_terminal, shown
@@ -63,12 +64,15 @@ class Profile:
         facts["learned"] = {name: facts["learned"][name] for name in _LearnedPart.model_fields}
         if not self.learned.unquantised:  # of a run that quantises nothing, which readers before it know
             del facts["learned"]["unquantised"]
+        if not self.learned.sums:
+            del facts["learned"]["sums"]
         return json.dumps(facts, indent=2, allow_nan=False) + "\n"
 
     def in_words(self) -> str:
         known = self.learned
         parts = [f"{self.model}, {self.architecture}, {self.dtype}" + (", with LoRA" if self.loras else "")]
         parts += known.in_words()
+        parts += [f"fp16 accumulation: {known.sums}"] if known.sums else []
         return "; ".join(parts) if len(parts) > 1 else f"{parts[0]}; nothing learned"
 
     def misfit(self, here: Profile, parts: Iterable[str]) -> str:
@@ -112,6 +116,21 @@ def _apart(islands: list[str]) -> list[str]:
 _Text = Annotated[str, Field(min_length=1, max_length=300), AfterValidator(_one_line)]
 
 
+_Layers = Annotated[list[_Text], Field(max_length=5000)]
+_Error = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class _SumsPart(Foreign):
+    """Which linear layers accumulate in fp16."""
+
+    layers: _Layers
+    islands: _Layers
+    overflows: _Layers
+    largest: _Error
+    farthest: Annotated[str, Field(max_length=300), AfterValidator(_one_line)]
+    step: _Error
+
+
 class _LearnedPart(Foreign):
     """That a run went on in fp32 is of that run alone, and not here. Older profiles have a `stream_peak`, too, which
     nothing needs any more."""
@@ -120,6 +139,7 @@ class _LearnedPart(Foreign):
     wide_parts: Annotated[list[_Text], Field(max_length=200), AfterValidator(_apart)] = []
     everything: bool = False
     unquantised: Annotated[list[_Text], Field(max_length=1000)] = []
+    sums: _SumsPart | None = None
 
 
 class _File(Foreign):
@@ -180,8 +200,13 @@ def _fitting(value: Any) -> Profile:
     given = facts.model_dump(exclude={"kind", "format", "learned", "loras"})
     learned = facts.learned
     lists: dict[str, Any] = {name: tuple(getattr(learned, name)) for name in ("islands", "wide_parts", "unquantised")}
-    known = Learned(**lists, everything=learned.everything)
+    sums = Sums(**{name: _plain(value) for name, value in learned.sums}) if learned.sums else None
+    known = Learned(**lists, everything=learned.everything, sums=sums)
     return Profile(**given, loras=tuple(facts.loras), learned=known)
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _bad(where: str, found: Unreadable) -> BadProfile:

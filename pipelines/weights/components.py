@@ -59,8 +59,8 @@ class ComponentStore:
         self.model = model
         self.placement = placement
         self.prompts: dict[tuple[str, str, bool], torch.Tensor] = {}  # (text, dtype, guarded) → [1, tokens, channels]
-        # (denoiser, LoRAs, backend, how, numerics, wide stream, half-precision accumulation, unquantised,
-        # what is compiled of it) → shell
+        # (denoiser, LoRAs, backend, how, numerics, wide stream, half-precision accumulation, layers that are
+        # unquantised or accumulate in fp16, what is compiled of it) → shell
         self.compiled: dict[_CompiledKey, torch.nn.Module] = {}
         self.quantised: dict[tuple[str, tuple[LoraKey, ...], str], QuantisedLinears] = {}  # by denoiser, LoRAs and kind
         self.learned: dict[MemoryKey, Learned] = {}  # what runs taught about a denoiser

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -119,7 +120,7 @@ def test_a_cpu_is_found() -> None:
 
 
 def test_an_nvidia_gpu_is_found_by_its_own_capability(gpus) -> None:
-    gpus((7, 5), (9, 0))
+    gpus((7, 5), (9, 0), names=("NVIDIA GeForce RTX 2080 Ti", "NVIDIA H100"))
     assert detect(torch.device("cuda", 0)) is ARCHITECTURES["sm75"]
     assert detect(torch.device("cuda", 1)) is ARCHITECTURES["sm90"]
 
@@ -149,12 +150,34 @@ def test_turing_without_tensor_cores_is_found_by_its_name(gpus, name: str) -> No
 @pytest.mark.parametrize("name", ["NVIDIA T4", "Tesla T4", "NVIDIA GeForce RTX 2060", "Quadro RTX 4000", "NVIDIA T10"])
 def test_turing_with_tensor_cores_is_not_mistaken(gpus, name: str) -> None:
     gpus((7, 5), names=(name,))
-    assert detect(GPU) is ARCHITECTURES["sm75"]
+    assert replace(detect(GPU), fp16_sums="geforce") == ARCHITECTURES["sm75"]
 
 
 def test_a_name_says_nothing_of_other_generations(gpus) -> None:
     gpus((8, 6), names=("NVIDIA T1000 of tomorrow",))
-    assert detect(GPU) is ARCHITECTURES["sm86"]
+    assert replace(detect(GPU), fp16_sums="geforce") == ARCHITECTURES["sm86"]
+
+
+GEFORCE = {
+    (7, 5): ("NVIDIA GeForce RTX 2080 Ti", "Tesla T4"),
+    (8, 6): ("NVIDIA GeForce RTX 3090", "NVIDIA RTX A6000"),
+    (8, 9): ("NVIDIA GeForce RTX 4090", "NVIDIA L4"),
+    (12, 0): ("NVIDIA GeForce RTX 5090", "NVIDIA RTX PRO 6000 Blackwell Workstation Edition"),
+}
+
+
+@pytest.mark.parametrize("capability", GEFORCE)
+def test_geforce_cards_gain_by_fp16_sums_and_others_of_the_same_capability_do_not(gpus, capability) -> None:
+    gpus(capability, capability, names=GEFORCE[capability])
+    geforce, other = (detect(torch.device("cuda", index)) for index in (0, 1))
+    assert geforce.fp16_sums == "geforce" and other == replace(geforce, fp16_sums="same")
+    assert len(arch.present()) == 2, "they are told apart"
+
+
+def test_nobody_else_gains_by_fp16_sums() -> None:
+    gain = {name for name, row in ARCHITECTURES.items() if row.fp16_sums == "geforce"}
+    assert gain == {"sm75", "sm86", "sm89", "sm120"}
+    assert named("sm76").fp16_sums == "same", "not in the table, and nearest to one that gains"
 
 
 def test_intels_gpus_compute_bf16() -> None:
@@ -219,7 +242,7 @@ def test_a_kind_of_device_that_nobody_listed_is_safe(kind: str) -> None:
 
 
 def test_all_gpus_of_the_process_are_seen_each_once(gpus) -> None:
-    gpus((8, 6), (7, 0), (8, 6))
+    gpus((8, 6), (7, 0), (8, 6), names=("NVIDIA GeForce RTX 3090", "Tesla V100", "NVIDIA GeForce RTX 3060"))
     assert arch.present() == (ARCHITECTURES["sm86"], ARCHITECTURES["sm70"])
 
 

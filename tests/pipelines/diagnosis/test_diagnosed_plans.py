@@ -16,6 +16,7 @@ from comfyui_onediff_guard.pipelines.families import table
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.pipelines.insight.diagnosis import NOT_RUN, diagnose, diagnose_pipeline
 from comfyui_onediff_guard.pipelines.insight.diagnosis_text import in_words
+from comfyui_onediff_guard.pipelines.weights import summing
 from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH, Accumulation
 from comfyui_onediff_guard.precision.guard import GuardPolicy, OnFailure
@@ -85,6 +86,17 @@ def test_a_diffusers_that_cannot_be_asked(folder: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "diffusers", None)
     notes = [note for note in diagnose(folder).notes if "not compared with diffusers" in note]
     assert len(notes) == 1 and "import of diffusers halted" in notes[0]
+
+
+def test_sums_in_fp16_are_told_with_what_is_lacking(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"precision": Precision.FP16, "accumulation": Accumulation.FP16}
+    found = one_line(diagnose(folder, arch.ARCHITECTURES["sm89"], **asked))
+    assert "fp16 sums linear layers that are measured to be right with it" in found and "PyTorch 2.7" not in found
+    assert "multiplies no faster with it" in one_line(diagnose(folder, SM80, **asked))
+    assert "fp16 sums: linear layers that are" in one_line(diagnose(None, arch.ARCHITECTURES["sm89"], **asked))
+    monkeypatch.setattr(summing, "has_fp16_sums", lambda: False)
+    assert "needs PyTorch 2.7 or newer" in one_line(diagnose(folder, arch.ARCHITECTURES["sm89"], **asked))
+    assert "needs PyTorch 2.7" not in one_line(diagnose(folder, SM80, **asked)), "there it is of no use"
 
 
 def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
