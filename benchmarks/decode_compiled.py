@@ -85,12 +85,13 @@ def measured(
         }
         times = interleave(steps, rounds, device)
         _, later = run(backend="inductor")
+    module: Any = handle.store.module("vae", "fp32")
     return {
         "latents": list(shape),
         "compiled": report.backend_reason,
         "graphs": report.graphs,
         "graphs later": later.graphs,
-        "parameters": sum(p.numel() for p in handle.store.module("vae", "fp32").decoder.parameters()),
+        "parameters": sum(p.numel() for p in module.decoder.parameters()),
         "first decode, wall seconds": round(first, 1),
         "error": float((compiled - eager).norm() / eager.norm()),
         "largest difference of a pixel": float((compiled - eager).abs().max()),

@@ -69,8 +69,11 @@ class Portions(NamedTuple):
 
     def most(self, stage: ComponentStage, latents: torch.Tensor) -> Most | None:
         """Return the kind of call that makes up most of decoding; None where that cannot be known beforehand."""
+        known, key = stage.handle.store.alike, (stage.plan.dtype, latents.shape, self)
         try:
-            return Most.of(kinds_of_calls(stage, latents, partial(self.decode_all, stage)))
+            if key not in known:
+                known[key] = Most.of(kinds_of_calls(stage, latents, partial(self.decode_all, stage)))
+            return known[key]
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # a decoder that reads values
             logger.warning("which calls are alike is not known: %s", error, exc_info=True)
             stage.report.note(f"nothing is compiled, since which calls are alike is not known ({first_line(error)})")
