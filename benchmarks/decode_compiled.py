@@ -1,6 +1,6 @@
 """A decode whose alike calls are compiled, beside the same one that is not: time, and how far the pictures are apart.
 
-    BENCHMARK_CLOCK=processor python benchmarks/decode_compiled.py [--models svd ...] [--rounds 10] [--out DIR]
+    BENCHMARK_CLOCK=processor python benchmarks/decode_compiled.py [--models svd ...] [--rounds 15] [--out DIR]
 
 Each model is a small one of the real classes with random weights, through Decode Latents' own function, in fp32. It
 says what compiling leaves of a decode's time on this machine, and that it only rounds otherwise; what a decoder of full
@@ -42,7 +42,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], tuple[int, ...], dict[str, Any]]] =
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -58,6 +58,9 @@ def main() -> None:
         "rounds": args.rounds,
         "models": {},
     }
+    file = args.out / f"{result['benchmark']}-{device.type}-{result['date']}.json"
+    if file.exists():  # of the same day: other models
+        result["models"] = json.loads(file.read_text(encoding="utf-8"))["models"]
     for name in args.models:
         found = measured(*MODELS[name], rounds=args.rounds, device=device)
         result["models"][name] = found
