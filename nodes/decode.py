@@ -54,6 +54,14 @@ class DecodeLatents(Node):
                         "Frames or images decoded at once (SVD, CogView); fewer need less memory. 0: all.",
                     )
                 ),
+                "backend": inputs.advanced(
+                    inputs.choice(
+                        inputs.BACKENDS,
+                        "How the VAE is compiled. auto: as the pipeline is, where that pays. eager: not compiled. The "
+                        "others: that one, at once. Tiles of one size, and chunks of as many frames, share one graph; "
+                        "what is left at the edges runs as it is.",
+                    )
+                ),
             },
             "hidden": inputs.node_id(),
         }
@@ -66,6 +74,7 @@ class DecodeLatents(Node):
         slicing: bool,
         precision: str,
         chunk: int = 0,
+        backend: str = inputs.BACKENDS[0],
         node_id: str | None = None,
     ) -> dict[str, Any]:
         from ..comfyui_host.labelled import plain
@@ -79,6 +88,7 @@ class DecodeLatents(Node):
                 slicing=slicing,
                 chunk=chunk,
                 request=requested(precision),
+                backend=backend,
                 made_by=latents.get("made_by"),
                 progress=counted(progress),
             )

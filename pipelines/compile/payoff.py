@@ -74,14 +74,15 @@ class _File(Foreign):
 _MEASURED: dict[str, Measured] = {}  # by what was compiled for
 
 
-def decide(known: Measured, size: str, calls: int, *, at_hand: bool) -> tuple[bool, str]:
+def decide(known: Measured, size: str, calls: int, *, at_hand: bool, unit: str = "step") -> tuple[bool, str]:
     """Return whether a run compiles, and why.
 
-    calls: of the denoiser in the run. at_hand: it is compiled already, in this process or on disk.
+    calls: of the network in the run. at_hand: it is compiled already, in this process or on disk. unit: what a call is
+        called.
     """
     taken = known.at(size)
     if taken.compiled and taken.eager and taken.compiled >= taken.eager:
-        return False, f"a step compiled took {taken.compiled:.2g} s here, and eager {taken.eager:.2g} s"
+        return False, f"a {unit} compiled took {taken.compiled:.2g} s here, and eager {taken.eager:.2g} s"
     if at_hand:
         return True, "compiled already"
     if not taken.eager:
@@ -94,14 +95,29 @@ def decide(known: Measured, size: str, calls: int, *, at_hand: bool) -> tuple[bo
 
 def learn(known: Measured, size: str, steps: Sequence[StepRecord], *, compiled: bool, graphs: int) -> None:
     """Take in what a run's calls took. graphs: that were compiled in it."""
-    seconds = [step.seconds - (step.rerun.seconds if step.rerun else 0.0) for step in steps if not step.cached]
-    if len(seconds) < 2:
+    seconds = [own_seconds(step) for step in steps if not step.cached]
+    if len(seconds) > 1:
+        take_in(known, size, seconds, compiled=compiled, graphs=graphs)
+
+
+def own_seconds(step: StepRecord) -> float:
+    """Return what a call took without its rerun."""
+    return step.seconds - (step.rerun.seconds if step.rerun else 0.0)
+
+
+def take_in(known: Measured, size: str, seconds: Sequence[float], *, compiled: bool, graphs: int) -> None:
+    """Take in what the calls of a run took, which are alike, but for the first, which may have compiled and warms up
+    what the others find. Of a single call, that is all there is to be known."""
+    if not seconds:
         return
-    usual, taken = statistics.median(seconds[1:]), known.at(size)
+    taken = known.at(size)
+    usual = statistics.median(seconds[1:] or seconds)
     if not compiled:
         taken.eager = usual
         taken.lost += len(seconds) * _saving(taken)
         return
+    if graphs and len(seconds) == 1:
+        usual = taken.compiled or taken.eager * (1 - FASTER_GUESS)
     taken.compiled = usual
     if graphs:
         known.compile_seconds = max(sum(seconds) - usual * len(seconds), 0.0)
@@ -118,8 +134,8 @@ def where_it_pays(handle: PipelineHandle, settings: SampleSettings, request: Pre
     if not choice.automatic or choice.name == EAGER or handle.plan(Component.DENOISER, request).quantised:
         return handle
     calls = settings.computed_steps * (handle.family.guidance.calls if _guided(settings) else 1)
-    target, file = _place(handle, request)
-    known, at_hand = _known(target, file), _at_hand(handle, request, target)
+    target = _target(handle, request)
+    (known, _), at_hand = measured_of(handle, target), _at_hand(handle, request, target)
     pays, why = here().from_first(lambda: decide(known, _size(settings), calls, at_hand=at_hand))
     if pays:
         return replace(handle, backend=replace(choice, reason=f"{choice.reason}; {why}"))
@@ -130,10 +146,23 @@ def learn_from(handle: PipelineHandle, settings: SampleSettings, request: Precis
     """Take in, and keep, what a run took whose backend 'auto' chose."""
     if not handle.backend.automatic:
         return
-    target, file = _place(handle, request)
-    known = _known(target, file)
+    known, file = measured_of(handle, _target(handle, request))
     compiled, graphs = report.backend != EAGER, (report.graphs or 0) - report.graphs_kept
     learn(known, _size(settings), report.steps, compiled=compiled, graphs=graphs)
+    keep(known, file)
+
+
+def measured_of(handle: PipelineHandle, target: str) -> tuple[Measured, Path | None]:
+    """Return what was measured of what is compiled for a target, and the file in which that is kept; None where nothing
+    is."""
+    kept = handle.compiled if limit_here(lambda _: None) else None
+    file = kept and kept / f"{target}.pace.json"
+    if target not in _MEASURED:
+        _MEASURED[target] = _read(file) if file else Measured()
+    return _MEASURED[target], file
+
+
+def keep(known: Measured, file: Path | None) -> None:
     if file is None:
         return
     try:
@@ -144,26 +173,24 @@ def learn_from(handle: PipelineHandle, settings: SampleSettings, request: Precis
         logger.warning("what this run took could not be kept in '%s': %s", file, error)
 
 
+def is_kept(handle: PipelineHandle, target: str) -> bool:
+    """Return whether what inductor compiled for a target is on disk."""
+    from .code import SUFFIX
+
+    return handle.compiled is not None and (handle.compiled / f"{target}{SUFFIX}").exists()
+
+
 def _saving(taken: Taken) -> float:
     return taken.eager - taken.compiled if taken.compiled else taken.eager * FASTER_GUESS
 
 
-def _place(handle: PipelineHandle, request: Precision | None) -> tuple[str, Path | None]:
-    """What the denoiser is compiled for, as a file's name, and the file in which it is kept what that takes;
-    None where nothing is kept."""
+def _target(handle: PipelineHandle, request: Precision | None) -> str:
+    """What the denoiser is compiled for, as a file's name."""
     from ...precision.policy import Component
     from .target import target_of
 
     store, plan = handle.store, handle.plan(Component.DENOISER, request)
-    name = target_of(store.model, plan, handle.compile_options, store.placement.device, handle.architecture).name
-    kept = handle.compiled if limit_here(lambda _: None) else None
-    return name, kept and kept / f"{name}.pace.json"
-
-
-def _known(target: str, file: Path | None) -> Measured:
-    if target not in _MEASURED:
-        _MEASURED[target] = _read(file) if file else Measured()
-    return _MEASURED[target]
+    return target_of(store.model, plan, handle.compile_options, store.placement.device, handle.architecture).name
 
 
 def _read(file: Path) -> Measured:
@@ -190,10 +217,8 @@ def _guided(settings: SampleSettings) -> bool:
 def _at_hand(handle: PipelineHandle, request: Precision | None, target: str) -> bool:
     """Whether it is compiled in this process or, by inductor, on disk."""
     from ...precision.policy import Component
-    from .code import SUFFIX
 
     how = (handle.backend.name, handle.compile_options, handle.plan(Component.DENOISER, request).numerics)
-    if any(key[2:5] == how for key in handle.store.compiled):
+    if any(key[0] in handle.family.denoisers and key[2:5] == how for key in handle.store.compiled):
         return True
-    kept = handle.backend.name == "inductor" and handle.compiled
-    return bool(kept) and (kept / f"{target}{SUFFIX}").exists()
+    return handle.backend.name == "inductor" and is_kept(handle, target)

@@ -78,9 +78,12 @@ class Target:
 def target_of(
     model: StoredModel, plan: Plan, options: CompileOptions, device: torch.device, architecture: Architecture
 ) -> Target:
-    """What a model's denoiser is compiled for. Sizes, LoRAs and islands are told apart by inductor itself."""
-    config = {name: value for name, value in model.denoiser_config.items() if not name.startswith("_")}
-    stream = "wide stream" if plan.wide else "narrow stream"
+    """What a model's denoiser, or the decoder of its VAE, is compiled for, as the plan says. Sizes, LoRAs and islands
+    are told apart by inductor itself."""
+    of_vae = plan.component.value == "vae_decode"
+    read = model.vae_config if of_vae else model.denoiser_config
+    config = {name: value for name, value in read.items() if not name.startswith("_")}
+    stream = "VAE decoder" if of_vae else "wide stream" if plan.wide else "narrow stream"
     sums = "sums in fp16" if plan.fp16_sums else ""
     parts = [stream, f"half accumulation {plan.accumulation}", sums, options.in_words("inductor")]
     return Target(

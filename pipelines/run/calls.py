@@ -39,6 +39,10 @@ class Calls:
 
         return told
 
+    def tell(self, text: str) -> None:
+        """Tell what takes long within a call."""
+        self.told(self.done, self.total, text)
+
     def _tell(self) -> None:
         at = min(self.done + 1, self.total)
         self.told(self.done, self.total, f"{self.what} {at} of {self.total}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,13 +13,17 @@ from ...precision.guard import GuardPolicy, GuardStopped, OnFailure
 from ...precision.observe import non_finite
 from ...precision.policy import Component, Precision
 from ...precision.report import RunReport
+from ..compile.decoder import DecoderCompiling, Most
 from ..errors import BadInput
 from ..families.table import FAMILIES
-from ..weights.ladder import Way
+from ..weights.ladder import Way, first_line
 from .calls import Calls, CallTold, calls_of_vae
 from .handle import PipelineHandle, in_turn
+from .sample import while_compiling
 from .stage import ComponentStage
-from .vae import guarded_decoder, room_for_vae
+from .vae import guarded_decoder, kinds_of_calls, room_for_vae
+
+logger = logging.getLogger(__name__)
 
 
 class Portions(NamedTuple):
@@ -62,6 +67,18 @@ class Portions(NamedTuple):
         """Return the bytes that decoding takes beside the weights."""
         return room_for_vae(stage, "decoder", latents, partial(self.decode_all, stage), self)
 
+    def most(self, stage: ComponentStage, latents: torch.Tensor) -> Most | None:
+        """Return the kind of call that makes up most of decoding; None where that cannot be known beforehand."""
+        known, key = stage.handle.store.alike, (stage.plan.dtype, latents.shape, self)
+        try:
+            if key not in known:
+                known[key] = Most.of(kinds_of_calls(stage, latents, partial(self.decode_all, stage)))
+            return known[key]
+        except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # a decoder that reads values
+            logger.warning("which calls are alike is not known: %s", error, exc_info=True)
+            stage.report.note(f"nothing is compiled, since which calls are alike is not known ({first_line(error)})")
+            return None
+
 
 def ways_to_decode(
     stage: ComponentStage,
@@ -84,6 +101,7 @@ def decode(
     slicing: bool = False,
     chunk: int = 0,
     request: Precision | None = None,
+    backend: str = "auto",
     made_by: str | None = None,
     progress: CallTold | None = None,
 ) -> tuple[torch.Tensor, RunReport]:
@@ -91,16 +109,18 @@ def decode(
 
     tiling, slicing: decode in overlapping tiles, or one video of a batch at a time; slower, with less memory.
     chunk: frames or images decoded at once, where the VAE takes them apart (SVD, CogView); 0: all.
+    backend: "auto": the pipeline's own, where compiling pays; else one by its name.
     made_by: the diffusers pipeline whose latents they are, where that is known.
     progress: is told each call of the decoder, of which there is one for every tile and chunk of frames.
     Raises BadInput where the latents are not this model's, GuardStopped where they are not finite, both before a weight
-    is read; GuardStopped where the result is not finite.
+    is read; GuardStopped where the result is not finite; BackendUnavailable where that backend does not work here.
     """
     stage = handle.stage(Component.VAE_DECODE, request)
     _check(handle, latents, made_by, policy=stage.policy)
     portions = Portions(chunk, tiling, slicing)
     calls = Calls("decoding", progress or (lambda *_: None))
-    vae = guarded_decoder(stage, calls)
+    compiling = DecoderCompiling(handle, stage.plan, stage.report, backend)
+    vae = guarded_decoder(stage, calls, compiling if compiling.possible else None)
     ladder = stage.ladder()
 
     def decoded() -> torch.Tensor:
@@ -108,7 +128,14 @@ def decode(
         calls.total = calls_of_vae(vae, lambda counting: portions.decode_all(stage, counting, latents.to("meta")))
         stage.place(lambda: portions.room(stage, latents))
         on_device = latents.to(handle.store.placement.device)
-        return torch.cat([part.cpu() for part in portions.decode(stage, vae, on_device)])
+        most = portions.most(stage, latents) if compiling.possible else None
+        compiling.begin(most)
+        before = len(stage.report.steps)
+        with while_compiling(compiling.handle, stage.report, calls.tell):
+            pixels = torch.cat([part.cpu() for part in portions.decode(stage, vae, on_device)])
+        if most:
+            compiling.learn(most, stage.report.steps[before:])
+        return pixels
 
     def go_on(smaller: Portions) -> str:
         nonlocal portions

@@ -7,19 +7,24 @@ failure costs one chunk in fp32: the first whose output or cache is bad.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
-from ...precision.activations import Alive, on_meta
+from ...precision.activations import Alive, counting, on_meta
+from ...precision.dtypes import DTYPES
 from ...precision.findings import Anatomy
+from ...precision.fp32_settings import TF32, autocast_off_where_on, device_types
 from ...precision.islands import Attempt, half_attempt
 from ...precision.learned import Learned
 from ...precision.learning import Learner
 from ...precision.shells import Make, as_float32, both, replaced, with_forward
 from ...precision.upcast import run_in_fp32
+from ..compile.decoder import DecoderCompiling, Kind, Kinds
 from ..parallel.group import here
 from ..weights.ladder import Way
 from ..weights.room import attempt_on_meta, counted
@@ -29,9 +34,34 @@ from .stage import ComponentStage
 _BLOCKS = ("down_blocks", "mid_block", "up_blocks")  # of diffusers' encoders and decoders
 
 
-def guarded_decoder(stage: ComponentStage, calls: Calls) -> Any:
-    """A shell of the VAE whose `decode` is guarded. calls: tells the decoder's."""
-    return _guarded(stage, "decoder", calls)
+def guarded_decoder(stage: ComponentStage, calls: Calls, compiling: DecoderCompiling | None = None) -> Any:
+    """A shell of the VAE whose `decode` is guarded. calls: tells the decoder's. compiling: what of it is compiled."""
+    return _guarded(stage, "decoder", calls, compiling)
+
+
+def kinds_of_calls(
+    stage: ComponentStage, latents: torch.Tensor, run: Callable[[Any, torch.Tensor], object]
+) -> list[Kind]:
+    """Return the kind of each call that decoding makes of the decoder, in order. Nothing is computed.
+
+    run: calls a VAE with latents.
+    """
+    network, writes = stage.module.get_submodule("decoder"), stage.handle.family.layout.cache_is_written
+    bare, kinds = on_meta(_handing_on_its_cache(network) if writes else network), Kinds()
+    dtype = DTYPES[stage.plan.dtype]
+
+    def cast(value: torch.Tensor) -> torch.Tensor:
+        return value.to(dtype) if value.is_floating_point() else value
+
+    with counting() as alive:
+        noted = kinds.noting(alive.each_shape_once(kinds.looking(bare)))
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            narrow_args, narrow_kwargs = pytree.tree_map_only(torch.Tensor, cast, (args, kwargs))
+            return noted(*narrow_args, **narrow_kwargs)
+
+        run(_with_call(on_meta(stage.module), "decoder", _into_the_cache(call) if writes else call), on_meta(latents))
+    return kinds.calls
 
 
 def room_for_vae(
@@ -108,14 +138,33 @@ def guarded_encoder(stage: ComponentStage, calls: Calls) -> Any:
     return shell
 
 
-def _guarded(stage: ComponentStage, part: str, calls: Calls) -> Any:
+def _guarded(stage: ComponentStage, part: str, calls: Calls, compiling: DecoderCompiling | None = None) -> Any:
     vae: Any = stage.module
     network = vae.get_submodule(part)
     writes = stage.handle.family.layout.cache_is_written
     pure = _handing_on_its_cache(network) if writes else network
-    guard = stage.guard(pure, _learning(stage, pure) if stage.plan.half else stage.in_fp32(pure))
+    made = _learning(stage, pure, compiling) if stage.plan.half else _in_fp32(stage, pure, compiling)
+    guard = stage.guard(pure, made)
     call = calls.telling(_into_the_cache(guard) if writes else guard)
     return _with_call(vae, part, call)
+
+
+def _in_fp32(stage: ComponentStage, network: torch.nn.Module, compiling: DecoderCompiling | None) -> Callable[..., Any]:
+    run = stage.in_fp32(network)
+    return run if compiling is None else compiling.shell(network, run, partial(_as_in_fp32, stage.tf32))
+
+
+@contextmanager
+def _as_in_fp32(tf32: bool) -> Generator[None]:
+    """Compiled code of float32 weights computes as `run_in_fp32` does, which compiles nothing."""
+    with TF32.held() if tf32 else nullcontext(), autocast_off_where_on(device_types()):
+        yield
+
+
+def _unwatched(network: torch.nn.Module) -> AbstractContextManager[Any]:
+    """Return a context in which dynamo can trace a network: Wan's decoder it cannot follow through a function mode, as
+    the guard has one on the CPU."""
+    return torch._C.DisableTorchFunction() if isinstance(network, _HandsOnItsCache) else nullcontext()
 
 
 def _with_call(vae: torch.nn.Module, part: str, call: Callable[..., Any]) -> Any:
@@ -128,12 +177,23 @@ def _with_call(vae: torch.nn.Module, part: str, call: Callable[..., Any]) -> Any
     return replaced(vae, shells)
 
 
-def _learning(stage: ComponentStage, network: torch.nn.Module) -> Learner:
+def _learning(stage: ComponentStage, network: torch.nn.Module, compiling: DecoderCompiling | None) -> Learner:
     anatomy = _anatomy(network)
     plan = stage.plan
 
     def build(known: Learned) -> Attempt:
-        return half_attempt(network, anatomy, known, plan.dtype, everything=plan.wide, tf32=stage.tf32)
+        parts = known.parts  # inside of what would be compiled whole
+
+        def whole(half: torch.nn.Module, _wide: bool) -> torch.nn.Module:
+            if compiling is None or parts:
+                return half
+            return compiling.shell(half, around=partial(_unwatched, half))
+
+        made = half_attempt(network, anatomy, known, plan.dtype, everything=plan.wide, compiled=whole, tf32=stage.tf32)
+        if compiling and (parts or made.everything):
+            wider = "every layer wide" if made.everything else "parts of it wide or in fp32"
+            compiling.leave(f"nothing is compiled with {wider}")
+        return made
 
     return stage.learner(network, build, anatomy)
 
