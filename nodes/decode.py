@@ -26,6 +26,7 @@ class DecodeLatents(Node):
     RETURN_NAMES = ("images",)
     OUTPUT_TOOLTIPS = ("The frames or images, for Create Video, Save Image or any node that takes images.",)
     FUNCTION = "decode"
+    TOGETHER = "chunk"
     HAS_INTERMEDIATE_OUTPUT = True
 
     @classmethod

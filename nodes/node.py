@@ -24,7 +24,8 @@ class Node:
     RETURN_NAMES: tuple[str, ...]
     OUTPUT_TOOLTIPS: tuple[str, ...]
     FUNCTION: str  # the method that runs it
-    TOGETHER = False  # of the processes that compute one run together, all run it; else the first alone
+    TOGETHER: bool | str = False  # of the processes that compute one run together, all run it; else the first alone.
+    # The name of an input: all do where that is not 0
 
     def __init_subclass__(cls) -> None:
         """Have its errors begin in the page's language."""

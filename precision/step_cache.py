@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .drift import ORDER, CachePolicy, CacheUse, Choice, Ledger, coefficients
-from .observe import floating
+from .observe import Agree, alone, floating
 from .shells import Make, replaced, with_forward
 from .skips import Part, Role
 
@@ -28,11 +28,14 @@ class Course:
 
     parts: what the sampler multiplies each of a step's outputs by, where guidance makes one of them: of both halves of
         a batch, or of two calls, in their order.
+    agree: makes what was measured the same in all processes that compute the run together, so that each decides as the
+        others do.
     """
 
-    def __init__(self, policy: CachePolicy, steps: int, parts: Sequence[float] = (1.0,)):
+    def __init__(self, policy: CachePolicy, steps: int, parts: Sequence[float] = (1.0,), agree: Agree = alone):
         self.ledger = Ledger(policy, steps)
         self._parts = tuple(parts)
+        self._agree = agree
         self._choice: Choice | None = None  # of the present step
         self._signal = 0.0
         self._computed = self._skipped = 0  # calls of its denoisers' parts
@@ -63,7 +66,7 @@ class Course:
     def choose(self, signal: Callable[[], float]) -> Choice:
         """Return what becomes of the present step. Its first call decides that, by its signal; the others follow."""
         if self._choice is None:
-            self._signal = signal()
+            self._signal = self._agreed(signal())
             self._choice = self.ledger.choice(self._signal)
         return self._choice
 
@@ -76,6 +79,7 @@ class Course:
 
     def stepped(self, weight: float) -> None:
         """Go on to the next step. weight: see Ledger."""
+        weight = self._agreed(weight)
         if not math.isfinite(weight):
             self.stop("the latents are not finite")
             weight = 0.0
@@ -95,7 +99,12 @@ class Course:
             apart = [*apart[0].chunk(len(self._parts))]
         if not apart or len(apart) != len(self._parts):
             return None
-        return float(torch.stack([part * each for part, each in zip(self._parts, apart, strict=True)]).sum(0).norm())
+        guided = torch.stack([part * each for part, each in zip(self._parts, apart, strict=True)]).sum(0)
+        return self._agreed(float(guided.norm()))
+
+    def _agreed(self, value: float) -> float:
+        """Return the largest of all processes' values, none of which is negative."""
+        return float(self._agree(torch.tensor([value])))
 
     def recompute(self, *, whole: bool) -> None:
         """Have the present call computed after all, since its attempt failed. whole: it is the step's first one, so
@@ -134,15 +143,27 @@ class _Turn:
     apart: list[torch.Tensor] = field(default_factory=list)
 
 
+_Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 class StepCache:
     """What one denoiser has left of its steps in a run.
 
     parts: of the denoiser, in the order in which they are called.
     adds: what the parts add to the first one's output is extrapolated, and not what the last one puts out.
+    own: returns the part of what the first one is given that it computes with in this process.
+    whole: returns a call's whole output, of what is made of it in this process.
     """
 
-    def __init__(self, parts: Sequence[Part], adds: bool, course: Course):
+    def __init__(
+        self, parts: Sequence[Part], adds: bool, course: Course, own: _Change = _as_it_is, whole: _Change = _as_it_is
+    ):
         self.course = course
+        self._own, self._whole = own, whole
         self._parts = parts
         self._adds = adds
         self._left: dict[int, tuple[_Entry, ...]] = {}  # call of a step → of the latest steps
@@ -216,7 +237,7 @@ class StepCache:
             return made
         cached, call.skips, call.entries = made, False, ()
         made = shell(*args, **kwargs)
-        self._turn.apart.append(floating(cached)[0].float() - floating(made)[0].float())
+        self._turn.apart.append(self._whole(floating(cached)[0].float() - floating(made)[0].float()))
         return made
 
     def _usable(self) -> tuple[_Entry, ...]:
@@ -246,7 +267,7 @@ class StepCache:
         with torch._C.DisableTorchFunction():
             call.signal = _sampled(_hidden(made))
             if self._adds:
-                call.signal = call.signal - _sampled(args[0] if args else kwargs["hidden_states"])
+                call.signal = call.signal - _sampled(self._own(args[0] if args else kwargs["hidden_states"]))
             if call.entries:
                 call.choice = self.course.choose(partial(self._off, call))
                 call.skips = True

@@ -20,7 +20,7 @@ from ..errors import HeadlessError, InterruptedRunError, RunFailedError
 from ..files import ensure_writable, file_entries
 from ..progress import libraries_without_bars
 from ..workflow import settings, ui_format
-from ..workflow.graph import Graph, Link, from_api, is_ui_format
+from ..workflow.graph import Graph, Link, Node, from_api, is_ui_format
 from ..workflow.schema import Schema
 from ..workflow.validate import Plan, known_schemas, plan
 from .result import Progress, ProgressCallback, RunResult, no_progress
@@ -93,9 +93,14 @@ def _together(checked: Plan, classes: Mapping[str, type]) -> Sequence[str]:
     nodes = checked.graph.nodes
     needed: set[str] = set()
     for node_id in reversed(checked.order):
-        if node_id in needed or getattr(classes[nodes[node_id].class_type], "TOGETHER", False):
+        if node_id in needed or _is_together(nodes[node_id], classes):
             needed |= {node_id, *(value.node for value in nodes[node_id].inputs.values() if isinstance(value, Link))}
     return [node_id for node_id in checked.order if node_id in needed]
+
+
+def _is_together(node: Node, classes: Mapping[str, type]) -> bool:
+    together = getattr(classes[node.class_type], "TOGETHER", False)
+    return bool(node.inputs.get(together)) if isinstance(together, str) else together
 
 
 def read_local(workflow: Graph | Mapping[str, Any]) -> tuple[Graph, dict[str, Schema]]:

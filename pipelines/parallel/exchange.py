@@ -36,7 +36,7 @@ def gathered(part: torch.Tensor, dim: int, length: int, ranks: Ranks) -> torch.T
     if len(even) < parts[0]:
         even = torch.cat([even, even.new_zeros(1, *even.shape[1:])])
     every = even.new_empty(ranks.size * parts[0], *even.shape[1:])
-    into_one_tensor(every, even)
+    into_one_tensor(every, even, ranks.group)
     kept = [piece[:part_length] for piece, part_length in zip(every.split(parts[0]), parts, strict=True)]
     return torch.cat(kept).movedim(0, dim).contiguous()
 
@@ -52,7 +52,7 @@ def heads_of_all_tokens(qkv: torch.Tensor, tokens: Sequence[int], ranks: Ranks) 
     heads = shares(all_heads, ranks.size)
     mine = heads[ranks.rank]
     sent = [part.reshape(-1) for part in qkv.split(heads, 2)]
-    came = _swapped(sent, [three * batch * mine * count * channels for count in tokens])
+    came = _swapped(sent, [three * batch * mine * count * channels for count in tokens], ranks)
     parts = [part.view(three, batch, mine, count, channels) for part, count in zip(came, tokens, strict=True)]
     return torch.cat(parts, 3)
 
@@ -68,15 +68,48 @@ def tokens_of_all_heads(made: torch.Tensor, tokens: Sequence[int], heads: int, r
     mine = tokens[ranks.rank]
     sent = [part.reshape(-1) for part in made.split(list(tokens), 2)]
     counts = shares(heads, ranks.size)
-    came = _swapped(sent, [batch * count * mine * channels for count in counts])
+    came = _swapped(sent, [batch * count * mine * channels for count in counts], ranks)
     parts = [part.view(batch, count, mine, channels) for part, count in zip(came, counts, strict=True)]
     return torch.cat(parts, 1)
 
 
-def _swapped(sent: Sequence[torch.Tensor], sizes: Sequence[int]) -> Sequence[torch.Tensor]:
+def from_each(made: torch.Tensor, sources: Sequence[int], ranks: Ranks) -> list[torch.Tensor]:
+    """Return what some ranks have made, which is of one shape and dtype on all: the same bits on every rank."""
+    found = []
+    for source in sources:
+        tensor = made.clone() if source == ranks.rank else torch.empty_like(made)
+        tensor = tensor.contiguous()
+        distributed.broadcast(tensor, source)
+        found.append(tensor)
+    return found
+
+
+def dealt(whole: torch.Tensor, chunk: int, ranks: Ranks) -> torch.Tensor:
+    """Return this rank's chunks of a tensor that all ranks have: they are dealt out one after the other. A rank for
+    which none is left in the last round gets the last one, so that all have as many.
+
+    chunk: how much of the first dimension.
+    """
+    chunks = whole.split(chunk)
+    rounds = -(-len(chunks) // ranks.size)
+    return torch.cat([chunks[min(turn * ranks.size + ranks.rank, len(chunks) - 1)] for turn in range(rounds)])
+
+
+def collected(mine: torch.Tensor, chunk: int, length: int, ranks: Ranks) -> torch.Tensor:
+    """Return the whole that was dealt out, of what each rank has made of its chunks. length: of its first dimension."""
+    rounds = -(-length // (chunk * ranks.size))
+    even = mine.new_zeros(rounds * chunk, *mine.shape[1:])
+    even[: len(mine)] = mine
+    every = even.new_empty(ranks.size * len(even), *even.shape[1:])
+    into_one_tensor(every, even, ranks.group)
+    by_turn = every.unflatten(0, (ranks.size, rounds, chunk)).transpose(0, 1).flatten(0, 2)
+    return by_turn[:length]
+
+
+def _swapped(sent: Sequence[torch.Tensor], sizes: Sequence[int], ranks: Ranks) -> Sequence[torch.Tensor]:
     """Send one flat tensor to each rank. Returns what came from each. sizes: of that."""
     flat = torch.cat(list(sent))
     came = flat.new_empty(sum(sizes))
     if not flat.is_meta:
-        distributed.all_to_all_single(came, flat, list(sizes), [part.numel() for part in sent])
+        distributed.all_to_all_single(came, flat, list(sizes), [part.numel() for part in sent], ranks.group)
     return came.split(list(sizes))

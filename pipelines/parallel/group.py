@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -25,10 +25,11 @@ PATIENCE = timedelta(
 
 @dataclass(frozen=True)
 class Ranks:
-    """rank: this process's number, from 0. size: how many there are."""
+    """rank: this process's number, from 0. size: how many there are. group: theirs, of torch.distributed; None: all."""
 
     rank: int = 0
     size: int = 1
+    group: Any = None
 
     @property
     def first(self) -> bool:
@@ -48,8 +49,30 @@ class Ranks:
         if self.alone:
             return values
         every = values.new_empty(self.size * len(values))
-        into_one_tensor(every, values.contiguous())
+        into_one_tensor(every, values.contiguous(), self.group)
         return every.view(self.size, -1).abs().amax(0)
+
+    def most(self, number: int) -> int:
+        """Return the largest of what the ranks give: the same on every rank."""
+        if self.alone:
+            return number
+        import torch
+        from torch import distributed
+
+        found = torch.tensor([number])
+        distributed.all_reduce(found, distributed.ReduceOp.MAX, self.group)
+        return int(found)
+
+    def part(self, size: int) -> Ranks:
+        """Return the ranks of the part that this one is in, where all are parted into groups of `size`, those of
+        neighbouring numbers together. All ranks ask for the same, one as often as the other."""
+        if size in (1, self.size):
+            return ALONE if size == 1 else self
+        if size not in _parts:
+            from torch import distributed
+
+            _parts[size], _ = distributed.new_subgroups(size, timeout=PATIENCE)
+        return Ranks(self.rank % size, size, _parts[size])
 
     def from_first(self, make: Callable[[], T]) -> T:
         """Return what the first rank makes; the others make nothing, and wait. An error ends the first rank, and with
@@ -66,6 +89,7 @@ class Ranks:
 
 ALONE = Ranks()
 _here = ALONE
+_parts: dict[int, Any] = {}  # ranks in a part → this one's part, as long as it is joined
 
 
 def here() -> Ranks:
@@ -98,12 +122,13 @@ def joined(rank: int, size: int, meeting: Path, *, cuda: bool) -> Generator[Rank
         yield _here
     finally:
         _here = ALONE
+        _parts.clear()
         distributed.destroy_process_group()
 
 
-def into_one_tensor(every: torch.Tensor, mine: torch.Tensor) -> None:
+def into_one_tensor(every: torch.Tensor, mine: torch.Tensor, group: Any = None) -> None:
     """Write what each rank has into one tensor, one after the other. PyTorch has called this by two names."""
     from torch import distributed
 
     gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
-    gather(every, mine)
+    gather(every, mine, group=group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from ...precision.report import RunReport
 from ..compile.decoder import DecoderCompiling, Most
 from ..errors import BadInput
 from ..families.table import FAMILIES
+from ..parallel.exchange import collected, dealt
+from ..parallel.group import ALONE, Ranks, here
 from ..weights.ladder import Way, first_line
 from .calls import Calls, CallTold, calls_of_vae
 from .handle import PipelineHandle, in_turn
@@ -112,30 +115,37 @@ def decode(
     backend: "auto": the pipeline's own, where compiling pays; else one by its name.
     made_by: the diffusers pipeline whose latents they are, where that is known.
     progress: is told each call of the decoder, of which there is one for every tile and chunk of frames.
+    Of several processes, all that decode in chunks share them: each gets all frames. What is decoded at once, each
+    decodes for itself.
     Raises BadInput where the latents are not this model's, GuardStopped where they are not finite, both before a weight
     is read; GuardStopped where the result is not finite; BackendUnavailable where that backend does not work here.
     """
     stage = handle.stage(Component.VAE_DECODE, request)
     _check(handle, latents, made_by, policy=stage.policy)
     portions = Portions(chunk, tiling, slicing)
+    ranks = _sharing(handle, latents, chunk)
+    if not ranks.alone:
+        stage.report.note(f"chunks are decoded by {ranks.size} GPUs at the same time")
+        stage = replace(stage, agree=ranks.worst)
     calls = Calls("decoding", progress or (lambda *_: None))
     compiling = DecoderCompiling(handle, stage.plan, stage.report, backend)
     vae = guarded_decoder(stage, calls, compiling if compiling.possible else None)
     ladder = stage.ladder()
 
     def decoded() -> torch.Tensor:
+        mine = latents if ranks.alone else dealt(latents, portions.chunk, ranks)
         calls.done = 0
-        calls.total = calls_of_vae(vae, lambda counting: portions.decode_all(stage, counting, latents.to("meta")))
-        stage.place(lambda: portions.room(stage, latents))
-        on_device = latents.to(handle.store.placement.device)
-        most = portions.most(stage, latents) if compiling.possible else None
+        calls.total = calls_of_vae(vae, lambda counting: portions.decode_all(stage, counting, mine.to("meta")))
+        stage.place(lambda: portions.room(stage, mine))
+        on_device = mine.to(handle.store.placement.device)
+        most = portions.most(stage, mine) if compiling.possible else None
         compiling.begin(most)
         before = len(stage.report.steps)
         with while_compiling(compiling.handle, stage.report, calls.tell):
             pixels = torch.cat([part.cpu() for part in portions.decode(stage, vae, on_device)])
         if most:
             compiling.learn(most, stage.report.steps[before:])
-        return pixels
+        return pixels if ranks.alone else collected(pixels, portions.chunk, len(latents), ranks)
 
     def go_on(smaller: Portions) -> str:
         nonlocal portions
@@ -147,12 +157,19 @@ def decode(
     try:
         with handle.switched(stage.report), torch.no_grad():
             if room := stage.room():
-                ladder.foresee(ways_to_decode(stage, latents, portions, go_on), room)
+                ladder.foresee(ways_to_decode(stage, latents, portions, go_on), -ranks.most(-room))
             rungs = [partial(go_on, smaller) for smaller in portions.smaller(stage, latents)]
-            pixels = ladder.survive(decoded, rungs)
+            pixels = ladder.survive(decoded, rungs) if ranks.alone else decoded()  # the others wait in theirs
     finally:
         handle.finish("vae")
     return (pixels * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 3, 1), stage.report
+
+
+def _sharing(handle: PipelineHandle, latents: torch.Tensor, chunk: int) -> Ranks:
+    """Return the ranks that decode latents together. The console command has all of them decode where a chunk is set
+    (`TOGETHER`), so that is what it hangs on."""
+    together = handle.family.layout.takes_chunks and 0 < chunk < len(latents)
+    return here() if together else ALONE
 
 
 def _check(handle: PipelineHandle, latents: torch.Tensor, made_by: str | None, policy: GuardPolicy) -> None:

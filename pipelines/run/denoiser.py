@@ -24,6 +24,7 @@ from ..compile.backends import EAGER, MEASURED, came_to, compiled, for_plan
 from ..families.spec import ENCODERS
 from ..models.lora import keys
 from ..parallel.group import here
+from ..parallel.guidance import PROMPT, OverHalves
 from ..weights.halves import halves, in_halves
 from ..weights.ladder import Rung, Way
 from ..weights.offload import Offload
@@ -33,14 +34,17 @@ from .lessons import recall, remember
 from .profiles import identify
 from .stage import ComponentStage
 
-_PROMPT = "encoder_hidden_states"  # which diffusers' loops pass unchanged at every step
 _APART = "both halves of its batch one after the other"
 
 
 def guarded_denoiser(stage: ComponentStage) -> torch.nn.Module:
     """A shell of the denoiser that runs as the stage's plan says. The original, which it shares weights with, is
     loaded for it and not touched."""
-    return as_float32(with_forward(stage.module, _Steps(stage)), stage.handle.store.placement.device)
+    signature = inspect.signature(stage.module.forward)
+    call: Callable[..., Any] = _Steps(stage)
+    if stage.sharing.halves:
+        call = OverHalves(call, signature, stage.sharing, here(), stage.prompts)
+    return as_float32(with_forward(stage.module, call), stage.handle.store.placement.device)
 
 
 def ways_to_denoise(
@@ -51,6 +55,8 @@ def ways_to_denoise(
 ) -> Iterator[Way]:
     """Yield the ways to make the calls of a run, the fastest first.
 
+    Ranks count alike, by the one that takes most: what they have to agree on may hang on the way.
+
     inputs: of a call. take: is given the stage, and whether both halves of its batch are computed one after the other.
     """
     parted = halves(inputs) if here().alone else []  # ranks make the same calls, whatever room each has
@@ -58,7 +64,7 @@ def ways_to_denoise(
         yield Way(
             offload,
             kind.weights_at_once(),
-            kind.counted(partial(room_for_call, kind, inputs, known)),
+            here().most(kind.counted(partial(room_for_call, kind, inputs, known))),
             partial(take, kind, False),
         )
         if len(parted) > 1:
@@ -95,7 +101,8 @@ class _Steps:
 
     def _called(self, inputs: Mapping[str, Any]) -> Any:
         if not self._foreseen and (room := self._stage.room()):
-            self._ladder.foresee(ways_to_denoise(self._stage, inputs, self._known, self._go_on), room)
+            has = -here().most(-room)  # on each
+            self._ladder.foresee(ways_to_denoise(self._stage, inputs, self._known, self._go_on), has)
         self._foreseen = True
         if not self._placed:
             self._place(halves(inputs)[0] if self._apart else inputs)
@@ -171,7 +178,7 @@ class _Steps:
         rerun = stage.weights.shell(stage.module)
         made = in_halves if self._apart else lambda call: call
         rerun = self._cache.rerun(rerun, made) if self._cache else made(rerun)
-        return stage.guard(stage.module, learner, rerun=rerun, peak_inside=attempts.peak_inside, constant=(_PROMPT,))
+        return stage.guard(stage.module, learner, rerun=rerun, peak_inside=attempts.peak_inside, constant=(PROMPT,))
 
 
 class _Attempts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,8 +17,9 @@ from ...precision.shells import as_float32, with_forward
 from ..compile.backends import EAGER
 from ..compile.block import Tell
 from ..errors import BadInput, BadSize
-from ..families.spec import ENCODERS
+from ..families.spec import ENCODERS, FamilySpec
 from ..parallel.group import here
+from ..parallel.plan import shared
 from ..preview.frames import Previews, preview
 from ..reuse.course import begun
 from ..reuse.weights import weigh
@@ -48,6 +50,15 @@ class SampleSettings:
     @property
     def computed_steps(self) -> int:
         return self.steps if self.strength is None else min(int(self.steps * self.strength), self.steps)
+
+    def scale(self, family: FamilySpec) -> float:
+        """Return the guidance scale that the family's pipeline takes; where it changes in a run, the largest."""
+        import diffusers
+
+        name = family.guidance.argument
+        told = self.more.get(name, self.guidance_scale)
+        usual = inspect.signature(getattr(diffusers, family.pipeline).__call__).parameters[name].default
+        return usual if told is None else told
 
 
 @in_turn
@@ -82,12 +93,15 @@ def sample(
     embeddings = _checked_embeddings(handle, positive, negative)
     stages = handle.denoising(request)
     report = stages[0].report
-    guided = settings.guidance_scale is not None and settings.guidance_scale > 1
-    report.calls_per_step = family.guidance.calls if guided else 1
+    guided = settings.scale(family) > 1
+    sharing = shared(here().size, guided=guided, splits=family.context is not None)
+    if said := str(sharing):
+        report.note(said)
+    calls = family.guidance.calls if guided else 1
+    report.calls_per_step = 1 if sharing.halves else calls
     course = begun(handle, settings)
-    if handle.step_cache and handle.step_cache.error and not course:
-        report.note("no step is cached over several GPUs, since each sees a part of the tokens alone")
-    stages = tuple(replace(stage, course=course) for stage in stages)
+    prompts = tuple(embeddings.values()) if calls > 1 else ()
+    stages = tuple(replace(stage, course=course, sharing=sharing, prompts=prompts) for stage in stages)
 
     def on_step_end(_pipe: Any, step: int, _timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
         if course:

@@ -18,7 +18,8 @@ from ...precision.stage import Stage
 from ...precision.step_cache import Course, StepCache
 from ..errors import BackendUnavailable
 from ..models.lora import Lora
-from ..parallel.group import here
+from ..parallel.group import Ranks, here
+from ..parallel.plan import ONE, Sharing
 from ..weights.components import bytes_of
 from ..weights.ladder import Ladder, first_line
 from ..weights.offload import Offload, Onloading
@@ -48,12 +49,17 @@ class _Once(Generic[_T]):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ComponentStage(Stage):
-    """name: of its folder. weights_in: the dtype that its weights are loaded in. course: of the run's step cache."""
+    """name: of its folder. weights_in: the dtype that its weights are loaded in. course: of the run's step cache.
+
+    sharing: how ranks share a denoiser's calls. prompts: of both calls of a step, where it has two.
+    """
 
     handle: PipelineHandle
     name: str
     weights_in: str
     course: Course | None = None
+    sharing: Sharing = ONE
+    prompts: tuple[torch.Tensor, ...] = ()
 
     @property
     def loras(self) -> tuple[Lora, ...]:
@@ -66,12 +72,16 @@ class ComponentStage(Stage):
         module = self._loaded(place=False)
         self.report.notes += self.handle.store.notes[self.name]
         family = self.handle.family
-        if here().alone or self.plan.component is not Component.DENOISER or family.context is None:
+        if self._context.alone or family.context is None:
             return module
         from ..parallel.shell import over_ranks
 
-        self.report.notes += (f"each call is computed by {here().size} GPUs together",)
-        return over_ranks(module, family.blocks[0], family.context, here())
+        return over_ranks(module, family.blocks[0], family.context, self._context)
+
+    @property
+    def _context(self) -> Ranks:
+        """The ranks that share the tokens of a call."""
+        return here().part(self.sharing.context)
 
     def place(self, room: Callable[[], int] = lambda: 0) -> None:
         """Bring it to the device, where it is about to compute: what else is placed there may drive it out until
@@ -175,9 +185,26 @@ class ComponentStage(Stage):
         if self.course is None or skipped is None:
             return None
         if parts := skipped.parts(self.module):
-            return StepCache(parts, skipped.adds, self.course)
+            return StepCache(parts, skipped.adds, self.course, self._own_share, self._of_both_halves)
         self.report.note("no step is cached: the denoiser has nothing that a cached step could leave out")
         return None
+
+    def _own_share(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of what the first block is given."""
+        context = self.handle.family.context
+        if self._context.alone or context is None:
+            return hidden
+        from ..parallel.exchange import share_of
+
+        return share_of(hidden, context.first[context.picture], self._context)
+
+    def _of_both_halves(self, made: torch.Tensor) -> torch.Tensor:
+        """Return a call's whole batch, of this rank's half of it."""
+        if not self.sharing.halves:
+            return made
+        from ..parallel.exchange import from_each
+
+        return torch.cat(from_each(made, self.sharing.first_of_halves, here()))
 
     @property
     def compiled_parts(self) -> tuple[str, ...]:

@@ -34,12 +34,13 @@ def in_halves(call: Callable[..., Any]) -> Callable[..., Any]:
     """Return the same call, made half by half. Of a module, a shell."""
 
     def apart(**inputs: Any) -> Any:
-        return _joined([call(**part) for part in halves(inputs)])
+        return joined([call(**part) for part in halves(inputs)])
 
     return with_forward(call, apart) if isinstance(call, torch.nn.Module) else apart
 
 
-def _joined(made: Sequence[Any]) -> Any:
+def joined(made: Sequence[Any]) -> Any:
+    """Return what a call gives for its whole batch, of what it gives for parts of it."""
     flat = [pytree.tree_flatten(each) for each in made]
     leaves = [_cat(parts) for parts in zip(*(each for each, _ in flat), strict=True)]
     return pytree.tree_unflatten(leaves, flat[0][1])

@@ -71,7 +71,8 @@ def test_its_files_are_those_of_one_process(there: Path, tmp_path: Path, capsys:
     assert abs(pictures(tmp_path / "one") - pictures(tmp_path / "two")).max() <= 1
     assert two["outputs"].keys() == one["outputs"].keys()
     report = two["outputs"]["sample"]["onediff_guard"][0]
-    assert "each call is computed by 2 GPUs together" in report["notes"] and len(report["steps"]) == 2
+    shared = "each half of guidance is computed by a GPU, at the same time as the other"
+    assert shared in report["notes"] and len(report["steps"]) == 2
     assert [line for line in lines.splitlines() if line.startswith("node")] == [
         f"node {name}" for name in _titles(lines)
     ]
@@ -79,6 +80,23 @@ def test_its_files_are_those_of_one_process(there: Path, tmp_path: Path, capsys:
 
 def _titles(lines: str) -> list[str]:
     return [line.removeprefix("node ") for line in lines.splitlines() if line.startswith("node")]
+
+
+def test_precisions_are_compared_over_ranks(there: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--precisions", "bf16", "--json", "--out", str(tmp_path / "out"), "--gpus", "2"]
+    assert cli.main(["compare", "workflow.json", *options]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [(run["precision"], run["steps"], run["finite_frames"]) for run in told["runs"]] == [
+        ("fp32", 2, 9),
+        ("bf16", 2, 9),
+    ]
+    assert told["errors_from"].startswith("8-bit") and told["runs"][1]["psnr_db"] > 20
+    for run in told["runs"]:
+        assert any("each half of guidance is computed by a GPU" in note for note in _notes(run["stages"]))
+
+
+def _notes(stages: list[dict[str, Any]]) -> list[str]:
+    return [note for stage in stages for note in stage["notes"]]
 
 
 def test_an_error_of_the_workflow_is_the_same(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,6 +222,10 @@ def test_only_the_first_does_what_is_not_computed_together(workflow: Path) -> No
     classes = local.default_classes()
     nodes = json.loads((workflow / "workflow.json").read_text())
     assert local._together(plan(from_api(nodes), classes), classes) == ["load", "encode", "sample"]
+    nodes["decode"]["inputs"]["chunk"] = 0
+    assert local._together(plan(from_api(nodes), classes), classes) == ["load", "encode", "sample"]
+    nodes["decode"]["inputs"]["chunk"] = 8  # chunks of frames are shared out
+    assert local._together(plan(from_api(nodes), classes), classes) == ["load", "encode", "sample", "decode"]
 
 
 def test_who_is_to_blame() -> None:

@@ -28,15 +28,14 @@ from comfyui_onediff_guard.pipelines.weights import offload as offloading
 from comfyui_onediff_guard.pipelines.weights.offload import Offload
 from comfyui_onediff_guard.pipelines.weights.parts import tensors_of
 from comfyui_onediff_guard.pipelines.weights.placement import DeviceMemory, PlainPlacement
-from comfyui_onediff_guard.precision import wide
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.peaks import Peak
 from comfyui_onediff_guard.precision.policy import Precision
 from comfyui_onediff_guard.precision.shells import as_float32
 from diffusers import CogVideoXPipeline
-from diffusers.hooks import group_offloading
 from safetensors.torch import save_file
 from torch._dynamo.utils import counters
+from weights_apart import Apart, weights_apart
 
 SIZES = {
     "5b-i2v": (96, 64, 9),
@@ -47,38 +46,6 @@ SIZES = {
 }
 LEARNED = GuardPolicy(scope=Scope.LEARNED)
 IN_PARTS = ["group", "sequential"]
-
-
-class Apart(group_offloading.ModuleGroup):
-    """Weights that cannot be computed with before they are brought."""
-
-    log: list[tuple[str, Apart]]
-    here: set[Apart]
-    at_rest: dict[torch.Tensor, torch.Tensor]
-    most_bytes: int
-
-    @property
-    def tensors(self):
-        modules = [t for module in self.modules for t in (*module.parameters(), *module.buffers())]
-        return list(dict.fromkeys([*modules, *self.parameters, *self.buffers]))
-
-    def onload_(self):
-        Apart.log.append(("onload", self))
-        if self not in Apart.here:
-            for tensor, data in self.kept.items():
-                tensor.data = data
-                Apart.at_rest.pop(tensor)
-            Apart.here.add(self)
-        Apart.most_bytes = max(Apart.most_bytes, sum(t.nbytes for group in Apart.here for t in group.tensors))
-
-    def offload_(self):
-        Apart.log.append(("offload", self))
-        if self in Apart.here or not hasattr(self, "kept"):
-            self.kept = {tensor: tensor.data for tensor in self.tensors}
-            Apart.at_rest |= self.kept
-            for tensor in self.tensors:
-                tensor.data = torch.full_like(tensor.data, torch.nan if tensor.is_floating_point() else 2**30)
-            Apart.here.discard(self)
 
 
 class Placement(PlainPlacement):
@@ -95,17 +62,9 @@ class Placement(PlainPlacement):
 
 
 @pytest.fixture
-def apart(monkeypatch):
-    """Main memory and the device are two places, for weights that come in parts."""
-    gc.collect()
-    monkeypatch.setattr(group_offloading, "ModuleGroup", Apart)
-    for module in (handles, offloading, stores):
-        monkeypatch.setattr(module, "brings_parts_to", lambda _device: True)
-    Apart.log, Apart.here, Apart.at_rest, Apart.most_bytes = [], set(), {}, 0
-    read_where_it_rests = lambda weight, reach=wide.reach: reach(Apart.at_rest.get(weight, weight))  # noqa: E731
-    monkeypatch.setattr(wide, "reach", read_where_it_rests)  # once, in main memory
-    yield Apart
-    Apart.log, Apart.here, Apart.at_rest = [], set(), {}
+def apart():
+    with weights_apart() as places:
+        yield places
 
 
 def opened(folder, offload, precision="bf16", backend="eager"):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-SECONDS = 400  # that a test's processes may take in all; none takes a tenth where nothing else runs
+SECONDS = 1500  # that a test's processes may take in all; none takes a tenth where nothing else runs
 SIZES = {
     "2b": (96, 64, 9),
     "5b": (96, 80, 9),
@@ -25,6 +25,7 @@ SIZES = {
     "wan": (64, 48, 9),
     "wan-ti2v": (64, 64, 9),
     "wan-two": (64, 48, 9),
+    "svd": (128, 128, 5),  # smaller, its deepest level normalises single values, which makes rounding 300 times larger
 }
 
 
@@ -37,6 +38,7 @@ class Fault:
     call: int
     value: float
     place: float | None = None  # of the output's value that it takes the place of, 0..1; None: of all of them
+    component: str = ""  # that has the layer; "": the denoiser
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,11 @@ class Case:
     fault: Fault | None = None
     size: tuple[int, int, int] | None = None  # width, height, frames; None: that of SIZES
     cache: bool = False  # with a step cache
+    chunk: int = 0  # frames decoded at once; 0: nothing is decoded
+    offload: str = "none"
+    there: bool = False  # within a place in which an offload in parts has two places to move weights between
+    lora: Path | None = None
+    guidance: float = 5.0  # SVD has its own where it is above 1
 
     def __str__(self) -> str:
         return f"{self.model} {self.precision} {self.backend}"
@@ -64,56 +71,79 @@ class Made:
     steps: list[tuple[str, str, str]]  # dtype, outcome and note of each call
     learned: Any
     happened: bool  # the fault, in this process
-    tokens: int  # that this process computed in a call
+    batch: int  # that this process computed in a call
+    tokens: int  # that it computed of each
     notes: list[str] = field(default_factory=list)
+    cached: list[bool] = field(default_factory=list)  # whether each call was
+    frames: torch.Tensor | None = None
+    decoding: list[tuple[str, str, str]] = field(default_factory=list)  # steps of that
 
 
 def sampled(case: Case) -> Made:
     """Run a case in this process, alone or as one of several."""
     from comfyui_onediff_guard.pipelines.models.folder import family_of
+    from comfyui_onediff_guard.pipelines.models.lora import Lora
     from comfyui_onediff_guard.pipelines.parallel.group import here
+    from comfyui_onediff_guard.pipelines.run.decode import decode
     from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
-    from comfyui_onediff_guard.pipelines.run.handle import load
+    from comfyui_onediff_guard.pipelines.run.handle import add_lora, load
     from comfyui_onediff_guard.pipelines.run.pictures import fitted
     from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
     from comfyui_onediff_guard.pipelines.weights import components
     from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
     from comfyui_onediff_guard.precision.drift import CachePolicy
-    from comfyui_onediff_guard.precision.policy import Precision
+    from comfyui_onediff_guard.precision.policy import Component, Precision
 
+    if case.offload in ("group", "sequential") and not case.there:
+        from weights_apart import weights_apart
+
+        with weights_apart():
+            return sampled(replace(case, there=True))
     components._STORES.clear()
-    options: dict[str, Any] = {"backend": case.backend, "offload": "none", "placement": PlainPlacement()}
+    options: dict[str, Any] = {"backend": case.backend, "offload": case.offload, "placement": PlainPlacement()}
     handle = load(case.folder, family_of(case.folder), precision=Precision(case.precision), **options)
-    handle = replace(handle, step_cache=CachePolicy(error=0.5)) if case.cache else handle
+    handle = replace(handle, step_cache=CachePolicy(error=0.5, check_every=3)) if case.cache else handle
+    handle = add_lora(handle, Lora(case.lora)) if case.lora else handle
     width, height, frames = case.size or SIZES[case.model]
-    positive, negative, guidance, start = None, None, None, {}
+    positive, negative, guidance, start = None, None, None if case.guidance > 1 else case.guidance, {}
     with torch.inference_mode():
         if handle.family.prompt:
             (positive, negative), _ = encode_prompts(handle, ["a red kite over the sea", "grey"])
-            guidance = 5.0
+            guidance = case.guidance
         if handle.family.takes_image:
             image = torch.rand(1, height, width, 3, generator=torch.Generator().manual_seed(2))
             start = {"image": fitted(image, width, height, "crop")[0]}
         settings = SampleSettings(width, height, case.steps, seed=3, frames=frames, guidance_scale=guidance)
         happened: list[bool] = []
-        tokens: list[int] = []
-        _count(handle, tokens)
+        counts: list[tuple[int, int]] = []
+        _count(handle, counts)
         if case.fault and here().rank in case.fault.ranks:
-            component = handle.family.denoiser
-            _break(handle.store.module(component, case.precision).get_submodule(case.fault.layer), case.fault, happened)
+            component = case.fault.component or handle.family.denoiser
+            part = Component.VAE_DECODE if component == "vae" else Component.DENOISER
+            network = handle.store.module(component, handle.plan(part).dtype)
+            _break(network.get_submodule(case.fault.layer), case.fault, happened)
         latents, report = sample(handle, positive, negative, settings, **start)
-    steps = [(step.dtype, step.outcome, step.note) for step in report.steps]
-    return Made(latents, steps, report.learned, bool(happened), tokens[0], list(report.notes))
+        frames, decoding = decode(handle, latents, chunk=case.chunk) if case.chunk else (None, None)
+    cached = [step.cached for step in report.steps]
+    notes = [*report.notes, *(decoding.notes if decoding else ())]
+    told, of_frames = _told(report), _told(decoding) if decoding else []
+    return Made(latents, told, report.learned, bool(happened), *counts[0], notes, cached, frames, of_frames)
 
 
-def _count(handle: Any, tokens: list[int]) -> None:
-    """Note how many tokens the denoiser's last layer is given."""
+def _told(report: Any) -> list[tuple[str, str, str]]:
+    return [(step.dtype, step.outcome, step.note) for step in report.steps]
+
+
+def _count(handle: Any, counts: list[tuple[int, int]]) -> None:
+    """Note how large a batch, and how many tokens of each, the denoiser's last layer is given. A UNet has frames in its
+    batch."""
 
     def hook(_layer: object, given: Any, _made: object) -> None:
-        tokens.append(given[0].shape[1])
+        counts.append(given[0].shape[:2])
 
+    context = handle.family.context
     network = handle.store.module(handle.family.denoiser, handle.denoising()[0].plan.dtype)
-    network.get_submodule(handle.family.context.output).register_forward_hook(hook)
+    network.get_submodule(context.output if context else "conv_out").register_forward_hook(hook)
 
 
 def _break(layer: torch.nn.Module, fault: Fault, happened: list[bool]) -> None:
@@ -123,7 +153,7 @@ def _break(layer: torch.nn.Module, fault: Fault, happened: list[bool]) -> None:
         if not isinstance(made, torch.Tensor) or made.itemsize != 2 or next(calls) != fault.call or not made.numel():
             return made
         happened.append(True)
-        made = made.clone()
+        made = made.clone(memory_format=torch.contiguous_format)
         flat = made.view(-1)
         if fault.place is None:
             return made.fill_(fault.value)

@@ -1,11 +1,16 @@
-"""The guard over ranks: a fault in one of them reroutes all, and all learn the same; with none, nothing is rerouted."""
+"""The guard over ranks: a fault in one of them reroutes all, and all learn the same; with none, nothing is rerouted.
+
+So it is however they share a step: by tokens, by halves of guidance, and where they decode chunks of frames.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,47 +22,71 @@ FAULTS = drawn(50, 6)
 SIZE = 2
 VALUES = (math.nan, math.nan, math.inf, -math.inf, 65504.0)
 OVERFLOWS = ("stream", "inside")
+SHARED: dict[
+    str, tuple[tuple[str, ...], dict[str, Any]]
+] = {  # what ranks share → models, and what their runs are set to
+    "tokens": (("5b",), {"guidance": 1.0}),
+    "guidance": (("5b", "wan"), {}),
+    "guidance and chunks of frames (Stable Video Diffusion)": (("svd",), {"size": (64, 64, 3), "chunk": 1}),
+}
 
 
-def layers_of(folder: Path) -> list[str]:
-    from diffusers import CogVideoXTransformer3DModel
+def layers_of(component: str, folder: Path) -> list[str]:
+    import diffusers
 
-    network = CogVideoXTransformer3DModel.from_pretrained(folder, subfolder="transformer")
+    kind = json.loads((folder / component / "config.json").read_text())["_class_name"]
+    network = getattr(diffusers, kind).from_pretrained(folder, subfolder=component)
     named = [name for name, layer in network.named_modules() if [*layer.parameters(recurse=False)]]
-    return sorted(named)
+    return sorted(name for name in named if component != "vae" or name.startswith("decoder."))
 
 
-def drawn_faults(model: str, folder: Path) -> list[Case]:
+def drawn_faults(models: Sequence[tuple[str, Path]], **more: Any) -> list[Case]:
     """Faults in half-precision calls of any layer, in one rank or in both."""
-    draw, layers, cases = random.Random(22), layers_of(folder), []
-    for _ in range(FAULTS):
-        value, layer = draw.choice(VALUES), draw.choice(layers)
-        ranks, call = draw.choice([(0,), (1,), (0, 1)]), draw.choice([0, 1, 2])
-        fault = Fault(layer, ranks, call, value, None if math.isnan(value) else draw.random())
-        cases.append(Case(model, folder, draw.choice(["bf16", "fp16"]), steps=3, fault=fault))
+    draw, cases, layers = random.Random(22), [], {}
+    for number in range(FAULTS):
+        model, folder = models[number % len(models)]
+        component = {"svd": draw.choice(["unet", "unet", "vae"])}.get(model, "transformer")
+        if (model, component) not in layers:
+            layers[model, component] = layers_of(component, folder)
+        value, layer = draw.choice(VALUES), draw.choice(layers[model, component])
+        ranks, call = draw.choice([(0,), (1,), (0, 1)]), draw.choice([0, 1] if component == "vae" else [0, 1, 2])
+        fault = Fault(layer, ranks, call, value, None if math.isnan(value) else draw.random(), component)
+        cases.append(Case(model, folder, draw.choice(["bf16", "fp16"]), steps=3, fault=fault, **more))
     return cases
+
+
+@pytest.fixture(scope="module", params=SHARED)
+def faulty(
+    request: pytest.FixtureRequest, model_folder: Callable[..., Path]
+) -> tuple[str, list[Case], list[list[Made]]]:
+    """What ranks share, and what each made of each fault."""
+    models, more = SHARED[request.param]
+    cases = drawn_faults([(model, model_folder(model)) for model in models], **more)
+    return request.param, cases, in_ranks(SIZE, run_cases, cases)
 
 
 @pytest.fixture(scope="module")
 def found(model_folder: Callable[..., Path]) -> tuple[list[Case], list[list[Made]]]:
-    cases = drawn_faults("5b", model_folder("5b"))
-    cases += [Case("2b", model_folder("2b", overflow), "fp16", steps=3) for overflow in OVERFLOWS]
-    cases += [Case("2b", model_folder("2b", "stream"), "fp16 (plain)")]
+    cases = [Case("2b", model_folder("2b", overflow), "fp16", steps=3) for overflow in OVERFLOWS]
+    cases.append(Case("2b", model_folder("2b", "stream"), "fp16 (plain)"))
     return cases, in_ranks(SIZE, run_cases, cases)
 
 
 def test_all_ranks_reroute_or_none(
-    found: tuple[list[Case], list[list[Made]]], figure: Callable[[str, object], None]
+    faulty: tuple[str, list[Case], list[list[Made]]], figure: Callable[[str, object], None]
 ) -> None:
-    cases, by_rank = found
+    shared, cases, by_rank = faulty
     rerouted = 0
-    for number, case in enumerate(cases[:FAULTS]):
+    for number, case in enumerate(cases):
         made = [each[number] for each in by_rank]
-        assert all(each.steps == made[0].steps for each in made), case
+        assert all(each.steps == made[0].steps and each.decoding == made[0].decoding for each in made), case
         assert all(each.learned == made[0].learned for each in made), case
         assert all(torch.equal(each.latents, made[0].latents) for each in made), case
         assert torch.isfinite(made[0].latents).all(), case
-        outcomes = [outcome for _, outcome, _ in made[0].steps]
+        if (frames := made[0].frames) is not None:
+            assert all(each.frames is not None and torch.equal(each.frames, frames) for each in made), case
+            assert torch.isfinite(frames).all(), case
+        outcomes = [outcome for _, outcome, _ in (*made[0].steps, *made[0].decoding)]
         happened = [each.happened for each in made]
         assert case.fault
         if any(happened) and math.isnan(case.fault.value):
@@ -65,7 +94,8 @@ def test_all_ranks_reroute_or_none(
         if not any(happened):
             assert outcomes == ["finite"] * len(outcomes), case
         rerouted += "rerun" in outcomes
-    figure(f"drawn faults over {SIZE} ranks, rerouted on all ranks; none on some alone", f"{rerouted} of {FAULTS}")
+    said = f"drawn faults over {SIZE} ranks that share {shared}, rerouted on all ranks; none on some alone"
+    figure(said, f"{rerouted} of {FAULTS}")
     assert rerouted >= FAULTS / 3
 
 
@@ -74,7 +104,7 @@ def test_they_learn_what_one_process_learns(
     overflow: str, found: tuple[list[Case], list[list[Made]]], model_folder: Callable[..., Path]
 ) -> None:
     cases, by_rank = found
-    number = FAULTS + OVERFLOWS.index(overflow)
+    number = OVERFLOWS.index(overflow)
     made, one = [each[number] for each in by_rank], sampled(cases[number])
     exact = sampled(Case("2b", model_folder("2b", overflow), steps=3)).latents
     assert all(each.learned == one.learned and torch.equal(each.latents, made[0].latents) for each in made)

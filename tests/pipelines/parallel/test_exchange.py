@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.pipelines.parallel.exchange import (
+    collected,
+    dealt,
+    from_each,
     gathered,
     heads_of_all_tokens,
     share_of,
@@ -18,6 +21,9 @@ from rank_runs import in_ranks
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LENGTHS = ((7, 5), (8, 4), (3, 1), (2, 4))  # tokens, heads; by three ranks: none, or some, have more than others
+
+CHUNKS = ((25, 8), (4, 1), (9, 2), (2, 1), (6, 2))  # length, chunk
+DEALT = ((9, 2, 4, 1, 2), (9, 2, 3, 1, 2), (9, 2, 3, 1, 2))  # rank by rank, how much of each
 
 
 @pytest.mark.parametrize(("length", "size"), [(5, 3), (6, 3), (2, 4), (0, 2), (226, 7)])
@@ -61,16 +67,50 @@ def agreed() -> dict[str, Any]:
     }
 
 
-def everything() -> tuple[Any, Any]:
-    return there_and_back(), agreed()
+def shared_out() -> list[tuple[int, bool]]:
+    """For each length and chunk: how much this rank has of it, and whether the whole comes of all ranks' parts."""
+    ranks = here()
+    found = []
+    for length, chunk in CHUNKS:
+        whole = torch.randn(length, 3, 2, generator=torch.Generator().manual_seed(length))
+        mine = dealt(whole, chunk, ranks)
+        found.append((len(mine), torch.equal(collected(mine, chunk, length, ranks), whole)))
+    return found
+
+
+def in_parts() -> dict[str, Any]:
+    """What the ranks of a part of two agree on, and what is handed to all by the first one of each part."""
+    ranks = here()
+    part = ranks.part(2)
+    values = torch.tensor([float(ranks.rank)])
+    whole = torch.arange(10.0).view(1, 5, 2)
+    return {
+        "place": (part.rank, part.size, ranks.part(1).alone, ranks.part(4) is ranks, ranks.part(2) == part),
+        "worst": part.worst(values).item(),
+        "from each": [tensor.item() for tensor in from_each(values, (0, 2), ranks)],
+        "whole": torch.equal(gathered(share_of(whole, 1, part), 1, 5, part), whole),
+        "most": (ranks.most(10**15 + ranks.rank), -ranks.most(-ranks.rank), part.most(ranks.rank)),
+    }
+
+
+def everything() -> tuple[Any, Any, Any]:
+    return there_and_back(), agreed(), shared_out()
 
 
 def test_three_ranks() -> None:
-    for number, (found, together) in enumerate(in_ranks(3, everything)):
+    for number, (found, together, chunks) in enumerate(in_ranks(3, everything)):
+        assert chunks == [(DEALT[number][case], True) for case in range(len(CHUNKS))]
         assert found == [(True,) * 4] * (len(LENGTHS) * len(DTYPES))
         one, half, broken, endless = together["worst"]
         assert (one, half) == (2.0, 2.5) and broken != broken and endless == float("inf")
         assert together["first"] == "by 0" and together["made"] == [0] * (number == 0)
+
+
+def test_parts_of_four_ranks() -> None:
+    for number, found in enumerate(in_ranks(4, in_parts)):
+        assert found["place"] == (number % 2, 2, True, True, True)
+        assert found["worst"] == [1.0, 1.0, 3.0, 3.0][number] and found["from each"] == [0.0, 2.0] and found["whole"]
+        assert found["most"] == (10**15 + 3, 0, [1, 1, 3, 3][number])
 
 
 def test_without_others_nothing_is_sent() -> None:

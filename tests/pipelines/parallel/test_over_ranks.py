@@ -1,4 +1,4 @@
-"""A run over several processes comes to what one process comes to, in every precision, with any number of ranks."""
+"""A run over several processes comes to what one process comes to, in fp32, with any number of ranks."""
 
 from __future__ import annotations
 
@@ -11,26 +11,48 @@ from comfyui_onediff_guard.pipelines.parallel.exchange import shares
 from rank_runs import Case, Made, in_ranks, run_cases, sampled
 from tiers import drawn
 
-CASES = {  # in words → model, overflow, and what differs from the default
-    "CogVideoX-2B": ("2b", "none", {}),
-    "CogVideoX-5B, with rotary positions": ("5b", "none", {}),
-    "CogVideoX-1.5, with patches in time": ("1.5", "none", {}),
-    "CogVideoX, with a step cache": ("2b", "none", {"cache": True}),
-    "CogVideoX from an image": ("5b-i2v", "none", {}),
-    "CogView3-Plus": ("cogview3", "none", {}),
-    "CogView4": ("cogview4", "none", {}),
-    "Wan": ("wan", "none", {}),
-    "Wan 2.2, with a timestep for each token": ("wan-ti2v", "none", {}),
-    "Wan 2.2, with two transformers": ("wan-two", "none", {}),
+TWO_CALLS = ("cogview4", "wan", "wan-ti2v", "wan-two")  # models that are called once for each half of guidance
+# Stable Video Diffusion's sampler begins at 700 times the latents: in few steps what is rounded there stays
+CASES = {  # in words → model, and what differs from the default
+    "CogVideoX-2B": ("2b", {}),
+    "CogVideoX-2B without guidance": ("2b", {"guidance": 1.0}),
+    "CogVideoX-5B, with rotary positions": ("5b", {}),
+    "CogVideoX-1.5, with patches in time": ("1.5", {}),
+    "CogVideoX from an image": ("5b-i2v", {}),
+    "CogView3-Plus": ("cogview3", {}),
+    "CogView4": ("cogview4", {}),
+    "CogView4 without guidance": ("cogview4", {"guidance": 1.0}),
+    "Wan": ("wan", {}),
+    "Wan without guidance": ("wan", {"guidance": 1.0}),
+    "Wan 2.2, with a timestep for each token": ("wan-ti2v", {}),
+    "Wan 2.2, with two transformers": ("wan-two", {}),
+    "Stable Video Diffusion": ("svd", {"steps": 6, "chunk": 2}),
+    "Stable Video Diffusion without guidance": ("svd", {"steps": 6, "guidance": 1.0}),
 }
 GROUPS = (2, 3, 4)[:: drawn(1, 2)]  # ranks. Of 4 heads, with 3 ranks, the first has one more
 CLOSE = 1e-5  # of the largest value
+SAID = {  # (ranks, guided, whether tokens are split) → what the report says
+    (2, True, True): "each half of guidance is computed by a GPU, at the same time as the other",
+    (3, True, True): "each call is computed by 3 GPUs together",
+    (4, True, True): "each half of guidance is computed by 2 GPUs together, at the same time as the other",
+    (2, False, True): "each call is computed by 2 GPUs together",
+    (3, False, True): "each call is computed by 3 GPUs together",
+    (4, False, True): "each call is computed by 4 GPUs together",
+    (2, True, False): "each half of guidance is computed by a GPU, at the same time as the other",
+    (3, True, False): "each half of guidance is computed by a GPU, at the same time as the other; "
+    "1 more computes one once more, which gains nothing",
+    (4, True, False): "each half of guidance is computed by a GPU, at the same time as the other; "
+    "2 more compute one once more, which gains nothing",
+    (2, False, False): "each call is computed whole by each of 2 GPUs, which gains nothing",
+    (3, False, False): "each call is computed whole by each of 3 GPUs, which gains nothing",
+    (4, False, False): "each call is computed whole by each of 4 GPUs, which gains nothing",
+}
 
 
 @pytest.fixture(scope="module", params=GROUPS)
 def found(request: pytest.FixtureRequest, model_folder: Callable[..., Path]) -> tuple[int, list[list[Made]]]:
     """What each rank made of each case, all in one group of processes."""
-    cases = [Case(model, model_folder(model, overflow), **more) for model, overflow, more in CASES.values()]
+    cases = [Case(model, model_folder(model), **more) for model, more in CASES.values()]
     return request.param, in_ranks(request.param, run_cases, cases)
 
 
@@ -39,8 +61,8 @@ def alone(model_folder: Callable[..., Path]) -> Callable[[str], Made]:
     known: dict[str, Made] = {}
 
     def made(words: str) -> Made:
-        model, overflow, more = CASES[words]
-        known[words] = known.get(words) or sampled(Case(model, model_folder(model, overflow), **more))
+        model, more = CASES[words]
+        known[words] = known.get(words) or sampled(Case(model, model_folder(model), **more))
         return known[words]
 
     return made
@@ -51,12 +73,34 @@ def test_in_fp32_it_is_what_one_process_makes(
     words: str, found: tuple[int, list[list[Made]]], alone: Callable[[str], Made], figure: Callable[..., None]
 ) -> None:
     size, by_rank = found
+    model, more = CASES[words]
+    guided, splits, two_calls = "guidance" not in more, model != "svd", model in TWO_CALLS
+    halves = guided and (size in (2, 4) or not splits)
     made, one = [each[[*CASES].index(words)] for each in by_rank], alone(words)
-    assert all(torch.equal(each.latents, made[0].latents) and each.steps == one.steps for each in made)
+    steps = one.steps[::2] if halves and two_calls else one.steps  # both calls of a step are one then
+    assert all(torch.equal(each.latents, made[0].latents) and each.steps == steps for each in made)
     away = float((made[0].latents - one.latents).abs().max() / one.latents.abs().max())
     figure(f"{words}: {size} ranks against one process in fp32, of the largest value", f"{away:.1e}")
     assert away <= CLOSE
-    assert [each.tokens for each in made] == shares(one.tokens, size)
-    assert f"each call is computed by {size} GPUs together" in made[0].notes
-    uncached = any(note.startswith("no step is cached over several GPUs") for note in made[0].notes)
-    assert uncached == ("step cache" in words)
+    context = (size // 2 if halves else size) if splits else 1
+    assert [each.tokens for each in made] == shares(one.tokens, context) * (size // context)
+    assert {each.batch for each in made} == {one.batch // 2 if halves and not two_calls else one.batch}
+    assert SAID[size, guided, splits] in made[0].notes
+
+
+def test_chunks_are_decoded_by_all_ranks(
+    found: tuple[int, list[list[Made]]], alone: Callable[[str], Made], figure: Callable[..., None]
+) -> None:
+    """Of three chunks, each rank decodes one or two: the last one again where none is left."""
+    size, by_rank = found
+    words = "Stable Video Diffusion"
+    made, one = [each[[*CASES].index(words)] for each in by_rank], alone(words)
+    assert one.frames is not None and len(one.decoding) == 3
+    frames = made[0].frames
+    assert frames is not None
+    assert all(each.frames is not None and torch.equal(each.frames, frames) for each in made)
+    away = float((frames - one.frames).abs().max())
+    figure(f"{words}, decoded in chunks: {size} ranks against one process in fp32, of white", f"{away:.1e}")
+    assert away <= CLOSE
+    assert [len(each.decoding) for each in made] == [2 if size == 2 else 1] * size
+    assert f"chunks are decoded by {size} GPUs at the same time" in made[0].notes

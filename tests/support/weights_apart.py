@@ -1,0 +1,67 @@
+"""Main memory and the device as two places, for weights that come in parts, on a machine that has no second device.
+
+A stand-in for diffusers' ModuleGroup keeps the weights that are not brought, and leaves NaN in their place: whoever
+computes with one of them makes NaN.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import torch
+from comfyui_onediff_guard.pipelines.run import handle as handles
+from comfyui_onediff_guard.pipelines.weights import components as stores
+from comfyui_onediff_guard.pipelines.weights import offload as offloading
+from comfyui_onediff_guard.precision import wide
+from diffusers.hooks import group_offloading
+
+
+class Apart(group_offloading.ModuleGroup):
+    """Weights that cannot be computed with before they are brought."""
+
+    log: list[tuple[str, Apart]]
+    here: set[Apart]
+    at_rest: dict[torch.Tensor, torch.Tensor]
+    most_bytes: int
+
+    @property
+    def tensors(self):
+        modules = [t for module in self.modules for t in (*module.parameters(), *module.buffers())]
+        return list(dict.fromkeys([*modules, *self.parameters, *self.buffers]))
+
+    def onload_(self):
+        Apart.log.append(("onload", self))
+        if self not in Apart.here:
+            for tensor, data in self.kept.items():
+                tensor.data = data
+                Apart.at_rest.pop(tensor)
+            Apart.here.add(self)
+        Apart.most_bytes = max(Apart.most_bytes, sum(t.nbytes for group in Apart.here for t in group.tensors))
+
+    def offload_(self):
+        Apart.log.append(("offload", self))
+        if self in Apart.here or not hasattr(self, "kept"):
+            self.kept = {tensor: tensor.data for tensor in self.tensors}
+            Apart.at_rest |= self.kept
+            for tensor in self.tensors:
+                tensor.data = torch.full_like(tensor.data, torch.nan if tensor.is_floating_point() else 2**30)
+            Apart.here.discard(self)
+
+
+@contextmanager
+def weights_apart() -> Iterator[type[Apart]]:
+    """Inside, what an offload in parts does not bring is not there."""
+    gc.collect()
+    reach = wide.reach
+    with ExitStack() as held:
+        held.enter_context(mock.patch.object(group_offloading, "ModuleGroup", Apart))
+        for module in (handles, offloading, stores):
+            held.enter_context(mock.patch.object(module, "brings_parts_to", return_value=True))
+        Apart.log, Apart.here, Apart.at_rest, Apart.most_bytes = [], set(), {}, 0
+        at_rest = lambda weight: reach(Apart.at_rest.get(weight, weight))  # noqa: E731
+        held.enter_context(mock.patch.object(wide, "reach", at_rest))  # once, in main memory
+        yield Apart
+    Apart.log, Apart.here, Apart.at_rest = [], set(), {}
