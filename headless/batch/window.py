@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from .affinity import Warmth
 from .jobs import Job, Unmade
@@ -28,10 +28,17 @@ class Window:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    @property
-    def warmths(self) -> list[Warmth]:
-        """What those that wait need, the oldest first."""
-        return [job.warmth for job in self._waiting]
+    def __getitem__(self, place: int) -> Job:
+        """One that waits, from 0, the oldest."""
+        return self._waiting[place]
+
+    def open_to(self, worker: str) -> list[int]:
+        """The places of those that a worker of this name has not refused."""
+        return [place for place, job in enumerate(self._waiting) if worker not in job.refusals]
+
+    def warmths(self, places: Iterable[int]) -> list[Warmth]:
+        """What those need that wait at these places."""
+        return [self._waiting[place].warmth for place in places]
 
     def fill(self, running: Collection[str] = ()) -> bool:
         """Read jobs until there are enough, and say whether any waits. running: contents of jobs on their way."""
