@@ -59,9 +59,8 @@ class Machine:
         options += (
             ["--include-dashboard", "false", "--temp-dir", str(self.folder / "ray")] if head == self.address else []
         )
-        ray = Path(sys.executable).with_name("ray")
         done = subprocess.run(
-            self.command(str(ray), "start", *options),
+            self.command(sys.executable, "-m", "ray.scripts.scripts", "start", *options),
             env=self.environment,
             capture_output=True,
             text=True,
