@@ -71,6 +71,7 @@ class Course:
             HostError: no worker is left.
         """
         self._heard = self._looked = self.now()
+        self.window.widen(len(self.crew.workers))
         while self.window.fill(self._running) or self._running:
             self._hand_out()
             if len(self._left) == len(self.crew.workers):
@@ -83,18 +84,32 @@ class Course:
                 self._look(now)
 
     def _hand_out(self) -> None:
+        nothing: set[frozenset[Warmth]] = set()  # for those that are warm for these there is nothing to do
         for number, worker in list(self._idle.items()):
             places = self.window.open_to(worker.name)
-            chosen = choose(self.window.warmths(places), worker.warm, self._owners, self._costs.patience())
+            warm, refused = frozenset(worker.warm), len(places) < len(self.window)
+            if warm in nothing and not refused:
+                continue
+            chosen = choose(
+                self.window.warmths(places), worker.warm, self._owners, self._costs.patience(), self._ahead()
+            )
             if chosen is None and places and not self._running:  # nobody works who could be waited for
                 chosen = 0
             if chosen is None:
+                if not refused:
+                    nothing.add(warm)
                 continue
+            nothing.clear()
             job = self.window.take(places[chosen])
             del self._idle[number]
             self._running[job.content] = worker, job, self.now()
             worker.start(job)
             self._warm(worker, {*worker.warm, job.warmth})
+
+    def _ahead(self) -> float:
+        """How many jobs are still to be handed out for each that is in the window."""
+        left = self.tally.total - self.tally.over - len(self._running)
+        return max(left / len(self.window), 1.0) if self.window else 1.0
 
     def _take(self, event: Event) -> None:
         worker, job, outcome = event
@@ -176,6 +191,7 @@ class Course:
 
     def _look(self, now: float) -> None:
         self.crew.grow()
+        self.window.widen(len(self.crew.workers))
         if self.timeout:
             for worker, _, since in self._running.values():
                 if now - since > self.timeout + LATE_SECONDS:

@@ -237,6 +237,14 @@ def test_a_mixed_stream_lands_warm(run: Any) -> None:
     assert tally.landings[Landing.WARM] >= 190
 
 
+def test_as_many_workers_start_as_a_long_file_pays_for(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The window has too few jobs to keep all of them busy, and the file has not."""
+    monkeypatch.setattr(windows, "SIZE", 8)
+    monkeypatch.setattr(windows, "EACH", 1)
+    tally, crew = run(map(job, range(400)), workers=6, total=400)
+    assert tally.done == 400 and all(worker.held for worker in crew.workers)
+
+
 def test_one_kind_alone_gets_all_workers_where_that_pays(run: Any) -> None:
     tally, crew = run(map(job, range(40)), workers=4)
     assert tally.done == 40
