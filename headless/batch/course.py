@@ -84,22 +84,20 @@ class Course:
                 self._look(now)
 
     def _hand_out(self) -> None:
-        nothing: set[frozenset[Warmth]] = set()  # for those that are warm for these there is nothing to do
+        waiting: set[Warmth] | None = None  # kinds of jobs, once one had nothing to do: others have neither, but theirs
         for number, worker in list(self._idle.items()):
-            places = self.window.open_to(worker.name)
-            warm, refused = frozenset(worker.warm), len(places) < len(self.window)
-            if warm in nothing and not refused:
+            if waiting is not None and waiting.isdisjoint(worker.warm):
                 continue
-            chosen = choose(
-                self.window.warmths(places), worker.warm, self._owners, self._costs.patience(), self._ahead()
-            )
+            places = self.window.open_to(worker.name)
+            warmths = self.window.warmths(places)
+            chosen = choose(warmths, worker.warm, self._owners, self._costs.patience(), self._ahead())
             if chosen is None and places and not self._running:  # nobody works who could be waited for
                 chosen = 0
             if chosen is None:
-                if not refused:
-                    nothing.add(warm)
+                if len(places) == len(self.window):  # it has refused none of them
+                    waiting = set(warmths)
                 continue
-            nothing.clear()
+            waiting = None
             job = self.window.take(places[chosen])
             del self._idle[number]
             self._running[job.content] = worker, job, self.now()
