@@ -69,24 +69,37 @@ def test_a_ray_that_is_started_here_listens_to_this_machine_alone(
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[tuple[Machine, Path]]:
-    """A machine that is a head, and a folder; nothing was told to Ray about tokens."""
+def pair(tmp_path: Path) -> Iterator[tuple[Machine, Machine, Path]]:
+    """Two machines without a Ray yet, to which nothing was told about tokens, and a folder."""
     if reason := why_not():
         pytest.skip(reason)
     with surroundings() as environment, tempfile.TemporaryDirectory(prefix="m-", dir="/tmp") as folder:
         told = without_a_say({n: v for n, v in environment.items() if n != "RAY_TMPDIR"}, tmp_path / "home")
-        with machines(["a"], Path(folder), told) as (head,):
+        with machines(["a", "b"], Path(folder), told) as (head, other):
             (tmp_path / "models").mkdir()
-            yield head, tmp_path
+            yield head, other, tmp_path
+
+
+@pytest.fixture
+def cluster(pair: tuple[Machine, Machine, Path]) -> tuple[Machine, Path]:
+    """One of them that is to be a head, and the folder."""
+    head, _, folder = pair
+    return head, folder
+
+
+def command(head: Machine, here: Path, jobs: int = 1, **busy: Any) -> list[str]:
+    """A batch into a folder that has nothing yet, with a worker for each machine."""
+    line = {"workflow": toy_jobs.workflow(**busy), "matrix": {"seeds": {"count": jobs}}}
+    file = toy_jobs.write_jobs(here / "jobs.jsonl", [line])
+    words = [sys.executable, "-c", TOYS, "batch", str(file), "--out", tempfile.mkdtemp(dir=here), "--json"]
+    words += ["--models", str(here / "models"), "--ray", f"{head.address}:{PORT}"]
+    return head.command(*words, "--workers", "2" if jobs > 1 else "1")
 
 
 def answer_of(head: Machine, here: Path, **variables: str) -> tuple[int, dict[str, Any], str]:
-    """Of one job, into a folder that has nothing yet."""
-    file = toy_jobs.write_jobs(here / "jobs.jsonl", [{"workflow": toy_jobs.workflow()}])
-    words = [sys.executable, "-c", TOYS, "batch", str(file), "--out", tempfile.mkdtemp(dir=here), "--json"]
-    words += ["--models", str(here / "models"), "--ray", f"{head.address}:{PORT}", "--workers", "1"]
+    """Of a batch of one job."""
     ran = subprocess.run(
-        head.command(*words),
+        command(head, here),
         env=head.environment | variables,
         cwd=here,
         capture_output=True,
@@ -130,3 +143,38 @@ def test_where_nobody_asks_for_a_token_it_is_not_to_be_shown(cluster: tuple[Mach
     assert code == 3 and "set RAY_AUTH_MODE=disabled" in answer["error"], said
     code, answer, said = answer_of(head, here, RAY_AUTH_MODE="disabled")
     assert code == 0 and answer["done"] == 1, said
+
+
+def test_the_ports_of_the_page_are_all_that_machines_use_between_them(
+    pair: tuple[Machine, Machine, Path], root: Path
+) -> None:
+    head, other, here = pair
+    page = (root / "docs" / "scale.md").read_text(encoding="utf-8")
+    (line,) = [line for line in page.splitlines() if line.startswith(f"ray start --head --port {PORT} ")]
+    options = line.split()[5:]
+    numbers = {name: int(number) for name, number in zip(options[::2], options[1::2], strict=True)}
+    workers = range(numbers["--min-worker-port"], numbers["--max-worker-port"] + 1)
+    opened = {PORT, numbers["--node-manager-port"], numbers["--object-manager-port"], *workers}
+    token_in(here / "home", "a" * 32)
+    for machine in (head, other):
+        machine.environment["RAY_AUTH_MODE"] = "token"
+        machine.start_ray(head.address, more=options)
+    running = subprocess.Popen(
+        command(head, here, jobs=8, seconds=1.0), env=head.environment, cwd=here, stdout=subprocess.PIPE, text=True
+    )
+    seen: set[frozenset[int]] = set()
+    while running.poll() is None:
+        for machine in (head, other):
+            listed = subprocess.run(
+                ["ip", "netns", "exec", machine.name, "ss", "-tnH"], capture_output=True, text=True, check=True
+            )
+            for _, _, _, *ends in map(str.split, listed.stdout.splitlines()):
+                hosts, ports = zip(*(end.rsplit(":", 1) for end in ends[:2]), strict=True)
+                if {host.strip("[]").removeprefix("::ffff:") for host in hosts} == {head.address, other.address}:
+                    seen.add(frozenset(map(int, ports)))
+        time.sleep(0.05)
+    out, _ = running.communicate(timeout=HANG_SECONDS)
+    assert json.loads(out)["done"] == 8
+    assert {PORT, numbers["--node-manager-port"]} <= {port for ports in seen for port in ports}
+    assert any(ports & {*workers} for ports in seen)
+    assert not [ports for ports in seen if not ports & opened]
