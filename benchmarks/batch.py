@@ -1,10 +1,11 @@
 """Many jobs over several workers: what survives kills, what lands warm, and what the command itself takes.
 
     python benchmarks/batch.py                     all of it, about a quarter of an hour on two cores
-    python benchmarks/batch.py --parts driver      one of faults, warm, driver, memory
+    python benchmarks/batch.py --parts driver      one of faults, warm, warm4, driver, memory
 
 faults   200 toy jobs of 2 s over 4 workers; one killed after every 8 finished jobs, the command once.
 warm     200 runs of small CogVideoX models by the shipped workflow, compiled, of 6 kinds in drawn order, 2 workers.
+warm4    the same over 4 workers.
 driver   toy jobs of 1 s over 1, 2 and 4 workers: jobs a second against the model of docs/scale.md, the command's CPU.
 memory   10,000 toy jobs of no time over 2 workers: the command's memory while they wait.
 
@@ -25,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -207,7 +209,13 @@ def _cpu(process: psutil.Process) -> float:
     return times.user + times.system
 
 
-PARTS: dict[str, Callable[[], dict[str, Any]]] = {"faults": faults, "warm": warm, "driver": driver, "memory": memory}
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "faults": faults,
+    "warm": warm,
+    "warm4": partial(warm, workers=4),
+    "driver": driver,
+    "memory": memory,
+}
 
 
 def main() -> None:

@@ -66,7 +66,11 @@ def landing(warmth: Warmth, warm: Collection[Warmth]) -> Landing:
 
 
 def choose(
-    window: Sequence[Warmth], own: Collection[Warmth], owners: Mapping[Warmth, int], patience: float
+    window: Sequence[Warmth],
+    own: Collection[Warmth],
+    owners: Mapping[Warmth, int],
+    patience: float,
+    ahead: float = 1.0,
 ) -> int | None:
     """The place in the window of the job that a free worker takes; None: it waits.
 
@@ -75,6 +79,7 @@ def choose(
     owners: how many workers are warm for it, this one included.
     patience: how many warm jobs take as long as getting warm. With fewer waiting for each worker that is warm for them,
     it is sooner over where they wait for those.
+    ahead: how many jobs are still to come for each in the window, that one included. They are taken to be as those are.
     """
     for place, warmth in enumerate(window):
         if warmth in own:
@@ -87,7 +92,7 @@ def choose(
     if not waiting:
         return None
     most = max(waiting, key=lambda warmth: (waiting[warmth] / owners[warmth], warmth.loaded in loaded))
-    return window.index(most) if waiting[most] / owners[most] >= patience else None
+    return window.index(most) if waiting[most] * ahead / owners[most] >= patience else None
 
 
 def _part(name: str) -> str | None:

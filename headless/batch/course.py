@@ -20,12 +20,13 @@ from .jobs import Job
 from .outputs import MAX_ERROR, Outputs, Parked
 from .tally import Tally
 from .window import Window
-from .work import Away, Done, Failed, Lost, Stopped
+from .work import Away, Done, Failed, Lost, Refused, Stopped
 
 PATIENCE = 8.0  # warm jobs that getting warm takes the time of, until both were measured
 LOOK_SECONDS = 1.0  # between two looks at what takes too long
 LATE_SECONDS = 60.0  # beyond --timeout, after which a worker is ended that did not stop by itself
 WAIT_SECONDS = 30.0  # without any worker, after which that is said
+MAX_REFUSALS = 8  # of one job by workers, before it is parked
 
 
 @dataclass
@@ -70,6 +71,7 @@ class Course:
             HostError: no worker is left.
         """
         self._heard = self._looked = self.now()
+        self.window.widen(len(self.crew.workers))
         while self.window.fill(self._running) or self._running:
             self._hand_out()
             if len(self._left) == len(self.crew.workers):
@@ -82,17 +84,30 @@ class Course:
                 self._look(now)
 
     def _hand_out(self) -> None:
+        waiting: set[Warmth] | None = None  # kinds of jobs, once one had nothing to do: others have neither, but theirs
         for number, worker in list(self._idle.items()):
-            place = choose(self.window.warmths, worker.warm, self._owners, self._costs.patience())
-            if place is None and self.window and not self._running:  # nobody works who could be waited for
-                place = 0
-            if place is None:
+            if waiting is not None and waiting.isdisjoint(worker.warm):
                 continue
-            job = self.window.take(place)
+            places = self.window.open_to(worker.name)
+            warmths = self.window.warmths(places)
+            chosen = choose(warmths, worker.warm, self._owners, self._costs.patience(), self._ahead())
+            if chosen is None and places and not self._running:  # nobody works who could be waited for
+                chosen = 0
+            if chosen is None:
+                if len(places) == len(self.window):  # it has refused none of them
+                    waiting = set(warmths)
+                continue
+            waiting = None
+            job = self.window.take(places[chosen])
             del self._idle[number]
-            self._warm(worker, {*worker.warm, job.warmth})
             self._running[job.content] = worker, job, self.now()
             worker.start(job)
+            self._warm(worker, {*worker.warm, job.warmth})
+
+    def _ahead(self) -> float:
+        """How many jobs are still to be handed out for each that is in the window."""
+        left = self.tally.total - self.tally.over - len(self._running)
+        return max(left / len(self.window), 1.0) if self.window else 1.0
 
     def _take(self, event: Event) -> None:
         worker, job, outcome = event
@@ -100,7 +115,7 @@ class Course:
             self._greet(worker, outcome)
             return
         self._running.pop(job.content, None)
-        if isinstance(outcome, (Done, Failed)):
+        if isinstance(outcome, (Done, Failed, Refused)):
             self._warm(worker, outcome.warm)
             self._idle[id(worker)] = worker
         if isinstance(outcome, Done):
@@ -109,6 +124,8 @@ class Course:
             self.tally.finished(job, worker.name, outcome)
         elif isinstance(outcome, Failed):
             self._park(job, outcome.error, job.attempts + 1)
+        elif isinstance(outcome, Refused):
+            self._ask_others(worker, job, outcome.error)
         elif isinstance(outcome, Stopped):
             raise OutputError(outcome.error)
         elif isinstance(outcome, (Lost, Away)):
@@ -130,6 +147,23 @@ class Course:
             times = "once" if tried.attempts == 1 else f"{tried.attempts} times"
             self._park(job, f"It ended its worker {times}, at last so: {outcome.reason}", tried.attempts)
 
+    def _ask_others(self, worker: Worker, job: Job, error: str) -> None:
+        """Another worker may have what this one lacks. Where none is left to ask, the job is parked."""
+        self.window.put(replace(job, refusals={**job.refusals, worker.name: error}))
+        if self._park_refused(lambda each: id(each) not in self._left) == 0:
+            self.tally.say(f"{worker.name} does not take {job.name}: {' '.join(error.split())}")
+
+    def _park_refused(self, may: Callable[[Worker], bool]) -> int:
+        """Park the jobs that were refused, and that no other worker may take; how many these were."""
+        parked = 0
+        for place in reversed(range(len(self.window))):
+            refusals = self.window[place].refusals
+            others = any(may(each) and each.name not in refusals for each in self.crew.workers)
+            if refusals and (len(refusals) >= MAX_REFUSALS or not others):
+                self._park(self.window.take(place), [*refusals.values()][-1], len(refusals))
+                parked += 1
+        return parked
+
     def _park(self, job: Job, error: str, attempts: int) -> None:
         self.outputs.park(Parked(content=job.content, name=job.name[:400], error=error[:MAX_ERROR], attempts=attempts))
         self.tally.gave_up(job, error)
@@ -140,6 +174,9 @@ class Course:
         elif isinstance(outcome, Lost):
             self._left[id(worker)] = f"{worker.name}: {outcome.reason}"
             self.tally.say(f"{worker.name} is of no use: {outcome.reason}")
+            self._park_refused(lambda each: id(each) not in self._left)
+        elif isinstance(outcome, Away):
+            self.tally.say(f"{worker.name}: {outcome.reason}")
         else:
             worker.renew()
 
@@ -151,10 +188,14 @@ class Course:
         self._owners = +self._owners
 
     def _look(self, now: float) -> None:
+        self.crew.grow()
+        self.window.widen(len(self.crew.workers))
         if self.timeout:
             for worker, _, since in self._running.values():
                 if now - since > self.timeout + LATE_SECONDS:
                     worker.end()
         if not self._running and now - self._heard > WAIT_SECONDS:
+            if self._park_refused(lambda each: each.ready):  # whoever else might take them does not come
+                return
             self.tally.say("Waiting for a worker: none is ready. Are all GPUs of the cluster taken?")
             self._heard = now

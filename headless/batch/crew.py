@@ -46,3 +46,7 @@ class Crew(Protocol):
 
     @property
     def workers(self) -> Sequence[Worker]: ...
+
+    def grow(self) -> None:
+        """Take in workers that were not there before. Asked every second or so."""
+        ...

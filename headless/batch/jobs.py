@@ -51,6 +51,7 @@ class Job:
     content: str  # hash; its outputs lie under it
     warmth: Warmth
     attempts: int = 0  # that ended with their worker
+    refusals: Mapping[str, str] = field(default_factory=dict)  # why, by the names of workers that do not take it
 
 
 @dataclass(frozen=True)

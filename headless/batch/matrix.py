@@ -82,6 +82,9 @@ def product(matrix: Matrix, graph: Graph, schemas: Mapping[str, Schema]) -> Prod
     Raises:
         WorkflowError: the workflow has no input, or several, that an axis could mean; or there are too many jobs.
     """
+    for name in sorted(matrix.model_fields_set):
+        if isinstance(values := getattr(matrix, name), list):
+            _some(values, name)
     axes = [*_precisions(matrix, graph, schemas), *_sizes(matrix, graph, schemas)]
     for name, values in matrix.inputs.items():
         setting = Setting.parse(f"{name}=")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from .affinity import Warmth
 from .jobs import Job, Unmade
 from .outputs import Outputs
 from .tally import Tally
 
-SIZE = 256  # jobs
+SIZE = 256  # jobs at least
+EACH = 4  # for each worker, where that is more: with fewer, many kinds of jobs have workers find none of theirs
 
 
 class Window:
@@ -23,19 +24,34 @@ class Window:
     def __init__(self, jobs: Iterator[Job | Unmade], outputs: Outputs, tally: Tally, *, retry: bool = False) -> None:
         self._jobs, self._outputs, self._tally, self._retry = jobs, outputs, tally, retry
         self._waiting: list[Job] = []
+        self._size = SIZE
         self._contents: set[str] = set()
+        self._refused = 0  # how many of those that wait some worker has refused
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    @property
-    def warmths(self) -> list[Warmth]:
-        """What those that wait need, the oldest first."""
-        return [job.warmth for job in self._waiting]
+    def __getitem__(self, place: int) -> Job:
+        """One that waits, from 0, the oldest."""
+        return self._waiting[place]
+
+    def open_to(self, worker: str) -> Sequence[int]:
+        """The places of those that a worker of this name has not refused."""
+        if not self._refused:
+            return range(len(self._waiting))
+        return [place for place, job in enumerate(self._waiting) if worker not in job.refusals]
+
+    def warmths(self, places: Iterable[int]) -> list[Warmth]:
+        """What those need that wait at these places."""
+        return [self._waiting[place].warmth for place in places]
+
+    def widen(self, workers: int) -> None:
+        """Hold enough for so many workers to choose from."""
+        self._size = max(SIZE, EACH * workers)
 
     def fill(self, running: Collection[str] = ()) -> bool:
         """Read jobs until there are enough, and say whether any waits. running: contents of jobs on their way."""
-        while len(self._waiting) < SIZE and (job := next(self._jobs, None)) is not None:
+        while len(self._waiting) < self._size and (job := next(self._jobs, None)) is not None:
             if isinstance(job, Unmade):
                 self._tally.gave_up(job, job.error)
             elif job.content in self._contents or job.content in running or self._outputs.has(job.content):
@@ -50,8 +66,10 @@ class Window:
         """Have a job wait: before all others, or after them at -1."""
         self._waiting.insert(len(self._waiting) if place < 0 else place, job)
         self._contents.add(job.content)
+        self._refused += bool(job.refusals)
 
     def take(self, place: int) -> Job:
         job = self._waiting.pop(place)
         self._contents.discard(job.content)
+        self._refused -= bool(job.refusals)
         return job

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..errors import HeadlessError, HostError, InterruptedRunError, OutputError, ServerLostError
+from ..errors import HeadlessError, HostError, InterruptedRunError, OutputError, ServerLostError, WorkflowError
 from ..hosts.result import RunResult
 from .affinity import Landing, Warmth
 from .jobs import Job
@@ -34,6 +34,14 @@ class Failed:
 
 
 @dataclass(frozen=True)
+class Refused:
+    """A worker does not take a job, since it lacks a node or a model; nothing ran. Another one may have it."""
+
+    error: str
+    warm: tuple[Warmth, ...] = ()
+
+
+@dataclass(frozen=True)
 class Lost:
     """A job's worker ended in the middle of it, or is of no more use."""
 
@@ -54,7 +62,7 @@ class Stopped:
     error: str
 
 
-Outcome = Done | Failed | Lost | Away | Stopped
+Outcome = Done | Failed | Refused | Lost | Away | Stopped
 
 
 def perform(job: Job, outputs: Outputs, run: Run, where: str, landing: Landing) -> Outcome:
@@ -79,10 +87,12 @@ def perform(job: Job, outputs: Outputs, run: Run, where: str, landing: Landing) 
             }
     except OutputError as error:
         return Stopped(str(error))
-    except ServerLostError as error:
+    except (ServerLostError, InterruptedRunError) as error:  # a node may interrupt its own run, each time
         return Lost(str(error))
-    except (HostError, InterruptedRunError) as error:
+    except HostError as error:
         return Away(str(error))
+    except WorkflowError as error:
+        return Refused(str(error))
     except HeadlessError as error:
         return Failed(str(error))
     return Done(result.seconds, graphs, landing)

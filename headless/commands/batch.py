@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 from ..batch.course import Course
@@ -134,9 +133,9 @@ def _jobs(args: argparse.Namespace) -> JobsFile:
     read: Read = LOCAL.read
     input_dir = args.input or (None if args.server else DEFAULT_INPUT)
     if args.server:
-        from ..server.follow import read_for_server
+        from ..batch.crews.server_crew import ServersReader
 
-        read = partial(read_for_server, url=args.server[0], timeout=args.timeout)
+        read = ServersReader(args.server, args.timeout)
     folder = args.workflows or args.jobs.parent
     return JobsFile(args.jobs, workflows=folder, input_dir=input_dir, read=read)
 

@@ -193,9 +193,10 @@ def install_pack(custom_nodes: Path) -> Path:
 
 
 @contextmanager
-def started(leg: Leg, base: Path, *options: str) -> Iterator[Server]:
-    """The leg's ComfyUI on a free port of 127.0.0.1, with `base` as its folder; ended with all its children."""
-    port = free_port()
+def started(leg: Leg, base: Path, *options: str, port: int = 0) -> Iterator[Server]:
+    """The leg's ComfyUI on a port of 127.0.0.1 (0: a free one), with `base` as its folder; ended with all its
+    children."""
+    port = port or free_port()
     for name in ("input", "output", "temp", "user", "hub", "custom_nodes"):
         (base / name).mkdir(parents=True, exist_ok=True)
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}

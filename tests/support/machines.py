@@ -50,18 +50,17 @@ class Machine:
         named = f'hostname {self.name} && exec "$@"'
         return ["ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-c", named, "sh", *words]
 
-    def start_ray(self, head: str, cpus: int = 1, gpus: int = 0) -> None:
-        """Make it a node; at its own address, the head. gpus: that Ray is to take it to have."""
+    def start_ray(self, head: str, cpus: int = 1, gpus: int = 0, more: Sequence[str] = ()) -> None:
+        """Make it a node; at its own address, the head. gpus: that Ray is to take it to have. more: options."""
         at = ["--head", "--port", str(PORT)] if head == self.address else ["--address", f"{head}:{PORT}"]
-        options = [*at, "--node-ip-address", self.address, "--num-cpus", str(cpus)]
+        options = [*at, "--node-ip-address", self.address, "--num-cpus", str(cpus), *more]
         options += ["--num-gpus", str(gpus)] if gpus else []
         options += ["--object-store-memory", str(100 * 2**20), "--disable-usage-stats"]
         options += (
             ["--include-dashboard", "false", "--temp-dir", str(self.folder / "ray")] if head == self.address else []
         )
-        ray = Path(sys.executable).with_name("ray")
         done = subprocess.run(
-            self.command(str(ray), "start", *options),
+            self.command(sys.executable, "-m", "ray.scripts.scripts", "start", *options),
             env=self.environment,
             capture_output=True,
             text=True,

@@ -42,9 +42,12 @@ CHECK = (
 # Left to `make test-all`, with all that runs in a checkout of ComfyUI: what takes minutes by itself.
 FULL = (
     "tests/benchmarks/test_compile_benchmarks.py",
+    "tests/comfyui/test_batch_on_servers.py",
     "tests/comfyui/test_hundred_prompts.py",
     "tests/faults/test_lying_servers.py",
     "tests/headless/batch/test_batch_faults.py",
+    "tests/headless/batch/test_joining_machines.py",
+    "tests/headless/batch/test_ray_is_closed.py",
     "tests/headless/batch/test_two_machines.py",
 )
 

@@ -21,7 +21,7 @@ from ...workflow.graph import Graph
 from ..content import version_that_matters
 from ..jobs import Job
 from ..outputs import Outputs
-from ..work import Done, Failed, Lost, Outcome, perform
+from ..work import Done, Failed, Lost, Outcome, Refused, perform
 from .holding import Holding
 
 
@@ -80,7 +80,7 @@ class Actor:
             self._holding.forget()
             if broken := _broken_device():
                 return Lost(f"{outcome.error} {broken}")
-        if isinstance(outcome, (Done, Failed)):
+        if isinstance(outcome, (Done, Failed, Refused)):
             outcome = replace(outcome, warm=self._holding.warm)
         if isinstance(outcome, Done) and outcome.graphs:
             return replace(outcome, code=_written_since(started))

@@ -9,12 +9,15 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Generator
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -32,9 +35,13 @@ logger = logging.getLogger(__name__)
 INSTALL = 'pip install "comfyui-onediff-guard[scale]", or in a clone: pip install ".[scale]"'
 STORE_BYTES = 256 * 2**20  # of a Ray that is started here, for compiled code and results on their way
 CONNECT_SECONDS = 10.0
+NO_TOKEN = " Does the cluster ask for no token, though there is one here? Then set RAY_AUTH_MODE=disabled."
 MAX_STARTS = 3  # of one worker in a row that end before it is ready
+COUNT_SECONDS = 5.0  # between two looks how many GPUs there are
 CODES = 64  # files of compiled code that are remembered for workers that begin later
 NO_STATISTICS = {"RAY_USAGE_STATS_ENABLED": "0"}  # Ray would send some to its makers
+TOKENS = "RAY_AUTH_MODE"  # whether Ray asks for them, and shows its own
+LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # for one machine alone, to which Ray binds its ports then
 NO_METRICS = {"RAY_enable_metrics_collection": "0"}  # which keep 3 KB for each name that a job has, for ever
 
 
@@ -48,15 +55,24 @@ class Cluster:
     verbose: bool = False
 
 
-def require() -> Any:
-    """Ray. Raises WorkflowError where it is not installed."""
+def require() -> None:
+    """Raises WorkflowError where Ray is not installed. It is not imported yet: that reads variables."""
+    if find_spec("ray") is None:
+        raise _absent("there is no module ray")
+
+
+def _absent(why: object) -> WorkflowError:
+    return WorkflowError(
+        f"'batch' runs jobs with Ray, which is not installed here ({why}). Install it: {INSTALL}. "
+        "Or name running ComfyUIs with --server URL, which needs no Ray."
+    )
+
+
+def _ray() -> Any:
     try:
         return import_module("ray")
     except ImportError as error:
-        raise WorkflowError(
-            f"'batch' runs jobs with Ray, which is not installed here ({error}). Install it: {INSTALL}. "
-            "Or name running ComfyUIs with --server URL, which needs no Ray."
-        ) from error
+        raise _absent(error) from error
 
 
 @contextmanager
@@ -68,7 +84,6 @@ def connected(cluster: Cluster) -> Generator[Any]:
         WorkflowError: Ray is not installed.
         HostError: it does not answer there, or does not start.
     """
-    ray = require()
     _check_address(cluster.address)
     own: dict[str, Any] = {"address": cluster.address}
     if not cluster.address:
@@ -80,7 +95,9 @@ def connected(cluster: Cluster) -> Generator[Any]:
         }
     with ExitStack() as held:
         held.enter_context(redirect_stdout(sys.stderr if cluster.verbose else _Nowhere()))
-        with _variables(NO_METRICS | ({} if cluster.address else NO_STATISTICS)), _signals_kept():
+        held.enter_context(_variables(_token_shown() if cluster.address else {}))
+        with _variables(NO_METRICS | ({} if cluster.address else NO_STATISTICS | LOOPBACK)), _signals_kept():
+            ray = _ray()
             context = _begun(ray, cluster, own)
         held.callback(_end, ray)
         if cluster.dashboard and (url := getattr(context, "dashboard_url", "")):
@@ -104,6 +121,14 @@ def _check_address(address: str | None) -> None:
             f"No Ray answers at {address} ({error.strerror or error}). Start one there with `ray start --head`, check "
             "the address, or leave out --ray to have one started."
         ) from error
+
+
+def _token_shown() -> dict[str, str]:
+    """What has Ray show a cluster the token that is here, if there is one and nothing else was said. With an address
+    that is named it does so by itself from 2.61 on only, though a cluster with a token asks for it before."""
+    named = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
+    there = named or (Path.home() / ".ray" / "auth_token").is_file()
+    return {TOKENS: "token"} if there and TOKENS not in os.environ else {}
 
 
 def _begun(ray: Any, cluster: Cluster, own: dict[str, Any]) -> Any:
@@ -142,10 +167,12 @@ class RayCrew:
         self.ray = ray
         self.arrived: SimpleQueue[tuple[str, Code]] = SimpleQueue()  # compiled code, and the node that it came from
         self._codes: OrderedDict[tuple[str, str], Any] = OrderedDict()  # (its name, that node) → reference
-        gpus = int(ray.cluster_resources().get("GPU", 0))
-        options: dict[str, Any] = {"num_gpus": 1, "num_cpus": 0} if gpus else {"num_cpus": 1}
-        make = ray.remote(Actor).options(max_restarts=0, **options)
-        self.workers = [RayWorker(self, make, setup, number) for number in range(workers or gpus or 1)]
+        self._setup, self._fixed = setup, workers is not None
+        self.workers: list[RayWorker] = []
+        self._gpus = 0  # that have a worker
+        self._counted = time.monotonic()
+        gpus = self._count()
+        self._add(workers or gpus or 1, on_gpus=gpus > 0)
 
     def __enter__(self) -> RayCrew:
         for worker in self.workers:
@@ -155,6 +182,28 @@ class RayCrew:
     def __exit__(self, *_error: object) -> None:
         for worker in self.workers:
             worker.end()
+
+    def grow(self) -> None:
+        """A worker for each GPU that has come, unless a number was given: Ray gives one that waits the first place that
+        it finds, on whatever machine."""
+        if self._fixed or time.monotonic() - self._counted < COUNT_SECONDS:
+            return
+        self._counted = time.monotonic()
+        for worker in self._add(self._count() - self._gpus, on_gpus=True):
+            worker.begin()
+
+    def _count(self) -> int:
+        """The cluster's GPUs."""
+        return int(self.ray.cluster_resources().get("GPU", 0))
+
+    def _add(self, workers: int, *, on_gpus: bool) -> list[RayWorker]:
+        options: dict[str, Any] = {"num_gpus": 1, "num_cpus": 0} if on_gpus else {"num_cpus": 1}
+        make = self.ray.remote(Actor).options(max_restarts=0, **options)
+        first = len(self.workers)
+        new = [RayWorker(self, make, self._setup, first + number) for number in range(workers)]
+        self.workers += new
+        self._gpus += len(new) if on_gpus else 0
+        return new
 
     def codes(self) -> dict[tuple[str, str], Any]:
         """Compiled code that workers on other machines are to have, by its name and the node that it came from. It is
@@ -218,7 +267,7 @@ class RayWorker:
         except Exception as error:  # noqa: BLE001 - of Ray's kinds: it died, or its class cannot be loaded there
             if actor is self._actor:
                 last = self._starts >= MAX_STARTS or not _died(error)
-                reason = _in_words(error)
+                reason = _in_words(error) + (NO_TOKEN if os.environ.get(TOKENS) == "token" else "")
                 self._crew.events.put(Event(self, None, Lost(reason) if last else None))
             return
         self._starts = 0

@@ -92,3 +92,11 @@ def test_a_mixed_stream_lands_warm(kinds: int, workers: int) -> None:
             landed[landing(job, own)] += 1
             warm[worker] = job
     assert landed[Landing.WARM] >= 0.95 * len(stream)
+
+
+def test_what_is_still_to_come_counts_beyond_the_window() -> None:
+    """Else 1,000 workers, on jobs of one kind, would wait for those few that are warm for it."""
+    window, owners = [A] * 8, Counter({A: 100})
+    assert choose(window, [], owners, 8) is None
+    assert choose(window, [], owners, 8, ahead=99) is None
+    assert choose(window, [], owners, 8, ahead=100) == 0

@@ -110,7 +110,18 @@ def test_the_axes_that_a_matrix_names_find_their_inputs(root: Path, tmp_path: Pa
         ('{"workflow": TOY, "matrix": {"inputs": {"1.no": [1]}}}', "has no input 'no'"),
         ('{"workflow": TOY, "matrix": {"inputs": {"1.model": []}}}', "has no value for 1.model"),
         ('{"workflow": TOY, "matrix": {"seeds": {"count": 5000000}, "inputs": {"1.width": [1, 2, 3]}}}', "15,000,000"),
+        ('{"workflow": TOY, "matrix": {"seeds": []}}', "line 1: The matrix has no value for seeds"),
+        ('{"workflow": TOY, "matrix": {"prompts": []}}', "line 1: The matrix has no value for prompts"),
+        ('{"workflow": TOY, "matrix": {"sizes": [], "seeds": [1]}}', "line 1: The matrix has no value for sizes"),
+        ('{"workflow": TOY, "matrix": {"precisions": []}}', "line 1: The matrix has no value for precisions"),
+        ('{"workflow": TOY, "set": ["1.sed=1"]}', "line 1: --set 1.sed: node 1 .* has no input 'sed'. Its inputs: sec"),
+        ('{"workflow": TOY},\n{"workflow": TOY}', "line 1: it is not JSON .trailing characters"),
+        ('[{"workflow": TOY}\n]', "line 1: it is not JSON"),
+        ("\0" * 50, "line 1: it is not JSON"),
+        ('{"workflow": ' + "[" * 100_000 + "]" * 100_000 + "}", "line 1: it is not JSON .recursion"),
         ('\n\n{"workflow": 5}', "line 3: workflow"),
+        ('{"workflow": TOY}\r\n\r\n{"workflow": 5}\r\n', "line 3: workflow"),
+        (" \r\n\t\n", "holds no jobs"),
         ("", "holds no jobs"),
     ],
 )
@@ -118,6 +129,45 @@ def test_what_is_wrong_is_said_before_anything_runs(jobs_file: JobsOf, text: str
     file = jobs_file(text.replace("TOY", json.dumps(toy_jobs.workflow())))
     with pytest.raises(WorkflowError, match=says):
         file.count()
+
+
+@pytest.mark.parametrize(
+    ("text", "jobs"),
+    [
+        pytest.param(b"\xef\xbb\xbfTOY\r\n\r\nTOY\r\n", 2, id="a byte order mark, and ends of lines of Windows"),
+        pytest.param(b"TOY\nTOY\n \nTOY", 3, id="the same line again, and no end of the last"),
+        pytest.param(b"TOY\n" * 5000, 5000, id="thousands of lines"),
+    ],
+)
+def test_lines_are_read_as_editors_leave_them(jobs_file: JobsOf, text: bytes, jobs: int) -> None:
+    file = jobs_file("")
+    file.file.write_bytes(text.replace(b"TOY", json.dumps({"workflow": toy_jobs.workflow()}).encode()))
+    assert file.count() == jobs
+    assert len({job.content for job in file if isinstance(job, Job)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        pytest.param('{"workflow": TOY}\n{"workflow": "café.json"}'.encode("latin-1"), 2, id="Latin 1"),
+        pytest.param('{"workflow": TOY}'.encode("utf-16"), 1, id="UTF-16"),
+        pytest.param(b'{"workflow": TOY}\n\xef\xbb\xbf', 2, id="nothing but a mark"),
+    ],
+)
+def test_other_encodings_are_refused_with_their_line(jobs_file: JobsOf, text: bytes, line: int) -> None:
+    file = jobs_file("")
+    file.file.write_bytes(text.replace(b"TOY", json.dumps(toy_jobs.workflow()).encode()))
+    with pytest.raises(WorkflowError, match=rf"line {line}: it is not JSON.*Expected an object such as"):
+        file.count()
+
+
+@given(text=st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
+@settings(max_examples=drawn(500, 60), suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_a_file_holds_its_line_is_named(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "jobs").write_bytes(b"\n" + text)
+    jobs = JobsFile(tmp_path / "jobs", workflows=tmp_path, input_dir=None, read=toy_jobs.read)
+    with pytest.raises(WorkflowError, match=r"jobs, line [0-9]+: |holds no jobs"):
+        jobs.count()
 
 
 def test_a_combination_that_is_no_job_is_told_and_the_others_run(tmp_path: Path) -> None:

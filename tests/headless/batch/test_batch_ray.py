@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -83,6 +84,42 @@ def test_ctrl_c_ends_all_and_the_same_command_goes_on(toy_batch: BatchOf, tmp_pa
     assert run.finish()["already_done"] == done
     found = Found.in_(run)
     assert found.seeds == list(range(6)) and found.redone == 0 and not found.broken
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="a small disk is made by root on Linux")
+def test_a_full_disk_ends_it_and_the_same_command_goes_on(toy_batch: BatchOf, tmp_path: Path) -> None:
+    log, out = tmp_path / "log", tmp_path / "out"
+    out.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(out)], check=False)
+    if made.returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        run = toy_batch(jobs(20, log), "--workers", "1", log=log)
+        run.start()
+        answer = run.finish()
+        assert answer["code"] == 5 and "the disk is full" in answer["error"]
+        found = Found.in_(run)
+        assert 0 < len(found.seeds) < 20 and not found.broken and not list((out / ".running").iterdir())
+        assert not (out / "parked").exists(), "no job is at fault"
+        subprocess.run(["mount", "-o", "remount,size=10m", str(out)], check=True)
+        run.start()
+        answer = run.finish()
+        assert answer["code"] == 0 and answer["already_done"] == len(found.seeds)
+        found = Found.in_(run)
+        assert found.seeds == list(range(20)) and not found.broken and found.redone == 0
+    finally:
+        subprocess.run(["umount", "--lazy", str(out)], check=True)
+
+
+@pytest.mark.parametrize("below", ["", "folder"])
+def test_an_output_folder_that_is_a_file_is_told(toy_batch: BatchOf, tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").write_text("mine")
+    run = toy_batch(jobs(1, tmp_path / "log"))
+    run.out = tmp_path / "file" / below
+    run.start()
+    answer = run.finish()
+    assert answer["code"] == 5 and "Not a directory" in answer["error"] and "--out" in answer["error"]
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_a_worker_that_lacks_the_models_says_so(toy_batch: BatchOf, tmp_path: Path) -> None:

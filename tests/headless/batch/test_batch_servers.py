@@ -70,6 +70,7 @@ def test_one_queue_feeds_both_and_needs_no_ray(
     monkeypatch.setattr("comfyui_onediff_guard.headless.batch.course.PATIENCE", 1.0)
     code, answer, told = batch(12)
     assert code == 0 and answer["done"] == 12, told
+    assert answer["landed"]["warm"] == 10, "the first job of each finds nothing there"
     first, second = map(runs_of, two)
     assert first and second and sorted(first + second) == list(range(12))
     records = [json.loads(path.read_text()) for path in (tmp_path / "out").glob("*/job.json")]

@@ -20,7 +20,7 @@ from comfyui_onediff_guard.headless.batch.jobs import Job
 from comfyui_onediff_guard.headless.batch.outputs import Outputs, Parked
 from comfyui_onediff_guard.headless.batch.tally import Tally
 from comfyui_onediff_guard.headless.batch.window import Window
-from comfyui_onediff_guard.headless.batch.work import Away, Done, Failed, Lost, Outcome, Stopped
+from comfyui_onediff_guard.headless.batch.work import Away, Done, Failed, Lost, Outcome, Refused, Stopped
 from comfyui_onediff_guard.headless.errors import HostError, OutputError
 from comfyui_onediff_guard.headless.workflow.graph import Graph
 
@@ -69,6 +69,8 @@ class ScriptedCrew:
     events: SimpleQueue[Event] = field(default_factory=SimpleQueue)
     workers: list[Scripted] = field(default_factory=list)
     begun: list[Job] = field(default_factory=list)
+
+    def grow(self) -> None: ...
 
 
 @pytest.fixture
@@ -125,6 +127,66 @@ def test_a_job_at_fault_is_parked_at_once(run: Any) -> None:
     assert sum(worker.renewed for worker in crew.workers) == 2
 
 
+def test_one_that_lacks_what_jobs_need_does_not_spoil_them(run: Any) -> None:
+    """It refuses at once, so that it is free again and again: all that others can do would go to it, and be parked."""
+
+    def lacks(each: Job, worker: Scripted) -> Outcome:
+        if worker.name == "worker 0" and each.warmth.model == "a":
+            return Refused("no such node", worker.held)
+        return does(each, worker)
+
+    tally, crew = run([job(number, "ab"[number % 2]) for number in range(20)], lacks)
+    assert tally.done == 20 and not tally.failed and not tally.lost
+    again = [each.name for each in crew.begun if each.refusals]
+    assert 1 <= len(again) <= 10 and len({*again}) == len(again) and len(crew.begun) == 20 + len(again)
+    tally, _ = run([job(number) for number in range(30, 50)], lambda *_: Refused("no such model"), workers=3)
+    assert tally.failed == 20 and tally.faults[0]["error"] == "no such model"
+
+
+def test_of_many_not_all_are_asked(run: Any) -> None:
+    tally, crew = run([job(0)], lambda *_: Refused("no such model"), workers=20)
+    assert tally.failed == 1 and len(crew.begun) == module.MAX_REFUSALS
+
+
+def test_what_waits_for_one_that_does_not_come_back_is_parked(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first refuses it; the second was away, and is given up."""
+
+    def goes(each: Job, worker: Scripted) -> Outcome:
+        return Refused("no such model") if worker.name == "worker 0" else Away("no answer")
+
+    def given_up(self: Scripted) -> None:
+        self.renewed += 1
+        self.ready = self.renewed == 1
+        self.crew.events.put(Event(self, None, None if self.ready else Lost("it did not answer")))
+
+    monkeypatch.setattr(Scripted, "renew", given_up)
+    tally, _ = run([job(0)], goes)
+    assert tally.failed == 1 and tally.faults[0]["error"] == "no such model"
+
+
+def test_what_waits_for_one_that_never_comes_is_parked(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a worker for which a cluster has no room."""
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(module, "WAIT_SECONDS", 0.05)
+    renew = Scripted.renew
+    monkeypatch.setattr(Scripted, "renew", lambda self: renew(self) if self.name == "worker 0" else None)
+    tally, _ = run([job(0)], lambda *_: Refused("no such model"))
+    assert tally.failed == 1 and tally.faults[0]["error"] == "no such model"
+
+
+def test_workers_that_come_later_get_work(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.0)
+
+    def grow(self: ScriptedCrew) -> None:
+        if len(self.workers) < 3:
+            self.workers.append(Scripted(self, f"worker {len(self.workers)}"))
+            self.workers[-1].renew()
+
+    monkeypatch.setattr(ScriptedCrew, "grow", grow)
+    tally, crew = run([job(number, "abc"[number % 3]) for number in range(60)], workers=1)
+    assert tally.done == 60 and all(worker.held for worker in crew.workers) and len(crew.workers) == 3
+
+
 def test_a_worker_that_is_away_costs_the_job_no_attempt(run: Any) -> None:
     away = iter([Away("no answer")] * 5)
 
@@ -173,6 +235,14 @@ def test_it_reads_no_more_than_a_window_ahead(run: Any, monkeypatch: pytest.Monk
 def test_a_mixed_stream_lands_warm(run: Any) -> None:
     tally, _ = run([job(number, "abcd"[number % 4]) for number in range(200)], workers=4)
     assert tally.landings[Landing.WARM] >= 190
+
+
+def test_as_many_workers_start_as_a_long_file_pays_for(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The window has too few jobs to keep all of them busy, and the file has not."""
+    monkeypatch.setattr(windows, "SIZE", 8)
+    monkeypatch.setattr(windows, "EACH", 1)
+    tally, crew = run(map(job, range(400)), workers=6, total=400)
+    assert tally.done == 400 and all(worker.held for worker in crew.workers)
 
 
 def test_one_kind_alone_gets_all_workers_where_that_pays(run: Any) -> None:

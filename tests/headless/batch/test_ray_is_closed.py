@@ -1,0 +1,180 @@
+"""Ray runs whatever reaches it: one that `batch` starts listens to this machine alone, and asks for a token; a cluster
+that asks for one gets it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import toy_jobs
+from batch_runs import HANG_SECONDS, TOYS, Batch, surroundings
+from machines import PORT, Machine, machines, why_not
+
+pytestmark = pytest.mark.skipif(not find_spec("ray"), reason="Ray is not installed: pip install '.[scale]'")
+
+
+def without_a_say(environment: dict[str, str], home: Path) -> dict[str, str]:
+    """The environment of somebody who told Ray nothing about tokens."""
+    home.mkdir(exist_ok=True)
+    kept = {name: value for name, value in environment.items() if not name.startswith("RAY_AUTH_")}
+    return {**kept, "HOME": str(home), "USERPROFILE": str(home)}
+
+
+def listening(process: psutil.Process) -> dict[str, str]:
+    """The addresses on which it and its children take connections, and which of them does."""
+    found: dict[str, str] = {}
+    for each in [process, *process.children(recursive=True)]:
+        for connection in each.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN:
+                found[f"{connection.laddr.ip}:{connection.laddr.port}"] = each.name()
+    return found
+
+
+def is_loopback(address: str) -> bool:
+    ip = ip_address(address.rpartition(":")[0])
+    return (getattr(ip, "ipv4_mapped", None) or ip).is_loopback
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="on macOS and Windows Ray does so by itself")
+@pytest.mark.parametrize("dashboard", [False, True])
+def test_a_ray_that_is_started_here_listens_to_this_machine_alone(
+    toy_batch: Callable[..., Batch], tmp_path: Path, dashboard: bool
+) -> None:
+    if dashboard and not find_spec("opencensus"):
+        pytest.skip("the dashboard needs ray[default]")
+    log = tmp_path / "log"
+    lines = [{"workflow": toy_jobs.workflow(seconds=3.0, log=str(log)), "matrix": {"seeds": {"count": 2}}}]
+    run = toy_batch(lines, "--workers", "1", *(["--dashboard"] if dashboard else []), log=log)
+    run.environment = without_a_say(run.environment, tmp_path / "home")
+    process = psutil.Process(run.start().pid)
+    until = time.monotonic() + HANG_SECONDS
+    while not run.starts():
+        assert process.is_running() and time.monotonic() < until
+        time.sleep(0.05)
+    found = listening(process)
+    assert {"gcs_server", "raylet"} <= {*found.values()}, found
+    assert not [address for address in found if not is_loopback(address)], found
+    assert run.finish()["done"] == 2
+    assert (tmp_path / "home" / ".ray" / "auth_token").is_file(), "Ray made one, and asked for it"
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[tuple[Machine, Machine, Path]]:
+    """Two machines without a Ray yet, to which nothing was told about tokens, and a folder."""
+    if reason := why_not():
+        pytest.skip(reason)
+    with surroundings() as environment, tempfile.TemporaryDirectory(prefix="m-", dir="/tmp") as folder:
+        told = without_a_say({n: v for n, v in environment.items() if n != "RAY_TMPDIR"}, tmp_path / "home")
+        with machines(["a", "b"], Path(folder), told) as (head, other):
+            (tmp_path / "models").mkdir()
+            yield head, other, tmp_path
+
+
+@pytest.fixture
+def cluster(pair: tuple[Machine, Machine, Path]) -> tuple[Machine, Path]:
+    """One of them that is to be a head, and the folder."""
+    head, _, folder = pair
+    return head, folder
+
+
+def command(head: Machine, here: Path, jobs: int = 1, **busy: Any) -> list[str]:
+    """A batch into a folder that has nothing yet, with a worker for each machine."""
+    line = {"workflow": toy_jobs.workflow(**busy), "matrix": {"seeds": {"count": jobs}}}
+    file = toy_jobs.write_jobs(here / "jobs.jsonl", [line])
+    words = [sys.executable, "-c", TOYS, "batch", str(file), "--out", tempfile.mkdtemp(dir=here), "--json"]
+    words += ["--models", str(here / "models"), "--ray", f"{head.address}:{PORT}"]
+    return head.command(*words, "--workers", "2" if jobs > 1 else "1")
+
+
+def answer_of(head: Machine, here: Path, **variables: str) -> tuple[int, dict[str, Any], str]:
+    """Of a batch of one job."""
+    ran = subprocess.run(
+        command(head, here),
+        env=head.environment | variables,
+        cwd=here,
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+        check=False,
+    )
+    return ran.returncode, json.loads(ran.stdout), ran.stderr
+
+
+def token_in(home: Path, text: str) -> None:
+    (home / ".ray").mkdir(parents=True, exist_ok=True)
+    (home / ".ray" / "auth_token").write_text(text)
+
+
+def test_a_cluster_that_asks_for_a_token_gets_it_and_nobody_else_gets_in(cluster: tuple[Machine, Path]) -> None:
+    head, here = cluster
+    token_in(here / "home", "a" * 32)
+    head.start_ray(head.address)  # with the token that it finds
+    code, answer, said = answer_of(head, here)
+    assert code == 0 and answer["done"] == 1, said
+    token_in(here / "other", "b" * 32)
+    (here / "nobody").mkdir()
+    for home in ("other", "nobody"):
+        code, answer, said = answer_of(head, here, HOME=str(here / home))
+        assert code == 3 and "auth_token" in answer["error"], said
+    code, answer, _ = answer_of(head, here, HOME=str(here / "nobody"), RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="a" * 32)
+    assert code == 0 and answer["done"] == 1
+
+
+def test_where_nobody_asks_for_a_token_it_is_not_to_be_shown(cluster: tuple[Machine, Path]) -> None:
+    """Ray's two modes do not get on."""
+    head, here = cluster
+    head.environment["RAY_AUTH_MODE"] = "disabled"
+    head.start_ray(head.address)
+    del head.environment["RAY_AUTH_MODE"]
+    code, answer, said = answer_of(head, here)
+    assert code == 0 and answer["done"] == 1, said
+    token_in(here / "home", "a" * 32)
+    code, answer, said = answer_of(head, here)
+    assert code == 3 and "set RAY_AUTH_MODE=disabled" in answer["error"], said
+    code, answer, said = answer_of(head, here, RAY_AUTH_MODE="disabled")
+    assert code == 0 and answer["done"] == 1, said
+
+
+def test_the_ports_of_the_page_are_all_that_machines_use_between_them(
+    pair: tuple[Machine, Machine, Path], root: Path
+) -> None:
+    head, other, here = pair
+    page = (root / "docs" / "scale.md").read_text(encoding="utf-8")
+    (line,) = [line for line in page.splitlines() if line.startswith(f"ray start --head --port {PORT} ")]
+    options = line.split()[5:]
+    numbers = {name: int(number) for name, number in zip(options[::2], options[1::2], strict=True)}
+    workers = range(numbers["--min-worker-port"], numbers["--max-worker-port"] + 1)
+    opened = {PORT, numbers["--node-manager-port"], numbers["--object-manager-port"], *workers}
+    token_in(here / "home", "a" * 32)
+    for machine in (head, other):
+        machine.environment["RAY_AUTH_MODE"] = "token"
+        machine.start_ray(head.address, more=options)
+    running = subprocess.Popen(
+        command(head, here, jobs=8, seconds=1.0), env=head.environment, cwd=here, stdout=subprocess.PIPE, text=True
+    )
+    seen: set[frozenset[int]] = set()
+    while running.poll() is None:
+        for machine in (head, other):
+            listed = subprocess.run(
+                ["ip", "netns", "exec", machine.name, "ss", "-tnH"], capture_output=True, text=True, check=True
+            )
+            for _, _, _, *ends in map(str.split, listed.stdout.splitlines()):
+                hosts, ports = zip(*(end.rsplit(":", 1) for end in ends[:2]), strict=True)
+                if {host.strip("[]").removeprefix("::ffff:") for host in hosts} == {head.address, other.address}:
+                    seen.add(frozenset(map(int, ports)))
+        time.sleep(0.05)
+    out, _ = running.communicate(timeout=HANG_SECONDS)
+    assert json.loads(out)["done"] == 8
+    assert {PORT, numbers["--node-manager-port"]} <= {port for ports in seen for port in ports}
+    assert any(ports & {*workers} for ports in seen)
+    assert not [ports for ports in seen if not ports & opened]
