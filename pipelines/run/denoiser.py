@@ -195,7 +195,8 @@ class _Attempts:
         if self._how.attention == MEASURED:
             from ..compile.attention import with_attention
 
-            self._how, self._attention = with_attention(self._how, handle.store, self._backend.name, plan.dtype, inputs)
+            given = halves(inputs)[0] if apart else inputs
+            self._how, self._attention = with_attention(handle, self._backend.name, plan.dtype, given)
         self._compiled: torch.nn.Module | None = None  # a shell of the latest attempt's
         self._compiles = True  # the latest attempt is compiled, where there is a backend that does
         self.tell_backend()

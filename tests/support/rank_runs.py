@@ -66,6 +66,7 @@ class Made:
     happened: bool  # the fault, in this process
     tokens: int  # that this process computed in a call
     notes: list[str] = field(default_factory=list)
+    backend: str = ""  # and why, with the attention kernel
 
 
 def sampled(case: Case) -> Made:
@@ -103,7 +104,7 @@ def sampled(case: Case) -> Made:
             _break(handle.store.module(component, case.precision).get_submodule(case.fault.layer), case.fault, happened)
         latents, report = sample(handle, positive, negative, settings, **start)
     steps = [(step.dtype, step.outcome, step.note) for step in report.steps]
-    return Made(latents, steps, report.learned, bool(happened), tokens[0], list(report.notes))
+    return Made(latents, steps, report.learned, bool(happened), tokens[0], list(report.notes), report.backend_reason)
 
 
 def _count(handle: Any, tokens: list[int]) -> None:
@@ -135,6 +136,25 @@ def _break(layer: torch.nn.Module, fault: Fault, happened: list[bool]) -> None:
 
 def run_cases(cases: Sequence[Case]) -> list[Made]:
     return [sampled(case) for case in cases]
+
+
+def choosing_kernels(case: Case) -> tuple[Made, list[Any]]:
+    """Run a case where each rank would choose another attention kernel. Returns the calls too that it was asked for."""
+    from comfyui_onediff_guard.pipelines.compile import attention
+    from comfyui_onediff_guard.pipelines.parallel.group import here
+    from comfyui_onediff_guard.precision.attention import Choice, Timing
+    from comfyui_onediff_guard.precision.attention_kernels import KERNELS
+
+    KERNELS["math"] = replace(KERNELS["math"], timed=True)  # a CPU has no other choice
+    timings = {"auto": Timing(2.0, 0.1), "math": Timing(1.0, 0.1)}
+    asked: list[Any] = []
+
+    def measure(calls: Any, _device: object) -> Choice:
+        asked.extend(calls)
+        return Choice("math" if here().first else "", timings)
+
+    attention.measure = measure
+    return sampled(case), asked
 
 
 def in_ranks(size: int, run: Callable[..., Any], *arguments: Any) -> list[Any]:
