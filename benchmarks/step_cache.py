@@ -1,18 +1,21 @@
 """What a step cache leaves out, and how far results drift, on small trained models: counted and measured, not timed.
 
-    python benchmarks/step_cache.py [cogvideox] [svd] [--seeds 200] [--first-seed 0] [--few 10] [--out DIR]
+    python benchmarks/step_cache.py [cogvideox] [svd] [--seeds 200] [--first-seed 0] [--few N] [--out DIR] [--join FILE]
 
 Each seed is a run of the real pipeline, through the samplers' own function, with its cache and without. Drift is the
 norm of the difference of their latents, in parts of the norm of those without a cache. Calls of blocks are counted by
 hooks on the blocks themselves, operations by PyTorch (matrix products, convolutions and attention, multiplications and
-additions). Models: benchmarks/trained.py, which makes them where they are not there yet.
+additions). Models: benchmarks/trained.py, which makes them where they are not there yet. With --join, the figures of
+other seeds, or other figures, are added to an earlier result.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime as dt
+import json
 import math
+import random
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,6 +38,8 @@ from trained import FRAMES, SIDE, SVD_FRAMES, SVD_SIDE, TEXT, colours_of, traine
 
 BUDGET = 0.02
 STEPS = 50
+OTHER_STEPS = 20, 100
+BROKEN = 6  # steps whose attempt is NaN, of STEPS: drawn, one a run
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,7 @@ class Subject:
     def __init__(self, name: str, precision: str = "fp32"):
         folder = trained(name)
         self.name = name
+        self._uncached: dict[Any, Made] = {}
         self.handle: PipelineHandle = load(
             folder,
             family_of(folder),
@@ -67,6 +73,13 @@ class Subject:
         with counted_calls(self.blocks) as calls, operations(count) as found:
             latents, report = self.sampled(handle, seed, **more)
         return Made(latents, report, calls[0], found())
+
+    def uncached(self, seed: int, **more: Any) -> Made:
+        """A run without a cache, made once."""
+        key = (seed, *more.items())
+        if key not in self._uncached:
+            self._uncached[key] = self.run(seed, **more)
+        return self._uncached[key]
 
     @property
     def blocks(self) -> list[torch.nn.Module]:
@@ -137,7 +150,7 @@ def over_seeds(subject: Subject, policy: CachePolicy, seeds: range, **more: Any)
     """Figures of runs with a cache against those without, in the same precision."""
     drifts, pictures, skipped, uses = [], [], [], []
     for seed in seeds:
-        plain, found = subject.run(seed, **more), subject.run(seed, policy, **more)
+        plain, found = subject.uncached(seed, **more), subject.run(seed, policy, **more)
         drifts.append(drift(found.latents, plain.latents))
         pictures.append(psnr(subject, found.latents, plain.latents))
         skipped.append(1 - found.calls / plain.calls if plain.calls else 0.0)
@@ -172,21 +185,33 @@ def in_bf16(name: str, policy: CachePolicy, seeds: range) -> dict[str, Any]:
     exact, half = Subject(name), Subject(name, "bf16")
     alone, cached = [], []
     for seed in seeds:
-        wanted = exact.run(seed).latents
+        wanted = exact.uncached(seed).latents
         alone.append(drift(half.run(seed).latents, wanted))
         cached.append(drift(half.run(seed, policy).latents, wanted))
     return {"bf16_alone": spread(alone), "bf16_with_a_cache": spread(cached)}
 
 
-def nan_anywhere(name: str, policy: CachePolicy, seed: int = 0) -> dict[str, Any]:
-    """The attempt of one step is NaN, for each step: against the run without a cache in which it is too."""
-    subject, drifts, reruns = Subject(name, "bf16"), [], 0
-    for step in range(STEPS):
+def nan_at_drawn_steps(name: str, policy: CachePolicy, seed: int = 0) -> dict[str, Any]:
+    """The attempt of one step is NaN, for each of some: against the run without a cache in which it is too, and both
+    against fp32 without either, since two runs in bf16 differ by their rounding."""
+    subject, exact, reruns = Subject(name, "bf16"), Subject(name).run(seed).latents, 0
+    drifts, alone, cached = [], [], []
+    steps = sorted(random.Random(0).sample(range(STEPS), BROKEN))
+    for step in steps:
         with broken_at(step):
             plain, found = subject.run(seed), subject.run(seed, policy)
         reruns += found.report.cells()[step] == "rerun"
         drifts.append(drift(found.latents, plain.latents))
-    return {"steps": STEPS, "rerun": reruns, "drift": spread(drifts), "not_finite": sum(map(math.isnan, drifts))}
+        alone.append(drift(plain.latents, exact))
+        cached.append(drift(found.latents, exact))
+    return {
+        "steps": steps,
+        "rerun": reruns,
+        "drift": spread(drifts),
+        "off_fp32_without_a_cache": spread(alone),
+        "off_fp32_with_a_cache": spread(cached),
+        "not_finite": sum(map(math.isnan, drifts)),
+    }
 
 
 @contextmanager
@@ -211,8 +236,35 @@ def broken_at(step: int) -> Iterator[None]:
 
 
 def spread(values: list[float]) -> dict[str, float]:
+    """Empty where there is no value: where nothing was cached, nothing was reckoned."""
+    if not values:
+        return {}
     named = {"least": min(values), "mean": statistics.fmean(values), "most": max(values)}
     return {name: round(value, 5) for name, value in named.items()}
+
+
+def joined(earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+    """A model's figures with those of a later result: those of the budget over the seeds of both, all others in place
+    of the earlier ones."""
+    budgets = [figures["budget"] for figures in (earlier, later) if "budget" in figures]
+    return {**earlier, **later, **({"budget": over_both(*budgets)} if len(budgets) == 2 else {})}
+
+
+def over_both(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Raises ValueError where the seeds are not in a row."""
+    counts = [figures["seeds"][1] - figures["seeds"][0] + 1 for figures in (first, second)]
+    if first["seeds"][1] + 1 != second["seeds"][0] or first["error"] != second["error"]:
+        raise ValueError(f"seeds {first['seeds']} and {second['seeds']} are not in a row, in one budget")
+    made = {**first, "seeds": [first["seeds"][0], second["seeds"][1]]}
+    for name, value in first.items():
+        other = second[name]
+        if isinstance(value, dict):
+            mean = sum(n * each["mean"] for n, each in zip(counts, (value, other), strict=True)) / sum(counts)
+            least, most = min(value["least"], other["least"]), max(value["most"], other["most"])
+            made[name] = {"least": least, "mean": round(mean, 5), "most": most}
+        elif name.startswith("seeds_"):
+            made[name] = [*value, *other]
+    return made
 
 
 def main() -> None:
@@ -222,32 +274,48 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--few", type=int, default=10, help="seeds for all other figures")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--join", type=Path, metavar="FILE", help="an earlier result, which is written anew with these")
     args = parser.parse_args()
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     few = range(args.first_seed, args.first_seed + args.few)
+    today = dt.datetime.now(dt.timezone.utc).date().isoformat()
     result: dict[str, Any] = {
         "benchmark": "step_cache",
-        "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
+        "date": today,
         "machine": machine(torch.device("cpu")),
         "torch": torch.__version__,
         "steps": STEPS,
     }
     for name in args.models:
-        subject, policy = Subject(name), CachePolicy(BUDGET)
-        denoiser = subject.handle.store.module(subject.handle.family.denoiser, "fp32")
-        found: dict[str, Any] = {"parameters": sum(p.numel() for p in denoiser.parameters())}
-        result[name] = found
-        found["budget"] = over_seeds(subject, policy, seeds)
-        print(name, found["budget"], flush=True)
-        if few:
-            found["operations"] = operations_of(subject, policy, few[:3])
-            found["errors"] = [over_seeds(subject, CachePolicy(error), few) for error in (0.005, 0.01, 0.05)]
-            found["in_bf16"] = in_bf16(name, policy, few)
-            found["nan"] = nan_anywhere(name, policy)
-            if name == "cogvideox":
-                found["DPM"] = over_seeds(subject, policy, few, scheduler="DPM")
-        print(name, found, flush=True)
-    print(write_json(result, args.out, "cpu"))
+        result[name] = {}
+        for figures in figures_of(name, seeds, few):
+            result[name] |= figures
+            print(name, figures, flush=True)
+            print(write_json(result, args.out, "cpu"))
+    if args.join:
+        earlier = json.loads(args.join.read_text(encoding="utf-8"))
+        models = {name: joined(earlier.get(name, {}), result[name]) for name in args.models}
+        days = sorted({*earlier.get("also_measured", []), today})
+        text = json.dumps(earlier | {"also_measured": days} | models, indent=2)
+        args.join.write_text(f"{text}\n", encoding="utf-8")
+
+
+def figures_of(name: str, seeds: range, few: range) -> Iterator[dict[str, Any]]:
+    """Yield a model's figures, one after the other."""
+    subject, policy = Subject(name), CachePolicy(BUDGET)
+    denoiser = subject.handle.store.module(subject.handle.family.denoiser, "fp32")
+    yield {"parameters": sum(p.numel() for p in denoiser.parameters())}
+    if seeds:
+        yield {"budget": over_seeds(subject, policy, seeds)}
+    if not few:
+        return
+    yield {"operations": operations_of(subject, policy, few[:3])}
+    yield {"errors": [over_seeds(subject, CachePolicy(error), few) for error in (0.005, 0.01, 0.05)]}
+    yield {"other_steps": {str(steps): over_seeds(subject, policy, few, steps=steps) for steps in OTHER_STEPS}}
+    if name == "cogvideox":
+        yield {"DPM": over_seeds(subject, policy, few, scheduler="DPM")}
+    yield {"in_bf16": in_bf16(name, policy, few)}
+    yield {"nan": nan_at_drawn_steps(name, policy)}
 
 
 if __name__ == "__main__":

@@ -59,9 +59,10 @@ class Compile(Node):
             "optional": {
                 "attention": inputs.choice(
                     inputs.ATTENTIONS,
-                    "auto: PyTorch's own choice of its kernels. measured: the fastest on this card that is within its "
-                    "error budget, timed once for each size. The others: that one, wherever it takes the call. sage "
-                    "has to be installed, and rounds more.",
+                    "measured: the fastest on this card that is within its error budget, timed once for each size and "
+                    "remembered; without this node too. auto: PyTorch's own choice. The others: that one, wherever it "
+                    "takes the call. sage has to be installed, and rounds more.",
+                    default=inputs.MEASURED,
                 )
             },
         }
@@ -73,7 +74,7 @@ class Compile(Node):
         dynamic: str,
         mode: str,
         fullgraph: bool,
-        attention: str = inputs.ATTENTIONS[0],
+        attention: str = inputs.MEASURED,
     ) -> tuple[PipelineHandle]:
         from ..pipelines.compile.backends import CompileOptions, check_attention, choose_backend
 

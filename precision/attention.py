@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 
-from .attention_kernels import KERNELS, Errors, Kernel, Measured, over_budget, sdpa
+from .attention_kernels import KERNELS, Errors, Kernel, Measured, offered, over_budget, sdpa
 from .shared import NO_WARNINGS, TURNS
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _ROUNDS = 5
 _CHECKED = 64  # queries whose result is compared with fp32's
 _SCALED = 2.0**-40  # by which bf16's largest values, a million million of them, sum up to a finite float32
-_MARGIN = 1.05  # by which another kernel must be faster than PyTorch's own choice: less is noise
+MARGIN = 1.05  # by which another kernel must be faster than PyTorch's own choice: less is noise
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Call:
     scale: float | None = None
 
     def with_queries(self, number: int) -> Call:
-        """Return the call with its first `number` queries alone. A mask with a row for each query is cut alike."""
+        """Return the call with `number` of its queries alone. A mask with a row for each query is cut alike."""
         tokens = min(number, self.query[-2])
         mask = self.mask and ((*self.mask[0][:-2], min(tokens, self.mask[0][-2]), self.mask[0][-1]), self.mask[1])
         return replace(self, query=(*self.query[:-2], tokens, self.query[-1]), mask=mask)
@@ -185,31 +185,34 @@ def attention_calls(run: Callable[[], object]) -> Counter[Call]:
 def measure(calls: Mapping[Call, int], device: torch.device) -> Choice:
     """Time the kernels on random numbers, interleaved, check each against fp32, and return the fastest that is right.
 
-    A kernel is left out where it does not take one of the calls, or where its error is beyond its budget. Where there
-    is none but PyTorch's own choice, nothing is timed.
+    A kernel is left out where it does not take one of the calls, where it fails in one, or where its error is beyond
+    its budget. Where there is none but PyTorch's own choice, nothing is timed. Raises RuntimeError where that one fails
+    too, as where memory runs out.
 
     calls: how often each call comes in a step.
     """
     with torch.inference_mode(), TURNS.alone():
-        others = [kernel for kernel in KERNELS.values() if kernel.timed and not kernel.lacking(device)]
-        others = [kernel for kernel in others if all(_takes(kernel, call, device) for call in calls)]
-        own = {_own(call, device) for call in calls}
+        others = [kernel for kernel in offered(device) if all(_takes(kernel, call, device) for call in calls)]
+        own = {_own(call, device) for call in calls} if others else set[SDPBackend]()
         if all({kernel.torch} == own for kernel in others) or not calls:
             return Choice("", {})
-        names = ["auto", *(kernel.name for kernel in others)]
-        errors = {name: _worst(_error(name, call, device) for call in calls) for name in names}
+        tried = {kernel.name: _errors_or_why_not(kernel.name, calls, device) for kernel in others}
+        over = {name: found for name, found in tried.items() if isinstance(found, str)}
+        errors = {"auto": _errors("auto", calls, device)}
+        errors |= {name: found for name, found in tried.items() if isinstance(found, Measured)}
+        names = [*errors]
         seconds = dict.fromkeys(names, 0.0)
         for call, count in calls.items():
             for name, each in _seconds(names, call, device).items():
                 seconds[name] += count * each
-    handicapped = {name: seconds[name] * (1 if name == "auto" else _MARGIN) for name in names}
     least = min(error.largest for error in errors.values())
     kinds = {"auto": Errors.ROUNDING, **{kernel.name: kernel.errors for kernel in others}}
-    over = {name: over_budget(kinds[name], errors[name], least) for name in names}
-    fastest = min((name for name in names if not over[name]), key=handicapped.__getitem__, default="auto")
+    over |= {name: why for name in names if (why := over_budget(kinds[name], errors[name], least))}
+    handicapped = {name: seconds[name] * (1 if name == "auto" else MARGIN) for name in names}
+    fastest = min((name for name in names if name not in over), key=handicapped.__getitem__, default="auto")
     timings = {name: Timing(seconds[name], errors[name].largest, errors[name].share) for name in names}
     chosen_anyway = fastest == "auto" or {KERNELS[fastest].torch} == own
-    return Choice("" if chosen_anyway else fastest, timings, {name: why for name, why in over.items() if why})
+    return Choice("" if chosen_anyway else fastest, timings, over)
 
 
 def _call(
@@ -261,18 +264,38 @@ def _own(call: Call, device: torch.device) -> SDPBackend:
         return SDPBackend(torch._fused_sdp_choice(**_tensors(call.with_queries(_CHECKED), device)))
 
 
+def _errors(name: str, calls: Iterable[Call], device: torch.device) -> Measured:
+    found = [_error(name, call, device) for call in calls]
+    return Measured(max(error.largest for error in found), max(error.share for error in found))
+
+
+def _errors_or_why_not(name: str, calls: Iterable[Call], device: torch.device) -> Measured | str:
+    try:
+        return _errors(name, calls, device)
+    except Exception as error:  # noqa: BLE001 - PyTorch's is a RuntimeError; what another library raises is its own
+        return f"it failed ({type(error).__name__})"
+
+
 def _error(name: str, call: Call, device: torch.device) -> Measured:
-    given = _tensors(call.with_queries(_CHECKED), device)
-    floats = {key: value.float() if _is_floating(value) else value for key, value in given.items()}
-    right = _run("math", floats)
-    difference = _run(name, given).float() - right
+    """Make the whole call by a kernel, and compare some of its queries with fp32's result for these."""
+    given = _tensors(call, device)
+    rows = _rows(call)
+    made = _run(name, given)[..., rows, :].float()
+    some = given | {"query": given["query"][..., rows, :]}
+    if call.mask and call.mask[0][-2] > 1:
+        some["attn_mask"] = given["attn_mask"][..., rows, :]
+    right = _run("math", {key: value.float() if _is_floating(value) else value for key, value in some.items()})
+    difference = made - right
     largest, share = difference.abs().max().item(), (difference.norm() / right.norm()).item()
     return Measured(*(math.inf if math.isnan(value) else value for value in (largest, share)))
 
 
-def _worst(errors: Iterable[Measured]) -> Measured:
-    found = [*errors]
-    return Measured(max(error.largest for error in found), max(error.share for error in found))
+def _rows(call: Call) -> list[int]:
+    """Return the queries that are compared, from all over the call. A causal one's are the first: what they attend to
+    does not hang on how many there are."""
+    tokens = call.query[-2]
+    number = min(_CHECKED, tokens)
+    return [*range(number)] if call.causal else [tokens * row // number for row in range(number)]
 
 
 def _seconds(names: Sequence[str], call: Call, device: torch.device) -> dict[str, float]:

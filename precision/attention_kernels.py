@@ -66,10 +66,11 @@ class Kernel:
     errors: Errors = Errors.ROUNDING
     timed: bool = True  # whether it may be the fastest
     lacking: Callable[[torch.device], str] = lambda _device: ""  # what it needs and is not here; "" where nothing is
+    devices: tuple[str, ...] = ()  # kinds of devices that PyTorch has it for; (): wherever it lacks nothing
     torch: SDPBackend | None = None  # PyTorch's name for it
 
 
-def _torchs(name: str, backend: SDPBackend, *, timed: bool = True) -> Kernel:
+def _torchs(name: str, backend: SDPBackend, *devices: str, timed: bool = True) -> Kernel:
     def alone(given: Mapping[str, Any]) -> torch.Tensor:
         with sdpa_kernel(backend):
             return sdpa(**given)
@@ -81,7 +82,7 @@ def _torchs(name: str, backend: SDPBackend, *, timed: bool = True) -> Kernel:
         others = (other for other in _TORCHS.values() if other is not backend)
         return sdpa_kernel([backend, *others], set_priority=True)
 
-    return Kernel(name, preferring, alone, timed=timed, torch=backend)
+    return Kernel(name, preferring, alone, timed=timed, devices=devices, torch=backend)
 
 
 _TORCHS = {
@@ -183,10 +184,17 @@ def _sage_alone(given: Mapping[str, Any]) -> torch.Tensor:
 KERNELS: dict[str, Kernel] = {
     row.name: row
     for row in (
-        _torchs("flash", _TORCHS["flash"]),
-        _torchs("cudnn", _TORCHS["cudnn"]),
-        _torchs("efficient", _TORCHS["efficient"]),
+        _torchs("flash", _TORCHS["flash"], "cuda", "cpu"),
+        _torchs("cudnn", _TORCHS["cudnn"], "cuda"),
+        _torchs("efficient", _TORCHS["efficient"], "cuda"),
         _torchs("math", _TORCHS["math"], timed=False),  # it keeps all scores in memory, and is never the fastest
         Kernel("sage", _BySage, _sage_alone, Errors.QUANTISING, lacking=_without_sage),
     )
 }
+
+
+def offered(device: torch.device) -> list[Kernel]:
+    """Return the kernels that may be the fastest on a device, as far as that is known without a call. Where there are
+    fewer than two, as on a CPU, there is nothing to choose from."""
+    timed = [kernel for kernel in KERNELS.values() if kernel.timed and not kernel.lacking(device)]
+    return [kernel for kernel in timed if not kernel.devices or device.type in kernel.devices]

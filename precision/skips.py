@@ -78,11 +78,12 @@ class DeepLevels:
         return [Part(self.first, Role.FIRST), *skipped, Part(end.name, Role.LAST, end.gives)]
 
     def apart(self, module: Any, together: tuple[str, ...]) -> tuple[str, ...]:
-        """Return what is compiled each for itself, of what is compiled together where nothing is cached: the layers of
-        the last level are, since a cached step enters between them."""
+        """Return what is compiled, and comes to the device, each for itself, of what does so together where nothing is
+        cached: the layers of the last level do, since a cached step enters between them. In the order of the calls."""
         *ups, last = module.up_blocks
         levels = [f"up_blocks.{n}" for n in range(len(ups))]
-        layers = [f"up_blocks.{len(ups)}.{name}" for name in ("resnets", "attentions") if hasattr(last, name)]
+        kinds = [kind for kind in ("resnets", "attentions") if hasattr(last, kind)]
+        layers = [f"up_blocks.{len(ups)}.{kind}.{n}" for n in range(len(last.resnets)) for kind in kinds]
         return (*(name for name in together if name != "up_blocks"), *levels, *layers)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .drift import ORDER, CachePolicy, CacheUse, Choice, Ledger, coefficients
+from .drift import FIRST, LAST, ORDER, CachePolicy, CacheUse, Choice, Ledger, coefficients
 from .observe import Agree, alone, floating
 from .shells import Make, replaced, with_forward
 from .skips import Part, Role
@@ -40,6 +40,7 @@ class Course:
         self._signal = 0.0
         self._computed = self._skipped = 0  # calls of its denoisers' parts
         self._apart: list[torch.Tensor] = []  # of the present step's outputs: what the cache would have given, less it
+        self._latest: StepCache | None = None  # of the denoiser that was called latest
 
     @property
     def use(self) -> CacheUse:
@@ -58,6 +59,13 @@ class Course:
     def stop(self, why: str) -> None:
         """Cache nothing more in this run."""
         self.ledger = replace(self.ledger, stopped=self.ledger.stopped or why)
+
+    def calls(self, cache: StepCache) -> None:
+        """Note that a denoiser is called. One that was called before it is done then: what was kept of it is let go,
+        and not at the end of the run."""
+        if self._latest is not None and self._latest is not cache:
+            self._latest.release()
+        self._latest = cache
 
     def count(self, *, skipped: bool) -> None:
         self._skipped += skipped
@@ -121,6 +129,9 @@ class _Entry:
     at: int  # step
     signal: torch.Tensor  # [values], float32
     given: torch.Tensor  # in place of the last part: what it added to the first one's output, or what it put out
+
+    def copied(self, at: int) -> _Entry:
+        return _Entry(at, self.signal.clone(), self.given.clone())
 
 
 @dataclass
@@ -210,7 +221,20 @@ class StepCache:
         self._left.clear()
         self._turn = _Turn()
 
+    def release(self) -> None:
+        """Let go of what is kept."""
+        self._left.clear()
+
+    def fill(self, calls: int) -> None:
+        """Keep what the latest call left as if it were of as many steps, and calls of each, as a run ever keeps."""
+        (call,) = self._turn.calls
+        assert call.left is not None
+        left, self._turn, self._call = call.left, _Turn(), _Call(())
+        steps = range(ORDER + 1)
+        self._left = {number: tuple(left.copied(at) for at in steps) for number in range(calls)}
+
     def _advance(self) -> None:
+        self.course.calls(self)
         if self._step != self.course.ledger.at:
             self._step, self._before = self.course.ledger.at, 0
 
@@ -315,6 +339,36 @@ class StepCache:
         for value, factor in zip(values[1:], by[1:], strict=True):
             made.add_(value, alpha=factor)
         return made
+
+
+class _Comparing(Course):
+    """That of a run which compares each step that it could cache, and asks no number for it."""
+
+    def __init__(self) -> None:
+        super().__init__(CachePolicy(), FIRST + LAST + 1)
+        self.ledger = replace(self.ledger, at=FIRST)
+
+    def choose(self, signal: Callable[[], float]) -> Choice:
+        del signal
+        return Choice.COMPUTE
+
+
+def compared(run: Any, parts: Sequence[Part], adds: bool, calls: int) -> Callable[..., Any]:
+    """Return what makes a call of a denoiser on "meta" as a step cache has it made when it takes most memory: with all
+    that the cache ever keeps, it is extrapolated, computed, and compared.
+
+    run, parts, adds: as a StepCache has them.
+    calls: of a step, of which each has its own values.
+    """
+    cache = StepCache(parts, adds, _Comparing())
+    call = cache.attempt(run, lambda made: made)
+
+    def filled(*args: Any, **kwargs: Any) -> Any:
+        call(*args, **kwargs)
+        cache.fill(calls)
+        return call(*args, **kwargs)
+
+    return filled
 
 
 def _hidden(made: Any) -> torch.Tensor:

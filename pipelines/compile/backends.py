@@ -67,13 +67,14 @@ class CompileOptions:
         is a graph for the first size, and one for all others.
     mode: one of MODES; inductor alone.
     fullgraph: what cannot be in one graph is an error, whoever chose the backend; inductor alone.
-    attention: one of ATTENTIONS; "": PyTorch's own choice. For backends that use PyTorch's attention, and for 'eager'.
+    attention: one of ATTENTIONS; "": PyTorch's own choice; 'measured': the fastest that is right, known when a run
+        makes its first call. For backends that use PyTorch's attention, and for 'eager'.
     """
 
     dynamic: bool | None = None
     mode: str = MODES[0]
     fullgraph: bool = False
-    attention: str = ""
+    attention: str = MEASURED
 
     def given_to(self, backend: str, *, graph_file: Path | None = None) -> Any:
         """As OneDiff's backend takes them.

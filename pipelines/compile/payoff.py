@@ -9,8 +9,6 @@ kept beside the compiled code, so that runs of one process each, as in a queue w
 
 from __future__ import annotations
 
-import json
-import logging
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -19,19 +17,16 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from ...trust import foreign
-from ...trust.foreign import Foreign, Unreadable
-from ..atomic_files import limit_here, replacing
+from ...trust.foreign import Foreign
 from ..parallel.group import here
-from .backends import EAGER, BackendChoice
+from . import measured
+from .backends import EAGER, MEASURED, BackendChoice
 
 if TYPE_CHECKING:
     from ...precision.policy import Precision
     from ...precision.report import RunReport, StepRecord
     from ..run.handle import PipelineHandle
     from ..run.sample import SampleSettings
-
-logger = logging.getLogger(__name__)
 
 COMPILE_GUESS = 60.0  # seconds; until this process has compiled once
 FASTER_GUESS = 0.2  # of an eager step's time, which compiling saves; until it is measured
@@ -155,22 +150,15 @@ def learn_from(handle: PipelineHandle, settings: SampleSettings, request: Precis
 def measured_of(handle: PipelineHandle, target: str) -> tuple[Measured, Path | None]:
     """Return what was measured of what is compiled for a target, and the file in which that is kept; None where nothing
     is."""
-    kept = handle.compiled if limit_here(lambda _: None) else None
-    file = kept and kept / f"{target}.pace.json"
+    file = measured.kept_in(handle.compiled, f"{target}.pace.json")
     if target not in _MEASURED:
-        _MEASURED[target] = _read(file) if file else Measured()
+        found = measured.read(file, _File, limit=2**16)
+        _MEASURED[target] = Measured(found.compile_seconds, found.sizes) if found else Measured()
     return _MEASURED[target], file
 
 
 def keep(known: Measured, file: Path | None) -> None:
-    if file is None:
-        return
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(file) as stream:
-            stream.write(json.dumps(asdict(known)).encode())
-    except OSError as error:
-        logger.warning("what this run took could not be kept in '%s': %s", file, error)
+    measured.write(file, asdict(known))
 
 
 def is_kept(handle: PipelineHandle, target: str) -> bool:
@@ -193,18 +181,6 @@ def _target(handle: PipelineHandle, request: Precision | None) -> str:
     return target_of(store.model, plan, handle.compile_options, store.placement.device, handle.architecture).name
 
 
-def _read(file: Path) -> Measured:
-    """What earlier processes measured. What cannot be read is measured anew."""
-    try:
-        if not file.is_file():
-            return Measured()
-        found = foreign.fitting(_File, foreign.read(file, limit=2**16))
-    except (OSError, Unreadable) as error:
-        logger.warning("'%s' is left alone, and measured anew: %s", file, error)
-        return Measured()
-    return Measured(found.compile_seconds, found.sizes)
-
-
 def _size(settings: SampleSettings) -> str:
     guided = " guided" if _guided(settings) else ""
     return f"{settings.width}x{settings.height}, {settings.frames}{guided}"
@@ -218,7 +194,9 @@ def _at_hand(handle: PipelineHandle, request: Precision | None, target: str) -> 
     """Whether it is compiled in this process or, by inductor, on disk."""
     from ...precision.policy import Component
 
-    how = (handle.backend.name, handle.compile_options, handle.plan(Component.DENOISER, request).numerics)
-    if any(key[0] in handle.family.denoisers and key[2:5] == how for key in handle.store.compiled):
-        return True
+    asked, how = handle.compile_options, (handle.backend.name, handle.plan(Component.DENOISER, request).numerics)
+    for name, _, backend, options, numerics, *_ in handle.store.compiled:
+        taken = replace(options, attention=MEASURED) if asked.attention == MEASURED else options
+        if name in handle.family.denoisers and (backend, numerics) == how and taken == asked:
+            return True
     return handle.backend.name == "inductor" and is_kept(handle, target)

@@ -72,7 +72,7 @@ def look(device: Any = None) -> Machine:
     """Ask everything. device: a torch.device to report on; None for the one that a pipeline would run on."""
     asked = _ask_torch()
     gpus = tried(lambda: tuple(_gpus(asked.module)), ()) if asked.module else ()
-    driver = _driver()
+    driven_by = driver()
     packages = {name: version_of(name) for name in (*NEEDED, *OPTIONAL)}
     chosen = (device or tried(_default_device, None)) if asked.module else None
     architecture = tried(lambda: detect(chosen), ARCHITECTURES["cpu"]) if chosen else ARCHITECTURES["cpu"]
@@ -82,12 +82,12 @@ def look(device: Any = None) -> Machine:
         torch=asked.version,
         torch_works=asked.module is not None,
         built_for=asked.built_for,
-        driver=driver or "none found, neither NVIDIA's nor AMD's",
+        driver=driven_by or "none found, neither NVIDIA's nor AMD's",
         gpus=gpus,
         device=str(chosen or "cpu"),
         architecture=architecture,
         packages=packages,
-        advice=tuple(_advice(asked, gpus, driver, packages)),
+        advice=tuple(_advice(asked, gpus, driven_by, packages)),
     )
 
 
@@ -162,7 +162,7 @@ def _gpus(torch: Any) -> Iterator[Gpu]:
         yield Gpu(0, "Apple GPU", detect(torch.device("mps")), None)
 
 
-def _driver() -> str:
+def driver() -> str:
     """What drives the graphics cards here, empty where nothing is found."""
     smi = shutil.which("nvidia-smi")
     said = _nvidia_smi(smi) if smi else ""

@@ -51,29 +51,29 @@ def ways_to_denoise(
     stage: ComponentStage,
     inputs: Mapping[str, Any],
     known: Learned = NOTHING,
-    take: Callable[[ComponentStage, bool], object] = lambda *_: None,
+    take: Callable[[ComponentStage, bool, bool], object] = lambda *_: None,
+    cached: int = 0,
 ) -> Iterator[Way]:
     """Yield the ways to make the calls of a run, the fastest first.
 
     Ranks count alike, by the one that takes most: what they have to agree on may hang on the way.
 
-    inputs: of a call. take: is given the stage, and whether both halves of its batch are computed one after the other.
+    inputs: of a call. take: is given the stage, whether both halves of its batch are computed one after the other, and
+    whether steps are cached.
+    cached: how many calls of a step have values in a step cache; 0: there is none.
     """
     parted = halves(inputs) if here().alone else []  # ranks make the same calls, whatever room each has
     for offload, kind in stage.ways():
-        yield Way(
-            offload,
-            kind.weights_at_once(),
-            here().most(kind.counted(partial(room_for_call, kind, inputs, known))),
-            partial(take, kind, False),
-        )
-        if len(parted) > 1:
-            yield Way(
-                f"{offload}, halves apart",
-                kind.weights_at_once(),
-                kind.counted(partial(room_for_call, kind, parted[0], known)),
-                partial(take, kind, True),
-            )
+        for apart in (False, True)[: max(len(parted), 1)]:
+            given = parted[0] if apart else inputs
+            for calls in dict.fromkeys((cached * (1 + apart), 0)):
+                said = [offload, "halves apart" if apart else "", "no step cache" if cached and not calls else ""]
+                yield Way(
+                    ", ".join(filter(None, said)),
+                    kind.weights_at_once(),
+                    here().most(kind.counted(partial(room_for_call, kind, given, known, calls))),
+                    partial(take, kind, apart, bool(calls)),
+                )
 
 
 class _Steps:
@@ -101,8 +101,8 @@ class _Steps:
 
     def _called(self, inputs: Mapping[str, Any]) -> Any:
         if not self._foreseen and (room := self._stage.room()):
-            has = -here().most(-room)  # on each
-            self._ladder.foresee(ways_to_denoise(self._stage, inputs, self._known, self._go_on), has)
+            ways = ways_to_denoise(self._stage, inputs, self._known, self._go_on, self._calls_cached())
+            self._ladder.foresee(ways, -here().most(-room))  # on each
         self._foreseen = True
         if not self._placed:
             self._place(halves(inputs)[0] if self._apart else inputs)
@@ -118,18 +118,24 @@ class _Steps:
         """What came before may make room for it."""
         stage = self._stage
         stage.handle.finish(*ENCODERS, *(name for name in stage.handle.family.denoisers if name != stage.name))
-        stage.place(lambda: room_for_call(stage, inputs, self._known))
+        calls = self._calls_cached() * (1 + self._apart)
+        stage.place(lambda: room_for_call(stage, inputs, self._known, calls))
         if self._guard is None:
             self._earlier = stage.report.learned
         self._placed = True
 
-    def _go_on(self, stage: ComponentStage, apart: bool) -> None:
+    def _calls_cached(self) -> int:
+        """Return how many calls of a step have values in the cache, where no batch is halved."""
+        return self._stage.report.calls_per_step if self._cache else 0
+
+    def _go_on(self, stage: ComponentStage, apart: bool, cached: bool = True) -> None:
         """Have the next call set up the stage, with what this run learned so far."""
         if self._guard and self._guard.learned:
             self._known = self._guard.learned
         self._stage, self._apart, self._guard, self._attempts, self._placed = stage, apart, None, None, False
         if self._cache:
             self._cache.forget()
+        self._cache = self._cache if cached else None
 
     def _rungs(self) -> list[Rung]:
         """Cheaper ways to make the calls of this run, after which it is placed anew."""
@@ -137,8 +143,7 @@ class _Steps:
         def uncached() -> str:
             if not self._cache:
                 return ""
-            self._go_on(self._stage, self._apart)
-            self._cache = None
+            self._go_on(self._stage, self._apart, cached=False)
             return "no step cache"
 
         def halves_apart() -> str:
@@ -204,7 +209,8 @@ class _Attempts:
         if self._how.attention == MEASURED:
             from ..compile.attention import with_attention
 
-            self._how, self._attention = with_attention(self._how, handle.store, self._backend.name, plan.dtype, inputs)
+            given = halves(inputs)[0] if apart else inputs
+            self._how, self._attention = with_attention(handle, self._backend.name, plan.dtype, given)
         self._compiled: torch.nn.Module | None = None  # a shell of the latest attempt's
         self._compiles = True  # the latest attempt is compiled, where there is a backend that does
         self.tell_backend()
@@ -285,7 +291,7 @@ class _Attempts:
         handle, plan = self._stage.handle, self._stage.plan
         known = handle.store.compiled
         how = (self._backend.name, self._how, plan.numerics, wide, plan.accumulation, left)
-        parts = self._stage.compiled_parts
+        parts = self._stage.own_parts
         key = (self._stage.name, keys(self._stage.loras), *how, parts)
         if key not in known:
             known[key] = compiled(

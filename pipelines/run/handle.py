@@ -56,6 +56,7 @@ class PipelineHandle:
     profiles: Path | None = None  # folder of what runs taught; None: nothing is kept
     profile: Profile | None = None  # from elsewhere, used in place of what is kept
     compiled: Path | None = None  # folder of compiled code for later processes; None: none is kept
+    measured: Path | None = None  # folder of what was measured on this machine; None: nothing is kept
 
     def __post_init__(self) -> None:
         backend = backend_with(self.backend, self.offload, self.store.placement.device)
@@ -186,6 +187,7 @@ def load(
         beside=present(),
         profiles=profiles,
         compiled=compiled if here().alone else None,  # of ranks, each compiles another part of the work
+        measured=compiled,
     )
     for component in model.variant.components:
         handle.plan(component)

@@ -106,7 +106,7 @@ class ComponentStage(Stage):
         quantised of them."""
         if not self.handle.store.in_parts(self._offload):
             return bytes_of(self.module) + quantised_bytes(self)
-        blocks = self.handle.family.blocks if self.plan.component is Component.DENOISER else ()
+        blocks = self.own_parts if self.plan.component is Component.DENOISER else ()
         return most_on_device(self.module, self._offload, blocks)
 
     def counted(self, room: Callable[[], int]) -> int:
@@ -125,7 +125,8 @@ class ComponentStage(Stage):
     def weights(self) -> Onloading:
         """How the weights come to the device."""
         _ = self.module
-        return self.handle.store.onloading(self.name, self._offload, self.loras)
+        blocks = self.own_parts if self.plan.component is Component.DENOISER else ()
+        return self.handle.store.onloading(self.name, self._offload, self.loras, blocks)
 
     def ladder(self) -> Ladder:
         """What to try where memory runs out in this stage: first, that nothing else of the model is on the device."""
@@ -207,8 +208,8 @@ class ComponentStage(Stage):
         return torch.cat(from_each(made, self.sharing.first_of_halves, here()))
 
     @property
-    def compiled_parts(self) -> tuple[str, ...]:
-        """Names of the parts that are compiled, a list of them one by one."""
+    def own_parts(self) -> tuple[str, ...]:
+        """Names of a denoiser's parts that are compiled, or come to the device, each for itself; of a list each one."""
         family = self.handle.family
         if self.course is None or family.skipped is None:
             return family.blocks

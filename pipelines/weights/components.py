@@ -76,7 +76,9 @@ class ComponentStore:
         self.notes: dict[str, tuple[str, ...]] = {}  # component → what was found or mended when it was loaded
         self._modules: dict[str, tuple[str, torch.nn.Module]] = {}
         self._with_loras: dict[str, tuple[tuple[LoraKey, ...], torch.nn.Module]] = {}  # of each component the latest
-        self._onloading: dict[str, tuple[Offload, InParts]] = {}  # of components that are not on the device whole
+        self._onloading: dict[
+            str, tuple[tuple[Offload, tuple[str, ...]], InParts]
+        ] = {}  # of components that are not on the device whole
         self._unweighted: dict[str, Any] = {}
         self._in_use = threading.RLock()
 
@@ -170,22 +172,24 @@ class ComponentStore:
                 raise
         return shell
 
-    def onloading(self, name: str, offload: Offload, loras: tuple[Lora, ...] = ()) -> Onloading:
-        """Return how the weights of a loaded component, with its LoRAs, come to the device."""
+    def onloading(
+        self, name: str, offload: Offload, loras: tuple[Lora, ...] = (), blocks: tuple[str, ...] = ()
+    ) -> Onloading:
+        """Return how the weights of a loaded component, with its LoRAs, come to the device. blocks: of a denoiser."""
         if not self.in_parts(offload):
             return Whole()
         with MOVING:
             family, component = self.model.family, self._modules[name][1]
             parts: dict[str, Any] = {"once": name == "text_encoder"}
             if name in family.denoisers:
-                parts = {"blocks": family.blocks}
+                parts = {"blocks": blocks}
                 component = self._with_loras[name][1] if keys(loras) else component
             known_for, known = self._onloading.get(name, (None, None))
-            if known is None or known_for is not offload or known.component is not component:
+            if known is None or known_for != (offload, blocks) or known.component is not component:
                 known = None  # with which its memory goes
                 self._forget_parts(name)
                 known = in_parts(component, offload, self.placement.device, **parts)
-                self._onloading[name] = offload, known
+                self._onloading[name] = (offload, blocks), known
             self.placement.make_room(known.most_bytes)
             return known
 

@@ -18,24 +18,26 @@ from ...precision.learned import NOTHING, Learned
 from ...precision.peaks import size
 from ...precision.policy import Component
 from ...precision.shells import with_once
+from ...precision.step_cache import compared
 from .quantising import quantised_on_meta
 
 if TYPE_CHECKING:
     from ..run.stage import ComponentStage
 
 
-def room_for_call(stage: ComponentStage, inputs: Mapping[str, Any], learned: Learned = NOTHING) -> int:
+def room_for_call(stage: ComponentStage, inputs: Mapping[str, Any], learned: Learned = NOTHING, cached: int = 0) -> int:
     """Return the bytes that one call of a stage's component takes, made in the plan's dtype as `learned` asks for.
 
     inputs: its arguments, of which the shapes and dtypes count.
+    cached: how many calls of a step have values in a step cache, which stay on the device; 0: there is none.
     """
 
     def prepare() -> Callable[[Alive], object]:
-        call = attempt_on_meta(stage, stage.module, stage.anatomy, learned)
+        call = attempt_on_meta(stage, stage.module, stage.anatomy, learned, cached)
         given = on_meta(dict(inputs))
         return lambda _: call(**given)
 
-    return counted(stage, (learned, shapes_of(dict(inputs))), prepare)
+    return counted(stage, (learned, shapes_of(dict(inputs)), cached), prepare)
 
 
 def counted(stage: ComponentStage, what: Hashable, prepare: Callable[[], Callable[[Alive], object]]) -> int:
@@ -68,14 +70,19 @@ def _most(prepare: Callable[[], Callable[[Alive], object]], kernels: Kernels) ->
 
 
 def attempt_on_meta(
-    stage: ComponentStage, network: torch.nn.Module, anatomy: Anatomy, learned: Learned = NOTHING
+    stage: ComponentStage, network: torch.nn.Module, anatomy: Anatomy, learned: Learned = NOTHING, cached: int = 0
 ) -> Callable[..., Any]:
-    """Return what a stage's guard would call of a network, on "meta"."""
-    bare = on_meta(network)
+    """Return what a stage's guard would call of a network, on "meta". cached: as `room_for_call` has it."""
+    bare, skipped = on_meta(network), stage.handle.family.skipped
+    parts = skipped.parts(bare) if cached and skipped else []
+
+    def kept(run: Any) -> Any:
+        return compared(run, parts, skipped.adds, cached) if parts and skipped else run
+
     once = stage.handle.family.of_prompt if stage.plan.component is Component.DENOISER else ()
     if not stage.plan.half:
         bare, _ = with_once(bare, once)
-        return stage.in_fp32(bare)
+        return kept(stage.in_fp32(bare))
     wide, whole = stage.plan.wide, stage.plan.component is not Component.DENOISER
     made = half_attempt(
         bare,
@@ -88,9 +95,9 @@ def attempt_on_meta(
         device=META,
     )
     if made.everything:
-        return made.run
+        return kept(made.run)
     run, _ = with_once(made.run, once)
-    return partial(_narrowed, run, stage.inputs, DTYPES[stage.plan.dtype])
+    return partial(_narrowed, kept(run), stage.inputs, DTYPES[stage.plan.dtype])
 
 
 def _narrowed(call: Callable[..., Any], names: Collection[str], dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:

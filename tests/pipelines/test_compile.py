@@ -282,7 +282,7 @@ def test_each_backend_is_given_its_own_options(monkeypatch, backend, how, given,
     compiled(Transformer(), ("transformer_blocks",), BackendChoice(backend, "asked for"), how)
     assert seen == [given] * 3
     assert how.in_words(backend) == said
-    assert how.in_words("eager") == (f"attention: {how.attention}" if how.attention else "")
+    assert how.in_words("eager") == ("attention: flash" if how.attention == "flash" else "")
 
 
 @pytest.mark.parametrize("automatic", [True, False])

@@ -12,18 +12,23 @@ from typing import Any
 
 import pytest
 import torch
+from comfyui_onediff_guard.demo.small_model import build_cogvideox
 from comfyui_onediff_guard.pipelines.compile import backends as compiling
+from comfyui_onediff_guard.pipelines.models.lora import Lora
 from comfyui_onediff_guard.pipelines.models.recognised import family_of
 from comfyui_onediff_guard.pipelines.run import denoiser as denoising
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
-from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
+from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, add_lora, load
 from comfyui_onediff_guard.pipelines.run.pictures import fitted
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
+from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.drift import FIRST, LAST, ORDER, CachePolicy
 from comfyui_onediff_guard.precision.guard import GuardPolicy, OnFailure, Scope
 from comfyui_onediff_guard.precision.learned import Learned
-from comfyui_onediff_guard.precision.policy import Precision
+from comfyui_onediff_guard.precision.policy import Component, Precision
+from lora_models import training
+from test_offload import Apart, Placement, apart  # noqa: F401 - a fixture
 
 SIZES = {
     "2b": (96, 64, 9),
@@ -189,11 +194,11 @@ def test_what_was_learned(model_folder: Callable[..., Path], monkeypatch: pytest
 def test_halves_apart(model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     init = denoising._Steps.__init__
 
-    def apart(steps: Any, stage: Any) -> None:
+    def halved(steps: Any, stage: Any) -> None:
         init(steps, stage)
         steps._apart = True
 
-    monkeypatch.setattr(denoising._Steps, "__init__", apart)
+    monkeypatch.setattr(denoising._Steps, "__init__", halved)
     handle = opened(model_folder(model))
     plain, _ = run(handle, model)
     found, report = run(handle, model, WIDE)
@@ -275,8 +280,6 @@ def test_two_threads(model_folder: Callable[..., Path]) -> None:
 def test_a_denoiser_of_one_block_says_that_nothing_can_be_cached(
     model_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
-    from comfyui_onediff_guard.demo.small_model import build_cogvideox
-
     handle = opened(build_cogvideox(tmp_path / "one", layers=1))
     _, report = run(handle, "2b", WIDE)
     assert "no step is cached" in report.text() and "cached" not in report.cells()
@@ -294,3 +297,80 @@ def test_what_is_kept_does_not_grow(model_folder: Callable[..., Path], monkeypat
     monkeypatch.setattr(denoising.StepCache, "keep", counted)
     run(handle, "2b", WIDE)
     assert kept[-1] == {0: ORDER + 1}
+
+
+PRECISIONS = ["fp16", "bf16", "int8"]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_precision(
+    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, precision: str
+) -> None:
+    """A budget of 0 is bit-equal, and a NaN in a cached run comes to what it comes to without a cache."""
+    wide_enough: dict[str, Any] = {"variant": "2b", "heads": 8, "head_dim": 64}  # to be quantised
+    handle = opened(
+        build_cogvideox(tmp_path / "wide", **wide_enough) if precision == "int8" else model_folder("2b"), precision
+    )
+    assert handle.plan(Component.DENOISER).numerics == precision
+    plain, _ = run(handle, "2b")
+    assert torch.equal(run(handle, "2b", CachePolicy(0.0))[0], plain)
+    found, report = run(handle, "2b", WIDE)
+    assert report.cache.cached and drift(found, plain) <= max(report.cache.drift, WIDE.error)
+    as_with_nan(monkeypatch, replace(handle, policy=GuardPolicy(scope=Scope.STEP)), "2b")
+
+
+def as_with_nan(monkeypatch: pytest.MonkeyPatch, handle: PipelineHandle, model: str, failing: int = 7) -> None:
+    broken_at(monkeypatch, failing)
+    wanted, without = run(handle, model)
+    found, report = run(handle, model, WIDE)
+    assert report.steps[failing].outcome == without.steps[failing].outcome == "rerun" and report.cache.cached
+    assert torch.isfinite(found).all() and drift(found, wanted) <= max(report.cache.drift, WIDE.error)
+
+
+def test_a_lora(model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    handle = opened(model_folder("2b"), "bf16")
+    bare, _ = run(handle, "2b")
+    trained = training(tmp_path)(handle.store.module("transformer", "bf16"))
+    handle = add_lora(handle, Lora(trained, 1.0))
+    plain, _ = run(handle, "2b")
+    assert drift(plain, bare) > 0.001, "it does something"
+    assert torch.equal(run(handle, "2b", CachePolicy(0.0))[0], plain)
+    found, report = run(handle, "2b", WIDE)
+    assert report.cache.cached and drift(found, plain) <= max(report.cache.drift, WIDE.error)
+    assert drift(found, bare) > drift(found, plain), "cached steps have it too"
+    as_with_nan(monkeypatch, replace(handle, policy=GuardPolicy(scope=Scope.STEP)), "2b")
+
+
+@pytest.mark.usefixtures("apart")
+@pytest.mark.parametrize("offload", ["group", "sequential"])
+@pytest.mark.parametrize("model", ["2b", "svd"])
+def test_weights_in_parts(
+    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, model: str, offload: str
+) -> None:
+    """As with all weights on the device, to the bit, and a skipped block's weights are not brought."""
+    handle = opened(model_folder(model), "bf16")
+    whole, usual = run(handle, model, WIDE)
+    plain, _ = run(handle, model)
+    stores._STORES.clear()
+    handle = opened(model_folder(model), "bf16", offload=offload, placement=Placement())
+    Apart.log.clear()
+    assert torch.equal(run(handle, model, CachePolicy(0.0))[0], plain)
+    brought = bytes_brought()
+    found, report = run(handle, model, WIDE)
+    assert report.cache == usual.cache and report.cache.cached, report.text()
+    assert torch.equal(found, whole)
+    assert bytes_brought() < brought
+    as_with_nan(monkeypatch, replace(handle, policy=GuardPolicy(scope=Scope.STEP)), model)
+
+
+def bytes_brought() -> int:
+    brought = sum(tensor.nbytes for what, part in Apart.log if what == "onload" for tensor in part.tensors)
+    Apart.log.clear()
+    return brought
+
+
+def test_compiled_blocks_in_half_precision(model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = opened(model_folder("2b"), "bf16", "inductor")
+    plain, _ = run(handle, "2b")
+    assert torch.equal(run(handle, "2b", CachePolicy(0.0))[0], plain)
+    as_with_nan(monkeypatch, replace(handle, policy=GuardPolicy(scope=Scope.STEP)), "2b")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.precision import attention
+from comfyui_onediff_guard.precision import attention, attention_kernels
 from comfyui_onediff_guard.precision.attention import (
     Attended,
     Call,
@@ -161,3 +161,38 @@ def test_masks_and_causal_calls_are_timed_and_checked(mask: torch.dtype, choice_
     causal = Call((1, 2, 80, 16), (1, 2, 80, 16), (1, 2, 80, 16), torch.float32, causal=True, scale=0.3)
     choice = measure({masked: 1, causal: 1}, CPU)
     assert len(choice.timings) == 3 and max(timing.error for timing in choice.timings.values()) < 1e-5
+
+
+@pytest.mark.usefixtures("flash_is_fast")
+def test_a_kernel_is_checked_at_the_whole_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is right for few queries, and wrong behind them, is not taken; nor is one that fails there."""
+    long = Call((1, 2, 500, 16), (1, 2, 500, 16), (1, 2, 500, 16), torch.bfloat16)
+    monkeypatch.setattr(attention, "_own", lambda _call, _device: SDPBackend.MATH)
+    real = attention._run
+
+    def wrong(name: str, given: Any) -> torch.Tensor:
+        made = real(name, given)
+        if name == "flash" and made.shape[-2] > 400:
+            made[..., 400:, :] = 0.25
+        return made
+
+    monkeypatch.setattr(attention, "_run", wrong)
+    assert "not flash: its error is" in str(measure({long: 1}, CPU))
+    assert measure({long.with_queries(100): 1}, CPU).kernel == "flash"
+
+    def failing(name: str, given: Any) -> torch.Tensor:
+        if name == "flash" and given["query"].shape[-2] > 400:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return real(name, given)
+
+    monkeypatch.setattr(attention, "_run", failing)
+    choice = measure({long: 1}, CPU)
+    assert choice.kernel == "" and choice.left_out == {"flash": "it failed (OutOfMemoryError)"}
+
+
+def test_a_cpu_offers_one_kernel_and_a_card_three() -> None:
+    def names(device: str) -> list[str]:
+        return [kernel.name for kernel in attention_kernels.offered(torch.device(device))]
+
+    assert names("cpu") == ["flash"] and names("mps") == []
+    assert names("cuda") == ["flash", "cudnn", "efficient"]

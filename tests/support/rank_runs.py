@@ -77,6 +77,7 @@ class Made:
     cached: list[bool] = field(default_factory=list)  # whether each call was
     frames: torch.Tensor | None = None
     decoding: list[tuple[str, str, str]] = field(default_factory=list)  # steps of that
+    backend: str = ""  # and why, with the attention kernel
 
 
 def sampled(case: Case) -> Made:
@@ -127,7 +128,8 @@ def sampled(case: Case) -> Made:
     cached = [step.cached for step in report.steps]
     notes = [*report.notes, *(decoding.notes if decoding else ())]
     told, of_frames = _told(report), _told(decoding) if decoding else []
-    return Made(latents, told, report.learned, bool(happened), *counts[0], notes, cached, frames, of_frames)
+    why = report.backend_reason
+    return Made(latents, told, report.learned, bool(happened), *counts[0], notes, cached, frames, of_frames, why)
 
 
 def _told(report: Any) -> list[tuple[str, str, str]]:
@@ -165,6 +167,25 @@ def _break(layer: torch.nn.Module, fault: Fault, happened: list[bool]) -> None:
 
 def run_cases(cases: Sequence[Case]) -> list[Made]:
     return [sampled(case) for case in cases]
+
+
+def choosing_kernels(case: Case) -> tuple[Made, list[Any]]:
+    """Run a case where each rank would choose another attention kernel. Returns the calls too that it was asked for."""
+    from comfyui_onediff_guard.pipelines.compile import attention
+    from comfyui_onediff_guard.pipelines.parallel.group import here
+    from comfyui_onediff_guard.precision.attention import Choice, Timing
+    from comfyui_onediff_guard.precision.attention_kernels import KERNELS
+
+    KERNELS["math"] = replace(KERNELS["math"], timed=True)  # a CPU has no other choice
+    timings = {"auto": Timing(2.0, 0.1), "math": Timing(1.0, 0.1)}
+    asked: list[Any] = []
+
+    def measure(calls: Any, _device: object) -> Choice:
+        asked.extend(calls)
+        return Choice("math" if here().first else "", timings)
+
+    attention.measure = measure
+    return sampled(case), asked
 
 
 def in_ranks(size: int, run: Callable[..., Any], *arguments: Any) -> list[Any]:

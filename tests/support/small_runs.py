@@ -13,7 +13,7 @@ from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 SIZES = {"2b": (128, 96, 9), "5b-i2v": (96, 64, 9), "cogview3": (128, 128, 1), "svd": (128, 128, 4), "wan": (96, 96, 5)}
 
 
-def sampled(handle: PipelineHandle, model: str, **more: Any) -> tuple[torch.Tensor, Any]:
+def sampled(handle: PipelineHandle, model: str, *, steps: int = 2, **more: Any) -> tuple[torch.Tensor, Any]:
     width, height, frames = SIZES[model]
     positive, negative = encode_prompts(handle, ["a red kite", "grey"])[0] if handle.family.prompt else (None, None)
     start = (
@@ -25,5 +25,5 @@ def sampled(handle: PipelineHandle, model: str, **more: Any) -> tuple[torch.Tens
         if handle.family.takes_image
         else {}
     )
-    settings = SampleSettings(width, height, steps=2, seed=3, frames=frames, guidance_scale=5.0)
+    settings = SampleSettings(width, height, steps=steps, seed=3, frames=frames, guidance_scale=5.0)
     return sample(handle, positive, negative, settings, **start, **more)

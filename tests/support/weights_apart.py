@@ -44,7 +44,7 @@ class Apart(group_offloading.ModuleGroup):
     def offload_(self):
         Apart.log.append(("offload", self))
         if self in Apart.here or not hasattr(self, "kept"):
-            self.kept = {tensor: tensor.data for tensor in self.tensors}
+            self.kept = {tensor: Apart.at_rest.get(tensor, tensor.data) for tensor in self.tensors}
             Apart.at_rest |= self.kept
             for tensor in self.tensors:
                 tensor.data = torch.full_like(tensor.data, torch.nan if tensor.is_floating_point() else 2**30)
