@@ -23,10 +23,10 @@ from ...precision.attention import MARGIN, Call, Choice, Timing, attention_calls
 from ...precision.attention_kernels import BUDGET, KERNELS, TOLERANCE, offered
 from ...precision.dtypes import DTYPES
 from ...trust.foreign import Foreign
+from .. import measured
 from ..insight.machine import driver, version_of
 from ..models.lora import skeleton
 from ..parallel.group import here
-from . import measured
 from .backends import MEASURED, CompileOptions, uses_torch_attention
 from .target import platform_of
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from pydantic import ConfigDict, Field
 
 from ...trust.foreign import Foreign
+from .. import measured
 from ..parallel.group import here
-from . import measured
 from .backends import EAGER, MEASURED, BackendChoice
 
 if TYPE_CHECKING:

@@ -288,7 +288,7 @@ def test_a_measured_kernel_is_compiled_into_blocks_and_known_for_compiled(
 ) -> None:
     """The choice comes before the compiler, and is part of what tells compiled blocks apart."""
     made: list[torch.nn.Module] = []
-    monkeypatch.setattr(backends, "_compile", lambda block, *_: made.append(block) or block)
+    monkeypatch.setattr(backends, "_compile", lambda shown, *_: made.append(shown.block) or shown)
     monkeypatch.setattr(attention, "measure", lambda *_: FASTER)
     handle = opened(model_folder("2b"), CompileOptions(), "fp32")
     handle = replace(handle, backend=BackendChoice("inductor", "asked for"))

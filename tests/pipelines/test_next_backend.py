@@ -70,12 +70,12 @@ class Backend:
         if self._error and not self._at:
             raise self._error
 
-        def run(x: torch.Tensor) -> torch.Tensor:
+        def run(*given: Any) -> torch.Tensor:
             self.calls += 1
             if self._error and number == self._at:
-                self._before(x)
+                self._before(given[-1])
                 raise self._error
-            return module(x)
+            return module(*given)
 
         return run
 

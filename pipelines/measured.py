@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ...trust import foreign
-from ...trust.foreign import Foreign, Unreadable
-from ..atomic_files import limit_here, replacing
+from ..trust import foreign
+from ..trust.foreign import Foreign, Unreadable
+from .atomic_files import limit_here, replacing
 
 logger = logging.getLogger(__name__)
 
