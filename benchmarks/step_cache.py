@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from comfyui_onediff_guard.pipelines.models.recognised import family_of
 from comfyui_onediff_guard.pipelines.run import denoiser as denoising
+from comfyui_onediff_guard.pipelines.run.denoiser import guarded_denoiser
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
@@ -87,18 +88,20 @@ class Subject:
         module: Any = self.handle.store.module(self.handle.family.denoiser, dtype)
         return [*module.transformer_blocks] if self.name == "cogvideox" else []
 
-    def sampled(self, handle: PipelineHandle, seed: int, **more: Any) -> tuple[torch.Tensor, Any]:
-        scenes = Scenes.drawn(1, torch.Generator().manual_seed(10_000 + seed))
+    def sampled(
+        self, handle: PipelineHandle, seed: int, *, batch: int = 1, denoiser: Any = guarded_denoiser, **more: Any
+    ) -> tuple[torch.Tensor, Any]:
+        scenes = Scenes.drawn(batch, torch.Generator().manual_seed(10_000 + seed))
         if self.name == "cogvideox":
             prompt = scenes.prompts(TEXT)
             settings = SampleSettings(SIDE, SIDE, STEPS, seed, frames=FRAMES, guidance_scale=6.0)
-            return sample(handle, prompt, torch.zeros_like(prompt), replace(settings, **more))
+            return sample(handle, prompt, torch.zeros_like(prompt), replace(settings, **more), denoiser=denoiser)
         from PIL import Image
 
         first = scenes.pictures(2, SVD_SIDE, SVD_SIDE)[0, 0].movedim(0, -1)
         image = Image.fromarray((first * 255).round().byte().numpy())
         settings = SampleSettings(SVD_SIDE, SVD_SIDE, STEPS, seed, frames=SVD_FRAMES)
-        return sample(handle, None, None, replace(settings, **more), image=image)
+        return sample(handle, None, None, replace(settings, **more), image=image, denoiser=denoiser)
 
 
 def denoising_component() -> Any:

@@ -116,10 +116,10 @@ def test_where_memory_runs_out_in_compiled_code_fewer_are_decoded_at_once(
     def compile_block(module: torch.nn.Module, *, options: Any) -> Any:
         traced = torch.compile(module, backend="eager", **options)
 
-        def call(x: torch.Tensor, **kwargs: Any) -> Any:
+        def call(shown: bool, x: torch.Tensor, **kwargs: Any) -> Any:
             if len(x) > 3:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
-            return traced(x, **kwargs)
+            return traced(shown, x, **kwargs)
 
         return call
 

@@ -247,7 +247,7 @@ def test_layers_of_svds_last_level_are_compiled_one_by_one(
 ) -> None:
     """All of it but the compiler, which would take minutes: a cached step enters between them."""
     seen: list[torch.nn.Module] = []
-    monkeypatch.setattr(compiling, "_compile", lambda run, *_: seen.append(run) or run)
+    monkeypatch.setattr(compiling, "_compile", lambda shown, *_: seen.append(shown.block) or shown)
     handle = opened(model_folder("svd"), "fp32", "inductor")
     denoiser: Any = handle.store.module("unet", "fp32")
     plain, _ = run(handle, "svd")
