@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,10 +63,11 @@ def test_a_run_says_in_chinese_what_it_did(opened: browser.Canvas) -> None:
     assert end == "execution_success", detail
     opened.picture("chinese_run")
     shown = " ".join(map(str, opened.widgets(SAMPLER).values()))
-    assert "指定了 fp16" in shown and "2 步，重算 1 次。" in shown
+    assert "指定了 fp16" in shown
+    (reruns,) = re.findall("2 步，重算 ([01]) 次。", shown)  # 0 where an earlier run has taught which layers are wide
     run = max(opened.ask("/api/history").values(), key=lambda each: each["prompt"][0])
     (told,) = (output["onediff_guard"] for output in run["outputs"].values() if "2 步" in str(output.get("text")))
-    assert "2 steps, 1 rerun" in told[0]["summary"], "what programs read stays English"
+    assert f"2 steps, {reruns} rerun" in told[0]["summary"], "what programs read stays English"
 
 
 def test_an_error_begins_in_chinese(opened: browser.Canvas) -> None:
