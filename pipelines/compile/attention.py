@@ -56,14 +56,11 @@ def with_attention(
 
     inputs: of one call of the denoiser, by keyword.
 
-    Where the device has one kernel alone nothing is done, and nothing said. Over several GPUs, the first rank chooses
-    for all.
+    Over several GPUs, the first rank chooses for all.
     """
     how = handle.compile_options
     if how.attention != MEASURED:
         return how, ""
-    if len(offered(handle.store.placement.device)) < 2:
-        return replace(how, attention=""), ""
     if not uses_torch_attention(backend):
         return replace(how, attention=""), f"attention: not measured, {backend} has its own"
     kernel, said = here().from_first(lambda: _chosen(handle, dtype, inputs))

@@ -13,6 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ...precision.attention import Attended
+from ...precision.attention_kernels import offered
 from ...precision.fp16_sums import LinearSums
 from ...precision.guard import StageGuard
 from ...precision.islands import Attempt, half_attempt
@@ -206,7 +207,9 @@ class _Attempts:
         self._quantised = quantised_of(stage)
         self._sums = self._measured_sums()
         self._how, self._attention = handle.compile_options, ""
-        if self._how.attention == MEASURED:
+        if self._how.attention == MEASURED and len(offered(handle.store.placement.device)) < 2:
+            self._how = replace(self._how, attention="")
+        elif self._how.attention == MEASURED:
             from ..compile.attention import with_attention
 
             given = halves(inputs)[0] if apart else inputs

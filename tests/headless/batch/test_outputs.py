@@ -13,7 +13,7 @@ from comfyui_onediff_guard.headless.batch import outputs as module
 from comfyui_onediff_guard.headless.batch.affinity import Landing, Warmth
 from comfyui_onediff_guard.headless.batch.jobs import Job
 from comfyui_onediff_guard.headless.batch.outputs import Outputs, Parked
-from comfyui_onediff_guard.headless.batch.work import Away, Done, Failed, Lost, Stopped, perform
+from comfyui_onediff_guard.headless.batch.work import Away, Done, Failed, Lost, Refused, Stopped, perform
 from comfyui_onediff_guard.headless.errors import (
     HostError,
     OutputError,
@@ -58,7 +58,7 @@ def test_what_a_job_made_takes_its_place_at_once(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("error", "outcome"),
     [
-        (WorkflowError("no"), Failed("no")),
+        (WorkflowError("no"), Refused("no")),
         (RunFailedError("no"), Failed("no")),
         (ServerLostError("gone"), Lost("gone")),
         (HostError("away"), Away("away")),
