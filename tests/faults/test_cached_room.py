@@ -59,7 +59,7 @@ def test_what_is_asked_for_is_what_a_cached_run_takes(
         return made
 
     monkeypatch.setattr(StepCache, "keep", counted)
-    sampled(handle, model)  # which loads
+    cached(handle, model)  # which loads, and counts: that takes memory too, once
     most: list[int] = []
     for run in (lambda: sampled(handle, model, steps=STEPS), lambda: cached(handle, model)):
         with Alive() as alive:
