@@ -98,7 +98,8 @@ def test_a_library_that_was_cut_short_is_thrown_away_and_built_again(run, first,
 
 def test_a_run_that_is_not_compiled_reads_nothing_of_the_cache(run, tmp_path):
     eager = run(tmp_path / "compiled", backend="eager")
-    assert sorted(eager["files"]) == ["backends", "block", "counts"], "what the handle names the backend by"
+    chosen_by, decodes_by = ["backends", "block", "counts"], ["decoder", "payoff"]
+    assert sorted(eager["files"]) == chosen_by + decodes_by, "and neither the cache nor its code"
     assert eager["graphs"] is None and not (tmp_path / "compiled").exists()
 
 
