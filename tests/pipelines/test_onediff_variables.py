@@ -23,7 +23,7 @@ from onediff.infer_compiler.backends import registry
 from onediff.infer_compiler.backends.env_var import set_oneflow_default_env_vars, set_oneflow_env_vars
 from onediff.utils import parse_boolean_from_env
 
-AUTO, FAST = Accumulation
+AUTO, FAST, _ = Accumulation
 CONV = "ONEFLOW_CONV_ALLOW_HALF_PRECISION_ACCUMULATION"
 OFTEN_EXPORTED = ({}, {ATTENTION_SWITCH: "1"}, {ATTENTION_SWITCH: "no"}, {CONV: "0"}, {SCORES_SWITCH: "-1"})
 
