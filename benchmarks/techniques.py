@@ -52,13 +52,14 @@ class Technique:
         subject = Subject("cogvideox", self.precision)
         backend = choose_backend(self.backend, CPU)
         handle = replace(subject.handle, step_cache=self.cache, backend=backend)
-        if self.denoiser is None:
+        make = self.denoiser
+        if make is None:
             return lambda seed: subject.sampled(handle, seed, batch=BATCH)
         made: list[Any] = []
 
         def plain(stage: Any) -> Any:
             if not made:
-                module, dtype = self.denoiser(stage.module), DTYPES[self.precision]
+                module, dtype = make(stage.module), DTYPES[self.precision]
                 made.append(with_forward(stage.module, lambda **given: module(**_cast(given, dtype))))
             return made[0]
 
