@@ -25,24 +25,13 @@ from comfyui_onediff_guard.precision.streams import Stream
 from comfyui_onediff_guard.precision.sums import BUDGET, Sums
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from fp16_sums_on_cpu import Fp16SumsOnCpu, a_card_with_fp16_sums, product
+from residual_blocks import Block
 from torch import nn
 from torch.nn import functional as F
 
 WIDTH = 128
 ADA = ARCHITECTURES["sm89"]
 STREAM = Stream("blocks", ("embed",), writers=("write",), norms=("norm",), last_norms=("last_norm",))
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.inner = nn.Linear(WIDTH, 2 * WIDTH)
-        self.write = nn.Linear(2 * WIDTH, WIDTH)
-        self.squash = torch.tanh
-
-    def forward(self, x):
-        return x + self.write(self.squash(self.inner(self.norm(x))))
 
 
 class Network(nn.Module):
@@ -52,7 +41,7 @@ class Network(nn.Module):
         super().__init__()
         self.embed = nn.Linear(64, WIDTH)
         self.time = nn.Linear(8, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block(WIDTH, torch.tanh) for _ in range(3))
         self.last_norm = nn.LayerNorm(WIDTH)
         self.out = nn.Linear(WIDTH, 64)
 

@@ -30,6 +30,7 @@ from comfyui_onediff_guard.precision.quantised import (
 from comfyui_onediff_guard.precision.report import RunReport
 from comfyui_onediff_guard.precision.shells import replaced, with_forward
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
+from residual_blocks import Block
 from torch import nn
 from torch.nn import functional as F
 
@@ -41,26 +42,13 @@ WIDTH = 512
 KINDS = ("int8", "fp8")
 
 
-class Block(nn.Module):
-    """Reads the stream through a norm, and adds to it."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.inner = nn.Linear(WIDTH, 2 * WIDTH)
-        self.write = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.write(F.gelu(self.inner(self.norm(x))))
-
-
 class Network(nn.Module):
     """x [batch, tokens, 64] → the same."""
 
     def __init__(self):
         super().__init__()
         self.embed = nn.Linear(64, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(2))
         self.out = nn.Linear(WIDTH, 64)
 
     def forward(self, x, timestep=None):
