@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from comfyui_onediff_guard.demo.small_model import make_stream_overflow
 from comfyui_onediff_guard.pipelines.weights.components import ComponentStore
+from comfyui_onediff_guard.pipelines.weights.layout import lay_out
 from comfyui_onediff_guard.pipelines.weights.placement import main_memory
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
@@ -76,13 +77,10 @@ class Subject:
 
     @cached_property
     def channels_last(self) -> Subject:
-        """Of a copy whose convolutions have their weights in that memory format."""
-        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+        """Of a copy whose 2D convolutions have their weights so."""
         with torch.inference_mode(False):
             module = copy.deepcopy(self.module)
-            for weight in module.parameters():
-                if weight.ndim in formats:
-                    weight.data = weight.data.contiguous(memory_format=formats[weight.ndim])
+        lay_out(module, channels_last=True)
         return self.of(module)
 
     def in_main_memory(self) -> Subject:

@@ -84,8 +84,11 @@ ROWS = (
         native="NaN Guard (MODEL) refuses what computes in fp64",
     ),
     _none(
-        "no pipeline has weights in fp8: choose the loader's offload 'group' or 'sequential'",
+        "choose precision 'fp8' at the sampler to multiply in it, the loader's offload 'group' to save memory",
         *("--fp8_e4m3fn-unet", "--fp8_e5m2-unet", "--fp8_e8m0fnu-unet"),
+    ),
+    _none(
+        "no text encoder has weights in fp8: choose the loader's offload 'group' or 'sequential'",
         *("--fp8_e4m3fn-text-enc", "--fp8_e5m2-text-enc"),
     ),
     _precision("'fp32'", "Decode Latents", "--fp32-vae"),
@@ -95,9 +98,13 @@ ROWS = (
     _none("choose precision 'fp16' at Encode Prompt", "--fp16-text-enc"),
     _none("choose precision 'bf16' at Encode Prompt", "--bf16-text-enc"),
     _none("latents and frames leave this pack's nodes in float32", "--fp16-intermediates"),
-    _none("nothing of a pipeline computes in fp8", "--supports-fp8-compute"),
+    _none("choose precision 'fp8' at the sampler, on a card that has it", "--supports-fp8-compute"),
     _none("nothing of a pipeline uses comfy-kitchen", "--enable-triton-backend", "--disable-triton-backend"),
-    _none("weights stay as diffusers lays them out", "--force-channels-last"),
+    Row(
+        ("--force-channels-last",),
+        MAPPED,
+        "2D convolutions of UNets and VAEs lie so, as with OneDiff Compile's layout 'channels-last'",
+    ),
     # --- by which kernels
     _none("diffusers' models use PyTorch's attention in any case", "--use-pytorch-cross-attention"),
     _none(
@@ -120,7 +127,7 @@ ROWS = (
         "it is off while a guarded model computes in fp16 on such a card",
     ),
     _none(
-        "nothing of a pipeline computes in fp8, or in ComfyUI's own layers",
+        "nothing of a pipeline is computed in ComfyUI's own layers: choose precision 'fp8' at the sampler",
         *("--fast fp8_matrix_mult", "--fast cublas_ops"),
         native="a rerun multiplies in fp32",
     ),

@@ -335,7 +335,8 @@ def placement() -> Placement:
         return PlainPlacement()
     from .placement import ComfyPlacement
 
-    return ComfyPlacement(management, memory_wish())
+    channels_last = getattr(arguments(), "force_channels_last", False)
+    return ComfyPlacement(management, memory_wish(), channels_last=channels_last)
 
 
 def release_cached_memory(device: torch.device) -> None:

@@ -16,9 +16,10 @@ from ..pipelines.weights.placement import MOVING, DeviceMemory, move_whole
 class ComfyPlacement:
     """Asks ComfyUI's memory manager for room, and lets it move components away when others need theirs."""
 
-    def __init__(self, management: Any, wish: str = ""):
+    def __init__(self, management: Any, wish: str = "", *, channels_last: bool = False):
         self.device: torch.device = management.get_torch_device()
         self.wish = wish
+        self.channels_last = channels_last
         self._management = management
         self._residents: dict[str, Resident] = {}
 

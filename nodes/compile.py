@@ -63,7 +63,15 @@ class Compile(Node):
                     "remembered; without this node too. auto: PyTorch's own choice. The others: that one, wherever it "
                     "takes the call. sage has to be installed, and rounds more.",
                     default=inputs.MEASURED,
-                )
+                ),
+                "layout": inputs.advanced(
+                    inputs.choice(
+                        inputs.LAYOUTS,
+                        "Of 2D convolutions, in the UNet and the VAE. channels-last: as tensor cores compute them; may "
+                        "be faster and take more memory. auto: as they were read, or as ComfyUI's "
+                        "--force-channels-last says.",
+                    )
+                ),
             },
         }
 
@@ -75,13 +83,18 @@ class Compile(Node):
         mode: str,
         fullgraph: bool,
         attention: str = inputs.MEASURED,
+        layout: str = inputs.LAYOUTS[0],
     ) -> tuple[PipelineHandle]:
         from ..pipelines.compile.backends import CompileOptions, check_attention, choose_backend
 
-        device = pipeline.store.placement.device
-        check_attention(attention, device)
-        chosen = pipeline.backend if backend == inputs.INHERIT else choose_backend(backend, device)
+        placement = pipeline.store.placement
+        check_attention(attention, placement.device)
+        chosen = pipeline.backend if backend == inputs.INHERIT else choose_backend(backend, placement.device)
         options = CompileOptions(
-            DYNAMIC[dynamic], mode, fullgraph, "" if attention == inputs.ATTENTIONS[0] else attention
+            DYNAMIC[dynamic],
+            mode,
+            fullgraph,
+            "" if attention == inputs.ATTENTIONS[0] else attention,
+            placement.channels_last or layout != inputs.LAYOUTS[0],
         )
         return (replace(pipeline, backend=chosen, compile_options=options),)

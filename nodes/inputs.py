@@ -20,6 +20,7 @@ BACKENDS = ("auto", "oneflow", "nexfort", "inductor", "eager")
 COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
 MEASURED = "measured"
 ATTENTIONS = ("auto", MEASURED, "flash", "cudnn", "efficient", "math", "sage")
+LAYOUTS = ("auto", "channels-last")
 OFFLOADS = ("none", "model", "group", "sequential", "auto")
 ACCUMULATIONS = ("auto", "fast", "fp16")
 FITS = ("crop", "stretch", "refuse")

@@ -79,12 +79,16 @@ class Alive(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
             return False  # whether a mask lets all through, say: what is done where it does not takes more
         made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.convolution.default and made.is_meta and _channels_last(args[1]):
+            made = torch.empty_like(made, memory_format=torch.channels_last)  # as kernels lay it out, but not "meta"
         given = {storage._cdata for storage in _storages((args, kwargs))}
         for storage in _storages(made):
             if storage._cdata not in given:  # else a view, or written in place
                 self._hold(storage)
         if func is torch.ops.aten.convolution.default:
-            self._note(self._unfolded(made, *args))
+            self._note(self._unfolded(made, *args) + _laid_out_anew(args[0], args[1]))
+        elif func is torch.ops.aten.native_group_norm.default and not args[0].is_contiguous():
+            self._note(args[0].nbytes)  # a copy that is
         return made
 
     def attends_in_full(self, *args: Any, **kwargs: Any) -> bool:
@@ -179,6 +183,18 @@ class FusedAttention(TorchFunctionMode):
         del key
         *batch, heads, tokens, _width = query.shape
         return query.new_empty(*batch, tokens, heads, value.shape[-1]).transpose(-3, -2)
+
+
+def _channels_last(tensor: torch.Tensor) -> bool:
+    """Return whether a 4D tensor lies so and not otherwise."""
+    last = tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    return last and not tensor.is_contiguous()
+
+
+def _laid_out_anew(given: torch.Tensor, weight: torch.Tensor) -> int:
+    """Return the bytes of a convolution's copy of what it reads, which is laid out as its weights are."""
+    lies_so = given.is_contiguous(memory_format=torch.channels_last) if given.ndim == 4 else True
+    return given.nbytes if _channels_last(weight) and not lies_so else 0
 
 
 def _storages(tree: Any) -> list[torch.UntypedStorage]:

@@ -43,6 +43,7 @@ TOLD = {
     "pipelines/run/handle.py": ("idle_guard",),
     "pipelines/run/lessons.py": ("known",),
     "pipelines/run/profiles.py": ("misfit", "in_words"),
+    "pipelines/run/stage.py": ("_layout",),
     "pipelines/weights/ladder.py": ("in_words", "foresee", "_next"),
     "precision/consistency.py": ("_put_back", "_soften_norms", "_name_strangers"),
     "precision/drift.py": ("in_short", "warning"),

@@ -27,7 +27,7 @@ from .. import measured
 from ..insight.machine import driver, version_of
 from ..models.lora import skeleton
 from ..parallel.group import here
-from .backends import MEASURED, CompileOptions, uses_torch_attention
+from .backends import MEASURED, CompileOptions, uses_torch_kernels
 from .target import platform_of
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def with_attention(
     how = handle.compile_options
     if how.attention != MEASURED:
         return how, ""
-    if not uses_torch_attention(backend):
+    if not uses_torch_kernels(backend):
         return replace(how, attention=""), f"attention: not measured, {backend} has its own"
     kernel, said = here().from_first(lambda: _chosen(handle, dtype, inputs))
     return replace(how, attention=kernel), said

@@ -55,7 +55,7 @@ MEASURED = "measured"
 ATTENTIONS = ("", MEASURED, *KERNELS)
 
 
-def uses_torch_attention(backend: str) -> bool:
+def uses_torch_kernels(backend: str) -> bool:
     return backend in ("inductor", "eager")
 
 
@@ -69,12 +69,14 @@ class CompileOptions:
     fullgraph: what cannot be in one graph is an error, whoever chose the backend; inductor alone.
     attention: one of ATTENTIONS; "": PyTorch's own choice; 'measured': the fastest that is right, known when a run
         makes its first call. For backends that use PyTorch's attention, and for 'eager'.
+    channels_last: whether 2D convolutions lie in memory so; for inductor and 'eager'.
     """
 
     dynamic: bool | None = None
     mode: str = MODES[0]
     fullgraph: bool = False
     attention: str = MEASURED
+    channels_last: bool = False
 
     def given_to(self, backend: str, *, graph_file: Path | None = None) -> Any:
         """As OneDiff's backend takes them.
@@ -99,7 +101,7 @@ class CompileOptions:
     def in_words(self, backend: str) -> str:
         """What differs from the default, and what the backend does not take; "" where neither does."""
         attention = f"attention: {self.attention}" if self.attention in KERNELS else ""
-        if attention and not uses_torch_attention(backend):
+        if attention and not uses_torch_kernels(backend):
             attention = f"{attention}: not used, {backend} has its own"
         if backend == "eager":
             return attention
@@ -212,7 +214,7 @@ def _compilers(
     """The choice, and where 'auto' made it, all that follow. What works with an offload, those after it do too."""
 
     def of(name: str) -> Compiler:
-        kernel = how.attention if how.attention in KERNELS and uses_torch_attention(name) else ""
+        kernel = how.attention if how.attention in KERNELS and uses_torch_kernels(name) else ""
 
         def compile_block(block: torch.nn.Module, number: int) -> Run:
             run = Attended(block, kernel) if kernel else block

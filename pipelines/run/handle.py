@@ -186,6 +186,7 @@ def load(
         accumulation=accumulation,
         beside=present(),
         profiles=profiles,
+        compile_options=CompileOptions(channels_last=placement.channels_last),
         compiled=compiled if here().alone else None,  # of ranks, each compiles another part of the work
         measured=compiled,
     )

@@ -16,14 +16,16 @@ from ...precision.peaks import size
 from ...precision.policy import Component, Precision
 from ...precision.stage import Stage
 from ...precision.step_cache import Course, StepCache
+from ..compile.backends import uses_torch_kernels
 from ..errors import BackendUnavailable
 from ..models.lora import Lora
 from ..parallel.group import Ranks, here
 from ..parallel.plan import ONE, Sharing
-from ..weights.components import bytes_of
 from ..weights.ladder import Ladder, first_line
+from ..weights.layout import of_layout
 from ..weights.offload import Offload, Onloading
 from ..weights.parts import most_on_device
+from ..weights.placement import bytes_of
 from ..weights.quantising import quantised_bytes
 
 if TYPE_CHECKING:
@@ -71,6 +73,8 @@ class ComponentStage(Stage):
         a shell of it. Raises BadFolder, BadLora."""
         module = self._loaded(place=False)
         self.report.notes += self.handle.store.notes[self.name]
+        if self.handle.compile_options.channels_last and self._convolves:
+            self.report.note(self._layout(module))
         family = self.handle.family
         if self._context.alone or family.context is None:
             return module
@@ -119,7 +123,24 @@ class ComponentStage(Stage):
 
     def _loaded(self, *, place: bool, beside: int = 0) -> torch.nn.Module:
         store = self.handle.store
-        return store.with_loras(self.name, self.weights_in, self.loras, self._offload, place=place, beside=beside)
+        module = store.with_loras(self.name, self.weights_in, self.loras, self._offload, place=place, beside=beside)
+        store.lay_out(self.name, channels_last=self.channels_last)
+        return module
+
+    @property
+    def channels_last(self) -> bool:
+        """Whether its 2D convolutions lie so."""
+        handle = self.handle
+        return handle.compile_options.channels_last and uses_torch_kernels(handle.backend.name) and self._convolves
+
+    @property
+    def _convolves(self) -> bool:
+        return self.plan.component not in (Component.TEXT_ENCODER, Component.IMAGE_ENCODER)
+
+    def _layout(self, module: torch.nn.Module) -> str:
+        if not self.channels_last:
+            return f"channels last: not used, {self.handle.backend.name} lays weights out itself"
+        return f"channels last: {len(of_layout(module))} of its 2D convolutions"
 
     @_Once
     def weights(self) -> Onloading:

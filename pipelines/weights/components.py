@@ -32,8 +32,9 @@ from ..models.lora import Lora, LoraKey, keys, with_loras
 from ..models.on_disk import StoredModel
 from ..reading import reading
 from .ladder import Misjudged
+from .layout import laid_out, lay_out
 from .offload import InParts, Offload, Onloading, Whole, brings_parts_to, in_parts
-from .placement import MOVING, Placement, main_memory, move
+from .placement import MOVING, Placement, bytes_of, bytes_on, main_memory, move
 
 logger = logging.getLogger(__name__)
 
@@ -171,6 +172,14 @@ class ComponentStore:
                 self._forget_loras(name)
                 raise
         return shell
+
+    def lay_out(self, name: str, *, channels_last: bool) -> None:
+        """Have the convolutions of a loaded component lie in memory with their channels last, or as they were read."""
+        with MOVING:
+            module = self._modules[name][1]
+            if not laid_out(module, channels_last=channels_last):
+                self._forget_parts(name)  # which lie together
+                lay_out(module, channels_last=channels_last)
 
     def onloading(
         self, name: str, offload: Offload, loras: tuple[Lora, ...] = (), blocks: tuple[str, ...] = ()
@@ -372,16 +381,6 @@ def _loading() -> Generator[None]:
             yield
         finally:
             torch.set_default_dtype(dtype)
-
-
-def bytes_of(module: torch.nn.Module) -> int:
-    """Return those of weights and buffers."""
-    return sum(tensor.nbytes for tensor in {*module.parameters(), *module.buffers()})
-
-
-def bytes_on(device: torch.device, module: torch.nn.Module) -> int:
-    """Return those of weights and buffers that are on a device."""
-    return sum(tensor.nbytes for tensor in {*module.parameters(), *module.buffers()} if tensor.device == device)
 
 
 _FINDING = threading.Lock()

@@ -25,6 +25,7 @@ class Placement(Protocol):
 
     device: torch.device
     wish: str  # the offload that the process was started for: "none", "group" or "sequential"; "" where for none
+    channels_last: bool  # whether the process was started for convolutions with their channels last
 
     def make_room(self, n_bytes: int) -> None:
         """Make room on the device, before a component of that many bytes is read."""
@@ -58,6 +59,7 @@ class PlainPlacement:
     """Components stay where they are put."""
 
     wish = ""
+    channels_last = False
 
     def __init__(self, device: torch.device | None = None):
         self.device = device or default_device()
@@ -100,6 +102,16 @@ def main_memory() -> DeviceMemory:
     except (OSError, ValueError):  # no such limit
         return DeviceMemory(total, free)
     return DeviceMemory(min(total, limit), max(min(free, limit - used), 0))
+
+
+def bytes_of(module: torch.nn.Module) -> int:
+    """Return those of weights and buffers."""
+    return sum(tensor.nbytes for tensor in {*module.parameters(), *module.buffers()})
+
+
+def bytes_on(device: torch.device, module: torch.nn.Module) -> int:
+    """Return those of weights and buffers that are on a device."""
+    return sum(tensor.nbytes for tensor in {*module.parameters(), *module.buffers()} if tensor.device == device)
 
 
 def move(module: torch.nn.Module, device: torch.device) -> None:

@@ -47,7 +47,7 @@ def counted(stage: ComponentStage, what: Hashable, prepare: Callable[[], Callabl
     what: tells a component's calls apart. They are counted once.
     """
     store = stage.handle.store
-    key = (stage.name, stage.plan, what)
+    key = (stage.name, stage.plan, what, stage.channels_last)
     if key not in store.room:
         store.room[key], lacks = _most(prepare, kernels_of(store.placement.device))
         if lacks:

@@ -13,6 +13,7 @@ from comfyui_onediff_guard.pipelines.models.recognised import family_of
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import load
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
+from comfyui_onediff_guard.pipelines.weights.layout import of_layout
 from comfyui_onediff_guard.pipelines.weights.placement import DeviceMemory, PlainPlacement
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.policy import Precision
@@ -167,9 +168,8 @@ def test_a_copy_needs_room_in_main_memory(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_convolutions_of_a_copy_are_channels_last() -> None:
     one = subject("svd-xt")
-    last = [p for p in one.channels_last.module.parameters() if p.ndim in (4, 5) and p[0, 0].numel() > 1]
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    assert last and all(p.is_contiguous(memory_format=formats[p.ndim]) for p in last)
+    last = [part.weight for part in of_layout(one.channels_last.module)]
+    assert last and all(weight.is_contiguous(memory_format=torch.channels_last) for weight in last)
     assert all(p.is_contiguous() for p in one.module.parameters())
     with torch.inference_mode():
         assert off_by(channels_last(eager)(one)()[0].float(), one.exact.output) < 0.02

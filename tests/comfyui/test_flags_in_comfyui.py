@@ -62,6 +62,10 @@ def test_the_report_names_what_it_was_started_with(ran: native.Ran) -> None:
     assert max(map(len, ran["told/lines"])) <= 96
 
 
+def test_the_layout_that_one_asks_for(ran: native.Ran) -> None:
+    assert (ran["layout/--cpu"], ran["layout/--force-channels-last"]) == (False, True)
+
+
 def test_the_offload_that_they_ask_for(ran: native.Ran) -> None:
     wishes = {"--lowvram": "group", "--novram": "sequential", "--highvram": "none", "--gpu-only": "none", "--cpu": ""}
     assert {flag: ran[f"wishes/{flag}"] for flag in wishes} == {flag: [[flag], wish] for flag, wish in wishes.items()}

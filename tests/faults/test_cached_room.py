@@ -13,9 +13,8 @@ from comfyui_onediff_guard.pipelines.models.recognised import family_of
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
-from comfyui_onediff_guard.pipelines.weights.components import bytes_of
 from comfyui_onediff_guard.pipelines.weights.ladder import _MARGIN
-from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
+from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement, bytes_of
 from comfyui_onediff_guard.precision import wide
 from comfyui_onediff_guard.precision.activations import Alive
 from comfyui_onediff_guard.precision.drift import CachePolicy

@@ -25,7 +25,10 @@ class Fast(Enum):
 def parser() -> argparse.ArgumentParser:
     """A few of ComfyUI's, as it has them."""
     made = argparse.ArgumentParser()
-    for name in (*("lowvram", "novram", "highvram", "gpu-only"), *("fp32-vae", "force-fp16", "fp16-unet")):
+    for name in (
+        *("lowvram", "novram", "highvram", "gpu-only"),
+        *("fp32-vae", "force-channels-last", "force-fp16", "fp16-unet"),
+    ):
         made.add_argument(f"--{name}", action="store_true")
     made.add_argument("--reserve-vram", type=float)
     made.add_argument("--vram-headroom", type=float, default=0)
@@ -93,6 +96,12 @@ def test_the_offload_that_flags_ask_for(start: Callable[..., None], comfyui: Any
     start(*flag)
     assert host.memory_wish() == wish
     assert host.placement().wish == wish
+
+
+def test_the_layout_that_a_flag_asks_for(start: Callable[..., None], comfyui: Any) -> None:
+    for flags, asked in (([], False), (["--force-channels-last"], True)):
+        start(*flags)
+        assert host.placement().channels_last == asked
 
 
 def test_a_process_that_is_no_comfyui_has_no_flags(start: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,13 @@ def test_attention_is_measured_unless_something_else_is_said(pipeline: Any) -> N
     assert compile_node(pipeline, attention="flash").compile_options.attention == "flash"
 
 
+def test_the_layout_is_comfyuis_unless_something_else_is_said(pipeline: Any) -> None:
+    assert not compile_node(pipeline).compile_options.channels_last
+    assert compile_node(pipeline, layout="channels-last").compile_options == CompileOptions(channels_last=True)
+    pipeline.store.placement.channels_last = True  # --force-channels-last
+    assert compile_node(pipeline).compile_options.channels_last
+
+
 def test_a_backend_that_does_not_work_here_is_named(pipeline: Any) -> None:
     with pytest.raises(BackendUnavailable, match="Backend 'oneflow' does not work here: OneFlow runs on CUDA"):
         compile_node(pipeline, backend="oneflow")

@@ -1,0 +1,170 @@
+"""Convolutions with their channels last: the same pictures within rounding, and no trace where they do not lie so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_runs
+import torch
+from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, CompileOptions, compiled
+from comfyui_onediff_guard.pipelines.compile.target import target_of
+from comfyui_onediff_guard.pipelines.models.recognised import family_of
+from comfyui_onediff_guard.pipelines.run.decode import decode
+from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
+from comfyui_onediff_guard.pipelines.weights import components as stores
+from comfyui_onediff_guard.pipelines.weights.layout import laid_out, lay_out, of_layout
+from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
+from comfyui_onediff_guard.precision.activations import counting, on_meta
+from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
+from comfyui_onediff_guard.precision.policy import Component, Precision
+from comfyui_onediff_guard.precision.shells import with_forward
+from limited import CardPlacement, limited_card
+from small_runs import sampled
+from torch import nn
+from torch._dynamo.utils import counters
+
+LAST = CompileOptions(channels_last=True)
+Folder = Callable[..., Path]
+
+
+def opened(folder: Path, **how: Any) -> PipelineHandle:
+    stores._STORES.clear()
+    asked = {"precision": "fp32", "backend": "eager", "offload": "none", "placement": PlainPlacement()} | how
+    return load(folder, family_of(folder), **{**asked, "precision": Precision(asked["precision"])})
+
+
+def ran(handle: PipelineHandle, model: str) -> tuple[torch.Tensor, Any, Any]:
+    """Pictures, and the reports of sampling and decoding."""
+    latents, sampling = sampled(handle, model, steps=1)
+    pictures, decoding = decode(handle, latents)
+    return pictures, sampling, decoding
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(small_runs.SIZES, "svd", (128, 128, 2))  # at 64 × 64 norms of one value are of rounding errors
+
+
+def off_by(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "least"),
+    [("svd", "fp32", 0.0), ("svd", "fp16", 1e-6), ("cogview3", "fp32", 0.0), ("cogview3", "bf16", 0.0)],
+)
+def test_pictures_are_the_same_within_rounding_and_as_before_without(
+    model_folder: Folder, model: str, precision: str, least: float
+) -> None:
+    handle = opened(model_folder(model), precision=precision)
+    last = replace(handle, compile_options=LAST)
+    before, with_last, after = (ran(each, model) for each in (handle, last, handle))
+    assert torch.equal(before[0], after[0]), "no technique changes a byte when it is off"
+    assert least <= off_by(with_last[0], before[0]) < {"fp32": 1e-5, "fp16": 5e-3, "bf16": 5e-2}[precision]
+    for report, component in zip(with_last[1:], (handle.family.denoiser, "vae"), strict=True):
+        wanted = len(of_layout(handle.store.module(component, handle.store.loaded()[component], place=False)))
+        assert f"channels last: {wanted} of its 2D convolutions" in report.notes
+    assert not any("channels last" in note for report in (*before[1:], *after[1:]) for note in report.notes)
+
+
+def test_a_transformer_has_none_and_a_vae_has(model_folder: Folder) -> None:
+    handle = replace(opened(model_folder("2b")), compile_options=LAST)
+    _, sampling, decoding = ran(handle, "2b")
+    assert "channels last: 0 of its 2D convolutions" in sampling.notes
+    assert "channels last: 6 of its 2D convolutions" in decoding.notes
+    convolutions = of_layout(handle.store.module("vae", "fp32"))
+    assert all(part.weight.is_contiguous(memory_format=torch.channels_last) for part in convolutions)
+
+
+def test_a_step_that_fails_is_rerun(model_folder: Folder) -> None:
+    handle = replace(opened(model_folder("svd"), precision="fp16"), policy=GuardPolicy(scope=Scope.STEP))
+    broken = handle.store.module("unet", "fp16").get_submodule("mid_block")
+    failing: Any = lambda _, __, made: made * torch.nan if made.dtype == torch.float16 else made  # noqa: E731
+    hook = broken.register_forward_hook(failing)
+    expected, plain = sampled(handle, "svd", steps=1)
+    found, report = sampled(replace(handle, compile_options=LAST), "svd", steps=1)
+    hook.remove()
+    assert plain.reruns and report.reruns == plain.reruns
+    assert found.isfinite().all() and off_by(found, expected) < 5e-3
+
+
+def test_weights_that_come_in_parts(model_folder: Folder) -> None:
+    last = sampled(replace(opened(model_folder("svd")), compile_options=LAST), "svd", steps=1)[0]
+    whole = sampled(opened(model_folder("svd")), "svd", steps=1)[0]
+    with limited_card() as card:
+        handle = opened(model_folder("svd"), offload="group", placement=CardPlacement(card))
+        for how, expected in ((LAST, last), (CompileOptions(), whole), (LAST, last)):
+            assert torch.equal(sampled(replace(handle, compile_options=how), "svd", steps=1)[0], expected)
+        assert not card.bytes_of(handle.store.module("unet", "fp32", place=False)), "they have gone again"
+
+
+def test_compiled_blocks_are_compiled_for_each() -> None:
+    blocks = nn.ModuleList(nn.Sequential(nn.GroupNorm(4, 32), nn.Conv2d(32, 32, 3, padding=1)) for _ in range(2))
+    network, x = with_forward(nn.ModuleDict({"blocks": blocks}), lambda x: x), torch.randn(1, 32, 8, 8)
+    expected = [block(x) for block in blocks]
+    torch._dynamo.reset()
+    shells = {
+        how: compiled(network, ("blocks",), BackendChoice("inductor", ""), how) for how in (CompileOptions(), LAST)
+    }
+    graphs = []
+    for how in (CompileOptions(), LAST, CompileOptions(), LAST):
+        before = counters["stats"]["unique_graphs"]
+        lay_out(blocks, channels_last=how.channels_last)
+        for found, right in zip((block(x) for block in shells[how]["blocks"]), expected, strict=True):
+            torch.testing.assert_close(found, right)
+        graphs.append(counters["stats"]["unique_graphs"] - before)
+    assert graphs == [1, 1, 0, 0], "one for both blocks, and nothing anew for a layout that was there before"
+
+
+def test_code_for_one_is_not_taken_for_the_other(model_folder: Folder) -> None:
+    handle = opened(model_folder("svd"))
+    plan, model, device = handle.plan(Component.DENOISER), handle.store.model, handle.store.placement.device
+    names = {target_of(model, plan, how, device, handle.architecture).name for how in (LAST, CompileOptions())}
+    assert len(names) == 2
+
+
+def test_a_backend_that_lays_weights_out_itself_is_left_to_it(model_folder: Folder) -> None:
+    handle = replace(opened(model_folder("svd")), compile_options=LAST)
+    stage = replace(handle, backend=BackendChoice("oneflow", "")).stage(Component.DENOISER)
+    assert laid_out(stage.module, channels_last=False)
+    assert "channels last: not used, oneflow lays weights out itself" in stage.report.notes
+
+
+def test_what_comfyui_was_started_with_is_where_pipelines_begin(model_folder: Folder) -> None:
+    placement = PlainPlacement()
+    placement.channels_last = True
+    assert opened(model_folder("svd"), placement=placement).compile_options == LAST
+
+
+def test_which_convolutions_it_matters_for() -> None:
+    kept = nn.Conv2d(8, 8, 3)
+    pointwise, patches, volume = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 2, stride=2), nn.Conv3d(8, 8, 3)
+    module = nn.Sequential(kept, pointwise, patches, volume, nn.Linear(8, 8))
+    assert of_layout(module) == [kept]
+    before, parameter, values = volume.weight.stride(), kept.weight, kept.weight.detach().clone()
+    lay_out(module, channels_last=True)
+    assert laid_out(module, channels_last=True) and not laid_out(module, channels_last=False)
+    assert kept.weight is parameter and torch.equal(kept.weight, values) and volume.weight.stride() == before
+    lay_out(module, channels_last=False)
+    assert laid_out(module, channels_last=False)
+
+
+def test_copies_of_what_lies_otherwise_are_counted() -> None:
+    """A convolution copies what it is given as its weights lie; a group norm on a card what is not as it was read."""
+    x = torch.empty(1, 32, 8, 8)
+
+    def most(*layers: nn.Module) -> int:
+        network, given = on_meta(nn.Sequential(*layers)), x.to("meta")
+        with counting() as alive:
+            network(given)
+        return alive.most
+
+    one = nn.Conv2d(32, 32, 3, padding=1)
+    plain = most(one, nn.GroupNorm(4, 32))
+    lay_out(one, channels_last=True)
+    assert most(one) == 2 * x.nbytes
+    assert most(one, nn.GroupNorm(4, 32)) == plain + x.nbytes
