@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -37,7 +38,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before any test is imported: what is drawn is drawn anew in `make test-all` alone, and inductor's cache is the
-    run's, not the machine's."""
+    run's, not the machine's. A shell has what it starts with `&` ignore Ctrl+C, which tests send to what they start."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     tier = config.getoption("--tier")
     hypothesis.settings.register_profile("all", deadline=None)
     hypothesis.settings.register_profile("smaller", deadline=None, derandomize=True, database=None)
