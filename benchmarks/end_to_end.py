@@ -11,11 +11,13 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from budget import Budget
+from comfyui_onediff_guard.pipelines.compile.backends import CompileOptions
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import load
@@ -104,7 +106,9 @@ class Clock:
         return run
 
 
-def ours(backend: str) -> Open:
+def ours(backend: str, *, decoder: str = "eager", channels_last: bool = False) -> Open:
+    """decoder: the backend that compiles the calls of the VAE's decoder that are alike."""
+
     def make(folder: Path, subject: Subject) -> Run:
         family, size = subject.model.family, subject.size
         handle = load(
@@ -115,6 +119,7 @@ def ours(backend: str) -> Open:
             offload="none",
             placement=PlainPlacement(subject.device),
         )
+        handle = replace(handle, compile_options=CompileOptions(channels_last=channels_last))
 
         def run(number: int) -> tuple[Seconds, torch.Tensor]:
             clock = Clock(subject.device)
@@ -130,7 +135,7 @@ def ours(backend: str) -> Open:
                 )
                 given = {"image": picture(subject)} if family.takes_image else {}
                 latents, _ = clock.timed(DENOISE, sample)(handle, positive, negative, settings, **given)
-                return clock.timed(DECODE, decode)(handle, latents)[0]
+                return clock.timed(DECODE, decode)(handle, latents, backend=decoder)[0]
 
             frames = clock.timed(ALL, whole)()
             return clock.seconds, frames
@@ -187,6 +192,8 @@ CONTESTANTS: dict[str, Open] = {
     "ours, inductor": ours("inductor"),
     "diffusers, torch.compile by block": theirs(compiles=True),
     "ours, eager": ours("eager"),
+    "ours, inductor, decoder too": ours("inductor", decoder="inductor"),
+    "ours, inductor, decoder too, channels-last": ours("inductor", decoder="inductor", channels_last=True),
 }
 
 

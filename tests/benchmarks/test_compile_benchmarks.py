@@ -156,12 +156,13 @@ def test_offload_is_timed_beside_weights_that_stay() -> None:
 def test_end_to_end_tells_parts_moves_and_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(end_to_end, "STEPS", 2)
     some = {name: end_to_end.CONTESTANTS[name] for name in ("diffusers", OURS_EAGER)}
+    some["channels-last"] = end_to_end.ours("eager", channels_last=True)
     monkeypatch.setattr(end_to_end, "CONTESTANTS", some)
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         monkeypatch.setenv(name, "")
     seen: list[int] = []
     made = run("end_to_end", keep=lambda made: seen.append(len(made["rows"])))
-    assert seen == [1, 2] and made["folder_bytes"] > 100_000
+    assert seen == [1, 2, 3] and made["folder_bytes"] > 100_000
     for found in made["rows"].values():
         assert all(found["later"][part] > 0 for part in ("encode", "steps", "decode", "all"))
         assert found["first"]["open"] > 0 and found["finite"] and found["peak_bytes"] > 0 and found["rounds"] == 2
