@@ -1,4 +1,4 @@
-"""The node that says how a pipeline's denoiser is compiled and how its attention is computed."""
+"""The node that says how a pipeline's denoiser is compiled, its attention computed, and its convolutions laid out."""
 
 from __future__ import annotations
 

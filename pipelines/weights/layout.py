@@ -24,19 +24,14 @@ def of_layout(module: torch.nn.Module) -> list[torch.nn.Conv2d]:
 
 def laid_out(module: torch.nn.Module, *, channels_last: bool) -> bool:
     """Return whether the weights of those convolutions lie so."""
-    return all(_lies(part.weight, channels_last) for part in of_layout(module))
+    return all(part.weight.is_contiguous(memory_format=_FORMATS[channels_last]) for part in of_layout(module))
 
 
 def lay_out(module: torch.nn.Module, *, channels_last: bool) -> None:
     """Lay out the weights of those convolutions that do not lie so. Parameters stay the objects that they are."""
     for part in of_layout(module):
-        if not _lies(part.weight, channels_last):
-            with torch.inference_mode(False):
-                part.weight.data = part.weight.data.contiguous(memory_format=_FORMATS[channels_last])
-
-
-def _lies(weight: torch.Tensor, channels_last: bool) -> bool:
-    return weight.is_contiguous(memory_format=_FORMATS[channels_last])
+        with torch.inference_mode(False):
+            part.weight.data = part.weight.data.contiguous(memory_format=_FORMATS[channels_last])
 
 
 def _overlaps(part: torch.nn.Conv2d) -> bool:

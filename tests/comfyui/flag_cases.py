@@ -27,21 +27,6 @@ def case_told() -> dict[str, Any]:
     return {"flags": flags, "lines": shown["result"][0].splitlines()}
 
 
-def case_layout() -> dict[str, bool]:
-    """Whether pipelines begin with channels last, as ComfyUI's parser reads its flags."""
-    from comfyui_onediff_guard.comfyui_host import host
-
-    found = {}
-    before = sys.argv[1:]
-    for flag in ("--cpu", "--force-channels-last"):
-        sys.argv[1:] = [flag]
-        reload(import_module("comfy.cli_args"))
-        found[flag] = host.placement().channels_last
-    sys.argv[1:] = before
-    reload(import_module("comfy.cli_args"))
-    return found
-
-
 def case_wishes() -> dict[str, Any]:
     """{flag: (what was given, the offload that it asks for)}: ComfyUI's parser reads each anew, since one excludes
     another, --cpu among them."""
