@@ -335,7 +335,7 @@ def placement() -> Placement:
         return PlainPlacement()
     from .placement import ComfyPlacement
 
-    channels_last = getattr(arguments(), "force_channels_last", False)
+    channels_last = bool(getattr(arguments(), "force_channels_last", False))  # 0.0.1 has None where it is not given
     return ComfyPlacement(management, memory_wish(), channels_last=channels_last)
 
 
