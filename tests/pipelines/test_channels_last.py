@@ -104,6 +104,7 @@ def test_weights_that_come_in_parts(model_folder: Folder) -> None:
         for how, expected in ((LAST, last), (CompileOptions(), whole), (LAST, last)):
             assert torch.equal(sampled(replace(handle, compile_options=how), "svd", steps=1)[0], expected)
         assert not card.bytes_of(handle.store.module("unet", "fp32", place=False)), "they have gone again"
+    assert {key[-1] for key in handle.store.room if key[0] == "unet"} == {True, False}, "each is counted for itself"
 
 
 def test_compiled_blocks_are_compiled_for_each() -> None:

@@ -167,6 +167,20 @@ def test_nothing_stays_page_locked(cuda: Cuda, model_folder: Callable[..., Path]
         assert slab() is None
 
 
+def test_weights_that_are_laid_out_otherwise_leave_their_slabs(cuda: Cuda, model_folder: Callable[..., Path]) -> None:
+    handle = made(model_folder("svd"), "group")
+    handle.store.module("unet", "fp32", Offload.GROUP)
+    with handle.store.onloading("unet", Offload.GROUP) as weights:
+        assert isinstance(weights, offloading.InParts) and cuda.registered
+        slab = weakref.ref(weights._slabs[0])
+    del weights
+    handle.store.lay_out("unet", channels_last=False)
+    assert cuda.registered and slab() is not None, "they lie so already"
+    handle.store.lay_out("unet", channels_last=True)
+    gc.collect()
+    assert not cuda.registered and slab() is None
+
+
 def test_weights_that_rested_are_page_locked_again_where_they_are(
     cuda: Cuda, model_folder: Callable[..., Path]
 ) -> None:
