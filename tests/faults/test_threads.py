@@ -8,15 +8,15 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import process_state
 import pytest
 import torch
 import torch._dynamo
+from at_once import HANG_SECONDS, at_once
 from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.headless.errors import RunFailedError
 from comfyui_onediff_guard.headless.hosts.local import run_local
@@ -32,31 +32,14 @@ from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, add_lora,
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample, while_compiling
 from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
-from comfyui_onediff_guard.precision import fp32_settings
 from comfyui_onediff_guard.precision.policy import Component, Precision
-from comfyui_onediff_guard.precision.shared import NO_WARNINGS, SharedSetting, Turns
 from moving import train_lora
 from tiers import drawn
-
-HANG_SECONDS = 600  # bounds what would hang, far from what anything takes
 
 
 @pytest.fixture(scope="module")
 def lora(model_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Lora:
     return train_lora(tmp_path_factory.mktemp("loras"), model_folder("2b"))
-
-
-def at_once(*jobs: Callable[[], Any]) -> list[Any]:
-    """What each returns, in a thread of its own; they begin together."""
-    begin = threading.Barrier(len(jobs))
-
-    def begun(job: Callable[[], Any]) -> Any:
-        begin.wait(HANG_SECONDS)
-        with torch.inference_mode():
-            return job()
-
-    with ThreadPoolExecutor(len(jobs)) as threads:
-        return [each.result(HANG_SECONDS) for each in [threads.submit(begun, job) for job in jobs]]
 
 
 def opened(folder: Path, precision: str = "fp32", offload: str = "none", kernel: str = "") -> PipelineHandle:
@@ -255,30 +238,6 @@ def test_a_run_that_times_out_stops_no_other(tmp_path: Path) -> None:
     assert patient.outputs == {}
 
 
-SETTINGS: dict[str, SharedSetting] = {
-    "no warnings": NO_WARNINGS,
-    "eager only": fp32_settings.EAGER_ONLY,
-    "tf32": fp32_settings.TF32,
-    "attention in fp32": fp32_settings.FP32_ATTENTION,
-}
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_a_setting_is_taken_away_by_who_leaves_last(name: str) -> None:
-
-    kinds = ("torch flag", "compiler", "warnings")
-    before, first, second = process_state.read(), ExitStack(), ExitStack()
-    for stack in (first, second):
-        with ThreadPoolExecutor(1) as thread:
-            thread.submit(stack.enter_context, SETTINGS[name].held()).result()
-    held = process_state.read()
-    assert process_state.changes(before, kinds)
-    first.close()
-    assert not process_state.changes(held, kinds)
-    second.close()
-    assert not process_state.changes(before, kinds)
-
-
 def compiling(folder: Path, compiled: Path) -> PipelineHandle:
     options: dict[str, Any] = {"backend": "eager", "offload": "none", "placement": PlainPlacement()}
     handle = load(folder, COGVIDEOX, precision=Precision("fp32"), **options, compiled=compiled)
@@ -341,62 +300,3 @@ def test_a_run_that_waits_to_compile_can_be_interrupted(
     waiting = pytest.raises(host.Interrupted, match="waiting for another run")
     with while_compiling(handle, report, lambda _: None), waiting:
         at_once(other)
-
-
-def test_who_is_alone_waits_for_those_who_compute_and_they_for_it() -> None:
-    turns, log = Turns(), []
-    wanted = threading.Event()
-
-    def compute() -> None:
-        with turns.computing(), turns.computing():
-            inside.wait(HANG_SECONDS)
-            while not turns._wanting:
-                wanted.wait(0.001)
-            log.append("computes")
-            turns.give_way()
-            log.append("computes again")
-
-    def change() -> None:
-        inside.wait(HANG_SECONDS)
-        with turns.computing(), turns.alone(), turns.alone(), turns.computing():
-            turns.give_way()  # nobody else may come in
-            log.append("alone")
-
-    inside = threading.Barrier(2)
-    at_once(compute, change)
-    assert log == ["computes", "alone", "computes again"]
-    assert (turns._computing, turns._wanting, turns._taken) == (0, 0, False)
-
-
-def test_who_computes_is_passed_once_at_most_each_time_that_it_gives_way() -> None:
-    turns, done = Turns(), threading.Event()
-    times = [0]
-
-    def compute() -> int:
-        passed = 0
-        with turns.computing():
-            for _ in range(200):
-                while not turns._wanting:
-                    time.sleep(0)
-                before = times[0]
-                turns.give_way()
-                passed = max(passed, times[0] - before)
-        done.set()
-        return passed
-
-    def change() -> None:
-        while not done.is_set():
-            with turns.alone():
-                times[0] += 1
-
-    assert at_once(compute, change, change)[0] == 1
-
-
-@pytest.mark.parametrize("where", ["computing", "alone", "away"])
-def test_turns_are_given_back_after_an_error(where: str) -> None:
-    turns = Turns()
-    with pytest.raises(KeyboardInterrupt), turns.computing(), getattr(turns, where)():
-        raise KeyboardInterrupt
-    assert (turns._computing, turns._wanting, turns._taken) == (0, 0, False)
-    with turns.alone():
-        assert turns._taken

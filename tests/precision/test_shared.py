@@ -1,0 +1,96 @@
+"""Settings that all threads of a process share, and the turns in which they may be changed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import process_state
+import pytest
+from at_once import HANG_SECONDS, at_once
+from comfyui_onediff_guard.precision import fp32_settings
+from comfyui_onediff_guard.precision.shared import NO_WARNINGS, SharedSetting, Turns
+
+SETTINGS: dict[str, SharedSetting] = {
+    "no warnings": NO_WARNINGS,
+    "eager only": fp32_settings.EAGER_ONLY,
+    "tf32": fp32_settings.TF32,
+    "attention in fp32": fp32_settings.FP32_ATTENTION,
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_is_taken_away_by_who_leaves_last(name: str) -> None:
+
+    kinds = ("torch flag", "compiler", "warnings")
+    before, first, second = process_state.read(), ExitStack(), ExitStack()
+    for stack in (first, second):
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(stack.enter_context, SETTINGS[name].held()).result()
+    held = process_state.read()
+    assert process_state.changes(before, kinds)
+    first.close()
+    assert not process_state.changes(held, kinds)
+    second.close()
+    assert not process_state.changes(before, kinds)
+
+
+def test_who_is_alone_waits_for_those_who_compute_and_they_for_it() -> None:
+    turns, log = Turns(), []
+    wanted = threading.Event()
+
+    def compute() -> None:
+        with turns.computing(), turns.computing():
+            inside.wait(HANG_SECONDS)
+            while not turns._wanting:
+                wanted.wait(0.001)
+            log.append("computes")
+            turns.give_way()
+            log.append("computes again")
+
+    def change() -> None:
+        inside.wait(HANG_SECONDS)
+        with turns.computing(), turns.alone(), turns.alone(), turns.computing():
+            turns.give_way()  # nobody else may come in
+            log.append("alone")
+
+    inside = threading.Barrier(2)
+    at_once(compute, change)
+    assert log == ["computes", "alone", "computes again"]
+    assert (turns._computing, turns._wanting, turns._taken) == (0, 0, False)
+
+
+def test_who_computes_is_passed_once_at_most_each_time_that_it_gives_way() -> None:
+    turns, done = Turns(), threading.Event()
+    times = [0]
+
+    def compute() -> int:
+        passed = 0
+        with turns.computing():
+            for _ in range(200):
+                while not turns._wanting:
+                    time.sleep(0)
+                before = times[0]
+                turns.give_way()
+                passed = max(passed, times[0] - before)
+        done.set()
+        return passed
+
+    def change() -> None:
+        while not done.is_set():
+            with turns.alone():
+                times[0] += 1
+
+    assert at_once(compute, change, change)[0] == 1
+
+
+@pytest.mark.parametrize("where", ["computing", "alone", "away"])
+def test_turns_are_given_back_after_an_error(where: str) -> None:
+    turns = Turns()
+    with pytest.raises(KeyboardInterrupt), turns.computing(), getattr(turns, where)():
+        raise KeyboardInterrupt
+    assert (turns._computing, turns._wanting, turns._taken) == (0, 0, False)
+    with turns.alone():
+        assert turns._taken

@@ -1,0 +1,25 @@
+"""Jobs in threads that begin at the same time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+HANG_SECONDS = 600  # bounds what would hang, far from what anything takes
+
+
+def at_once(*jobs: Callable[[], Any]) -> list[Any]:
+    """What each returns, in a thread of its own; they begin together."""
+    begin = threading.Barrier(len(jobs))
+
+    def begun(job: Callable[[], Any]) -> Any:
+        begin.wait(HANG_SECONDS)
+        with torch.inference_mode():
+            return job()
+
+    with ThreadPoolExecutor(len(jobs)) as threads:
+        return [each.result(HANG_SECONDS) for each in [threads.submit(begun, job) for job in jobs]]
