@@ -30,6 +30,7 @@ from comfyui_onediff_guard.pipelines.run.denoiser import guarded_denoiser
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
+from comfyui_onediff_guard.precision.course import Course
 from comfyui_onediff_guard.precision.drift import CachePolicy
 from comfyui_onediff_guard.precision.policy import Precision
 from measure import RESULTS, machine, write_json
@@ -183,21 +184,21 @@ def operations_of(subject: Subject, policy: CachePolicy, seeds: range) -> dict[s
     return {"operations_of_a_run": plain, "operations_left_out": spread(ratios)}
 
 
-def in_bf16(name: str, policy: CachePolicy, seeds: range) -> dict[str, Any]:
-    """Against runs in fp32 without a cache: bf16 alone, and bf16 with one."""
-    exact, half = Subject(name), Subject(name, "bf16")
+def in_half(name: str, precision: str, policy: CachePolicy, seeds: range) -> dict[str, Any]:
+    """Against runs in fp32 without a cache: half precision alone, and with one."""
+    exact, half = Subject(name), Subject(name, precision)
     alone, cached = [], []
     for seed in seeds:
         wanted = exact.uncached(seed).latents
         alone.append(drift(half.run(seed).latents, wanted))
         cached.append(drift(half.run(seed, policy).latents, wanted))
-    return {"bf16_alone": spread(alone), "bf16_with_a_cache": spread(cached)}
+    return {"alone": spread(alone), "with_a_cache": spread(cached)}
 
 
-def nan_at_drawn_steps(name: str, policy: CachePolicy, seed: int = 0) -> dict[str, Any]:
+def nan_at_drawn_steps(name: str, precision: str, policy: CachePolicy, seed: int = 0) -> dict[str, Any]:
     """The attempt of one step is NaN, for each of some: against the run without a cache in which it is too, and both
-    against fp32 without either, since two runs in bf16 differ by their rounding."""
-    subject, exact, reruns = Subject(name, "bf16"), Subject(name).run(seed).latents, 0
+    against fp32 without either, since two runs in half precision differ by their rounding."""
+    subject, exact, reruns = Subject(name, precision), Subject(name).run(seed).latents, 0
     drifts, alone, cached = [], [], []
     steps = sorted(random.Random(0).sample(range(STEPS), BROKEN))
     for step in steps:
@@ -236,6 +237,22 @@ def broken_at(step: int) -> Iterator[None]:
         yield
     finally:
         attempts_of.build = make
+
+
+@contextmanager
+def nothing_taken_back() -> Iterator[None]:
+    """What comparisons find stays in the latents: to see what taking it back is worth."""
+    take_back = Course.take_back
+
+    def nothing(self: Course) -> list[torch.Tensor]:
+        del self
+        return []
+
+    Course.take_back = nothing
+    try:
+        yield
+    finally:
+        Course.take_back = take_back
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -313,12 +330,15 @@ def figures_of(name: str, seeds: range, few: range) -> Iterator[dict[str, Any]]:
     if not few:
         return
     yield {"operations": operations_of(subject, policy, few[:3])}
+    with nothing_taken_back():
+        yield {"nothing_taken_back": over_seeds(subject, policy, few)}
     yield {"errors": [over_seeds(subject, CachePolicy(error), few) for error in (0.005, 0.01, 0.05)]}
     yield {"other_steps": {str(steps): over_seeds(subject, policy, few, steps=steps) for steps in OTHER_STEPS}}
     if name == "cogvideox":
         yield {"DPM": over_seeds(subject, policy, few, scheduler="DPM")}
-    yield {"in_bf16": in_bf16(name, policy, few)}
-    yield {"nan": nan_at_drawn_steps(name, policy)}
+    for precision in ("fp16", "bf16"):
+        yield {f"in_{precision}": in_half(name, precision, policy, few)}
+        yield {f"nan_in_{precision}": nan_at_drawn_steps(name, precision, policy)}
 
 
 if __name__ == "__main__":

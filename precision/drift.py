@@ -6,7 +6,8 @@ by. On normally distributed latents, a sampler carries an error, in parts of the
 the parts that all cached steps add are summed up, as if all pointed the same way, and multiplied by what guidance was
 measured to make of them. What a cached step is off by is not known; what its first part is off by is, since that is
 computed, and extrapolated too. The ratio of both is taken from comparisons, which are made whenever a step is computed
-that could have been cached.
+that could have been cached. A comparison also tells what the cached steps before it were off by, so that most of it can
+be taken back.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ FIRST, LAST = 3, 1  # steps at either end that are always computed
 MARGIN = 1.2  # a step is cached where the budget allows for that much more than it is reckoned to add
 
 GROWTH = 1.4  # of an error until the end of a run, at most: measured on trained models (docs/step_cache.md)
+LEFT = 0.25  # of an error that was taken back where signals depart as polynomials do, at most: as above
 LEAST = 1e-6  # of a signal from which a ratio is taken: what is smaller is rounding
 
 
@@ -107,7 +109,23 @@ class Ledger:
     @property
     def drift(self) -> float:
         """Return the drift so far, as it is reckoned."""
-        return self.settled + GROWTH * (self.ratio or 0.0) * sum(signal * weight for signal, weight in self.open)
+        return self.settled + self._opened
+
+    @property
+    def _opened(self) -> float:
+        return GROWTH * (self.ratio or 0.0) * sum(signal * weight for signal, weight in self.open)
+
+    @property
+    def shares(self) -> list[float]:
+        """Return, for each cached step since the last comparison, what it was off by, in parts of what the present step
+        would be: a polynomial departs as the product of the distances to the steps that it goes through."""
+        first = self.at - len(self.open)
+        through = [step for step in range(first) if step not in self.cached][-ORDER - 1 :]
+
+        def departs(at: int) -> int:
+            return math.prod(at - step for step in through)
+
+        return [departs(step) / departs(self.at) for step in range(first, self.at)]
 
     @property
     def may_reuse(self) -> bool:
@@ -118,6 +136,16 @@ class Ledger:
     def allowed(self) -> float:
         """Return the drift that there may be after the present step: the budget is spent evenly."""
         return self.policy.error * (self.at + 1 - FIRST) / (self.steps - FIRST - LAST)
+
+    def _left(self, signal: float) -> float:
+        """Return the part that is left of what was taken back. signal: of the present step. Where those of the cached
+        steps are not the shares of it that they were taken for, so much is left besides."""
+        if signal <= LEAST:
+            return 1.0
+        found = sum(each * weight for each, weight in self.open) / signal
+        both = zip(self.open, self.shares, strict=True)
+        off = sum(abs(each / signal - share) * weight for (each, weight), share in both)
+        return min(LEFT + off / found, 1.0) if found else 1.0
 
     def choice(self, signal: float) -> Choice:
         """Return what becomes of the present step, which may be cached."""
@@ -133,18 +161,19 @@ class Ledger:
 
     def computed(self, weight: float) -> Ledger:
         """Go on from a step that was computed, and not compared."""
-        return replace(self, at=self.at + 1, weight=weight)
+        return replace(self, at=self.at + 1, weight=weight, settled=self.drift, open=())
 
-    def checked(self, signal: float, error: float, weight: float) -> Ledger:
+    def checked(self, signal: float, error: float, weight: float, *, corrected: bool = False) -> Ledger:
         """Go on from a step that was computed and compared. What the cached steps before it added is reckoned by what
         was found here, where they are furthest from the steps that they were extrapolated from.
 
         error: of the output that the cache would have given, in the norm that `weight` is for.
+        corrected: what they were off by was taken back.
         """
         if not math.isfinite(error + signal):
             return replace(self.computed(weight), stopped="what it extrapolates is not finite")
         known = replace(self, ratio=error / signal) if signal > LEAST else self
-        stopped = f"the budget is spent, at step {self.at + 1}" if known.drift >= self.policy.error else self.stopped
+        drift = self.settled + (self._left(signal) if corrected else 1.0) * known._opened
+        stopped = f"the budget is spent, at step {self.at + 1}" if drift >= self.policy.error else self.stopped
         compared = (*self.compared, error * weight)
-        settled = replace(known, settled=known.drift, open=(), compared=compared, stopped=stopped)
-        return settled.computed(weight)
+        return replace(known, settled=drift, open=(), compared=compared, stopped=stopped).computed(weight)

@@ -2,12 +2,12 @@
 
 It stands in shells of the attempt and of the rerun, and the denoiser that both share stays as it is. A call's values
 are kept when the guard has taken its output, and not before: an attempt that fails leaves nothing behind, and the rerun
-computes everything, and leaves what it computed. drift.py decides which steps are cached.
+computes everything, and leaves what it computed. course.py keeps a run's account, drift.py decides which steps are
+cached.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,111 +15,13 @@ from typing import Any
 
 import torch
 
-from .drift import FIRST, LAST, ORDER, CachePolicy, CacheUse, Choice, Ledger, coefficients
-from .observe import Agree, alone, floating
+from .course import Course, Guidance
+from .drift import FIRST, LAST, ORDER, CachePolicy, Choice, coefficients
+from .observe import floating
 from .shells import Make, replaced, with_forward
 from .skips import Part, Role
 
 _SAMPLED = 7  # a signal is every so many-th value of the first part's output: it is only measured
-
-
-class Course:
-    """What the step cache of one run has done so far. Its denoisers share it, since the budget is the run's.
-
-    parts: what the sampler multiplies each of a step's outputs by, where guidance makes one of them: of both halves of
-        a batch, or of two calls, in their order.
-    agree: makes what was measured the same in all processes that compute the run together, so that each decides as the
-        others do.
-    """
-
-    def __init__(self, policy: CachePolicy, steps: int, parts: Sequence[float] = (1.0,), agree: Agree = alone):
-        self.ledger = Ledger(policy, steps)
-        self._parts = tuple(parts)
-        self._agree = agree
-        self._choice: Choice | None = None  # of the present step
-        self._signal = 0.0
-        self._computed = self._skipped = 0  # calls of its denoisers' parts
-        self._apart: list[torch.Tensor] = []  # of the present step's outputs: what the cache would have given, less it
-        self._latest: StepCache | None = None  # of the denoiser that was called latest
-
-    @property
-    def use(self) -> CacheUse:
-        ledger, calls = self.ledger, self._computed + self._skipped
-        return CacheUse(
-            budget=ledger.policy.error,
-            steps=ledger.at,
-            cached=len(ledger.cached),
-            skipped=self._skipped / calls if calls else 0.0,
-            compared=len(ledger.compared),
-            drift=ledger.drift,
-            largest=max(ledger.compared, default=0.0),
-            stopped=ledger.stopped,
-        )
-
-    def stop(self, why: str) -> None:
-        """Cache nothing more in this run."""
-        self.ledger = replace(self.ledger, stopped=self.ledger.stopped or why)
-
-    def calls(self, cache: StepCache) -> None:
-        """Note that a denoiser is called. One that was called before it is done then: what was kept of it is let go,
-        and not at the end of the run."""
-        if self._latest is not None and self._latest is not cache:
-            self._latest.release()
-        self._latest = cache
-
-    def count(self, *, skipped: bool) -> None:
-        self._skipped += skipped
-        self._computed += not skipped
-
-    def choose(self, signal: Callable[[], float]) -> Choice:
-        """Return what becomes of the present step. Its first call decides that, by its signal; the others follow."""
-        if self._choice is None:
-            self._signal = self._agreed(signal())
-            self._choice = self.ledger.choice(self._signal)
-        return self._choice
-
-    @property
-    def chosen(self) -> Choice | None:
-        return self._choice
-
-    def compare(self, apart: list[torch.Tensor]) -> None:
-        self._apart += apart
-
-    def stepped(self, weight: float) -> None:
-        """Go on to the next step. weight: see Ledger."""
-        weight = self._agreed(weight)
-        if not math.isfinite(weight):
-            self.stop("the latents are not finite")
-            weight = 0.0
-        if self._choice is Choice.REUSE:
-            self.ledger = self.ledger.reused(self._signal, weight)
-        elif (error := self._error()) is not None:
-            self.ledger = self.ledger.checked(self._signal, error, weight)
-        else:
-            self.ledger = self.ledger.computed(weight)
-        self._choice, self._apart = None, []
-
-    def _error(self) -> float | None:
-        """Return the norm of what the step's output would have been off by, after guidance; None where that is not
-        known."""
-        apart = self._apart
-        if len(self._parts) > 1 and len(apart) == 1:
-            apart = [*apart[0].chunk(len(self._parts))]
-        if not apart or len(apart) != len(self._parts):
-            return None
-        guided = torch.stack([part * each for part, each in zip(self._parts, apart, strict=True)]).sum(0)
-        return self._agreed(float(guided.norm()))
-
-    def _agreed(self, value: float) -> float:
-        """Return the largest of all processes' values, none of which is negative."""
-        return float(self._agree(torch.tensor([value])))
-
-    def recompute(self, *, whole: bool) -> None:
-        """Have the present call computed after all, since its attempt failed. whole: it is the step's first one, so
-        none of the step is cached."""
-        self._apart = []
-        if whole:
-            self._choice = Choice.COMPUTE
 
 
 @dataclass(frozen=True)
@@ -166,14 +68,22 @@ class StepCache:
 
     parts: of the denoiser, in the order in which they are called.
     adds: what the parts add to the first one's output is extrapolated, and not what the last one puts out.
+    guidance: what the sampler makes of a step's outputs.
     own: returns the part of what the first one is given that it computes with in this process.
     whole: returns a call's whole output, of what is made of it in this process.
     """
 
     def __init__(
-        self, parts: Sequence[Part], adds: bool, course: Course, own: _Change = _as_it_is, whole: _Change = _as_it_is
+        self,
+        parts: Sequence[Part],
+        adds: bool,
+        course: Course,
+        guidance: Guidance = (1.0,),
+        own: _Change = _as_it_is,
+        whole: _Change = _as_it_is,
     ):
         self.course = course
+        self._guidance = guidance
         self._own, self._whole = own, whole
         self._parts = parts
         self._adds = adds
@@ -209,7 +119,7 @@ class StepCache:
             if call.left:
                 self._left[number] = (*self._left.get(number, ()), call.left)[-ORDER - 1 :]
         self._before += len(self._turn.calls)
-        self.course.compare(self._turn.apart)
+        self.course.compare(self._turn.apart, self._guidance)
         cached = any(call.choice is Choice.REUSE for call in self._turn.calls)
         self._turn, self._call = _Turn(), _Call(())
         return cached

@@ -62,6 +62,7 @@ class Guidance:
 
     calls: int = 1  # of the denoiser in a step: one with both halves, or one each
     argument: str = "guidance_scale"  # the pipeline's, of the scale
+    first: str = ""  # its argument of the first frame's scale, where that grows to the last one's
 
 
 # (denoiser config, pixels of a latent's side) → width, height and frames that it was made for; 0: it does not say

@@ -159,7 +159,7 @@ SVD = FamilySpec(
     step_inputs=_step_inputs,
     sizes=SizeRule(pixel_multiple=64, frames=(2, 200), pixels=(64, 4096)),  # diffusers cannot guide a single frame
     usual_size=_usual_size,
-    guidance=Guidance(argument="max_guidance_scale"),
+    guidance=Guidance(argument="max_guidance_scale", first="min_guidance_scale"),
     latent_format=lambda _config: "SD15",
     takes_image=True,
 )

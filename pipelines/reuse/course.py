@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...precision.step_cache import Course
+import torch
+
+from ...precision.course import Course, Guidance
 from ..parallel.group import here
 
 if TYPE_CHECKING:
@@ -19,14 +21,18 @@ def begun(handle: PipelineHandle, settings: Any) -> Course | None:
     policy = handle.step_cache
     if policy is None or not policy.error:
         return None
-    return Course(policy, settings.computed_steps, _parts(handle, settings), here().worst)
+    return Course(policy, settings.computed_steps, here().worst)
 
 
-def _parts(handle: PipelineHandle, settings: Any) -> tuple[float, ...]:
-    """Return what guidance multiplies the outputs of a step by: both halves of a batch, of which the first one has the
-    negative prompt, or two calls, of which the first one has the positive prompt. Where its scale changes in a run,
-    the largest one counts."""
-    scale = max(settings.scale(handle.family), settings.guidance_scale_2 or 1.0)
+def guidances(handle: PipelineHandle, settings: Any) -> tuple[Guidance, ...]:
+    """Return what guidance multiplies the outputs of a step by, for each denoiser: both halves of a batch, of which the
+    first one has the negative prompt, or two calls, of which the first one has the positive prompt."""
+    family = handle.family
+    scale = settings.scale(family)
     if scale <= 1:
-        return (1.0,)
-    return (1 - scale, scale) if handle.family.guidance.calls == 1 else (scale, 1 - scale)
+        return ((1.0,),) * len(family.denoisers)
+    scales: list[float | torch.Tensor] = [scale, settings.guidance_scale_2 or scale][: len(family.denoisers)]
+    if first := family.guidance.first:
+        grown = torch.linspace(settings.told(family, first), scale, settings.frames)
+        scales = [grown.to(handle.store.placement.device).view(1, -1, 1, 1, 1)]
+    return tuple((1 - each, each) if family.guidance.calls == 1 else (each, 1 - each) for each in scales)

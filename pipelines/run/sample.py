@@ -21,8 +21,8 @@ from ..families.spec import ENCODERS, FamilySpec
 from ..parallel.group import here
 from ..parallel.plan import shared
 from ..preview.frames import Previews, preview
-from ..reuse.course import begun
-from ..reuse.weights import weigh
+from ..reuse.course import begun, guidances
+from ..reuse.replay import follow
 from . import vae
 from .calls import Calls
 from .denoiser import guarded_denoiser
@@ -52,13 +52,16 @@ class SampleSettings:
         return self.steps if self.strength is None else min(int(self.steps * self.strength), self.steps)
 
     def scale(self, family: FamilySpec) -> float:
-        """Return the guidance scale that the family's pipeline takes; where it changes in a run, the largest."""
+        """Return the guidance scale that the family's pipeline takes; that of the last frame where it grows."""
+        return self.told(family, family.guidance.argument, self.guidance_scale)
+
+    def told(self, family: FamilySpec, argument: str, own: Any = None) -> Any:
+        """Return what the family's pipeline takes for an argument. own: where `more` has it not; None: its default."""
         import diffusers
 
-        name = family.guidance.argument
-        told = self.more.get(name, self.guidance_scale)
-        usual = inspect.signature(getattr(diffusers, family.pipeline).__call__).parameters[name].default
-        return usual if told is None else told
+        usual = inspect.signature(getattr(diffusers, family.pipeline).__call__).parameters[argument].default
+        found = self.more.get(argument, own)
+        return usual if found is None else found
 
 
 @in_turn
@@ -101,7 +104,10 @@ def sample(
     report.calls_per_step = 1 if sharing.halves else calls
     course = begun(handle, settings)
     prompts = tuple(embeddings.values()) if calls > 1 else ()
-    stages = tuple(replace(stage, course=course, sharing=sharing, prompts=prompts) for stage in stages)
+    stages = tuple(
+        replace(stage, course=course, guidance=guidance, sharing=sharing, prompts=prompts)
+        for stage, guidance in zip(stages, guidances(handle, settings), strict=True)
+    )
 
     def on_step_end(_pipe: Any, step: int, _timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
         if course:
@@ -116,7 +122,7 @@ def sample(
         with while_compiling(handle, report, tell), handle.switched(report), torch.no_grad():
             pipe = _pipeline(stages, denoiser, settings.scheduler, request, tell, from_video=video is not None)
             if course:
-                weigh(pipe.scheduler, course.stepped)
+                follow(pipe.scheduler, course)
             if previews:
                 preview(previews, handle, pipe.scheduler, settings.frames)
             if embeddings:  # diffusers' CogView3-Plus would put zeros in place of a negative prompt that is encoded

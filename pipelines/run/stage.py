@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
+from ...precision.course import Course, Guidance
 from ...precision.findings import Anatomy
 from ...precision.observe import alone
 from ...precision.peaks import size
 from ...precision.policy import Component, Precision
 from ...precision.stage import Stage
-from ...precision.step_cache import Course, StepCache
+from ...precision.step_cache import StepCache
 from ..compile.backends import uses_torch_kernels
 from ..errors import BackendUnavailable
 from ..models.lora import Lora
@@ -53,13 +54,15 @@ class _Once(Generic[_T]):
 class ComponentStage(Stage):
     """name: of its folder. weights_in: the dtype that its weights are loaded in. course: of the run's step cache.
 
-    sharing: how ranks share a denoiser's calls. prompts: of both calls of a step, where it has two.
+    guidance: what the sampler makes of a step's outputs. sharing: how ranks share a denoiser's calls. prompts: of both
+    calls of a step, where it has two.
     """
 
     handle: PipelineHandle
     name: str
     weights_in: str
     course: Course | None = None
+    guidance: Guidance = (1.0,)
     sharing: Sharing = ONE
     prompts: tuple[torch.Tensor, ...] = ()
 
@@ -207,7 +210,7 @@ class ComponentStage(Stage):
         if self.course is None or skipped is None:
             return None
         if parts := skipped.parts(self.module):
-            return StepCache(parts, skipped.adds, self.course, self._own_share, self._of_both_halves)
+            return StepCache(parts, skipped.adds, self.course, self.guidance, self._own_share, self._of_both_halves)
         self.report.note("no step is cached: the denoiser has nothing that a cached step could leave out")
         return None
 

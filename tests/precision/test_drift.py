@@ -9,6 +9,9 @@ from comfyui_onediff_guard.precision.drift import (
     FIRST,
     GROWTH,
     LAST,
+    LEAST,
+    LEFT,
+    ORDER,
     CachePolicy,
     CacheUse,
     Choice,
@@ -100,6 +103,60 @@ def test_what_cached_steps_added_is_reckoned_anew_by_the_next_comparison() -> No
     worse = book.checked(0.03, 0.06, WEIGHT)
     assert worse.drift == worse.settled == pytest.approx(GROWTH * 0.03)
     assert not worse.open and worse.cached == book.cached and not worse.stopped
+
+
+def compared(signals: list[float]) -> tuple[Ledger, Ledger]:
+    """After cached steps and a comparison with the last one of these signals: taken back, and not."""
+    book = ledger(at=FIRST + 1, weight=WEIGHT).checked(0.1, 0.1, WEIGHT)
+    for signal in signals[:-1]:
+        book = book.reused(signal, WEIGHT)
+    at = signals[-1]
+    return book.checked(at, at, WEIGHT, corrected=True), book.checked(at, at, WEIGHT)
+
+
+def test_of_what_was_taken_back_a_part_is_left() -> None:
+    shares = ledger(at=FIRST + 4, cached=(5, 6), open=((0.0, 0.0),) * 2).shares
+    better, without = compared([0.03 * shares[0], 0.03 * shares[1], 0.03])
+    assert better.drift == better.settled == pytest.approx(LEFT * without.drift)
+    assert better.reused(0.01, WEIGHT).drift == pytest.approx(better.settled + GROWTH * 0.01 * WEIGHT), "not yet"
+
+
+@pytest.mark.parametrize(("signals", "left"), [((0.006, 0.024, 0.03), LEFT + 0.5), ((0.03, 0.03, 0.03), 1.0)])
+def test_more_is_left_where_signals_do_not_grow_as_the_shares_do(signals: tuple[float, ...], left: float) -> None:
+    """As those of a model whose steps are noise."""
+    better, without = compared([*signals])
+    assert better.drift == pytest.approx(left * without.drift)
+
+
+def test_signals_of_rounding_take_nothing_back() -> None:
+    better, without = compared([0.01, 0.02, LEAST / 2])
+    assert better.drift == without.drift > 0
+
+
+def test_what_no_comparison_follows_counts_in_full() -> None:
+    """A step that was computed again, since its attempt failed, tells nothing of those before it."""
+    book = ledger(at=FIRST, weight=WEIGHT).checked(0.1, 0.1, WEIGHT).reused(0.01, WEIGHT).computed(WEIGHT)
+    assert not book.open and book.settled == pytest.approx(GROWTH * 0.005)
+    assert book.checked(0.1, 9.0, WEIGHT, corrected=True).settled == book.settled
+
+
+@pytest.mark.parametrize("cached", [(7,), (7, 8, 9), (5, 7, 8)])
+def test_shares_are_exact_for_the_next_power(cached: tuple[int, ...]) -> None:
+    """A polynomial of one order more than is extrapolated: what it is off by at a cached step, over what it is off by
+    at the present one."""
+    at = max(cached) + 1
+    taken = [step for step in range(at) if step not in cached][-ORDER - 1 :]
+    since = tuple((0.1, WEIGHT) for step in cached if step > max(taken))
+
+    def off(step: int) -> float:
+        by = coefficients(taken, step)
+        return sum(factor * before ** (ORDER + 1) for factor, before in zip(by, taken, strict=True)) - step ** (
+            ORDER + 1
+        )
+
+    book = ledger(at=at, cached=cached, open=since)
+    assert book.shares == pytest.approx([off(step) / off(at) for step in cached if step > max(taken)])
+    assert all(0 < share < 1 for share in book.shares)
 
 
 def test_a_spent_budget_ends_it() -> None:

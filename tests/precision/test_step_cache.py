@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.precision import drift
+from comfyui_onediff_guard.precision.course import Course
 from comfyui_onediff_guard.precision.drift import FIRST, ORDER, CachePolicy, Choice
 from comfyui_onediff_guard.precision.skips import BlocksBehindFirst
-from comfyui_onediff_guard.precision.step_cache import Course, StepCache
+from comfyui_onediff_guard.precision.step_cache import StepCache
 
 BLOCKS = BlocksBehindFirst("blocks")
 
@@ -63,8 +64,8 @@ class Run:
     def __init__(
         self, module: torch.nn.Module, policy: CachePolicy, steps: int = 30, made: Callable[[Any], Any] = same
     ):
-        self.course = Course(policy, steps, (-1.0, 2.0))
-        self.cache = StepCache(BLOCKS.parts(module), True, self.course)
+        self.course = Course(policy, steps)
+        self.cache = StepCache(BLOCKS.parts(module), True, self.course, (-1.0, 2.0))
         self.attempt = self.cache.attempt(module, made)
         self.rerun = self.cache.rerun(module, made)
         self.cached: list[int] = []
@@ -197,16 +198,57 @@ def test_a_second_call_that_fails_leaves_the_first_one_counted() -> None:
 
 
 def test_errors_are_those_after_guidance() -> None:
-    course = Course(CachePolicy(0.1), 20, (-5.0, 6.0))
+    course = Course(CachePolicy(0.1), 20)
     course.ledger = drift.Ledger(course.ledger.policy, 20, at=FIRST)
     course.choose(lambda: 0.1)
-    course.compare([torch.tensor([[1.0], [1.0]])])  # alike in both halves
+    course.compare([torch.tensor([[1.0], [1.0]])], (-5.0, 6.0))  # alike in both halves
     course.stepped(1.0)
     assert course.ledger.ratio == pytest.approx(1 / 0.1)
     course.choose(lambda: 0.1)
-    course.compare([torch.tensor([[1.0], [-1.0]])])
+    course.compare([torch.tensor([[1.0], [-1.0]])], (-5.0, 6.0))
     course.stepped(1.0)
     assert course.ledger.ratio == pytest.approx(11 / 0.1)
+
+
+def compared(error: float, steps: int = 2) -> Course:
+    """A course that has come to a comparison, after so many cached steps."""
+    course = Course(CachePolicy(1.0, steps + 1), 40)
+    course.ledger = drift.Ledger(course.ledger.policy, 40, at=FIRST + 2, ratio=1.0, weight=0.01)
+    for _ in range(steps):
+        assert course.choose(lambda: 0.1) is Choice.REUSE and course.reuses
+        course.stepped(0.01)
+    assert course.choose(lambda: 0.2) is Choice.COMPUTE and not course.reuses
+    course.compare([torch.full((2, 3, 1), error)], (-1.0, torch.tensor([2.0, 3.0, 4.0]).view(1, 3, 1)))
+    return course
+
+
+def test_a_comparison_tells_what_cached_steps_were_off_by() -> None:
+    course = compared(0.5)
+    first, second = course.take_back()
+    shares = course.ledger.shares
+    assert torch.allclose(first, shares[0] * torch.tensor([0.5, 1.0, 1.5]).view(1, 3, 1)), "each frame's own guidance"
+    assert torch.allclose(second, first * shares[1] / shares[0]) and 0 < shares[0] < shares[1] < 1
+    before, error = course.ledger, float(torch.tensor([0.5, 1.0, 1.5]).norm())
+    course.stepped(0.01)
+    wanted = before.checked(0.2, error, 0.01, corrected=True)
+    assert course.ledger.settled == pytest.approx(wanted.settled) and course.ledger.ratio == pytest.approx(error / 0.2)
+
+
+def test_what_is_not_taken_back_counts_in_full() -> None:
+    course, before = compared(0.5), compared(0.5).ledger
+    course.stepped(0.01)
+    error = float(torch.tensor([0.5, 1.0, 1.5]).norm())
+    assert course.ledger.settled == pytest.approx(before.checked(0.2, error, 0.01).settled)
+
+
+def test_a_step_that_is_not_compared_tells_nothing() -> None:
+    for broken in (torch.nan, torch.inf):
+        assert not compared(broken).take_back()
+    failed = compared(0.5)
+    failed.recompute(whole=True)
+    assert not failed.take_back()
+    failed.stepped(0.01)
+    assert failed.ledger.settled > 0 and not failed.ledger.open
 
 
 def test_memory_is_bounded() -> None:
