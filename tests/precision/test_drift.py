@@ -128,8 +128,9 @@ def test_more_is_left_where_signals_do_not_grow_as_the_shares_do(signals: tuple[
     assert better.drift == pytest.approx(left * without.drift)
 
 
-def test_signals_of_rounding_take_nothing_back() -> None:
-    better, without = compared([0.01, 0.02, LEAST / 2])
+@pytest.mark.parametrize("signal", [0.0, LEAST / 2])
+def test_signals_of_rounding_take_nothing_back(signal: float) -> None:
+    better, without = compared([0.01, 0.02, signal])
     assert better.drift == without.drift > 0
 
 

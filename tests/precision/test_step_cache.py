@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -239,6 +240,23 @@ def test_what_is_not_taken_back_counts_in_full() -> None:
     course.stepped(0.01)
     error = float(torch.tensor([0.5, 1.0, 1.5]).norm())
     assert course.ledger.settled == pytest.approx(before.checked(0.2, error, 0.01).settled)
+
+
+def test_each_comparison_counts_for_itself() -> None:
+    course = compared(0.5)
+    assert course.take_back()
+    course.stepped(0.01)
+    before = course.ledger
+    course.stepped(0.01)
+    assert course.ledger == before.computed(course.ledger.weight), "which nobody compared"
+    assert course.choose(lambda: 0.1) is Choice.REUSE
+    course.stepped(0.01)
+    before = replace(course.ledger, policy=CachePolicy(1.0, 2))
+    course.ledger = before
+    assert course.choose(lambda: 0.2) is Choice.COMPUTE
+    course.compare([torch.full((2, 3, 1), 1.0)], (-1.0, 2.0))
+    course.stepped(0.01)
+    assert course.ledger.settled == pytest.approx(before.checked(0.2, 3**0.5, 0.01).settled), "not taken back"
 
 
 def test_a_step_that_is_not_compared_tells_nothing() -> None:
