@@ -36,6 +36,7 @@ class Course:
         self._guidance: Guidance = (1.0,)
         self._off: tuple[torch.Tensor, float] | None = None  # the same after guidance, and its norm
         self._taken_back = False
+        self._mixed = False  # a call of a cached step since the last computed one was computed again
         self._latest: StepCache | None = None  # of the denoiser that was called latest
 
     @property
@@ -92,7 +93,7 @@ class Course:
     def take_back(self) -> list[torch.Tensor]:
         """Return what the cached steps since the last comparison were off by, each after guidance, as far as that of
         the present step tells. The caller takes it out of the run. Empty where the present step does not tell."""
-        if self._off is None or not math.isfinite(self._off[1]):
+        if self._off is None or self._mixed or not math.isfinite(self._off[1]):
             return []
         self._taken_back = True
         return [share * self._off[0] for share in self.ledger.shares]
@@ -103,6 +104,7 @@ class Course:
         if not math.isfinite(weight):
             self.stop("the latents are not finite")
             weight = 0.0
+        self._mixed &= self.reuses
         if self.reuses:
             self.ledger = self.ledger.reused(self._signal, weight)
         elif self._off:
@@ -132,3 +134,5 @@ class Course:
         self._apart, self._off = [], None
         if whole:
             self._choice = Choice.COMPUTE
+        elif self.reuses:
+            self._mixed = True

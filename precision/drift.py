@@ -98,8 +98,8 @@ class Ledger:
     policy: CachePolicy
     steps: int  # of the run
     at: int = 0  # the present step, counted from 0
-    settled: float = 0.0  # drift by cached steps that a comparison has followed
-    open: tuple[tuple[float, float], ...] = ()  # signal and weight of the cached steps since the last comparison
+    settled: float = 0.0  # drift by the cached steps before the last computed one
+    open: tuple[tuple[float, float], ...] = ()  # signal and weight of the cached steps since then
     ratio: float | None = None  # error of an output for each unit of its signal; None: never compared
     weight: float = 0.0  # of the step before
     cached: tuple[int, ...] = ()  # steps
@@ -117,8 +117,8 @@ class Ledger:
 
     @property
     def shares(self) -> list[float]:
-        """Return, for each cached step since the last comparison, what it was off by, in parts of what the present step
-        would be: a polynomial departs as the product of the distances to the steps that it goes through."""
+        """Return, for each cached step since the last computed one, what it was off by, in parts of what the present
+        step would be: a polynomial departs as the product of the distances to the steps that it goes through."""
         first = self.at - len(self.open)
         through = [step for step in range(first) if step not in self.cached][-ORDER - 1 :]
 

@@ -83,7 +83,7 @@ class _Steps:
         return left
 
     def clear(self) -> None:
-        self.__init__()
+        self._given.clear()
 
 
 def _state(given: dict[str, Any]) -> torch.Tensor | None:

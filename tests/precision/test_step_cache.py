@@ -259,6 +259,21 @@ def test_each_comparison_counts_for_itself() -> None:
     assert course.ledger.settled == pytest.approx(before.checked(0.2, 3**0.5, 0.01).settled), "not taken back"
 
 
+def test_a_cached_step_with_a_call_that_was_computed_again_is_not_taken_back() -> None:
+    """Its other call alone was off, and a comparison tells of both."""
+    course = Course(CachePolicy(1.0, 2), 40)
+    course.ledger = drift.Ledger(course.ledger.policy, 40, at=FIRST + 2, ratio=1.0, weight=0.01)
+    for fails in (True, False):
+        assert course.choose(lambda: 0.1) is Choice.REUSE
+        if fails:
+            course.recompute(whole=False)
+        course.stepped(0.01)
+        assert course.choose(lambda: 0.2) is Choice.COMPUTE
+        course.compare([torch.ones(1, 3, 1)] * 2, (2.0, -1.0))
+        assert bool(course.take_back()) == (not fails)
+        course.stepped(0.01)
+
+
 def test_a_step_that_is_not_compared_tells_nothing() -> None:
     for broken in (torch.nan, torch.inf):
         assert not compared(broken).take_back()
