@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 import json
-import sys
 import tempfile
 import time
 from functools import partial
@@ -28,6 +27,7 @@ from comfyui_onediff_guard.pipelines.run.handle import load
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.policy import Precision
 from measure import CLOCK, RESULTS, interleave, machine, medians, quartiles, ratio, write_json
+from small_pipelines import BUILT
 
 WIDER = {"block_out_channels": (32, 64, 64, 64), "layers_per_block": 2, "norm_num_groups": 16}
 MODELS: dict[str, tuple[str, dict[str, Any], tuple[int, ...], dict[str, Any]]] = {
@@ -112,11 +112,7 @@ def measured(
 
 def built(builder: str, differs: dict[str, Any], folder: Path) -> Path:
     """A small pipeline as the tests build it, whose VAE is wider."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
-    from small_families import BUILDERS  # pyright: ignore[reportMissingImports]
-    from small_wan import build_wan  # pyright: ignore[reportMissingImports]
-
-    {**BUILDERS, "wan": build_wan}[builder](folder)
+    BUILT[builder](folder)
     kind = json.loads((folder / "model_index.json").read_text())["vae"][1]
     config = json.loads((folder / "vae" / "config.json").read_text()) | differs
     torch.manual_seed(0)

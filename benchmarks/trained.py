@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -145,13 +144,12 @@ def svd(folder: Path, steps: int) -> Path:
     which the pipeline's own small encoders see."""
     import tempfile
 
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
     from diffusers import StableVideoDiffusionPipeline, UNetSpatioTemporalConditionModel
-    from small_families import build_svd  # pyright: ignore[reportMissingImports]
+    from small_pipelines import BUILT
 
     with tempfile.TemporaryDirectory() as untrained:
         pipeline: Any = StableVideoDiffusionPipeline.from_pretrained(
-            build_svd(Path(untrained) / "svd", frames=SVD_FRAMES)
+            BUILT["svd"](Path(untrained) / "svd", frames=SVD_FRAMES)
         )
     torch.manual_seed(0)
     levels: Any = (32, 64, 64, 64)
