@@ -13,7 +13,7 @@ import torch
 from comfyui_onediff_guard.comfyui_host.host import Interrupted
 from comfyui_onediff_guard.pipelines.compile import backends as compiling
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, CompileOptions, came_to, compiled
-from comfyui_onediff_guard.pipelines.compile.block import listening
+from comfyui_onediff_guard.pipelines.compile.block import Compiling, listening
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
@@ -22,6 +22,7 @@ from onediff.infer_compiler.backends import registry
 
 AUTO = BackendChoice("oneflow", "auto: first choice", automatic=True)
 NAMED = BackendChoice("oneflow", "asked for")
+HANG_SECONDS = 60.0
 SMALL = SampleSettings(width=64, height=48, frames=9, steps=2, guidance_scale=6.0, seed=3, scheduler="DDIM")
 
 
@@ -264,16 +265,30 @@ def test_a_block_keeps_nothing_of_what_onediff_left_on_it(installed: Callable[..
     assert not any("copy_" in vars(weight) for weight in model.parameters())
 
 
-def test_threads_that_fail_together_go_on_by_one(installed: Callable[..., None]) -> None:
-    together = threading.Barrier(2)
+def test_threads_that_fail_together_go_on_by_one(
+    installed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks are first called by one thread at a time: the second one waits with the backend that fails meanwhile."""
+    inside, count_sizes = threading.Semaphore(0), Compiling._count_sizes
+
+    def counted(self: Compiling, index: int) -> None:
+        inside.release()
+        count_sizes(self, index)
+
+    def wait_for_both(_: Any) -> None:
+        assert all(inside.acquire(timeout=HANG_SECONDS) for _ in range(2))
+
+    monkeypatch.setattr(Compiling, "_count_sizes", counted)
     second = Backend()
-    installed(oneflow=Backend(NotImplementedError(), 1, lambda _: together.wait(30)), nexfort=second)
+    installed(oneflow=Backend(NotImplementedError(), 1, wait_for_both), nexfort=second)
     model, x = denoiser(), torch.randn(2, 4)
     shell = compiled(model, ("blocks",), AUTO)
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda _: _through(shell.blocks, x), range(2)))
     assert all(torch.equal(one, model(x)) for one in found)
-    assert came_to(shell, AUTO).name == "nexfort" and second.compiled == 3
+    used = came_to(shell, AUTO)
+    assert used.name == "nexfort" and used.reason == "auto: oneflow failed (NotImplementedError)"
+    assert second.compiled == 3
 
 
 def test_fullgraph_is_inductors_alone(installed: Callable[..., None]) -> None:
