@@ -1,11 +1,13 @@
 """Break the tables and decisions on purpose, one place at a time, and see whether the tests notice.
 
     python tools/mutants.py
+    python tools/mutants.py precision pipelines comfyui_host --draw 20 --tier test slow
 
 A mutant is a source file with one place changed: a comparison turned round, `and` for `or`, a condition negated, True
 for False, a number raised by one, a table's word replaced. The tests run on each in a process of its own. What they
 let through is printed with its place, and the exit code is 1: each such line asks for a test, or says nothing that
-anybody could notice.
+anybody could notice. With --draw, mutants are drawn at random over all lines of the sources, and with --tier, the tests
+of make targets run on them one after the other, until one notices.
 """
 
 from __future__ import annotations
@@ -14,10 +16,13 @@ import argparse
 import ast
 import copy
 import os
+import random
 import shutil
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,6 +33,7 @@ OPPOSITE: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
     ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.LtE: ast.Gt,
 }  # fmt: skip
+TIERS = ("check", "test", "slow")
 LONGEST_WORD = 12  # characters: longer texts are reasons and sources, for people
 
 
@@ -92,17 +98,19 @@ def _silent(tree: ast.AST) -> set[int]:
     return {id(node) for root in roots for node in ast.walk(root)}
 
 
-def mutants(source: str) -> Iterator[tuple[str, str]]:
-    """(where and what, the whole changed source) of each."""
+def mutants(source: str) -> Iterator[tuple[str, Callable[[], str]]]:
+    """(where and what, a function that returns the whole changed source) of each."""
     tree = ast.parse(source)
     silent = _silent(tree)
+
+    def changed(nth: int, change: ast.AST) -> str:
+        return ast.unparse(ast.fix_missing_locations(_Put(nth, change).visit(copy.deepcopy(tree))))
+
     for nth, node in enumerate(_in_order(tree)):
-        if id(node) in silent:
-            continue
-        for change in changes(node):
-            mutant = ast.unparse(ast.fix_missing_locations(_Put(nth, change).visit(copy.deepcopy(tree))))
-            first_line = ast.unparse(change).splitlines()[0]
-            yield f"line {getattr(node, 'lineno', 0)}: {ast.unparse(node).splitlines()[0]} → {first_line}", mutant
+        if id(node) not in silent:
+            for change in changes(node):
+                place = f"{ast.unparse(node).splitlines()[0]} → {ast.unparse(change).splitlines()[0]}"
+                yield f"line {getattr(node, 'lineno', 0)}: {place}", partial(changed, nth, change)
 
 
 def survives(tests: list[str]) -> bool:
@@ -118,34 +126,67 @@ def survives(tests: list[str]) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+def noticed_by(tier: str, module: str) -> bool:
+    """Whether a make target's tests fail, in processes of their own. Those that name the module come first."""
+    naming = [str(file) for file in Path("tests").rglob("test_*.py") if module in file.read_text(encoding="utf-8")]
+    environment = {**os.environ, "PYTHONPATH": str(Path.cwd().parent)}  # before the installed package
+    for files in ([naming] if naming else []) + [[]]:
+        command = [sys.executable, "-m", "pytest", "-n", "2", "-x", "-q", "--tier", tier, *files]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode not in (0, 5):  # 5: the target runs none of these files
+            print(*(line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))), flush=True)
+            return True
+    return False
+
+
+def python_files(names: Iterable[str]) -> Iterator[str]:
+    for name in map(Path, names):
+        yield from (str(file) for file in sorted(name.rglob("*.py"))) if name.is_dir() else [str(name)]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("sources", nargs="*", default=SOURCES, help=f"files to break (default: {' '.join(SOURCES)})")
+    parser.add_argument("sources", nargs="*", default=SOURCES, help=f"to break (default: {' '.join(SOURCES)})")
     parser.add_argument("--tests", nargs="*", default=TESTS, help="that must notice")
+    parser.add_argument(
+        "--tier", nargs="*", default=[], choices=TIERS, help="in place of --tests: of these make targets"
+    )
+    parser.add_argument("--draw", type=int, metavar="N", help="so many at random instead of all")
+    parser.add_argument("--seed", type=int, default=0, help="of --draw")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "comfyui_onediff_guard"
         shutil.copytree(ROOT, tree, ignore=LEFT_OUT)
+        for environment in ROOT.glob(".venv*"):
+            (tree / environment.name).symlink_to(environment)
         sys.path.insert(0, folder)  # before the installed package, which is the tree that this file stands in
         os.chdir(tree)
         import hypothesis  # noqa: F401 - once, for all children
         import torch  # noqa: F401
 
-        if not survives(list(options.tests)):
+        def let_through(module: str) -> bool:
+            if options.tier:
+                return not any(noticed_by(tier, module) for tier in options.tier)
+            return survives(list(options.tests))
+
+        if not options.tier and not survives(list(options.tests)):
             print("The tests fail on the source as it is: nothing to compare with.")
             return 2
-        tried, let_through = 0, []
-        for name in options.sources:
-            source = (tree / name).read_text(encoding="utf-8")
-            for place, mutant in mutants(source):
-                (tree / name).write_text(mutant, encoding="utf-8")
-                tried += 1
-                if survives(list(options.tests)):
-                    let_through.append(f"{name} {place}")
-                    print(let_through[-1], flush=True)
-            (tree / name).write_text(source, encoding="utf-8")
-    print(f"{tried - len(let_through)} of {tried} mutants noticed")
-    return 1 if let_through else 0
+        sources = {name: Path(name).read_text(encoding="utf-8") for name in python_files(options.sources)}
+        tried = [(name, place, mutant) for name, text in sources.items() for place, mutant in mutants(text)]
+        if options.draw:
+            tried = random.Random(options.seed).sample(tried, options.draw)
+        survivors = 0
+        for name, place, mutant in tried:
+            Path(name).write_text(mutant(), encoding="utf-8")
+            if let_through(name.removesuffix(".py").replace("/", ".")):
+                survivors += 1
+                print(f"let through: {name} {place}", flush=True)
+            elif options.tier:
+                print(f"noticed: {name} {place}", flush=True)
+            Path(name).write_text(sources[name], encoding="utf-8")
+    print(f"{len(tried) - survivors} of {len(tried)} mutants noticed")
+    return 1 if survivors else 0
 
 
 if __name__ == "__main__":
