@@ -1,6 +1,7 @@
 # make demo    a small CogVideoX that overflows fp16: black without the guard, right with it (output/demo)
 # make check   ruff, basedpyright, and the tests that load no pipeline and compile nothing
-# make test    those, and pipelines, compiling, the demo and a real ComfyUI: what has to pass before a change goes in
+# make test    those, and one real thing of each kind (tests/tiers.toml), in a real ComfyUI and the demo too
+# make test-slow  the other tests that need no checkout of ComfyUI; what has to pass before a change goes in
 # make test-all  every test, in each ComfyUI that is found; a table of them ends it
 # make comfyui-env CHECKOUT=~/ComfyUI  an environment beside a ComfyUI's checkout, for the tests to run it with
 # make reliability  faults, fuzzing, threads and soak at full depth: docs/reliability.md, from their figures
@@ -29,7 +30,7 @@ ENVIRONMENT = $(patsubst %/,%,$(CHECKOUT))-venv
 # a process of its own, since its memory is measured
 SOAK := tests/faults/test_soak.py
 
-.PHONY: demo check test test-all comfyui-env reliability audit lint bench docs clean
+.PHONY: demo check test test-slow test-all comfyui-env reliability audit lint bench docs clean
 
 demo: .venv/.installed
 	.venv/bin/onediff-guard demo
@@ -39,6 +40,9 @@ check: lint
 
 test: lint .venv-comfyui/.installed
 	$(TESTS) --tier test
+
+test-slow: .venv/.installed .venv-comfyui/.installed
+	$(TESTS) --tier slow
 
 test-all: lint .venv-comfyui/.installed
 	.venv/bin/python -m pytest $(SOAK)

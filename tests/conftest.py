@@ -17,6 +17,7 @@ from typing import Any
 import hypothesis
 import legs
 import legs_table
+import model_calls
 import process_state
 import pytest
 import reliability
@@ -29,6 +30,7 @@ SERVED = (
     "cached_reports",
     "hundred_prompts",
 )  # modules of tests/comfyui with one server for each ComfyUI
+IN_MAKE_TEST = pytest.StashKey[int | None]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -52,15 +54,49 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(lambda: shutil.rmtree(cache, ignore_errors=True))
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file of which the tier runs nothing."""
+    listed = tiers.files(config.getoption("--tier"))
+    if listed is None or not collection_path.match("test_*.py"):
+        return None
+    name = collection_path.relative_to(ROOT).as_posix()
+    return None if any(name == each or (each.endswith("/") and name.startswith(each)) for each in listed) else True
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what the tier does not run."""
-    names = [item.nodeid for item in items]
-    everything = not config.getoption("keyword") and config.args == config.getini("testpaths")
-    if everything and (wrong := tiers.unfitting(names)):
-        raise pytest.UsageError(f"tests/support/tiers.py names what is no test: {', '.join(sorted(wrong))}")
-    left_out = tiers.left_out(config.getoption("--tier"), names)
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
-    items[:] = [item for item in items if item.nodeid not in left_out]
+    tier, names = config.getoption("--tier"), [item.nodeid for item in items]
+    selected = tiers.selected(tier, names)
+    if not config.getoption("keyword") and config.args == config.getini("testpaths"):
+        if wrong := tiers.unfitting(tier, names):
+            raise pytest.UsageError(f"tests/tiers.toml names what is no test: {', '.join(sorted(wrong))}")
+        config.stash[IN_MAKE_TEST] = len(tiers.selected("test", names)) if tier != "check" else None
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in selected])
+    items[:] = [item for item in items if item.nodeid in selected]
+
+
+@pytest.fixture
+def tests_in_make_test(pytestconfig: pytest.Config) -> int:
+    """How many tests `make test` runs; known where its whole list was collected."""
+    count = pytestconfig.stash.get(IN_MAKE_TEST, None)
+    if count is None:
+        pytest.skip("the list of `make test` was not collected as a whole")
+    return count
+
+
+def pytest_runtest_setup() -> None:
+    model_calls.watch()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A process of a run tells the run how many calls of models it made."""
+    if output := getattr(session.config, "workeroutput", None):
+        output["model calls"] = model_calls.counted
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    model_calls.counted += getattr(node, "workeroutput", {}).get("model calls", 0)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -74,6 +110,9 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pyte
             terminalreporter.write_line(f"{row['what']}: {row['figure']}")
         if config.getoption("--write-figures"):
             terminalreporter.write_line(f"written: {reliability.write(figures)}")
+    if not hasattr(config, "workerinput"):
+        ran = sum(len(terminalreporter.stats.get(outcome, ())) for outcome in ("passed", "failed"))
+        terminalreporter.write_line(f"{ran} tests ran and called models {model_calls.counted} times")
     yield
     if table := [*legs_table.lines(terminalreporter.stats, {leg.name: leg.version for leg in legs.LEGS})]:
         terminalreporter.section("ComfyUI")
@@ -95,8 +134,24 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByModule(config, log)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _frozen_modules() -> list[int]:
+    """How many modules were imported when garbage was last collected for good; see `_leave_modules_out`."""
+    return [0]
+
+
 @pytest.fixture(autouse=True)
-def process_as_before() -> Iterator[None]:
+def _leave_modules_out(_frozen_modules: list[int]) -> None:
+    """Leave what modules hold out of garbage collection. A component that is loaded or dropped is followed by a
+    collection, which looked at all of it each time: a third of the time of tests that run models."""
+    if len(sys.modules) > _frozen_modules[0] + 20:
+        gc.collect()
+        gc.freeze()
+        _frozen_modules[0] = len(sys.modules)
+
+
+@pytest.fixture(autouse=True)
+def process_as_before(_leave_modules_out: None) -> Iterator[None]:
     """A test leaves the process as it found it: nothing patched, set, open or running that was not."""
     modules, before = {*sys.modules}, process_state.read()
     yield
@@ -161,7 +216,6 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
     from small_families import BUILDERS
     from small_wan import build_wan
 
-    _leave_imports_out_of_garbage_collection()
     root = tmp_path_factory.mktemp("models")
     builders = {
         **BUILDERS,
@@ -180,17 +234,3 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
         return builders[variant](path, **options)
 
     return folder
-
-
-def _leave_imports_out_of_garbage_collection() -> None:
-    """Each component that is loaded or let go is followed by a garbage collection, which would look at what these
-    modules hold every time: more than half of a test's time. Called before there is any pipeline."""
-    import diffusers
-    import peft  # noqa: F401
-    from comfyui_onediff_guard.pipelines.families.table import FAMILIES
-    from transformers import CLIPVisionModelWithProjection, GlmModel, T5EncoderModel  # noqa: F401
-
-    for pipeline in FAMILIES:
-        getattr(diffusers, pipeline)
-    gc.collect()
-    gc.freeze()

@@ -8,7 +8,6 @@ from pathlib import Path
 import legs
 import legs_table
 import pytest
-import tiers
 
 Place = Callable[..., Path]
 
@@ -109,12 +108,6 @@ def test_the_table_counts_each_test_once_and_says_why_it_was_skipped() -> None:
         "skipped in (c): 2: no nvfp4 here",
     ]
     assert not [*legs_table.lines({"passed": [report("c.py::t", "passed")]}, {})]
-
-
-def test_the_smaller_tiers_run_in_the_oldest_comfyui_alone() -> None:
-    names = {f"tests/comfyui/test_in_comfyui.py::t[leg_{leg}]" for leg in "abc"} | {"tests/precision/a.py::t[leg_room]"}
-    assert tiers.left_out("test", names) == {name for name in names if name.endswith(("[leg_b]", "[leg_c]"))}
-    assert tiers.left_out("all", names) == set()
 
 
 def test_comfyuis_own_models_are_tried_in_each_checkout(root: Path) -> None:

@@ -116,7 +116,7 @@ def test_a_stage_loads_while_another_ones_store_is_held(
 def test_two_threads_that_load_and_run_are_right_each_time(
     model_folder: Callable[..., Path], slow_loading: None, figure: Callable[[str, object], None]
 ) -> None:
-    times = drawn(all_=100, test=4)
+    times = drawn(all_=100, fewer=4)
     makers = [lambda: opened(model_folder("2b"), "bf16"), lambda: opened(model_folder("5b"), "fp16")]
     expected = [alone(make) for make in makers]
     handles = [make() for make in makers]
@@ -132,7 +132,7 @@ def test_two_threads_that_load_and_run_are_right_each_time(
 
 @pytest.mark.parametrize("offload", ["none", "model"])
 def test_one_store_in_two_precisions(model_folder: Callable[..., Path], offload: str) -> None:
-    times = drawn(all_=20, test=2)
+    times = drawn(all_=20, fewer=2)
     makers = [
         lambda precision=precision: opened(model_folder("2b"), precision, offload) for precision in ("fp32", "bf16")
     ]
@@ -148,7 +148,7 @@ def test_one_store_in_two_precisions(model_folder: Callable[..., Path], offload:
 
 
 def test_two_kernels_of_attention_and_a_lora(model_folder: Callable[..., Path], lora: Lora) -> None:
-    times = drawn(all_=20, test=2)
+    times = drawn(all_=20, fewer=2)
     makers = [
         lambda: opened(model_folder("2b"), kernel="math"),
         lambda: opened(model_folder("5b"), kernel="flash"),
@@ -164,7 +164,7 @@ def test_two_kernels_of_attention_and_a_lora(model_folder: Callable[..., Path], 
 
 
 def test_who_samples_is_not_disturbed_by_who_loads(model_folder: Callable[..., Path], slow_loading: None) -> None:
-    steps = drawn(all_=200, test=20)
+    steps = drawn(all_=200, fewer=20)
     sampler, loader = opened(model_folder("5b"), "fp32"), opened(model_folder("2b"), "fp16")
     with torch.inference_mode():
         expected = frames(sampler, steps=steps)

@@ -54,12 +54,13 @@ def signals() -> Facts:
 
 
 def loggers() -> Facts:
-    """Levels, filters and handlers; pytest's own apart, which it hangs in for each phase of a test."""
-    facts: Facts = {"disabled below": logging.root.manager.disable}
-    for name, logger in [("root", logging.getLogger()), *logging.root.manager.loggerDict.items()]:
-        if isinstance(logger, logging.Logger):
-            handlers = [handler for handler in logger.handlers if not type(handler).__module__.startswith("_pytest")]
-            facts[name] = logger.level, logger.disabled, logger.propagate, handlers, logger.filters.copy()
+    """Levels, filters and handlers; pytest's own apart, which it puts on the root logger for each phase of a test."""
+    root = logging.getLogger()
+    handlers = [handler for handler in root.handlers if not type(handler).__module__.startswith("_pytest")]
+    facts: Facts = {"disabled below": root.manager.disable, "root": (root.level, handlers, root.filters.copy())}
+    for name, logger in root.manager.loggerDict.items():
+        if type(logger) is not logging.PlaceHolder:
+            facts[name] = logger.level, logger.disabled, logger.propagate, logger.handlers[:], logger.filters[:]
     return facts
 
 

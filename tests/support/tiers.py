@@ -1,72 +1,80 @@
-"""Which tests run when: `make check`, `make test`, `make test-all`.
+"""Which tests run when: `make check`, `make test`, `make test-slow`, `make test-all`.
 
-Whoever calls pytest runs all that they name; `--tier` leaves out what a tier has no time for. Every name here has to
-fit a test, else collecting says so.
+tests/tiers.toml lists what each target runs, by file and case, and what each line would catch. A test that it does not
+list runs in `make test-slow`. Whoever calls pytest without `--tier` runs all that they name.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from legs_table import leg_of
 
-TIERS = ("check", "test", "all")
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+TIERS = ("check", "test", "slow", "all")
 VARIABLE = "ONEDIFF_GUARD_TIER"  # for drawn cases, which ask when they are imported
-
-# Reads, decides and computes on tensors by itself: loads no pipeline, compiles nothing, starts no ComfyUI.
-CHECK = (
-    "tests/headless/batch/test_affinity.py",
-    "tests/headless/batch/test_batch_jobs.py",
-    "tests/headless/batch/test_course.py",
-    "tests/headless/batch/test_outputs.py",
-    "tests/headless/test_compare_picture.py",
-    "tests/headless/test_core_nodes.py",
-    "tests/headless/test_dynamic_inputs.py",
-    "tests/headless/test_files.py",
-    "tests/headless/test_frames.py",
-    "tests/headless/test_precisions.py",
-    "tests/headless/test_subgraphs.py",
-    "tests/headless/test_ui_format.py",
-    "tests/headless/test_workflow_graph.py",
-    "tests/pipelines/diagnosis/",
-    "tests/pipelines/test_profiles.py",
-    "tests/precision/",
-    "tests/test_layers.py",
-    "tests/test_legs.py",
-    "tests/test_package.py",
-    "tests/trust/",
-    "tests/workflows/",
-)
-
-# Left to `make test-all`, with all that runs in a checkout of ComfyUI: what takes minutes by itself.
-FULL = (
-    "tests/benchmarks/test_compile_benchmarks.py",
-    "tests/comfyui/test_batch_on_servers.py",
-    "tests/comfyui/test_hundred_prompts.py",
-    "tests/faults/test_lying_servers.py",
-    "tests/headless/batch/test_batch_faults.py",
-    "tests/headless/batch/test_joining_machines.py",
-    "tests/headless/batch/test_ray_is_closed.py",
-    "tests/headless/batch/test_two_machines.py",
-)
+FILE = Path(__file__).resolve().parents[1] / "tiers.toml"
+SECTIONS: Mapping[str, Mapping[str, str]] = tomllib.loads(FILE.read_text(encoding="utf-8"))
+GROWTH = 1.1  # how much the list of `make test` may grow without a line in CHANGELOG.md
+COUNTED = re.compile(r"`make test` runs ([\d,]+) tests")  # that line
 
 
-def drawn(all_: int, test: int) -> int:
-    """How many examples hypothesis draws: in `make test-all`, and in the smaller tiers."""
-    return all_ if os.environ.get(VARIABLE, "all") == "all" else test
+def drawn(all_: int, fewer: int) -> int:
+    """How many examples hypothesis draws: in `make test-all`, and in the other targets."""
+    return all_ if os.environ.get(VARIABLE, "all") == "all" else fewer
 
 
-def left_out(tier: str, node_ids: Iterable[str]) -> set[str]:
-    """The node ids that a tier does not run."""
+def fits(rule: str, node_id: str) -> bool:
+    """Whether a line of the list names the test: its folder, file, function or case."""
+    return node_id == rule or (node_id.startswith(rule) and (rule.endswith("/") or node_id[len(rule)] in ":["))
+
+
+def listed(section: str, node_ids: Iterable[str]) -> set[str]:
+    """The node ids that a section names."""
+    rules = SECTIONS[section]
+    return {name for name in node_ids if any(fits(rule, name) for rule in rules)}
+
+
+def selected(tier: str, node_ids: Iterable[str]) -> set[str]:
+    """The node ids that a tier runs.
+
+    check: section [check]. test: that and [test]. slow: what test leaves, without checkouts of ComfyUI and [all].
+    """
+    names = {*node_ids}
     if tier == "all":
-        return set()
-    if tier == "check":
-        return {name for name in node_ids if not name.startswith(CHECK)}
-    return {name for name in node_ids if name.startswith(FULL) or leg_of(name) not in ("", "a")}
+        return names
+    here = {name for name in names if leg_of(name) in ("", "a")}
+    check = listed("check", here)
+    test = check | listed("test", here)
+    return {"check": check, "test": test, "slow": here - test - listed("all", here)}[tier]
 
 
-def unfitting(node_ids: Iterable[str]) -> set[str]:
-    """Names of this file that no test has."""
-    names = tuple(node_ids)
-    return {rule for rule in (*CHECK, *FULL) if not any(name.startswith(rule) for name in names)}
+def files(tier: str) -> tuple[str, ...] | None:
+    """The files or folders outside of which a tier has no test, None where it may have them anywhere."""
+    if tier not in ("check", "test"):
+        return None
+    sections = ("check", "test") if tier == "test" else ("check",)
+    return tuple({rule.partition("::")[0] for section in sections for rule in SECTIONS[section]})
+
+
+def unfitting(tier: str, node_ids: Iterable[str]) -> set[str]:
+    """Lines of the list that fit no test, among those that the tier collects."""
+    names = [*node_ids]
+    sections = {"check": ("check",), "test": ("check", "test")}.get(tier, ("check", "test", "all"))
+    return {rule for section in sections for rule in SECTIONS[section] if not any(fits(rule, name) for name in names)}
+
+
+def last_count(changelog: str) -> int:
+    """The number of tests in `make test` that the newest such line of CHANGELOG.md tells."""
+    found = COUNTED.search(changelog)
+    if not found:
+        raise ValueError("CHANGELOG.md has no line '`make test` runs N tests'")
+    return int(found[1].replace(",", ""))

@@ -123,3 +123,30 @@ def test_every_page_can_be_found_from_readme() -> None:
         names = {target.relative_to(ROOT).as_posix() for target in targets if target.is_relative_to(ROOT)}
         waiting += names & PAGES.keys() - found
     assert found >= PAGES.keys() - {"CHANGELOG.md"}
+
+
+def paths(page: str) -> set[str]:
+    """What the page quotes that reads as a path of the repository: in a folder, or a test's file."""
+    text = re.sub(r"<\w+>|\bNAME\b", "*", " ".join(quoted(PAGES[page])))  # places for a name
+    words = {word.partition("::")[0].rstrip(".,:") for word in text.split()}
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name[0] != "."}
+    return {
+        word
+        for word in words
+        if ("/" in word and word.partition("/")[0] in folders) or re.fullmatch(r"test_\w+\.py", word)
+    }
+
+
+@pytest.mark.parametrize("page", sorted(PAGES.keys() - {"CHANGELOG.md"}))  # which tells of what was
+def test_every_path_is_there(page: str) -> None:
+    for path in paths(page):
+        where = ROOT.glob(path.rstrip("/")) if "/" in path else (ROOT / "tests").rglob(path)
+        assert next(where, None), path
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_make_target_is_there(page: str) -> None:
+    targets = set(re.findall(r"^([\w.-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    for text in quoted(PAGES[page]):
+        if found := re.match(r"make ([a-z-]+)", text):
+            assert found[1] in targets, text

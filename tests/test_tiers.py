@@ -1,0 +1,60 @@
+"""What each make target runs: the list in tests/tiers.toml."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import tiers
+
+LINES = [(section, rule) for section, lines in tiers.SECTIONS.items() for rule in lines]
+
+
+@pytest.mark.parametrize(
+    ("rule", "node_id", "named"),
+    [
+        ("tests/trust/", "tests/trust/test_text.py::test_a", True),
+        ("tests/a/test_b.py", "tests/a/test_b.py::test_c[1]", True),
+        ("tests/a/test_b.py", "tests/a/test_b.pyx::test_c", False),
+        ("tests/a/test_b.py::test_c", "tests/a/test_b.py::test_c", True),
+        ("tests/a/test_b.py::test_c", "tests/a/test_b.py::test_c[1]", True),
+        ("tests/a/test_b.py::test_c", "tests/a/test_b.py::test_cd", False),
+        ("tests/a/test_b.py::test_c[1]", "tests/a/test_b.py::test_c[1]", True),
+        ("tests/a/test_b.py::test_c[1]", "tests/a/test_b.py::test_c[1-2]", False),
+    ],
+)
+def test_a_line_names_a_folder_a_file_a_test_or_a_case(rule: str, node_id: str, named: bool) -> None:
+    assert tiers.fits(rule, node_id) is named
+
+
+def test_every_test_runs_in_test_or_slow_or_needs_a_checkout_or_is_left_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    lists = {"check": {"tests/a.py": ""}, "test": {"tests/b.py::t[1]": ""}, "all": {"tests/c.py": ""}}
+    monkeypatch.setattr(tiers, "SECTIONS", lists)
+    names = {"tests/a.py::t", "tests/b.py::t[1]", "tests/b.py::t[2]", "tests/c.py::t", "tests/d.py::t[leg_a]"}
+    checkouts = {"tests/a.py::t[leg_b]", "tests/d.py::t[leg_c]"}
+    ran = {tier: tiers.selected(tier, names | checkouts) for tier in tiers.TIERS}
+    assert ran["check"] == {"tests/a.py::t"}
+    assert ran["test"] == {"tests/a.py::t", "tests/b.py::t[1]"}
+    assert ran["slow"] == {"tests/b.py::t[2]", "tests/d.py::t[leg_a]"}
+    assert ran["all"] == names | checkouts
+    assert tiers.unfitting("test", ["tests/a.py::t"]) == {"tests/b.py::t[1]"}
+    assert tiers.unfitting("slow", ["tests/a.py::t"]) == {"tests/b.py::t[1]", "tests/c.py"}
+
+
+def test_no_line_says_again_what_another_says() -> None:
+    for (_, one), (_, other) in combinations(LINES, 2):
+        assert not tiers.fits(one, other) and not tiers.fits(other, one), f"{one} and {other}"
+
+
+def test_each_line_says_what_it_would_catch() -> None:
+    assert not [rule for section, rule in LINES if len(tiers.SECTIONS[section][rule].split()) < 3]
+
+
+def test_the_list_grows_with_a_line_in_the_changelog(root: Path, tests_in_make_test: int) -> None:
+    """It grew from 7 to 40 minutes when every new test joined it."""
+    told = tiers.last_count((root / "CHANGELOG.md").read_text(encoding="utf-8"))
+    assert tests_in_make_test <= told * tiers.GROWTH, (
+        f"`make test` runs {tests_in_make_test} tests, CHANGELOG.md says {told}. Leave new ones to `make test-slow`, "
+        f"or say why in CHANGELOG.md: '`make test` runs {tests_in_make_test:,} tests: …'"
+    )
