@@ -134,16 +134,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByModule(config, log)
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def _frozen_modules() -> list[int]:
-    """How many modules were imported when garbage was last collected for good; see `_leave_modules_out`."""
+    """How many modules were imported at the last `gc.freeze` of a test file; see `_leave_modules_out`."""
     return [0]
 
 
 @pytest.fixture(autouse=True)
 def _leave_modules_out(_frozen_modules: list[int]) -> None:
-    """Leave what modules hold out of garbage collection. A component that is loaded or dropped is followed by a
-    collection, which looked at all of it each time: a third of the time of tests that run models."""
+    """Leave what imported modules hold out of garbage collection: at the first test of a file, and after imports.
+
+    A component that is loaded or dropped is followed by a collection, which looked at all of it each time: a third of
+    the time of tests that run models.
+    """
     if len(sys.modules) > _frozen_modules[0] + 20:
         gc.collect()
         gc.freeze()
