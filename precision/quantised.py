@@ -86,7 +86,17 @@ def _int8(device: torch.device) -> Any:
     from torchao.utils import should_reduce_range
 
     # set_inductor_config would change inductor's settings, and the precision of float32 products, for the whole process
-    return Int8DynamicActivationInt8WeightConfig(set_inductor_config=False, reduce_range=should_reduce_range(device))
+    reduce_range = should_reduce_range(device) or _saturates(device)
+    return Int8DynamicActivationInt8WeightConfig(set_inductor_config=False, reduce_range=reduce_range)
+
+
+def _saturates(device: torch.device) -> bool:
+    """Return whether sums of int8 products are cut off at int16, as oneDNN's are without VNNI. torchao asks what the
+    CPU has; ONEDNN_MAX_CPU_ISA keeps oneDNN from using it."""
+    if device.type != "cpu":
+        return False
+    largest = torch.full((32, 32), 127, dtype=torch.int8, device=device)
+    return int(torch._int_mm(largest, largest)[0, 0]) != 32 * 127**2
 
 
 def _fp8(_device: torch.device) -> Any:
