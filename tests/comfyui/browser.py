@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+PATIENCE = 60_000  # milliseconds: bounds what would hang, far from what a busy machine takes
 # the page needs none of them; without these flags Chromium calls home at each start
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync")
 FLAGS += ("--disable-background-networking", "--disable-component-update")
@@ -104,7 +105,7 @@ class Canvas:
         # a newcomer's page opens with the list of templates over the canvas
         self._page.request.post(f"{url}/api/settings", data={"Comfy.TutorialCompleted": True})
         self._page.goto(url)
-        self._page.wait_for_function(READY, timeout=60_000)
+        self._page.wait_for_function(READY, timeout=PATIENCE)
 
     def choose(self, url: str, **settings: Any) -> None:
         """Settings of the page, "Comfy." left out and "_" for ".": what an opened page has from then on."""
@@ -119,7 +120,7 @@ class Canvas:
     def open_help(self, node_type: str) -> None:
         """Select the only node of a type, and press the i above it."""
         self._page.evaluate(SELECT, node_type)
-        self._page.get_by_test_id("info-button").first.click(timeout=10_000)
+        self._page.get_by_test_id("info-button").first.click(timeout=PATIENCE)
 
     def load(self, workflow: Mapping[str, Any]) -> None:
         """What opening a file does."""
@@ -134,7 +135,7 @@ class Canvas:
             self._page.wait_for_timeout(700)
             if box.is_visible():
                 break
-        box.fill(name, timeout=10_000)
+        box.fill(name, timeout=PATIENCE)
         self._page.wait_for_timeout(700)
         self._page.keyboard.press("Enter")
         self._page.wait_for_timeout(700)
@@ -202,7 +203,7 @@ class Canvas:
         return self._page.evaluate(expression, argument)
 
     def click(self, selector: str) -> None:
-        self._page.locator(selector).first.click(timeout=10_000)
+        self._page.locator(selector).first.click(timeout=PATIENCE)
 
     def settle(self) -> None:
         """Let the page lay out what has changed."""
@@ -223,21 +224,21 @@ class Canvas:
         self._page.evaluate("() => { app.queuePrompt(0, 1) }")
 
     def wait_for_text(self, text: str) -> None:
-        self._page.get_by_text(text).first.wait_for(timeout=10_000)
+        self._page.get_by_text(text).first.wait_for(timeout=PATIENCE)
 
     def wait_for_error(self, text: str, details: str = "View details") -> None:
         """Until it stands on the page, of a run that failed. Newer pages name the node, and the rest after a click
         on `details`."""
         told, more = self._page.get_by_text(text).first, self._page.get_by_text(details).first
-        told.or_(more).first.wait_for(timeout=20_000)
+        told.or_(more).first.wait_for(timeout=PATIENCE)
         if more.is_visible():
             more.click()
-        told.wait_for(timeout=10_000)
+        told.wait_for(timeout=PATIENCE)
 
     def wait_for_video(self) -> None:
         """Until a video on the page shows its first frame."""
         shown = "() => [...document.querySelectorAll('video')].some(video => video.readyState >= 2)"
-        self._page.wait_for_function(shown, timeout=20_000)
+        self._page.wait_for_function(shown, timeout=PATIENCE)
 
     def ask(self, path: str) -> Any:
         """GET from within the page: JSON, or text."""

@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
+from at_once import HANG_SECONDS
+
 Lie = Callable[["Connection"], Awaitable[None]]
 
 PICTURE = b"\x89PNG whole"
@@ -77,7 +79,7 @@ class LyingServer:
 
     def __enter__(self) -> LyingServer:
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(HANG_SECONDS)
         return self
 
     def __exit__(self, *_error: object) -> None:

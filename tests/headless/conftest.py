@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from aiohttp import web
+from at_once import HANG_SECONDS
 from comfyui_onediff_guard.headless.commands import cli
 from comfyui_onediff_guard.headless.hosts import core_nodes
 from comfyui_onediff_guard.headless.hosts.local import run_local
@@ -168,7 +169,7 @@ class FakeComfy:
 
     def start(self) -> None:
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(HANG_SECONDS)
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from at_once import HANG_SECONDS
 from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.headless.errors import (
     HeadlessError,
@@ -187,7 +188,7 @@ def test_a_run_is_stopped_between_two_steps(how: str, error: type[HeadlessError]
     if how == "signal":
 
         def press_ctrl_c() -> None:
-            started.wait(10)
+            started.wait(HANG_SECONDS)
             signal.raise_signal(signal.SIGINT)
 
         threading.Thread(target=press_ctrl_c, daemon=True).start()

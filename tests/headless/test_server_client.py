@@ -27,6 +27,7 @@ from comfyui_onediff_guard.headless.workflow.settings import Setting
 from PIL import Image
 
 RunThere = Callable[..., RunResult]
+TIME = 2.0  # seconds that are up while a run hangs: a busy machine has sent it by then
 
 
 async def old_success(server: Any) -> None:
@@ -122,15 +123,15 @@ def test_runs_that_fail(comfy: Any, there: RunThere, script: Any, error: type[He
 
 def test_a_run_out_of_time_is_interrupted_by_its_id(comfy: Any, there: RunThere) -> None:
     comfy.script = hang
-    with pytest.raises(RunFailedError, match=r"not done in time and was interrupted \(0\.3 s\)"):
-        there(timeout=0.3)
+    with pytest.raises(RunFailedError, match=r"not done in time and was interrupted \(2 s\)"):
+        there(timeout=TIME)
     assert comfy.requests[-1] == ("interrupt", {"prompt_id": comfy.prompt_id})
 
 
 def test_a_server_of_2026_is_asked_to_cancel_that_one_run(comfy: Any, there: RunThere) -> None:
     comfy.script, comfy.cancels = hang, True
     with pytest.raises(RunFailedError, match="not done in time and was interrupted"):
-        there(timeout=0.3)
+        there(timeout=TIME)
     assert comfy.requests[-1] == ("cancel", comfy.prompt_id)
     assert not {"queue", "interrupt"} & dict(comfy.requests).keys()
 
@@ -141,7 +142,7 @@ def test_a_run_that_still_waits_is_taken_from_the_queue(comfy: Any, there: RunTh
 
     comfy.script = wait_in_line
     with pytest.raises(RunFailedError):
-        there(timeout=0.3)
+        there(timeout=TIME)
     assert ("queue", {"delete": [comfy.prompt_id]}) in comfy.requests
     assert "interrupt" not in dict(comfy.requests)
 
@@ -179,7 +180,7 @@ def test_a_run_is_taken_from_a_queue_that_is_too_long_to_be_read(
     monkeypatch.setattr(follow, "CANCEL_SECONDS", 60)
     comfy.script = wait_in_line
     with pytest.raises(RunFailedError, match="not done in time and was interrupted"):
-        there(timeout=1)
+        there(timeout=TIME)
     interrupts = [body for path, body in comfy.requests if path == "interrupt"]
     assert ("queue", {"delete": [comfy.prompt_id]}) in comfy.requests
     assert interrupts == ([{"prompt_id": comfy.prompt_id}] if runs else [])
@@ -275,28 +276,28 @@ def test_a_run_whose_submission_was_not_answered_is_taken_from_the_server(comfy:
     async def hang_before_the_answer(request: web.Request, handler: Any) -> web.StreamResponse:
         answer = await handler(request)
         if request.path == "/prompt":
-            await asyncio.sleep(1)
+            await asyncio.sleep(2 * TIME)
         return answer
 
     comfy.script = hang
     comfy.around = hang_before_the_answer
     comfy.running.append([0, "others", {}, {"client_id": "somebody"}, []])
     with pytest.raises(RunFailedError, match="did not take the workflow in time"):
-        there(timeout=0.5)
+        there(timeout=TIME)
     assert comfy.requests[-1] == ("interrupt", {"prompt_id": comfy.prompt_id})
 
 
 def test_a_time_that_is_up_does_not_stop_what_takes_the_run_back(comfy: Any, there: RunThere) -> None:
     async def slow_queue(request: web.Request, handler: Any) -> web.StreamResponse:
         if request.path == "/queue":
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(TIME)
         return await handler(request)
 
     comfy.script = hang
     comfy.around = slow_queue
     comfy.node_errors = {"2": {"errors": [{"message": "Value not in list", "details": "model"}]}}
     with pytest.raises(WorkflowError, match="Value not in list"):
-        there(timeout=0.3)
+        there(timeout=TIME)
     assert comfy.requests[-1] == ("interrupt", {"prompt_id": comfy.prompt_id})
 
 

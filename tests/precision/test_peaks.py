@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from at_once import HANG_SECONDS
 from comfyui_onediff_guard.precision import peaks
 from comfyui_onediff_guard.precision.cost import extra_peak
 from comfyui_onediff_guard.precision.peaks import Memory, Peak, peak_memory
@@ -123,17 +124,17 @@ def test_threads_that_overlap_are_told_what_was_reached_while_they_ran(allocator
     def run():
         with peak_memory(CUDA) as peak:
             inside.set()
-            go_on.wait(10)
+            go_on.wait(HANG_SECONDS)
         found.append(peak())
 
     thread = threading.Thread(target=run)
     thread.start()
-    inside.wait(10)
+    inside.wait(HANG_SECONDS)
     allocator.use(70)
     allocator.use(-70)
     with peak_memory(CUDA) as mine:
         go_on.set()
-        thread.join(10)
+        thread.join()
     assert (found, mine()) == ([Peak(70, 140)], Peak(0, 0))
 
 
