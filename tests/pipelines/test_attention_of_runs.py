@@ -23,6 +23,7 @@ from comfyui_onediff_guard.precision.attention import Attended, Call, Choice, Ti
 from comfyui_onediff_guard.precision.attention_kernels import KERNELS
 from comfyui_onediff_guard.precision.policy import Precision
 from comfyui_onediff_guard.precision.report import RunReport
+from kernel_clock import timed_as
 from torch.profiler import profile
 
 OPERATORS = {
@@ -52,6 +53,7 @@ def run(handle: PipelineHandle, size: Size) -> tuple[RunReport, set[str]]:
 @pytest.mark.parametrize("model", MODELS)
 def test_every_family_can_be_measured(model_folder: Any, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KERNELS, "math", replace(KERNELS["math"], timed=True))  # a CPU has no other choice
+    timed_as(monkeypatch, auto=1.0)
     handle = opened(model_folder(model), CompileOptions(attention="measured"))
     handle.store.attention.clear()
     report, _ = run(handle, SIZES.get(model, Size(64, 64)))

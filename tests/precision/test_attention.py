@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from comfyui_onediff_guard.precision.attention import (
     measure,
     preferring,
 )
+from kernel_clock import timed_as
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import profile
 
@@ -92,7 +92,10 @@ def test_where_there_is_no_choice_nothing_is_timed(monkeypatch: pytest.MonkeyPat
     assert str(choice) == "attention: PyTorch's own choice, the only one here"
 
 
-def test_pytorchs_own_choice_is_kept_where_it_is_the_fastest(choice_here: None) -> None:
+def test_pytorchs_own_choice_is_kept_where_it_is_the_fastest(
+    choice_here: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed_as(monkeypatch, auto=1.0)
     choice = measure({SMALL: 2}, CPU)
     assert choice.kernel == "" and set(choice.timings) == {"auto", "flash", "math"}
     assert str(choice) == "attention: PyTorch's own choice, measured the fastest here"
@@ -108,15 +111,7 @@ def choice_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def flash_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that kernels advance: whatever else this machine is busy with."""
-    now, run = [0.0], attention._run
-
-    def timed(name: str, given: Any) -> torch.Tensor:
-        now[0] += 1.0 if name == "flash" else 2.0
-        return run(name, given)
-
-    monkeypatch.setattr(attention, "_run", timed)
-    monkeypatch.setattr(attention, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    timed_as(monkeypatch, flash=1.0)
 
 
 @pytest.mark.usefixtures("flash_is_fast")

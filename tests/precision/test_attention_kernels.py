@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.pipelines.compile.backends import ATTENTIONS
-from comfyui_onediff_guard.precision import attention
 from comfyui_onediff_guard.precision.attention import Attended, Call, measure
 from comfyui_onediff_guard.precision.attention_kernels import (
     BUDGET,
@@ -27,6 +26,7 @@ from comfyui_onediff_guard.precision.attention_kernels import (
     over_budget,
     sage_takes,
 )
+from kernel_clock import timed_as
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 sdpa = torch.nn.functional.scaled_dot_product_attention
@@ -71,15 +71,7 @@ def sage(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
 
 @pytest.fixture
 def sage_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that kernels advance: whatever else this machine is busy with."""
-    now, run = [0.0], attention._run
-
-    def timed(name: str, given: Any) -> torch.Tensor:
-        now[0] += 1.0 if name == "sage" else 2.0
-        return run(name, given)
-
-    monkeypatch.setattr(attention, "_run", timed)
-    monkeypatch.setattr(attention, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    timed_as(monkeypatch, sage=1.0)
 
 
 def given(channels: int = 64) -> Given:
