@@ -275,8 +275,8 @@ def test_a_run_whose_submission_was_not_answered_is_taken_from_the_server(comfy:
 
     async def hang_before_the_answer(request: web.Request, handler: Any) -> web.StreamResponse:
         answer = await handler(request)
-        if request.path == "/prompt":
-            await asyncio.sleep(2 * TIME)
+        while request.path == "/prompt" and "interrupt" not in dict(comfy.requests):
+            await asyncio.sleep(0.01)
         return answer
 
     comfy.script = hang
@@ -287,12 +287,15 @@ def test_a_run_whose_submission_was_not_answered_is_taken_from_the_server(comfy:
     assert comfy.requests[-1] == ("interrupt", {"prompt_id": comfy.prompt_id})
 
 
-def test_a_time_that_is_up_does_not_stop_what_takes_the_run_back(comfy: Any, there: RunThere) -> None:
+def test_a_time_that_is_up_does_not_stop_what_takes_the_run_back(
+    comfy: Any, there: RunThere, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def slow_queue(request: web.Request, handler: Any) -> web.StreamResponse:
         if request.path == "/queue":
             await asyncio.sleep(TIME)
         return await handler(request)
 
+    monkeypatch.setattr(follow, "CANCEL_SECONDS", 60)
     comfy.script = hang
     comfy.around = slow_queue
     comfy.node_errors = {"2": {"errors": [{"message": "Value not in list", "details": "model"}]}}

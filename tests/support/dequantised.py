@@ -12,8 +12,9 @@ from torch.nn import functional as F
 
 def product(x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
     """x [..., inputs] times a weight of torchao's [outputs, inputs] → float32 [..., outputs]."""
-    from torchao.quantization.quantize_.common import _choose_quant_func_and_quantize_tensor as quantised
+    from torchao.quantization.quantize_ import common
 
+    quantised: Any = common._choose_quant_func_and_quantize_tensor
     values = quantised(x, weight.act_quant_kwargs).dequantize(torch.float32)
     return F.linear(values, weight.dequantize(torch.float32), None if bias is None else bias.float())
 
