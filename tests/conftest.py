@@ -21,6 +21,7 @@ import model_calls
 import process_state
 import pytest
 import reliability
+import shared_models
 import tiers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,9 +50,10 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("all" if tier == "all" else "smaller")
     os.environ[tiers.VARIABLE] = tier
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that wait for each other's cores cost many times more
-    if not hasattr(config, "workerinput"):  # else a process of a run whose cache stands in the environment
-        cache = os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="onediff-guard-inductor-")
-        config.add_cleanup(lambda: shutil.rmtree(cache, ignore_errors=True))
+    if not hasattr(config, "workerinput"):  # else a process of a run whose folders stand in the environment
+        for variable, what in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), (shared_models.VARIABLE, "models")):
+            folder = os.environ[variable] = tempfile.mkdtemp(prefix=f"onediff-guard-{what}-")
+            config.add_cleanup(partial(shutil.rmtree, folder, ignore_errors=True))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -89,9 +91,12 @@ def pytest_runtest_setup() -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A process of a run tells the run how many calls of models it made."""
+    """A run fails whose tests changed a model that they share. Each of its processes tells it how many calls of models
+    it made."""
     if output := getattr(session.config, "workeroutput", None):
         output["model calls"] = model_calls.counted
+    elif shared_models.changed():
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -113,6 +118,8 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pyte
     if not hasattr(config, "workerinput"):
         ran = sum(len(terminalreporter.stats.get(outcome, ())) for outcome in ("passed", "failed"))
         terminalreporter.write_line(f"{ran} tests ran and called models {model_calls.counted} times")
+        for name in shared_models.changed():
+            terminalreporter.write_line(f"changed by a test, though all tests share it: {name}", red=True)
     yield
     if table := [*legs_table.lines(terminalreporter.stats, {leg.name: leg.version for leg in legs.LEGS})]:
         terminalreporter.section("ComfyUI")
@@ -210,30 +217,6 @@ def fresh_python(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]
 
 
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """model_folder(variant, overflow) → a folder built once a session. Variants: small_families.BUILDERS.
-
-    overflow: the builders', or "inside", see overflows.py.
-    """
-    from overflows import overflow_inside
-    from small_families import BUILDERS
-    from small_wan import build_wan
-
-    root = tmp_path_factory.mktemp("models")
-    builders = {
-        **BUILDERS,
-        "wan": build_wan,
-        "wan-ti2v": partial(build_wan, ti2v=True),
-        "wan-two": partial(build_wan, two=True),
-    }
-
-    def folder(variant: str = "2b", overflow: str = "none") -> Path:
-        path = root / f"{variant}-{overflow}"
-        if path.exists():
-            return path
-        if overflow == "inside":
-            return overflow_inside(shutil.copytree(folder(variant), path))
-        options = {} if overflow == "none" else {"overflow": overflow}  # Stable Video Diffusion's has no overflow
-        return builders[variant](path, **options)
-
-    return folder
+def model_folder() -> Callable[..., Path]:
+    """model_folder(variant, overflow) → a folder that all tests of the run share, see shared_models.model_folder."""
+    return shared_models.model_folder

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import shared_models
 import torch
 from as_comfyui import GRAPHS, Made
 from comfyui_onediff_guard.comfyui_host import host
@@ -66,7 +67,7 @@ def changed(model_folder, tmp_path) -> Callable[..., Path]:
     """changed(folder, component, class, change) → a copy whose component's float32 weights `change` altered."""
 
     def copy(folder: Path, component: str, kind: Any, change: Callable[[Any], None]) -> Path:
-        target = shutil.copytree(folder, tmp_path / f"{folder.name}-{component}")
+        target = shared_models.copied(folder, tmp_path / f"{folder.name}-{component}")
         module = kind.from_pretrained(target / component)
         with torch.no_grad():
             change(module)
@@ -78,16 +79,19 @@ def changed(model_folder, tmp_path) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def cogview3_folder(tmp_path_factory) -> Path:
+def cogview3_folder() -> Path:
     """A healthy small CogView3-Plus folder."""
-    return build_cogview3(tmp_path_factory.mktemp("cogview") / "small-cogview3", layers=3)
+    return shared_models.built(build_cogview3, layers=3)
 
 
 @pytest.fixture(scope="session")
-def svd_folder(tmp_path_factory, model_folder) -> Path:
+def svd_folder() -> Path:
     """A small SVD whose VAE has two layers a block, as the published one: only then does its decoder attend."""
-    folder = shutil.copytree(model_folder("svd"), tmp_path_factory.mktemp("svd") / "svd-two-layers")
+    return shared_models.built(small_svd_of_two_layers)
+
+
+def small_svd_of_two_layers(path: Path) -> None:
+    folder = shared_models.copied(shared_models.model_folder("svd"), path)
     config = AutoencoderKLTemporalDecoder.load_config(folder / "vae")
     torch.manual_seed(0)
     AutoencoderKLTemporalDecoder.from_config(config, layers_per_block=2).save_pretrained(folder / "vae")
-    return folder

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from operator import attrgetter
@@ -13,8 +12,8 @@ from typing import Any
 import families
 import legs
 import pytest
-from overflows import overflow_inside
-from runs import HEALTHY, OVERFLOWING, RERUN, SMALL, Ran, finish, start
+import shared_models
+from runs import HEALTHY, SMALL, Ran, finish, start
 
 
 def _found(request: pytest.FixtureRequest) -> legs.Leg:
@@ -36,16 +35,9 @@ def leg(request: pytest.FixtureRequest) -> legs.Leg:
 
 
 @pytest.fixture(scope="session")
-def small_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A ComfyUI's models: of every family, and two CogVideoX that leave fp16's range."""
-    from comfyui_onediff_guard.demo.small_model import build_cogvideox
-
-    models = tmp_path_factory.mktemp("comfyui") / "models"
-    build_cogvideox(models / "diffusers" / HEALTHY)
-    build_cogvideox(models / "diffusers" / OVERFLOWING, overflow="stream")
-    overflow_inside(build_cogvideox(models / "diffusers" / RERUN))
-    families.build(models)
-    return models
+def small_models() -> Path:
+    """A ComfyUI's models."""
+    return shared_models.built(families.build)
 
 
 @pytest.fixture(scope="session")
@@ -53,7 +45,7 @@ def server(any_leg: legs.Leg, small_models: Path, tmp_path_factory: pytest.TempP
     """A running ComfyUI with the pack and the small models in it."""
     base = tmp_path_factory.mktemp(any_leg.id)
     legs.install_pack(base / "custom_nodes")
-    shutil.copytree(small_models, base / "models")
+    shared_models.copied(small_models, base / "models")
     families.write_inputs(base / "input")
     with legs.started(any_leg, base) as running:
         yield running

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import av
 import numpy as np
-import svd_layout
+import shared_models
 import torch
 from PIL import Image
+from runs import HEALTHY, OVERFLOWING, RERUN
 
 MODELS = {  # folder that a workflow names → which small model stands in for it
+    HEALTHY: "2b",
+    OVERFLOWING: "2b stream",
+    RERUN: "2b inside",
     "CogVideoX-5b": "5b",
     "CogVideoX1.5-5B": "1.5",
     "CogVideoX-5b-I2V": "5b-i2v",
@@ -31,15 +36,12 @@ SVD_SIZES = {"width": 64, "height": 64, "frames": 3}
 
 
 def build(models: Path) -> None:
-    """Fill a ComfyUI's `models` with one small model of each family, a single file and a LoRA."""
-    from small_families import BUILDERS
-    from small_wan import build_wan
-
-    builders = {**BUILDERS, "wan": build_wan}
-    for name, variant in MODELS.items():
-        builders[variant](models / "diffusers" / name)
+    """Fill a ComfyUI's `models` with one small model of each family, two CogVideoX that leave fp16's range, a single
+    file and a LoRA."""
+    for name, kind in MODELS.items():
+        shared_models.copied(shared_models.model_folder(*kind.split()), models / "diffusers" / name)
     (models / "checkpoints").mkdir(parents=True)
-    svd_layout.write(models / "checkpoints" / SVD_FILE, svd_layout.Layout(image=224, patch=56))
+    shutil.copyfile(shared_models.svd_file(image=224, patch=56), models / "checkpoints" / SVD_FILE)
     (models / "loras").mkdir()
     _train(models / "diffusers" / "CogVideoX-5b" / "transformer", models / "loras" / LORA)
 

@@ -11,6 +11,7 @@ from typing import Any
 import legs
 import numpy as np
 import pytest
+import shared_models
 import torch
 from as_comfyui import GRAPHS, NEGATIVE, PROMPT, as_json
 from PIL import Image
@@ -28,7 +29,7 @@ def models(server: legs.Server, model_folder: Callable[..., Path]) -> dict[str, 
     """{family: the name of its folder on the server}."""
     for family in FAMILIES:
         folder = server.base / "models" / "diffusers" / f"saved-{family}"
-        shutil.copytree(model_folder(family), folder, dirs_exist_ok=True)
+        shared_models.copied(model_folder(family), folder)
     ramp = np.linspace(0, 255, 96 * 80 * 3).reshape(80, 96, 3).astype(np.uint8)
     Image.fromarray(ramp).save(server.base / "input" / PICTURE)
     return {family: f"saved-{family}" for family in FAMILIES}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import legs
 import pytest
+import shared_models
 from runs import HEALTHY, SMALL, Ran, finish, start
 
 pytestmark = pytest.mark.comfyui
@@ -19,7 +19,7 @@ def test_the_second_start_compiles_nothing(
         monkeypatch.delenv(variable, raising=False)
     base = tmp_path / "base"
     legs.install_pack(base / "custom_nodes")
-    shutil.copytree(small_models / "diffusers" / HEALTHY, base / "models" / "diffusers" / HEALTHY)
+    shared_models.copied(small_models / "diffusers" / HEALTHY, base / "models" / "diffusers" / HEALTHY)
     changes = {
         **SMALL,
         "OneDiffGuardLoadCogVideoX.model": HEALTHY,

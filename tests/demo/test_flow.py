@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
+import shared_models
 import torch
 from comfyui_onediff_guard.demo import flow_decoder, flow_denoiser
 from comfyui_onediff_guard.demo.small_model import build_cogvideox
@@ -15,8 +15,8 @@ FIELDS = flow_denoiser.FIELDS
 
 
 @pytest.fixture(scope="module")
-def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder: Path = build_cogvideox(tmp_path_factory.mktemp("flow") / "model", look="flow", overflow="stream")
+def pipeline() -> Any:
+    folder = shared_models.built(build_cogvideox, variant="2b", look="flow", overflow="stream")
     loaded = CogVideoXPipeline.from_pretrained(folder)
     loaded.set_progress_bar_config(disable=True)
     return loaded
@@ -105,8 +105,8 @@ def test_the_decoder_shows_the_palette(pipeline: Any) -> None:
         assert (shown.clamp(0, 1) - colour).abs().max() < 0.16, field
 
 
-def test_the_stream_stays_small_where_no_overflow_is_asked_for(tmp_path: Path, noise: torch.Tensor) -> None:
-    folder = build_cogvideox(tmp_path / "model", look="flow")
+def test_the_stream_stays_small_where_no_overflow_is_asked_for(noise: torch.Tensor) -> None:
+    folder = shared_models.built(build_cogvideox, variant="2b", look="flow", overflow="none")
     half = CogVideoXPipeline.from_pretrained(folder, torch_dtype=torch.float16)
     half.set_progress_bar_config(disable=True)
     assert sample(half, "a cat", noise[:, :1].half(), output_type="pt").isfinite().all()

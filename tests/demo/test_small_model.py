@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import shared_models
 import torch
 from comfyui_onediff_guard.demo import small_model
 from comfyui_onediff_guard.demo.small_model import Look, Overflow, Variant, build_cogvideox
@@ -16,16 +17,9 @@ SIZE = {"width": 96, "height": 64, "num_frames": 9}
 LOOKS: list[tuple[Variant, Look]] = [("2b", "noise"), ("5b", "noise"), ("1.5", "noise"), ("2b", "flow")]
 
 
-@pytest.fixture(scope="module")
-def build(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """build(variant, look, overflow) -> a folder, built once."""
-    root = tmp_path_factory.mktemp("small")
-
-    def folder(variant: Variant, look: Look, overflow: Overflow = "none") -> Path:
-        path = root / f"{variant}-{look}-{overflow}"
-        return path if path.exists() else build_cogvideox(path, variant=variant, look=look, overflow=overflow)
-
-    return folder
+def build(variant: Variant, look: Look, overflow: Overflow = "none") -> Path:
+    """A folder, built once."""
+    return shared_models.built(build_cogvideox, variant=variant, look=look, overflow=overflow)
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -40,7 +34,7 @@ def latents(pipeline: Any, **arguments: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("variant", "look"), LOOKS)
-def test_the_real_pipeline_loads_and_runs_it(build: Any, variant: Variant, look: Look) -> None:
+def test_the_real_pipeline_loads_and_runs_it(variant: Variant, look: Look) -> None:
     pipeline = load(build(variant, look))
     video = latents(pipeline, output_type="pt")
     assert video.shape == (1, 9, 3, 64, 96)
@@ -55,7 +49,7 @@ def test_the_real_pipeline_loads_and_runs_it(build: Any, variant: Variant, look:
     assert pipeline.scheduler.alphas_cumprod[-1] == 0  # zero terminal SNR, as published
 
 
-def test_a_flow_overflows_in_fp16_at_each_step_and_in_nothing_else(build: Any) -> None:
+def test_a_flow_overflows_in_fp16_at_each_step_and_in_nothing_else() -> None:
     folder = build("2b", "flow", "stream")
     for dtype in (torch.float32, torch.bfloat16):
         assert latents(load(folder, dtype)).isfinite().all(), dtype
@@ -71,7 +65,7 @@ def test_a_flow_overflows_in_fp16_at_each_step_and_in_nothing_else(build: Any) -
     assert all(prediction.isnan().all() for prediction in predictions)
 
 
-def test_the_tokenizer_is_a_real_one(build: Any) -> None:
+def test_the_tokenizer_is_a_real_one() -> None:
     tokenizer = load(build("2b", "noise")).tokenizer
     ids = tokenizer("A red balloon", padding="max_length", max_length=TEXT_LENGTH).input_ids
     assert len(ids) == TEXT_LENGTH

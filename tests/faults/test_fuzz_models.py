@@ -14,7 +14,7 @@ from typing import Any
 
 import diffusers
 import pytest
-import svd_layout
+import shared_models
 import torch
 from comfyui_onediff_guard.pipelines.errors import BadFolder, BadLora
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
@@ -36,8 +36,8 @@ OPTIONS: dict[str, Any] = {"suppress_health_check": list(HealthCheck), "database
 def folders(model_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Copies to damage; of "shards", two components are in shards."""
     root = tmp_path_factory.mktemp("damaged")
-    made = {name: shutil.copytree(model_folder(name), root / name) for name in ("2b", "cogview4", "svd")}
-    made["shards"] = shutil.copytree(model_folder("2b"), root / "shards")
+    made = {name: shared_models.copied(model_folder(name), root / name) for name in ("2b", "cogview4", "svd")}
+    made["shards"] = shared_models.copied(model_folder("2b"), root / "shards")
     for name, stem in (("transformer", "diffusion_pytorch_model"), ("text_encoder", "model")):
         file = made["shards"] / name / f"{stem}.safetensors"
         tensors = list(load_file(file).items())
@@ -145,7 +145,7 @@ def test_a_damaged_lora_is_refused_in_words_or_fits(lora: tuple[Path, Any], data
 
 @pytest.fixture(scope="module")
 def single_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return svd_layout.write(tmp_path_factory.mktemp("single") / "svd.safetensors")
+    return shutil.copyfile(shared_models.svd_file(), tmp_path_factory.mktemp("single") / "svd.safetensors")
 
 
 @settings(max_examples=drawn(500, 20), **OPTIONS)

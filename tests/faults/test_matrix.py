@@ -20,6 +20,7 @@ from typing import Any
 
 import process_state
 import pytest
+import shared_models
 import torch
 from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.headless.errors import OutputError
@@ -129,7 +130,7 @@ def stage(
         monkeypatch.delenv(exported, raising=False)
 
     def copied(variant: str, overflow: str = "none") -> Path:
-        return shutil.copytree(model_folder(variant, overflow), tmp_path / "models" / variant)
+        return shared_models.copied(model_folder(variant, overflow), tmp_path / "models" / variant)
 
     kept = tmp_path / "kept"
     if name == "hub":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import shared_models
 from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.headless.commands import cli
 from comfyui_onediff_guard.pipelines.families import table
@@ -135,7 +135,7 @@ def test_bad_input(
     (tmp_path / "file").touch()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
-    shutil.copytree(model_folder("2b"), tmp_path / "cut")
+    shared_models.copied(model_folder("2b"), tmp_path / "cut")
     next((tmp_path / "cut" / "vae").glob("*.safetensors")).write_bytes(b"1234")
     code, out, err = doctor(*arguments)
     assert (code, out) == (2, "")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import svd_layout
+import shared_models
 from comfyui_onediff_guard.comfyui_host.host import profiles_directory
 from comfyui_onediff_guard.headless.commands import cli
 from comfyui_onediff_guard.pipelines.run.profiles import read
@@ -61,9 +61,7 @@ def test_a_model_that_starts_from_an_image(probe, model_folder, tmp_path):
 
 
 def test_a_single_file(probe, tmp_path):
-    file = tmp_path / "checkpoints" / "svd_xt.safetensors"
-    file.parent.mkdir()
-    svd_layout.write(file, svd_layout.Layout(image=224, patch=56))
+    file = shared_models.svd_file(image=224, patch=56)
     Image.new("RGB", (80, 60), (90, 120, 30)).save(tmp_path / "start.png")
     code, out, _ = probe("--model", str(file), "--image", str(tmp_path / "start.png"), "--steps", "1",
                          "--width", "64", "--height", "64", "--frames", "2", "--precision", "fp32")  # fmt: skip

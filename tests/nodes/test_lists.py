@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-import svd_layout
+import shared_models
 import torch
 from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
 from comfyui_onediff_guard.comfyui_host import host
@@ -35,13 +35,8 @@ PIPELINES = {
 }
 
 
-@pytest.fixture(scope="module")
-def svd(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return svd_layout.write(tmp_path_factory.mktemp("svd") / "svd_xt.safetensors")
-
-
 @pytest.fixture
-def models(tmp_path: Path, svd: Path):
+def models(tmp_path: Path):
     for kind in ("diffusers", "checkpoints", "loras"):
         (tmp_path / kind).mkdir()
     for name, pipeline in PIPELINES.items():
@@ -49,7 +44,7 @@ def models(tmp_path: Path, svd: Path):
     index(tmp_path / "diffusers" / "broken", "{")
     index(tmp_path / "diffusers" / "list", "[]")
     index(tmp_path / "diffusers" / "deep", "[" * 100_000)
-    shutil.copy(svd, tmp_path / "checkpoints" / "svd_xt.safetensors")
+    svd = shutil.copyfile(shared_models.svd_file(), tmp_path / "checkpoints" / "svd_xt.safetensors")
     others(tmp_path / "checkpoints", load_file(svd))
     with host.plain_folders(models=[tmp_path], input=tmp_path, output=tmp_path):
         yield tmp_path

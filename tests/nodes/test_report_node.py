@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import shared_models
 from comfyui_onediff_guard import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
 from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.headless.commands.doctor import examine
@@ -28,7 +28,7 @@ def node(name: str) -> Any:
 
 @pytest.fixture
 def folder(model_folder: Callable[..., Path], tmp_path: Path) -> Iterator[Path]:
-    model = shutil.copytree(model_folder("5b"), tmp_path / "models" / "small-5b")
+    model = shared_models.copied(model_folder("5b"), tmp_path / "models" / "small-5b")
     with host.plain_folders(models=[model.parent], input=tmp_path, output=tmp_path):
         yield model
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 from typing import Any
 
 import diffusers
 import pytest
+import shared_models
 import svd_layout
 import torch
 from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
@@ -25,7 +27,7 @@ def models(tmp_path_factory):
     """Laid out as ComfyUI's folder of models."""
     root = tmp_path_factory.mktemp("models")
     (root / "checkpoints" / "video").mkdir(parents=True)
-    svd_layout.write(root / "checkpoints" / "video" / "svd_xt.safetensors", PIPELINE)
+    shutil.copyfile(shared_models.svd_file(image=224, patch=56), root / "checkpoints" / "video" / "svd_xt.safetensors")
     tensor = {"cond_stage_model.transformer.text_model.x": torch.zeros(1)}
     tensor["model.diffusion_model.input_blocks.0.0.weight"] = torch.zeros(1)
     save_file(tensor, root / "checkpoints" / "dreamshaper.safetensors")

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import shared_models
 import torch
 from comfyui_onediff_guard.pipelines.compile import backends as compiling
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
@@ -19,7 +19,7 @@ from hub_server import HubServer, running_hub
 @pytest.fixture
 def copy(model_folder: Callable[..., Path], tmp_path: Path) -> Callable[[str], Path]:
     """copy(variant) → a small model's folder, to be changed."""
-    return lambda variant: shutil.copytree(model_folder(variant), tmp_path / "model")
+    return lambda variant: shared_models.copied(model_folder(variant), tmp_path / "model")
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def broken_in_half(
     from safetensors.torch import save_file
 
     def build(component: str, how: Callable[[Any], None]) -> Path:
-        folder = shutil.copytree(model_folder("2b"), tmp_path / component)
+        folder = shared_models.copied(model_folder("2b"), tmp_path / component)
         module = open_pipeline(folder).store.module(component, "fp32")
         with torch.no_grad():
             how(module)

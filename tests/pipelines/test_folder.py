@@ -7,6 +7,7 @@ import os
 import shutil
 
 import pytest
+import shared_models
 import torch
 from comfyui_onediff_guard.demo.small_model import build_cogvideox
 from comfyui_onediff_guard.pipelines.errors import BadFolder
@@ -16,7 +17,7 @@ from comfyui_onediff_guard.pipelines.models.folder import family_of, fingerprint
 
 @pytest.fixture
 def folder(model_folder, tmp_path):
-    return shutil.copytree(model_folder("2b"), tmp_path / "model")
+    return shared_models.copied(model_folder("2b"), tmp_path / "model")
 
 
 def edit_index(folder, **changes):
@@ -141,7 +142,7 @@ def test_config_with_unknown_fields_loads(folder, open_pipeline):
 @pytest.mark.parametrize("variant", ["2b", "cogview3", "svd"])
 def test_what_a_vaes_config_does_not_say_is_what_its_class_says(model_folder, tmp_path, variant):
     """Sampling ends with these numbers: it is late to miss one."""
-    folder = shutil.copytree(model_folder(variant), tmp_path / "model")
+    folder = shared_models.copied(model_folder(variant), tmp_path / "model")
     file = folder / "vae" / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
     unsaid = ("scaling_factor", "temporal_compression_ratio", "force_upcast")
@@ -194,7 +195,7 @@ def test_what_is_unlike_the_published_model_is_noted(model_folder):
 def test_a_checkpoint_of_several_dtypes_is_noted_and_loads(model_folder, tmp_path, open_pipeline):
     from safetensors.torch import load_file, save_file
 
-    folder = shutil.copytree(model_folder("2b"), tmp_path / "mixed")
+    folder = shared_models.copied(model_folder("2b"), tmp_path / "mixed")
     (file,) = (folder / "transformer").glob("*.safetensors")
     weights = load_file(file)
     save_file({k: v.half() if "attn" in k else v for k, v in weights.items()}, file, metadata={"format": "pt"})
@@ -205,7 +206,7 @@ def test_a_checkpoint_of_several_dtypes_is_noted_and_loads(model_folder, tmp_pat
 
 
 def test_fields_that_diffusers_does_not_know_are_named_and_the_model_runs(model_folder, tmp_path, open_pipeline):
-    folder = shutil.copytree(model_folder("5b"), tmp_path / "newer")
+    folder = shared_models.copied(model_folder("5b"), tmp_path / "newer")
     rewrite(folder, "transformer", use_flux_capacitor=True)
     handle = open_pipeline(folder, "bf16")
     handle.store.module("transformer", "bf16")
@@ -215,7 +216,7 @@ def test_fields_that_diffusers_does_not_know_are_named_and_the_model_runs(model_
 
 
 def test_a_config_value_of_the_wrong_kind_is_refused(model_folder, tmp_path):
-    folder = shutil.copytree(model_folder("2b"), tmp_path / "odd")
+    folder = shared_models.copied(model_folder("2b"), tmp_path / "odd")
     rewrite(folder, "transformer", in_channels="sixteen")
     with pytest.raises(
         BadFolder, match=r"transformer/config.json.*in_channels is sixteen: input should be a valid int"

@@ -4,13 +4,13 @@ GeForce card (benchmarks/fp16_sums_on_cpu.py). What a card's own kernel makes is
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import shared_models
 import torch
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.pipelines.models.lora import Lora
@@ -62,7 +62,7 @@ def overflowing(model_folder: Callable[..., Path], tmp_path: Path) -> Callable[[
     """overflowing(model) → a folder, in which one layer's sums leave fp16's range half-way."""
 
     def build(model: str) -> Path:
-        folder = shutil.copytree(model_folder(model), tmp_path / model)
+        folder = shared_models.copied(model_folder(model), tmp_path / model)
         handle = load(folder, family_of(folder), precision=Precision.FP32, backend="eager", offload="none",
                       placement=PlainPlacement())  # fmt: skip
         module: Any = handle.store.module(DENOISER[model], "fp32")

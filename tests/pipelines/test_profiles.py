@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import threading
 from dataclasses import replace
 
 import pytest
+import shared_models
 from comfyui_onediff_guard.pipelines.errors import BadProfile
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.models.folder import inspect
@@ -62,7 +62,7 @@ def test_what_is_written_is_read_again(profile):
 )
 def test_a_profile_of_a_model_in_any_folder_is_read_again(model_folder, tmp_path, folder):
     """Scripts and emoji join letters by characters that have no form of their own."""
-    model = inspect(shutil.copytree(model_folder("2b"), tmp_path / folder), COGVIDEOX)
+    model = inspect(shared_models.copied(model_folder("2b"), tmp_path / folder), COGVIDEOX)
     profile = identify(model, "transformer", (), "sm75", "fp16")
     assert read(write(tmp_path / "kept", profile)) == profile
 
@@ -200,7 +200,7 @@ def test_a_model_is_known_by_its_config_headers_and_weights(model_folder, tmp_pa
     def weights(folder):
         return identify(inspect(folder, COGVIDEOX), "transformer", (), "sm75", "fp16").weights
 
-    folder = shutil.copytree(model_folder("2b"), tmp_path / "moved")
+    folder = shared_models.copied(model_folder("2b"), tmp_path / "moved")
     assert weights(folder) == weights(model_folder("2b"))
     assert weights(model_folder("2b", "stream")) != weights(folder), "a fine-tune has its base's headers and sizes"
     assert weights(model_folder("5b")) != weights(folder)

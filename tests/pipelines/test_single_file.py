@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from math import log
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import safetensors
+import shared_models
 import svd_layout
 import torch
 from comfyui_onediff_guard.pipelines.errors import BadFolder
@@ -28,7 +30,6 @@ from safetensors.torch import load_file, save_file
 
 COMPONENTS = ("unet", "vae", "image_encoder")
 UNET, VAE, CLIP = svd_keys.PREFIXES.values()
-PIPELINE = svd_layout.Layout(image=224, patch=56)  # the pipeline always shows CLIP 224 pixels
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +43,8 @@ def shapes(real: dict[str, Any]) -> svd_keys.Shapes:
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return svd_layout.write(tmp_path_factory.mktemp("svd") / "svd_xt.safetensors")
+def small() -> Path:
+    return shared_models.svd_file()
 
 
 def test_committed_list_is_the_real_files(real: dict[str, Any]):
@@ -192,8 +193,8 @@ def test_the_file_is_mapped_part_by_part(small: Path, monkeypatch: pytest.Monkey
     assert all(torch.equal(parts[key], whole[key]) for key in whole)
 
 
-def test_loaded_weights_outlive_the_file(tmp_path: Path):
-    file = svd_layout.write(tmp_path / "svd.safetensors")
+def test_loaded_weights_outlive_the_file(small: Path, tmp_path: Path):
+    file = shutil.copyfile(small, tmp_path / "svd.safetensors")
     vae: Any = load_component(file, "vae", torch.float32)
     before = vae.decoder.conv_in.weight.clone()
     with file.open("r+b") as stream:
@@ -212,10 +213,10 @@ def test_the_file_is_weighed_by_component(small: Path):
     assert file.notes == ()
 
 
-def test_pipeline_of_its_parts_makes_a_video(tmp_path: Path):
+def test_pipeline_of_its_parts_makes_a_video():
     from PIL import Image
 
-    file = read_svd(svd_layout.write(tmp_path / "svd.safetensors", PIPELINE))
+    file = read_svd(shared_models.svd_file(image=224, patch=56))  # the pipeline always shows CLIP 224 pixels
     parts: dict[str, Any] = {name: load_component(file, name, torch.float32) for name in COMPONENTS}
     for name in ("scheduler", "feature_extractor"):
         parts[name] = load_unweighted(name)

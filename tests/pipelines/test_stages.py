@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -10,6 +9,7 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
+import shared_models
 import torch
 from comfyui_onediff_guard.pipelines.compile import backends
 from comfyui_onediff_guard.pipelines.run.decode import decode
@@ -120,7 +120,7 @@ def test_two_threads_share_one_model(model_folder, open_pipeline):
 
 
 def test_a_folder_with_spaces_and_letters_of_other_alphabets(model_folder, open_pipeline, tmp_path):
-    folder = shutil.copytree(model_folder("2b"), tmp_path / "модель – 模型 (1)")
+    folder = shared_models.copied(model_folder("2b"), tmp_path / "модель – 模型 (1)")
     handle = open_pipeline(folder)
     (positive, negative), _ = encode_prompts(handle, ["кораблик 🚢", ""])
     latents, _ = sample(handle, positive, negative, SMALL)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+import shared_models
 import torch
 from comfyui_onediff_guard.pipelines.errors import BadFolder, BadInput, BadLora, BadSize
 from comfyui_onediff_guard.pipelines.families.wan import WAN
@@ -104,7 +105,7 @@ def _third_call_fails(handle):
 
 def test_what_its_decoder_divides_by_a_norm_beyond_fp16_comes_out_right(model_folder, tmp_path):
     """In fp16 the quotient would be zeros, and so finite: diffusers computes it in float32."""
-    folder = shutil.copytree(model_folder("wan"), tmp_path / "loud")
+    folder = shared_models.copied(model_folder("wan"), tmp_path / "loud")
     (file,) = (folder / "vae").glob("*.safetensors")
     weights = load_file(file)
     bias = weights["decoder.conv_in.bias"]  # of 16 channels: a norm of 8e4
@@ -313,7 +314,7 @@ def test_the_probe_says_that_it_measures_one_transformer(model_folder):
 
 
 def test_the_pipeline_gets_what_model_index_says_and_nothing_of_no_sense(model_folder, tmp_path):
-    folder = shutil.copytree(model_folder("wan-ti2v"), tmp_path / "ti2v")
+    folder = shared_models.copied(model_folder("wan-ti2v"), tmp_path / "ti2v")
     assert inspect(folder, WAN).options == {"expand_timesteps": True, "boundary_ratio": None}
     index = json.loads((folder / "model_index.json").read_text()) | {"expand_timesteps": "os.system"}
     (folder / "model_index.json").write_text(json.dumps(index))

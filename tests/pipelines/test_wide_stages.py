@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
+import shared_models
 import torch
 from comfyui_onediff_guard.pipelines.families.svd import SVD
 from comfyui_onediff_guard.pipelines.run.calls import Calls
@@ -20,7 +19,7 @@ from safetensors.torch import load_file, save_file
 def overflowing_svd(model_folder, tmp_path):
     """A folder whose VAE's encoder leaves fp16's range, as Stable Video Diffusion's does. Its weights are the same in
     fp16 and fp32."""
-    folder = shutil.copytree(model_folder("svd"), tmp_path / "svd")
+    folder = shared_models.copied(model_folder("svd"), tmp_path / "svd")
     (file,) = (folder / "vae").glob("*.safetensors")
     weights = {name: weight.half() for name, weight in load_file(file).items()}
     weights["encoder.conv_in.weight"] *= 2.0**18

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 import types
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import shared_models
 import torch
 from comfyui_onediff_guard.pipelines.compile import backends as compiling
 from comfyui_onediff_guard.pipelines.insight import machine
@@ -50,4 +50,4 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.fixture
 def folder(model_folder: Callable[..., Path], tmp_path: Path) -> Path:
-    return shutil.copytree(model_folder("5b"), tmp_path / "model")
+    return shared_models.copied(model_folder("5b"), tmp_path / "model")
