@@ -35,6 +35,7 @@ def surroundings() -> Iterator[dict[str, str]]:
             "RAY_TMPDIR": folder,
             "RAY_AUTH_TOKEN_PATH": str(Path(folder) / "token"),
             "RAY_AUTH_MODE": "disabled",
+            "RAY_worker_niceness": "0",  # Ray's is 15, with which a busy machine's workers wait for minutes
             "OMP_NUM_THREADS": "1",
         }
 

@@ -7,16 +7,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from aiohttp import web
 from at_once import HANG_SECONDS
+from comfyui_onediff_guard.headless.batch.crews import ray_crew
 from comfyui_onediff_guard.headless.commands import cli
 from comfyui_onediff_guard.headless.hosts import core_nodes
 from comfyui_onediff_guard.headless.hosts.local import run_local
@@ -24,6 +28,7 @@ from comfyui_onediff_guard.headless.hosts.result import RunResult
 from comfyui_onediff_guard.headless.server import api as server
 from comfyui_onediff_guard.headless.server import events, follow
 from comfyui_onediff_guard.headless.server.follow import run_on_server
+from waiting import wait_until
 
 
 class Noise:
@@ -320,11 +325,36 @@ def jobs_file(tmp_path: Path) -> Callable[..., Any]:
     return make
 
 
+RAY = """\
+import sys
+from comfyui_onediff_guard.headless.batch.crews.ray_crew import Cluster, connected
+with connected(Cluster(workers=4)) as ray:
+    print(ray.get_runtime_context().gcs_address, file=sys.__stdout__, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="session")
+def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of a Ray for toys, shared by all tests but those of how one is started and ended."""
+    _skip_without_ray()
+    from batch_runs import surroundings
+
+    with surroundings() as environment:
+        for variable in ("ONEDIFF_GUARD_COMPILED", "ONEDIFF_GUARD_PROFILES"):
+            environment[variable] = str(tmp_path_factory.mktemp("kept"))
+        command, pipe = [sys.executable, "-c", RAY], subprocess.PIPE
+        with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True) as ray:
+            assert ray.stdout
+            address = ray.stdout.readline().strip()
+            assert address, "no Ray starts here"
+            yield address
+
+
 @pytest.fixture
 def toy_batch(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """toy_batch(lines, *options) → a command on toy jobs, under a Ray of its own; it is gone at the end."""
-    if not find_spec("ray"):  # importing it would change this process
-        pytest.skip("Ray is not installed: pip install '.[scale]'")
+    _skip_without_ray()
     import toy_jobs
     from batch_runs import Batch, surroundings
 
@@ -342,3 +372,23 @@ def toy_batch(tmp_path: Path) -> Iterator[Callable[..., Any]]:
             if each.process and each.process.poll() is None:
                 each.process.terminate()
                 each.process.communicate()
+
+
+@pytest.fixture
+def joined_batch(toy_batch: Callable[..., Any], ray_address: str) -> Iterator[Callable[..., Any]]:
+    """The same under the shared Ray, on which it leaves no worker."""
+    made = []
+
+    def make(*arguments: Any, **more: Any) -> Any:
+        made.append(toy_batch(*arguments, "--ray", ray_address, **more))
+        made[-1].environment |= ray_crew.LOOPBACK  # else Ray takes 127.0.0.1 for the machine's other address
+        return made[-1]
+
+    yield make
+    workers = {start["pid"] for each in made for start in each.starts()}
+    wait_until(lambda: not any(map(psutil.pid_exists, workers)), "the batch's workers are gone")
+
+
+def _skip_without_ray() -> None:
+    if not find_spec("ray"):  # importing it would change this process
+        pytest.skip("Ray is not installed: pip install '.[scale]'")

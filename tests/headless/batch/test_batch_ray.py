@@ -15,6 +15,7 @@ import pytest
 import toy_jobs
 from batch_runs import Batch, Found
 from comfyui_onediff_guard.headless.batch.crews import ray_crew
+from waiting import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="its signals are POSIX's")
 
@@ -43,14 +44,14 @@ def test_workers_and_command_are_killed_and_every_output_is_there_once(toy_batch
     assert Found.in_(again).begun == found.begun
 
 
-def test_a_job_that_kills_its_worker_is_parked_and_the_batch_goes_on(toy_batch: BatchOf, tmp_path: Path) -> None:
+def test_a_job_that_kills_its_worker_is_parked_and_the_batch_goes_on(joined_batch: BatchOf, tmp_path: Path) -> None:
     log = tmp_path / "log"
     lines = [
         {"workflow": toy_jobs.workflow(seed=1, fault="dies", log=str(log)), "name": "lethal"},
         {"workflow": toy_jobs.workflow(seed=2, fault="raises", log=str(log)), "name": "faulty"},
         {"workflow": toy_jobs.workflow(seed=3, log=str(log)), "name": "sound"},
     ]
-    run = toy_batch(lines, "--workers", "1", "--attempts", "2", log=log)
+    run = joined_batch(lines, "--workers", "1", "--attempts", "2", log=log)
     run.start()
     answer = run.finish()
     assert answer["code"] == 4 and answer["done"] == 1 and answer["failed"] == 2 and answer["workers_lost"] == 2
@@ -69,8 +70,7 @@ def test_ctrl_c_ends_all_and_the_same_command_goes_on(toy_batch: BatchOf, tmp_pa
     log = tmp_path / "log"
     run = toy_batch(jobs(6, log, seconds=0.5), "--workers", "1", log=log)
     process = run.start()
-    while len(run.whole()) < 2:
-        assert process.poll() is None
+    wait_until(lambda: len(run.whole()) >= 2, "two jobs are done", meanwhile=process)
     process.send_signal(signal.SIGINT)
     answer = run.finish()
     assert answer["code"] == 130 and answer["status"] == "error"
@@ -87,14 +87,14 @@ def test_ctrl_c_ends_all_and_the_same_command_goes_on(toy_batch: BatchOf, tmp_pa
 
 
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="a small disk is made by root on Linux")
-def test_a_full_disk_ends_it_and_the_same_command_goes_on(toy_batch: BatchOf, tmp_path: Path) -> None:
+def test_a_full_disk_ends_it_and_the_same_command_goes_on(joined_batch: BatchOf, tmp_path: Path) -> None:
     log, out = tmp_path / "log", tmp_path / "out"
     out.mkdir()
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(out)], check=False)
     if made.returncode:
         pytest.skip("no file system can be mounted here")
     try:
-        run = toy_batch(jobs(20, log), "--workers", "1", log=log)
+        run = joined_batch(jobs(20, log), "--workers", "1", log=log)
         run.start()
         answer = run.finish()
         assert answer["code"] == 5 and "the disk is full" in answer["error"]
@@ -122,8 +122,8 @@ def test_an_output_folder_that_is_a_file_is_told(toy_batch: BatchOf, tmp_path: P
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_worker_that_lacks_the_models_says_so(toy_batch: BatchOf, tmp_path: Path) -> None:
-    run = toy_batch(jobs(1, tmp_path / "log"), "--models", str(tmp_path / "nowhere"))
+def test_a_worker_that_lacks_the_models_says_so(joined_batch: BatchOf, tmp_path: Path) -> None:
+    run = joined_batch(jobs(1, tmp_path / "log"), "--models", str(tmp_path / "nowhere"))
     run.start()
     answer = run.finish()
     assert answer["code"] == 3 and "models have to be there on every machine" in answer["error"]
