@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import psutil
 import pytest
 from PIL import Image
 from runs import HEALTHY, SMALL, frames_of
+from waiting import wait_until
 
 pytestmark = pytest.mark.comfyui
 
@@ -82,11 +82,7 @@ class Batch:
         return {**json.loads(out), "code": self.process.returncode, "told": self.told.read_text(encoding="utf-8")}
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
-        end = time.monotonic() + legs.HANG_SECONDS
-        while not condition():
-            assert self.process and self.process.poll() is None, f"{what}: it ended\n{self.told.read_text()}"
-            assert time.monotonic() < end, f"{what}\n{self.told.read_text()}"
-            time.sleep(0.05)
+        wait_until(condition, lambda: f"{what}\n{self.told.read_text()}", meanwhile=self.process)
 
     @property
     def out(self) -> Path:
@@ -225,10 +221,7 @@ def test_ctrl_c_leaves_nothing_at_the_servers_and_the_same_command_goes_on(
     run.process.send_signal(signal.SIGINT)
     answer = run.finish()
     assert answer["code"] == 130 and "the same command goes on" in answer["told"]
-    end = time.monotonic() + legs.HANG_SECONDS
-    while any(map(queue_of, both)):  # a node that computes is waited for
-        assert time.monotonic() < end, [server.ask("/queue") for server in both]
-        time.sleep(0.1)
+    wait_until(lambda: not any(map(queue_of, both)), "the servers' queues are empty")  # what computes is waited for
     done = len(run.records())
     assert 2 <= done < 8 and run.nothing_is_left()
     before = sum(map(runs_of, both))

@@ -7,28 +7,20 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import legs
 import psutil
 import pytest
+from waiting import wait_until
 
 LONG = {  # pictures whose compression takes minutes
     "1": {"class_type": "EmptyImage", "inputs": {"width": 4096, "height": 4096, "batch_size": 8, "color": 0}},
     "2": {"class_type": "ImageAddNoise", "inputs": {"image": ["1", 0], "seed": 1, "strength": 1.0}},
     "3": {"class_type": "SaveImage", "inputs": {"images": ["2", 0], "filename_prefix": "a"}},
 }
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + legs.HANG_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.2)
 
 
 def is_busy(server: psutil.Process) -> bool:
@@ -61,12 +53,12 @@ def test_nothing_outlives_the_command(leg: legs.Leg, tmp_path: Path, how: str) -
         return [process for process in family.children(recursive=True) if "main.py" in "".join(process.cmdline()[1:2])]
 
     try:
-        until(lambda: any(map(is_busy, servers())), "no ComfyUI came up and ran the workflow")
+        wait_until(lambda: any(map(is_busy, servers())), "no ComfyUI came up and ran the workflow")
         others = family.children(recursive=True)
         assert len(others) >= 2, "the keeper and ComfyUI"
         started.send_signal(getattr(signal, how))
         assert started.wait(legs.HANG_SECONDS) == (-signal.SIGKILL if how == "SIGKILL" else 130)
-        until(lambda: all(map(is_gone, others)), "a process outlives the command that started it")
+        wait_until(lambda: all(map(is_gone, others)), "a process outlives the command that started it")
     finally:
         if started.poll() is None:
             started.kill()

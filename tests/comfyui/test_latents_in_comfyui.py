@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,11 +37,7 @@ def models(server: legs.Server, model_folder: Callable[..., Path]) -> dict[str, 
 def ran(server: legs.Server, graph: Graph) -> dict[str, Any]:
     """What the history says of it."""
     prompt_id = server.ask("/prompt", {"prompt": graph})["prompt_id"]
-    end = time.monotonic() + legs.HANG_SECONDS
-    while prompt_id not in server.history():
-        assert time.monotonic() < end, server.tail()
-        time.sleep(0.1)
-    return server.history()[prompt_id]
+    return server.ended(prompt_id)
 
 
 def message(history: dict[str, Any], name: str) -> dict[str, Any]:

@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from comfyui_onediff_guard.headless import scratch
 from comfyui_onediff_guard.headless.hosts import checkout
+from waiting import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="its signals are POSIX's")
 HANG_SECONDS = 120.0  # a bound for a test that would hang, far from what it takes
@@ -64,13 +64,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + HANG_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
-
-
 def is_running(pid: int) -> bool:
     state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False)
     return state.stdout.strip() not in ("", "Z")
@@ -86,11 +79,11 @@ def test_nothing_outlives_the_command(
 ) -> None:
     command = [sys.executable, "-c", COMMAND, str(folder / "workflow.json"), str(folder), where]
     started = subprocess.Popen(command, cwd=folder, start_new_session=True)
-    until((folder / "asked").exists, "ComfyUI did not come up")
+    wait_until((folder / "asked").exists, "ComfyUI did not come up")
     started.send_signal(getattr(signal, how))
     assert started.wait(HANG_SECONDS) == (-signal.SIGKILL if how == "SIGKILL" else 130)
     for pid in json.loads((folder / "seen.json").read_text()):
-        until(lambda pid=pid: not is_running(pid), "a process outlives the command that started it")
+        wait_until(lambda pid=pid: not is_running(pid), "a process outlives the command that started it")
     left = list((folder / "tmp").iterdir())
     assert len(left) == (1 if how == "SIGKILL" else 0)
     with scratch.temporary_folder("onediff-guard-", folder / "tmp") as own:

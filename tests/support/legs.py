@@ -26,6 +26,7 @@ from string import ascii_lowercase
 from typing import Any
 
 from comfyui_onediff_guard.headless.hosts import process
+from waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "ComfyUI-OneDiff-Guard"  # the pack's name in custom_nodes, as a clone has it
@@ -171,10 +172,12 @@ class Server:
 
     def wait_until_running(self) -> None:
         """Until a prompt is being executed."""
-        end = time.monotonic() + HANG_SECONDS
-        while not self.ask("/queue")["queue_running"]:
-            assert time.monotonic() < end, f"nothing runs after {HANG_SECONDS:g} s:\n{self.tail()}"
-            time.sleep(0.05)
+        wait_until(lambda: self.ask("/queue")["queue_running"], lambda: f"nothing runs:\n{self.tail()}")
+
+    def ended(self, prompt_id: str) -> dict[str, Any]:
+        """What the history says of a prompt, once it has ended."""
+        wait_until(lambda: prompt_id in self.history(), lambda: f"the prompt does not end:\n{self.tail()}")
+        return self.history()[prompt_id]
 
     def tail(self, lines: int = 60) -> str:
         return "\n".join(self.log_text().splitlines()[-lines:])

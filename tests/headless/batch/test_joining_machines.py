@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import toy_jobs
 from batch_runs import HANG_SECONDS, TOYS, Batch, Found, surroundings
 from machines import PORT, Machine, machines, why_not
+from waiting import wait_until
 
 pytestmark = [
     pytest.mark.skipif(not find_spec("ray"), reason="Ray is not installed: pip install '.[scale]'"),
@@ -53,10 +53,7 @@ class Running:
         return {worker for worker in workers if worker.startswith(f"{machine.name}:")}
 
     def until(self, condition: Callable[[], bool]) -> None:
-        end = time.monotonic() + HANG_SECONDS
-        while not condition():
-            assert self.process.poll() is None and time.monotonic() < end
-            time.sleep(0.05)
+        wait_until(condition, "the batch comes so far", meanwhile=self.process)
 
     def finish(self) -> dict[str, int]:
         out, _ = self.process.communicate(timeout=HANG_SECONDS)

@@ -19,6 +19,7 @@ import pytest
 import toy_jobs
 from batch_runs import HANG_SECONDS, TOYS, Batch, surroundings
 from machines import PORT, Machine, machines, why_not
+from waiting import wait_until
 
 pytestmark = pytest.mark.skipif(not find_spec("ray"), reason="Ray is not installed: pip install '.[scale]'")
 
@@ -56,12 +57,9 @@ def test_a_ray_that_is_started_here_listens_to_this_machine_alone(
     lines = [{"workflow": toy_jobs.workflow(seconds=3.0, log=str(log)), "matrix": {"seeds": {"count": 2}}}]
     run = toy_batch(lines, "--workers", "1", *(["--dashboard"] if dashboard else []), log=log)
     run.environment = without_a_say(run.environment, tmp_path / "home")
-    process = psutil.Process(run.start().pid)
-    until = time.monotonic() + HANG_SECONDS
-    while not run.starts():
-        assert process.is_running() and time.monotonic() < until
-        time.sleep(0.05)
-    found = listening(process)
+    process = run.start()
+    wait_until(run.starts, "a job begins", meanwhile=process)
+    found = listening(psutil.Process(process.pid))
     assert {"gcs_server", "raylet"} <= {*found.values()}, found
     assert not [address for address in found if not is_loopback(address)], found
     assert run.finish()["done"] == 2

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import toy_jobs
 from batch_runs import HANG_SECONDS, TOYS, Batch, Found, surroundings
 from machines import PORT, Machine, machines, why_not
+from waiting import wait_until
 
 pytestmark = [
     pytest.mark.skipif(not find_spec("ray"), reason="Ray is not installed: pip install '.[scale]'"),
@@ -93,10 +93,7 @@ def test_both_machines_work_and_the_head_is_lost(
     head, other, shared = pair
     batch, command = on(head, shared, 24, "--workers", "2", seconds=1.0)
     running = subprocess.Popen(command, env=head.environment, cwd=shared, stdout=subprocess.PIPE, text=True)
-    until = time.monotonic() + HANG_SECONDS
-    while len(batch.whole()) < 8:
-        assert running.poll() is None and time.monotonic() < until
-        time.sleep(0.05)
+    wait_until(lambda: len(batch.whole()) >= 8, "eight jobs are done", meanwhile=running)
     workers = {json.loads((path / "job.json").read_text())["worker"].partition(":")[0] for path in batch.whole()}
     assert workers == {head.name, other.name}
     head.lose()
