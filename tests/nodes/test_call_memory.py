@@ -97,7 +97,8 @@ def test_a_call_that_raises_leaves_nothing(write: Written) -> None:
             write(module, memory.of_a_call({}))
             raise RuntimeError
 
-    pytest.raises(RuntimeError, fail)
+    with pytest.raises(RuntimeError):
+        fail()
     assert write(module, given) == write(network(), options())
 
 
