@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
@@ -20,6 +21,7 @@ HANG_SECONDS = 60.0  # a bound for a test that would hang, far from what it take
 MAIN = """\
 import json, subprocess, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from collections.abc import Callable
 from pathlib import Path
 
 class Handler(BaseHTTPRequestHandler):
@@ -96,7 +98,12 @@ def test_one_that_does_not_start_shows_its_log(folder: Path) -> None:
 
 
 def test_one_that_never_answers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def once_it_has_some(log: Path, tail: Callable[[Path], str] = checkout._tail) -> str:
+        wait_until(lambda: log.stat().st_size, "its log")
+        return tail(log)
+
     monkeypatch.setattr(checkout, "START_SECONDS", 0.5)
+    monkeypatch.setattr(checkout, "_tail", once_it_has_some)
     (folder / "main.py").write_text("import time; print('thinking', flush=True); time.sleep(60)")
     with pytest.raises(HostError, match=r"(?s)did not answer within.*thinking"), checkout.started(folder):
         pytest.fail("it started")
