@@ -17,7 +17,7 @@ from legs_table import leg_of
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib
+    import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
 TIERS = ("check", "test", "slow", "all")
 VARIABLE = "ONEDIFF_GUARD_TIER"  # for drawn cases, which ask when they are imported
