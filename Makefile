@@ -30,12 +30,15 @@ ENVIRONMENT = $(patsubst %/,%,$(CHECKOUT))-venv
 # a process of its own, since its memory is measured
 SOAK := tests/faults/test_soak.py
 
-.PHONY: demo check test test-slow test-all comfyui-env reliability audit lint bench docs clean
+.PHONY: demo check check-tests test test-slow test-all comfyui-env reliability audit lint bench docs clean
 
 demo: .venv/.installed
 	.venv/bin/onediff-guard demo
 
-check: lint
+check: .venv/.installed
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync lint check-tests
+
+check-tests: .venv/.installed
 	$(TESTS) --tier check
 
 test: lint .venv-comfyui/.installed
