@@ -23,15 +23,17 @@ PACKAGE = "comfyui-onediff-guard"
 def content_of(graph: Graph, schemas: Mapping[str, Schema], input_dir: Path | None) -> str:
     """The hash of a workflow with all its settings made, of the images that it names, and of this pack's version.
 
-    In it are every node's type and inputs, by id; not its title, nor how the page lays it out. 20 and 20.0 are the same
-    number. An image counts by its bytes where it lies in `input_dir`, else by its name alone; a model by its name.
+    In it are every node's type and inputs, by id; not its title, how the page lays it out, nor a date in file names.
+    20 and 20.0 are the same number. An image counts by its bytes where it lies in `input_dir`, else by its name alone;
+    a model by its name.
 
     Raises:
         WorkflowError: an image's name leads out of `input_dir`, or its file is no image.
     """
+    nodes = graph.without_dates().to_api()
     facts = {
         "pack": version_that_matters(),
-        "nodes": {node_id: [node["class_type"], node["inputs"]] for node_id, node in graph.to_api().items()},
+        "nodes": {node_id: [node["class_type"], node["inputs"]] for node_id, node in nodes.items()},
         "images": _images(graph, schemas, input_dir) if input_dir else {},
     }
     text = json.dumps(_numbers_alike(facts), sort_keys=True, separators=(",", ":"))

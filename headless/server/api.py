@@ -51,21 +51,23 @@ class Server(Wire):
         super().__init__(url)
         self.client_id = uuid.uuid4().hex
 
-    async def schemas(self, types: Iterable[str]) -> dict[str, Schema]:
-        """The schemas of these node types.
+    async def schemas(self, types: Iterable[str], also: Iterable[str] = ()) -> dict[str, Schema]:
+        """The schemas of these node types; those of `also` where the server has them.
 
         Raises:
             HostError: nothing answers, or it isn't ComfyUI.
             UnknownNodesError: the server lacks some of them.
         """
-        names = sorted(types)
+        needed = set(types)
+        names = sorted(needed.union(also))
         together = Allowance()
         found = await asyncio.gather(*(self._schema(name, together) for name in names))
-        unknown = [shown(name) for name, schema in zip(names, found, strict=True) if schema is None]
+        unknown = [shown(name) for name, schema in zip(names, found, strict=True) if not schema and name in needed]
         if unknown:
             raise UnknownNodesError(
                 f"The ComfyUI at {self.name} has no node type {', '.join(unknown)}. Install the pack that brings it "
-                "there, and look for 'IMPORT FAILED' in its log if it is installed."
+                "there, and look for 'IMPORT FAILED' in its log if it is installed. If only the browser has it, "
+                "as with labels: run what Workflow > Export (API) writes."
             )
         return {name: schema for name, schema in zip(names, found, strict=True) if schema is not None}
 

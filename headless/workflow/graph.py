@@ -45,6 +45,9 @@ class Node:
 class Graph:
     nodes: Mapping[str, Node]
     workflow: Mapping[str, Any] | None = field(default=None, repr=False)  # the UI-format JSON it came from, if it did
+    # by node and input, as the UI-format JSON has them: texts with choices, and file names with a date
+    prompts: Mapping[tuple[str, str], str] = field(default_factory=dict, repr=False)
+    dated: Mapping[tuple[str, str], str] = field(default_factory=dict, repr=False)
 
     def class_types(self) -> set[str]:
         return {node.class_type for node in self.nodes.values()}
@@ -80,6 +83,10 @@ class Graph:
     def with_node(self, node: Node) -> Graph:
         """A copy in which this node stands in the place of the one with its id."""
         return replace(self, nodes={**self.nodes, node.id: node})
+
+    def without_dates(self) -> Graph:
+        """A copy whose file names are the same on every day."""
+        return self.with_inputs({node: {name: text} for (node, name), text in self.dated.items()})
 
     def with_inputs(self, values: Mapping[str, Mapping[str, Any]]) -> Graph:
         """A copy in which some nodes' inputs have other values: id -> name -> value."""

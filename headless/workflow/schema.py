@@ -53,10 +53,15 @@ class InputSpec:
     grows: tuple[InputSpec, ...] = ()  # all that the list can have, in their order
 
     @property
+    def forced(self) -> bool:
+        """Whether it is a socket alone, whatever its type."""
+        return bool(self.config.get("forceInput") or (not self.required and self.config.get("defaultInput")))
+
+    @property
     def widget(self) -> str | None:
         """The kind of widget that the browser shows for it; it stores that one's value in `widgets_values`."""
         kind = self.config.get("widgetType", self.type)
-        return kind if isinstance(kind, str) and kind in WIDGETS and not self.config.get("forceInput") else None
+        return kind if isinstance(kind, str) and kind in WIDGETS and not self.forced else None
 
     @property
     def default(self) -> Any:
@@ -84,6 +89,7 @@ class Schema:
     hidden: Mapping[str, str]  # name -> UNIQUE_ID, PROMPT, EXTRA_PNGINFO ...
     outputs: tuple[str, ...]  # types
     is_output: bool  # whether ComfyUI runs it without being asked by another node
+    title: str = ""  # that a new node has, where that is not its type
 
     @property
     def widgets(self) -> list[InputSpec]:
@@ -111,6 +117,7 @@ def from_class(class_type: str, node_class: type) -> Schema:
         node_class.INPUT_TYPES(),
         getattr(node_class, "RETURN_TYPES", ()),
         bool(getattr(node_class, "OUTPUT_NODE", False)),
+        getattr(node_class, "TITLE", ""),
     )
 
 
@@ -149,22 +156,23 @@ class _NodeInfo(Foreign):
     input: Annotated[_DeclaredInputs, BeforeValidator(nothing_is_empty)] = _DeclaredInputs()
     output: list[str | list[Any]] | None = None
     output_node: bool | None = None
+    display_name: str | None = None
 
 
 def from_object_info(class_type: str, info: object) -> Schema:
     """The schema of a node type of a running ComfyUI, from its entry in `/object_info`. Raises Unreadable."""
     node = fitting(_NodeInfo, info)
-    return _schema(class_type, vars(node.input), node.output or (), bool(node.output_node))
+    return _schema(class_type, vars(node.input), node.output or (), bool(node.output_node), node.display_name or "")
 
 
-def _schema(class_type: str, declared: Mapping[str, Any], outputs: Any, is_output: bool) -> Schema:
+def _schema(class_type: str, declared: Mapping[str, Any], outputs: Any, is_output: bool, title: str) -> Schema:
     inputs = {spec.name: spec for spec in _Inputs(iter(range(MAX_INPUTS))).of(declared)}
     hidden = {
         name: str(kind[0] if isinstance(kind, (list, tuple)) else kind)
         for name, kind in (declared.get("hidden") or {}).items()
     }
     names = tuple("COMBO" if isinstance(kind, (list, tuple)) else str(kind) for kind in outputs)
-    return Schema(class_type, inputs, hidden, names, is_output)
+    return Schema(class_type, inputs, hidden, names, is_output, title)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from ...trust.text import listed, shown
 from ..errors import NodeNotFoundError, WorkflowError
 from .graph import Graph, Link, Node, from_json
 from .schema import NOTHING, InputSpec, Schema, walk
+from .ui_texts import chosen
 
 JSON: Any = JsonValue
 
@@ -81,11 +82,13 @@ class Setting:
 
 
 def apply(graph: Graph, settings: Iterable[Setting], schemas: Mapping[str, Schema]) -> Graph:
-    """The graph with these inputs changed. Later settings win, but what brings an input along comes before that.
+    """The graph with these inputs changed, and its prompts' choices made by the seeds that it has then. Later settings
+    win, but what brings an input along comes before that.
 
     Raises:
         WorkflowError: no such node, or it has no such input.
     """
+    prompts, dated = dict(graph.prompts), dict(graph.dated)
     for setting in sorted(settings, key=lambda each: each.depth_in(graph, schemas)):
         node, spec = setting.found_in(graph, schemas)
         value = _value(setting.text, spec)
@@ -93,7 +96,9 @@ def apply(graph: Graph, settings: Iterable[Setting], schemas: Mapping[str, Schem
         if spec.brings and value != node.inputs.get(spec.name):
             changed = _brought(changed, spec, schemas[node.class_type])
         graph = graph.with_node(replace(node, inputs=changed))
-    return graph
+        for texts in (prompts, dated):
+            texts.pop((node.id, spec.name), None)
+    return chosen(replace(graph, prompts=prompts, dated=dated))
 
 
 def _brought(values: Mapping[str, Any], spec: InputSpec, schema: Schema) -> dict[str, Any]:

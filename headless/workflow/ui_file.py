@@ -57,6 +57,8 @@ class UiInput(UiSlot):
 class _Properties(Foreign):
     # of a subgraph node: [id of an inner node, its widget, ...] for each widget that is shown on it; up to early 2026
     promoted: Annotated[list[list[str]], BeforeValidator(_promotions)] = Field(default=[], alias="proxyWidgets")
+    name: JsonValue = Field(default="", alias="Node name for S&R")  # by which patterns in file names mean it
+    fills_in: JsonValue = Field(default=False, alias="Run widget replace on values")  # of a primitive
 
 
 class UiNode(Foreign):
@@ -72,6 +74,22 @@ class UiNode(Foreign):
     @property
     def promoted(self) -> list[list[str]]:
         return self.properties.promoted if self.properties else []
+
+    @property
+    def name(self) -> str | None:
+        """By which the patterns of file names mean it; "": the page gives it one."""
+        name = self.properties.name if self.properties else ""
+        return name if isinstance(name, str) else None
+
+    @property
+    def first_value(self) -> JsonValue:
+        """What its first widget holds, in a node that the page itself makes."""
+        return self.widgets_values[0] if isinstance(self.widgets_values, list) and self.widgets_values else None
+
+    @property
+    def fills_in_patterns(self) -> bool:
+        """Whether a primitive fills in the %patterns% of its value."""
+        return bool(self.properties and self.properties.fills_in)
 
 
 class UiLink(Foreign):

@@ -18,7 +18,9 @@ from .subgraphs import BYPASSED, INPUTS, MUTED, Canvas, Level, Unfolded
 from .ui_file import UiInput, UiNode, UiPort
 from .ui_widgets import widget_values
 
-REROUTE, PRIMITIVE = "Reroute", "PrimitiveNode"
+PRIMITIVE, SETTER, GETTER = "PrimitiveNode", "SetNode", "GetNode"  # the page's own, and two of KJNodes
+REROUTES = frozenset({"Reroute", "Reroute (rgthree)"})
+HANDS_ON = REROUTES | {SETTER}  # what their first input gets
 COMPARED = 100  # inputs of a bypassed node; no real one has as many
 ANY = frozenset({"*", "", "0"})
 
@@ -28,6 +30,8 @@ class Found:
     """What an input gets: a link to a node's output, or a plain value."""
 
     value: Any
+    in_widget: bool = False  # whether the page puts it into the input's own widget, and sends what that makes of it
+    has_patterns: bool = False  # whether it fills in the value's %patterns% first
 
 
 @dataclass(frozen=True)
@@ -41,15 +45,24 @@ class _Step:
     def key(self) -> tuple[str, str]:
         return self.level.path, self.link
 
+    @property
+    def wanted(self) -> str | None:
+        """The type that is asked for here; None where the node that it leads to asks for what it is asked for."""
+        node, slot = self.level.canvas.targets.get(self.link, (None, None))
+        return None if node is None or slot is None or node.type in HANDS_ON else slot.type
+
 
 class Sources:
-    """Each link is followed once."""
+    """Each link is followed once, and one from a bypassed node once for each type that is asked for behind it."""
 
     def __init__(self, unfolded: Unfolded, schemas: Mapping[str, Schema]) -> None:
         self.unfolded = unfolded
-        self.shown = _Shown(unfolded, schemas)
-        self.found: dict[tuple[str, str], Found | None] = {}
+        self.shown = Shown(unfolded, schemas)
+        # by link: where it leads, or at which link from a bypassed node that hangs on the type, and which is asked for
+        self.straight: dict[tuple[str, str], tuple[_Step | Found | None, str | None]] = {}
+        self.found: dict[tuple[tuple[str, str], str], Found | None] = {}  # by link from a bypassed node, and type
         self.first: dict[int, dict[str, UiInput]] = {}  # by bypassed node and type, its first input
+        self.setters: dict[int, dict[str, list[UiNode]]] = {}  # by canvas and name
 
     def of(self, level: Level, node: UiNode, slot: UiInput) -> Found | None:
         """What the input of a node gets, or None where nothing feeds it.
@@ -58,18 +71,42 @@ class Sources:
             WorkflowError: it leads nowhere, or in a circle.
         """
         at = self._behind(level, node, slot)
-        way: dict[tuple[str, str], None] = {}
-        while isinstance(at, _Step) and at.key not in self.found:
-            if at.key in way:
-                raise WorkflowError(
-                    "The workflow's reroutes, bypassed nodes or subgraphs run in a circle at link "
-                    f"{shown(at.level.path + at.link)}. Cut it."
-                )
-            way[at.key] = None
-            at = self._upstream(at)
-        found = self.found[at.key] if isinstance(at, _Step) else at
-        self.found |= dict.fromkeys(way, found)
-        return found
+        way: dict[tuple[tuple[str, str], str], None] = {}
+        while isinstance(at, _Step):
+            at, wanted = self._through(at, slot.type)
+            if not isinstance(at, _Step):
+                break
+            asked = at.key, wanted
+            if asked in self.found:
+                at = self.found[asked]
+                break
+            if asked in way:
+                raise _circle(at)
+            way[asked] = None
+            canvas = at.level.canvas
+            bypassed = canvas.nodes[canvas.links[at.link].origin_id]
+            at = self._behind(at.level, bypassed, self._bypass(at, bypassed, wanted))
+        self.found |= dict.fromkeys(way, at)
+        return at
+
+    def _through(self, at: _Step, wanted: str) -> tuple[_Step | Found | None, str]:
+        """Past all that hands on one input whatever is asked for."""
+        way: dict[tuple[str, str], _Step] = {}
+        end: _Step | Found | None = at
+        while isinstance(end, _Step) and end.key not in self.straight:
+            if end.key in way:
+                raise _circle(end)
+            way[end.key] = end
+            following = self._upstream(end)
+            if following is end:
+                break
+            end = following
+        known = self.straight.get(end.key) if isinstance(end, _Step) else None
+        end, asked = known or (end, None)
+        for step in reversed(way.values()):
+            asked = step.wanted if asked is None else asked
+            self.straight[step.key] = end, asked
+        return end, wanted if asked is None else asked
 
     def _behind(self, level: Level, node: UiNode, slot: UiInput | None) -> _Step | Found | None:
         if slot is None:
@@ -81,7 +118,7 @@ class Sources:
         return _Step(level, slot.link) if slot.link is not None else None
 
     def _upstream(self, step: _Step) -> _Step | Found | None:
-        """Where the page would go on, else where it ends."""
+        """Where the page would go on, else where it ends; the same step where that hangs on what is asked for."""
         level, canvas = step.level, step.level.canvas
         link = canvas.links.get(step.link)
         if link is not None and link.origin_id == INPUTS and level.above is not None and level.node is not None:
@@ -91,18 +128,48 @@ class Sources:
         node = canvas.nodes[link.origin_id]
         if node.type == PRIMITIVE:
             return self._primitive(step, node)
-        if node.mode == MUTED:
+        if node.mode == MUTED or (node.mode == BYPASSED and node.type == GETTER):
             return None
-        if node.mode == BYPASSED and node.type != REROUTE:
-            slot = self._bypass(step, node, link.origin_slot)
-            return self._behind(level, node, slot)
+        if node.type in HANDS_ON:
+            return self._behind(level, node, node.inputs[0] if node.inputs else None)
+        if node.type == GETTER:
+            return self._got(level, node)
+        if node.mode == BYPASSED:
+            return step
         if node.type in self.unfolded.subgraphs:
             inside = self.unfolded.levels[f"{level.path}{node.id}:"]
             within = inside.canvas.link_to_output(link.origin_slot)
             return None if within is None else _Step(inside, within)
-        if node.type == REROUTE:
-            return self._behind(level, node, node.inputs[0] if node.inputs else None)
         return Found(Link(f"{level.path}{node.id}", link.origin_slot))
+
+    def _got(self, level: Level, node: UiNode) -> _Step | Found | None:
+        """What a Get node gets: what the Set node of its name does, on its canvas, else on one around that."""
+        found, around = self._named(level, node.first_value), level.above
+        is_outside = not found
+        while is_outside and around is not None:
+            found, around = [*found, *self._named(around, node.first_value)], around.above
+        if len(found) > 1:
+            raise WorkflowError(
+                f"Node {shown(level.path + node.id)} gets '{shown(node.first_value)}', which {len(found)} Set nodes "
+                "set. Rename all but one of them, and save the workflow again."
+            )
+        if not found:
+            return None
+        at, setter = found[0]
+        step = self._behind(at, setter, setter.inputs[0] if setter.inputs else None)
+        link = at.canvas.links.get(step.link) if isinstance(step, _Step) else None
+        return None if is_outside and link is not None and link.origin_id == INPUTS else step  # as KJNodes has it
+
+    def _named(self, level: Level, name: Any) -> list[tuple[Level, UiNode]]:
+        """The Set nodes of this name on a canvas."""
+        canvas = level.canvas
+        if id(canvas) not in self.setters:
+            named = self.setters[id(canvas)] = {}
+            for node in canvas.nodes.values():
+                if node.type == SETTER and isinstance(node.first_value, str) and node.first_value:
+                    named.setdefault(node.first_value, []).append(node)
+        found = self.setters[id(canvas)].get(name, ()) if isinstance(name, str) else ()
+        return [(level, node) for node in found]
 
     def _outside(self, level: Level, node: UiNode, canvas: Canvas, place: int) -> _Step | Found | None:
         """What comes into a subgraph."""
@@ -121,22 +188,22 @@ class Sources:
         """The value of a primitive, which the page hands to the node beside it, and to none further on."""
         level = step.level
         target, _ = level.canvas.targets.get(step.link, (None, None))
-        if target is None or target.type == REROUTE or target.type in self.unfolded.subgraphs:
+        if target is None or target.mode == BYPASSED or target.type in HANDS_ON | self.unfolded.subgraphs.keys():
             return None
-        values = node.widgets_values
-        value = values[0] if isinstance(values, list) and values else None
-        return Found(self.shown.of(level.node).inner.get((node.id, ""), value) if level.node else value)
+        value = node.first_value
+        value = self.shown.of(level.node).inner.get((node.id, ""), value) if level.node else value
+        return Found(value, in_widget=True, has_patterns=node.fills_in_patterns)
 
-    def _bypass(self, step: _Step, node: UiNode, slot: int) -> UiInput | None:
+    def _bypass(self, step: _Step, node: UiNode, wanted: str) -> UiInput | None:
         """The input that stands in for an output of a bypassed node: that of the same place, else of the type."""
         inputs, outputs = node.inputs or [], node.outputs or []
+        slot = step.level.canvas.links[step.link].origin_slot
         if not 0 <= slot < len(outputs):
             raise WorkflowError(
                 f"A link takes output {shown(slot)} of node {shown(step.level.path + node.id)}, "
                 f"which has {len(outputs)}."
             )
         given = outputs[slot].type
-        wanted = self._wanted(step)
         if wanted in ANY:
             return inputs[slot if slot < len(inputs) else 0] if inputs else None
         if slot < len(inputs) and _connects(inputs[slot].type, given) and _connects(inputs[slot].type, wanted):
@@ -147,12 +214,12 @@ class Sources:
         fitting = (each for each in few if _connects(each.type, given) and _connects(each.type, wanted))
         return self.first[id(node)].get(wanted) or next(fitting, None)
 
-    def _wanted(self, step: _Step) -> str:
-        """The type of the input that a link leads to; of the link itself where that only hands it on."""
-        node, slot = step.level.canvas.targets.get(step.link, (None, None))
-        if node is None or slot is None or node.type == REROUTE:
-            return step.level.canvas.links[step.link].type
-        return slot.type
+
+def _circle(at: _Step) -> WorkflowError:
+    return WorkflowError(
+        "The workflow's reroutes, Get nodes, bypassed nodes or subgraphs run in a circle at link "
+        f"{shown(at.level.path + at.link)}. Cut it."
+    )
 
 
 def _connects(one: str, other: str) -> bool:
@@ -170,7 +237,7 @@ class _Host:
     inner: Mapping[tuple[str, str], Any]  # values of inputs of nodes in it, or of primitives ("")
 
 
-class _Shown:
+class Shown:
     """What subgraph nodes show as their own widgets."""
 
     def __init__(self, unfolded: Unfolded, schemas: Mapping[str, Schema]) -> None:

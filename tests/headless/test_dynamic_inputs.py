@@ -65,7 +65,10 @@ def convert(widgets: Any, *inputs: tuple[str, int]) -> dict[str, Any]:
         (["new", "p"], {"format": "new", "prefix": "p"}),
         ([[1, 2], "p"], {"format": [1, 2], "prefix": "p"}),
         (None, {"format": "auto", "format.codec": "auto", "prefix": "x"}),
-        ({"format": "gif", "format.palette": "cold"}, {"format": "gif", "format.palette": "cold"}),
+        (
+            {"format": "gif", "format.palette": "cold"},
+            {"format": "gif", "format.palette": "cold", "prefix": "x"},
+        ),
     ],
 )
 def test_the_inputs_of_the_chosen_option_follow_it(widgets: Any, expected: Json) -> None:

@@ -78,7 +78,7 @@ def test_widgets_that_the_file_has_no_value_for_have_their_defaults(convert: Any
 def test_widgets_by_name_and_links_as_objects(convert: Any) -> None:
     link = {"id": 5, "origin_id": 1, "origin_slot": 0, "target_id": 2, "target_slot": 0, "type": "IMAGE"}
     graph = convert([node(1, "Noise", {"width": 48, "videopreview": {}}), save(5)], [link])
-    assert graph.nodes["1"].inputs == {"width": 48}
+    assert graph.nodes["1"].inputs == {"width": 48, "seed": 0, "kind": "uniform", "text": "", "gain": 1.0}
     assert graph.nodes["2"].inputs["images"] == Link("1", 0)
 
 
