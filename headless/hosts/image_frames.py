@@ -46,7 +46,25 @@ def _frames(file: Image) -> Iterator[Frame]:
         if not 0 < pixels <= MAX_PIXELS:
             raise ValueError(f"{pixels:,} pixels in all frames together, expected at most {MAX_PIXELS:,}")
         upright = ImageOps.exif_transpose(frame)
-        if upright.mode == "I":
-            upright = upright.point(lambda value: value * (1 / 255))
-        rgba = np.array(upright.convert("RGBA"), dtype=np.float32) / 255
+        deep = _deep(upright)
+        if deep is None:
+            rgba = np.array(upright.convert("RGBA"), dtype=np.float32) / 255
+        else:
+            opaque = np.array(upright) != upright.info.get("transparency")
+            rgba = np.stack([deep, deep, deep, opaque.astype(np.float32)], axis=-1)
         yield Frame(rgba, upright.has_transparency_data)
+
+
+def _deep(image: Image) -> np.ndarray | None:
+    """Grey of more than 8 bits as float32, 0 to 1, which Pillow would cut off at 255; None for all other pictures.
+
+    16 bits are read as by ComfyUI 0.33. Floats up to 1 are taken as they are; ComfyUI makes black of them.
+    """
+    import numpy as np
+
+    whole = image.mode == "I" or image.mode.startswith("I;16")
+    if not whole and image.mode != "F":
+        return None
+    grey = np.nan_to_num(np.array(image, dtype=np.float32), posinf=np.inf)
+    top = 65535 if whole else 1 if grey.max() <= 1 else 255
+    return np.clip(grey / top, 0, 1)

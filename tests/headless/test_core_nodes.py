@@ -147,6 +147,47 @@ def test_load_image(run: Run, tmp_path: Path, mode: str) -> None:
     assert mask.max() == (1 if mode == "RGBA" else 0)
 
 
+def gradient(top: float, dtype: Any) -> np.ndarray:
+    return np.linspace(0, top, 48).astype(dtype).reshape(6, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("grey16.png", gradient(65535, np.uint16)),
+        ("grey16.tiff", gradient(65535, np.uint16)),
+        ("big_endian.tiff", gradient(65535, ">u2")),
+        ("grey32.tiff", gradient(65535, np.int32)),
+        ("float.tiff", gradient(1, np.float32)),
+        ("float_255.tiff", gradient(255, np.float32)),
+        ("outside.tiff", np.array([[-1, 0.5, 1, np.nan]], np.float32)),
+        ("dark.tiff", np.zeros((2, 2), np.float32)),
+    ],
+)
+def test_grey_of_more_than_8_bits_keeps_its_values(run: Run, tmp_path: Path, name: str, values: np.ndarray) -> None:
+    """16 bits: the same as ComfyUI 0.33 reads with PyAV."""
+    (tmp_path / "input").mkdir()
+    Image.fromarray(values).save(tmp_path / "input" / name)
+    images, mask = run(load_image(name)).results["1"]
+    top = 65535 if values.dtype.kind in "iu" else max(1, 255 * (np.nanmax(values) > 1))
+    wanted = np.clip(np.nan_to_num(values.astype(np.float64)) / top, 0, 1)
+    assert images.dtype == torch.float32
+    assert np.abs(images[0].numpy() - wanted[..., None]).max() < 1e-6
+    assert not mask.any()
+    if name in {"grey16.png", "grey16.tiff"}:
+        with av.open(tmp_path / "input" / name) as file:
+            read = next(file.decode(video=0)).to_ndarray(format="gbrpf32le")
+        assert np.abs(images[0].numpy() - read).max() < 1e-6
+
+
+def test_16_bits_with_a_transparent_grey(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "input").mkdir()
+    values = gradient(65535, np.uint16)
+    Image.fromarray(values).save(tmp_path / "input" / "a.png", transparency=int(values[2, 3]))
+    _, mask = run(load_image("a.png")).results["1"]
+    assert (mask[0].numpy() == (values == values[2, 3])).all()
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
