@@ -62,11 +62,22 @@ class Cleaned(io.TextIOBase):
 
 @contextmanager
 def cleaned_output() -> Iterator[None]:
-    """Both streams behind the gate. Characters that they cannot write become question marks."""
+    """Both streams behind the gate. Characters that they cannot write become question marks. One that is closed, as
+    `>&-` does it and pythonw, goes nowhere."""
     with ExitStack() as restored:
+        _take_closed_descriptors()
         for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
             if isinstance(stream, io.TextIOWrapper):  # a console of Windows may have no arrow, and be told the rest
                 stream.reconfigure(errors="replace")
-            if stream is not None:  # pythonw has none
-                restored.enter_context(redirect(Cleaned(stream)))
+            if stream is None:
+                stream = restored.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
+            restored.enter_context(redirect(Cleaned(stream)))
         yield
+
+
+def _take_closed_descriptors() -> None:
+    """Else a file that is opened later gets the number of a standard stream, and libraries write messages into it."""
+    with suppress(OSError):
+        while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+            pass
+        os.close(number)

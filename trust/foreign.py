@@ -63,7 +63,9 @@ def parse(data: bytes | str, *, nan: bool = False) -> Any:
     try:
         return pydantic_core.from_json(data, allow_inf_nan=nan)
     except (TypeError, ValueError) as error:  # TypeError: of text with half a character
-        raise Unreadable(f"it is not JSON ({error})") from None
+        half = "surrogate" in str(error) or "end of hex escape" in str(error)
+        why = ": half a character, as a cut-off emoji leaves it, stands in it; write that anew" if half else ""
+        raise Unreadable(f"it is not JSON{why} ({error})") from None
 
 
 def parse_as(kind: type[T], data: bytes | str) -> T:

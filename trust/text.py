@@ -20,6 +20,12 @@ def for_page(text: str) -> str:
     return _LINK.sub(lambda mark: f"&#{ord(mark[0])};", html.escape(for_terminal(text)))
 
 
+def is_whole(text: str) -> bool:
+    """Whether it has no half of a character, which no encoding takes: of an emoji that was cut, or of bytes that are no
+    text."""
+    return _HALF.search(text) is None
+
+
 def for_terminal(text: str) -> str:
     """Text without what a terminal obeys (escape sequences, marks that turn the direction), lines kept."""
     return _HALF.sub("�", _CONTROL.sub("�", text.replace("\r\n", "\n")))

@@ -44,8 +44,7 @@ def main(argv: Sequence[str] | None = None, subcommands: Sequence[Subcommand] = 
     with cleaned_output():
         try:
             code = _main(list(sys.argv[1:] if argv is None else argv), subcommands)
-            if sys.stdout is not None:  # pythonw has none
-                sys.stdout.flush()
+            sys.stdout.flush()
             return code
         except NobodyReadsError:
             return int(ExitCode.NOBODY_READS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
@@ -11,7 +12,7 @@ from typing import Any
 from pydantic import Field, JsonValue
 
 from ...trust.foreign import Foreign, Unreadable, fitting, object_in, read
-from ...trust.text import listed, shown
+from ...trust.text import is_whole, listed, shown
 from ..errors import NodeNotFoundError, WorkflowError
 
 
@@ -175,7 +176,7 @@ def from_api(data: Mapping[str, Any]) -> Graph:
 
 def _node_from_api(node_id: str, node: ApiNode) -> Node:
     inputs = {name: from_json(value) for name, value in node.inputs.items()}
-    return Node(node_id, node.class_type, inputs, node.meta.title if node.meta else None)
+    return whole(Node(node_id, node.class_type, inputs, node.meta.title if node.meta else None))
 
 
 def from_json(value: JsonValue) -> Any:
@@ -185,6 +186,18 @@ def from_json(value: JsonValue) -> Any:
     if isinstance(value, dict) and set(value) == {"__value__"}:
         return value["__value__"]
     return value
+
+
+def whole(node: Node) -> Node:
+    """The node, all of whose texts can be sent and encoded. Raises WorkflowError where one holds half a character."""
+    for name, value in node.inputs.items():
+        text = json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict)) else value
+        if isinstance(text, str) and not is_whole(text):
+            raise WorkflowError(
+                f"{node.label}: input '{shown(name)}' holds half a character, as a cut-off emoji leaves it: "
+                f"{shown(value)}. Delete it, or write the emoji again."
+            )
+    return node
 
 
 def _node_to_api(node: Node) -> dict[str, Any]:

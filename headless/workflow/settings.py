@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 from pydantic import JsonValue
 
 from ...trust.foreign import Unreadable, fitting, parse
-from ...trust.text import listed, shown
+from ...trust.text import is_whole, listed, shown
 from ..errors import NodeNotFoundError, WorkflowError
-from .graph import Graph, Link, Node, from_json
+from .graph import Graph, Link, Node, from_json, whole
 from .schema import NOTHING, InputSpec, Schema, walk
 from .ui_texts import chosen
 
@@ -29,14 +30,15 @@ class Setting:
 
     @classmethod
     def parse(cls, argument: str) -> Setting:
-        """Read `NODE.INPUT=VALUE`. Both names may hold dots.
+        """Read `NODE.INPUT=VALUE`, as UTF-8 in every locale. Both names may hold dots.
 
         Raises:
             WorkflowError: it has another form, or bytes that are no text.
         """
         try:
-            argument.encode()
-        except UnicodeEncodeError:
+            if not is_whole(argument):  # in an ASCII locale, Python keeps all other bytes for later
+                argument = os.fsencode(argument).decode()
+        except UnicodeError:
             raise WorkflowError(f"--set {shown(argument)}: expected UTF-8, found bytes that are none.") from None
         target, equals, text = argument.partition("=")
         node, dot, name = target.rpartition(".")
@@ -86,7 +88,7 @@ def apply(graph: Graph, settings: Iterable[Setting], schemas: Mapping[str, Schem
     win, but what brings an input along comes before that.
 
     Raises:
-        WorkflowError: no such node, or it has no such input.
+        WorkflowError: no such node, it has no such input, or the value holds half a character.
     """
     prompts, dated = dict(graph.prompts), dict(graph.dated)
     for setting in sorted(settings, key=lambda each: each.depth_in(graph, schemas)):
@@ -95,7 +97,7 @@ def apply(graph: Graph, settings: Iterable[Setting], schemas: Mapping[str, Schem
         changed = {**node.inputs, spec.name: value}
         if spec.brings and value != node.inputs.get(spec.name):
             changed = _brought(changed, spec, schemas[node.class_type])
-        graph = graph.with_node(replace(node, inputs=changed))
+        graph = graph.with_node(whole(replace(node, inputs=changed)))
         for texts in (prompts, dated):
             texts.pop((node.id, spec.name), None)
     return chosen(replace(graph, prompts=prompts, dated=dated))

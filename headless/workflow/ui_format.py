@@ -14,7 +14,7 @@ from typing import Any
 from ...trust.foreign import Unreadable, fitting
 from ...trust.text import listed, shown
 from ..errors import UnknownNodesError, WorkflowError
-from .graph import Graph, Link, Node
+from .graph import Graph, Link, Node, whole
 from .schema import Schema
 from .subgraphs import BYPASSED, MUTED, Level, Unfolded, unfold
 from .ui_file import UiFile, UiNode
@@ -113,7 +113,7 @@ def convert(data: Mapping[str, Any], schemas: Mapping[str, Schema]) -> Graph:
                     dated[node_id, name] = text
             elif name in specs and specs[name].config.get("dynamicPrompts") is True:
                 prompts[node_id, name] = text
-        converted[node_id] = Node(node_id, node.type, inputs, node.title or None, level.title)
+        converted[node_id] = whole(Node(node_id, node.type, inputs, node.title or None, level.title))
     return chosen(Graph(converted, _as_saved(data), prompts, dated))
 
 

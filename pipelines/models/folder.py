@@ -169,11 +169,12 @@ def list_folders(roots: Iterable[Path], depth: int = 3) -> dict[str, Path]:
     """Find the diffusers-format folders under the roots, at most `depth` levels below. Returns {name relative to its
     root, with forward slashes: path}.
 
-    The first root wins where two hold the same name. A folder that cannot be read is passed over.
+    The first root wins where two hold the same name. A folder that cannot be read is passed over, and so is a link to
+    one that was looked through already.
     """
     found: dict[str, Path] = {}
     for root in roots:
-        for folder in _walk(root, depth):
+        for folder in _walk(root, depth, {}):
             name = folder.relative_to(root).as_posix()
             found.setdefault(folder.name if name == "." else name, folder)
     return dict(sorted(found.items()))
@@ -295,14 +296,16 @@ def _mixed(weights: Mapping[str, Weights]) -> Iterator[str]:
             yield f"{name} is stored in several dtypes ({shares}): loaded in one, that of its plan"
 
 
-def _walk(folder: Path, depth: int) -> Iterator[Path]:
+def _walk(folder: Path, depth: int, seen: dict[Path, int]) -> Iterator[Path]:
+    """seen: to what depth each real folder was looked through."""
     try:
         if (folder / "model_index.json").is_file():
             yield folder
-        elif depth > 0 and folder.is_dir():
-            for child in sorted(folder.iterdir()):
+        elif depth > 0 and folder.is_dir() and seen.get(real := folder.resolve(), 0) < depth:
+            seen[real] = depth
+            for child in sorted(folder.iterdir(), key=lambda child: (child.is_symlink(), child)):
                 if child.is_dir() and not child.name.startswith("."):
-                    yield from _walk(child, depth - 1)
+                    yield from _walk(child, depth - 1, seen)
     except OSError:
         return
 

@@ -18,6 +18,7 @@ from ...precision.learned import Learned
 from ...precision.policy import Component, Precision
 from ...precision.report import RunReport
 from ...precision.shells import with_forward
+from ...trust.text import is_whole
 from ..errors import BadInput
 from ..parallel.group import here
 from ..weights.ladder import Rung, Way
@@ -43,9 +44,10 @@ def encode_prompts(
 
     The text encoder is loaded only where a prompt is new. Afterwards it rests in main memory, where that has room.
     progress: is told each prompt that is new.
-    Raises BadInput where the model takes no prompt.
+    Raises BadInput where the model takes no prompt, or a prompt holds half a character.
     """
     _limit(handle)
+    _check_letters(prompts)
     stage = handle.stage(Component.TEXT_ENCODER, request)
     plan, report = stage.plan, stage.report
     report.notes += _cut_off(handle, prompts)
@@ -165,6 +167,14 @@ def _limit(handle: PipelineHandle) -> int:
     if rule is None:
         raise BadInput(f"{handle.store.model.variant.name} takes no prompt: it starts from an image.")
     return rule.tokens(handle.store.model.denoiser_config)
+
+
+def _check_letters(prompts: list[str]) -> None:
+    if not all(map(is_whole, prompts)):
+        raise BadInput(
+            "The prompt holds half a character, as a cut-off emoji leaves it. Delete what is shown as � or an empty "
+            "box, or write the emoji again."
+        )
 
 
 def _cut_off(handle: PipelineHandle, prompts: list[str]) -> tuple[str, ...]:

@@ -93,6 +93,7 @@ def sample(
     family = handle.family
     check_size(handle, settings)
     _check_start(handle, image, video)
+    _check_guidance(handle.family, settings)
     embeddings = _checked_embeddings(handle, positive, negative)
     stages = handle.denoising(request)
     report = stages[0].report
@@ -251,6 +252,21 @@ def _check_start(handle: PipelineHandle, image: Any, video: list[Any] | None) ->
         raise BadInput(f"{name} does not start from an image. Use the plain sampler, or an image-to-video model.")
     if video is not None and not family.from_video:
         raise BadInput(f"{name} does not start from a video. Use a text-to-video model for that.")
+
+
+def _check_guidance(family: FamilySpec, settings: SampleSettings) -> None:
+    """diffusers encodes for guidance where the last frame's scale is above 1, and guides where the largest is.
+
+    Raises BadInput where these differ.
+    """
+    if not family.guidance.first:
+        return
+    first, last = settings.told(family, family.guidance.first), settings.scale(family)
+    if last <= 1 < first:
+        raise BadInput(
+            f"{family.guidance.first} is {first:g}, but {family.guidance.argument} is {last:g}, which means no "
+            f"guidance. Set {family.guidance.argument} above 1, or {family.guidance.first} to 1."
+        )
 
 
 def _checked_embeddings(

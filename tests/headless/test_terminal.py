@@ -19,6 +19,7 @@ import pytest
 from comfyui_onediff_guard.headless.commands import cli
 from comfyui_onediff_guard.headless.hosts import local
 from comfyui_onediff_guard.headless.terminal import Cleaned, cleaned_output
+from PIL import Image
 
 Console = Callable[..., tuple[int, str, str]]
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202eevil\b\rgone"
@@ -109,6 +110,34 @@ def test_a_reader_that_goes_away_ends_a_command_silently(arguments: list[str], t
     ended = subprocess.run(command, cwd=tmp_path, stdout=writing, stderr=subprocess.PIPE, check=False)
     os.close(writing)
     assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell there closes nothing")
+@pytest.mark.parametrize("closed", ["2>&-", "0<&- 1>&- 2>&-"])
+def test_streams_that_are_closed_take_nothing_away(closed: str, tmp_path: Path) -> None:
+    """Nor does a result get what would have been printed."""
+    (tmp_path / "input").mkdir()
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "input" / "a.png")
+    load = {"class_type": "LoadImage", "inputs": {"image": "a.png"}}
+    save = {"class_type": "SaveImage", "inputs": {"images": ["1", 0], "filename_prefix": "x"}}
+    (tmp_path / "w.json").write_text(json.dumps({"1": load, "2": save}))
+    command = f'exec {closed}; "{sys.executable}" -m comfyui_onediff_guard.headless run w.json --input input --out out'
+    ended = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, check=False)
+    assert ended.returncode == 0, ended
+    with Image.open(tmp_path / "out" / "x_00001_.png") as picture:
+        assert picture.getpixel((0, 0)) == (255, 0, 0)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="arguments there are text")
+def test_set_is_utf_8_in_an_ascii_locale(tmp_path: Path) -> None:
+    code = (
+        "import sys; from comfyui_onediff_guard.headless.workflow.settings import Setting\n"
+        "print(ascii(Setting.parse(sys.argv[1]).text), ascii(Setting.parse('1.a=\\xe9').text))"
+    )
+    locale = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-c", code, "1.prompt=été 🎈".encode()]
+    ended = subprocess.run(command, env=locale, capture_output=True, text=True, check=True)
+    assert ended.stdout == r"'\xe9t\xe9 \U0001f388' '\xe9'" + "\n"
 
 
 def test_a_command_in_another_thread(tmp_path: Path, console: Console) -> None:

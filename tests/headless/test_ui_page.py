@@ -212,6 +212,11 @@ def test_choices_hang_on_the_seed_that_the_run_has_in_the_end() -> None:
     assert len(by_source) > 4
 
 
+def test_half_a_character_is_refused() -> None:
+    with pytest.raises(WorkflowError, match=r"node 1 \(Encode\): input 'text' holds half a character"):
+        sent("a \ud83d cat")
+
+
 # File names
 
 

@@ -163,3 +163,17 @@ def test_set_with_a_name_that_two_nodes_have(workflow: dict[str, Any], classes: 
     workflow["3"] = {"class_type": "Noise", "inputs": {}}
     with pytest.raises(WorkflowError, match=r"'Noise' names 2 nodes of the workflow \(1, 3\): use the node's id"):
         apply(workflow, classes, "Noise.width=8")
+
+
+@pytest.mark.parametrize("value", ["a \ud83d cat", {"deep": ["\udd25"]}, {"__value__": ["\ud83d"]}])
+def test_half_a_character_is_found_before_anything_runs(workflow: dict[str, Any], value: Any) -> None:
+    workflow["1"]["inputs"]["text"] = value
+    with pytest.raises(WorkflowError, match=r"node 1 \(.*\): input 'text' holds half a character"):
+        from_api(json.loads(json.dumps(workflow)))
+
+
+@pytest.mark.parametrize("half", [r"\ud83d", r"\ud83d b", r"\ud83d\u0041", r"\udd25"])
+def test_half_a_character_in_a_file_is_named(tmp_path: Path, half: str) -> None:
+    (tmp_path / "w.json").write_text(f'{{"1": {{"class_type": "N", "inputs": {{"t": "a {half}"}}}}}}')
+    with pytest.raises(WorkflowError, match=r"w.json .*half a character.* line 1"):
+        read_json(tmp_path / "w.json")

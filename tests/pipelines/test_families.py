@@ -298,3 +298,27 @@ def test_sizes_that_a_model_has_no_positions_for_are_refused(model_folder, varia
     with pytest.raises(BadSize, match=message):
         sample(handle, None, None, SampleSettings(width, height, 2, 0, frames=frames))
     assert handle.store.loaded() == {}
+
+
+def test_guidance_that_ends_below_where_it_begins(model_folder):
+    """diffusers takes it as long as the last frame is guided; else it fails in its first step."""
+    handle = opened(model_folder("svd"))
+
+    def sampling(first, last):
+        more = {"min_guidance_scale": first, "max_guidance_scale": last}
+        return SampleSettings(64, 64, 1, 3, frames=2, more=more)
+
+    (start,) = fitted(picture(), 64, 64, "crop")
+    with pytest.raises(BadInput, match="min_guidance_scale is 3, but max_guidance_scale is 1, which means no guidance"):
+        sample(handle, None, None, sampling(3.0, 1.0), image=start)
+    assert handle.store.loaded() == {}
+    latents, _ = sample(handle, None, None, sampling(3.0, 2.0), image=start)
+    assert torch.isfinite(latents).all()
+
+
+def test_half_a_character_in_a_prompt_is_refused_before_anything_is_loaded(model_folder):
+    handle = opened(model_folder("cogview4"))
+    with pytest.raises(BadInput, match="The prompt holds half a character"):
+        encode_prompts(handle, ["a boat", "\ud83d"])
+    assert handle.store.loaded() == {}
+    assert encode_prompts(handle, ["a boat \U0001f525"])[0][0].isfinite().all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 
 import pytest
 import shared_models
@@ -162,6 +163,20 @@ def test_listing(folder, tmp_path):
     found = list_folders([tmp_path, other, tmp_path / "absent"])
     assert list(found) == ["deep/er/two", "model", "other/model"]
     assert found["model"] == folder
+
+
+def test_links_that_lead_back_are_looked_through_once(folder, tmp_path):
+    """A thousand of them, three deep, are a thousand million ways; a folder keeps its own name beside a link to it."""
+    root = tmp_path / "root"
+    shutil.copytree(folder, root / "real" / "model")
+    (root / "a link").symlink_to(root / "real")
+    (root / "linked").symlink_to(folder)
+    for number in range(1000):
+        (root / "real" / f"back {number}").symlink_to(root)
+    (root / "lost").symlink_to(tmp_path / "absent")
+    began = time.process_time()
+    assert list(list_folders([root])) == ["linked", "real/model"]
+    assert time.process_time() - began < 2
 
 
 def test_fingerprint_changes_with_the_files(folder):
