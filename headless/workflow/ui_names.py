@@ -36,7 +36,7 @@ class Names:
     def __init__(self, unfolded: Unfolded, schemas: Mapping[str, Schema], sources: Sources) -> None:
         self.unfolded, self.schemas, self.sources = unfolded, schemas, sources
         self.nodes = _by_name(unfolded, schemas)
-        self.levels = {id(level.canvas): level for level in reversed(unfolded.levels.values())}
+        self.levels = {id(level.canvas): level for level in unfolded.levels.values()}
         self.known: dict[tuple[str, str], Any] = {}
         self.now = datetime.now()
 
@@ -60,9 +60,11 @@ class Names:
         elif node.type in self.schemas:
             value = widget_values(node, self.schemas[node.type]).get(widget, NOTHING)
             level = self.levels.get(id(canvas))
-            for slot in (node.inputs or ()) if level and value is not NOTHING else ():
-                if slot.name == widget and (found := self.sources.of(level, node, slot)) and found.in_widget:
-                    value = found.value
+            for slot in node.inputs or ():
+                if level is None or value is NOTHING or slot.name != widget:
+                    continue
+                found = self.sources.of(level, node, slot)
+                value = found.value if found and found.in_widget else value
         if value is NOTHING:
             raise KeyError(widget)
         return value
