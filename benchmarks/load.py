@@ -156,7 +156,8 @@ def make(case: Case, folder: Path) -> Path:
 
 
 def cogvideox(folder: Path, component: str, dtype: torch.dtype) -> Path:
-    """A small folder with one large component, of the 2B's width in 10 of its 30 blocks, or of T5-XXL's in 3 of 24."""
+    """A small folder with one large component, of the 2B's width in 10 of its 30 blocks, or of T5-XXL's in 4 of 24 and
+    the small tokenizer's rows."""
     from comfyui_onediff_guard.demo.small_model import build_cogvideox
     from diffusers import CogVideoXTransformer3DModel
     from transformers import T5Config, T5EncoderModel
@@ -167,8 +168,8 @@ def cogvideox(folder: Path, component: str, dtype: torch.dtype) -> Path:
         if component == "transformer":
             large: Any = CogVideoXTransformer3DModel(num_layers=10)
         else:
-            sizes = {"d_model": 4096, "d_ff": 10240, "d_kv": 64, "num_heads": 64, "num_layers": 3}
-            large = T5EncoderModel(T5Config(**small | sizes | {"vocab_size": 32128}))
+            sizes = {"d_model": 4096, "d_ff": 10240, "d_kv": 64, "num_heads": 64, "num_layers": 4}
+            large = T5EncoderModel(T5Config(**small | sizes))
     torch.nn.Module.to(large, dtype)
     large.to_empty(device="cpu")
     for tensor in large.state_dict().values():

@@ -41,7 +41,14 @@ _COGVIEW_VAE: dict[str, Any] = {
     "use_post_quant_conv": False,
     "mid_block_add_attention": False,
 }
-_T5_XXL = {"vocab_size": 32128, "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64}
+_T5_XXL = {
+    "vocab_size": 384,  # of the small tokenizer
+    "d_model": 4096,
+    "d_kv": 64,
+    "d_ff": 10240,
+    "num_layers": 24,
+    "num_heads": 64,
+}
 _CLIP_H = {
     "hidden_size": 1280,
     "intermediate_size": 5120,

@@ -11,6 +11,10 @@ class BadFolder(ValueError):
     """A model folder that cannot be used."""
 
 
+class LibraryFailed(RuntimeError):
+    """A Python library that does not work here, whatever the model."""
+
+
 class BadSize(ValueError):
     """Width, height or frame count that the model cannot make."""
 

@@ -16,7 +16,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ..trust.foreign import Foreign, Unreadable, fitting, object_in, parse
+from ..trust.foreign import Foreign, Unreadable, fitting, is_lfs_pointer, object_in, parse
 from ..trust.text import shown
 
 FLOATS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8}  # bits, by safetensors' name
@@ -87,6 +87,8 @@ def header_text(file: Path) -> bytes:
     if not file.is_file():
         raise FileNotFoundError(f"no file: {file.name}")
     size = file.stat().st_size
+    if is_lfs_pointer(file):
+        raise Unreadable(f"it is a Git LFS pointer ({size} bytes), not the file: run `git lfs pull` where it lies")
     with file.open("rb") as stream:
         prefix = stream.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size

@@ -39,7 +39,7 @@ TOLD = {
     "pipelines/pace.py": ("in_words",),
     "pipelines/reading.py": ("reading",),
     "pipelines/run/calls.py": ("_tell",),
-    "pipelines/run/encode.py": ("_cut_off",),
+    "pipelines/run/encode.py": ("_cut_off", "_unknown"),
     "pipelines/run/handle.py": ("idle_guard",),
     "pipelines/run/lessons.py": ("known",),
     "pipelines/run/profiles.py": ("misfit", "in_words"),

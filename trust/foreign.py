@@ -17,6 +17,8 @@ import pydantic_core
 from .text import shown
 
 MAX_BYTES = 64 * 2**20
+BOM = b"\xef\xbb\xbf"  # a byte order mark, which some editors put before UTF-8
+_LFS = b"version https://git-lfs.github.com/spec/"
 _WANTED: dict[str, str] = dict.fromkeys(
     ("model_type", "model_attributes_type", "dict_type"), "input should be an object"
 )
@@ -43,7 +45,13 @@ def read(file: Path, *, limit: int = MAX_BYTES, nan: bool = False) -> Any:
         data = stream.read(limit + 1)
     if len(data) > limit:
         raise Unreadable(f"it is larger than {limit:,} bytes")
-    return parse(data.removeprefix(b"\xef\xbb\xbf"), nan=nan)
+    return parse(data.removeprefix(BOM), nan=nan)
+
+
+def is_lfs_pointer(file: Path) -> bool:
+    """Whether a file is what Git leaves in its place where Git LFS is not installed. Raises OSError."""
+    with file.open("rb") as stream:
+        return stream.read(len(_LFS)) == _LFS
 
 
 def values_in(data: bytes) -> int:

@@ -13,6 +13,7 @@ from ...precision.streams import Stream
 from .cogview import SIZES, ZAI, CogView, channels, context, step_inputs, usual_size
 from .components import (
     IMAGE_VAE,
+    TOKENIZER_ALSO,
     ComponentSpec,
     Fields,
     Layers,
@@ -72,7 +73,8 @@ COGVIEW4 = FamilySpec(
             "transformers",
             ("PreTrainedTokenizerFast", "PreTrainedTokenizer", "TokenizersBackend"),
             Tokenizer,
-            weights=False,
+            needs=(("tokenizer_config.json",), ("tokenizer.json",)),
+            reads=TOKENIZER_ALSO,
         ),
         "text_encoder": ComponentSpec("transformers", ("GlmModel",), _Glm),
         "transformer": ComponentSpec("diffusers", ("CogView4Transformer2DModel",), CogView),

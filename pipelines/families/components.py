@@ -6,6 +6,7 @@ Bounds are far beyond every published model, and keep a file from asking for a b
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from ...trust.foreign import Foreign
+from ...trust.text import shown
+from ..errors import LibraryFailed
 
 if TYPE_CHECKING:
     import torch
@@ -47,16 +50,36 @@ class ComponentSpec:
     library: str  # "diffusers" or "transformers"
     classes: tuple[str, ...]  # accepted in model_index.json; the first is the usual one
     fields: type[Fields]  # what its config holds
-    weights: bool = True
+    needs: tuple[tuple[str, ...], ...] = ()  # where it has no weights: of each group of files, one or more
+    reads: tuple[str, ...] = ()  # files that may be beside them. No others are read
+
+    @property
+    def weights(self) -> bool:
+        return not self.needs
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files that are read of a component without weights."""
+        return (*(name for group in self.needs for name in group), *self.reads)
 
     def class_named(self, name: str = "") -> Any:
         """Return a class of its library: the usual one where none is named, or where the installed version has none of
-        this name."""
-        import diffusers
-        import transformers
+        this name.
 
-        library = {"diffusers": diffusers, "transformers": transformers}[self.library]
-        return getattr(library, name, None) or getattr(library, self.classes[0])
+        Raises LibraryFailed where the library cannot be imported.
+        """
+        try:
+            import diffusers
+            import transformers
+
+            library = {"diffusers": diffusers, "transformers": transformers}[self.library]
+            return getattr(library, name, None) or getattr(library, self.classes[0])
+        except Exception as error:
+            optimised = "Unset PYTHONOPTIMIZE: 2, like `python -OO`, takes away docstrings that it reads."
+            raise LibraryFailed(
+                f"{self.library} cannot be imported ({type(error).__name__}: {shown(str(error), 300)}). "
+                f"{optimised if sys.flags.optimize > 1 else 'Install requirements.txt of this pack again.'}"
+            ) from error
 
     def on_meta(
         self, config: Mapping[str, Any], dtype: torch.dtype | None = None, *, name: str = ""
@@ -187,11 +210,19 @@ class Tokenizer(Fields):
     add_eos_token: bool | None = None
 
 
-T5_TOKENIZER = ComponentSpec("transformers", ("T5Tokenizer", "T5TokenizerFast"), Tokenizer, weights=False)
+TOKENIZER_ALSO = ("special_tokens_map.json", "added_tokens.json")
+T5_TOKENIZER = ComponentSpec(
+    "transformers",
+    ("T5Tokenizer", "T5TokenizerFast"),
+    Tokenizer,
+    needs=(("tokenizer_config.json",), ("spiece.model", "tokenizer.json")),
+    reads=TOKENIZER_ALSO,
+)
+SCHEDULER_NEEDS = (("scheduler_config.json",),)
 T5_ENCODER = ComponentSpec("transformers", ("T5EncoderModel",), T5)
 IMAGE_VAE = ComponentSpec("diffusers", ("AutoencoderKL",), Vae)
 
 
 def scheduler(*classes: str) -> ComponentSpec:
     """Make the spec of a scheduler. classes: names of those in diffusers that it may be, the usual one first."""
-    return ComponentSpec("diffusers", classes, Scheduler, weights=False)
+    return ComponentSpec("diffusers", classes, Scheduler, needs=SCHEDULER_NEEDS)

@@ -142,7 +142,7 @@ SVD = FamilySpec(
             "transformers",
             ("CLIPImageProcessor", "CLIPImageProcessorPil", "CLIPImageProcessorFast"),
             _ClipImages,
-            weights=False,
+            needs=(("preprocessor_config.json", "processor_config.json"),),
         ),
         "image_encoder": ComponentSpec("transformers", ("CLIPVisionModelWithProjection",), _ClipVision),
         "unet": ComponentSpec("diffusers", ("UNetSpatioTemporalConditionModel",), _UNet),

@@ -13,6 +13,7 @@ from ...precision.skips import BlocksBehindFirst
 from ...precision.streams import Stream
 from ..parallel.plan import ContextPlan
 from .components import (
+    SCHEDULER_NEEDS,
     T5,
     T5_TOKENIZER,
     ComponentSpec,
@@ -162,7 +163,10 @@ _ONE = FamilySpec(
         "transformer": _TRANSFORMER,
         "vae": ComponentSpec("diffusers", ("AutoencoderKLWan",), _Vae),
         "scheduler": ComponentSpec(
-            "diffusers", ("UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler"), _UniPC, weights=False
+            "diffusers",
+            ("UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler"),
+            _UniPC,
+            needs=SCHEDULER_NEEDS,
         ),
     },
     options=_Pipeline,

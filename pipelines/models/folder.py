@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
 from inspect import signature
@@ -12,26 +13,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...precision.policy import Variant, as_stored
-from ...trust.foreign import MAX_BYTES, Unreadable, fitting, object_in, read
+from ...trust.foreign import Unreadable, fitting
 from ...trust.text import listed, shown
-from ..errors import BadFolder
+from ..errors import BadFolder, LibraryFailed
 from ..families.components import ComponentSpec
 from ..families.spec import FamilySpec
 from ..families.table import FAMILIES, VARIANTS
-from .component_config import fields_of
+from ..small_files import (
+    MOST_CONFIG_BYTES,
+    Encoder,
+    check_fields,
+    check_loads,
+    checked_files,
+    explaining,
+    load,
+    read_json,
+)
 from .on_disk import StoredModel, Weights, name_of
 from .weight_files import check_fit, weights_of
 
 if TYPE_CHECKING:
     import torch
-
-_SMALL_CONFIGS = (  # files of components without weights; a library reads more of them than a vocabulary
-    *("scheduler_config.json", "tokenizer_config.json", "special_tokens_map.json"),
-    *("preprocessor_config.json", "processor_config.json", "config.json"),
-)
-MOST_CONFIG_BYTES = 2**20  # of a config.json or model_index.json; a published one has 2,000
-SMALL = (".json", ".txt", ".model")  # configs and vocabularies
-MOST_SMALL_BYTES = 64 * 2**20  # of such a file; the largest published one is a tokenizer.json of 20 MB
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,14 @@ class ModelFolder(StoredModel):
         if self.family.components[name].library == "transformers":  # which would take any field of config.json
             config = self.family.components[name].class_named(self.classes[name]).config_class
             options = {"dtype": dtype, "config": config.from_dict(dict(self.fields[name]))}
-        module, found = self._from_pretrained(name, use_safetensors=True, output_loading_info=True, **options)
+        loader = reader = self.family.components[name].class_named(self.classes[name])
+        if self.family.components[name].library == "diffusers":
+            reader = _with_config(loader, _read_config(self.path, name))
+        with explaining(f"{self.name}/{name}", self.classes[name]):
+            module, found = reader.from_pretrained(
+                self.path / name, local_files_only=True, use_safetensors=True, output_loading_info=True, **options
+            )
+        module.__class__ = loader
         lost = {str(key) for what in ("missing_keys", "mismatched_keys", "error_msgs") for key in found[what]}
         lost |= {key for key, tensor in module.state_dict().items() if tensor.is_meta}
         if lost:
@@ -69,7 +78,7 @@ class ModelFolder(StoredModel):
         return whole.get_parameter(parameter[0]).detach()
 
     def unweighted(self, name: str) -> Any:
-        return self._from_pretrained(name)
+        return load(self.path, name, self.family.components[name], self.classes[name])
 
     def unknown_fields(self, name: str) -> list[str]:
         if self.family.components[name].library != "diffusers":
@@ -85,26 +94,6 @@ class ModelFolder(StoredModel):
 
     def bare(self, name: str, dtype: torch.dtype) -> torch.nn.Module:
         return self.family.components[name].on_meta(self.fields[name], dtype, name=self.classes[name])
-
-    def _from_pretrained(self, name: str, **options: Any) -> Any:
-        import torch
-
-        loader = self.family.components[name].class_named(self.classes[name])
-        try:
-            return loader.from_pretrained(self.path / name, local_files_only=True, **options)
-        except torch.OutOfMemoryError:
-            raise
-        except ImportError as error:
-            raise BadFolder(
-                f"'{self.name}/{name}' needs a Python package that is not installed: "
-                f"{shown(str(error).strip().splitlines()[0], 200)} Install the pack's requirements.txt (sentencepiece "
-                "and protobuf are in it) and start again."
-            ) from error
-        except Exception as error:
-            raise BadFolder(
-                f"'{self.name}/{name}' could not be loaded as {self.classes[name]}: "
-                f"{type(error).__name__}: {shown(str(error), 500)}. Download that folder again."
-            ) from error
 
 
 def inspect(path: Path, expected: FamilySpec) -> ModelFolder:
@@ -125,20 +114,25 @@ def inspect(path: Path, expected: FamilySpec) -> ModelFolder:
             f"'{name_of(path)}' holds a {found}, not a {expected.pipeline}.{others} Choose a {expected.name} folder."
         )
     expected = expected.of(index)
-    classes, weights, configs, fields = {}, {}, {}, {}
+    classes, weights, configs, fields, modules = {}, {}, {}, {}, {}
     for name, component in expected.components.items():
         classes[name] = _component_class(path, index, name, component)
         if component.weights:
             configs[name] = _read_config(path, name)
-            fields[name] = _fields(path / name / "config.json", path, component, classes[name], configs[name])
+            where = f"{name_of(path)}/{name}/config.json"
+            fields[name] = check_fields(where, component, classes[name], configs[name])
             weights[name], tensors = weights_of(path, name, component.library)
             if _can_build():
                 where = f"'{name_of(path)}/{name}'"
-                module = _on_meta(where, component, classes[name], fields[name])
+                module = modules[name] = _on_meta(where, component, classes[name], fields[name])
                 check_fit(where, module, tensors, sharded=weights[name].sharded)
                 configs[name] = _with_defaults(module, configs[name]) if name == "vae" else configs[name]
-        else:
-            _check_unweighted(path, name, component, classes[name])
+    for name, component in expected.components.items():
+        if not component.weights and not modules:
+            checked_files(path, name, component, classes[name])
+        elif not component.weights:
+            encoder = _encoder(modules["text_encoder"]) if name == "tokenizer" else None
+            check_loads(path, name, component, classes[name], encoder, fingerprint(path / name))
     options = _options(path, expected, index)
     denoiser_config = configs[expected.denoiser]
     variant = as_stored(VARIANTS[expected.variant(denoiser_config)], weights[expected.denoiser].stored_dtype)
@@ -190,24 +184,6 @@ def fingerprint(path: Path) -> str:
     return digest.hexdigest()
 
 
-def read_json(file: Path, *, missing: str = "", limit: int = MAX_BYTES) -> dict[str, Any]:
-    """Read a JSON object from a file.
-
-    missing: the message where the file is not there.
-    limit: how many bytes the file may have.
-
-    Raises BadFolder where the file is not there, too large, or no JSON object.
-    """
-    if not file.exists():
-        raise BadFolder(missing or f"'{file}' is missing.")
-    try:
-        if not file.is_file():
-            raise Unreadable("it is no file")
-        return dict(object_in(read(file, limit=limit)))
-    except (OSError, Unreadable) as error:
-        raise BadFolder(f"'{file}' cannot be read as JSON: {error}. Download it again.") from None
-
-
 def _no_index(path: Path) -> str:
     return (
         f"'{name_of(path)}' is not a diffusers-format folder: it has no model_index.json. "
@@ -215,33 +191,11 @@ def _no_index(path: Path) -> str:
     )
 
 
-def _fields(file: Path, path: Path, component: ComponentSpec, cls: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        return fields_of(component, cls, config)
-    except Unreadable as error:
-        where = f"{name_of(path)}/{file.relative_to(path).as_posix()}"
-        raise BadFolder(f"'{where}' cannot be used: {error}. Get it again, from the model's authors.") from None
-
-
 def _options(path: Path, family: FamilySpec, index: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return fitting(family.options, index).given()
     except Unreadable as error:
         raise BadFolder(f"'{name_of(path)}/model_index.json' cannot be used: {error}. Download it again.") from None
-
-
-def _check_unweighted(path: Path, name: str, component: ComponentSpec, cls: str) -> None:
-    for file in sorted((path / name).iterdir()):
-        if file.is_file() and file.stat().st_size > MOST_SMALL_BYTES and file.suffix in SMALL:
-            raise BadFolder(
-                f"'{name_of(path)}/{name}/{shown(file.name)}' has {file.stat().st_size:,} bytes, and "
-                f"{MOST_SMALL_BYTES:,} is the most that is read. Download it again."
-            )
-        if file.name in _SMALL_CONFIGS:
-            config = read_json(file)
-            _fields(file, path, component, cls, config)
-            if isinstance(inner := config.get("image_processor"), dict):  # as transformers 5 nests it
-                _fields(file, path, component, cls, inner)
 
 
 def _can_build() -> bool:
@@ -261,16 +215,50 @@ def _on_meta(where: str, component: ComponentSpec, name: str, fields: Mapping[st
     """
     try:
         return _built(component, name, json.dumps(fields, sort_keys=True))
-    except Exception as error:  # noqa: BLE001, whatever a class makes of sizes
+    except (LibraryFailed, MemoryError):
+        raise
+    except Exception as error:  # whatever a class makes of sizes
+        if not _builds_of_defaults(component, name):
+            raise LibraryFailed(
+                f"No {name} can be built here, whatever its config.json says ({type(error).__name__}: "
+                f"{shown(str(error), 200)}). Install requirements.txt of this pack again."
+            ) from error
         raise BadFolder(
             f"{where}: no {name} can be built from its config.json ({type(error).__name__}: {shown(str(error), 200)}). "
             "Download it again."
-        ) from None
+        ) from error
+
+
+def _builds_of_defaults(component: ComponentSpec, name: str) -> bool:
+    """Return whether a class can be built of its own defaults. Where it cannot, no file is to blame."""
+    try:
+        component.on_meta({}, name=name)
+    except Exception:  # noqa: BLE001, which the first one explains
+        return False
+    return True
 
 
 @lru_cache(maxsize=16)  # a folder is checked when it is fetched, opened and diagnosed: SVD's UNet takes 0.4 s each time
 def _built(component: ComponentSpec, name: str, fields: str) -> torch.nn.Module:
     return component.on_meta(json.loads(fields), name=name)
+
+
+def _with_config(loader: Any, config: Mapping[str, Any]) -> Any:
+    """Return a class of diffusers that takes this for what its config.json holds: diffusers would read the file again,
+    and no byte order mark."""
+    reads = classmethod(lambda *_, **__: deepcopy(dict(config)))
+    return type(loader.__name__, (loader,), {"_dict_from_json_file": reads, "__module__": loader.__module__})
+
+
+def _encoder(module: Any) -> Encoder:
+    """Return what a text encoder needs of its tokenizer."""
+    pad, eos = module.config.pad_token_id, module.config.eos_token_id
+    ends = eos if isinstance(eos, (list, tuple)) else [eos]
+    return Encoder(
+        module.get_input_embeddings().num_embeddings,
+        None if pad is None or pad < 0 else pad,
+        tuple(token for token in ends if token is not None and token >= 0),
+    )
 
 
 def _with_defaults(module: Any, config: Mapping[str, Any]) -> dict[str, Any]:

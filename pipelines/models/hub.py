@@ -13,7 +13,8 @@ from pathlib import Path
 
 from ..errors import BadFolder, HubError
 from ..families.spec import FamilySpec
-from .folder import MOST_CONFIG_BYTES, MOST_SMALL_BYTES, SMALL, family_of, inspect, read_json
+from ..small_files import MOST_CONFIG_BYTES, MOST_VOCABULARY_BYTES, read_json
+from .folder import family_of, inspect
 from .hub_transfer import COMMIT, File, ProgressCallback, Transfer, storage_of
 from .on_disk import name_of
 from .weight_files import STEMS
@@ -21,7 +22,6 @@ from .weight_files import STEMS
 logger = logging.getLogger(__name__)
 
 _INDEX = "model_index.json"
-_VOCABULARIES = ("spiece.model", "tokenizer.model", "tokenizer.json", "vocab.json")
 _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 _REVISION = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*", re.ASCII)
 
@@ -119,7 +119,8 @@ def _needed(files: Mapping[str, File], family: FamilySpec, hub_id: str) -> list[
     for component, spec in family.components.items():
         there = sorted(path.removeprefix(f"{component}/") for path in files if path.startswith(f"{component}/"))
         names = [name for name in there if _NAME.fullmatch(name)]
-        small = [name for name in names if name.endswith(SMALL) and ".index." not in name]
+        configs = (name for name in names if name.endswith(".json") and ".index." not in name)
+        small = list(configs) if spec.weights else [name for name in names if name in spec.files]
         stem = STEMS[spec.library]
         weights = _weights(names, stem) if spec.weights else []
         if spec.weights and not weights:
@@ -129,7 +130,7 @@ def _needed(files: Mapping[str, File], family: FamilySpec, hub_id: str) -> list[
                 "code and are refused, a variant such as fp16 alone is not taken. Name another repository or revision."
             )
         paths += [f"{component}/{name}" for name in (*small, *weights)]
-    return [files[path] for path in paths if path.endswith(".safetensors") or files[path].size <= MOST_SMALL_BYTES]
+    return [files[path] for path in paths if path.endswith(".safetensors") or files[path].size <= MOST_VOCABULARY_BYTES]
 
 
 def _weights(names: Sequence[str], stem: str) -> list[str]:
@@ -170,18 +171,13 @@ def _check_shards(snapshot: Path, needed: set[str]) -> None:
 
 
 def _check_whole(snapshot: Path, families: Sequence[FamilySpec]) -> None:
-    """Check all that `inspect` does, and what it does not look for: links that lead nowhere, and vocabularies.
+    """Check all that `inspect` does, and what it does not look for: links that lead nowhere.
 
     Raises BadFolder.
     """
     if lost := sorted(str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if not path.exists()):
         raise BadFolder(f"'{name_of(snapshot)}' lost {', '.join(lost)}.")
-    family = _family(snapshot, families)
-    classes = inspect(snapshot, family).classes
-    for name, spec in family.components.items():
-        wanted = _VOCABULARIES if "Tokenizer" in classes[name] else (".json",)
-        if not spec.weights and not any(file.name.endswith(wanted) for file in (snapshot / name).iterdir()):
-            raise BadFolder(f"'{name_of(snapshot)}/{name}' has no {' or '.join(wanted)}. Name the original repository.")
+    inspect(snapshot, _family(snapshot, families))
 
 
 def _from_cache(hub_id: str, revision: str, families: Sequence[FamilySpec]) -> Path:

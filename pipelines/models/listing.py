@@ -11,7 +11,7 @@ from ...trust.foreign import object_in, read
 from ..families import svd_keys
 from ..families.svd import SVD
 from ..safetensors_header import header_text
-from .folder import MOST_CONFIG_BYTES
+from ..small_files import MOST_CONFIG_BYTES
 
 _SVD_HAS = (svd_keys.SIGNATURE, svd_keys.TEMPORAL_DECODER, *svd_keys.PREFIXES.values())
 _SVD_LACKS = tuple(parts for _, parts in svd_keys.OTHERS if svd_keys.SIGNATURE in parts)

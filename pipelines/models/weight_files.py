@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from ...trust.foreign import Foreign, Unreadable, fitting, read
+from ...trust.foreign import BOM, Foreign, Unreadable, fitting, read
 from ...trust.text import listed, shown
 from ..errors import BadFolder
 from ..safetensors_header import FLOATS, Header, Tensor, read_header
+from ..small_files import refuse_pointer
 from .on_disk import Weights, name_of
 
 if TYPE_CHECKING:
@@ -138,9 +139,16 @@ def _shards(path: Path, index: Path) -> tuple[dict[Path, Header], dict[str, Tens
     loaded."""
     where = f"'{name_of(path)}/{index.parent.name}/{index.name}'"
     try:
+        refuse_pointer(index, where.strip("'"))
         shards = fitting(_ShardIndex, read(index)).weight_map
-    except (OSError, Unreadable) as error:
+        with index.open("rb") as stream:
+            marked = stream.read(len(BOM)) == BOM
+    except Unreadable as error:
         raise BadFolder(f"{where} has no weight_map that can be used: {error}. Fetch that file again.") from None
+    except OSError as error:
+        raise BadFolder(f"{where} cannot be read: {error}. Check its permissions, and the disk.") from error
+    if marked:
+        raise BadFolder(f"{where} begins with a byte order mark, which no library reads. Save it as UTF-8 without one.")
     names = sorted(set(shards.values()))
     if odd := [name for name in names if not _SHARD.fullmatch(name)]:
         raise BadFolder(
@@ -168,10 +176,13 @@ def _shards(path: Path, index: Path) -> tuple[dict[Path, Header], dict[str, Tens
 
 
 def _header(file: Path, path: Path) -> Header:
+    where = f"{name_of(path)}/{file.relative_to(path).as_posix()}"
     try:
+        refuse_pointer(file, where)
         return read_header(file)
-    except (OSError, Unreadable) as error:
-        where = f"{name_of(path)}/{file.relative_to(path).as_posix()}"
+    except OSError as error:
+        raise BadFolder(f"'{where}' cannot be read: {error}. Check its permissions, and the disk.") from error
+    except Unreadable as error:
         raise BadFolder(
             f"'{where}' is not a whole safetensors file: {error}. Delete it and download it again."
         ) from None

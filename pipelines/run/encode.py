@@ -18,7 +18,7 @@ from ...precision.learned import Learned
 from ...precision.policy import Component, Precision
 from ...precision.report import RunReport
 from ...precision.shells import with_forward
-from ...trust.text import is_whole
+from ...trust.text import is_whole, listed
 from ..errors import BadInput
 from ..parallel.group import here
 from ..weights.ladder import Rung, Way
@@ -50,7 +50,7 @@ def encode_prompts(
     _check_letters(prompts)
     stage = handle.stage(Component.TEXT_ENCODER, request)
     plan, report = stage.plan, stage.report
-    report.notes += _cut_off(handle, prompts)
+    report.notes += (*_cut_off(handle, prompts), *_unknown(handle, prompts))
     memo = handle.store.prompts
     keys = [(prompt, plan.dtype, plan.guarded) for prompt in prompts]
     new = [key for key in dict.fromkeys(keys) if key not in memo]
@@ -187,4 +187,17 @@ def _cut_off(handle: PipelineHandle, prompts: list[str]) -> tuple[str, ...]:
         if len(tokens) > limit:
             cut = tokenizer.decode(tokens[limit - last : len(tokens) - last])
             notes.append(f"the prompt is longer than {limit} tokens; this was cut off: {cut}")
+    return tuple(notes)
+
+
+def _unknown(handle: PipelineHandle, prompts: list[str]) -> tuple[str, ...]:
+    """A line for each prompt with words that the tokenizer has no tokens for: all such words look alike to the
+    model."""
+    tokenizer = handle.store.unweighted("tokenizer")
+    notes = []
+    for prompt in prompts if tokenizer.unk_token_id is not None else ():
+        words = dict.fromkeys(prompt.split())
+        ids = {word: tokenizer(word, add_special_tokens=False).input_ids for word in words}
+        if unknown := [word for word in words if tokenizer.unk_token_id in ids[word]]:
+            notes.append(f"the model does not know these words of the prompt, in whole or in part: {listed(unknown)}")
     return tuple(notes)

@@ -37,7 +37,7 @@ def test_turned_off_nothing_is_asked(
         ("tokenizer/spiece.model", "no spiece.model"),
         ("transformer/config.json", "no config.json"),
         ("vae/diffusion_pytorch_model.safetensors", "no .safetensors"),
-        ("scheduler/scheduler_config.json", "no .json"),
+        ("scheduler/scheduler_config.json", "no scheduler_config.json"),
         ("model_index.json", "no model_index.json"),
     ],
 )
