@@ -103,10 +103,11 @@ def checked_files(path: Path, name: str, component: ComponentSpec, cls: str) -> 
 def load(path: Path, name: str, component: ComponentSpec, cls: str) -> Any:
     """Load a component without weights from the files that `checked_files` returns. Raises BadFolder."""
     files = checked_files(path, name, component, cls)
-    with explaining(f"{name_of(path)}/{name}", cls), tempfile.TemporaryDirectory(prefix="onediff-guard-") as folder:
+    with tempfile.TemporaryDirectory(prefix="onediff-guard-") as folder:
         for file, data in files.items():
             (Path(folder) / file).write_bytes(data)
-        return _loader(component, cls, files).from_pretrained(folder, local_files_only=True)
+        with explaining(f"{name_of(path)}/{name}", cls):
+            return _loader(component, cls, files).from_pretrained(folder, local_files_only=True)
 
 
 @lru_cache(maxsize=32)  # a folder is checked when it is fetched, opened and diagnosed
@@ -122,11 +123,11 @@ def check_loads(
     tell two prompts apart.
     """
     del fingerprint
-    loaded = load(path, name, component, cls)
-    if encoder and (wrong := _misfit(loaded, encoder)):
-        raise BadFolder(
-            f"'{name_of(path)}/{name}' does not fit the text encoder: {wrong}. Download both again, of the same model."
-        )
+    loaded, where = load(path, name, component, cls), f"{name_of(path)}/{name}"
+    with explaining(where, cls):
+        wrong = _misfit(loaded, encoder) if encoder else ""
+    if wrong:
+        raise BadFolder(f"'{where}' does not fit the text encoder: {wrong}. Download both again, of the same model.")
 
 
 @contextmanager
