@@ -114,10 +114,12 @@ class Turns:
                 self._come_back()
 
     def give_way(self) -> None:
-        """Let the threads that wait to be alone have their turn, if this one is `computing`."""
+        """Let the threads that wait to be alone have their turn, if this one is `computing`. Each has one at most: this
+        thread begins to wait in the moment in which it stops computing."""
         if self._wanting and self._own.computes:
-            with self.away():
-                pass
+            with self._changed:
+                self._leave()
+                self._come_back()
 
     def _leave(self) -> None:
         with self._changed:

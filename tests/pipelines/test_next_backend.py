@@ -269,14 +269,16 @@ def test_threads_that_fail_together_go_on_by_one(
     installed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks are first called by one thread at a time: the second one waits with the backend that fails meanwhile."""
-    inside, count_sizes = threading.Semaphore(0), Compiling._count_sizes
+    inside, both, count_sizes = set[int](), threading.Event(), Compiling._count_sizes
 
     def counted(self: Compiling, index: int) -> None:
-        inside.release()
+        inside.add(threading.get_ident())
+        if len(inside) == 2:
+            both.set()
         count_sizes(self, index)
 
     def wait_for_both(_: Any) -> None:
-        assert all(inside.acquire(timeout=HANG_SECONDS) for _ in range(2))
+        assert both.wait(HANG_SECONDS)
 
     monkeypatch.setattr(Compiling, "_count_sizes", counted)
     second = Backend()

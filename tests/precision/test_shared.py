@@ -62,9 +62,17 @@ def test_who_is_alone_waits_for_those_who_compute_and_they_for_it() -> None:
     assert (turns._computing, turns._wanting, turns._taken) == (0, 0, False)
 
 
-def test_who_computes_is_passed_once_at_most_each_time_that_it_gives_way() -> None:
+def test_who_computes_is_passed_once_at_most_each_time_that_it_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where others get to run the moment it stops computing."""
     turns, done = Turns(), threading.Event()
-    times = [0]
+    times, leave = [0], turns._leave
+
+    def leave_and_let_others_run() -> None:
+        leave()
+        for _ in range(20):
+            time.sleep(0)
+
+    monkeypatch.setattr(turns, "_leave", leave_and_let_others_run)
 
     def compute() -> int:
         passed = 0
