@@ -9,6 +9,7 @@ from contextlib import ExitStack
 
 import process_state
 import pytest
+import torch._dynamo  # noqa: F401 - its settings are compared
 from at_once import HANG_SECONDS, at_once
 from comfyui_onediff_guard.precision import fp32_settings
 from comfyui_onediff_guard.precision.shared import NO_WARNINGS, SharedSetting, Turns
@@ -23,7 +24,6 @@ SETTINGS: dict[str, SharedSetting] = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_setting_is_taken_away_by_who_leaves_last(name: str) -> None:
-
     kinds = ("torch flag", "compiler", "warnings")
     before, first, second = process_state.read(), ExitStack(), ExitStack()
     for stack in (first, second):
