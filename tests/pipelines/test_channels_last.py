@@ -11,7 +11,6 @@ import pytest
 import small_runs
 import torch
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, CompileOptions, compiled
-from comfyui_onediff_guard.pipelines.compile.target import target_of
 from comfyui_onediff_guard.pipelines.models.recognised import family_of
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
@@ -123,13 +122,6 @@ def test_compiled_blocks_are_compiled_for_each() -> None:
             torch.testing.assert_close(found, right)
         graphs.append(counters["stats"]["unique_graphs"] - before)
     assert graphs == [1, 1, 0, 0], "one for both blocks, and nothing anew for a layout that was there before"
-
-
-def test_code_for_one_is_not_taken_for_the_other(model_folder: Folder) -> None:
-    handle = opened(model_folder("svd"))
-    plan, model, device = handle.plan(Component.DENOISER), handle.store.model, handle.store.placement.device
-    names = {target_of(model, plan, how, device, handle.architecture).name for how in (LAST, CompileOptions())}
-    assert len(names) == 2
 
 
 def test_a_backend_that_lays_weights_out_itself_is_left_to_it(model_folder: Folder) -> None:

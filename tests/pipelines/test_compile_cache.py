@@ -22,6 +22,7 @@ from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, Comp
 from comfyui_onediff_guard.pipelines.compile.cache import INDUCTOR, TRITON
 from comfyui_onediff_guard.pipelines.compile.code import SUFFIX, unpack
 from comfyui_onediff_guard.pipelines.run.sample import while_compiling
+from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 from comfyui_onediff_guard.precision.policy import Component, Precision
 
 
@@ -37,6 +38,36 @@ def pipeline(model_folder, open_pipeline, tmp_path, monkeypatch):
 def target(handle, report):
     model, options, device = handle.store.model, handle.compile_options, handle.store.placement.device
     return targets.target_of(model, report.plan, options, device, handle.architecture)
+
+
+@pytest.mark.parametrize(
+    ("component", "changed", "other_code"),
+    [
+        (Component.DENOISER, {}, False),
+        (Component.DENOISER, {"denoiser_config": {"num_layers": 9}}, True),
+        (Component.DENOISER, {"denoiser_config": {"_name_or_path": "elsewhere"}}, False),
+        (Component.DENOISER, {"vae_config": {"latent_channels": 9}}, False),
+        (Component.VAE_DECODE, {"vae_config": {"latent_channels": 9}}, True),
+        (Component.VAE_DECODE, {"denoiser_config": {"num_layers": 9}}, False),
+        (Component.DENOISER, {"component": Component.VAE_DECODE}, True),
+        (Component.DENOISER, {"dtype": "bf16"}, True),
+        (Component.DENOISER, {"channels_last": True}, True),
+        (Component.DENOISER, {"architecture": "sm90"}, True),
+    ],
+    ids=str,
+)
+def test_compiled_code_is_found_again_for_what_it_hangs_on_alone(pipeline, component, changed, other_code):
+    model, device = pipeline.store.model, pipeline.store.placement.device
+    configs = {name: {**getattr(model, name), **changed.get(name, {})} for name in ("denoiser_config", "vae_config")}
+
+    def name(model, **changed):
+        plan = pipeline.plan(changed.get("component", component))
+        plan = replace(plan, dtype=changed.get("dtype", plan.dtype))
+        options = CompileOptions(channels_last=changed.get("channels_last", False))
+        card = ARCHITECTURES[changed.get("architecture", "cpu")]
+        return targets.target_of(model, plan, options, device, card).name
+
+    assert (name(model) != name(replace(model, **configs), **changed)) is other_code
 
 
 def held(handle, report):

@@ -15,7 +15,7 @@ from comfyui_onediff_guard.pipelines.errors import BadFolder
 from comfyui_onediff_guard.pipelines.families import table
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.pipelines.insight.diagnosis import NOT_RUN, diagnose, diagnose_pipeline
-from comfyui_onediff_guard.pipelines.insight.diagnosis_text import in_words
+from comfyui_onediff_guard.pipelines.insight.diagnosis_text import _table, in_words
 from comfyui_onediff_guard.pipelines.weights import summing
 from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH, Accumulation
@@ -122,6 +122,11 @@ def test_rows_added_to_the_tables_show_up(monkeypatch: pytest.MonkeyPatch) -> No
     assert "CogVideoX-99B bf16 – bf16 bf16 bf16" in text
     assert "It was made up, which sm300 (Made-up) computes natively → bf16 CogVideoX-99B " in text
     assert "comes out NaN or black on sm300 (Made-up)" in text
+
+
+def test_a_table_s_columns_are_as_wide_as_their_titles_words_and_cells() -> None:
+    titles, rows = ("", "half accumulation"), [("a", "on"), ("bcd", "")]
+    assert _table(titles, rows) == ["       half", "       accumulation", "  a    on", "  bcd"]
 
 
 # --- a pipeline on a wire ---------------------------------------------------------------------------------------------
