@@ -35,7 +35,9 @@ class LoadLoRA(Node):
             "required": {
                 "pipeline": inputs.pipeline(),
                 "lora": (files, {"tooltip": "A .safetensors file in models/loras, trained on this model."}),
-                "strength": inputs.number(1.0, -10.0, 10.0, 0.05, "1: as it was trained. 0: not at all."),
+                "strength": inputs.number(  # some need 1/rank, as 0.0039, and pages round to the step's digits
+                    1.0, -10.0, 10.0, 0.0001, "1: as it was trained. 0: not at all."
+                ),
             },
             "optional": {
                 "transformer": inputs.choice(
@@ -60,9 +62,10 @@ class LoadLoRA(Node):
     @classmethod
     def IS_CHANGED(cls, lora: str, **_: Any) -> str:
         from ..pipelines.models.folder import fingerprint
+        from ..pipelines.models.lora_file import files_of
 
         path = host.weight_files("loras").get(lora)
-        return fingerprint(path) if path else ""
+        return " ".join(map(fingerprint, files_of(path))) if path else ""
 
     def add(
         self, pipeline: PipelineHandle, lora: str, strength: float, transformer: str = "both"

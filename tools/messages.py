@@ -35,6 +35,7 @@ TOLD = {
     "pipelines/families/svd.py": ("_variant",),
     "pipelines/models/folder.py": ("unknown_fields", "_unlike", "_mixed"),
     "pipelines/models/hub_transfer.py": ("__init__", "alone", "_download"),
+    "pipelines/models/lora.py": ("_notes",),
     "pipelines/models/single_file.py": ("_notes",),
     "pipelines/pace.py": ("in_words",),
     "pipelines/reading.py": ("reading",),

@@ -106,6 +106,9 @@ class FamilySpec:
     takes_image: bool = False
     from_video: str = ""  # diffusers class that starts from a video instead of noise
     guidance: Guidance = Guidance()
+    authors_names: tuple[tuple[str, str], ...] = ()  # (pattern in diffusers' name of a layer, what stands there in its
+    # authors' name), one after the other
+    image_layers: str = ""  # pattern of layers, under either name, that only denoisers which take an image have
     context: ContextPlan | None = None  # how several GPUs share a call of the denoiser; None: they cannot
 
     @property

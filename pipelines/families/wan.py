@@ -152,6 +152,29 @@ def _context_tokens(config: Config, shape: tuple[int, ...]) -> int:
     return math.prod(size // patch for size, patch in zip(shape[2:], config["patch_size"], strict=True))
 
 
+_AUTHORS_NAMES = (
+    (r"^condition_embedder\.(text|time)_embedder\.linear_1", r"\1_embedding.0"),
+    (r"^condition_embedder\.(text|time)_embedder\.linear_2", r"\1_embedding.2"),
+    (r"^condition_embedder\.time_proj", "time_projection.1"),
+    (r"^condition_embedder\.image_embedder\.norm1", "img_emb.proj.0"),
+    (r"^condition_embedder\.image_embedder\.ff\.net\.0\.proj", "img_emb.proj.1"),
+    (r"^condition_embedder\.image_embedder\.ff\.net\.2", "img_emb.proj.3"),
+    (r"^condition_embedder\.image_embedder\.norm2", "img_emb.proj.4"),
+    (r"^condition_embedder\.image_embedder\.pos_embed", "img_emb.emb_pos"),
+    (r"\.attn1\.", ".self_attn."),
+    (r"\.attn2\.", ".cross_attn."),
+    (r"\.to_([qkv])$", r".\1"),
+    (r"\.to_out\.0$", ".o"),
+    (r"\.add_([kv])_proj$", r".\1_img"),
+    (r"\.norm_added_k$", ".norm_k_img"),
+    (r"\.ffn\.net\.0\.proj$", ".ffn.0"),
+    (r"\.ffn\.net\.2$", ".ffn.2"),
+    (r"^(blocks\.\d+)\.norm2$", r"\1.norm3"),
+    (r"^proj_out$", "head.head"),
+    (r"^scale_shift_table$", "head.modulation"),
+    (r"\.scale_shift_table$", ".modulation"),
+)
+_IMAGE_LAYERS = r"[kv]_img|norm_k_img|img_emb[._].*|add_[kv]_proj|norm_added_k|image_embedder[._].*"
 _TRANSFORMER = ComponentSpec("diffusers", ("WanTransformer3DModel",), _Transformer)
 
 _ONE = FamilySpec(
@@ -201,6 +224,8 @@ _ONE = FamilySpec(
     context=ContextPlan(_context_tokens, first={"hidden_states": 1}, every={"rotary_emb": 1}, given={"timestep": 1}),
     latent_format=lambda config: "Wan22" if config.get("z_dim") == 48 else "Wan21",
     skipped=BlocksBehindFirst("blocks"),
+    authors_names=_AUTHORS_NAMES,
+    image_layers=_IMAGE_LAYERS,
     stream=Stream(
         blocks="blocks",
         starts=("patch_embedding",),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -127,10 +127,14 @@ class PipelineHandle:
             warnings=self.idle_guard(plan),
             notes=(
                 *self.store.model.notes,
-                *(map(str, self.loras) if plan.component is Component.DENOISER else ()),
+                *(self._loras_in_words() if plan.component is Component.DENOISER else ()),
                 *self._idle_offload(),
             ),
         )
+
+    def _loras_in_words(self) -> Iterator[str]:
+        for lora in self.loras:
+            yield from (str(lora), *lora.notes)
 
     def _idle_offload(self) -> tuple[str, ...]:
         if not self.offload.in_parts or brings_parts_to(self.store.placement.device):
@@ -207,5 +211,5 @@ def add_lora(handle: PipelineHandle, lora: Lora) -> PipelineHandle:
             f"{handle.store.model.variant.name} has no second transformer to add '{lora.path.name}' to. Choose 'both' "
             "as the LoRA's transformer."
         )
-    check_lora(lora.path, handle.family, skeleton(handle.store.model))
-    return replace(handle, loras=(*handle.loras, lora))
+    notes = check_lora(lora.path, handle.family, skeleton(handle.store.model))
+    return replace(handle, loras=(*handle.loras, replace(lora, notes=notes)))

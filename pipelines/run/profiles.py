@@ -165,7 +165,7 @@ def identify(model: StoredModel, denoiser: str, loras: Sequence[Lora], architect
     return Profile(
         model=shown(model.name, 300),
         weights=fingerprint(model.weights[denoiser].files, model.denoiser_config),
-        loras=tuple(f"{fingerprint([lora.path])} at {lora.scale:g}" for lora in loras if lora.scale),
+        loras=tuple(f"{fingerprint([lora.path], lora.beside)} at {lora.scale:g}" for lora in loras if lora.scale),
         architecture=architecture,
         dtype=dtype,
         versions=versions,

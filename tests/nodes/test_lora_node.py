@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
+import math
+import shutil
 
 import diffusers
 import pytest
@@ -181,6 +184,14 @@ def test_a_lora_that_does_not_fit_is_refused_before_anything_is_loaded(loader, m
     assert "transformer" not in pipeline.store.loaded() and pipeline.loras == ()
 
 
+@pytest.mark.parametrize("strength", [0.0039, -0.0039, 1.0, 10.0, -10.0])
+def test_a_page_keeps_the_strength_that_is_typed(strength):
+    """ComfyUI's pages show, and keep, as many decimals as the step has."""
+    kind, options = node("LoadLoRA").INPUT_TYPES()["required"]["strength"]
+    decimals = max(0, -math.floor(math.log10(options["step"])))
+    assert kind == "FLOAT" and options["min"] <= round(strength, decimals) == strength <= options["max"]
+
+
 def test_the_list_and_what_changes_it(loras):
     cls = type(node("LoadLoRA"))
     assert cls.INPUT_TYPES()["required"]["lora"][0][0] == "2b-other.safetensors"
@@ -188,3 +199,15 @@ def test_the_list_and_what_changes_it(loras):
     before = cls.IS_CHANGED(lora="2b.safetensors")
     (loras / "loras" / "2b.safetensors").touch()
     assert cls.IS_CHANGED(lora="2b.safetensors") != before
+
+
+def test_a_folder_of_peft_changes_with_its_settings(loras):
+    cls, folder = type(node("LoadLoRA")), loras / "loras" / "kite"
+    folder.mkdir()
+    shutil.copyfile(loras / "loras" / "2b.safetensors", folder / "adapter_model.safetensors")
+    seen = set()
+    for alpha in (4, 20):
+        (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "lora_alpha": alpha}))
+        seen.add(cls.IS_CHANGED(lora="kite/adapter_model.safetensors"))
+    shutil.rmtree(folder)
+    assert len(seen) == 2

@@ -100,8 +100,9 @@ def assert_same(found, expected):
 
 
 def all_away(handle):
-    """Whether every weight of the denoiser is in main memory."""
-    denoiser = handle.store._modules[handle.family.denoiser][1]
+    """Whether every weight of the denoiser, with its LoRAs, is in main memory."""
+    store, name = handle.store, handle.family.denoiser
+    denoiser = store._with_loras.get(name, store._modules[name])[1]
     return not Apart.here and all(t.isnan().all() for t in denoiser.parameters())
 
 
@@ -219,6 +220,9 @@ def lora(model_folder, tmp_path):
             outputs, inputs = denoiser.get_submodule(f"transformer_blocks.{block}.{name}").weight.shape
             tensors[f"transformer.transformer_blocks.{block}.{name}.lora_A.weight"] = torch.randn(2, inputs)
             tensors[f"transformer.transformer_blocks.{block}.{name}.lora_B.weight"] = torch.randn(outputs, 2) / 8
+            tensors[f"transformer.transformer_blocks.{block}.{name}.diff_b"] = torch.randn(outputs) / 8
+    for name in ("transformer_blocks.0.norm1.norm", "norm_final", "patch_embed.proj"):
+        tensors[f"transformer.{name}.diff"] = torch.randn_like(denoiser.get_parameter(f"{name}.weight")) / 8
     save_file(tensors, tmp_path / "kite.safetensors")
     return Lora(tmp_path / "kite.safetensors")
 

@@ -160,6 +160,7 @@ def test_a_lora_acts_around_quantised_layers(opened: Any, tmp_path: Path) -> Non
     generator = torch.Generator().manual_seed(0)
     layer = "transformer_blocks.1.ff.net.2"
     named = {f"transformer.{layer}.lora_A.weight": (4, 2048), f"transformer.{layer}.lora_B.weight": (512, 4)}
+    named |= {f"transformer.{layer}.diff_b": (512,), "transformer.norm_final.diff": (512,)}
     drawn = {name: torch.randn(shape, generator=generator) for name, shape in named.items()}
     save_file(drawn, tmp_path / "lora.safetensors")
     made, _ = sampled(opened("int8"), steps=1)

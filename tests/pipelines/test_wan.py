@@ -23,7 +23,7 @@ from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.offload import Offload
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
-from comfyui_onediff_guard.precision.policy import Precision
+from comfyui_onediff_guard.precision.policy import Component, Precision
 from diffusers import WanPipeline
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -188,11 +188,20 @@ def test_a_lora_in_diffusers_names_or_its_authors_is_bit_equal_to_diffusers(mode
 def test_a_lora_of_another_format_or_of_blocks_without_end_is_refused(model_folder, tmp_path):
     handle = opened(model_folder("wan"))
     musubi = lora(tmp_path / "musubi.safetensors", "lora_unet_blocks_{block}_self_attn_q_{theirs}")
-    with pytest.raises(BadLora, match="Its keys look like Wan's, in a format that diffusers does not read"):
+    with pytest.raises(BadLora, match="Its keys look like Wan's, under names that are not known here"):
         add_lora(handle, Lora(musubi))
     endless = lora(tmp_path / "endless.safetensors", "diffusion_model.blocks.99999999{block}.{theirs}")
     with pytest.raises(BadLora, match="has no place for"):
         add_lora(handle, Lora(endless))
+
+
+def test_what_a_lora_for_image_to_video_lacks_a_place_for_is_in_the_report(model_folder, tmp_path):
+    file = lora(tmp_path / "lora.safetensors", "diffusion_model.blocks.{block}.{theirs}")
+    image = {f"diffusion_model.blocks.0.cross_attn.k_img.lora_{part}.weight": torch.ones(4, 4) for part in "AB"}
+    save_file(load_file(file) | image, file)
+    handle = add_lora(opened(model_folder("wan")), Lora(file, 0.8))
+    notes = handle.report(handle.plan(Component.DENOISER)).notes
+    assert [note for note in notes if "2 tensors: diffusion_model.blocks.*.cross_attn.k_img" in note]
 
 
 def edited(folder, to, **index):

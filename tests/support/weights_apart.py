@@ -7,7 +7,7 @@ computes with one of them makes NaN.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
@@ -63,5 +63,20 @@ def weights_apart() -> Iterator[type[Apart]]:
         Apart.log, Apart.here, Apart.at_rest, Apart.most_bytes = [], set(), {}, 0
         at_rest = lambda weight: reach(Apart.at_rest.get(weight, weight))  # noqa: E731
         held.enter_context(mock.patch.object(wide, "reach", at_rest))  # once, in main memory
+        held.enter_context(mock.patch.object(wide, "_bias", _reading_at_rest(wide._bias)))  # the same
         yield Apart
     Apart.log, Apart.here, Apart.at_rest = [], set(), {}
+
+
+def _reading_at_rest(bias: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:
+    def read(layer: torch.nn.Module, device: torch.device) -> torch.Tensor | None:
+        missing = {tensor: tensor.data for tensor in layer.parameters() if tensor in Apart.at_rest}
+        for tensor in missing:
+            tensor.data = Apart.at_rest[tensor]
+        try:
+            return bias(layer, device)
+        finally:
+            for tensor, data in missing.items():
+                tensor.data = data
+
+    return read
