@@ -199,9 +199,10 @@ def _options(path: Path, family: FamilySpec, index: Mapping[str, Any]) -> dict[s
 
 
 def _can_build() -> bool:
-    """Return whether modules can be built. Where PyTorch is broken they cannot: `doctor` tells that, and nothing is
-    loaded."""
+    """Return whether modules can be built. Where PyTorch or diffusers are broken they cannot: `doctor` tells that, and
+    nothing is loaded."""
     try:
+        import diffusers  # noqa: F401
         import torch  # noqa: F401
     except (ImportError, OSError):
         return False
