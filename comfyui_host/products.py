@@ -12,6 +12,7 @@ All of them are told of the thread that asks: others may be using the same layer
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Generator
@@ -100,8 +101,8 @@ class _InFull:
 def _make_whole_products() -> Callable[[], None]:
     ops: Any = sys.modules.get("comfy.ops")
     undo = [
-        _replace(ops, "fp8_linear", lambda original, layer, given: None),
-        _replace(ops, "linear_input_act", lambda original, layer, given, act: layer(ops.INPUT_ACT_EAGER[act](given))),
+        _replace(ops, "fp8_linear", lambda original, *args, **kwargs: None),
+        _replace(ops, "linear_input_act", _with_unquantised_layer),
     ]
     base = getattr(ops, "CastWeightBiasOp", None)  # of all its layers
     if base is not None:
@@ -115,12 +116,40 @@ def _make_whole_products() -> Callable[[], None]:
     return restore
 
 
+class _Unquantised:
+    """A layer as ComfyUI's own functions see it that ask its weight whether it is quantised: it is not."""
+
+    weight = None
+
+    def __init__(self, layer: Any):
+        self._layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._layer(*args, **kwargs)
+
+
+def _with_unquantised_layer(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `linear_input_act`, whatever else its version takes. Its way for layers that are not quantised calls the
+    layer, which then multiplies in full."""
+    if args:
+        return original(_Unquantised(args[0]), *args[1:], **kwargs)
+    return original(**{**kwargs, "linear": _Unquantised(kwargs["linear"])})
+
+
 def _replace(ops: Any, name: str, in_full: Callable[..., Any]) -> Callable[[], None]:
     """In threads that rerun, have `in_full(original, ...)` for that function, where there is one; returns the undo."""
     original = getattr(ops, name, None)
     if original is None:
         return lambda: None
-    setattr(ops, name, lambda *args: in_full(original, *args) if _here.whole else original(*args))
+
+    @functools.wraps(original)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return in_full(original, *args, **kwargs) if _here.whole else original(*args, **kwargs)
+
+    setattr(ops, name, replaced)
     return lambda: setattr(ops, name, original)
 
 

@@ -81,9 +81,31 @@ def case_formats() -> dict[str, Any]:
     return results
 
 
+def newer_linear_input_act() -> Callable[[], None]:
+    """Have ComfyUI's function take what it takes since 0.35; returns the undo."""
+    original = getattr(OPS, "linear_input_act", None)
+    if original is None:
+        return lambda: None
+
+    def newer(linear: Any, x: Any, input_act: Any, *, residual: Any = None, residual_scale: Any = 1) -> Any:
+        made = original(linear, x, input_act)
+        return made if residual is None else residual + residual_scale * made
+
+    OPS.linear_input_act = newer
+    return lambda: setattr(OPS, "linear_input_act", original)
+
+
 def case_products() -> dict[str, Any]:
     """One layer, also by the function that makes one of an activation and the product: in full inside, in this thread
     alone. Products that no CPU makes raise there."""
+    undo = newer_linear_input_act()
+    try:
+        return one_layer()
+    finally:
+        undo()
+
+
+def one_layer() -> dict[str, Any]:
     results: dict[str, Any] = {}
     products = import_module("custom_nodes_pack.comfyui_host.products")
     in_fp32 = import_module("custom_nodes_pack.precision.upcast").run_in_fp32
@@ -96,6 +118,11 @@ def case_products() -> dict[str, Any]:
             wide = torch.cat([given, given], -1) if act == "swiglu" else given
             single[act] = partial(lambda act, x, whole=whole: torch.nn.functional.linear(act(x), whole), eager, wide)
             half[act] = partial(lambda act, x, layer=layer: OPS.linear_input_act(layer, x, act), act, wide.half())
+            named = {"linear": layer, "x": wide.half(), "input_act": act}
+            single[f"{act}, by name"] = single[act]
+            half[f"{act}, by name"] = lambda named=named: OPS.linear_input_act(**named)
+            single[f"{act}, newer"] = lambda made=single[act]: 1 + 2 * made()
+            half[f"{act}, newer"] = lambda named=named: OPS.linear_input_act(**named, residual=1, residual_scale=2)
         for call, product in half.items():
             seen: list[Any] = []
             with products.products_in_fp32(layer):

@@ -53,7 +53,9 @@ def test_a_healthy_run_keeps_its_products(ran: native.Ran, kind: str, way: str) 
     assert "0 reruns" in said and "as they are stored" not in said
 
 
-@pytest.mark.parametrize("call", ["plain", "gelu_tanh", "swiglu"])
+@pytest.mark.parametrize(
+    "call", ["plain", *(f"{act}{how}" for act in ("gelu_tanh", "swiglu") for how in ("", ", by name", ", newer"))]
+)
 @pytest.mark.parametrize("kind", FORMATS)
 def test_one_thread_has_its_products_in_full_and_others_keep_theirs(ran: native.Ran, kind: str, call: str) -> None:
     inside, other_thread, afterwards = ran[f"products/{kind}, {call}"]
