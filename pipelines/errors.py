@@ -95,3 +95,8 @@ class HubError(RuntimeError):
         explained = cls(text)
         explained.unreachable = unreachable
         return explained
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Return whether an error is a user's interrupt: ComfyUI's, an Exception until 2026, or the host's."""
+    return type(error).__name__ in ("InterruptProcessingException", "Interrupted")

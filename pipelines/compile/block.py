@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ...precision.shared import TURNS
 from ...precision.shells import with_forward
+from ..errors import is_interrupt
 from ..pace import Pace
 from .counts import graphs_compiled
 
@@ -31,7 +32,6 @@ KwArgs = dict[str, Any]
 EAGER = "eager"
 COMPILED_SIZES = 8  # as many as dynamo allows one piece of code
 _LAYOUTS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
-_INTERRUPTS = ("InterruptProcessingException", "Interrupted")  # ComfyUI's, an Exception until 2026, and the host's
 
 
 @dataclass(frozen=True)
@@ -244,4 +244,4 @@ def _in_words(error: Exception) -> str:
 
 def _is_the_runs(error: Exception) -> bool:
     """What no other compiler would change: there is no memory, or somebody has interrupted."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or type(error).__name__ in _INTERRUPTS
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or is_interrupt(error)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ...precision.policy import Component
+from ..errors import is_interrupt
 from ..run import vae
 from ..run.calls import Calls
 from ..run.handle import PipelineHandle
@@ -18,8 +19,6 @@ from ..run.profiles import fingerprint
 from . import predicted, to_rgb
 
 logger = logging.getLogger(__name__)
-
-_FAILURES = (RuntimeError, ValueError)  # of PyTorch, out of memory too, and of the guard
 
 ToPicture = Callable[[torch.Tensor], Any]  # latents of one frame [channels, rows, columns], as the VAE takes them → PIL
 
@@ -50,22 +49,26 @@ def preview(previews: Previews, handle: PipelineHandle, scheduler: Any, frames: 
         nonlocal to_picture
         if to_picture is None:
             return
-        latents = family.layout.unscaled(finished, frames, config)
-        middle = latents[len(latents) // 2] if latents.ndim == 4 else latents[0, :, latents.shape[2] // 2]
         try:
+            latents = family.layout.unscaled(finished, frames, config)
+            middle = latents[len(latents) // 2] if latents.ndim == 4 else latents[0, :, latents.shape[2] // 2]
             previews.show(to_picture(middle))
-        except _FAILURES as error:
+        except Exception as error:  # noqa: BLE001, whatever a device or a decoder of others raises
             to_picture = _without(handle, error)
 
     try:
         to_picture = previews.decoder(family.latent_format(config)) or _by_matrix(handle, previews.folder)
-    except _FAILURES as error:
+    except Exception as error:  # noqa: BLE001
         _without(handle, error)
     else:
         predicted.watch(scheduler, seen)
 
 
 def _without(handle: PipelineHandle, error: Exception) -> None:
+    """Go on without previews. Raises the error where it is the user's interrupt, which ComfyUI raises where it is shown
+    a picture."""
+    if is_interrupt(error):
+        raise error
     logger.warning("no previews of %s: %s", handle.store.model.name, error)
 
 

@@ -53,7 +53,7 @@ def fitted(picture: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
     Raises ValueError where they are not finite.
     """
     colours = torch.nn.functional.adaptive_avg_pool2d(picture, (latents.shape[1], latents.shape[2]))[0]
-    given, wanted = (each.flatten(1).T.double().cpu() for each in (latents, colours))
+    given, wanted = (each.flatten(1).T.cpu().double() for each in (latents, colours))
     with_one = torch.cat([given, torch.ones(len(given), 1, dtype=torch.float64)], dim=1)
     if not with_one.isfinite().all():
         raise ValueError("the VAE encodes a picture to what is not finite")

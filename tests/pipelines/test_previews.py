@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,22 +85,58 @@ def test_a_small_decoder_of_the_hosts_takes_the_place_of_the_colours(model_folde
     assert asked == ["SD15"] and shown == [tuple(latents.shape[1:])] * STEPS
 
 
-@pytest.mark.parametrize("when", ["fitting", "showing"])
+class InterruptProcessingException(Exception):
+    """As ComfyUI's, by its name."""
+
+
+BROKEN = (
+    torch.OutOfMemoryError("no room"),
+    TypeError("Cannot convert a MPS Tensor to float64 dtype"),  # Apple's GPUs have none
+    AssertionError("no room"),
+    KeyError("decoder"),
+    OSError("cannot write mode F as JPEG"),
+)
+
+
+@pytest.mark.parametrize(
+    ("when", "error"),
+    [*(("fitted", error) for error in BROKEN), *((when, BROKEN[1]) for when in ("decoder", "colours_of", "show"))],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
 def test_a_run_goes_on_where_previews_do_not_work(
-    when: str, model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    when: str,
+    error: Exception,
+    model_folder: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     handle = opened(model_folder("2b"))
     expected, _ = sampled(handle, "2b")
     shown: list[Any] = []
 
     def fails(*_: Any) -> Any:
-        raise torch.OutOfMemoryError("no room")
+        raise error
 
-    monkeypatch.setattr(to_rgb, {"fitting": "fitted", "showing": "colours_of"}[when], fails)
-    assert torch.equal(sampled(handle, "2b", previews=Previews(shown.append))[0], expected)
+    previews = Previews(shown.append)
+    if when in ("decoder", "show"):
+        previews = replace(previews, **{when: fails})
+    else:
+        monkeypatch.setattr(to_rgb, when, fails)
+    made, _ = sampled(handle, "2b", previews=previews)
+    assert torch.equal(made, expected)
     assert not shown and [r.message for r in caplog.records if "no previews of" in r.message] == [
-        f"no previews of {handle.store.model.name}: no room"
+        f"no previews of {handle.store.model.name}: {error}"
     ], "said once"
+
+
+def test_an_interrupt_that_a_preview_raises_ends_the_run(model_folder: Callable[..., Path]) -> None:
+    """ComfyUI raises it where it is shown a picture."""
+
+    def interrupted(_: Any) -> None:
+        raise InterruptProcessingException
+
+    with pytest.raises(InterruptProcessingException):
+        sampled(opened(model_folder("2b")), "2b", previews=Previews(interrupted))
 
 
 def test_a_matrix_gives_back_the_colours_that_latents_were_made_of() -> None:
