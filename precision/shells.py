@@ -32,18 +32,18 @@ def replaced(module: torch.nn.Module, replacements: Mapping[str, Make]) -> torch
     return shell
 
 
-def as_float32(module: torch.nn.Module, device: torch.device | None = None) -> torch.nn.Module:
-    """Return a shell that says its dtype is float32: a diffusers pipeline then hands it float32, and keeps latents in
-    it.
+def reporting(
+    module: torch.nn.Module, *, dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> torch.nn.Module:
+    """Return a shell that says another dtype and device than its weights have, for diffusers pipelines, which ask.
 
-    device: the device that it says it is on, where its weights are elsewhere until they are needed.
+    dtype: float32, and a pipeline hands it float32, and keeps latents in it.
+    device: where it computes; its weights may be elsewhere until they are needed.
     """
     shell, kind = copy.copy(module), type(module)
-    says: dict[str, Any] = {
-        "dtype": property(lambda _self: torch.float32),
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-    }
+    says: dict[str, Any] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    if dtype is not None:
+        says["dtype"] = property(lambda _self: dtype)
     if device is not None:
         says["device"] = property(lambda _self: device)
     shell.__class__ = type(kind.__name__, (kind,), says)

@@ -14,7 +14,7 @@ from ...precision.learned import NOTHING
 from ...precision.policy import Plan, Precision
 from ...precision.probe import Verdict, judge, recommend
 from ...precision.report import RunReport
-from ...precision.shells import as_float32, with_forward
+from ...precision.shells import reporting, with_forward
 from ..compile.block import Tell
 from ..errors import BadInput
 from ..parallel.group import here as ranks
@@ -132,7 +132,8 @@ def _watched(stage: ComponentStage) -> tuple[torch.nn.Module, Measured]:
         with weights:
             return measured.call(lambda: guard(**given), lambda: healthy(**given))
 
-    return as_float32(with_forward(original, forward), handle.store.placement.device), measured
+    shell = with_forward(original, forward)
+    return reporting(shell, dtype=torch.float32, device=handle.store.placement.device), measured
 
 
 def _to_apply(plan: Plan, chosen: Verdict) -> str:

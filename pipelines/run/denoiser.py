@@ -19,7 +19,7 @@ from ...precision.guard import StageGuard
 from ...precision.islands import Attempt, half_attempt
 from ...precision.learned import NOTHING, Learned
 from ...precision.observe import BlockOutputs
-from ...precision.shells import Once, as_float32, with_forward, with_once
+from ...precision.shells import Once, reporting, with_forward, with_once
 from ...precision.step_cache import StepCache
 from ..compile.backends import EAGER, MEASURED, came_to, compiled, for_plan
 from ..families.spec import ENCODERS
@@ -45,7 +45,8 @@ def guarded_denoiser(stage: ComponentStage) -> torch.nn.Module:
     call: Callable[..., Any] = _Steps(stage)
     if stage.sharing.halves:
         call = OverHalves(call, signature, stage.sharing, here(), stage.prompts)
-    return as_float32(with_forward(stage.module, call), stage.handle.store.placement.device)
+    shell = with_forward(stage.module, call)
+    return reporting(shell, dtype=torch.float32, device=stage.handle.store.placement.device)
 
 
 def ways_to_denoise(

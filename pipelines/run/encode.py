@@ -17,7 +17,7 @@ from ...precision.islands import Attempt, half_attempt
 from ...precision.learned import Learned
 from ...precision.policy import Component, Precision
 from ...precision.report import RunReport
-from ...precision.shells import with_forward
+from ...precision.shells import reporting, with_forward
 from ...trust.text import is_whole, listed
 from ..errors import BadInput
 from ..parallel.group import here
@@ -86,7 +86,7 @@ def _pipeline(stage: ComponentStage) -> object:
     handle = stage.handle
     return getattr(diffusers, handle.family.pipeline)(
         tokenizer=handle.store.unweighted("tokenizer"),
-        text_encoder=with_forward(stage.module, _Calls(stage)),
+        text_encoder=reporting(with_forward(stage.module, _Calls(stage)), device=handle.store.placement.device),
         vae=None,
         transformer=None,
         scheduler=None,

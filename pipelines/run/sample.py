@@ -13,7 +13,7 @@ import torch
 from ...precision.policy import Component, Precision
 from ...precision.report import RunReport
 from ...precision.shared import TURNS
-from ...precision.shells import as_float32, with_forward
+from ...precision.shells import reporting, with_forward
 from ..compile.backends import EAGER
 from ..compile.block import Tell
 from ..errors import BadInput, BadSize
@@ -232,7 +232,8 @@ def _guarded_image_encoder(stage: ComponentStage, calls: Calls) -> torch.nn.Modu
         output.image_embeds = output.image_embeds.float()  # diffusers takes the latents' dtype from it
         return output
 
-    return as_float32(with_forward(stage.module, calls.telling(encode)), stage.handle.store.placement.device)
+    shell = with_forward(stage.module, calls.telling(encode))
+    return reporting(shell, dtype=torch.float32, device=stage.handle.store.placement.device)
 
 
 def check_size(handle: PipelineHandle, settings: SampleSettings) -> None:

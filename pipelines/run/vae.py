@@ -22,7 +22,7 @@ from ...precision.fp32_settings import TF32, autocast_off_where_on, device_types
 from ...precision.islands import Attempt, half_attempt
 from ...precision.learned import Learned
 from ...precision.learning import Learner
-from ...precision.shells import Make, as_float32, both, replaced, with_forward
+from ...precision.shells import Make, both, replaced, reporting, with_forward
 from ...precision.upcast import run_in_fp32
 from ..compile.decoder import DecoderCompiling, Kind, Kinds
 from ..parallel.group import here
@@ -132,7 +132,7 @@ def guarded_encoder(stage: ComponentStage, calls: Calls) -> Any:
     tiles, foreseen, ladder = hasattr(vae, "tiled_encode"), False, stage.ladder()
     vae.use_tiling = False
 
-    shell: Any = as_float32(vae, stage.handle.store.placement.device)
+    shell: Any = reporting(vae, dtype=torch.float32, device=stage.handle.store.placement.device)
     shell.encode = encode
     shell.register_to_config(force_upcast=False)
     return shell

@@ -17,6 +17,7 @@ from comfyui_onediff_guard.pipelines.compile.backends import CompileOptions
 from comfyui_onediff_guard.pipelines.insight.probe import probe
 from comfyui_onediff_guard.pipelines.models.folder import family_of
 from comfyui_onediff_guard.pipelines.models.lora import Lora
+from comfyui_onediff_guard.pipelines.run import encode
 from comfyui_onediff_guard.pipelines.run import handle as handles
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
@@ -30,8 +31,8 @@ from comfyui_onediff_guard.pipelines.weights.parts import tensors_of
 from comfyui_onediff_guard.pipelines.weights.placement import DeviceMemory, PlainPlacement
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.peaks import Peak
-from comfyui_onediff_guard.precision.policy import Precision
-from comfyui_onediff_guard.precision.shells import as_float32
+from comfyui_onediff_guard.precision.policy import Component, Precision
+from comfyui_onediff_guard.precision.shells import reporting
 from diffusers import CogVideoXPipeline
 from safetensors.torch import save_file
 from torch._dynamo.utils import counters
@@ -352,10 +353,20 @@ def test_page_locked_memory_goes_back_to_the_system_with_its_component(model_fol
 
 def test_diffusers_is_told_the_device_that_computes(model_folder):
     pipe: Any = CogVideoXPipeline.from_pretrained(model_folder("2b"))
-    pipe.transformer = as_float32(pipe.transformer, torch.device("cuda", 1))
+    pipe.transformer = reporting(pipe.transformer, device=torch.device("cuda", 1))
     pipe.text_encoder = pipe.vae = None
     assert pipe._execution_device == torch.device("cuda", 1)
-    assert as_float32(pipe.transformer).device == torch.device("cuda", 1), "and by a shell of it"
+    assert reporting(pipe.transformer, dtype=torch.float32).device == torch.device("cuda", 1), "and by a shell of it"
+
+
+@pytest.mark.parametrize("model", ["2b", "cogview3", "cogview4", "wan"])
+def test_a_prompt_goes_to_the_device_that_computes(model_folder, monkeypatch, model):
+    """diffusers asks the text encoder of Wan, since 0.41: its weights are elsewhere until it is called."""
+    handle = opened(model_folder(model), "none")
+    monkeypatch.setattr(handle.store.placement, "device", torch.device("meta"))
+    pipe = encode._pipeline(handle.stage(Component.TEXT_ENCODER))
+    assert pipe.text_encoder.device == torch.device("meta")
+    assert pipe.text_encoder.dtype == handle.stage(Component.TEXT_ENCODER).module.dtype, "that stays as it is"
 
 
 @pytest.mark.parametrize("model", ["5b-i2v", "svd"])

@@ -17,7 +17,7 @@ from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.activations import counting
 from comfyui_onediff_guard.precision.policy import Precision
-from comfyui_onediff_guard.precision.shells import as_float32, with_forward
+from comfyui_onediff_guard.precision.shells import reporting, with_forward
 from torch.utils import _pytree as pytree
 
 Shapes = dict[str, list[tuple[int, ...]]]
@@ -86,7 +86,7 @@ def sampled(
             calls.setdefault(stage.name, []).append(bound.arguments)
             return stage.module(*args, **kwargs)
 
-        return as_float32(with_forward(stage.module, recorded), torch.device("cpu"))
+        return reporting(with_forward(stage.module, recorded), dtype=torch.float32, device=torch.device("cpu"))
 
     family, config = handle.family, handle.store.model.denoiser_config
     rule = family.prompt
