@@ -42,9 +42,11 @@ def test_the_guard_of_models_says_what_is_missing_and_the_next_run_works(server:
 
 
 def test_the_guard_of_vaes_works(server: legs.Server) -> None:
-    shutil.rmtree(server.base / "user" / "onediff_guard" / "profiles", ignore_errors=True)
+    profiles = server.base / "user" / "onediff_guard" / "profiles"
+    shutil.rmtree(profiles, ignore_errors=True)
     plain = make(server, graph(NAME, hot=True, without=GUARDS))
     guarded = make(server, graph(NAME, hot=True, without={MODEL_GUARD}))
     assert plain.frames.max() == 0
     assert guarded.frames.std() > 2
     assert "1 call, 1 rerun" in guarded.report("VAE decoder: AutoencoderKL computes in fp16")
+    assert len([*profiles.glob("*.json")]) == 1, "what was learned is kept for later runs"
