@@ -13,6 +13,7 @@ from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_M
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = ("comfyui_host", "demo", "headless", "nodes", "pipelines", "precision", "trust", "benchmarks", "tools")
+FOLDERS = {*LAYERS, "constraints", "docs", "locales", "subgraphs", "tests", "web", "workflows"}
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
     for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))
@@ -129,11 +130,10 @@ def paths(page: str) -> set[str]:
     """What the page quotes that reads as a path of the repository: in a folder, or a test's file."""
     text = re.sub(r"<\w+>|\bNAME\b", "*", " ".join(quoted(PAGES[page])))  # places for a name
     words = {word.partition("::")[0].rstrip(".,:") for word in text.split()}
-    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name[0] != "."}
     return {
         word
         for word in words
-        if ("/" in word and word.partition("/")[0] in folders) or re.fullmatch(r"test_\w+\.py", word)
+        if ("/" in word and word.partition("/")[0] in FOLDERS) or re.fullmatch(r"test_\w+\.py", word)
     }
 
 
