@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 from comfyui_onediff_guard.headless import scratch
 from comfyui_onediff_guard.headless.hosts import checkout
-from waiting import wait_until
+from waiting import HANG_SECONDS, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="its signals are POSIX's")
-HANG_SECONDS = 120.0  # a bound for a test that would hang, far from what it takes
 COMMAND = """\
 import signal, sys
 background = sys.argv[3] == "in the background"  # where a shell keeps Ctrl-C from it

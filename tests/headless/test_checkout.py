@@ -17,7 +17,6 @@ from comfyui_onediff_guard.headless.hosts import checkout
 from waiting import wait_until
 
 REALLY_HAS_ACCELERATOR = checkout._has_accelerator
-HANG_SECONDS = 60.0  # a bound for a test that would hang, far from what it takes
 MAIN = """\
 import json, subprocess, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer

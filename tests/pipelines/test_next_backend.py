@@ -19,10 +19,10 @@ from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights import offload
 from onediff.infer_compiler.backends import registry
+from waiting import HANG_SECONDS
 
 AUTO = BackendChoice("oneflow", "auto: first choice", automatic=True)
 NAMED = BackendChoice("oneflow", "asked for")
-HANG_SECONDS = 60.0
 SMALL = SampleSettings(width=64, height=48, frames=9, steps=2, guidance_scale=6.0, seed=3, scheduler="DDIM")
 
 

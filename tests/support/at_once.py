@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-
-HANG_SECONDS = 600  # bounds what would hang, far from what anything takes
+from waiting import HANG_SECONDS
 
 
 def at_once(*jobs: Callable[[], Any]) -> list[Any]:
