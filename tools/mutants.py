@@ -127,8 +127,9 @@ def survives(tests: list[str]) -> bool:
 
 
 def noticed_by(tier: str, module: str) -> bool:
-    """Whether a make target's tests fail, in processes of their own. Those that name the module come first."""
-    naming = [str(file) for file in Path("tests").rglob("test_*.py") if module in file.read_text(encoding="utf-8")]
+    """Whether a make target's tests fail, in processes of their own. Those that name the module, if any, come first."""
+    files = Path("tests").rglob("test_*.py") if module else ()
+    naming = [str(file) for file in files if module in file.read_text(encoding="utf-8")]
     environment = {**os.environ, "PYTHONPATH": str(Path.cwd().parent)}  # before the installed package
     for files in ([naming] if naming else []) + [[]]:
         command = [sys.executable, "-m", "pytest", "-n", "2", "-x", "-q", "--tier", tier, *files]
@@ -169,7 +170,7 @@ def main() -> int:
                 return not any(noticed_by(tier, module) for tier in options.tier)
             return survives(list(options.tests))
 
-        if not options.tier and not survives(list(options.tests)):
+        if not let_through(""):
             print("The tests fail on the source as it is: nothing to compare with.")
             return 2
         sources = {name: Path(name).read_text(encoding="utf-8") for name in python_files(options.sources)}
