@@ -118,13 +118,15 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pyte
     if not hasattr(config, "workerinput"):
         ran = sum(len(terminalreporter.stats.get(outcome, ())) for outcome in ("passed", "failed"))
         terminalreporter.write_line(f"{ran} tests ran and called models {model_calls.counted} times")
-        for name in shared_models.changed():
-            terminalreporter.write_line(f"changed by a test, though all tests share it: {name}", red=True)
     yield
     if table := [*legs_table.lines(terminalreporter.stats, {leg.name: leg.version for leg in legs.LEGS})]:
         terminalreporter.section("ComfyUI")
         for line in table:
             terminalreporter.write_line(line)
+    if not hasattr(config, "workerinput") and (changed := shared_models.changed()):
+        terminalreporter.section("the run fails", red=True)
+        for name in changed:
+            terminalreporter.write_line(f"changed by a test, though all tests share it: {name}", red=True)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 import comfyui_onediff_guard
 import pytest
+import shared_models
 import torch
 from comfyui_onediff_guard import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
 from comfyui_onediff_guard.comfyui_host import host
@@ -140,14 +142,14 @@ def test_models_are_listed_and_a_missing_one_is_explained(folders):
     assert folders.name in str(refusal.value) and str(folders.parent) in str(refusal.value)
 
 
-def test_the_loader_runs_again_when_a_file_changes(folders):
-    import os
-
-    before = LoadCogVideoX.IS_CHANGED(model=folders.name, precision="auto", backend="auto", offload="none")
-    file = folders / "vae" / "config.json"
-    stat = file.stat()
-    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns + 10**9))
-    assert LoadCogVideoX.IS_CHANGED(model=folders.name) != before
+def test_the_loader_runs_again_when_a_file_changes(folders, tmp_path):
+    model = shared_models.copied(folders, tmp_path / "model")
+    with host.plain_folders(models=[tmp_path], input=tmp_path, output=tmp_path):
+        before = LoadCogVideoX.IS_CHANGED(model=model.name, precision="auto", backend="auto", offload="none")
+        file = model / "vae" / "config.json"
+        stat = file.stat()
+        os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns + 10**9))
+        assert LoadCogVideoX.IS_CHANGED(model=model.name) != before
 
 
 def test_in_comfyui_its_folders_progress_and_memory_manager_are_used(comfyui, model_folder):
