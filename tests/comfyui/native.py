@@ -12,6 +12,7 @@ import legs
 import torch
 from legs import Leg
 from safetensors.torch import load_file
+from waiting import HANG_SECONDS
 
 HERE = Path(__file__).resolve().parent
 Ran = dict[str, Any]  # "case/name" → tensor or fact
@@ -35,7 +36,7 @@ def run(cases: str, folder: Path, *options: str, leg: Leg) -> Ran:
         text=True,
         encoding="utf-8",
         check=False,
-        timeout=3 * legs.HANG_SECONDS,
+        timeout=3 * HANG_SECONDS,
     )
     assert done.returncode == 0, done.stderr[-8000:]
     return {**load_file(folder / "tensors.safetensors"), **json.loads((folder / "facts.json").read_text("utf-8"))}

@@ -12,8 +12,9 @@ from typing import Any
 
 import av
 import numpy as np
-from legs import HANG_SECONDS, Server
+from legs import Server
 from PIL import Image, ImageSequence
+from waiting import HANG_SECONDS
 
 HEALTHY = "small-healthy"  # names of the small models in models/diffusers
 OVERFLOWING = "small-overflowing"  # its residual stream leaves fp16's range

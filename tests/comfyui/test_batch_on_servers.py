@@ -17,7 +17,7 @@ import psutil
 import pytest
 from PIL import Image
 from runs import HEALTHY, SMALL, frames_of
-from waiting import wait_until
+from waiting import HANG_SECONDS, wait_until
 
 pytestmark = pytest.mark.comfyui
 
@@ -74,7 +74,7 @@ class Batch:
     def finish(self) -> dict[str, Any]:
         assert self.process
         try:
-            out, _ = self.process.communicate(timeout=2 * legs.HANG_SECONDS)
+            out, _ = self.process.communicate(timeout=2 * HANG_SECONDS)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise AssertionError(f"the command does not end:\n{self.told.read_text()}") from None
@@ -156,7 +156,7 @@ def lose(server: legs.Server) -> None:
     children = psutil.Process(server.pid).children(recursive=True)
     for child in children:
         child.kill()
-    psutil.wait_procs(children, legs.HANG_SECONDS)
+    psutil.wait_procs(children, HANG_SECONDS)
 
 
 def test_one_queue_feeds_both_and_each_gets_what_it_has_nodes_for(both: Pair, batch: Callable[..., Batch]) -> None:

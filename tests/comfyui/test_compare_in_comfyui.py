@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import legs
 import pytest
 from runs import OVERFLOWING, SMALL, Ran, finish
+from waiting import HANG_SECONDS, wait_until
 
 pytestmark = pytest.mark.comfyui
 
@@ -37,7 +37,7 @@ def start_compare(server: legs.Server, tmp_path: Path) -> Callable[..., subproce
             str(tmp_path / "out"),
             "--json",
             "--timeout",
-            str(legs.HANG_SECONDS),
+            str(HANG_SECONDS),
         ]
         command += ["--precisions", precisions]
         command += [part for name, value in sets.items() for part in ("--set", f"{name}={json.dumps(value)}")]
@@ -80,9 +80,12 @@ def test_an_interrupt_ends_the_comparison_and_leaves_nothing(
 ) -> None:
     child = start_compare("fp16", SampleCogVideoX__steps=1000, SampleCogVideoX__seed=31)
     server.wait_until_running()
-    while child.poll() is None:  # ComfyUI forgets a request that comes before the graph has begun
+
+    def ended() -> bool:  # ComfyUI forgets a request that comes before the graph has begun
         server.ask("/interrupt", {})
-        time.sleep(0.2)
+        return child.poll() is not None
+
+    wait_until(ended, "the comparison ended")
     ran = finish(child, server)
     assert ran.code == 130, ran.answer
     assert "in fp16:" not in ran.stderr

@@ -6,19 +6,18 @@ import copy
 import json
 import math
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
 import legs
 import pytest
 from runs import HEALTHY, SMALL
+from waiting import wait_until
 
 pytestmark = pytest.mark.comfyui
 
 PROMPTS, SETTLED = 100, 10
 FLAT = 1.02
-SECONDS, POLL = 900.0, 0.3
 SHAPES = [(96, 64, 9), (64, 64, 9), (64, 96, 5)]
 TEXTS = ["a red kite", "a boat on a lake", "snow on a quiet street"]
 
@@ -54,13 +53,14 @@ def run_hundred(server: legs.Server, first: int) -> tuple[dict[tuple[int, ...], 
     graphs = [graph_of(server.leg.workflow, first + number) for number in range(PROMPTS)]
     queued = [server.ask("/prompt", {"prompt": graph})["prompt_id"] for graph in graphs]
     resident: list[int] = []
-    end = time.monotonic() + SECONDS
-    while len(resident) < PROMPTS:
-        assert time.monotonic() < end, f"{len(resident)} of {PROMPTS} after {SECONDS:g} s:\n{server.tail()}"
-        time.sleep(POLL)
+
+    def ended() -> bool:
         queue = server.ask("/queue")
         done = PROMPTS - len(queue["queue_running"]) - len(queue["queue_pending"])
-        resident += [resident_bytes(server.pid)] * (done - len(resident))
+        resident.extend([resident_bytes(server.pid)] * (done - len(resident)))
+        return done == PROMPTS
+
+    wait_until(ended, lambda: f"{len(resident)} of {PROMPTS}\n{server.tail()}")
     history = server.history()
     compiled: dict[tuple[int, ...], list[int]] = {}
     for prompt, graph in zip(queued, graphs, strict=True):

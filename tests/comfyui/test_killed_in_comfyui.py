@@ -14,7 +14,7 @@ from pathlib import Path
 import legs
 import psutil
 import pytest
-from waiting import wait_until
+from waiting import HANG_SECONDS, wait_until
 
 LONG = {  # pictures whose compression takes minutes
     "1": {"class_type": "EmptyImage", "inputs": {"width": 4096, "height": 4096, "batch_size": 8, "color": 0}},
@@ -57,7 +57,7 @@ def test_nothing_outlives_the_command(leg: legs.Leg, tmp_path: Path, how: str) -
         others = family.children(recursive=True)
         assert len(others) >= 2, "the keeper and ComfyUI"
         started.send_signal(getattr(signal, how))
-        assert started.wait(legs.HANG_SECONDS) == (-signal.SIGKILL if how == "SIGKILL" else 130)
+        assert started.wait(HANG_SECONDS) == (-signal.SIGKILL if how == "SIGKILL" else 130)
         wait_until(lambda: all(map(is_gone, others)), "a process outlives the command that started it")
     finally:
         if started.poll() is None:

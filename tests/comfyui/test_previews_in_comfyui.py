@@ -18,6 +18,7 @@ from comfyui_onediff_guard.comfyui_host import language
 from families import small
 from PIL import Image
 from safetensors.torch import save_file
+from waiting import HANG_SECONDS
 
 pytestmark = pytest.mark.comfyui
 
@@ -54,7 +55,7 @@ def seen(server: legs.Server, workflow: str, **extra: Any) -> tuple[list[Image.I
 
 
 def messages(socket: websocket.WebSocket) -> Iterator[str | bytes]:
-    socket.settimeout(legs.HANG_SECONDS)
+    socket.settimeout(HANG_SECONDS)
     while True:
         yield socket.recv()
 

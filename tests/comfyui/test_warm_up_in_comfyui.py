@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import struct
-import time
 from typing import Any
 
 import legs
 import pytest
 import websocket
+from waiting import wait_until
 
 pytestmark = pytest.mark.comfyui
 
@@ -51,13 +51,16 @@ def run(server: legs.Server, prompt: dict[str, Any], client: str = "") -> tuple[
     queued = server.ask("/prompt", {"prompt": prompt, "client_id": client})
     prompt_id = queued["prompt_id"]
     assert not queued["node_errors"], queued["node_errors"]
-    answers, end = 0, time.monotonic() + legs.HANG_SECONDS
-    while prompt_id not in (history := server.history()):
-        assert time.monotonic() < end, server.tail()
-        answers += bool(server.ask("/queue")["queue_running"])
-        time.sleep(0.02)
-    assert history[prompt_id]["status"]["status_str"] == "success", history[prompt_id]["status"]
-    return history[prompt_id]["outputs"], answers
+    answers = [0]
+
+    def ended() -> bool:
+        answers[0] += bool(server.ask("/queue")["queue_running"])
+        return prompt_id in server.history()
+
+    wait_until(ended, server.tail)
+    told = server.history()[prompt_id]
+    assert told["status"]["status_str"] == "success", told["status"]
+    return told["outputs"], answers[0]
 
 
 def texts_of(socket: websocket.WebSocket) -> list[str]:

@@ -64,7 +64,16 @@ async def interrupted(server: Any) -> None:
 async def success_in_the_fork(server: Any) -> None:
     """The pip-installable fork: queue entries are dictionaries, and the history's messages plain strings."""
     server.running[:] = [{"priority": 0, "prompt_id": server.prompt_id}]
-    await asyncio.sleep(0.5)
+    asked = asyncio.Event()
+
+    async def note(request: web.Request, handler: Any) -> web.StreamResponse:
+        answer = await handler(request)
+        if request.path == "/queue":
+            asked.set()
+        return answer
+
+    server.around = note
+    await asked.wait()
     server.finish({"2": {}}, messages=["execution_start", "execution_success"])
 
 

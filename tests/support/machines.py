@@ -10,12 +10,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from waiting import wait_until
 
 PORT = 6379
 START_SECONDS = 120.0
@@ -75,12 +76,14 @@ class Machine:
 
     def lose(self) -> None:
         """End all that runs there, at once."""
-        until = time.monotonic() + 30
-        while (pids := self.processes()) and time.monotonic() < until:
-            for pid in pids:
+
+        def ended() -> bool:
+            for pid in (pids := self.processes()):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            time.sleep(0.1)
+            return not pids
+
+        wait_until(ended, f"{self.name} is lost")
 
 
 @contextmanager

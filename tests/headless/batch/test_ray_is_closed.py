@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from ipaddress import ip_address
@@ -161,7 +160,8 @@ def test_the_ports_of_the_page_are_all_that_machines_use_between_them(
         command(head, here, jobs=8, seconds=1.0), env=head.environment, cwd=here, stdout=subprocess.PIPE, text=True
     )
     seen: set[frozenset[int]] = set()
-    while running.poll() is None:
+
+    def ended() -> bool:
         for machine in (head, other):
             listed = subprocess.run(
                 ["ip", "netns", "exec", machine.name, "ss", "-tnH"], capture_output=True, text=True, check=True
@@ -170,7 +170,9 @@ def test_the_ports_of_the_page_are_all_that_machines_use_between_them(
                 hosts, ports = zip(*(end.rsplit(":", 1) for end in ends[:2]), strict=True)
                 if {host.strip("[]").removeprefix("::ffff:") for host in hosts} == {head.address, other.address}:
                     seen.add(frozenset(map(int, ports)))
-        time.sleep(0.05)
+        return running.poll() is not None
+
+    wait_until(ended, "the batch ended")
     out, _ = running.communicate(timeout=HANG_SECONDS)
     assert json.loads(out)["done"] == 8
     assert {PORT, numbers["--node-manager-port"]} <= {port for ports in seen for port in ports}
