@@ -83,11 +83,9 @@ def run_in(
 
 
 @contextmanager
-def fp32_mode(mode: Fp32Mode | None = None, *, tf32: bool = False) -> Generator[None]:
-    """Make everything that this thread runs inside compute in float32. Half tensors from outside stay as they are.
-
-    mode: a mode that computes some of it otherwise. Defaults to Fp32Mode.
-    """
+def fp32_mode(mode: Fp32Mode, *, tf32: bool) -> Generator[None]:
+    """Make everything that this thread runs inside compute in float32, or as the mode has it computed. Half tensors
+    from outside stay as they are."""
     with ExitStack() as stack:
         if "torch._dynamo" in sys.modules:
             stack.enter_context(EAGER_ONLY.held())
@@ -95,7 +93,7 @@ def fp32_mode(mode: Fp32Mode | None = None, *, tf32: bool = False) -> Generator[
             stack.enter_context(TF32.held())
         stack.enter_context(torch.no_grad())
         stack.enter_context(autocast_off(device_types()))
-        stack.enter_context(mode or Fp32Mode())
+        stack.enter_context(mode)
         yield
 
 

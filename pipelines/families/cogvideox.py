@@ -46,34 +46,34 @@ _VARIANTS = (
 
 
 class _Transformer(Transformer):
-    activation_fn: Word = ""
-    timestep_activation_fn: Word = ""
-    attention_bias: bool = False
-    dropout: Number = 0
-    flip_sin_to_cos: bool = False
-    freq_shift: Number = 0
-    max_text_seq_length: Extent = 1
-    norm_elementwise_affine: bool = False
-    norm_eps: Positive = 1
-    ofs_embed_dim: Width | None = None
-    patch_bias: bool = False
-    patch_size_t: Width | None = None
-    sample_frames: Extent = 1
-    sample_height: Extent = 1
-    sample_width: Extent = 1
-    spatial_interpolation_scale: Positive = 1
-    temporal_interpolation_scale: Positive = 1
-    temporal_compression_ratio: Width = 1
-    use_learned_positional_embeddings: bool = False
-    use_rotary_positional_embeddings: bool = False
+    activation_fn: Word
+    timestep_activation_fn: Word
+    attention_bias: bool
+    dropout: Number
+    flip_sin_to_cos: bool
+    freq_shift: Number
+    max_text_seq_length: Extent
+    norm_elementwise_affine: bool
+    norm_eps: Positive
+    ofs_embed_dim: Width | None
+    patch_bias: bool
+    patch_size_t: Width | None
+    sample_frames: Extent
+    sample_height: Extent
+    sample_width: Extent
+    spatial_interpolation_scale: Positive
+    temporal_interpolation_scale: Positive
+    temporal_compression_ratio: Width
+    use_learned_positional_embeddings: bool
+    use_rotary_positional_embeddings: bool
 
 
 class _Vae(Vae):
-    norm_eps: Positive = 1
-    sample_height: Width = 1
-    sample_width: Width = 1
-    temporal_compression_ratio: Annotated[float, Field(ge=1, le=2**20)] = 1
-    invert_scale_latents: bool = False
+    norm_eps: Positive
+    sample_height: Width
+    sample_width: Width
+    temporal_compression_ratio: Annotated[float, Field(ge=1, le=2**20)]
+    invert_scale_latents: bool
 
 
 def _variant(config: Config) -> str:

@@ -18,10 +18,10 @@ SIZES = SizeRule(pixel_multiple=32, pixels=(64, 2048))  # their authors: multipl
 class CogView(Transformer):
     """What the denoisers of CogView3-Plus and CogView4 share."""
 
-    condition_dim: Width = 1
-    pos_embed_max_size: Extent = 1
-    rope_axes_dim: Annotated[list[Width], Field(min_length=2, max_length=2)] = []
-    sample_size: Width = 1
+    condition_dim: Width
+    pos_embed_max_size: Extent
+    rope_axes_dim: Annotated[list[Width], Field(min_length=2, max_length=2)]
+    sample_size: Width
 
 
 def context(**every: int) -> ContextPlan:

@@ -42,27 +42,27 @@ _VARIANT = Variant(
 
 
 class _Glm(Fields):
-    vocab_size: Width = 1
-    hidden_size: Width = 1
-    intermediate_size: Width = 1
-    num_hidden_layers: Layers = 1
-    num_attention_heads: Width = 1
-    num_key_value_heads: Width | None = None
-    head_dim: Width = 1
-    hidden_act: Word = ""
-    attention_dropout: Number = 0
-    attention_bias: bool = False
-    max_position_embeddings: Annotated[int, Field(ge=1, le=2**24)] = 1
-    initializer_range: Number = 0
-    rms_norm_eps: Positive = 1
-    rope_theta: Positive = 1
-    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 1
-    rope_scaling: dict[Word, Positive | Word] | None = None
-    rope_parameters: dict[Word, Positive | Word] | None = None
-    tie_word_embeddings: bool = False
-    pad_token_id: Token | None = None
-    bos_token_id: Tokens = None
-    eos_token_id: Tokens = None
+    vocab_size: Width
+    hidden_size: Width
+    intermediate_size: Width
+    num_hidden_layers: Layers
+    num_attention_heads: Width
+    num_key_value_heads: Width | None
+    head_dim: Width
+    hidden_act: Word
+    attention_dropout: Number
+    attention_bias: bool
+    max_position_embeddings: Annotated[int, Field(ge=1, le=2**24)]
+    initializer_range: Number
+    rms_norm_eps: Positive
+    rope_theta: Positive
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)]
+    rope_scaling: dict[Word, Positive | Word] | None
+    rope_parameters: dict[Word, Positive | Word] | None
+    tie_word_embeddings: bool
+    pad_token_id: Token | None
+    bos_token_id: Tokens
+    eos_token_id: Tokens
 
 
 COGVIEW4 = FamilySpec(

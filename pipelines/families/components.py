@@ -6,6 +6,7 @@ Bounds are far beyond every published model, and keep a file from asking for a b
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,7 +37,13 @@ Sides = Width | Annotated[list[Width], Field(min_length=2, max_length=2)]
 
 
 class Fields(Foreign):
-    """The fields of a config. Their defaults mean nothing: a field that is missing is left to the class."""
+    """The fields of a config. Each may be missing, and is left to the class then."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in inspect.get_annotations(cls):
+            if name not in cls.__dict__:
+                setattr(cls, name, None)
 
     def given(self) -> dict[str, Any]:
         """Return the fields that the config holds."""
@@ -104,110 +111,110 @@ class ComponentSpec:
 
 
 class T5(Fields):
-    vocab_size: Width = 1
-    d_model: Width = 1
-    d_kv: Width = 1
-    d_ff: Width = 1
-    num_layers: Layers = 1
-    num_decoder_layers: Layers | None = None
-    num_heads: Width = 1
-    relative_attention_num_buckets: Width = 1
-    relative_attention_max_distance: Width = 1
-    dropout_rate: Number = 0
-    layer_norm_epsilon: Positive = 1
-    initializer_factor: Number = 0
-    feed_forward_proj: Word = ""
-    dense_act_fn: Word = ""
-    is_gated_act: bool = False
-    tie_word_embeddings: bool = False
-    pad_token_id: Token | None = None
-    eos_token_id: Tokens = None
+    vocab_size: Width
+    d_model: Width
+    d_kv: Width
+    d_ff: Width
+    num_layers: Layers
+    num_decoder_layers: Layers | None
+    num_heads: Width
+    relative_attention_num_buckets: Width
+    relative_attention_max_distance: Width
+    dropout_rate: Number
+    layer_norm_epsilon: Positive
+    initializer_factor: Number
+    feed_forward_proj: Word
+    dense_act_fn: Word
+    is_gated_act: bool
+    tie_word_embeddings: bool
+    pad_token_id: Token | None
+    eos_token_id: Tokens
 
 
 class Transformer(Fields):
     """What the denoisers of CogVideoX and CogView share."""
 
-    num_attention_heads: Width = 1
-    attention_head_dim: Width = 1
-    in_channels: Width = 1
-    out_channels: Width | None = None
-    num_layers: Layers = 1
-    patch_size: Width = 1
-    text_embed_dim: Width = 1
-    time_embed_dim: Width = 1
+    num_attention_heads: Width
+    attention_head_dim: Width
+    in_channels: Width
+    out_channels: Width | None
+    num_layers: Layers
+    patch_size: Width
+    text_embed_dim: Width
+    time_embed_dim: Width
 
 
 class Vae(Fields):
     """What the VAEs of images, of Stable Video Diffusion and of CogVideoX share."""
 
-    in_channels: Width = 1
-    out_channels: Width = 1
-    down_block_types: Words = []
-    up_block_types: Words = []
-    block_out_channels: Levels = []
-    layers_per_block: Few = 1
-    latent_channels: Width = 1
-    act_fn: Word = ""
-    norm_num_groups: Width = 1
-    scaling_factor: Positive = 1
-    shift_factor: Number | None = None
-    latents_mean: Numbers | None = None
-    latents_std: Numbers | None = None
-    force_upcast: bool = False
-    sample_size: Sides = 1
-    use_quant_conv: bool = False
-    use_post_quant_conv: bool = False
-    mid_block_add_attention: bool = False
+    in_channels: Width
+    out_channels: Width
+    down_block_types: Words
+    up_block_types: Words
+    block_out_channels: Levels
+    layers_per_block: Few
+    latent_channels: Width
+    act_fn: Word
+    norm_num_groups: Width
+    scaling_factor: Positive
+    shift_factor: Number | None
+    latents_mean: Numbers | None
+    latents_std: Numbers | None
+    force_upcast: bool
+    sample_size: Sides
+    use_quant_conv: bool
+    use_post_quant_conv: bool
+    mid_block_add_attention: bool
     # of CogVideoX's
-    norm_eps: Positive = 1
-    sample_height: Width = 1
-    sample_width: Width = 1
-    temporal_compression_ratio: Annotated[float, Field(ge=1, le=2**20)] = 1
-    invert_scale_latents: bool = False
+    norm_eps: Positive
+    sample_height: Width
+    sample_width: Width
+    temporal_compression_ratio: Annotated[float, Field(ge=1, le=2**20)]
+    invert_scale_latents: bool
 
 
 class Scheduler(Fields):
     """What any of the schedulers takes, since one may read another's config."""
 
-    num_train_timesteps: Annotated[int, Field(ge=1, le=100_000)] = 1
-    beta_start: Positive = 1
-    beta_end: Positive = 1
-    beta_schedule: Word = ""
-    trained_betas: Annotated[list[Positive], Field(max_length=100_000)] | None = None
-    clip_sample: bool = False
-    clip_sample_range: Positive = 1
-    set_alpha_to_one: bool = False
-    steps_offset: Annotated[int, Field(ge=0, le=1000)] = 0
-    prediction_type: Word = ""
-    sample_max_value: Positive = 1
-    timestep_spacing: Word = ""
-    timestep_type: Word = ""
-    rescale_betas_zero_snr: bool = False
-    snr_shift_scale: Positive = 1
-    interpolation_type: Word = ""
-    final_sigmas_type: Word = ""
-    use_karras_sigmas: bool | None = None
-    use_exponential_sigmas: bool | None = None
-    use_beta_sigmas: bool | None = None
-    sigma_min: Positive | None = None
-    sigma_max: Positive | None = None
-    shift: Positive = 1
-    shift_terminal: Positive | None = None
-    use_dynamic_shifting: bool = False
-    base_shift: Number | None = None
-    max_shift: Number | None = None
-    base_image_seq_len: Width | None = None
-    max_image_seq_len: Width | None = None
-    invert_sigmas: bool = False
-    stochastic_sampling: bool = False
-    time_shift_type: Word = ""
+    num_train_timesteps: Annotated[int, Field(ge=1, le=100_000)]
+    beta_start: Positive
+    beta_end: Positive
+    beta_schedule: Word
+    trained_betas: Annotated[list[Positive], Field(max_length=100_000)] | None
+    clip_sample: bool
+    clip_sample_range: Positive
+    set_alpha_to_one: bool
+    steps_offset: Annotated[int, Field(ge=0, le=1000)]
+    prediction_type: Word
+    sample_max_value: Positive
+    timestep_spacing: Word
+    timestep_type: Word
+    rescale_betas_zero_snr: bool
+    snr_shift_scale: Positive
+    interpolation_type: Word
+    final_sigmas_type: Word
+    use_karras_sigmas: bool | None
+    use_exponential_sigmas: bool | None
+    use_beta_sigmas: bool | None
+    sigma_min: Positive | None
+    sigma_max: Positive | None
+    shift: Positive
+    shift_terminal: Positive | None
+    use_dynamic_shifting: bool
+    base_shift: Number | None
+    max_shift: Number | None
+    base_image_seq_len: Width | None
+    max_image_seq_len: Width | None
+    invert_sigmas: bool
+    stochastic_sampling: bool
+    time_shift_type: Word
 
 
 class Tokenizer(Fields):
-    extra_ids: Annotated[int, Field(ge=0, le=1000)] = 0  # T5's, each of which becomes a token
-    legacy: bool | None = None
-    add_bos_token: bool | None = None
-    add_eos_token: bool | None = None
+    extra_ids: Annotated[int, Field(ge=0, le=1000)]  # T5's, each of which becomes a token
+    legacy: bool | None
+    add_bos_token: bool | None
+    add_eos_token: bool | None
 
 
 TOKENIZER_ALSO = ("special_tokens_map.json", "added_tokens.json")

@@ -50,56 +50,56 @@ _VARIANTS = (_variant("SVD", "", 14), _variant("SVD-XT", "-xt", 25), _variant("S
 
 
 class _UNet(Fields):
-    sample_size: Sides | None = None
-    in_channels: Width = 1
-    out_channels: Width = 1
-    down_block_types: Words = []
-    up_block_types: Words = []
-    block_out_channels: Levels = []
-    addition_time_embed_dim: Width = 1
-    projection_class_embeddings_input_dim: Width = 1
-    layers_per_block: Few | Annotated[list[Few], Field(max_length=8)] = 1
-    cross_attention_dim: Width | Levels = 1
-    transformer_layers_per_block: Few | Annotated[list[Few], Field(max_length=8)] = 1
-    num_attention_heads: Width | Levels = 1
-    num_frames: Extent = 1
+    sample_size: Sides | None
+    in_channels: Width
+    out_channels: Width
+    down_block_types: Words
+    up_block_types: Words
+    block_out_channels: Levels
+    addition_time_embed_dim: Width
+    projection_class_embeddings_input_dim: Width
+    layers_per_block: Few | Annotated[list[Few], Field(max_length=8)]
+    cross_attention_dim: Width | Levels
+    transformer_layers_per_block: Few | Annotated[list[Few], Field(max_length=8)]
+    num_attention_heads: Width | Levels
+    num_frames: Extent
 
 
 class _ClipVision(Fields):
-    hidden_size: Width = 1
-    intermediate_size: Width = 1
-    projection_dim: Width = 1
-    num_hidden_layers: Layers = 1
-    num_attention_heads: Width = 1
-    num_channels: Width = 1
-    image_size: Extent = 1
-    patch_size: Width = 1
-    hidden_act: Word = ""
-    layer_norm_eps: Positive = 1
-    attention_dropout: Number = 0
-    initializer_range: Number = 0
-    initializer_factor: Number = 0
+    hidden_size: Width
+    intermediate_size: Width
+    projection_dim: Width
+    num_hidden_layers: Layers
+    num_attention_heads: Width
+    num_channels: Width
+    image_size: Extent
+    patch_size: Width
+    hidden_act: Word
+    layer_norm_eps: Positive
+    attention_dropout: Number
+    initializer_range: Number
+    initializer_factor: Number
 
 
 class _Pixels(Fields):
-    shortest_edge: Extent | None = None
-    longest_edge: Extent | None = None
-    height: Extent | None = None
-    width: Extent | None = None
+    shortest_edge: Extent | None
+    longest_edge: Extent | None
+    height: Extent | None
+    width: Extent | None
 
 
 class _ClipImages(Fields):
-    crop_size: _Pixels | Extent | None = None
-    size: _Pixels | Extent | None = None
-    do_center_crop: bool | None = None
-    do_convert_rgb: bool | None = None
-    do_normalize: bool | None = None
-    do_rescale: bool | None = None
-    do_resize: bool | None = None
-    image_mean: Numbers | Number | None = None
-    image_std: Numbers | Number | None = None
-    resample: Annotated[int, Field(ge=0, le=5)] | None = None
-    rescale_factor: Positive | None = None
+    crop_size: _Pixels | Extent | None
+    size: _Pixels | Extent | None
+    do_center_crop: bool | None
+    do_convert_rgb: bool | None
+    do_normalize: bool | None
+    do_rescale: bool | None
+    do_resize: bool | None
+    image_mean: Numbers | Number | None
+    image_std: Numbers | Number | None
+    resample: Annotated[int, Field(ge=0, le=5)] | None
+    rescale_factor: Positive | None
 
 
 def _usual_size(config: Config, pixels: int) -> tuple[int, int, int]:

@@ -332,20 +332,11 @@ SCHEDULER = {
     "timestep_type": "continuous",
     "use_karras_sigmas": True,
 }
-# feature_extractor/preprocessor_config.json there. Mean and deviation are FrozenOpenCLIPImageEmbedder's, in
-# generative-models' sgm/modules/encoders/modules.py; the pipeline uses nothing else of it.
+# What the pipeline uses of feature_extractor/preprocessor_config.json there: FrozenOpenCLIPImageEmbedder's mean and
+# deviation, in generative-models' sgm/modules/encoders/modules.py.
 FEATURE_EXTRACTOR = {
-    "crop_size": {"height": 224, "width": 224},
-    "do_center_crop": True,
-    "do_convert_rgb": True,
-    "do_normalize": True,
-    "do_rescale": True,
-    "do_resize": True,
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
     "image_std": [0.26862954, 0.26130258, 0.27577711],
-    "resample": 3,  # bicubic
-    "rescale_factor": 1 / 255,
-    "size": {"shortest_edge": 224},
 }
 
 # What else lies in models/checkpoints, by parts of keys that all have to be there; the first that fits is named.

@@ -45,60 +45,60 @@ def _published(name: str, layers: int, heads: int) -> Variant:
 
 
 class _Transformer(Fields):
-    patch_size: Annotated[list[Few], Field(min_length=3, max_length=3)] = []
-    num_attention_heads: Width = 1
-    attention_head_dim: Width = 1
-    in_channels: Width = 1
-    out_channels: Width | None = None
-    text_dim: Width = 1
-    freq_dim: Width = 1
-    ffn_dim: Width = 1
-    num_layers: Layers = 1
-    cross_attn_norm: bool = False
-    qk_norm: Word | None = None
-    eps: Positive = 1
-    image_dim: Width | None = None
-    added_kv_proj_dim: Width | None = None
-    rope_max_seq_len: Annotated[int, Field(ge=1, le=2**16)] = 1
-    pos_embed_seq_len: Extent | None = None
+    patch_size: Annotated[list[Few], Field(min_length=3, max_length=3)]
+    num_attention_heads: Width
+    attention_head_dim: Width
+    in_channels: Width
+    out_channels: Width | None
+    text_dim: Width
+    freq_dim: Width
+    ffn_dim: Width
+    num_layers: Layers
+    cross_attn_norm: bool
+    qk_norm: Word | None
+    eps: Positive
+    image_dim: Width | None
+    added_kv_proj_dim: Width | None
+    rope_max_seq_len: Annotated[int, Field(ge=1, le=2**16)]
+    pos_embed_seq_len: Extent | None
 
 
 class _Vae(Fields):
-    base_dim: Width = 1
-    decoder_base_dim: Width | None = None
-    z_dim: Width = 1
-    dim_mult: Annotated[list[Few], Field(min_length=1, max_length=8)] = []
-    num_res_blocks: Few = 1
-    attn_scales: Numbers = []
-    temperal_downsample: Annotated[list[bool], Field(max_length=8)] = []
-    dropout: Number = 0
-    latents_mean: Numbers = []
-    latents_std: Numbers = []
-    is_residual: bool = False
-    in_channels: Width = 1
-    out_channels: Width = 1
-    patch_size: Few | None = None
-    scale_factor_temporal: Width | None = None
-    scale_factor_spatial: Width | None = None
+    base_dim: Width
+    decoder_base_dim: Width | None
+    z_dim: Width
+    dim_mult: Annotated[list[Few], Field(min_length=1, max_length=8)]
+    num_res_blocks: Few
+    attn_scales: Numbers
+    temperal_downsample: Annotated[list[bool], Field(max_length=8)]
+    dropout: Number
+    latents_mean: Numbers
+    latents_std: Numbers
+    is_residual: bool
+    in_channels: Width
+    out_channels: Width
+    patch_size: Few | None
+    scale_factor_temporal: Width | None
+    scale_factor_spatial: Width | None
 
 
 class _UniPC(Scheduler):
-    solver_order: Few = 1
-    thresholding: bool = False
-    dynamic_thresholding_ratio: Positive = 1
-    predict_x0: bool = True
-    solver_type: Word = ""
-    lower_order_final: bool = True
-    disable_corrector: Annotated[list[Extent], Field(max_length=1000)] = []
-    use_flow_sigmas: bool = False
-    flow_shift: Positive = 1
+    solver_order: Few
+    thresholding: bool
+    dynamic_thresholding_ratio: Positive
+    predict_x0: bool
+    solver_type: Word
+    lower_order_final: bool
+    disable_corrector: Annotated[list[Extent], Field(max_length=1000)]
+    use_flow_sigmas: bool
+    flow_shift: Positive
 
 
 class _Pipeline(Fields):
     """The fields of model_index.json that the pipeline takes."""
 
-    expand_timesteps: bool = False
-    boundary_ratio: None = None
+    expand_timesteps: bool
+    boundary_ratio: None
 
 
 class _PipelineOfTwo(Fields):
@@ -107,8 +107,8 @@ class _PipelineOfTwo(Fields):
     boundary_ratio: the part of the timesteps below which the second one denoises.
     """
 
-    expand_timesteps: bool = False
-    boundary_ratio: Annotated[float, Field(gt=0, lt=1)]
+    expand_timesteps: bool
+    boundary_ratio: Annotated[float, Field(gt=0, lt=1)] = Field()  # not to be missing
 
 
 def _variant(config: Config) -> str:

@@ -193,7 +193,7 @@ def test_dtype_reads_as_float32_and_properties_upcast_nothing():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_upcast", lambda *_: pytest.fail("a property read upcast the tensor"))
-        with module.fp32_mode():
+        with module.fp32_mode(module.Fp32Mode(), tf32=False):
             facts = read()
     assert facts == (torch.float32, torch.Size([4, 5]), torch.device("cpu"), 2, 4, 20, 4)
 

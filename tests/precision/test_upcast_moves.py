@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import torch
-from comfyui_onediff_guard.precision.upcast import OneOperation, fp32_mode, run_in_fp32
+from comfyui_onediff_guard.precision.upcast import Fp32Mode, OneOperation, fp32_mode, run_in_fp32
 from torch.overrides import TorchFunctionMode
 
 WEIGHT = torch.tensor([300.0, -2.5], dtype=torch.float16)
@@ -48,7 +48,7 @@ def test_it_is_one_operation_inside_other_modes_and_other_reruns_too():
 
 def test_another_thread_has_its_own_dtypes_meanwhile():
     seen: Seen = []
-    with fp32_mode():
+    with fp32_mode(Fp32Mode(), tf32=False):
         other = threading.Thread(target=OneOperation(bring), args=(seen, WEIGHT))
         other.start()
         other.join()
