@@ -29,11 +29,10 @@ def main() -> None:
     device, dtype = device_and_dtype()
     denoiser, call = build(args.blocks, args.heads, device, dtype)
     finished = torch.randn(LATENTS, device=device)
-    matrix = torch.randn(LATENTS[2] + 1, 3) / 4
 
     def picture() -> None:
         latents = COGVIDEOX.layout.unscaled(finished, FRAMES, VAE)
-        made = to_rgb.colours_of(latents[0, :, latents.shape[2] // 2], matrix)
+        made = to_rgb.of_cogvideox(latents[0, :, latents.shape[2] // 2])
         ImageOps.contain(made, (PIXELS, PIXELS)).save(io.BytesIO(), "JPEG", quality=95, compress_level=1)
 
     with torch.no_grad():

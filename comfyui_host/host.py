@@ -116,7 +116,6 @@ class PlainFolders:
 
 PROFILES_VARIABLE = "ONEDIFF_GUARD_PROFILES"
 COMPILED_VARIABLE = "ONEDIFF_GUARD_COMPILED"
-PREVIEWS_VARIABLE = "ONEDIFF_GUARD_PREVIEWS"
 MODEL_KINDS = ("diffusers", "checkpoints", "loras")  # folders of ComfyUI's that are read
 _DEFAULT_FOLDERS = PlainFolders()
 _folders: ContextVar[PlainFolders] = ContextVar("onediff_guard_folders", default=_DEFAULT_FOLDERS)
@@ -198,12 +197,6 @@ def profiles_directory() -> Path:
 def compiled_directory() -> Path:
     """Where compiled code is kept: ONEDIFF_GUARD_COMPILED, else ComfyUI's user folder, else ~/.onediff-guard."""
     return _kept(COMPILED_VARIABLE, "compiled")
-
-
-def previews_directory() -> Path:
-    """Where the colours of VAEs' latents are kept: ONEDIFF_GUARD_PREVIEWS, else ComfyUI's user folder, else
-    ~/.onediff-guard."""
-    return _kept(PREVIEWS_VARIABLE, "previews")
 
 
 def _kept(variable: str, what: str) -> Path:

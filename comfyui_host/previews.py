@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from . import host
@@ -29,8 +30,7 @@ def previews(progress: host.Progress) -> Previews | None:
         return None
     from ..pipelines.preview.frames import Previews
 
-    decoder = _small_decoder if method == "taesd" else lambda _kind: None
-    return Previews(progress.show, decoder, host.previews_directory())
+    return Previews(progress.show, partial(_to_picture, small_decoder=method == "taesd"))
 
 
 def _method() -> str:
@@ -46,21 +46,28 @@ def _method() -> str:
     return chosen if said or chosen != "none" else ""
 
 
-def _small_decoder(kind: str) -> ToPicture | None:
-    """Return ComfyUI's own decoder for latents of a kind, which is a file in models/vae_approx; None where there is
-    none."""
+def _to_picture(kind: str, *, small_decoder: bool) -> ToPicture | None:
+    """Return what ComfyUI shows latents of a kind with: its own decoder, which is a file in models/vae_approx, where
+    that is asked for and there, else its factors for colours; None where it has neither."""
+    from ..pipelines.preview import to_rgb
+
     latent_format = getattr(sys.modules.get("comfy.latent_formats"), kind, None) if kind else None
-    latent_preview: Any = sys.modules.get("latent_preview")
-    management: Any = sys.modules.get("comfy.model_management")
-    if latent_format is None or latent_preview is None:
+    if latent_format is None:
         return None
-    known, device = latent_format(), management.get_torch_device()
-    decoder = latent_preview.get_previewer(device, known)
-    if not type(decoder).__name__.startswith("TAE"):  # its file is not there
+    known = latent_format()
+
+    def scaled(latents: torch.Tensor) -> torch.Tensor:
+        video = getattr(known, "latent_dimensions", 2) == 3  # 0.0.1 knows of images alone
+        return known.process_in(latents[None, :, None] if video else latents[None])
+
+    if small_decoder:
+        latent_preview: Any = sys.modules["latent_preview"]
+        management: Any = sys.modules["comfy.model_management"]
+        device = management.get_torch_device()
+        decoder = latent_preview.get_previewer(device, known)
+        if type(decoder).__name__.startswith("TAE"):  # its file is there
+            return lambda latents: decoder.decode_latent_to_preview(scaled(latents.to(device)))
+    if not (factors := getattr(known, "latent_rgb_factors", None)):
         return None
-
-    def to_picture(latents: torch.Tensor) -> Any:
-        batch = latents[None] if known.latent_dimensions == 2 else latents[None, :, None]
-        return decoder.decode_latent_to_preview(known.process_in(batch.to(device)))
-
-    return to_picture
+    bias = getattr(known, "latent_rgb_factors_bias", None)
+    return lambda latents: to_rgb.picture(scaled(latents).flatten(0, -3), factors, bias)

@@ -197,6 +197,7 @@ COGVIDEOX = FamilySpec(
     variants=_VARIANTS,
     variant=_variant,
     layout=_LAYOUT,
+    latent_format=lambda _config: "CogVideoX",
     step_inputs=_step_inputs,
     sizes=SizeRule(pixel_multiple=16, frame_multiple=4),
     usual_size=_usual_size,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from ...precision.course import Course, Guidance
+from ...precision.dtypes import DTYPES
 from ...precision.findings import Anatomy
 from ...precision.observe import alone
 from ...precision.peaks import size
@@ -164,7 +165,7 @@ class ComponentStage(Stage):
             return "nothing else on the device"
 
         def needs() -> str:
-            found = [size(store.model.weights[self.name].bytes_in(self.weights_in)) + " of weights"]
+            found = [size(bytes_of(store.model.bare(self.name, DTYPES[self.weights_in]))) + " of weights"]
             found += [f"{size(beside)} beside them" for key, beside in store.room.items() if key[0] == self.name][-1:]
             return f" A call needs {' and '.join(found)}."
 

@@ -68,7 +68,6 @@ class ComponentStore:
         self.recalled: set[MemoryKey] = set()  # of these, a profile on disk was where runs began
         self.attention: dict[tuple[str, tuple[torch.Size, ...]], Choice] = {}  # by dtype and sizes, measured
         self.lacks: dict[Any, tuple[int, str]] = {}  # of these, bytes that would do with lean kernels, and what lacks
-        self.colours: torch.Tensor | None = None  # of the VAE's latents, by `preview.to_rgb`
         self.room: dict[Any, int] = {}  # what a call of a component takes beside its weights, by what tells calls apart
         self.alike: dict[Any, Any] = {}  # the kinds of calls that decoding makes, by what tells decodes apart
         self.misjudged: dict[str, list[Misjudged]] = {}  # of a component's stages

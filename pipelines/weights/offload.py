@@ -86,14 +86,14 @@ class InParts:
         self._place = parts.places
         self._stream = stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._ahead = ahead and stream is not None
-        self._slabs = self._in_slabs(parts) if pinned else []
 
-        def group(modules: list[torch.nn.Module], **rest: Any) -> Any:
+        def group(tensors: Iterable[torch.Tensor]) -> Any:
             from diffusers.hooks.group_offloading import ModuleGroup
 
             with _as_is():
                 made = ModuleGroup(
-                    modules=modules,
+                    modules=[],  # of which it would leave the buffers on the device
+                    parameters=[*dict.fromkeys(tensors)],
                     onload_device=device,
                     offload_device=_HOST,
                     offload_leader=component,
@@ -102,13 +102,14 @@ class InParts:
                     stream=stream,
                     record_stream=stream is not None,
                     low_cpu_mem_usage=True,  # it page-locks what is not so as it comes
-                    **rest,
                 )
                 made.offload_()
             return made
 
-        self._groups = [group(modules) for modules in parts.together]
-        self._rest = group([], parameters=parts.rest)
+        together = [[t for module in modules for t in tensors_of(module)] for modules in parts.together]
+        self._slabs = self._in_slabs([*together, parts.rest]) if pinned else []
+        self._groups = [group(tensors) for tensors in together]
+        self._rest = group(parts.rest)
         self._here: set[int] = set()
         self._launched: deque[torch.cuda.Event] = deque()  # what may be computing
         self._lock = threading.RLock()
@@ -175,14 +176,13 @@ class InParts:
         finally:
             self._lock.release()
 
-    def _in_slabs(self, parts: Parts) -> list[Slab]:
+    def _in_slabs(self, parts: list[list[torch.Tensor]]) -> list[Slab]:
         """Lay each part's weights together, one part after the other: main memory holds one of them twice at a time."""
         if self._stream is None:
             return []
-        together = [[t for module in modules for t in tensors_of(module)] for modules in parts.together]
         try:
             with _as_is():
-                return [Slab(tensors, self._stream) for tensors in (*together, parts.rest)]
+                return [Slab(tensors, self._stream) for tensors in parts]
         except (OSError, RuntimeError) as error:  # no main memory
             _say_that_it_is_slower(error)
             return []
@@ -214,7 +214,7 @@ class InParts:
         """All that was called is on the device's way."""
         if self._stream is not None:
             event = torch.cuda.Event()
-            event.record()
+            event.record(torch.cuda.current_stream(self._stream.device))
             self._launched.append(event)
 
     def _send_away(self, place: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import AbstractContextManager
 
 import torch
 from comfyui_onediff_guard.precision.upcast import Fp32Mode, OneOperation, fp32_mode, run_in_fp32
@@ -39,7 +40,10 @@ def test_it_is_one_operation_inside_other_modes_and_other_reruns_too():
         def __torch_function__(self, func, types, args=(), kwargs=None):
             return func(*args, **(kwargs or {}))
 
-    for first, second in ((fp32_mode, Mode), (Mode, fp32_mode), (fp32_mode, fp32_mode)):
+    def fp32() -> AbstractContextManager[None]:
+        return fp32_mode(Fp32Mode(), tf32=False)
+
+    for first, second in ((fp32, Mode), (Mode, fp32), (fp32, fp32)):
         seen: Seen = []
         with first(), second():
             assert OneOperation(OneOperation(bring))(seen, given=WEIGHT).dtype is torch.float32

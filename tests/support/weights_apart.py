@@ -20,7 +20,8 @@ from diffusers.hooks import group_offloading
 
 
 class Apart(group_offloading.ModuleGroup):
-    """Weights that cannot be computed with before they are brought."""
+    """Weights that cannot be computed with before they are brought. As with a stream, what is brought is known by its
+    object, and of modules the buffers stay on the device."""
 
     log: list[tuple[str, Apart]]
     here: set[Apart]
@@ -35,9 +36,9 @@ class Apart(group_offloading.ModuleGroup):
     def onload_(self):
         Apart.log.append(("onload", self))
         if self not in Apart.here:
-            for tensor, data in self.kept.items():
-                tensor.data = data
-                Apart.at_rest.pop(tensor)
+            for tensor in self.tensors:
+                tensor.data = self.kept[tensor]
+                Apart.at_rest.pop(tensor, None)
             Apart.here.add(self)
         Apart.most_bytes = max(Apart.most_bytes, sum(t.nbytes for group in Apart.here for t in group.tensors))
 
@@ -45,8 +46,9 @@ class Apart(group_offloading.ModuleGroup):
         Apart.log.append(("offload", self))
         if self in Apart.here or not hasattr(self, "kept"):
             self.kept = {tensor: Apart.at_rest.get(tensor, tensor.data) for tensor in self.tensors}
-            Apart.at_rest |= self.kept
-            for tensor in self.tensors:
+            buffers = {buffer for module in self.modules for buffer in module.buffers()}
+            for tensor in [tensor for tensor in self.tensors if tensor not in buffers]:
+                Apart.at_rest[tensor] = self.kept[tensor]
                 tensor.data = torch.full_like(tensor.data, torch.nan if tensor.is_floating_point() else 2**30)
             Apart.here.discard(self)
 
