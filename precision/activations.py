@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .kernels import LEAN, Kernels
+from .modes import Mode
 from .shells import HOOKS, structural_copy
 
 META = torch.device("meta")
@@ -158,7 +158,7 @@ class _Like:
         return torch.empty(self.shape, dtype=self.dtype, device=META)
 
 
-class FusedAttention(TorchFunctionMode):
+class FusedAttention(Mode):
     """Attention as one kernel, which reads queries, keys and values, and writes no scores; by PyTorch's mathematics
     where no kernel takes a call."""
 

@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 
 from .attention_kernels import KERNELS, Errors, Kernel, Measured, offered, over_budget, sdpa
+from .modes import Mode
 from .shared import NO_WARNINGS, TURNS
 
 logger = logging.getLogger(__name__)
@@ -142,7 +143,7 @@ class ShownInside(torch.nn.Module):
             return compiled(True, *args, **kwargs)
 
 
-class _ShowingWhatIsBroken(TorchFunctionMode):
+class _ShowingWhatIsBroken(Mode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.unflatten:  # it calls super(), which dynamo cannot follow from here
             return args[0].unflatten(*args[1:], **(kwargs or {}))
@@ -171,7 +172,7 @@ def attention_calls(run: Callable[[], object]) -> Counter[Call]:
     """Count the calls of attention that are made while `run` runs, which may be on the meta device."""
     seen: Counter[Call] = Counter()
 
-    class Recording(TorchFunctionMode):
+    class Recording(Mode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is sdpa:
                 seen[_call(*args, **(kwargs or {}))] += 1

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
+
+from .modes import Mode
 
 sdpa = torch.nn.functional.scaled_dot_product_attention
 _HALF = (torch.float16, torch.bfloat16)
@@ -150,7 +151,7 @@ def _sage_operator() -> Any:
     return torch.ops.onediff_guard.sage_attention
 
 
-class _BySage(TorchFunctionMode):
+class _BySage(Mode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
         if func is torch.Tensor.unflatten:  # it calls super(), which dynamo cannot follow from here

@@ -68,7 +68,15 @@ def _put_back(module: torch.nn.Module, kept: frozenset[str]) -> Iterator[str]:
 
 
 def _soften_norms(module: torch.nn.Module, device: torch.device | None) -> Iterator[str]:
-    refusing = {name: child for name, child in module.named_modules() if _refuses_mixed_dtypes(child, device)}
+    tried: dict[Any, bool] = {}  # by class and dtype: a weight that rests in main memory is copied for it
+    refusing: dict[str, torch.nn.Module] = {}
+    for name, child in module.named_modules():
+        if _is_half_norm(child):
+            key = type(child), child.weight.dtype
+            if key not in tried:
+                tried[key] = _refuses_mixed_dtypes(child, device)
+            if tried[key]:
+                refusing[name] = child
     for norm in refusing.values():
         keep_in_fp32(norm, next(norm.parameters()).dtype)
     if refusing:
@@ -100,14 +108,17 @@ def _in(kept: frozenset[str], parameter: str) -> bool:
     return not kept.isdisjoint(parameter.split("."))
 
 
-def _refuses_mixed_dtypes(module: torch.nn.Module, device: torch.device | None) -> bool:
-    """Return whether a half-precision norm takes a row in its own dtype, and raises at an fp32 one. It is tried, since
-    its name does not tell."""
+def _is_half_norm(module: torch.nn.Module) -> bool:
     weight: Any = getattr(module, "weight", None)
     if has_children(module) or not isinstance(weight, torch.nn.Parameter):
         return False
-    if "norm" not in type(module).__name__.lower() or weight.dtype not in _HALF or weight.ndim != 1:
-        return False
+    return "norm" in type(module).__name__.lower() and weight.dtype in _HALF and weight.ndim == 1
+
+
+def _refuses_mixed_dtypes(module: Any, device: torch.device | None) -> bool:
+    """Return whether a half-precision norm takes a row in its own dtype, and raises at an fp32 one. It is tried, since
+    its name does not tell."""
+    weight = module.weight
     if device is not None and device != weight.device:
         module, weight = copy.deepcopy(module).to(device), weight.to(device)
     row = torch.ones(1, *weight.shape, device=weight.device)

@@ -21,10 +21,11 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
-from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
+from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils import _pytree as pytree
 
 from .fp32_settings import EAGER_ONLY, FP32_ATTENTION, TF32, autocast_off, autocast_off_where_on, device_types
+from .modes import Mode
 
 HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
 
@@ -119,7 +120,7 @@ class OneOperation:
         return self._function(*args, **kwargs)
 
 
-class Fp32Mode(TorchFunctionMode):
+class Fp32Mode(Mode):
     """The mode in which every function of PyTorch computes in float32."""
 
     def __init__(self) -> None:

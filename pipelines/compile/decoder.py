@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from ...precision.modes import Mode
 from ...precision.shells import with_forward
 from .backends import EAGER, BackendChoice, came_to, choose_backend, compiled, for_plan
 from .payoff import Measured, decide, is_kept, keep, measured_of, own_seconds, take_in
@@ -92,7 +92,7 @@ class Kinds:
         return looked
 
 
-class _Looked(TorchFunctionMode):
+class _Looked(Mode):
     """Notes which tensors any function of PyTorch is given, the one that reads a shape among them."""
 
     def __init__(self) -> None:

@@ -15,9 +15,9 @@ from functools import cache, wraps
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from ...precision.attention import sdpa
+from ...precision.modes import Mode
 from ...precision.shells import structural_copy
 from .exchange import gathered, heads_of_all_tokens, share_of, shares, tokens_of_all_heads
 from .group import Ranks
@@ -145,7 +145,7 @@ def _attending_class(kind: type[Any]) -> type[Any]:
     return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
 
 
-class _Exchanging(TorchFunctionMode):
+class _Exchanging(Mode):
     """A function mode in which attention is over the tokens of all ranks, by a share of the heads each. Whatever a
     processor does before and behind it, it does with its own tokens."""
 

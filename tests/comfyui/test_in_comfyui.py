@@ -82,15 +82,6 @@ def test_another_seed_repeats_no_work_that_is_done(run: Callable[..., Ran], serv
     assert {text: server.count(text) for text in WORK} == before
 
 
-def test_another_precision_that_comes_to_the_same_reads_nothing(run: Callable[..., Ran], server: legs.Server) -> None:
-    assert_is_a_picture(run(LoadCogVideoX__precision="auto", SampleCogVideoX__seed=11))  # fp32: 2B on a CPU
-    loaded = server.count("loading component")
-    assert_is_a_picture(run(LoadCogVideoX__precision="fp32", SampleCogVideoX__seed=11))
-    assert server.count("loading component") == loaded
-    assert_is_a_picture(run(SampleCogVideoX__precision="bf16", SampleCogVideoX__seed=11))
-    assert server.count("loading component") == loaded + 1, "the sampler's precision is the denoiser's alone"
-
-
 class Interrupting:
     """Asks for an interrupt as soon as a node says how far it is, and remembers what it says."""
 

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,7 +17,6 @@ from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.headless.commands import cli
 from comfyui_onediff_guard.pipelines.families import table
 from comfyui_onediff_guard.pipelines.insight import diagnosis
-from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH
 
 Doctor = Callable[..., tuple[int, str, str]]
@@ -173,27 +171,6 @@ def test_bad_usage(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as error:
         cli.main(["doctor", *arguments])
     assert error.value.code == 2
-
-
-def test_nonsense_in_an_exported_variable(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ATTENTION_SWITCH, "maybe")
-    code, out, _ = doctor("--arch", "sm80")
-    assert code == 0
-    assert "set by you: 'maybe' is neither true nor false" in out
-    _, out, _ = doctor("--arch", "sm80", "--json")
-    switches = {switch["name"]: switch for switch in strictly(out)["switches"]}
-    assert (switches[ATTENTION_SWITCH]["value"], switches[ATTENTION_SWITCH]["set_by"]) == ("maybe", "user")
-
-
-def test_rows_added_to_the_tables_show_up(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
-    card = replace(arch.named("sm75"), name="sm300", label="Made-up")
-    model = replace(table.VARIANTS["CogVideoX-5B"], name="CogVideoX-99B")
-    monkeypatch.setitem(arch.ARCHITECTURES, card.name, card)
-    monkeypatch.setitem(table.VARIANTS, model.name, model)
-    code, out, _ = doctor("--arch", "sm300")
-    assert code == 0
-    assert "Plans on sm300 (Made-up)" in out and "\n  CogVideoX-99B " in out
-    assert "sm300" in doctor("--arch", "potato")[2], "a wrong name is answered with the table"
 
 
 def test_a_fresh_process_away_from_the_repository(tmp_path: Path) -> None:

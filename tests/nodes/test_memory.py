@@ -119,15 +119,6 @@ def test_switching_precision_never_leaves_two_copies(graph, loads):
         assert weights_in_memory() - before <= (whole if precision == "fp32" else half)
 
 
-def test_free_gives_everything_back(comfyui, graph):
-    before = weights_in_memory()
-    graph.run("fp32")
-    assert weights_in_memory() > before
-    comfyui.management.unload_all_models()  # what ComfyUI does at /free, in this order
-    graph.outputs.clear()
-    assert weights_in_memory() == before
-
-
 def test_a_store_that_nobody_uses_gives_way_when_room_is_needed(comfyui, graph, loads):
     before = weights_in_memory()
     graph.run("fp32")

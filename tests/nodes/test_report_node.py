@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,7 @@ from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.headless.commands.doctor import examine
 from comfyui_onediff_guard.headless.hosts.local import run_local
 from comfyui_onediff_guard.nodes.load import loaders
-from comfyui_onediff_guard.pipelines.families import table
 from comfyui_onediff_guard.pipelines.families.table import FAMILIES
-from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH
 
 
@@ -75,17 +72,6 @@ def test_another_card_changes_the_plan_and_not_the_pipeline(folder: Path) -> Non
     dtypes = [{plan["dtype"] for plan in shown["models"][0]["plans"]} for shown in (here, there)]
     assert dtypes == [{"bf16"}, {"fp16"}]
     assert pipeline.architecture.name == "cpu"
-
-
-def test_rows_added_to_the_tables_show_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    card = replace(arch.named("sm80"), name="sm300", label="Made-up")
-    monkeypatch.setitem(arch.ARCHITECTURES, card.name, card)
-    monkeypatch.setitem(table.VARIANTS, "CogVideoX-5B", replace(table.VARIANTS["CogVideoX-5B"], fact="It is made up"))
-    choices = node("PrecisionReport").INPUT_TYPES()["optional"]["architecture"][0]
-    assert choices == ["this card", *arch.ARCHITECTURES] and choices[-1] == "sm300"
-    text = node("PrecisionReport").show(load(folder), "sm300")["result"][0]
-    assert "CogVideoX-5B on sm300 (Made-up), precision auto" in text
-    assert "It is made up, which sm300 (Made-up) computes natively" in text
 
 
 def test_it_is_made_anew_in_each_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from comfyui_onediff_guard.precision.consistency import DamagedByCast, make_consistent
@@ -117,6 +119,23 @@ def test_a_norm_is_asked_on_the_device_where_it_will_compute():
     make_consistent(there := loaded(), torch.float16, torch.device("meta"))
     assert isinstance(there.norm, KeptInFp32)
     assert not there.norm.weight.is_meta, "a copy was asked"
+
+
+def test_norms_of_one_class_are_asked_once():
+    asked = []
+
+    class AskedNorm(Norm):
+        def forward(self, x):
+            asked.append(x.dtype)
+            return super().forward(x)
+
+    module = Encoder().as_loaded()
+    module.more = torch.nn.ModuleList(copy.deepcopy(module.norm) for _ in range(3))
+    for norm in (module.norm, *module.more):
+        norm.__class__ = AskedNorm
+    make_consistent(module, torch.float16)
+    assert asked == [torch.float16, torch.float32]
+    assert all(isinstance(norm, KeptInFp32) for norm in (module.norm, *module.more))
 
 
 def test_parameters_in_another_dtype_are_named():
