@@ -30,6 +30,7 @@ SERVED = (
     "in_browser",
     "cached_reports",
     "hundred_prompts",
+    "in_old_comfyui",
 )  # modules of tests/comfyui with one server for each ComfyUI
 IN_MAKE_TEST = pytest.StashKey[int | None]()
 

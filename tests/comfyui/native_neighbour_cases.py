@@ -145,7 +145,7 @@ def case_inductor() -> dict[str, Any]:
         return compile_model.execute(patcher, "inductor").args[0]
 
     results: dict[str, Any] = {}
-    for name in ("sd15", "flux", "wan"):
+    for name in ("flux", "wan"):
         layout = LAYOUTS[name]
         model = make_model(layout)
         results[f"{name}, fp32"] = sample(in_fp32(model, layout), layout)

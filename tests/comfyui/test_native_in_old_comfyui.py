@@ -19,15 +19,12 @@ NAME = "native_sd15_text_to_image"
 MODEL_GUARD = GUARDS[0]
 
 
-@pytest.fixture(scope="module")
-def server(any_leg: legs.Leg, tmp_path_factory: pytest.TempPathFactory) -> Iterator[legs.Server]:
-    base = tmp_path_factory.mktemp("native_in_old_comfyui")
-    legs.install_pack(base / "custom_nodes")
-    checkpoint = base / "models" / "checkpoints" / (HOT + CASES[NAME].file)
-    checkpoint.parent.mkdir(parents=True)
+@pytest.fixture(scope="module", autouse=True)
+def _checkpoint(server: legs.Server) -> Iterator[None]:
+    checkpoint = server.base / "models" / "checkpoints" / (HOT + CASES[NAME].file)
+    checkpoint.parent.mkdir(parents=True, exist_ok=True)
     native_checkpoints.write_sd15(checkpoint, overflows=True)
-    with legs.started(any_leg, base, "--fp16-vae") as running:
-        yield running
+    yield
     checkpoint.unlink()
 
 

@@ -54,13 +54,17 @@ def signals() -> Facts:
 
 
 def loggers() -> Facts:
-    """Levels, filters and handlers; pytest's own apart, which it puts on the root logger for each phase of a test."""
+    """Levels, filters, handlers; not pytest's own, which it puts on the root logger, and on those that hand nothing
+    to it, for each phase of a test."""
     root = logging.getLogger()
-    handlers = [handler for handler in root.handlers if not type(handler).__module__.startswith("_pytest")]
-    facts: Facts = {"disabled below": root.manager.disable, "root": (root.level, handlers, root.filters.copy())}
+
+    def handlers(logger: logging.Logger) -> list[logging.Handler]:
+        return [handler for handler in logger.handlers if not type(handler).__module__.startswith("_pytest")]
+
+    facts: Facts = {"disabled below": root.manager.disable, "root": (root.level, handlers(root), root.filters.copy())}
     for name, logger in root.manager.loggerDict.items():
         if type(logger) is not logging.PlaceHolder:
-            facts[name] = logger.level, logger.disabled, logger.propagate, logger.handlers[:], logger.filters[:]
+            facts[name] = logger.level, logger.disabled, logger.propagate, handlers(logger), logger.filters[:]
     return facts
 
 
