@@ -66,7 +66,7 @@ def guarded_vae(vae: Any, settings: Settings) -> Any:
     copied.first_stage_model = shell
     for name in ("decode", "decode_tiled", "encode", "encode_tiled"):
         if name in vars(vae):
-            raise BadInput(f"Another node has replaced this VAE's '{name}'. Put the NaN Guard before that node.")
+            raise BadInput("Another node has replaced this VAE's '{}'. Put the NaN Guard before that node.", name)
         setattr(copied, name, _as_one_run(guard, getattr(copied, name)))
     setattr(copied, _UNGUARDED, vae)
     return copied

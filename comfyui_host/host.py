@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..pipelines.pace import Pace
 from ..pipelines.reading import listening
+from ..trust.message import joined
 from ..trust.text import for_page
 from .language import translated
 
@@ -290,8 +291,8 @@ class Progress:
             shown = [("JPEG", picture, getattr(arguments(), "preview_size", 512))] if picture else []
             self._bar.update_absolute(done, max(self._total, 1), *shown)
             left = self._pace.left(done, self._total) if paced else ""
-            line = " · ".join(filter(None, (text, left)))
-            say(self._node_id, "\n".join(filter(None, (line, more))))
+            line = joined(" · ", filter(None, (text, left)))
+            say(self._node_id, joined("\n", filter(None, (line, more))))
             management.throw_exception_if_processing_interrupted()
             return
         self._bar.total = self._total or None

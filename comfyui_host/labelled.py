@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from ..pipelines.errors import BadInput
-from .language import with_first_sentence_translated
+from ..trust.message import Message
 
 _LAYERS = {functional.linear, torch.conv1d, torch.conv2d, torch.conv3d, torch.matmul, torch.addmm, torch.mm}
 _LAYERS |= {functional.conv1d, functional.conv2d, functional.conv3d, functional.layer_norm, functional.group_norm}
@@ -35,8 +35,7 @@ class Labelled(torch.Tensor):
         except RuntimeError as error:
             if func not in _LAYERS or not given or isinstance(error, torch.OutOfMemoryError):
                 raise
-            found = f"{given} ({func.__name__}: {str(error).splitlines()[0]})"
-            raise BadInput(with_first_sentence_translated(found)) from error
+            raise BadInput("{} ({}: {})", given, func.__name__, str(error).splitlines()[0]) from error
         if func in _LAYERS:
             return plain(made)
         for tensor in _tensors(made if isinstance(made, (tuple, list)) else [made]):
@@ -67,18 +66,23 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def prompt_of(embeddings: torch.Tensor, model: str, sampler: str) -> torch.Tensor:
     """Return embeddings [batch, tokens, channels] that say they are a model's. sampler: the nodes that take them."""
-    label = (
-        f"This CONDITIONING {_shape(embeddings)} was encoded for {model}, and a layer of another model cannot take it. "
-        f"Wire it into {sampler}; for a KSampler, encode the prompt by the text encoder of that sampler's model."
+    label = Message(
+        "This CONDITIONING {} was encoded for {}, and a layer of another model cannot take it. Wire it into {}; for a "
+        "KSampler, encode the prompt by the text encoder of that sampler's model.",
+        _shape(embeddings),
+        model,
+        sampler,
     )
     return labelled(embeddings, label)
 
 
 def latents_of(latents: torch.Tensor, model: str) -> torch.Tensor:
     """Return latents that say they are a model's."""
-    label = (
-        f"These latents {_shape(latents)} are {model}'s, and a layer of another model cannot take them. Wire them into "
-        "Decode Latents, with the pipeline that made them."
+    label = Message(
+        "These latents {} are {}'s, and a layer of another model cannot take them. Wire them into Decode Latents, "
+        "with the pipeline that made them.",
+        _shape(latents),
+        model,
     )
     return labelled(latents, label)
 

@@ -12,6 +12,7 @@ from ..precision.accumulation import decide
 from ..precision.arch import Architecture, present
 from ..precision.dtypes import DTYPES, dtype_name
 from ..precision.policy import Component, Plan, Precision
+from ..trust.message import Message
 
 
 def comfy_plan(
@@ -29,7 +30,9 @@ def comfy_plan(
     """
     chosen = dtype_name(computes_in)
     if chosen not in DTYPES:
-        raise BadInput(f"{model} computes in {chosen}. The NaN Guard and the Numerics Probe know {', '.join(DTYPES)}.")
+        raise BadInput(
+            "{} computes in {}. The NaN Guard and the Numerics Probe know {}.", model, chosen, ", ".join(DTYPES)
+        )
     dtype, reason = _dtype(model, chosen, architecture, request)
     ours = request is Precision.FP16 or (request is Precision.AUTO and _best_in_fp16(architecture))
     wide = dtype == "fp16" and ours
@@ -54,32 +57,34 @@ def comfy_plan(
 
 def _dtype(model: str, chosen: str, architecture: Architecture, request: Precision | None) -> tuple[str, str]:
     if request is None:
-        return chosen, f"{model} computes in {chosen} here, by ComfyUI's settings"
+        return chosen, Message("{} computes in {} here, by ComfyUI's settings", model, chosen)
     if request is Precision.AUTO:
         return _automatic(model, chosen, architecture)
     if request is Precision.FP16_PLAIN:
         if chosen != "fp16":
             raise BadInput(
-                f"ComfyUI computes {model} in {chosen} here, so there is no plain fp16 of it to compare with. Choose "
-                "precision 'fp16', which computes its products in fp16, or start ComfyUI with --fp16-unet."
+                "ComfyUI computes {} in {} here, so there is no plain fp16 of it to compare with. Choose precision "
+                "'fp16', which computes its products in fp16, or start ComfyUI with --fp16-unet.",
+                model,
+                chosen,
             )
-        return "fp16", "asked for fp16 (plain): neither guarded nor made safe, for comparison"
+        return "fp16", Message("asked for fp16 (plain): neither guarded nor made safe, for comparison")
     if request is Precision.BF16 and architecture.bf16 == "none":
-        raise BadInput(f"{architecture} has no bf16, not even emulated. Choose precision 'auto', 'fp16' or 'fp32'.")
-    beside = "" if chosen == request.value else f"; ComfyUI chose {chosen}"
-    return request.value, f"asked for {request.value}{beside}"
+        raise BadInput("{} has no bf16, not even emulated. Choose precision 'auto', 'fp16' or 'fp32'.", architecture)
+    beside = "" if chosen == request.value else Message("; ComfyUI chose {}", chosen)
+    return request.value, Message("asked for {}{}", request.value, beside)
 
 
 def _automatic(model: str, chosen: str, architecture: Architecture) -> tuple[str, str]:
     """Half precision that the card computes natively, or fp16 that every layer keeps in range."""
     if chosen == "bf16" and architecture.native_bf16:
-        return "bf16", f"{architecture} computes bf16 natively, which ComfyUI chose for {model} → bf16"
+        return "bf16", Message("{} computes bf16 natively, which ComfyUI chose for {} → bf16", architecture, model)
     if not _best_in_fp16(architecture):
-        lacks = "" if architecture.fast_fp16 else f", and {architecture} has no fast fp16"
-        return chosen, f"ComfyUI chose {chosen} for {model}{lacks} → {chosen}"
+        lacks = "" if architecture.fast_fp16 else Message(", and {} has no fast fp16", architecture)
+        return chosen, Message("ComfyUI chose {} for {}{} → {}", chosen, model, lacks, chosen)
     if chosen == "fp32" and _fp32_is_asked_for():
-        return "fp32", f"ComfyUI was started with fp32 for {model} → fp32"
-    return "fp16", f"{architecture} has no native bf16 → fp16"
+        return "fp32", Message("ComfyUI was started with fp32 for {} → fp32", model)
+    return "fp16", Message("{} has no native bf16 → fp16", architecture)
 
 
 def _best_in_fp16(architecture: Architecture) -> bool:

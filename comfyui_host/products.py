@@ -73,9 +73,13 @@ def _refuse_quantised(network: torch.nn.Module) -> None:
             if isinstance(weight, kind):
                 layout = getattr(weight, "_layout_cls", "quantised")
                 raise RerunUnsupported(
-                    f"'{name}.{own}' is quantised ({layout}), and its layer, a {type(layer).__name__}, has no switch "
-                    "for products in full precision: a rerun would not be fp32. Update ComfyUI, take off the node "
-                    "that put this layer in, or use a checkpoint of this model in fp16, bf16 or plain fp8."
+                    "'{}.{}' is quantised ({}), and its layer, a {}, has no switch for products in full precision: a "
+                    "rerun would not be fp32. Update ComfyUI, take off the node that put this layer in, or use a "
+                    "checkpoint of this model in fp16, bf16 or plain fp8.",
+                    name,
+                    own,
+                    layout,
+                    type(layer).__name__,
                 )
 
 

@@ -16,6 +16,7 @@ from ..precision.dtypes import FP16_MAX, dtype_name
 from ..precision.guard import GuardPolicy, GuardStopped, OnFailure
 from ..precision.observe import floating, non_finite
 from ..precision.upcast import run_in_fp32
+from ..trust.message import Message
 from .calls import ModelCall
 from .products import products_in_fp32
 
@@ -47,21 +48,23 @@ def _guarded(prepare: Prepare, model: ModelCall, policy: GuardPolicy, tell: Call
         problem = _problem(made, clips.take())
         if not problem or policy.on_failure is OnFailure.OFF or _broken(given.get("cross_attn")):
             return made
-        found = f"The text refiner of {model.name} itself: its output in {dtype} is {problem}"
+        found = Message("The text refiner of {} itself: its output in {} is {}", model.name, dtype, problem)
         if policy.on_failure is OnFailure.STOP:
             raise GuardStopped(
-                f"{found}, and the guard is set to stop. Set the NaN Guard's on_failure to 'rerun' to have such text "
-                "refined in fp32."
+                "{}, and the guard is set to stop. Set the NaN Guard's on_failure to 'rerun' to have such text "
+                "refined in fp32.",
+                found,
             )
         tf32 = detect(given["device"]).tf32 and not policy.strict
         with products_in_fp32(model.network):
             again = run_in_fp32(prepare, tf32=tf32, **given)
         if _broken(_text(again)):
             raise GuardStopped(
-                f"{found}, and in fp32 too, from a prompt that is finite. Its weights may be damaged: download the "
-                "checkpoint again, or try another prompt."
+                "{}, and in fp32 too, from a prompt that is finite. Its weights may be damaged: download the "
+                "checkpoint again, or try another prompt.",
+                found,
             )
-        tell(f"text: {problem} in {dtype}, refined again in fp32")
+        tell(Message("text: {} in {}, refined again in fp32", problem, dtype))
         return again
 
     return extra_conds

@@ -26,6 +26,7 @@ from ..precision.policy import Component, Precision
 from ..precision.report import StepRecord, together
 from ..precision.upcast import RerunUnsupported
 from ..precision.wide import CannotWiden
+from ..trust.message import Message, joined, message_of
 from . import host
 from .executors import CallLog, PerExecutor
 from .language import speaking, translated
@@ -91,13 +92,13 @@ class Run:
             scope = Scope.STEP if policy.scope is Scope.LEARNED else policy.scope
             plain = replace(self._settings, request=None, policy=replace(policy, scope=scope))
             executor = self._executors.replace(of.network, _executor(of, plain))
-            executor.guard.report.note(f"as ComfyUI computes it, since not every layer can be wide: {error}")
+            executor.guard.report.note(Message("as ComfyUI computes it, since not every layer can be wide: {}", error))
             made = executor(*args, **kwargs)
         if learned := executor.guard.learned:
             self._settings.learned[of.component, executor.guard.dtype] = replace(learned, whole_run_fp32=False)
         step = self._log.add(executor.guard.report.steps[-1])
         if step.outcome != "finite":
-            host.say(self._node_id, f"call {step.step + 1}: {_what_happened(step)}")
+            host.say(self._node_id, Message("call {}: {}", step.step + 1, _what_happened(step)))
         return made
 
     def end(self) -> None:
@@ -115,8 +116,12 @@ class Run:
         if report.reruns and (reference := executors[0].reference):
             report.note(reference)
         if any(switch.set_by == "onediff-guard" for switch in report.switches):
-            report.note(f"half-precision accumulation: {report.plan.accumulation} ({report.plan.accumulation_reason})")
-        text = "\n".join((report.summary(), *list(notes)[:1], *report.notes))
+            report.note(
+                Message(
+                    "half-precision accumulation: {} ({})", report.plan.accumulation, report.plan.accumulation_reason
+                )
+            )
+        text = joined("\n", (report.summary(), *list(notes)[:1], *report.notes))
         host.say(self._node_id, text)
         host.send_report(self._node_id, {"text": [translated(text)], "onediff_guard": [report.as_dict()]})
         logger.log(logging.WARNING if notes or self._before or report.failed else logging.INFO, "NaN Guard: %s", text)
@@ -124,7 +129,7 @@ class Run:
 
 def _what_happened(step: StepRecord) -> str:
     action = step.rerun.action if step.rerun else ""
-    return "; ".join(filter(None, (step.note or step.outcome, action)))
+    return joined("; ", filter(None, (step.note or Message(step.outcome), action)))
 
 
 @dataclass(frozen=True)
@@ -156,7 +161,7 @@ def _executor(of: ComfyNetwork, settings: Settings) -> _Executor:
         try:
             return run_with_half_products(of.in_full, *args, products=products, tf32=stage.tf32, **kwargs)
         except RerunUnsupported as error:
-            raise CannotWiden(str(error)) from error
+            raise CannotWiden(message_of(error)) from error
 
     def build(learned: Learned) -> Attempt:
         wide = in_fp16 and (plan.wide or learned.everything)

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..comfyui_host import host
-from ..comfyui_host.language import with_first_sentence_translated
+from ..comfyui_host.language import translated
+from ..trust.message import message_of
 from . import inputs
 from .node import Node
 
@@ -108,5 +109,5 @@ def what_is_wrong_with(profile: str | None) -> str:
     try:
         parsed(profile or "")
     except BadProfile as error:
-        return with_first_sentence_translated(str(error))
+        return translated(message_of(error))
     return ""

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ..comfyui_host import host
+from ..trust.message import Message
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,13 +34,13 @@ def fetch(hub_id: str, revision: str, families: Iterable[FamilySpec], *, downloa
     with host.Progress(0, node_id, unit="B") as progress:
 
         def told(done: int, total: int, text: str) -> None:
-            progress.update(done, f"{text}, {_amount(done, total)}" if total else text, total)
+            progress.update(done, Message("{}, {}", text, _amount(done, total)) if total else text, total)
 
         folder = hub.fetch(hub_id, revision, *families, download=download, progress=told)
-    host.say(node_id, f"{hub_id}, commit {folder.name}")
+    host.say(node_id, Message("{}, commit {}", hub_id, folder.name))
     return folder
 
 
 def _amount(done: int, total: int) -> str:
     unit, name = (1e9, "GB") if total >= 1e9 else (1e6, "MB")
-    return f"{done / unit:.1f} of {total / unit:.1f} {name}"
+    return Message("{:.1f} of {:.1f} {}", done / unit, total / unit, name)

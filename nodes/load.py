@@ -6,6 +6,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ..comfyui_host import host
+from ..trust.message import Message
 from . import hub, inputs
 from .node import Node, titled
 
@@ -134,10 +135,14 @@ class Loader(Node):
         others = [name for name in cls.models() if name not in listed]
         more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
         not_listed = f"Not listed, since they cannot be read or hold other models: {', '.join(others[:_SHOWN])}{more}. "
-        return (
-            f"No folder{what} whose model_index.json names {' or '.join(cls.PIPELINES)}. "
-            f"Found: {', '.join(listed) or 'none'}. Looked in: {host.roots_text(*cls._roots())}. "
-            f"{not_listed if others else ''}Put one there, or fill in hub_id."
+        return Message(
+            "No folder{} whose model_index.json names {}. Found: {}. Looked in: {}. {}Put one there, or fill in "
+            "hub_id.",
+            what,
+            " or ".join(cls.PIPELINES),
+            ", ".join(listed) or "none",
+            host.roots_text(*cls._roots()),
+            not_listed if others else "",
         )
 
     def load(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..comfyui_host import host
-from ..comfyui_host.language import with_first_sentence_translated
+from ..comfyui_host.language import translated
+from ..trust.message import Message
 from . import inputs
 from .node import Node
 
@@ -54,9 +55,13 @@ class LoadLoRA(Node):
         if lora is None or lora in files:
             return True
         what = "" if inputs.is_none_found(lora) else f" '{lora}'"
-        return with_first_sentence_translated(
-            f"No LoRA{what}. Found: {', '.join(files) or 'none'}. Looked in: {host.roots_text('loras')}. Put a "
-            ".safetensors file there."
+        return translated(
+            Message(
+                "No LoRA{}. Found: {}. Looked in: {}. Put a .safetensors file there.",
+                what,
+                ", ".join(files) or "none",
+                host.roots_text("loras"),
+            )
         )
 
     @classmethod
@@ -76,5 +81,5 @@ class LoadLoRA(Node):
 
         path = host.weight_files("loras").get(lora)
         if path is None:
-            raise BadLora(f"The LoRA '{lora}' is gone. Looked in: {host.roots_text('loras')}.")
+            raise BadLora("The LoRA '{}' is gone. Looked in: {}.", lora, host.roots_text("loras"))
         return (add_lora(pipeline, Lora(path, strength, inputs.TRANSFORMERS[transformer])),)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..comfyui_host import host
+from ..trust.message import Message
 from . import guard, inputs
 from .node import Node
 from .probe import PICTURE, TEXT, shown
@@ -136,7 +137,7 @@ class NumericsProbeModel(Node):
         progress = host.Progress(steps, node_id)
 
         def step_done(done: int) -> None:
-            progress.update(done, f"step {done}/{steps}, measured in fp32")
+            progress.update(done, Message("step {}/{}, measured in fp32", done, steps))
 
         with progress:
             sampling = KSampling(steps, cfg, sampler_name, scheduler, seed)

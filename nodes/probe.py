@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..comfyui_host import host
+from ..trust.message import Message
 from . import inputs
 from .node import Node
 from .report import THIS_CARD, architecture_of
@@ -128,7 +129,7 @@ class NumericsProbe(Node):
         progress = host.Progress(steps, node_id)
 
         def step_done(done: int, total: int, _report: RunReport) -> None:
-            progress.update(done, f"step {done}/{total}, measured in fp32")
+            progress.update(done, Message("step {}/{}, measured in fp32", done, total))
 
         with running(pipeline), progress:
             probing = probe(

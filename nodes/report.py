@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..comfyui_host import host
 from ..pipelines.errors import BadInput
+from ..trust.message import message_of
 from . import inputs
 from .node import Node
 
@@ -39,7 +40,7 @@ def architecture_of(name: str | None) -> Architecture | None:
     try:
         return named(name)
     except ValueError as error:
-        raise BadInput(str(error)) from None
+        raise BadInput(message_of(error)) from None
 
 
 class PrecisionReport(Node):

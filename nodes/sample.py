@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..comfyui_host import host
+from ..trust.message import Message
 from . import inputs
 from .node import Node, titled
 from .stage_node import embeddings, requested, running, ui
@@ -87,7 +88,7 @@ class Sampler(Node):
         progress = host.Progress(wanted.computed_steps, node_id)
 
         def step_done(done: int, total: int, report: RunReport) -> None:
-            line = f"step {done}/{total} · {report.plan.numerics} · {report.count_reruns()}"
+            line = Message("step {}/{} · {} · {}", done, total, report.plan.numerics, report.count_reruns())
             progress.update(done, line, more=report.finding())
 
         with running(pipeline), progress:
@@ -117,9 +118,12 @@ class Sampler(Node):
         if family.pipeline in self.PIPELINES:
             return
         raise BadInput(
-            f"The pipeline is {family.name}'s ({pipeline.store.model.variant.name}), but {self.TITLE} samples "
-            f"{' and '.join(FAMILIES[name].name for name in self.PIPELINES)}. Use "
-            f"{samplers_of(pipeline)}."
+            "The pipeline is {}'s ({}), but {} samples {}. Use {}.",
+            family.name,
+            pipeline.store.model.variant.name,
+            self.TITLE,
+            " and ".join(FAMILIES[name].name for name in self.PIPELINES),
+            samplers_of(pipeline),
         )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..comfyui_host import host
 from ..comfyui_host.language import translated
+from ..trust.message import joined
 from .inputs import INHERIT
 
 if TYPE_CHECKING:
@@ -57,6 +58,6 @@ def ui(report: RunReport, node_id: str | None, *more: str) -> dict[str, list[Any
     for warning in report.warnings:
         logger.warning("%s", warning)
     lines = filter(None, (report.summary(), report.finding(), *report.warnings, *more))
-    text = translated("\n".join(lines))
+    text = translated(joined("\n", lines))
     host.say(node_id, text)
     return {"text": [text], "onediff_guard": [report.as_dict()]}

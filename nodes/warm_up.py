@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..comfyui_host import host
 from ..comfyui_host.language import translated
+from ..trust.message import joined
 from . import inputs
 from .node import Node
 from .stage_node import embeddings, requested, running
@@ -83,7 +84,7 @@ class WarmUp(Node):
                 step_done=lambda done, _total, text: progress.update(done, text),
                 tell=progress.tell,
             )
-        text = "\n".join(map(str, warmed))
+        text = joined("\n", map(str, warmed))
         host.say(node_id, text)
         ui = {"text": [translated(text)], "onediff_guard": [each.report.as_dict() for each in warmed]}
         return {"ui": ui, "result": (pipeline, text)}

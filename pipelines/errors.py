@@ -4,46 +4,48 @@ from __future__ import annotations
 
 import errno
 
+from ..trust.message import Message, Told
+
 _HTTP_LIBRARIES = {"httpcore", "httpcore2", "httpx", "httpx2", "requests", "urllib3"}  # by huggingface_hub's version
 
 
-class BadFolder(ValueError):
+class BadFolder(Told, ValueError):
     """A model folder that cannot be used."""
 
 
-class LibraryFailed(RuntimeError):
+class LibraryFailed(Told, RuntimeError):
     """A Python library that does not work here, whatever the model."""
 
 
-class BadSize(ValueError):
+class BadSize(Told, ValueError):
     """Width, height or frame count that the model cannot make."""
 
 
-class BadInput(ValueError):
+class BadInput(Told, ValueError):
     """Something wired to a node does not fit."""
 
 
-class BackendUnavailable(RuntimeError):
+class BackendUnavailable(Told, RuntimeError):
     """The compile backend that was asked for does not work here."""
 
 
-class TorchTooOld(RuntimeError):
+class TorchTooOld(Told, RuntimeError):
     """A PyTorch that this pack cannot work with."""
 
 
-class BadLora(ValueError):
+class BadLora(Told, ValueError):
     """A LoRA file that cannot be used with this model."""
 
 
-class BadProfile(ValueError):
+class BadProfile(Told, ValueError):
     """A profile of what was learned that cannot be used."""
 
 
-class BadCompiled(ValueError):
+class BadCompiled(Told, ValueError):
     """A file of compiled code that cannot be used."""
 
 
-class HubError(RuntimeError):
+class HubError(Told, RuntimeError):
     """A model that cannot be had from the hub."""
 
     unreachable = False  # the hub gave no answer, so that a copy from before may be used
@@ -62,36 +64,48 @@ class HubError(RuntimeError):
         again = "What was downloaded is kept: run it again to go on."
         unreachable = False
         if isinstance(error, errors.GatedRepoError):
-            text = f"'{hub_id}' is gated. Accept its terms on its page, and set HF_TOKEN to a token of that account."
+            text = Message(
+                "'{}' is gated. Accept its terms on its page, and set HF_TOKEN to a token of that account.", hub_id
+            )
         elif isinstance(error, errors.RepositoryNotFoundError):
-            text = (
-                f"There is no '{hub_id}' on the hub, or it is private or gated. Check the spelling; where it is "
-                "private, set HF_TOKEN to a token that may read it."
+            text = Message(
+                "There is no '{}' on the hub, or it is private or gated. Check the spelling; where it is private, set "
+                "HF_TOKEN to a token that may read it.",
+                hub_id,
             )
         elif isinstance(error, errors.RevisionNotFoundError):
-            text = f"'{hub_id}' has no revision '{revision}'. Write a branch (main), a tag or a commit that it has."
+            text = Message(
+                "'{}' has no revision '{}'. Write a branch (main), a tag or a commit that it has.", hub_id, revision
+            )
         elif status in (401, 403):
-            text = f"The hub refused '{hub_id}' (HTTP {status}). Check HF_TOKEN: it may be wrong, or may not read this."
+            text = Message(
+                "The hub refused '{}' (HTTP {}). Check HF_TOKEN: it may be wrong, or may not read this.", hub_id, status
+            )
         elif status in (404, 410):
-            text = f"A file of '{hub_id}' is gone from the hub (HTTP {status}). Run it again, or name another revision."
+            text = Message(
+                "A file of '{}' is gone from the hub (HTTP {}). Run it again, or name another revision.", hub_id, status
+            )
         elif status:
             unreachable = True
-            text = f"The hub cannot serve '{hub_id}' now (HTTP {status}). {again}"
+            text = Message("The hub cannot serve '{}' now (HTTP {}). {}", hub_id, status, again)
         elif getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-            text = f"The disk is full. Make room, or set HF_HOME to a folder on a larger disk. {again}"
+            text = Message("The disk is full. Make room, or set HF_HOME to a folder on a larger disk. {}", again)
         elif libraries & _HTTP_LIBRARIES or isinstance(error, (ConnectionError, TimeoutError)):
             unreachable = True
             reason = str(error).strip().split("\n")[0] or "no answer"
-            text = (
-                f"The hub cannot be reached for '{hub_id}' ({type(error).__name__}: {reason}). Check the network, a "
-                f"proxy, and HF_ENDPOINT. {again}"
+            text = Message(
+                "The hub cannot be reached for '{}' ({}: {}). Check the network, a proxy, and HF_ENDPOINT. {}",
+                hub_id,
+                type(error).__name__,
+                reason,
+                again,
             )
         elif isinstance(error, OSError) and error.errno is None:  # http_get's own, for a file of another length
-            text = f"A file of '{hub_id}' ended early, or too late ({error}). {again}"
+            text = Message("A file of '{}' ended early, or too late ({}). {}", hub_id, error, again)
         elif isinstance(error, OSError):
-            text = f"The cache cannot be written ({error}). Set HF_HOME to a folder that can. {again}"
+            text = Message("The cache cannot be written ({}). Set HF_HOME to a folder that can. {}", error, again)
         else:
-            text = f"'{hub_id}' could not be downloaded ({type(error).__name__}: {error}). {again}"
+            text = Message("'{}' could not be downloaded ({}: {}). {}", hub_id, type(error).__name__, error, again)
         explained = cls(text)
         explained.unreachable = unreachable
         return explained

@@ -6,16 +6,18 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from ..trust.message import Message
+
 _LAST = 8  # steps that are looked at: speed changes where a guard reruns, or a network throttles
 
 
 def in_words(seconds: float) -> str:
     """Return "40 s left", "3 min left" or "1.5 h left"."""
     if seconds < 59.5:
-        return f"{max(seconds, 1):.0f} s left"
+        return Message("{:.0f} s left", max(seconds, 1))
     if seconds < 3600 - 30:
-        return f"{seconds / 60:.0f} min left"
-    return f"{seconds / 3600:.1f} h left"
+        return Message("{:.0f} min left", seconds / 60)
+    return Message("{:.1f} h left", seconds / 3600)
 
 
 class Pace:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from ..trust.message import Message, joined
 from .pace import in_words
 
 _listener: ContextVar[Callable[[str], None] | None] = ContextVar("who is told what is read", default=None)
@@ -30,9 +31,9 @@ def reading(name: str, n_bytes: int, now: Callable[[], float] = time.monotonic) 
     if tell := _listener.get():
         from ..precision.peaks import size
 
-        said = f"reading {name}, {size(n_bytes)}"
+        said = Message("reading {}, {}", name, size(n_bytes))
         left = in_words(n_bytes / _speeds[0]) if _speeds and n_bytes >= _LEAST else ""
-        tell(" · ".join(filter(None, (said, left))))
+        tell(joined(" · ", filter(None, (said, left))))
     since = now()
     yield
     seconds = now() - since

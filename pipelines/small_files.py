@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..trust.foreign import BOM, MAX_BYTES, Unreadable, is_lfs_pointer, object_in, parse, read
+from ..trust.message import Message
 from ..trust.text import shown
 from .errors import BadFolder, LibraryFailed
 from .families.components import ComponentSpec
@@ -39,8 +40,10 @@ def refuse_pointer(file: Path, where: str) -> None:
     """Raise BadFolder where Git left a pointer in place of a file. Raises OSError."""
     if is_lfs_pointer(file):
         raise BadFolder(
-            f"'{where}' is a Git LFS pointer ({file.stat().st_size} bytes), not the file: run `git lfs pull` in the "
-            "model's folder, or download the model again."
+            "'{}' is a Git LFS pointer ({} bytes), not the file: run `git lfs pull` in the model's folder, or "
+            "download the model again.",
+            where,
+            file.stat().st_size,
         )
 
 
@@ -53,16 +56,16 @@ def read_json(file: Path, *, missing: str = "", limit: int = MAX_BYTES) -> dict[
     Raises BadFolder where the file is not there, too large, or no JSON object.
     """
     if not file.exists():
-        raise BadFolder(missing or f"'{file}' is missing.")
+        raise BadFolder(missing or Message("'{}' is missing.", file))
     try:
         if not file.is_file():
             raise Unreadable("it is no file")
         refuse_pointer(file, str(file))
         return dict(object_in(read(file, limit=limit)))
     except Unreadable as error:
-        raise BadFolder(f"'{file}' cannot be read as JSON: {error}. Download it again.") from None
+        raise BadFolder("'{}' cannot be read as JSON: {}. Download it again.", file, error) from None
     except OSError as error:
-        raise BadFolder(f"'{file}' cannot be read: {error}. Check its permissions, and the disk.") from error
+        raise BadFolder("'{}' cannot be read: {}. Check its permissions, and the disk.", file, error) from error
 
 
 def check_fields(where: str, component: ComponentSpec, cls: str, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,7 +73,7 @@ def check_fields(where: str, component: ComponentSpec, cls: str, config: Mapping
     try:
         return fields_of(component, cls, config)
     except Unreadable as error:
-        raise BadFolder(f"'{where}' cannot be used: {error}. Get it again, from the model's authors.") from None
+        raise BadFolder("'{}' cannot be used: {}. Get it again, from the model's authors.", where, error) from None
 
 
 def checked_files(path: Path, name: str, component: ComponentSpec, cls: str) -> dict[str, bytes]:
@@ -88,14 +91,15 @@ def checked_files(path: Path, name: str, component: ComponentSpec, cls: str) -> 
     found = {file: data for file, data in files.items() if data is not None}
     for group in component.needs:
         if not found.keys() & set(group):
-            raise BadFolder(f"'{where}' has no {' or '.join(group)}. The download is incomplete: fetch it again.")
+            raise BadFolder("'{}' has no {}. The download is incomplete: fetch it again.", where, " or ".join(group))
     with explaining(where, cls):
         tokens = [_checked(f"{where}/{file}", component, cls, file, data) for file, data in found.items()]
     vocabularies = [each for each in tokens if each]
     if len(vocabularies) > 1 and not _alike(*vocabularies):
         raise BadFolder(
-            f"'{where}' holds two vocabularies: spiece.model and tokenizer.json have other tokens. Download both "
-            "again, of the same model."
+            "'{}' holds two vocabularies: spiece.model and tokenizer.json have other tokens. Download both again, of "
+            "the same model.",
+            where,
         )
     return found
 
@@ -127,7 +131,7 @@ def check_loads(
     with explaining(where, cls):
         wrong = _misfit(loaded, encoder) if encoder else ""
     if wrong:
-        raise BadFolder(f"'{where}' does not fit the text encoder: {wrong}. Download both again, of the same model.")
+        raise BadFolder("'{}' does not fit the text encoder: {}. Download both again, of the same model.", where, wrong)
 
 
 @contextmanager
@@ -140,16 +144,21 @@ def explaining(where: str, cls: str) -> Iterator[None]:
         raise
     except ImportError as error:
         raise BadFolder(
-            f"'{where}' needs a Python package that is not installed: "
-            f"{shown(str(error).strip().splitlines()[0], 200)} Install the pack's requirements.txt (sentencepiece "
-            "and protobuf are in it) and start again."
+            "'{}' needs a Python package that is not installed: {} Install the pack's requirements.txt (sentencepiece "
+            "and protobuf are in it) and start again.",
+            where,
+            shown(str(error).strip().splitlines()[0], 200),
         ) from error
     except Exception as error:
         if type(error).__name__ == "OutOfMemoryError":  # torch's, which is loaded where it can be raised
             raise
         raise BadFolder(
-            f"'{where}' could not be loaded as {cls}: {type(error).__name__}: {shown(str(error), 500)}. Its files "
-            "passed the check. If they are the authors' own, update transformers; else download them again."
+            "'{}' could not be loaded as {}: {}: {}. Its files passed the check. If they are the authors' own, update "
+            "transformers; else download them again.",
+            where,
+            cls,
+            type(error).__name__,
+            shown(str(error), 500),
         ) from error
 
 
@@ -163,16 +172,18 @@ def _whole(file: Path, where: str) -> bytes | None:
         if not file.exists():
             return None
         if not file.is_file():
-            raise BadFolder(f"'{where}' is no file. Download it again.")
+            raise BadFolder("'{}' is no file. Download it again.", where)
         size = file.stat().st_size
         if not size:
-            raise BadFolder(f"'{where}' is empty: the download is incomplete. Fetch it again.")
+            raise BadFolder("'{}' is empty: the download is incomplete. Fetch it again.", where)
         if size > limit:
-            raise BadFolder(f"'{where}' has {size:,} bytes, and {limit:,} is the most that is read. Download it again.")
+            raise BadFolder(
+                "'{}' has {:,} bytes, and {:,} is the most that is read. Download it again.", where, size, limit
+            )
         refuse_pointer(file, where)
         data = file.read_bytes()
     except OSError as error:
-        raise BadFolder(f"'{where}' cannot be read: {error}. Check its permissions, and the disk.") from error
+        raise BadFolder("'{}' cannot be read: {}. Check its permissions, and the disk.", where, error) from error
     return data.removeprefix(BOM) if file.suffix == ".json" else data
 
 
@@ -189,7 +200,7 @@ def _checked(where: str, component: ComponentSpec, cls: str, file: str, data: by
         else:
             _check_config(component, cls, file, content)
     except Unreadable as error:
-        raise BadFolder(f"'{where}' cannot be used: {error}. Download it again, from the model's authors.") from None
+        raise BadFolder("'{}' cannot be used: {}. Download it again, from the model's authors.", where, error) from None
     return []
 
 

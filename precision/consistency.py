@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..trust.message import Message, Told
 from .dtypes import dtype_name
 from .kept_fp32 import KeptInFp32, keep_in_fp32
 from .observe import has_children
@@ -22,7 +23,7 @@ from .observe import has_children
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class DamagedByCast(ValueError):
+class DamagedByCast(Told, ValueError):
     """Weights that belong in fp32 were cast to fp16 and overflowed: what was lost cannot be brought back."""
 
 
@@ -58,13 +59,18 @@ def _put_back(module: torch.nn.Module, kept: frozenset[str]) -> Iterator[str]:
         broken = int((~torch.isfinite(parameter)).sum())
         if broken:
             raise DamagedByCast(
-                f"'{name}' belongs in fp32 ({type(module).__name__} says so), but was cast to "
-                f"{dtype_name(parameter.dtype)}, where {broken} of its values are not finite. Load the weights "
-                "again, in fp16 from the start and without a later .to(torch.float16)."
+                "'{}' belongs in fp32 ({} says so), but was cast to {}, where {} of its values are not finite. Load "
+                "the weights again, in fp16 from the start and without a later .to(torch.float16).",
+                name,
+                type(module).__name__,
+                dtype_name(parameter.dtype),
+                broken,
             )
         parameter.data = parameter.data.float()
     if cast:
-        yield f"{_some(list(cast))} put back in fp32, where {type(module).__name__} keeps {', '.join(sorted(kept))}"
+        yield Message(
+            "{} put back in fp32, where {} keeps {}", _some(list(cast)), type(module).__name__, ", ".join(sorted(kept))
+        )
 
 
 def _soften_norms(module: torch.nn.Module, device: torch.device | None) -> Iterator[str]:
@@ -81,19 +87,21 @@ def _soften_norms(module: torch.nn.Module, device: torch.device | None) -> Itera
         keep_in_fp32(norm, next(norm.parameters()).dtype)
     if refusing:
         kind = type(next(iter(refusing.values()))).__name__
-        yield f"{_some(list(refusing))} ({kind}) refuses inputs of another dtype than its weight: computes in fp32 now"
+        yield Message(
+            "{} ({}) refuses inputs of another dtype than its weight: computes in fp32 now", _some(list(refusing)), kind
+        )
 
 
 def _name_strangers(module: torch.nn.Module, dtype: torch.dtype, kept: frozenset[str]) -> Iterator[str]:
     computing = [name for name, child in module.named_modules() if isinstance(child, KeptInFp32)]
-    in_fp32 = tuple(f"{name}." if name else "" for name in computing)
+    in_fp32 = tuple(Message("{}.", name) if name else "" for name in computing)
     strangers: dict[torch.dtype, list[str]] = {}
     for name, parameter in module.named_parameters():
         expected = torch.float32 if _in(kept, name) or name.startswith(in_fp32) else dtype
         if parameter.is_floating_point() and parameter.dtype != expected and parameter.numel():
             strangers.setdefault(parameter.dtype, []).append(name)
     for found, names in strangers.items():
-        yield f"{_some(names)}: in {dtype_name(found)}, not in {dtype_name(dtype)} as the rest"
+        yield Message("{}: in {}, not in {} as the rest", _some(names), dtype_name(found), dtype_name(dtype))
 
 
 def _kept_in_fp32(module: torch.nn.Module, dtype: torch.dtype) -> frozenset[str]:

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from ..trust.message import Message, joined
+
 
 @dataclass(frozen=True)
 class CachePolicy:
@@ -67,16 +69,23 @@ class CacheUse:
 
     def in_short(self) -> str:
         """Return a few words; "" where nothing was cached."""
-        return f"{self.cached} of {self.steps} steps cached at a drift of {self.drift:.2%}" if self.cached else ""
+        return (
+            Message("{} of {} steps cached at a drift of {:.2%}", self.cached, self.steps, self.drift)
+            if self.cached
+            else ""
+        )
 
     def warning(self) -> str:
         """Say that the budget was broken; "" where it was kept."""
         if not self.broken:
             return ""
-        return (
-            f"The step cache has broken its budget of {self.budget:.2%}: the latents have drifted by {self.drift:.2%}. "
-            "Set a smaller 'check_every' or 'error' in Step Cache, or take it out."
+        broken = Message(
+            "The step cache has broken its budget of {:.2%}: the latents have drifted by {:.2%}.",
+            self.budget,
+            self.drift,
         )
+        advice = Message("Set a smaller 'check_every' or 'error' in Step Cache, or take it out.")
+        return joined(" ", (broken, advice))
 
     def __str__(self) -> str:
         stopped = f"; stopped: {self.stopped}" if self.stopped else ""

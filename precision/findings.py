@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..trust.message import Message, joined
 from .dtypes import DTYPES
 from .learned import EVERYTHING, STAY, Learned, covered, covers, largest_of, parts_in_words
 from .observe import Peak, has_children
@@ -132,7 +133,7 @@ def find(
     islands: names of what runs in fp32 already, or wide.
     wide: the stream is float32 already.
     """
-    limit, here = RANGE[dtype], f"{dtype}'s {RANGE[dtype]:.5g}"
+    limit, here = RANGE[dtype], Message("{}'s {:.5g}", dtype, RANGE[dtype])
     stream = {name: peaks[name].input for name in peaks if name in anatomy.norms}
     stream = {name: value for name, value in stream.items() if not value <= (RANGE["fp32"] if wide else limit)}
     handed_on = {} if anatomy.stream else {name: peaks[name].output for name in peaks if name in anatomy.blocks}
@@ -145,15 +146,15 @@ def find(
     reasons: list[str] = []
     if inner:
         name, peak = next(iter(inner.items()))
-        reasons.append(f"'{name}' reaches {peak:.3g}, beyond {here}{_beside(anatomy, dtype, name)}")
+        reasons.append(Message("'{}' reaches {:.3g}, beyond {}{}", name, peak, here, _beside(anatomy, dtype, name)))
     if stream:
-        reasons.append(f"the residual stream reaches {max(stream.values(), key=order):.3g}, beyond {here}")
+        reasons.append(Message("the residual stream reaches {:.3g}, beyond {}", max(stream.values(), key=order), here))
     if handed_on:
         name, peak = next(iter(handed_on.items()))
-        reasons = [f"'{name}' puts out {peak:.3g}, beyond {here}: what comes after it cannot take it"]
+        reasons = [Message("'{}' puts out {:.3g}, beyond {}: what comes after it cannot take it", name, peak, here)]
     wanted = [anatomy.island(name, peaks, dtype) for name in inner]
     return Finding(
-        "; ".join(reasons),
+        joined("; ", reasons),
         first,
         {**handed_on, **inner, **stream}[first],
         max(stream.values(), key=order) if stream else None,
@@ -177,18 +178,20 @@ def found_in_half(
     """
     apart = apart or Apart()
     if name is None:
-        return Finding(f"no layer's output leaves {dtype}'s range, and computed again it did not fail")
+        return Finding(Message("no layer's output leaves {}'s range, and computed again it did not fail", dtype))
     peak = peaks[name].output if name in peaks else None
     if name in apart.fp16_sums:
-        reason = f"'{name}' is broken where it accumulates in fp16, although its output fits"
+        reason = Message("'{}' is broken where it accumulates in fp16, although its output fits", name)
         return Finding(reason, name, peak, fp16_sums=name)
     if name in apart.quantised:
-        return Finding(f"'{name}' is broken where it is quantised, and its input is not", name, peak, quantised=name)
-    inside = f"inside '{name}'" if name else "outside of all layers"
-    inside = "inside attention" if "attn" in name or "attention" in name else inside
-    reason = f"'{name}'" if name else "the output"
-    reason += f" is broken in {dtype}, although no layer's output leaves its range: it overflows {inside}"
-    reason += ", apart from the residual stream" if anatomy.widens(dtype) else ""
+        return Finding(
+            Message("'{}' is broken where it is quantised, and its input is not", name), name, peak, quantised=name
+        )
+    inside = Message("inside '{}'", name) if name else Message("outside of all layers")
+    inside = Message("inside attention") if "attn" in name or "attention" in name else inside
+    reason = Message("'{}'", name) if name else Message("the output")
+    reason += Message(" is broken in {}, although no layer's output leaves its range: it overflows {}", dtype, inside)
+    reason += Message(", apart from the residual stream") if anatomy.widens(dtype) else ""
     island = anatomy.island(name, peaks, dtype, islands)
     return Finding(reason, name, peak, islands=() if island is None else (island,), hopeless=island is None)
 
@@ -201,31 +204,31 @@ def taught(learned: Learned, finding: Finding, anatomy: Anatomy, dtype: str) -> 
     """
     if finding.quantised:
         learned = replace(learned, unquantised=(*learned.unquantised, finding.quantised))
-        return learned, f"'{finding.quantised}' unquantised from the next call on"
+        return learned, Message("'{}' unquantised from the next call on", finding.quantised)
     if finding.fp16_sums and learned.sums:
         learned = replace(learned, sums=learned.sums.without(finding.fp16_sums))
-        return learned, f"'{finding.fp16_sums}' accumulates in fp32 from the next call on"
+        return learned, Message("'{}' accumulates in fp32 from the next call on", finding.fp16_sums)
     can_widen = dtype == "fp16"
     everything = can_widen and learned.everything
     broken = finding.stream is not None and not math.isfinite(finding.stream)
     if broken or anatomy.everything or finding.hopeless or (everything and finding.islands):
         if can_widen and not everything and not broken:
-            return Learned(everything=True), f"{EVERYTHING} from the next call on"
+            return Learned(everything=True), Message("{} from the next call on", EVERYTHING)
         return replace(learned, whole_run_fp32=True), STAY
     actions: list[str] = []
     if finding.stream is not None and anatomy.widens(dtype):
         learned = replace(learned, wide=True)
-        actions.append("its residual stream in float32")
+        actions.append(Message("its residual stream in float32"))
     tried = {name: _tried(name, learned) for name in finding.islands}
     widened = tuple(name for name in finding.islands if can_widen and not tried[name])
     if widened:
         learned = replace(learned, wide_parts=largest_of((*learned.wide_parts, *widened)))
-        actions.append(f"{parts_in_words(widened)} wide")
+        actions.append(Message("{} wide", parts_in_words(widened)))
     if islands := largest_of(tried[name] or name for name in finding.islands if name not in widened):
         kept = tuple(name for name in learned.wide_parts if not covered(name, islands))
         learned = replace(learned, wide_parts=kept, islands=largest_of((*learned.islands, *islands)))
-        actions.append(f"{parts_in_words(islands)} in fp32")
-    return learned, f"{' and '.join(actions)} from the next call on" if actions else ""
+        actions.append(Message("{} in fp32", parts_in_words(islands)))
+    return learned, Message("{} from the next call on", joined(" and ", actions)) if actions else ""
 
 
 def _tried(name: str, learned: Learned) -> str:
@@ -238,8 +241,8 @@ def _tried(name: str, learned: Learned) -> str:
 def _beside(anatomy: Anatomy, dtype: str, name: str) -> str:
     if not anatomy.widens(dtype):
         return ""
-    where = "inside a block" if covered(name, anatomy.repeated) else "outside of the blocks"
-    return f": {where}, apart from the residual stream"
+    where = Message("inside a block") if covered(name, anatomy.repeated) else Message("outside of the blocks")
+    return Message(": {}, apart from the residual stream", where)
 
 
 def order(value: float) -> float:

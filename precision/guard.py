@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from ..trust.message import Message, Told
 from .attention import showing_what_is_broken
 from .cost import extra_peak
 from .dtypes import DTYPES, FP16_MAX
@@ -33,7 +34,7 @@ from .upcast import run_in_fp32
 
 logger = logging.getLogger(__name__)
 
-STAYS = "half precision is not tried any more"
+STAYS = Message("half precision is not tried any more")
 _Call = tuple[tuple[Any, ...], dict[str, Any]]  # its arguments, by position and by name
 
 
@@ -63,7 +64,7 @@ class GuardPolicy:
     stay_after: int = 3  # failing calls of a run, in scope LEARNED, after which the rest of it is in fp32
 
 
-class GuardStopped(RuntimeError):
+class GuardStopped(Told, RuntimeError):
     """The guard ended the run; the message says which stage failed, how, and what to do."""
 
 
@@ -166,8 +167,9 @@ class StageGuard:
         except _BrokenInFp32:
             raise GuardStopped(self._diagnose(args, kwargs)) from None
         last = self.report.steps[-1]
-        helped = "and the step computed in fp32" if last.outcome == "rerun" else f"after that {last.dtype} was finite"
-        self.report.note(f"non-finite in fp32 too: the weights were loaded anew, {helped}")
+        rerun = last.outcome == "rerun"
+        helped = Message("and the step computed in fp32") if rerun else Message("after that {} was finite", last.dtype)
+        self.report.note(Message("non-finite in fp32 too: the weights were loaded anew, {}", helped))
         return output
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -191,11 +193,11 @@ class StageGuard:
             outcome = "non-finite" if outcome == "finite" else outcome
             return self._recorded(output, started, timestep, self.dtype, outcome, made)
         del output
-        problem = outcome if given.finite else "its input does not fit"
+        problem = Message(outcome) if given.finite else Message("its input does not fit")
         self._refuse(problem, args, kwargs)
         half_call = (half_args, half_kwargs) if given.finite else None
         output, made, finding, rerun = self._again(args, kwargs, half_call, saturated=outcome == "saturated")
-        note = f"{problem} in {self.dtype}" + (f": {finding.reason}" if finding else "")
+        note = Message("{} in {}", problem, self.dtype) + (Message(": {}", finding.reason) if finding else "")
         return self._recorded(output, started, timestep, "fp32", "rerun", made, note=note, rerun=rerun)
 
     def _refuse(self, problem: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -205,8 +207,11 @@ class StageGuard:
             raise _BrokenInFp32
         if self.policy.on_failure is OnFailure.STOP:
             raise GuardStopped(
-                f"{self._where()}: the output in {self.dtype} is {problem}, and the guard is set to stop. "
-                "Set the NaN Guard's on_failure to 'rerun' to have such a step computed in fp32."
+                "{}: the output in {} is {}, and the guard is set to stop. Set the NaN Guard's on_failure to 'rerun' "
+                "to have such a step computed in fp32.",
+                self._where(),
+                self.dtype,
+                problem,
             )
         logger.info("%s: %s in %s, rerunning in fp32", self._where(), problem, self.dtype)
 
@@ -289,7 +294,7 @@ class StageGuard:
         return len(self.report.steps)
 
     def _where(self) -> str:
-        return f"{self.stage.replace('_', ' ')}, call {self._step + 1}"
+        return Message("{}, call {}", self.stage.replace("_", " "), self._step + 1)
 
     def _cast(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], known: Once
@@ -348,27 +353,36 @@ class StageGuard:
             broken = sum(non_finite(t) for t in floating(value))
             if broken:
                 raise GuardStopped(
-                    f"{self._where()}: its input '{name}' holds {broken} non-finite values already, so the stage "
-                    "before it made them. Guard that one (precision 'auto', or a NaN Guard), or run it in fp32."
+                    "{}: its input '{}' holds {} non-finite values already, so the stage before it made them. Guard "
+                    "that one (precision 'auto', or a NaN Guard), or run it in fp32.",
+                    self._where(),
+                    name,
+                    broken,
                 )
 
     def _diagnose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        found = f"{self._where()}: the output is non-finite in fp32 too"
+        found = Message("{}: the output is non-finite in fp32 too", self._where())
         owner = self._owner
         if not isinstance(owner, torch.nn.Module):
-            return f"{found}. Precision cannot help here."
+            return Message("{}. Precision cannot help here.", found)
         for name, weight in (*owner.named_parameters(), *owner.named_buffers()):
             broken = non_finite(weight) if weight.is_floating_point() else 0
             if broken:
-                return (
-                    f"{found}, because the weight '{name}' holds {broken} non-finite values of {weight.numel()}. "
-                    "The checkpoint is damaged, or was cast to fp16 beyond its range: download it again, or use bf16."
+                return Message(
+                    "{}, because the weight '{}' holds {} non-finite values of {}. The checkpoint is damaged, or was "
+                    "cast to fp16 beyond its range: download it again, or use bf16.",
+                    found,
+                    name,
+                    broken,
+                    weight.numel(),
                 )
         module = (
             first_broken(owner, lambda: run_in_fp32(self._rerun, *args, **kwargs), agree=self._agree)
             or type(owner).__name__
         )
-        return f"{found}, first in '{module}'. Its weights and inputs are finite: try another seed or guidance scale."
+        return Message(
+            "{}, first in '{}'. Its weights and inputs are finite: try another seed or guidance scale.", found, module
+        )
 
 
 def _apart_from(output: Any, call: _Call) -> _Call:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from ..trust.message import Message
 from .sums import Sums
 
 
@@ -48,20 +49,20 @@ class Learned:
     def in_words(self) -> list[str]:
         """Return a few words for each thing that a run does otherwise, apart from the stream."""
         said = [EVERYTHING] if self.everything else []
-        said += [f"{parts_in_words(self.wide_parts)} wide"] if self.wide_parts else []
-        said += [f"{parts_in_words(self.islands)} in fp32"] if self.islands else []
-        return said + ([f"{parts_in_words(self.unquantised)} unquantised"] if self.unquantised else [])
+        said += [Message("{} wide", parts_in_words(self.wide_parts))] if self.wide_parts else []
+        said += [Message("{} in fp32", parts_in_words(self.islands))] if self.islands else []
+        return said + ([Message("{} unquantised", parts_in_words(self.unquantised))] if self.unquantised else [])
 
 
 NOTHING = Learned()
-EVERYTHING = "every layer wide"
-STREAM = "stream in float32"
-STAY = "the rest of the run in fp32"
+EVERYTHING = Message("every layer wide")
+STREAM = Message("stream in float32")
+STAY = Message("the rest of the run in fp32")
 
 
 def parts_in_words(modules: tuple[str, ...]) -> str:
     """Name up to three modules; of more, say how many there are."""
-    return ", ".join(f"'{name}'" for name in modules) if len(modules) <= 3 else f"{len(modules)} parts"
+    return ", ".join(f"'{name}'" for name in modules) if len(modules) <= 3 else Message("{} parts", len(modules))
 
 
 def covered(name: str, islands: Iterable[str]) -> bool:

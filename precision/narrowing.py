@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..trust.message import Message
 from .kept_fp32 import keep_in_fp32
 
 Stored = Callable[[Sequence[str]], torch.Tensor]  # a parameter's names → its values as the checkpoint holds them
@@ -65,8 +66,14 @@ def _bring_back(module: torch.nn.Module, named: Sequence[_Weight], stored: Store
         back.append(weight.names[0])
         peak = max(peak, values.abs().max().item())
     if back:
-        which = f"'{back[0]}' holds" if len(back) == 1 else f"'{back[0]}' and {len(back) - 1} more hold"
-        yield f"{which} values of up to {peak:.3g}, which fp16 cannot hold: kept in fp32, and computed in it"
+        which = (
+            Message("'{}' holds", back[0])
+            if len(back) == 1
+            else Message("'{}' and {} more hold", back[0], len(back) - 1)
+        )
+        yield Message(
+            "{} values of up to {:.3g}, which fp16 cannot hold: kept in fp32, and computed in it", which, peak
+        )
 
 
 def _count_small(named: Sequence[_Weight], stored: Stored) -> Iterator[str]:
@@ -86,8 +93,14 @@ def _count_small(named: Sequence[_Weight], stored: Stored) -> Iterator[str]:
     count = sum(lost.values())
     if count > TRACE * total:
         yield (
-            f"{count / total:.1%} of the weights are too small for fp16: {flushed:,} become 0 and {count - flushed:,} "
-            f"lose digits, most of them in '{max(lost, key=lambda name: lost[name])}'; bf16 and fp32 hold them"
+            Message(
+                "{:.1%} of the weights are too small for fp16: {:,} become 0 and {:,} lose digits, most of them in "
+                "'{}'; bf16 and fp32 hold them",
+                count / total,
+                flushed,
+                count - flushed,
+                max(lost, key=lambda name: lost[name]),
+            )
         )
 
 

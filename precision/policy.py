@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from ..trust.message import Message, Told, joined
 from .accumulation import Accumulation, decide
 from .arch import Architecture
 
@@ -38,10 +39,19 @@ class Component(str, Enum):
 
     @property
     def words(self) -> str:
-        return {"vae_encode": "VAE encoder", "vae_decode": "VAE decoder"}.get(self.value, self.value.replace("_", " "))
+        return _WORDS[self.value]
 
 
-class PlanImpossible(ValueError):
+_WORDS = {
+    "text_encoder": Message("text encoder"),
+    "image_encoder": Message("image encoder"),
+    "vae_encode": Message("VAE encoder"),
+    "denoiser": Message("denoiser"),
+    "vae_decode": Message("VAE decoder"),
+}
+
+
+class PlanImpossible(Told, ValueError):
     """What was asked for cannot run; the message says what to choose instead."""
 
 
@@ -60,7 +70,7 @@ class Variant:
 
     @property
     def said(self) -> str:
-        return self.fact or f"{self.name} was trained in {self.trained_in}"
+        return self.fact or Message("{} was trained in {}", self.name, self.trained_in)
 
 
 @dataclass(frozen=True)
@@ -106,7 +116,7 @@ def as_stored(variant: Variant, stored_dtype: str) -> Variant:
         they were; nor are weights in fp32, which say nothing.
     """
     if variant.trained_in == "fp16" and stored_dtype == "BF16":
-        fact = f"{variant.said}, but these weights are stored in bf16: a fine-tune trained in bf16"
+        fact = Message("{}, but these weights are stored in bf16: a fine-tune trained in bf16", variant.said)
         return replace(variant, trained_in="bf16", leaves_fp16=True, fact=fact)
     return variant
 
@@ -126,11 +136,11 @@ def choose(
     Raises PlanImpossible where the variant has no such component, or the device no such dtype.
     """
     if component not in variant.components:
-        has = ", ".join(part.words for part in variant.components)
-        raise PlanImpossible(f"{variant.name} has no {component.words}. It has: {has}.")
+        has = joined(", ", (part.words for part in variant.components))
+        raise PlanImpossible("{} has no {}. It has: {}.", variant.name, component.words, has)
     if request is Precision.BF16 and architecture.bf16 == "none":
         raise PlanImpossible(
-            f"{architecture} has no bf16, not even emulated. Choose precision 'auto', 'fp16' or 'fp32'."
+            "{} has no bf16, not even emulated. Choose precision 'auto', 'fp16' or 'fp32'.", architecture
         )
     if request.quantises and request.value not in architecture.quantises:
         raise PlanImpossible(_not_quantised(architecture, request))
@@ -168,38 +178,42 @@ def _dtype(architecture: Architecture, variant: Variant, request: Precision) -> 
 def _automatic(architecture: Architecture, variant: Variant) -> tuple[str, str]:
     if variant.trained_in == "bf16":
         if architecture.native_bf16:
-            return "bf16", f"{variant.said}, which {architecture} computes natively → bf16"
+            return "bf16", Message("{}, which {} computes natively → bf16", variant.said, architecture)
         if architecture.fast_fp16:
-            return "fp16", f"{architecture} has no native bf16 → fp16"
-        return "fp32", f"{architecture} has neither native bf16 nor fast fp16 → fp32"
+            return "fp16", Message("{} has no native bf16 → fp16", architecture)
+        return "fp32", Message("{} has neither native bf16 nor fast fp16 → fp32", architecture)
     if architecture.fast_fp16:
-        return "fp16", f"{variant.said} → fp16"
-    return "fp32", f"{variant.said}, which {_in_fp16(architecture)} on {architecture} → fp32"
+        return "fp16", Message("{} → fp16", variant.said)
+    return "fp32", Message("{}, which {} on {} → fp32", variant.said, _in_fp16(architecture), architecture)
 
 
 def _asked(architecture: Architecture, variant: Variant, request: Precision) -> tuple[str, str]:
     if request is Precision.FP32:
-        return "fp32", "asked for fp32"
+        return "fp32", Message("asked for fp32")
     if request.quantises:
-        return "bf16", f"asked for {request.value}: the denoiser's large linear layers multiply in it, all else is bf16"
+        return "bf16", Message(
+            "asked for {}: the denoiser's large linear layers multiply in it, all else is bf16", request.value
+        )
     if request is Precision.BF16:
-        reason = "asked for bf16"
+        reason = Message("asked for bf16")
         if not architecture.native_bf16:
-            reason += f", which {architecture} only emulates: slow, and hungry for memory; 'auto' is faster here"
+            reason += Message(
+                ", which {} only emulates: slow, and hungry for memory; 'auto' is faster here", architecture
+            )
         elif variant.trained_in == "fp16":
-            reason += f"; {variant.said}, which keeps 3 more bits: 'auto' is nearer to fp32"
+            reason += Message("; {}, which keeps 3 more bits: 'auto' is nearer to fp32", variant.said)
         return "bf16", reason
     if request is Precision.FP16_PLAIN:
-        return "fp16", "asked for fp16 (plain): neither guarded nor made safe, for comparison"
-    reason = "asked for fp16"
+        return "fp16", Message("asked for fp16 (plain): neither guarded nor made safe, for comparison")
+    reason = Message("asked for fp16")
     if not architecture.fast_fp16:
-        reason += f", which {_in_fp16(architecture)} on {architecture}"
-    return "fp16", f"{reason}; {variant.name} overflows plain fp16" if variant.leaves_fp16 else reason
+        reason += Message(", which {} on {}", _in_fp16(architecture), architecture)
+    return "fp16", Message("{}; {} overflows plain fp16", reason, variant.name) if variant.leaves_fp16 else reason
 
 
 def _in_fp16(architecture: Architecture) -> str:
     """Say in words how fp16 does on an architecture that has no fast fp16."""
-    return "comes out wrong" if architecture.fp16_wrong else "is slow"
+    return Message("comes out wrong") if architecture.fp16_wrong else Message("is slow")
 
 
 def _guard(variant: Variant, dtype: str, request: Precision) -> tuple[bool, str]:
@@ -267,4 +281,6 @@ def _not_quantised(architecture: Architecture, request: Precision) -> str:
             "'auto'",
         ),
     }[request]
-    return f"{architecture} quantises nothing to {request.value}: that takes {takes}. Choose precision {instead}."
+    return Message(
+        "{} quantises nothing to {}: that takes {}. Choose precision {}.", architecture, request.value, takes, instead
+    )

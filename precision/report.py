@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from ..trust.message import Message, joined
 from ..trust.plain import for_json
 from .accumulation import Switch
 from .drift import CacheUse
@@ -90,7 +91,7 @@ class RunReport:
         return sum(step.outcome == "rerun" for step in self.steps)
 
     def count_reruns(self) -> str:
-        return counted(self.reruns, "rerun")
+        return counted(self.reruns, "1 rerun", "{} reruns")
 
     @property
     def failed(self) -> int:
@@ -106,44 +107,46 @@ class RunReport:
     def summary(self) -> str:
         """Say in one line why this dtype was chosen, how many calls there were, and how many reruns."""
         denoising = self.plan.component is Component.DENOISER
-        stage = "" if denoising else f"{self.plan.component.words}: "
+        stage = "" if denoising else Message("{}: ", self.plan.component.words)
         if not self.steps:
-            return f"{stage}{self.plan.reason}; nothing to compute, all of it was remembered."
-        noun = "step" if denoising else "call"
-        counts = f"{counted(-(-len(self.steps) // self.calls_per_step), noun)}, {self.count_reruns()}"
+            return Message("{}{}; nothing to compute, all of it was remembered.", stage, self.plan.reason)
+        number = -(-len(self.steps) // self.calls_per_step)
+        made = counted(number, "1 step", "{} steps") if denoising else counted(number, "1 call", "{} calls")
+        counts = Message("{}, {}", made, self.count_reruns())
         if self.failed:
-            counts += f", {self.failed} NOT FINITE: the result is broken; choose precision 'auto' or 'fp16'"
-        return f"{stage}{self.plan.reason}{self._otherwise()}; {counts}."
+            counts += Message(", {} NOT FINITE: the result is broken; choose precision 'auto' or 'fp16'", self.failed)
+        return Message("{}{}{}; {}.", stage, self.plan.reason, self._otherwise(), counts)
 
     def finding(self) -> str:
         """Say in one line which call failed first, where, and what followed; "" where none did."""
         step = next((step for step in self.steps if step.outcome != "finite"), None)
         if step is None:
             return ""
-        what, rerun = step.outcome, step.rerun
+        what, rerun = Message(step.outcome), step.rerun
         if rerun and rerun.module:
             named, peak = rerun.module, rerun.peak
-            what = f"{named}: {what}" if peak is None else f"{named} reached {_largest(peak)}"
+            what = Message("{}: {}", named, what) if peak is None else Message("{} reached {}", named, _largest(peak))
         number = step.step // self.calls_per_step + 1
-        which = f"step {number}" if self.plan.component is Component.DENOISER else f"call {number}"
-        followed = "".join((", rerun in fp32" if rerun else "", f"; {rerun.action}" if rerun and rerun.action else ""))
-        return f"{which}: {what}{followed}"
+        which = Message("step {}", number) if self.plan.component is Component.DENOISER else Message("call {}", number)
+        followed = Message(", rerun in fp32") if rerun else ""
+        followed += Message("; {}", rerun.action) if rerun and rerun.action else ""
+        return Message("{}: {}{}", which, what, followed)
 
     def compiled(self) -> str:
         """Say how many graphs were compiled, after a comma, or came from the cache; "" where nothing is compiled."""
         if self.graphs is None:
             return ""
-        graphs = f", {counted(self.graphs, 'graph')}"
+        graphs = Message(", {}", counted(self.graphs, "1 graph", "{} graphs"))
         if not self.graphs_kept:
-            return f"{graphs} compiled anew"
-        kept = "" if self.graphs_kept == self.graphs else f"{self.graphs_kept} of them "
-        return f"{graphs}, {kept}from the cache of earlier runs"
+            return Message("{} compiled anew", graphs)
+        kept = "" if self.graphs_kept == self.graphs else Message("{} of them ", self.graphs_kept)
+        return Message("{}, {}from the cache of earlier runs", graphs, kept)
 
     def _otherwise(self) -> str:
         """Say what did not run in the plan's dtype, after a comma; "" where everything did."""
         learned = self.learned.in_words() if self.learned else []
         said = dict.fromkeys([self.wide, *learned, self.cache.in_short() if self.cache else ""])
-        return "".join(f", {words}" for words in said if words)
+        return joined("", (Message(", {}", words) for words in said if words))
 
     def text(self) -> str:
         """Return the summary and the plan, then each step, the notes, and last the switches."""
@@ -193,7 +196,7 @@ def together(reports: Sequence[RunReport], steps: list[StepRecord]) -> RunReport
     """
 
     def each(values: Iterable[str]) -> str:
-        return "; ".join(dict.fromkeys(values))
+        return joined("; ", dict.fromkeys(values))
 
     plan = replace(reports[0].plan, reason=each(report.plan.reason for report in reports))
     return replace(
@@ -220,12 +223,14 @@ def _switches(switches: tuple[Switch, ...]) -> list[str]:
     """Return a line for each switch, and one for all that OneDiff sets."""
     lines = [f"{s.name}={s.value} (by {s.set_by}: {s.reason})" for s in switches if s.set_by != "onediff"]
     if theirs := [s for s in switches if s.set_by == "onediff"]:
-        lines.append(f"{counted(len(theirs), 'variable')} more of OneFlow's (by onediff: {theirs[0].reason})")
+        more = counted(len(theirs), "1 variable", "{} variables")
+        lines.append(f"{more} more of OneFlow's (by onediff: {theirs[0].reason})")
     return lines
 
 
-def counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def counted(number: int, one: str, several: str) -> Message:
+    """one, several: templates, "1 step" and "{} steps"."""
+    return Message(one) if number == 1 else Message(several, number)
 
 
 def _largest(value: float) -> str:

@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ..trust.message import Message, joined
+
 # Of a step's output, as a share of its norm, against the same step with sums in fp32. Half of what bf16 comes to on the
 # networks of docs/quantised.md (0.007 to 0.014), which models are run in without a thought.
 BUDGET = 0.005
@@ -48,17 +50,19 @@ class Sums:
     def __str__(self) -> str:
         measured = len(self.layers) + len(self.islands)
         if not measured:
-            return "nothing: no linear layer is large enough to gain by it"
-        said = [f"{len(self.layers)} of {measured} linear layers, by which a step is off by {self.step:.2%}"]
+            return Message("nothing: no linear layer is large enough to gain by it")
+        said = [
+            Message("{} of {} linear layers, by which a step is off by {:.2%}", len(self.layers), measured, self.step)
+        ]
         if not self.layers:
-            said = [f"none of {measured} linear layers: a step would be off by more than {BUDGET:.1%}"]
+            said = [Message("none of {} linear layers: a step would be off by more than {:.1%}", measured, BUDGET)]
         if self.farthest:
-            said.append(f"the farthest is '{self.farthest}', off by {self.largest:.2%}")
+            said.append(Message("the farthest is '{}', off by {:.2%}", self.farthest, self.largest))
         if self.islands:
-            said.append(f"in fp32: {_named(self.islands)}")
+            said.append(Message("in fp32: {}", _named(self.islands)))
         if self.overflows:
-            said.append(f"not finite in fp16: {_named(self.overflows)}")
-        return "; ".join(said)
+            said.append(Message("not finite in fp16: {}", _named(self.overflows)))
+        return joined("; ", said)
 
 
 def settled(measured: Sequence[LayerError], step_error: Callable[[tuple[str, ...]], float]) -> Sums:
@@ -140,4 +144,4 @@ def _parted(groups: Sequence[_Group]) -> tuple[list[_Group], list[_Group]]:
 
 def _named(layers: tuple[str, ...]) -> str:
     named = ", ".join(f"'{name}'" for name in layers[:3])
-    return named if len(layers) <= 3 else f"{named} and {len(layers) - 3} more"
+    return named if len(layers) <= 3 else Message("{} and {} more", named, len(layers) - 3)

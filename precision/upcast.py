@@ -24,6 +24,7 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils import _pytree as pytree
 
+from ..trust.message import Told
 from .fp32_settings import EAGER_ONLY, FP32_ATTENTION, TF32, autocast_off, autocast_off_where_on, device_types
 from .modes import Mode
 
@@ -32,7 +33,7 @@ HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
 Result = TypeVar("Result")
 
 
-class RerunUnsupported(RuntimeError):
+class RerunUnsupported(Told, RuntimeError):
     """The module holds something that cannot be run in float32 from here; the message names it."""
 
 
@@ -75,9 +76,11 @@ def run_in(
             raise
         culprit = _innermost_module(error.__traceback__, module)
         raise RerunUnsupported(
-            f"{culprit} cannot run in float32: {complaint}. It reaches a kernel that the rerun cannot see "
-            "(a scripted function, a thread of its own, or an attention kernel for half precision only). "
-            "Switch that kernel off (PyTorch's own attention works), or choose precision 'fp32' or 'bf16'."
+            "{} cannot run in float32: {}. It reaches a kernel that the rerun cannot see (a scripted function, a "
+            "thread of its own, or an attention kernel for half precision only). Switch that kernel off (PyTorch's "
+            "own attention works), or choose precision 'fp32' or 'bf16'.",
+            culprit,
+            complaint,
         ) from error
     _write_back(memo.values())
     return result
@@ -335,8 +338,9 @@ def _refuse_scripted(module: torch.nn.Module) -> None:
     for name, child in module.named_modules():
         if isinstance(child, torch.jit.ScriptModule) and any(p.dtype in HALF_DTYPES for p in child.parameters()):
             raise RerunUnsupported(
-                f"'{name or type(module).__name__}' is a TorchScript module with half-precision weights: what it runs "
-                "cannot be upcast from outside. Load the model without scripting it, or choose precision 'fp32'."
+                "'{}' is a TorchScript module with half-precision weights: what it runs cannot be upcast from "
+                "outside. Load the model without scripting it, or choose precision 'fp32'.",
+                name or type(module).__name__,
             )
 
 

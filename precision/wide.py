@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from ..trust.message import Told
 from .kept_fp32 import KeptInFp32
 from .shells import Make, both, replaced
 
@@ -31,7 +32,7 @@ LAYERS = (torch.nn.Linear, *CONVOLUTIONS)
 NORMS = (torch.nn.LayerNorm, torch.nn.RMSNorm, torch.nn.GroupNorm)
 
 
-class CannotWiden(TypeError):
+class CannotWiden(Told, TypeError):
     """A layer is not of a kind that can be made wide; the message names it."""
 
 
@@ -141,8 +142,10 @@ def _expect(module: torch.nn.Module, name: str) -> None:
     if not fits or getattr(found, "lora_variant", None):  # of LoRA, DoRA is no mere sum
         what = type(found).__name__ + (" with DoRA" if fits else "")
         raise CannotWiden(
-            f"'{name}' is a {what}, and only a Linear or a convolution can be wide. "
-            "Use precision 'bf16' or 'fp32' for this model."
+            "'{}' is a {}, and only a Linear or a convolution can be wide. Use precision 'bf16' or 'fp32' for this "
+            "model.",
+            name,
+            what,
         )
 
 

@@ -26,6 +26,7 @@ from ...precision.attention import Attended, ShownInside
 from ...precision.attention_kernels import KERNELS
 from ...precision.policy import Plan
 from ...precision.shells import Make, replaced, structural_copy
+from ...trust.message import Message
 from ..errors import BackendUnavailable
 from .block import EAGER, Compiler, Compiling, Run
 
@@ -122,7 +123,7 @@ def choose_backend(request: str, device: torch.device) -> BackendChoice:
         return BackendChoice("eager", "asked for: not compiled")
     if request in _PROBES:
         if missing := _PROBES[request](device):
-            raise BackendUnavailable(f"Backend '{request}' does not work here: {missing}. Choose 'auto' or 'eager'.")
+            raise BackendUnavailable("Backend '{}' does not work here: {}. Choose 'auto' or 'eager'.", request, missing)
         return BackendChoice(request, "asked for")
     missing_by_name = {}
     for name, probe in _PROBES.items():
@@ -138,7 +139,7 @@ def choose_backend(request: str, device: torch.device) -> BackendChoice:
 def check_attention(kernel: str, device: torch.device) -> None:
     """Raise BackendUnavailable where a kernel of attention was asked for by name that is not to be had here."""
     if kernel in KERNELS and (missing := KERNELS[kernel].lacking(device)):
-        raise BackendUnavailable(f"Attention '{kernel}' does not work here: {missing}. Choose 'auto' or 'measured'.")
+        raise BackendUnavailable("Attention '{}' does not work here: {}. Choose 'auto' or 'measured'.", kernel, missing)
 
 
 def backend_states(device: torch.device) -> dict[str, str | None]:
@@ -153,10 +154,10 @@ def for_dtype(choice: BackendChoice, architecture: Architecture, dtype: str) -> 
     """
     if dtype != "bf16" or architecture.native_bf16 or choice.name == "eager":
         return choice
-    missing = f"{choice.name} cannot compile bf16 for {architecture}, which has none in hardware"
+    missing = Message("{} cannot compile bf16 for {}, which has none in hardware", choice.name, architecture)
     if choice.automatic:
         return BackendChoice("eager", f"auto: {missing}", automatic=True)
-    raise BackendUnavailable(f"{missing}. Choose precision 'auto' or 'fp16', or backend 'eager'.")
+    raise BackendUnavailable("{}. Choose precision 'auto' or 'fp16', or backend 'eager'.", missing)
 
 
 def for_plan(choice: BackendChoice, architecture: Architecture, plan: Plan, device: torch.device) -> BackendChoice:
@@ -167,9 +168,9 @@ def for_plan(choice: BackendChoice, architecture: Architecture, plan: Plan, devi
     choice = for_dtype(choice, architecture, plan.dtype)
     if not plan.quantised or choice.name in ("inductor", EAGER):
         return choice
-    missing = f"{choice.name} cannot compile layers that are quantised to {plan.quantised}"
+    missing = Message("{} cannot compile layers that are quantised to {}", choice.name, plan.quantised)
     if not choice.automatic:
-        raise BackendUnavailable(f"{missing}. Choose backend 'auto', 'inductor' or 'eager', or precision 'auto'.")
+        raise BackendUnavailable("{}. Choose backend 'auto', 'inductor' or 'eager', or precision 'auto'.", missing)
     name = EAGER if _inductor_missing(device) else "inductor"
     return BackendChoice(name, f"auto: {missing}", automatic=True)
 

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ...precision.shared import TURNS
 from ...precision.shells import with_forward
+from ...trust.message import Message, joined
 from ..errors import is_interrupt
 from ..pace import Pace
 from .counts import graphs_compiled
@@ -151,10 +152,8 @@ class Compiling:
     def _limit(self) -> str:
         if self.sizes < COMPILED_SIZES:
             return ""
-        return (
-            f"{self.backend} compiled for {self.sizes} sizes, and no more: this size runs uncompiled. 'dynamic' on, in "
-            "OneDiff Compile, makes one graph for all sizes"
-        )
+        full = Message("{} compiled for {} sizes, and no more: this size runs uncompiled.", self.backend, self.sizes)
+        return full + " " + Message("'dynamic' on, in OneDiff Compile, makes one graph for all sizes.")
 
     def _first_call(self, compiled: _Compiled, index: int, size: Any, args: Args, kwargs: KwArgs) -> Any:
         from torch._dynamo.utils import disable_cache_limit
@@ -162,8 +161,8 @@ class Compiling:
         if listener := _listener.get():
             self._pace = self._pace if index else Pace()
             left = self._pace.left(index, len(self._originals))
-            said = f"{compiled.by.name}: compiling block {index + 1} of {len(self._originals)}"
-            listener.progress(" · ".join(filter(None, (said, left))))
+            said = Message("{}: compiling block {} of {}", compiled.by.name, index + 1, len(self._originals))
+            listener.progress(joined(" · ", filter(None, (said, left))))
         graphs = graphs_compiled()
         given = _Given.of(args, kwargs) if compiled.by.replaceable else None
         try:
@@ -190,7 +189,7 @@ class Compiling:
     def _give_up(self, compiler: Compiler, failure: str) -> None:
         for weight in (weight for block in self._originals for weight in block.parameters()):
             vars(weight).pop("copy_", None)  # OneDiff's, which keeps OneFlow's graph up to date with a weight
-        self.given_up.append(f"{compiler.name} failed ({failure})")
+        self.given_up.append(Message("{} failed ({})", compiler.name, failure))
         logger.warning("%s: going on without it", self.given_up[-1])
 
     def _note(self, line: str) -> None:

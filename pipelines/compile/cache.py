@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from ...precision.shared import TURNS
+from ...trust.message import Message
 from ...trust.text import shown
 from ..atomic_files import LIMIT_VARIABLE, delete, drop_oldest, last_used, limit_here, limit_of
 from ..errors import BadCompiled
@@ -93,7 +94,7 @@ def take_in(folder: Path, name: str, data: bytes) -> None:
             sent.write_bytes(data)
             target = check(sent)
             if name != f"{target.name}{SUFFIX}":
-                raise BadCompiled(f"it is called '{shown(name)}' and is for {target.name}")
+                raise BadCompiled("it is called '{}' and is for {}", shown(name), target.name)
             folder.mkdir(parents=True, exist_ok=True)
             here = folder / name
             if here.exists():
@@ -239,7 +240,7 @@ def _drop_stale(left: Iterable[Path]) -> None:
 def _own_turn(tell: Tell) -> Generator[None]:
     with TURNS.away():
         while not _TURN.acquire(timeout=_ASKED_AGAIN):
-            tell("waiting for another run that compiles")
+            tell(Message("waiting for another run that compiles"))
     try:
         yield
     finally:

@@ -69,7 +69,7 @@ def unpack(file: Path, target: Target, folder: Path) -> None:
     """Put its code into `folder`, but for what is there already. Raises BadCompiled, OSError."""
     with _opened(file) as (archive, manifest):
         if manifest.target != target:
-            raise BadCompiled(f"'{file.name}' is for something else: {manifest.target.in_words()}. {_AGAIN}")
+            raise BadCompiled("'{}' is for something else: {}. {}", file.name, manifest.target.in_words(), _AGAIN)
         for name, digest in manifest.files.items():
             path = inside(folder, name)
             if path.exists():
@@ -127,7 +127,7 @@ def _opened(file: Path) -> Iterator[tuple[zipfile.ZipFile, _Manifest]]:
         if isinstance(error, OSError) and error.errno != errno.EINVAL:  # but for a place before the file's beginning
             raise
         raise BadCompiled(
-            f"'{shown(file.name, 100)}' is no compiled code that can be used: {error}. {_AGAIN}"
+            "'{}' is no compiled code that can be used: {}. {}", shown(file.name, 100), error, _AGAIN
         ) from None
 
 
@@ -177,7 +177,7 @@ def _copy(archive: zipfile.ZipFile, name: str, digest: str, file: Path, to: Bina
             if to:
                 to.write(piece)
     if found.hexdigest() != digest:
-        raise BadCompiled(f"'{file.name}' is damaged: its file '{shown(name)}' is not what it was. {_AGAIN}")
+        raise BadCompiled("'{}' is damaged: its file '{}' is not what it was. {}", file.name, shown(name), _AGAIN)
 
 
 def _names_paths(name: str) -> bool:

@@ -11,6 +11,7 @@ import torch
 
 from ...precision.policy import Precision
 from ...precision.report import RunReport
+from ...trust.message import Message
 from ..errors import BadInput, BadSize
 from ..insight.probe import usual_size
 from ..run.encode import encode_prompts
@@ -32,7 +33,7 @@ class Size:
     frames: int = 1
 
     def __str__(self) -> str:
-        return f"{self.width}×{self.height}" + (f"×{self.frames}" if self.frames > 1 else "")
+        return Message("{}×{}", self.width, self.height) + (Message("×{}", self.frames) if self.frames > 1 else "")
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Warmed:
     report: RunReport
 
     def __str__(self) -> str:
-        return f"{self.size}: {self.seconds:.1f} s{self.report.compiled()}; {self.report.summary()}"
+        return Message("{}: {:.1f} s{}; {}", self.size, self.seconds, self.report.compiled(), self.report.summary())
 
 
 def sizes_of(handle: PipelineHandle, text: str) -> list[Size]:
@@ -88,7 +89,7 @@ def warm_up(
 
         def on_step(step: int, _total: int, report: RunReport, size: Size = size, number: int = number) -> None:
             if step_done:
-                text = f"{size}: step {step}/{STEPS}, {report.plan.numerics}"
+                text = Message("{}: step {}/{}, {}", size, step, STEPS, report.plan.numerics)
                 step_done(number * STEPS + step, len(sizes) * STEPS, text)
 
         image = Image.new("RGB", (size.width, size.height), "grey") if handle.family.takes_image else None
@@ -110,17 +111,20 @@ def _size_of(handle: PipelineHandle, line: str) -> Size:
     found = _SIZE.fullmatch(line)
     if not found:
         raise BadInput(
-            f"'sizes' has the line '{line}'. Write one size a line: width×height or width×height×frames, such as "
-            "720×480×49."
+            "'sizes' has the line '{}'. Write one size a line: width×height or width×height×frames, such as "
+            "720×480×49.",
+            line,
         )
     width, height, frames = (int(number or 0) for number in found.groups())
     if frames > 1 and not handle.family.layout.counts_frames:
-        raise BadInput(f"'sizes' has the line '{line}', but {handle.family.name} makes images: leave the frames out.")
+        raise BadInput(
+            "'sizes' has the line '{}', but {} makes images: leave the frames out.", line, handle.family.name
+        )
     size = Size(*usual_size(handle, width, height, frames))
     try:
         check_size(handle, _settings(size, guidance=True))
     except BadSize as error:
-        raise BadSize(f"'sizes' has the line '{line}': {error}") from None
+        raise BadSize("'sizes' has the line '{}': {}", line, error) from None
     return size
 
 

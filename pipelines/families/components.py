@@ -84,8 +84,11 @@ class ComponentSpec:
         except Exception as error:
             optimised = "Unset PYTHONOPTIMIZE: 2, like `python -OO`, takes away docstrings that it reads."
             raise LibraryFailed(
-                f"{self.library} cannot be imported ({type(error).__name__}: {shown(str(error), 300)}). "
-                f"{optimised if sys.flags.optimize > 1 else 'Install requirements.txt of this pack again.'}"
+                "{} cannot be imported ({}: {}). {}",
+                self.library,
+                type(error).__name__,
+                shown(str(error), 300),
+                optimised if sys.flags.optimize > 1 else "Install requirements.txt of this pack again.",
             ) from error
 
     def on_meta(

@@ -44,7 +44,7 @@ class SizeRule:
             if value != good:
                 rule = f"{step}·k + {offset} from" if offset else f"a multiple of {step} from"
                 rule = "from" if step == 1 else rule
-                raise BadSize(f"{name} is {value}, but must be {rule} {least} to {most}. Nearest: {good}.")
+                raise BadSize("{} is {}, but must be {} {} to {}. Nearest: {}.", name, value, rule, least, most, good)
 
 
 @dataclass(frozen=True)

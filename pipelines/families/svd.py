@@ -9,6 +9,7 @@ from pydantic import Field
 
 from ...precision.policy import Variant
 from ...precision.skips import DeepLevels
+from ...trust.message import Message
 from .components import (
     ComponentSpec,
     Extent,
@@ -42,7 +43,7 @@ def _variant(name: str, repository: str, frames: int) -> Variant:
         components=FROM_IMAGE,
         source=f"https://huggingface.co/stabilityai/stable-video-diffusion-img2vid{repository}",
         sizes={"num_frames": frames},
-        fact=f"{name} is published in fp16",
+        fact=Message("{} is published in fp16", name),
     )
 
 

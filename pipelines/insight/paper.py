@@ -147,10 +147,10 @@ def _check(model: StoredModel, size: Size | None) -> Size:
     family, pixels = model.family, model.family.layout.spatial(model.vae_config)
     size = size or family.usual_size(model.denoiser_config, pixels)
     if not family.layout.counts_frames and size[2] != 1:
-        raise BadSize(f"{model.variant.name} makes images, not {size[2]} frames.")
+        raise BadSize("{} makes images, not {} frames.", model.variant.name, size[2])
     family.sizes.check(width=size[0], height=size[1], frames=size[2])
     if bound := family.bound(model.denoiser_config, pixels, *size):
-        raise BadSize(f"{model.variant.name} {bound}")
+        raise BadSize("{} {}", model.variant.name, bound)
     return size
 
 

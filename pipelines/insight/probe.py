@@ -39,12 +39,13 @@ def probe(
     """Sample with a schedule of a few steps, all of them in fp32, and measure. Arguments and errors as `sample`'s."""
     if handle.family.prompt and (positive is None or negative is None):
         raise BadInput(
-            f"{handle.store.model.variant.name} needs a prompt: wire positive and negative from Encode Prompt."
+            "{} needs a prompt: wire positive and negative from Encode Prompt.", handle.store.model.variant.name
         )
     if handle.family.also_denoise:
         raise BadInput(
-            f"{handle.store.model.variant.name} denoises with two transformers, and the probe measures one. "
-            "Sample with a NaN Guard of scope 'learned' instead: what fails is found there, in both."
+            "{} denoises with two transformers, and the probe measures one. Sample with a NaN Guard of scope "
+            "'learned' instead: what fails is found there, in both.",
+            handle.store.model.variant.name,
         )
     if not ranks().alone:
         raise BadInput("Numerics Probe measures all tokens in one process: run its workflow without --gpus.")
@@ -113,7 +114,7 @@ def usual_size(handle: PipelineHandle, width: int, height: int, frames: int) -> 
     usual = family.usual_size(model.denoiser_config, family.layout.spatial(model.vae_config))
     width, height, frames = (given or known for given, known in zip((width, height, frames), usual, strict=True))
     if not (width and height and frames):
-        raise BadInput(f"{model.name} does not say its size: set width, height and frames.")
+        raise BadInput("{} does not say its size: set width, height and frames.", model.name)
     return width, height, frames
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...precision.policy import Variant, as_stored
 from ...trust.foreign import Unreadable, fitting
+from ...trust.message import Message, joined
 from ...trust.text import listed, shown
 from ..errors import BadFolder, LibraryFailed
 from ..families.components import ComponentSpec
@@ -60,8 +61,12 @@ class ModelFolder(StoredModel):
         lost |= {key for key, tensor in module.state_dict().items() if tensor.is_meta}
         if lost:
             raise BadFolder(
-                f"'{self.name}/{name}' was loaded without {len(lost)} of its tensors, such as '{shown(min(lost))}': "
-                "its files are not those that were checked. Load it again."
+                "'{}/{}' was loaded without {} of its tensors, such as '{}': its files are not those that were "
+                "checked. Load it again.",
+                self.name,
+                name,
+                len(lost),
+                shown(min(lost)),
             )
         return module
 
@@ -90,7 +95,11 @@ class ModelFolder(StoredModel):
         unknown = sorted(key for key in config if key not in known and not key.startswith("_"))
         if not unknown:
             return []
-        return [f"{name}: config.json has fields that diffusers {diffusers.__version__} ignores: {listed(unknown)}"]
+        return [
+            Message(
+                "{}: config.json has fields that diffusers {} ignores: {}", name, diffusers.__version__, listed(unknown)
+            )
+        ]
 
     def bare(self, name: str, dtype: torch.dtype) -> torch.nn.Module:
         return self.family.components[name].on_meta(self.fields[name], dtype, name=self.classes[name])
@@ -111,7 +120,12 @@ def inspect(path: Path, expected: FamilySpec) -> ModelFolder:
     if found != expected.pipeline:
         others = f" It belongs to {FAMILIES[found].name}." if found in FAMILIES else ""
         raise BadFolder(
-            f"'{name_of(path)}' holds a {found}, not a {expected.pipeline}.{others} Choose a {expected.name} folder."
+            "'{}' holds a {}, not a {}.{} Choose a {} folder.",
+            name_of(path),
+            found,
+            expected.pipeline,
+            others,
+            expected.name,
         )
     expected = expected.of(index)
     classes, weights, configs, fields, modules = {}, {}, {}, {}, {}
@@ -155,7 +169,7 @@ def family_of(path: Path) -> FamilySpec:
     index = read_json(path / "model_index.json", missing=_no_index(path), limit=MOST_CONFIG_BYTES)
     found = shown(index.get("_class_name") or "pipeline without a name")
     if found not in FAMILIES:
-        raise BadFolder(f"'{name_of(path)}' holds a {found}. Known: {', '.join(FAMILIES)}.")
+        raise BadFolder("'{}' holds a {}. Known: {}.", name_of(path), found, ", ".join(FAMILIES))
     return FAMILIES[found].of(index)
 
 
@@ -195,7 +209,7 @@ def _options(path: Path, family: FamilySpec, index: Mapping[str, Any]) -> dict[s
     try:
         return fitting(family.options, index).given()
     except Unreadable as error:
-        raise BadFolder(f"'{name_of(path)}/model_index.json' cannot be used: {error}. Download it again.") from None
+        raise BadFolder("'{}/model_index.json' cannot be used: {}. Download it again.", name_of(path), error) from None
 
 
 def _can_build() -> bool:
@@ -221,12 +235,18 @@ def _on_meta(where: str, component: ComponentSpec, name: str, fields: Mapping[st
     except Exception as error:  # whatever a class makes of sizes
         if not _builds_of_defaults(component, name):
             raise LibraryFailed(
-                f"No {name} can be built here, whatever its config.json says ({type(error).__name__}: "
-                f"{shown(str(error), 200)}). Install requirements.txt of this pack again."
+                "No {} can be built here, whatever its config.json says ({}: {}). Install requirements.txt of this "
+                "pack again.",
+                name,
+                type(error).__name__,
+                shown(str(error), 200),
             ) from error
         raise BadFolder(
-            f"{where}: no {name} can be built from its config.json ({type(error).__name__}: {shown(str(error), 200)}). "
-            "Download it again."
+            "{}: no {} can be built from its config.json ({}: {}). Download it again.",
+            where,
+            name,
+            type(error).__name__,
+            shown(str(error), 200),
         ) from error
 
 
@@ -269,12 +289,12 @@ def _with_defaults(module: Any, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _unlike(variant: Variant, config: Mapping[str, Any]) -> Iterator[str]:
     found = [
-        f"{key} {config[key]} instead of {value}"
+        Message("{} {} instead of {}", key, config[key], value)
         for key, value in variant.sizes.items()
         if config.get(key, value) != value
     ]
     if found:
-        yield f"laid out like {variant.name}, but with {', '.join(found)}: planned like it"
+        yield Message("laid out like {}, but with {}: planned like it", variant.name, joined(", ", found))
 
 
 def _mixed(weights: Mapping[str, Weights]) -> Iterator[str]:
@@ -282,7 +302,7 @@ def _mixed(weights: Mapping[str, Weights]) -> Iterator[str]:
         if len(component.dtypes) > 1:
             total = sum(component.dtypes.values())
             shares = ", ".join(f"{dtype} {n / total:.0%}" for dtype, n in component.dtypes.items())
-            yield f"{name} is stored in several dtypes ({shares}): loaded in one, that of its plan"
+            yield Message("{} is stored in several dtypes ({}): loaded in one, that of its plan", name, shares)
 
 
 def _walk(folder: Path, depth: int, seen: dict[Path, int]) -> Iterator[Path]:
@@ -304,11 +324,15 @@ def _component_class(path: Path, index: Mapping[str, Any], name: str, component:
     found = entry[1] if isinstance(entry, list) and len(entry) == 2 else None
     if found not in component.classes:
         raise BadFolder(
-            f"'{name_of(path)}': model_index.json names {shown(found) if found else 'nothing'} as {name}, "
-            f"but a {' or a '.join(component.classes)} is needed. Download the model again, or use the original one."
+            "'{}': model_index.json names {} as {}, but a {} is needed. Download the model again, or use the original "
+            "one.",
+            name_of(path),
+            shown(found) if found else "nothing",
+            name,
+            " or a ".join(component.classes),
         )
     if not (path / name).is_dir():
-        raise BadFolder(f"'{name_of(path)}' has no '{name}' folder. The download is incomplete: fetch it again.")
+        raise BadFolder("'{}' has no '{}' folder. The download is incomplete: fetch it again.", name_of(path), name)
     return found
 
 

@@ -78,11 +78,12 @@ def check_id(hub_id: str, revision: str | None = None) -> str:
         validate_repo_id(hub_id)
         if hub_id.count("/") == 1 and all(map(_NAME.fullmatch, hub_id.split("/"))):
             if revision and (not _REVISION.fullmatch(revision) or ".." in revision):
-                raise HubError(f"'{revision}' is no revision. Write a branch (main), a tag or a commit of 40 digits.")
+                raise HubError("'{}' is no revision. Write a branch (main), a tag or a commit of 40 digits.", revision)
             return revision or "main"
     raise HubError(
-        f"'{hub_id}' is no hub id. Write owner/name as it stands on the model's page, such as THUDM/CogVideoX-2b: "
-        "letters, digits, '-', '_' and '.', and one '/'."
+        "'{}' is no hub id. Write owner/name as it stands on the model's page, such as THUDM/CogVideoX-2b: letters, "
+        "digits, '-', '_' and '.', and one '/'.",
+        hub_id,
     )
 
 
@@ -90,9 +91,13 @@ def _fetch(transfer: Transfer, families: Sequence[FamilySpec], cached: Path | No
     files = transfer.look_up()
     if cached != transfer.snapshot:
         if _INDEX not in files:
-            raise BadFolder(f"'{transfer.hub_id}' has no {_INDEX}: it is not in diffusers format. Name one that is.")
+            raise BadFolder(
+                "'{}' has no model_index.json: it is not in diffusers format. Name one that is.", transfer.hub_id
+            )
         if files[_INDEX].size > MOST_CONFIG_BYTES:
-            raise BadFolder(f"'{transfer.hub_id}': {_INDEX} has {files[_INDEX].size:,} bytes. Name another repository.")
+            raise BadFolder(
+                "'{}': model_index.json has {:,} bytes. Name another repository.", transfer.hub_id, files[_INDEX].size
+            )
         with transfer.alone():
             transfer.get([files[_INDEX]])
             family = _family(transfer.snapshot, families)
@@ -125,9 +130,12 @@ def _needed(files: Mapping[str, File], family: FamilySpec, hub_id: str) -> list[
         weights = _weights(names, stem) if spec.weights else []
         if spec.weights and not weights:
             raise BadFolder(
-                f"'{hub_id}/{component}' holds {', '.join(sorted({*there} - {*small})) or 'no weights'}, but no "
-                f"{stem}.safetensors, whole or in shards. Pickled weights can run "
-                "code and are refused, a variant such as fp16 alone is not taken. Name another repository or revision."
+                "'{}/{}' holds {}, but no {}.safetensors, whole or in shards. Pickled weights can run code and are "
+                "refused, a variant such as fp16 alone is not taken. Name another repository or revision.",
+                hub_id,
+                component,
+                ", ".join(sorted({*there} - {*small})) or "no weights",
+                stem,
             )
         paths += [f"{component}/{name}" for name in (*small, *weights)]
     return [files[path] for path in paths if path.endswith(".safetensors") or files[path].size <= MOST_VOCABULARY_BYTES]
@@ -148,13 +156,24 @@ def _family(snapshot: Path, families: Sequence[FamilySpec]) -> FamilySpec:
     family, index = family_of(snapshot), read_json(snapshot / _INDEX)
     if family.pipeline not in [known.pipeline for known in families]:
         pipelines, names = (" or a ".join(getattr(known, key) for known in families) for key in ("pipeline", "name"))
-        what = f"holds a {family.pipeline}, not a {pipelines}. It belongs to {family.name}"
-        raise BadFolder(f"'{name_of(snapshot)}' {what}. Name a {names} repository.")
+        raise BadFolder(
+            "'{}' holds a {}, not a {}. It belongs to {}. Name a {} repository.",
+            name_of(snapshot),
+            family.pipeline,
+            pipelines,
+            family.name,
+            names,
+        )
     for name, component in family.components.items():
         entry = index.get(name)
         if not isinstance(entry, list) or len(entry) != 2 or entry[1] not in component.classes:
-            what = f"names {entry or 'nothing'} as {name}, but a {' or a '.join(component.classes)} is needed"
-            raise BadFolder(f"'{name_of(snapshot)}': {_INDEX} {what}. Name the original repository.")
+            raise BadFolder(
+                "'{}': model_index.json names {} as {}, but a {} is needed. Name the original repository.",
+                name_of(snapshot),
+                entry or "nothing",
+                name,
+                " or a ".join(component.classes),
+            )
     return family
 
 
@@ -166,7 +185,7 @@ def _check_shards(snapshot: Path, needed: set[str]) -> None:
         missing = sorted({name for name in names if f"{index.split('/')[0]}/{name}" not in needed})
         if missing:
             raise BadFolder(
-                f"'{name_of(snapshot)}': {index} names {', '.join(missing)}. Name a repository that has it."
+                "'{}': {} names {}. Name a repository that has it.", name_of(snapshot), index, ", ".join(missing)
             )
 
 
@@ -176,7 +195,7 @@ def _check_whole(snapshot: Path, families: Sequence[FamilySpec]) -> None:
     Raises BadFolder.
     """
     if lost := sorted(str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if not path.exists()):
-        raise BadFolder(f"'{name_of(snapshot)}' lost {', '.join(lost)}.")
+        raise BadFolder("'{}' lost {}.", name_of(snapshot), ", ".join(lost))
     inspect(snapshot, _family(snapshot, families))
 
 
@@ -188,9 +207,9 @@ def _from_cache(hub_id: str, revision: str, families: Sequence[FamilySpec]) -> P
     snapshot = storage / "snapshots" / commit
     off = "Downloads are turned off: turn them on (`download`; HF_HUB_OFFLINE unset), or choose a model folder."
     if not COMMIT.fullmatch(commit) or not snapshot.is_dir():
-        raise HubError(f"'{hub_id}' at '{revision}' is not in the cache ({storage.parent}). {off}")
+        raise HubError("'{}' at '{}' is not in the cache ({}). {}", hub_id, revision, storage.parent, off)
     try:
         _check_whole(snapshot, families)
     except BadFolder as error:
-        raise BadFolder(f"{error} That is the copy in the cache. {off}") from None
+        raise BadFolder("{} That is the copy in the cache. {}", error, off) from None
     return snapshot

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from ...trust.message import Message
 from ..errors import HubError
 
 COMMIT = re.compile(r"\b[0-9a-f]{40}\b")
@@ -65,7 +66,7 @@ class Transfer:
         self.writing = threading.Lock()
         self.closed = False
         self._total = 0  # bytes
-        self._text = f"looking for {hub_id}"
+        self._text = Message("looking for {}", hub_id)
         self._tick = lambda: progress(sum(self.done.values()) if self._total else 0, self._total, self._text)
 
     def close(self) -> None:
@@ -89,7 +90,7 @@ class Transfer:
         options = {"files_metadata": True, "timeout": float(constants.HF_HUB_ETAG_TIMEOUT)}
         (info,) = self._run([lambda: HfApi().model_info(self.hub_id, revision=self.revision, **options)])
         if not COMMIT.fullmatch(info.sha or ""):
-            raise HubError(f"The hub's answer for '{self.hub_id}' names no commit. Check HF_ENDPOINT.")
+            raise HubError("The hub's answer for '{}' names no commit. Check HF_ENDPOINT.", self.hub_id)
         self.snapshot /= info.sha
         files = {}
         for sibling in info.siblings or ():
@@ -115,7 +116,7 @@ class Transfer:
                     stack.enter_context(WeakFileLock(path, timeout=_POLL))
                     break
                 except TimeoutError:
-                    self._text = f"{self.hub_id}: another process is downloading it"
+                    self._text = Message("{}: another process is downloading it", self.hub_id)
                 except OSError as error:
                     raise HubError.of(error, self.hub_id, self.revision) from error
             yield
@@ -129,8 +130,12 @@ class Transfer:
         left, free = self._total - sum(self.done.values()), shutil.disk_usage(self.storage.parent).free
         if left > free:
             raise HubError(
-                f"'{self.hub_id}' needs {left / 1e9:.1f} GB more in {self.storage.parent}, where {free / 1e9:.1f} GB "
-                "are free. Make room, or set HF_HOME to a folder on a larger disk."
+                "'{}' needs {:.1f} GB more in {}, where {:.1f} GB are free. Make room, or set HF_HOME to a folder on "
+                "a larger disk.",
+                self.hub_id,
+                left / 1e9,
+                self.storage.parent,
+                free / 1e9,
             )
 
     def get(self, files: Sequence[File]) -> None:
@@ -203,7 +208,7 @@ class Transfer:
             bar = SimpleNamespace(update=lambda _n: None)  # none beside the host's
             options: dict[str, Any] = {"temp_file": stream, "_tqdm_bar": bar}
             http_get(url, resume_size=stream.tell(), expected_size=file.size, headers=headers, **options)
-        self._text = f"{self.hub_id}: checking {file.path}"
+        self._text = Message("{}: checking {}", self.hub_id, file.path)
         digest = hashlib.sha256() if len(file.blob) == 64 else hashlib.sha1(b"blob %d\0" % file.size)
         with partial.open("rb") as written:
             while block := written.read(2**22):
@@ -212,8 +217,10 @@ class Transfer:
         if digest.hexdigest() != file.blob:
             partial.unlink()
             raise HubError(
-                f"'{self.hub_id}': {file.path} has other bytes than the hub's checksum promises, and was deleted. "
-                "Run it again; if it stays so, look for a proxy or a mirror that changes files."
+                "'{}': {} has other bytes than the hub's checksum promises, and was deleted. Run it again; if it "
+                "stays so, look for a proxy or a mirror that changes files.",
+                self.hub_id,
+                file.path,
             )
         return partial
 
@@ -230,8 +237,11 @@ class _Partial(io.FileIO):
         left = memoryview(data)
         if self.tell() + len(left) > self._file.size:
             raise HubError(
-                f"'{self._transfer.hub_id}': the hub sends more of {self._file.path} than the {self._file.size:,} "
-                "bytes that it promised. Check HF_ENDPOINT, and look for a proxy that changes files."
+                "'{}': the hub sends more of {} than the {:,} bytes that it promised. Check HF_ENDPOINT, and look for "
+                "a proxy that changes files.",
+                self._transfer.hub_id,
+                self._file.path,
+                self._file.size,
             )
         with self._transfer.writing:
             while left:

@@ -19,6 +19,7 @@ import torch
 
 from ...precision.kept_fp32 import keep_in_fp32
 from ...precision.shells import structural_copy
+from ...trust.message import Message
 from ...trust.text import shown
 from ..errors import BadLora
 from ..families.spec import FamilySpec
@@ -53,7 +54,9 @@ class Lora:
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.scale):
-            raise BadLora(f"The scale of '{self.path.name}' is {self.scale}, and must be a finite number, such as 1.")
+            raise BadLora(
+                "The scale of '{}' is {}, and must be a finite number, such as 1.", self.path.name, self.scale
+            )
 
     @property
     def key(self) -> LoraKey:
@@ -104,9 +107,11 @@ def check_lora(path: Path, family: FamilySpec, denoiser: torch.nn.Module) -> tup
 
 def _notes(name: str, placed: Placed, settings: Settings) -> Iterator[str]:
     if what := left_out(placed):
-        yield f"LoRA {name}: left out what only a model that takes an image has, {what}"
+        yield Message("LoRA {}: left out what only a model that takes an image has, {}", name, what)
     if placed.by_peft and settings.lora_alpha is None and not placed.alphas:
-        yield f"LoRA {name}: without the adapter_config.json that peft saves beside it, its alpha is taken for its rank"
+        yield Message(
+            "LoRA {}: without the adapter_config.json that peft saves beside it, its alpha is taken for its rank", name
+        )
 
 
 def read_lora(path: Path, family: FamilySpec, denoiser: torch.nn.Module) -> LoraWeights:
@@ -117,8 +122,10 @@ def read_lora(path: Path, family: FamilySpec, denoiser: torch.nn.Module) -> Lora
     placed = place(path.name, {key: tuple(each.shape) for key, each in tensors.items()}, family, denoiser)
     if broken := next((key for key, tensor in tensors.items() if not torch.isfinite(tensor.float()).all()), None):
         raise BadLora(
-            f"'{path.name}' is damaged: '{shown(broken)}' holds values that are not finite. Download it again, "
-            "or train it again at a lower learning rate."
+            "'{}' is damaged: '{}' holds values that are not finite. Download it again, or train it again at a lower "
+            "learning rate.",
+            path.name,
+            shown(broken),
         )
     names = Names(family, denoiser)
     known = {layer: float(tensors[key].reshape(-1)[0]) for layer, key in placed.alphas.items()}
@@ -229,8 +236,9 @@ def _check_family(family: FamilySpec) -> None:
         raise BadLora("LoRA needs the Python package peft, which is missing or too old. Install requirements.txt.")
     if not hasattr(getattr(diffusers, family.pipeline), "lora_state_dict"):
         raise BadLora(
-            f"diffusers {diffusers.__version__} has no LoRA for {family.name}. Use CogVideoX, Wan or CogView4, or no "
-            "LoRA."
+            "diffusers {} has no LoRA for {}. Use CogVideoX, Wan or CogView4, or no LoRA.",
+            diffusers.__version__,
+            family.name,
         )
 
 
@@ -253,7 +261,7 @@ def _alphas(
     known: layer → alpha in the file.
     """
     if odd := [layer for layer, alpha in known.items() if not abs(alpha) <= MOST_ALPHA]:
-        raise BadLora(f"'{name}' is damaged: the alpha of '{odd[0]}' is {known[odd[0]]:g}. Download it again.")
+        raise BadLora("'{}' is damaged: the alpha of '{}' is {:g}. Download it again.", name, odd[0], known[odd[0]])
     if known or settings.lora_alpha is None:
         return {layer: known.get(layer, float(rank)) for layer, rank in placed.ranks.items()}, False
     by_layer = alpha_by_layer(name, settings, placed.ranks, names)
@@ -284,7 +292,10 @@ def _as_layer(name: str, key: str, tensor: torch.Tensor, shell: torch.nn.Module)
     cast = tensor.to(weight.device, weight.dtype)
     if not torch.isfinite(cast).all():
         raise BadLora(
-            f"'{name}': '{key}' reaches {tensor.abs().max():.3g}, which does not fit {weight.dtype}. "
-            "Choose precision 'bf16' or 'fp32'."
+            "'{}': '{}' reaches {:.3g}, which does not fit {}. Choose precision 'bf16' or 'fp32'.",
+            name,
+            key,
+            tensor.abs().max(),
+            weight.dtype,
         )
     return cast

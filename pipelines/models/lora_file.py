@@ -153,28 +153,41 @@ def place(name: str, shapes: Mapping[str, Shape], family: FamilySpec, denoiser: 
     names = Names(family, denoiser)
     placed = _place(shapes, names, family.image_layers)
     if not placed.is_lora:
-        raise BadLora(f"'{name}' holds no LoRA, but {_some(shapes)}. Choose a LoRA that was trained on {family.name}.")
+        raise BadLora(
+            "'{}' holds no LoRA, but {}. Choose a LoRA that was trained on {}.", name, _some(shapes), family.name
+        )
     if placed.misfits:
         key, wanted = next(iter(placed.misfits.items()))
         width = _trained_on({key: shapes[key] for key in placed.misfits})
         raise BadLora(
-            f"'{name}' is for another model than this {family.name}: '{shown(key, 100)}' has the shape "
-            f"{list(shapes[key])}, where {wanted} fits. {width}Choose a LoRA that was trained on this model."
+            "'{}' is for another model than this {}: '{}' has the shape {}, where {} fits. {}Choose a LoRA that was "
+            "trained on this model.",
+            name,
+            family.name,
+            shown(key, 100),
+            list(shapes[key]),
+            wanted,
+            width,
         )
     if placed.unplaced or not (placed.layers or placed.differences or placed.halves):
         missing = placed.unplaced or placed.image_only
         looks = _looks_like(missing, family, len(getattr(denoiser, family.blocks[0], ())))
         raise BadLora(
-            f"'{name}' is for another model than this {family.name}, which has no place for {_some(missing)}. "
-            f"{looks}Choose a LoRA that was trained on this model."
+            "'{}' is for another model than this {}, which has no place for {}. {}Choose a LoRA that was trained on "
+            "this model.",
+            name,
+            family.name,
+            _some(missing),
+            looks,
         )
     if placed.twice:
         raise BadLora(
-            f"'{name}' holds the same twice: {_some(placed.twice)}. Its author merged files that do not go together; "
-            "get it from elsewhere."
+            "'{}' holds the same twice: {}. Its author merged files that do not go together; get it from elsewhere.",
+            name,
+            _some(placed.twice),
         )
     if placed.halves:
-        raise BadLora(f"'{name}' lacks a half of {_some(placed.halves)}: it is not whole. Download it again.")
+        raise BadLora("'{}' lacks a half of {}: it is not whole. Download it again.", name, _some(placed.halves))
     return placed
 
 
@@ -264,11 +277,12 @@ def header(path: Path) -> tuple[dict[str, Shape], Settings]:
     """Return {key: shape} and the settings of a whole safetensors file. Raises BadLora."""
     if path.suffix.lower() != ".safetensors":
         raise BadLora(
-            f"'{path.name}' is no safetensors file: other formats can run code when they are opened. "
-            "Get the LoRA as .safetensors."
+            "'{}' is no safetensors file: other formats can run code when they are opened. Get the LoRA as "
+            ".safetensors.",
+            path.name,
         )
     if not path.is_file():
-        raise BadLora(f"'{path}' is not there. Choose another LoRA, or put the file back.")
+        raise BadLora("'{}' is not there. Choose another LoRA, or put the file back.", path)
     try:
         found = read_header(path)
         settings = settings_of(path, found.metadata)
@@ -281,7 +295,7 @@ def header(path: Path) -> tuple[dict[str, Shape], Settings]:
 
 
 def not_whole(path: Path, error: Exception) -> BadLora:
-    return BadLora(f"'{path.name}' cannot be read ({error}): it is not whole. Download it again.")
+    return BadLora("'{}' cannot be read ({}): it is not whole. Download it again.", path.name, error)
 
 
 def files_of(path: Path) -> tuple[Path, ...]:
@@ -348,9 +362,10 @@ def settings_of(path: Path, metadata: Mapping[str, str]) -> Settings:
         raise _not_plain(name, shown(settings.peft_type))
     if settings.init_lora_weights not in _PLAIN_STARTS:
         raise BadLora(
-            f"'{name}' was trained on weights changed by '{shown(settings.init_lora_weights)}', not on the model's "
-            "own. Have its author convert it to a plain LoRA (peft's save_pretrained does, with "
-            "path_initial_model_for_weight_conversion)."
+            "'{}' was trained on weights changed by '{}', not on the model's own. Have its author convert it to a "
+            "plain LoRA (peft's save_pretrained does, with path_initial_model_for_weight_conversion).",
+            name,
+            shown(settings.init_lora_weights),
         )
     if settings.use_dora:
         raise _not_plain(name, "DoRA")
@@ -368,8 +383,9 @@ def beside(path: Path) -> Mapping[str, Any] | None:
 
 def _not_plain(name: str, kind: str) -> BadLora:
     return BadLora(
-        f"'{name}' holds {kind}, and only LoRA and differences of weights and biases are supported. Get it as a plain "
-        "LoRA."
+        "'{}' holds {}, and only LoRA and differences of weights and biases are supported. Get it as a plain LoRA.",
+        name,
+        kind,
     )
 
 
@@ -384,8 +400,10 @@ def alpha_by_layer(name: str, settings: Settings, layers: Iterable[str], names: 
     alphas = {pattern.removeprefix("^"): alpha for pattern, alpha in (settings.alpha_pattern or {}).items()}
     if unknown := alphas.keys() - {end for layer in names.layers if layer for end in names.ends(layer)}:
         raise BadLora(
-            f"'{name}': its header has an alpha for '{shown(min(unknown))}', which is no layer of this model. Have its "
-            "author write the names of layers, such as attn1.to_q: patterns are not supported."
+            "'{}': its header has an alpha for '{}', which is no layer of this model. Have its author write the names "
+            "of layers, such as attn1.to_q: patterns are not supported.",
+            name,
+            shown(min(unknown)),
         )
     order = list(alphas)
     fits = {layer: [end for end in names.ends(layer) if end in alphas] for layer in layers}

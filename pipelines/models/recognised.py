@@ -24,7 +24,9 @@ def open_model(path: Path, expected: FamilySpec) -> StoredModel:
     if not is_single_file(path):
         return folder.inspect(path, expected)
     if expected is not SVD:
-        raise BadFolder(f"'{path.name}' is a file. Only {SVD.name} loads from one: choose a {expected.name} folder.")
+        raise BadFolder(
+            "'{}' is a file. Only {} loads from one: choose a {} folder.", path.name, SVD.name, expected.name
+        )
     from .single_file import read_svd
 
     return read_svd(path)

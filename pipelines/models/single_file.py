@@ -16,6 +16,7 @@ import torch
 
 from ...precision.policy import as_stored
 from ...trust.foreign import Unreadable
+from ...trust.message import Message
 from ...trust.text import shown
 from ..errors import BadFolder
 from ..families import svd_keys
@@ -93,7 +94,11 @@ def read_svd(path: Path, num_frames: int = NUM_FRAMES) -> SvdFile:
             tensor = header.tensors[key]
             if tensor.dtype not in FLOATS:
                 raise BadFolder(
-                    f"'{path.name}' holds '{key}' as {tensor.dtype}: quantised weights are not supported. {_GET}"
+                    "'{}' holds '{}' as {}: quantised weights are not supported. {}",
+                    path.name,
+                    key,
+                    tensor.dtype,
+                    _GET,
                 )
             sizes[tensor.dtype] += tensor.n_bytes
         components[name] = SvdComponent(config, sources)
@@ -152,32 +157,39 @@ def fit(
 
     Raises BadFolder unless each tensor has a place, and each place a tensor of the right shape.
     """
-    here = f"'{where}': its {_WORDS[name]}"
+    here = Message("'{}': its {}", where, _WORDS[name])
     sources, unplaced = svd_keys.sources(name, shapes)
     if unplaced:
-        raise BadFolder(f"{here} has {_tensors(unplaced)} that Stable Video Diffusion has not. {_GET}")
+        raise BadFolder("{} has {} that Stable Video Diffusion has not. {}", here, _tensors(unplaced), _GET)
     ours = {key: _shape_of(source, shapes) for key, source in sources.items() if source.key}
     try:
         config = _CONFIGS[name](ours, num_frames)
     except (KeyError, ValueError) as error:
-        raise BadFolder(f"{here} lacks a tensor that tells its size, or has an odd one ({error}). {_GET}") from None
+        raise BadFolder(
+            "{} lacks a tensor that tells its size, or has an odd one ({}). {}", here, error, _GET
+        ) from None
     try:
         component = SVD.components[name]
         fields_of(component, component.classes[0], _as_json(config))
         wanted = {key: tuple(tensor.shape) for key, tensor in component.on_meta(config).state_dict().items()}
     except (ValueError, TypeError, RuntimeError, ZeroDivisionError, IndexError) as error:  # Unreadable among them
-        raise BadFolder(f"{here} has sizes of which no model can be built: {error}. {_GET}") from error
+        raise BadFolder("{} has sizes of which no model can be built: {}. {}", here, error, _GET) from error
     missing = sorted(wanted.keys() - sources.keys())
     if missing:
-        raise BadFolder(f"{here} lacks {_tensors(missing)}, in diffusers' names. Download the file again.")
+        raise BadFolder("{} lacks {}, in diffusers' names. Download the file again.", here, _tensors(missing))
     extra = sorted(sources[key].key or key for key in sources.keys() - wanted.keys())
     if extra:
-        raise BadFolder(f"{here} has {_tensors(extra)} that a model of its sizes has not. {_GET}")
+        raise BadFolder("{} has {} that a model of its sizes has not. {}", here, _tensors(extra), _GET)
     for key, shape in ours.items():
         if shape != wanted[key]:
             raise BadFolder(
-                f"{here} has '{sources[key].key}' of shape {list(shapes[sources[key].key])}, "
-                f"which does not fit {list(wanted[key])} in diffusers' '{key}'. {_GET}"
+                "{} has '{}' of shape {}, which does not fit {} in diffusers' '{}'. {}",
+                here,
+                sources[key].key,
+                list(shapes[sources[key].key]),
+                list(wanted[key]),
+                key,
+                _GET,
             )
     return config, sources
 
@@ -220,7 +232,7 @@ def _read(
                     state[key] = tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
                     del tensor
     except (SafetensorError, OSError) as error:
-        raise BadFolder(f"'{path.name}' could not be read: {error}. Was it replaced? Load it again.") from error
+        raise BadFolder("'{}' could not be read: {}. Was it replaced? Load it again.", path.name, error) from error
     return state
 
 
@@ -258,17 +270,21 @@ def _set_eps(unet: torch.nn.Module) -> None:
 def _header(path: Path) -> Header:
     if path.suffix.lower() != ".safetensors":
         raise BadFolder(
-            f"'{path.name}' is not a .safetensors file. Others hold pickled weights, which can run code when loaded "
-            f"and are refused. {_GET}"
+            "'{}' is not a .safetensors file. Others hold pickled weights, which can run code when loaded and are "
+            "refused. {}",
+            path.name,
+            _GET,
         )
     try:
         return read_header(path)
     except FileNotFoundError:
-        raise BadFolder(f"'{path.name}' is not there any more. Choose another file.") from None
+        raise BadFolder("'{}' is not there any more. Choose another file.", path.name) from None
     except (OSError, Unreadable) as error:
         raise BadFolder(
-            f"'{path.name}' is not a whole safetensors file ({path.stat().st_size:,} bytes): {error}. "
-            "Delete it and download it again."
+            "'{}' is not a whole safetensors file ({:,} bytes): {}. Delete it and download it again.",
+            path.name,
+            path.stat().st_size,
+            error,
         ) from None
 
 
@@ -277,12 +293,16 @@ def _check_is_svd(where: str, shapes: Shapes) -> None:
     svd = any(key.startswith(svd_keys.SIGNATURE) for key in shapes)
     for what, parts in svd_keys.OTHERS:
         if (not svd or svd_keys.SIGNATURE in parts) and all(any(part in key for key in shapes) for part in parts):
-            raise BadFolder(f"'{where}' is {what}, not a Stable Video Diffusion checkpoint. {_GET}")
+            raise BadFolder("'{}' is {}, not a Stable Video Diffusion checkpoint. {}", where, what, _GET)
     if not svd:
         first = f" (the first is '{shown(min(shapes))}')" if shapes else ""
         raise BadFolder(
-            f"'{where}' is not an SVD checkpoint: none of its {len(shapes)} tensors{first} is "
-            f"'{svd_keys.SIGNATURE}*'. {_GET}"
+            "'{}' is not an SVD checkpoint: none of its {} tensors{} is '{}*'. {}",
+            where,
+            len(shapes),
+            first,
+            svd_keys.SIGNATURE,
+            _GET,
         )
     lacking = [
         f"its {_WORDS[name]} ({prefix}*)"
@@ -290,17 +310,19 @@ def _check_is_svd(where: str, shapes: Shapes) -> None:
         if not any(key.startswith(prefix) for key in shapes)
     ]
     if lacking:
-        raise BadFolder(f"'{where}' is a part of Stable Video Diffusion without {' and '.join(lacking)}. {_GET}")
+        raise BadFolder("'{}' is a part of Stable Video Diffusion without {}. {}", where, " and ".join(lacking), _GET)
     if svd_keys.TEMPORAL_DECODER not in shapes:
         raise BadFolder(
-            f"'{where}' has the VAE that decodes frame by frame (svd_image_decoder), which is not supported. {_GET}"
+            "'{}' has the VAE that decodes frame by frame (svd_image_decoder), which is not supported. {}",
+            where,
+            _GET,
         )
 
 
 def _notes(shapes: Shapes) -> list[str]:
     known = (*PREFIXES.values(), *svd_keys.UNUSED)
     unknown = sorted(key for key in shapes if not key.startswith(known))
-    return [f"the file has {_tensors(unknown)} that no component uses"] if unknown else []
+    return [Message("the file has {} that no component uses", _tensors(unknown))] if unknown else []
 
 
 def _tensors(keys: list[str]) -> str:

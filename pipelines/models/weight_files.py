@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from ...trust.foreign import BOM, Foreign, Unreadable, fitting, read
+from ...trust.message import Message
 from ...trust.text import listed, shown
 from ..errors import BadFolder
 from ..safetensors_header import FLOATS, Header, Tensor, read_header
@@ -51,8 +52,11 @@ def weights_of(path: Path, name: str, library: str) -> tuple[Weights, dict[str, 
     for refused in ("adapter_config.json", *filter(_DISTRIBUTED.fullmatch, (file.name for file in folder.iterdir()))):
         if library == "transformers" and (folder / refused).exists():
             raise BadFolder(
-                f"{where} holds {refused}, which would have transformers load something else than {stem}.safetensors. "
-                "Delete that file, or get the model in its original form."
+                "{} holds {}, which would have transformers load something else than {}.safetensors. Delete that "
+                "file, or get the model in its original form.",
+                where,
+                refused,
+                stem,
             )
     single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
     order = (index, single) if library == "diffusers" else (single, index)
@@ -97,41 +101,58 @@ def check_fit(where: str, module: torch.nn.Module, tensors: Mapping[str, Tensor]
             named = listed((f"'{shown(key)}'" for key in keys), most=3, limit=100)
             tail = "needs" if keys is missing else "of the sizes in its config.json has no place for"
             raise BadFolder(
-                f"{where}: its files {what} {named}, which a {cls} {tail}. Download config.json and weights "
-                "again, both of the same model."
+                "{}: its files {} {}, which a {} {}. Download config.json and weights again, both of the same model.",
+                where,
+                what,
+                named,
+                cls,
+                tail,
             )
     for key in sorted(wanted.keys() & found.keys()):
         if found[key] != wanted[key]:
             raise BadFolder(
-                f"{where}: '{shown(key)}' has the shape {list(found[key])}, and {list(wanted[key])} by config.json. "
-                "Download config.json and weights again, both of the same model."
+                "{}: '{}' has the shape {}, and {} by config.json. Download config.json and weights again, both of "
+                "the same model.",
+                where,
+                shown(key),
+                list(found[key]),
+                list(wanted[key]),
             )
         dtype = tensors[key].dtype if key in tensors else "F32"
         if dtype not in FLOATS:
             raise BadFolder(
-                f"{where}: '{shown(key)}' is stored as {dtype}, and quantised weights are not supported. Get the model "
-                "in 16 or 32 bits."
+                "{}: '{}' is stored as {}, and quantised weights are not supported. Get the model in 16 or 32 bits.",
+                where,
+                shown(key),
+                dtype,
             )
     kept = sum(buffer.numel() * 4 for key, buffer in module.named_buffers() if key in computed)
     if kept > _MOST_BUFFERS:
         raise BadFolder(
-            f"{where}: the sizes in its config.json take {kept / 1e9:.0f} GB for positions alone. Download it again."
+            "{}: the sizes in its config.json take {:.0f} GB for positions alone. Download it again.",
+            where,
+            kept / 1e9,
         )
 
 
 def _nothing_there(where: str, folder: Path, stem: str) -> str:
     files = sorted(file.name for file in folder.iterdir())
     if others := [name for name in files if name.endswith(".safetensors")]:
-        return (
-            f"{where} holds {', '.join(map(shown, others))}, but no {stem}.safetensors. "
-            "Rename the file that you want to use to that (a variant such as fp16 works)."
+        return Message(
+            "{} holds {}, but no {}.safetensors. Rename the file that you want to use to that (a variant such as fp16 "
+            "works).",
+            where,
+            ", ".join(map(shown, others)),
+            stem,
         )
     if pickled := [name for name in files if name.endswith(_PICKLED)]:
-        return (
-            f"{where} holds pickled weights ({shown(pickled[0])}), which can run code when loaded and are refused. "
-            "Get the model in safetensors format."
+        return Message(
+            "{} holds pickled weights ({}), which can run code when loaded and are refused. Get the model in "
+            "safetensors format.",
+            where,
+            shown(pickled[0]),
         )
-    return f"{where} holds no .safetensors file. The download is incomplete: fetch it again."
+    return Message("{} holds no .safetensors file. The download is incomplete: fetch it again.", where)
 
 
 def _shards(path: Path, index: Path) -> tuple[dict[Path, Header], dict[str, Tensor]]:
@@ -144,21 +165,27 @@ def _shards(path: Path, index: Path) -> tuple[dict[Path, Header], dict[str, Tens
         with index.open("rb") as stream:
             marked = stream.read(len(BOM)) == BOM
     except Unreadable as error:
-        raise BadFolder(f"{where} has no weight_map that can be used: {error}. Fetch that file again.") from None
+        raise BadFolder("{} has no weight_map that can be used: {}. Fetch that file again.", where, error) from None
     except OSError as error:
-        raise BadFolder(f"{where} cannot be read: {error}. Check its permissions, and the disk.") from error
+        raise BadFolder("{} cannot be read: {}. Check its permissions, and the disk.", where, error) from error
     if marked:
-        raise BadFolder(f"{where} begins with a byte order mark, which no library reads. Save it as UTF-8 without one.")
+        raise BadFolder(
+            "{} begins with a byte order mark, which no library reads. Save it as UTF-8 without one.", where
+        )
     names = sorted(set(shards.values()))
     if odd := [name for name in names if not _SHARD.fullmatch(name)]:
         raise BadFolder(
-            f"{where} names '{shown(odd[0])}', which is no safetensors file beside it: others can run code when "
-            "loaded, and are refused. Get the model in safetensors format."
+            "{} names '{}', which is no safetensors file beside it: others can run code when loaded, and are refused. "
+            "Get the model in safetensors format.",
+            where,
+            shown(odd[0]),
         )
     if missing := [name for name in names if not (index.parent / name).is_file()]:
         raise BadFolder(
-            f"'{name_of(path)}/{index.parent.name}' lacks {', '.join(map(shown, missing))}. "
-            "Fetch the missing files again."
+            "'{}/{}' lacks {}. Fetch the missing files again.",
+            name_of(path),
+            index.parent.name,
+            ", ".join(map(shown, missing)),
         )
     headers = {index.parent / name: _header(index.parent / name, path) for name in names}
     times = Counter(key for header in headers.values() for key in header.tensors)
@@ -171,7 +198,7 @@ def _shards(path: Path, index: Path) -> tuple[dict[Path, Header], dict[str, Tens
         "",
     )
     if lies:
-        raise BadFolder(f"{where} is of other files than those beside it: {lies}. Fetch all of that folder again.")
+        raise BadFolder("{} is of other files than those beside it: {}. Fetch all of that folder again.", where, lies)
     return headers, {key: headers[index.parent / name].tensors[key] for key, name in shards.items()}
 
 
@@ -181,8 +208,8 @@ def _header(file: Path, path: Path) -> Header:
         refuse_pointer(file, where)
         return read_header(file)
     except OSError as error:
-        raise BadFolder(f"'{where}' cannot be read: {error}. Check its permissions, and the disk.") from error
+        raise BadFolder("'{}' cannot be read: {}. Check its permissions, and the disk.", where, error) from error
     except Unreadable as error:
         raise BadFolder(
-            f"'{where}' is not a whole safetensors file: {error}. Delete it and download it again."
+            "'{}' is not a whole safetensors file: {}. Delete it and download it again.", where, error
         ) from None

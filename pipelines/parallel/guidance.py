@@ -15,6 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ...precision.shells import Once
+from ...trust.message import Told
 from ..weights.halves import halves, joined
 from .exchange import from_each
 from .group import Ranks
@@ -23,7 +24,7 @@ from .plan import Sharing
 PROMPT = "encoder_hidden_states"  # which diffusers' loops pass unchanged at every step
 
 
-class HalvesDiffer(RuntimeError):
+class HalvesDiffer(Told, RuntimeError):
     """A pipeline calls its denoiser otherwise than its family says. The message has what was found."""
 
 
@@ -93,5 +94,6 @@ def _check(inputs: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
         found, wanted = inputs.get(name), expected.get(name)
         if found is not wanted and (isinstance(found, torch.Tensor) or found != wanted):
             raise HalvesDiffer(
-                f"the calls of a step differ in '{name}', and not in their prompts alone: run this model on one GPU"
+                "the calls of a step differ in '{}', and not in their prompts alone: run this model on one GPU",
+                name,
             )

@@ -19,12 +19,13 @@ import torch
 from ...precision.attention import sdpa
 from ...precision.modes import Mode
 from ...precision.shells import structural_copy
+from ...trust.message import Told
 from .exchange import gathered, heads_of_all_tokens, share_of, shares, tokens_of_all_heads
 from .group import Ranks
 from .plan import ContextPlan
 
 
-class TokensDiffer(RuntimeError):
+class TokensDiffer(Told, RuntimeError):
     """A denoiser has another number of tokens than its family says. The message has both."""
 
 
@@ -175,7 +176,7 @@ class _Exchanging(Mode):
             raise NotImplementedError("attention over several GPUs takes no mask: run this model on one GPU")
         tokens, ranks, heads = split.tokens, split.ranks, query.shape[1]
         if query.shape[2] != tokens[ranks.rank]:
-            raise TokensDiffer(f"found {query.shape[2]} tokens on rank {ranks.rank}, expected one of {tokens}")
+            raise TokensDiffer("found {} tokens on rank {}, expected one of {}", query.shape[2], ranks.rank, tokens)
         query, key, value = heads_of_all_tokens(torch.stack([query, key, value]), tokens, ranks).unbind()
         made = sdpa(query, key, value, None, *args, **more)
         return tokens_of_all_heads(made, tokens, heads, ranks)

@@ -10,6 +10,7 @@ import torch
 
 from ...precision.shared import TURNS
 from ...precision.shells import Make, replaced, with_forward
+from ...trust.message import Message
 
 CallTold = Callable[[int, int, str], None]  # calls done, calls in all, a line of text; may raise, to interrupt
 
@@ -22,7 +23,7 @@ class Calls:
     """Tells each call of a stage before it runs, and when the last one is done: an interrupt waits for one at most,
     and so do other threads that want to load."""
 
-    what: str  # is done in a call, as it stands before "5 of 32"
+    what: str  # a Message's template: "decoding {} of {}", of a call and how many there are
     told: CallTold
     total: int = 0  # set before the first call
     done: int = 0
@@ -45,7 +46,7 @@ class Calls:
 
     def _tell(self) -> None:
         at = min(self.done + 1, self.total)
-        self.told(self.done, self.total, f"{self.what} {at} of {self.total}")
+        self.told(self.done, self.total, Message(self.what, at, self.total))
 
 
 def calls_of_vae(vae: torch.nn.Module, run: Callable[[Any], object]) -> int:

@@ -127,7 +127,7 @@ def decode(
     if not ranks.alone:
         stage.report.note(f"chunks are decoded by {ranks.size} GPUs at the same time")
         stage = replace(stage, agree=ranks.worst)
-    calls = Calls("decoding", progress or (lambda *_: None))
+    calls = Calls("decoding {} of {}", progress or (lambda *_: None))
     compiling = DecoderCompiling(handle, stage.plan, stage.report, backend)
     vae = guarded_decoder(stage, calls, compiling if compiling.possible else None)
     ladder = stage.ladder()
@@ -178,16 +178,21 @@ def _check(handle: PipelineHandle, latents: torch.Tensor, made_by: str | None, p
     wire = f"Wire them from a {family.name} sampler."
     if latents.ndim != family.layout.dimensions or latents.shape[1] != channels or not latents.numel():
         raise BadInput(
-            f"The latents have shape {tuple(latents.shape)}, but {model.variant.name} decodes "
-            f"{family.layout.shape.format(channels=channels)}. {wire}"
+            "The latents have shape {}, but {} decodes {}. {}",
+            tuple(latents.shape),
+            model.variant.name,
+            family.layout.shape.format(channels=channels),
+            wire,
         )
     if made_by in FAMILIES and not FAMILIES[made_by].components.items() <= family.components.items():
         raise BadInput(
-            f"The latents are {FAMILIES[made_by].name}'s, but {model.variant.name} is to decode them. {wire}"
+            "The latents are {}'s, but {} is to decode them. {}", FAMILIES[made_by].name, model.variant.name, wire
         )
     broken = non_finite(latents)
     if broken and policy.on_failure is not OnFailure.OFF:
         raise GuardStopped(
-            f"vae decode: {broken} of the latents' {latents.numel()} values are not finite already: the sampler made "
-            "them so, or the file that held them is damaged. Sample again, guarded (precision 'auto' or 'fp16')."
+            "vae decode: {} of the latents' {} values are not finite already: the sampler made them so, or the file "
+            "that held them is damaged. Sample again, guarded (precision 'auto' or 'fp16').",
+            broken,
+            latents.numel(),
         )

@@ -18,6 +18,7 @@ from ...precision.learned import Learned
 from ...precision.policy import Component, Precision
 from ...precision.report import RunReport
 from ...precision.shells import reporting, with_forward
+from ...trust.message import Message
 from ...trust.text import is_whole, listed
 from ..errors import BadInput
 from ..parallel.group import here
@@ -57,7 +58,7 @@ def encode_prompts(
     found = {key: memo.pop(key) for key in dict.fromkeys(keys) if key in memo}
     memo |= found  # most recent last
     if new:
-        calls = Calls("encoding prompt", progress or (lambda *_: None), total=len(new))
+        calls = Calls("encoding prompt {} of {}", progress or (lambda *_: None), total=len(new))
         try:
             with handle.switched(report):
                 encoded = here().from_first(lambda: _encode_all(stage, [prompt for prompt, *_ in new], calls))
@@ -165,7 +166,7 @@ def _encode(handle: PipelineHandle, pipe: object, prompt: str) -> torch.Tensor:
 def _limit(handle: PipelineHandle) -> int:
     rule = handle.family.prompt
     if rule is None:
-        raise BadInput(f"{handle.store.model.variant.name} takes no prompt: it starts from an image.")
+        raise BadInput("{} takes no prompt: it starts from an image.", handle.store.model.variant.name)
     return rule.tokens(handle.store.model.denoiser_config)
 
 
@@ -186,7 +187,7 @@ def _cut_off(handle: PipelineHandle, prompts: list[str]) -> tuple[str, ...]:
         last = int(tokens[-1:] == [tokenizer.eos_token_id])  # T5 keeps room for it, GLM has none
         if len(tokens) > limit:
             cut = tokenizer.decode(tokens[limit - last : len(tokens) - last])
-            notes.append(f"the prompt is longer than {limit} tokens; this was cut off: {cut}")
+            notes.append(Message("the prompt is longer than {} tokens; this was cut off: {}", limit, cut))
     return tuple(notes)
 
 
@@ -199,5 +200,7 @@ def _unknown(handle: PipelineHandle, prompts: list[str]) -> tuple[str, ...]:
         words = dict.fromkeys(prompt.split())
         ids = {word: tokenizer(word, add_special_tokens=False).input_ids for word in words}
         if unknown := [word for word in words if tokenizer.unk_token_id in ids[word]]:
-            notes.append(f"the model does not know these words of the prompt, in whole or in part: {listed(unknown)}")
+            notes.append(
+                Message("the model does not know these words of the prompt, in whole or in part: {}", listed(unknown))
+            )
     return tuple(notes)

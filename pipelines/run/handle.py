@@ -17,6 +17,7 @@ from ...precision.peaks import Memory, peak_memory
 from ...precision.policy import Component, Plan, Precision, choose
 from ...precision.report import RunReport
 from ...precision.shared import TURNS
+from ...trust.message import Message
 from ..compile.backends import BackendChoice, CompileOptions, choose_backend
 from ..errors import BadLora
 from ..families.spec import FamilySpec
@@ -99,8 +100,12 @@ class PipelineHandle:
         if plan.guarded or not plan.half or not self.guard_node or self.policy.on_failure is OnFailure.OFF:
             return ()
         return (
-            f"The NaN Guard is set to '{self.policy.on_failure.value}', but does not apply to precision "
-            "'fp16 (plain)', which is only watched. Choose 'fp16' or 'auto' for it to act.",
+            Message(
+                "The NaN Guard is set to '{}', but does not apply to precision 'fp16 (plain)', which is only watched.",
+                self.policy.on_failure.value,
+            )
+            + " "
+            + Message("Choose 'fp16' or 'auto' for it to act."),
         )
 
     @contextmanager
@@ -208,8 +213,9 @@ def add_lora(handle: PipelineHandle, lora: Lora) -> PipelineHandle:
     """The pipeline with one more LoRA, checked by its header. Raises BadLora."""
     if lora.denoiser not in ("", *handle.family.denoisers):
         raise BadLora(
-            f"{handle.store.model.variant.name} has no second transformer to add '{lora.path.name}' to. Choose 'both' "
-            "as the LoRA's transformer."
+            "{} has no second transformer to add '{}' to. Choose 'both' as the LoRA's transformer.",
+            handle.store.model.variant.name,
+            lora.path.name,
         )
     notes = check_lora(lora.path, handle.family, skeleton(handle.store.model))
     return replace(handle, loras=(*handle.loras, replace(lora, notes=notes)))

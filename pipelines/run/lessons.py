@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...precision.learned import NOTHING, Learned
+from ...trust.message import Message, message_of
 from ..errors import BadProfile
 from ..parallel.group import here as ranks
 from .handle import PipelineHandle
@@ -32,13 +33,13 @@ class KeptProfile:
         try:
             found = self.given or self._on_disk()
         except BadProfile as error:
-            return NOTHING, (str(error),)
+            return NOTHING, (message_of(error),)
         if found is None:
             return NOTHING, ()
         if misfit := found.misfit(self.here, parts):
-            which = "the profile that was given" if self.given else f"the profile {self.here.name}"
-            return NOTHING, (f"{which} is left alone: {misfit}",)
-        return found.learned, (f"from a profile: {found.in_words()}",)
+            which = Message("the profile that was given") if self.given else Message("the profile {}", self.here.name)
+            return NOTHING, (Message("{} is left alone: {}", which, misfit),)
+        return found.learned, (Message("from a profile: {}", found.in_words()),)
 
     def keep(self, learned: Learned) -> None:
         """Write it, unless the given profile or the kept one says it. A disk that refuses is logged."""

@@ -22,16 +22,19 @@ def fitted(images: torch.Tensor, width: int, height: int, fit: str) -> list[Any]
 
     if images.ndim != 4 or images.shape[-1] not in (1, 3, 4) or not images.numel():
         raise BadInput(
-            f"The image has shape {tuple(images.shape)}, but [images, height, width, 1, 3 or 4] is needed. "
-            "Wire it from Load Image."
+            "The image has shape {}, but [images, height, width, 1, 3 or 4] is needed. Wire it from Load Image.",
+            tuple(images.shape),
         )
     if not torch.isfinite(images).all():
         raise BadInput("The image holds NaN or infinite values already. Look at the node that made it.")
     found = images.shape[2], images.shape[1]
     if fit == "refuse" and found != (width, height):
         raise BadInput(
-            f"The image is {found[0]}×{found[1]}, but {width}×{height} is to be made. Set fit to 'crop' or 'stretch', "
-            "or resize the image."
+            "The image is {}×{}, but {}×{} is to be made. Set fit to 'crop' or 'stretch', or resize the image.",
+            found[0],
+            found[1],
+            width,
+            height,
         )
     pictures = []
     for image in images.float().clamp(0, 1).cpu():

@@ -22,6 +22,7 @@ from ...precision.learned import NOTHING, Learned, largest_of, parts_in_words
 from ...precision.sums import Sums
 from ...trust import foreign
 from ...trust.foreign import Foreign, Unreadable
+from ...trust.message import Message, joined
 from ...trust.text import for_file_name, for_terminal, shown
 from ..atomic_files import replacing
 from ..errors import BadProfile
@@ -70,28 +71,34 @@ class Profile:
 
     def in_words(self) -> str:
         known = self.learned
-        parts = [f"{self.model}, {self.architecture}, {self.dtype}" + (", with LoRA" if self.loras else "")]
+        parts = [
+            Message("{}, {}, {}", self.model, self.architecture, self.dtype)
+            + (Message(", with LoRA") if self.loras else "")
+        ]
         parts += known.in_words()
-        parts += [f"fp16 accumulation: {known.sums}"] if known.sums else []
-        return "; ".join(parts) if len(parts) > 1 else f"{parts[0]}; nothing learned"
+        parts += [Message("fp16 accumulation: {}", known.sums)] if known.sums else []
+        return joined("; ", parts) if len(parts) > 1 else Message("{}; nothing learned", parts[0])
 
     def misfit(self, here: Profile, parts: Iterable[str]) -> str:
         """Why it cannot be used `here`, "" where it can. parts: of the denoiser, those that may run in fp32, or
         wide."""
         if self.weights != here.weights:
-            return "it is of another model's weights"
+            return Message("it is of another model's weights")
         if self.loras != here.loras:
-            return "it was made with other LoRAs, or other strengths"
+            return Message("it was made with other LoRAs, or other strengths")
         for what in ("architecture", "dtype"):
             if getattr(self, what) != getattr(here, what):
-                return f"it is for {getattr(self, what)}, and this is {getattr(here, what)}"
+                return Message("it is for {}, and this is {}", getattr(self, what), getattr(here, what))
         for package, version in here.versions.items():
             if self.versions.get(package) != version:
-                return (
-                    f"it was made with {package} {self.versions.get(package, 'of no version')}, and this is {version}"
+                return Message(
+                    "it was made with {} {}, and this is {}",
+                    package,
+                    self.versions.get(package, "of no version"),
+                    version,
                 )
         unknown = sorted(set(self.learned.parts) - set(parts))
-        return f"this model has no part {parts_in_words(tuple(unknown))}" if unknown else ""
+        return Message("this model has no part {}", parts_in_words(tuple(unknown))) if unknown else ""
 
 
 def _one_line(text: str) -> str:
@@ -177,12 +184,12 @@ def read(file: Path) -> Profile:
     where = shown(file.name, 100)
     try:
         if not file.is_file():  # opening a pipe waits for whoever writes into it
-            raise BadProfile(f"The profile '{where}' cannot be read: there is no such file. {_AGAIN}")
+            raise BadProfile("The profile '{}' cannot be read: there is no such file. {}", where, _AGAIN)
         return _fitting(foreign.read(file, limit=_MAX_BYTES))
     except Unreadable as error:
         raise _bad(where, error) from None
     except OSError as error:
-        raise BadProfile(f"The profile '{where}' cannot be read: {error.strerror or error}. {_AGAIN}") from None
+        raise BadProfile("The profile '{}' cannot be read: {}. {}", where, error.strerror or error, _AGAIN) from None
 
 
 def parse(text: str, where: str) -> Profile:
@@ -210,7 +217,7 @@ def _plain(value: Any) -> Any:
 
 
 def _bad(where: str, found: Unreadable) -> BadProfile:
-    return BadProfile(f"'{where}' is no profile that can be used: {found}. {_AGAIN}")
+    return BadProfile("'{}' is no profile that can be used: {}. {}", where, found, _AGAIN)
 
 
 def write(folder: Path, profile: Profile) -> Path:

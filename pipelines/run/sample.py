@@ -203,13 +203,13 @@ def _pipeline(
     kind = getattr(diffusers, family.schedulers[scheduler]) if scheduler else type(own)
     parts["scheduler"] = kind.from_config(own.config)
     if family.takes_image or from_video:
-        calls = Calls(f"encoding {'video' if from_video else 'image'}, call", told)
+        calls = Calls("encoding video, call {} of {}" if from_video else "encoding image, call {} of {}", told)
         encoding = handle.stage(Component.VAE_ENCODE, request)
         parts["vae"] = vae.guarded_encoder(encoding, calls)
         before.append(encoding.report)
     if "image_encoder" in parts:
         encoding = handle.stage(Component.IMAGE_ENCODER, request)
-        parts["image_encoder"] = _guarded_image_encoder(encoding, Calls("image encoder, call", told, total=1))
+        parts["image_encoder"] = _guarded_image_encoder(encoding, Calls("image encoder, call {} of {}", told, total=1))
         parts["feature_extractor"] = handle.store.unweighted("feature_extractor")
         before.append(encoding.report)
     parts |= {stage.name: denoiser(stage) for stage in stages}
@@ -242,17 +242,17 @@ def check_size(handle: PipelineHandle, settings: SampleSettings) -> None:
     size = settings.width, settings.height, settings.frames
     family.sizes.check(width=settings.width, height=settings.height, frames=settings.frames)
     if bound := family.bound(model.denoiser_config, family.layout.spatial(model.vae_config), *size):
-        raise BadSize(f"{model.variant.name} {bound}")
+        raise BadSize("{} {}", model.variant.name, bound)
 
 
 def _check_start(handle: PipelineHandle, image: Any, video: list[Any] | None) -> None:
     family, name = handle.family, handle.store.model.variant.name
     if family.takes_image and image is None:
-        raise BadInput(f"{name} starts from an image. Use the sampler that takes one.")
+        raise BadInput("{} starts from an image. Use the sampler that takes one.", name)
     if image is not None and not family.takes_image:
-        raise BadInput(f"{name} does not start from an image. Use the plain sampler, or an image-to-video model.")
+        raise BadInput("{} does not start from an image. Use the plain sampler, or an image-to-video model.", name)
     if video is not None and not family.from_video:
-        raise BadInput(f"{name} does not start from a video. Use a text-to-video model for that.")
+        raise BadInput("{} does not start from a video. Use a text-to-video model for that.", name)
 
 
 def _check_guidance(family: FamilySpec, settings: SampleSettings) -> None:
@@ -265,8 +265,13 @@ def _check_guidance(family: FamilySpec, settings: SampleSettings) -> None:
     first, last = settings.told(family, family.guidance.first), settings.scale(family)
     if last <= 1 < first:
         raise BadInput(
-            f"{family.guidance.first} is {first:g}, but {family.guidance.argument} is {last:g}, which means no "
-            f"guidance. Set {family.guidance.argument} above 1, or {family.guidance.first} to 1."
+            "{} is {:g}, but {} is {:g}, which means no guidance. Set {} above 1, or {} to 1.",
+            family.guidance.first,
+            first,
+            family.guidance.argument,
+            last,
+            family.guidance.argument,
+            family.guidance.first,
         )
 
 
@@ -282,13 +287,19 @@ def _checked_embeddings(
         fits = embeddings.ndim == 3 and embeddings.shape[-1] == channels
         if not fits or (embeddings.shape[1] != tokens if rule.fixed else embeddings.shape[1] > tokens + 15):
             raise BadInput(
-                f"'{name}' has shape {tuple(embeddings.shape)}, but {handle.store.model.variant.name} takes "
-                f"[batch, {tokens}, {channels}]. Wire it to an Encode Prompt node that gets the same pipeline."
+                "'{}' has shape {}, but {} takes [batch, {}, {}]. Wire it to an Encode Prompt node that gets the same "
+                "pipeline.",
+                name,
+                tuple(embeddings.shape),
+                handle.store.model.variant.name,
+                tokens,
+                channels,
             )
     if rule.fixed and positive.shape != negative.shape:
         raise BadInput(
-            f"'positive' has shape {tuple(positive.shape)} and 'negative' {tuple(negative.shape)}; they must agree. "
-            "Take both from one Encode Prompt node."
+            "'positive' has shape {} and 'negative' {}; they must agree. Take both from one Encode Prompt node.",
+            tuple(positive.shape),
+            tuple(negative.shape),
         )
     device = handle.store.placement.device
     return {

@@ -18,6 +18,7 @@ from ...precision.peaks import size
 from ...precision.policy import Component, Precision
 from ...precision.stage import Stage
 from ...precision.step_cache import StepCache
+from ...trust.message import Message
 from ..compile.backends import uses_torch_kernels
 from ..errors import BackendUnavailable
 from ..models.lora import Lora
@@ -143,8 +144,8 @@ class ComponentStage(Stage):
 
     def _layout(self, module: torch.nn.Module) -> str:
         if not self.channels_last:
-            return f"channels last: not used, {self.handle.backend.name} lays weights out itself"
-        return f"channels last: {len(of_layout(module))} of its 2D convolutions"
+            return Message("channels last: not used, {} lays weights out itself", self.handle.backend.name)
+        return Message("channels last: {} of its 2D convolutions", len(of_layout(module)))
 
     @_Once
     def weights(self) -> Onloading:

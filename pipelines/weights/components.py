@@ -364,7 +364,7 @@ class ComponentStore:
                     *make_consistent(module, DTYPES[dtype], self.placement.device),
                 ]
         except DamagedByCast as error:
-            raise BadFolder(f"'{self.model.name}/{name}': {error}") from None
+            raise BadFolder("'{}/{}': {}", self.model.name, name, error) from None
         for line in found:
             logger.warning("%s of %s: %s", name, self.model.name, line)
         return [f"{name}: {line}" for line in found]

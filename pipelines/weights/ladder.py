@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from ...precision.peaks import size
+from ...trust.message import Message, Told
 from .placement import Placement
 
 Result = TypeVar("Result")
@@ -18,7 +19,7 @@ Rung = Callable[[], str]  # makes what follows cheaper. Returns how, for the rep
 _MARGIN = 1.15  # of what is counted beside weights: cuDNN's and cuBLAS's workspaces and gaps come on top
 
 
-class NoRoom(torch.OutOfMemoryError):
+class NoRoom(Told, torch.OutOfMemoryError):
     """There is no memory for a stage in any way that there is to run it."""
 
 
@@ -44,7 +45,7 @@ class Way(NamedTuple):
         return self.weights + self.beside * _MARGIN
 
     def in_words(self) -> str:
-        return f"{size(self.weights)} of weights and {size(self.beside)} beside them"
+        return Message("{} of weights and {} beside them", size(self.weights), size(self.beside))
 
 
 class Misjudged(NamedTuple):
@@ -108,14 +109,21 @@ class Ladder:
         has: bytes that the device has for the stage.
         """
         way, first, fits = first_that_fits(ways, has, self._misjudged)
-        where = f"{size(has)} that {self._placement.device} has for it"
+        where = Message("{} that {} has for it", size(has), self._placement.device)
         if not fits:
             raise NoRoom(
-                f"{self._stage}: there is not enough memory, in any way that there is to run it. {way.said}, which "
-                f"takes least, takes {way.in_words()}, of {where}. {self._what_would_fit(way, has)}"
+                "{}: there is not enough memory, in any way that there is to run it. {}, which takes least, takes {}, "
+                "of {}. {}",
+                self._stage,
+                way.said,
+                way.in_words(),
+                where,
+                self._what_would_fit(way, has),
             )
-        instead = "" if way is first else f"; {first.said} would take {first.in_words()}"
-        self._note(f"{self._stage}: offload auto chose {way.said}: {way.in_words()}, of {where}{instead}")
+        instead = "" if way is first else Message("; {} would take {}", first.said, first.in_words())
+        self._note(
+            Message("{}: offload auto chose {}: {}, of {}{}", self._stage, way.said, way.in_words(), where, instead)
+        )
         way.take()
         self._foreseen = Misjudged(way.takes, has)
 
@@ -153,14 +161,18 @@ class Ladder:
             self._tried += 1
             if how := rung():
                 self._taken.append(how)
-                self._note(f"{self._stage}: memory ran out; went on with {how}")
+                self._note(Message("{}: memory ran out; went on with {}", self._stage, how))
                 return
         tried = f" Tried: {'; '.join(self._taken)}." if self._taken else ""
         has = f" {self._placement.device} has {size(before.total)}, {size(before.free)} of it free." if before else ""
         raise NoRoom(
-            f"{self._stage}: memory ran out, in every way that there is to run it.{tried}{has}{self._needs()} "
-            "Choose a smaller size, fewer frames or a smaller batch, close what else uses the card, or take a card "
-            f"with more memory. PyTorch said: {first_line(failed)}"
+            "{}: memory ran out, in every way that there is to run it.{}{}{} Choose a smaller size, fewer frames or a "
+            "smaller batch, close what else uses the card, or take a card with more memory. PyTorch said: {}",
+            self._stage,
+            tried,
+            has,
+            self._needs(),
+            first_line(failed),
         ) from failed
 
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from ...precision.shells import Make, replaced, with_forward
+from ...trust.message import Message
 from ..compile.backends import BackendChoice, choose_backend
 from ..errors import BackendUnavailable
 from .parts import Offload, Parts, tensors_of
@@ -296,11 +297,11 @@ def backend_with(choice: BackendChoice, offload: Offload, device: torch.device) 
     refused = _REFUSED[offload] if brings_parts_to(device) else ()
     if choice.name not in refused:
         return choice
-    missing = f"{choice.name} does not work with offload '{offload.value}': {_LASTING[choice.name]}"
+    missing = Message("{} does not work with offload '{}': {}", choice.name, offload.value, _LASTING[choice.name])
     if not choice.automatic:
         others = "', '".join(backend for backend in ("inductor", "eager") if backend not in refused)
         kinds = "', '".join(kind.value for kind, backends in _REFUSED.items() if choice.name not in backends)
-        raise BackendUnavailable(f"{missing}. Choose backend '{others}', or offload '{kinds}'.")
+        raise BackendUnavailable("{}. Choose backend '{}', or offload '{}'.", missing, others, kinds)
     for name in ("inductor", "eager"):
         try:
             following = choose_backend(name, device)

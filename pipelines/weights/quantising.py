@@ -29,8 +29,10 @@ def check(plan: Plan, offload: Offload, device: torch.device) -> None:
         raise PlanImpossible(missing)
     if offload.in_parts and brings_parts_to(device):
         raise PlanImpossible(
-            f"Precision '{plan.quantised}' has its quantised weights on the card beside the half ones, and offload "
-            f"'{offload.value}' keeps both away. Choose offload 'auto', 'none' or 'model', or precision 'bf16'."
+            "Precision '{}' has its quantised weights on the card beside the half ones, and offload '{}' keeps both "
+            "away. Choose offload 'auto', 'none' or 'model', or precision 'bf16'.",
+            plan.quantised,
+            offload.value,
         )
 
 

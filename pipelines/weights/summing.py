@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...precision.accumulation import has_fp16_sums
 from ...precision.policy import Plan, PlanImpossible
+from ...trust.message import Message
 
 
 def check_sums(plan: Plan) -> None:
@@ -20,7 +21,8 @@ def missing() -> str:
     """Say what is lacking, and what to do."""
     import torch
 
-    return (
+    return Message(
         "Accumulation 'fp16' needs PyTorch 2.7 or newer, whose matrix products can accumulate in fp16, and this is "
-        f"{torch.__version__}. Choose accumulation 'auto', or update PyTorch."
+        "{}. Choose accumulation 'auto', or update PyTorch.",
+        torch.__version__,
     )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,12 +21,18 @@ from comfyui_onediff_guard.comfyui_host.runs import Settings, guarded_run
 from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS
 from comfyui_onediff_guard.pipelines.errors import BadInput, HubError
 from comfyui_onediff_guard.pipelines.families.table import FAMILIES
+from comfyui_onediff_guard.pipelines.models.folder import _unlike
+from comfyui_onediff_guard.pipelines.pace import in_words
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES, named
 from comfyui_onediff_guard.precision.guard import GuardPolicy, GuardStopped
-from comfyui_onediff_guard.precision.policy import Component, PlanImpossible, Precision, choose
+from comfyui_onediff_guard.precision.learned import EVERYTHING
+from comfyui_onediff_guard.precision.policy import Component, PlanImpossible, Precision, Variant, choose
+from comfyui_onediff_guard.precision.report import Rerun, RunReport, StepRecord, counted
+from comfyui_onediff_guard.trust.message import Message, joined
 
 Choose = Callable[[object], None]
 WARM_UP = NODE_CLASS_MAPPINGS["OneDiffGuardWarmUp"]
+COGVIDEOX_2B, COGVIDEOX_5B, *_ = FAMILIES["CogVideoXPipeline"].variants
 ONE_OF_TWO = "Warm Up has one of 'positive' and 'negative'. Wire both, or neither."
 
 
@@ -46,7 +55,7 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Choose:
 def test_everything_that_is_said_has_a_translation(language_: str) -> None:
     """Else: `python tools/messages.py`, and fill in what is empty."""
     catalogue = messages.catalogue(language_)
-    assert set(catalogue) == messages.templates()
+    assert set(catalogue) == messages.templates() and not messages.made_at_run_time()
     for template, translation in catalogue.items():
         assert translation and sorted(re.findall(r"\{\d\}", translation)) == sorted(re.findall(r"\{\d\}", template))
 
@@ -56,7 +65,7 @@ def test_the_reader_finds_what_is_raised_and_told() -> None:
     assert "The image is {0}×{1}, but {2}×{3} is to be made." in found  # raised at once
     assert "'{0}' has no revision '{1}'." in found  # put together first, raised elsewhere
     assert "No folder{0} whose model_index.json names {1}." in found  # returned by a function
-    assert "{0}: the output is non-finite in fp32 too, first in '{1}'." in found  # with a beginning of several
+    assert "{0}: the output is non-finite in fp32 too" in found  # the beginning of several
     assert {"decoding {0} of {1}", "1 rerun", "{0} reruns", "text encoder", "No LoRA{0}."} <= found
 
 
@@ -105,7 +114,10 @@ def test_another_choice_holds_from_then_on(page: Choose) -> None:
     said = []
     for chosen in ("zh", "ru", "en"):
         page(chosen)
-        said.append(language.translated("step 3/50 · fp16 · 2 reruns · 3 min left"))
+        reruns = counted(2, "1 rerun", "{} reruns")
+        said.append(
+            language.translated(joined(" · ", (Message("step {}/{} · {} · {}", 3, 50, "fp16", reruns), in_words(180))))
+        )
     assert said == [
         "第 3/50 步 · fp16 · 重算 2 次 · 还需 3 分钟",
         "шаг 3/50 · fp16 · пересчётов: 2 · осталось 3 мин",
@@ -113,38 +125,65 @@ def test_another_choice_holds_from_then_on(page: Choose) -> None:
     ]
 
 
+STEP = StepRecord("denoiser", 0, None, "bf16", "finite", 0.1, 1.0)
+RERUN = Rerun("blocks.7.ff", 9e4, Message("{} from the next call on", Message("{} wide", "'blocks.7'")), 0.1, None)
+
+
+def _report(variant: Variant, architecture: str, component: Component, *steps: StepRecord) -> RunReport:
+    plan = choose(named(architecture), variant, component, Precision.AUTO)
+    return RunReport(variant.name, architecture, plan, steps=list(steps))
+
+
 @pytest.mark.parametrize(
-    ("english", "chinese"),
+    ("said", "chinese"),
     [
         (
-            "CogVideoX-5b was trained in bf16, which NVIDIA sm80 computes natively → bf16; 50 steps, 1 rerun.",
-            "CogVideoX-5b 用 bf16 训练，NVIDIA sm80 可原生计算 → bf16；50 步，重算 1 次。",
+            lambda: _report(COGVIDEOX_5B, "sm80", Component.DENOISER, STEP, replace(STEP, outcome="rerun")).summary(),
+            "CogVideoX-5B 用 bf16 训练，sm80 (Ampere) 可原生计算 → bf16；2 步，重算 1 次。",
         ),
         (
-            "text encoder: NVIDIA sm75 has no native bf16 → fp16, every layer wide; 2 calls, 0 reruns.",
-            "文本编码器：NVIDIA sm75 没有原生 bf16 → fp16，每一层都加宽；2 次调用，重算 0 次。",
+            lambda: replace(
+                _report(COGVIDEOX_5B, "sm75", Component.TEXT_ENCODER, STEP, STEP), wide=EVERYTHING
+            ).summary(),
+            "文本编码器：sm75 (Turing) 没有原生 bf16 → fp16，每一层都加宽；2 次调用，重算 0 次。",
         ),
         (
-            "step 4: blocks.7.ff reached 9e+04, rerun in fp32; 'blocks.7' wide from the next call on",
-            "第 4 步：blocks.7.ff 达到 9e+04，用 fp32 重算；从下一次调用起'blocks.7' 加宽",
-        ),
-        ("encoding prompt 1 of 2\ndecoding 5 of 32", "编码提示词 1/2\n解码 5/32"),
-        (
-            "the prompt is longer than 226 tokens; this was cut off: boats, and more",
-            "提示词超过 226 个 token；截掉的是：boats, and more",
+            lambda: _report(
+                COGVIDEOX_5B, "sm75", Component.DENOISER, replace(STEP, step=3, outcome="rerun", rerun=RERUN)
+            ).finding(),
+            "第 4 步：blocks.7.ff 达到 90,000，用 fp32 重算；从下一次调用起'blocks.7' 加宽",
         ),
         (
-            "laid out like CogVideoX-2B, but with num_layers 2 instead of 30, num_attention_heads 4 instead of 30: "
-            "planned like it",
+            lambda: joined("\n", (Message("encoding prompt {} of {}", 1, 2), Message("decoding {} of {}", 5, 32))),
+            "编码提示词 1/2\n解码 5/32",
+        ),
+        (
+            lambda: Message("the prompt is longer than {} tokens; this was cut off: {}", 226, "step 1; 1 rerun"),
+            "提示词超过 226 个 token；截掉的是：step 1; 1 rerun",
+        ),
+        (
+            lambda: next(iter(_unlike(COGVIDEOX_2B, {"num_layers": 2, "num_attention_heads": 4}))),
             "结构与 CogVideoX-2B 相同，但 num_layers 为 2 而不是 30，num_attention_heads 为 4 而不是 30：按它来规划",
         ),
-        ("nobody knows this, nor that.", "nobody knows this, nor that."),
-        ("/models/a: b, c; d", "/models/a: b, c; d"),
+        (lambda: pickle.loads(pickle.dumps(Message("decoding {} of {}", 1, 2))), "解码 1/2"),
+        (lambda: copy.deepcopy(Message("decoding {} of {}", 1, 2)), "解码 1/2"),
+        (lambda: "nobody knows this, nor that.", "nobody knows this, nor that."),
+        (lambda: Message("{}", "/models/a: b, {0}; d"), "/models/a: b, {0}; d"),
+        (lambda: "decoding 1 of 2", "decoding 1 of 2"),  # other people's text
     ],
 )
-def test_a_line_is_put_together_of_parts(page: Choose, english: str, chinese: str) -> None:
+def test_a_line_is_put_together_of_parts(page: Choose, said: Callable[[], str], chinese: str) -> None:
     page("zh")
-    assert language.translated(english) == chinese
+    assert language.translated(said()) == chinese
+
+
+def test_a_message_is_the_text_that_format_makes() -> None:
+    """As a string, in logs, for programs and without a page, it is English."""
+    inner = Message("'{}' {:.1%}, {!r}", "{x}", 0.125, "a")
+    said = Message("{} of {}", inner, BadInput("no {}", "{y}"))
+    assert inner == "'{x}' 12.5%, 'a'" and str(said) == f"{said}" == "'{x}' 12.5%, 'a' of no {y}"
+    assert (said.template, said.fields[1]) == ("{0} of {1}", "no {y}") and json.loads(json.dumps(said)) == said
+    assert Message("a {b}") == "a {b}" and ("x" + Message("{}", 1) + "y") == "x1y" and str(BadInput("{")) == "{"
 
 
 def test_every_reason_of_every_plan_is_translated(page: Choose) -> None:
@@ -177,7 +216,12 @@ def test_errors_of_others_are_theirs(page: Choose) -> None:
 def test_errors_of_a_guard_of_comfyuis_own_models_too(page: Choose) -> None:
     page("zh")
     with pytest.raises(GuardStopped) as caught, guarded_run(Settings(GuardPolicy())):
-        raise GuardStopped("step 4: the output in fp16 is non-finite, and the guard is set to stop. Set it to 'rerun'.")
+        raise GuardStopped(
+            "{}: the output in {} is {}, and the guard is set to stop. Set it to 'rerun'.",
+            Message("step {}", 4),
+            "fp16",
+            Message("non-finite"),
+        )
     assert str(caught.value) == "第 4 步：fp16 中的输出不是有限值，而守护设为停止。 Set it to 'rerun'."
 
 
@@ -185,7 +229,7 @@ def test_what_a_node_shows_is_in_the_language_of_the_page(page: Choose, monkeypa
     shown: list[str] = []
     monkeypatch.setattr(host, "server", lambda: SimpleNamespace(send_progress_text=lambda text, _: shown.append(text)))
     page("zh")
-    host.say("5", "decoding 1 of 2 <b>")
+    host.say("5", joined(" ", (Message("decoding {} of {}", 1, 2), "<b>")))
     host.say("5", "decoding 1 of 2", as_it_is=True)
     assert shown[1] == "decoding 1 of 2" and shown[0].startswith("解码 1/2")
 
