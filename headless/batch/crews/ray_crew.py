@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -29,6 +28,7 @@ from ..crew import Event
 from ..jobs import Job
 from ..work import Done, Lost, Outcome
 from .ray_actor import Actor, Code, Hello, Setup
+from .ray_token import MODE, keep_private, token_file
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,6 @@ MAX_STARTS = 3  # of one worker in a row that end before it is ready
 COUNT_SECONDS = 5.0  # between two looks how many GPUs there are
 CODES = 64  # files of compiled code that are remembered for workers that begin later
 NO_STATISTICS = {"RAY_USAGE_STATS_ENABLED": "0"}  # Ray would send some to its makers
-TOKENS = "RAY_AUTH_MODE"  # whether Ray asks for them, and shows its own
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # for one machine alone, to which Ray binds its ports then
 NO_METRICS = {"RAY_enable_metrics_collection": "0"}  # which keep 3 KB for each name that a job has, for ever
 
@@ -85,6 +84,7 @@ def connected(cluster: Cluster) -> Generator[Any]:
         HostError: it does not answer there, or does not start.
     """
     _check_address(cluster.address)
+    keep_private(make=not cluster.address)
     own: dict[str, Any] = {"address": cluster.address}
     if not cluster.address:
         own = {
@@ -126,9 +126,9 @@ def _check_address(address: str | None) -> None:
 def _token_shown() -> dict[str, str]:
     """What has Ray show a cluster the token that is here, if there is one and nothing else was said. With an address
     that is named it does so by itself from 2.61 on only, though a cluster with a token asks for it before."""
-    named = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
-    there = named or (Path.home() / ".ray" / "auth_token").is_file()
-    return {TOKENS: "token"} if there and TOKENS not in os.environ else {}
+    file = token_file()
+    there = file is None or file.is_file()
+    return {MODE: "token"} if there and MODE not in os.environ else {}
 
 
 def _begun(ray: Any, cluster: Cluster, own: dict[str, Any]) -> Any:
@@ -267,7 +267,7 @@ class RayWorker:
         except Exception as error:  # noqa: BLE001 - of Ray's kinds: it died, or its class cannot be loaded there
             if actor is self._actor:
                 last = self._starts >= MAX_STARTS or not _died(error)
-                reason = _in_words(error) + (NO_TOKEN if os.environ.get(TOKENS) == "token" else "")
+                reason = _in_words(error) + (NO_TOKEN if os.environ.get(MODE) == "token" else "")
                 self._crew.events.put(Event(self, None, Lost(reason) if last else None))
             return
         self._starts = 0
