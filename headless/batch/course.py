@@ -12,12 +12,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from ..errors import HostError, OutputError
 from .affinity import Landing, Warmth, choose
+from .claims import Claims
 from .crew import Crew, Event, Worker
 from .jobs import Job
-from .outputs import MAX_ERROR, Outputs, Parked
+from .outputs import MAX_ERROR, RUNNING, Outputs, Parked
 from .tally import Tally
 from .window import Window
 from .work import Away, Done, Failed, Lost, Refused, Stopped
@@ -56,12 +58,17 @@ class Course:
     timeout: float | None = None  # seconds for one job
     now: Callable[[], float] = time.monotonic
     _running: dict[str, tuple[Worker, Job, float]] = field(default_factory=dict)  # content → who, what, since when
+    _elsewhere: dict[str, Job] = field(default_factory=dict)  # content → what another batch computes
     _idle: dict[int, Worker] = field(default_factory=dict)
     _owners: Counter[Warmth] = field(default_factory=Counter)
     _costs: Costs = field(default_factory=Costs)
     _heard: float = 0.0  # when something came of a worker, or its silence was told
     _looked: float = 0.0
     _left: dict[int, str] = field(default_factory=dict)  # workers that are of no more use, and why
+
+    @cached_property
+    def claims(self) -> Claims:
+        return Claims(self.outputs.folder / RUNNING)
 
     def run(self) -> None:
         """Until no job is left.
@@ -72,8 +79,17 @@ class Course:
         """
         self._heard = self._looked = self.now()
         self.window.widen(len(self.crew.workers))
-        while self.window.fill(self._running) or self._running:
-            self._hand_out()
+        self.outputs.ensure()
+        self.claims.sweep()
+        try:
+            self._run()
+        finally:
+            self.claims.release_all()
+
+    def _run(self) -> None:
+        while self.window.fill({*self._running, *self._elsewhere}) or self._running or self._elsewhere:
+            while self._hand_out():
+                ...
             if len(self._left) == len(self.crew.workers):
                 raise HostError(f"No worker is left to run jobs on. {'; '.join([*self._left.values()][:3])}.")
             with suppress(queue.Empty):
@@ -83,7 +99,9 @@ class Course:
                 self._looked = now
                 self._look(now)
 
-    def _hand_out(self) -> None:
+    def _hand_out(self) -> bool:
+        """Give jobs to those that are idle. Returns whether to do so again, since one that was chosen is not to be done
+        here."""
         waiting: set[Warmth] | None = None  # kinds of jobs, once one had nothing to do: others have neither, but theirs
         for number, worker in list(self._idle.items()):
             if waiting is not None and waiting.isdisjoint(worker.warm):
@@ -99,10 +117,26 @@ class Course:
                 continue
             waiting = None
             job = self.window.take(places[chosen])
+            if not self._claimed(job):
+                return True
             del self._idle[number]
             self._running[job.content] = worker, job, self.now()
             worker.start(job)
             self._warm(worker, {*worker.warm, job.warmth})
+        return False
+
+    def _claimed(self, job: Job) -> bool:
+        """Claim a job for this batch, unless another has it, or has done it meanwhile."""
+        try:
+            mine = self.claims.take(job.content)
+        except OSError as error:
+            raise OutputError(f"Cannot write to {self.outputs.folder}: {error.strerror or error}.") from error
+        if not mine:
+            self._elsewhere[job.content] = job
+        elif self.window.skip(job):
+            self.claims.release(job.content)
+            mine = False
+        return mine
 
     def _ahead(self) -> float:
         """How many jobs are still to be handed out for each that is in the window."""
@@ -130,6 +164,7 @@ class Course:
             raise OutputError(outcome.error)
         elif isinstance(outcome, (Lost, Away)):
             self._again(worker, job, outcome)
+        self.claims.release(job.content)
 
     def _again(self, worker: Worker, job: Job, outcome: Lost | Away) -> None:
         self._warm(worker, ())
@@ -190,6 +225,9 @@ class Course:
     def _look(self, now: float) -> None:
         self.crew.grow()
         self.window.widen(len(self.crew.workers))
+        self.claims.touch()
+        for content in [content for content in self._elsewhere if self.claims.free(content)]:
+            self.window.put(self._elsewhere.pop(content))
         if self.timeout:
             for worker, _, since in self._running.values():
                 if now - since > self.timeout + LATE_SECONDS:
@@ -197,5 +235,8 @@ class Course:
         if not self._running and now - self._heard > WAIT_SECONDS:
             if self._park_refused(lambda each: each.ready):  # whoever else might take them does not come
                 return
-            self.tally.say("Waiting for a worker: none is ready. Are all GPUs of the cluster taken?")
+            if self.window:
+                self.tally.say("Waiting for a worker: none is ready. Are all GPUs of the cluster taken?")
+            else:
+                self.tally.say(f"Waiting for {len(self._elsewhere)} jobs that another batch computes into this folder.")
             self._heard = now

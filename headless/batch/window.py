@@ -54,13 +54,19 @@ class Window:
         while len(self._waiting) < self._size and (job := next(self._jobs, None)) is not None:
             if isinstance(job, Unmade):
                 self._tally.gave_up(job, job.error)
-            elif job.content in self._contents or job.content in running or self._outputs.has(job.content):
+            elif job.content in self._contents or job.content in running:
                 self._tally.skipped(job, "")
-            elif (parked := self._outputs.parked(job.content)) and not self._retry:
-                self._tally.skipped(job, parked.error)
-            else:
+            elif not self.skip(job):
                 self.put(job, -1)
         return bool(self._waiting)
+
+    def skip(self, job: Job) -> bool:
+        """Count a job that is done, or parked, and say whether it is."""
+        parked = None if self._retry else self._outputs.parked(job.content)
+        over = self._outputs.has(job.content)
+        if over or parked:
+            self._tally.skipped(job, "" if over or not parked else parked.error)
+        return over or parked is not None
 
     def put(self, job: Job, place: int = 0) -> None:
         """Have a job wait: before all others, or after them at -1."""

@@ -4,6 +4,12 @@ parked."""
 from __future__ import annotations
 
 import io
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +20,7 @@ import pytest
 from comfyui_onediff_guard.headless.batch import course as module
 from comfyui_onediff_guard.headless.batch import window as windows
 from comfyui_onediff_guard.headless.batch.affinity import Landing, Warmth, landing
+from comfyui_onediff_guard.headless.batch.claims import Claims
 from comfyui_onediff_guard.headless.batch.course import Costs, Course
 from comfyui_onediff_guard.headless.batch.crew import Event
 from comfyui_onediff_guard.headless.batch.jobs import Job
@@ -296,3 +303,84 @@ def test_lines_say_how_far_it_is() -> None:
     assert tally.summary() == "4 jobs: 1 done in 3.0 s, 1 were there, 1 failed"
     parked = Parked(content=job(3).content, name="x", error="e", attempts=1)
     assert parked.content == tally.faults[0]["content"]
+
+
+def test_two_batches_into_one_folder_compute_each_job_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do not wait for each other while there are others to do. What one parks, the other does not try."""
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
+    begun: list[str] = []
+    tallies: list[Tally] = []
+    both = threading.Barrier(2, timeout=60)
+
+    def batch() -> None:
+        outputs, tally, first = Outputs(tmp_path), Tally(20, io.StringIO()), [True]
+
+        def once(each: Job, worker: Scripted) -> Outcome:
+            begun.append(each.content)
+            if first.pop() if first else False:
+                both.wait()
+            (tmp_path / each.content).mkdir(exist_ok=True)
+            return Failed("broken") if each.name == "job 7" else does_again(each, worker)
+
+        def does_again(each: Job, worker: Scripted) -> Outcome:
+            (tmp_path / each.content / "job.json").touch()
+            return Done(1.0, warm=(each.warmth,))
+
+        crew = ScriptedCrew(outputs, once)
+        crew.workers.append(Scripted(crew, "worker"))
+        crew.workers[0].renew()
+        tallies.append(tally)
+        Course(Window(iter(map(job, range(20))), outputs, tally), crew, outputs, tally).run()
+
+    threads = [threading.Thread(target=batch) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(begun) == [job(number).content for number in range(20)]
+    assert sum(each.done for each in tallies) == 19 and sum(each.failed for each in tallies) == 1
+    assert [each.over for each in tallies] == [20, 20]
+    assert not [*(tmp_path / ".running").glob("*.claim")]
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from comfyui_onediff_guard.headless.batch.claims import Claims
+print(Claims(Path(sys.argv[1])).take("c"), flush=True)
+time.sleep(3600)
+"""
+
+
+def test_the_claim_of_a_killed_command_is_taken_over_at_once(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout and other.stdout.readline() == "True\n"
+        claims = Claims(tmp_path)
+        assert not claims.take("c") and not claims.free("c")
+        other.kill()
+    assert claims.take("c") and not claims.take("c")
+    claims.release_all()
+    assert claims.take("c")
+
+
+@pytest.mark.parametrize(
+    ("owner", "age", "dead"),
+    [
+        ({}, 0, False),
+        ({}, 7200, False),  # its process lives, however busy
+        ({"began": 1.0}, 0, True),  # another process has its number
+        ({"process": 2**40}, 0, True),
+        ({"host": "elsewhere"}, 0, False),
+        ({"host": "elsewhere"}, 7200, True),
+        (None, 0, False),  # being written
+        (None, 7200, True),
+    ],
+)
+def test_which_claims_are_dead(tmp_path: Path, owner: dict[str, Any] | None, age: float, dead: bool) -> None:
+    claims = Claims(tmp_path)
+    file = tmp_path / "c.claim"
+    assert claims.take("c")
+    file.write_text("" if owner is None else json.dumps(json.loads(file.read_text()) | owner))
+    os.utime(file, (time.time() - age,) * 2)
+    Claims(tmp_path).sweep()
+    assert file.exists() is not dead and Claims(tmp_path).take("c") is dead
