@@ -25,6 +25,7 @@ import psutil
 
 from ...precision.shared import TURNS
 from ...trust.message import Message
+from ...trust.owners import why_unsafe_below
 from ...trust.text import shown
 from ..atomic_files import LIMIT_VARIABLE, delete, drop_oldest, last_used, limit_here, limit_of
 from ..errors import BadCompiled
@@ -60,7 +61,8 @@ def inductor_folders(
         limit = limit_here(partial(_say, report))
         work = _ready(kept, target, report) if kept and limit else None
         if work is None:
-            yield
+            with _folders_of_inductor(report):
+                yield
             return
         try:
             with _folders(work.folder):
@@ -91,6 +93,7 @@ def take_in(folder: Path, name: str, data: bytes) -> None:
         sent, together = Path(holder) / f"sent{SUFFIX}", Path(holder) / "together"
         try:
             together.mkdir()
+            sent.touch(0o600)
             sent.write_bytes(data)
             target = check(sent)
             if name != f"{target.name}{SUFFIX}":
@@ -248,9 +251,30 @@ def _own_turn(tell: Tell) -> Generator[None]:
 
 
 @contextmanager
+def _folders_of_inductor(report: RunReport) -> Generator[None]:
+    """Inductor's own, or the exported one; a new one where another user could have put code there: the default is in
+    the system's temporary folder, which others can make beforehand."""
+    from torch._inductor.runtime.runtime_utils import default_cache_dir
+
+    used = [os.environ.get(INDUCTOR) or default_cache_dir(), exported(TRITON)]
+    why = next(filter(None, (why_unsafe_below(Path(folder)) for folder in used if folder)), "")
+    if not why:
+        yield
+        return
+    _say(report, f"compiled code is not taken from where another user could have written it, and not kept: {why}")
+    prefix = f"{_PREFIX}{os.getpid()}_"
+    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as holder, _folders(Path(holder)):
+        yield
+
+
+@contextmanager
 def _folders(folder: Path) -> Generator[None]:
     """Inductor and Triton read these variables whenever they compile."""
-    ours = {INDUCTOR: str(folder), TRITON: exported(TRITON) or str(folder / "triton")}
+    shared = exported(TRITON)
+    if shared and (why := why_unsafe_below(Path(shared))):
+        logger.warning("%s=%s is not used: another user could have written there: %s", TRITON, shared, why)
+        shared = ""
+    ours = {INDUCTOR: str(folder), TRITON: shared or str(folder / "triton")}
     before = {variable: os.environ.get(variable) for variable in ours}
     with TURNS.alone():
         _export(ours)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
 import shutil
 import struct
 import zipfile
@@ -23,6 +24,7 @@ from typing import Annotated, Any, BinaryIO, Literal
 from pydantic import Field
 
 from ...trust.foreign import Foreign, Unreadable, parse_as
+from ...trust.owners import why_unsafe
 from ...trust.paths import inside, relative
 from ...trust.text import shown
 from ..atomic_files import replacing
@@ -66,8 +68,9 @@ def check(file: Path) -> Target:
 
 
 def unpack(file: Path, target: Target, folder: Path) -> None:
-    """Put its code into `folder`, but for what is there already. Raises BadCompiled, OSError."""
-    with _opened(file) as (archive, manifest):
+    """Put its code into `folder`, but for what is there already, to be run. Raises BadCompiled, also where another user
+    could have written it, and OSError."""
+    with _opened(file, to_run=True) as (archive, manifest):
         if manifest.target != target:
             raise BadCompiled("'{}' is for something else: {}. {}", file.name, manifest.target.in_words(), _AGAIN)
         for name, digest in manifest.files.items():
@@ -111,12 +114,14 @@ def files_in(folder: Path) -> dict[str, int]:
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[tuple[zipfile.ZipFile, _Manifest]]:
+def _opened(file: Path, *, to_run: bool = False) -> Iterator[tuple[zipfile.ZipFile, _Manifest]]:
     """An archive that can be read, and what it says it holds. What is wrong with it is said of `file`."""
     try:
         if file.exists() and not file.is_file():  # opening a pipe waits for whoever writes into it
             raise ValueError("it is no file")
         with file.open("rb") as stream:
+            if to_run and (why := why_unsafe(os.fstat(stream.fileno()))):
+                raise ValueError(why)
             if _bytes_listed(stream) > _MAX_LISTED:
                 raise ValueError(f"it lists its files in more than {_MAX_LISTED:,} bytes")
             with zipfile.ZipFile(stream) as archive:

@@ -7,6 +7,7 @@ import logging
 import os
 from pathlib import Path
 
+from ...trust.owners import why_unsafe_below
 from ..atomic_files import drop_oldest, limit_here
 from ..insight.machine import version_of
 from ..run.profiles import Profile
@@ -34,7 +35,9 @@ def graphs_folder(
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
     folder = kept / FOLDER / f"{weights.model}-{weights.architecture}-{weights.dtype}-{digest}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(0o700, parents=True, exist_ok=True)
+        if why := why_unsafe_below(folder):
+            raise PermissionError(None, f"another user could have written there: {why}")
         os.utime(folder)
         drop_oldest(folder.parent.iterdir(), folder, limit)
     except OSError as error:

@@ -220,12 +220,30 @@ def changed(file, name, change):
     rewrite(file, lambda contents: {**contents, name: change(contents[name])})
 
 
+def of_another_user(file):
+    if os.name != "posix" or os.geteuid() != 0:
+        pytest.skip("only root can give files away")
+    os.chown(file, 65534, 65534)
+
+
+def others_can_write(file):
+    file.chmod(0o666)
+
+
+def its_group_can_write(file):
+    file.chmod(0o620)
+
+
 def a_folder(file):
     file.unlink()
     (file / "inside").mkdir(parents=True)
 
 
-@pytest.mark.parametrize("damage", [garbage, half, empty, half_a_manifest, another_byte, for_something_else, a_folder])
+OTHERS = [of_another_user, others_can_write, its_group_can_write]
+DAMAGES = [garbage, half, empty, half_a_manifest, another_byte, for_something_else, a_folder, *OTHERS]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_thrown_away_with_a_line(pipeline, damage, caplog):
     written(pipeline, kernel="code")
     damage(only_file(pipeline))
@@ -322,6 +340,27 @@ def test_what_the_user_exported_is_respected_and_told(pipeline, monkeypatch, tmp
     with held(pipeline, report):
         assert os.environ[INDUCTOR] == str(tmp_path / "users")
     assert f"{INDUCTOR}={tmp_path / 'users'}" in report.notes[-1] and not pipeline.compiled.exists()
+
+
+@pytest.mark.parametrize("harm", OTHERS)
+@pytest.mark.parametrize("taken", ["exported", "exported for Triton", "the default"])
+def test_where_another_user_could_have_put_code_nothing_is_loaded(pipeline, monkeypatch, tmp_path, harm, taken):
+    """Deep in a folder that was exported, or that inductor takes by itself where nothing is kept."""
+    shared = tmp_path / "shared"
+    (shared / "ab").mkdir(parents=True)
+    (shared / "ab" / "kernel.so").write_text("code")
+    if taken == "the default":
+        monkeypatch.setattr("torch._inductor.runtime.runtime_utils.default_cache_dir", lambda: str(shared))
+        monkeypatch.setenv(LIMIT_VARIABLE, "0")
+    else:
+        monkeypatch.setenv(INDUCTOR if taken == "exported" else TRITON, str(shared))
+    before = {variable: os.environ.get(variable) for variable in (INDUCTOR, TRITON)}
+    harm(shared / "ab" / "kernel.so")
+    with held(pipeline, report := pipeline.report(pipeline.plan(Component.DENOISER))):
+        assert str(shared) not in (os.environ[INDUCTOR], os.environ[TRITON])
+        assert Path(os.environ[INDUCTOR]).stat().st_mode & 0o077 == 0
+    assert taken == "exported for Triton" or "another user" in report.notes[-1]
+    assert {variable: os.environ.get(variable) for variable in (INDUCTOR, TRITON)} == before
 
 
 def test_a_folder_of_tritons_that_the_user_exported_stays(pipeline, monkeypatch, tmp_path):

@@ -105,3 +105,13 @@ def test_where_nothing_is_kept_there_is_no_folder(
     (tmp_path / "oneflow").write_text("a file", encoding="utf-8")
     monkeypatch.setenv("ONEDIFF_GUARD_COMPILED_GB", "1")
     assert folder_or_none(handle) is None
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes are POSIX's")
+def test_a_folder_that_others_could_have_written_is_not_used(handle: PipelineHandle) -> None:
+    folder = folder_of(handle)
+    (folder / "graph").touch(0o666)
+    (folder / "graph").chmod(0o666)
+    assert folder_or_none(handle) == folder, "others cannot enter it"
+    folder.chmod(0o755)
+    assert folder_or_none(handle) is None
