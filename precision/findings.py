@@ -170,11 +170,14 @@ def found_in_half(
     dtype: str,
     islands: Collection[str] = (),
     apart: Apart | None = None,
+    *,
+    everything: bool = False,
 ) -> Finding:
     """Say why a call failed in half precision although nothing leaves the dtype's range when it runs in fp32.
 
     name: the module whose output was broken when the half-precision call was made once more; None where none was.
     apart: the layers that were quantised in it, or accumulated in fp16.
+    everything: every layer was wide in it.
     """
     apart = apart or Apart()
     if name is None:
@@ -192,6 +195,8 @@ def found_in_half(
     reason = Message("'{}'", name) if name else Message("the output")
     reason += Message(" is broken in {}, although no layer's output leaves its range: it overflows {}", dtype, inside)
     reason += Message(", apart from the residual stream") if anatomy.widens(dtype) else ""
+    if everything:
+        reason = Message("values are too far apart or too large for products in {}, {}", dtype, inside)
     island = anatomy.island(name, peaks, dtype, islands)
     return Finding(reason, name, peak, islands=() if island is None else (island,), hopeless=island is None)
 

@@ -3,12 +3,16 @@
 It is the fp32 rerun with other products. Each linear layer, convolution and fused attention multiplies in half
 precision. Where that is fp16, its operands are scaled by powers of two before, such that no sum of products leaves
 fp16's range, and the float32 result is scaled back. What has a scale of its own is each row of a linear layer's input,
-each sample of a convolution's, and each head of attention's queries, keys and values. Matrix products outside of layers
-stay in float32: rotary tables are made by such.
+each sample of a convolution's, and each channel of the queries, keys and values of an attention head. Matrix products
+outside of layers stay in float32: rotary tables are made by such.
+
+Values can be too far apart for fp16 all the same. What is lost then is looked for: on a CPU the product is made in
+float32 instead. On a device the host would have to wait to choose, so there the result is NaN, for the guard to see.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -18,13 +22,27 @@ from torch.nn import functional as F
 
 from .fp32_settings import autocast_off_where_on
 from .upcast import Fp32Mode, OneOperation, dequantised, run_in
-from .wide import LEAST, largest_of, limit_of, reach, scaled_product, times
+from .wide import LEAST, largest_of, limit_of, reach, reaches, scaled_product, times
 
 Result = TypeVar("Result")
-_SOFTMAX_ROOM = 14  # log2 of what a query's and a key's values are kept below, so that their product fits in float32
-_VALUES = 2.0**8  # of attention's values; what comes out is no larger
-_NORMAL = 2.0**7  # the largest sum of |w| of weights that have to be cast anyway: they are scaled to that
-_BIASED = 6e4  # the end of an additive mask in half: what is below has no share all the same
+_OUTSIDE = 16  # log2 of the part of attention's scale that its kernel multiplies by, in float32
+_VALUES = 2.0**14  # of attention's values; what comes out is no larger
+_FLOAT32 = 96.0  # log2 of products of a query's channel with a key's whose sums fit in float32, whatever the head
+_SAME = -(2.0**24)  # added to all logits of a row, a mask leaves float32 no digit of theirs
+_NORMAL = 2.0**9  # the largest sum of |w| of weights that have to be cast anyway: they are scaled to that
+_LOST = 2.0**-13  # of what a layer's product may reach, times the root of its addends: less shows what fp16 flushed
+_FLUSHED = 2.0**-24  # of the largest sum of |w|, times the addends: an output with less loses weights that are cast
+
+
+class _Bounds(NamedTuple):
+    """Up to where attention in fp16 is taken for right."""
+
+    logits: int  # log2 of a query's channel times a key's times scale · √channels, which logits are a few of
+    values: float  # the smallest token's values, beside the largest token's
+
+
+_CAREFUL = _Bounds(8, 2.0**-10)  # nearer to float32 than bf16 in each single case; where float32 costs little
+_BROADEST = _Bounds(18, 2.0**-28)  # nearer than bf16 on average; beyond, fp16 flushes what counts
 
 
 def run_with_half_products(
@@ -67,12 +85,29 @@ class HalfProducts(Fp32Mode):
             if not self._scales:
                 made = func(input.to(self._dtype), weight.to(self._dtype), None, *args, **kwargs).float()
                 return made if bias is None else made + bias.float().view(-1, *[1] * spatial)
-            half, loudness, limit = self._limits.of(weight, self._dtype, transposed=func in _TRANSPOSED)
+            half, of_weight, is_new = self._limits.of(weight, self._dtype, transposed=func in _TRANSPOSED)
+            looks = _can_look(input)
+            loudness, lost = of_weight.loudness, None
+            if is_new and not looks:
+                loudness = torch.ones_like(of_weight.limit) if loudness is None else loudness.clone()
 
             def product(scaled: torch.Tensor) -> torch.Tensor:
-                return func(scaled, half, None, *args, **kwargs)
+                nonlocal lost
+                made = func(scaled, half, None, *args, **kwargs)
+                if is_new or looks:
+                    lost = _lost(made, input, scaled, of_weight.least, spatial)
+                if loudness is not None and lost is not None and not looks:
+                    loudness.masked_fill_(lost, torch.nan)
+                return made
 
-            return scaled_product(product, input, self._dtype, limit, spatial, bias, loudness)
+            made = scaled_product(product, input, self._dtype, of_weight.limit, spatial, bias, loudness)
+            if lost is None or (looks and not lost):
+                return made
+            if not looks:
+                self._limits.doubt(weight, lost)
+                return made
+        self._limits.forget(weight)
+        return super().computed(func, (input, weight, bias, *args), kwargs)
 
     def _attention(
         self,
@@ -85,57 +120,128 @@ class HalfProducts(Fp32Mode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
+        given = (query, key, value, attn_mask, dropout_p, is_causal)
+        more: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+        if not all(_is_single(each) and each.numel() for each in given[:3]):
+            return super().computed(F.scaled_dot_product_attention, given, more)
         dtype, loudness = self._dtype, None
-        if attn_mask is not None and attn_mask.is_floating_point():
-            attn_mask = attn_mask.float().clamp(-_BIASED, _BIASED).to(dtype)
         if self._scales:
-            query, key = _level(query, key, query.shape[-1] ** -0.5 if scale is None else scale, dtype)
-            scale = 1.0
-            loudness = _exponent(value, by_head=query.shape[:-2] == value.shape[:-2]).exp2() / _VALUES
-            value = times(value, 1 / loudness, dtype)
+            scaled = _scaled(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale, dtype)
+            if _can_look(query) and not scaled.resolved:
+                return self._in_full(scaled.product, given, more)
+            query, key, value, more["scale"] = scaled.query, scaled.key, scaled.value, scaled.scale
+            loudness = torch.where(scaled.resolved, scaled.loudness, torch.nan)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        if attn_mask is not None and attn_mask.is_floating_point():
+            attn_mask, hidden = _shifted(attn_mask, dtype)
+            query = query.masked_fill(hidden, 0.0)
         with autocast_off_where_on((query.device.type,)):
-            made = F.scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
+            made = F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **more)
         return made.float() if loudness is None else made * loudness
 
+    def _in_full(self, product: torch.Tensor, given: tuple[Any, ...], more: dict[str, Any]) -> torch.Tensor:
+        """Compute attention as the fp32 rerun does, and in float64 where logits leave float32 as well."""
+        if product <= _FLOAT32:
+            return super().computed(F.scaled_dot_product_attention, given, more)
+        double = [
+            each.double() if isinstance(each, torch.Tensor) and each.is_floating_point() else each for each in given
+        ]
+        return F.scaled_dot_product_attention(*double, **more).float()
 
-def _level(
-    query: torch.Tensor, key: torch.Tensor, scale: float, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return queries and keys scaled to one size, head by head, with the softmax's scale in them. Where their product
-    is beyond what half precision holds of each, it is made smaller: such a softmax picks one key, and float32 knows it
-    no better."""
+
+class _Scaled(NamedTuple):
+    """What attention multiplies in half precision."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    loudness: torch.Tensor  # what the result is multiplied by. float32, of one token
+    scale: float  # the softmax's
+    product: torch.Tensor  # log2 of what no product of a query's channel with a key's reaches. float32 []
+    resolved: torch.Tensor  # bool []: whether half precision resolves the call as well as bf16 does
+
+
+def _scaled(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, dtype: torch.dtype) -> _Scaled:
+    """Scale queries, keys and values by powers of two, each channel of a head by its own.
+
+    A channel's queries are multiplied by what its keys are divided by, such that both reach the same: that leaves their
+    product as it is. Both are made smaller by 2^-8 beside, and the kernel multiplies their float32 product by 2^16.
+    So queries and keys that reach 2^23 are below 2^15, and a token of 1 beside these is above 2^-9.
+    """
     by_head = query.shape[:-2] == key.shape[:-2]
     queries, keys = _exponent(query, by_head=by_head), _exponent(key, by_head=by_head)
-    both = (queries + keys).clamp(max=2 * _SOFTMAX_ROOM)
-    half = (both / 2).floor()
-    return times(query, (half - queries).exp2() * scale, dtype), times(key, (both - half - keys).exp2(), dtype)
+    size = abs(scale) * query.shape[-1] ** 0.5
+    inside = math.floor(math.log2(size)) if 0 < size < math.inf else 0  # the scale's power of two goes into both
+    product = (queries + keys).amax()
+    of_query = ((keys - queries + (inside - _OUTSIDE)) / 2).floor()
+    of_key = inside - _OUTSIDE - of_query
+    by_head = query.shape[:-2] == value.shape[:-2]
+    loudness = _exponent(value, by_head=by_head).exp2() / _VALUES
+    tokens, dims = largest_of(value, (-1,)), _dims(value, by_head=by_head)
+    smallest = torch.where(tokens > 0, tokens, torch.inf).amin(dims)
+    bounds = _CAREFUL if _can_look(query) else _BROADEST
+    return _Scaled(
+        times(query, of_query.exp2(), dtype),
+        times(key, of_key.exp2(), dtype),
+        times(value, 1 / loudness, dtype),
+        loudness,
+        scale * 2.0 ** (_OUTSIDE - inside),
+        product,
+        (product + inside <= bounds.logits) & (smallest >= tokens.amax(dims) * bounds.values).all(),
+    )
+
+
+def _shifted(mask: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return an additive mask in `dtype`, and the rows in which float32 would tell no logit from another. From each row
+    its largest value is taken, which changes no softmax: what has a share is near 0, where half precision is exact."""
+    mask = mask.float()
+    top = mask.amax(-1, keepdim=True)
+    return (mask - top.clamp(min=torch.finfo(torch.float32).min)).to(dtype), top <= _SAME
+
+
+def _can_look(tensor: torch.Tensor) -> bool:
+    """Return whether the host can read a number without waiting for a device."""
+    return tensor.device.type == "cpu"
 
 
 class _Limits:
     """How large the values of a row may be that is multiplied by a weight. A parameter is read once, and again where it
-    has changed."""
+    is seen to have changed. A change through `.data`, or of one that was made in inference mode, is not seen: where
+    that leads out of the range, the product is not finite."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, bool], tuple[weakref.ref[torch.Tensor], int, _Limit]] = {}
+        self._known: dict[tuple[int, bool], tuple[weakref.ref[torch.Tensor], tuple[int, int], _Limit]] = {}
 
-    def of(
-        self, weight: torch.Tensor, dtype: torch.dtype, *, transposed: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """Return the weight in `dtype`, what its products have to be multiplied by (None: 1), and what rows may reach;
-        the last two are float32 []."""
+    def of(self, weight: torch.Tensor, dtype: torch.dtype, *, transposed: bool) -> tuple[torch.Tensor, _Limit, bool]:
+        """Return the weight in `dtype`, what its products may reach, and whether that was read just now."""
         version = 0 if weight.is_inference() else weight._version  # ComfyUI loads in inference mode, which counts none
+        state = version, _address(weight)
         found = self._known.get((id(weight), transposed))
-        if found and found[0]() is weight and found[1] == version:
-            made = found[2]
-        else:
-            made = _limit(weight, dtype, transposed=transposed)
-            if isinstance(weight, torch.nn.Parameter):
-                self._known[id(weight), transposed] = weakref.ref(weight), version, made
+        is_new = not (found and found[0]() is weight and found[1] == state)
+        made = _limit(weight, dtype, transposed=transposed) if is_new or not found else found[2]
+        if is_new and isinstance(weight, torch.nn.Parameter):
+            self._known[id(weight), transposed] = weakref.ref(weight), state, made
         half = weight if made.quieter is None else times(weight, made.quieter, dtype)
-        return half, made.loudness, made.limit
+        return half, made, is_new
+
+    def forget(self, weight: torch.Tensor) -> None:
+        """Have a weight read anew when it is next multiplied by."""
+        for transposed in (False, True):
+            self._known.pop((id(weight), transposed), None)
+
+    def doubt(self, weight: torch.Tensor, lost: torch.Tensor) -> None:
+        """Have all later products with a weight be NaN where `lost`, a bool [] on its device, says so."""
+        for transposed in (False, True):
+            if found := self._known.get((id(weight), transposed)):
+                limit = torch.where(lost, torch.nan, found[2].limit)
+                self._known[id(weight), transposed] = *found[:2], found[2]._replace(limit=limit)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # it has none: of a class of its own
+        return 0
 
 
 class _Limit(NamedTuple):
@@ -143,16 +249,42 @@ class _Limit(NamedTuple):
     float32 []; loudness, and quieter, its reciprocal, are None for 1."""
 
     limit: torch.Tensor
+    least: torch.Tensor  # a scaled row's product that is smaller shows what was lost; infinite where weights were
     loudness: torch.Tensor | None = None
     quieter: torch.Tensor | None = None
 
 
 def _limit(weight: torch.Tensor, dtype: torch.dtype, *, transposed: bool) -> _Limit:
-    largest = reach(weight.transpose(0, 1) if transposed else weight)
+    by_output = weight.transpose(0, 1) if transposed else weight
+    addends = max(1, by_output[:1].numel())
     if weight.dtype is dtype:
-        return _Limit(limit_of(largest))
+        largest = reach(by_output)
+        return _Limit(limit_of(largest), largest * _LOST * addends**-0.5)
+    sums = reaches(by_output)
+    largest = largest_of(sums, (0,))[0]
     loudness = (largest.clamp(min=LEAST).log2().floor() + 1).exp2() / _NORMAL
-    return _Limit(limit_of(largest / loudness), loudness, 1 / loudness)
+    least = largest / loudness * _LOST * addends**-0.5
+    if _can_look(weight) and ((sums < largest * (addends * _FLUSHED)) & (sums > 0)).any():
+        least = least + torch.inf
+    return _Limit(limit_of(largest / loudness), least, loudness, 1 / loudness)
+
+
+def _lost(
+    made: torch.Tensor, given: torch.Tensor, scaled: torch.Tensor, least: torch.Tensor, spatial: int
+) -> torch.Tensor:
+    """Return whether a product shows that small values of its input lost digits, or is not finite. bool [].
+
+    Beside a value a million times as large, they lose some when the row is scaled. That shows where the large one is
+    multiplied by next to nothing, so that little comes out of the row.
+    """
+    size = largest_of(made, (-1 - spatial,))
+    small = ~((size >= least) & (size < torch.inf))
+    if _can_look(made) and not small.any():
+        return small.any()
+    if not spatial:
+        return (small & (largest_of(scaled, (-1,)) != 0)).any()
+    vanished = scaled.count_nonzero() < given.count_nonzero()  # elsewhere, an output of 0 may come of an input of 0
+    return (small & (size != 0)).any() | (small.any() & vanished)
 
 
 def _is_single(value: Any) -> bool:
@@ -160,10 +292,13 @@ def _is_single(value: Any) -> bool:
 
 
 def _exponent(values: torch.Tensor, *, by_head: bool) -> torch.Tensor:
-    """Return log2 of a power of two that no |x| of a head reaches, or of the whole tensor where heads are not told
-    apart. float32 [..., 1, 1]."""
-    dims = (-2, -1) if by_head else tuple(range(values.ndim))
-    return largest_of(values, dims).clamp(min=LEAST).log2().floor() + 1
+    """Return log2 of powers of two that no |x| of a channel reaches. float32 [..., 1, channels]."""
+    return largest_of(values, _dims(values, by_head=by_head)).clamp(min=LEAST).log2().floor() + 1
+
+
+def _dims(values: torch.Tensor, *, by_head: bool) -> tuple[int, ...]:
+    """Return the dimensions that share a scale, beside channels: tokens, and heads where these are not told apart."""
+    return (-2,) if by_head else tuple(range(values.ndim - 1))
 
 
 _TRANSPOSED = frozenset({F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d})

@@ -75,7 +75,10 @@ class Learner:
             name = first_broken(module, lambda: eager(*args, **kwargs), limit, self._agree)
         attempt, sums = self.attempt, self.attempt.sums
         apart = Apart(attempt.quantised, sums.layers if sums else ())
-        return found_in_half(name, self._peaks, self._anatomy, self._dtype, self.learned.islands, apart)
+        everything = self.attempt.everything
+        return found_in_half(
+            name, self._peaks, self._anatomy, self._dtype, self.learned.islands, apart, everything=everything
+        )
 
     def learn(self, finding: Finding) -> str:
         """Build the next attempt as the finding asks for. Returns what changes, in words; "" where nothing does."""

@@ -25,7 +25,7 @@ from .kept_fp32 import KeptInFp32
 from .shells import Make, both, replaced
 
 ROOM = 3e4  # of fp16's 65504: the largest product of a scaled row, so that rounding on the way does not pass the end
-LARGEST = 2.0**8  # of a scaled row's values; more would gain no bit
+LARGEST = 2.0**14  # of a scaled row's values, so that small ones beside the largest keep digits
 LEAST = 2.0**-100  # what a row's largest value counts for at least: float32 does not hold what would scale up a smaller
 CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
 LAYERS = (torch.nn.Linear, *CONVOLUTIONS)
@@ -245,6 +245,8 @@ def scaled_product(
 def largest_of(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
     """Return max |x| over dimensions, which are kept, in float32. On the CPU, a norm takes 30 times as long as two
     extremes."""
+    if not x.numel():
+        return x.new_zeros([1 if i - x.ndim in dims or i in dims else n for i, n in enumerate(x.shape)]).float()
     if x.device.type == "cpu":
         return torch.maximum(x.amax(dims, keepdim=True), -x.amin(dims, keepdim=True)).float()
     return torch.linalg.vector_norm(x, torch.inf, dims, keepdim=True, dtype=torch.float32)
@@ -281,7 +283,12 @@ def limit_of(largest: torch.Tensor) -> torch.Tensor:
 
 def reach(weight: torch.Tensor) -> torch.Tensor:
     """Return the most that an output may be where inputs are at most 1: the largest sum of |w|. float32 []."""
-    return torch.linalg.vector_norm(weight.detach().flatten(1), 1, 1, dtype=torch.float32).amax()
+    return largest_of(reaches(weight), (0,))[0]
+
+
+def reaches(weight: torch.Tensor) -> torch.Tensor:
+    """Return the same for each output. float32 [outputs]."""
+    return torch.linalg.vector_norm(weight.detach().flatten(1), 1, 1, dtype=torch.float32)
 
 
 def _scale(largest: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:

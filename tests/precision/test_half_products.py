@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
 import pytest
 import torch
+from comfyui_onediff_guard.precision import half_products
 from comfyui_onediff_guard.precision.half_products import HalfProducts, run_with_half_products
 from comfyui_onediff_guard.precision.upcast import OneOperation, RerunUnsupported, run_in_fp32
+from comfyui_onediff_guard.precision.wide import wide as wide_layer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import drawn
@@ -174,11 +177,106 @@ def test_what_is_not_finite_is_handed_on() -> None:
     assert not wide(layer, x)[1].isfinite().any()
 
 
-def test_a_weight_that_changes_is_read_again() -> None:
-    layer, x, products = nn.Linear(8, 4).half().requires_grad_(False), torch.randn(3, 8), HalfProducts(FP16)
-    run_with_half_products(layer, x, products=products)
-    layer.weight.mul_(1e4)
-    assert error(run_with_half_products(layer, x, products=products), run_in_fp32(layer, x)) < 1e-3
+RATIOS = [10.0**decades for decades in (1, 3, 4, 5, 5.5, 6, 6.5, 7, 8, 9, 12, 20, 30)]
+
+
+def compensated(part: str, ratio: float, stored: torch.dtype, channels: int = 512) -> tuple[nn.Module, torch.Tensor]:
+    """Return a layer and its input: one channel is so many times as large as the others, and its weights make up for
+    it; or a token or pixel is, or an output is so much smaller."""
+    generator = torch.Generator().manual_seed(0)
+    convolves = part == "pixel"
+    layer: Any = nn.Conv2d(16, 8, 3, padding=1) if convolves else nn.Linear(channels, 16, bias=False)
+    layer.requires_grad_(False).weight.copy_(torch.randn(layer.weight.shape, generator=generator) / channels**0.5)
+    x = torch.randn((1, 16, 9, 9) if convolves else (7, channels), generator=generator)
+    if part == "channel":
+        x[:, 3] *= ratio
+        layer.weight[:, 3] /= ratio
+    elif part == "output":
+        layer.weight[3] /= ratio
+    elif convolves:
+        x[:, :, 1, 1] *= ratio
+        layer.bias.zero_()
+    return layer.to(stored), x
+
+
+@pytest.mark.parametrize("stored", [FP16, BF16, torch.float32])
+@pytest.mark.parametrize("part", ["channel", "pixel", "output"])
+def test_small_values_beside_a_huge_one_are_nearer_to_fp32_than_bf16s(part: str, stored: torch.dtype) -> None:
+    for ratio in RATIOS:
+        layer, x = compensated(part, ratio, stored)
+        in_bf16 = copy.deepcopy(layer).to(BF16)(x.bfloat16())
+        exact, made, in_bf16 = (each.double() for each in (run_in_fp32(layer, x), wide(layer, x), in_bf16))
+        small = {"channel": ..., "pixel": (..., slice(4, None), slice(4, None)), "output": (..., 3)}[part]
+        if exact[small].any():
+            exact, made, in_bf16 = exact[small], made[small], in_bf16[small]
+        assert error(made, exact) <= error(in_bf16, exact), ratio
+
+
+@pytest.mark.parametrize("part", ["channel", "pixel"])
+def test_where_the_host_cannot_look_they_are_right_or_not_finite(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the guard sees it, in later calls as well."""
+    monkeypatch.setattr(half_products, "_can_look", lambda _: False)
+    for ratio in RATIOS:
+        layer, x = compensated(part, ratio, FP16)
+        exact, products = run_in_fp32(layer, x), HalfProducts(FP16)
+        small = (..., slice(4, None), slice(4, None)) if part == "pixel" else ...
+        for _ in range(2):
+            made = run_with_half_products(layer, x, products=products)
+            assert not made.isfinite().all() or error(made[small], exact[small]) < 2e-3, ratio
+        assert made.isfinite().all() or ratio > 1e5
+
+
+def multiplied(weight: torch.Tensor) -> None:
+    weight.mul_(1e4)
+
+
+def multiplied_through_data(weight: torch.Tensor) -> None:
+    weight.data.mul_(1e4)
+
+
+def replaced_through_data(weight: torch.Tensor) -> None:
+    weight.data = weight.data * 1e4
+
+
+def copied_to_in_inference_mode(weight: torch.Tensor) -> None:
+    with torch.inference_mode():
+        weight.data.copy_(weight * 1e4)  # as ComfyUI's hooks change weights amid a run
+
+
+@pytest.mark.parametrize("in_inference_mode", [False, True])
+@pytest.mark.parametrize("kind", [nn.Linear, nn.Conv1d, nn.ConvTranspose1d])
+@pytest.mark.parametrize(
+    "change", [multiplied, multiplied_through_data, replaced_through_data, copied_to_in_inference_mode]
+)
+def test_a_weight_that_changes_is_read_again(change: Any, kind: Any, in_inference_mode: bool) -> None:
+    with torch.inference_mode(in_inference_mode):
+        layer = (kind(8, 4) if kind is nn.Linear else kind(8, 4, 1)).half().requires_grad_(False)
+        x, products = torch.randn(3, 8) if kind is nn.Linear else torch.randn(3, 8, 5), HalfProducts(FP16)
+        run_with_half_products(layer, x, products=products)
+        change(layer.weight)
+        for _ in range(2):
+            assert error(run_with_half_products(layer, x, products=products), run_in_fp32(layer, x)) < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: nn.Linear(8, 4), (0, 8)),
+        (lambda: nn.Linear(8, 4), (2, 0, 8)),
+        (lambda: nn.Linear(0, 4), (3, 0)),
+        (lambda: nn.Linear(8, 0), (3, 8)),
+        (lambda: nn.Linear(0, 4, bias=False), (0, 0)),
+        (lambda: nn.Conv2d(4, 4, 3, padding=1), (0, 4, 5, 5)),
+        (lambda: nn.ConvTranspose2d(4, 4, 2), (0, 4, 5, 5)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_a_layer_over_nothing_is_as_in_fp32(make: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    layer, x = make().half().requires_grad_(False), torch.randn(shape)
+    made, expected = wide(layer, x, dtype=dtype), run_in_fp32(layer, x)
+    assert made.dtype is torch.float32 and torch.equal(made, expected)
+    assert torch.equal(wide_layer(layer)(x), expected), "as a writer of a wide stream, too"
 
 
 def test_nothing_is_left_behind_and_the_network_is_untouched() -> None:

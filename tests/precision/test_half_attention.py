@@ -1,0 +1,249 @@
+"""Attention with every layer wide: what fp16 cannot resolve is in float32, or not finite on a device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from comfyui_onediff_guard.pipelines.families.table import VARIANTS
+from comfyui_onediff_guard.precision import half_products
+from comfyui_onediff_guard.precision.arch import ARCHITECTURES
+from comfyui_onediff_guard.precision.findings import Anatomy
+from comfyui_onediff_guard.precision.guard import GuardPolicy, StageGuard
+from comfyui_onediff_guard.precision.half_products import HalfProducts, run_with_half_products
+from comfyui_onediff_guard.precision.islands import half_attempt
+from comfyui_onediff_guard.precision.learned import STAY
+from comfyui_onediff_guard.precision.learning import Learner
+from comfyui_onediff_guard.precision.policy import Component, Precision, choose
+from comfyui_onediff_guard.precision.report import RunReport
+from comfyui_onediff_guard.precision.upcast import run_in_fp32
+from diffusers.models.attention_processor import Attention
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiers import drawn
+from torch import nn
+from torch.nn import functional as F
+
+FP16, BF16 = torch.float16, torch.bfloat16
+LEAST = torch.finfo(torch.float32).min
+
+
+@dataclass(frozen=True)
+class Outlier:
+    """What of the queries, keys or values is how many times as large as the rest."""
+
+    of: str
+    part: str  # "token", "channel", "head" or "all"
+    decades: float
+    compensated: bool  # the same channel of keys is so many times smaller where it is one of queries, and conversely
+
+    def put(self, tensors: dict[str, torch.Tensor], generator: torch.Generator) -> None:
+        x, factor = tensors[self.of], 10.0**self.decades
+        heads, tokens, channels = x.shape[1:]
+        head, token, channel = (int(torch.randint(most, (), generator=generator)) for most in (heads, tokens, channels))
+        parts = {"token": (..., token, slice(None)), "channel": (..., channel), "head": (slice(None), head), "all": ...}
+        factor = min(factor, 100.0) if self.part == "all" else factor
+        if x.abs().max() * factor > 1e36:  # float32 ends there
+            return
+        x[parts[self.part]] *= factor
+        other = {"query": "key", "key": "query"}.get(self.of)
+        if other and self.compensated and self.part == "channel":
+            tensors[other][..., channel] /= factor
+
+
+@dataclass(frozen=True)
+class Case:
+    seed: int
+    shape: tuple[int, int, int]  # queries, keys, channels
+    heads: tuple[int, int]  # of queries for each of keys, and of keys
+    mask: str
+    scale: float | None
+    outliers: list[Outlier]
+
+    def made(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Return query, key and value, and the other arguments."""
+        generator = torch.Generator().manual_seed(self.seed)
+        (queries, keys, channels), (for_each, heads) = self.shape, self.heads
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator)
+
+        tensors = {"query": random(2, for_each * heads, queries, channels)}
+        tensors |= {name: random(2, heads, keys, channels) for name in ("key", "value")}
+        for outlier in self.outliers:
+            outlier.put(tensors, generator)
+        bias, shown = random(2, 1, queries, keys), torch.rand(2, 1, queries, keys, generator=generator) > 0.4
+        masks = {
+            "shown": shown,
+            "bias": bias,
+            "bias of 1e3": bias * 1e3,
+            "bias at 1e3": bias + 1e3,
+            "bias for all": bias[:1, :, :1],
+            "-inf": bias.where(shown, -torch.inf),
+            "least": bias.where(shown, LEAST),
+            "-1e9": torch.where(shown, 0.0, -1e9),
+        }
+        named = {"scale": self.scale, "enable_gqa": for_each > 1, "is_causal": self.mask == "causal"}
+        return tensors, named | ({"attn_mask": masks[self.mask]} if self.mask in masks else {})
+
+
+MASKS = (
+    "none",
+    "none",
+    "causal",
+    "shown",
+    "bias",
+    "bias of 1e3",
+    "bias at 1e3",
+    "bias for all",
+    "-inf",
+    "least",
+    "-1e9",
+)
+CASES = st.builds(
+    Case,
+    seed=st.integers(0, 2**32),
+    shape=st.tuples(st.integers(1, 9), st.integers(1, 9), st.sampled_from([8, 16, 40])),
+    heads=st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2)]),
+    mask=st.sampled_from(MASKS),
+    scale=st.sampled_from([None, None, 1.0, 0.3, 3.0, 0.01]),
+    outliers=st.lists(
+        st.builds(
+            Outlier,
+            of=st.sampled_from(["query", "key", "value"]),
+            part=st.sampled_from(["token", "token", "channel", "channel", "head", "all"]),
+            decades=st.one_of(st.floats(0, 4), st.floats(0, 30)),
+            compensated=st.booleans(),
+        ),
+        max_size=4,
+    ),
+)
+
+
+def attention(tensors: dict[str, torch.Tensor], named: dict[str, Any], dtype: torch.dtype) -> torch.Tensor:
+    mask = named.get("attn_mask")
+    cast = {} if mask is None or mask.dtype is torch.bool else {"attn_mask": mask.to(dtype)}
+    return F.scaled_dot_product_attention(**{name: x.to(dtype) for name, x in tensors.items()}, **named | cast)
+
+
+def wide(tensors: dict[str, torch.Tensor], named: dict[str, Any]) -> torch.Tensor:
+    return run_with_half_products(
+        lambda: F.scaled_dot_product_attention(**tensors, **named), products=HalfProducts(FP16)
+    )
+
+
+def error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """The norm of what it differs by, in parts of the exact one's; infinite for NaN."""
+    exact = exact.double()
+    off = ((found.double() - exact).norm() / exact.norm().clamp(min=1e-300)).item()
+    return math.inf if math.isnan(off) else off
+
+
+@given(case=CASES)
+@settings(max_examples=drawn(2000, 500), deadline=None, derandomize=True)
+def test_no_outlier_makes_it_worse_than_bf16(case: Case) -> None:
+    tensors, named = case.made()
+    exact = attention(tensors, named, torch.float32)
+    if not exact.isfinite().all():
+        exact = attention(tensors, named, torch.float64)
+    assert error(wide(tensors, named), exact) <= error(attention(tensors, named, BF16), exact)
+
+
+@given(case=CASES)
+@settings(max_examples=drawn(1000, 200), deadline=None, derandomize=True)
+def test_where_the_host_cannot_look_it_is_right_or_not_finite(case: Case) -> None:
+    """So it is on a device, where the guard sees it. Single cases may be a little worse than bf16's there."""
+    tensors, named = case.made()
+    exact = attention(tensors, named, torch.float64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(half_products, "_can_look", lambda _: False)
+        made = wide(tensors, named)
+    if made.isfinite().all():
+        in_bf16 = max(error(attention(tensors, named, BF16), exact), 1e-3)
+        assert error(made, exact) <= 2 * in_bf16
+
+
+@pytest.mark.parametrize("scale", [None, 0.3, 1.0, 3.0, 1e-6, 2.0**-3])
+def test_the_softmaxs_scale_costs_no_digits(scale: float | None) -> None:
+    """Where it is no power of two, it is not multiplied into what is rounded."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(2, 4, 64, 40, generator=generator) for name in ("query", "key", "value")}
+    tensors = {
+        name: x.half().float() for name, x in tensors.items()
+    }  # fp16 holds them: what is lost is lost in between
+    exact = attention(tensors, {"scale": scale}, torch.float64)
+    assert error(wide(tensors, {"scale": scale}), exact) <= 1.05 * error(
+        attention(tensors, {"scale": scale}, FP16), exact
+    )
+
+
+@pytest.mark.parametrize("channels", [slice(0, 8), slice(0, 1)])
+@pytest.mark.parametrize("gain", [2.0**12, 2.0**-30, 1e9])
+def test_channels_of_queries_that_keys_make_up_for_change_nothing(gain: float, channels: slice) -> None:
+    torch.manual_seed(0)
+    layer: Any = Attention(32, heads=2, dim_head=16).requires_grad_(False)
+    layer.to_q.weight[channels] *= gain
+    layer.to_k.weight[channels] /= gain
+    x = torch.randn(2, 6, 32)
+    assert error(run_with_half_products(layer, x, products=HalfProducts(FP16)), run_in_fp32(layer, x)) < 1e-3
+
+
+@pytest.mark.parametrize("hidden", [LEAST, -torch.inf, -1e9, -1e30, torch.finfo(BF16).min])
+@pytest.mark.parametrize("products", [FP16, BF16])
+def test_a_row_whose_keys_are_all_hidden_is_as_in_fp32(hidden: float, products: torch.dtype) -> None:
+    torch.manual_seed(0)
+    tensors = {name: torch.randn(1, 2, 4, 16) for name in ("query", "key", "value")}
+    mask = torch.randn(4, 4)
+    mask[1], mask[2, 1:] = hidden, hidden
+    for attn_mask in (mask, mask[1:2], mask > -1e8):
+        exact = F.scaled_dot_product_attention(**tensors, attn_mask=attn_mask)
+        made = run_with_half_products(
+            F.scaled_dot_product_attention, **tensors, attn_mask=attn_mask, products=HalfProducts(products)
+        )
+        assert (made - exact).abs().max() < (2e-3 if products is FP16 else 2e-2)
+
+
+@pytest.mark.parametrize("products", [FP16, BF16])
+@pytest.mark.parametrize("bias", ["none", "additive"])
+@pytest.mark.parametrize("sizes", [(0, 5, 16), (4, 0, 16), (4, 5, 0), (0, 0, 0)])
+def test_attention_over_nothing_is_as_in_fp32(sizes: tuple[int, int, int], bias: str, products: torch.dtype) -> None:
+    queries, keys, channels = sizes
+    tensors = {"query": torch.randn(1, 2, queries, channels), "key": torch.randn(1, 2, keys, channels)}
+    tensors["value"] = torch.randn(1, 2, keys, 7)
+    named: dict[str, Any] = {"scale": 0.5} | ({"attn_mask": torch.randn(queries, keys)} if bias == "additive" else {})
+    made = run_with_half_products(F.scaled_dot_product_attention, **tensors, **named, products=HalfProducts(products))
+    expected = F.scaled_dot_product_attention(**tensors, **named)
+    assert made.dtype is torch.float32 and torch.allclose(made, expected, atol=2e-2, equal_nan=True)
+
+
+class Outsized(nn.Module):
+    """diffusers' attention between layers; one token's query and another's key are 1e6 times the others'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention(32, heads=2, dim_head=16)
+        self.out = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.attention(x))
+
+
+def test_on_a_device_the_guard_computes_in_fp32_what_fp16_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(half_products, "_can_look", lambda _: False)
+    torch.manual_seed(0)
+    module = Outsized().half().requires_grad_(False)
+    x = torch.randn(1, 6, 32)
+    x[:, 2] *= 1e6
+    anatomy = Anatomy(everything=True)
+    plan = choose(ARCHITECTURES["cpu"], VARIANTS["CogVideoX-2B"], Component.DENOISER, Precision.FP16)
+    report = RunReport("CogVideoX-2B", "cpu", plan)
+    learner = Learner(
+        module, "fp16", lambda learned: half_attempt(module, anatomy, learned, "fp16", everything=True), anatomy
+    )
+    guard = StageGuard("denoiser", learner, dtype="fp16", policy=GuardPolicy(), report=report)
+    assert torch.equal(guard(x), run_in_fp32(module, x))
+    [step] = report.steps
+    assert step.outcome == "rerun" and step.rerun and step.rerun.action == STAY
