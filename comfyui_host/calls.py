@@ -95,7 +95,8 @@ def around_apply_model(made_by: Callable[[ModelCall], Any]) -> Callable[..., Any
         """executor: goes on with the chain, and ends in ComfyUI itself. x: noisy latents, float32. t: sigma."""
         given = {"x": x, "c_concat": c_concat, "c_crossattn": c_crossattn, **conditions}
         call = ModelCall(executor.class_obj, {"executor": executor, **given, "timestep": t, "control": control})
-        call.arguments["memory"] = memory = CallMemory(call.network, transformer_options or {}, call.dtype)
+        memory = CallMemory(call.network, transformer_options or {}, call.dtype, (given, t, control))
+        call.arguments["memory"] = memory
         with memory.settled():
             try:
                 return made_by(call)
@@ -153,7 +154,10 @@ def apply_model_in_fp32(*, memory: CallMemory, **call: Any) -> Any:
 def load_anew(*, executor: Any, timestep: Any, control: Any, memory: CallMemory, **given: Any) -> bool:
     """Have ComfyUI load the model's weights once more; says whether it did. Not where its inputs are to blame."""
     memory.forget()
-    return not _broken(given) and loaded_anew(executor.class_obj)
+    if _broken(given) or not loaded_anew(executor.class_obj):
+        return False
+    memory.renewed()
+    return True
 
 
 def _attention_in_fp32(chosen: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

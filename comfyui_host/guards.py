@@ -19,6 +19,7 @@ import torch
 
 from ..pipelines.errors import BadInput
 from ..precision.policy import Component
+from ..precision.snapshot import Snapshot
 from .calls import (
     KEY,
     ModelCall,
@@ -116,6 +117,7 @@ def denoiser_of(call: ModelCall) -> ComfyNetwork:
         rerun=apply_model_in_fp32,
         renew=load_anew,
         patched=call.patched,
+        snapshot=lambda *_: Snapshot(),  # CallMemory has it all
     )
 
 

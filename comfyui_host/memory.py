@@ -9,50 +9,83 @@ from __future__ import annotations
 
 import copy
 import threading
-import types
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from ..precision.guard import GuardStopped
+from ..precision.snapshot import Snapshot
+
 _EASYCACHE = "easycache"  # in transformer_options
-_TORCH = frozenset(vars(torch.nn.Module()))
-_STATELESS = (torch.nn.Module, torch.Tensor, type, types.ModuleType)
+_REWRITTEN = ("ar_state",)  # in transformer_options: keys and values of whole videos, to which a call adds its own
+# ComfyUI's memory manager, and what holds whole models: what they note of a network is no state of a call
+OPAQUE = (
+    *("comfy.ops.", "comfy.quant_ops.", "comfy.model_patcher.", "comfy.model_management.", "comfy.model_base."),
+    *("comfy.multigpu.", "comfy.patcher_extension.", "comfy.hooks.", "comfy.sd.", "comfy.memory_management."),
+    *("comfy.model_prefetch.", "comfy.pinned_memory.", "comfy_aimdo."),
+)
 
 
 class CallMemory:
     """For one call of a network, made once or several times: each begins with what was remembered before the first.
 
-    The rerun that counts leaves what it wrote beside the network, in half precision where that holds it, as a call in
-    half precision would. What it wrote on the network itself is forgotten, and where every call failed, all is.
+    The rerun that counts leaves what it wrote beside the network, in half precision where a call in half precision
+    would have it so and it fits. What it wrote on the network itself is forgotten, and where every call failed, all is.
 
-    options: ComfyUI's transformer_options. dtype: the network computes in.
+    options: ComfyUI's transformer_options. dtype: the network computes in. given: what else it is called with.
     """
 
-    def __init__(self, network: torch.nn.Module, options: dict[str, Any], dtype: torch.dtype):
+    def __init__(self, network: torch.nn.Module, options: dict[str, Any], dtype: torch.dtype, given: Any = ()):
         self.options = options
         self._dtype = dtype
         self._easycache = _EasyCache(options.get(_EASYCACHE))
-        self._beside = _Snapshot(_states(options))
-        self._within = _Snapshot([vars(network)])
-        self._kept: _Snapshot | None = None
+        self._network = network
+        self._states = {name: value for name, value in options.items() if name not in (_EASYCACHE, *_REWRITTEN)}, given
+        self._called = False
+        self._kept: Snapshot | None = None
+        self._look()
+
+    def _look(self) -> None:
+        self._beside = self._beside_now()
+        self._dtypes = self._beside.dtypes  # and those of tensors that failed calls left there
+        self._within = Snapshot(self._network, opaque=OPAQUE)
+
+    def _beside_now(self) -> Snapshot:
+        rewritten = [self.options.get(name) for name in _REWRITTEN]
+        return Snapshot(*self._states, opaque=OPAQUE, rewritten=rewritten)
 
     def of_a_call(self, more: Mapping[str, Any]) -> dict[str, Any]:
         """Options for one more call. They hold what the network's caches are in, and no copy of it in float32: what a
-        rerun writes there, later calls read."""
-        self._rewind()
+        rerun writes there, later calls read. Raises GuardStopped where the call before it cannot be undone."""
+        if self._called:
+            if self._kept is None:  # else it was a rerun
+                self._dtypes |= self._beside.dtypes_now()
+            if lost := self._rewind():
+                raise GuardStopped(
+                    f"A failed call has overwritten '{lost}', which is too large to be copied beforehand, so the same "
+                    "call cannot be made again. Choose a smaller size or fewer frames, or take off the node that keeps "
+                    "it from call to call."
+                )
+        self._called = True
         return {**self.options, **self._easycache.of_a_call(), **more}
 
     def keep(self) -> None:
         """The latest call, a rerun, is the one that counts."""
         self._easycache.keep()
-        self._kept = _Snapshot(_states(self.options))
+        self._kept = self._beside_now()
 
     def forget(self) -> None:
         """No call that was made counts."""
         self._easycache.forget()
         self._kept = None
+        self._rewind()
+        self._called = False
+
+    def renewed(self) -> None:
+        """The network was loaded anew, with its buffers."""
+        self._look()
 
     @contextmanager
     def settled(self) -> Generator[None]:
@@ -66,67 +99,10 @@ class CallMemory:
         if self._kept is not None:
             self._within.restore()
             self._kept.restore()
-            self._kept.narrow(self._dtype, self._beside)
+            self._kept.narrow(self._dtypes, self._dtype)
 
-    def _rewind(self) -> None:
-        self._beside.restore()
-        self._within.restore()
-
-
-def _states(options: dict[str, Any]) -> list[Any]:
-    """What may change in them: themselves, and the attributes of objects in them."""
-    values = [value for name, value in options.items() if name != _EASYCACHE and not isinstance(value, _STATELESS)]
-    return [*values, *(vars(value) for value in values if hasattr(value, "__dict__") and not callable(value))]
-
-
-class _Snapshot:
-    """What dicts and lists hold, those inside of them too. Tensors stay where they are, as they are."""
-
-    def __init__(self, containers: Iterable[Any]):
-        self._held: dict[int, tuple[Any, Any]] = {}
-        for container in containers:
-            self._enter(container)
-
-    def _enter(self, value: Any) -> None:
-        if isinstance(value, tuple):
-            for inside in value:
-                self._enter(inside)
-        if not isinstance(value, (dict, list)) or id(value) in self._held:
-            return
-        held = _without_torch(value) if isinstance(value, dict) else [*value]
-        self._held[id(value)] = value, held
-        for inside in held.values() if isinstance(held, dict) else held:
-            self._enter(inside)
-
-    def narrow(self, dtype: torch.dtype, before: _Snapshot) -> None:
-        """Bring float32 tensors that were not there before to a dtype, where they fit."""
-        known = {id(value) for _, _, value in before._entries()}
-        for container, key, value in self._entries():
-            if isinstance(value, torch.Tensor) and value.dtype == torch.float32 and id(value) not in known:
-                narrowed = value.to(dtype)
-                if torch.isfinite(narrowed).all():
-                    container[key] = narrowed
-
-    def _entries(self) -> Generator[tuple[Any, Any, Any]]:
-        for container, held in self._held.values():
-            for key, value in held.items() if isinstance(held, dict) else enumerate(held):
-                yield container, key, value
-
-    def restore(self) -> None:
-        """Touches only what changed: other threads may read the rest."""
-        for container, held in self._held.values():
-            if isinstance(container, list):
-                if [*map(id, container)] != [*map(id, held)]:
-                    container[:] = held
-                continue
-            for added in _without_torch(container).keys() - held.keys():
-                del container[added]
-            container.update((name, value) for name, value in held.items() if container.get(name, held) is not value)
-
-
-def _without_torch(state: dict[Any, Any]) -> dict[Any, Any]:
-    """Without what torch.nn.Module keeps of its own: parameters, hooks, children."""
-    return {name: value for name, value in state.items() if name not in _TORCH}
+    def _rewind(self) -> str:
+        return self._beside.restore() or self._within.restore()
 
 
 class _EasyCache:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +13,12 @@ from ..precision.arch import detect
 from ..precision.guard import GuardPolicy
 from ..precision.policy import Component, Precision
 from ..precision.report import RunReport
+from ..precision.snapshot import Snapshot
 from ..precision.stage import Stage
+from .memory import OPAQUE
 from .plans import comfy_plan
+
+_snapshot = partial(Snapshot, opaque=OPAQUE)
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,7 @@ class ComfyNetwork:
     rerun: Callable[..., Any]  # the same, and it is the call that counts
     renew: Callable[..., bool] | None = None  # has its weights loaded anew, where they may be stale
     patched: frozenset[str] = frozenset()  # names of the network's weights that LoRAs and their kind change
+    snapshot: Callable[..., Snapshot] = _snapshot  # of what a call is given, and of the network
 
     def stage(self, policy: GuardPolicy, request: Precision | None = None) -> Stage:
         """It, set up to compute as is asked. request: None for what ComfyUI chose. Raises BadInput."""

@@ -106,7 +106,7 @@ class _Run:
     def _guard(self, network: torch.nn.Module) -> StageGuard:
         stage = self._of.stage(GuardPolicy())  # with a report of its own
         attempt = stage.in_fp32(apply_model_in_fp32)
-        return stage.guard(network, attempt, rerun=attempt, dtype="fp32")
+        return stage.guard(network, attempt, rerun=attempt, dtype="fp32", snapshot=self._of.snapshot)
 
     def probing(self, sampled: str) -> Probing:
         probed, steps = self.measured.probe.probed, self._log.steps

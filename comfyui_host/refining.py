@@ -15,9 +15,11 @@ from ..precision.clips import Clips
 from ..precision.dtypes import FP16_MAX, dtype_name
 from ..precision.guard import GuardPolicy, GuardStopped, OnFailure
 from ..precision.observe import floating, non_finite
+from ..precision.snapshot import Snapshot
 from ..precision.upcast import run_in_fp32
 from ..trust.message import Message
 from .calls import ModelCall
+from .memory import OPAQUE
 from .products import products_in_fp32
 
 _TEXT = "c_crossattn"  # of the conditions that a model prepares
@@ -43,7 +45,7 @@ def refining_guarded(model: Any, policy: GuardPolicy, tell: Callable[[str], None
 def _guarded(prepare: Prepare, model: ModelCall, policy: GuardPolicy, tell: Callable[[str], None]) -> Prepare:
     def extra_conds(**given: Any) -> dict[str, Any]:
         dtype = dtype_name(model.dtype)
-        clips = Clips(dtype)
+        clips, before = Clips(dtype), Snapshot(given, model.network, opaque=OPAQUE)
         made = clips.watched(prepare)(**given)
         problem = _problem(made, clips.take())
         if not problem or policy.on_failure is OnFailure.OFF or _broken(given.get("cross_attn")):
@@ -55,6 +57,8 @@ def _guarded(prepare: Prepare, model: ModelCall, policy: GuardPolicy, tell: Call
                 "refined in fp32.",
                 found,
             )
+        if lost := before.restore():
+            raise GuardStopped(f"{found}, and it has overwritten '{lost}', which is too large to be copied beforehand.")
         tf32 = detect(given["device"]).tf32 and not policy.strict
         with products_in_fp32(model.network):
             again = run_in_fp32(prepare, tf32=tf32, **given)

@@ -182,7 +182,8 @@ def _executor(of: ComfyNetwork, settings: Settings) -> _Executor:
     def peak_inside() -> torch.Tensor | None:
         return None if learner.attempt.everything else clips.take()
 
-    guard = stage.guard(of.network, learner, rerun=of.rerun, renew=of.renew, peak_inside=peak_inside)
+    how = {"rerun": of.rerun, "renew": of.renew, "peak_inside": peak_inside, "snapshot": of.snapshot}
+    guard = stage.guard(of.network, learner, **how)
     return _Executor(guard, switched, rerun_from(of.network), learned, profile)
 
 

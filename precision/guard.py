@@ -22,14 +22,16 @@ from torch.utils import _pytree as pytree
 from ..trust.message import Message, Told
 from .attention import showing_what_is_broken
 from .cost import extra_peak
-from .dtypes import DTYPES, FP16_MAX
+from .dtypes import DTYPES
 from .findings import Finding
 from .islands import Attempt
 from .learned import STAY, Learned
 from .learning import Learner
 from .observe import Agree, alone, first_broken, floating, non_finite
+from .ranges import Range, measured
 from .report import Rerun, RunReport, StepRecord
 from .shells import Once
+from .snapshot import Snapshot
 from .upcast import run_in_fp32
 
 logger = logging.getLogger(__name__)
@@ -72,26 +74,6 @@ class _BrokenInFp32(RuntimeError):
     """The output of a call is non-finite in fp32 too, although its inputs are finite."""
 
 
-@dataclass(frozen=True)
-class _Range:
-    """How large the values of some tensors are."""
-
-    finite: bool
-    largest: float | None  # max |x|; None where there was nothing to measure or it is not finite
-
-    def outcome(self, dtype: str, inside: _Range) -> str:
-        """Return the outcome of a call whose output has this range, as the report names it.
-
-        dtype: what the call computed in.
-        inside: the range of what the stage computed on the way, where that is watched.
-        """
-        if not self.finite or not inside.finite:
-            return "non-finite"
-        if dtype == "fp16" and max(self.largest or 0, inside.largest or 0) >= FP16_MAX:
-            return "saturated"
-        return "finite"
-
-
 class StageGuard:
     """A callable that stands in place of a stage: it attempts each call, checks the output, and reruns it in fp32.
 
@@ -113,6 +95,8 @@ class StageGuard:
         arguments of a call that fails in fp32 too, which is then made once more.
     agree: makes what was measured the same in all processes that compute the stage together, so that each decides as
         the others do. It comes before the one transfer to the host, and does not wait for the device.
+    snapshot: makes a Snapshot of what it is given: of a call's arguments, and of `owner`. Before a call is made again,
+        and where it raises, all that it changed is put back.
     """
 
     def __init__(
@@ -131,6 +115,7 @@ class StageGuard:
         peak_inside: Callable[[], torch.Tensor | None] | None = None,
         renew: Callable[..., bool] | None = None,
         agree: Agree = alone,
+        snapshot: Callable[..., Snapshot] = Snapshot,
     ):
         self.stage = stage
         self.dtype = dtype
@@ -147,6 +132,7 @@ class StageGuard:
         self._peak_inside = peak_inside or (lambda: None)
         self._renew = renew or (lambda *_, **__: False)
         self._agree = agree
+        self._snapshot = snapshot
         self._learner = learner or self._watching()
         self._failures = 0
         self._stays = self._learns and self._learner is not None and self._learner.learned.whole_run_fp32
@@ -156,15 +142,26 @@ class StageGuard:
 
         Raises GuardStopped where an input is broken, where fp32 fails as well, or where the policy says stop.
         """
+        before = self._snapshot(args, kwargs, self._owner, self._attempt)
         try:
-            return self._call(args, kwargs)
+            return self._called(args, kwargs, before)
+        except BaseException:
+            before.restore()
+            raise
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any], before: Snapshot) -> Any:
+        try:
+            return self._call(args, kwargs, before)
         except _BrokenInFp32:
+            self._restore(before)
             if not self._renew(*args, **kwargs):
                 raise GuardStopped(self._diagnose(args, kwargs)) from None
         logger.warning("%s: non-finite in fp32 too, so its weights were loaded anew", self._where())
+        before = self._snapshot(args, kwargs, self._owner, self._attempt)  # its buffers may be loaded anew, too
         try:
-            output = self._call(args, kwargs)
+            output = self._call(args, kwargs, before)
         except _BrokenInFp32:
+            self._restore(before)
             raise GuardStopped(self._diagnose(args, kwargs)) from None
         last = self.report.steps[-1]
         rerun = last.outcome == "rerun"
@@ -172,20 +169,22 @@ class StageGuard:
         self.report.note(Message("non-finite in fp32 too: the weights were loaded anew, {}", helped))
         return output
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], before: Snapshot) -> Any:
         started = time.perf_counter()
         if self._stays:
             output, made, timestep = self._in_fp32(args, kwargs)
             return self._recorded(output, started, timestep, "fp32", "finite", made, note=STAYS)
         casts, self._casts = self._casts, Once()  # a call that fails, or raises, leaves none behind
-        half_args, half_kwargs, changed = self._cast(args, kwargs, casts) if self._narrow else (args, kwargs, [])
+        half_args, half_kwargs, changed = self._half(args, kwargs, casts)
         with showing_what_is_broken((half_args, half_kwargs)) if self.dtype != "fp32" else nullcontext():
             output = self._attempt(*half_args, **half_kwargs)
-        given, made, inside, timestep = self._measure(changed, output, self._peak_inside(), kwargs.get("timestep"))
+        given, made, inside, timestep = measured(
+            changed, output, self._peak_inside(), kwargs.get("timestep"), self._agree
+        )
         outcome = made.outcome(self.dtype if self._narrow else "fp32", inside)
         if given.finite and outcome == "finite":
             if self._learner:
-                self._learner.came_out_right(*half_args, **half_kwargs)
+                self._came_out_right(self._learner, args, kwargs, before, output)
                 self._attempt = self._learner.attempt.run
             self._casts = casts
             return self._recorded(output, started, timestep, self.dtype, outcome, made)
@@ -193,12 +192,41 @@ class StageGuard:
             outcome = "non-finite" if outcome == "finite" else outcome
             return self._recorded(output, started, timestep, self.dtype, outcome, made)
         del output
+        dtypes = before.dtypes_now()
+        self._restore(before)
         problem = Message(outcome) if given.finite else Message("its input does not fit")
         self._refuse(problem, args, kwargs)
-        half_call = (half_args, half_kwargs) if given.finite else None
-        output, made, finding, rerun = self._again(args, kwargs, half_call, saturated=outcome == "saturated")
+        output, made, finding, rerun = self._again(
+            args, kwargs, before, to_blame=given.finite, saturated=outcome == "saturated"
+        )
+        before.narrow(dtypes)
         note = Message("{} in {}", problem, self.dtype) + (Message(": {}", finding.reason) if finding else "")
         return self._recorded(output, started, timestep, "fp32", "rerun", made, note=note, rerun=rerun)
+
+    def _restore(self, before: Snapshot) -> None:
+        """Put back what a failed call changed. Raises GuardStopped where that cannot be done."""
+        if lost := before.restore():
+            raise GuardStopped(
+                Message(
+                    "{}: the call in {} failed after it had overwritten '{}', which is too large to be copied "
+                    "beforehand, so it cannot be made again. Choose precision 'fp32' for this stage ('bf16' where the "
+                    "card has it), or a smaller size or fewer frames.",
+                    self._where(),
+                    self.dtype,
+                    lost,
+                )
+            )
+
+    def _came_out_right(
+        self, learner: Learner, args: tuple[Any, ...], kwargs: dict[str, Any], before: Snapshot, output: Any
+    ) -> None:
+        if not learner.attempt.probe:
+            learner.came_out_right()
+            return
+        with before.once_more(output) as possible:
+            if possible:
+                half_args, half_kwargs, _ = self._half(args, kwargs, Once())
+                learner.came_out_right(*half_args, **half_kwargs)
 
     def _refuse(self, problem: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise GuardStopped where a rerun cannot help, or is not wanted."""
@@ -216,41 +244,44 @@ class StageGuard:
         logger.info("%s: %s in %s, rerunning in fp32", self._where(), problem, self.dtype)
 
     def _again(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], half_call: _Call | None, *, saturated: bool
-    ) -> tuple[Any, _Range, Finding | None, Rerun]:
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], before: Snapshot, *, to_blame: bool, saturated: bool
+    ) -> tuple[Any, Range, Finding | None, Rerun]:
         """Make the call in fp32. Returns its output and the output's range, why it had to be made, and what it cost.
 
-        half_call: the arguments with which half precision failed; None where the stage is not to blame.
+        to_blame: the stage is, and not what it was given.
         """
         started, finding = time.perf_counter(), None
-        learner = self._learner if half_call and (self._learns or not self._failures) else None
+        learner = self._learner if to_blame and (self._learns or not self._failures) else None
         with extra_peak(self._owner, (args, kwargs)) as extra_bytes:
             if learner:
                 (output, made, _), finding = learner.watch(lambda: self._in_fp32(args, kwargs))
             else:
                 output, made, _ = self._in_fp32(args, kwargs)
-        if learner and half_call and finding is None:
-            half_args, half_kwargs = _apart_from(output, half_call)
-            finding = learner.locate(*half_args, saturated=saturated, **half_kwargs)
+        if learner and finding is None:
+            with before.once_more(output) as possible:
+                if possible:
+                    half_args, half_kwargs, _ = self._half(args, kwargs, Once())
+                    finding = learner.locate(*half_args, saturated=saturated, **half_kwargs)
         action = self._follow(finding)
         module, peak = (finding.module, finding.peak) if finding else ("", None)
         return output, made, finding, Rerun(module, peak, action, time.perf_counter() - started, extra_bytes())
 
     def _recorded(
-        self, output: Any, started: float, timestep: float | None, dtype: str, outcome: str, made: _Range, **more: Any
+        self, output: Any, started: float, timestep: float | None, dtype: str, outcome: str, made: Range, **more: Any
     ) -> Any:
         seconds = time.perf_counter() - started
         record = StepRecord(self.stage, self._step, timestep, dtype, outcome, seconds, made.largest, **more)
         self.report.add(record)
         return output
 
-    def _in_fp32(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, _Range, float | None]:
+    def _in_fp32(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Range, float | None]:
         """Make the call in fp32. Returns its output, the output's range and the timestep.
 
         Raises _BrokenInFp32 where the output is non-finite in fp32 too.
         """
-        output = run_in_fp32(self._rerun, *args, tf32=self._tf32, **kwargs)
-        _, made, _, timestep = self._measure((), output, timestep=kwargs.get("timestep"))
+        own_args, own_kwargs = self._apart(args, kwargs)
+        output = run_in_fp32(self._rerun, *own_args, tf32=self._tf32, **own_kwargs)
+        _, made, _, timestep = measured((), output, timestep=kwargs.get("timestep"), agree=self._agree)
         if not made.finite:
             self._refuse_broken_input(args, kwargs)
             raise _BrokenInFp32
@@ -296,13 +327,15 @@ class StageGuard:
     def _where(self) -> str:
         return Message("{}, call {}", self.stage.replace("_", " "), self._step + 1)
 
-    def _cast(
+    def _half(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], known: Once
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
-        """Return the arguments in the plan's dtype, and those that had to be cast: a value may not have fitted.
+        """Return the arguments of an attempt, and those that had to be cast: a value may not have fitted.
 
         known: the casts of constant ones, which fitted.
         """
+        if not self._narrow:
+            return *self._apart(args, kwargs), []
         target = DTYPES[self.dtype]
         changed: list[torch.Tensor] = []
 
@@ -310,42 +343,31 @@ class StageGuard:
             changed.append(value.to(target))
             return changed[-1]
 
-        def cast(value: Any, once: bool = False) -> Any:
-            if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dtype == target:
-                return value
-            return known.of(value, narrowed) if once else narrowed(value)
+        half_args, half_kwargs = self._cast(
+            args, kwargs, lambda value, once: known.of(value, narrowed) if once else narrowed(value)
+        )
+        return half_args, half_kwargs, changed
 
-        half_args = tuple(map(cast, args))
-        half_kwargs = {
+    def _apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+        """Return the arguments of a call in float32: what half precision is given a cast of, it is given a copy of, so
+        that neither writes to the caller's."""
+        return self._cast(args, kwargs, lambda value, _once: value.clone())
+
+    def _cast(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor, bool], torch.Tensor]
+    ) -> _Call:
+        """Return the arguments with those changed that are not in the plan's dtype, and have to be. change: is told
+        whether one is constant."""
+        target = DTYPES[self.dtype]
+
+        def cast(value: Any, once: bool = False) -> Any:
+            fits = not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dtype == target
+            return value if fits else change(value, once)
+
+        return tuple(map(cast, args)), {
             name: pytree.tree_map(partial(cast, once=name in self._constant), value) if name in self._inputs else value
             for name, value in kwargs.items()
         }
-        return half_args, half_kwargs, changed
-
-    def _measure(
-        self, given: Any, made: Any, inside: torch.Tensor | None = None, timestep: Any = None
-    ) -> tuple[_Range, _Range, _Range, float | None]:
-        """Return the ranges of some inputs, of the output and of what is inside, and the timestep, all by one transfer
-        to the host."""
-        given, made = floating(given), floating(made)
-        values = [bound.float() for tensor in (*given, *made) for bound in torch.aminmax(tensor.detach())]
-        inside_at = len(values)
-        if inside is not None:
-            values.append(inside)
-        if isinstance(timestep, torch.Tensor) and timestep.numel():
-            values.append(timestep.detach().reshape(-1)[0].float())
-        else:
-            timestep = None
-        numbers: list[float] = []
-        if values:
-            numbers = self._agree(torch.stack([value.to(values[0].device) for value in values])).tolist()
-        bounds, rest = numbers[:inside_at], numbers[inside_at:]
-        return (
-            _range_of(bounds[: 2 * len(given)]),
-            _range_of(bounds[2 * len(given) :]),
-            _range_of(rest[:1] if inside is not None else []),
-            rest[-1] if timestep is not None else None,
-        )
 
     def _refuse_broken_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         named = {f"argument {i + 1}": v for i, v in enumerate(args)} | {n: kwargs.get(n) for n in self._inputs}
@@ -380,6 +402,7 @@ class StageGuard:
             first_broken(owner, lambda: run_in_fp32(self._rerun, *args, **kwargs), agree=self._agree)
             or type(owner).__name__
         )
+<<<<<<< HEAD
         return Message(
             "{}, first in '{}'. Its weights and inputs are finite: try another seed or guidance scale.", found, module
         )
@@ -406,3 +429,6 @@ def _range_of(bounds: list[float]) -> _Range:
     if all(abs(bound) < float("inf") for bound in bounds):  # false for NaN too
         return _Range(True, max(map(abs, bounds)))
     return _Range(False, None)
+=======
+        return f"{found}, first in '{module}'. Its weights and inputs are finite: try another seed or guidance scale."
+>>>>>>> ef34231 (Put back what a failed call changed before it is made again)

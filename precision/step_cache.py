@@ -20,6 +20,7 @@ from .drift import FIRST, LAST, ORDER, CachePolicy, Choice, coefficients
 from .observe import floating
 from .shells import Make, replaced, with_forward
 from .skips import Part, Role
+from .snapshot import Snapshot
 
 _SAMPLED = 7  # a signal is every so many-th value of the first part's output: it is only measured
 
@@ -166,9 +167,11 @@ class StepCache:
     def _attempted(self, shell: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         call = self._call = _Call(self._usable())
         self._turn.calls.append(call)
+        before = Snapshot(args, kwargs) if call.entries else None  # the first part is called once
         made = shell(*args, **kwargs)
-        if call.choice is Choice.REUSE or not call.entries:
+        if call.choice is Choice.REUSE or before is None:
             return made
+        before.restore()
         cached, call.skips, call.entries = made, False, ()
         made = shell(*args, **kwargs)
         self._turn.apart.append(self._whole(floating(cached)[0].float() - floating(made)[0].float()))

@@ -31,6 +31,7 @@ from .modes import Mode
 HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
 
 Result = TypeVar("Result")
+_Copied = tuple[Any, Any, list[Any]]  # a list or dict of the caller's, its copy, and what that held at first
 
 
 class RerunUnsupported(Told, RuntimeError):
@@ -66,7 +67,8 @@ def run_in(
     if isinstance(module, torch.nn.Module):
         _refuse_scripted(module)
     memo: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    fp32_args, fp32_kwargs = pytree.tree_map_only(torch.Tensor, lambda t: _upcast(t, memo), (args, kwargs))
+    copies: list[_Copied] = []
+    fp32_args, fp32_kwargs = _with_copies(args, memo, copies), _with_copies(kwargs, memo, copies)
     try:
         with fp32_mode(mode, tf32=tf32):
             result = function(*fp32_args, **fp32_kwargs)
@@ -83,7 +85,30 @@ def run_in(
             complaint,
         ) from error
     _write_back(memo.values())
+    _write_containers_back(copies, {id(single): half for half, single in memo.values()})
     return result
+
+
+def _with_copies(value: Any, memo: dict[int, Any], copies: list[_Copied]) -> Any:
+    """Return arguments with half tensors upcast, for which lists and dicts have to be copied."""
+    if (kind := type(value)) not in (list, dict, tuple):
+        return pytree.tree_map_only(torch.Tensor, lambda tensor: _upcast(tensor, memo), value)
+    items = [_with_copies(inside, memo, copies) for inside in (value.values() if kind is dict else value)]
+    made = dict(zip(value, items, strict=True)) if kind is dict else kind(items)
+    if kind is not tuple:
+        copies.append((value, made, items))
+    return made
+
+
+def _write_containers_back(copies: list[_Copied], given: dict[int, Any]) -> None:
+    """Change the caller's lists and dicts as their copies were. given: what was upcast, by the id of its copy."""
+    given |= {id(copied): theirs for theirs, copied, _ in copies}
+    for theirs, copied, before in copies:
+        now = [*copied.values()] if isinstance(copied, dict) else [*copied]
+        if [*map(id, now)] != [*map(id, before)]:
+            now = [given.get(id(item), item) for item in now]
+            theirs.clear()
+            theirs.update(zip(copied, now, strict=True)) if isinstance(theirs, dict) else theirs.extend(now)
 
 
 @contextmanager
@@ -156,8 +181,8 @@ class Fp32Mode(Mode):
         memo: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         fp32_args, fp32_kwargs = _mapped(lambda leaf: _in_fp32(leaf, memo), (args, kwargs), _TYPED)
         with autocast_off_where_on(self._device_types):
-            call = _call_attention if func in _ATTENTION else _call
-            result = call(func, fp32_args, fp32_kwargs)
+            attends = func in _ATTENTION
+            result = _call_attention(func, fp32_args, fp32_kwargs) if attends else func(*fp32_args, **fp32_kwargs)
         if not memo:
             return _mapped(_float, result)
         written = _write_back(memo.values())
@@ -278,10 +303,6 @@ def _storage(tensor: torch.Tensor) -> int:
         return storage.data_ptr() or storage._cdata  # on "meta" it has no address
     except RuntimeError:  # inside vmap, and of sparse and quantised tensors: nothing there to alias
         return id(tensor)
-
-
-def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return func(*args, **kwargs)
 
 
 def _call_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

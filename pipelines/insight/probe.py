@@ -15,6 +15,7 @@ from ...precision.policy import Plan, Precision
 from ...precision.probe import Verdict, judge, recommend
 from ...precision.report import RunReport
 from ...precision.shells import reporting, with_forward
+from ...precision.snapshot import Snapshot
 from ..compile.block import Tell
 from ..errors import BadInput
 from ..parallel.group import here as ranks
@@ -130,8 +131,14 @@ def _watched(stage: ComponentStage) -> tuple[torch.nn.Module, Measured]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         stage.place()
+        before = Snapshot(given, original)
+
+        def once_more() -> None:
+            with before.once_more():
+                healthy(**given)
+
         with weights:
-            return measured.call(lambda: guard(**given), lambda: healthy(**given))
+            return measured.call(lambda: guard(**given), once_more)
 
     shell = with_forward(original, forward)
     return reporting(shell, dtype=torch.float32, device=handle.store.placement.device), measured

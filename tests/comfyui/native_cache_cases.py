@@ -145,3 +145,35 @@ def case_animate() -> dict[str, Any]:
         "uncached": sampled(node("NaNGuardModel", model), layout, sampler, sigmas, **conditions),
         "fp32": sampled(in_fp32(model, layout), layout, sampler, sigmas, **conditions),
     }
+
+
+class Prefix:
+    """Keys and values that a network computes at its first call, as Qwen-Image 2.1 keeps those of its prefix."""
+
+    __slots__ = ("layers", "network")
+
+    def __init__(self, network: torch.nn.Module):
+        self.layers: dict[int, list[torch.Tensor]] = {}
+        self.network = network
+
+    def through(self, _layer: torch.nn.Module, _given: Any, result: torch.Tensor) -> torch.Tensor:
+        first = self.layers.setdefault(0, [result * 0 + 1])[0]
+        return result + first.to(result.dtype)
+
+
+def case_prefix() -> dict[str, Any]:
+    """A network that keeps what it computed first in an object; and one that writes to what it is given."""
+    layout = Layout(
+        "WAN21_T2V", WAN | {"image_model": "wan2.1", "model_type": "t2v"}, (1, 16, 3, 8, 8), (1, 7, 32), hot=HOT
+    )
+    sampler, sigmas = import_module("comfy.samplers").ksampler("euler"), torch.tensor([1.0, 0.6, 0.0])
+    results: dict[str, Any] = {}
+    for name in ("guarded", "fp32"):
+        model = make_model(layout, hot=True)
+        network = (model if name == "guarded" else (model := in_fp32(model, layout))).model.diffusion_model
+        network.prefix = Prefix(network)
+        network.blocks[0].ffn.register_forward_hook(network.prefix.through)
+        network.blocks[1].register_forward_pre_hook(lambda _block, given: (given[0].mul_(2), None)[1])
+        asked = node("NaNGuardModel", model) if name == "guarded" else model
+        results[name] = sampled(asked, layout, sampler, sigmas)
+    return results | {"said": said[-1]}

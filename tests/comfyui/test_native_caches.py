@@ -46,3 +46,8 @@ def test_a_cache_beside_the_network_is_filled_by_the_rerun(ran: native.Ran) -> N
     assert "2 steps, 2 reruns" in ran["animate/said"]
     assert native.difference(ran["animate/uncached"], ran["animate/fp32"]) <= 1e-5
     assert native.difference(ran["animate/guarded"], ran["animate/fp32"]) <= 2e-3  # it is kept in fp16
+
+
+def test_what_a_network_keeps_in_an_object_is_not_that_of_a_failed_call(ran: native.Ran) -> None:
+    assert "2 steps, 2 reruns" in ran["prefix/said"]
+    assert native.difference(ran["prefix/guarded"], ran["prefix/fp32"]) <= 1e-5

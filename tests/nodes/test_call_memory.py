@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -45,12 +46,44 @@ def within_the_network(network: Any, _options: dict[str, Any]) -> Any:
     return before
 
 
-WRITTEN = (beside_in_a_dict, beside_in_a_nested_list, beside_in_an_object, in_the_easycache, within_the_network)
+class Prefix:
+    """Keys of a prompt's start, as Qwen-Image 2.1 keeps them in an object on its network."""
+
+    __slots__ = ("keys", "layers", "network")
+
+    def __init__(self, network: Any):
+        self.keys, self.layers, self.network = torch.zeros(2), {0: deque([0], 3)}, network
+
+
+def within_an_object(network: Any, _options: dict[str, Any]) -> Any:
+    prefix = network.inner.prefix
+    before = prefix.keys.tolist(), [*prefix.layers[0]], len(network.inner.seen), float(network.inner.count)
+    prefix.keys.add_(1)
+    prefix.layers[0].append(1)
+    network.inner.seen.add(len(before[1]))
+    network.inner.count += 1
+    return before
+
+
+def in_what_it_is_given(_network: Any, options: dict[str, Any]) -> Any:
+    before = options["keys"].tolist(), torch.rand(1).item()
+    options["keys"].mul_(2)
+    return before
+
+
+WRITTEN = (
+    *(beside_in_a_dict, beside_in_a_nested_list, beside_in_an_object, in_the_easycache),
+    *(within_the_network, within_an_object, in_what_it_is_given),
+)
+WITHIN = (within_the_network, within_an_object)
 
 
 def network() -> Any:
-    made = torch.nn.Linear(2, 2)
+    made: Any = torch.nn.Linear(2, 2)
     made.cache = {}
+    made.inner = torch.nn.Module()
+    made.inner.prefix, made.inner.seen = Prefix(made), set()
+    made.inner.register_buffer("count", torch.zeros(()))
     return made
 
 
@@ -60,6 +93,7 @@ def options() -> dict[str, Any]:
         "nested": ({"layers": []},),
         "holder": SimpleNamespace(state=None),
         "easycache": SimpleNamespace(skipped=0),
+        "keys": torch.ones(2),
     }
 
 
@@ -82,23 +116,27 @@ def test_what_the_one_call_that_counts_wrote_stays_beside_and_not_within_the_net
             write(module, memory.of_a_call({}))  # the attempt
             read.append(write(module, memory.of_a_call({})))  # the rerun, which counts
             memory.keep()
-    assert (read[0] == read[1]) is (write is within_the_network)
+    assert (read[0] == read[1]) is (write in WITHIN)
     assert not hasattr(module, "added")
 
 
 @pytest.mark.parametrize("write", WRITTEN)
 def test_a_call_that_raises_leaves_nothing(write: Written) -> None:
     module, given = network(), options()
-    memory = CallMemory(module, given, FP16)
 
     def fail() -> None:
+        memory = CallMemory(module, given, FP16)
         with memory.settled():
             write(module, memory.of_a_call({}))
             raise RuntimeError
 
+    fresh = network()
+    torch.manual_seed(0)
+    expected = write(fresh, options())
+    torch.manual_seed(0)
     with pytest.raises(RuntimeError):
         fail()
-    assert write(module, given) == write(network(), options())
+    assert write(module, given) == expected
 
 
 @pytest.mark.parametrize(("value", "dtype"), [(3.0, FP16), (1e6, torch.float32)])

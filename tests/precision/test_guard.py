@@ -35,10 +35,15 @@ class Denoiser(nn.Module):
         super().__init__()
         self.inner = nn.Linear(4, 4)
         self.out = nn.Linear(4, 4)
-        self.seen: list[torch.dtype] = []
+        seen: list[torch.dtype] = []
+        self.see, self.read = seen.append, lambda: seen  # a list on the module would be put back with its state
+
+    @property
+    def seen(self):
+        return self.read()
 
     def forward(self, hidden_states, timestep=None, table=None):
-        self.seen.append(hidden_states.dtype)
+        self.see(hidden_states.dtype)
         squared = hidden_states * hidden_states
         return (self.out(squared / 1e4) + 0 * self.inner(hidden_states),)
 

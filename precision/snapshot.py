@@ -1,0 +1,367 @@
+"""What a call may change besides what it returns, as it was before: so that a failed call can be made again.
+
+A call may write to its arguments, to lists, dicts, objects and buffers that its modules keep, and it draws random
+numbers. What is restored is found by walking from the arguments and modules, by identity, so cycles do no harm.
+Parameters are never copied, and layers of PyTorch are not looked into.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from .upcast import HALF_DTYPES
+
+COPIED = 2**29  # bytes of tensors that a snapshot copies. Of what is beyond, it notices that it changed
+_ENTRIES = 200_000  # of containers, that a snapshot looks at
+_OWN = f"{__package__.rpartition('.')[0]}."  # this package: guards and reports are no state of a model
+_FOREIGN = ("torch.", "threading.", "queue.", "concurrent.", "asyncio.", "logging.", "weakref.", "accelerate.", _OWN)
+_LEAVES = (
+    *(type(None), bool, int, float, complex, str, bytes, slice, Enum, type, torch.nn.Parameter),
+    *(types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType),
+    *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
+)
+_TORCH = frozenset(vars(torch.nn.Module()))  # what a module keeps of its own: parameters, hooks, children
+_ABSENT: Any = object()
+_AS_IT_IS = torch._C.DisableTorchFunction  # out of the fp32 rerun's mode, in which half tensors look like float32
+Path = tuple[Any, ...]  # a root's number, then keys and names of attributes
+
+
+class _Held(NamedTuple):
+    """A container, and what it held: by key or name, or in order."""
+
+    container: Any
+    items: dict[Any, Any] | list[Any]
+    path: Path
+
+
+@dataclass
+class _Found:
+    """Everything changeable that can be reached from some roots."""
+
+    opaque: tuple[str, ...]
+    held: dict[int, _Held] = field(default_factory=dict)
+    tensors: dict[int, tuple[torch.Tensor, Path]] = field(default_factory=dict)
+    generators: dict[int, Any] = field(default_factory=dict)
+    _kinds: dict[type, Callable[[Any, Path], Iterable[tuple[Any, Any]]] | None] = field(default_factory=dict)
+    _left: int = _ENTRIES
+
+    def walk(self, roots: Iterable[Any]) -> None:
+        """Look at all that can be reached from the roots."""
+        ahead = [(root, (number,)) for number, root in enumerate(roots)]
+        ahead.reverse()
+        while ahead:
+            value, path = ahead.pop()
+            kind = type(value)
+            look = self._kinds[kind] if kind in self._kinds else self._kinds.setdefault(kind, self._looked_at(kind))
+            if look is None or id(value) in self.held or id(value) in self.tensors:
+                continue
+            for key, inside in look(value, path):
+                if self._kinds.get(type(inside), _ABSENT) is not None:
+                    ahead.append((inside, (*path, key)))
+
+    def _looked_at(self, kind: type) -> Callable[[Any, Path], Iterable[tuple[Any, Any]]] | None:
+        """Return what looks at values of a class; None where they cannot change, or are nobody's state."""
+        if issubclass(kind, _LEAVES):
+            return None
+        if issubclass(kind, torch.Tensor):
+            return None if hasattr(kind, "__tensor_flatten__") else self._tensor  # of those, only weights
+        if issubclass(kind, torch.nn.Module):
+            return self._module
+        if issubclass(kind, (torch.Generator, random.Random)):
+            return self._generator
+        if issubclass(kind, dict):
+            return self._dict
+        if issubclass(kind, (list, deque, set, bytearray)):
+            return self._items
+        if issubclass(kind, (tuple, frozenset)):
+            return lambda value, _path: enumerate(value)
+        if issubclass(kind, partial):
+            return lambda value, _path: enumerate((value.func, value.args, value.keywords))
+        if f"{kind.__module__}.".startswith((*_FOREIGN, *self.opaque)):
+            return None
+        return self._object
+
+    def _tensor(self, value: torch.Tensor, path: Path) -> Iterable[tuple[Any, Any]]:
+        if value.device.type != "meta" and value.layout is torch.strided:
+            self.tensors[id(value)] = value, path
+        return ()
+
+    def _generator(self, value: Any, _path: Path) -> Iterable[tuple[Any, Any]]:
+        self.generators[id(value)] = value
+        return ()
+
+    def _dict(self, value: dict[Any, Any], path: Path) -> Iterable[tuple[Any, Any]]:
+        return self._hold(value, dict(value), path)
+
+    def _items(self, value: Any, path: Path) -> Iterable[tuple[Any, Any]]:
+        return self._hold(value, [*value], path)
+
+    def _object(self, value: Any, path: Path) -> Iterable[tuple[Any, Any]]:
+        names = (name for name in _slots(type(value)) if hasattr(value, name))
+        slots = {name: getattr(value, name) for name in names}
+        if not slots:
+            return self._hold(vars(value), dict(vars(value)), path) if hasattr(value, "__dict__") else ()
+        state = vars(value) if hasattr(value, "__dict__") else {}
+        return self._hold(value, slots | state, path)
+
+    def _module(self, value: torch.nn.Module, path: Path) -> Iterable[tuple[Any, Any]]:
+        """Layers without children and buffers keep nothing, if they are PyTorch's or opaque: most of a network."""
+        children, buffers, kind = value._modules, value._buffers, type(value)
+        foreign = (
+            len(path) > 1
+            and kind is not torch.nn.Module
+            and f"{kind.__module__}.".startswith((*_FOREIGN, *self.opaque))
+        )
+        if foreign and not children and not buffers:
+            self.held[id(value)] = _Held(None, [], path)
+            return
+        yield from self._hold(value, _own(vars(value)), path)
+        yield from self._hold(buffers, dict(buffers), path)
+        yield from children.items()
+
+    def _hold(self, container: Any, items: Any, path: Path) -> Iterable[tuple[Any, Any]]:
+        self._left -= len(items)
+        if self._left < 0 or id(container) in self.held:
+            return ()
+        self.held[id(container)] = _Held(container, items, path)
+        return items.items() if isinstance(items, dict) else enumerate(items)
+
+
+class _Copy(NamedTuple):
+    """A tensor as it was. alias: the same memory, with the shape and strides that it had. values: None where there were
+    too many to copy; mark: tells then whether they changed."""
+
+    tensor: torch.Tensor
+    alias: torch.Tensor
+    values: torch.Tensor | None
+    mark: Any
+    path: Path
+
+
+class Snapshot:
+    """Arguments, state and random state as they are now.
+
+    roots: arguments, modules, and whatever else a call may change.
+    opaque: where classes come from ("package.module.") whose instances are no state of the call.
+    rewritten: roots whose tensors are not copied, since every call writes what it reads there.
+    """
+
+    def __init__(self, *roots: Any, opaque: tuple[str, ...] = (), rewritten: Iterable[Any] = ()):
+        found = _Found(opaque)
+        with _AS_IT_IS():
+            found.walk(rewritten)
+            found.tensors = dict.fromkeys(found.tensors, _ABSENT)
+            found.walk(roots)
+            self._tensors = [*_copied(entry for entry in found.tensors.values() if entry is not _ABSENT)]
+        self._held = [held for held in found.held.values() if held.container is not None]
+        self._random = _RandomState(found.generators.values(), {copy.alias.device for copy in self._tensors})
+        self._roots, self._opaque, self._rewritten = roots, opaque, tuple(rewritten)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all tensors were copied."""
+        return all(copy.values is not None for copy in self._tensors)
+
+    def restore(self) -> str:
+        """Put everything back. What did not change is not touched, since other threads may read it. Returns the name of
+        a tensor that changed and was too large to be copied; "" where there is none."""
+        with _AS_IT_IS():
+            for container, items, _ in self._held:
+                _put_back(container, items)
+            lost = [".".join(map(str, copy.path[1:])) for copy in self._tensors if not _restored(copy)]
+        self._random.restore()
+        return lost[0] if lost else ""
+
+    @contextmanager
+    def once_more(self, *made: Any) -> Generator[bool]:
+        """Have everything as it was, so that the same call can be made once more, and afterwards as it is now.
+
+        made: what the call has put out, which may share memory with its arguments.
+        Gives False, and changes nothing, where something is too large to be put back.
+        """
+        after = Snapshot(*self._roots, *made, opaque=self._opaque, rewritten=self._rewritten)
+        if not (self.whole and after.whole):
+            yield False
+            return
+        self.restore()
+        try:
+            yield True
+        finally:
+            after.restore()
+
+    @property
+    def dtypes(self) -> dict[Path, torch.dtype]:
+        """Where tensors were, and of which dtype."""
+        with _AS_IT_IS():
+            return {copy.path: copy.alias.dtype for copy in self._tensors}
+
+    def dtypes_now(self) -> dict[Path, torch.dtype]:
+        """Return where tensors are now, and of which dtype."""
+        with _AS_IT_IS():
+            return {path: tensor.dtype for tensor, path in self._now().tensors.values()}
+
+    def narrow(self, dtypes: dict[Path, torch.dtype], otherwise: torch.dtype | None = None) -> None:
+        """Bring tensors that are float32 now to half precision, where a call in half precision left them so, and where
+        they fit.
+
+        dtypes: what that call left. otherwise: where it left nothing; None: as it is.
+        """
+        with _AS_IT_IS():
+            for container, items, path in self._now().held.values():
+                for key, value in items.items() if isinstance(items, dict) else enumerate(items):
+                    if (narrowed := _narrowed(value, (*path, key), dtypes, otherwise)) is value:
+                        continue
+                    if isinstance(container, (dict, list, deque)):
+                        container[key] = narrowed
+                    elif not isinstance(container, set):
+                        object.__setattr__(container, key, narrowed)
+
+    def _now(self) -> _Found:
+        found = _Found(self._opaque)
+        found.walk((*self._roots, *self._rewritten))
+        return found
+
+
+class _RandomState:
+    """The state of the generators that a call may draw from: PyTorch's, Python's and NumPy's, and those in reach."""
+
+    def __init__(self, generators: Iterable[Any], devices: Iterable[torch.device]):
+        pairs: list[tuple[Any, Any]] = [(random.getstate, random.setstate), (torch.get_rng_state, torch.set_rng_state)]
+        if numpy := sys.modules.get("numpy.random"):
+            pairs.append((numpy.get_state, numpy.set_state))
+        for device in devices:
+            its: Any = torch.get_device_module(device) if device.type != "cpu" else None
+            if hasattr(its, "get_rng_state"):
+                where = {} if device.type == "mps" else {"device": device}
+                pairs.append((partial(its.get_rng_state, **where), partial(its.set_rng_state, **where)))
+        for each in generators:
+            python = isinstance(each, random.Random)
+            pairs.append((each.getstate, each.setstate) if python else (each.get_state, each.set_state))
+        self._states = [(put, get()) for get, put in pairs]
+
+    def restore(self) -> None:
+        for put, before in self._states:
+            put(before)
+
+
+def _own(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a module's attributes without what torch.nn.Module keeps of its own."""
+    return {name: state[name] for name in state.keys() - _TORCH}
+
+
+def _slots(kind: type) -> list[str]:
+    """Return the names under which instances of a class have their slots."""
+    found: list[str] = []
+    for each in kind.__mro__:
+        names = vars(each).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            private = name.startswith("__") and not name.endswith("__")
+            found.append(f"_{each.__name__.lstrip('_')}{name}" if private else name)
+    return [name for name in found if name not in ("__dict__", "__weakref__")]
+
+
+def _copied(entries: Iterable[tuple[torch.Tensor, Path]]) -> Generator[_Copy]:
+    left = COPIED
+    for tensor, path in entries:
+        alias = tensor.detach()
+        values = _distinct(alias)
+        fits = values.nbytes <= left and torch._debug_has_internal_overlap(values) != 1
+        left -= values.nbytes * fits
+        yield _Copy(tensor, alias, values.clone() if fits else None, None if fits else _mark(tensor), path)
+
+
+def _distinct(tensor: torch.Tensor) -> torch.Tensor:
+    """Return each value of an expanded tensor once."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        tensor = tensor.narrow(dim, 0, 1) if stride == 0 and size > 1 else tensor
+    return tensor
+
+
+def _mark(tensor: torch.Tensor) -> Any:
+    """Return what is another one after a tensor changed. Tensors made in inference mode count no versions: of those, a
+    sum over their bits."""
+    if not tensor.is_inference():
+        return tensor._version
+    return _bits(tensor).sum(dtype=torch.int64)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bits as integers: NaN equals itself there."""
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return tensor.view(_BITS[tensor.itemsize])
+
+
+def _restored(copy: _Copy) -> bool:
+    """Put a tensor back. Returns whether that could be done; what was not copied can be if it did not change."""
+    tensor, alias, values, mark, _ = copy
+    if values is None:
+        return bool(_mark(tensor) == mark)
+    with torch.inference_mode(alias.is_inference()), torch.no_grad():
+        if tensor.device == alias.device and not _lie_alike(tensor, alias):  # one that was moved stays where it is
+            tensor.data = alias
+        now = _distinct(tensor)
+        if now.device != values.device or not torch.equal(_bits(now), _bits(values)):
+            now.copy_(values)
+    return True
+
+
+def _lie_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors are the same memory, seen in the same way."""
+    looks = [(t.data_ptr(), t.dtype, t.shape, t.stride()) for t in (one, other)]
+    return looks[0] == looks[1]
+
+
+def _put_back(container: Any, items: Any) -> None:
+    if isinstance(container, torch.nn.Module):
+        _put_back_names(vars(container), _own(vars(container)), items)
+    elif isinstance(container, dict):
+        _put_back_names(container, container, items)
+        if [*map(id, container)] != [*map(id, items)]:
+            container.clear()
+            container.update(items)
+    elif isinstance(items, dict):
+        for name, value in items.items():
+            if getattr(container, name, _ABSENT) is not value:
+                object.__setattr__(container, name, value)
+        state = [*_slots(type(container)), *getattr(container, "__dict__", ())]
+        for name in state:
+            if name not in items and hasattr(container, name):
+                object.__delattr__(container, name)
+    elif [*map(id, container)] != [*map(id, items)]:
+        container.clear()
+        (container.update if isinstance(container, set) else container.extend)(items)
+
+
+def _put_back_names(state: dict[Any, Any], now: dict[Any, Any], items: dict[Any, Any]) -> None:
+    for added in now.keys() - items.keys():
+        del state[added]
+    for name, value in items.items():
+        if state.get(name, _ABSENT) is not value:
+            state[name] = value
+
+
+def _narrowed(value: Any, path: Path, dtypes: dict[Path, torch.dtype], otherwise: torch.dtype | None) -> Any:
+    if isinstance(value, tuple):
+        made = [_narrowed(each, (*path, at), dtypes, otherwise) for at, each in enumerate(value)]
+        if all(new is old for new, old in zip(made, value, strict=True)):
+            return value
+        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+    dtype = dtypes.get(path, otherwise)
+    if not isinstance(value, torch.Tensor) or value.dtype is not torch.float32 or dtype not in HALF_DTYPES:
+        return value
+    narrowed = value.to(dtype)
+    return narrowed if torch.isfinite(narrowed).all() else value
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -1,0 +1,258 @@
+"""A call that fails leaves nothing behind: the rerun has the bits of the model in fp32, called from the same state, and
+arguments, state and random numbers end where that call leaves them."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from comfyui_onediff_guard.pipelines.families.table import VARIANTS
+from comfyui_onediff_guard.precision import snapshot
+from comfyui_onediff_guard.precision.arch import ARCHITECTURES
+from comfyui_onediff_guard.precision.guard import GuardPolicy, GuardStopped, OnFailure, Scope, StageGuard
+from comfyui_onediff_guard.precision.policy import Component, Precision, choose
+from comfyui_onediff_guard.precision.report import RunReport
+from comfyui_onediff_guard.precision.snapshot import Snapshot
+from torch import nn
+
+CPU = ARCHITECTURES["cpu"]
+START = 0.5
+
+
+class InSlots:
+    __slots__ = ("__secret", "made")
+
+    def __init__(self) -> None:
+        self.made: torch.Tensor | None = None
+        self.__secret = torch.full((4,), START)
+
+    def add(self, x: torch.Tensor) -> torch.Tensor:
+        self.__secret += x.detach().float().reshape(-1, 4)[0]
+        self.made = self.__secret * 1
+        return self.__secret.to(x.dtype)
+
+
+class Cache:
+    """Keys that are kept on an object, as Qwen-Image 2.1 keeps those of its prefix; and a way back to itself."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, list[torch.Tensor]] = {}
+        self.itself = self
+
+    def add(self, x: torch.Tensor) -> torch.Tensor:
+        self.layers.setdefault(0, []).append(x)
+        return torch.stack(self.layers[0]).sum(0)
+
+
+class Remembers(nn.Module):
+    """x [2, 4] → the same. One of `Writes` runs before a layer whose result leaves fp16's range where x is large."""
+
+    total: torch.Tensor
+
+    def __init__(self, write: Callable[[Any, torch.Tensor, dict[str, Any]], torch.Tensor]):
+        super().__init__()
+        self.write = write
+        self.register_buffer("total", torch.full((4,), START))
+        self.inner = nn.Module()
+        self.inner.seen = []
+        self.calls, self.cached = 0, None
+        self.kept: Any = {"sum": torch.zeros(2, 4), "nested": [{"n": 0}], "set": set(), "queue": deque(maxlen=2)}
+        self.cache, self.slots = Cache(), InSlots()
+        self.generator = torch.Generator().manual_seed(3)
+        self.python = random.Random(3)
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+        made = self.write(self, x, given)
+        return self.layer(made.to(x.dtype)) * (1000 * x.detach().abs().amax())
+
+
+def argument(_: Any, x: torch.Tensor, __: Any) -> torch.Tensor:
+    return x.mul_(2)
+
+
+def argument_in_place(_: Any, x: torch.Tensor, __: Any) -> torch.Tensor:
+    return x.t_().mul_(2).t_() * 1
+
+
+def popped(_: Any, x: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+    given["list"].append(0)
+    return x * given.pop("scale") * len(given["list"])
+
+
+def inside_given(_: Any, x: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+    return x * given["tensors"][0].add_(1).to(x.dtype)
+
+
+def expanded(_: Any, x: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+    given["base"].add_(1)
+    return x * given["expanded"].to(x.dtype)
+
+
+def buffer(self: Any, x: torch.Tensor, _: Any) -> torch.Tensor:
+    self.total += x.detach()[0]
+    return x + self.total
+
+
+def new_buffer(self: Any, x: torch.Tensor, _: Any) -> torch.Tensor:
+    self.total = self.total + 1
+    return x * self.total
+
+
+def attributes(self: Any, x: torch.Tensor, _: Any) -> torch.Tensor:
+    self.calls += 1
+    self.inner.seen.append(x)
+    return x * self.calls * len(self.inner.seen)
+
+
+def first_call(self: Any, x: torch.Tensor, _: Any) -> torch.Tensor:
+    if self.cached is None:
+        self.cached, self.pair = x * 3, (x * 5,)
+        self.inner.late = 1
+    return x + self.cached + self.pair[0]
+
+
+def containers(self: Any, x: torch.Tensor, _: Any) -> torch.Tensor:
+    self.kept["sum"].add_(x.float())
+    self.kept["nested"][0]["n"] += 1
+    self.kept["set"].add(len(self.kept["set"]))
+    self.kept["queue"].append(self.calls)
+    return x * self.kept["nested"][0]["n"] * len(self.kept["set"]) * len(self.kept["queue"]) + self.kept["sum"]
+
+
+def on_an_object(self: Any, x: torch.Tensor, _: Any) -> torch.Tensor:
+    return self.cache.add(x)
+
+
+def in_slots(self: Any, x: torch.Tensor, _: Any) -> torch.Tensor:
+    return self.slots.add(x) * x
+
+
+def global_random(_: Any, x: torch.Tensor, __: Any) -> torch.Tensor:
+    return x * torch.rand(4, dtype=torch.float64).float().to(x.dtype) + random.random()
+
+
+def own_random(self: Any, x: torch.Tensor, _: Any) -> torch.Tensor:
+    drawn = torch.rand(4, generator=self.generator, dtype=torch.float64)
+    return x * drawn.float().to(x.dtype) + self.python.random()
+
+
+WRITES = (
+    *(argument, argument_in_place, popped, inside_given, expanded, buffer, new_buffer, attributes),
+    *(first_call, containers, on_an_object, in_slots, global_random, own_random),
+)
+
+
+def built(write: Any) -> Remembers:
+    torch.manual_seed(0)
+    return Remembers(write).half().requires_grad_(False)
+
+
+def given() -> dict[str, Any]:
+    base = torch.ones(1)
+    return {"scale": 3.0, "list": [], "tensors": (torch.ones(4),), "base": base, "expanded": base.expand(4)}
+
+
+def latents(scale: float = 100.0) -> torch.Tensor:
+    return scale * torch.randn((2, 4), generator=torch.Generator().manual_seed(1)).half()
+
+
+def guarded(module: nn.Module, **more: Any) -> StageGuard:
+    plan = choose(CPU, VARIANTS["CogVideoX-5B"], Component.DENOISER, Precision.FP16)
+    policy = GuardPolicy(more.pop("on_failure", OnFailure.RERUN), scope=more.pop("scope", Scope.STEP))
+    report = RunReport("CogVideoX-5B", str(CPU), plan)
+    return StageGuard("denoiser", module, dtype="fp16", policy=policy, report=report, **more)
+
+
+def state(module: Any, arguments: Any) -> Any:
+    """All that a call may have changed, as values."""
+    kept = {**module.kept, "queue": [*module.kept["queue"]]}
+    tensors = [module.total, module.kept["sum"], module.cached, getattr(module, "pair", None), module.cache.layers]
+    tensors += [module._buffers, module.slots._InSlots__secret, module.slots.made, module.inner.seen, arguments]
+    plain = [module.calls, kept["nested"], kept["set"], kept["queue"], vars(module.inner).get("late")]
+    drawn = [random.random(), module.python.random()]
+    drawn += [torch.rand(1), torch.rand(1, generator=module.generator)]
+    leaves = torch.utils._pytree.tree_leaves((tensors, plain, drawn))
+    return [leaf.float() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+
+def assert_alike(found: list[Any], expected: list[Any]) -> None:
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        if isinstance(theirs, torch.Tensor):
+            torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-3)  # what stays in fp16 is rounded there
+        else:
+            assert ours == theirs
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_rerun_starts_from_what_the_failed_call_started_from(write: Any, inference: bool) -> None:
+    with torch.inference_mode(inference), torch.no_grad():
+        module = built(write)
+        right, run = copy.deepcopy(module).float(), guarded(module)
+        for call, scale in enumerate((100.0, 0.01, 50.0)):  # the second one is healthy, and goes on from the first
+            ours, theirs, x, alike = given(), given(), latents(scale), latents(scale).float()
+            torch.manual_seed(call)
+            random.seed(call)
+            found = run(x, given=ours)
+            after = state(module, (x, ours))
+            torch.manual_seed(call)
+            random.seed(call)
+            expected = right(alike, given=theirs)
+            assert_alike(after, state(right, (alike, theirs)))
+            if call == 0:
+                assert torch.equal(found, expected)
+            assert (found - expected).norm() <= 2e-3 * expected.norm()
+    assert [step.outcome for step in run.report.steps] == ["rerun", "finite", "rerun"]
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("how", ["stop", "raise", "broken in fp32"])
+@torch.no_grad()
+def test_a_call_that_ends_in_an_error_leaves_nothing(write: Any, how: str) -> None:
+    module, x, ours = built(write), latents(), given()
+    torch.manual_seed(0)
+    random.seed(0)
+    expected = state(copy.deepcopy(module), (latents(), given()))
+    if how == "broken in fp32":
+        module.layer.bias[0] = torch.nan
+    module.layer.register_forward_hook(lambda *_: 1 / (how != "raise") and None)
+    torch.manual_seed(0)
+    random.seed(0)
+    with pytest.raises(ZeroDivisionError if how == "raise" else GuardStopped):
+        guarded(module, on_failure=OnFailure.STOP if how == "stop" else OnFailure.RERUN)(x, given=ours)
+    assert_alike(state(module, (x, ours)), expected)
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
+def test_what_is_too_large_to_be_copied_ends_the_run_where_it_changed(
+    inference: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot, "COPIED", 8)
+    with torch.inference_mode(inference), torch.no_grad():
+        with pytest.raises(GuardStopped, match="had overwritten '0'"):
+            guarded(built(argument))(latents(), given=given())
+        run = guarded(built(lambda _module, x, _given: x * 2))
+        run(latents(), given=given())
+    assert run.report.steps[0].outcome == "rerun", "nothing that is too large has changed"
+
+
+@torch.no_grad()
+def test_arguments_that_half_precision_is_given_a_cast_of_stay_the_callers() -> None:
+    module, x = built(argument), latents().float()
+    guarded(module, inputs=("x",))(x=x, given=given())
+    assert torch.equal(x, latents().float())
+
+
+def test_what_did_not_change_is_not_touched_and_weights_are_not_copied() -> None:
+    module = built(buffer)
+    found = Snapshot(module)
+    names = {each.path[-1] for each in found._tensors}
+    assert "total" in names and not names & {"weight", "bias"}
+    assert found.restore() == "" and module.total._version == 0
