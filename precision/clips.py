@@ -1,12 +1,14 @@
 """A watch for what a model clips in fp16: a clipped value is finite, and wrong, so no look at the output finds it.
 
 Flux, Lumina2 and Z-Image hide what overflowed by `nan_to_num`, ACE-Step by `clip`, transformers' T5 by `clamp`, some of
-them in helpers; quantised layers by rounding what goes in, and video VAEs by a norm, which fp16 holds no better. A
-function mode sees each such call wherever it is. PyTorch traces it into what is compiled, too.
+them in helpers; others put something else where `isfinite` or a comparison says so; quantised layers round what goes
+in, and video VAEs take a norm, which fp16 holds no better. A function mode sees each such call wherever it is. PyTorch
+traces it into what is compiled, too.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -30,7 +32,21 @@ _CLAMP_MAX = frozenset({torch.clamp_max, torch.clamp_max_, _T.clamp_max, _T.clam
 _DIVIDE = frozenset({torch.div, torch.true_divide, _T.div, _T.div_, _T.true_divide, _T.__truediv__, _T.__itruediv__})
 _RSQRT = frozenset({torch.rsqrt, torch.rsqrt_, _T.rsqrt, _T.rsqrt_})
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # of a library: comfy_kitchen's quantize_fp8
-_ASKS = frozenset({torch.isinf, torch.isnan, torch.isfinite, _T.isinf, _T.isnan, _T.isfinite})  # and clips where it is
+# what asks where a tensor is not finite, to put something else there, or leaves out what is NaN
+_ASKS = frozenset(
+    {
+        torch.isfinite, torch.isinf, torch.isnan, torch.isposinf, torch.isneginf, torch.nansum, torch.nanmean,
+        _T.isfinite, _T.isinf, _T.isnan, _T.isposinf, _T.isneginf, _T.nansum, _T.nanmean,
+        torch.fmin, torch.fmax, _T.fmin, _T.fmax,
+    }
+)  # fmt: skip
+_COMPARES = frozenset(
+    {
+        torch.eq, torch.ne, torch.lt, torch.le, torch.gt, torch.ge, _T.eq, _T.ne, _T.lt, _T.le, _T.gt, _T.ge,
+        _T.__eq__, _T.__ne__, _T.__lt__, _T.__le__, _T.__gt__, _T.__ge__,
+    }
+)  # fmt: skip
+_MINIMUM = frozenset({torch.minimum, _T.minimum})
 
 
 class Clips(Mode):
@@ -73,14 +89,18 @@ class Clips(Mode):
         named = kwargs or {}
         if func is _T.unflatten:  # it calls super(), which dynamo cannot follow from here
             return args[0].unflatten(*args[1:], **named)
-        if func in _ASKS:
-            self._needed = True
+        if func in _ASKS or (func in _COMPARES and _asks_for_the_end(*args[:2])):
+            self._see_asked(_given(args, named))
         if func in _NAN_TO_NUM:
             self._see(_given(args, named), FP16_MAX)
         elif func in _CLAMP:
             self._see(_given(args, named), args[2] if len(args) > 2 else named.get("max"))
         elif func in _CLAMP_MAX:
             self._see(_given(args, named), args[1] if len(args) > 1 else named.get("max"))
+        elif func is torch.nn.functional.hardtanh:
+            self._see(_given(args, named), args[2] if len(args) > 2 else named.get("max_val", 1.0))
+        elif func in _MINIMUM:
+            self._see(_given(args, named), args[1] if len(args) > 1 else named.get("other"))
         elif func is torch.nn.functional.normalize:
             self._see_norm(*args, **named)
         elif func in _RSQRT:
@@ -114,6 +134,16 @@ class Clips(Mode):
             peak = torch.where(counts, peak, 0.0)
         self._keep(peak)
 
+    def _see_asked(self, given: Any) -> None:
+        """Note what is not finite where the model asks for it: it goes on with something else there, which is finite,
+        and wrong. Where -inf is the only such value and nothing is above 0, it is a mask, which is -inf in fp32 too."""
+        self._needed = True
+        if isinstance(given, torch.Tensor) and given.dtype is torch.float16 and given.numel():
+            least, most = torch.aminmax(given.detach())
+            masks = (least == -math.inf) & (most <= 0)
+            peak = torch.maximum(least.abs(), most.abs()).float()
+            self._keep(torch.where(peak.isfinite() | masks, 0.0, peak))
+
     def _see_norm(self, input: Any, p: float = 2.0, dim: Any = 1, *_: Any, **__: Any) -> None:  # noqa: A002
         """Note a norm beyond fp16. What is divided by it becomes zeros, as in the VAEs of Wan and HunyuanVideo 1.5."""
         if isinstance(input, torch.Tensor) and input.dtype is torch.float16 and input.numel():
@@ -136,6 +166,14 @@ class Clips(Mode):
     def _keep(self, peak: torch.Tensor) -> None:
         self._needed = True
         self._peak = torch.maximum(self._peak, peak.to(self._peak.device))
+
+
+def _asks_for_the_end(values: Any = None, bound: Any = None) -> bool:
+    """Return whether a comparison tells what is not finite, or at fp16's end, from the rest. NaN alone differs from
+    itself."""
+    if isinstance(bound, (int, float)):
+        return not abs(bound) < EDGE and isinstance(values, torch.Tensor)
+    return values is bound
 
 
 def _is_norm_of(values: Any = None, divisor: Any = None) -> bool:

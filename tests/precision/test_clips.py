@@ -32,7 +32,25 @@ def where_it_is(x: torch.Tensor) -> torch.Tensor:
     return x.clamp(-END + 1000, END - 1000) if torch.isinf(x).any() else x
 
 
+def where_asked(x: torch.Tensor) -> torch.Tensor:
+    x = x.clone()
+    x[~torch.isfinite(x)] = 0
+    return x
+
+
 CLIPS: dict[str, Clip] = {
+    "where isfinite": lambda x: torch.where(torch.isfinite(x), x, 0),
+    "where isfinite of a helper": lambda x: torch.where(x.isfinite(), x, torch.zeros_like(x)),
+    "masked_fill isinf": lambda x: x.masked_fill(torch.isinf(x), 0.0),
+    "masked_fill isnan and isinf": lambda x: x.masked_fill(x.isinf() | x.isnan(), END),
+    "indexed": where_asked,
+    "isposinf": lambda x: torch.where(x.isposinf() | torch.isneginf(x), 1.0, x),
+    "equal to inf": lambda x: torch.where(x.abs() == math.inf, 0, x),
+    "below the end": lambda x: torch.where(x.abs() < END, x, 0),
+    "differs from itself": lambda x: (lambda nan: torch.where(nan != nan, 0, x))(x - x),
+    "minimum": lambda x: torch.minimum(x, torch.tensor(END).half()).clamp(min=-END),
+    "hardtanh": lambda x: nn.functional.hardtanh(x, -END, END),
+    "fmax": lambda x: torch.fmin(torch.fmax(x, torch.tensor(-END).half()), torch.tensor(END).half()),
     "torch.nan_to_num": lambda x: torch.nan_to_num(x, nan=0.0, posinf=END, neginf=-END),
     "nan_to_num": lambda x: x.nan_to_num(),
     "nan_to_num_": lambda x: x.nan_to_num_(0.0),
@@ -127,7 +145,8 @@ def test_a_healthy_call_is_the_same_to_the_bit(clip: Clip) -> None:
 )
 def test_a_clamp_counts_where_it_changes_what_fp16_cannot_hold(x: float, bound: Any, found: float) -> None:
     clips = Clips("fp16")
-    clips.watched(lambda tensor: (torch.isinf(tensor), tensor.clamp(-bound, bound)))(torch.tensor([x]).half())
+    stage = clips.watched(lambda tensor: ((0 * tensor[:0].half()).isinf(), tensor.clamp(-bound, bound)))
+    stage(torch.tensor([x]).half())
     peak = clips.take()
     assert peak is not None
     assert torch.equal(peak, torch.tensor(found)) or (math.isnan(found) and peak.isnan())
@@ -148,6 +167,21 @@ def test_other_clamps_are_none_of_this(call: Clip) -> None:
     clips = Clips("fp16")
     clips.watched(call)(torch.full((3,), -math.inf).half())
     assert clips.take() is None
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        [0.0, -math.inf, 0.0],  # an additive mask, which is the same in fp32
+        [-1.0, -math.inf, -3.0],  # with distances
+        [-math.inf] * 3,
+        [1.0, -2.0, 65504.0],
+    ],
+)
+def test_what_is_asked_of_a_mask_or_of_finite_values_is_no_failure(asked: list[float]) -> None:
+    clips = Clips("fp16")
+    clips.watched(lambda x: (x.isinf(), torch.isfinite(x), x == -math.inf, x > 0))(torch.tensor(asked).half())
+    assert clips.take() == 0
 
 
 @pytest.mark.parametrize(("value", "found"), [(1.5e4, 1.2e5), (8e3, 0.0), (-math.inf, math.inf), (math.nan, 0.0)])
@@ -259,11 +293,13 @@ def test_other_modes_stay_in_force() -> None:
     assert torch.Tensor.clip in seen
 
 
+@pytest.mark.parametrize("name", ["torch.nan_to_num", "where isfinite", "masked_fill isnan and isinf", "equal to inf"])
 @torch.no_grad()
-def test_what_is_clipped_in_compiled_blocks_is_seen_and_they_share_their_code() -> None:
+def test_what_is_clipped_in_compiled_blocks_is_seen_and_they_share_their_code(name: str) -> None:
     torch.compiler.reset()
-    module = Clipping(CLIPS["torch.nan_to_num"], hot=4e4).half()
-    compiled = Clipping(CLIPS["torch.nan_to_num"]).half()
+    clip = CLIPS[name]
+    module = Clipping(clip, hot=4e4).half()
+    compiled = Clipping(clip).half()
     compiled.load_state_dict(module.state_dict())
 
     class Block(nn.Module):
@@ -272,13 +308,13 @@ def test_what_is_clipped_in_compiled_blocks_is_seen_and_they_share_their_code() 
             self.layer = layer
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.nan_to_num(self.layer(x), nan=0.0, posinf=END, neginf=-END)
+            return clip(self.layer(x))
 
     for index, layer in enumerate(compiled.layers):
         compiled.layers[index] = torch.compile(Block(layer), backend="eager")  # pyright: ignore[reportArgumentType]
     before = counters["stats"]["unique_graphs"]
     guard, _ = guarded(module, compiled)
-    right = Clipping(CLIPS["torch.nan_to_num"], hot=4e4).half().float()(given().float())
+    right = Clipping(clip, hot=4e4).half().float()(given().float())
     for _ in range(2):
         assert torch.equal(guard(given()), right)
     assert counters["stats"]["unique_graphs"] - before == 1
