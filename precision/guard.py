@@ -11,23 +11,23 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from ..trust.message import Message, Told
+from ..trust.message import Message
 from .attention import showing_what_is_broken
 from .cost import extra_peak
 from .dtypes import DTYPES
+from .extremes import Extremes, Places, only_minus_inf, places
 from .findings import Finding
+from .guard_policy import GuardPolicy, GuardStopped, OnFailure, Scope
 from .islands import Attempt
 from .learned import STAY, Learned
 from .learning import Learner
-from .observe import Agree, alone, first_broken, floating, non_finite
+from .observe import Agree, alone, broken_weight, first_broken, floating, non_finite
 from .ranges import Range, measured
 from .report import Rerun, RunReport, StepRecord
 from .shells import Once
@@ -38,36 +38,6 @@ logger = logging.getLogger(__name__)
 
 STAYS = Message("half precision is not tried any more")
 _Call = tuple[tuple[Any, ...], dict[str, Any]]  # its arguments, by position and by name
-
-
-class OnFailure(str, Enum):
-    """What a failing call leads to. The values stand in people's workflow files."""
-
-    RERUN = "rerun"
-    STOP = "stop"
-    OFF = "off"
-
-
-class Scope(str, Enum):
-    """How far a rerun reaches. The values stand in people's workflow files."""
-
-    STEP = "step"  # the failing call alone
-    LEARNED = "learned"  # and what made it fail, from the next call on
-    RUN = "run"  # and all calls after it
-
-
-@dataclass(frozen=True)
-class GuardPolicy:
-    """What the guard does about a call that fails."""
-
-    on_failure: OnFailure = OnFailure.RERUN
-    strict: bool = False  # rerun in plain fp32 instead of TF32 on cards that have it
-    scope: Scope = Scope.LEARNED
-    stay_after: int = 3  # failing calls of a run, in scope LEARNED, after which the rest of it is in fp32
-
-
-class GuardStopped(Told, RuntimeError):
-    """The guard ended the run; the message says which stage failed, how, and what to do."""
 
 
 class _BrokenInFp32(RuntimeError):
@@ -135,6 +105,7 @@ class StageGuard:
         self._snapshot = snapshot
         self._learner = learner or self._watching()
         self._failures = 0
+        self._extremes, self._sound = Extremes(), False  # its weights are finite
         self._stays = self._learns and self._learner is not None and self._learner.learned.whole_run_fp32
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -181,7 +152,12 @@ class StageGuard:
         given, made, inside, timestep = measured(
             changed, output, self._peak_inside(), kwargs.get("timestep"), self._agree
         )
-        outcome = made.outcome(self.dtype if self._narrow else "fp32", inside)
+        dtype = self.dtype if self._narrow else "fp32"
+        outcome, ends = made.outcome(dtype, inside), None
+        if given.finite and outcome != "finite" and inside.outcome(dtype, inside) == "finite" and self._agree is alone:
+            ends = places(output, dtype)
+            if self._extremes.known(ends) or (dtype == "fp32" and self._is_mask(output)):
+                outcome = "finite"
         if given.finite and outcome == "finite":
             if self._learner:
                 self._came_out_right(self._learner, args, kwargs, before, output)
@@ -195,9 +171,9 @@ class StageGuard:
         dtypes = before.dtypes_now()
         self._restore(before)
         problem = Message(outcome) if given.finite else Message("its input does not fit")
-        self._refuse(problem, args, kwargs)
+        self._refuse(problem, args, kwargs, may_be_right=ends is not None)
         output, made, finding, rerun = self._again(
-            args, kwargs, before, to_blame=given.finite, saturated=outcome == "saturated"
+            args, kwargs, before, ends, to_blame=given.finite, saturated=outcome == "saturated"
         )
         before.narrow(dtypes)
         note = Message("{} in {}", problem, self.dtype) + (Message(": {}", finding.reason) if finding else "")
@@ -228,12 +204,12 @@ class StageGuard:
                 half_args, half_kwargs, _ = self._half(args, kwargs, Once())
                 learner.came_out_right(*half_args, **half_kwargs)
 
-    def _refuse(self, problem: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise GuardStopped where a rerun cannot help, or is not wanted."""
+    def _refuse(self, problem: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, may_be_right: bool) -> None:
+        """Raise GuardStopped where a rerun cannot help, or is not wanted, unless it may show that nothing is wrong."""
         self._refuse_broken_input(args, kwargs)
         if self.dtype == "fp32":
             raise _BrokenInFp32
-        if self.policy.on_failure is OnFailure.STOP:
+        if self.policy.on_failure is OnFailure.STOP and not may_be_right:
             raise GuardStopped(
                 "{}: the output in {} is {}, and the guard is set to stop. Set the NaN Guard's on_failure to 'rerun' "
                 "to have such a step computed in fp32.",
@@ -244,10 +220,18 @@ class StageGuard:
         logger.info("%s: %s in %s, rerunning in fp32", self._where(), problem, self.dtype)
 
     def _again(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], before: Snapshot, *, to_blame: bool, saturated: bool
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        before: Snapshot,
+        ends: Places | None,
+        *,
+        to_blame: bool,
+        saturated: bool,
     ) -> tuple[Any, Range, Finding | None, Rerun]:
         """Make the call in fp32. Returns its output and the output's range, why it had to be made, and what it cost.
 
+        ends: where the output was at the ends of the dtype. Where it is so in fp32 too, nothing follows.
         to_blame: the stage is, and not what it was given.
         """
         started, finding = time.perf_counter(), None
@@ -257,6 +241,11 @@ class StageGuard:
                 (output, made, _), finding = learner.watch(lambda: self._in_fp32(args, kwargs))
             else:
                 output, made, _ = self._in_fp32(args, kwargs)
+        if self._extremes.learn(ends, output):
+            right = Finding("fp32 has the same at the same places, so it is right from the next call on")
+            return output, made, right, Rerun("", None, "", time.perf_counter() - started, extra_bytes())
+        if self.policy.on_failure is OnFailure.STOP:
+            self._refuse("saturated" if saturated else "non-finite", args, kwargs, may_be_right=False)
         if learner and finding is None:
             with before.once_more(output) as possible:
                 if possible:
@@ -282,10 +271,18 @@ class StageGuard:
         own_args, own_kwargs = self._apart(args, kwargs)
         output = run_in_fp32(self._rerun, *own_args, tf32=self._tf32, **own_kwargs)
         _, made, _, timestep = measured((), output, timestep=kwargs.get("timestep"), agree=self._agree)
-        if not made.finite:
+        if not made.finite and not self._is_mask(output):
             self._refuse_broken_input(args, kwargs)
             raise _BrokenInFp32
         return output, made, timestep
+
+    def _is_mask(self, output: Any) -> bool:
+        """Return whether an output in fp32 may be right although it is not finite: it has -inf, from finite weights."""
+        owner = self._owner
+        if not only_minus_inf(output) or self._agree is not alone:
+            return False
+        self._sound = self._sound or not isinstance(owner, torch.nn.Module) or broken_weight(owner) is None
+        return self._sound
 
     def _follow(self, finding: Finding | None) -> str:
         """Change what the next calls do. Returns how, in words; "" where nothing changes."""
@@ -387,48 +384,17 @@ class StageGuard:
         owner = self._owner
         if not isinstance(owner, torch.nn.Module):
             return Message("{}. Precision cannot help here.", found)
-        for name, weight in (*owner.named_parameters(), *owner.named_buffers()):
-            broken = non_finite(weight) if weight.is_floating_point() else 0
-            if broken:
-                return Message(
-                    "{}, because the weight '{}' holds {} non-finite values of {}. The checkpoint is damaged, or was "
-                    "cast to fp16 beyond its range: download it again, or use bf16.",
-                    found,
-                    name,
-                    broken,
-                    weight.numel(),
-                )
+        if weight := broken_weight(owner):
+            return Message(
+                "{}, because the weight '{}' holds {} non-finite values of {}. The checkpoint is damaged, or was cast "
+                "to fp16 beyond its range: download it again, or use bf16.",
+                found,
+                *weight,
+            )
         module = (
             first_broken(owner, lambda: run_in_fp32(self._rerun, *args, **kwargs), agree=self._agree)
             or type(owner).__name__
         )
-<<<<<<< HEAD
         return Message(
             "{}, first in '{}'. Its weights and inputs are finite: try another seed or guidance scale.", found, module
         )
-
-
-def _apart_from(output: Any, call: _Call) -> _Call:
-    """Return the call with copies of those arguments that the output was written to: it can be made once more."""
-    written = {_storage(made) for made in floating(output)} - {None}
-    return pytree.tree_map_only(
-        torch.Tensor, lambda given: given.clone() if _storage(given) in written else given, call
-    )
-
-
-def _storage(tensor: torch.Tensor) -> Any:
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # it has none: sparse, or of a class of its own
-        return None
-
-
-def _range_of(bounds: list[float]) -> _Range:
-    if not bounds:
-        return _Range(True, None)
-    if all(abs(bound) < float("inf") for bound in bounds):  # false for NaN too
-        return _Range(True, max(map(abs, bounds)))
-    return _Range(False, None)
-=======
-        return f"{found}, first in '{module}'. Its weights and inputs are finite: try another seed or guidance scale."
->>>>>>> ef34231 (Put back what a failed call changed before it is made again)

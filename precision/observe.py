@@ -46,6 +46,15 @@ def non_finite(tensor: torch.Tensor) -> int:
     return int((~torch.isfinite(tensor.float() if tensor.itemsize < 2 else tensor)).sum())
 
 
+def broken_weight(module: torch.nn.Module) -> tuple[str, int, int] | None:
+    """Return the name of a weight or buffer that is not finite, how many values of it, and of how many; None where all
+    are."""
+    for name, weight in (*module.named_parameters(), *module.named_buffers()):
+        if broken := non_finite(weight) if weight.is_floating_point() else 0:
+            return name, broken, weight.numel()
+    return None
+
+
 def largest(tree: Any) -> torch.Tensor:
     """Return max |x| over all floating tensors, as a float32 scalar on their device; 0 where there are none."""
     found = [bound.float() for tensor in floating(tree) for bound in torch.aminmax(tensor.detach())]
