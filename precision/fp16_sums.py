@@ -137,7 +137,7 @@ class LinearSums:
     def see(self, name: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Note how far a layer's product is off on some rows of what it is given. The host waits for nothing."""
         rows = x.detach().reshape(-1, x.shape[-1])
-        some = _sampled(rows)
+        some = sampled(rows)
         right, made = F.linear(some, weight, bias).float(), linear(some, weight, bias).float()
         whole = right.isfinite()
         broken = (whole & ~made.isfinite()).any()
@@ -161,7 +161,7 @@ class LinearSums:
         return [LayerError(name, error, int(rows)) for name, error, rows in each]
 
 
-def _sampled(rows: torch.Tensor) -> torch.Tensor:
+def sampled(rows: torch.Tensor) -> torch.Tensor:
     """Return some rows: evenly spaced ones, and as many of those with the largest norms, which overflow first."""
     n = len(rows)
     if n <= SAMPLED:

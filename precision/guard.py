@@ -148,6 +148,9 @@ class StageGuard:
         casts, self._casts = self._casts, Once()  # a call that fails, or raises, leaves none behind
         half_args, half_kwargs, changed = self._half(args, kwargs, casts)
         with showing_what_is_broken((half_args, half_kwargs)) if self.dtype != "fp32" else nullcontext():
+            if self._learner:
+                self._learner.prepare(*half_args, **half_kwargs)
+                self._attempt = self._learner.attempt.run
             output = self._attempt(*half_args, **half_kwargs)
         given, made, inside, timestep = measured(
             changed, output, self._peak_inside(), kwargs.get("timestep"), self._agree

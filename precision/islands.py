@@ -35,6 +35,7 @@ class Attempt:
     quantised: tuple[str, ...] = ()  # names of its layers that are quantised
     sums: Sums | None = None  # what its linear layers accumulate in; None where all of them do so in fp32
     probe: Callable[[Callable[[], Any]], Sums] | None = None  # finds that out, given one call of `eager`
+    measure: Callable[[Callable[[], Any]], None] | None = None  # finds out what may be quantised, by the same
 
     @property
     def in_words(self) -> str:
@@ -61,7 +62,8 @@ def half_attempt(
     stream, then quantised, then compiled, then with islands, which leave what is compiled, and are not quantised.
 
     wide, everything: the plan's, which hold whatever was learned.
-    quantised: the module's quantised layers, where the plan asks for them.
+    quantised: the module's quantised layers, where the plan asks for them. Until their errors are measured, `eager`
+        computes in half precision and measures them, and nothing is compiled.
     sums: its linear layers, where the plan has those accumulate in fp16 that are right with it. Until that is measured,
         nothing is compiled.
     compiled: makes a shell with compiled blocks, given the module and whether its stream is wide. Whoever passes it
@@ -81,15 +83,17 @@ def half_attempt(
     half = _with_wide_stream(base, stream, DTYPES[dtype], device) if stream else base
     made = "fp32" if wide else dtype
     blocks = onloaded(half, half)
-    names = tuple(name for name in quantised.names if name not in learned.unquantised) if quantised else ()
-    fewer = quantised.shell(half, learned.unquantised) if quantised and names else half
+    left = {*learned.unquantised, *quantised.left} if quantised else ()
+    names = tuple(name for name in quantised.names if name not in left) if quantised else ()
+    fewer = quantised.shell(half, left) if quantised and names else half
+    watched, measure = quantised.measuring(half) if quantised and names and not quantised.errors else (fewer, None)
     probe = sums.probed if sums and learned.sums is None else None
-    shell = fewer if probe else compiled(fewer, wide)
-    eager = with_islands(onloaded(fewer, half), learned, made, source=blocks, tf32=tf32)
+    shell = fewer if probe or measure else compiled(fewer, wide)
+    eager = with_islands(onloaded(watched, half), learned, made, source=blocks, tf32=tf32)
     run = eager
-    if shell is not fewer:
+    if shell is not watched:
         run = with_islands(onloaded(shell, half), learned, made, source=blocks, tf32=tf32)
-    return Attempt(run, eager, wide, quantised=names, sums=learned.sums if sums else None, probe=probe)
+    return Attempt(run, eager, wide, quantised=names, sums=learned.sums if sums else None, probe=probe, measure=measure)
 
 
 def _with_wide_stream(

@@ -238,6 +238,8 @@ class _Attempts:
         )
         if made.sums:
             stage.report.note(f"{self._in_fp16}: {made.sums}", instead_of=self._in_fp16)
+        if self._quantised and (said := self._quantised.in_words()):
+            stage.report.note(said)
         self._compiles = not made.everything
         self.tell_backend()
         if family.clips and dtype == "fp16" and not made.in_words:
@@ -264,7 +266,7 @@ class _Attempts:
         """Names of layers that are compiled otherwise than the plan alone says."""
         if self._sums and learned.sums:
             return learned.sums.layers
-        return learned.unquantised if self._quantised else ()
+        return (*learned.unquantised, *self._quantised.left) if self._quantised else ()
 
     def _around(self, run: Any) -> Any:
         """Return the same call with the attention that was asked for, and in halves where that is so."""

@@ -43,7 +43,7 @@ def quantised_of(stage: ComponentStage) -> QuantisedLinears | None:
     known = stage.handle.store.quantised
     key = (stage.name, keys(stage.loras), stage.plan.quantised)
     if key not in known:
-        known[key] = QuantisedLinears(stage.module, stage.anatomy.repeated, stage.plan.quantised)
+        known[key] = QuantisedLinears(stage.module, stage.anatomy.repeated, stage.plan.quantised, stage.agree)
     if not known[key].names:
         stage.report.note(f"nothing is quantised: no linear layer of its blocks is {LEAST} wide or wider")
     return known[key]

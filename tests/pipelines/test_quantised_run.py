@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,7 +28,7 @@ from comfyui_onediff_guard.precision.learned import Learned
 from comfyui_onediff_guard.precision.policy import Component, PlanImpossible, Precision, choose
 from comfyui_onediff_guard.precision.quantised import QuantisedLinears
 from dequantised import dequantise, product
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch._dynamo.utils import counters
 
 pytest.importorskip("torchao")
@@ -50,25 +51,34 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def opened(folder: Path, tmp_path: Path) -> Callable[..., PipelineHandle]:
-    def open_in(precision: str, backend: str = "eager") -> PipelineHandle:
+    def open_in(precision: str, backend: str = "eager", path: Path = folder) -> PipelineHandle:
         named = {"backend": backend, "offload": "none", "placement": PlainPlacement(CPU), "profiles": tmp_path / "kept"}
-        return load(folder, family_of(folder), precision=Precision(precision), **named)
+        return load(path, family_of(path), precision=Precision(precision), **named)
 
     return open_in
 
 
 @pytest.fixture
 def breaking(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of layers whose quantised weights are broken; they are whole in half precision."""
+    """Names of layers whose quantised weights break once their errors were measured; they are whole in half
+    precision."""
     broken: list[str] = []
-    fill = QuantisedLinears.fill
+    fill, measuring = QuantisedLinears.fill, QuantisedLinears.measuring
+
+    def broken_in(layers: QuantisedLinears) -> None:
+        for name in broken if layers.errors else ():
+            layers._layers[name].quantised_weight.scale[0] = math.nan
 
     def filled(self: QuantisedLinears) -> None:
         fill(self)
-        for name in broken:
-            self._layers[name].quantised_weight.scale[0] = math.nan
+        broken_in(self)
+
+    def watched(self: QuantisedLinears, module: torch.nn.Module) -> Any:
+        shell, measure = measuring(self, module)
+        return shell, lambda call: (measure(call), broken_in(self))
 
     monkeypatch.setattr(QuantisedLinears, "fill", filled)
+    monkeypatch.setattr(QuantisedLinears, "measuring", watched)
     return broken
 
 
@@ -112,6 +122,32 @@ def test_a_run_in_int8_is_near_fp32_and_the_half_weights_stay_as_they_are(opened
     assert weights(handle) == [], "they are there while a run lasts"
     assert torch.equal(sampled(handle)[0], made)
     assert torch.equal(sampled(replace(handle, precision=Precision.BF16))[0], half), "off: not a bit is otherwise"
+
+
+@pytest.mark.parametrize("outlier", [100.0, 1000.0])
+def test_layers_that_int8_would_make_wrong_stay_in_bf16_from_the_first_step_on(
+    folder: Path, opened: Any, tmp_path: Path, outlier: float
+) -> None:
+    """One channel of what a layer is given is so many times the others, which its weights make up for: in int8 the
+    others round to 0. Finite, and wrong."""
+    copied = shutil.copytree(folder, tmp_path / "outlier")
+    (path,) = (copied / "transformer").glob("*.safetensors")
+    weights = load_file(path)
+    weights["transformer_blocks.1.norm2.norm.weight"][7] *= outlier
+    weights["transformer_blocks.1.norm2.norm.bias"][7] = outlier
+    weights["transformer_blocks.1.ff.net.0.proj.weight"][:, 7] /= outlier
+    save_file(weights, path, metadata={"format": "pt"})
+    one = {"steps": 1, "guidance_scale": 1.0}
+    (right, _), (half, _) = (sampled(opened(name, path=copied), **one) for name in ("fp32", "bf16"))
+    handle = opened("int8", path=copied)
+    made, report = sampled(handle, **one)
+    assert error(made, right) < 3 * error(half, right)
+    ((_, layers),) = handle.store.quantised.items()
+    assert layers.left == ("transformer_blocks.1.ff.net.0.proj",)
+    assert sum("1 of 12 layers stay in half precision" in note for note in report.notes) == 1
+    assert [step.outcome for step in report.steps] == ["finite"]
+    again, report = sampled(handle, **one)
+    assert torch.equal(again, made) and any("1 of 12 layers" in note for note in report.notes)
 
 
 def test_a_failing_step_is_computed_from_the_half_weights_and_its_layer_left_unquantised(

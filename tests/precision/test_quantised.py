@@ -263,6 +263,61 @@ def test_the_sentinel_holds_the_largest_of_all_layers_and_of_all_calls_since_the
     assert layers.take() == 0
 
 
+def _outlier(block: Any, largest: float) -> None:
+    """One channel of what a layer is given is so large, which its weights make up for."""
+    block.norm.bias[7] = largest
+    block.inner.weight[:, 7] /= largest
+
+
+def _zero_row(block: Any, _: float) -> None:
+    block.inner.weight[3] = 0
+
+
+def _large_weight(block: Any, largest: float) -> None:
+    """One weight of each row is so large, and multiplies a channel that is as small."""
+    block.inner.weight[:, 7] *= largest
+    block.norm.weight[7], block.norm.bias[7] = 1 / largest, 0
+
+
+WRONG = [  # what is done to a block, for which kind its layer is far off then
+    (_outlier, 30.0, {"int8"}),
+    (_outlier, 100.0, {"int8"}),
+    (_outlier, 1e3, {"int8"}),
+    (_outlier, 1e6, {"int8", "fp8"}),
+    (_large_weight, 100.0, {"int8"}),
+    (_large_weight, 1e6, {"int8", "fp8"}),
+    (_zero_row, 0.0, {"fp8"}),  # torchao divides by a row's largest weight
+    (_outlier, 3.0, set()),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("change", "by", "wrong"), WRONG)
+def test_a_layer_that_is_far_off_on_its_first_input_is_left_unquantised(
+    change: Any, by: float, wrong: set[str], kind: str, on_cpu: None
+) -> None:
+    module: Any = network()
+    with torch.no_grad():
+        change(module.blocks[1], by)
+    layers = QuantisedLinears(module, ANATOMY, kind)
+    anatomy = Anatomy.of(module, ["blocks"])
+    plan = choose(ARCHITECTURES["sm90"], VARIANTS["CogVideoX-5B"], Component.DENOISER, Precision(kind))
+    report = RunReport("CogVideoX-5B", "sm90", plan)
+    learner = Learner(module, "bf16", lambda known: half_attempt(module, anatomy, known, "bf16", quantised=layers))
+    guard = StageGuard("denoiser", learner, rerun=module, dtype="bf16", policy=GuardPolicy(), report=report)
+    layers.fill()
+    right = run_in_fp32(module, tokens())
+    with torch.no_grad():
+        made, half = guard(tokens()), module(tokens())
+    left = {"blocks.1.inner"} if kind in wrong else set()
+    assert [step.outcome for step in report.steps] == ["finite"]
+    assert {*layers.left} == left and {*learner.attempt.quantised} == {*NAMES} - left
+    assert error(made, right) < 3 * error(half, right) + quantised.BOUND * bool(kind == "fp8" or not left)
+    errors = layers.errors
+    guard(tokens(1))
+    assert layers.errors is errors, "measured once"
+
+
 class Broken(nn.Module):
     """What a layer puts out, with values of one sample that are not finite, in half precision alone."""
 
