@@ -116,6 +116,20 @@ def _temporal(config: Config) -> int:
     return int(config["temporal_compression_ratio"])
 
 
+def _surplus(latents: int, config: Config) -> int:
+    """Return how many frames too many the VAE makes of so many latent frames. It decodes two at a time, and the first
+    one of an odd number is one frame; of an even number it is as many as each other, which repeat it
+    (https://github.com/zai-org/CogVideo/issues/786)."""
+    return _temporal(config) - 1 if latents % 2 == 0 else 0
+
+
+def _before_video(frames: int, config: Config, temporal: int) -> int:
+    """diffusers pads noise for 1.5's temporal patches, but refuses a video. 1.5 was trained with its first latent
+    repeated."""
+    latents = (frames - 1) // temporal + 1
+    return temporal * (-latents % (config.get("patch_size_t") or 1))
+
+
 def _unscaled(latents: torch.Tensor, frames: int, config: Config) -> torch.Tensor:
     """Undo the VAE's scaling: [batch, frames, channels, height, width] → [batch, channels, frames, height, width].
 
@@ -162,6 +176,7 @@ _LAYOUT = Layout(
     _unscaled,
     decoded_video,
     temporal=_temporal,
+    surplus=_surplus,
     cache="conv_cache",
 )
 
@@ -204,6 +219,7 @@ COGVIDEOX = FamilySpec(
     bound=_bound,
     prompt=_PROMPT,
     from_video="CogVideoXVideoToVideoPipeline",
+    before_video=_before_video,
 )
 
 COGVIDEOX_FROM_IMAGE = replace(

@@ -31,6 +31,8 @@ class Layout:
     decoded: Callable[[Decode, torch.Tensor, int], Iterator[torch.Tensor]]  # (VAE, latents, chunk) → [n, 3, h, w] each
     spatial: Callable[[Config], int] = spatial_factor  # VAE config → pixels of a latent's side
     temporal: Callable[[Config], int] = lambda _config: 1  # VAE config → frames of a latent
+    surplus: Callable[[int, Config], int] = lambda _latents, _config: 0  # (latent frames, VAE config) → frames that the
+    # VAE makes too many of them, in front
     takes_chunks: bool = False  # `decoded` decodes as many at once as it is told to
     cache: str = ""  # argument of the VAE's networks by which a video's chunks hand on what the next one needs
     cache_is_written: bool = False  # that argument is a list which they write to; else they return a new cache

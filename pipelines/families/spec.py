@@ -105,6 +105,10 @@ class FamilySpec:
     latent_format: Callable[[Config], str] = lambda _config: ""  # VAE config → ComfyUI's name of such latents, if any
     takes_image: bool = False
     from_video: str = ""  # diffusers class that starts from a video instead of noise
+    before_video: Callable[[int, Config, int], int] = lambda *_: (
+        0
+    )  # (frames, denoiser config, frames of a latent) → how
+    # often a video's first frame has to be repeated in front, which the layout drops again
     guidance: Guidance = Guidance()
     authors_names: tuple[tuple[str, str], ...] = ()  # (pattern in diffusers' name of a layer, what stands there in its
     # authors' name), one after the other

@@ -56,8 +56,11 @@ class Portions(NamedTuple):
         """Yield what a VAE makes of the latents, [n, 3, height, width] each."""
         vae.use_tiling, vae.use_slicing = self.tiling, self.slicing
 
+        surplus = surplus_of(stage.handle, latents)
+
         def decoded(part: torch.Tensor, **more: Any) -> torch.Tensor:
-            return vae.decode(part, **more).sample.float()
+            made = vae.decode(part, **more).sample.float()
+            return made[:, :, surplus:] if surplus else made
 
         return stage.handle.family.layout.decoded(decoded, latents, self.chunk)
 
@@ -127,6 +130,10 @@ def decode(
     if not ranks.alone:
         stage.report.note(f"chunks are decoded by {ranks.size} GPUs at the same time")
         stage = replace(stage, agree=ranks.worst)
+    if surplus := surplus_of(handle, latents):
+        stage.report.note(
+            Message("the first {} frames are cut: of an even number of latents the VAE repeats the first", surplus)
+        )
     calls = Calls("decoding {} of {}", progress or (lambda *_: None))
     compiling = DecoderCompiling(handle, stage.plan, stage.report, backend)
     vae = guarded_decoder(stage, calls, compiling if compiling.possible else None)
@@ -163,6 +170,12 @@ def decode(
     finally:
         handle.finish("vae")
     return (pixels * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 3, 1), stage.report
+
+
+def surplus_of(handle: PipelineHandle, latents: torch.Tensor) -> int:
+    """Return how many frames too many the VAE makes of latents, in front of each video."""
+    layout = handle.family.layout
+    return layout.surplus(latents.shape[2], handle.store.model.vae_config) if layout.dimensions == 5 else 0
 
 
 def _sharing(handle: PipelineHandle, latents: torch.Tensor, chunk: int) -> Ranks:

@@ -95,6 +95,10 @@ def sample(
     _check_start(handle, image, video)
     _check_guidance(handle.family, settings)
     embeddings = _checked_embeddings(handle, positive, negative)
+    if video is not None:
+        model = handle.store.model
+        before = family.before_video(len(video), model.denoiser_config, family.layout.temporal(model.vae_config))
+        video = [video[0]] * before + video
     stages = handle.denoising(request)
     report = stages[0].report
     guided = settings.scale(family) > 1
@@ -241,6 +245,9 @@ def check_size(handle: PipelineHandle, settings: SampleSettings) -> None:
     family, model = handle.family, handle.store.model
     size = settings.width, settings.height, settings.frames
     family.sizes.check(width=settings.width, height=settings.height, frames=settings.frames)
+    if (settings.frames - 1) % family.layout.temporal(model.vae_config):
+        long = family.layout.temporal(model.vae_config)
+        raise BadSize(f"frames is {settings.frames}, but {model.variant.name} makes {long}·k + 1 of them.")
     if bound := family.bound(model.denoiser_config, family.layout.spatial(model.vae_config), *size):
         raise BadSize("{} {}", model.variant.name, bound)
 

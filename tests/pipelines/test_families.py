@@ -70,7 +70,7 @@ def by_hand(handle, sampling, kind=None, **given):
         **given,
     )
     if family_of(folder).prompt is None or "frames" in result:
-        return result.frames[0].permute(0, 2, 3, 1).float()
+        return result.frames[0][-sampling.frames :].permute(0, 2, 3, 1).float()  # of CogVideoX, 5 frames come as 8
     return result.images.permute(0, 2, 3, 1).float()
 
 

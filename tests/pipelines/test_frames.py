@@ -1,0 +1,85 @@
+"""As many frames come as are asked for, and those that the video is made of: of every family that makes videos."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from comfyui_onediff_guard.pipelines.errors import BadSize
+from comfyui_onediff_guard.pipelines.run.decode import decode
+from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
+from test_families import opened, picture
+
+SIZES = {
+    "2b": (64, 48),
+    "1.5": (64, 48),
+    "1.5-i2v": (96, 64),
+    "wan": (64, 48),
+    "svd": (64, 64),
+}
+FRAMES = {"2b": (1, 5, 13, 21), "1.5": (9, 13), "1.5-i2v": (5, 9), "wan": (5, 13), "svd": (2, 3)}
+ASKED = [(model, frames) for model in FRAMES for frames in FRAMES[model]]
+
+
+def latents_of(handle, model, frames, **start):
+    width, height = SIZES[model]
+    rule, config = handle.family.prompt, handle.store.model.denoiser_config
+    embeddings: tuple[Any, Any] = (None, None)
+    if rule:
+        embeddings = (torch.zeros(1, rule.tokens(config), rule.channels(config)),) * 2
+    if handle.family.takes_image:
+        start["image"] = fitted_picture(width, height)
+    settings = SampleSettings(width, height, steps=1, seed=3, frames=frames, guidance_scale=None, **more(start))
+    return sample(handle, *embeddings, settings, **start)
+
+
+def more(start):
+    return {"strength": 1.0} if "video" in start else {}
+
+
+def fitted_picture(width, height, seed=0):
+    from comfyui_onediff_guard.pipelines.run.pictures import fitted
+
+    return fitted(picture(seed=seed), width, height, "crop")[0]
+
+
+@pytest.mark.parametrize(("model", "frames"), ASKED)
+def test_as_many_frames_come_as_are_asked_for(model_folder, model, frames):
+    handle = opened(model_folder(model))
+    latents, sampled = latents_of(handle, model, frames)
+    made, report = decode(handle, latents)
+    assert len(made) == frames
+    cut = [note for note in (*sampled.notes, *report.notes) if "frames are cut" in note]
+    assert bool(cut) == (model not in ("svd", "wan") and (frames - 1) % 8 == 4), "it says so where some are cut"
+
+
+@pytest.mark.parametrize("tiling", [False, True])
+def test_what_is_cut_are_the_frames_that_repeat_the_first(model_folder, tiling):
+    """Of an even number of latents CogVideoX's VAE makes as many frames of the first as of the others."""
+    folder = model_folder("2b")
+    handle = opened(folder)
+    latents, _ = latents_of(handle, "2b", 13)
+    vae = diffusers.AutoencoderKLCogVideoX.from_pretrained(folder / "vae")
+    vae.use_tiling = tiling
+    with torch.no_grad():
+        whole = (vae.decode(latents).sample[0].permute(1, 2, 3, 0) * 0.5 + 0.5).clamp(0, 1)
+    made, _ = decode(handle, latents, tiling=tiling)
+    assert len(whole) == 16 and torch.equal(made, whole[3:]), "one frame of the first latent, four of each other"
+
+
+@pytest.mark.parametrize(("model", "frames"), [("2b", 5), ("1.5", 9), ("1.5", 13)])
+def test_a_video_comes_out_as_long_as_it_went_in(model_folder, model, frames):
+    handle = opened(model_folder(model))
+    video = [fitted_picture(*SIZES[model], seed=seed) for seed in range(frames)]
+    latents, _ = latents_of(handle, model, frames, video=video)
+    assert len(decode(handle, latents)[0]) == frames
+
+
+def test_a_vae_that_makes_more_frames_of_a_latent_is_asked_for_what_it_can_make(model_folder, monkeypatch):
+    """diffusers' Wan rounds down to what it can make, with a line in the log."""
+    handle = opened(model_folder("wan"))
+    monkeypatch.setitem(handle.store.model.vae_config, "scale_factor_temporal", 8)
+    with pytest.raises(BadSize, match=r"frames is 13, but .* 8·k \+ 1"):
+        latents_of(handle, "wan", 13)
