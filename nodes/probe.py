@@ -134,8 +134,8 @@ class NumericsProbe(Node):
         with running(pipeline), progress:
             probing = probe(
                 pipeline,
-                embeddings(positive),
-                embeddings(negative),
+                embeddings(positive, "positive"),
+                embeddings(negative, "negative"),
                 settings,
                 image=start,
                 step_done=step_done,

@@ -9,7 +9,7 @@ from ..comfyui_host import host
 from ..trust.message import Message
 from . import inputs
 from .node import Node, titled
-from .stage_node import embeddings, requested, running, ui
+from .stage_node import embeddings, only_first, requested, running, ui
 
 if TYPE_CHECKING:
     import torch
@@ -72,17 +72,23 @@ class Sampler(Node):
         from ..pipelines.run.sample import SampleSettings, sample
 
         self._check_family(pipeline)
+        prompts = embeddings(positive, "positive"), embeddings(negative, "negative")
         start: dict[str, Any] = {}
+        unused: tuple[str, ...] = ()
         if image is not None:
             start["image"] = fitted(image[:1], settings["width"], settings["height"], fit)[0]
+            unused += only_first(image)
         if video is not None:
             if most := settings.get("frames", 0):
-                video = video[: pipeline.family.sizes.most_frames(min(most, len(video)))]
+                video, cut = _cut(video, most, pipeline.family.sizes)
+                unused += cut
             start["video"] = fitted(video, settings["width"], settings["height"], fit)
             settings["frames"] = len(start["video"])
         more = [name for name in settings if name not in SampleSettings.__dataclass_fields__]
         further = {self.DIFFUSERS.get(name, name): settings.pop(name) for name in more}
         wanted = SampleSettings(**settings, more=further)
+        if wanted.guidance_scale_2 and not pipeline.family.also_denoise:
+            unused += ("guidance_scale_2 is not used: this model has no second transformer.",)
         request = requested(precision)
         pipeline = where_it_pays(pipeline, wanted, request)
         progress = host.Progress(wanted.computed_steps, node_id)
@@ -94,9 +100,9 @@ class Sampler(Node):
         with running(pipeline), progress:
             latents, report = sample(
                 pipeline,
-                embeddings(positive),
-                embeddings(negative),
+                *prompts,
                 wanted,
+                unused=unused,
                 request=request,
                 step_done=step_done,
                 tell=progress.tell,
@@ -125,6 +131,24 @@ class Sampler(Node):
             " and ".join(FAMILIES[name].name for name in self.PIPELINES),
             samplers_of(pipeline),
         )
+
+
+def _cut(video: torch.Tensor, frames: int, sizes: SizeRule) -> tuple[torch.Tensor, tuple[str, ...]]:
+    """Return at most so many frames of a video, from the first, as many as can be made; and a warning where that leaves
+    some out that were asked for. Raises BadSize where one alone would be left."""
+    from ..pipelines.errors import BadSize
+
+    asked = min(frames, len(video))
+    used = sizes.most_frames(asked)
+    if used == 1 < asked:
+        least = sizes.frame_multiple + 1
+        raise BadSize(
+            f"{asked} frames of the video are to be used, but {least} are the least that makes a video. Wire a longer "
+            "one, or set frames to 1 for a picture."
+        )
+    rule = f"{sizes.frame_multiple}·k + 1"
+    cut = (f"Of the video, {used} frames are used, not {asked}: the model makes {rule}.",) if used < asked else ()
+    return video[:used], cut
 
 
 def samplers_of(pipeline: PipelineHandle) -> str:

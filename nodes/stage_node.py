@@ -30,11 +30,51 @@ def requested(precision: str) -> Precision | None:
     return None if precision == INHERIT else Precision(precision)
 
 
-def embeddings(conditioning: list[Any] | None) -> torch.Tensor | None:
-    """Return what Encode Prompt put on a CONDITIONING wire: [1, tokens, channels]; None where nothing is wired."""
-    from ..comfyui_host.labelled import plain
+# What ComfyUI's nodes write beside a prompt where it changes nothing; None: whatever stands there
+_NO_CHANGE = {
+    "strength": 1.0,
+    "mask_strength": 1.0,
+    "set_area_to_bounds": False,
+    "start_percent": 0.0,
+    "end_percent": 1.0,
+    "pooled_output": None,
+}
 
-    return plain(conditioning[0][0]) if conditioning else None
+
+def embeddings(conditioning: list[Any] | None, name: str) -> torch.Tensor | None:
+    """Return what Encode Prompt put on a CONDITIONING wire: [1, tokens, channels]; None where nothing is wired.
+
+    name: of the input. Raises BadInput where the wire carries more than one prompt, or says where, when or how strongly
+    it counts: these pipelines have no use for that.
+    """
+    from ..comfyui_host.labelled import plain
+    from ..pipelines.errors import BadInput
+
+    if not conditioning:
+        return None
+    if len(conditioning) > 1:
+        raise BadInput(
+            f"'{name}' carries {len(conditioning)} prompts, but one is used here. Leave out Conditioning (Combine) and "
+            "write what both say into one Encode Prompt."
+        )
+    tensor, options = conditioning[0]
+    ignored = [key for key, value in options.items() if value is not None and not _changes_nothing(key, value)]
+    if ignored:
+        raise BadInput(
+            f"'{name}' sets {', '.join(ignored)}, which is not used here. Wire it from Encode Prompt without the node "
+            "between, such as Conditioning (Set Area) or (Set Mask)."
+        )
+    return plain(tensor)
+
+
+def _changes_nothing(key: str, value: Any) -> bool:
+    usual = _NO_CHANGE.get(key, value)
+    return key in _NO_CHANGE and (usual is None or value == usual)
+
+
+def only_first(image: torch.Tensor) -> tuple[str, ...]:
+    """Return a warning where a batch of images is wired to an input that takes one."""
+    return (f"Of the batch of {len(image)} images, only the first is used.",) if len(image) > 1 else ()
 
 
 @contextmanager

@@ -71,7 +71,7 @@ class WarmUp(Node):
 
         if (positive is None) != (negative is None):
             raise BadInput("Warm Up has one of 'positive' and 'negative'. Wire both, or neither.")
-        prompt, without = embeddings(positive), embeddings(negative)
+        prompt, without = embeddings(positive, "positive"), embeddings(negative, "negative")
         wanted = sizes_of(pipeline, sizes)
         progress = host.Progress(len(wanted) * STEPS, node_id)
         with running(pipeline), progress:

@@ -77,6 +77,7 @@ def sample(
     step_done: StepDone | None = None,
     tell: Tell | None = None,
     previews: Previews | None = None,
+    unused: tuple[str, ...] = (),
     denoiser: MakeDenoiser = guarded_denoiser,
 ) -> tuple[torch.Tensor, RunReport]:
     """Denoise. Returns latents in the family's layout, as its VAE takes them, and the report.
@@ -85,6 +86,7 @@ def sample(
     image: a PIL image, for families that start from one. video: PIL images to start from instead of noise.
     tell: is given a line on what takes long before a step and within one; may raise, to interrupt.
     previews: of each step.
+    unused: what of the inputs is not used, for the report's warnings; told before the first step.
     denoiser: makes the one that the diffusers pipeline is given.
     Latents and scheduler stay in float32, and noise is drawn on the CPU, so that a seed gives the same noise in every
     precision and on every card; the guard casts what enters the denoiser to the plan's dtype.
@@ -101,6 +103,7 @@ def sample(
         video = [video[0]] * before + video
     stages = handle.denoising(request)
     report = stages[0].report
+    report.warnings += unused
     guided = settings.scale(family) > 1
     sharing = shared(here().size, guided=guided, splits=family.context is not None)
     if said := str(sharing):
@@ -123,6 +126,8 @@ def sample(
         return values
 
     tell = tell or (lambda _: None)
+    for each in unused:
+        tell(each)
     try:
         with while_compiling(handle, report, tell), handle.switched(report), torch.no_grad():
             pipe = _pipeline(stages, denoiser, settings.scheduler, request, tell, from_video=video is not None)
@@ -302,7 +307,7 @@ def _checked_embeddings(
                 tokens,
                 channels,
             )
-    if rule.fixed and positive.shape != negative.shape:
+    if len(positive) != len(negative) or (rule.fixed and positive.shape != negative.shape):
         raise BadInput(
             "'positive' has shape {} and 'negative' {}; they must agree. Take both from one Encode Prompt node.",
             tuple(positive.shape),

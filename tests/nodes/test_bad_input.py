@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def opened(model_folder, tmp_path) -> Iterator[object]:
         yield load
 
 
-def prompts(graph, pipeline):
+def prompts(graph, pipeline) -> Any:
     return graph.encode(pipeline)["result"] if graph.prompted else ()
 
 
@@ -87,7 +88,10 @@ def test_alpha_and_grey_become_rgb(opened, family):
     assert torch.equal(sampled(opaque), sampled(rgb))
     assert torch.equal(sampled(clear), sampled(torch.zeros_like(rgb))), "transparent is black"
     assert torch.equal(sampled(grey), sampled(grey.expand_as(rgb)))
-    assert torch.equal(sampled(torch.cat([rgb, clear[..., :3] * 0])), sampled(rgb)), "of a batch, the first"
+    batch = graph.sample(pipeline, wired, image=torch.cat([rgb, clear[..., :3] * 0]))
+    assert torch.equal(batch["result"][0]["samples"], sampled(rgb)), "of a batch, the first"
+    said = "Of the batch of 2 images, only the first is used."
+    assert said in batch["result"][1] and said in batch["ui"]["text"][0]
 
 
 NAN = picture().index_fill(1, torch.tensor([3]), float("nan"))
@@ -123,6 +127,26 @@ def test_a_video_of_a_length_that_cannot_be_made_is_refused(opened):
     refused(graph, pipeline, BadSize, "frames is 7, but must be .*Nearest: 9", video=picture(frames=7))
 
 
+@pytest.mark.parametrize(
+    ("long", "frames", "error"),
+    [(2, 9, "2 frames of the video are to be used, but 5"), (9, 3, "3 frames of the video"), (4, 0, "frames is 4")],
+)
+def test_a_video_of_which_one_frame_would_be_left_is_refused(opened, long, frames, error):
+    graph, pipeline = opened("5b from a video")
+    refused(graph, pipeline, BadSize, error, video=picture(frames=long), frames=frames)
+
+
+def test_frames_of_a_video_that_are_left_out_are_named(opened):
+    graph, pipeline = opened("5b from a video")
+    wired = prompts(graph, pipeline)
+    told = {
+        (long, frames): "Of the video"
+        in graph.sample(pipeline, wired, video=picture(frames=long), frames=frames)["result"][1]
+        for long, frames in ((7, 9), (9, 9), (9, 5), (5, 1))
+    }
+    assert told == {(7, 9): True, (9, 9): False, (9, 5): False, (5, 1): False}
+
+
 # --- prompts ----------------------------------------------------------------------------------------------------------
 
 PROMPTED = ("2b", "1.5-i2v", "cogview3", "cogview4")
@@ -152,6 +176,48 @@ def test_what_is_cut_off_a_long_prompt_is_said_on_the_node_and_in_the_history(op
     assert any("cut off" in note for note in again["ui"]["onediff_guard"][0]["notes"]), "also where it was remembered"
     latents = graph.sample(pipeline, encoded["result"])["result"][0]["samples"]
     assert torch.isfinite(latents).all()
+
+
+BESIDE = [  # what nodes of ComfyUI's write beside a prompt, and what a sampler says of it; "": it changes nothing
+    ({"area": (8, 8, 0, 0), "strength": 1.0, "set_area_to_bounds": False}, "sets area, which"),  # (Set Area)
+    ({"area": ("percentage", 0.5, 0.5, 0, 0), "strength": 0.5, "set_area_to_bounds": False}, "sets area, strength"),
+    ({"strength": 0.5}, "sets strength"),  # (Set Area Strength)
+    ({"mask": torch.ones(1, 4, 4), "set_area_to_bounds": False, "mask_strength": 1.0}, "sets mask"),  # (Set Mask)
+    ({"start_percent": 0.0, "end_percent": 0.5}, "sets end_percent"),  # SetTimestepRange
+    ({"control": object(), "control_apply_to_uncond": True}, "sets control, control_apply_to_uncond"),  # ControlNet
+    ({"gligen": ("position", None, [])}, "sets gligen"),
+    ({"reference_latents": [torch.zeros(1)]}, "sets reference_latents"),
+    ({"strength": 1.0, "start_percent": 0.0, "end_percent": 1.0, "pooled_output": torch.zeros(1, 4)}, ""),
+]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize(("beside", "message"), BESIDE)
+def test_what_stands_beside_a_prompt_and_is_not_used_is_refused(opened, beside, message, which):
+    graph, pipeline = opened("cogview4")
+    wired = [[[tensor, {**options, **(beside if n == which else {})}] for tensor, options in each]
+             for n, each in enumerate(prompts(graph, pipeline))]  # fmt: skip
+    if not message:
+        assert torch.isfinite(graph.sample(pipeline, wired)["result"][0]["samples"]).all()
+        return
+    with pytest.raises(BadInput, match=f"'{('positive', 'negative')[which]}' {message}"):
+        graph.sample(pipeline, wired)
+    assert not pipeline.store.loaded().keys() - {"text_encoder"}
+
+
+@pytest.mark.parametrize("family", PROMPTED)
+def test_prompts_that_are_combined_or_of_other_numbers_are_refused(opened, family):
+    graph, pipeline = opened(family)
+    positive, negative = prompts(graph, pipeline)
+    (tensor, options), *_ = positive
+    for wired, message in (
+        ((positive + positive, negative), r"'positive' carries 2 prompts, but one is used here. Leave out Cond.*Comb"),
+        ((positive, negative + negative), "'negative' carries 2 prompts"),
+        (([[torch.cat([tensor, tensor]), options]], negative), r"'positive' has shape \(2, .* they must agree"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            graph.sample(pipeline, wired)
+        assert not pipeline.store.loaded().keys() - {"text_encoder"}
 
 
 def test_a_family_without_prompts_says_so(opened):
