@@ -65,7 +65,7 @@ class Estimate:
 
 
 COGVIDEOX = Model("CogVideoX-5B", 664, 50, 315, "cogvideox")
-SVD = Model("SVD-XT", 160, 25, 169, "svd")
+SVD = Model("SVD-XT", 160, 25, 169, "")  # without a step cache
 COMPILED = {
     (COGVIDEOX, "H100"): Factor("compiled", 112.4 / 87.5, f"{TORCHAO}: 112.4 s, 87.5 s"),
     (COGVIDEOX, "RTX 4090"): Factor(
@@ -93,8 +93,6 @@ def shares(result: dict[str, Any]) -> dict[str, tuple[float, str]]:
     found = {}
     if "cogvideox" in result:
         found["cogvideox"] = result["cogvideox"]["budget"]["block_calls_left_out"]["mean"], "calls of blocks"
-    if "operations" in result.get("svd", {}):
-        found["svd"] = result["svd"]["operations"]["operations_left_out"]["mean"], "operations"
     return found
 
 

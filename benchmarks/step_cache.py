@@ -1,6 +1,6 @@
 """What a step cache leaves out, and how far results drift, on small trained models: counted and measured, not timed.
 
-    python benchmarks/step_cache.py [cogvideox] [svd] [--seeds 200] [--first-seed 0] [--few N] [--out DIR] [--join FILE]
+    python benchmarks/step_cache.py [cogvideox] [--seeds 200] [--first-seed 0] [--few N] [--out DIR] [--join FILE]
 
 Each seed is a run of the real pipeline, through the samplers' own function, with its cache and without. Drift is the
 norm of the difference of their latents, in parts of the norm of those without a cache. Calls of blocks are counted by
@@ -285,7 +285,7 @@ def over_both(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", default=["cogvideox", "svd"], metavar="MODEL", help="cogvideox, svd")
+    parser.add_argument("models", nargs="*", default=["cogvideox"], metavar="MODEL", help="cogvideox")
     parser.add_argument("--seeds", type=int, default=200, help="with which the budget is tried")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--few", type=int, default=10, help="seeds for all other figures")

@@ -1,4 +1,4 @@
-"""The node that lets a pipeline skip what its steps have in common, as far as an error budget allows."""
+"""The node that lets a pipeline skip what its steps have in common, as far as an estimated error allows."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class StepCache(Node):
     CATEGORY = inputs.LOAD
     SEARCH_ALIASES = ["TeaCache", "FBCache", "First Block Cache", "DeepCache", "TaylorSeer", "cache-dit", "speed up"]
     DESCRIPTION = (
-        "Skips most of the denoiser in steps that can be foreseen from those before them, as long as the result stays "
-        "within 'error' of that of all steps, as it is reckoned. The report says which steps were cached, and how far "
-        "the result has drifted. Without this node every step is computed."
+        "Reuses the denoiser's outputs on predictable steps, as long as the estimated change of the result stays "
+        "within 'error'. An estimate is no guarantee. The report says which steps were cached, and how much the "
+        "result changed as estimated. Not for Stable Video Diffusion, where the estimate did not hold."
     )
     RETURN_TYPES = ("ONEDIFF_PIPELINE",)
     RETURN_NAMES = ("pipeline",)
@@ -38,8 +38,8 @@ class StepCache(Node):
                     0.0,
                     0.5,
                     0.005,
-                    "Most that the latents may drift from those without a cache, in parts of their norm. 0.02: hardly "
-                    "to be seen. 0: nothing is cached.",
+                    "Target for the estimated change of the latents, as a share of their norm. 0.02: barely visible. "
+                    "0: nothing is cached.",
                 ),
                 "check_every": inputs.advanced(
                     inputs.integer(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .step_cache import StepCache
 
 # what the sampler multiplies each of a step's outputs by, in their order: of both halves of a batch, or of two calls
-Guidance = Sequence[float | torch.Tensor]
+Guidance = Sequence[float]
 
 
 class Course:

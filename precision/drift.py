@@ -1,5 +1,5 @@
-"""The budget of a step cache: how far a run's latents may drift, and what each cached step is reckoned to add. Pure
-decisions on plain numbers.
+"""The error estimate of a step cache: how far a run's latents may drift, and what each cached step is estimated to add.
+Pure decisions on plain numbers.
 
 A step whose output is off by δ moves the latents by w·δ, where w is what the scheduler multiplies a denoiser's output
 by. On normally distributed latents, a sampler carries an error, in parts of their norm, on to the end unchanged. So
@@ -30,7 +30,7 @@ class CachePolicy:
 
 ORDER = 2  # of the polynomial that is extrapolated: it goes through one computed step more
 FIRST, LAST = 3, 1  # steps at either end that are always computed
-MARGIN = 1.2  # a step is cached where the budget allows for that much more than it is reckoned to add
+MARGIN = 1.2  # a step is cached where the budget allows for that much more than it is estimated to add
 
 GROWTH = 1.4  # of an error until the end of a run, at most: measured on trained models (docs/step_cache.md)
 LEFT = 0.25  # of an error that was taken back where signals depart as polynomials do, at most: as above
@@ -59,7 +59,7 @@ class CacheUse:
     cached: int  # of them
     skipped: float  # part of all calls of the denoiser's parts (its blocks) that were left out
     compared: int  # steps that were computed and compared with what the cache would have given
-    drift: float  # of the run, as it is reckoned
+    drift: float  # of the run, as it is estimated
     largest: float  # that one step, of those that were compared, would have added
     stopped: str = ""  # why nothing was cached any more
 
@@ -69,18 +69,16 @@ class CacheUse:
 
     def in_short(self) -> str:
         """Return a few words; "" where nothing was cached."""
-        return (
-            Message("{} of {} steps cached at a drift of {:.2%}", self.cached, self.steps, self.drift)
-            if self.cached
-            else ""
-        )
+        if not self.cached:
+            return ""
+        return Message("{} of {} steps cached at an estimated drift of {:.2%}", self.cached, self.steps, self.drift)
 
     def warning(self) -> str:
         """Say that the budget was broken; "" where it was kept."""
         if not self.broken:
             return ""
         broken = Message(
-            "The step cache has broken its budget of {:.2%}: the latents have drifted by {:.2%}.",
+            "The step cache is over its target of {:.2%}: the latents have drifted by an estimated {:.2%}.",
             self.budget,
             self.drift,
         )
@@ -91,7 +89,7 @@ class CacheUse:
         stopped = f"; stopped: {self.stopped}" if self.stopped else ""
         return (
             f"{self.cached} of {self.steps} steps cached, {self.skipped:.1%} of its blocks' calls left out; drift "
-            f"{self.drift:.3%} as reckoned, of {self.budget:.3%}; {self.compared} steps compared, of which one would "
+            f"{self.drift:.3%} as estimated, of {self.budget:.3%}; {self.compared} steps compared, of which one would "
             f"have added {self.largest:.3%} at most{stopped}"
         )
 
@@ -117,7 +115,7 @@ class Ledger:
 
     @property
     def drift(self) -> float:
-        """Return the drift so far, as it is reckoned."""
+        """Return the drift so far, as it is estimated."""
         return self.settled + self._opened
 
     @property
@@ -173,7 +171,7 @@ class Ledger:
         return replace(self, at=self.at + 1, weight=weight, settled=self.drift, open=())
 
     def checked(self, signal: float, error: float, weight: float, *, corrected: bool = False) -> Ledger:
-        """Go on from a step that was computed and compared. What the cached steps before it added is reckoned by what
+        """Go on from a step that was computed and compared. What the cached steps before it added is estimated by what
         was found here, where they are furthest from the steps that they were extrapolated from.
 
         error: of the output that the cache would have given, in the norm that `weight` is for.

@@ -68,7 +68,6 @@ class StepCache:
     """What one denoiser has left of its steps in a run.
 
     parts: of the denoiser, in the order in which they are called.
-    adds: what the parts add to the first one's output is extrapolated, and not what the last one puts out.
     guidance: what the sampler makes of a step's outputs.
     own: returns the part of what the first one is given that it computes with in this process.
     whole: returns a call's whole output, of what is made of it in this process.
@@ -77,7 +76,6 @@ class StepCache:
     def __init__(
         self,
         parts: Sequence[Part],
-        adds: bool,
         course: Course,
         guidance: Guidance = (1.0,),
         own: _Change = _as_it_is,
@@ -87,7 +85,6 @@ class StepCache:
         self._guidance = guidance
         self._own, self._whole = own, whole
         self._parts = parts
-        self._adds = adds
         self._left: dict[int, tuple[_Entry, ...]] = {}  # call of a step → of the latest steps
         self._turn = _Turn()
         self._call = _Call(())
@@ -202,35 +199,32 @@ class StepCache:
         made = call.first = module(*args, **kwargs)
         self.course.count(skipped=False)
         with torch._C.DisableTorchFunction():
-            call.signal = _sampled(_hidden(made))
-            if self._adds:
-                call.signal = call.signal - _sampled(self._own(args[0] if args else kwargs["hidden_states"]))
+            given = self._own(args[0] if args else kwargs["hidden_states"])
+            call.signal = _sampled(_hidden(made)) - _sampled(given)
             if call.entries:
                 call.choice = self.course.choose(partial(self._off, call))
                 call.skips = True
         return made
 
-    def _skipped(self, part: Part, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _skipped(self, _part: Part, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self._call.skips:
             self._count_skip()
-            return part.gives(self._call.first)
+            return self._call.first
         self.course.count(skipped=False)
         return module(*args, **kwargs)
 
-    def _last(self, part: Part, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _last(self, _part: Part, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         call = self._call
         if call.skips:
             self._count_skip()
             with torch._C.DisableTorchFunction():
                 first = _hidden(call.first)
                 hidden = self._extrapolated([entry.given for entry in call.entries])
-                hidden = hidden + first.float() if self._adds else hidden
-                return _with_hidden(part.gives(call.first), hidden.to(first.dtype))
+                return _with_hidden(call.first, (hidden + first.float()).to(first.dtype))
         self.course.count(skipped=False)
         made = module(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            given, signal = _hidden(made), call.signal
-            given = given - _hidden(call.first) if self._adds else given
+            given, signal = _hidden(made) - _hidden(call.first), call.signal
             assert signal is not None
             call.left = _Entry(self._step, signal, given.detach())
         return made
@@ -266,14 +260,14 @@ class _Comparing(Course):
         return Choice.COMPUTE
 
 
-def compared(run: Any, parts: Sequence[Part], adds: bool, calls: int) -> Callable[..., Any]:
+def compared(run: Any, parts: Sequence[Part], calls: int) -> Callable[..., Any]:
     """Return what makes a call of a denoiser on "meta" as a step cache has it made when it takes most memory: with all
     that the cache ever keeps, it is extrapolated, computed, and compared.
 
-    run, parts, adds: as a StepCache has them.
+    run, parts: as a StepCache has them.
     calls: of a step, of which each has its own values.
     """
-    cache = StepCache(parts, adds, _Comparing())
+    cache = StepCache(parts, _Comparing())
     call = cache.attempt(run, lambda made: made)
 
     def filled(*args: Any, **kwargs: Any) -> Any:

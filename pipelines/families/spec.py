@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...precision.policy import Component, Variant
-from ...precision.skips import BlocksBehindFirst, DeepLevels
+from ...precision.skips import BlocksBehindFirst
 from ...precision.streams import Stream
 from ..errors import BadSize
 from ..parallel.plan import ContextPlan
@@ -98,7 +98,7 @@ class FamilySpec:
     options: type[Fields] = Fields  # fields of model_index.json that the pipeline takes
     stream: Stream | None = None  # where its residual stream runs, which fp16 needs in float32
     of_prompt: tuple[str, ...] = ()  # layers that are given the prompt alone: once a run is enough
-    skipped: BlocksBehindFirst | DeepLevels | None = None  # what a cached step leaves out; None: nothing can be cached
+    skipped: BlocksBehindFirst | None = None  # what a cached step leaves out; None: nothing can be cached
     clips: bool = False  # its blocks clip fp16 at ±65504: finite, and wrong
     schedulers: Mapping[str, str] = field(default_factory=dict)  # what users choose → diffusers class; none: its own
     prompt: PromptRule | None = None  # None: no text encoder

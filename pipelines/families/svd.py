@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from ...precision.policy import Variant
-from ...precision.skips import DeepLevels
 from ...trust.message import Message
 from .components import (
     ComponentSpec,
@@ -152,7 +151,6 @@ SVD = FamilySpec(
     },
     denoiser="unet",
     blocks=("down_blocks", "mid_block", "up_blocks"),
-    skipped=DeepLevels(),
     denoiser_inputs=("sample", "encoder_hidden_states"),
     variants=_VARIANTS,
     variant=lambda config: "SVD" if config.get("num_frames", 25) <= 14 else "SVD-XT",  # XT 1.1's config is XT's

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ...precision.course import Course, Guidance
 from ..parallel.group import here
 
@@ -19,7 +17,7 @@ def begun(handle: PipelineHandle, settings: Any) -> Course | None:
     Each of several GPUs measures its part of the tokens. They decide by the largest of what they found.
     """
     policy = handle.step_cache
-    if policy is None or not policy.error:
+    if policy is None or not policy.error or handle.family.skipped is None:
         return None
     return Course(policy, settings.computed_steps, here().worst)
 
@@ -31,8 +29,5 @@ def guidances(handle: PipelineHandle, settings: Any) -> tuple[Guidance, ...]:
     scale = settings.scale(family)
     if scale <= 1:
         return ((1.0,),) * len(family.denoisers)
-    scales: list[float | torch.Tensor] = [scale, settings.guidance_scale_2 or scale][: len(family.denoisers)]
-    if first := family.guidance.first:
-        grown = torch.linspace(settings.told(family, first), scale, settings.frames)
-        scales = [grown.to(handle.store.placement.device).view(1, -1, 1, 1, 1)]
+    scales = [scale, settings.guidance_scale_2 or scale][: len(family.denoisers)]
     return tuple((1 - each, each) if family.guidance.calls == 1 else (each, 1 - each) for each in scales)

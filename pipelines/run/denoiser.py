@@ -297,8 +297,8 @@ class _Attempts:
         handle, plan = self._stage.handle, self._stage.plan
         known = handle.store.compiled
         how = (self._backend.name, self._how, plan.numerics, wide, plan.accumulation, left)
-        parts = self._stage.own_parts
-        key = (self._stage.name, keys(self._stage.loras), *how, parts)
+        parts = handle.family.blocks
+        key = (self._stage.name, keys(self._stage.loras), *how)
         if key not in known:
             known[key] = compiled(
                 half,

@@ -103,6 +103,10 @@ def sample(
         video = [video[0]] * before + video
     stages = handle.denoising(request)
     report = stages[0].report
+    if handle.step_cache and not family.skipped:
+        unused += (
+            f"The step cache is not used: it is not offered for {family.name}, where its estimate did not hold.",
+        )
     report.warnings += unused
     guided = settings.scale(family) > 1
     sharing = shared(here().size, guided=guided, splits=family.context is not None)

@@ -115,7 +115,7 @@ class ComponentStage(Stage):
         quantised of them."""
         if not self.handle.store.in_parts(self._offload):
             return bytes_of(self.module) + quantised_bytes(self)
-        blocks = self.own_parts if self.plan.component is Component.DENOISER else ()
+        blocks = self.handle.family.blocks if self.plan.component is Component.DENOISER else ()
         return most_on_device(self.module, self._offload, blocks)
 
     def counted(self, room: Callable[[], int]) -> int:
@@ -151,7 +151,7 @@ class ComponentStage(Stage):
     def weights(self) -> Onloading:
         """How the weights come to the device."""
         _ = self.module
-        blocks = self.own_parts if self.plan.component is Component.DENOISER else ()
+        blocks = self.handle.family.blocks if self.plan.component is Component.DENOISER else ()
         return self.handle.store.onloading(self.name, self._offload, self.loras, blocks)
 
     def ladder(self) -> Ladder:
@@ -212,7 +212,7 @@ class ComponentStage(Stage):
         if self.course is None or skipped is None:
             return None
         if parts := skipped.parts(self.module):
-            return StepCache(parts, skipped.adds, self.course, self.guidance, self._own_share, self._of_both_halves)
+            return StepCache(parts, self.course, self.guidance, self._own_share, self._of_both_halves)
         self.report.note("no step is cached: the denoiser has nothing that a cached step could leave out")
         return None
 
@@ -232,14 +232,6 @@ class ComponentStage(Stage):
         from ..parallel.exchange import from_each
 
         return torch.cat(from_each(made, self.sharing.first_of_halves, here()))
-
-    @property
-    def own_parts(self) -> tuple[str, ...]:
-        """Names of a denoiser's parts that are compiled, or come to the device, each for itself; of a list each one."""
-        family = self.handle.family
-        if self.course is None or family.skipped is None:
-            return family.blocks
-        return family.skipped.apart(self.module, family.blocks)
 
     @property
     def _offload(self) -> Offload:

@@ -77,7 +77,7 @@ def attempt_on_meta(
     parts = skipped.parts(bare) if cached and skipped else []
 
     def kept(run: Any) -> Any:
-        return compared(run, parts, skipped.adds, cached) if parts and skipped else run
+        return compared(run, parts, cached) if parts else run
 
     once = stage.handle.family.of_prompt if stage.plan.component is Component.DENOISER else ()
     if not stage.plan.half:

@@ -14,7 +14,7 @@ from comfyui_onediff_guard.pipelines.reuse import replay
 from comfyui_onediff_guard.pipelines.reuse.replay import follow
 from comfyui_onediff_guard.precision.course import Course
 from comfyui_onediff_guard.precision.drift import FIRST, CachePolicy, Choice, Ledger
-from test_step_cache_runs import SIZES, WIDE, opened
+from test_step_cache_runs import MODELS, WIDE, opened
 from test_step_cache_runs import run as whole_run
 
 STEPS, CACHED, COMPARED = 12, (4, 5, 6), 7
@@ -121,11 +121,11 @@ STEPS_OF_TWO = 12
 SECOND = {"wan-two": 9}  # a step of its second denoiser that can be compared
 
 
-@pytest.mark.parametrize(("model", "at"), [*((model, FIRST) for model in SIZES), *SECOND.items()])
+@pytest.mark.parametrize(("model", "at"), [*((model, FIRST) for model in MODELS), *SECOND.items()])
 def test_what_a_comparison_finds_is_what_the_sampler_would_be_given_too_much(
     model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, model: str, at: int
 ) -> None:
-    """With each family's guidance: of both halves, of two calls, of each frame, of a second denoiser."""
+    """With each family's guidance: of both halves, of two calls, of a second denoiser."""
     handle = opened(model_folder(model))
     given: list[torch.Tensor] = []
     found: list[torch.Tensor] = []

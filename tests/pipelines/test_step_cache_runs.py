@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.demo.small_model import build_cogvideox
-from comfyui_onediff_guard.pipelines.compile import backends as compiling
 from comfyui_onediff_guard.pipelines.models.lora import Lora
 from comfyui_onediff_guard.pipelines.models.recognised import family_of
 from comfyui_onediff_guard.pipelines.run import denoiser as denoising
@@ -50,21 +49,39 @@ def opened(folder: Path, precision: str = "fp32", backend: str = "eager", **more
     return load(folder, family_of(folder), precision=Precision(precision), backend=backend, **options)
 
 
-def run(handle: PipelineHandle, model: str, policy: CachePolicy | None = None, **more: Any) -> tuple[torch.Tensor, Any]:
+def run(
+    handle: PipelineHandle, model: str, policy: CachePolicy | None = None, tell: Any = None, **more: Any
+) -> tuple[torch.Tensor, Any]:
     width, height, frames = SIZES[model]
     positive, negative = encode_prompts(handle, ["a red kite", "grey"])[0] if handle.family.prompt else (None, None)
     image = torch.rand(1, 64, 96, 3, generator=torch.Generator().manual_seed(2))
     start = {"image": fitted(image, width, height, "crop")[0]} if handle.family.takes_image else {}
     guidance = 3.0 if handle.family.prompt else None
     settings = SampleSettings(width, height, steps=STEPS, seed=3, frames=frames, guidance_scale=guidance)
-    return sample(replace(handle, step_cache=policy), positive, negative, replace(settings, **more), **start)
+    return sample(replace(handle, step_cache=policy), positive, negative, replace(settings, **more), tell=tell, **start)
 
 
 def drift(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
-@pytest.mark.parametrize("model", SIZES)
+MODELS = [model for model in SIZES if model != "svd"]
+
+
+@pytest.mark.parametrize("frames", [2, 5])
+def test_stable_video_diffusion_has_no_step_cache_and_says_so(model_folder: Callable[..., Path], frames: int) -> None:
+    """On random weights its drift was 5.8 to 13.5 %, where 0.2 to 1.9 % was estimated. A workflow that asks for it
+    runs, and computes every step."""
+    handle = opened(model_folder("svd"))
+    told: list[str] = []
+    plain, before = run(handle, "svd", frames=frames)
+    found, report = run(handle, "svd", WIDE, frames=frames, tell=told.append)
+    assert torch.equal(found, plain) and report.cache is None and "cached" not in report.cells()
+    (said,) = report.warnings
+    assert said.startswith("The step cache is not used") and said in told and not before.warnings
+
+
+@pytest.mark.parametrize("model", MODELS)
 def test_every_family(model_folder: Callable[..., Path], model: str) -> None:
     handle = opened(model_folder(model))
     plain, before = run(handle, model)
@@ -91,7 +108,7 @@ def test_every_scheduler(model_folder: Callable[..., Path], scheduler: str) -> N
     assert torch.equal(found, plain)
 
 
-@pytest.mark.parametrize("model", ["2b", "cogview4", "svd"])
+@pytest.mark.parametrize("model", ["2b", "cogview4"])
 @pytest.mark.parametrize("failing", range(STEPS))
 def test_nan_at_any_step(
     model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, model: str, failing: int
@@ -190,7 +207,7 @@ def test_what_was_learned(model_folder: Callable[..., Path], monkeypatch: pytest
     assert drift(found, plain) <= max(report.cache.drift, WIDE.error)
 
 
-@pytest.mark.parametrize("model", ["2b", "svd"])
+@pytest.mark.parametrize("model", ["2b", "5b"])
 def test_halves_apart(model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     init = denoising._Steps.__init__
 
@@ -240,25 +257,6 @@ def test_compiled_blocks(model_folder: Callable[..., Path]) -> None:
     assert drift(found, plain) <= max(report.cache.drift, WIDE.error)
     _, again = run(handle, "2b", WIDE)
     assert again.graphs == 0
-
-
-def test_layers_of_svds_last_level_are_compiled_one_by_one(
-    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All of it but the compiler, which would take minutes: a cached step enters between them."""
-    seen: list[torch.nn.Module] = []
-    monkeypatch.setattr(compiling, "_compile", lambda shown, *_: seen.append(shown.block) or shown)
-    handle = opened(model_folder("svd"), "fp32", "inductor")
-    denoiser: Any = handle.store.module("unet", "fp32")
-    plain, _ = run(handle, "svd")
-    assert seen == [*denoiser.down_blocks, denoiser.mid_block, *denoiser.up_blocks]
-    seen.clear()
-    found, report = run(handle, "svd", WIDE)
-    *ups, last = denoiser.up_blocks
-    assert seen == [*denoiser.down_blocks, denoiser.mid_block, *ups, *last.resnets, *last.attentions]
-    assert report.cache.cached
-    assert drift(found, plain) <= max(report.cache.drift, WIDE.error)
-    assert torch.equal(run(handle, "svd")[0], plain)
 
 
 def test_two_threads(model_folder: Callable[..., Path]) -> None:
@@ -343,7 +341,7 @@ def test_a_lora(model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize("offload", ["group", "sequential"])
-@pytest.mark.parametrize("model", ["2b", "svd"])
+@pytest.mark.parametrize("model", ["2b", "wan"])
 def test_weights_in_parts(
     model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, model: str, offload: str
 ) -> None:

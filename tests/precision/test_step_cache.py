@@ -66,7 +66,7 @@ class Run:
         self, module: torch.nn.Module, policy: CachePolicy, steps: int = 30, made: Callable[[Any], Any] = same
     ):
         self.course = Course(policy, steps)
-        self.cache = StepCache(BLOCKS.parts(module), True, self.course, (-1.0, 2.0))
+        self.cache = StepCache(BLOCKS.parts(module), self.course, (-1.0, 2.0))
         self.attempt = self.cache.attempt(module, made)
         self.rerun = self.cache.rerun(module, made)
         self.cached: list[int] = []
