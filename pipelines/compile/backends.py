@@ -50,6 +50,12 @@ class BackendChoice:
     reason: str
     automatic: bool = False  # chosen by 'auto': where it fails, the next one is tried
 
+    @property
+    def asked_for(self) -> tuple[str, bool]:
+        """What tells apart what is compiled: what 'auto' came to, such as that it gave this backend up, is no answer to
+        who asks for it by name."""
+        return self.name, self.automatic
+
 
 MODES = ("default", "max-autotune-no-cudagraphs")  # inductor's. CUDA graphs would reuse what a block put out
 MEASURED = "measured"

@@ -230,7 +230,7 @@ class DecoderCompiling:
 
     @property
     def _key(self) -> tuple[Any, ...]:
-        how = self.backend.name, self._how, self._plan.numerics, self._plan.wide, self._plan.accumulation
+        how = self.backend.asked_for, self._how, self._plan.numerics, self._plan.wide, self._plan.accumulation
         return ("vae", (), *how, self._plan.component)
 
     def _at_hand(self, known: Measured, most: Most) -> bool:

@@ -194,7 +194,7 @@ def _at_hand(handle: PipelineHandle, request: Precision | None, target: str) -> 
     """Whether it is compiled in this process or, by inductor, on disk."""
     from ...precision.policy import Component
 
-    asked, how = handle.compile_options, (handle.backend.name, handle.plan(Component.DENOISER, request).numerics)
+    asked, how = handle.compile_options, (handle.backend.asked_for, handle.plan(Component.DENOISER, request).numerics)
     for name, _, backend, options, numerics, *_ in handle.store.compiled:
         taken = replace(options, attention=MEASURED) if asked.attention == MEASURED else options
         if name in handle.family.denoisers and (backend, numerics) == how and taken == asked:

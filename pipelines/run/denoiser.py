@@ -296,7 +296,7 @@ class _Attempts:
             return half
         handle, plan = self._stage.handle, self._stage.plan
         known = handle.store.compiled
-        how = (self._backend.name, self._how, plan.numerics, wide, plan.accumulation, left)
+        how = (self._backend.asked_for, self._how, plan.numerics, wide, plan.accumulation, left)
         parts = handle.family.blocks
         key = (self._stage.name, keys(self._stage.loras), *how)
         if key not in known:

@@ -39,7 +39,7 @@ from .placement import MOVING, Placement, bytes_of, bytes_on, main_memory, move
 logger = logging.getLogger(__name__)
 
 MemoryKey = tuple[str, str, tuple[LoraKey, ...], str]  # denoiser, numerics, LoRAs, a profile that was given
-_CompiledKey = tuple[str, tuple[LoraKey, ...], str, CompileOptions, str, bool, str, tuple[str, ...]]
+_CompiledKey = tuple[str, tuple[LoraKey, ...], tuple[str, bool], CompileOptions, str, bool, str, tuple[str, ...]]
 
 
 _LEFT_FREE = 0.1  # of main memory, by what is kept there for its next use
@@ -60,8 +60,8 @@ class ComponentStore:
         self.model = model
         self.placement = placement
         self.prompts: dict[tuple[str, str, bool], torch.Tensor] = {}  # (text, dtype, guarded) → [1, tokens, channels]
-        # (denoiser, LoRAs, backend, how, numerics, wide stream, half-precision accumulation, layers that are
-        # unquantised or accumulate in fp16) → shell
+        # (denoiser, LoRAs, backend and whether 'auto' chose it, how, numerics, wide stream, half-precision
+        # accumulation, layers that are unquantised or accumulate in fp16) → shell
         self.compiled: dict[_CompiledKey, torch.nn.Module] = {}
         self.quantised: dict[tuple[str, tuple[LoraKey, ...], str], QuantisedLinears] = {}  # by denoiser, LoRAs and kind
         self.learned: dict[MemoryKey, Learned] = {}  # what runs taught about a denoiser

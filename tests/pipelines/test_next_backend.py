@@ -14,6 +14,7 @@ from comfyui_onediff_guard.comfyui_host.host import Interrupted
 from comfyui_onediff_guard.pipelines.compile import backends as compiling
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, CompileOptions, came_to, compiled
 from comfyui_onediff_guard.pipelines.compile.block import Compiling, listening
+from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
@@ -307,16 +308,33 @@ def test_what_follows_a_backend_that_works_with_an_offload_works_with_it(kind: o
     assert refused == tuple(compiling._PROBES)[: len(refused)]
 
 
+class Whole(Backend):
+    """Runs blocks of any arguments as they are, where it does not fail."""
+
+    def compile(self, module: torch.nn.Module, *, options: Any = None) -> Callable[..., Any]:
+        one = super().compile(torch.nn.Identity(), options=options)
+        return lambda *args, **kwargs: (one(torch.zeros(1)), module(*args, **kwargs))[1]
+
+
+class Lacking(Backend):
+    """As inductor, which compiles in a block's first call: whether that works may change."""
+
+    lacks = False
+
+    def compile(self, module: torch.nn.Module, *, options: Any = None) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self.lacks:
+                raise NotImplementedError("no compiler")
+            return module(*args, **kwargs)
+
+        return run
+
+
 def test_a_run_is_right_and_its_report_names_the_backend_that_it_came_to(
     model_folder: Callable[..., Any],
     open_pipeline: Callable[..., PipelineHandle],
     installed: Callable[..., None],
 ) -> None:
-    class Whole(Backend):
-        def compile(self, module: torch.nn.Module, *, options: Any = None) -> Callable[..., Any]:
-            one = super().compile(torch.nn.Identity(), options=options)
-            return lambda *args, **kwargs: (one(torch.zeros(1)), module(*args, **kwargs))[1]
-
     broken, working = Whole(NotImplementedError("Transform failed of CogVideoXBlock")), Whole()
     installed(oneflow=broken, nexfort=working)
     handle = replace(open_pipeline(model_folder("2b")), backend=AUTO)
@@ -330,3 +348,40 @@ def test_a_run_is_right_and_its_report_names_the_backend_that_it_came_to(
         assert report.backend_reason == "auto: oneflow failed (NotImplementedError: Transform failed of CogVideoXBlock)"
         assert f"backend: nexfort ({report.backend_reason})" in report.text()
     assert broken.calls == 2, "never again"
+
+
+@pytest.mark.parametrize("named_first", [False, True])
+@pytest.mark.parametrize("stage", ["sample", "decode"])
+def test_what_auto_came_to_is_no_answer_to_who_names_the_backend(
+    model_folder: Callable[..., Any],
+    open_pipeline: Callable[..., PipelineHandle],
+    installed: Callable[..., None],
+    stage: str,
+    named_first: bool,
+) -> None:
+    """In one process, on the same weights: a backend that is asked for by name raises its error, and runs once the
+    cause is gone, whatever 'auto' has given up; and a by-name request that works gives 'auto' nothing."""
+    handle = open_pipeline(model_folder("2b"))
+    handle.store.compiled.clear()
+    auto = replace(handle, backend=BackendChoice("inductor", "auto: first choice", automatic=True))
+    named = replace(handle, backend=BackendChoice("inductor", "asked for"))
+    (positive, negative), _ = encode_prompts(handle, ["a red kite", ""])
+    latents, _ = sample(replace(handle, backend=BackendChoice("eager", "")), positive, negative, SMALL)
+
+    def ran_with(pipeline: PipelineHandle) -> str:
+        if stage == "sample":
+            return sample(pipeline, positive, negative, replace(SMALL, steps=1))[1].backend
+        asked = "auto" if pipeline.backend.automatic else "inductor"
+        return [decode(pipeline, latents, backend=asked)[1].backend for _ in range(4)][-1]  # 'auto' measures first
+
+    backend = Lacking()
+    installed(inductor=backend)
+    if named_first:
+        assert ran_with(named) == "inductor"
+    backend.lacks = True
+    assert ran_with(auto) == "eager"
+    if not named_first:
+        with pytest.raises(NotImplementedError):
+            ran_with(named)
+    backend.lacks = False
+    assert ran_with(named) == "inductor"
