@@ -277,7 +277,7 @@ def _not_quantised(architecture: Architecture, request: Precision) -> str:
             "'auto', or from compute capability 8.0 on 'int8'",
         ),
         Precision.INT8: (
-            "compute capability 8.0 or newer (RTX 30, 40 and 50, A100, H100, B200), or a CPU",
+            "compute capability 8.0 or newer (RTX 30, 40 and 50, A100, H100, B200), or a CPU that has bf16",
             "'auto'",
         ),
     }[request]

@@ -20,6 +20,7 @@ from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.policy import Precision
+from cpu_bf16 import cpu_multiplies_bf16  # noqa: F401 - a fixture for all tests here
 from diffusers import AutoencoderKLTemporalDecoder
 from small_families import build_cogview3
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from cpu_bf16 import cpu_multiplies_bf16  # noqa: F401 - a fixture for all tests here
 from hypothesis import is_hypothesis_test
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from cpu_bf16 import cpu_multiplies_bf16  # noqa: F401 - a fixture for all tests here
 
 
 class LoadedModel:

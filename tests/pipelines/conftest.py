@@ -12,6 +12,7 @@ from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.policy import Precision
+from cpu_bf16 import cpu_multiplies_bf16  # noqa: F401 - a fixture for all tests here
 from hub_files import files_of
 from hub_server import HubServer, running_hub
 
