@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ...precision.shared import TURNS
+from ...precision.shared import TURNS, SharedSetting
 from ...precision.shells import with_forward
 from ...trust.message import Message, joined
 from ..errors import is_interrupt
@@ -33,6 +33,17 @@ KwArgs = dict[str, Any]
 EAGER = "eager"
 COMPILED_SIZES = 8  # as many as dynamo allows one piece of code
 _LAYOUTS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+
+
+def _oldest_first() -> Callable[[], None]:
+    set_lru: Callable[[bool], None] = torch._C._dynamo.eval_frame._set_lru_cache  # pyright: ignore
+    set_lru(False)
+    return lambda: set_lru(True)
+
+
+# Where several graphs fit a call, since one is for its size and another for all, dynamo takes the one that ran latest:
+# the run that compiles would compute by one graph, and later ones by another. The oldest that fits is always the same.
+OLDEST_GRAPH = SharedSetting(_oldest_first)
 
 
 @dataclass(frozen=True)
@@ -116,7 +127,8 @@ class Compiling:
             self._count_sizes(index)
             size = tuple(tensor.shape for tensor in _tensors(args, kwargs))
             if size in compiled.met[index]:
-                return compiled.blocks[index](*args, **kwargs)
+                with OLDEST_GRAPH.held():
+                    return compiled.blocks[index](*args, **kwargs)
             if why := self._limit():
                 self._note(why)
                 return block(*args, **kwargs)
@@ -166,7 +178,7 @@ class Compiling:
         graphs = graphs_compiled()
         given = _Given.of(args, kwargs) if compiled.by.replaceable else None
         try:
-            with TURNS.alone(), disable_cache_limit():
+            with TURNS.alone(), disable_cache_limit(), OLDEST_GRAPH.held():
                 made = compiled.blocks[index](*args, **kwargs)
         except Exception as error:
             if given is None or _is_the_runs(error):

@@ -207,3 +207,39 @@ def heard(module: torch.nn.Module, family: FamilySpec, call: dict[str, Any]) -> 
     for handle in handles:
         handle.remove()
     return heard
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, x], dim=-1)
+
+
+@pytest.mark.parametrize("between", [(), (7,), (3, 5), (12,)])
+def test_the_same_call_is_computed_by_the_same_graph_whatever_ran_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, between: tuple[int, ...]
+) -> None:
+    """As a UNet's blocks of one class are called at several sizes of one run: the first gets a graph of its own, and
+    the second one for all sizes, which fits the first, too."""
+    from onediff.infer_compiler.backends import registry
+
+    graphs, ran = [], []
+
+    def noting(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        number = len(graphs)
+        graphs.append(graph)
+        return lambda *args: (ran.append(number), graph.forward(*args))[1]
+
+    def compiling(module: torch.nn.Module, *, options: Any = None) -> Any:
+        return torch.compile(module, backend=noting, dynamic=options["dynamic"])
+
+    monkeypatch.setitem(registry._BACKENDS, "inductor", compiling)
+    torch._dynamo.reset()
+    module, ears = shell(Denoiser(Scaled(), Doubled(), Scaled(), Doubled(), Scaled())), Ears()
+    made: list[list[int]] = []
+    for size in (3, *between, 3, 3):
+        ran.clear()
+        ears.call(module, size)
+        made.append([*ran])
+    first, *_, later, last = made
+    assert len(set(first)) > 2 and first == later == last
+    torch._dynamo.reset()
