@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from ..pipelines.pace import Pace
 from ..pipelines.reading import listening
 from ..trust.message import joined
-from ..trust.text import for_page
+from ..trust.text import for_page, is_whole
 from .language import translated
 
 if TYPE_CHECKING:
@@ -171,8 +171,9 @@ def weight_files(kind: str) -> dict[str, Path]:
 
 
 def _offered(found: Mapping[str, Path]) -> dict[str, Path]:
-    """Without names that would be markup: pages up to ComfyUI 0.3 take those in a drop-down's list for HTML."""
-    return {name: path for name, path in found.items() if "<" not in name}
+    """Without names that would be markup, since pages up to ComfyUI 0.3 take those in a drop-down's list for HTML, and
+    without those that are no text, which no page can send back."""
+    return {name: path for name, path in found.items() if "<" not in name and is_whole(name)}
 
 
 def roots_text(*kinds: str) -> str:

@@ -16,6 +16,7 @@ import pytest
 from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 from PIL import Image
 
 if sys.version_info >= (3, 11):
@@ -93,6 +94,23 @@ def test_requirements_txt_is_the_dependencies(root: Path, project: dict[str, Any
 def test_nothing_that_users_install_names_torch(project: dict[str, Any]) -> None:
     names = {Requirement(line).name for line in project["project"]["dependencies"]}
     assert not {name for name in names if name.startswith(("torch", "nvidia"))}
+
+
+def test_no_lower_bound_is_below_what_is_run(root: Path, project: dict[str, Any]) -> None:
+    pinned: dict[str, list[Version]] = {}
+    for file in (root / "constraints").glob("*.txt"):
+        lines = [line.partition("#")[0].strip() for line in file.read_text(encoding="utf-8").splitlines()]
+        for pin in (Requirement(line) for line in lines if "==" in line):
+            pinned.setdefault(canonical(pin.name), []).extend(Version(each.version) for each in pin.specifier)
+    bounds = {
+        each.name: Version(bound.version)
+        for each in map(Requirement, project["project"]["dependencies"])
+        for bound in each.specifier
+        if bound.operator == ">="
+    }
+    oldest = {name: min(pinned[canonical(name)]) for name in bounds}
+    assert {name: bound.release[:2] for name, bound in bounds.items()} == {n: v.release[:2] for n, v in oldest.items()}
+    assert all(bound <= oldest[name] for name, bound in bounds.items())
 
 
 @pytest.mark.parametrize("constraints", ["test.txt", "comfyui-0.0.1.txt"])

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from ...trust.text import for_terminal
 from ..errors import HostError, OutputError
 from .affinity import Landing, Warmth, choose
 from .claims import Claims
@@ -200,7 +201,8 @@ class Course:
         return parked
 
     def _park(self, job: Job, error: str, attempts: int) -> None:
-        self.outputs.park(Parked(content=job.content, name=job.name[:400], error=error[:MAX_ERROR], attempts=attempts))
+        name, error = for_terminal(job.name), for_terminal(error)  # half a character cannot be written
+        self.outputs.park(Parked(content=job.content, name=name[:400], error=error[:MAX_ERROR], attempts=attempts))
         self.tally.gave_up(job, error)
 
     def _greet(self, worker: Worker, outcome: object) -> None:

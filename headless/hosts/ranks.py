@@ -97,6 +97,11 @@ def run_over_ranks(
     return RunResult(done.outputs, {}, list(done.files), time.perf_counter() - started)
 
 
+# of signals by which a process ends itself; on Windows, of an access violation and a broken stack
+_CRASHES = {-getattr(signal, name, 0) for name in ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT")} - {0}
+_CRASHES |= {0xC0000005, 0xC0000409}
+
+
 @dataclass
 class _Rank:
     """One of the processes, and what is known of it."""
@@ -152,6 +157,21 @@ class _Rank:
             with suppress(ValueError):
                 return f"was killed by {signal.Signals(-code).name}"
         return f"ended with exit code {code}"
+
+    def advice(self) -> str:
+        """What may be behind that, in a sentence after a space."""
+        code = self.process.exitcode or 0
+        if code in (-9, 128 + 9):
+            return (
+                " A kill that nobody asked for is the system's, where main memory ran out: see its log, or use fewer "
+                "GPUs."
+            )
+        if code in _CRASHES:
+            return (
+                " Code of a library, a driver or a compiled block crashed in it, which is not for want of memory: run "
+                "again with PYTHONFAULTHANDLER=1 to see where, and try backend 'eager', or another version of it."
+            )
+        return ""
 
 
 @contextmanager
@@ -252,10 +272,7 @@ def _settled(ranks: Sequence[_Rank]) -> _Rank:
 
 def _why(culprit: _Rank) -> HeadlessError:
     if culprit.failed is None:
-        return RunFailedError(
-            f"{culprit.name} {culprit.end()}, so the run was ended. A kill that nobody asked for is the system's, "
-            "where main memory ran out: see its log, or use fewer GPUs."
-        )
+        return RunFailedError(f"{culprit.name} {culprit.end()}, so the run was ended.{culprit.advice()}")
     failed = culprit.failed
     named = failed.text if failed.kind is WorkflowError else f"{culprit.name}: {failed.text}"
     return failed.kind(named)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -194,7 +195,8 @@ def fingerprint(path: Path) -> str:
     digest = hashlib.sha256()
     for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
         stat = file.stat()
-        digest.update(f"{file.relative_to(path).as_posix()}:{stat.st_size}:{stat.st_mtime_ns};".encode())
+        digest.update(os.fsencode(file.relative_to(path).as_posix()))
+        digest.update(f":{stat.st_size}:{stat.st_mtime_ns};".encode())
     return digest.hexdigest()
 
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -246,3 +247,22 @@ def _rank(number: int, code: int | None, failed: Any) -> Any:
     process: Any = argparse.Namespace(exitcode=code)
     channel: Any = None
     return ranks._Rank(number, f"rank {number}", process, channel, failed=failed)
+
+
+@pytest.mark.parametrize(
+    ("code", "says", "memory"),
+    [
+        (-signal.SIGKILL, "was killed by SIGKILL", True),
+        (-signal.SIGSEGV, "was killed by SIGSEGV", False),
+        (-signal.SIGABRT, "was killed by SIGABRT", False),
+        (-signal.SIGBUS, "was killed by SIGBUS", False),
+        (-signal.SIGTERM, "was killed by SIGTERM", False),
+        (1, "ended with exit code 1", False),
+        (0xC0000005, "ended with exit code 3221225477", False),
+    ],
+)
+def test_main_memory_is_blamed_for_the_systems_kill_alone(code: int, says: str, memory: bool) -> None:
+    gone = ranks._Rank(1, "Rank 1 of 2", SimpleNamespace(exitcode=int(code)), None)  # pyright: ignore[reportArgumentType]
+    told = str(ranks._why(gone))
+    assert says in told and ("main memory ran out" in told) is memory
+    assert ("crashed" in told) is (code in (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS, 0xC0000005))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -135,3 +136,29 @@ def test_no_list_is_empty(tmp_path):
         lora = NODE_CLASS_MAPPINGS["OneDiffGuardLoadLoRA"]
         refused = str(lora.VALIDATE_INPUTS(lora=listed("LoadLoRA", "lora")[0]))
     assert refused == f"No LoRA. Found: none. Looked in: {tmp_path}. Put a .safetensors file there."
+
+
+@pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="their file systems have no such names")
+@pytest.mark.parametrize(
+    "name", [b"\xff.json", b"\xff.safetensors", b"\xff", b"diffusion_pytorch_model-\xff.safetensors"]
+)
+@pytest.mark.parametrize("below", [b"", b"tokenizer", b"transformer"])
+def test_a_file_whose_name_is_no_text_harms_nothing(model_folder, tmp_path, below, name):
+    """As archives of other systems unpack them."""
+    folder = shared_models.copied(model_folder(), tmp_path / "model")
+    (folder / below / os.fsdecode(name)).write_text("{}")
+    loader = NODE_CLASS_MAPPINGS["OneDiffGuardLoadCogVideoX"]
+    with host.plain_folders(models=[tmp_path], input=tmp_path, output=tmp_path):
+        assert loader.listed() == ["model"] and loader.IS_CHANGED(model="model") != loader.IS_CHANGED(model="")
+        (pipeline,) = loader().load("model", "fp32", "eager", "none")
+        assert pipeline.store.unweighted("tokenizer")("a").input_ids
+
+
+@pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="their file systems have no such names")
+def test_a_folder_whose_name_is_no_text_is_not_offered(model_folder, tmp_path):
+    folder = shared_models.copied(model_folder(), tmp_path / os.fsdecode(b"m\xff"))
+    loader = NODE_CLASS_MAPPINGS["OneDiffGuardLoadCogVideoX"]
+    with host.plain_folders(models=[tmp_path], input=tmp_path, output=tmp_path):
+        assert loader.listed() == [] and loader.IS_CHANGED(model=folder.name) == ""
+        with pytest.raises(BadFolder, match="No folder"):
+            loader().load(folder.name, "fp32", "eager", "none")

@@ -28,6 +28,7 @@ from ..crew import Event
 from ..jobs import Job
 from ..work import Done, Lost, Outcome
 from .ray_actor import Actor, Code, Hello, Setup
+from .ray_keeper import kept
 from .ray_token import MODE, keep_private, token_file
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ COUNT_SECONDS = 5.0  # between two looks how many GPUs there are
 CODES = 64  # files of compiled code that are remembered for workers that begin later
 NO_STATISTICS = {"RAY_USAGE_STATS_ENABLED": "0"}  # Ray would send some to its makers
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # for one machine alone, to which Ray binds its ports then
+FEW_TRIES = {"RAY_NUM_REDIS_GET_RETRIES": "1"}  # to reach a cluster's state, of half a minute or so each, and not 20
 NO_METRICS = {"RAY_enable_metrics_collection": "0"}  # which keep 3 KB for each name that a job has, for ever
 
 
@@ -94,10 +96,13 @@ def connected(cluster: Cluster) -> Generator[Any]:
             "include_dashboard": cluster.dashboard,
         }
     with ExitStack() as held:
+        mark = {} if cluster.address else held.enter_context(kept())
         held.enter_context(redirect_stdout(sys.stderr if cluster.verbose else _Nowhere()))
         held.enter_context(_variables(_token_shown() if cluster.address else {}))
-        with _variables(NO_METRICS | ({} if cluster.address else NO_STATISTICS | LOOPBACK)), _signals_kept():
+        told = FEW_TRIES if cluster.address else NO_STATISTICS | LOOPBACK | mark
+        with _variables(NO_METRICS | told), _signals_kept():
             ray = _ray()
+            _check_own_address(ray, cluster.address)
             context = _begun(ray, cluster, own)
         held.callback(_end, ray)
         if cluster.dashboard and (url := getattr(context, "dashboard_url", "")):
@@ -120,6 +125,23 @@ def _check_address(address: str | None) -> None:
         raise HostError(
             f"No Ray answers at {address} ({error.strerror or error}). Start one there with `ray start --head`, check "
             "the address, or leave out --ray to have one started."
+        ) from error
+
+
+def _check_own_address(ray: Any, address: str | None) -> None:
+    """Ray takes a loopback address for the machine's own, and would ask there for minutes where a Ray listens to this
+    machine alone."""
+    host, _, port = (address or "").rpartition(":")
+    if host not in ("localhost", "127.0.0.1", "[::1]", "::1"):
+        return
+    own = ray.util.get_node_ip_address()
+    try:
+        socket.create_connection((own, int(port)), CONNECT_SECONDS).close()
+    except OSError as error:
+        raise HostError(
+            f"A Ray listens at {address}, but not at {own}:{port}, this machine's own address, by which Ray reaches "
+            "it: it is for its own command alone, as one that `batch` starts. Start one with `ray start --head`, "
+            f"without {next(iter(LOOPBACK))}=0, or leave out --ray."
         ) from error
 
 

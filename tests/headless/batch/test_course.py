@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -384,3 +384,18 @@ def test_which_claims_are_dead(tmp_path: Path, owner: dict[str, Any] | None, age
     os.utime(file, (time.time() - age,) * 2)
     Claims(tmp_path).sweep()
     assert file.exists() is not dead and Claims(tmp_path).take("c") is dead
+
+
+HALF = json.loads('"a cut-off emoji: \\ud83d"')
+
+
+@pytest.mark.parametrize("outcome", [Failed(HALF), Refused(HALF), Lost(HALF), Away(HALF)])
+def test_an_error_with_half_a_character_ends_nothing(run: Any, tmp_path: Path, outcome: Outcome) -> None:
+    def fails(each: Job, worker: Scripted) -> Outcome:
+        first_away = isinstance(outcome, Away) and len(worker.crew.begun) > 1
+        return does(each, worker) if each.name == "job 2" or first_away else outcome
+
+    tally, _ = run([replace(job(1), name=HALF), job(2)], fails, workers=1, attempts=1)
+    assert tally.over == 2 and tally.done == (2 if isinstance(outcome, Away) else 1)
+    parked = Outputs(tmp_path).parked(job(1).content)
+    assert (parked is None) is isinstance(outcome, Away) and json.dumps(tally.facts()).encode() and tally.summary()
