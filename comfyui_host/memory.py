@@ -64,9 +64,10 @@ class CallMemory:
                 self._dtypes |= self._beside.dtypes_now()
             if lost := self._rewind():
                 raise GuardStopped(
-                    f"A failed call has overwritten '{lost}', which is too large to be copied beforehand, so the same "
+                    "A failed call has overwritten '{}', which is too large to be copied beforehand, so the same "
                     "call cannot be made again. Choose a smaller size or fewer frames, or take off the node that keeps "
-                    "it from call to call."
+                    "it from call to call.",
+                    lost,
                 )
         self._called = True
         return {**self.options, **self._easycache.of_a_call(), **more}

@@ -58,7 +58,9 @@ def _guarded(prepare: Prepare, model: ModelCall, policy: GuardPolicy, tell: Call
                 found,
             )
         if lost := before.restore():
-            raise GuardStopped(f"{found}, and it has overwritten '{lost}', which is too large to be copied beforehand.")
+            raise GuardStopped(
+                "{}, and it has overwritten '{}', which is too large to be copied beforehand.", found, lost
+            )
         tf32 = detect(given["device"]).tf32 and not policy.strict
         with products_in_fp32(model.network):
             again = run_in_fp32(prepare, tf32=tf32, **given)

@@ -88,7 +88,7 @@ class Sampler(Node):
         further = {self.DIFFUSERS.get(name, name): settings.pop(name) for name in more}
         wanted = SampleSettings(**settings, more=further)
         if wanted.guidance_scale_2 and not pipeline.family.also_denoise:
-            unused += ("guidance_scale_2 is not used: this model has no second transformer.",)
+            unused += (Message("guidance_scale_2 is not used: this model has no second transformer."),)
         request = requested(precision)
         pipeline = where_it_pays(pipeline, wanted, request)
         progress = host.Progress(wanted.computed_steps, node_id)
@@ -143,12 +143,17 @@ def _cut(video: torch.Tensor, frames: int, sizes: SizeRule) -> tuple[torch.Tenso
     if used == 1 < asked:
         least = sizes.frame_multiple + 1
         raise BadSize(
-            f"{asked} frames of the video are to be used, but {least} are the least that makes a video. Wire a longer "
-            "one, or set frames to 1 for a picture."
+            "{} frames of the video are to be used, but {} are the least that makes a video. Wire a longer one, or set "
+            "frames to 1 for a picture.",
+            asked,
+            least,
         )
-    rule = f"{sizes.frame_multiple}·k + 1"
-    cut = (f"Of the video, {used} frames are used, not {asked}: the model makes {rule}.",) if used < asked else ()
-    return video[:used], cut
+    if used == asked:
+        return video, ()
+    made = Message(
+        "Of the video, {} frames are used, not {}: the model makes {}·k + 1.", used, asked, sizes.frame_multiple
+    )
+    return video[:used], (made,)
 
 
 def samplers_of(pipeline: PipelineHandle) -> str:

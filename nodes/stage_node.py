@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..comfyui_host import host
 from ..comfyui_host.language import translated
-from ..trust.message import joined
+from ..trust.message import Message, joined
 from .inputs import INHERIT
 
 if TYPE_CHECKING:
@@ -54,15 +54,19 @@ def embeddings(conditioning: list[Any] | None, name: str) -> torch.Tensor | None
         return None
     if len(conditioning) > 1:
         raise BadInput(
-            f"'{name}' carries {len(conditioning)} prompts, but one is used here. Leave out Conditioning (Combine) and "
-            "write what both say into one Encode Prompt."
+            "'{}' carries {} prompts, but one is used here. Leave out Conditioning (Combine) and write what both say "
+            "into one Encode Prompt.",
+            name,
+            len(conditioning),
         )
     tensor, options = conditioning[0]
     ignored = [key for key, value in options.items() if value is not None and not _changes_nothing(key, value)]
     if ignored:
         raise BadInput(
-            f"'{name}' sets {', '.join(ignored)}, which is not used here. Wire it from Encode Prompt without the node "
-            "between, such as Conditioning (Set Area) or (Set Mask)."
+            "'{}' sets {}, which is not used here. Wire it from Encode Prompt without the node between, such as "
+            "Conditioning (Set Area) or (Set Mask).",
+            name,
+            ", ".join(ignored),
         )
     return plain(tensor)
 
@@ -74,7 +78,7 @@ def _changes_nothing(key: str, value: Any) -> bool:
 
 def only_first(image: torch.Tensor) -> tuple[str, ...]:
     """Return a warning where a batch of images is wired to an input that takes one."""
-    return (f"Of the batch of {len(image)} images, only the first is used.",) if len(image) > 1 else ()
+    return (Message("Of the batch of {} images, only the first is used.", len(image)),) if len(image) > 1 else ()
 
 
 @contextmanager

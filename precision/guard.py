@@ -148,7 +148,7 @@ class StageGuard:
         casts, self._casts = self._casts, Once()  # a call that fails, or raises, leaves none behind
         half_args, half_kwargs, changed = self._half(args, kwargs, casts)
         with showing_what_is_broken((half_args, half_kwargs)) if self.dtype != "fp32" else nullcontext():
-            if self._learner:
+            if self._learner and self._learner.attempt.measure:
                 self._learner.prepare(*half_args, **half_kwargs)
                 self._attempt = self._learner.attempt.run
             output = self._attempt(*half_args, **half_kwargs)
@@ -186,14 +186,12 @@ class StageGuard:
         """Put back what a failed call changed. Raises GuardStopped where that cannot be done."""
         if lost := before.restore():
             raise GuardStopped(
-                Message(
-                    "{}: the call in {} failed after it had overwritten '{}', which is too large to be copied "
-                    "beforehand, so it cannot be made again. Choose precision 'fp32' for this stage ('bf16' where the "
-                    "card has it), or a smaller size or fewer frames.",
-                    self._where(),
-                    self.dtype,
-                    lost,
-                )
+                "{}: the call in {} failed after it had overwritten '{}', which is too large to be copied beforehand, "
+                "so it cannot be made again. Choose precision 'fp32' for this stage ('bf16' where the card has it), or "
+                "a smaller size or fewer frames.",
+                self._where(),
+                self.dtype,
+                lost,
             )
 
     def _came_out_right(

@@ -99,9 +99,9 @@ class Learner:
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Find out before the first call what of the attempt may be quantised, by a call with the same arguments."""
-        if self.attempt.measure:
-            self.attempt.measure(lambda: self.attempt.eager(*args, **kwargs))
-            self.attempt = self._build(self.learned)
+        assert self.attempt.measure
+        self.attempt.measure(lambda: self.attempt.eager(*args, **kwargs))
+        self.attempt = self._build(self.learned)
 
     def came_out_right(self, *args: Any, **kwargs: Any) -> None:
         """Note that a call of the attempt came out right, so what was learned helps. Where it is to be found out what

@@ -14,6 +14,7 @@ from ...precision.policy import Component, Precision
 from ...precision.report import RunReport
 from ...precision.shared import TURNS
 from ...precision.shells import reporting, with_forward
+from ...trust.message import Message
 from ..compile.backends import EAGER
 from ..compile.block import Tell
 from ..errors import BadInput, BadSize
@@ -105,7 +106,9 @@ def sample(
     report = stages[0].report
     if handle.step_cache and not family.skipped:
         unused += (
-            f"The step cache is not used: it is not offered for {family.name}, where its estimate did not hold.",
+            Message(
+                "The step cache is not used: it is not offered for {}, where its estimate did not hold.", family.name
+            ),
         )
     report.warnings += unused
     guided = settings.scale(family) > 1
@@ -256,7 +259,7 @@ def check_size(handle: PipelineHandle, settings: SampleSettings) -> None:
     family.sizes.check(width=settings.width, height=settings.height, frames=settings.frames)
     if (settings.frames - 1) % family.layout.temporal(model.vae_config):
         long = family.layout.temporal(model.vae_config)
-        raise BadSize(f"frames is {settings.frames}, but {model.variant.name} makes {long}·k + 1 of them.")
+        raise BadSize("frames is {}, but {} makes {}·k + 1 of them.", settings.frames, model.variant.name, long)
     if bound := family.bound(model.denoiser_config, family.layout.spatial(model.vae_config), *size):
         raise BadSize("{} {}", model.variant.name, bound)
 
