@@ -24,7 +24,7 @@ from .upcast import HALF_DTYPES
 
 COPIED = 2**29  # bytes of tensors that a snapshot copies. Of what is beyond, it notices that it changed
 _ENTRIES = 200_000  # of containers, that a snapshot looks at
-_OWN = f"{__package__.rpartition('.')[0]}."  # this package: guards and reports are no state of a model
+_OWN = f"{__name__.rpartition('.precision.')[0]}."  # this package: guards and reports are no state of a model
 _FOREIGN = ("torch.", "threading.", "queue.", "concurrent.", "asyncio.", "logging.", "weakref.", "accelerate.", _OWN)
 _LEAVES = (
     *(type(None), bool, int, float, complex, str, bytes, slice, Enum, type, torch.nn.Parameter),
@@ -58,7 +58,7 @@ class _Found:
 
     def walk(self, roots: Iterable[Any]) -> None:
         """Look at all that can be reached from the roots."""
-        ahead = [(root, (number,)) for number, root in enumerate(roots)]
+        ahead: list[tuple[Any, Path]] = [(root, (number,)) for number, root in enumerate(roots)]
         ahead.reverse()
         while ahead:
             value, path = ahead.pop()
@@ -161,9 +161,9 @@ class Snapshot:
         found = _Found(opaque)
         with _AS_IT_IS():
             found.walk(rewritten)
-            found.tensors = dict.fromkeys(found.tensors, _ABSENT)
+            left_out = {*found.tensors}
             found.walk(roots)
-            self._tensors = [*_copied(entry for entry in found.tensors.values() if entry is not _ABSENT)]
+            self._tensors = [*_copied(found.tensors[each] for each in found.tensors if each not in left_out)]
         self._held = [held for held in found.held.values() if held.container is not None]
         self._random = _RandomState(found.generators.values(), {copy.alias.device for copy in self._tensors})
         self._roots, self._opaque, self._rewritten = roots, opaque, tuple(rewritten)
@@ -225,7 +225,7 @@ class Snapshot:
                     if isinstance(container, (dict, list, deque)):
                         container[key] = narrowed
                     elif not isinstance(container, set):
-                        object.__setattr__(container, key, narrowed)
+                        object.__setattr__(container, str(key), narrowed)
 
     def _now(self) -> _Found:
         found = _Found(self._opaque)

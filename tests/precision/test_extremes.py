@@ -86,8 +86,8 @@ def test_what_overflows_beside_a_mask_is_a_failure_each_time() -> None:
         x = latents(1, scale=1e3)
         assert all(map(torch.equal, run(x), right(x.float())))
     assert [step.outcome for step in run.report.steps] == ["rerun", "rerun", "rerun"]
-    _, stops = guarded(FILLS["-inf"], on_failure=OnFailure.STOP)
-    stops._owner.layer.weight.mul_(1e4)
+    hot, stops = guarded(FILLS["-inf"], on_failure=OnFailure.STOP)
+    hot.layer.weight.mul_(1e4)
     with pytest.raises(GuardStopped, match="set to stop"):
         stops(latents(1, scale=1e3))
 
