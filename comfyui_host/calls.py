@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..pipelines.errors import BadInput
+from ..precision import shared
 from ..precision.guard import GuardStopped
 from ..precision.observe import floating, non_finite
 from .memory import CallMemory
@@ -27,6 +29,15 @@ _KINDS = ("OUTER_SAMPLE", "PREPARE_SAMPLING", "APPLY_MODEL")
 ATTENTION_OVERRIDE = "optimized_attention_override"  # in transformer_options
 TAKE_FP32 = {f"attention_{name}" for name in ("basic", "sub_quad", "split", "xformers", "pytorch")}
 _INPUTS = {"x": "latents", "c_concat": "latents to start from", "c_crossattn": "a prompt"}
+
+
+def _outside_of_allocation_graphs() -> AbstractContextManager[object]:
+    """Inside, ComfyUI does not record what is allocated (since 0.35): it frees that with the block that is computed."""
+    pause = getattr(sys.modules.get("comfy.model_prefetch"), "pause_malloc_graph", nullcontext)
+    return pause()
+
+
+shared.lasting = _outside_of_allocation_graphs
 
 
 def wrapped(patcher: Any, wrappers: Mapping[str, Callable[..., Any]]) -> Any:

@@ -132,6 +132,11 @@ ROWS = (
         native="a rerun multiplies in fp32",
     ),
     _none("nothing here uses CUDA graphs", "--disable-cuda-graphs"),
+    _none(
+        "it is for ComfyUI's own models",
+        "--disable-comfy-compiler",
+        native="what a guard keeps from call to call is allocated outside of its plan for memory",
+    ),
     Row(("--disable-ipex-optimize",), HONOURED, "ComfyUI no longer has ipex optimise components, on Intel GPUs"),
 )
 

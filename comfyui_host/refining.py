@@ -1,4 +1,5 @@
-"""Text that a model refines with layers of its own once a run, before it samples: MiniMax H3 and LTX-2.
+"""What a model computes with layers of its own once a run, before it samples: MiniMax H3, LTX-2 and Anima refine text,
+SenseNova makes keys and values of a prefix.
 
 They do so in `extra_conds`, where ComfyUI prepares what `apply_model` is given, so a guard of that comes too late.
 """
@@ -13,6 +14,7 @@ import torch
 from ..precision.arch import detect
 from ..precision.clips import Clips
 from ..precision.dtypes import FP16_MAX, dtype_name
+from ..precision.extremes import only_minus_inf
 from ..precision.guard import GuardPolicy, GuardStopped, OnFailure
 from ..precision.observe import floating, non_finite
 from ..precision.snapshot import Snapshot
@@ -23,17 +25,18 @@ from .memory import OPAQUE
 from .products import products_in_fp32
 
 _TEXT = "c_crossattn"  # of the conditions that a model prepares
+_PREPARES = "preprocess_"  # how the methods of a network begin that are called then
 Prepare = Callable[..., dict[str, Any]]  # ComfyUI's `extra_conds`: what a prompt holds, by name → conditions, by name
 
 
 def refining_guarded(model: Any, policy: GuardPolicy, tell: Callable[[str], None]) -> Any:
-    """The same BaseModel, with its state, whose text is refined in fp32 where half precision does not hold it; the
-    model itself where it refines none.
+    """The same BaseModel, with its state, which prepares conditions in fp32 where half precision does not hold them;
+    the model itself where its network prepares none.
 
     tell: is told what was made again, and why.
-    The view raises GuardStopped, naming the refiner, where fp32 does not help, or the policy says stop.
+    The view raises GuardStopped, naming what is broken, where fp32 does not help, or the policy says stop.
     """
-    if not hasattr(model.diffusion_model, "preprocess_text_embeds"):
+    if not any(name.startswith(_PREPARES) for name in dir(model.diffusion_model)):
         return model
     guarded = _guarded(model.extra_conds, ModelCall(model, {}), policy, tell)
     kind = type(model)
@@ -47,10 +50,15 @@ def _guarded(prepare: Prepare, model: ModelCall, policy: GuardPolicy, tell: Call
         dtype = dtype_name(model.dtype)
         clips, before = Clips(dtype), Snapshot(given, model.network, opaque=OPAQUE)
         made = clips.watched(prepare)(**given)
-        problem = _problem(made, clips.take())
-        if not problem or policy.on_failure is OnFailure.OFF or _broken(given.get("cross_attn")):
+        broken = _broken(made)
+        clipped = clips.take()
+        saturated = clipped is not None and not clipped.item() < FP16_MAX
+        if not (broken or saturated) or policy.on_failure is OnFailure.OFF or _broken(given):
             return made
-        found = Message("The text refiner of {} itself: its output in {} is {}", model.name, dtype, problem)
+        what, problem = broken or _TEXT, Message("non-finite") if broken else Message("saturated")
+        refiner = Message("The text refiner of {} itself", model.name)
+        where = refiner if what == _TEXT else Message("What {} prepares itself ('{}')", model.name, what)
+        found = Message("{}: its output in {} is {}", where, dtype, problem)
         if policy.on_failure is OnFailure.STOP:
             raise GuardStopped(
                 "{}, and the guard is set to stop. Set the NaN Guard's on_failure to 'rerun' to have such text "
@@ -64,27 +72,43 @@ def _guarded(prepare: Prepare, model: ModelCall, policy: GuardPolicy, tell: Call
         tf32 = detect(given["device"]).tf32 and not policy.strict
         with products_in_fp32(model.network):
             again = run_in_fp32(prepare, tf32=tf32, **given)
-        if _broken(_text(again)):
+        if broken and all(map(only_minus_inf, (_tensors(made), _tensors(again)))):
+            return made  # a mask
+        if _broken(again):
             raise GuardStopped(
                 "{}, and in fp32 too, from a prompt that is finite. Its weights may be damaged: download the "
                 "checkpoint again, or try another prompt.",
                 found,
             )
-        tell(Message("text: {} in {}, refined again in fp32", problem, dtype))
+        refined = Message("text: {} in {}, refined again in fp32", problem, dtype)
+        again_too = Message("{}: {} in {}, prepared again in fp32", what, problem, dtype)
+        tell(refined if what == _TEXT else again_too)
         return again
 
     return extra_conds
 
 
-def _problem(made: dict[str, Any], clipped: torch.Tensor | None) -> str:
-    if _broken(_text(made)):
-        return "non-finite"
-    return "saturated" if clipped is not None and not clipped.item() < FP16_MAX else ""
+def _broken(conditions: dict[str, Any]) -> str:
+    """Return the name of the first condition that holds a non-finite value; "" where none does."""
+    return next((name for name, value in conditions.items() if any(map(non_finite, _tensors(value)))), "")
 
 
-def _text(conditions: dict[str, Any]) -> Any:
-    return getattr(conditions.get(_TEXT), "cond", None)
-
-
-def _broken(value: Any) -> bool:
-    return any(map(non_finite, floating(value)))
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """Return the floating tensors in a value, in whatever dicts, lists and objects it holds them."""
+    found: list[torch.Tensor] = []
+    seen: set[int] = set()
+    left = [value]
+    while left:
+        each = left.pop()
+        if id(each) in seen or isinstance(each, (torch.nn.Module, type)):
+            continue
+        seen.add(id(each))
+        if isinstance(each, torch.Tensor):
+            found += floating(each)
+        elif isinstance(each, dict):
+            left += each.values()
+        elif isinstance(each, (list, tuple)):
+            left += each
+        else:
+            left += getattr(each, "__dict__", {}).values()
+    return found

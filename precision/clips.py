@@ -165,7 +165,7 @@ class Clips(Mode):
 
     def _keep(self, peak: torch.Tensor) -> None:
         self._needed = True
-        self._peak = torch.maximum(self._peak, peak.to(self._peak.device))
+        self._peak.copy_(torch.maximum(self._peak, peak.to(self._peak.device)))  # nothing new may outlive the call
 
 
 def _asks_for_the_end(values: Any = None, bound: Any = None) -> bool:

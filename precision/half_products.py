@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.nn import functional as F
 
+from . import shared
 from .fp32_settings import autocast_off_where_on
 from .upcast import Fp32Mode, OneOperation, dequantised, run_in
 from .wide import LEAST, largest_of, limit_of, reach, reaches, scaled_product, times
@@ -218,9 +219,14 @@ class _Limits:
         state = version, _address(weight)
         found = self._known.get((id(weight), transposed))
         is_new = not (found and found[0]() is weight and found[1] == state)
-        made = _limit(weight, dtype, transposed=transposed) if is_new or not found else found[2]
-        if is_new and isinstance(weight, torch.nn.Parameter):
+        if found and not is_new:
+            made = found[2]
+        elif isinstance(weight, torch.nn.Parameter):
+            with shared.lasting():
+                made = _limit(weight, dtype, transposed=transposed)
             self._known[id(weight), transposed] = weakref.ref(weight), state, made
+        else:
+            made = _limit(weight, dtype, transposed=transposed)
         half = weight if made.quieter is None else times(weight, made.quieter, dtype)
         return half, made, is_new
 
@@ -233,7 +239,8 @@ class _Limits:
         """Have all later products with a weight be NaN where `lost`, a bool [] on its device, says so."""
         for transposed in (False, True):
             if found := self._known.get((id(weight), transposed)):
-                limit = torch.where(lost, torch.nan, found[2].limit)
+                with shared.lasting():
+                    limit = torch.where(lost, torch.nan, found[2].limit)
                 self._known[id(weight), transposed] = *found[:2], found[2]._replace(limit=limit)
 
 

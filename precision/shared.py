@@ -5,7 +5,11 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+
+lasting: Callable[[], AbstractContextManager[object]] = nullcontext
+"""What tensors are made in that outlive the call of a model in which they are made; a host that plans the memory of
+calls sets it."""
 
 
 class SharedSetting:

@@ -1,0 +1,79 @@
+"""Comfy Compiler (ComfyUI 0.35 and newer) plans a block's memory: what outlives it is made while that is paused."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from comfyui_onediff_guard.comfyui_host import calls
+from comfyui_onediff_guard.precision import half_products, shared
+from comfyui_onediff_guard.precision.clips import Clips
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Allocations(TorchDispatchMode):
+    """The storages that were made while the plan was being recorded, and are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paused = False
+        self.recorded: dict[int, torch.UntypedStorage] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        there = {each.untyped_storage().data_ptr() for each in args if isinstance(each, torch.Tensor)}
+        made = func(*args, **(kwargs or {}))
+        for each in made if isinstance(made, (tuple, list)) else [made]:
+            if isinstance(each, torch.Tensor) and not self.paused:
+                storage = each.untyped_storage()
+                if storage.data_ptr() not in there:
+                    self.recorded.setdefault(storage.data_ptr(), storage)
+        return made
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self.recorded
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch) -> Allocations:
+    module, plan = ModuleType("comfy.model_prefetch"), Allocations()
+
+    @contextmanager
+    def pause() -> Generator[None]:
+        plan.paused = True
+        try:
+            yield
+        finally:
+            plan.paused = False
+
+    module.pause_malloc_graph = pause  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return plan
+
+
+def test_limits_of_weights_outlive_the_block(plan: Allocations) -> None:
+    assert shared.lasting is calls._outside_of_allocation_graphs
+    layer = torch.nn.Linear(8, 8).half()
+    limits = half_products._Limits()
+    with plan, torch.no_grad():
+        *_, is_new = limits.of(layer.weight, torch.float16, transposed=False)
+        limits.doubt(layer.weight, torch.tensor(True))
+    (known,) = limits._known.values()
+    assert is_new and known[2].limit.isnan()
+    assert not [kept for kept in known[2] if kept is not None and kept in plan]
+
+
+def test_the_peak_of_what_was_clipped_is_the_tensor_that_was_there_before(plan: Allocations) -> None:
+    clips = Clips("fp16")
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        with plan:
+            return torch.nan_to_num(x * 4)
+
+    clips.watched(block)(torch.full((4,), 60000.0, dtype=torch.float16))
+    peak = clips.take()
+    assert peak is not None and peak.isinf() and peak not in plan and plan.recorded
