@@ -28,7 +28,8 @@ def latents_of(handle, model, frames, **start):
     rule, config = handle.family.prompt, handle.store.model.denoiser_config
     embeddings: tuple[Any, Any] = (None, None)
     if rule:
-        embeddings = (torch.zeros(1, rule.tokens(config), rule.channels(config)),) * 2
+        zeros = torch.zeros(1, rule.tokens(config), rule.channels(config))
+        embeddings = (zeros, zeros)
     if handle.family.takes_image:
         start["image"] = fitted_picture(width, height)
     settings = SampleSettings(width, height, steps=1, seed=3, frames=frames, guidance_scale=None, **more(start))

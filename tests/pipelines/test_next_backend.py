@@ -14,7 +14,6 @@ from comfyui_onediff_guard.comfyui_host.host import Interrupted
 from comfyui_onediff_guard.pipelines.compile import backends as compiling
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, CompileOptions, came_to, compiled
 from comfyui_onediff_guard.pipelines.compile.block import Compiling, listening
-from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
@@ -351,12 +350,10 @@ def test_a_run_is_right_and_its_report_names_the_backend_that_it_came_to(
 
 
 @pytest.mark.parametrize("named_first", [False, True])
-@pytest.mark.parametrize("stage", ["sample", "decode"])
 def test_what_auto_came_to_is_no_answer_to_who_names_the_backend(
     model_folder: Callable[..., Any],
     open_pipeline: Callable[..., PipelineHandle],
     installed: Callable[..., None],
-    stage: str,
     named_first: bool,
 ) -> None:
     """In one process, on the same weights: a backend that is asked for by name raises its error, and runs once the
@@ -366,13 +363,9 @@ def test_what_auto_came_to_is_no_answer_to_who_names_the_backend(
     auto = replace(handle, backend=BackendChoice("inductor", "auto: first choice", automatic=True))
     named = replace(handle, backend=BackendChoice("inductor", "asked for"))
     (positive, negative), _ = encode_prompts(handle, ["a red kite", ""])
-    latents, _ = sample(replace(handle, backend=BackendChoice("eager", "")), positive, negative, SMALL)
 
     def ran_with(pipeline: PipelineHandle) -> str:
-        if stage == "sample":
-            return sample(pipeline, positive, negative, replace(SMALL, steps=1))[1].backend
-        asked = "auto" if pipeline.backend.automatic else "inductor"
-        return [decode(pipeline, latents, backend=asked)[1].backend for _ in range(4)][-1]  # 'auto' measures first
+        return sample(pipeline, positive, negative, replace(SMALL, steps=1))[1].backend
 
     backend = Lacking()
     installed(inductor=backend)
