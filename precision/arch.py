@@ -128,7 +128,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         Architecture("xpu", "Intel GPU", "native", True, True, False, False, "untried", XPU_GUIDE),
         Architecture("cpu", "CPU", "native", False, False, False, False, "untried", ONEDNN_GUIDE, quantises=("int8",)),
         # Each product goes through float32: a VAE encoded for 43 s in bf16, and for 0.3 s in fp32.
-        Architecture("cpu-no-bf16", "CPU without bf16 instructions", "emulated", False, False, False, False, "untried",
+        Architecture("cpu-no-bf16", "CPU without bf16", "emulated", False, False, False, False, "untried",
                      ONEDNN_GUIDE),
     )
 }  # fmt: skip

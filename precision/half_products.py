@@ -144,7 +144,7 @@ class HalfProducts(Fp32Mode):
         """Compute attention as the fp32 rerun does, and in float64 where logits leave float32 as well."""
         if product <= _FLOAT32:
             return super().computed(F.scaled_dot_product_attention, given, more)
-        double = [
+        double: list[Any] = [
             each.double() if isinstance(each, torch.Tensor) and each.is_floating_point() else each for each in given
         ]
         return F.scaled_dot_product_attention(*double, **more).float()

@@ -48,7 +48,7 @@ class Learned:
 
     def in_words(self) -> list[str]:
         """Return a few words for each thing that a run does otherwise, apart from the stream."""
-        said = [EVERYTHING] if self.everything else []
+        said: list[str] = [EVERYTHING] if self.everything else []
         said += [Message("{} wide", parts_in_words(self.wide_parts))] if self.wide_parts else []
         said += [Message("{} in fp32", parts_in_words(self.islands))] if self.islands else []
         return said + ([Message("{} unquantised", parts_in_words(self.unquantised))] if self.unquantised else [])

@@ -88,7 +88,7 @@ class InParts:
         self._stream = stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._ahead = ahead and stream is not None
 
-        def group(tensors: Iterable[torch.Tensor]) -> Any:
+        def group(tensors: Iterable[Any]) -> Any:
             from diffusers.hooks.group_offloading import ModuleGroup
 
             with _as_is():

@@ -146,7 +146,7 @@ def test_no_list_is_empty(tmp_path):
 def test_a_file_whose_name_is_no_text_harms_nothing(model_folder, tmp_path, below, name):
     """As archives of other systems unpack them."""
     folder = shared_models.copied(model_folder(), tmp_path / "model")
-    (folder / below / os.fsdecode(name)).write_text("{}")
+    (folder / os.fsdecode(below) / os.fsdecode(name)).write_text("{}")
     loader = NODE_CLASS_MAPPINGS["OneDiffGuardLoadCogVideoX"]
     with host.plain_folders(models=[tmp_path], input=tmp_path, output=tmp_path):
         assert loader.listed() == ["model"] and loader.IS_CHANGED(model="model") != loader.IS_CHANGED(model="")

@@ -71,7 +71,8 @@ def cuda(monkeypatch, runtime):
             Recorder.log.append(("wait",))
 
     class Event:
-        def record(self):
+        def record(self, stream):
+            assert stream.device == torch.device("cuda", 0)
             self.after = Recorder.log[-1][-1]  # what computes
 
         def synchronize(self):
@@ -79,6 +80,7 @@ def cuda(monkeypatch, runtime):
 
     Recorder.log = []
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(group_offloading, "ModuleGroup", Recorder)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)

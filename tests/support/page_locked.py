@@ -127,7 +127,8 @@ def stand_in_for_cuda() -> Generator[Cuda]:
             cuda.copying.clear()
 
     class Event:
-        def record(self) -> None:
+        def record(self, stream: Stream) -> None:
+            assert stream.device == CUDA
             self._number = cuda.record()
 
         def synchronize(self) -> None:
@@ -146,6 +147,7 @@ def stand_in_for_cuda() -> Generator[Cuda]:
         for owner, name, stand_in in (
             (torch.cuda, "Stream", Stream),
             (torch.cuda, "Event", Event),
+            (torch.cuda, "current_stream", Stream),
             (torch.cuda, "cudart", lambda: cuda),
             (slab, "_take_error", cuda.take_error),
             (torch.Tensor, "is_pinned", lambda tensor: cuda.holds(tensor)),

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -42,8 +43,9 @@ def keeper_of(pid: int) -> psutil.Process:
 
 @pytest.mark.parametrize("let_go", [False, True])
 def test_what_the_command_started_ends_with_it_however_it_ends(let_go: bool) -> None:
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", OWNER], **pipes, text=True) as owner:  # pyright: ignore[reportCallIssue, reportArgumentType]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", OWNER], **pipes) as owner:
+        assert owner.stdin and owner.stdout
         child = psutil.Process(int(owner.stdout.readline()))
         wait_until(child.children, "it starts another")
         started, keeper = [child, *child.children()], keeper_of(owner.pid)
@@ -94,8 +96,9 @@ def test_a_ray_that_is_its_own_machines_alone_is_told_at_once(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     file = toy_jobs.write_jobs(tmp_path / "jobs.jsonl", [{"workflow": toy_jobs.workflow()}])
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", ALONE], **pipes, text=True) as alone:  # pyright: ignore[reportCallIssue, reportArgumentType]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", ALONE], **pipes) as alone:
+        assert alone.stdin and alone.stdout
         port = alone.stdout.readline().strip().rpartition(":")[2]
         variables = os.environ | {"PYTHONPATH": str(Path(toy_jobs.__file__).parent)}
         command = [sys.executable, "-c", TOYS, "batch", str(file), "--out", str(tmp_path), "--ray", f"{host}:{port}"]
