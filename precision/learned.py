@@ -51,7 +51,8 @@ class Learned:
         said: list[str] = [EVERYTHING] if self.everything else []
         said += [Message("{} wide", parts_in_words(self.wide_parts))] if self.wide_parts else []
         said += [Message("{} in fp32", parts_in_words(self.islands))] if self.islands else []
-        return said + ([Message("{} unquantised", parts_in_words(self.unquantised))] if self.unquantised else [])
+        said += [Message("{} unquantised", parts_in_words(self.unquantised))] if self.unquantised else []
+        return said
 
 
 NOTHING = Learned()

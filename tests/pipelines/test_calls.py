@@ -65,7 +65,7 @@ def test_decoding_tells_each_guarded_call(
 @pytest.mark.parametrize(("frames", "calls"), [(1, 1), (9, 1), (17, 2)])
 def test_encoding_a_video_tells_each_guarded_call(model_folder: Callable[..., Path], frames: int, calls: int) -> None:
     told: Told = []
-    counting = vae.Calls("encoding video, call", lambda *call: told.append(call))
+    counting = vae.Calls("encoding video, call {} of {}", lambda *call: told.append(call))
     stage = opened(model_folder("2b")).stage(Component.VAE_ENCODE)
     shell, report = vae.guarded_encoder(stage, counting), stage.report
     with torch.no_grad():

@@ -45,7 +45,7 @@ def infinite_cache(output):
 
 
 def silent():
-    return Calls("encoding", lambda *_: None)
+    return Calls("encoding {} of {}", lambda *_: None)
 
 
 def outcomes(report):

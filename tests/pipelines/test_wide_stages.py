@@ -34,7 +34,7 @@ def encoded(folder, precision):
     )
     pixels = torch.rand(1, 3, 32, 48, generator=torch.Generator().manual_seed(1)) * 2 - 1
     stage = handle.stage(Component.VAE_ENCODE)
-    shell, report = guarded_encoder(stage, Calls("encoding", lambda *_: None)), stage.report
+    shell, report = guarded_encoder(stage, Calls("encoding {} of {}", lambda *_: None)), stage.report
     with torch.no_grad():
         return shell.encode(pixels).latent_dist.parameters, report
 
