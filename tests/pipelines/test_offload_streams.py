@@ -20,7 +20,7 @@ class Recorder:
 
     def __init__(self, **given):
         self.given = given
-        self.name = given["modules"][0].name if given["modules"] else "rest"
+        self.name = getattr(given["parameters"][0], "block", "rest")
 
     def onload_(self):
         Recorder.log.append(("onload", self.name))
@@ -32,7 +32,7 @@ class Recorder:
 class Block(torch.nn.Linear):
     def __init__(self, name, fails=False):
         super().__init__(2, 2)
-        self.name = name
+        self.name = self.weight.block = name
         self.fails = fails
 
     def forward(self, input):  # noqa: A002 - torch's name
