@@ -20,7 +20,7 @@ class Recorder:
 
     def __init__(self, **given):
         self.given = given
-        self.name = getattr(given["parameters"][0], "block", "rest")
+        self.name = getattr(next(iter(given["parameters"]), None), "block", "rest")
 
     def onload_(self):
         Recorder.log.append(("onload", self.name))
