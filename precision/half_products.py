@@ -144,10 +144,11 @@ class HalfProducts(Fp32Mode):
         """Compute attention as the fp32 rerun does, and in float64 where logits leave float32 as well."""
         if product <= _FLOAT32:
             return super().computed(F.scaled_dot_product_attention, given, more)
-        double: list[Any] = [
-            each.double() if isinstance(each, torch.Tensor) and each.is_floating_point() else each for each in given
-        ]
-        return F.scaled_dot_product_attention(*double, **more).float()
+
+        def double(part: Any) -> Any:
+            return part.double() if isinstance(part, torch.Tensor) and part.is_floating_point() else part
+
+        return F.scaled_dot_product_attention(*map(double, given), **more).float()
 
 
 class _Scaled(NamedTuple):

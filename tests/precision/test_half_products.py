@@ -222,8 +222,8 @@ def test_where_the_host_cannot_look_they_are_right_or_not_finite(part: str, monk
         small = (..., slice(4, None), slice(4, None)) if part == "pixel" else ...
         for _ in range(2):
             made = run_with_half_products(layer, x, products=products)
-            assert not made.isfinite().all() or error(made[small], exact[small]) < 2e-3, ratio
-            assert made.isfinite().all() or ratio > 1e5
+            is_finite = bool(made.isfinite().all())
+            assert error(made[small], exact[small]) < 2e-3 if is_finite else ratio > 1e5, ratio
 
 
 def multiplied(weight: torch.Tensor) -> None:
