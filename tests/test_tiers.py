@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+import itertools
 from pathlib import Path
 
 import pytest
@@ -42,8 +42,18 @@ def test_every_test_runs_in_test_or_slow_or_needs_a_checkout_or_is_left_to_all(m
     assert tiers.unfitting("slow", ["tests/a.py::t"]) == {"tests/b.py::t[1]", "tests/c.py"}
 
 
+def test_each_two_values_of_a_test_with_three_axes_meet() -> None:
+    axes = {"model": 3, "mode": 2, "precision": 4}
+    product = [dict(zip(axes, each, strict=True)) for each in itertools.product(*map(range, axes.values()))]
+    cases = [(f"t[{n}]", "t", case) for n, case in enumerate(product)]
+    chosen = tiers.covering([*cases, ("two[0]", "two", {"model": 0, "mode": 0}), ("none", "none", {})])
+    assert {"two[0]", "none"} <= chosen and len(chosen) - 2 <= 16 < len(product) == 24
+    pairs = {pair for case in product for pair in itertools.combinations(case.items(), 2)}
+    assert pairs == {pair for n, _, case in cases if n in chosen for pair in itertools.combinations(case.items(), 2)}
+
+
 def test_no_line_says_again_what_another_says() -> None:
-    for (_, one), (_, other) in combinations(LINES, 2):
+    for (_, one), (_, other) in itertools.combinations(LINES, 2):
         assert not tiers.fits(one, other) and not tiers.fits(other, one), f"{one} and {other}"
 
 

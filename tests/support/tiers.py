@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from itertools import combinations
 from pathlib import Path
 
 from legs_table import leg_of
@@ -55,6 +57,28 @@ def selected(tier: str, node_ids: Iterable[str]) -> set[str]:
     check = listed("check", here)
     test = check | listed("test", here)
     return {"check": check, "test": test, "slow": here - test - listed("all", here)}[tier]
+
+
+def covering(cases: Iterable[tuple[str, str, Mapping[str, int]]]) -> set[str]:
+    """The node ids of cases in which each value of an axis meets each value of each other axis once: what
+    `make test-slow` runs of tests with three axes and more. The full product is `make test-all`'s.
+
+    cases: node id, test, and the place of the case's value on each axis.
+    """
+    chosen: set[str] = set()
+    pairs_of: defaultdict[str, dict[str, set[object]]] = defaultdict(dict)
+    for node_id, test, axes in cases:
+        if len(axes) < 3:
+            chosen.add(node_id)
+        else:
+            pairs_of[test][node_id] = {*combinations(sorted(axes.items()), 2)}
+    for pairs in pairs_of.values():
+        left = set[object]().union(*pairs.values())
+        while left:
+            best = max(pairs, key=lambda node_id: len(pairs[node_id] & left))
+            chosen.add(best)
+            left -= pairs.pop(best)
+    return chosen
 
 
 def files(tier: str) -> tuple[str, ...] | None:
