@@ -28,8 +28,8 @@ from .wide import LEAST, largest_of, limit_of, reach, reaches, scaled_product, t
 Result = TypeVar("Result")
 _OUTSIDE = 16  # log2 of the part of attention's scale that its kernel multiplies by, in float32
 _VALUES = 2.0**14  # of attention's values; what comes out is no larger
-_FLOAT32 = 96.0  # log2 of products of a query's channel with a key's whose sums fit in float32, whatever the head
-_SAME = -(2.0**24)  # added to all logits of a row, a mask leaves float32 no digit of theirs
+_FLOAT32 = 110.0  # log2 of products of a query's channel with a key's whose sums fit in float32, whatever the head
+_FEWER, _FEW, _NONE = 2.0**12, 2.0**24, 2.0**40  # taken from all logits of a row, leaves float32 fewer digits of them
 _NORMAL = 2.0**9  # the largest sum of |w| of weights that have to be cast anyway: they are scaled to that
 _LOST = 2.0**-13  # of what a layer's product may reach, times the root of its addends: less shows what fp16 flushed
 _FLUSHED = 2.0**-24  # of the largest sum of |w|, times the addends: an output with less loses weights that are cast
@@ -42,7 +42,7 @@ class _Bounds(NamedTuple):
     values: float  # the smallest token's values, beside the largest token's
 
 
-_CAREFUL = _Bounds(8, 2.0**-10)  # nearer to float32 than bf16 in each single case; where float32 costs little
+_CAREFUL = _Bounds(6, 2.0**-10)  # nearer to float32 than bf16 in each single case; where float32 costs little
 _BROADEST = _Bounds(18, 2.0**-28)  # nearer than bf16 on average; beyond, fp16 flushes what counts
 
 
@@ -134,8 +134,10 @@ class HalfProducts(Fp32Mode):
             loudness = torch.where(scaled.resolved, scaled.loudness, torch.nan)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         if attn_mask is not None and attn_mask.is_floating_point():
-            attn_mask, hidden = _shifted(attn_mask, dtype)
-            query = query.masked_fill(hidden, 0.0)
+            attn_mask, top = _shifted(attn_mask, dtype)
+            if loudness is not None and _can_look(query) and ((top < -_FEWER) & (top > -_NONE)).any():
+                return super().computed(F.scaled_dot_product_attention, given, more | {"scale": scale})
+            query = query.masked_fill(top <= -_FEW, 0.0)
         with autocast_off_where_on((query.device.type,)):
             made = F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **more)
         return made.float() if loudness is None else made * loudness
@@ -194,11 +196,11 @@ def _scaled(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: 
 
 
 def _shifted(mask: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return an additive mask in `dtype`, and the rows in which float32 would tell no logit from another. From each row
-    its largest value is taken, which changes no softmax: what has a share is near 0, where half precision is exact."""
+    """Return an additive mask in `dtype`, and the largest value of each row, which was taken from it. That changes no
+    softmax: what has a share is near 0, where half precision is exact. float32 [..., 1]."""
     mask = mask.float()
     top = mask.amax(-1, keepdim=True)
-    return (mask - top.clamp(min=torch.finfo(torch.float32).min)).to(dtype), top <= _SAME
+    return (mask - top.clamp(min=torch.finfo(torch.float32).min)).to(dtype), top
 
 
 def _can_look(tensor: torch.Tensor) -> bool:
