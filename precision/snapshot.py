@@ -35,6 +35,7 @@ _TORCH = frozenset(vars(torch.nn.Module()))  # what a module keeps of its own: p
 _ABSENT: Any = object()
 _AS_IT_IS = torch._C.DisableTorchFunction  # out of the fp32 rerun's mode, in which half tensors look like float32
 Path = tuple[Any, ...]  # a root's number, then keys and names of attributes
+_Look = Callable[[Any, Any, Path], Iterable[tuple[Any, Any]]]
 
 
 class _Held(NamedTuple):
@@ -50,10 +51,11 @@ class _Found:
     """Everything changeable that can be reached from some roots."""
 
     opaque: tuple[str, ...]
+    on_meta: bool = False  # whether tensors without values count, too
     held: dict[int, _Held] = field(default_factory=dict)
     tensors: dict[int, tuple[torch.Tensor, Path]] = field(default_factory=dict)
     generators: dict[int, Any] = field(default_factory=dict)
-    _kinds: dict[type, Callable[[Any, Path], Iterable[tuple[Any, Any]]] | None] = field(default_factory=dict)
+    _kinds: dict[type, _Look | None] = field(default_factory=dict)  # unbound: a circle would keep all
     _left: int = _ENTRIES
 
     def walk(self, roots: Iterable[Any]) -> None:
@@ -66,34 +68,34 @@ class _Found:
             look = self._kinds[kind] if kind in self._kinds else self._kinds.setdefault(kind, self._looked_at(kind))
             if look is None or id(value) in self.held or id(value) in self.tensors:
                 continue
-            for key, inside in look(value, path):
+            for key, inside in look(self, value, path):
                 if self._kinds.get(type(inside), _ABSENT) is not None:
                     ahead.append((inside, (*path, key)))
 
-    def _looked_at(self, kind: type) -> Callable[[Any, Path], Iterable[tuple[Any, Any]]] | None:
+    def _looked_at(self, kind: type) -> _Look | None:
         """Return what looks at values of a class; None where they cannot change, or are nobody's state."""
         if issubclass(kind, _LEAVES):
             return None
         if issubclass(kind, torch.Tensor):
-            return None if hasattr(kind, "__tensor_flatten__") else self._tensor  # of those, only weights
+            return None if hasattr(kind, "__tensor_flatten__") else _Found._tensor  # of those, only weights
         if issubclass(kind, torch.nn.Module):
-            return self._module
+            return _Found._module
         if issubclass(kind, (torch.Generator, random.Random)):
-            return self._generator
+            return _Found._generator
         if issubclass(kind, dict):
-            return self._dict
+            return _Found._dict
         if issubclass(kind, (list, deque, set, bytearray)):
-            return self._items
+            return _Found._items
         if issubclass(kind, (tuple, frozenset)):
-            return lambda value, _path: enumerate(value)
+            return lambda _found, value, _path: enumerate(value)
         if issubclass(kind, partial):
-            return lambda value, _path: enumerate((value.func, value.args, value.keywords))
+            return lambda _found, value, _path: enumerate((value.func, value.args, value.keywords))
         if f"{kind.__module__}.".startswith((*_FOREIGN, *self.opaque)):
             return None
-        return self._object
+        return _Found._object
 
     def _tensor(self, value: torch.Tensor, path: Path) -> Iterable[tuple[Any, Any]]:
-        if value.device.type != "meta" and value.layout is torch.strided:
+        if (value.device.type != "meta" or self.on_meta) and value.layout is torch.strided:
             self.tensors[id(value)] = value, path
         return ()
 
@@ -279,6 +281,14 @@ def _copied(entries: Iterable[tuple[torch.Tensor, Path]]) -> Generator[_Copy]:
         fits = values.nbytes <= left and torch._debug_has_internal_overlap(values) != 1
         left -= values.nbytes * fits
         yield _Copy(tensor, alias, values.clone() if fits else None, None if fits else _mark(tensor), path)
+
+
+def copies(*roots: Any) -> list[torch.Tensor]:
+    """Return what a Snapshot of the roots copies, of tensors without values too."""
+    found = _Found((), on_meta=True)
+    with _AS_IT_IS():
+        found.walk(roots)
+        return [copy.values for copy in _copied(found.tensors.values()) if copy.values is not None]
 
 
 def _distinct(tensor: torch.Tensor) -> torch.Tensor:

@@ -54,6 +54,7 @@ class PromptRule:
     tokens: Callable[[Config], int]  # denoiser config → the most it takes
     channels: Callable[[Config], int]  # denoiser config → of an embedding
     fixed: bool = True  # padded to that number; else as long as the prompt is
+    masked: bool = False  # whether the text encoder is told which tokens are padding
 
 
 @dataclass(frozen=True)

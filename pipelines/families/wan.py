@@ -219,7 +219,9 @@ _ONE = FamilySpec(
     sizes=SizeRule(pixel_multiple=16, frame_multiple=_LATENT_FRAMES),
     usual_size=_usual_size,
     bound=_bound,
-    prompt=PromptRule(tokens=lambda _config: _TOKENS, channels=lambda config: config.get("text_dim", 4096)),
+    prompt=PromptRule(
+        tokens=lambda _config: _TOKENS, channels=lambda config: config.get("text_dim", 4096), masked=True
+    ),
     guidance=Guidance(calls=2),
     context=ContextPlan(_context_tokens, first={"hidden_states": 1}, every={"rotary_emb": 1}, given={"timestep": 1}),
     latent_format=lambda config: "Wan22" if config.get("z_dim") == 48 else "Wan21",

@@ -159,7 +159,8 @@ def _stages(handle: PipelineHandle, size: Size) -> Iterator[tuple[str, str, Iter
     if family.prompt:
         stage = handle.stage(Component.TEXT_ENCODER)
         tokens = torch.zeros(1, family.prompt.tokens(model.denoiser_config), dtype=torch.long, device=META)
-        yield "text encoder", stage.plan.dtype, ways_to_encode(stage, {"input_ids": tokens})
+        inputs = {"input_ids": tokens} | ({"attention_mask": tokens.clone()} if family.prompt.masked else {})
+        yield "text encoder", stage.plan.dtype, ways_to_encode(stage, inputs)
     shape = family.layout.latents_shape(model.vae_config, *size)
     inputs = family.step_inputs(model.denoiser_config, shape, model.options)
     for stage in handle.denoising():

@@ -18,6 +18,7 @@ from ...precision.learned import NOTHING, Learned
 from ...precision.peaks import size
 from ...precision.policy import Component
 from ...precision.shells import with_once
+from ...precision.snapshot import copies
 from ...precision.step_cache import compared
 from .quantising import quantised_on_meta
 
@@ -80,9 +81,10 @@ def attempt_on_meta(
         return compared(run, parts, cached) if parts else run
 
     once = stage.handle.family.of_prompt if stage.plan.component is Component.DENOISER else ()
+    copying = partial(_copying, bare)
     if not stage.plan.half:
         bare, _ = with_once(bare, once)
-        return kept(stage.in_fp32(bare))
+        return copying(kept(stage.in_fp32(bare)))
     wide, whole = stage.plan.wide, stage.plan.component is not Component.DENOISER
     made = half_attempt(
         bare,
@@ -95,9 +97,21 @@ def attempt_on_meta(
         device=META,
     )
     if made.everything:
-        return kept(made.run)
+        return copying(kept(made.run))
     run, _ = with_once(made.run, once)
-    return partial(_narrowed, kept(run), stage.inputs, DTYPES[stage.plan.dtype])
+    return copying(partial(_narrowed, kept(run), stage.inputs, DTYPES[stage.plan.dtype]))
+
+
+def _copying(network: torch.nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a call that has copies of what the guard would put back."""
+
+    def made(*args: Any, **kwargs: Any) -> Any:
+        before = copies(args, kwargs, network)
+        output = call(*args, **kwargs)
+        del before
+        return output
+
+    return made
 
 
 def _narrowed(call: Callable[..., Any], names: Collection[str], dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:

@@ -4,7 +4,9 @@ arguments, state and random numbers end where that call leaves them."""
 from __future__ import annotations
 
 import copy
+import gc
 import random
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -256,3 +258,19 @@ def test_what_did_not_change_is_not_touched_and_weights_are_not_copied() -> None
     names = {each.path[-1] for each in found._tensors}
     assert "total" in names and not names & {"weight", "bias"}
     assert found.restore() == "" and module.total._version == 0
+
+
+def test_nothing_of_a_call_waits_for_the_garbage_collector():
+    """It would hold a device's memory."""
+    given = torch.zeros(4)
+    seen = weakref.ref(given)
+    gc.collect()
+    gc.disable()
+    try:
+        before = Snapshot((given, {"more": [given]}), torch.nn.Linear(2, 2))
+        before.restore()
+        before.dtypes_now()
+        del before, given
+        assert seen() is None
+    finally:
+        gc.enable()

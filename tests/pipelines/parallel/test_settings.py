@@ -112,7 +112,7 @@ def test_a_lora_is_added_on_every_rank(
     assert away <= 1e-5 * one.abs().max() < 1e3 * (one - without).abs().max()
 
 
-@pytest.mark.parametrize(("model", "how"), GUIDED)
+@pytest.mark.parametrize(("model", "how"), [each for each in GUIDED if each[0] != "svd"])  # which has no step cache
 def test_all_ranks_cache_the_same_steps(
     model: str, how: str, cases: dict[str, Case], found: dict[str, list[Made]]
 ) -> None:
