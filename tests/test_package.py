@@ -96,6 +96,9 @@ def test_nothing_that_users_install_names_torch(project: dict[str, Any]) -> None
     assert not {name for name in names if name.startswith(("torch", "nvidia"))}
 
 
+NOT_RUN = {"protobuf", "packaging"}  # lower bounds that pyproject.toml says are not
+
+
 def test_no_lower_bound_is_below_what_is_run(root: Path, project: dict[str, Any]) -> None:
     pinned: dict[str, list[Version]] = {}
     for file in (root / "constraints").glob("*.txt"):
@@ -106,7 +109,7 @@ def test_no_lower_bound_is_below_what_is_run(root: Path, project: dict[str, Any]
         each.name: Version(bound.version)
         for each in map(Requirement, project["project"]["dependencies"])
         for bound in each.specifier
-        if bound.operator == ">="
+        if bound.operator == ">=" and each.name not in NOT_RUN
     }
     oldest = {name: min(pinned[canonical(name)]) for name in bounds}
     assert {name: bound.release[:2] for name, bound in bounds.items()} == {n: v.release[:2] for n, v in oldest.items()}
