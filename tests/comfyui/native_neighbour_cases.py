@@ -215,7 +215,7 @@ def case_override() -> dict[str, Any]:
 def case_accumulation() -> dict[str, Any]:
     """The switches as the model sees them in each call, on a card that sums wrong in half precision and on one that
     does not; with an attempt, its rerun, and a call that raises."""
-    pack = sys.modules["custom_nodes_pack.comfyui_host.runs"]
+    pack = sys.modules["custom_nodes_pack.comfyui_host.networks"]
     rows = sys.modules["custom_nodes_pack.precision.arch"].ARCHITECTURES
     results: dict[str, Any] = {}
     detect = pack.detect

@@ -28,6 +28,7 @@ from comfyui_onediff_guard.headless.hosts.result import RunResult
 from comfyui_onediff_guard.headless.server import api as server
 from comfyui_onediff_guard.headless.server import events, follow
 from comfyui_onediff_guard.headless.server.follow import run_on_server
+from cpu_bf16 import cpu_multiplies_bf16  # noqa: F401 - a fixture for all tests here
 from waiting import wait_until
 
 

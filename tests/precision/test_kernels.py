@@ -34,7 +34,7 @@ def test_a_device_is_asked_by_shapes_and_dtype_alone() -> None:
     mask = torch.empty(2, 1, 17_776, 17_776, dtype=torch.bool, device=META)
     assert no_fused_attention(CPU, *FUSED, mask, scale=0.5) == ""
     assert no_fused_attention(CPU, *FUSED, **UNFUSED).startswith(
-        "PyTorch has no fused attention in bf16 with heads of 64 on CPU, so that all scores are in memory. "
+        f"PyTorch has no fused attention in bf16 with heads of 64 on {kernels.detect(CPU)}, so that all scores are in "
     )
 
 
