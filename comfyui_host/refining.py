@@ -14,7 +14,7 @@ import torch
 from ..precision.arch import detect
 from ..precision.clips import Clips
 from ..precision.dtypes import FP16_MAX, dtype_name
-from ..precision.extremes import only_minus_inf
+from ..precision.extremes import Extremes, only_minus_inf, places
 from ..precision.guard import GuardPolicy, GuardStopped, OnFailure
 from ..precision.observe import floating, non_finite
 from ..precision.snapshot import Snapshot
@@ -72,9 +72,9 @@ def _guarded(prepare: Prepare, model: ModelCall, policy: GuardPolicy, tell: Call
         tf32 = detect(given["device"]).tf32 and not policy.strict
         with products_in_fp32(model.network):
             again = run_in_fp32(prepare, tf32=tf32, **given)
-        if broken and all(map(only_minus_inf, (_tensors(made), _tensors(again)))):
+        if broken and Extremes().learn(places(_tensors(made), dtype), _tensors(again)):
             return made  # a mask
-        if _broken(again):
+        if not only_minus_inf(_tensors(again)):
             raise GuardStopped(
                 "{}, and in fp32 too, from a prompt that is finite. Its weights may be damaged: download the "
                 "checkpoint again, or try another prompt.",

@@ -48,9 +48,11 @@ def prepared(model: Model, text: float = 4.0, **policy: Any) -> tuple[dict[str, 
     return view.extra_conds(cross_attn=torch.full((1, 4), text), device=torch.device("cpu")), told
 
 
-def test_an_overflow_in_what_an_object_holds_is_prepared_again_in_fp32() -> None:
-    made, told = prepared(Model(LARGE))
-    assert made["prefix"].cond.layers[0]["keys"].tolist() == [[4 * LARGE] * 4]
+@pytest.mark.parametrize("more", [{}, {"mask": SimpleNamespace(cond=torch.tensor([0.0, -torch.inf]))}])
+@pytest.mark.parametrize("text", [4.0, -4.0])
+def test_an_overflow_in_what_an_object_holds_is_prepared_again_in_fp32(text: float, more: dict[str, Any]) -> None:
+    made, told = prepared(Model(LARGE, **more), text)
+    assert made["prefix"].cond.layers[0]["keys"].tolist() == [[text * LARGE] * 4]
     assert told == ["prefix: non-finite in fp16, prepared again in fp32"]
 
 
