@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
@@ -12,6 +12,7 @@ from comfyui_onediff_guard.headless.errors import WorkflowError
 from comfyui_onediff_guard.headless.workflow import schema, settings, ui_format, ui_names, ui_texts
 from comfyui_onediff_guard.headless.workflow.graph import Graph, Link
 from comfyui_onediff_guard.headless.workflow.settings import Setting
+from waiting import no_hang
 
 Json = dict[str, Any]
 PROMPT = ["STRING", {"multiline": True, "dynamicPrompts": True}]
@@ -342,8 +343,7 @@ def test_values_as_the_page_writes_them(value: Any, expected: str) -> None:
 
 @pytest.mark.parametrize("part", ["{", "}", "|", "\\", "/", "/*a", "{a|", "{\\|", "{{\\{", "{a|b}", "%", "%a.b%", "//"])
 def test_long_texts_take_time_in_proportion(part: str) -> None:
-    text = (part * 10_000)[:10_000]
-    began = time.process_time()
-    ui_texts.choose(text, lambda: 0.5)
-    ui_texts.fill_in(text, lambda name, widget: "c", NOON)
-    assert time.process_time() - began < 0.05
+    text = (part * 300_000)[:300_000]
+    with no_hang("a text of 300,000 characters"), suppress(WorkflowError):
+        ui_texts.choose(text, lambda: 0.5)
+        ui_texts.fill_in(text, lambda name, widget: "c", NOON)

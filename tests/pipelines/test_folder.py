@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 
 import pytest
 import shared_models
@@ -14,6 +13,7 @@ from comfyui_onediff_guard.demo.small_model import build_cogvideox
 from comfyui_onediff_guard.pipelines.errors import BadFolder
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.models.folder import family_of, fingerprint, inspect, list_folders
+from waiting import no_hang
 
 
 @pytest.fixture
@@ -174,9 +174,8 @@ def test_links_that_lead_back_are_looked_through_once(folder, tmp_path):
     for number in range(1000):
         (root / "real" / f"back {number}").symlink_to(root)
     (root / "lost").symlink_to(tmp_path / "absent")
-    began = time.process_time()
-    assert list(list_folders([root])) == ["linked", "real/model"]
-    assert time.process_time() - began < 2
+    with no_hang("a folder with links that lead back"):
+        assert list(list_folders([root])) == ["linked", "real/model"]
 
 
 def test_fingerprint_changes_with_the_files(folder):

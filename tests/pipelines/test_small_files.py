@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -233,11 +232,10 @@ def test_files_that_no_component_needs_are_not_read(damaged: Callable[[str], Pat
     (folder / "tokenizer" / "additional_chat_templates").mkdir()
     for file in ("chat_template.jinja", "additional_chat_templates/a.jinja", "vocab.json", "tokenizer.model"):
         (folder / "tokenizer" / file).touch()
-        os.truncate(folder / "tokenizer" / file, 40 * 2**30)
+        os.truncate(folder / "tokenizer" / file, 8 * 2**40)  # more than any machine can read
     say(folder / "tokenizer" / "tokenizer_config.json", fast_tokenizer_files=["tokenizer.4.0.0.json"])
     (folder / "tokenizer" / "tokenizer.4.0.0.json").write_text("{}")
-    began = time.monotonic()
-    assert tokens(folder) == expected and time.monotonic() - began < 20
+    assert tokens(folder) == expected
 
 
 @pytest.mark.parametrize("variant", ["2b", "cogview4", "svd"])
