@@ -21,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -165,29 +166,30 @@ def main() -> int:
         import hypothesis  # noqa: F401 - once, for all children
         import torch  # noqa: F401
 
-        def let_through(module: str) -> bool:
+        def noticed(module: str) -> str:
+            """By what; empty where by nothing."""
             if options.tier:
-                return not any(noticed_by(tier, module) for tier in options.tier)
-            return survives(list(options.tests))
+                return next((tier for tier in options.tier if noticed_by(tier, module)), "")
+            return "" if survives(list(options.tests)) else "tests"
 
-        if not let_through(""):
+        if noticed(""):
             print("The tests fail on the source as it is: nothing to compare with.")
             return 2
         sources = {name: Path(name).read_text(encoding="utf-8") for name in python_files(options.sources)}
         tried = [(name, place, mutant) for name, text in sources.items() for place, mutant in mutants(text)]
         if options.draw:
             tried = random.Random(options.seed).sample(tried, options.draw)
-        survivors = 0
+        by = Counter[str]()
         for name, place, mutant in tried:
             Path(name).write_text(mutant(), encoding="utf-8")
-            if let_through(name.removesuffix(".py").replace("/", ".")):
-                survivors += 1
-                print(f"let through: {name} {place}", flush=True)
-            elif options.tier:
-                print(f"noticed: {name} {place}", flush=True)
+            found = noticed(name.removesuffix(".py").replace("/", "."))
+            by[found] += 1
+            if options.tier or not found:
+                print(f"{f'noticed by {found}' if found else 'let through'}: {name} {place}", flush=True)
             Path(name).write_text(sources[name], encoding="utf-8")
-    print(f"{len(tried) - survivors} of {len(tried)} mutants noticed")
-    return 1 if survivors else 0
+    noticing = ", ".join(f"{count} by {found}" for found, count in by.items() if found)
+    print(f"{len(tried) - by['']} of {len(tried)} mutants noticed: {noticing}")
+    return 1 if by[""] else 0
 
 
 if __name__ == "__main__":
