@@ -166,12 +166,15 @@ def detect(device: torch.device) -> Architecture:
 
 
 def _cpu_multiplies_bf16() -> bool:
-    """Return whether the CPU has instructions that multiply bf16. On x86, oneDNN counts AVX-512 without them."""
+    """Return whether the CPU has instructions that multiply bf16. On x86, oneDNN counts AVX-512 without them, and
+    PyTorch's attention raises in bf16 where ATEN_CPU_CAPABILITY keeps it from AVX-512."""
     import torch
 
     if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
-    return platform.machine().lower() not in ("x86_64", "amd64") or torch.cpu._is_avx512_bf16_supported()
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return True
+    return torch.cpu._is_avx512_bf16_supported() and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def _xpu_has_bf16(device: torch.device) -> bool:

@@ -115,24 +115,27 @@ def test_an_architecture_reads_as_name_and_generation() -> None:
     assert str(ARCHITECTURES["cpu"]) == "CPU"
 
 
-CPUS = [  # the machine, what oneDNN says of bf16, and AVX-512's instructions for it → the row
-    ("x86_64", True, True, "cpu"),
-    ("AMD64", True, True, "cpu"),
-    ("x86_64", True, False, "cpu-no-bf16"),  # oneDNN is content with AVX-512
-    ("x86_64", False, False, "cpu-no-bf16"),
-    ("aarch64", True, False, "cpu"),
-    ("arm64", False, False, "cpu-no-bf16"),
+CPUS = [  # the machine, what oneDNN says of bf16, AVX-512's instructions for it, what PyTorch uses → the row
+    ("x86_64", True, True, "AVX512", "cpu"),
+    ("AMD64", True, True, "AVX512", "cpu"),
+    ("x86_64", True, True, "AVX2", "cpu-no-bf16"),  # by ATEN_CPU_CAPABILITY
+    ("x86_64", True, True, "DEFAULT", "cpu-no-bf16"),
+    ("x86_64", True, False, "AVX512", "cpu-no-bf16"),  # oneDNN is content with AVX-512
+    ("x86_64", False, False, "AVX512", "cpu-no-bf16"),
+    ("aarch64", True, False, "DEFAULT", "cpu"),
+    ("arm64", False, False, "DEFAULT", "cpu-no-bf16"),
 ]
 
 
-@pytest.mark.parametrize(("machine", "onednn", "avx512", "row"), CPUS)
+@pytest.mark.parametrize(("machine", "onednn", "avx512", "used", "row"), CPUS)
 def test_a_cpu_is_asked_for_bf16_instructions(
-    monkeypatch: pytest.MonkeyPatch, machine: str, onednn: bool, avx512: bool, row: str
+    monkeypatch: pytest.MonkeyPatch, machine: str, onednn: bool, avx512: bool, used: str, row: str
 ) -> None:
     """Without them a VAE encoded for 43 s in bf16, and for 0.3 s in fp32."""
     monkeypatch.setattr(arch.platform, "machine", lambda: machine)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn, raising=False)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: used)
     found = detect(torch.device("cpu"))
     assert found is ARCHITECTURES[row] is named(row)
     plan = choose(found, VARIANTS["CogVideoX-5B"], Component.VAE_ENCODE, Precision.AUTO)
