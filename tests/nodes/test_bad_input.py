@@ -220,6 +220,16 @@ def test_prompts_that_are_combined_or_of_other_numbers_are_refused(opened, famil
         assert not pipeline.store.loaded().keys() - {"text_encoder"}
 
 
+@pytest.mark.parametrize(("family", "scale", "named"), [("wan", 3.0, 1), ("wan", 0.0, 0), ("wan-two", 3.0, 0)])
+def test_guidance_of_a_second_transformer_is_named_where_there_is_none(opened, family, scale, named):
+    graph, pipeline = opened(family)
+    sampled = graph.sample(pipeline, prompts(graph, pipeline), guidance_scale_2=scale)
+    told = sampled["result"][1], sampled["ui"]["text"][0]
+    assert [text.count("guidance_scale_2 is not used: this model has no second transformer.") for text in told] == [
+        named
+    ] * 2
+
+
 def test_a_family_without_prompts_says_so(opened):
     graph, pipeline = opened("svd")
     with pytest.raises(BadInput, match="takes no prompt: it starts from an image"):
