@@ -10,7 +10,7 @@ from ..trust.message import Message
 from . import inputs
 from .node import Node
 from .report import THIS_CARD, architecture_of
-from .stage_node import embeddings, running
+from .stage_node import embeddings, only_first, running
 
 if TYPE_CHECKING:
     import torch
@@ -141,5 +141,7 @@ class NumericsProbe(Node):
                 step_done=step_done,
                 tell=progress.tell,
             )
-        text = probing.text() + (f"\nThe profile: {keep_profile(pipeline, probing)}" if save else "")
+        unused = only_first(image) if image is not None else ()
+        text = "\n".join([probing.text(), *unused])
+        text += f"\nThe profile: {keep_profile(pipeline, probing)}" if save else ""
         return shown(probing, text, node_id, probing.profile_text)

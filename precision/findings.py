@@ -99,7 +99,7 @@ class Anatomy:
             return 0.0
         if name in self.norms:
             return peak.output
-        return peak.input if _adapted(name) in self.writers else max(peak.input, peak.output)
+        return peak.input if adapted(name) in self.writers else max(peak.input, peak.output)
 
 
 @dataclass(frozen=True)
@@ -255,6 +255,6 @@ def order(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
-def _adapted(name: str) -> str:
+def adapted(name: str) -> str:
     """Return the name of the layer that a part of an adapter (peft's LoRA) belongs to; any other name as it is."""
     return name.split(".base_layer")[0].split(".lora_")[0]

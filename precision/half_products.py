@@ -21,9 +21,11 @@ import torch
 from torch.nn import functional as F
 
 from . import shared
+from .fp16_sums import sampled
 from .fp32_settings import autocast_off_where_on
+from .quantised import error_of
 from .upcast import Fp32Mode, OneOperation, dequantised, run_in
-from .wide import LEAST, largest_of, limit_of, reach, reaches, scaled_product, times
+from .wide import LAYERS, LEAST, largest_of, limit_of, reach, reaches, scaled_product, times
 
 Result = TypeVar("Result")
 _OUTSIDE = 16  # log2 of the part of attention's scale that its kernel multiplies by, in float32
@@ -295,6 +297,40 @@ def _lost(
         return (small & (largest_of(scaled, (-1,)) != 0)).any()
     vanished = scaled.count_nonzero() < given.count_nonzero()  # elsewhere, an output of 0 may come of an input of 0
     return (small & (size != 0)).any() | (small.any() & vanished)
+
+
+@torch.no_grad()
+def error_beside_bf16(layer: Any, x: Any) -> torch.Tensor:
+    """Return how far a linear layer's or a convolution's scaled product in fp16 is off, as a share of how far bf16's
+    product is: above 1, fp16 loses small values beside large ones. float32 []; 0 for other layers, and for weights that
+    are not at hand.
+
+    x: what the layer is given, in float32. Of a linear layer's rows, some are multiplied.
+    """
+    if not (isinstance(layer, LAYERS) and _is_single(x) and x.numel() and not layer.weight.is_meta):
+        return torch.zeros(())
+    weight = dequantised(layer.weight).to(x.device)
+    weight = weight.float() if weight.itemsize < 2 else weight
+    if not _is_single(weight):
+        return torch.zeros((), device=x.device)
+    product: Any = getattr(layer, "_conv_forward", F.linear)
+    spatial = weight.ndim - 2
+    rows = x if spatial else sampled(x.reshape(-1, x.shape[-1]))
+    found = _limit(weight, torch.float16, transposed=False)
+    half = weight if found.quieter is None else times(weight, found.quieter, torch.float16)
+    with autocast_off_where_on((x.device.type,)):
+        fp16 = scaled_product(
+            lambda scaled: product(scaled, half, None),
+            rows,
+            torch.float16,
+            found.limit,
+            spatial,
+            loudness=found.loudness,
+        )
+        bf16, right = (product(rows.to(dtype), weight.to(dtype), None) for dtype in (torch.bfloat16, torch.float32))
+    by_channel = [each.float().movedim(-1 - spatial, -1).flatten(0, -2) for each in (fp16, bf16, right)]
+    one, other = (error_of(made, by_channel[-1]) for made in by_channel[:2])
+    return (one / other).nan_to_num(nan=0.0, posinf=torch.inf)
 
 
 def _is_single(value: Any) -> bool:

@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 import torch
 
 from .dtypes import FP16_MAX
-from .findings import RANGE, Anatomy, find, order, taught
-from .learned import NOTHING, Learned
+from .findings import RANGE, Anatomy, adapted, find, order, taught
+from .half_products import error_beside_bf16
+from .learned import NOTHING, Learned, covered
 from .learning import counts
 from .observe import Peak, floating, hooked, largest, leaves
 from .upcast import HALF_DTYPES
@@ -34,6 +35,7 @@ class Values:
     subnormal: float  # 0 < |x| < 2^-14: fp16 keeps fewer digits of them, or none
     over_eighth: float  # |x| > 65504/8
     over_half: float  # |x| > 65504/2
+    apart: float  # the error of its scaled product in fp16, as a share of bf16's; 0 where it multiplies nothing
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,14 @@ class Probed:
                     found[name] = Entry(name, reach, index, values)
         return sorted(found.values(), key=lambda entry: -order(entry.reach))
 
+    def too_far_apart(self) -> dict[str, float]:
+        """Return the layers whose scaled product in fp16 is farther off than bf16's, since it loses small values beside
+        large ones: the largest share of bf16's error, the farthest layer first."""
+        shares: dict[str, float] = {}
+        for name, values in ((name, values) for step in self.steps for name, values in step.items()):
+            shares[name] = max(shares.get(name, 1.0), values.apart)
+        return {name: shares[name] for name in sorted(shares, key=lambda name: -shares[name]) if shares[name] > 1}
+
     def worst(self, number: int = 10) -> list[Entry]:
         """Return the first `number` of `entries`, without those that only repeat another: a value that several layers
         are given or hand on stands there once, and so does the residual stream, which runs through all blocks."""
@@ -118,10 +128,11 @@ class Probe:
         peaks: list[torch.Tensor] = []
         numbers: list[torch.Tensor] = []
 
-        def see(name: str, _layer: torch.nn.Module, given: Any, made: Any) -> None:
+        def see(name: str, layer: torch.nn.Module, given: Any, made: Any) -> None:
             output = largest(made)
             names.append(name)
-            peaks.append(torch.stack([largest(given).to(output.device), output]))
+            apart = error_beside_bf16(layer, given[0] if given else None)
+            peaks.append(torch.stack([each.to(output.device) for each in (largest(given), output, apart)]))
             numbers.append(_count(made).to(output.device))
 
         with hooked(modules, see):
@@ -131,15 +142,15 @@ class Probe:
             seen_peaks = torch.stack([peak.to(device) for peak in peaks]).tolist()
             seen_numbers = torch.stack([number.to(device) for number in numbers]).tolist()
             with self._lock:
-                for name, peak, number in zip(names, seen_peaks, seen_numbers, strict=True):
-                    self._add(name, Peak(*peak), number)
+                for name, (given, made, apart), number in zip(names, seen_peaks, seen_numbers, strict=True):
+                    self._add(name, _Call(Peak(given, made), apart, *number))
         return result
 
-    def _add(self, name: str, peak: Peak, number: list[int]) -> None:
+    def _add(self, name: str, call: _Call) -> None:
         if name in self._anatomy.groups:
-            self._groups[name] = self._groups.get(name, peak).widened(peak)
+            self._groups[name] = self._groups.get(name, call.peak).widened(call.peak)
         else:
-            self._step.setdefault(name, []).append(_Call(peak, *number))
+            self._step.setdefault(name, []).append(call)
 
     def end_step(self) -> None:
         """End a step: what was watched since the step before belongs to it."""
@@ -182,6 +193,12 @@ def judge(probed: Probed, dtype: str) -> Verdict:
     settled = learned.everything or learned.whole_run_fp32
     if finding and not settled and find(peaks, anatomy, dtype, learned.parts, wide=learned.wide):
         learned = Learned(everything=dtype == "fp16", whole_run_fp32=dtype != "fp16")
+    shares = probed.too_far_apart() if dtype == "fp16" else {}
+    if scaled := next((name for name in shares if _is_scaled(name, anatomy, learned)), ""):
+        said = (
+            f"'{scaled}' is given values too far apart: its scaled product in fp16 is {shares[scaled]:.3g} × as far off"
+        )
+        return Verdict(dtype, Learned(whole_run_fp32=True), False, f"{said} as bf16's")
     return Verdict(dtype, learned, learned.wide, finding.reason if finding else _why_it_fits(probed, dtype))
 
 
@@ -194,6 +211,11 @@ def recommend(probed: Probed, dtype: str, *, native_bf16: bool) -> Verdict:
     return next(cheap, fitting[0] if fitting else judge(probed, "fp32"))
 
 
+def _is_scaled(name: str, anatomy: Anatomy, learned: Learned) -> bool:
+    """Return whether a layer is wide in fp16: those that write to a known stream always are."""
+    return learned.everything or covered(name, learned.wide_parts) or adapted(name) in anatomy.writers
+
+
 def _why_it_fits(probed: Probed, dtype: str) -> str:
     ends = f"{dtype} ends at {RANGE[dtype]:.5g}"
     entry = next(iter(probed.entries()), None)
@@ -203,6 +225,7 @@ def _why_it_fits(probed: Probed, dtype: str) -> str:
 @dataclass(frozen=True)
 class _Call:
     peak: Peak
+    apart: float
     subnormal: int
     over_eighth: int
     over_half: int
@@ -219,6 +242,7 @@ def _together(calls: list[_Call]) -> Values:
         subnormal=sum(call.subnormal for call in calls) / total,
         over_eighth=sum(call.over_eighth for call in calls) / total,
         over_half=sum(call.over_half for call in calls) / total,
+        apart=max(call.apart for call in calls),
     )
 
 

@@ -97,6 +97,9 @@ class Probing:
         if small := self._subnormal():
             share, name = small.values.subnormal, small.name
             lines.append(f"Most subnormal in fp16: {share:.1%} of what '{name}' puts out, at step {small.step + 1}")
+        if apart := self.probed.too_far_apart():
+            named = ", ".join(f"'{name}' {share:.3g} ×" for name, share in [*apart.items()][:WORST])
+            lines.append(f"Too far apart for scaled products in fp16: {len(apart)} layers, by bf16's error: {named}")
         return "\n".join([*lines, f"Cost: {self.cost}"])
 
     def as_dict(self) -> dict[str, Any]:
@@ -114,6 +117,7 @@ class Probing:
                 "reason": self._because(),
                 "verdicts": [asdict(v) | {"plan": v.plan, "fits": v.fits} for v in self.verdicts],
                 "worst": worst,
+                "too_far_apart": self.probed.too_far_apart(),
                 "measured_steps": len(self.probed.steps),
                 "timesteps": self.timesteps,
                 "seconds": self.seconds,

@@ -81,10 +81,12 @@ def test_what_is_missing_is_named(folder: Path, model_folder: Callable[..., Path
 
 def test_a_model_without_a_prompt(folder: Path, model_folder: Callable[..., Path]) -> None:
     pipeline = GRAPHS["svd"].load(model_folder("svd"))
-    answer = call(
-        "NumericsProbe", pipeline=pipeline, image=picture(), steps=1, width=64, height=64, frames=2, architecture="sm80"
-    )
-    assert answer["result"][1].startswith("Recommended on sm80 (Ampere): fp16 plain")
+    given = {"pipeline": pipeline, "steps": 1, "width": 64, "height": 64, "frames": 2, "architecture": "sm80"}
+    for number in (1, 2):
+        answer = call("NumericsProbe", image=picture(frames=number), **given)
+        text = answer["result"][1]
+        assert text.startswith("Recommended on sm80 (Ampere): fp16 plain") and answer["ui"]["text"] == [text]
+        assert ("Of the batch of 2 images, only the first is used." in text) is (number == 2)
 
 
 def test_it_shows_its_progress_and_can_be_interrupted(comfyui: Any, model_folder: Callable[..., Path]) -> None:

@@ -33,7 +33,7 @@ def measured(blocks: int, leaves: int, steps: int, *, stream: bool = True, lists
             row |= {f"{path}.layers.{leaf}.linear": value(index, leaf, step) for leaf in range(leaves)}
             row[path] = value(index, -1, step)
         row["proj_out"] = value(0, 0, step)
-        found.append({name: Values(Peak(reach, reach), 0.1, 0.2, 0.3) for name, reach in row.items()})
+        found.append({name: Values(Peak(reach, reach), 0.1, 0.2, 0.3, 0.0) for name, reach in row.items()})
     where = Stream("blocks", "embed", (), ("norm",), ()) if stream else None
     return Probed(Anatomy((("embed",) if stream else ()) + tuple(paths), where), tuple(found))
 

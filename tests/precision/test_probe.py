@@ -9,7 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 from blocky import STREAM, Gain, build, hooks, overflow_inside, overflow_stream
+from comfyui_onediff_guard.precision import half_products
+from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.findings import Anatomy
+from comfyui_onediff_guard.precision.half_products import HalfProducts, run_with_half_products
 from comfyui_onediff_guard.precision.islands import half_attempt
 from comfyui_onediff_guard.precision.learned import Learned
 from comfyui_onediff_guard.precision.observe import Peak
@@ -195,6 +198,40 @@ def test_a_stream_that_is_not_finite_in_fp32_fits_in_nothing_less():
     verdicts = [judge(probed, dtype) for dtype in ("fp16", "bf16")]
     assert [verdict.plan for verdict in verdicts] == ["fp16 does not do", "bf16 does not do"]
     assert recommend(probed, "fp16", native_bf16=True).dtype == "fp32"
+
+
+@pytest.mark.parametrize("stored", DTYPES)
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [(nn.Linear(64, 64), (6, 64)), (nn.Conv2d(64, 64, 3, padding=1, padding_mode="circular"), (2, 64, 5, 5))],
+)
+@pytest.mark.parametrize(("ratio", "apart"), [(1.0, False), (100.0, False), (1e9, True)])
+def test_values_that_every_layer_wide_does_not_resolve_are_named(monkeypatch, layer, shape, ratio, apart, stored):
+    layer, x = (
+        copy.deepcopy(layer).requires_grad_(False),
+        torch.randn(shape, generator=torch.Generator().manual_seed(0)),
+    )
+    x[:, 7] *= ratio
+    layer.weight[:, 7] /= ratio
+    module = nn.Sequential(layer.to(DTYPES[stored]), Gain(1e6), Gain(1e-6))
+    probed = probed_calls(module, replace(Anatomy.of(module, ["0"]), everything=True), x)
+    verdict = judge(probed, "fp16")
+    assert [*probed.too_far_apart()] == ["0"] * apart and verdict.fits is not apart
+    assert ("'0' is given values too far apart" in verdict.reason) is apart
+    assert recommend(probed, "fp16", native_bf16=False).plan == ("fp32" if apart else "fp16 every layer wide")
+    monkeypatch.setattr(half_products, "_can_look", lambda _: False)  # as on a GPU, where a run then ends in fp32
+    made = run_with_half_products(module, x, products=HalfProducts(torch.float16))
+    assert bool(made.isfinite().all()) is not apart
+
+
+def test_a_writer_of_the_stream_counts_since_it_is_always_wide():
+    module = build()
+    x = X * 1e-8
+    x[..., 3] = 1e3
+    anatomy = Anatomy.of(module, ["blocks"], STREAM)
+    module.embed.weight[:, 3] = 0
+    assert judge(probed_calls(module, anatomy, x), "fp16").plan == "fp16 does not do"
+    assert judge(probed_calls(module, replace(anatomy, writers=frozenset()), x), "fp16").fits
 
 
 def test_the_worst_are_named_and_a_stream_once():
