@@ -34,15 +34,12 @@ from ..reading import reading
 from .ladder import Misjudged
 from .layout import laid_out, lay_out
 from .offload import InParts, Offload, Onloading, Whole, brings_parts_to, in_parts
-from .placement import MOVING, Placement, bytes_of, bytes_on, main_memory, move
+from .placement import MOVING, Placement, bytes_coming, bytes_of, bytes_on, has_room, let_go_of_host_copies, move
 
 logger = logging.getLogger(__name__)
 
 MemoryKey = tuple[str, str, tuple[LoraKey, ...], str]  # denoiser, numerics, LoRAs, a profile that was given
 _CompiledKey = tuple[str, tuple[LoraKey, ...], tuple[str, bool], CompileOptions, str, bool, str, tuple[str, ...]]
-
-
-_LEFT_FREE = 0.1  # of main memory, by what is kept there for its next use
 
 
 class _Where(NamedTuple):
@@ -76,9 +73,8 @@ class ComponentStore:
         self.notes: dict[str, tuple[str, ...]] = {}  # component → what was found or mended when it was loaded
         self._modules: dict[str, tuple[str, torch.nn.Module]] = {}
         self._with_loras: dict[str, tuple[tuple[LoraKey, ...], torch.nn.Module]] = {}  # of each component the latest
-        self._onloading: dict[
-            str, tuple[tuple[Offload, tuple[str, ...]], InParts]
-        ] = {}  # of components that are not on the device whole
+        # of components that are not on the device whole
+        self._onloading: dict[str, tuple[tuple[Offload, tuple[str, ...]], InParts]] = {}
         self._unweighted: dict[str, Any] = {}
         self._in_use = threading.RLock()
 
@@ -167,6 +163,7 @@ class ComponentStore:
         if place and not self.in_parts(offload):
             try:
                 move(shell, self.placement.device)  # what the LoRAs added
+                self._keep_host_copies(name, shell)
             except BaseException:
                 self._forget_loras(name)
                 raise
@@ -215,6 +212,14 @@ class ComponentStore:
             if self.placement.memory():
                 self.make_way(name, bytes_of(module) - self._bytes_there(module) + where.beside)
             self.placement.to_device(name, module, where.beside)
+            self._keep_host_copies(name, module)
+
+    def _keep_host_copies(self, name: str, module: torch.nn.Module) -> None:
+        """Keep what main memory has of a component on the device where it rests there after use, and that has room."""
+        rests = any(not handle.offload.stays for handle in self.handles)
+        rests |= name == "text_encoder" and not self._stays(name)
+        if not rests or not has_room(self._unread()):
+            let_go_of_host_copies(module)
 
     def _forget_parts(self, name: str) -> None:
         if name in self._onloading:
@@ -299,11 +304,7 @@ class ComponentStore:
         with MOVING:
             if name not in self._modules or self._stays(name):
                 return
-            module = self._modules[name][1]
-            coming = sum(weight.nbytes for weight in module.parameters() if weight.device.type != "cpu")
-            coming += self._unread()
-            memory = main_memory()
-            if memory.free - coming < memory.total * _LEFT_FREE:
+            if not has_room(bytes_coming(self._modules[name][1]) + self._unread()):
                 self.drop(name)
                 return
             self.rest(name)

@@ -18,7 +18,7 @@ from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import load
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
-from comfyui_onediff_guard.pipelines.weights import components
+from comfyui_onediff_guard.pipelines.weights import placement
 from comfyui_onediff_guard.pipelines.weights.placement import DeviceMemory, PlainPlacement
 from comfyui_onediff_guard.precision.accumulation import SWITCHES
 from comfyui_onediff_guard.precision.guard import GuardPolicy, GuardStopped, OnFailure
@@ -217,7 +217,7 @@ def test_the_text_encoder_is_let_go_before_the_denoiser_is_read_where_main_memor
 ):
     handle = open_pipeline(model_folder("2b"))
     to_read = sum(handle.store.model.weights[name].n_bytes for name in ("transformer", "vae"))
-    monkeypatch.setattr(components, "main_memory", lambda: DeviceMemory(10 * to_read, 2 * to_read - 1))
+    monkeypatch.setattr(placement, "main_memory", lambda: DeviceMemory(10 * to_read, 2 * to_read - 1))
     alive = []
     original = type(handle.store)._load
 

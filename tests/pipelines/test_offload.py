@@ -26,6 +26,7 @@ from comfyui_onediff_guard.pipelines.run.pictures import fitted
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.pipelines.weights import offload as offloading
+from comfyui_onediff_guard.pipelines.weights import placement
 from comfyui_onediff_guard.pipelines.weights.offload import Offload
 from comfyui_onediff_guard.pipelines.weights.parts import tensors_of
 from comfyui_onediff_guard.pipelines.weights.placement import DeviceMemory, PlainPlacement
@@ -122,7 +123,7 @@ def test_every_family_is_bit_equal_and_all_weights_are_back(model_folder, apart,
 @pytest.mark.parametrize("offload", IN_PARTS)
 def test_only_what_computes_is_there(model_folder, apart, monkeypatch, offload):
     monkeypatch.setattr(handles, "peak_memory", lambda _device: nullcontext(lambda: Peak(1)))  # not measured everywhere
-    monkeypatch.setattr(stores, "main_memory", lambda: DeviceMemory(1, 0))  # it is the device here: nothing rests in it
+    monkeypatch.setattr(placement, "main_memory", lambda: DeviceMemory(1, 0))  # the device, here: nothing rests in it
     handle = opened(model_folder("2b"), offload)
     _, _, report = run(handle)
     weights = handle.store._onloading["transformer"][1]
