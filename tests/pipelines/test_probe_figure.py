@@ -112,6 +112,22 @@ def test_texts_are_inside_and_overlap_nowhere(blocks, leaves, steps, options):
     assert {"fp16 ends: 65504", "bf16 ends: 3.4e38"} <= {text for text, _ in boxes}
 
 
+@pytest.mark.parametrize(
+    ("reach", "said"),
+    [(655.04, "1.0% of fp16's range"), (65504, "100.0% of fp16's range"), (1.5 * 65504, "1.5 × where")],
+)
+def test_the_largest_value_is_told_beside_where_fp16_ends(reach: float, said: str) -> None:
+    figure = figure_of(probing(measured(3, 2, 1, value=lambda *_: reach)))
+    assert any(said in text.get_text() for text in figure.findobj(Text))
+
+
+def test_lines_stand_between_the_cells_and_not_on_them() -> None:
+    heat = figure_of(probing(measured(5, 3, 4))).axes[0]
+    (rows, columns) = heat.images[0].get_array().shape
+    for axis, cells in ((heat.xaxis, columns), (heat.yaxis, rows)):
+        assert [*axis.get_ticklocs(minor=True)] == [cell + 0.5 for cell in range(cells - 1)]
+
+
 def test_matplotlib_is_loaded_when_something_is_drawn(fresh_python):
     code = "import sys\nimport comfyui_onediff_guard.pipelines.insight.probe_figure\nprint('matplotlib' in sys.modules)"
     assert fresh_python(code).strip() == "False"

@@ -33,6 +33,7 @@ class Encoder(nn.Module):
         self.wo = nn.Linear(4, 4)
         self.norm = Norm(4)
         self.group_norm = nn.GroupNorm(2, 4)
+        self.bare_norm = nn.LayerNorm(4, elementwise_affine=False)
 
     def as_loaded(self, dtype=torch.float16):
         self.to(dtype)
