@@ -269,6 +269,12 @@ def _outlier(block: Any, largest: float) -> None:
     block.inner.weight[:, 7] /= largest
 
 
+def _behind_a_bias(block: Any, largest: float) -> None:
+    """The same, behind a bias beside which its error is small."""
+    _outlier(block, largest)
+    block.inner.bias += 30 * largest
+
+
 def _zero_row(block: Any, _: float) -> None:
     block.inner.weight[3] = 0
 
@@ -284,6 +290,7 @@ WRONG = [  # what is done to a block, for which kind its layer is far off then
     (_outlier, 100.0, {"int8"}),
     (_outlier, 1e3, {"int8"}),
     (_outlier, 1e6, {"int8", "fp8"}),
+    (_behind_a_bias, 100.0, {"int8"}),
     (_large_weight, 100.0, {"int8"}),
     (_large_weight, 1e6, {"int8", "fp8"}),
     (_zero_row, 0.0, {"fp8"}),  # torchao divides by a row's largest weight
@@ -318,6 +325,20 @@ def test_a_layer_that_is_far_off_on_its_first_input_is_left_unquantised(
     assert error(made, right) < 3 * error(half, right) + rounding
     guard(tokens(1))
     assert layers.errors is errors, "measured once"
+
+
+@pytest.mark.parametrize(
+    ("right", "made", "error"),
+    [
+        ([1e4, 1.0, 1.0, 1.0], [1e4, 1.5, 1.0, 1.0], 0.25),  # half of one row of four: a large one hides no other
+        ([1e4, 1.0, 1.0, 1e-9], [1e4, 1.0, 1.0, 1e-4], 0.005),  # beside a hundredth of the median
+        ([1.0, math.inf, 1.0, 1.0], [1.0, math.nan, 1.0, 1.0], 0.0),
+        ([1.0, 1.0, 1.0, 1.0], [1.0, math.nan, 1.0, 1.0], math.inf),
+    ],
+)
+def test_each_row_is_off_by_a_share_of_its_own_norm(right: list[float], made: list[float], error: float) -> None:
+    rows = (torch.tensor(each)[:, None].expand(-1, 3) for each in (made, right))
+    assert float(quantised.error_of(*rows)) == pytest.approx(error, rel=1e-4, abs=1e-6)
 
 
 class Broken(nn.Module):
