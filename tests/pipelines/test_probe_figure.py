@@ -123,7 +123,7 @@ def test_the_largest_value_is_told_beside_where_fp16_ends(reach: float, said: st
 
 def test_lines_stand_between_the_cells_and_not_on_them() -> None:
     heat = figure_of(probing(measured(5, 3, 4))).axes[0]
-    (rows, columns) = heat.images[0].get_array().shape
+    (rows, columns) = heat.images[0].get_size()
     for axis, cells in ((heat.xaxis, columns), (heat.yaxis, rows)):
         assert [*axis.get_ticklocs(minor=True)] == [cell + 0.5 for cell in range(cells - 1)]
 
