@@ -128,6 +128,17 @@ def test_lines_stand_between_the_cells_and_not_on_them() -> None:
         assert [*axis.get_ticklocs(minor=True)] == [cell + 0.5 for cell in range(cells - 1)]
 
 
+def test_the_colour_bar_shows_every_colour_beside_its_number() -> None:
+    figure = figure_of(probing(measured(3, 2, 1, value=lambda *_: 5e5)))
+    bars = [(axes, image) for axes in figure.axes for image in axes.images if image.get_extent() == [0, 1, 0, 1]]
+    ((axes, image),) = bars
+    colours, scale = np.asarray(image.get_array()), _Scale(5e5)
+    assert colours.shape[1] == 1 and (colours[0], colours[-1]) == (1, 0) and (np.diff(colours[:, 0]) < 0).all()
+    assert image.get_clim() == (0, 1) and axes.get_ylim() == (0, 1)
+    powers = [int(text.get_text().strip("$").removeprefix("10^{").rstrip("}")) for text in axes.get_yticklabels()]
+    assert [*axes.get_yticks()] == [scale.at(10.0**power) for power in powers] and powers[-1] >= 4
+
+
 def test_matplotlib_is_loaded_when_something_is_drawn(fresh_python):
     code = "import sys\nimport comfyui_onediff_guard.pipelines.insight.probe_figure\nprint('matplotlib' in sys.modules)"
     assert fresh_python(code).strip() == "False"
