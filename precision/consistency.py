@@ -74,7 +74,7 @@ def _put_back(module: torch.nn.Module, kept: frozenset[str]) -> Iterator[str]:
 
 
 def _soften_norms(module: torch.nn.Module, device: torch.device | None) -> Iterator[str]:
-    tried: dict[Any, bool] = {}  # by class and dtype: a weight that rests in main memory is copied for it
+    tried: dict[Any, bool] = {}  # by class and dtype
     refusing: dict[str, torch.nn.Module] = {}
     for name, child in module.named_modules():
         if _is_half_norm(child):
@@ -126,9 +126,9 @@ def _is_half_norm(module: torch.nn.Module) -> bool:
 def _refuses_mixed_dtypes(module: Any, device: torch.device | None) -> bool:
     """Return whether a half-precision norm takes a row in its own dtype, and raises at an fp32 one. It is tried, since
     its name does not tell."""
+    if device is not None and device != module.weight.device:
+        module = copy.deepcopy(module).to_empty(device=device)  # its values do not matter, so none is copied there
     weight = module.weight
-    if device is not None and device != weight.device:
-        module, weight = copy.deepcopy(module).to(device), weight.to(device)
     row = torch.ones(1, *weight.shape, device=weight.device)
     return _takes(module, row.to(weight.dtype)) and not _takes(module, row)
 

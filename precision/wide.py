@@ -79,11 +79,11 @@ def _adapted_in_fp32(module: torch.nn.Module) -> list[str]:
 
 
 def _wide_layers(module: torch.nn.Module, names: Iterable[str], device: torch.device | None) -> dict[str, Make]:
-    replacements: dict[str, Make] = {}
+    names = [*names]
     for name in names:
         _expect(module, name)
-        replacements[name] = lambda layer: wide(layer, device)
-    return replacements
+    made = _wide([module.get_submodule(name) for name in names], device)
+    return {name: lambda _layer, shell=shell: shell for name, shell in zip(names, made, strict=True)}
 
 
 def wide(layer: torch.nn.Module, device: torch.device | None = None) -> torch.nn.Module:
@@ -92,12 +92,36 @@ def wide(layer: torch.nn.Module, device: torch.device | None = None) -> torch.nn
 
     device: where the shell computes, if its weights are elsewhere until they are needed.
     """
+    return _wide([layer], device)[0]
+
+
+def _wide(layers: list[torch.nn.Module], device: torch.device | None) -> list[torch.nn.Module]:
+    """Return wide shells of layers. What they need beside their weights is made where the weights are, and brought to
+    the device in one copy."""
+    limits, sums = [*map(_limit, layers)], [*map(_bias_with_adapters, layers)]
+    found = _brought([*limits, *(each for each in sums if each is not None)], device)
+    limits, left = found[: len(layers)], iter(found[len(layers) :])
+    biases = [None if each is None else next(left) for each in sums]
+    return [*map(_wide_shell, layers, limits, biases)]
+
+
+def _brought(tensors: list[torch.Tensor], device: torch.device | None) -> list[torch.Tensor]:
+    """Bring float32 tensors to a device, by one copy for each device that they are on. None: they stay."""
+    made = [*tensors]
+    for origin in {each.device for each in tensors} if device else ():
+        places = [place for place, each in enumerate(tensors) if each.device == origin]
+        parts = torch.cat([tensors[place].flatten() for place in places]).to(device)
+        for place, part in zip(places, parts.split([tensors[place].numel() for place in places]), strict=True):
+            made[place] = part.view(tensors[place].shape).clone()  # with an address as kernels like it
+    return made
+
+
+def _wide_shell(layer: torch.nn.Module, limit: torch.Tensor, bias: torch.Tensor | None) -> torch.nn.Module:
     base: Any = getattr(layer, "base_layer", layer)
-    there: torch.device = device or base.weight.device
     state = {
         "wide_dtype": base.weight.dtype,
-        "wide_bias": _bias(layer, there),
-        "wide_limit": _limit(layer).to(there),
+        "wide_bias": base.bias if bias is None else bias,
+        "wide_limit": limit,
         "wide_spatial": base.weight.ndim - 2,
     }
     if base is layer:
@@ -116,16 +140,18 @@ def _without_bias(layer: torch.nn.Module) -> torch.nn.Module:
     return bare
 
 
-def _bias(layer: Any, device: torch.device) -> torch.Tensor | None:
-    """Return the bias that a layer adds to its product, with its adapters' biases in it; None where there is none."""
+def _bias_with_adapters(layer: Any) -> torch.Tensor | None:
+    """Return the bias that a layer adds to its product, with its adapters' biases in it, in float32; None where those
+    have none."""
     base = getattr(layer, "base_layer", layer)
+    device = base.weight.device
     biases = [
         layer.scaling[name] * layer.lora_B[name].bias.detach().to(device, torch.float32)
         for name in _adapters(layer)
         if layer.lora_B[name].bias is not None
     ]
     if not biases:
-        return base.bias
+        return None
     if base.bias is not None:
         biases.append(base.bias.detach().to(device, torch.float32))
     return torch.stack(biases).sum(0)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from comfyui_onediff_guard.precision.consistency import DamagedByCast, make_consistent
 from comfyui_onediff_guard.precision.kept_fp32 import KeptInFp32
+from host_reads import HostReads
 from torch import nn
 
 
@@ -120,6 +121,13 @@ def test_a_norm_is_asked_on_the_device_where_it_will_compute():
     make_consistent(there := loaded(), torch.float16, torch.device("meta"))
     assert isinstance(there.norm, KeptInFp32)
     assert not there.norm.weight.is_meta, "a copy was asked"
+
+
+def test_asking_a_norm_elsewhere_copies_no_weight_there():
+    module = Encoder().as_loaded()
+    with HostReads() as moved:
+        make_consistent(module, torch.float16, torch.device("meta"))
+    assert not moved.copies
 
 
 def test_norms_of_one_class_are_asked_once():

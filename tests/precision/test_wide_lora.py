@@ -7,6 +7,7 @@ import torch
 from comfyui_onediff_guard.precision.findings import Anatomy, find
 from comfyui_onediff_guard.precision.observe import leaf_peaks
 from comfyui_onediff_guard.precision.wide import CannotWiden, with_wide_stream
+from host_reads import HostReads
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, inject_adapter_in_model
@@ -104,6 +105,29 @@ def test_the_stream_is_blamed_for_what_an_adapted_writer_puts_out():
     finding = find({name: peak for name, peak in peaks.items() if not name.endswith("net.3")}, anatomy, "fp16")
     assert finding is not None and finding.reason.startswith("the residual stream reaches")
     assert finding.stream is not None and not finding.islands
+
+
+@pytest.mark.parametrize("lora_bias", [None, False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_wide_layers_need_is_brought_in_one_copy(name, lora_bias):
+    """lora_bias: None: there is no LoRA."""
+    denoiser = build(name)[0] if lora_bias is None else adapted(name, (0.7, -0.3), lora_bias=lora_bias)[0]
+    writers = MODELS[name].family.stream.writer_names(denoiser)
+    with HostReads() as moved:
+        made = with_wide_stream(denoiser, writers, torch.float32, device=torch.device("meta"))
+    assert moved.copies == 1 < len(writers)
+    assert all(made.get_submodule(each).wide_limit.is_meta for each in writers)
+
+
+@pytest.mark.parametrize("lora_bias", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_each_layer_is_brought_what_is_its_own(name, lora_bias):
+    denoiser, call = adapted(name, (0.7, -0.3), lora_bias=lora_bias)
+    writers = MODELS[name].family.stream.writer_names(denoiser)
+    stays, brought = (
+        with_wide_stream(denoiser, writers, torch.float32, device=device) for device in (None, torch.device("cpu"))
+    )
+    assert torch.equal(brought(**call)[0], stays(**call)[0])
 
 
 def test_dora_is_no_mere_sum_and_cannot_be_wide():

@@ -1,0 +1,64 @@
+"""Where the host would wait for a device: numbers read from a run's tensors, and tensors brought to another device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_READING = ("_local_scalar_dense", "equal", "nonzero")  # operations whose results the host needs
+_LEAVING = ("tolist", "numpy", "cpu")  # which a tensor on the CPU does by no operation
+
+
+class HostReads(TorchDispatchMode):
+    """Counts, inside `with` and in its thread, where tensors are read that are marked, or made of such; and copies from
+    one device to another. On the CPU too, where no reading costs anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: Counter[str] = Counter()
+        self.copies = 0
+        self._marked: dict[int, Any] = {}  # kept, so that no address comes again
+
+    def mark(self, tree: Any) -> None:
+        for tensor in pytree.tree_leaves(tree):
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+                storage = tensor.untyped_storage()
+                self._marked[storage.data_ptr()] = storage
+
+    def marked(self, tree: Any) -> bool:
+        tensors = (each for each in pytree.tree_leaves(tree) if isinstance(each, torch.Tensor) and not each.is_meta)
+        return any(each.untyped_storage().data_ptr() in self._marked for each in tensors)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        name = func._schema.name.partition("::")[2]
+        if name == "_to_copy" or name == "copy_":
+            self.copies += args[name == "copy_"].device != made.device
+        if self.marked((args, kwargs)):
+            self.reads[name] += name in _READING
+            self.mark(made)
+        return made
+
+    @contextmanager
+    def leaving(self) -> Generator[None]:
+        """Count as well what leaves a device by no operation."""
+        with pytest.MonkeyPatch.context() as patch:
+            for name in _LEAVING:
+                patch.setattr(torch.Tensor, name, self._counted(name, getattr(torch.Tensor, name)))
+            yield
+
+    def _counted(self, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.reads[name] += self.marked(tensor)
+            return own(tensor, *args, **kwargs)
+
+        return counted
