@@ -21,7 +21,7 @@ from measure import RESULTS, write_json
 
 TORCHAO = "published: diffusers-torchao, CogVideoX-5B, 49 frames, 50 steps"
 PR_514 = "published: onediff PR 514, SVD"
-CACHE = "step_cache-cpu-2026-11-25.json"
+CACHE = "step_cache-cpu-2026-11-26.json"
 
 
 @dataclass(frozen=True)

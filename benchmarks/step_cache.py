@@ -29,7 +29,6 @@ from comfyui_onediff_guard.pipelines.run.denoiser import guarded_denoiser
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
-from comfyui_onediff_guard.precision.course import Course
 from comfyui_onediff_guard.precision.drift import CachePolicy
 from comfyui_onediff_guard.precision.policy import Precision
 from measure import RESULTS, machine, write_json
@@ -235,22 +234,6 @@ def broken_at(step: int) -> Iterator[None]:
         attempts_of.build = make
 
 
-@contextmanager
-def nothing_taken_back() -> Iterator[None]:
-    """What comparisons find stays in the latents: to see what taking it back is worth."""
-    take_back = Course.take_back
-
-    def nothing(self: Course) -> list[torch.Tensor]:
-        del self
-        return []
-
-    Course.take_back = nothing
-    try:
-        yield
-    finally:
-        Course.take_back = take_back
-
-
 def spread(values: list[float]) -> dict[str, float]:
     """Empty where there is no value: where nothing was cached, nothing was reckoned."""
     if not values:
@@ -326,8 +309,6 @@ def figures_of(name: str, seeds: range, few: range) -> Iterator[dict[str, Any]]:
     if not few:
         return
     yield {"operations": operations_of(subject, policy, few[:3])}
-    with nothing_taken_back():
-        yield {"nothing_taken_back": over_seeds(subject, policy, few)}
     yield {"errors": [over_seeds(subject, CachePolicy(error), few) for error in (0.005, 0.01, 0.05)]}
     yield {"other_steps": {str(steps): over_seeds(subject, policy, few, steps=steps) for steps in OTHER_STEPS}}
     if name == "cogvideox":

@@ -1,16 +1,19 @@
-"""The account of one run's step cache: what becomes of each step, and what the run has drifted."""
+"""The account of one run's step cache: what becomes of each step, and what the run has drifted.
+
+It waits for no number: a step's norms are read by the guard's transfer for the step's call.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from .drift import CachePolicy, CacheUse, Choice, Ledger
-from .observe import Agree, alone
+from .ranges import Pending
 
 if TYPE_CHECKING:
     from .step_cache import StepCache
@@ -22,21 +25,16 @@ Guidance = Sequence[float]
 class Course:
     """What the step cache of one run has done so far. Its denoisers share it, since the budget is the run's.
 
-    agree: makes what was measured the same in all processes that compute the run together, so that each decides as the
-        others do.
+    pending: the norms that the guard reads along with a call's ranges, and makes the same in all processes that compute
+        the run together, so that each decides as the others do.
     """
 
-    def __init__(self, policy: CachePolicy, steps: int, agree: Agree = alone):
+    def __init__(self, policy: CachePolicy, steps: int):
         self.ledger = Ledger(policy, steps)
-        self._agree = agree
+        self.pending = Pending()
         self._choice: Choice | None = None  # of the present step
-        self._signal = 0.0
         self._computed = self._skipped = 0  # calls of its denoisers' parts
         self._apart: list[torch.Tensor] = []  # of the present step's outputs: what the cache would have given, less it
-        self._guidance: Guidance = (1.0,)
-        self._off: tuple[torch.Tensor, float] | None = None  # the same after guidance, and its norm
-        self._taken_back = False
-        self._mixed = False  # a call of a cached step since the last computed one was computed again
         self._latest: StepCache | None = None  # of the denoiser that was called latest
 
     @property
@@ -59,20 +57,19 @@ class Course:
 
     def calls(self, cache: StepCache) -> None:
         """Note that a denoiser is called. One that was called before it is done then: what was kept of it is let go,
-        and not at the end of the run."""
+        and not at the end of the run, and what was found by it tells nothing of the next one."""
         if self._latest is not None and self._latest is not cache:
             self._latest.release()
+            self.ledger = self.ledger.another()
         self._latest = cache
 
     def count(self, *, skipped: bool) -> None:
         self._skipped += skipped
         self._computed += not skipped
 
-    def choose(self, signal: Callable[[], float]) -> Choice:
-        """Return what becomes of the present step. Its first call decides that, by its signal; the others follow."""
-        if self._choice is None:
-            self._signal = self._agreed(signal())
-            self._choice = self.ledger.choice(self._signal)
+    def choose(self) -> Choice:
+        """Return what becomes of the present step. Its first call decides that; the others follow."""
+        self._choice = self._choice or self.ledger.choice()
         return self._choice
 
     @property
@@ -84,55 +81,52 @@ class Course:
         """Return whether the present step is cached."""
         return self._choice is Choice.REUSE
 
+    def signal(self, off: torch.Tensor) -> None:
+        """Note how far the first part's output is off in the present step, in parts of its norm. off: []."""
+        self.pending.ask("signal", off)
+
     def compare(self, apart: list[torch.Tensor], guidance: Guidance) -> None:
-        """Note what the cache would have given in place of outputs of the present step, less them."""
-        self._apart += apart
-        self._guidance = guidance
-        self._off = self._guided()
+        """Note how far the cache is off after guidance, where that is known of all outputs of the present step.
 
-    def take_back(self) -> list[torch.Tensor]:
-        """Return what the cached steps since the last comparison were off by, each after guidance, as far as that of
-        the present step tells. The caller takes it out of the run. Empty where the present step does not tell."""
-        if self._off is None or self._mixed or not math.isfinite(self._off[1]):
-            return []
-        self._taken_back = True
-        return [share * self._off[0] for share in self.ledger.shares]
-
-    def stepped(self, weight: float) -> None:
-        """Go on to the next step. weight: see Ledger."""
-        weight = self._agreed(weight)
-        if not math.isfinite(weight):
-            self.stop("the latents are not finite")
-            weight = 0.0
-        self._mixed &= self.reuses
-        if self.reuses:
-            self.ledger = self.ledger.reused(self._signal, weight)
-        elif self._off:
-            self.ledger = self.ledger.checked(self._signal, self._off[1], weight, corrected=self._taken_back)
-        else:
-            self.ledger = self.ledger.computed(weight)
-        self._choice, self._apart, self._off, self._taken_back = None, [], None, False
-
-    def _guided(self) -> tuple[torch.Tensor, float] | None:
-        """Return what the step's output would have been off by, after guidance, and its norm; None where that is not
-        known."""
-        apart, guidance = self._apart, self._guidance
+        apart: what it would have given in place of the latest call's outputs, less them.
+        """
+        apart = [*self._apart, *apart]
         if len(guidance) > 1 and len(apart) == 1:
             apart = [*apart[0].chunk(len(guidance))]
-        if not apart or len(apart) != len(guidance):
-            return None
-        guided = torch.stack([part * each for part, each in zip(guidance, apart, strict=True)]).sum(0)
-        return guided, self._agreed(float(guided.norm()))
+        if apart and len(apart) == len(guidance):
+            guided = torch.stack([part * each for part, each in zip(guidance, apart, strict=True)]).sum(0)
+            self.pending.ask("error", guided.norm())
 
-    def _agreed(self, value: float) -> float:
-        """Return the largest of all processes' values, none of which is negative."""
-        return float(self._agree(torch.tensor([value])))
+    def keep(self, apart: list[torch.Tensor]) -> None:
+        """Keep the same of a call that the guard has taken."""
+        self._apart += apart
+
+    def stepped(self, slope: float, latents: torch.Tensor) -> None:
+        """Go on to the next step.
+
+        slope: |d latents / d output| of this one. latents: that it made.
+        """
+        norm = self.pending.take("norm")  # of the latents before it; before the first one, nobody asked
+        self.pending.ask("norm", latents.norm())
+        signal, error = self.pending.take("signal"), self.pending.take("error")
+        signal = math.nan if signal is None else signal
+        weight = 0.0
+        if norm is not None and 0 < norm < math.inf:
+            weight = slope / norm
+        elif norm is not None:
+            self.stop("the latents are zero, or not finite")
+        if self.reuses:
+            self.ledger = self.ledger.reused(signal, weight)
+        elif error is not None:
+            self.ledger = self.ledger.checked(signal, error, weight)
+        else:
+            self.ledger = self.ledger.computed(weight)
+        self._choice, self._apart = None, []
 
     def recompute(self, *, whole: bool) -> None:
         """Have the present call computed after all, since its attempt failed. whole: it is the step's first one, so
         none of the step is cached."""
-        self._apart, self._off = [], None
+        self._apart = []
+        self.pending.drop("error")
         if whole:
             self._choice = Choice.COMPUTE
-        elif self.reuses:
-            self._mixed = True

@@ -6,8 +6,10 @@ by. On normally distributed latents, a sampler carries an error, in parts of the
 the parts that all cached steps add are summed up, as if all pointed the same way, and multiplied by what guidance was
 measured to make of them. What a cached step is off by is not known; what its first part is off by is, since that is
 computed, and extrapolated too. The ratio of both is taken from comparisons, which are made whenever a step is computed
-that could have been cached. A comparison also tells what the cached steps before it were off by, so that most of it can
-be taken back.
+that could have been cached.
+
+Whether a step is cached is decided before it is begun, by what its signal will be as that of the step before tells: the
+signal itself is read with the output's range, and is what counts.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ FIRST, LAST = 3, 1  # steps at either end that are always computed
 MARGIN = 1.2  # a step is cached where the budget allows for that much more than it is estimated to add
 
 GROWTH = 1.4  # of an error until the end of a run, at most: measured on trained models (docs/step_cache.md)
-LEFT = 0.25  # of an error that was taken back where signals depart as polynomials do, at most: as above
 LEAST = 1e-6  # of a signal from which a ratio is taken: what is smaller is rounding
+NOT_FINITE = "what it extrapolates is not finite"
 
 
 def coefficients(at: Sequence[int], wanted: int) -> list[float]:
@@ -99,7 +101,8 @@ class Ledger:
     """What has been spent of a run's budget.
 
     Drift is in parts of the latents' norm. A signal is how far the first part's output is off where it is extrapolated,
-    in parts of its norm. A weight is the drift that an output adds for each unit of its error.
+    in parts of its norm. A weight is the drift that an output adds for each unit of its error, in parts of the norm of
+    the latents that the step begins from.
     """
 
     policy: CachePolicy
@@ -109,6 +112,7 @@ class Ledger:
     open: tuple[tuple[float, float], ...] = ()  # signal and weight of the cached steps since then
     ratio: float | None = None  # error of an output for each unit of its signal; None: never compared
     weight: float = 0.0  # of the step before
+    latest: tuple[int, float] = (0, 0.0)  # step and signal: the latest one that was measured
     cached: tuple[int, ...] = ()  # steps
     compared: tuple[float, ...] = ()  # drift that each compared step would have added
     stopped: str = ""  # why nothing is cached any more
@@ -123,18 +127,6 @@ class Ledger:
         return GROWTH * (self.ratio or 0.0) * sum(signal * weight for signal, weight in self.open)
 
     @property
-    def shares(self) -> list[float]:
-        """Return, for each cached step since the last computed one, what it was off by, in parts of what the present
-        step would be: a polynomial departs as the product of the distances to the steps that it goes through."""
-        first = self.at - len(self.open)
-        through = [step for step in range(first) if step not in self.cached][-ORDER - 1 :]
-
-        def departs(at: int) -> int:
-            return math.prod(at - step for step in through)
-
-        return [departs(step) / departs(self.at) for step in range(first, self.at)]
-
-    @property
     def may_reuse(self) -> bool:
         """Return whether the present step may be cached, as far as its place in the run tells."""
         return not self.stopped and self.policy.error > 0 and FIRST <= self.at < self.steps - LAST
@@ -144,43 +136,55 @@ class Ledger:
         """Return the drift that there may be after the present step: the budget is spent evenly."""
         return self.policy.error * (self.at + 1 - FIRST) / (self.steps - FIRST - LAST)
 
-    def _left(self, signal: float) -> float:
-        """Return the part that is left of what was taken back. signal: of the present step. Where those of the cached
-        steps are not the shares of it that they were taken for, so much is left besides."""
-        if signal <= LEAST:
-            return 1.0
-        found = sum(each * weight for each, weight in self.open) / signal
-        both = zip(self.open, self.shares, strict=True)
-        off = sum(abs(each / signal - share) * weight for (each, weight), share in both)
-        return min(LEFT + off / found, 1.0) if found else 1.0
+    def foreseen(self) -> float:
+        """Return the signal of the present step that the latest one tells: a polynomial departs as the product of the
+        distances to the steps that it goes through. Something was compared."""
+        at, signal = self.latest
+        return signal * self._departs(self.at) / self._departs(at)
 
-    def choice(self, signal: float) -> Choice:
+    def _departs(self, at: int) -> int:
+        through = [step for step in range(at) if step not in self.cached][-ORDER - 1 :]
+        return math.prod(at - step for step in through)
+
+    def choice(self) -> Choice:
         """Return what becomes of the present step, which may be cached."""
         if self.ratio is None or len(self.open) + 1 >= self.policy.check_every:
             return Choice.COMPUTE
-        adds = MARGIN * GROWTH * self.ratio * signal * self.weight
+        adds = MARGIN * GROWTH * self.ratio * self.foreseen() * self.weight
         return Choice.REUSE if self.drift + adds <= self.allowed else Choice.COMPUTE
 
     def reused(self, signal: float, weight: float) -> Ledger:
-        """Go on from a step that was cached."""
-        open_, cached = (*self.open, (signal, weight)), (*self.cached, self.at)
-        return replace(self, at=self.at + 1, open=open_, weight=weight, cached=cached)
+        """Go on from a step that was cached. Where its signal is not finite, it counts as foreseen, and is the last."""
+        stopped = self.stopped
+        if not math.isfinite(signal):
+            signal, stopped = self.foreseen(), NOT_FINITE
+        return replace(
+            self,
+            at=self.at + 1,
+            open=(*self.open, (signal, weight)),
+            weight=weight,
+            latest=(self.at, signal),
+            cached=(*self.cached, self.at),
+            stopped=stopped,
+        )
 
     def computed(self, weight: float) -> Ledger:
         """Go on from a step that was computed, and not compared."""
         return replace(self, at=self.at + 1, weight=weight, settled=self.drift, open=())
 
-    def checked(self, signal: float, error: float, weight: float, *, corrected: bool = False) -> Ledger:
+    def checked(self, signal: float, error: float, weight: float) -> Ledger:
         """Go on from a step that was computed and compared. What the cached steps before it added is estimated by what
         was found here, where they are furthest from the steps that they were extrapolated from.
 
         error: of the output that the cache would have given, in the norm that `weight` is for.
-        corrected: what they were off by was taken back.
         """
         if not math.isfinite(error + signal):
-            return replace(self.computed(weight), stopped="what it extrapolates is not finite")
+            return replace(self.computed(weight), stopped=NOT_FINITE)
         known = replace(self, ratio=error / signal) if signal > LEAST else self
-        drift = self.settled + (self._left(signal) if corrected else 1.0) * known._opened
-        stopped = f"the budget is spent, at step {self.at + 1}" if drift >= self.policy.error else self.stopped
-        compared = (*self.compared, error * weight)
-        return replace(known, settled=drift, open=(), compared=compared, stopped=stopped).computed(weight)
+        stopped = f"the budget is spent, at step {self.at + 1}" if known.drift >= self.policy.error else self.stopped
+        compared, latest = (*self.compared, error * weight), (self.at, signal)
+        return replace(known, compared=compared, latest=latest, stopped=stopped).computed(weight)
+
+    def another(self) -> Ledger:
+        """Go on with another denoiser, of which nothing was compared yet."""
+        return replace(self, settled=self.drift, open=(), ratio=None)

@@ -28,7 +28,7 @@ from .islands import Attempt
 from .learned import STAY, Learned
 from .learning import Learner
 from .observe import Agree, alone, broken_weight, first_broken, floating, non_finite
-from .ranges import Range, measured
+from .ranges import Pending, Range, measured
 from .report import Rerun, RunReport, StepRecord
 from .shells import Once
 from .snapshot import Snapshot
@@ -65,6 +65,7 @@ class StageGuard:
         arguments of a call that fails in fp32 too, which is then made once more.
     agree: makes what was measured the same in all processes that compute the stage together, so that each decides as
         the others do. It comes before the one transfer to the host, and does not wait for the device.
+    pending: what else is to be read by the transfer that it makes for each call.
     snapshot: makes a Snapshot of what it is given: of a call's arguments, and of `owner`. Before a call is made again,
         and where it raises, all that it changed is put back.
     """
@@ -85,6 +86,7 @@ class StageGuard:
         peak_inside: Callable[[], torch.Tensor | None] | None = None,
         renew: Callable[..., bool] | None = None,
         agree: Agree = alone,
+        pending: Pending | None = None,
         snapshot: Callable[..., Snapshot] = Snapshot,
     ):
         self.stage = stage
@@ -102,10 +104,11 @@ class StageGuard:
         self._peak_inside = peak_inside or (lambda: None)
         self._renew = renew or (lambda *_, **__: False)
         self._agree = agree
+        self._measured = partial(measured, agree=agree, pending=pending)
         self._snapshot = snapshot
         self._learner = learner or self._watching()
-        self._failures = 0
-        self._extremes, self._sound = Extremes(), False  # its weights are finite
+        self._failures, self._extremes = 0, Extremes()
+        self._sound = False  # its weights are finite
         self._stays = self._learns and self._learner is not None and self._learner.learned.whole_run_fp32
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -152,9 +155,7 @@ class StageGuard:
                 self._learner.prepare(*half_args, **half_kwargs)
                 self._attempt = self._learner.attempt.run
             output = self._attempt(*half_args, **half_kwargs)
-        given, made, inside, timestep = measured(
-            changed, output, self._peak_inside(), kwargs.get("timestep"), self._agree
-        )
+        given, made, inside, timestep = self._measured(changed, output, self._peak_inside(), kwargs.get("timestep"))
         dtype = self.dtype if self._narrow else "fp32"
         outcome, ends = made.outcome(dtype, inside), None
         if given.finite and outcome != "finite" and inside.outcome(dtype, inside) == "finite" and self._agree is alone:
@@ -271,7 +272,7 @@ class StageGuard:
         """
         own_args, own_kwargs = self._apart(args, kwargs)
         output = run_in_fp32(self._rerun, *own_args, tf32=self._tf32, **own_kwargs)
-        _, made, _, timestep = measured((), output, timestep=kwargs.get("timestep"), agree=self._agree)
+        _, made, _, timestep = self._measured((), output, timestep=kwargs.get("timestep"))
         if not made.finite and not self._is_mask(output):
             self._refuse_broken_input(args, kwargs)
             raise _BrokenInFp32

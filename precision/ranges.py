@@ -31,12 +31,50 @@ class Range:
         return "finite"
 
 
+class Pending:
+    """Numbers of a run that are read along with the next ranges that are measured, so that the host waits for none of
+    them by itself."""
+
+    def __init__(self) -> None:
+        self._asked: dict[str, torch.Tensor] = {}
+        self._known: dict[str, float] = {}
+
+    def ask(self, name: str, value: torch.Tensor) -> None:
+        """Have a number read, in place of an earlier one of that name. value: [], not negative."""
+        self._asked[name] = value.detach().float()
+
+    def take(self, name: str) -> float | None:
+        """Return a number that was read, and forget it; None where none was."""
+        return self._known.pop(name, None)
+
+    def drop(self, name: str) -> None:
+        """Forget a number, read or not."""
+        self._asked.pop(name, None)
+        self._known.pop(name, None)
+
+    def asked(self) -> list[torch.Tensor]:
+        return [*self._asked.values()]
+
+    def known(self, numbers: list[float]) -> None:
+        """Take what was asked for. numbers: in the order of `asked`."""
+        self._known.update(zip(self._asked, numbers, strict=True))
+        self._asked.clear()
+
+
 def measured(
-    given: Any, made: Any, inside: torch.Tensor | None = None, timestep: Any = None, agree: Agree = alone
+    given: Any,
+    made: Any,
+    inside: torch.Tensor | None = None,
+    timestep: Any = None,
+    agree: Agree = alone,
+    pending: Pending | None = None,
 ) -> tuple[Range, Range, Range, float | None]:
     """Return the ranges of some inputs, of the output and of what is inside, and the timestep, all by one transfer
-    to the host."""
-    given, made = floating(given), floating(made)
+    to the host.
+
+    pending: what else is read with them.
+    """
+    given, made, pending = floating(given), floating(made), pending or Pending()
     values = [bound.float() for tensor in (*given, *made) for bound in torch.aminmax(tensor.detach())]
     inside_at = len(values)
     if inside is not None:
@@ -45,9 +83,13 @@ def measured(
         values.append(timestep.detach().reshape(-1)[0].float())
     else:
         timestep = None
+    own = len(values)
+    values += pending.asked()
     numbers: list[float] = []
     if values:
         numbers = agree(torch.stack([value.to(values[0].device) for value in values])).tolist()
+    pending.known(numbers[own:])
+    numbers = numbers[:own]
     bounds, rest = numbers[:inside_at], numbers[inside_at:]
     return (
         _range_of(bounds[: 2 * len(given)]),

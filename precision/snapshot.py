@@ -142,7 +142,7 @@ class _Found:
 
 class _Copy(NamedTuple):
     """A tensor as it was. alias: the same memory, with the shape and strides that it had. values: None where there were
-    too many to copy; mark: tells then whether they changed."""
+    too many to copy. mark: tells whether they changed; None where they were copied and only the device could tell."""
 
     tensor: torch.Tensor
     alias: torch.Tensor
@@ -175,13 +175,17 @@ class Snapshot:
         """Whether all tensors were copied."""
         return all(copy.values is not None for copy in self._tensors)
 
-    def restore(self) -> str:
+    def restore(self, *, waits: bool = True) -> str:
         """Put everything back. What did not change is not touched, since other threads may read it. Returns the name of
-        a tensor that changed and was too large to be copied; "" where there is none."""
+        a tensor that changed and was too large to be copied; "" where there is none.
+
+        waits: for the device, to see what changed. Otherwise tensors are put back whose count of changes has grown, and
+            those that have none, of inference mode; a change through `.data` is not seen.
+        """
         with _AS_IT_IS():
             for container, items, _ in self._held:
                 _put_back(container, items)
-            lost = [".".join(map(str, copy.path[1:])) for copy in self._tensors if not _restored(copy)]
+            lost = [".".join(map(str, copy.path[1:])) for copy in self._tensors if not _restored(copy, waits)]
         self._random.restore()
         return lost[0] if lost else ""
 
@@ -280,7 +284,8 @@ def _copied(entries: Iterable[tuple[torch.Tensor, Path]]) -> Generator[_Copy]:
         values = _distinct(alias)
         fits = values.nbytes <= left and torch._debug_has_internal_overlap(values) != 1
         left -= values.nbytes * fits
-        yield _Copy(tensor, alias, values.clone() if fits else None, None if fits else _mark(tensor), path)
+        mark = None if fits and tensor.is_inference() else _mark(tensor)
+        yield _Copy(tensor, alias, values.clone() if fits else None, mark, path)
 
 
 def copies(*roots: Any) -> list[torch.Tensor]:
@@ -312,16 +317,18 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_BITS[tensor.itemsize])
 
 
-def _restored(copy: _Copy) -> bool:
+def _restored(copy: _Copy, waits: bool) -> bool:
     """Put a tensor back. Returns whether that could be done; what was not copied can be if it did not change."""
     tensor, alias, values, mark, _ = copy
     if values is None:
         return bool(_mark(tensor) == mark)
+    if not waits and mark is not None and _mark(tensor) == mark and _lie_alike(tensor, alias):
+        return True
     with torch.inference_mode(alias.is_inference()), torch.no_grad():
         if tensor.device == alias.device and not _lie_alike(tensor, alias):  # one that was moved stays where it is
             tensor.data = alias
         now = _distinct(tensor)
-        if now.device != values.device or not torch.equal(_bits(now), _bits(values)):
+        if not waits or now.device != values.device or not torch.equal(_bits(now), _bits(values)):
             now.copy_(values)
     return True
 

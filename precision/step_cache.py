@@ -42,8 +42,9 @@ class _Call:
     """One call of the denoiser."""
 
     entries: tuple[_Entry, ...]  # to extrapolate from; none: everything is computed
-    skips: bool = False  # the parts behind the first one are left out, from there on
     choice: Choice | None = None
+    decides: bool = False  # it is a step's first one, by whose signal the next step is decided
+    skips: bool = False  # the parts behind the first one are left out
     first: Any = None  # the first part's output
     signal: torch.Tensor | None = None
     left: _Entry | None = None
@@ -111,13 +112,14 @@ class StepCache:
         self._advance()
         if not taken:
             self._turn = _Turn([_Call((), choice=call.choice) for call in self._turn.calls])
+            self.course.stop("the guard let an output through that is not finite, or does not fit")
         elif any(call.left is None and call.choice is not Choice.REUSE for call in self._turn.calls):
             self.course.stop("the way in which it runs here hides what would be extrapolated")
         for number, call in enumerate(self._turn.calls, self._before):
             if call.left:
                 self._left[number] = (*self._left.get(number, ()), call.left)[-ORDER - 1 :]
         self._before += len(self._turn.calls)
-        self.course.compare(self._turn.apart, self._guidance)
+        self.course.keep(self._turn.apart)
         cached = any(call.choice is Choice.REUSE for call in self._turn.calls)
         self._turn, self._call = _Turn(), _Call(())
         return cached
@@ -152,7 +154,9 @@ class StepCache:
             self._advance()
             if again:
                 self.course.recompute(whole=not self._before)
-            return call(*args, **kwargs)
+            made = call(*args, **kwargs)
+            self.course.compare(self._turn.apart, self._guidance)
+            return made
 
         return started
 
@@ -162,24 +166,26 @@ class StepCache:
         return shell(*args, **kwargs)
 
     def _attempted(self, shell: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        call = self._call = _Call(self._usable())
+        call = self._call = self._begun()
         self._turn.calls.append(call)
-        before = Snapshot(args, kwargs) if call.entries else None  # the first part is called once
+        before = Snapshot(args, kwargs) if call.choice is Choice.COMPUTE else None  # the first part is called once
         made = shell(*args, **kwargs)
-        if call.choice is Choice.REUSE or before is None:
+        if before is None:
             return made
-        before.restore()
+        before.restore(waits=False)
         cached, call.skips, call.entries = made, False, ()
         made = shell(*args, **kwargs)
         self._turn.apart.append(self._whole(floating(cached)[0].float() - floating(made)[0].float()))
         return made
 
-    def _usable(self) -> tuple[_Entry, ...]:
-        """Return what the present call may be extrapolated from; nothing where it is to be computed."""
+    def _begun(self) -> _Call:
+        """Return the present call, with what becomes of it where it may be cached."""
         number = self._before + len(self._turn.calls)
         left = self._left.get(number, ())
         follows = number == 0 or self.course.chosen is not None
-        return left if follows and len(left) > ORDER and self.course.ledger.may_reuse else ()
+        if not (follows and len(left) > ORDER and self.course.ledger.may_reuse):
+            return _Call(())
+        return _Call(left, self.course.choose(), decides=number == 0, skips=True)
 
     def _in_place(self, run: Any) -> Any:
         makes: dict[str, Make] = {part.name: partial(self._stand_in, part) for part in self._parts}
@@ -201,9 +207,9 @@ class StepCache:
         with torch._C.DisableTorchFunction():
             given = self._own(args[0] if args else kwargs["hidden_states"])
             call.signal = _sampled(_hidden(made)) - _sampled(given)
-            if call.entries:
-                call.choice = self.course.choose(partial(self._off, call))
-                call.skips = True
+            if call.decides:
+                expected = self._extrapolated([entry.signal for entry in call.entries])
+                self.course.signal((expected - call.signal).norm() / call.signal.norm())
         return made
 
     def _skipped(self, _part: Part, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -234,11 +240,6 @@ class StepCache:
         if self._call.choice is Choice.REUSE:
             self.course.count(skipped=True)
 
-    def _off(self, call: _Call) -> float:
-        assert call.signal is not None
-        expected = self._extrapolated([entry.signal for entry in call.entries])
-        return float((expected - call.signal).norm() / call.signal.norm())
-
     def _extrapolated(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the values at the present step, in float32."""
         by = coefficients([entry.at for entry in self._call.entries], self._step)
@@ -249,14 +250,13 @@ class StepCache:
 
 
 class _Comparing(Course):
-    """That of a run which compares each step that it could cache, and asks no number for it."""
+    """That of a run which compares each step that it could cache."""
 
     def __init__(self) -> None:
         super().__init__(CachePolicy(), FIRST + LAST + 1)
         self.ledger = replace(self.ledger, at=FIRST)
 
-    def choose(self, signal: Callable[[], float]) -> Choice:
-        del signal
+    def choose(self) -> Choice:
         return Choice.COMPUTE
 
 

@@ -185,7 +185,14 @@ class _Steps:
         rerun = stage.weights.shell(stage.module)
         made = in_halves if self._apart else lambda call: call
         rerun = self._cache.rerun(rerun, made) if self._cache else made(rerun)
-        return stage.guard(stage.module, learner, rerun=rerun, peak_inside=attempts.peak_inside, constant=(PROMPT,))
+        return stage.guard(
+            stage.module,
+            learner,
+            rerun=rerun,
+            peak_inside=attempts.peak_inside,
+            constant=(PROMPT,),
+            pending=stage.course.pending if stage.course else None,
+        )
 
 
 class _Attempts:

@@ -22,8 +22,7 @@ from ..families.spec import ENCODERS, FamilySpec
 from ..parallel.group import here
 from ..parallel.plan import shared
 from ..preview.frames import Previews, preview
-from ..reuse.course import begun, guidances
-from ..reuse.replay import follow
+from ..reuse.course import begun, follow, guidances
 from . import vae
 from .calls import Calls
 from .denoiser import guarded_denoiser

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -75,10 +74,16 @@ class Run:
         out = self.attempt(hidden_states=given)[0]
         if fails:
             out = self.rerun(hidden_states=given)[0]
+        read(self.course)
         if self.cache.keep():
             self.cached.append(self.course.ledger.at)
-        self.course.stepped(1 / float(given.norm()))
+        self.course.stepped(1.0, given)
         return out
+
+
+def read(course: Course) -> None:
+    """What the guard does behind each call."""
+    course.pending.known([float(value) for value in course.pending.asked()])
 
 
 def test_nothing_differs_before_something_is_cached() -> None:
@@ -163,13 +168,15 @@ def test_a_failed_attempt_leaves_nothing_and_its_rerun_leaves_all(failing: int) 
             with torch.no_grad():
                 toy.blocks[1].layer.weight.fill_(torch.nan)  # pyright: ignore
             run.attempt(hidden_states=latents(step))
+            read(run.course)
             toy.head = head
             with torch.no_grad():
                 for block, weight in zip(toy.blocks, broken, strict=True):
                     block.layer.weight.copy_(weight)  # pyright: ignore
             out = run.rerun(hidden_states=latents(step))[0]
+            read(run.course)
             assert not run.cache.keep()
-            run.course.stepped(1 / float(latents(step).norm()))
+            run.course.stepped(1.0, latents(step))
             assert torch.equal(out, toy(latents(step))[0])
         else:
             out = run.step(latents(step))
@@ -188,11 +195,12 @@ def test_each_call_of_a_step_has_its_own_values() -> None:
         kinds = []
         for half in latents(step).split(1):
             out = run.attempt(hidden_states=half)[0]
+            read(run.course)
             kinds.append(run.cache.keep())
             wanted = plain(half)[0]
             assert float((out - wanted).norm() / wanted.norm()) < 0.01
         assert kinds[0] == kinds[1]
-        run.course.stepped(1 / float(latents(step).norm()))
+        run.course.stepped(1.0, latents(step))
     assert len(run.course.ledger.cached) > 15
 
 
@@ -203,103 +211,67 @@ def test_a_second_call_that_fails_leaves_the_first_one_counted() -> None:
     while run.course.chosen is not Choice.REUSE:
         for half in (first, second):
             run.attempt(hidden_states=half * (1 + 0.01 * run.course.ledger.at))
+            read(run.course)
             run.cache.keep()
             if run.course.chosen is Choice.REUSE:
                 break
         else:
-            run.course.stepped(1.0)
+            run.course.stepped(1.0, latents(0))
     at = run.course.ledger.at
     run.attempt(hidden_states=second)
     run.rerun(hidden_states=second)
+    read(run.course)
     assert not run.cache.keep()
-    run.course.stepped(1.0)
+    run.course.stepped(1.0, latents(0))
     assert at in run.course.ledger.cached
 
 
-def test_errors_are_those_after_guidance() -> None:
+@pytest.mark.parametrize(
+    ("calls", "error"),
+    [
+        ([[torch.tensor([[1.0], [1.0]])]], 1.0),  # one batch, alike in both halves
+        ([[torch.tensor([[1.0], [-1.0]])]], 11.0),
+        ([[torch.ones(1, 1), -torch.ones(1, 1)]], 11.0),  # one half after the other
+        ([[torch.ones(1, 1)], [-torch.ones(1, 1)]], 11.0),  # two calls
+        ([[torch.ones(1, 1)]], None),  # of which one failed
+    ],
+)
+def test_errors_are_those_after_guidance(calls: list[list[torch.Tensor]], error: float | None) -> None:
     course = Course(CachePolicy(0.1), 20)
     course.ledger = drift.Ledger(course.ledger.policy, 20, at=FIRST)
-    course.choose(lambda: 0.1)
-    course.compare([torch.tensor([[1.0], [1.0]])], (-5.0, 6.0))  # alike in both halves
-    course.stepped(1.0)
-    assert course.ledger.ratio == pytest.approx(1 / 0.1)
-    course.choose(lambda: 0.1)
-    course.compare([torch.tensor([[1.0], [-1.0]])], (-5.0, 6.0))
-    course.stepped(1.0)
-    assert course.ledger.ratio == pytest.approx(11 / 0.1)
+    course.choose()
+    course.signal(torch.tensor(0.1))
+    for apart in calls:
+        course.compare(apart, (-5.0, 6.0))
+        read(course)
+        course.keep(apart)
+    course.stepped(1.0, torch.ones(2))
+    assert course.ledger.ratio == (None if error is None else pytest.approx(error / 0.1))
+    read(course)
+    course.stepped(1.0, torch.ones(2))
+    assert course.ledger.weight == pytest.approx(2**-0.5) and not course.ledger.stopped
 
 
-def compared(error: float, steps: int = 2) -> Course:
-    """A course that has come to a comparison, after so many cached steps."""
-    course = Course(CachePolicy(1.0, steps + 1), 40)
-    course.ledger = drift.Ledger(course.ledger.policy, 40, at=FIRST + 2, ratio=1.0, weight=0.01)
-    for _ in range(steps):
-        assert course.choose(lambda: 0.1) is Choice.REUSE and course.reuses
-        course.stepped(0.01)
-    assert course.choose(lambda: 0.2) is Choice.COMPUTE and not course.reuses
-    course.compare([torch.full((2, 3, 1), error)], (-1.0, torch.tensor([2.0, 3.0, 4.0]).view(1, 3, 1)))
-    return course
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_comparison_of_a_step_that_failed_tells_nothing(whole: bool) -> None:
+    course = Course(CachePolicy(1.0), 40)
+    course.ledger = drift.Ledger(course.ledger.policy, 40, at=FIRST)
+    assert course.choose() is Choice.COMPUTE
+    course.signal(torch.tensor(0.1))
+    course.compare([torch.full((2, 3, 1), torch.nan)], (-1.0, 2.0))
+    read(course)
+    course.recompute(whole=whole)
+    course.stepped(0.01, torch.ones(2))
+    assert course.ledger.ratio is None and not course.ledger.compared and not course.ledger.stopped
 
 
-def test_a_comparison_tells_what_cached_steps_were_off_by() -> None:
-    course = compared(0.5)
-    first, second = course.take_back()
-    shares = course.ledger.shares
-    assert torch.allclose(first, shares[0] * torch.tensor([0.5, 1.0, 1.5]).view(1, 3, 1)), "each frame's own guidance"
-    assert torch.allclose(second, first * shares[1] / shares[0]) and 0 < shares[0] < shares[1] < 1
-    before, error = course.ledger, float(torch.tensor([0.5, 1.0, 1.5]).norm())
-    course.stepped(0.01)
-    wanted = before.checked(0.2, error, 0.01, corrected=True)
-    assert course.ledger.settled == pytest.approx(wanted.settled) and course.ledger.ratio == pytest.approx(error / 0.2)
-
-
-def test_what_is_not_taken_back_counts_in_full() -> None:
-    course, before = compared(0.5), compared(0.5).ledger
-    course.stepped(0.01)
-    error = float(torch.tensor([0.5, 1.0, 1.5]).norm())
-    assert course.ledger.settled == pytest.approx(before.checked(0.2, error, 0.01).settled)
-
-
-def test_each_comparison_counts_for_itself() -> None:
-    course = compared(0.5)
-    assert course.take_back()
-    course.stepped(0.01)
-    before = course.ledger
-    course.stepped(0.01)
-    assert course.ledger == before.computed(course.ledger.weight), "which nobody compared"
-    assert course.choose(lambda: 0.1) is Choice.REUSE
-    course.stepped(0.01)
-    before = replace(course.ledger, policy=CachePolicy(1.0, 2))
-    course.ledger = before
-    assert course.choose(lambda: 0.2) is Choice.COMPUTE
-    course.compare([torch.full((2, 3, 1), 1.0)], (-1.0, 2.0))
-    course.stepped(0.01)
-    assert course.ledger.settled == pytest.approx(before.checked(0.2, 3**0.5, 0.01).settled), "not taken back"
-
-
-def test_a_cached_step_with_a_call_that_was_computed_again_is_not_taken_back() -> None:
-    """Its other call alone was off, and a comparison tells of both."""
-    course = Course(CachePolicy(1.0, 2), 40)
-    course.ledger = drift.Ledger(course.ledger.policy, 40, at=FIRST + 2, ratio=1.0, weight=0.01)
-    for fails in (True, False):
-        assert course.choose(lambda: 0.1) is Choice.REUSE
-        if fails:
-            course.recompute(whole=False)
-        course.stepped(0.01)
-        assert course.choose(lambda: 0.2) is Choice.COMPUTE
-        course.compare([torch.ones(1, 3, 1)] * 2, (2.0, -1.0))
-        assert bool(course.take_back()) == (not fails)
-        course.stepped(0.01)
-
-
-def test_a_step_that_is_not_compared_tells_nothing() -> None:
-    for broken in (torch.nan, torch.inf):
-        assert not compared(broken).take_back()
-    failed = compared(0.5)
-    failed.recompute(whole=True)
-    assert not failed.take_back()
-    failed.stepped(0.01)
-    assert failed.ledger.settled > 0 and not failed.ledger.open
+@pytest.mark.parametrize("norm", [0.0, torch.nan, torch.inf])
+def test_latents_that_are_broken_end_it(norm: float) -> None:
+    course = Course(CachePolicy(1.0), 40)
+    course.stepped(0.01, torch.tensor([norm]))
+    read(course)
+    course.stepped(0.01, torch.ones(2))
+    assert "the latents" in course.ledger.stopped and course.ledger.weight == 0
 
 
 def test_memory_is_bounded() -> None:
