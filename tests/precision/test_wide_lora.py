@@ -35,11 +35,11 @@ def adapted(name, scales=(1.0,), peak=None, writer=FEED_FORWARD, **config):
     return denoiser.eval().requires_grad_(False), call
 
 
-def wide_stream(name, denoiser, dtype=torch.float16):
+def wide_stream(name, denoiser, dtype=torch.float16, device=None):
     stream = MODELS[name].family.stream
     assert stream
     readers = stream.reader_names(denoiser)
-    return with_wide_stream(denoiser, stream.writer_names(denoiser), dtype, readers=readers)
+    return with_wide_stream(denoiser, stream.writer_names(denoiser), dtype, readers=readers, device=device)
 
 
 def error(found, expected):
@@ -112,21 +112,17 @@ def test_the_stream_is_blamed_for_what_an_adapted_writer_puts_out():
 def test_what_wide_layers_need_is_brought_in_one_copy(name, lora_bias):
     """lora_bias: None: there is no LoRA."""
     denoiser = build(name)[0] if lora_bias is None else adapted(name, (0.7, -0.3), lora_bias=lora_bias)[0]
-    writers = MODELS[name].family.stream.writer_names(denoiser)
     with HostReads() as moved:
-        made = with_wide_stream(denoiser, writers, torch.float32, device=torch.device("meta"))
-    assert moved.copies == 1 < len(writers)
-    assert all(made.get_submodule(each).wide_limit.is_meta for each in writers)
+        made = wide_stream(name, denoiser, torch.float32, torch.device("meta"))
+    limits = [layer.wide_limit for layer in made.modules() if hasattr(layer, "wide_limit")]
+    assert moved.copies == 1 < len(limits) and all(limit.is_meta for limit in limits)
 
 
 @pytest.mark.parametrize("lora_bias", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_each_layer_is_brought_what_is_its_own(name, lora_bias):
     denoiser, call = adapted(name, (0.7, -0.3), lora_bias=lora_bias)
-    writers = MODELS[name].family.stream.writer_names(denoiser)
-    stays, brought = (
-        with_wide_stream(denoiser, writers, torch.float32, device=device) for device in (None, torch.device("cpu"))
-    )
+    stays, brought = (wide_stream(name, denoiser, torch.float32, device) for device in (None, torch.device("cpu")))
     assert torch.equal(brought(**call)[0], stays(**call)[0])
 
 
