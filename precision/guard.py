@@ -98,8 +98,7 @@ class StageGuard:
         self._attempt: Callable[..., Any] = learner.attempt.run if learner else attempt  # pyright: ignore[reportAttributeAccessIssue]
         self._rerun = rerun or (learner.module if learner else self._attempt)
         self._owner = owner or getattr(self._rerun, "__self__", self._rerun)
-        self._inputs = inputs
-        self._constant, self._casts = constant, Once()
+        self._inputs, self._constant, self._casts = inputs, constant, Once()
         self._tf32 = tf32 and not policy.strict
         self._peak_inside = peak_inside or (lambda: None)
         self._renew = renew or (lambda *_, **__: False)
@@ -107,8 +106,7 @@ class StageGuard:
         self._measured = partial(measured, agree=agree, pending=pending)
         self._snapshot = snapshot
         self._learner = learner or self._watching()
-        self._failures, self._extremes = 0, Extremes()
-        self._sound = False  # its weights are finite
+        self._failures, self._extremes, self._sound = 0, Extremes(), False  # sound: its weights are finite
         self._stays = self._learns and self._learner is not None and self._learner.learned.whole_run_fp32
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

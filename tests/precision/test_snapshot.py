@@ -20,6 +20,7 @@ from comfyui_onediff_guard.precision.guard import GuardPolicy, GuardStopped, OnF
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.report import RunReport
 from comfyui_onediff_guard.precision.snapshot import Snapshot
+from host_reads import HostReads
 from torch import nn
 
 CPU = ARCHITECTURES["cpu"]
@@ -250,6 +251,22 @@ def test_arguments_that_half_precision_is_given_a_cast_of_stay_the_callers() -> 
     module, x = built(argument), latents().float()
     guarded(module, inputs=("x",))(x=x, given=given())
     assert torch.equal(x, latents().float())
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
+@pytest.mark.parametrize("write", [lambda _: None, lambda x: x.mul_(2), lambda x: x.resize_(2)])
+def test_what_changed_is_put_back_without_waiting_for_the_device(write: Any, inference: bool) -> None:
+    with torch.inference_mode(inference), torch.no_grad():
+        x = torch.arange(6.0)
+        before, reads = Snapshot((x,), {}), HostReads()
+        write(x)
+        reads.mark(x)
+        with reads:
+            before.restore(waits=False)
+        assert torch.equal(x, torch.arange(6.0)) and not +reads.reads
+        with reads:
+            before.restore()
+        assert +reads.reads, "which it does by default"
 
 
 def test_what_did_not_change_is_not_touched_and_weights_are_not_copied() -> None:
