@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -74,21 +73,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     tier, names = config.getoption("--tier"), [item.nodeid for item in items]
     selected = tiers.selected(tier, names)
     if tier == "slow":
-        selected &= tiers.covering((item.nodeid, *_axes(item)) for item in items if item.nodeid in selected)
+        selected &= tiers.covering((item.nodeid, *tiers.axes(item)) for item in items if item.nodeid in selected)
     if not config.getoption("keyword") and config.args == config.getini("testpaths"):
         if wrong := tiers.unfitting(tier, names):
             raise pytest.UsageError(f"tests/tiers.toml names what is no test: {', '.join(sorted(wrong))}")
         config.stash[IN_MAKE_TEST] = len(tiers.selected("test", names)) if tier != "check" else None
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in selected])
     items[:] = [item for item in items if item.nodeid in selected]
-
-
-def _axes(item: pytest.Item) -> tuple[str, dict[str, int]]:
-    """A case's test, and its place on each axis: names that one decorator gives are one."""
-    marks = [mark.args[0] for mark in item.iter_markers("parametrize")]
-    firsts = [re.split(r"\W+", names)[0] if isinstance(names, str) else names[0] for names in marks]
-    indices = getattr(getattr(item, "callspec", None), "indices", {})
-    return item.nodeid.partition("[")[0], {name: indices[name] for name in firsts if name in indices}
 
 
 @pytest.fixture

@@ -52,6 +52,18 @@ def test_each_two_values_of_a_test_with_three_axes_meet() -> None:
     assert pairs == {pair for n, _, case in cases if n in chosen for pair in itertools.combinations(case.items(), 2)}
 
 
+@pytest.mark.parametrize("third", range(3))
+@pytest.mark.parametrize(("second", "goes_with_it"), [("a", 1), ("b", 2)])
+@pytest.mark.parametrize("first", [1.5, 2.5])
+def test_pytests_cases_have_their_values_on_their_axes(
+    request: pytest.FixtureRequest, first: float, second: str, goes_with_it: int, third: int
+) -> None:
+    """Else each case meets no other, and `make test-slow` runs the product."""
+    cases = [tiers.axes(item)[1] for item in request.session.items if item.originalname == request.node.originalname]
+    numbers = {name: len({case[name] for case in cases}) for name in cases[0]}
+    assert numbers == {"first": 2, "second": 2, "third": 3}
+
+
 def test_no_line_says_again_what_another_says() -> None:
     for (_, one), (_, other) in itertools.combinations(LINES, 2):
         assert not tiers.fits(one, other) and not tiers.fits(other, one), f"{one} and {other}"

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 from legs_table import leg_of
 
@@ -59,11 +60,22 @@ def selected(tier: str, node_ids: Iterable[str]) -> set[str]:
     return {"check": check, "test": test, "slow": here - test - listed("all", here)}[tier]
 
 
+def axes(item: Any) -> tuple[str, dict[str, int]]:
+    """A collected case's test, and a number for its value on each axis: names that one decorator gives are one.
+
+    Not by pytest's `callspec.indices`, which number the cases.
+    """
+    marks = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    firsts = [re.split(r"\W+", names)[0] if isinstance(names, str) else names[0] for names in marks]
+    values = getattr(getattr(item, "callspec", None), "params", {})
+    return item.nodeid.partition("[")[0], {name: id(values[name]) for name in firsts if name in values}
+
+
 def covering(cases: Iterable[tuple[str, str, Mapping[str, int]]]) -> set[str]:
     """The node ids of cases in which each value of an axis meets each value of each other axis once: what
     `make test-slow` runs of tests with three axes and more. The full product is `make test-all`'s.
 
-    cases: node id, test, and the place of the case's value on each axis.
+    cases: node id, test, and a number for the case's value on each axis.
     """
     chosen: set[str] = set()
     pairs_of: defaultdict[str, dict[str, set[object]]] = defaultdict(dict)
