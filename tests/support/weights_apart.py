@@ -65,18 +65,19 @@ def weights_apart() -> Iterator[type[Apart]]:
         Apart.log, Apart.here, Apart.at_rest, Apart.most_bytes = [], set(), {}, 0
         at_rest = lambda weight: reach(Apart.at_rest.get(weight, weight))  # noqa: E731
         held.enter_context(mock.patch.object(wide, "reach", at_rest))  # once, in main memory
-        held.enter_context(mock.patch.object(wide, "_bias", _reading_at_rest(wide._bias)))  # the same
+        biases = _reading_at_rest(wide._bias_with_adapters)  # the same
+        held.enter_context(mock.patch.object(wide, "_bias_with_adapters", biases))
         yield Apart
     Apart.log, Apart.here, Apart.at_rest = [], set(), {}
 
 
 def _reading_at_rest(bias: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:
-    def read(layer: torch.nn.Module, device: torch.device) -> torch.Tensor | None:
+    def read(layer: torch.nn.Module) -> torch.Tensor | None:
         missing = {tensor: tensor.data for tensor in layer.parameters() if tensor in Apart.at_rest}
         for tensor in missing:
             tensor.data = Apart.at_rest[tensor]
         try:
-            return bias(layer, device)
+            return bias(layer)
         finally:
             for tensor, data in missing.items():
                 tensor.data = data
