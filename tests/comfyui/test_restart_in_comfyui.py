@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import legs
@@ -36,7 +37,7 @@ def test_the_second_start_compiles_nothing(
 
     assert sampled(1) == (1, 0, "inductor")
     kept = [path.name for path in (base / "user" / "onediff_guard" / "compiled").iterdir()]
-    assert all(name.startswith("CogVideoX-2B-cpu-fp32-") for name in kept)
+    assert [name for name in kept if not re.match("CogVideoX-2B-cpu(-no-bf16)?-fp32-", name)] == []
     ends = sorted(name.partition(".")[2] for name in kept)
     assert ends == ["compiled.zip", "pace.json"], "of the denoiser; of the decoder, what its calls took"
     assert sampled(2) == (1, 1, "inductor")
