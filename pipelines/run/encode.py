@@ -51,7 +51,7 @@ def encode_prompts(
     _check_letters(prompts)
     stage = handle.stage(Component.TEXT_ENCODER, request)
     plan, report = stage.plan, stage.report
-    report.notes += (*_cut_off(handle, prompts), *_unknown(handle, prompts))
+    report.notes += (*_notes(handle, prompts),)
     memo = handle.store.prompts
     keys = [(prompt, plan.dtype, plan.guarded) for prompt in prompts]
     new = [key for key in dict.fromkeys(keys) if key not in memo]
@@ -86,7 +86,7 @@ def _pipeline(stage: ComponentStage) -> object:
 
     handle = stage.handle
     return getattr(diffusers, handle.family.pipeline)(
-        tokenizer=handle.store.unweighted("tokenizer"),
+        tokenizer=_Tokenizer(handle.store.unweighted("tokenizer")),
         text_encoder=reporting(with_forward(stage.module, _Calls(stage)), device=handle.store.placement.device),
         vae=None,
         transformer=None,
@@ -178,29 +178,37 @@ def _check_letters(prompts: list[str]) -> None:
         )
 
 
-def _cut_off(handle: PipelineHandle, prompts: list[str]) -> tuple[str, ...]:
-    """A line for each prompt that is too long, with what the model does not see of it."""
+def _notes(handle: PipelineHandle, prompts: list[str]) -> Iterator[str]:
+    """A line for each prompt that is too long, with what the model does not see of it, and for each with words that the
+    tokenizer has no tokens for: all such words look alike to the model."""
     tokenizer, limit = handle.store.unweighted("tokenizer"), _limit(handle)
-    notes = []
     for prompt in prompts:
         tokens = tokenizer(prompt).input_ids
         last = int(tokens[-1:] == [tokenizer.eos_token_id])  # T5 keeps room for it, GLM has none
         if len(tokens) > limit:
             cut = tokenizer.decode(tokens[limit - last : len(tokens) - last])
-            notes.append(Message("the prompt is longer than {} tokens; this was cut off: {}", limit, cut))
-    return tuple(notes)
+            yield Message("the prompt is longer than {} tokens; this was cut off: {}", limit, cut)
+        if (unknown := tokenizer.unk_token_id) is not None and unknown in tokens:
+            ids = {word: tokenizer(word, add_special_tokens=False).input_ids for word in dict.fromkeys(prompt.split())}
+            words = listed([word for word, own in ids.items() if unknown in own])
+            yield Message("the model does not know these words of the prompt, in whole or in part: {}", words)
 
 
-def _unknown(handle: PipelineHandle, prompts: list[str]) -> tuple[str, ...]:
-    """A line for each prompt with words that the tokenizer has no tokens for: all such words look alike to the
-    model."""
-    tokenizer = handle.store.unweighted("tokenizer")
-    notes = []
-    for prompt in prompts if tokenizer.unk_token_id is not None else ():
-        words = dict.fromkeys(prompt.split())
-        ids = {word: tokenizer(word, add_special_tokens=False).input_ids for word in words}
-        if unknown := [word for word in words if tokenizer.unk_token_id in ids[word]]:
-            notes.append(
-                Message("the model does not know these words of the prompt, in whole or in part: {}", listed(unknown))
-            )
-    return tuple(notes)
+class _Tokenizer:
+    """A tokenizer as diffusers is given it. After the tokens that fit, diffusers asks for all of them, to log what it
+    cut off, which the report says: for a long prompt that takes longer than the rest together. It gets the first answer
+    once more."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self._fitting: tuple[Any, Any] | None = None  # of a text
+
+    def __call__(self, text: Any, **how: Any) -> Any:
+        if not how.get("truncation") and self._fitting and self._fitting[0] == text:
+            return self._fitting[1]
+        made = self._tokenizer(text, **how)
+        self._fitting = (text, made) if how.get("truncation") else None
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)

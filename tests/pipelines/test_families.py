@@ -261,6 +261,23 @@ def test_what_was_cut_off_a_long_prompt_is_said(model_folder):
     assert not any("cut off" in note for note in report.notes)
 
 
+@pytest.mark.parametrize("variant", ["2b", "cogview3", "cogview4", "wan"])
+def test_a_prompt_is_read_whole_once_for_the_report_and_once_for_the_model(model_folder, monkeypatch, variant):
+    """diffusers reads it a third time, to log what it cut off: of 10,000 characters that took most of the time."""
+    handle = opened(model_folder(variant))
+    tokenizer, read = type(handle.store.unweighted("tokenizer")), []
+    plain = tokenizer.__call__
+
+    def counted(self, text, *args, **kwargs):
+        read.append(text)
+        return plain(self, text, *args, **kwargs)
+
+    monkeypatch.setattr(tokenizer, "__call__", counted)
+    long = "a boat on a lake " * 100
+    encode_prompts(handle, [long])
+    assert ["".join(text).strip() for text in read if len("".join(text)) > 1000] == [long.strip()] * 2
+
+
 @pytest.mark.parametrize("fit", ["crop", "stretch"])
 def test_pictures_are_fitted(fit):
     for channels in (1, 3, 4):
