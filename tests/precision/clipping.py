@@ -1,0 +1,99 @@
+"""Modules that clip what overflows in fp16, each in another way, and a guard for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from comfyui_onediff_guard.pipelines.families.table import VARIANTS
+from comfyui_onediff_guard.precision.arch import ARCHITECTURES
+from comfyui_onediff_guard.precision.clips import Clips
+from comfyui_onediff_guard.precision.guard import GuardPolicy, StageGuard
+from comfyui_onediff_guard.precision.policy import Component, Precision, choose
+from comfyui_onediff_guard.precision.report import RunReport
+from torch import nn
+
+CPU = ARCHITECTURES["cpu"]
+END = 65504.0
+Clip = Callable[[torch.Tensor], torch.Tensor]
+
+
+def as_t5_does(x: torch.Tensor) -> torch.Tensor:
+    limit = torch.where(torch.isinf(x).any(), END - 1000, END)
+    return torch.clamp(x, min=-limit, max=limit)
+
+
+def where_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x.clamp(-END + 1000, END - 1000) if torch.isinf(x).any() else x
+
+
+def where_asked(x: torch.Tensor) -> torch.Tensor:
+    x = x.clone()
+    x[~torch.isfinite(x)] = 0
+    return x
+
+
+CLIPS: dict[str, Clip] = {
+    "where isfinite": lambda x: torch.where(torch.isfinite(x), x, 0),
+    "where isfinite of a helper": lambda x: torch.where(x.isfinite(), x, torch.zeros_like(x)),
+    "masked_fill isinf": lambda x: x.masked_fill(torch.isinf(x), 0.0),
+    "masked_fill isnan and isinf": lambda x: x.masked_fill(x.isinf() | x.isnan(), END),
+    "indexed": where_asked,
+    "isposinf": lambda x: torch.where(x.isposinf() | torch.isneginf(x), 1.0, x),
+    "equal to inf": lambda x: torch.where(x.abs() == math.inf, 0, x),
+    "below the end": lambda x: torch.where(x.abs() < END, x, 0),
+    "differs from itself": lambda x: (lambda nan: torch.where(nan != nan, 0, x))(x - x),
+    "minimum": lambda x: torch.minimum(x, torch.tensor(END).half()).clamp(min=-END),
+    "hardtanh": lambda x: nn.functional.hardtanh(x, -END, END),
+    "fmax": lambda x: torch.fmin(torch.fmax(x, torch.tensor(-END).half()), torch.tensor(END).half()),
+    "torch.nan_to_num": lambda x: torch.nan_to_num(x, nan=0.0, posinf=END, neginf=-END),
+    "nan_to_num": lambda x: x.nan_to_num(),
+    "nan_to_num_": lambda x: x.nan_to_num_(0.0),
+    "torch.clamp": lambda x: torch.clamp(x, -END, END),
+    "torch.clip by name": lambda x: torch.clip(input=x, min=-END, max=END),
+    "clip": lambda x: x.clip(-END, END),
+    "clamp_": lambda x: x.clamp_(min=-END, max=END),
+    "clamp_max": lambda x: x.clamp_max(END).clamp_min(-END),
+    "bounds in tensors": as_t5_does,
+    "only where something overflowed": where_it_is,
+}
+
+
+class Clipping(nn.Module):
+    """x [batch, 8] → the same: four layers, each of whose results is clipped in fp16, in a helper."""
+
+    def __init__(self, clip: Clip, hot: float = 1.0):
+        super().__init__()
+        self.clip = clip
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(4))
+        generator = torch.Generator().manual_seed(0)
+        for layer in self.layers:
+            layer.weight.data = torch.randn((8, 8), generator=generator) * 8**-0.5
+        self.layers[1].weight.data[:4] *= hot
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            x = self.clip(x) if x.dtype == torch.float16 else x
+        return nn.functional.layer_norm(x, (8,))
+
+
+def given() -> torch.Tensor:
+    return 4 * torch.randn((2, 8), generator=torch.Generator().manual_seed(1)).half()
+
+
+def guarded(module: nn.Module, attempt: Callable[..., Any] | None = None) -> tuple[StageGuard, Clips]:
+    plan = choose(CPU, VARIANTS["CogVideoX-2B"], Component.DENOISER, Precision.FP16)
+    clips = Clips("fp16")
+    guard = StageGuard(
+        "denoiser",
+        clips.watched(attempt or module),
+        rerun=module,
+        dtype="fp16",
+        policy=GuardPolicy(),
+        report=RunReport("CogVideoX-2B", str(CPU), plan),
+        peak_inside=clips.take,
+    )
+    return guard, clips
