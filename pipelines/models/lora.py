@@ -10,7 +10,7 @@ import logging
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from .lora_file import (
     Names,
     Placed,
     Settings,
-    alpha_by_layer,
     beside,
     files_of,
     header,
@@ -264,8 +263,29 @@ def _alphas(
         raise BadLora("'{}' is damaged: the alpha of '{}' is {:g}. Download it again.", name, odd[0], known[odd[0]])
     if known or settings.lora_alpha is None:
         return {layer: known.get(layer, float(rank)) for layer, rank in placed.ranks.items()}, False
-    by_layer = alpha_by_layer(name, settings, placed.ranks, names)
+    by_layer = _alpha_by_layer(name, settings, placed.ranks, names)
     return {layer: by_layer.get(layer, settings.lora_alpha) for layer in placed.ranks}, bool(settings.use_rslora)
+
+
+def _alpha_by_layer(name: str, settings: Settings, layers: Iterable[str], names: Names) -> dict[str, float]:
+    """Map each of `layers` that has an alpha of its own to that. Of two names that fit, the first counts, as in peft.
+
+    name: the file's name, for messages.
+    layers: names of the layers that the file adds to.
+
+    Raises BadLora where no layer of the denoiser has a name that the settings give, or one that ends with it.
+    """
+    alphas = {pattern.removeprefix("^"): alpha for pattern, alpha in (settings.alpha_pattern or {}).items()}
+    if unknown := alphas.keys() - {end for layer in names.layers if layer for end in names.ends(layer)}:
+        raise BadLora(
+            "'{}': its header has an alpha for '{}', which is no layer of this model. Have its author write the names "
+            "of layers, such as attn1.to_q: patterns are not supported.",
+            name,
+            shown(min(unknown)),
+        )
+    order = list(alphas)
+    fits = {layer: [end for end in names.ends(layer) if end in alphas] for layer in layers}
+    return {layer: alphas[min(ends, key=order.index)] for layer, ends in fits.items() if ends}
 
 
 def _config(placed: Placed, alphas: Mapping[str, float], is_rs: bool) -> dict[str, Any]:

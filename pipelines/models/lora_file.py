@@ -387,24 +387,3 @@ def _not_plain(name: str, kind: str) -> BadLora:
         name,
         kind,
     )
-
-
-def alpha_by_layer(name: str, settings: Settings, layers: Iterable[str], names: Names) -> dict[str, float]:
-    """Map each of `layers` that has an alpha of its own to that. Of two names that fit, the first counts, as in peft.
-
-    name: the file's name, for messages.
-    layers: names of the layers that the file adds to.
-
-    Raises BadLora where no layer of the denoiser has a name that the settings give, or one that ends with it.
-    """
-    alphas = {pattern.removeprefix("^"): alpha for pattern, alpha in (settings.alpha_pattern or {}).items()}
-    if unknown := alphas.keys() - {end for layer in names.layers if layer for end in names.ends(layer)}:
-        raise BadLora(
-            "'{}': its header has an alpha for '{}', which is no layer of this model. Have its author write the names "
-            "of layers, such as attn1.to_q: patterns are not supported.",
-            name,
-            shown(min(unknown)),
-        )
-    order = list(alphas)
-    fits = {layer: [end for end in names.ends(layer) if end in alphas] for layer in layers}
-    return {layer: alphas[min(ends, key=order.index)] for layer, ends in fits.items() if ends}
