@@ -21,7 +21,7 @@ from typing import Annotated
 import psutil
 from pydantic import Field
 
-from ...pipelines.atomic_files import STALE_SECONDS, locked
+from ...pipelines.atomic_files import STALE_SECONDS, locked, temporary_in
 from ...trust.foreign import Foreign, Unreadable, fitting, read
 
 TOUCH_SECONDS = 30.0  # between two signs of life
@@ -48,12 +48,25 @@ class Claims:
         if not self.free(content):
             return False
         try:
-            with self._file(content).open("x", encoding="utf-8") as stream:
-                stream.write(self._self)
+            self._make(self._file(content))
         except FileExistsError:
             return False
         self._held.add(content)
         return True
+
+    def _make(self, file: Path) -> None:
+        """A claim with its owner in it, or none, whenever this process is killed: nobody could tell whose an empty one
+        is."""
+        with temporary_in(file.parent) as (whole, stream):
+            stream.write(self._self.encode())
+            stream.flush()
+            try:
+                os.link(whole, file)
+            except FileExistsError:
+                raise
+            except OSError:  # a folder without hard links
+                with file.open("xb") as empty:
+                    empty.write(self._self.encode())
 
     def release(self, content: str) -> None:
         if content in self._held:
@@ -105,7 +118,7 @@ def _dead(file: Path) -> bool:
         owner = fitting(Owner, read(file, limit=4096))
     except FileNotFoundError:
         return False
-    except (OSError, Unreadable):  # it is being written, or was cut short
+    except (OSError, Unreadable):  # cut short, or being written in a folder without hard links
         return _age(file) > STALE_SECONDS
     if owner.host != socket.gethostname():
         return _age(file) > STALE_SECONDS

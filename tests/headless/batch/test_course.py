@@ -5,11 +5,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +16,6 @@ import pytest
 from comfyui_onediff_guard.headless.batch import course as module
 from comfyui_onediff_guard.headless.batch import window as windows
 from comfyui_onediff_guard.headless.batch.affinity import Landing, Warmth, landing
-from comfyui_onediff_guard.headless.batch.claims import Claims
 from comfyui_onediff_guard.headless.batch.course import Costs, Course
 from comfyui_onediff_guard.headless.batch.crew import Event
 from comfyui_onediff_guard.headless.batch.jobs import Job
@@ -341,49 +336,6 @@ def test_two_batches_into_one_folder_compute_each_job_once(tmp_path: Path, monke
     assert sum(each.done for each in tallies) == 19 and sum(each.failed for each in tallies) == 1
     assert [each.over for each in tallies] == [20, 20]
     assert not [*(tmp_path / ".running").glob("*.claim")]
-
-
-HOLD = """
-import sys, time
-from pathlib import Path
-from comfyui_onediff_guard.headless.batch.claims import Claims
-print(Claims(Path(sys.argv[1])).take("c"), flush=True)
-time.sleep(3600)
-"""
-
-
-def test_the_claim_of_a_killed_command_is_taken_over_at_once(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout and other.stdout.readline() == "True\n"
-        claims = Claims(tmp_path)
-        assert not claims.take("c") and not claims.free("c")
-        other.kill()
-    assert claims.take("c") and not claims.take("c")
-    claims.release_all()
-    assert claims.take("c")
-
-
-@pytest.mark.parametrize(
-    ("owner", "age", "dead"),
-    [
-        ({}, 0, False),
-        ({}, 7200, False),  # its process lives, however busy
-        ({"began": 1.0}, 0, True),  # another process has its number
-        ({"process": 2**40}, 0, True),
-        ({"host": "elsewhere"}, 0, False),
-        ({"host": "elsewhere"}, 7200, True),
-        (None, 0, False),  # being written
-        (None, 7200, True),
-    ],
-)
-def test_which_claims_are_dead(tmp_path: Path, owner: dict[str, Any] | None, age: float, dead: bool) -> None:
-    claims = Claims(tmp_path)
-    file = tmp_path / "c.claim"
-    assert claims.take("c")
-    file.write_text("" if owner is None else json.dumps(json.loads(file.read_text()) | owner))
-    os.utime(file, (time.time() - age,) * 2)
-    Claims(tmp_path).sweep()
-    assert file.exists() is not dead and Claims(tmp_path).take("c") is dead
 
 
 HALF = json.loads('"a cut-off emoji: \\ud83d"')
