@@ -117,6 +117,7 @@ class PlainFolders:
 
 PROFILES_VARIABLE = "ONEDIFF_GUARD_PROFILES"
 COMPILED_VARIABLE = "ONEDIFF_GUARD_COMPILED"
+SELFTEST_VARIABLE = "ONEDIFF_GUARD_SELFTEST"
 MODEL_KINDS = ("diffusers", "checkpoints", "loras")  # folders of ComfyUI's that are read
 _DEFAULT_FOLDERS = PlainFolders()
 _folders: ContextVar[PlainFolders] = ContextVar("onediff_guard_folders", default=_DEFAULT_FOLDERS)
@@ -199,6 +200,11 @@ def profiles_directory() -> Path:
 def compiled_directory() -> Path:
     """Where compiled code is kept: ONEDIFF_GUARD_COMPILED, else ComfyUI's user folder, else ~/.onediff-guard."""
     return _kept(COMPILED_VARIABLE, "compiled")
+
+
+def selftest_directory() -> Path:
+    """Where self-tests are kept: ONEDIFF_GUARD_SELFTEST, else ComfyUI's user folder, else ~/.onediff-guard."""
+    return _kept(SELFTEST_VARIABLE, "selftest")
 
 
 def _kept(variable: str, what: str) -> Path:

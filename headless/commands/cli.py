@@ -32,6 +32,7 @@ SUBCOMMANDS = tuple(
         "batch": "run the jobs of a file over many GPUs, machines or servers, resumed by the same command",
         "compare": "run a workflow in several precisions, and put them side by side",
         "doctor": "say what would run here or on another card, and why",
+        "selftest": "check on this card what every run takes for granted, in a minute",
         "probe": "measure a model over a few steps, draw it, and recommend how to run it",
         "profile": "list, show, export and import what runs taught about models",
         "compiled": "list, export, import and clear code that was compiled for later runs",

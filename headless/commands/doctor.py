@@ -8,14 +8,16 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...pipelines.errors import BadFolder, BadInput
+from ...pipelines.errors import BadFolder, BadInput, BadSize
 from ..errors import WorkflowError
 from . import answer
-from .asked_model import BAD_REQUEST, on_disk
 
 if TYPE_CHECKING:
     from ...pipelines.insight.diagnosis import Diagnosis
     from ...pipelines.insight.paper_result import Size
+
+
+BAD_REQUEST = (BadFolder, BadInput, BadSize)  # what is wrong with a request, of the person's own making
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -117,3 +119,20 @@ def examine(
         return with_surroundings(diagnosis)
     except OSError as error:
         raise BadFolder(f"'{model}' cannot be read: {error}.") from error
+
+
+def on_disk(model: Path) -> Path:
+    """Return a model's own path, or the folder of a hub id in the cache. Raises BadInput where there is neither."""
+    from ...pipelines.errors import HubError
+    from ...pipelines.families.table import FAMILIES
+    from ...pipelines.models.hub import fetch
+
+    if model.exists():
+        return model.resolve()
+    try:
+        return fetch(model.as_posix(), None, *FAMILIES.values(), download=False)
+    except HubError:
+        raise BadInput(
+            f"There is no '{model}'. Name the folder that holds the model's model_index.json, Stable Video Diffusion's "
+            "single file, or the hub id of a model that a Load node has downloaded."
+        ) from None

@@ -12,7 +12,7 @@ from ..files import write_together
 from ..hosts.result import RunResult
 from ..progress import ProgressPrinter
 from . import answer
-from .asked_model import BAD_REQUEST, on_disk
+from .doctor import BAD_REQUEST, on_disk
 
 if TYPE_CHECKING:
     from ...pipelines.families.spec import FamilySpec

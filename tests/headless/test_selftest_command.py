@@ -1,0 +1,88 @@
+"""`onediff-guard selftest`: for people, for scripts, and at bad input."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comfyui_onediff_guard.comfyui_host.host import SELFTEST_VARIABLE
+from comfyui_onediff_guard.headless.commands import cli
+from comfyui_onediff_guard.pipelines.insight import selftest as module
+from comfyui_onediff_guard.pipelines.insight.selftest import Line, SelfTest
+from comfyui_onediff_guard.precision.arch import ARCHITECTURES
+
+MADE_UP = SelfTest(
+    device="cuda:0",
+    architecture=ARCHITECTURES["sm75"],
+    machine={"device": "NVIDIA GeForce RTX 2080 Ti", "torch": "2.13.0+cu128", "driver": "610.2", "triton": ""},
+    date="2026-11-30",
+    lines=(
+        Line("matrix product in fp16", "right", 2e-4, 4.9e-4),
+        Line("attention in fp16", "wrong", 0.3, 4.9e-4),
+        Line("a compiled block", "not run", note="no compiler"),
+    ),
+    seconds={"4096×4096 product in fp16": 0.0021},
+)
+
+
+@pytest.fixture
+def made_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """made_up(result) has the self-test come to that."""
+    monkeypatch.setenv(SELFTEST_VARIABLE, str(tmp_path / "kept"))
+    return lambda result: monkeypatch.setattr(module, "selftest", lambda *_: result)
+
+
+def test_it_runs_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv(SELFTEST_VARIABLE, str(tmp_path))
+    assert cli.main(["selftest", "--json"]) == 0
+    out, err = capsys.readouterr()
+    answer = json.loads(out, parse_constant=pytest.fail)
+    (file,) = tmp_path.iterdir()
+    assert answer["status"] == "done" and Path(answer["file"]) == file
+    kept = json.loads(file.read_text(encoding="utf-8"))
+    assert kept["lines"] == answer["lines"] and {each["verdict"] for each in kept["lines"]} == {"right"}
+    assert "attention in bf16 …" in err.splitlines()
+
+
+def test_a_wrong_line_is_said_and_is_an_exit_code(
+    made_up: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made_up(MADE_UP)
+    assert cli.main(["selftest"]) == 4
+    out = capsys.readouterr().out
+    for part in (
+        "Self-test of NVIDIA GeForce RTX 2080 Ti (cuda:0), 2026-11-30",
+        "torch 2.13.0+cu128, driver 610.2",
+        "right    matrix product in fp16 ",
+        "error 2.0e-04, of 4.9e-04 at most",
+        "WRONG    attention in fp16 ",
+        "not run  a compiled block ",
+        "4096×4096 product in fp16: 2.1 ms",
+        "Result: 1 of 2 lines are WRONG on this card.",
+        str(tmp_path / "kept" / f"{MADE_UP.key}.json"),
+    ):
+        assert part in out
+    made_up(replace(MADE_UP, lines=MADE_UP.lines[:1]))
+    assert cli.main(["selftest"]) == 0
+    assert "Result: OK. All 1 lines that ran are right." in capsys.readouterr().out
+
+
+def test_another_card_driver_or_pytorch_is_another_file() -> None:
+    names = {replace(MADE_UP, machine={**MADE_UP.machine, key: "other"}).key for key in MADE_UP.machine}
+    assert len(names | {MADE_UP.key}) == 1 + len(MADE_UP.machine)
+
+
+def test_bad_input_and_a_file_that_cannot_be_written(
+    made_up: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made_up(MADE_UP)
+    for name in ("cuda:7", "card", ""):
+        assert cli.main(["selftest", "--device", name]) == (2 if name else 4)
+    err = capsys.readouterr().err
+    assert "--device cuda:7: PyTorch has no such device here" in err and "Found: cpu." in err
+    (tmp_path / "file").touch()
+    assert cli.main(["selftest", "--out", str(tmp_path / "file" / "below.json")]) == 5
+    assert "Cannot write" in capsys.readouterr().err
