@@ -29,6 +29,7 @@ CASES = {  # in words → model, and what differs from the default
     "Stable Video Diffusion": ("svd", {"steps": 6, "chunk": 2}),
     "Stable Video Diffusion without guidance": ("svd", {"steps": 6, "guidance": 1.0}),
 }
+IN_CHUNKS = "Stable Video Diffusion"
 GROUPS = (2, 3, 4)[:: drawn(1, 2)]  # ranks. Of 4 heads, with 3 ranks, the first has one more
 CLOSE = 1e-5  # of the largest value
 SAID = {  # (ranks, guided, whether tokens are split) → what the report says
@@ -50,10 +51,16 @@ SAID = {  # (ranks, guided, whether tokens are split) → what the report says
 
 
 @pytest.fixture(scope="module", params=GROUPS)
-def found(request: pytest.FixtureRequest, model_folder: Callable[..., Path]) -> tuple[int, list[list[Made]]]:
-    """What each rank made of each case, all in one group of processes."""
-    cases = [Case(model, model_folder(model), **more) for model, more in CASES.values()]
-    return request.param, in_ranks(request.param, run_cases, cases)
+def found(request: pytest.FixtureRequest, model_folder: Callable[..., Path]) -> tuple[int, dict[str, list[Made]]]:
+    """What each rank made of each case that a test of this run asks for, all in one group of processes."""
+    tests = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
+    params = [test.callspec.params for test in tests if hasattr(test, "callspec")]
+    asked = {each.get("words", IN_CHUNKS) for each in params if each.get("found") == request.param}
+    cases = {
+        words: Case(model, model_folder(model), **more) for words, (model, more) in CASES.items() if words in asked
+    }
+    by_rank = in_ranks(request.param, run_cases, [*cases.values()])
+    return request.param, {words: [each[number] for each in by_rank] for number, words in enumerate(cases)}
 
 
 @pytest.fixture(scope="module")
@@ -70,13 +77,13 @@ def alone(model_folder: Callable[..., Path]) -> Callable[[str], Made]:
 
 @pytest.mark.parametrize("words", CASES)
 def test_in_fp32_it_is_what_one_process_makes(
-    words: str, found: tuple[int, list[list[Made]]], alone: Callable[[str], Made], figure: Callable[..., None]
+    words: str, found: tuple[int, dict[str, list[Made]]], alone: Callable[[str], Made], figure: Callable[..., None]
 ) -> None:
-    size, by_rank = found
+    size, ran = found
     model, more = CASES[words]
     guided, splits, two_calls = "guidance" not in more, model != "svd", model in TWO_CALLS
     halves = guided and (size in (2, 4) or not splits)
-    made, one = [each[[*CASES].index(words)] for each in by_rank], alone(words)
+    made, one = ran[words], alone(words)
     steps = one.steps[::2] if halves and two_calls else one.steps  # both calls of a step are one then
     assert all(torch.equal(each.latents, made[0].latents) and each.steps == steps for each in made)
     away = float((made[0].latents - one.latents).abs().max() / one.latents.abs().max())
@@ -89,12 +96,12 @@ def test_in_fp32_it_is_what_one_process_makes(
 
 
 def test_chunks_are_decoded_by_all_ranks(
-    found: tuple[int, list[list[Made]]], alone: Callable[[str], Made], figure: Callable[..., None]
+    found: tuple[int, dict[str, list[Made]]], alone: Callable[[str], Made], figure: Callable[..., None]
 ) -> None:
     """Of three chunks, each rank decodes one or two: the last one again where none is left."""
-    size, by_rank = found
-    words = "Stable Video Diffusion"
-    made, one = [each[[*CASES].index(words)] for each in by_rank], alone(words)
+    size, ran = found
+    words = IN_CHUNKS
+    made, one = ran[words], alone(words)
     assert one.frames is not None and len(one.decoding) == 3
     frames = made[0].frames
     assert frames is not None
