@@ -136,26 +136,6 @@ def case_compile() -> dict[str, Any]:
     return results
 
 
-def case_inductor() -> dict[str, Any]:
-    """ComfyUI's node for torch.compile, with the compiler that people use, put on before and after the guard."""
-    compile_model = import_module("comfy_extras.nodes_torch_compile").TorchCompileModel
-
-    def compiled(patcher: Any) -> Any:
-        torch.compiler.reset()
-        return compile_model.execute(patcher, "inductor").args[0]
-
-    results: dict[str, Any] = {}
-    for name in ("flux", "wan"):
-        layout = LAYOUTS[name]
-        model = make_model(layout)
-        results[f"{name}, fp32"] = sample(in_fp32(model, layout), layout)
-        results[f"{name}, plain"] = sample(model, layout)
-        results[f"{name}, compiled"] = sample(compiled(model), layout)
-        results[f"{name}, before"] = sample(guarded(compiled(model)), layout)
-        results[f"{name}, after"] = sample(compiled(guarded(model)), layout)
-    return results
-
-
 def case_attention() -> dict[str, Any]:
     """Every attention that ComfyUI chooses from, those for CUDA with stand-ins for their kernels."""
     results: dict[str, Any] = {}

@@ -44,14 +44,6 @@ def test_a_compiled_model_is_guarded(ran: native.Ran, order: str) -> None:
     assert torch.equal(ran[f"compile/clipping, {order}"], ran["compile/clipping, fp32"])
 
 
-@pytest.mark.parametrize("order", ["before", "after"])
-@pytest.mark.parametrize("model", ["flux", "wan"])
-def test_a_model_that_inductor_compiled_is_guarded(ran: native.Ran, model: str, order: str) -> None:
-    exact = ran[f"inductor/{model}, fp32"]
-    rounding = max(native.difference(ran[f"inductor/{model}, {how}"], exact) for how in ("plain", "compiled"))
-    assert native.difference(ran[f"inductor/{model}, {order}"], exact) <= 2 * rounding
-
-
 @pytest.mark.parametrize("name", ["basic", "sub_quad", "split", "pytorch", "xformers", "sage", "flash"])
 def test_every_attention_is_right_in_the_rerun(ran: native.Ran, name: str) -> None:
     assert native.difference(ran[f"attention/{name}, guarded"], ran["attention/fp32"]) <= 1e-5
