@@ -26,7 +26,7 @@ from ...precision.report import RunReport
 from ...precision.upcast import run_in_fp32
 from ...precision.wide import with_wide_stream
 from ...trust.plain import for_json
-from ..compile.backends import EAGER, CompileOptions, choose_backend, compiled
+from ..compile.backends import EAGER, CompileOptions, came_to, choose_backend, compiled
 from ..compile.target import platform_of
 from ..families.table import VARIANTS
 from .machine import driver, first_line
@@ -228,7 +228,10 @@ def _compiled_block(device: torch.device) -> float:
     if backend.name == EAGER:
         raise _NotRunError(backend.reason)
     network, x = _Blocks().half(), _drawn((32, 64), 2).half()
-    made = compiled(network.to(device), ("blocks",), backend, CompileOptions(), device=device)(x.to(device)).cpu()
+    shell = compiled(network.to(device), ("blocks",), backend, CompileOptions(), device=device)
+    made = shell(x.to(device)).cpu()
+    if (instead := came_to(shell, backend)).name == EAGER:
+        raise _NotRunError(instead.reason)
     return _off(made, network.cpu().double()(x.double()))
 
 

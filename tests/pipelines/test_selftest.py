@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from comfyui_onediff_guard.pipelines.compile import backends
 from comfyui_onediff_guard.pipelines.compile.backends import EAGER, BackendChoice
 from comfyui_onediff_guard.pipelines.insight import selftest as module
 from comfyui_onediff_guard.pipelines.insight.selftest import Line, selftest
@@ -31,6 +33,10 @@ class Broken(TorchFunctionMode):
         return made * (1 + 2**-6) if broken else made
 
 
+# inductor's code for fp16 does not compile where this is set: PyTorch's headers leave its vectors out
+NO_COMPILER = ["a compiled block"] if os.environ.get("ATEN_CPU_CAPABILITY") == "default" else []
+
+
 def line(found: tuple[Line, ...], name: str) -> Line:
     return next(each for each in found if each.name == name)
 
@@ -38,7 +44,7 @@ def line(found: tuple[Line, ...], name: str) -> Line:
 def test_all_is_right_here() -> None:
     told: list[str] = []
     found = selftest(CPU, told.append)
-    assert [each for each in found.lines if each.verdict != "right"] == []
+    assert [each for each in found.lines if each.verdict != "right" and each.name not in NO_COMPILER] == []
     assert [each.name for each in found.lines] == told[:-1] and told[-1] == "times"
     assert len(found.lines) == 20 and all(seconds > 0 for seconds in found.seconds.values())
     assert len(found.seconds) >= 3 and found.machine["torch"] == torch.__version__
@@ -92,6 +98,18 @@ def test_a_part_of_the_pack_that_does_nothing_is_noticed(
     monkeypatch.setattr(module, part, stand_in)
     found = line(selftest(CPU).lines, name)
     assert found.verdict == "wrong" and found.note.startswith(note)
+
+
+def test_a_compiler_that_fails_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """'auto' goes on without it, so nothing that was compiled is right or wrong."""
+
+    def failing(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no ptxas")
+
+    monkeypatch.setattr(module, "_times", lambda *_: ())
+    monkeypatch.setattr(backends, "_compile", failing)
+    found = line(selftest(CPU).lines, "a compiled block")
+    assert found.verdict == "not run" and "no ptxas" in found.note
 
 
 def test_a_kernel_that_raises_costs_its_line_alone(monkeypatch: pytest.MonkeyPatch) -> None:
