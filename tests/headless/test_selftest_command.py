@@ -15,7 +15,7 @@ from comfyui_onediff_guard.pipelines.insight import selftest as module
 from comfyui_onediff_guard.pipelines.insight.selftest import Line, SelfTest
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 
-COMPILED = {"not run"} if os.environ.get("ATEN_CPU_CAPABILITY") == "default" else set()  # see test_selftest.py
+COMPILED = ["not run"] if os.environ.get("ATEN_CPU_CAPABILITY") == "default" else []  # see test_selftest.py
 MADE_UP = SelfTest(
     device="cuda:0",
     architecture=ARCHITECTURES["sm75"],
@@ -45,7 +45,7 @@ def test_it_runs_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: p
     (file,) = tmp_path.iterdir()
     assert answer["status"] == "done" and Path(answer["file"]) == file
     kept = json.loads(file.read_text(encoding="utf-8"))
-    assert kept["lines"] == answer["lines"] and {each["verdict"] for each in kept["lines"]} == {"right"} | COMPILED
+    assert kept["lines"] == answer["lines"] and {each["verdict"] for each in kept["lines"]} <= {"right", *COMPILED}
     assert "attention in bf16 …" in err.splitlines()
 
 
