@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
 from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.pipelines.atomic_files import LIMIT_VARIABLE
 from comfyui_onediff_guard.pipelines.compile import payoff
-from comfyui_onediff_guard.pipelines.compile.backends import EAGER, BackendChoice
+from comfyui_onediff_guard.pipelines.compile.backends import EAGER, MEASURED, BackendChoice, CompileOptions
 from comfyui_onediff_guard.pipelines.compile.cache import INDUCTOR, TRITON
 from comfyui_onediff_guard.pipelines.compile.payoff import COMPILE_GUESS, FASTER_GUESS, Measured, Taken, decide, learn
 from comfyui_onediff_guard.precision.report import Rerun, StepRecord
@@ -184,3 +185,28 @@ def test_a_backend_that_was_asked_for_is_left_alone() -> None:
     assert where_it_pays(handle, None, None) is handle  # pyright: ignore[reportArgumentType]
     handle.backend = BackendChoice(EAGER, "auto: no inductor", automatic=True)
     assert where_it_pays(handle, None, None) is handle  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("asked", "has", "at_hand"),
+    [
+        (MEASURED, "math", True),  # whichever kernel was chosen
+        (MEASURED, "", True),
+        ("math", "math", True),
+        ("math", "", False),
+        ("", "math", False),
+    ],
+)
+def test_what_is_compiled_with_a_measured_kernel_is_at_hand_where_that_is_asked_for(
+    asked: str, has: str, at_hand: bool
+) -> None:
+    handle: Any = SimpleNamespace(
+        backend=BackendChoice("inductor", "auto: first choice", automatic=True),
+        compile_options=CompileOptions(attention=asked),
+        compiled=None,  # nothing is kept on disk
+        family=SimpleNamespace(denoisers=("transformer",)),
+        plan=lambda *_: SimpleNamespace(numerics="fp16"),
+    )
+    known = ("transformer", (), handle.backend.asked_for, CompileOptions(attention=has), "fp16", True)
+    handle.store = SimpleNamespace(compiled={known: object()})
+    assert payoff._at_hand(handle, None, "target") is at_hand
