@@ -1,0 +1,41 @@
+"""What ComfyUI's memory manager says that the card has, as offload 'auto' counts on it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from comfyui_onediff_guard.comfyui_host.placement import ComfyPlacement
+
+GIB = 2**30
+
+
+def management(device: str, free: int, **more: Any) -> Any:
+    return SimpleNamespace(
+        get_torch_device=lambda: torch.device(device),
+        get_free_memory=lambda _: free,
+        get_total_memory=lambda _: 8 * GIB,
+        current_loaded_models=[],
+        **more,
+    )
+
+
+@pytest.mark.parametrize(
+    ("free", "reserved", "left"),
+    [
+        (5 * GIB, GIB, 4 * GIB),  # --reserve-vram
+        (GIB // 2, GIB, 0),
+        (GIB, GIB, 0),
+        (5 * GIB, None, 5 * GIB),  # 0.0.1 reserves nothing
+    ],
+)
+def test_what_comfyui_reserves_is_not_counted_as_free(free: int, reserved: int | None, left: int) -> None:
+    more = {} if reserved is None else {"extra_reserved_memory": lambda: reserved}
+    memory = ComfyPlacement(management("cuda:0", free, **more)).memory()
+    assert memory is not None and (memory.total, memory.free) == (8 * GIB, left)
+
+
+def test_a_cpu_is_not_asked() -> None:
+    assert ComfyPlacement(management("cpu", GIB)).memory() is None
