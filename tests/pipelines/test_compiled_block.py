@@ -10,15 +10,6 @@ import torch
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, CompileOptions, compiled
 from comfyui_onediff_guard.pipelines.compile.block import COMPILED_SIZES, listening
 from comfyui_onediff_guard.pipelines.compile.counts import graphs_compiled
-from comfyui_onediff_guard.pipelines.families.spec import FamilySpec
-from comfyui_onediff_guard.pipelines.models.recognised import family_of
-from comfyui_onediff_guard.pipelines.run.handle import load
-from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
-from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
-from comfyui_onediff_guard.precision.policy import Precision
-from denoisers import MODELS, build, step
-from PIL import Image
-from torch.utils import _pytree as pytree
 
 pytestmark = pytest.mark.usefixtures("traced_alone")
 BLOCKS = 4
@@ -127,22 +118,6 @@ def test_dynamos_own_limit_stands_outside_and_does_not_count_inside() -> None:
     assert torch._dynamo.config.recompile_limit == 2
 
 
-@torch._dynamo.config.patch(recompile_limit=1)
-def test_every_block_of_a_unet_is_compiled(model_folder: Any) -> None:
-    folder = model_folder("svd")
-    options: dict[str, Any] = {"offload": "none", "placement": PlainPlacement()}
-    handle = load(folder, family_of(folder), precision=Precision.FP32, backend="inductor", **options)
-    told: list[str] = []
-    settings = SampleSettings(64, 64, steps=1, seed=0, frames=2)
-    with torch.inference_mode():
-        start = Image.new("RGB", (64, 64), "grey")
-        reports = [sample(handle, None, None, settings, image=start, tell=told.append)[1] for _ in range(2)]
-    compiling = [line for line in told if line.startswith("inductor")]
-    assert [line.split(" · ")[0] for line in compiling] == [f"inductor: compiling block {n} of 9" for n in range(1, 10)]
-    kinds = 5  # of blocks, each with code of its own: more graphs than those need several for one code
-    assert reports[0].graphs is not None and reports[0].graphs > kinds and reports[1].graphs == 0
-
-
 def slices(*shape: int) -> torch.Tensor:
     """A tensor whose strides are those of a larger one."""
     return torch.ones(shape[0], 2 * shape[1], *shape[2:])[:, : shape[1]]
@@ -173,40 +148,6 @@ def test_a_block_is_given_what_is_contiguous_in_some_format(given: list[torch.Te
 def layouts(x: torch.Tensor) -> list[torch.memory_format]:
     last = {4: [torch.channels_last], 5: [torch.channels_last_3d]}
     return [torch.contiguous_format, *last.get(x.ndim, [])]
-
-
-def channels_last(unet: torch.nn.Module) -> torch.nn.Module:
-    """The same, with the weights of its convolutions in that format."""
-    for part in unet.modules():
-        if isinstance(part, (torch.nn.Conv2d, torch.nn.Conv3d)):
-            part.weight.data = part.weight.data.contiguous(memory_format=layouts(part.weight)[1])
-    return unet
-
-
-def test_a_unet_whose_channels_come_last_keeps_them_there_and_compiles_no_more() -> None:
-    model, size, cpu = MODELS["svd-xt"], MODELS["svd-xt"].sizes["tiny"], torch.device("cpu")
-    unet = channels_last(build(model, size, cpu, torch.float32))
-    call = step(model, unet.config, size, cpu, torch.float32)
-    module = compiled(unet, model.family.blocks, BackendChoice("inductor", ""))
-    before = graphs_compiled()
-    with torch.no_grad():
-        made, expected = (heard(which, model.family, call) for which in (module, unet))
-        assert torch.equal(module(**call)[0], unet(**call)[0]), "in the same format, it is the same computation"
-    assert graphs_compiled() - before == 5, "one for each block"
-    assert [output.stride() for output in made] == [output.stride() for output in expected]
-    assert any(output.is_contiguous(memory_format=torch.channels_last) for output in made)
-
-
-def heard(module: torch.nn.Module, family: FamilySpec, call: dict[str, Any]) -> list[torch.Tensor]:
-    """All tensors that the blocks return."""
-    heard: list[torch.Tensor] = []
-    parts = [module.get_submodule(name) for name in family.blocks]
-    blocks = [block for part in parts for block in (part if isinstance(part, torch.nn.ModuleList) else [part])]
-    handles = [b.register_forward_hook(lambda *given: heard.extend(pytree.tree_leaves(given[-1]))) for b in blocks]
-    module(**call)
-    for handle in handles:
-        handle.remove()
-    return heard
 
 
 class Doubled(torch.nn.Module):
