@@ -23,6 +23,7 @@ import table
 import torch
 from budget import Budget
 from comfyui_onediff_guard.pipelines.compile import backends as compiling
+from cpu_bf16 import cpu_multiplies_bf16  # noqa: F401 - a fixture for all tests here
 from denoisers import MODELS
 from entrants import (
     AGAIN,
