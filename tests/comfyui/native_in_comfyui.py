@@ -3,7 +3,8 @@
     python native_in_comfyui.py CHECKOUT PACK RESULTS MODULE [OPTION …]
 
 PACK is the pack's folder, imported by its path as ComfyUI does. Every function of MODULE named `case_…` runs, and
-gives tensors and facts; RESULTS is a folder for them: `tensors.safetensors` and `facts.json`, by "case/name".
+gives tensors and facts; RESULTS is a folder for them: `tensors.safetensors` and `facts.json`, by "case/name". On the
+CPU, unless an option names a card: `--cuda-device 0`.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ if __name__ == "__main__":
     sys.path.insert(0, sys.argv[1])
     folders = [Path(name) for name in sys.argv[2:4]]
     cases = sys.argv[4]
-    sys.argv[1:] = ["--cpu", *sys.argv[5:]]
+    sys.argv[1:] = [*([] if "--cuda-device" in sys.argv else ["--cpu"]), *sys.argv[5:]]
     import_module("comfy.options").enable_args_parsing()
     logging.basicConfig(level=logging.INFO)
     sys.modules["native_in_comfyui"] = sys.modules["__main__"]

@@ -16,6 +16,7 @@ from native_layouts import Layout
 from native_video_layouts import VIDEO_LAYOUTS
 
 CPU = torch.device("cpu")
+CARD = import_module("comfy.model_management").get_torch_device()  # the CPU, unless it was started for a card
 FP16_MAX = torch.finfo(torch.float16).max
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 LYRICS = {"output_size": 32, "attention_heads": 2, "linear_units": 48, "num_blocks": 1}  # not in ACE-Step's config
@@ -49,7 +50,7 @@ def make_model(
     model.diffusion_model.load_state_dict(weights)
     if dtype.itemsize == 1:
         _keep_in_fp16(model.diffusion_model, weights, layout)
-    return import_module("comfy.model_patcher").ModelPatcher(model, CPU, CPU)
+    return import_module("comfy.model_patcher").ModelPatcher(model, CARD, CPU)
 
 
 def _keep_in_fp16(network: torch.nn.Module, weights: Mapping[str, torch.Tensor], layout: Layout) -> None:

@@ -1,0 +1,166 @@
+"""Every family's run on a device, in each precision and offload, beside the same run on the CPU in fp32.
+
+    python tests/support/device_matrix.py DEVICE RESULT [MODEL …]
+
+RESULT is a JSON file: by "model/overflow/leg", how far latents and frames are from the reference, the report's counts,
+and what was left on the device. Run by hand on a card; tests run it on a device of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+MODELS = ("2b", "5b-i2v", "1.5", "cogview3", "cogview4", "svd", "wan", "wan-ti2v", "wan-two")
+SIZES = {"5b-i2v": (96, 64, 9), "cogview3": (128, 128, 1), "cogview4": (128, 128, 1), "svd": (128, 128, 4)}
+SIZES |= {"wan": (96, 96, 5), "wan-ti2v": (96, 96, 5), "wan-two": (96, 96, 5)}
+OVERFLOWS = dict.fromkeys(MODELS, ("none", "stream", "inside"))  # that a model's folder can be made with
+OVERFLOWS |= {"svd": ("none",)} | dict.fromkeys(("wan", "wan-ti2v", "wan-two"), ("none", "stream"))
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One way to run a model."""
+
+    name: str
+    precision: str
+    offload: str = "none"
+    backend: str = "eager"
+    scope: str = "step"
+    strict: bool = False
+    runs: int = 1  # of one handle: a later one uses what earlier ones left
+    step_cache: bool = False
+    tiling: bool = False
+    chunk: int = 0
+
+
+LEGS = (
+    Leg("fp16", "fp16", runs=2),
+    Leg("bf16", "bf16"),
+    Leg("fp32", "fp32", strict=True),
+    Leg("auto", "auto", offload="auto"),
+    Leg("learned", "fp16", scope="learned", runs=2),
+    Leg("model", "fp16", offload="model", runs=2),
+    Leg("group", "fp16", offload="group", runs=2),
+    Leg("sequential", "fp16", offload="sequential", runs=2),
+    Leg("fp32 in groups", "fp32", offload="group", strict=True, runs=2),
+    Leg("step cache", "fp16", step_cache=True, runs=2),
+    Leg("tiled", "fp16", tiling=True),
+    Leg("chunked", "fp16", chunk=1),
+)
+COMPILED = (
+    Leg("inductor", "fp16", backend="inductor", runs=2),
+    Leg("inductor learned", "fp16", backend="inductor", scope="learned", runs=3),
+    Leg("inductor in groups", "fp16", backend="inductor", offload="group", runs=2),
+)
+
+
+def ran(folder: Path, device: torch.device, leg: Leg) -> Iterator[tuple[torch.Tensor, torch.Tensor, Any, Any]]:
+    """Yield latents, frames and the reports of sampling and decoding, of each run of a leg."""
+    from comfyui_onediff_guard.pipelines.models.recognised import family_of
+    from comfyui_onediff_guard.pipelines.run.decode import decode
+    from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
+    from comfyui_onediff_guard.pipelines.run.handle import load
+    from comfyui_onediff_guard.pipelines.run.pictures import fitted
+    from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
+    from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
+    from comfyui_onediff_guard.precision.drift import CachePolicy
+    from comfyui_onediff_guard.precision.guard_policy import GuardPolicy, Scope
+    from comfyui_onediff_guard.precision.policy import Precision
+
+    options: dict[str, Any] = {"backend": leg.backend, "offload": leg.offload, "placement": PlainPlacement(device)}
+    handle = load(folder, family_of(folder), precision=Precision(leg.precision), **options)
+    policy = GuardPolicy(scope=Scope(leg.scope), strict=leg.strict)
+    handle = replace(handle, policy=policy, step_cache=CachePolicy(0.1) if leg.step_cache else None)
+    width, height, frames = SIZES.get(folder.name.rpartition("-")[0], (128, 96, 9))
+    settings = SampleSettings(width, height, steps=4, seed=3, frames=frames, guidance_scale=5.0)
+    for number in range(leg.runs):
+        handle.store.prompts.clear()
+        prompts = ["a red kite", "grey"] if number == 0 else ["a blue kite over the sea", "grey"]
+        positive, negative = encode_prompts(handle, prompts)[0] if handle.family.prompt else (None, None)
+        picture = torch.rand(1, 64, 96, 3, generator=torch.Generator().manual_seed(2 + number))
+        start = {"image": fitted(picture, width, height, "crop")[0]} if handle.family.takes_image else {}
+        latents, sampled = sample(handle, positive, negative, settings, **start)
+        made, decoded = decode(handle, latents, tiling=leg.tiling, chunk=leg.chunk)
+        yield latents.cpu().float(), made.cpu().float(), sampled, decoded
+    if device.type == "cuda":
+        left = {str(each.device) for _, module in handle.store._modules.values() for each in module.parameters()}
+        assert leg.offload in ("none", "auto") or left <= {"cpu", "meta"}, f"left on {left} with {leg.offload}"
+
+
+def off(made: torch.Tensor, exact: torch.Tensor) -> float:
+    """The norm of the difference as a share of the norm; infinite where a result is not finite."""
+    error = float((made.double() - exact.double()).norm() / exact.double().norm())
+    return error if math.isfinite(error) else math.inf
+
+
+def rows(folder: Path, device: torch.device, legs: tuple[Leg, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
+    exact: dict[tuple[int, bool, int], Any] = {}
+
+    def reference(leg: Leg) -> list[Any]:
+        for runs in (1, 2, 3):
+            key = runs, leg.tiling, leg.chunk
+            if runs >= leg.runs and key in exact:
+                return exact[key]
+        key = max(leg.runs, 2), leg.tiling, leg.chunk
+        plain = Leg("", "fp32", strict=True, runs=key[0], tiling=leg.tiling, chunk=leg.chunk)
+        exact[key] = [made[:2] for made in ran(folder, torch.device("cpu"), plain)]
+        return exact[key]
+
+    for leg in legs:
+        since = time.perf_counter()
+        found: dict[str, Any] = {"runs": []}
+        try:
+            for (latents, frames, sampled, decoded), (right, right_frames) in zip(
+                ran(folder, device, leg), reference(leg), strict=False
+            ):
+                found["runs"].append(
+                    {
+                        "latents": off(latents, right),
+                        "frames": off(frames, right_frames),
+                        "plan": sampled.plan.dtype,
+                        "reruns": sampled.reruns + decoded.reruns,
+                        "backend": sampled.backend,
+                    }
+                )
+        except Exception:  # noqa: BLE001 - shown
+            found["error"] = traceback.format_exc()[-3000:]
+        found["seconds"] = round(time.perf_counter() - since, 2)
+        yield leg.name, found
+
+
+def main(device: torch.device, result: Path, models: list[str]) -> None:
+    import shared_models
+
+    legs = COMPILED if os.environ.get("COMPILED") else LEGS
+    found = {}
+    for name in models or MODELS:
+        for overflow in OVERFLOWS[name]:
+            folder = shared_models.model_folder(name, overflow)
+            for leg, row in rows(folder, device, legs):
+                found[f"{name}/{overflow}/{leg}"] = row
+                runs = "  ".join(
+                    f"{run['plan']} {run['backend']} {run['latents']:.1e} {run['frames']:.1e} reruns {run['reruns']}"
+                    for run in row["runs"]
+                )
+                error = row.get("error", "").strip().rpartition("\n")[2][:160]
+                print(f"{name}/{overflow}/{leg}: {runs} {error} ({row['seconds']} s)", flush=True)
+                result.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    with tempfile.TemporaryDirectory() as shared:
+        os.environ.setdefault("ONEDIFF_GUARD_SHARED_MODELS", shared)
+        main(torch.device(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
