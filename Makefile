@@ -30,7 +30,7 @@ ENVIRONMENT = $(patsubst %/,%,$(CHECKOUT))-venv
 # a process of its own, since its memory is measured
 SOAK := tests/faults/test_soak.py
 
-.PHONY: demo check check-tests test test-slow test-all comfyui-env reliability audit lint bench docs clean
+.PHONY: demo check check-tests test test-tests test-slow test-all comfyui-env reliability audit lint bench docs clean
 
 demo: .venv/.installed
 	.venv/bin/onediff-guard demo
@@ -41,7 +41,10 @@ check: .venv/.installed
 check-tests: .venv/.installed
 	$(TESTS) --tier check
 
-test: lint .venv-comfyui/.installed
+test: .venv/.installed .venv-comfyui/.installed
+	@$(MAKE) --no-print-directory --jobs=2 lint test-tests
+
+test-tests: .venv/.installed .venv-comfyui/.installed
 	$(TESTS) --tier test
 
 test-slow: .venv/.installed .venv-comfyui/.installed

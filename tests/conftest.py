@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -80,6 +81,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.stash[IN_MAKE_TEST] = len(tiers.selected("test", names)) if tier != "check" else None
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in selected])
     items[:] = [item for item in items if item.nodeid in selected]
+    tests_in = Counter(_one_process(item.nodeid) for item in items)
+    items.sort(key=lambda item: tests_in[_one_process(item.nodeid)])  # files of few tests have the longest of them
 
 
 @pytest.fixture
@@ -134,17 +137,22 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pyte
             terminalreporter.write_line(f"changed by a test, though all tests share it: {name}", red=True)
 
 
+def _one_process(nodeid: str) -> str:
+    """What goes to one process: a module's tests in one ComfyUI, and all that share a server of it."""
+    module = nodeid.partition("::")[0]
+    what = "server" if any(name in module for name in SERVED) else module
+    return f"{what} {legs_table.leg_of(nodeid)}"
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A module's tests in one ComfyUI go to one process, and so do all that share a server of it."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByModule(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            module = nodeid.partition("::")[0]
-            what = "server" if any(name in module for name in SERVED) else module
-            return f"{what} {legs_table.leg_of(nodeid)}"
+            return _one_process(nodeid)
 
+    config.option.loadscopereorder = False  # what is collected first runs first
     return ByModule(config, log)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -68,8 +69,8 @@ def run(model_folder, fresh_python, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def first(run, tmp_path_factory):
-    """(folder, what the process did that filled it, its /tmp)."""
-    folder, temporary = tmp_path_factory.mktemp("kept") / "compiled", tmp_path_factory.mktemp("tmp")
+    """(folder, what the process did that filled it, its /tmp: this one's, which may have the headers already)."""
+    folder, temporary = tmp_path_factory.mktemp("kept") / "compiled", Path(tempfile.gettempdir())
     return folder, run(folder, temporary), temporary
 
 
