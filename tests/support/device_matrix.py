@@ -1,13 +1,16 @@
-"""Every family's run on a device, in each precision and offload, beside the same run on the CPU in fp32.
+"""Every family's run on a device, in each precision and offload.
 
     python tests/support/device_matrix.py DEVICE RESULT [MODEL …]
 
-RESULT is a JSON file: by "model/overflow/leg", how far latents and frames are from the reference, the report's counts,
-and what was left on the device. Run by hand on a card; tests run it on a device of their own.
+RESULT is a JSON file: by "model/overflow/leg", how far latents and frames are from a run on the CPU, and the report's
+counts. DEVICE "cuda" is a card, run by hand, and the CPU's run is in fp32. "second" is the second device
+(second_device/), and the CPU's run is the same one: its kernels are the CPU's, so nothing may differ.
 """
 
 from __future__ import annotations
 
+import functools
+import gc
 import json
 import math
 import os
@@ -25,6 +28,7 @@ import torch
 MODELS = ("2b", "5b-i2v", "1.5", "cogview3", "cogview4", "svd", "wan", "wan-ti2v", "wan-two")
 SIZES = {"5b-i2v": (96, 64, 9), "cogview3": (128, 128, 1), "cogview4": (128, 128, 1), "svd": (128, 128, 4)}
 SIZES |= {"wan": (96, 96, 5), "wan-ti2v": (96, 96, 5), "wan-two": (96, 96, 5)}
+SMALL_SIZES = dict.fromkeys(SIZES, (64, 64, 5)) | {"svd": (64, 64, 2), "cogview3": (64, 64, 1), "cogview4": (64, 64, 1)}
 OVERFLOWS = dict.fromkeys(MODELS, ("none", "stream", "inside"))  # that a model's folder can be made with
 OVERFLOWS |= {"svd": ("none",)} | dict.fromkeys(("wan", "wan-ti2v", "wan-two"), ("none", "stream"))
 
@@ -40,6 +44,8 @@ class Leg:
     scope: str = "step"
     strict: bool = False
     runs: int = 1  # of one handle: a later one uses what earlier ones left
+    steps: int = 4
+    sizes: str = "usual"
     step_cache: bool = False
     tiling: bool = False
     chunk: int = 0
@@ -58,6 +64,16 @@ LEGS = (
     Leg("step cache", "fp16", step_cache=True, runs=2),
     Leg("tiled", "fp16", tiling=True),
     Leg("chunked", "fp16", chunk=1),
+)
+SECOND = tuple(
+    replace(leg, steps=2, sizes="small", runs=2)
+    for leg in (
+        *(
+            Leg(f"fp32 {offload}", "fp32", offload=offload)
+            for offload in ("none", "model", "group", "sequential", "auto")
+        ),
+        Leg("fp16", "fp16", offload="group", scope="learned"),
+    )
 )
 COMPILED = (
     Leg("inductor", "fp16", backend="inductor", runs=2),
@@ -83,8 +99,9 @@ def ran(folder: Path, device: torch.device, leg: Leg) -> Iterator[tuple[torch.Te
     handle = load(folder, family_of(folder), precision=Precision(leg.precision), **options)
     policy = GuardPolicy(scope=Scope(leg.scope), strict=leg.strict)
     handle = replace(handle, policy=policy, step_cache=CachePolicy(0.1) if leg.step_cache else None)
-    width, height, frames = SIZES.get(folder.name.rpartition("-")[0], (128, 96, 9))
-    settings = SampleSettings(width, height, steps=4, seed=3, frames=frames, guidance_scale=5.0)
+    sizes, usual = (SIZES, (128, 96, 9)) if leg.sizes == "usual" else (SMALL_SIZES, (64, 48, 5))
+    width, height, frames = sizes.get(folder.name.rpartition("-")[0], usual)
+    settings = SampleSettings(width, height, steps=leg.steps, seed=3, frames=frames, guidance_scale=5.0)
     for number in range(leg.runs):
         handle.store.prompts.clear()
         prompts = ["a red kite", "grey"] if number == 0 else ["a blue kite over the sea", "grey"]
@@ -94,6 +111,7 @@ def ran(folder: Path, device: torch.device, leg: Leg) -> Iterator[tuple[torch.Te
         latents, sampled = sample(handle, positive, negative, settings, **start)
         made, decoded = decode(handle, latents, tiling=leg.tiling, chunk=leg.chunk)
         yield latents.cpu().float(), made.cpu().float(), sampled, decoded
+        del positive, negative, latents, made
     if device.type == "cuda":
         left = {str(each.device) for _, module in handle.store._modules.values() for each in module.parameters()}
         assert leg.offload in ("none", "auto") or left <= {"cpu", "meta"}, f"left on {left} with {leg.offload}"
@@ -105,18 +123,20 @@ def off(made: torch.Tensor, exact: torch.Tensor) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-def rows(folder: Path, device: torch.device, legs: tuple[Leg, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
-    exact: dict[tuple[int, bool, int], Any] = {}
+def rows(
+    folder: Path, device: torch.device, legs: tuple[Leg, ...], *, same: bool
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """same: the CPU's run is in the leg's precision, not in fp32."""
+
+    @functools.cache
+    def on_cpu(leg: Leg) -> list[Any]:
+        return [made[:2] for made in ran(folder, torch.device("cpu"), leg)]
 
     def reference(leg: Leg) -> list[Any]:
-        for runs in (1, 2, 3):
-            key = runs, leg.tiling, leg.chunk
-            if runs >= leg.runs and key in exact:
-                return exact[key]
-        key = max(leg.runs, 2), leg.tiling, leg.chunk
-        plain = Leg("", "fp32", strict=True, runs=key[0], tiling=leg.tiling, chunk=leg.chunk)
-        exact[key] = [made[:2] for made in ran(folder, torch.device("cpu"), plain)]
-        return exact[key]
+        if same:
+            return on_cpu(replace(leg, name="", offload="none"))
+        plain = Leg("", "fp32", strict=True, runs=max(leg.runs, 2), tiling=leg.tiling, chunk=leg.chunk)
+        return on_cpu(replace(plain, steps=leg.steps, sizes=leg.sizes))
 
     for leg in legs:
         since = time.perf_counter()
@@ -137,18 +157,29 @@ def rows(folder: Path, device: torch.device, legs: tuple[Leg, ...]) -> Iterator[
         except Exception:  # noqa: BLE001 - shown
             found["error"] = traceback.format_exc()[-3000:]
         found["seconds"] = round(time.perf_counter() - since, 2)
+        if same:
+            import second_device
+
+            gc.collect()
+            found |= {"hazards": second_device.hazards(), "left": second_device.card.used()}
+            second_device.card.reset()
         yield leg.name, found
 
 
-def main(device: torch.device, result: Path, models: list[str]) -> None:
+def _overflow_for(leg: Leg, model: str) -> str:
+    return OVERFLOWS[model][-1 if leg.precision == "fp16" else 0]
+
+
+def main(device: torch.device, result: Path, models: list[str], *, second: bool) -> None:
     import shared_models
 
-    legs = COMPILED if os.environ.get("COMPILED") else LEGS
+    legs = SECOND if second else COMPILED if os.environ.get("COMPILED") else LEGS
     found = {}
     for name in models or MODELS:
         for overflow in OVERFLOWS[name]:
             folder = shared_models.model_folder(name, overflow)
-            for leg, row in rows(folder, device, legs):
+            chosen = legs if not second else tuple(leg for leg in legs if overflow == _overflow_for(leg, name))
+            for leg, row in rows(folder, device, chosen, same=second):
                 found[f"{name}/{overflow}/{leg}"] = row
                 runs = "  ".join(
                     f"{run['plan']} {run['backend']} {run['latents']:.1e} {run['frames']:.1e} reruns {run['reruns']}"
@@ -161,6 +192,11 @@ def main(device: torch.device, result: Path, models: list[str]) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
+    second = sys.argv[1] == "second"
+    if second:
+        import second_device
+
+        second_device.install()
     with tempfile.TemporaryDirectory() as shared:
         os.environ.setdefault("ONEDIFF_GUARD_SHARED_MODELS", shared)
-        main(torch.device(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+        main(torch.device("cuda" if second else sys.argv[1]), Path(sys.argv[2]), sys.argv[3:], second=second)

@@ -1,0 +1,263 @@
+"""What the second device has to do, as test_second_device.py judges it: each case raises where it does not."""
+
+from __future__ import annotations
+
+import json
+import re
+import traceback
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+
+def case_tensors_are_on_a_card_of_their_own() -> None:
+    x = torch.randn(4, 5)
+    there = x.cuda()
+    assert there.device == torch.device("cuda:0") and torch.accelerator.current_accelerator() == torch.device("cuda")
+    assert torch.equal(there.cpu(), x)
+    there.zero_()
+    assert x.any(), "memory of its own"
+    _refused(lambda: there + x, "two devices, cuda:0 and cpu")
+    _refused(lambda: F.linear(there, torch.randn(3, 5)), "two devices")
+    _refused(lambda: F.embedding(torch.tensor([1]), there), "two devices")
+    assert (there + torch.tensor(2.0)).sum().item() == 40, "a scalar of the CPU's may be"
+
+
+def case_kernels_are_the_cpus() -> None:
+    image, tokens, volume = torch.randn(2, 8, 12, 12), torch.randn(2, 4, 7, 8), torch.randn(1, 8, 3, 6, 6)
+    weight, kernel, cube = torch.randn(9, 8), torch.randn(4, 8, 3, 3), torch.randn(4, 8, 3, 3, 3)
+    ones = torch.rand(8)
+    cases: list[tuple[Any, tuple[torch.Tensor, ...]]] = [
+        (F.linear, (tokens, weight)),
+        (F.conv2d, (image, kernel)),
+        (F.conv3d, (volume, cube)),
+        (F.scaled_dot_product_attention, (tokens, tokens, tokens)),
+        (lambda x, scale: F.layer_norm(x, (8,), scale), (tokens, ones)),
+        (lambda x, scale: F.group_norm(x, 2, scale), (image, ones)),
+        (lambda x, scale: F.rms_norm(x, (8,), scale), (tokens, ones)),
+        (lambda x: F.interpolate(x, scale_factor=2.0, mode="nearest"), (image,)),
+        (lambda x: torch.linalg.vector_norm(x, float("inf")), (image,)),
+        (lambda x: x.softmax(-1), (tokens,)),
+        (lambda x: x[x > 0], (image,)),
+        (lambda x: torch.cat([x, x.transpose(-1, -2).contiguous().transpose(-1, -2)]), (image,)),
+        (lambda x: x.unbind(0)[1].chunk(2)[0].flip(0), (image,)),
+        (lambda x: torch.view_as_complex(x.view(2, 4, 7, 4, 2)).abs(), (tokens,)),
+    ]
+    for compute, given in cases:
+        for dtype in (torch.float32, torch.float16):
+            if dtype == torch.float16 and compute.__name__ == "<lambda>" and given[0] is tokens and len(given) == 1:
+                continue  # no complex numbers of it
+            here = [each.to(dtype) for each in given]
+            made = compute(*(each.cuda() for each in here))
+            assert made.is_cuda and torch.equal(made.cpu(), compute(*here)), (compute, dtype)
+
+
+def case_random_numbers_are_a_seeds() -> None:
+    there = torch.randn(5, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
+    assert torch.equal(there.cpu(), torch.randn(5, generator=torch.Generator().manual_seed(1)))
+    _refused(lambda: torch.randn(5, generator=torch.Generator(), device="cuda"), "generator")
+    torch.cuda.manual_seed(3)
+    before = torch.cuda.get_rng_state(device=0)
+    first = torch.randn(5, device="cuda")
+    torch.cuda.set_rng_state(before, device=0)
+    assert torch.equal(torch.randn(5, device="cuda"), first)
+
+
+def case_autocast() -> None:
+    layer = torch.nn.Linear(4, 4).cuda()
+    with torch.autocast("cuda", dtype=torch.float16):
+        assert layer(torch.randn(2, 4, device="cuda")).dtype == torch.float16
+
+
+def case_modules_move() -> None:
+    network = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)).eval()
+    x = torch.randn(3, 4)
+    exact, before = network(x), DEVICE.used()
+    network.cuda()
+    assert DEVICE.used() > before and torch.equal(network(x.cuda()).cpu(), exact)
+    network.cpu()
+    assert DEVICE.used() == before and torch.equal(network(x), exact)
+
+
+def case_memory_runs_out() -> None:
+    total, used = DEVICE.total(), DEVICE.used()
+    assert torch.cuda.mem_get_info() == (total - used, total) and torch.cuda.memory_allocated() == used
+    try:
+        DEVICE.set_total(used + 1000)
+        _refused(lambda: torch.empty(1000, device="cuda"), "CUDA out of memory", torch.OutOfMemoryError)
+        _refused(lambda: torch.randn(1000).cuda(), "CUDA out of memory", torch.OutOfMemoryError)
+        x = torch.ones(200, device="cuda")
+        _refused(partial(torch.add, x, x), "CUDA out of memory", torch.OutOfMemoryError)
+        assert DEVICE.used() == used + 800
+        DEVICE.fail_in(2)
+        _ = x[:5] + 1
+        _refused(partial(torch.add, x[:5], 1), "CUDA out of memory", torch.OutOfMemoryError)
+        _ = x[:5] + 1
+    finally:
+        DEVICE.set_total(total)
+    del x, _
+    torch.cuda.reset_peak_memory_stats()
+    assert torch.cuda.max_memory_allocated() == used == DEVICE.used()
+
+
+def case_what_nothing_orders_is_seen() -> None:
+    x, side = torch.ones(5, device="cuda"), torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        _ = x + 1
+    _hazard("aten::add reads what")
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        y = x + 1
+    y.mul_(2)
+    _hazard("aten::mul_ writes what aten::add writes on another stream")
+
+
+def case_events_and_waits_order() -> None:
+    x, side, event = torch.ones(5, device="cuda"), torch.cuda.Stream(), torch.cuda.Event()
+    event.record()
+    side.wait_event(event)
+    with torch.cuda.stream(side):
+        y = x + 1
+        event.record()
+    torch.cuda.current_stream().wait_event(event)
+    _ = y + 1
+    _no_hazard()
+    with torch.cuda.stream(side):
+        z = y + 1
+    side.synchronize()
+    _ = z + 1
+    _no_hazard()
+
+
+def case_memory_freed_while_a_stream_uses_it_is_seen() -> None:
+    side = torch.cuda.Stream()
+    for recorded in (False, True):
+        x = torch.ones(5, device="cuda")
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            y = x + 1
+        if recorded:
+            x.record_stream(side)
+        del x
+        _no_hazard() if recorded else _hazard("freed while aten::add uses it on another stream")
+        torch.cuda.synchronize()
+        del y
+
+
+def case_page_locked_memory_changed_during_a_copy_is_seen() -> None:
+    x = torch.ones(5).pin_memory()
+    assert x.is_pinned() and not torch.ones(5).is_pinned()
+    there = x.to("cuda", non_blocking=True)
+    x.add_(1)
+    _hazard("page-locked memory changed while a copy reads it")
+    there = x.to("cuda", non_blocking=True)
+    torch.cuda.synchronize()
+    x.add_(1)
+    _no_hazard()
+    del there
+
+
+def case_page_locked_memory_given_back_during_a_copy_is_seen() -> None:
+    x = torch.ones(1024)
+    assert _cudart().cudaHostRegister(x.data_ptr(), x.nbytes, 0) == 0 and x.is_pinned()
+    there = x.to("cuda", non_blocking=True)
+    assert _cudart().cudaHostUnregister(x.data_ptr()) == 0
+    _hazard("page-locked memory given back while a copy uses it")
+    assert _cudart().cudaHostUnregister(x.data_ptr()) != 0
+    del there
+
+
+def case_a_copy_to_the_host_arrives_when_it_was_waited_for() -> None:
+    there, host = torch.ones(5, device="cuda"), torch.zeros(5).pin_memory()
+    host.copy_(there, non_blocking=True)
+    assert not torch.equal(host, torch.ones(5)), "too early"
+    torch.cuda.synchronize()
+    assert torch.equal(host, torch.ones(5))
+
+
+def case_waits_are_counted_with_their_place() -> None:
+    x, told = torch.ones(5, device="cuda"), list[str]()
+    DEVICE.reset()
+    DEVICE.set_on_wait(told.append)
+    try:
+        x.sum().item()
+        x[x > 0]
+        x.cpu()
+        torch.ones(3).cuda()
+        y = x + 1
+    finally:
+        DEVICE.set_on_wait(None)
+    del y
+    assert told == ["item", "aten::index", "copy to the host", "copy to the device"], told
+    counts = DEVICE.counts()
+    assert counts["waits: item"] == counts["waits: copy to the host"] == 1, counts
+    assert counts["bytes to the host"] >= 20 and counts["bytes to the device"] == 12, counts
+    assert DEVICE.kernels_by_op()["aten::add"] == 1
+
+
+def case_a_wait_while_a_graph_is_captured_is_refused() -> None:
+    x = torch.ones(5, device="cuda")
+    DEVICE.set_capturing(True)
+    try:
+        _ = x + 1
+        _refused(lambda: x.sum().item(), "stream is capturing")
+        _refused(x.cpu, "stream is capturing")
+    finally:
+        DEVICE.set_capturing(False)
+    assert x.sum().item() == 5
+
+
+def case_what_cuda_has_no_kernel_for_is_refused() -> None:
+    q = torch.randint(-9, 9, (8, 16), dtype=torch.int8, device="cuda")
+    _refused(lambda: torch._int_mm(q, q.t()), "greater than 16")
+    _refused(lambda: torch.ops.aten.mkldnn_linear(q, q), "CUDA", NotImplementedError)
+
+
+CASES = {name.removeprefix("case_"): each for name, each in [*globals().items()] if name.startswith("case_")}
+
+
+def _refused(call: Callable[[], object], says: str, kind: type[Exception] = RuntimeError) -> None:
+    with pytest.raises(kind, match=re.escape(says)):
+        call()
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()
+
+
+def _hazard(says: str) -> None:
+    import second_device
+
+    found = second_device.hazards()
+    DEVICE.reset()
+    assert any(says in each for each in found), (says, found)
+
+
+def _no_hazard() -> None:
+    import second_device
+
+    found = second_device.hazards()
+    assert not found, found
+
+
+def main() -> None:
+    errors = {}
+    for name, case in CASES.items():
+        DEVICE.reset()
+        try:
+            case()
+            errors[name] = ""
+        except Exception:  # noqa: BLE001 - the test shows it
+            errors[name] = traceback.format_exc()
+    print(json.dumps(errors))
+
+
+if __name__ == "__main__":
+    import second_device
+
+    DEVICE = second_device.install()
+    main()
