@@ -1,4 +1,4 @@
-"""Every family on the second device, with every offload, and overflowing in fp16: to the bit what the CPU makes, with
+"""Every family but SVD on the second device, with every offload, and overflowing in fp16: to the bit what the CPU makes, with
 no access that nothing orders, and nothing left there."""
 
 from __future__ import annotations
