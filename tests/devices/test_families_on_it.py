@@ -1,5 +1,5 @@
-"""Every family but SVD on the second device, with every offload, and overflowing in fp16: to the bit what the CPU makes, with
-no access that nothing orders, and nothing left there."""
+"""Every family but SVD on the second device, with every offload, and overflowing in fp16: to the bit what the CPU makes,
+with no access that nothing orders, and nothing left there."""
 
 from __future__ import annotations
 
