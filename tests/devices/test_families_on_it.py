@@ -1,5 +1,7 @@
-"""Every family but SVD on the second device, with every offload, and overflowing in fp16: to the bit what the CPU makes,
-with no access that nothing orders, and nothing left there."""
+"""Every family but SVD on the second device, with every offload, and overflowing in fp16.
+
+What comes out is what the CPU makes, to the bit, with no access that nothing orders, and nothing left there.
+"""
 
 from __future__ import annotations
 
