@@ -41,7 +41,8 @@ check: .venv/.installed
 check-tests: .venv/.installed
 	$(TESTS) --tier check
 
-test: .venv/.installed .venv-comfyui/.installed
+# .venv-comfyui is made beside lint
+test: .venv/.installed
 	@$(MAKE) --no-print-directory --jobs=2 lint test-tests
 
 test-tests: .venv/.installed .venv-comfyui/.installed

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from ..precision.arch import detect
+from ..pipelines.selftest.result import verified_architecture
 from ..precision.guard import GuardPolicy
 from ..precision.policy import Component, Precision
 from ..precision.report import RunReport
 from ..precision.snapshot import Snapshot
 from ..precision.stage import Stage
+from .host import selftest_directory
 from .memory import OPAQUE
 from .plans import comfy_plan
 
@@ -39,6 +40,6 @@ class ComfyNetwork:
 
     def stage(self, policy: GuardPolicy, request: Precision | None = None) -> Stage:
         """It, set up to compute as is asked. request: None for what ComfyUI chose. Raises BadInput."""
-        architecture = detect(self.device)
+        architecture = verified_architecture(self.device, selftest_directory())
         plan = comfy_plan(self.component, self.model, self.dtype, architecture, request)
         return Stage(plan, RunReport(self.model, str(architecture), plan), architecture, policy)

@@ -11,7 +11,7 @@ from ..pipelines.errors import BadInput
 from ..precision.accumulation import decide
 from ..precision.arch import Architecture, present
 from ..precision.dtypes import DTYPES, dtype_name
-from ..precision.policy import Component, Plan, Precision
+from ..precision.policy import Component, Plan, Precision, unless_failed, with_failure
 from ..trust.message import Message
 
 
@@ -34,7 +34,8 @@ def comfy_plan(
             "{} computes in {}. The NaN Guard and the Numerics Probe know {}.", model, chosen, ", ".join(DTYPES)
         )
     dtype, reason = _dtype(model, chosen, architecture, request)
-    ours = request is Precision.FP16 or (request is Precision.AUTO and _best_in_fp16(architecture))
+    by_us = request is Precision.AUTO and (_best_in_fp16(architecture) or dtype != chosen)
+    ours = request is Precision.FP16 or by_us
     wide = dtype == "fp16" and ours
     plain = request is Precision.FP16_PLAIN
     half = dtype != "fp32"
@@ -56,10 +57,15 @@ def comfy_plan(
 
 
 def _dtype(model: str, chosen: str, architecture: Architecture, request: Precision | None) -> tuple[str, str]:
+    if request is Precision.AUTO:
+        return unless_failed(architecture, *_automatic(model, chosen, architecture))
+    dtype, reason = _asked(model, chosen, architecture, request)
+    return dtype, with_failure(architecture, dtype, reason)
+
+
+def _asked(model: str, chosen: str, architecture: Architecture, request: Precision | None) -> tuple[str, str]:
     if request is None:
         return chosen, Message("{} computes in {} here, by ComfyUI's settings", model, chosen)
-    if request is Precision.AUTO:
-        return _automatic(model, chosen, architecture)
     if request is Precision.FP16_PLAIN:
         if chosen != "fp16":
             raise BadInput(

@@ -120,9 +120,11 @@ class Loader(Node):
         from ..pipelines.models.folder import fingerprint
 
         if hub_id.strip():
-            return hub.cached_commit(hub_id.strip(), revision.strip(), cls.families())
-        path = cls.models().get(model)
-        return fingerprint(path) if path else ""
+            found = hub.cached_commit(hub_id.strip(), revision.strip(), cls.families())
+        else:
+            path = cls.models().get(model)
+            found = fingerprint(path) if path else ""
+        return found and found + fingerprint(host.selftest_directory())  # which 'auto' reads
 
     @classmethod
     def _roots(cls) -> tuple[str, ...]:
@@ -181,6 +183,7 @@ class Loader(Node):
             accumulation=Accumulation(accumulation),
             profiles=host.profiles_directory(),
             compiled=host.compiled_directory(),
+            selftests=host.selftest_directory(),
         )
         host.linger(handle.store)
         return (handle,)

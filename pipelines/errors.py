@@ -33,6 +33,10 @@ class TorchTooOld(Told, RuntimeError):
     """A PyTorch that this pack cannot work with."""
 
 
+class DeviceGone(Told, RuntimeError):
+    """A device that gives no answer any more."""
+
+
 class BadLora(Told, ValueError):
     """A LoRA file that cannot be used with this model."""
 

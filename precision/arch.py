@@ -19,6 +19,7 @@ GTX16_LIST = "https://github.com/comfyanonymous/ComfyUI/blob/master/comfy/model_
 XPU_GUIDE = "https://docs.pytorch.org/docs/stable/notes/get_start_xpu.html"
 ONEDNN_GUIDE = "https://uxlfoundation.github.io/oneDNN/dev_guide_data_types.html"
 
+COMPILED = "compiled code"  # in `Architecture.failed`
 EXPERIMENTAL = "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"  # "1" asks for it; read when attention is first computed
 
 # FP16 tensor TFLOPS with FP16 and with FP32 accumulate: GeForce RTX 2080 Ti, 3090 Ti, 4090, side by side
@@ -48,6 +49,8 @@ class Architecture:
     quantises: tuple[str, ...] = ()  # what linear layers can be quantised to here: "int8", "fp8"
     # which cards multiply twice as fast where products accumulate in fp16: "geforce", or none, which take the same time
     fp16_sums: Fp16Sums = "same"
+    tested: str = ""  # day of this card's self-test, "2026-11-30"; "": there is none for its driver and PyTorch
+    failed: tuple[str, ...] = ()  # what came out wrong in it: dtypes of a plan, COMPILED
 
     @property
     def native_bf16(self) -> bool:

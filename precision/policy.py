@@ -169,10 +169,31 @@ def choose(
     )
 
 
+def unless_failed(architecture: Architecture, dtype: str, reason: str) -> tuple[str, str]:
+    """Return what 'auto' takes in place of a dtype, and why: the same, where the card's self-test did not find it wrong
+    there; else the next best, and fp32 where all of them are wrong."""
+    if dtype not in architecture.failed:
+        return dtype, reason
+    has = ("bf16", architecture.native_bf16), ("fp16", architecture.fast_fp16), ("fp32", True)
+    right = [other for other, is_there in has if is_there and other not in architecture.failed]
+    return (right or ["fp32"])[0], Message("{}, {} → {}", reason, failure(architecture, dtype), (right or ["fp32"])[0])
+
+
+def with_failure(architecture: Architecture, dtype: str, reason: str) -> str:
+    """Return the reason of a dtype that was asked for, with what the card's self-test found wrong with it."""
+    return Message("{}, {}", reason, failure(architecture, dtype)) if dtype in architecture.failed else reason
+
+
+def failure(architecture: Architecture, what: str) -> str:
+    """Say that the card's self-test found a dtype or a compiler wrong."""
+    return Message("but {} came out wrong in this card's self-test of {}", what, architecture.tested)
+
+
 def _dtype(architecture: Architecture, variant: Variant, request: Precision) -> tuple[str, str]:
     if request is Precision.AUTO:
-        return _automatic(architecture, variant)
-    return _asked(architecture, variant, request)
+        return unless_failed(architecture, *_automatic(architecture, variant))
+    dtype, reason = _asked(architecture, variant, request)
+    return dtype, with_failure(architecture, dtype, reason)
 
 
 def _automatic(architecture: Architecture, variant: Variant) -> tuple[str, str]:

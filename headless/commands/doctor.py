@@ -98,6 +98,7 @@ def examine(
     Raises BadInput for an architecture that nobody has heard of, or a model that is not there, and BadFolder for one
     that cannot be used.
     """
+    from ...comfyui_host.host import selftest_directory
     from ...nodes.load import loaders
     from ...nodes.report import architecture_of, with_surroundings
     from ...pipelines.insight.diagnosis import diagnose
@@ -115,6 +116,7 @@ def examine(
             loaders={pipeline: loader.TITLE for pipeline, loader in loaders().items()},
             memory=memory,
             size=size,
+            selftests=selftest_directory(),
         )
         return with_surroundings(diagnosis)
     except OSError as error:

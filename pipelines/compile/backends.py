@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from ...precision.accumulation import NEXFORT_OPTION, NEXFORT_SWITCH, allowed
-from ...precision.arch import Architecture
+from ...precision.arch import COMPILED, Architecture
 from ...precision.attention import Attended, ShownInside
 from ...precision.attention_kernels import KERNELS
-from ...precision.policy import Plan
+from ...precision.policy import Plan, failure
 from ...precision.shells import Make, replaced, structural_copy
 from ...trust.message import Message
 from ..errors import BackendUnavailable
@@ -154,10 +154,14 @@ def backend_states(device: torch.device) -> dict[str, str | None]:
 
 
 def for_dtype(choice: BackendChoice, architecture: Architecture, dtype: str) -> BackendChoice:
-    """The backend for a plan's dtype: no compiler makes bf16 code for a device that only emulates it.
+    """The backend for a plan's dtype: no compiler makes bf16 code for a device that only emulates it, and 'auto'
+    chooses none that came out wrong in the card's self-test.
 
     Raises BackendUnavailable where a compiler was asked for by name.
     """
+    if choice.automatic and choice.name != EAGER and COMPILED in architecture.failed:
+        why = failure(architecture, COMPILED)
+        return BackendChoice(EAGER, Message("auto: {} is there, {}", choice.name, why), automatic=True)
     if dtype != "bf16" or architecture.native_bf16 or choice.name == "eager":
         return choice
     missing = Message("{} cannot compile bf16 for {}, which has none in hardware", choice.name, architecture)

@@ -103,12 +103,22 @@ def platform_of(device: torch.device, architecture: str) -> Platform:
     on_cpu, libc = device.type == "cpu", " ".join(platform.libc_ver())
     return Platform(
         architecture=architecture,
-        device=_cpu() if on_cpu else torch.cuda.get_device_name(device),
+        device=_name(device),
         torch=torch.__version__,
         triton="" if on_cpu else next(filter(None, map(version_of, _TRITONS)), ""),
         python=str(sys.implementation.cache_tag),
         system=", ".join(filter(None, [f"{platform.system()} {platform.machine()}", libc])),
     )
+
+
+def _name(device: torch.device) -> str:
+    import torch
+
+    if device.type == "cpu":
+        return _cpu()
+    if device.type == "mps":
+        return f"Apple GPU, macOS {platform.mac_ver()[0]}"
+    return str(getattr(torch, device.type).get_device_name(device))
 
 
 def _cpu() -> str:

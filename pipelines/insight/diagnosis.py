@@ -108,15 +108,18 @@ def diagnose(
     loaders: Mapping[str, str] | None = None,
     memory: int | None = None,
     size: Size | None = None,
+    selftests: Path | None = None,
 ) -> Diagnosis:
     """The plan for a model folder, or for all variants.
 
     architecture: plan for that one instead of the one here. loaders: {diffusers pipeline: node that loads it}.
     memory: bytes of a card, for which to tell how each stage would run. size: of the result; None: the model's own.
+    selftests: folder of the results of this card's self-test.
 
     Raises BadFolder where `model` is no folder of a known family, or is not whole; BadSize where none can be made.
     """
     machine = look()
+    machine = replace(machine, architecture=tried(lambda: _tested(machine.device, selftests), machine.architecture))
     chosen = architecture or machine.architecture
     loaders = loaders or {}
     stored = None
@@ -295,6 +298,14 @@ def _lacks(backend: str, missing: str | None) -> str:
     from ..compile.backends import NEEDS
 
     return ". ".join(filter(None, [missing, NEEDS.get(backend)])) if missing else "found"
+
+
+def _tested(device: str, selftests: Path | None) -> Architecture:
+    import torch
+
+    from ..selftest.result import verified_architecture
+
+    return verified_architecture(torch.device(device), selftests)
 
 
 def _missing(device: str) -> dict[str, str | None]:

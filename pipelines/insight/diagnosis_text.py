@@ -6,6 +6,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 
+from ...precision.arch import Architecture
 from ...precision.policy import Component, Plan
 from .diagnosis import Diagnosis, ModelPlans
 from .paper_result import RunOnPaper
@@ -51,6 +52,7 @@ def _machine(diagnosis: Diagnosis) -> list[str]:
                 ("runs on", str(machine.architecture) if machine.device == machine.architecture.name else runs_on),
                 *_rows_under("GPUs", gpus or ["none that PyTorch can use"]),
                 ("driver", machine.driver),
+                *([("self-test", _self_test(diagnosis.architecture))] if diagnosis.here else []),
                 ("PyTorch", f"{machine.torch}, {built_for}"),
                 ("packages", f"{installed or 'none'}; not installed: {lacking or 'none'}"),
                 ("system", f"{machine.system}, Python {machine.python}"),
@@ -58,6 +60,14 @@ def _machine(diagnosis: Diagnosis) -> list[str]:
             ]
         ),
     ]
+
+
+def _self_test(architecture: Architecture) -> str:
+    if not architecture.tested:
+        return "this card, driver and PyTorch are not verified: run `onediff-guard selftest`, or the Self-Test node"
+    if not architecture.failed:
+        return f"verified on this card on {architecture.tested}"
+    return f"on {architecture.tested}, {', '.join(architecture.failed)} came out WRONG on this card"
 
 
 def _comfyui(diagnosis: Diagnosis) -> list[tuple[str, str]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 from ...precision.accumulation import Accumulation, accumulation
-from ...precision.arch import Architecture, detect, present
+from ...precision.arch import Architecture, present
 from ...precision.drift import CachePolicy
 from ...precision.guard import GuardPolicy, OnFailure
 from ...precision.peaks import Memory, peak_memory
@@ -25,6 +25,7 @@ from ..insight.machine import check_torch
 from ..models.lora import Lora, check_lora, keys, skeleton
 from ..models.recognised import open_model
 from ..parallel.group import here
+from ..selftest.result import verified_architecture
 from ..weights.components import ComponentStore, MemoryKey, shared_store
 from ..weights.offload import Offload, backend_with, brings_parts_to
 from ..weights.placement import Placement
@@ -177,8 +178,11 @@ def load(
     accumulation: Accumulation = Accumulation.AUTO,
     profiles: Path | None = None,
     compiled: Path | None = None,
+    selftests: Path | None = None,
 ) -> PipelineHandle:
     """Check a model and make a handle. Weights are read when a stage first needs them.
+
+    selftests: folder of the results of this card's self-test; None: nothing is known of the card but its architecture.
 
     Raises TorchTooOld; BadFolder; BackendUnavailable where a backend was asked for that does not work here, or not with
     this offload; PlanImpossible where the device has no such precision.
@@ -187,7 +191,7 @@ def load(
     model = open_model(path, family)
     handle = PipelineHandle(
         store=shared_store(model, placement),
-        architecture=detect(placement.device),
+        architecture=verified_architecture(placement.device, selftests),
         precision=precision,
         backend=choose_backend(backend, placement.device),
         offload=Offload(offload),

@@ -93,7 +93,7 @@ def test_in_which_comfyui_it_is(doctor: Doctor, tmp_path: Path, monkeypatch: pyt
     assert f"none here; this release was tested in {', '.join(others)} and {last}" in doctor()[1]
     monkeypatch.setattr(host, "__file__", str(tmp_path / "custom_nodes" / "pack" / "nodes" / "host.py"))
     (tmp_path / "comfyui_version.py").write_text('__version__ = "0.45.0"\n')
-    assert f"ComfyUI   0.45.0; this release was tested in {others[0]}" in doctor()[1]
+    assert f"ComfyUI    0.45.0; this release was tested in {others[0]}" in doctor()[1]
     monkeypatch.setitem(sys.modules, "folder_paths", ModuleType("folder_paths"))
     assert host.version() == "of an unknown version"
     monkeypatch.setitem(sys.modules, "comfyui_version", SimpleNamespace(__version__="0.33.0"))  # what runs here counts

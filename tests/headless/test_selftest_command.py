@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,11 @@ from typing import Any
 import pytest
 from comfyui_onediff_guard.comfyui_host.host import SELFTEST_VARIABLE
 from comfyui_onediff_guard.headless.commands import cli
-from comfyui_onediff_guard.pipelines.insight import selftest as module
-from comfyui_onediff_guard.pipelines.insight.selftest import Line, SelfTest
+from comfyui_onediff_guard.pipelines.errors import DeviceGone
+from comfyui_onediff_guard.pipelines.selftest import checks as module
+from comfyui_onediff_guard.pipelines.selftest.result import Line, SelfTest
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 
-COMPILED = ["not run"] if os.environ.get("ATEN_CPU_CAPABILITY") == "default" else []  # see test_selftest.py
 MADE_UP = SelfTest(
     device="cuda:0",
     architecture=ARCHITECTURES["sm75"],
@@ -23,7 +22,7 @@ MADE_UP = SelfTest(
     date="2026-11-30",
     lines=(
         Line("matrix product in fp16", "right", 2e-4, 4.9e-4),
-        Line("attention in fp16", "wrong", 0.3, 4.9e-4),
+        Line("attention in fp16", "wrong", 0.3, 4.9e-4, concern="fp16"),
         Line("a compiled block", "not run", note="no compiler"),
     ),
     seconds={"4096×4096 product in fp16": 0.0021},
@@ -45,7 +44,7 @@ def test_it_runs_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: p
     (file,) = tmp_path.iterdir()
     assert answer["status"] == "done" and Path(answer["file"]) == file
     kept = json.loads(file.read_text(encoding="utf-8"))
-    assert kept["lines"] == answer["lines"] and {each["verdict"] for each in kept["lines"]} <= {"right", *COMPILED}
+    assert kept["lines"] == answer["lines"] and {each["verdict"] for each in kept["lines"]} <= {"right", "not run"}
     assert "attention in bf16 …" in err.splitlines()
 
 
@@ -63,7 +62,7 @@ def test_a_wrong_line_is_said_and_is_an_exit_code(
         "WRONG    attention in fp16 ",
         "not run  a compiled block ",
         "4096×4096 product in fp16: 2.1 ms",
-        "Result: 1 of 2 lines are WRONG on this card.",
+        "Result: 1 of 2 lines are WRONG on this card. Precision and backend 'auto' choose no 'fp16' here.",
         str(tmp_path / "kept" / f"{MADE_UP.key}.json"),
     ):
         assert part in out
@@ -88,3 +87,16 @@ def test_bad_input_and_a_file_that_cannot_be_written(
     (tmp_path / "file").touch()
     assert cli.main(["selftest", "--out", str(tmp_path / "file" / "below.json")]) == 5
     assert "Cannot write" in capsys.readouterr().err
+
+
+def test_a_device_that_goes_away_leaves_no_result(
+    monkeypatch: pytest.MonkeyPatch, made_up: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made_up(MADE_UP)
+
+    def gone(*_: Any) -> SelfTest:
+        raise DeviceGone("{} gives no answer any more after the check '{}' ({}).", "cuda:0", "attention", "Xid 79")
+
+    monkeypatch.setattr(module, "selftest", gone)
+    assert cli.main(["selftest"]) == 4 and not (tmp_path / "kept").exists()
+    assert "cuda:0 gives no answer any more" in capsys.readouterr().err

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 import re
 import traceback
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -215,6 +218,40 @@ def case_what_cuda_has_no_kernel_for_is_refused() -> None:
     q = torch.randint(-9, 9, (8, 16), dtype=torch.int8, device="cuda")
     _refused(lambda: torch._int_mm(q, q.t()), "greater than 16")
     _refused(lambda: torch.ops.aten.mkldnn_linear(q, q), "CUDA", NotImplementedError)
+
+
+def case_the_self_test_finds_it_right() -> None:
+    from comfyui_onediff_guard.pipelines.selftest import checks as module
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(module.TIMED, "card", (64, 64, 64))
+        found = module.selftest(torch.device("cuda:0"))
+    verdicts = {line.name: (line.verdict, line.note) for line in found.lines}
+    assert found.machine["device"] == "Second device" and "NVIDIA" not in found.machine["driver"]
+    assert verdicts.pop("a compiled block")[0] == "not run", "inductor needs a compiler for the card"
+    assert {*verdicts.values()} == {("right", "")}, verdicts
+    assert len(verdicts) == 21 and any("TF32" in name for name in found.seconds)
+    _no_hazard()
+
+
+def case_the_self_test_notices_what_cards_alone_have() -> None:
+    from comfyui_onediff_guard.pipelines.selftest import checks as module
+
+    every, in_parts = module._checks, module.in_parts
+
+    def verdict(name: str, part: str, broken: Any) -> str:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(module, "_times", lambda *_: ())
+            patched.setattr(module, "_checks", lambda card: [each for each in every(card) if each.name == name])
+            patched.setattr(f"{module.__name__}.{part}", broken)
+            return module.selftest(torch.device("cuda:0")).lines[0].verdict
+
+    def little(_: Any) -> Any:
+        return contextlib.nullcontext(SimpleNamespace(most=2**20))
+
+    assert verdict("peak memory beyond the estimate", "counting", little) == "wrong"
+    of_another = lambda network, *args, **kwargs: in_parts(copy.deepcopy(network), *args, **kwargs)  # noqa: E731
+    assert verdict("offload 'group'", "in_parts", of_another) == "wrong", "this one's weights stay where they are"
 
 
 CASES = {name.removeprefix("case_"): each for name, each in [*globals().items()] if name.startswith("case_")}

@@ -1,0 +1,53 @@
+"""The Self-Test node: whether this card computes right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..comfyui_host import host
+from . import inputs
+from .node import Node
+
+
+class SelfTest(Node):
+    """Nothing → what the card computes right and wrong, as text, kept for later runs."""
+
+    TITLE = "Self-Test"
+    CATEGORY = inputs.DIAGNOSE
+    SEARCH_ALIASES = [*inputs.PRECISION_WORDS, "selftest", "check GPU", "TF32", "black image", "black video"]
+    DESCRIPTION = (
+        "Checks in about a minute whether this card computes right what runs rely on: products, convolutions and "
+        "attention in each precision, the guard's rerun, wide layers, compiled code and offload, against float64. "
+        "Nothing is downloaded. Later runs with precision 'auto' do not choose what came out wrong here."
+    )
+    RETURN_TYPES = ("STRING",)
+    RETURN_NAMES = ("report",)
+    OUTPUT_TOOLTIPS = ("A line for each check, right or wrong, and times, as text.",)
+    OUTPUT_NODE = True
+    FUNCTION = "check"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {"required": {}, "hidden": inputs.node_id()}
+
+    @classmethod
+    def IS_CHANGED(cls, **_: Any) -> float:
+        """It runs each time that it is asked to: drivers and packages change without the graph."""
+        return float("nan")
+
+    def check(self, node_id: str | None = None) -> dict[str, Any]:
+        from ..pipelines.selftest.checks import MEMORY, selftest
+        from ..pipelines.selftest.result import keep
+
+        placement = host.placement()
+        placement.make_room(MEMORY)
+        with host.Progress(0, node_id) as progress:
+            result = selftest(placement.device, lambda name, done, total: progress.update(done, name, total))
+        file = host.selftest_directory() / f"{result.key}.json"
+        try:
+            kept = f"Kept in {keep(result, file)}."
+        except OSError as error:
+            kept = f"It could not be kept in {file}: {error.strerror or error}."
+        text = f"{result.in_words()}\n{kept}"
+        host.say(node_id, text, as_it_is=True)
+        return {"ui": {"text": [text], "onediff_guard": [result.as_dict()]}, "result": (text,)}

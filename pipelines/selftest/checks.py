@@ -1,0 +1,356 @@
+"""Whether a card computes what this pack takes for granted: each line runs one kind of operation at a small size, and
+measures how far the result is from float64's, computed on the CPU. Nothing is downloaded; a minute at most."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from ...precision.accumulation import accumulation
+from ...precision.activations import META, counting, on_meta
+from ...precision.arch import COMPILED, Architecture, detect
+from ...precision.dtypes import DTYPES
+from ...precision.guard import GuardPolicy, StageGuard
+from ...precision.half_products import HalfProducts, run_with_half_products
+from ...precision.kernels import kernels_of
+from ...precision.peaks import peak_memory
+from ...precision.policy import Component, Precision, choose
+from ...precision.report import RunReport
+from ...precision.upcast import run_in_fp32
+from ...precision.wide import with_wide_stream
+from ..compile.backends import EAGER, CompileOptions, came_to, choose_backend, compiled
+from ..errors import DeviceGone
+from ..families.table import VARIANTS
+from ..insight.machine import first_line
+from ..weights.ladder import ran_out
+from ..weights.offload import brings_parts_to, in_parts
+from ..weights.parts import Offload
+from .result import Concern, Line, SelfTest, machine_of
+
+logger = logging.getLogger(__name__)
+
+_Compute = Callable[..., torch.Tensor]
+# Of the norm. A result is rounded once where sums are float32: by half a unit in the last place at most.
+BOUNDS = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 1e-5}
+_SCALED = 2.0**-10  # of products in fp16 whose operands were scaled: each operand is rounded, and the result
+MEMORY = 2 * 2**30  # bytes that it takes of a card, at most
+TIMED = {"cpu": (256, 256, 256), "card": (4096, 17776, 1920)}  # a product's size; a stream's tokens and width
+_MOST_BEYOND = 0.1  # of what is counted: allocators round up, and libraries take workspaces
+_BEYOND = 1e6  # times fp16's usual values: what plain fp16 has no numbers for
+OPERATIONS: Mapping[str, tuple[_Compute, tuple[tuple[int, ...], ...]]] = {
+    "matrix product": (F.linear, ((192, 512), (384, 512))),
+    "2D convolution": (partial(F.conv2d, padding=1), ((1, 64, 24, 24), (64, 64, 3, 3))),
+    "3D convolution": (partial(F.conv3d, padding=1), ((1, 32, 4, 12, 12), (32, 32, 3, 3, 3))),
+    "attention": (F.scaled_dot_product_attention, ((1, 4, 192, 64),) * 3),
+}
+
+STREAM = ("embed", "layers.0", "layers.1", "layers.2")  # the layers of `_Stream` that write to it
+
+
+class _Check(NamedTuple):
+    name: str
+    bound: float  # the largest error that is right
+    measure: Callable[[torch.device], float]
+    concern: Concern  # what 'auto' does not choose where it is wrong
+
+
+def selftest(device: torch.device, tell: Callable[[str, int, int], object] = lambda *_: None) -> SelfTest:
+    """Run every check on a device, also after one that failed.
+
+    tell: is given the name of each as it begins, how many ended, and how many there are; may raise, to interrupt.
+
+    Raises DeviceGone where the device answers no more.
+    """
+    architecture = detect(device)
+    lines, checks = [], [*_checks(architecture)]
+    for check in checks:
+        tell(check.name, len(lines), len(checks) + 1)
+        lines.append(_line(check, device))
+        _ask(device, check.name)
+    tell("times", len(lines), len(checks) + 1)
+    machine = machine_of(device, architecture)
+    today = time.strftime("%Y-%m-%d")
+    return SelfTest(str(device), architecture, machine, today, tuple(lines), dict(_times(device, architecture)))
+
+
+class _NotRunError(Exception):
+    """A check has nothing to run here; says why."""
+
+
+def _line(check: _Check, device: torch.device) -> Line:
+    try:
+        with torch.inference_mode():
+            error = check.measure(device)
+    except _NotRunError as why:
+        return Line(check.name, "not run", note=str(why), concern=check.concern)
+    except Exception as error:
+        logger.debug("%s", check.name, exc_info=True)
+        if ran_out(error):
+            note = f"too little memory is free: {first_line(error)}"
+            return Line(check.name, "not run", note=note, concern=check.concern)
+        return Line(check.name, "wrong", bound=check.bound, note=first_line(error), concern=check.concern)
+    return Line(check.name, "right" if error <= check.bound else "wrong", error, check.bound, concern=check.concern)
+
+
+def _ask(device: torch.device, name: str) -> None:
+    """Raises DeviceGone where not even a byte comes back from the device: after some errors a process gets no other
+    answer of CUDA than that error."""
+    try:
+        torch.zeros(1, dtype=torch.uint8).to(device).cpu()
+    except RuntimeError as error:
+        raise DeviceGone(
+            "{} gives no answer any more after the check '{}' ({}). Nothing is kept of this self-test. Start anew; "
+            "where it happens again, the driver or the card is at fault.",
+            device,
+            name,
+            first_line(error),
+        ) from error
+
+
+def _checks(architecture: Architecture) -> Iterator[_Check]:
+    for name, (compute, shapes) in OPERATIONS.items():
+        for dtype in ("fp16", "bf16"):
+            plain = partial(_plain, architecture, compute, shapes, dtype)
+            yield _Check(f"{name} in {dtype}", BOUNDS[dtype], plain, dtype)
+        in_fp32 = partial(_in_fp32, compute, shapes)
+        yield _Check(f"{name} in fp32, without TF32", BOUNDS["fp32"], in_fp32, "fp32")
+        yield _Check(f"{name} in fp16, scaled", _SCALED, partial(_scaled, compute, shapes), "fp16")
+    yield _Check("the accumulation switches", BOUNDS["fp16"], partial(_long_sums, architecture), "fp16")
+    rerun = partial(_rerun, architecture)
+    yield _Check("a call that overflows, computed again in fp32", BOUNDS["fp32"], rerun, "fp16")
+    yield _Check("a residual stream in float32, beyond fp16", 2 * BOUNDS["fp16"], _stream, "fp16")
+    yield _Check("a compiled block", 2 * BOUNDS["fp16"], _compiled_block, COMPILED)
+    yield _Check("offload 'group'", 0.0, _group_offload, "")
+    yield _Check("peak memory beyond the estimate", _MOST_BEYOND, _peak_beyond_estimate, "")
+
+
+def _plain(
+    architecture: Architecture, compute: _Compute, shapes: tuple[tuple[int, ...], ...], dtype: str, device: torch.device
+) -> float:
+    if dtype == "bf16" and architecture.bf16 == "none":
+        raise _NotRunError(f"{architecture} has no bf16")
+    given = [_drawn(shape, seed).to(DTYPES[dtype]) for seed, shape in enumerate(shapes)]
+    with accumulation(architecture):
+        made = compute(*(each.to(device) for each in given))
+    return _off(made, compute(*(each.double() for each in given)))
+
+
+def _in_fp32(compute: _Compute, shapes: tuple[tuple[int, ...], ...], device: torch.device) -> float:
+    given = [_drawn(shape, seed).half() for seed, shape in enumerate(shapes)]
+    made = run_in_fp32(compute, *(each.to(device) for each in given))
+    return _off(made, compute(*(each.double() for each in given)))
+
+
+def _scaled(compute: _Compute, shapes: tuple[tuple[int, ...], ...], device: torch.device) -> float:
+    """As the guard's first attempt computes it: what is not a weight is float32, and beyond fp16."""
+    given = [_drawn(shape, seed) for seed, shape in enumerate(shapes)]
+    large = -1 if compute is F.scaled_dot_product_attention else 0  # its values, since softmax takes no such logits
+    given[large] = given[large] * _BEYOND
+    given = [each if index == large % len(given) else each.half() for index, each in enumerate(given)]
+    made = run_with_half_products(compute, *(each.to(device) for each in given), products=HalfProducts(torch.float16))
+    return _off(made, compute(*(each.double() for each in given)))
+
+
+def _long_sums(architecture: Architecture, device: torch.device) -> float:
+    """A product that adds up as many numbers as the widest layers of the models here, under the switches that runs
+    hold: fp16 sums lose digits of it."""
+    given = [_drawn(shape, seed).half() for seed, shape in enumerate(((16, 16384), (64, 16384)))]
+    with accumulation(architecture):
+        made = F.linear(*(each.to(device) for each in given))
+    return _off(made, F.linear(*(each.double() for each in given)))
+
+
+def _rerun(architecture: Architecture, device: torch.device) -> float:
+    first, last = (torch.nn.Linear(64, 64, bias=False) for _ in range(2))
+    first.weight.data = 2.0**12 * _drawn((64, 64), 0)
+    last.weight.data = 2.0**-12 * _drawn((64, 64), 1)
+    network, x = torch.nn.Sequential(first, last).half(), _drawn((8, 64), 2).half()
+    exact = F.linear(F.linear(x.double(), first.weight.double()), last.weight.double())
+    report = _report(architecture)
+    guard = StageGuard("denoiser", network.to(device), dtype="fp16", policy=GuardPolicy(strict=True), report=report)
+    made = guard(x.to(device))
+    if report.reruns != 1:
+        raise ValueError("the guard did not see the overflow")
+    return _off(made, exact)
+
+
+def _report(architecture: Architecture) -> RunReport:
+    plan = choose(architecture, VARIANTS["CogVideoX-2B"], Component.DENOISER, Precision.FP16)
+    return RunReport("self-test", str(architecture), plan)
+
+
+class _Stream(torch.nn.Module):
+    """x [tokens, width] → the same: a residual stream, with a norm before each layer that reads it. It leaves fp16
+    where x is as large as 2**8."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.embed = torch.nn.Linear(width, width)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(3))
+        for seed, layer in enumerate((self.embed, *self.layers)):
+            factor = 2.0**8 if layer is self.embed else 2.0**-3
+            layer.weight.data = _drawn((width, width), seed) * factor * (64 / width) ** 0.5
+            layer.bias.data = _drawn((width,), seed)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = x + layer(F.layer_norm(x, x.shape[-1:]).to(layer.weight.dtype))
+        return F.layer_norm(x, x.shape[-1:])
+
+
+def _stream(device: torch.device) -> float:
+    network, x = _Stream().half(), 2.0**8 * _drawn((32, 64), 9).half()
+    wide = with_wide_stream(network.to(device), STREAM, torch.float16)
+    made = wide(x.to(device)).cpu()
+    return _off(made, network.cpu().double()(x.double()))
+
+
+class _Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 64)
+        self.layer.weight.data, self.layer.bias.data = 2.0**-3 * _drawn((64, 64), 0), _drawn((64,), 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.gelu(self.layer(x), approximate="tanh") * 2
+
+
+class _Blocks(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([_Block()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[0](x)
+
+
+def _compiled_block(device: torch.device) -> float:
+    backend = choose_backend("auto", device)
+    if backend.name == EAGER:
+        raise _NotRunError(backend.reason)
+    network, x = _Blocks().half(), _drawn((32, 64), 2).half()
+    shell = compiled(network.to(device), ("blocks",), backend, CompileOptions(), device=device)
+    made = shell(x.to(device)).cpu()
+    if (instead := came_to(shell, backend)).name == EAGER:
+        raise _NotRunError(instead.reason)
+    return _off(made, network.cpu().double()(x.double()))
+
+
+def _group_offload(device: torch.device) -> float:
+    """Blocks whose weights come from main memory one after the other, twice, against the same with all of them there:
+    the kernels are the same, so the bits are."""
+    if not brings_parts_to(device):
+        raise _NotRunError("a CPU computes in main memory")
+    with torch.inference_mode(False):  # as weights are read
+        blocks = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4))).requires_grad_(False)
+        network = torch.nn.ModuleDict({"blocks": blocks}).half()
+    x = _drawn((256, 512), 2).half().to(device)
+    weights = in_parts(network, Offload.GROUP, device, blocks=("blocks",))
+    shell = weights.shell(network)
+    made = []
+    for _ in range(2):  # from page-locked memory the second time
+        with weights:
+            made.append(shell.get_submodule("blocks")(x))
+    weights.release()
+    whole = blocks.to(device)(x).cpu().double()
+    return max(_off(each, whole) for each in made)
+
+
+def _peak_beyond_estimate(device: torch.device) -> float:
+    """What a wide stream takes of the device's memory, beyond what was counted for it beforehand: a share of that."""
+    network, x = _Stream().half().to(device), _drawn((65536, 64), 9).half().to(device)
+    with counting(kernels_of(device)) as alive:
+        with_wide_stream(on_meta(network), STREAM, torch.float16, device=META)(x.to(META))
+    wide = with_wide_stream(network, STREAM, torch.float16)
+    wide(x)  # libraries keep the workspaces that they take at the first call
+    with peak_memory(device) as peak:
+        before = peak()
+        if before is None or before.reserved is None:
+            raise _NotRunError("memory is counted on cards of CUDA and ROCm alone")
+        wide(x)
+        taken = peak()
+    return max(0.0, (taken.used - before.used) / alive.most - 1) if taken else 0.0
+
+
+def _times(device: torch.device, architecture: Architecture) -> Iterator[tuple[str, float]]:
+    """What a square product takes in each dtype, and scaled in fp16; and what the guard and a wide stream add to a
+    stream of layers, as wide and long as CogVideoX-2B's on a card. What there is no memory for is left out."""
+    size, tokens, width = TIMED["cpu" if device.type == "cpu" else "card"]
+    in_fp32 = {"fp32": False, "TF32": True} if architecture.tf32 else {"fp32": False}
+    product, stream = f"{size}×{size} product in", f"{len(STREAM)} layers of {width} over {tokens} tokens in fp16"
+
+    def factors(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+        return _drawn((size, size), 0).to(device, dtype), _drawn((size, size), 1).to(device, dtype)
+
+    def plain(dtype: str) -> Callable[[], object]:
+        return partial(F.linear, *factors(DTYPES[dtype]))
+
+    def tf32(allowed: bool) -> Callable[[], object]:
+        return partial(run_in_fp32, F.linear, *factors(), tf32=allowed)
+
+    def scaled() -> Callable[[], object]:
+        x, weight = factors()
+        return partial(run_with_half_products, F.linear, x, weight.half(), products=HalfProducts(torch.float16))
+
+    def layers(around: Callable[[torch.nn.Module], Callable[..., object]]) -> Callable[[], object]:
+        return partial(around(_Stream(width).half().to(device)), _drawn((tokens, width), 9).half().to(device))
+
+    def guarded(network: torch.nn.Module) -> Callable[..., object]:
+        report = _report(architecture)
+        return StageGuard("denoiser", network, dtype="fp16", policy=GuardPolicy(), report=report)
+
+    halves = ("fp16",) if architecture.bf16 == "none" else ("fp16", "bf16")
+    timed: dict[str, Callable[[], Callable[[], object]]] = {
+        **{f"{product} {dtype}": partial(plain, dtype) for dtype in halves},
+        **{f"{product} {name}": partial(tf32, allowed) for name, allowed in in_fp32.items()},
+        f"{product} fp16, scaled": scaled,
+        stream: partial(layers, lambda network: network),
+        f"{stream}, guarded": partial(layers, guarded),
+        f"{stream}, wide": partial(layers, lambda network: with_wide_stream(network, STREAM, torch.float16)),
+    }
+    for name, prepare in timed.items():
+        if (seconds := _seconds(prepare, device)) is not None:
+            yield name, seconds
+
+
+def _seconds(prepare: Callable[[], Callable[[], object]], device: torch.device, calls: int = 7) -> float | None:
+    """Return what a call takes, the median of some; None where there is no memory for it."""
+
+    def wait() -> None:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+
+    taken = []
+    try:
+        with torch.inference_mode():
+            compute = prepare()
+            compute()
+            for _ in range(calls):
+                wait()
+                since = time.perf_counter()
+                compute()
+                wait()
+                taken.append(time.perf_counter() - since)
+    except RuntimeError as error:
+        if not ran_out(error):
+            raise
+        return None
+    return sorted(taken)[calls // 2]
+
+
+def _drawn(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _off(made: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return the norm of the difference as a share of the norm; infinite where a result is not finite."""
+    error = float((made.cpu().double() - exact).norm() / exact.norm())
+    return error if math.isfinite(error) else math.inf

@@ -1,0 +1,138 @@
+"""What a self-test came to: in words, and as a file that later runs on the same card read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from ...precision.arch import COMPILED, Architecture, detect
+from ...trust import foreign
+from ...trust.foreign import Foreign, Unreadable
+from ...trust.plain import for_json
+from ..atomic_files import replacing
+from ..compile.target import platform_of
+from ..insight.machine import driver
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+Verdict = Literal["right", "wrong", "not run"]
+Concern = Literal["fp16", "bf16", "fp32", "compiled code", ""]
+_DAY = r"\d{4}-\d\d-\d\d"
+_MAX_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Line:
+    """What one check came to."""
+
+    name: str
+    verdict: Verdict
+    error: float | None = None  # norm of the difference to float64, as a share of the norm; None: not measured
+    bound: float | None = None
+    note: str = ""
+    concern: Concern = ""  # what 'auto' does not choose where this is wrong
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """What was found on one device."""
+
+    device: str
+    architecture: Architecture
+    machine: Mapping[str, str]  # card, driver, versions
+    date: str  # of the day, in local time: "2026-11-30"
+    lines: tuple[Line, ...]
+    seconds: Mapping[str, float]  # what was timed → of one call, the median
+
+    @property
+    def wrong(self) -> tuple[Line, ...]:
+        return tuple(line for line in self.lines if line.verdict == "wrong")
+
+    @property
+    def key(self) -> str:
+        """What it holds for, as a file's name: this card, driver and PyTorch."""
+        return _key(self.architecture.name, self.machine)
+
+    def as_dict(self) -> dict[str, Any]:
+        return for_json(asdict(self))
+
+    def in_words(self) -> str:
+        about = ", ".join(f"{name} {value}" for name, value in self.machine.items() if value and name != "device")
+        lines = [f"Self-test of {self.machine['device']} ({self.device}), {self.date}", f"  {about}"]
+        lines += [f"  {_in_words(line)}" for line in self.lines]
+        lines += [f"  {name}: {seconds * 1000:.3g} ms" for name, seconds in self.seconds.items()]
+        ran = sum(line.verdict != "not run" for line in self.lines)
+        if not self.wrong:
+            return "\n".join([*lines, f"Result: OK. All {ran} lines that ran are right."])
+        left = [f"'{concern}'" for concern in _failed(self.lines) if concern != COMPILED]
+        left += ["a compiler"] if COMPILED in _failed(self.lines) else []
+        then = f" Precision and backend 'auto' choose no {' and no '.join(left)} here." if left else ""
+        return "\n".join([*lines, f"Result: {len(self.wrong)} of {ran} lines are WRONG on this card.{then}"])
+
+
+def _in_words(line: Line) -> str:
+    verdict = {"right": "right  ", "wrong": "WRONG  ", "not run": "not run"}[line.verdict]
+    error = "" if line.error is None else f"error {line.error:.1e}, of {line.bound:.1e} at most"
+    return f"{verdict}  {line.name:<48} {line.note or error}".rstrip()
+
+
+def machine_of(device: torch.device, architecture: Architecture) -> dict[str, str]:
+    """Return the card, the driver and the versions that a self-test holds for."""
+    facts = {key: str(value) for key, value in asdict(platform_of(device, architecture.name)).items()}
+    return {**facts, "driver": "" if device.type == "cpu" else driver()}
+
+
+def keep(result: SelfTest, file: Path) -> Path:
+    """Write it as JSON, whole or not at all. Raises OSError."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(file) as stream:
+        stream.write(json.dumps(result.as_dict(), indent=2, allow_nan=False).encode())
+    return file
+
+
+def verified_architecture(device: torch.device, folder: Path | None) -> Architecture:
+    """Return a device's architecture, with what the self-test of this card, driver and PyTorch found wrong there, where
+    one is kept in a folder. A file that cannot be read counts as none, and is named in the log."""
+    architecture = detect(device)
+    if folder is None or not any(folder.glob(f"{architecture.name}-*.json")):
+        return architecture
+    file = folder / f"{_key(architecture.name, machine_of(device, architecture))}.json"
+    try:
+        kept = foreign.fitting(_Kept, foreign.read(file, limit=_MAX_BYTES))
+    except FileNotFoundError:
+        return architecture
+    except (OSError, Unreadable) as error:
+        logger.warning("the self-test in %s is left alone: %s", file, error)
+        return architecture
+    return replace(architecture, tested=kept.date, failed=_failed(kept.lines))
+
+
+class _KeptLine(Foreign):
+    verdict: Verdict
+    concern: Concern = ""
+
+
+class _Kept(Foreign):
+    """What later runs ask of it."""
+
+    date: Annotated[str, Field(pattern=f"^{_DAY}$")]
+    lines: Annotated[list[_KeptLine], Field(max_length=1000)]
+
+
+def _failed(lines: Any) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(line.concern for line in lines if line.verdict == "wrong" and line.concern))
+
+
+def _key(architecture: str, machine: Mapping[str, str]) -> str:
+    facts = hashlib.sha256(json.dumps(dict(machine), sort_keys=True).encode()).hexdigest()[:12]
+    return f"{architecture}-{facts}"

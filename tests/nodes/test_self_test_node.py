@@ -1,0 +1,75 @@
+"""The Self-Test node, and what loaders and the Precision Report make of its result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
+from comfyui_onediff_guard.comfyui_host import host
+from comfyui_onediff_guard.headless.commands.doctor import examine
+from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice
+from comfyui_onediff_guard.pipelines.insight.diagnosis_text import in_words
+from comfyui_onediff_guard.pipelines.selftest import checks as module
+from comfyui_onediff_guard.pipelines.selftest.result import (
+    Line,
+    SelfTest,
+    keep,
+    machine_of,
+    verified_architecture,
+)
+from comfyui_onediff_guard.precision.arch import detect
+from comfyui_onediff_guard.trust import foreign
+
+CPU, DAY = torch.device("cpu"), "2026-11-30"
+
+
+def kept_here(folder: Path, line: Line) -> None:
+    result = SelfTest("cpu", detect(CPU), machine_of(CPU, detect(CPU)), DAY, (line,), {})
+    keep(result, folder / f"{result.key}.json")
+
+
+def test_loader_report_and_doctor_read_it(
+    monkeypatch: pytest.MonkeyPatch, model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    monkeypatch.setenv(host.SELFTEST_VARIABLE, str(tmp_path))
+    folder = model_folder("2b")
+    loader, report = (NODE_CLASS_MAPPINGS[f"OneDiffGuard{name}"]() for name in ("LoadCogVideoX", "PrecisionReport"))
+    texts, changed = [], []
+    with host.plain_folders(models=[folder.parent], input=tmp_path, output=tmp_path):
+        for lines in ((), (Line("a product", "right"),), (Line("a product in fp32", "wrong", concern="fp32"),)):
+            if lines:
+                kept_here(tmp_path, *lines)
+            changed.append(loader.IS_CHANGED(model=folder.name))
+            (pipeline,) = loader.load(folder.name, "fp32", "eager", "none")
+            texts.append((report.show(pipeline)["result"][0], in_words(examine(folder, precision="fp32"))))
+    assert len({*changed}) == 3, "what is loaded is loaded anew"
+    for said, now in zip(
+        (
+            "not verified: run `onediff-guard selftest`",
+            f"verified on this card on {DAY}",
+            f"on {DAY}, fp32 came out WRONG",
+        ),
+        texts,
+        strict=True,
+    ):
+        assert all(said in " ".join(text.split()) for text in now), said
+    assert all("asked for fp32, but fp32 came out wrong" in " ".join(text.split()) for text in texts[-1])
+
+
+def test_the_node_runs_it_keeps_it_and_shows_it(monkeypatch: pytest.MonkeyPatch, comfyui: Any, tmp_path: Path) -> None:
+    monkeypatch.setenv(host.SELFTEST_VARIABLE, str(tmp_path / "kept"))
+    monkeypatch.setattr(module, "_times", lambda *_: [("a product", 0.001)])
+    monkeypatch.setattr(module, "choose_backend", lambda *_: BackendChoice("eager", "not tried here"))
+    answer = NODE_CLASS_MAPPINGS["OneDiffGuardSelfTest"]().check(node_id="7")
+    (text,) = answer["result"]
+    (file,) = (tmp_path / "kept").iterdir()
+    assert text.endswith(f"Result: OK. All 19 lines that ran are right.\nKept in {file}.")
+    assert answer["ui"]["text"] == [text] and comfyui.texts[-1] == ("7", text)
+    assert answer["ui"]["onediff_guard"][0]["architecture"]["name"] == detect(CPU).name
+    assert verified_architecture(CPU, tmp_path / "kept").tested == foreign.read(file)["date"]
+    monkeypatch.setenv(host.SELFTEST_VARIABLE, str(file))  # which is no folder
+    assert "It could not be kept in" in NODE_CLASS_MAPPINGS["OneDiffGuardSelfTest"]().check()["result"][0]

@@ -1,0 +1,144 @@
+"""What a self-test found wrong, later runs on the same card do not choose, and say so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from comfyui_onediff_guard.comfyui_host.plans import comfy_plan
+from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, for_dtype
+from comfyui_onediff_guard.pipelines.families.table import VARIANTS
+from comfyui_onediff_guard.pipelines.selftest.result import (
+    Line,
+    SelfTest,
+    keep,
+    machine_of,
+    verified_architecture,
+)
+from comfyui_onediff_guard.precision.arch import ARCHITECTURES, COMPILED, Architecture, detect
+from comfyui_onediff_guard.precision.policy import Component, Precision, choose
+
+CPU, DAY = torch.device("cpu"), "2026-11-30"
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def with_failed(name: str, *failed: str) -> Architecture:
+    return replace(ARCHITECTURES[name], tested=DAY, failed=failed)
+
+
+def kept_here(folder: Path, *lines: Line, **machine: str) -> Path:
+    """Keep a self-test of this machine, or of one that differs from it."""
+    architecture = detect(CPU)
+    facts = machine_of(CPU, architecture) | machine
+    result = SelfTest("cpu", architecture, facts, DAY, lines or (Line("a product", "right"),), {})
+    return keep(result, folder / f"{result.key}.json")
+
+
+@pytest.mark.parametrize(
+    ("card", "model", "failed", "comes_to"),
+    [
+        ("sm90", "CogVideoX-5B", (), "bf16"),
+        ("sm90", "CogVideoX-5B", ("bf16",), "fp16"),
+        ("sm90", "CogVideoX-5B", ("bf16", "fp16"), "fp32"),
+        ("sm90", "CogVideoX-5B", ("fp16", COMPILED), "bf16"),
+        ("sm90", "CogVideoX-2B", ("fp16",), "bf16"),
+        ("sm75", "CogVideoX-2B", ("fp16",), "fp32"),
+        ("sm75", "CogVideoX-5B", ("bf16",), "fp16"),
+        ("sm61", "SVD", ("fp32",), "fp32"),
+        ("sm90", "SVD", ("fp16", "bf16", "fp32"), "fp32"),
+    ],
+)
+def test_auto_takes_the_next_best(card: str, model: str, failed: tuple[str, ...], comes_to: str) -> None:
+    plan = choose(with_failed(card, *failed), VARIANTS[model], Component.DENOISER, Precision.AUTO)
+    before = choose(ARCHITECTURES[card], VARIANTS[model], Component.DENOISER, Precision.AUTO)
+    assert plan.dtype == comes_to and plan.reason.endswith(f"→ {comes_to}")
+    assert (f"but {before.dtype} came out wrong in this card's self-test of {DAY}" in plan.reason) == (
+        before.dtype in failed
+    )
+    assert plan.wide == (comes_to == "fp16" and VARIANTS[model].has_stream)
+
+
+@pytest.mark.parametrize("request_", [Precision.BF16, Precision.FP16, Precision.FP32, Precision.INT8])
+def test_what_is_asked_for_is_done_and_the_reason_warns(request_: Precision) -> None:
+    plan = choose(with_failed("sm90", *HALVES), VARIANTS["CogVideoX-2B"], Component.DENOISER, request_)
+    assert plan == replace(
+        choose(ARCHITECTURES["sm90"], VARIANTS["CogVideoX-2B"], Component.DENOISER, request_), reason=plan.reason
+    )
+    assert plan.reason.endswith(f", but {plan.dtype} came out wrong in this card's self-test of {DAY}")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "request_", "failed", "comes_to", "wide"),
+    [
+        ("bf16", Precision.AUTO, ("bf16",), "fp16", True),
+        ("bf16", Precision.AUTO, ("bf16", "fp16"), "fp32", False),
+        ("fp16", Precision.AUTO, ("bf16",), "fp16", False),
+        ("bf16", None, ("bf16",), "bf16", False),
+    ],
+)
+def test_comfyuis_own_models_too(
+    chosen: str, request_: Precision | None, failed: tuple[str, ...], comes_to: str, wide: bool
+) -> None:
+    plan = comfy_plan(Component.DENOISER, "Lumina2", HALVES[chosen], with_failed("sm90", *failed), request_)
+    assert (plan.dtype, plan.wide) == (comes_to, wide)
+    assert ("self-test" in plan.reason) == (chosen in failed)
+
+
+def test_what_was_compiled_wrong_is_compiled_only_where_that_is_asked_for() -> None:
+    card = with_failed("sm90", COMPILED)
+    by_itself = for_dtype(BackendChoice("inductor", "auto: first choice", automatic=True), card, "fp16")
+    asked_for = BackendChoice("inductor", "asked for")
+    assert by_itself.name == "eager" and by_itself.reason == (
+        f"auto: inductor is there, but compiled code came out wrong in this card's self-test of {DAY}"
+    )
+    assert for_dtype(asked_for, card, "fp16") is asked_for
+
+
+def test_it_holds_for_this_card_driver_and_pytorch_alone(tmp_path: Path) -> None:
+    assert (
+        verified_architecture(CPU, None)
+        == verified_architecture(CPU, tmp_path)
+        == verified_architecture(CPU, tmp_path / "none")
+        == detect(CPU)
+    )
+    wrong = Line("attention in fp16", "wrong", 1.0, 0.1, concern="fp16")
+    for fact in machine_of(CPU, detect(CPU)):
+        kept_here(tmp_path, wrong, **{fact: "another"})
+        assert verified_architecture(CPU, tmp_path) == detect(CPU), fact
+    kept_here(tmp_path, wrong, Line("a product", "right", concern="bf16"), Line("offload", "wrong"), wrong)
+    assert verified_architecture(CPU, tmp_path) == replace(detect(CPU), tested=DAY, failed=("fp16",))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda _: "[]",
+        lambda text: text.replace(DAY, "yesterday; $(x)"),
+        lambda text: text.replace('"right"', '"fine"'),
+        lambda text: text.replace('"concern": ""', '"concern": "fp64"'),
+        lambda text: text.replace('"concern": ""', '"concern": "' + "x" * 2**20 + '"'),
+    ],
+)
+def test_a_damaged_file_counts_as_none(
+    damage: Callable[[str], str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = kept_here(tmp_path)
+    whole = file.read_text(encoding="utf-8")
+    assert damage(whole) != whole and verified_architecture(CPU, tmp_path).tested == DAY
+    file.write_text(damage(whole), encoding="utf-8")
+    assert verified_architecture(CPU, tmp_path) == detect(CPU)
+    assert "is left alone" in caplog.text
+
+
+def test_a_file_of_before_says_nothing_of_what_it_concerns(tmp_path: Path) -> None:
+    file = kept_here(tmp_path, Line("attention in fp16", "wrong", 1.0, 0.1, concern="fp16"))
+    kept = json.loads(file.read_text(encoding="utf-8"))
+    for line in kept["lines"]:
+        del line["concern"]
+    file.write_text(json.dumps(kept), encoding="utf-8")
+    assert verified_architecture(CPU, tmp_path) == replace(detect(CPU), tested=DAY)
