@@ -42,7 +42,7 @@ def card(monkeypatch) -> Callable[[str], None]:
     """card("sm75") makes this CPU that card, for whatever a loader node opens from then on."""
 
     def become(name: str) -> None:
-        monkeypatch.setattr(handle, "detect", lambda _device: arch.named(name))
+        monkeypatch.setattr(handle, "verified_architecture", lambda *_: arch.named(name))
         monkeypatch.setattr(handle, "present", lambda: ())
 
     return become

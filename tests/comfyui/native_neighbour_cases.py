@@ -198,7 +198,7 @@ def case_accumulation() -> dict[str, Any]:
     pack = sys.modules["custom_nodes_pack.comfyui_host.networks"]
     rows = sys.modules["custom_nodes_pack.precision.arch"].ARCHITECTURES
     results: dict[str, Any] = {}
-    detect = pack.detect
+    verified = pack.verified_architecture
     before = _switches()
     for card, dtype in (("sm80", torch.float16), ("sm70", torch.float16), ("sm80", torch.bfloat16)):
         for name, model in (("healthy", make_model(SD15, dtype)), ("hot", make_model(SD15, dtype, hot=True))):
@@ -206,11 +206,11 @@ def case_accumulation() -> dict[str, Any]:
             patcher = model.clone()
             patcher.add_wrapper_with_key(KINDS.DIFFUSION_MODEL, "look", _looking(seen))
             said.clear()
-            pack.detect = lambda _device, card=card: rows[card]
+            pack.verified_architecture = lambda *_, card=card: rows[card]
             try:
                 results[f"{card}, {dtype}, {name}"] = sample(guarded(patcher), SD15)
             finally:
-                pack.detect = detect
+                pack.verified_architecture = verified
             results[f"{card}, {dtype}, {name}, seen"] = seen
             results[f"{card}, {dtype}, {name}, said"] = said[-1]
             results[f"{card}, {dtype}, {name}, restored"] = _switches() == before

@@ -64,7 +64,7 @@ def on_card(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.delenv(name, raising=False)
 
     def card(name: str) -> None:
-        monkeypatch.setattr(networks, "detect", lambda _device: ARCHITECTURES[name])
+        monkeypatch.setattr(networks, "verified_architecture", lambda *_: ARCHITECTURES[name])
 
     return card
 

@@ -47,7 +47,7 @@ def card() -> Iterator[Fp16SumsOnCpu]:
 
 @pytest.fixture
 def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., PipelineHandle]:
-    monkeypatch.setattr(handles, "detect", lambda _device: ARCHITECTURES["sm89"])
+    monkeypatch.setattr(handles, "verified_architecture", lambda *_: ARCHITECTURES["sm89"])
 
     def open_in(folder: Path, accumulation: Accumulation = FP16, backend: str = "eager", **more: Any) -> PipelineHandle:
         options: dict[str, Any] = {"offload": "none", "placement": PlainPlacement(), "profiles": tmp_path / "kept"}
