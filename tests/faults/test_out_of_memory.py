@@ -14,7 +14,8 @@ from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.pipelines.weights import offload as offloading
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from diffusers.hooks.group_offloading import ModuleGroup
-from moving import BEFORE, CARD, CASES, Card, opened, tensors_of, train_lora, what_is_wrong
+from moving import BEFORE, CARD, CASES, Card, opened, tensors_of, what_is_wrong
+from trained_lora import train_lora
 
 
 @pytest.fixture

@@ -33,8 +33,8 @@ from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample, w
 from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.policy import Component, Precision
-from moving import train_lora
 from tiers import drawn
+from trained_lora import train_lora
 
 
 @pytest.fixture(scope="module")

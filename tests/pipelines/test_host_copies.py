@@ -20,11 +20,12 @@ from comfyui_onediff_guard.pipelines.weights import offload as offloading
 from comfyui_onediff_guard.pipelines.weights import placement
 from comfyui_onediff_guard.pipelines.weights.parts import tensors_of
 from comfyui_onediff_guard.pipelines.weights.placement import DeviceMemory, PlainPlacement, has_own_memory, move
-from moving import CARD, train_lora
+from moving import CARD
 from page_locked import stand_in_for_cuda
 from test_offload import assert_same, opened, run
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from trained_lora import train_lora
 
 Folder = Callable[..., Path]
 HOST = torch.device("cpu")

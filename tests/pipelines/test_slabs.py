@@ -23,9 +23,10 @@ from comfyui_onediff_guard.pipelines.weights.parts import Parts, tensors_of
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.pipelines.weights.slab import Slab, laid_out
 from diffusers import CogVideoXTransformer3DModel
-from moving import frames, opened, train_lora
+from moving import frames, opened
 from page_locked import CUDA, Cuda, stand_in_for_cuda
 from test_offload import assert_same, run
+from trained_lora import train_lora
 
 MODELS = ["2b", "1.5", "5b-i2v", "cogview3", "cogview4", "svd", "wan", "wan-ti2v"]
 

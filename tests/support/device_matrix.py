@@ -4,11 +4,13 @@
 
 RESULT is a JSON file: by "model/overflow/leg", how far latents and frames are from a run on the CPU, and the report's
 counts. DEVICE "cuda" is a card, run by hand, and the CPU's run is in fp32. "second" is the second device
-(second_device/), and the CPU's run is the same one: its kernels are the CPU's, so nothing may differ.
+(second_device/), and the CPU's run is the same one: its kernels are the CPU's, so nothing may differ, where
+MKL_CBWR=COMPATIBLE is in the environment.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import json
@@ -28,7 +30,12 @@ import torch
 MODELS = ("2b", "5b-i2v", "1.5", "cogview3", "cogview4", "svd", "wan", "wan-ti2v", "wan-two")
 SIZES = {"5b-i2v": (96, 64, 9), "cogview3": (128, 128, 1), "cogview4": (128, 128, 1), "svd": (128, 128, 4)}
 SIZES |= {"wan": (96, 96, 5), "wan-ti2v": (96, 96, 5), "wan-two": (96, 96, 5)}
-SMALL_SIZES = dict.fromkeys(SIZES, (64, 64, 5)) | {"svd": (64, 64, 2), "cogview3": (64, 64, 1), "cogview4": (64, 64, 1)}
+SMALL_SIZES = dict.fromkeys(SIZES, (64, 64, 5)) | {
+    "5b-i2v": (96, 64, 9),
+    "svd": (64, 64, 2),
+    "cogview3": (64, 64, 1),
+    "cogview4": (64, 64, 1),
+}
 OVERFLOWS = dict.fromkeys(MODELS, ("none", "stream", "inside"))  # that a model's folder can be made with
 OVERFLOWS |= {"svd": ("none",)} | dict.fromkeys(("wan", "wan-ti2v", "wan-two"), ("none", "stream"))
 
@@ -49,6 +56,7 @@ class Leg:
     step_cache: bool = False
     tiling: bool = False
     chunk: int = 0
+    lora: bool = False
 
 
 LEGS = (
@@ -65,16 +73,24 @@ LEGS = (
     Leg("tiled", "fp16", tiling=True),
     Leg("chunked", "fp16", chunk=1),
 )
-SECOND = tuple(
-    replace(leg, steps=2, sizes="small", runs=2)
-    for leg in (
-        *(
-            Leg(f"fp32 {offload}", "fp32", offload=offload)
-            for offload in ("none", "model", "group", "sequential", "auto")
-        ),
-        Leg("fp16", "fp16", offload="group", scope="learned"),
-    )
-)
+_LEARNED = Leg("learned", "fp16", offload="group", scope="learned")
+_STEP_CACHE = Leg("step cache", "fp16", step_cache=True, steps=10)
+_AUTO, _GROUP = Leg("auto", "fp32", offload="auto"), Leg("group", "fp32", offload="group")
+# A covering set: every family in fp32 with offload 'auto' and overflowing in fp16; and each other way once or twice
+SECOND = {
+    model: tuple(replace(leg, runs=2, sizes="small", steps=max(leg.steps - 2, 2)) for leg in (_AUTO, _LEARNED, *others))
+    for model, others in {
+        "2b": (_GROUP, Leg("LoRA", "fp16", offload="group", lora=True), Leg("bf16", "bf16")),
+        "5b-i2v": (Leg("tiled", "fp32", offload="sequential", tiling=True),),
+        "1.5": (Leg("model", "fp32", offload="model"),),
+        "cogview3": (_GROUP, Leg("bf16", "bf16", offload="sequential")),
+        "cogview4": (Leg("LoRA", "fp32", offload="model", lora=True), replace(_STEP_CACHE, offload="group")),
+        "svd": (),
+        "wan": (Leg("sequential", "fp16", offload="sequential"), Leg("chunked", "fp32", chunk=1)),
+        "wan-ti2v": (Leg("int8", "int8", offload="model"), Leg("tiled", "fp32", tiling=True)),
+        "wan-two": (Leg("model", "fp32", offload="model"), Leg("LoRA", "fp16", offload="sequential", lora=True)),
+    }.items()
+}
 COMPILED = (
     Leg("inductor", "fp16", backend="inductor", runs=2),
     Leg("inductor learned", "fp16", backend="inductor", scope="learned", runs=3),
@@ -87,7 +103,7 @@ def ran(folder: Path, device: torch.device, leg: Leg) -> Iterator[tuple[torch.Te
     from comfyui_onediff_guard.pipelines.models.recognised import family_of
     from comfyui_onediff_guard.pipelines.run.decode import decode
     from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
-    from comfyui_onediff_guard.pipelines.run.handle import load
+    from comfyui_onediff_guard.pipelines.run.handle import add_lora, load
     from comfyui_onediff_guard.pipelines.run.pictures import fitted
     from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
     from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
@@ -99,6 +115,8 @@ def ran(folder: Path, device: torch.device, leg: Leg) -> Iterator[tuple[torch.Te
     handle = load(folder, family_of(folder), precision=Precision(leg.precision), **options)
     policy = GuardPolicy(scope=Scope(leg.scope), strict=leg.strict)
     handle = replace(handle, policy=policy, step_cache=CachePolicy(0.1) if leg.step_cache else None)
+    if leg.lora:
+        handle = add_lora(handle, lora_for(folder))
     sizes, usual = (SIZES, (128, 96, 9)) if leg.sizes == "usual" else (SMALL_SIZES, (64, 48, 5))
     width, height, frames = sizes.get(folder.name.rpartition("-")[0], usual)
     settings = SampleSettings(width, height, steps=leg.steps, seed=3, frames=frames, guidance_scale=5.0)
@@ -117,10 +135,33 @@ def ran(folder: Path, device: torch.device, leg: Leg) -> Iterator[tuple[torch.Te
         assert leg.offload in ("none", "auto") or left <= {"cpu", "meta"}, f"left on {left} with {leg.offload}"
 
 
+@functools.cache
+def lora_for(model: Path) -> Any:
+    from trained_lora import train_lora
+
+    return train_lora(Path(tempfile.mkdtemp(dir=model.parent)), model)
+
+
 def off(made: torch.Tensor, exact: torch.Tensor) -> float:
     """The norm of the difference as a share of the norm; infinite where a result is not finite."""
     error = float((made.double() - exact.double()).norm() / exact.double().norm())
     return error if math.isfinite(error) else math.inf
+
+
+@contextlib.contextmanager
+def laid_out_as_on_a_card() -> Iterator[None]:
+    """Have group norms lay their input out as on a card: PyTorch's `at::native::group_norm` keeps channels last on a
+    CPU alone, where another kernel adds up in another order."""
+    own = torch.nn.functional.group_norm
+
+    def contiguous(given: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return own(given.contiguous(), *args, **kwargs)
+
+    torch.nn.functional.group_norm = contiguous
+    try:
+        yield
+    finally:
+        torch.nn.functional.group_norm = own
 
 
 def rows(
@@ -130,9 +171,12 @@ def rows(
 
     @functools.cache
     def on_cpu(leg: Leg) -> list[Any]:
-        return [made[:2] for made in ran(folder, torch.device("cpu"), leg)]
+        with laid_out_as_on_a_card() if same else contextlib.nullcontext():
+            return [made[:2] for made in ran(folder, torch.device("cpu"), leg)]
 
     def reference(leg: Leg) -> list[Any]:
+        if same and leg.precision == "int8":  # which not every CPU has
+            return [made[:2] for made in ran(folder, device, replace(leg, offload="none"))]
         if same:
             return on_cpu(replace(leg, name="", offload="none"))
         plain = Leg("", "fp32", strict=True, runs=max(leg.runs, 2), tiling=leg.tiling, chunk=leg.chunk)
@@ -152,6 +196,7 @@ def rows(
                         "plan": sampled.plan.dtype,
                         "reruns": sampled.reruns + decoded.reruns,
                         "backend": sampled.backend,
+                        "cached": sum(step.cached for step in sampled.steps),
                     }
                 )
         except Exception:  # noqa: BLE001 - shown
@@ -167,18 +212,18 @@ def rows(
 
 
 def _overflow_for(leg: Leg, model: str) -> str:
-    return OVERFLOWS[model][-1 if leg.precision == "fp16" else 0]
+    return OVERFLOWS[model][-1 if leg.precision == "fp16" and not leg.step_cache else 0]
 
 
 def main(device: torch.device, result: Path, models: list[str], *, second: bool) -> None:
     import shared_models
 
-    legs = SECOND if second else COMPILED if os.environ.get("COMPILED") else LEGS
+    usual = COMPILED if os.environ.get("COMPILED") else LEGS
     found = {}
     for name in models or MODELS:
         for overflow in OVERFLOWS[name]:
             folder = shared_models.model_folder(name, overflow)
-            chosen = legs if not second else tuple(leg for leg in legs if overflow == _overflow_for(leg, name))
+            chosen = tuple(leg for leg in SECOND[name] if overflow == _overflow_for(leg, name)) if second else usual
             for leg, row in rows(folder, device, chosen, same=second):
                 found[f"{name}/{overflow}/{leg}"] = row
                 runs = "  ".join(

@@ -138,20 +138,6 @@ def frames(handle: PipelineHandle, seed: int = 3) -> torch.Tensor:
     return decode(handle, latents)[0]
 
 
-def train_lora(folder: Path, model: Path) -> Lora:
-    """A small one."""
-    import diffusers
-    from peft import LoraConfig
-    from peft.utils import get_peft_model_state_dict
-
-    student: Any = diffusers.CogVideoXTransformer3DModel.from_pretrained(model / "transformer")
-    student.add_adapter(LoraConfig(r=2, lora_alpha=2, init_lora_weights=False, target_modules=["to_q"]))
-    diffusers.CogVideoXPipeline.save_lora_weights(
-        folder, transformer_lora_layers=get_peft_model_state_dict(student), weight_name="a.safetensors"
-    )
-    return Lora(folder / "a.safetensors")
-
-
 BEFORE: dict[str, Callable[[PipelineHandle, Lora], object]] = {  # the run that fails
     "first use": lambda _handle, _lora: None,
     "second use": lambda handle, _lora: frames(handle, seed=1),

@@ -1,0 +1,26 @@
+"""A small LoRA for a small model's denoiser, as diffusers' training scripts save it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from comfyui_onediff_guard.pipelines.models.lora import Lora
+
+
+def train_lora(folder: Path, model: Path) -> Lora:
+    """folder: where it is saved. model: of diffusers, with a transformer."""
+    import diffusers
+    from peft import LoraConfig
+    from peft.utils import get_peft_model_state_dict
+
+    name = json.loads((model / "transformer" / "config.json").read_text(encoding="utf-8"))["_class_name"]
+    student: Any = getattr(diffusers, name).from_pretrained(model / "transformer")
+    with torch.random.fork_rng(devices=[]):
+        student.add_adapter(LoraConfig(r=2, lora_alpha=2, init_lora_weights=False, target_modules=["to_q"]))
+    diffusers.CogVideoXPipeline.save_lora_weights(  # other families' do the same
+        folder, transformer_lora_layers=get_peft_model_state_dict(student), weight_name="a.safetensors"
+    )
+    return Lora(folder / "a.safetensors")
