@@ -124,7 +124,8 @@ class Loader(Node):
         else:
             path = cls.models().get(model)
             found = fingerprint(path) if path else ""
-        return found and found + fingerprint(host.selftest_directory())  # which 'auto' reads
+        results = host.selftest_directory()  # which 'auto' reads
+        return found + fingerprint(results) if found and results.is_dir() else found
 
     @classmethod
     def _roots(cls) -> tuple[str, ...]:

@@ -192,6 +192,7 @@ def _kept_elsewhere(
     if stores := sys.modules.get("comfyui_onediff_guard.pipelines.weights.components"):
         stores._STORES.clear()  # one that a reference cycle keeps is not found again
     monkeypatch.setenv("ONEDIFF_GUARD_PROFILES", str(tmp_path_factory.mktemp("profiles")))
+    monkeypatch.setenv("ONEDIFF_GUARD_SELFTEST", str(tmp_path_factory.getbasetemp() / "no self-test was run"))
     monkeypatch.setenv("ONEDIFF_GUARD_COMPILED_GB", "0")
 
 
