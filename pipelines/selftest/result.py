@@ -17,7 +17,6 @@ from ...trust import foreign
 from ...trust.foreign import Foreign, Unreadable
 from ...trust.plain import for_json
 from ..atomic_files import replacing
-from ..compile.target import platform_of
 from ..insight.machine import driver
 
 if TYPE_CHECKING:
@@ -88,6 +87,8 @@ def _in_words(line: Line) -> str:
 
 def machine_of(device: torch.device, architecture: Architecture) -> dict[str, str]:
     """Return the card, the driver and the versions that a self-test holds for."""
+    from ..compile.target import platform_of  # a run that is not compiled loads nothing of compiling
+
     facts = {key: str(value) for key, value in asdict(platform_of(device, architecture.name)).items()}
     return {**facts, "driver": "" if device.type == "cpu" else driver()}
 

@@ -38,6 +38,7 @@ SMALL_SIZES = dict.fromkeys(SIZES, (64, 64, 5)) | {
 }
 OVERFLOWS = dict.fromkeys(MODELS, ("none", "stream", "inside"))  # that a model's folder can be made with
 OVERFLOWS |= {"svd": ("none",)} | dict.fromkeys(("wan", "wan-ti2v", "wan-two"), ("none", "stream"))
+_LORAS = tempfile.TemporaryDirectory()  # not beside the models, which other tests share
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def ran(folder: Path, device: torch.device, leg: Leg) -> Iterator[tuple[torch.Te
 def lora_for(model: Path) -> Any:
     from trained_lora import train_lora
 
-    return train_lora(Path(tempfile.mkdtemp(dir=model.parent)), model)
+    return train_lora(Path(tempfile.mkdtemp(dir=_LORAS.name)), model)
 
 
 def off(made: torch.Tensor, exact: torch.Tensor) -> float:
