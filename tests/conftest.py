@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import shutil
 import signal
@@ -184,14 +185,24 @@ def process_as_before(_leave_modules_out: None) -> Iterator[None]:
         pytest.fail("left behind:\n" + "\n".join(left), pytrace=False)
 
 
+@pytest.fixture(scope="session")
+def _profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder for each test that asks, by its number: pytest's own are numbered by a look at all there are."""
+    parent = tmp_path_factory.mktemp("profiles")
+    return (parent / str(number) for number in itertools.count())
+
+
 @pytest.fixture(autouse=True)
 def _kept_elsewhere(
-    process_as_before: None, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    process_as_before: None,
+    _profiles: Iterator[Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What a test's runs load, learn and compile is not kept for the next test, nor for whoever runs the tests."""
     if stores := sys.modules.get("comfyui_onediff_guard.pipelines.weights.components"):
         stores._STORES.clear()  # one that a reference cycle keeps is not found again
-    monkeypatch.setenv("ONEDIFF_GUARD_PROFILES", str(tmp_path_factory.mktemp("profiles")))
+    monkeypatch.setenv("ONEDIFF_GUARD_PROFILES", str(next(_profiles)))
     monkeypatch.setenv("ONEDIFF_GUARD_SELFTEST", str(tmp_path_factory.getbasetemp() / "no self-test was run"))
     monkeypatch.setenv("ONEDIFF_GUARD_COMPILED_GB", "0")
 

@@ -29,8 +29,8 @@ def test_a_line_names_a_folder_a_file_a_test_or_a_case(rule: str, node_id: str, 
 
 
 def test_every_test_runs_in_test_or_slow_or_needs_a_checkout_or_is_left_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    lists = {"check": {"tests/a.py": ""}, "test": {"tests/b.py::t[1]": ""}, "all": {"tests/c.py": ""}}
-    monkeypatch.setattr(tiers, "SECTIONS", lists)
+    lists = {"check": {"tests/a.py": ""}, "test": {"tests/b.py": ""}, "slow": {"tests/b.py::t[2]": ""}}
+    monkeypatch.setattr(tiers, "SECTIONS", lists | {"all": {"tests/c.py": ""}})
     names = {"tests/a.py::t", "tests/b.py::t[1]", "tests/b.py::t[2]", "tests/c.py::t", "tests/d.py::t[leg_a]"}
     checkouts = {"tests/a.py::t[leg_b]", "tests/d.py::t[leg_c]"}
     ran = {tier: tiers.selected(tier, names | checkouts) for tier in tiers.TIERS}
@@ -38,8 +38,8 @@ def test_every_test_runs_in_test_or_slow_or_needs_a_checkout_or_is_left_to_all(m
     assert ran["test"] == {"tests/a.py::t", "tests/b.py::t[1]"}
     assert ran["slow"] == {"tests/b.py::t[2]", "tests/d.py::t[leg_a]"}
     assert ran["all"] == names | checkouts
-    assert tiers.unfitting("test", ["tests/a.py::t"]) == {"tests/b.py::t[1]"}
-    assert tiers.unfitting("slow", ["tests/a.py::t"]) == {"tests/b.py::t[1]", "tests/c.py"}
+    assert tiers.unfitting("test", ["tests/a.py::t", "tests/b.py::t[1]"]) == {"tests/b.py::t[2]"}
+    assert tiers.unfitting("slow", ["tests/a.py::t"]) == {"tests/b.py", "tests/b.py::t[2]", "tests/c.py"}
 
 
 def test_each_two_values_of_a_test_with_three_axes_meet() -> None:
@@ -65,8 +65,14 @@ def test_pytests_cases_have_their_values_on_their_axes(
 
 
 def test_no_line_says_again_what_another_says() -> None:
-    for (_, one), (_, other) in itertools.combinations(LINES, 2):
-        assert not tiers.fits(one, other) and not tiers.fits(other, one), f"{one} and {other}"
+    for (section, line), (inner_section, inner) in itertools.permutations(LINES, 2):
+        if (section, inner_section) != ("test", "slow"):
+            assert not tiers.fits(line, inner), f"{line} and {inner}"
+
+
+def test_what_is_left_out_of_make_test_would_be_in_it() -> None:
+    whole = tiers.SECTIONS["test"]
+    assert not [rule for rule in tiers.SECTIONS["slow"] if not any(tiers.fits(line, rule) for line in whole)]
 
 
 def test_each_line_says_what_it_would_catch() -> None:

@@ -27,6 +27,7 @@ from ..models.recognised import open_model
 from ..parallel.group import here
 from ..selftest.result import verified_architecture
 from ..weights.components import ComponentStore, MemoryKey, shared_store
+from ..weights.ladder import once_more
 from ..weights.offload import Offload, backend_with, brings_parts_to
 from ..weights.placement import Placement
 from ..weights.quantising import check
@@ -155,14 +156,20 @@ class PipelineHandle:
 
 
 def in_turn(
-    stage: Callable[Concatenate[PipelineHandle, Args], Result],
-) -> Callable[Concatenate[PipelineHandle, Args], Result]:
-    """A stage that waits for those of other threads that run on the same store."""
+    stage: Callable[Concatenate[PipelineHandle, Args], tuple[Result, RunReport]],
+) -> Callable[Concatenate[PipelineHandle, Args], tuple[Result, RunReport]]:
+    """A stage that waits for those of other threads that run on the same store. Where memory runs out in it, and not in
+    a model's call, which has a ladder of its own, it begins once more with nothing on the device."""
 
     @wraps(stage)
-    def waiting(handle: PipelineHandle, *args: Args.args, **kwargs: Args.kwargs) -> Result:
-        with handle.store.turn():
+    def waiting(handle: PipelineHandle, *args: Args.args, **kwargs: Args.kwargs) -> tuple[Result, RunReport]:
+        def run() -> tuple[Result, RunReport]:
             return stage(handle, *args, **kwargs)
+
+        with handle.store.turn():
+            if not here().alone:  # the other ranks would go on
+                return run()
+            return once_more(run, handle.store.leave_device, handle.store.placement)
 
     return waiting
 

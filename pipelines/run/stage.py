@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -159,10 +158,7 @@ class ComponentStage(Stage):
         store = self.handle.store
 
         def others_away() -> str:
-            others = [name for name in store.loaded() if name != self.name]
-            for name in others:
-                store.rest(name)
-            store.placement.make_room(sys.maxsize)
+            store.leave_device(but=self.name)
             return "nothing else on the device"
 
         def needs() -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Generator, Mapping
@@ -291,6 +292,12 @@ class ComponentStore:
                 self.placement.to_host(name, self._modules[name][1])
                 if name in self._with_loras:
                     move(self._with_loras[name][1], torch.device("cpu"))  # what the LoRAs added
+
+    def leave_device(self, but: str = "") -> None:
+        """Move all components to the host's memory, one excepted, and what else a memory manager can move."""
+        for name in self.loaded().keys() - {but}:
+            self.rest(name)
+        self.placement.make_room(sys.maxsize)
 
     def empty_quantised(self) -> None:
         """Let go of quantised weights, which are there while a run lasts."""

@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from ...precision.peaks import size
+from ...precision.report import RunReport
 from ...trust.message import Message, Told
 from .placement import Placement
 
@@ -174,6 +175,35 @@ class Ladder:
             self._needs(),
             first_line(failed),
         ) from failed
+
+
+def once_more(
+    run: Callable[[], tuple[Result, RunReport]], leave_device: Callable[[], object], placement: Placement
+) -> tuple[Result, RunReport]:
+    """Run a stage, and a second time with nothing on the device where memory ran out beside its model: for embeddings,
+    noise, or what a scheduler computes. Raises NoRoom where it runs out then, too."""
+    again = False
+    while True:
+        try:
+            made, report = run()
+        except RuntimeError as error:
+            if isinstance(error, NoRoom) or not ran_out(error):
+                raise
+            if again:
+                raise NoRoom(
+                    "Memory ran out, with nothing else of the model on {}. Choose a smaller size, close what else uses "
+                    "the card, or take a card with more memory. PyTorch said: {}",
+                    placement.device,
+                    first_line(error),
+                ) from error
+            traceback.clear_frames(error.__traceback__)
+        else:
+            if again:
+                report.note(Message("memory ran out; the stage began again with nothing else on the device"))
+            return made, report
+        again = True
+        leave_device()
+        placement.give_back()
 
 
 def first_line(error: BaseException) -> str:

@@ -21,7 +21,7 @@ from comfyui_onediff_guard.headless.comparison import pictures
 from comfyui_onediff_guard.headless.errors import ExitCode, OutputError
 from PIL import Image
 
-SIZES = {"width": 128, "height": 96, "frames": 13}
+SIZES = {"width": 96, "height": 64, "frames": 9}
 FILES = {"side-by-side.png", "side-by-side.webp", "report.json"} | {f"{case.video}.mp4" for case in RUNS}
 
 
@@ -54,7 +54,7 @@ def test_it_succeeds_and_leaves_its_files_and_nothing_else(run: Any) -> None:
     assert {path.name for path in output.iterdir()} == FILES | {"models"}
     for name in FILES:
         assert name in done.stdout
-    assert "13 of 13 frames NaN" in done.stdout
+    assert "9 of 9 frames NaN" in done.stdout
     assert "every frame finite" in done.stdout
     assert "Traceback" not in done.stderr
 
@@ -71,7 +71,7 @@ def test_a_pipe_gets_one_line_a_stage(run: Any) -> None:
 def test_plain_fp16_is_black_and_guarded_fp16_is_right(run: Any) -> None:
     output, _ = run
     plain, guarded, inside, reference = (_frames(output / f"{case.video}.mp4") for case in RUNS)
-    assert plain.shape == reference.shape == (13, 96, 128, 3)
+    assert plain.shape == reference.shape == (9, 64, 96, 3)
     assert plain.max() <= 2  # black, after a video codec
     for made in (guarded, inside):
         assert made.std() > 30
@@ -83,7 +83,7 @@ def test_the_report_has_the_numbers(run: Any) -> None:
     report = json.loads((output / "report.json").read_text(encoding="utf-8"))
     plain, guarded, inside, reference = report["runs"]
     assert [each["precision"] for each in report["runs"]] == ["fp16 (plain)", "fp16", "fp16", "fp32"]
-    assert plain["frames_not_finite"] == plain["frames"] == 13
+    assert plain["frames_not_finite"] == plain["frames"] == 9
     assert plain["steps_not_finite"] == plain["steps"] == 8
     assert plain["max_difference_from_fp32"] == "NaN"  # strict JSON
     assert guarded["frames_not_finite"] == reference["frames_not_finite"] == 0
@@ -103,7 +103,7 @@ def test_the_pictures_show_something(run: Any) -> None:
         assert rows.width == STILL_WIDTH
         assert len(np.unique(np.asarray(rows.convert("RGB").resize((120, 76))).reshape(-1, 3), axis=0)) > 500
     with Image.open(output / "side-by-side.webp") as moving:
-        assert moving.n_frames == 13
+        assert moving.n_frames == 9
         assert moving.info["loop"] == 0
 
 

@@ -52,7 +52,7 @@ def test_nan_is_grey_pixel_by_pixel() -> None:
     assert (pictures._coloured(half)[:50] == pictures.NEUTRAL).all()
 
 
-@pytest.mark.parametrize("runs", range(2, 9))
+@pytest.mark.parametrize("runs", [2, 5, 8])
 @pytest.mark.parametrize("shape", [(100, 160), (160, 100), (20, 300)])
 def test_it_is_never_wider_than_a_page(runs: int, shape: tuple[int, int]) -> None:
     run = replace(RUN, frames=np.zeros((3, *shape, 3), np.uint8))

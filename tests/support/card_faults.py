@@ -64,25 +64,21 @@ def nothing_is_wrong(handle: Any, expected: torch.Tensor) -> None:
 
 
 def case_an_allocation_that_fails_anywhere() -> None:
-    """It costs the run nothing, or a clear error; the run after it is right."""
-    card, errors = second_device.card, set[str]()
+    """It costs the run nothing but time, before the first call of a model, too; the run after it is right."""
+    card = second_device.card
     for offload in ("auto", "group"):
         handle = opened("2b", offload)
         expected = frames(handle)
         card.reset()
         frames(handle)
-        launched, right = card.counts()["kernels"], 0
+        launched = card.counts()["kernels"]
         for number in range(FAILING):
             card.fail_in(1 + number * launched // FAILING)
             try:
                 assert is_right(frames(handle), expected, offload), (offload, number)
-                right += 1
-            except torch.OutOfMemoryError as error:
-                errors.add(str(error).partition("\n")[0])
             finally:
                 card.fail_in(0)
             nothing_is_wrong(handle, expected)
-        assert right >= FAILING - 1, f"with offload '{offload}', {right} of {FAILING} runs came through: {errors}"
         handle.store.empty()
 
 

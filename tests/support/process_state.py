@@ -16,7 +16,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -59,6 +59,8 @@ def loggers() -> Facts:
     root = logging.getLogger()
 
     def handlers(logger: logging.Logger) -> list[logging.Handler]:
+        if not logger.handlers:
+            return []
         return [handler for handler in logger.handlers if not type(handler).__module__.startswith("_pytest")]
 
     facts: Facts = {"disabled below": root.manager.disable, "root": (root.level, handlers(root), root.filters.copy())}
@@ -142,15 +144,22 @@ def compilers() -> Facts:
 def ours() -> Facts:
     """The pack's own settings for all runs: nobody holds them once nobody runs."""
     facts: Facts = {}
-    for name, module in [*sys.modules.items()]:
-        if name.startswith(f"{PACKAGE}.") and isinstance(module, ModuleType):
-            for setting in _shared_settings(module):
-                facts[name, setting] = _holders(getattr(module, setting))
+    for name in _our_modules(len(sys.modules)):
+        module = _loaded(name)
+        for setting in _shared_settings(module) if isinstance(module, ModuleType) else ():
+            facts[name, setting] = _holders(getattr(module, setting))
     if host := _loaded(f"{PACKAGE}.comfyui_host.host"):
         facts["folders of a run"] = host._folders.get() is not host._DEFAULT_FOLDERS
     if block := _loaded(f"{PACKAGE}.pipelines.compile.block"):
         facts["who hears of compiling"] = block._listener.get()
     return facts
+
+
+@lru_cache(maxsize=1)
+def _our_modules(loaded: int) -> list[str]:
+    """loaded: how many modules there are: a pass through thousands takes longer than most tests."""
+    del loaded
+    return [name for name in sys.modules if name.startswith(f"{PACKAGE}.")]
 
 
 @cache

@@ -49,14 +49,15 @@ def listed(section: str, node_ids: Iterable[str]) -> set[str]:
 def selected(tier: str, node_ids: Iterable[str]) -> set[str]:
     """The node ids that a tier runs.
 
-    check: section [check]. test: that and [test]. slow: what test leaves, without checkouts of ComfyUI and [all].
+    check: section [check]. test: that and [test], without [slow]. slow: what test leaves, without checkouts of ComfyUI
+    and [all].
     """
     names = {*node_ids}
     if tier == "all":
         return names
     here = {name for name in names if leg_of(name) in ("", "a")}
     check = listed("check", here)
-    test = check | listed("test", here)
+    test = check | listed("test", here) - listed("slow", here)
     return {"check": check, "test": test, "slow": here - test - listed("all", here)}[tier]
 
 
@@ -104,7 +105,7 @@ def files(tier: str) -> tuple[str, ...] | None:
 def unfitting(tier: str, node_ids: Iterable[str]) -> set[str]:
     """Lines of the list that fit no test, among those that the tier collects."""
     names = [*node_ids]
-    sections = {"check": ("check",), "test": ("check", "test")}.get(tier, ("check", "test", "all"))
+    sections = {"check": ("check",), "test": ("check", "test", "slow")}.get(tier, tuple(SECTIONS))
     return {rule for section in sections for rule in SECTIONS[section] if not any(fits(rule, name) for name in names)}
 
 
