@@ -1,7 +1,7 @@
 # make demo    a small CogVideoX that overflows fp16: black without the guard, right with it (output/demo)
 # make check   ruff, basedpyright, and the tests that load no pipeline and compile nothing
 # make test    those, and one real thing of each kind (tests/tiers.toml), in a real ComfyUI and the demo too
-# make test-slow  the other tests that need no checkout of ComfyUI; what has to pass before a change goes in
+# make test-slow  the other tests that need no checkout of ComfyUI, and the tests' own types
 # make test-all  every test, in each ComfyUI that is found; a table of them ends it
 # make comfyui-env CHECKOUT=~/ComfyUI  an environment beside a ComfyUI's checkout, for the tests to run it with
 # make reliability  faults, fuzzing, threads and soak at full depth: docs/reliability.md, from their figures
@@ -27,10 +27,13 @@ TESTS := .venv/bin/python -m pytest -n $(JOBS)
 # beside the checkout, where the tests look for it
 ENVIRONMENT = $(patsubst %/,%,$(CHECKOUT))-venv
 
+# what is typed after every change; the tests take as long again, in `make test-slow`
+TYPED := __init__.py __main__.py benchmarks comfyui_host demo headless nodes pipelines precision tools trust
+
 # a process of its own, since its memory is measured
 SOAK := tests/faults/test_soak.py
 
-.PHONY: demo check check-tests test test-tests test-slow test-all comfyui-env reliability audit lint bench docs clean
+.PHONY: demo check check-tests test test-tests test-slow test-slow-tests test-all comfyui-env reliability audit lint types bench docs clean
 
 demo: .venv/.installed
 	.venv/bin/onediff-guard demo
@@ -49,9 +52,12 @@ test-tests: .venv/.installed .venv-comfyui/.installed
 	$(TESTS) --tier test
 
 test-slow: .venv/.installed .venv-comfyui/.installed
+	@$(MAKE) --no-print-directory --jobs=2 types test-slow-tests
+
+test-slow-tests:
 	$(TESTS) --tier slow
 
-test-all: lint .venv-comfyui/.installed
+test-all: lint types .venv-comfyui/.installed
 	.venv/bin/python -m pytest $(SOAK)
 	$(TESTS) --ignore $(SOAK)
 
@@ -68,6 +74,9 @@ audit:
 lint: .venv/.installed
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+	.venv/bin/basedpyright $(TYPED)
+
+types: .venv/.installed
 	.venv/bin/basedpyright
 
 bench: .venv/.installed
