@@ -83,7 +83,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in selected])
     items[:] = [item for item in items if item.nodeid in selected]
     tests_in = Counter(_one_process(item.nodeid) for item in items)
-    items.sort(key=lambda item: tests_in[_one_process(item.nodeid)])  # files of few tests have the longest of them
+    items.sort(  # what shares a server takes longest, and files of few tests have the longest of them
+        key=lambda item: (not _one_process(item.nodeid).startswith("server"), tests_in[_one_process(item.nodeid)])
+    )
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ What comes out is what the CPU makes, to the bit, with no access that nothing or
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -20,14 +21,18 @@ pytestmark = pytest.mark.skipif(bool(second_device.why_not()), reason=second_dev
 SAME_BITS = {"MKL_CBWR": "COMPATIBLE"}  # else MKL's products hang on where in memory a weight happens to lie
 
 
-@pytest.mark.parametrize("model", device_matrix.MODELS)
-def test_a_family_is_what_it_is_on_the_cpu(tmp_path: Path, model: str) -> None:
+TOGETHER = (("2b",), ("wan-two",), ("svd",), ("5b-i2v", "1.5", "cogview3", "cogview4", "wan", "wan-ti2v"))
+
+
+@pytest.mark.parametrize("models", TOGETHER, ids=" ".join)
+def test_a_family_is_what_it_is_on_the_cpu(tmp_path: Path, models: tuple[str, ...]) -> None:
+    """models: those of one process."""
     result = tmp_path / "result.json"
-    command = [sys.executable, device_matrix.__file__, "second", str(result), model]
+    command = [sys.executable, device_matrix.__file__, "second", str(result), *models]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | SAME_BITS)
     assert done.returncode == 0, done.stderr[-4000:]
     rows = json.loads(result.read_text())
-    assert len(rows) == len(device_matrix.SECOND[model])
+    assert len(rows) == sum(len(device_matrix.SECOND[model]) for model in models)
     for leg, row in rows.items():
         assert "error" not in row, (leg, row["error"])
         assert len(row["runs"]) == 2, leg
@@ -35,6 +40,11 @@ def test_a_family_is_what_it_is_on_the_cpu(tmp_path: Path, model: str) -> None:
         assert not row["hazards"], (leg, row["hazards"])
         assert any(run["cached"] for run in row["runs"]) == leg.endswith("step cache"), (leg, row["runs"])
         assert row["left"] == 0, leg
-    if "inside" in device_matrix.OVERFLOWS[model]:
-        (fp16,) = (row for leg, row in rows.items() if leg.endswith("learned"))
-        assert [run["reruns"] for run in fp16["runs"]] == [1, 0], "learned"
+    for model in models:
+        if "inside" in device_matrix.OVERFLOWS[model]:
+            (fp16,) = (row for leg, row in rows.items() if leg == f"{model}/inside/learned")
+            assert [run["reruns"] for run in fp16["runs"]] == [1, 0], (model, "learned")
+
+
+def test_every_family_is_in_a_process() -> None:
+    assert sorted(itertools.chain(*TOGETHER)) == sorted(device_matrix.MODELS)
