@@ -54,7 +54,7 @@ test-tests: .venv/.installed .venv-comfyui/.installed
 test-slow: .venv/.installed .venv-comfyui/.installed
 	@$(MAKE) --no-print-directory --jobs=2 types test-slow-tests
 
-test-slow-tests:
+test-slow-tests: .venv/.installed .venv-comfyui/.installed
 	$(TESTS) --tier slow
 
 test-all: lint types .venv-comfyui/.installed

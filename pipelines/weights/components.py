@@ -295,8 +295,9 @@ class ComponentStore:
 
     def leave_device(self, but: str = "") -> None:
         """Move all components to the host's memory, one excepted, and what else a memory manager can move."""
-        for name in self.loaded().keys() - {but}:
-            self.rest(name)
+        for name in self.loaded():
+            if name != but:
+                self.rest(name)
         self.placement.make_room(sys.maxsize)
 
     def empty_quantised(self) -> None:
