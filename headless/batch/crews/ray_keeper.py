@@ -44,6 +44,13 @@ def _has(process: psutil.Process, mark: str) -> bool:
     return f"{VARIABLE}={mark}".encode() in variables.read_bytes()  # Ray's titles overwrite some, where psutil ends
 
 
+def _lives(process: psutil.Process) -> bool:
+    """A zombie does not, which nobody may ever take notice of, as in a container without an init process."""
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 def _below(processes: Iterable[psutil.Process]) -> Iterator[psutil.Process]:
     for process in processes:
         with suppress(psutil.Error):
@@ -57,19 +64,28 @@ def _marked(mark: str) -> Iterator[psutil.Process]:
                 yield process
 
 
-def _watch(owner: psutil.Process, mark: str) -> set[psutil.Process]:
+def _owner(pid: int) -> list[psutil.Process]:
+    """The process that started this one, or none where it is gone already: its number may be another's by now."""
+    with suppress(psutil.NoSuchProcess):
+        owner = psutil.Process(pid)
+        if os.getppid() == pid:
+            return [owner]
+    return []
+
+
+def _watch(owner: list[psutil.Process], mark: str) -> set[psutil.Process]:
     """What the owner has started, once it is gone."""
     known = set[psutil.Process]()
     with selectors.DefaultSelector() as watched:
         watched.register(sys.stdin.fileno(), selectors.EVENT_READ)
         while not watched.select(LOOK_SECONDS):
-            known |= {*_below([owner])}
+            known |= {*_below(owner)}
     return known | {*_below(known)} | {*_marked(mark)}
 
 
 def _end(found: set[psutil.Process], mark: str) -> None:
     for _ in range(ROUNDS):
-        found = {each for each in found if each.pid != os.getpid() and each.is_running()}
+        found = {each for each in found if each.pid != os.getpid() and _lives(each)}
         if not found:
             return
         for process in found:
@@ -80,4 +96,4 @@ def _end(found: set[psutil.Process], mark: str) -> None:
 
 
 if __name__ == "__main__":
-    _end(_watch(psutil.Process(int(sys.argv[2])), sys.argv[1]), sys.argv[1])
+    _end(_watch(_owner(int(sys.argv[2])), sys.argv[1]), sys.argv[1])

@@ -4,6 +4,7 @@ for."""
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,10 +16,12 @@ import psutil
 import pytest
 import toy_jobs
 from batch_runs import TOYS, Batch
+from comfyui_onediff_guard.headless.batch.crews import ray_keeper
 from waiting import HANG_SECONDS, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere Ray's processes are others")
 with_ray = pytest.mark.skipif(not find_spec("ray"), reason="Ray is not installed: pip install '.[scale]'")
+SLEEPS = [sys.executable, "-c", "import time; time.sleep(3600)"]
 OWNER = """
 import os, subprocess, sys, time
 from comfyui_onediff_guard.headless.batch.crews.ray_keeper import kept
@@ -60,6 +63,22 @@ def test_what_the_command_started_ends_with_it_however_it_ends(let_go: bool) -> 
         for each in started:
             each.kill()
     assert not psutil.wait_procs(started, HANG_SECONDS)[1]
+
+
+def test_what_was_started_ends_where_the_command_is_gone_before_it_is_watched() -> None:
+    started = subprocess.Popen(SLEEPS, env=os.environ | {ray_keeper.VARIABLE: "mark"})
+    with subprocess.Popen([sys.executable, "-c", ""]) as owner:
+        pass
+    subprocess.run([sys.executable, "-I", ray_keeper.__file__, "mark", str(owner.pid)], input=b"", check=True)
+    assert started.wait(HANG_SECONDS) == -signal.SIGKILL
+
+
+def test_a_process_that_has_the_number_of_one_that_is_gone_is_not_watched() -> None:
+    assert ray_keeper._owner(os.getppid()) == [psutil.Process(os.getppid())]
+    with subprocess.Popen(SLEEPS) as another:
+        assert not ray_keeper._owner(another.pid)
+        another.kill()
+    assert not ray_keeper._owner(another.pid)
 
 
 @with_ray
