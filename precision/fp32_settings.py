@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -54,12 +55,57 @@ def _allow_fp32_attention() -> Callable[[], None]:
         return held.pop_all().close
 
 
-def _allow_tf32() -> Callable[[], None]:
-    """Allow TF32 through PyTorch's old switches, which set the new ones (2.9 and later) along. Where the new ones alone
+class Tf32:
+    """TF32 in this process's matrix products and convolutions: allowed while a run holds it so, and off while one
+    computes in plain fp32, which PyTorch's convolutions do not do by default. Plain fp32 wins where runs overlap."""
+
+    def __init__(self) -> None:
+        self._holders = {True: 0, False: 0}
+        self._now: bool | None = None
+        self._restore: Callable[[], None] = lambda: None
+        self._lock = threading.Lock()
+
+    @property
+    def is_held(self) -> bool:
+        return any(self._holders.values())
+
+    @contextmanager
+    def held(self, allowed: bool) -> Generator[None]:
+        """Hold it on or off inside."""
+        self._count(allowed, 1)
+        try:
+            yield
+        finally:
+            self._count(allowed, -1)
+
+    def _count(self, allowed: bool, one: int) -> None:
+        with self._lock:
+            self._holders[allowed] += one
+            wanted = False if self._holders[False] else True if self._holders[True] else None
+            if wanted is not self._now:
+                self._restore()
+                self._restore, self._now = (lambda: None) if wanted is None else _set_tf32(wanted), wanted
+
+
+def _set_tf32(on: bool) -> Callable[[], None]:
+    """Set TF32 through PyTorch's old switches, which set the new ones (2.9 and later) along. Where the new ones alone
     were set, reading an old one raises, in every thread. Returns the function that undoes it."""
     matmul: Any = torch.backends.cuda.matmul
     cudnn: Any = torch.backends.cudnn
-    undo = _in_tf32(matmul, (matmul,)), _in_tf32(cudnn, (cudnn.conv, cudnn.rnn) if hasattr(cudnn, "conv") else ())
+    mkldnn: Any = torch.backends.mkldnn
+
+    def write_products(value: str) -> None:
+        if value == "high":
+            matmul.allow_tf32 = True  # the word would set the CPU's products, too
+        else:
+            torch.set_float32_matmul_precision(value)
+
+    products = _Switch(torch.get_float32_matmul_precision, write_products, ("highest", "high"))
+    convolutions = _Switch(lambda: cudnn.allow_tf32, lambda value: setattr(cudnn, "allow_tf32", value), (False, True))
+    undo = (
+        products.turned(on, (matmul, mkldnn.matmul) if hasattr(mkldnn, "matmul") else (matmul,)),
+        convolutions.turned(on, (cudnn.conv, cudnn.rnn) if hasattr(cudnn, "conv") else ()),
+    )
 
     def restore() -> None:
         for each in undo:
@@ -68,35 +114,44 @@ def _allow_tf32() -> Callable[[], None]:
     return restore
 
 
-def _in_tf32(switch: Any, operations: tuple[Any, ...]) -> Callable[[], None]:
-    """Allow TF32 where it is not allowed. Returns the function that undoes it.
+class _Switch(NamedTuple):
+    """An old switch of TF32, and its values for off and on."""
 
-    operations: those whose new settings the old switch sets too; the first is the one that needs TF32.
-    """
-    operations = tuple(each for each in operations if hasattr(each, "fp32_precision"))
-    before = [each.fp32_precision for each in operations]  # their own, or what stands above them
-    allowed = before[0] == "tf32" if before else switch.allow_tf32
-    if allowed:  # whichever way: 'high' and 'medium' matrix products are not told apart by the old switch
-        return lambda: None
-    try:
-        mixed = switch.allow_tf32  # off in the new settings, so on here is another's doing
-    except RuntimeError:
-        mixed = True
-    if mixed:
-        operations[0].fp32_precision = "tf32"
-    else:
-        switch.allow_tf32 = True
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+    values: tuple[Any, Any]
 
-    def restore() -> None:
-        if not mixed:
-            switch.allow_tf32 = False
-        for operation, precision in zip(operations, before, strict=True):
-            inherited = precision == torch.backends.cudnn.fp32_precision  # it stands for all of CUDA
-            operation.fp32_precision = "none" if inherited else precision
+    def turned(self, on: bool, operations: tuple[Any, ...]) -> Callable[[], None]:
+        """Set TF32 where it is not set so. Returns the function that undoes it.
 
-    return restore
+        operations: those whose new settings the old switch sets too; the first is the one that it is about.
+        """
+        operations = tuple(each for each in operations if hasattr(each, "fp32_precision"))
+        before = [each.fp32_precision for each in operations]  # their own, or what stands above them
+        try:
+            old = self.read()
+            is_on = before[0] == "tf32" if before else old != self.values[False]
+            mixed = (old != self.values[False]) != is_on  # by another's new settings alone
+        except RuntimeError:
+            old, is_on, mixed = None, before[0] == "tf32", True
+        if is_on == on:
+            return lambda: None
+        if mixed:
+            for operation in operations[:1] if on else operations:
+                operation.fp32_precision = "tf32" if on else "ieee"
+        else:
+            self.write(self.values[on])
+
+        def restore() -> None:
+            if not mixed:
+                self.write(old)
+            for operation, precision in zip(operations, before, strict=True):
+                inherited = precision == torch.backends.cudnn.fp32_precision  # it stands for all of CUDA
+                operation.fp32_precision = "none" if inherited else precision
+
+        return restore
 
 
 EAGER_ONLY = SharedSetting(_force_eager)
-TF32 = SharedSetting(_allow_tf32)
+TF32 = Tf32()
 FP32_ATTENTION = SharedSetting(_allow_fp32_attention)

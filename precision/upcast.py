@@ -43,7 +43,8 @@ def run_in_fp32(function: Callable[..., Result], *args: Any, tf32: bool = False,
 
     args, kwargs: passed on, with every fp16/bf16 tensor in them upcast. A tensor that the function changes in place
         is written back to the caller's tensor in the caller's dtype.
-    tf32: allow TF32 matrix products while it runs (fp32's range, fp16's mantissa; sm80 and later).
+    tf32: allow TF32 while it runs (fp32's range, fp16's mantissa; sm80 and later), or keep even convolutions from it,
+        which PyTorch lets take it.
 
     Returns what the function returns; half-precision results are float32.
 
@@ -118,8 +119,7 @@ def fp32_mode(mode: Fp32Mode, *, tf32: bool) -> Generator[None]:
     with ExitStack() as stack:
         if "torch._dynamo" in sys.modules:
             stack.enter_context(EAGER_ONLY.held())
-        if tf32:
-            stack.enter_context(TF32.held())
+        stack.enter_context(TF32.held(tf32))
         stack.enter_context(torch.no_grad())
         stack.enter_context(autocast_off(device_types()))
         stack.enter_context(mode)

@@ -157,7 +157,7 @@ def _in_fp32(stage: ComponentStage, network: torch.nn.Module, compiling: Decoder
 @contextmanager
 def _as_in_fp32(tf32: bool) -> Generator[None]:
     """Compiled code of float32 weights computes as `run_in_fp32` does, which compiles nothing."""
-    with TF32.held() if tf32 else nullcontext(), autocast_off_where_on(device_types()):
+    with TF32.held(tf32), autocast_off_where_on(device_types()):
         yield
 
 

@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 
 import process_state
 import pytest
 import torch._dynamo  # noqa: F401 - its settings are compared
 from at_once import HANG_SECONDS, at_once
 from comfyui_onediff_guard.precision import fp32_settings
-from comfyui_onediff_guard.precision.shared import NO_WARNINGS, SharedSetting, Turns
+from comfyui_onediff_guard.precision.shared import NO_WARNINGS, Turns
 
-SETTINGS: dict[str, SharedSetting] = {
-    "no warnings": NO_WARNINGS,
-    "eager only": fp32_settings.EAGER_ONLY,
-    "tf32": fp32_settings.TF32,
-    "attention in fp32": fp32_settings.FP32_ATTENTION,
+HOLD: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "no warnings": NO_WARNINGS.held,
+    "eager only": fp32_settings.EAGER_ONLY.held,
+    "tf32": partial(fp32_settings.TF32.held, True),
+    "no tf32": partial(fp32_settings.TF32.held, False),
+    "attention in fp32": fp32_settings.FP32_ATTENTION.held,
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", HOLD)
 def test_a_setting_is_taken_away_by_who_leaves_last(name: str) -> None:
     kinds = ("torch flag", "compiler", "warnings")
     before, first, second = process_state.read(), ExitStack(), ExitStack()
     for stack in (first, second):
         with ThreadPoolExecutor(1) as thread:
-            thread.submit(stack.enter_context, SETTINGS[name].held()).result()
+            thread.submit(stack.enter_context, HOLD[name]()).result()
     held = process_state.read()
     assert process_state.changes(before, kinds)
     first.close()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
+from comfyui_onediff_guard.precision.fp32_settings import TF32
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from torch import nn
 
@@ -77,14 +80,15 @@ BY_WHOM: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.parametrize("on", [True, False])
 @pytest.mark.parametrize("by_whom", BY_WHOM)
-def test_tf32_mixes_no_old_and_new_settings_and_leaves_them_as_they_were(by_whom, given_settings):
+def test_tf32_mixes_no_old_and_new_settings_and_leaves_them_as_they_were(by_whom, on, given_settings):
     BY_WHOM[by_whom]()
     before = settings()
     with ThreadPoolExecutor(1) as pool:
-        here, there = run_in_fp32(lambda: (settings(), pool.submit(settings).result()), tf32=True)
+        here, there = run_in_fp32(lambda: (settings(), pool.submit(settings).result()), tf32=on)
     assert here == there
-    assert here["matmul"] == here["convolutions"] == "tf32"
+    assert (here["matmul"] == "tf32", here["convolutions"] == "tf32") == (on, on)
     raising = {name for name, value in here.items() if value == "raises"}
     assert raising <= {name for name, value in before.items() if value == "raises"}, "none that did not before"
     assert settings() == before
@@ -97,26 +101,40 @@ def test_a_setting_that_was_inherited_is_inherited_again(given_settings):
     assert MATMUL.fp32_precision == "tf32"
 
 
-def test_tf32_is_scoped_even_when_runs_overlap():
-    matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
-    seen = []
-    inside, leave = threading.Event(), threading.Event()
+@pytest.mark.parametrize(("first", "second", "seen"), [
+    (True, True, "tf32 tf32 tf32"),
+    (True, False, "none none tf32"),
+    (False, True, "none none none"),
+    (False, False, "none none none"),
+])  # fmt: skip
+def test_it_is_scoped_and_plain_fp32_wins_where_runs_overlap(first, second, seen, given_settings):
+    inside, leave, found = threading.Event(), threading.Event(), []
+
+    def read():
+        return found.append(CUDNN.conv.fp32_precision)
 
     def outer():
         inside.set()
         leave.wait(30)
-        seen.append(matmul.fp32_precision)
+        read()
 
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(run_in_fp32, outer, tf32=True)
+        running = pool.submit(run_in_fp32, outer, tf32=first)
         assert inside.wait(30)
-        run_in_fp32(lambda: seen.append(matmul.fp32_precision), tf32=True)
-        assert matmul.fp32_precision == "tf32"
+        run_in_fp32(lambda: (read(), read()), tf32=second)
         leave.set()
-        first.result()
-    assert seen == ["tf32", "tf32"]
-    assert matmul.fp32_precision == before
+        running.result()
+    assert found == seen.split()
+
+
+def test_it_is_put_back_whoever_leaves_last(given_settings):
+    for order in itertools.permutations((True, False, True)):
+        before, stacks = settings(), [ExitStack() for _ in order]
+        for stack, allowed in zip(stacks, order, strict=True):
+            stack.enter_context(TF32.held(allowed))
+        for stack in stacks:
+            stack.close()
+        assert settings() == before
 
 
 def test_pytorch_2_6_raises_where_there_is_no_accelerator(monkeypatch):

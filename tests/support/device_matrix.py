@@ -28,7 +28,13 @@ from typing import Any
 import torch
 
 MODELS = ("2b", "5b-i2v", "1.5", "cogview3", "cogview4", "svd", "wan", "wan-ti2v", "wan-two")
-SIZES = {"5b-i2v": (96, 64, 9), "cogview3": (128, 128, 1), "cogview4": (128, 128, 1), "svd": (128, 128, 4)}
+SIZES = {
+    "1.5": (96, 64, 9),
+    "5b-i2v": (96, 64, 9),
+    "cogview3": (128, 128, 1),
+    "cogview4": (128, 128, 1),
+    "svd": (128, 128, 4),
+}
 SIZES |= {"wan": (96, 96, 5), "wan-ti2v": (96, 96, 5), "wan-two": (96, 96, 5)}
 SMALL_SIZES = dict.fromkeys(SIZES, (64, 64, 5)) | {
     "5b-i2v": (96, 64, 9),

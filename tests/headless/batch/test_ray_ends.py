@@ -76,9 +76,9 @@ def test_what_was_started_ends_where_the_command_is_gone_before_it_is_watched() 
 def test_a_process_that_has_the_number_of_one_that_is_gone_is_not_watched() -> None:
     assert ray_keeper._owner(os.getppid()) == [psutil.Process(os.getppid())]
     with subprocess.Popen(SLEEPS) as another:
-        assert not ray_keeper._owner(another.pid)
+        watched = ray_keeper._owner(another.pid)
         another.kill()
-    assert not ray_keeper._owner(another.pid)
+    assert watched == ray_keeper._owner(another.pid) == []
 
 
 @with_ray
