@@ -14,22 +14,12 @@ from comfyui_onediff_guard.headless.commands.doctor import examine
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice
 from comfyui_onediff_guard.pipelines.insight.diagnosis_text import in_words
 from comfyui_onediff_guard.pipelines.selftest import checks as module
-from comfyui_onediff_guard.pipelines.selftest.result import (
-    Line,
-    SelfTest,
-    keep,
-    machine_of,
-    verified_architecture,
-)
+from comfyui_onediff_guard.pipelines.selftest.result import Line, verified_architecture
 from comfyui_onediff_guard.precision.arch import detect
 from comfyui_onediff_guard.trust import foreign
+from self_tests import DAY, kept_here
 
-CPU, DAY = torch.device("cpu"), "2026-11-30"
-
-
-def kept_here(folder: Path, line: Line) -> None:
-    result = SelfTest("cpu", detect(CPU), machine_of(CPU, detect(CPU)), DAY, (line,), {})
-    keep(result, folder / f"{result.key}.json")
+CPU = torch.device("cpu")
 
 
 def test_loader_report_and_doctor_read_it(

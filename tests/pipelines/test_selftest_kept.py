@@ -14,28 +14,19 @@ from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, for_
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.pipelines.selftest.result import (
     Line,
-    SelfTest,
-    keep,
     machine_of,
     verified_architecture,
 )
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES, COMPILED, Architecture, detect
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
+from self_tests import DAY, kept_here
 
-CPU, DAY = torch.device("cpu"), "2026-11-30"
+CPU = torch.device("cpu")
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def with_failed(name: str, *failed: str) -> Architecture:
     return replace(ARCHITECTURES[name], tested=DAY, failed=failed)
-
-
-def kept_here(folder: Path, *lines: Line, **machine: str) -> Path:
-    """Keep a self-test of this machine, or of one that differs from it."""
-    architecture = detect(CPU)
-    facts = machine_of(CPU, architecture) | machine
-    result = SelfTest("cpu", architecture, facts, DAY, lines or (Line("a product", "right"),), {})
-    return keep(result, folder / f"{result.key}.json")
 
 
 @pytest.mark.parametrize(

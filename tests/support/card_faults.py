@@ -132,11 +132,56 @@ def case_the_probe_measures_the_same() -> None:
     assert probed["cuda"] == probed["cpu"]
 
 
+def case_memory_of_many_sizes() -> None:
+    """Offload 'auto' comes to the same frames with less and less room, until it says that there is not enough."""
+    from comfyui_onediff_guard.pipelines.weights.ladder import NoRoom
+
+    card = second_device.card
+    handle = opened("2b", "none")
+    card.reset()
+    expected, most = frames(handle), card.most_used()
+    handle.store.empty()
+    came = []
+    for share in (2.0, 1.02, 0.6, 0.05):
+        card.set_total(int(share * most))
+        handle = opened("2b", "auto")
+        try:
+            came.append("right" if is_right(frames(handle), expected, "auto") else "wrong")
+        except NoRoom as error:
+            came.append("refused" if "take a card with more memory" in str(error) else str(error))
+        assert card.most_used() <= card.total()
+        handle.store.empty()
+        hazards = second_device.hazards()
+        assert not hazards, (share, hazards)
+        gc.collect()
+        assert card.used() <= 512 * 1024, (share, card.used())
+        card.reset()
+    assert came[0] == "right" and came[-1] == "refused" and {*came} == {"right", "refused"}, (most, came)
+
+
+def case_a_card_without_bf16() -> None:
+    """`auto` takes fp16 there, and a stream that plain fp16 cannot hold comes out right."""
+    from comfyui_onediff_guard.precision.policy import Component
+
+    for model in ("2b", "cogview4"):
+        handle = opened(model, "auto", "auto", "stream")
+        made = frames(handle)
+        exact = frames(opened(model, "none", "fp32", "stream", torch.device("cpu")))
+        assert handle.architecture.name == "sm75" and handle.plan(Component.DENOISER).dtype == "fp16"
+        error = float((made - exact).norm() / exact.norm())
+        assert error < 0.01, (model, error)
+        nothing_is_wrong(handle, made)
+        handle.store.empty()
+
+
 CASES = {name.removeprefix("case_"): each for name, each in [*globals().items()] if name.startswith("case_")}
 
 
+CAPABILITIES = {"a_card_without_bf16": (7, 5)}
+
+
 if __name__ == "__main__":
-    second_device.install()
+    second_device.install(capability=CAPABILITIES.get(sys.argv[1], (8, 6)))
     with tempfile.TemporaryDirectory() as shared:
         os.environ.setdefault("ONEDIFF_GUARD_SHARED_MODELS", shared)
         CASES[sys.argv[1]]()

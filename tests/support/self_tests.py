@@ -1,0 +1,19 @@
+"""Results of a self-test, as kept on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from comfyui_onediff_guard.pipelines.selftest.result import Line, SelfTest, keep, machine_of
+from comfyui_onediff_guard.precision.arch import detect
+
+CPU, DAY = torch.device("cpu"), "2026-11-30"
+
+
+def kept_here(folder: Path, *lines: Line, **machine: str) -> Path:
+    """Keep a self-test of this machine, or of one that differs from it."""
+    architecture = detect(CPU)
+    facts = machine_of(CPU, architecture) | machine
+    result = SelfTest("cpu", architecture, facts, DAY, lines or (Line("a product", "right"),), {})
+    return keep(result, folder / f"{result.key}.json")
