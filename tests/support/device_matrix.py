@@ -135,6 +135,7 @@ def ran(folder: Path, device: torch.device, leg: Leg) -> Iterator[tuple[torch.Te
         start = {"image": fitted(picture, width, height, "crop")[0]} if handle.family.takes_image else {}
         latents, sampled = sample(handle, positive, negative, settings, **start)
         made, decoded = decode(handle, latents, tiling=leg.tiling, chunk=leg.chunk)
+        assert latents.device.type == made.device.type == "cpu", "as ComfyUI expects what a node gives"
         yield latents.cpu().float(), made.cpu().float(), sampled, decoded
         del positive, negative, latents, made
     if device.type == "cuda":
