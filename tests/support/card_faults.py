@@ -133,7 +133,7 @@ def case_the_probe_measures_the_same() -> None:
 
 
 def case_memory_of_many_sizes() -> None:
-    """Offload 'auto' comes to the same frames with less and less room, until it says that there is not enough."""
+    """With offload 'auto' the frames are the same with less and less memory, until a run is refused."""
     from comfyui_onediff_guard.pipelines.weights.ladder import NoRoom
 
     card = second_device.card

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _READING = ("_local_scalar_dense", "equal", "nonzero")  # operations whose results the host needs
+_LEAVING = ("tolist", "numpy", "cpu")  # which a tensor on the CPU does by no operation
 
 
 class HostReads(TorchDispatchMode):
@@ -44,3 +47,18 @@ class HostReads(TorchDispatchMode):
             self.reads[name] += name in _READING
             self.mark(made)
         return made
+
+    @contextmanager
+    def leaving(self) -> Generator[None]:
+        """Count as well what leaves a device by no operation."""
+        with pytest.MonkeyPatch.context() as patch:
+            for name in _LEAVING:
+                patch.setattr(torch.Tensor, name, self._counted(name, getattr(torch.Tensor, name)))
+            yield
+
+    def _counted(self, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.reads[name] += self.marked(tensor)
+            return own(tensor, *args, **kwargs)
+
+        return counted
