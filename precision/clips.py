@@ -47,6 +47,7 @@ _COMPARES = frozenset(
     }
 )  # fmt: skip
 _MINIMUM = frozenset({torch.minimum, _T.minimum})
+_PARSE_TO = getattr(torch._C, "_nn")._parse_to  # noqa: B009 - it has no stubs
 
 
 class Clips(Mode):
@@ -89,6 +90,8 @@ class Clips(Mode):
         named = kwargs or {}
         if func is _T.unflatten:  # it calls super(), which dynamo cannot follow from here
             return args[0].unflatten(*args[1:], **named)
+        if func is _PARSE_TO:  # by `Module.to`: dynamo has a stand-in for it, which 2.11 cannot look up in a set
+            return func(*args, **named)
         if func in _ASKS or (func in _COMPARES and _asks_for_the_end(*args[:2])):
             self._see_asked(_given(args, named))
         if func in _NAN_TO_NUM:

@@ -78,6 +78,10 @@ class Tf32:
         finally:
             self._count(allowed, -1)
 
+    def off(self, wanted: bool) -> AbstractContextManager[None]:
+        """Hold it off inside, or where that is not wanted, leave it as it is."""
+        return self.held(False) if wanted else _AS_IT_IS
+
     def _count(self, allowed: bool, one: int) -> None:
         with self._lock:
             self._holders[allowed] += one

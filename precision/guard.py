@@ -10,7 +10,6 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,6 +22,7 @@ from .cost import extra_peak
 from .dtypes import DTYPES
 from .extremes import Extremes, Places, only_minus_inf, places
 from .findings import Finding
+from .fp32_settings import TF32
 from .guard_policy import GuardPolicy, GuardStopped, OnFailure, Scope
 from .islands import Attempt
 from .learned import STAY, Learned
@@ -148,7 +148,7 @@ class StageGuard:
             return self._recorded(output, started, timestep, "fp32", "finite", made, note=STAYS)
         casts, self._casts = self._casts, Once()  # a call that fails, or raises, leaves none behind
         half_args, half_kwargs, changed = self._half(args, kwargs, casts)
-        with showing_what_is_broken((half_args, half_kwargs)) if self.dtype != "fp32" else nullcontext():
+        with showing_what_is_broken((half_args, half_kwargs)) if self.dtype != "fp32" else TF32.off(self.policy.strict):
             if self._learner and self._learner.attempt.measure:
                 self._learner.prepare(*half_args, **half_kwargs)
                 self._attempt = self._learner.attempt.run

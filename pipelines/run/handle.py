@@ -12,6 +12,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 from ...precision.accumulation import Accumulation, accumulation
 from ...precision.arch import Architecture, present
 from ...precision.drift import CachePolicy
+from ...precision.fp32_settings import TF32
 from ...precision.guard import GuardPolicy, OnFailure
 from ...precision.peaks import Memory, peak_memory
 from ...precision.policy import Component, Plan, Precision, choose
@@ -166,7 +167,7 @@ def in_turn(
         def run() -> tuple[Result, RunReport]:
             return stage(handle, *args, **kwargs)
 
-        with handle.store.turn():
+        with handle.store.turn(), TF32.off(handle.policy.strict):  # also what diffusers computes around the models
             if not here().alone:  # the other ranks would go on
                 return run()
             return once_more(run, handle.store.leave_device, handle.store.placement)

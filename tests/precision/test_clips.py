@@ -215,6 +215,23 @@ def test_the_peak_is_kept_where_the_stage_computes(dtype):
     assert peak is not None and peak.device.type == "meta"
 
 
+def test_what_modules_are_moved_to_is_looked_up_nowhere(monkeypatch):
+    """PyTorch 2.11's compiler traces `Module.to` with something in place of that function that equals nothing."""
+
+    class StandsIn:
+        def __eq__(self, other: object) -> bool:
+            raise RuntimeError("has no traceable function")
+
+        __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+        def __call__(self, *args: Any) -> Any:
+            return args
+
+    function = StandsIn()
+    monkeypatch.setattr("comfyui_onediff_guard.precision.clips._PARSE_TO", function)
+    assert Clips("fp16").__torch_function__(function, (), ("cpu",)) == ("cpu",)
+
+
 def test_what_unflattens_is_traced_whole():
     class Heads(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from comfyui_onediff_guard.pipelines.families.table import VARIANTS
+from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 from comfyui_onediff_guard.precision.fp32_settings import TF32
+from comfyui_onediff_guard.precision.guard import GuardPolicy, StageGuard
+from comfyui_onediff_guard.precision.policy import Component, Precision, choose
+from comfyui_onediff_guard.precision.report import RunReport
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from torch import nn
 
@@ -125,6 +130,26 @@ def test_it_is_scoped_and_plain_fp32_wins_where_runs_overlap(first, second, seen
         leave.set()
         running.result()
     assert found == seen.split()
+
+
+@pytest.mark.parametrize(("dtype", "strict", "seen"), [
+    ("fp32", True, "none"),
+    ("fp32", False, "tf32"),
+    ("fp16", True, "tf32"),
+    ("fp16", False, "tf32"),
+])  # fmt: skip
+def test_a_model_in_fp32_keeps_from_it_where_the_policy_is_strict(dtype, strict, seen, given_settings):
+    """Not its reruns alone."""
+    plan = choose(ARCHITECTURES["cpu"], VARIANTS["CogVideoX-5B"], Component.DENOISER, Precision(dtype))
+    found, before = [], settings()
+
+    def called(given):
+        found.append(CUDNN.conv.fp32_precision)
+        return given
+
+    policy = GuardPolicy(strict=strict)
+    StageGuard("denoiser", called, dtype=dtype, policy=policy, report=RunReport("", "", plan))(torch.ones(2))
+    assert (found, settings()) == ([seen], before)
 
 
 def test_it_is_put_back_whoever_leaves_last(given_settings):
