@@ -20,6 +20,9 @@ PIP := -m pip install -qq --disable-pip-version-check
 SUPPORTED := import sys; v = sys.version_info[:2]; \
 	sys.exit(0 if (3, 10) <= v <= (3, 13) else f"{sys.executable} is Python {v[0]}.{v[1]}: the pinned packages need 3.10 to 3.13. Choose one: make PYTHON=python3.12")
 
+# bytecode is kept, whatever the shell has: a run starts hundreds of processes, and each would compile the pack anew
+export PYTHONDONTWRITEBYTECODE :=
+
 # processes of pytest, each with one thread
 JOBS ?= 2
 TESTS := .venv/bin/python -m pytest -n $(JOBS)

@@ -62,12 +62,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Import no file of which the tier runs nothing."""
+    """Import no file of which the tier runs nothing, and no conftest.py of a folder of which it runs nothing."""
     listed = tiers.files(config.getoption("--tier"))
-    if listed is None or not collection_path.match("test_*.py"):
+    if listed is None or not (collection_path.match("test_*.py") or collection_path.is_dir()):
         return None
-    name = collection_path.relative_to(ROOT).as_posix()
-    return None if any(name == each or (each.endswith("/") and name.startswith(each)) for each in listed) else True
+    name = collection_path.relative_to(ROOT).as_posix() + "/" * collection_path.is_dir()
+    within = any(name == each or (each.endswith("/") and name.startswith(each)) for each in listed)
+    return None if within or (name.endswith("/") and any(each.startswith(name) for each in listed)) else True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
