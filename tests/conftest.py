@@ -182,7 +182,7 @@ def _leave_modules_out(_frozen_modules: list[int]) -> None:
 @pytest.fixture(autouse=True)
 def process_as_before(_leave_modules_out: None) -> Iterator[None]:
     """A test leaves the process as it found it: nothing patched, set, open or running that was not."""
-    modules, before = {*sys.modules}, process_state.read()
+    modules, before = [*sys.modules], process_state.read()
     yield
     if left := process_state.left_behind(before, modules):
         pytest.fail("left behind:\n" + "\n".join(left), pytrace=False)

@@ -186,7 +186,7 @@ def test_a_run_fails_whose_tests_change_a_model_that_they_share(root: Path, tmp_
 
 
 def test_what_libraries_do_when_they_are_first_imported_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, modules = process_state.read(), {*sys.modules}
+    before, modules = process_state.read(), [*sys.modules]
     undo = warning_filter()
     try:
         assert process_state.left_behind(before, modules)

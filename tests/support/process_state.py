@@ -14,7 +14,7 @@ import sys
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, lru_cache
 from pathlib import Path
@@ -59,14 +59,13 @@ def loggers() -> Facts:
     root = logging.getLogger()
 
     def handlers(logger: logging.Logger) -> list[logging.Handler]:
-        if not logger.handlers:
-            return []
         return [handler for handler in logger.handlers if not type(handler).__module__.startswith("_pytest")]
 
     facts: Facts = {"disabled below": root.manager.disable, "root": (root.level, handlers(root), root.filters.copy())}
     for name, logger in root.manager.loggerDict.items():
         if type(logger) is not logging.PlaceHolder:
-            facts[name] = logger.level, logger.disabled, logger.propagate, handlers(logger), logger.filters[:]
+            own = handlers(logger) if logger.handlers else None
+            facts[name] = logger.level, logger.disabled, logger.propagate, own or None, logger.filters[:]
     return facts
 
 
@@ -227,15 +226,18 @@ _SWITCHES = (
 OF_LIBRARIES = ("interpreter", "logger", "warnings", "torch name", "compiler")  # kinds that an import may change
 
 
+_OURS = {PACKAGE, *sys.stdlib_module_names}
+
+
 def read() -> State:
     return {kind: facts() for kind, facts in KINDS.items()}
 
 
-def left_behind(before: State, modules: Collection[str]) -> list[str]:
+def left_behind(before: State, modules: Sequence[str]) -> list[str]:
     """As `changes`; but which test is the first to import a library hangs on their order, so that what libraries do
     then is not compared in that one. modules: names of those that were loaded before."""
-    ours = {PACKAGE, *sys.stdlib_module_names}
-    new = any(name.partition(".")[0] not in ours for name in sys.modules.keys() - modules)
+    same = len(sys.modules) == len(modules) and next(reversed(sys.modules)) == modules[-1]
+    new = not same and any(name.partition(".")[0] not in _OURS for name in sys.modules.keys() - {*modules})
     return changes(before, [kind for kind in KINDS if not (new and kind in OF_LIBRARIES)])
 
 
