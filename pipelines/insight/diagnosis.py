@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 NOT_RUN = (
     "OneFlow's special builds and nexfort: neither has been available.",
-    "Quantised products, ComfyUI's and torchao's, and fp16 accumulation on a GeForce: ran on a CPU, or emulated.",
+    "torchao's quantised products on a card, and fp16 accumulation on a GeForce: ran on a CPU, or emulated.",
     "SageAttention, `--gpus` and `batch` on a card: run on a CPU, or with stand-ins.",
     "ROCm, Intel and Apple GPUs, and NVIDIA's other than one H200: what is known to work there was run on CPUs.",
     "Published weights of any model: all models here are small ones with their classes and random or computed weights.",

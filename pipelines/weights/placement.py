@@ -11,6 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ...precision.dtypes import has_float64
 from .parts import tensors_of
 
 _CONTAINER = Path("/sys/fs/cgroup")
@@ -149,6 +150,9 @@ def move(module: torch.nn.Module, device: torch.device) -> None:
     not change there comes back as these, and nothing is copied.
     """
     with torch.inference_mode(False), torch.no_grad():
+        if not has_float64(device):  # as CogVideoX's table of positions is, which is rounded wherever it is used
+            for tensor in [each for each in tensors_of(module) if each.dtype == torch.float64]:
+                tensor.data = tensor.data.float()
         if not has_own_memory(device):
             for tensor in tensors_of(module):
                 copy = _host_copy(tensor)

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import legs
+import pytest
+import second_device
 import torch
 from legs import Leg
 from safetensors.torch import load_file
@@ -23,15 +25,27 @@ FAMILIES = (  # of ComfyUI's own models
 )
 
 
+CARD = ("--second-device",)
+WHOLE = {"CPU": (), "card": CARD}
+CARDS = WHOLE | {"weights streamed to the card": (*CARD, "--novram", "--async-offload")}
+SAME_BITS = {"MKL_CBWR": "COMPATIBLE"}  # else MKL's products hang on where in memory a weight happens to lie
+
+
 def run(cases: str, folder: Path, *options: str, leg: Leg) -> Ran:
-    """cases: a module beside this one. options: of ComfyUI's main.py. leg: that the fixture of this name gives."""
+    """cases: a module beside this one. options: of main.py, or CARD. leg: what the fixture of this name gives.
+
+    On the second device, nothing may be unordered, and nothing may be left there.
+    """
+    on_card = CARD[0] in options
+    if on_card and (why := second_device.why_not()):
+        pytest.skip(why)
     pack = legs.install_pack(folder / "custom_nodes")
     command = [leg.python, HERE / "native_in_comfyui.py", leg.checkout, pack, folder, cases, *options]
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     done = subprocess.run(
         list(map(str, command)),
         cwd=folder,
-        env=environment | {"PYTHONUTF8": "1"},
+        env=environment | {"PYTHONUTF8": "1"} | (SAME_BITS if on_card else {}),
         capture_output=True,
         text=True,
         encoding="utf-8",
@@ -39,7 +53,10 @@ def run(cases: str, folder: Path, *options: str, leg: Leg) -> Ran:
         timeout=3 * HANG_SECONDS,
     )
     assert done.returncode == 0, done.stderr[-8000:]
-    return {**load_file(folder / "tensors.safetensors"), **json.loads((folder / "facts.json").read_text("utf-8"))}
+    ran = {**load_file(folder / "tensors.safetensors"), **json.loads((folder / "facts.json").read_text("utf-8"))}
+    if on_card:
+        assert (ran["card/hazards"], ran["card/left"]) == ({}, 0)
+    return ran
 
 
 def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:

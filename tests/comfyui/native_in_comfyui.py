@@ -4,11 +4,13 @@
 
 PACK is the pack's folder, imported by its path as ComfyUI does. Every function of MODULE named `case_…` runs, and
 gives tensors and facts; RESULTS is a folder for them: `tensors.safetensors` and `facts.json`, by "case/name". On the
-CPU, unless an option names a card: `--cuda-device 0`.
+CPU, unless an option names a card: `--cuda-device 0`, or `--second-device`, the one of tests/support, which adds to the
+facts what nothing orders on it, and how much is left there.
 """
 
 from __future__ import annotations
 
+import gc
 import html
 import importlib.util
 import json
@@ -26,6 +28,7 @@ from unittest.mock import patch
 import torch
 
 NODE_ID = "7"
+SECOND_DEVICE, OPTION = "second_device", "--second-device"
 said: list[str] = []  # progress texts that were sent to the guard's node, as a page shows them
 _pack: Any = None
 
@@ -86,6 +89,16 @@ def error_of(call: Callable[[], Any]) -> str:
     return ""
 
 
+def _left_on_the_card() -> dict[str, Any]:
+    second_device = import_module(SECOND_DEVICE)
+    management = import_module("comfy.model_management")
+    management.unload_all_models()
+    if hasattr(management, "reset_cast_buffers"):  # ComfyUI does so after each node
+        management.reset_cast_buffers()
+    gc.collect()
+    return {"card/hazards": second_device.hazards(), "card/left": second_device.card.used()}
+
+
 def main(pack: Path, results: Path, module: str) -> None:
     for name in ("folder_paths", "comfy.sample", "comfy.utils"):  # ComfyUI itself has them loaded
         import_module(name)
@@ -101,6 +114,8 @@ def main(pack: Path, results: Path, module: str) -> None:
             for key, value in case().items():
                 kept = tensors if isinstance(value, torch.Tensor) else facts
                 kept[f"{name.removeprefix('case_')}/{key}"] = value
+    if SECOND_DEVICE in sys.modules:
+        facts |= _left_on_the_card()
     tensors = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
     import_module("safetensors.torch").save_file(tensors, results / "tensors.safetensors")
     (results / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
@@ -109,8 +124,14 @@ def main(pack: Path, results: Path, module: str) -> None:
 if __name__ == "__main__":
     sys.path.insert(0, sys.argv[1])
     folders = [Path(name) for name in sys.argv[2:4]]
-    cases = sys.argv[4]
-    sys.argv[1:] = [*([] if "--cuda-device" in sys.argv else ["--cpu"]), *sys.argv[5:]]
+    cases, options = sys.argv[4], sys.argv[5:]
+    if OPTION in options:
+        options.remove(OPTION)
+        sys.path.append(str(Path(__file__).parents[1] / "support"))
+        import_module(SECOND_DEVICE).install()
+    elif "--cuda-device" not in options:
+        options.insert(0, "--cpu")
+    sys.argv[1:] = options
     import_module("comfy.options").enable_args_parsing()
     logging.basicConfig(level=logging.INFO)
     sys.modules["native_in_comfyui"] = sys.modules["__main__"]

@@ -132,7 +132,7 @@ HOT_ENCODER = {"encoder.mid.block_1.conv1.weight": 5e4}
 def make_vae(dtype: torch.dtype, hot: Mapping[str, float] | None = None, *, temporal: bool = False) -> Any:
     """ComfyUI's VAE. hot: weights and what they are multiplied by. temporal: SVD's, whose decoder mixes frames."""
     config = {"params": {"ddconfig": VAE_SETTINGS, "embed_dim": 4}}
-    vae = import_module("comfy.sd").VAE(sd={}, device=CPU, config=config, dtype=dtype)
+    vae = import_module("comfy.sd").VAE(sd={}, device=CARD, config=config, dtype=dtype)
     if temporal:
         video = {**VAE_SETTINGS, "video_kernel_size": [3, 1, 1], "alpha": 0.0}
         vae.first_stage_model = (
@@ -144,7 +144,7 @@ def make_vae(dtype: torch.dtype, hot: Mapping[str, float] | None = None, *, temp
             )
             .eval()
         )
-        vae.patcher = import_module("comfy.model_patcher").ModelPatcher(vae.first_stage_model, CPU, CPU)
+        vae.patcher = import_module("comfy.model_patcher").ModelPatcher(vae.first_stage_model, CARD, CPU)
     network = vae.first_stage_model.requires_grad_(False)
     network.load_state_dict(_weights(network, hot or {}))
     network.to(dtype)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from native_in_comfyui import node, said
-from native_models import CPU, _weights
+from native_models import CARD, _weights
 
 SD = import_module("comfy.sd")
 ARGS = import_module("comfy.cli_args").args
@@ -206,7 +206,7 @@ def make(
             sizes.enter_context(_smaller(module, name, given))
         if stored is None:
             stored = _weights(kind.build(module), hot or {})
-        return SD.VAE(sd=dict(stored), device=CPU, dtype=dtype, metadata=kind.metadata)
+        return SD.VAE(sd=dict(stored), device=CARD, dtype=dtype, metadata=kind.metadata)
 
 
 def in_fp32(vae: Any, kind: Kind, stored: Mapping[str, torch.Tensor] | None = None) -> Any:

@@ -17,9 +17,9 @@ BLOCK = {"flux": "double_blocks.0", "wan": "blocks.0"}
 STEPS = 3
 
 
-@pytest.fixture(scope="module")
-def ran(leg: native.Leg, tmp_path_factory: pytest.TempPathFactory) -> native.Ran:
-    return native.run("native_probe_cases", tmp_path_factory.mktemp("native_probe"), leg=leg)
+@pytest.fixture(scope="module", params=native.WHOLE.values(), ids=native.WHOLE)
+def ran(request: pytest.FixtureRequest, leg: native.Leg, tmp_path_factory: pytest.TempPathFactory) -> native.Ran:
+    return native.run("native_probe_cases", tmp_path_factory.mktemp("native_probe"), *request.param, leg=leg)
 
 
 @pytest.mark.parametrize("layout", HOT)

@@ -11,9 +11,9 @@ import torch
 CALLS = ("decode", "decode tiled", "encode", "encode tiled")
 
 
-@pytest.fixture(scope="module")
-def ran(leg: native.Leg, tmp_path_factory: pytest.TempPathFactory) -> native.Ran:
-    return native.run("native_vae_cases", tmp_path_factory.mktemp("native_vae"), leg=leg)
+@pytest.fixture(scope="module", params=native.WHOLE.values(), ids=native.WHOLE)
+def ran(request: pytest.FixtureRequest, leg: native.Leg, tmp_path_factory: pytest.TempPathFactory) -> native.Ran:
+    return native.run("native_vae_cases", tmp_path_factory.mktemp("native_vae"), *request.param, leg=leg)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -211,6 +211,17 @@ def test_what_changed_is_copied(monkeypatch: pytest.MonkeyPatch, change: str) ->
     assert all(tensor not in placement._HOST_COPIES for tensor in tensors_of(layer))
 
 
+def test_what_is_in_float64_comes_in_float32_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As CogVideoX's table of positions, on an Apple GPU."""
+    layer: Any = nn.Linear(2, 2)
+    layer.register_buffer("table", torch.arange(4.0).double() / 3)
+    for has, dtype in ((True, torch.float64), (False, torch.float32)):
+        monkeypatch.setattr(placement, "has_float64", lambda _device, has=has: has)
+        move(layer, HOST)
+        assert torch.equal(layer.table, (torch.arange(4.0).double() / 3).to(dtype))
+    assert layer.weight.dtype == torch.float32
+
+
 class Watched(PlainPlacement):
     """Main memory as a device: what a component held when it came, and whether a change was seen when it went."""
 

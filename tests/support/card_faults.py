@@ -20,7 +20,12 @@ FAILING = 5  # places, spread over a run, at which an allocation fails
 
 
 def opened(
-    model: str, offload: str, precision: str = "fp32", overflow: str = "none", device: torch.device = CUDA
+    model: str,
+    offload: str,
+    precision: str = "fp32",
+    overflow: str = "none",
+    device: torch.device = CUDA,
+    backend: str = "eager",
 ) -> Any:
     import shared_models
     from comfyui_onediff_guard.pipelines.models.recognised import family_of
@@ -29,20 +34,20 @@ def opened(
     from comfyui_onediff_guard.precision.policy import Precision
 
     folder = shared_models.model_folder(model, overflow)
-    options: dict[str, Any] = {"backend": "eager", "offload": offload, "placement": PlainPlacement(device)}
+    options: dict[str, Any] = {"backend": backend, "offload": offload, "placement": PlainPlacement(device)}
     return load(folder, family_of(folder), precision=Precision(precision), **options)
 
 
-def frames(handle: Any, **more: Any) -> torch.Tensor:
-    """A whole run: encode, sample, decode."""
+def frames(handle: Any, size: tuple[int, int, int] | None = None, **more: Any) -> torch.Tensor:
+    """A whole run: encode, sample, decode. size: width, height and frames; a small one by default."""
     from comfyui_onediff_guard.pipelines.run.decode import decode
     from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
     from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 
     handle.store.prompts.clear()
     positive, negative = encode_prompts(handle, ["a red kite", "grey"])[0]
-    height, count = (48, 5) if "CogVideoX" in handle.family.name else (64, 1)
-    settings = SampleSettings(64, height, steps=2, seed=3, frames=count, guidance_scale=5.0)
+    width, height, count = size or ((64, 48, 5) if "CogVideoX" in handle.family.name else (64, 64, 1))
+    settings = SampleSettings(width, height, steps=2, seed=3, frames=count, guidance_scale=5.0)
     latents, _ = sample(handle, positive, negative, settings, **more)
     return decode(handle, latents)[0].cpu()
 
@@ -52,9 +57,9 @@ def is_right(made: torch.Tensor, expected: torch.Tensor, offload: str) -> bool:
     return torch.equal(made, expected) or (offload == "auto" and torch.allclose(made, expected, atol=1e-5))
 
 
-def nothing_is_wrong(handle: Any, expected: torch.Tensor) -> None:
+def nothing_is_wrong(handle: Any, expected: torch.Tensor, size: tuple[int, int, int] | None = None) -> None:
     """The next run is right, nothing was unordered, and what is on the device is the weights that stay there."""
-    assert is_right(frames(handle), expected, handle.offload.value), "the next run"
+    assert is_right(frames(handle, size), expected, handle.offload.value), "the next run"
     hazards = second_device.hazards()
     assert not hazards, hazards
     gc.collect()
@@ -174,14 +179,59 @@ def case_a_card_without_bf16() -> None:
         handle.store.empty()
 
 
+def case_a_device_like_apples() -> None:
+    """No stage asks for float64, streams or page-locked memory, nor do previews; what a model has in float64 comes in
+    float32."""
+    from comfyui_onediff_guard.pipelines.insight.probe import usual_size
+    from comfyui_onediff_guard.pipelines.preview.frames import Previews
+
+    for model in ("2b", "cogview4"):
+        on_cpu = opened(model, "none", "fp32", "stream", torch.device("cpu"))
+        size = usual_size(on_cpu, 0, 0, 0)  # for others diffusers makes a table anew, by the kind of device
+        exact = frames(on_cpu, size)
+        for offload in ("none", "model"):
+            handle, pictures = opened(model, offload, "fp16", "stream"), []
+            made = frames(handle, size, previews=Previews(pictures.append))
+            error = float((made - exact).norm() / exact.norm())
+            assert error < 0.01 and len(pictures) == (2 if model == "2b" else 0), (model, offload, error, pictures)
+            nothing_is_wrong(handle, made, size)
+            handle.store.empty()
+
+
+def case_compiled_blocks() -> None:
+    """By `aot_eager` in inductor's place, which makes no kernels that the device could not run."""
+    from comfyui_onediff_guard.pipelines.compile import backends
+    from comfyui_onediff_guard.pipelines.compile.warm_up import sizes_of, warm_up
+    from torch._dynamo.backends.debugging import aot_eager
+    from torch._inductor import compile_fx
+
+    backends._PROBES["inductor"] = lambda _device: ""  # it asks for Triton
+    compile_fx.compile_fx = lambda model, inputs, **_: aot_eager(model, inputs)
+    made = {}
+    for device in (CUDA, torch.device("cpu")):
+        for offload in ("none", "group"):
+            handle = opened("2b", offload, "fp16", "stream", device, "inductor")
+            (warmed,) = warm_up(handle, sizes_of(handle, "64x48x5"))
+            assert warmed.report.backend == "inductor"
+            assert warmed.report.graphs or offload == "group", "both share one"
+            made[device.type, offload] = frames(handle)
+            if device == CUDA:
+                nothing_is_wrong(handle, made[device.type, offload])
+            handle.store.empty()
+    assert all(torch.equal(each, made["cpu", "none"]) for each in made.values())
+
+
 CASES = {name.removeprefix("case_"): each for name, each in [*globals().items()] if name.startswith("case_")}
 
 
-CAPABILITIES = {"a_card_without_bf16": (7, 5)}
+OTHER_CARDS: dict[str, dict[str, Any]] = {
+    "a_card_without_bf16": {"capability": (7, 5)},
+    "a_device_like_apples": {"like_apples": True},
+}
 
 
 if __name__ == "__main__":
-    second_device.install(capability=CAPABILITIES.get(sys.argv[1], (8, 6)))
+    second_device.install(**OTHER_CARDS.get(sys.argv[1], {}))
     with tempfile.TemporaryDirectory() as shared:
         os.environ.setdefault("ONEDIFF_GUARD_SHARED_MODELS", shared)
         CASES[sys.argv[1]]()

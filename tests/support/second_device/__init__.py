@@ -9,10 +9,9 @@ kernels, bytes and what the host waited for. A process that has it never loses i
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,8 +24,16 @@ __all__ = ["hazards", "install", "why_not"]
 card: Any = None  # the extension
 
 
-def install(*, capability: tuple[int, int] = (8, 6), memory: int = 24 << 30, name: str = "Second device") -> Any:
+def install(
+    *,
+    capability: tuple[int, int] = (8, 6),
+    memory: int = 24 << 30,
+    name: str = "Second device",
+    like_apples: bool = False,
+) -> Any:
     """Have a card of that capability and so many bytes from now on. Returns the extension, with its figures.
+
+    like_apples: it has no float64, no streams and no page-locked memory, as an Apple GPU under PyTorch.
 
     Raises RuntimeError where it cannot be built here; `why_not` says so without raising.
     """
@@ -37,7 +44,9 @@ def install(*, capability: tuple[int, int] = (8, 6), memory: int = 24 << 30, nam
     card.set_total(memory)
     card.set_capability(10 * capability[0] + capability[1])
     card.set_without_kernel(_without_kernel())
+    card.set_has_float64(not like_apples)
     for module, functions in _functions(capability, name).items():
+        functions |= dict.fromkeys(_NOT_APPLES & functions.keys(), _Refused) if like_apples else {}
         for function, value in functions.items():
             setattr(module, function, value)
     torch.version.cuda = "12.8"  # pyright: ignore[reportPrivateImportUsage]
@@ -89,8 +98,8 @@ def _functions(capability: tuple[int, int], name: str) -> dict[Any, dict[str, An
         "synchronize": lambda device=None: torch.accelerator.synchronize(),
         "Stream": Stream,
         "Event": Event,
-        "stream": stream,
-        "StreamContext": stream,
+        "stream": StreamContext,
+        "StreamContext": StreamContext,
         "set_stream": torch.accelerator.set_stream,
         "current_stream": lambda device=None: torch.accelerator.current_stream(),
         "default_stream": lambda device=None: torch.Stream(stream_id=0, device_index=0, device_type=1),
@@ -131,6 +140,14 @@ def _functions(capability: tuple[int, int], name: str) -> dict[Any, dict[str, An
     }
 
 
+_NOT_APPLES = {"Stream", "Event", "stream", "StreamContext", "set_stream", "cudart"}
+
+
+class _Refused:
+    def __init__(self, *_: Any, **__: Any):
+        raise RuntimeError("an Apple GPU has no streams and page-locks nothing")
+
+
 def _of_any_device(figure: Callable[[], Any]) -> Callable[..., Any]:
     return lambda device=None: figure()
 
@@ -164,18 +181,18 @@ class Event(torch.Event):
         super().wait(stream or torch.accelerator.current_stream())
 
 
-@contextlib.contextmanager
-def stream(chosen: Any) -> Iterator[None]:
-    """As torch.cuda.stream."""
-    if chosen is None:
-        yield
-        return
-    before = torch.accelerator.current_stream()
-    torch.accelerator.set_stream(chosen)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_stream(before)
+class StreamContext:
+    """As torch.cuda's, which `torch.cuda.stream` returns."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._before = torch.accelerator.current_stream()
+        torch.accelerator.set_stream(self._stream or self._before)
+
+    def __exit__(self, *_: object) -> None:
+        torch.accelerator.set_stream(self._before)
 
 
 class _Error(int):

@@ -28,6 +28,7 @@ using Names = std::set<std::string>;
 
 Names without_kernel;  // operations that CUDA has no kernel for
 int capability = 86;
+bool has_float64 = true;
 
 // Where CUDA takes an index on the CPU
 const Names kMixed{"aten::index",      "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index",
@@ -70,6 +71,12 @@ void as_a_card_refuses(const std::string& name, const std::vector<IValue>& given
     const bool cudnn = chosen.userEnabledCuDNNSDP() && half && capability >= 90;
     TORCH_CHECK(chosen.userEnabledMathSDP() || flash || efficient || cudnn, "No available kernel. Aborting execution.");
   }
+}
+
+// As an Apple GPU refuses
+void may_be(at::ScalarType type) {
+  TORCH_CHECK_TYPE(has_float64 || type != at::kDouble,
+                   "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64.");
 }
 
 // Whether an operation indexes by a mask, whose ones the host has to count
@@ -224,6 +231,7 @@ class Call {
 
   Tensor outward(const Tensor& tensor) {
     if (!tensor.defined() || !tensor.device().is_cpu()) return tensor;
+    may_be(tensor.scalar_type());
     const auto it = ours_.find(tensor.storage().unsafeGetStorageImpl());
     auto made = on_device(it != ours_.end() ? it->second : taken_over(tensor), tensor);
     written_.push_back(made);
@@ -238,6 +246,7 @@ Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype, std::o
              std::optional<c10::Device>, std::optional<bool> pin, std::optional<c10::MemoryFormat> format) {
   TORCH_CHECK(!c10::pinned_memory_or_default(pin), "Only dense CPU tensors can be pinned");
   const auto type = c10::dtype_or_default(dtype);
+  may_be(type);
   return at::detail::empty_generic(size, &device_memory, c10::DispatchKeySet(kKey), type, format);
 }
 
@@ -245,6 +254,7 @@ Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::option
                      std::optional<c10::Layout>, std::optional<c10::Device>, std::optional<bool> pin) {
   TORCH_CHECK(!c10::pinned_memory_or_default(pin), "Only dense CPU tensors can be pinned");
   const auto type = c10::dtype_or_default(dtype);
+  may_be(type);
   return at::detail::empty_strided_generic(size, stride, &device_memory, c10::DispatchKeySet(kKey), type);
 }
 

@@ -145,6 +145,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_total", [](size_t bytes) { total = bytes; });
   m.def("fail_in", [](int64_t allocations) { fails_in = allocations; });
   m.def("set_capability", [](int number) { capability = number; });
+  m.def("set_has_float64", [](bool has) { has_float64 = has; });
   m.def("set_without_kernel", [](Names names) { without_kernel = std::move(names); });
   m.def("set_capturing", [](bool on) { capturing = on; });
   m.def("set_on_wait", [](py::object call) {
