@@ -74,7 +74,7 @@ def pack_classes() -> dict[str, Any]:
 @contextmanager
 def on(card: str) -> Iterator[None]:
     """As if ComfyUI computed on it, where the guard and the probe ask."""
-    row = sys.modules[f"{_pack.__name__}.precision.arch"].ARCHITECTURES[card]
+    row = import_module(f"{_pack.__name__}.precision.arch").ARCHITECTURES[card]
     networks = import_module(f"{_pack.__name__}.comfyui_host.networks")
     with patch.object(networks, "verified_architecture", lambda *_: row):
         yield
