@@ -10,9 +10,9 @@ KINDS = ("cogvideox", "ltxv", "minimax_h3", "wan2.1", "wan2.2", "hunyuan_video",
 HIDING = ("ltxv", "minimax_h3", "wan2.2")  # by a norm, a nan_to_num in place, a norm
 
 
-@pytest.fixture(scope="module")
-def ran(leg: native.Leg, tmp_path_factory: pytest.TempPathFactory) -> native.Ran:
-    return native.run("native_video_vae_cases", tmp_path_factory.mktemp("native_video_vae"), leg=leg)
+@pytest.fixture(scope="module", params=native.WHOLE.values(), ids=native.WHOLE)
+def ran(request: pytest.FixtureRequest, leg: native.Leg, tmp_path_factory: pytest.TempPathFactory) -> native.Ran:
+    return native.run("native_video_vae_cases", tmp_path_factory.mktemp("native_video_vae"), *request.param, leg=leg)
 
 
 def there(ran: native.Ran, kind: str) -> None:

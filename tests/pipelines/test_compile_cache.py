@@ -96,6 +96,16 @@ def only_file(handle):
     return file
 
 
+@pytest.mark.parametrize("said", ["flags", "Features"])  # of x86, of ARM
+def test_a_cpu_is_told_by_its_instructions(monkeypatch, said):
+    found = []
+    for sets in ("fp asimd", "asimd fp", "fp asimd sve"):
+        text = f"model name : A CPU\n{said} : {sets}\n"
+        monkeypatch.setattr(Path, "read_text", lambda *_, text=text, **__: text)
+        found.append(targets._cpu())
+    assert found[0] == found[1] != found[2] and all(name.startswith("A CPU, ") for name in found)
+
+
 def test_what_is_written_is_there_in_the_next_process_and_nowhere_else(pipeline):
     report, found = written(pipeline, kernel="code")
     assert found == {} and report.notes == pipeline.store.model.notes
