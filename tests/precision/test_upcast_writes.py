@@ -173,3 +173,17 @@ def test_what_has_the_dtype_that_is_asked_for_is_not_copied(form, given):
 
 def test_a_tensors_type_is_told_as_float32():
     assert run_in_fp32(lambda: torch.ones(1, dtype=torch.float16).type()) == "torch.FloatTensor"
+
+
+def test_what_is_put_into_a_list_or_a_dict_is_there_for_the_caller():
+    half = torch.ones(2, dtype=torch.float16)
+    queue, cache = [half], {"first": half, "gone": half}
+
+    def remember(queue, cache):
+        queue[0].mul_(2)
+        queue.append(queue[0] + 1)
+        cache["second"] = cache.pop("gone") + 1
+
+    run_in_fp32(remember, queue, cache)
+    assert queue[0] is cache["first"] is half and half.tolist() == [2, 2] and half.dtype == torch.float16
+    assert queue[1].tolist() == cache["second"].tolist() == [3, 3] and [*cache] == ["first", "second"]

@@ -1,0 +1,32 @@
+"""Which previews somebody asked for: in the page's settings, else on the command line."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+from comfyui_onediff_guard.comfyui_host import host, previews
+
+
+@pytest.mark.parametrize(
+    ("on_page", "argument", "options", "method"),
+    [
+        (None, "none", [], ""),  # nobody said anything
+        (None, "none", ["--preview-method", "none"], "none"),
+        (None, "none", ["--preview-method=none"], "none"),
+        (None, "taesd", [], "taesd"),
+        ("default", "taesd", [], "taesd"),
+        ("latent2rgb", "taesd", [], "latent2rgb"),
+        ("none", "auto", ["--preview-method", "auto"], "none"),
+    ],
+)
+def test_the_page_comes_before_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, on_page: str | None, argument: str, options: list[str], method: str
+) -> None:
+    settings = {} if on_page is None else {"preview_method": on_page}
+    queue = SimpleNamespace(currently_running={0: (1.0, "id", {}, settings, [])})
+    monkeypatch.setattr(host, "server", lambda: SimpleNamespace(prompt_queue=queue))
+    monkeypatch.setattr(host, "arguments", lambda: SimpleNamespace(preview_method=SimpleNamespace(value=argument)))
+    monkeypatch.setattr(sys, "argv", ["main.py", *options])
+    assert previews._method() == method
