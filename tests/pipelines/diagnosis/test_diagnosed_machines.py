@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import stat
@@ -49,6 +50,9 @@ def test_a_machine_without_a_gpu() -> None:
     assert found.machine.advice == (), "a PyTorch for the CPU, on a machine with nothing else, is no fault"
     assert "none that PyTorch can use" in in_words(found)
     assert "none found, neither NVIDIA's nor AMD's" in in_words(found)
+    listed = found.machine.packages
+    assert {"torchao", "onediff", "oneflow", "nexfort", "diffusers"} < listed.keys()
+    assert listed["diffusers"] == importlib.metadata.version("diffusers"), "what is installed, by its version"
 
 
 def test_every_gpu_of_the_process_and_the_plan_for_the_first(cards: Callable[..., None]) -> None:
