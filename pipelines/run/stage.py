@@ -191,9 +191,11 @@ class ComponentStage(Stage):
         if not handle.store.in_parts(offload):
             return None
         try:
-            return replace(self, handle=replace(handle, offload=offload), plan=self.plan.unquantised)
+            other = replace(handle, offload=offload)
         except BackendUnavailable:
             return None
+        handle.store.handles.discard(other)  # a way of this one's, and no user beside it
+        return replace(self, handle=other, plan=self.plan.unquantised)
 
     @_Once
     def anatomy(self) -> Anatomy:

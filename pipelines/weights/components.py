@@ -216,11 +216,21 @@ class ComponentStore:
             self._keep_host_copies(name, module)
 
     def _keep_host_copies(self, name: str, module: torch.nn.Module) -> None:
-        """Keep what main memory has of a component on the device where it rests there after use, and that has room."""
-        rests = any(not handle.offload.stays for handle in self.handles)
-        rests |= name == "text_encoder" and not self._stays(name)
-        if not rests or not has_room(self._unread()):
+        """Keep what main memory has of a component on the device where it goes back there after use, and that has
+        room."""
+        goes = any(not handle.offload.stays for handle in self.handles) or not self._room_for_all()
+        goes |= name == "text_encoder" and not self._stays(name)
+        if not goes or not has_room(self._unread()):
             let_go_of_host_copies(module)
+
+    def _room_for_all(self) -> bool:
+        """Return whether the device has room for the weights of all components at once, but for the text encoder's,
+        and for what any call so far took beside them."""
+        memory = self.placement.memory()
+        loaded = {name: bytes_of(module) - self._bytes_there(module) for name, (_, module) in self._modules.items()}
+        missing = {name: files.n_bytes for name, files in self.model.weights.items()} | loaded
+        missing |= {"text_encoder": 0, "its calls": max(self.room.values(), default=0)}
+        return memory is None or memory.free >= sum(missing.values())
 
     def _forget_parts(self, name: str) -> None:
         if name in self._onloading:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
@@ -18,14 +17,12 @@ from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.pipelines.weights import room
 from comfyui_onediff_guard.pipelines.weights.ladder import NoRoom, ran_out
 from comfyui_onediff_guard.pipelines.weights.offload import Offload
-from comfyui_onediff_guard.pipelines.weights.parts import most_on_device
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision import wide
 from comfyui_onediff_guard.precision.kernels import Kernels
 from comfyui_onediff_guard.precision.peaks import size
 from comfyui_onediff_guard.precision.policy import Component, Precision
 from limited import CardPlacement, Computing, LimitedCard, limited_card
-from page_locked import stand_in_for_cuda
 from small_runs import SIZES, sampled
 
 MODELS = [*SIZES]
@@ -172,37 +169,6 @@ def test_a_run_with_less_room_goes_on_in_a_cheaper_way(
     assert (latents - right).norm() <= 1e-4 * right.norm()
     again, report = sampled(handle, model)
     assert torch.equal(again, right) and not ways(report)
-
-
-def deep(handle: PipelineHandle) -> PipelineHandle:
-    """With more blocks than come at once."""
-    denoiser = handle.store.module(handle.family.denoiser, "fp32", place=False)
-    if len(handle.family.blocks) == 1:
-        blocks: Any = denoiser.get_submodule(handle.family.blocks[0])
-        blocks.extend(copy.deepcopy(blocks[0]) for _ in range(3))
-    return handle
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_group_offload_takes_two_blocks_beside_the_activations(
-    card: LimitedCard, model_folder: Callable[..., Path], model: str
-) -> None:
-    """However slow the card is: it has computed nothing before it is waited for."""
-    right, activations = sampled(deep(opened(card, model_folder(model))), model)[0], card.made["denoiser"]
-    handle = deep(opened(card, model_folder(model), "group"))
-    denoiser = handle.store.module(handle.family.denoiser, "fp32", place=False)
-    two_blocks = most_on_device(denoiser, Offload.GROUP, handle.family.blocks)
-    assert two_blocks < 0.9 * most_on_device(denoiser, Offload.NONE)
-    if handle.family.prompt:
-        encode_prompts(handle, ["a red kite", "grey"])  # which is done when its result is read
-    with stand_in_for_cuda() as cuda:
-        cuda.arrives, cuda.leaves = (lambda copy: card.arrive([copy])), (lambda copy: card.go([copy]))
-        with card.limited(1.05 * (two_blocks + activations), only="denoiser"):
-            latents, report = sampled(handle, model)
-            assert two_blocks < card.most
-        handle.store.drop(handle.family.denoiser)
-    assert not ways(report)
-    assert (latents - right).norm() <= 1e-4 * right.norm()
 
 
 def test_another_component_leaves_the_card_first(card: LimitedCard, model_folder: Callable[..., Path]) -> None:

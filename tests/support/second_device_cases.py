@@ -145,9 +145,12 @@ def case_memory_freed_while_a_stream_uses_it_is_seen() -> None:
             y = x + 1
         if recorded:
             x.record_stream(side)
+        held = DEVICE.used()
         del x
+        assert held - DEVICE.used() == (0 if recorded else 20), "it stays until the host has waited"
         _no_hazard() if recorded else _hazard("freed while aten::add uses it on another stream")
         torch.cuda.synchronize()
+        assert held - DEVICE.used() == 20
         del y
 
 
@@ -171,7 +174,8 @@ def case_page_locked_memory_given_back_during_a_copy_is_seen() -> None:
     assert _cudart().cudaHostUnregister(x.data_ptr()) == 0
     _hazard("page-locked memory given back while a copy uses it")
     assert _cudart().cudaHostUnregister(x.data_ptr()) != 0
-    del there
+    _refused(lambda: there + 1, "does not correspond to a registered memory region")
+    assert torch.equal((there + 1).cpu(), x + 1), "CUDA's error is the next kernel's alone"
 
 
 def case_a_copy_to_the_host_arrives_when_it_was_waited_for() -> None:

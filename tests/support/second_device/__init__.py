@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import mmap
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch
 
 from .build import extension, why_not
 
-__all__ = ["hazards", "install", "why_not"]
+__all__ = ["hazards", "install", "runtime", "why_not"]
 card: Any = None  # the extension
 
 
@@ -51,6 +52,7 @@ def install(
             setattr(module, function, value)
     torch.version.cuda = "12.8"  # pyright: ignore[reportPrivateImportUsage]
     torch.UntypedStorage.clone = _clone
+    torch.empty(1).pin_memory()  # PyTorch asks nothing about memory of a device that it has not begun with
     return card
 
 
@@ -104,7 +106,7 @@ def _functions(capability: tuple[int, int], name: str) -> dict[Any, dict[str, An
         "current_stream": lambda device=None: torch.accelerator.current_stream(),
         "default_stream": lambda device=None: torch.Stream(stream_id=0, device_index=0, device_type=1),
         "is_current_stream_capturing": lambda: False,
-        "cudart": lambda: _CUDART,
+        "cudart": lambda: runtime,
         "check_error": lambda _error: None,
         "manual_seed": card.seed,
         "manual_seed_all": card.seed,
@@ -199,13 +201,59 @@ class _Error(int):
     success = 0
 
 
-_CUDART = SimpleNamespace(
-    cudaError=_Error,
-    cudaHostRegister=lambda at, n_bytes, _flags: card.pin(at, n_bytes) or 0,
-    cudaHostUnregister=lambda at: 0 if card.unpin(at) else 1,
-    cudaGetErrorString=lambda error: f"error {int(error)}",
-    cudaMemGetInfo=lambda device: (card.total() - card.used(), card.total()),
-)
+class Runtime:
+    """CUDA's, in its own functions' names, as far as it page-locks memory: whole pages, each once."""
+
+    cudaError = _Error  # noqa: N815 - CUDA's names
+
+    def __init__(self) -> None:
+        self.registered: dict[int, int] = {}  # address → bytes
+        self.limit = float("inf")  # bytes that the system lets be page-locked
+        self.most = 0  # bytes that were page-locked at once
+
+    @property
+    def page_locked(self) -> int:
+        """Bytes, in whole pages."""
+        return sum(len(_pages(*each)) for each in self.registered.items()) * mmap.PAGESIZE
+
+    def cudaHostRegister(self, address: int, n_bytes: int, _flags: int) -> int:  # noqa: N802
+        pages = _pages(address, n_bytes)
+        if any(pages.start < other.stop and other.start < pages.stop for other in self._locked()):
+            return self._fails(712)
+        if self.page_locked + len(pages) * mmap.PAGESIZE > self.limit:
+            return self._fails(2)
+        self.registered[address] = n_bytes
+        self.most = max(self.most, self.page_locked)
+        card.pin(address, n_bytes)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        if self.registered.pop(address, None) is None:
+            return self._fails(713)
+        card.unpin(address)
+        return 0
+
+    def cudaGetErrorString(self, error: int) -> str:  # noqa: N802
+        return _ERRORS[error]
+
+    def cudaMemGetInfo(self, _device: int) -> tuple[int, int]:  # noqa: N802
+        return card.total() - card.used(), card.total()
+
+    def _locked(self) -> list[range]:
+        return [_pages(*each) for each in self.registered.items()]
+
+    def _fails(self, error: int) -> int:
+        card.set_error(_ERRORS[error])
+        return error
+
+
+def _pages(address: int, n_bytes: int) -> range:
+    return range(address // mmap.PAGESIZE, (address + n_bytes - 1) // mmap.PAGESIZE + 1)
+
+
+_ERRORS = {2: "out of memory", 712: "part or all of the requested memory range is already mapped",
+           713: "pointer does not correspond to a registered memory region"}  # fmt: skip
+runtime = Runtime()
 _plain_clone = torch.UntypedStorage.clone
 
 

@@ -7,6 +7,7 @@
 
 #include <cstdlib>
 #include <mutex>
+#include <utility>
 
 #include "order.h"
 
@@ -28,6 +29,7 @@ inline std::map<std::string, uint64_t> kernels_by_op;  // name → launches
 inline py::object* on_wait = nullptr;                  // called with what the host waits for
 inline bool capturing = false;                         // as in torch.cuda.graph: a host that waits is an error
 inline thread_local bool unwatched = false;
+inline std::string error;  // of CUDA's runtime, which the next kernel raises
 
 // The host waits for the device.
 inline void waits(const std::string& what) {
@@ -53,13 +55,18 @@ inline void waits(const std::string& what) {
 inline size_t total = size_t(24) << 30, used = 0, most_used = 0;
 inline int64_t fails_in = 0;  // allocations until one fails; 0: none does
 
+// Blocks and what leaves.
+inline size_t all_used() { return used + order.leaving; }
+
 inline void take(size_t bytes) {
   const bool fails = fails_in > 0 && --fails_in == 0;
-  if (fails || used + bytes > total) ++counts["refused"];
-  TORCH_CHECK_WITH(OutOfMemoryError, !fails && used + bytes <= total, "CUDA out of memory. Tried to allocate ", bytes,
-                   " bytes. GPU 0 has a total capacity of ", total, " bytes of which ", total - used, " is free.");
+  if (all_used() + bytes > total) order.host_waits_for_what_leaves();
+  if (fails || all_used() + bytes > total) ++counts["refused"];
+  TORCH_CHECK_WITH(OutOfMemoryError, !fails && all_used() + bytes <= total, "CUDA out of memory. Tried to allocate ",
+                   bytes, " bytes. GPU 0 has a total capacity of ", total, " bytes of which ", total - all_used(),
+                   " is free.");
   used += bytes;
-  most_used = std::max(most_used, used);
+  most_used = std::max(most_used, all_used());
 }
 
 // The device's bytes are `bytes` at `at` from now on, and `at` a block of its memory.
@@ -109,6 +116,7 @@ struct PinnedMemory final : c10::Allocator {
     void* at = aligned(bytes);
     std::lock_guard<std::recursive_mutex> held(lock);
     order.pinned[static_cast<char*>(at)] = std::max<size_t>(bytes, 64);
+    counts["bytes page-locked as they came"] += bytes;
     return {at, at, &give_back, c10::Device(at::kCPU)};
   }
   // No hazard: PyTorch's allocator gives the memory to others when the streams that used it have come past
@@ -175,6 +183,8 @@ struct Launch {
   explicit Launch(std::string op) : access{current_stream, order.launch(current_stream), op} {
     ++counts["kernels"];
     ++kernels_by_op[op];
+    const auto raised = std::exchange(error, "");
+    TORCH_CHECK(raised.empty(), "CUDA error: ", raised);
   }
   void reads(const Tensor& tensor) { touches(tensor, false); }
   void writes(const Tensor& tensor) { touches(tensor, true); }

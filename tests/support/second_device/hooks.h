@@ -135,12 +135,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     counts.clear();
     kernels_by_op.clear();
     order.hazards.clear();
-    most_used = used;
+    most_used = all_used();
   });
   m.def("blocks", [] { return order.blocks.size(); });
-  m.def("used", [] { return used; });
+  m.def("used", all_used);
   m.def("most_used", [] { return most_used; });
-  m.def("reset_most_used", [] { most_used = used; });
+  m.def("reset_most_used", [] { most_used = all_used(); });
   m.def("total", [] { return total; });
   m.def("set_total", [](size_t bytes) { total = bytes; });
   m.def("fail_in", [](int64_t allocations) { fails_in = allocations; });
@@ -156,5 +156,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_random_state", [](const Tensor& state) { at::Generator(default_generator()).set_state(state); });
   m.def("seed", [](uint64_t seed) { at::Generator(default_generator()).set_current_seed(seed); });
   m.def("pin", [](size_t at, size_t bytes) { Held held(lock); order.pinned[reinterpret_cast<char*>(at)] = bytes; });
+  m.def("set_error", [](std::string text) { error = std::move(text); });
   m.def("unpin", [](size_t at) { Held held(lock); return order.unpin(reinterpret_cast<char*>(at)); });
 }

@@ -38,6 +38,11 @@ struct Block {  // of the device's memory
   std::set<int64_t> recorded;  // by record_stream
 };
 
+struct Leaving {  // a block that was freed, and stays until streams of record_stream have come past
+  Clock when;
+  size_t bytes;
+};
+
 struct Copy {  // between page-locked memory and the device, that the host does not wait for
   Access at;
   const char* host;
@@ -51,6 +56,7 @@ class Order {
   std::map<std::string, uint64_t> hazards;
   std::unordered_map<const void*, Block> blocks;
   std::map<const char*, size_t> pinned;
+  size_t leaving = 0;  // bytes of blocks that were freed and are there still
 
   Clock& of(int64_t stream) {
     auto& clock = streams_[stream];
@@ -103,6 +109,16 @@ class Order {
     };
     check(block->write);
     for (auto& read : block->reads) check(read);
+    Clock when;
+    for (auto stream : block->recorded)
+      if (stream != block->stream) {
+        when.resize(std::max<size_t>(when.size(), stream + 1));
+        when[stream] = of(stream)[stream];
+      }
+    if (!knows(when)) {
+      leaving_.push_back({when, block->bytes});
+      leaving += block->bytes;
+    }
     blocks.erase(at);
   }
 
@@ -115,6 +131,10 @@ class Order {
   // The host has waited for this: what it copied from page-locked memory has to be as it was, what it copied to it arrives.
   void host_learns(Clock clock) {
     learn(host_, clock);
+    std::erase_if(leaving_, [&](const Leaving& each) {
+      if (knows(each.when)) leaving -= each.bytes;
+      return knows(each.when);
+    });
     std::vector<Copy> left, over;
     for (auto& copy : copies_) (copy.at.before(host_) ? over : left).push_back(std::move(copy));
     copies_ = std::move(left);
@@ -123,6 +143,13 @@ class Order {
       else if (is_pinned(copy.host) && sum(copy.host, copy.bytes) != copy.sum)
         found("page-locked memory changed while a copy reads it");
     }
+  }
+
+  // As PyTorch's allocator waits, before it has no memory.
+  void host_waits_for_what_leaves() {
+    Clock all;
+    for (auto& each : leaving_) learn(all, each.when);
+    if (!all.empty()) host_learns(all);
   }
 
   void host_learns_all() {
@@ -158,6 +185,14 @@ class Order {
   std::map<int64_t, Clock> streams_;
   Clock host_;
   std::vector<Copy> copies_;
+  std::vector<Leaving> leaving_;
+
+  // The device is as slow as it can be: what the host has not waited for is not over.
+  bool knows(const Clock& when) const {
+    for (size_t i = 0; i < when.size(); ++i)
+      if (when[i] > (i < host_.size() ? host_[i] : 0)) return false;
+    return true;
+  }
 
   Block* find(const void* at) {
     auto it = blocks.find(at);

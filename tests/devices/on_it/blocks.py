@@ -1,0 +1,48 @@
+"""What a sampling run takes of a card whose weights come block by block, however slow the card is."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from card_faults import opened
+from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
+from comfyui_onediff_guard.pipelines.weights import components as stores
+from comfyui_onediff_guard.pipelines.weights.offload import Offload
+from comfyui_onediff_guard.pipelines.weights.parts import most_on_device
+from small_runs import SIZES, sampled
+
+
+def deep(handle: PipelineHandle) -> PipelineHandle:
+    """With more blocks than come at once."""
+    denoiser = handle.store.module(handle.family.denoiser, "fp32", place=False)
+    if len(handle.family.blocks) == 1:
+        blocks: Any = denoiser.get_submodule(handle.family.blocks[0])
+        blocks.extend(copy.deepcopy(blocks[0]) for _ in range(3))
+    return handle
+
+
+@pytest.mark.parametrize("model", SIZES)
+def test_group_offload_takes_two_blocks_beside_the_activations(card: Any, model: str) -> None:
+    made, most = {}, {}
+    for offload in ("none", "group"):
+        stores._STORES.clear()
+        handle = deep(opened(model, offload))
+        if handle.family.prompt:
+            encode_prompts(handle, ["a red kite", "grey"])
+        denoiser = handle.store.module(handle.family.denoiser, "fp32", place=False)
+        at_once = most_on_device(denoiser, handle.offload, handle.family.blocks)
+        sampled(handle, model)  # an image's encoders, too
+        handle.store.leave_device(but=handle.family.denoiser)
+        torch.cuda.synchronize()
+        card.reset()
+        made[offload], report = sampled(handle, model)
+        most[offload] = card.most_used() - at_once
+        assert most[offload] > 0 and not [note for note in report.notes if "memory ran out" in note]
+        handle.store.empty()
+    assert at_once < 0.9 * most_on_device(denoiser, Offload.NONE)
+    assert most["group"] <= 1.05 * most["none"]
+    assert torch.equal(made["group"], made["none"])

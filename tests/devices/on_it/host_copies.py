@@ -1,0 +1,175 @@
+"""Weights that come back from the device unchanged are those that main memory still has; what changed is copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from card_faults import CUDA, frames, opened
+from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, add_lora
+from comfyui_onediff_guard.pipelines.weights import components as stores
+from comfyui_onediff_guard.pipelines.weights import placement
+from comfyui_onediff_guard.pipelines.weights.parts import tensors_of
+from comfyui_onediff_guard.pipelines.weights.placement import DeviceMemory, move
+from torch import nn
+from trained_lora import train_lora
+
+HOST = torch.device("cpu")
+OTHERS = 2**17  # bytes of prompts, positions, latents and norms that go to the card in a run, at most
+
+
+@pytest.fixture(autouse=True)
+def stores_of_its_own(card: Any) -> None:
+    stores._STORES.clear()
+
+
+def copied(card: Any, handle: PipelineHandle, runs: int = 2) -> list[tuple[int, int]]:
+    """What each run copies to the card and back; their prompts are not known."""
+    found = []
+    for _ in range(runs):
+        torch.cuda.synchronize()
+        card.reset()
+        frames(handle)
+        counts = card.counts()
+        found.append((counts["bytes to the device"], counts["bytes to the host"]))
+    return found
+
+
+def results_of(card: Any, model: str, lora: Any = None) -> int:
+    """Bytes that a run hands the host where no weights move."""
+    handle = opened(model, "none")
+    back = copied(card, add_lora(handle, lora) if lora else handle)[1][1]
+    handle.store.empty()
+    stores._STORES.clear()
+    return back
+
+
+@pytest.mark.parametrize("model", ["2b", "cogview3", "cogview4", "wan-two"])
+def test_what_did_not_change_is_not_copied_back(card: Any, model: str) -> None:
+    results = results_of(card, model)
+    first, second = copied(card, handle := opened(model, "model"))
+    assert first[0] >= second[0] > OTHERS, "a norm is tried once"
+    assert first[1] == second[1] == results
+    handle.store.empty()
+
+
+@pytest.mark.parametrize("offload", ["none", "auto"])
+def test_of_what_stays_on_the_card_main_memory_keeps_nothing(card: Any, offload: str) -> None:
+    results, handle = results_of(card, "2b"), opened("2b", offload)
+    first, again = copied(card, handle)
+    sizes = {name: placement.bytes_of(module) for name, (_, module) in handle.store._modules.items()}
+    encoder = sizes.pop("text_encoder")
+    assert min(sizes.values()) > OTHERS
+    assert first[0] > encoder and first[1] == again[1] == results
+    assert 0 <= again[0] - encoder < OTHERS, "the encoder alone"
+    on_card = {tensor for _, module in handle.store._modules.values() for tensor in tensors_of(module)}
+    assert not [tensor for tensor in on_card if tensor in placement._HOST_COPIES]
+    handle.store.empty()
+
+
+@pytest.mark.parametrize("offload", ["none", "auto"])
+def test_what_drives_each_other_out_is_not_copied_back(card: Any, offload: str) -> None:
+    """The card has no room for the denoiser while the VAE decodes, which is known once it has."""
+    results, total = results_of(card, "2b"), card.total()
+    handle = opened("2b", offload)
+    frames(handle)
+    denoiser, vae = (placement.bytes_of(handle.store._modules[name][1]) for name in ("transformer", "vae"))
+    most = card.most_used()
+    handle.store.empty()
+    stores._STORES.clear()
+    try:
+        card.set_total(most - min(denoiser, vae) // 2)
+        _, second, third = copied(card, handle := opened("2b", offload), 3)
+    finally:
+        card.set_total(total)
+    assert second[0] > min(denoiser, vae) > OTHERS, "one of them comes anew"
+    assert second[1] == third[1] == results
+    handle.store.empty()
+
+
+def test_what_a_lora_added_is_not_copied_back(card: Any, model_folder: Callable[..., Path], tmp_path: Path) -> None:
+    lora = train_lora(tmp_path, model_folder("2b"))
+    results, without = results_of(card, "2b", lora), copied(card, opened("2b", "model"))[1]
+    stores._STORES.clear()
+    first, second = copied(card, handle := add_lora(opened("2b", "model"), lora))
+    assert second[0] > without[0], "the LoRA comes too"
+    assert first[1] == second[1] == results
+    handle.store.empty()
+
+
+def test_main_memory_that_is_short_keeps_nothing(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    results, handle = results_of(card, "2b"), opened("2b", "model")
+    monkeypatch.setattr(placement, "main_memory", lambda: DeviceMemory(10, handle.store._unread()))
+    found = copied(card, handle)
+    assert {*handle.store.loaded()} == {"transformer", "vae"}, "the text encoder is read again"
+    others = sum(placement.bytes_of(module) for _, module in handle.store._modules.values())
+    assert [to_host - results for _, to_host in found] == [others, others]
+    handle.store.empty()
+
+
+def test_layer_by_layer_weights_go_back_to_where_they_were(card: Any) -> None:
+    handle, at_rest = opened("2b", "sequential"), []
+    for _ in range(2):
+        frames(handle)
+        modules = [handle.store._modules[name][1] for name in ("text_encoder", "transformer")]
+        at_rest.append([tensor.data_ptr() for module in modules for tensor in tensors_of(module)])
+    assert at_rest[0] == at_rest[1]
+    handle.store.empty()
+
+
+def replaced(layer: Any) -> None:
+    layer.weight = nn.Parameter(layer.weight * 2, requires_grad=False)
+
+
+def replaced_often(layer: Any) -> None:
+    """Until an allocator gives out again what it had given out for the first one, where nothing prevents that."""
+    first = layer.weight.untyped_storage()._cdata
+    for _ in range(100):
+        layer.weight.data = layer.weight.data + 1
+        if layer.weight.untyped_storage()._cdata == first:
+            return
+
+
+def last(layer: Any) -> None:
+    layer.weight.data = layer.weight.data.contiguous(memory_format=torch.channels_last)
+
+
+def in_inference_mode(layer: Any) -> None:
+    with torch.inference_mode():
+        layer.weight.mul_(2)
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "in place": lambda layer: layer.weight.mul_(2),
+    "in inference mode": in_inference_mode,
+    "through a view": lambda layer: layer.weight.view(-1)[3:].zero_(),
+    "through detach": lambda layer: layer.weight.detach().mul_(2),
+    "loaded": lambda layer: layer.load_state_dict({"weight": layer.weight * 2}, strict=False),
+    "replaced through data": lambda layer: setattr(layer.weight, "data", layer.weight.data * 2),
+    "replaced often": replaced_often,
+    "replaced": replaced,
+    "transposed": lambda layer: setattr(layer.weight, "data", layer.weight.data.transpose(0, 1)),
+    "channels last": last,
+    "another dtype": lambda layer: layer.half(),
+    "a buffer in place": lambda layer: layer.table.add_(1),
+    "a buffer replaced": lambda layer: layer.register_buffer("table", layer.table + 1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changed_is_copied(change: str) -> None:
+    layer: Any = nn.Conv2d(4, 4, 3).requires_grad_(False)
+    layer.register_buffer("table", torch.arange(4.0))
+    for _ in range(2):
+        move(layer, CUDA)
+        with torch.no_grad():
+            CHANGES[change](layer)
+        expected = {name: tensor.cpu() for name, tensor in layer.state_dict().items()}
+        strides = layer.weight.stride()
+        move(layer, HOST)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in layer.state_dict().items())
+        assert layer.weight.dtype == expected["weight"].dtype and layer.weight.stride() == strides
+    assert all(tensor not in placement._HOST_COPIES for tensor in tensors_of(layer))

@@ -1,0 +1,247 @@
+"""Page-locked memory of weights that come block by block: how much, for how long, and that they stay what they are."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import mmap
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from card_faults import CUDA, frames, opened
+from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
+from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, add_lora
+from comfyui_onediff_guard.pipelines.weights import components as stores
+from comfyui_onediff_guard.pipelines.weights.offload import InParts, Offload, in_parts
+from comfyui_onediff_guard.pipelines.weights.parts import Parts, tensors_of
+from comfyui_onediff_guard.pipelines.weights.slab import Slab, laid_out
+from diffusers import CogVideoXTransformer3DModel
+from second_device import runtime
+from trained_lora import train_lora
+
+MODELS = ["2b", "1.5", "5b-i2v", "cogview3", "cogview4", "svd", "wan", "wan-ti2v"]
+
+
+@pytest.fixture(autouse=True)
+def stores_of_its_own(card: Any) -> None:
+    stores._STORES.clear()
+
+
+def begun(model: str = "2b") -> tuple[PipelineHandle, weakref.ref[Slab]]:
+    """With offload 'group', after a use of the denoiser's weights; and one of their slabs."""
+    handle = opened(model, "group")
+    handle.store.module(handle.family.denoiser, "fp32", Offload.GROUP)
+    with handle.store.onloading(handle.family.denoiser, Offload.GROUP) as weights:
+        assert isinstance(weights, InParts) and runtime.registered
+        slab = weakref.ref(weights._slabs[0])
+    assert runtime.registered, "between calls"
+    return handle, slab
+
+
+def expected() -> torch.Tensor:
+    handle = opened("2b", "none")
+    made = frames(handle)
+    handle.store.empty()
+    stores._STORES.clear()
+    return made
+
+
+class Marked(torch.Tensor):
+    """As quantised weights are: of a class of their own."""
+
+
+def test_tensors_stay_what_they_are() -> None:
+    wide = torch.randn(4, 6)
+    tensors = {
+        "bias": torch.nn.Parameter(torch.tensor([1.0, float("nan"), -0.0], dtype=torch.bfloat16), requires_grad=False),
+        "channels last": torch.nn.Parameter(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)),
+        "transposed": wide.t(),
+        "scalar": torch.tensor(3),
+        "flags": torch.tensor([True, False, True]),
+        "a part of one": torch.randn(4, 4)[:, :2],
+        "one for many": torch.randn(1, 3).expand(2, 3),
+        "empty": torch.empty(0, 3),
+        "of a class of its own": torch.randn(3).as_subclass(Marked),
+    }
+    before = {name: (t.data.clone(), t.stride(), t.dtype, type(t)) for name, t in tensors.items()}
+    slab = Slab([*tensors.values(), tensors["bias"]], torch.cuda.Stream(CUDA))
+    slab.lock()
+    for name, tensor in tensors.items():
+        data, stride, dtype, kind = before[name]
+        assert (tensor.stride(), tensor.dtype, type(tensor)) == (stride, dtype, kind), name
+        torch.testing.assert_close(tensor.data, data, rtol=0, atol=0, equal_nan=True)
+    left = {"a part of one", "one for many", "empty", "of a class of its own"}
+    assert {name for name, tensor in tensors.items() if not tensor.is_pinned()} == left
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in slab.tensors)
+    slab.lock()
+    assert len(runtime.registered) == 1
+    slab.unlock()
+    slab.unlock()
+    assert not runtime.registered and torch.equal(wide.t(), tensors["transposed"])
+
+
+def test_memory_is_given_back_when_nothing_copies_from_it_any_more(card: Any) -> None:
+    stream = torch.cuda.Stream(CUDA)
+    slab = Slab([torch.randn(64)], stream)
+    slab.lock()
+    with torch.cuda.stream(stream):
+        there = slab.tensors[0].to(CUDA, non_blocking=True)
+    slab.unlock()
+    assert torch.equal(there.cpu(), slab.tensors[0])
+
+
+def test_of_nothing_nothing_is_page_locked() -> None:
+    slab = Slab([torch.empty(0)], torch.cuda.Stream(CUDA))
+    slab.lock()
+    slab.unlock()
+    assert not runtime.most
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_page_locked_is_no_more_than_the_weights(model: str) -> None:
+    """Pages counted whole."""
+    handle = opened(model, "none", "bf16")
+    denoiser = handle.store.module(handle.family.denoiser, "bf16", place=False)
+    with in_parts(denoiser, Offload.GROUP, CUDA, blocks=handle.family.blocks):
+        assert 1 <= runtime.page_locked / sum(t.nbytes for t in {*tensors_of(denoiser)}) <= 1.05
+    handle.store.empty()
+
+
+def test_page_locked_of_cogvideox_5b_as_published() -> None:
+    with torch.device("meta"):
+        denoiser = CogVideoXTransformer3DModel(
+            num_attention_heads=48, num_layers=42, use_rotary_positional_embeddings=True
+        ).to(torch.bfloat16)
+    parts = Parts.of(denoiser, Offload.GROUP, COGVIDEOX.blocks)
+    blocks = [{t for module in modules for t in tensors_of(module)} for modules in parts.together]
+    locked = sum(-(-laid_out(tensors)[1] // mmap.PAGESIZE) * mmap.PAGESIZE for tensors in (*blocks, parts.rest))
+    weights = [t.nbytes for t in {*tensors_of(denoiser)}]
+    assert 1 <= locked / sum(weights) <= 1.0001
+    each_by_itself = sum(1 << (n_bytes - 1).bit_length() for n_bytes in weights)
+    assert round(each_by_itself / sum(weights), 2) == 1.78, "as PyTorch would"
+
+
+def test_each_is_copied_from_where_it_is_and_page_locked_again_after_it_rested(card: Any) -> None:
+    right = expected()
+    handle, seen, at = opened("2b", "group"), [], []
+    for _ in range(2):
+        seen.append([])
+
+        def step_done(*_: Any, **__: Any) -> None:
+            seen[-1].append((runtime.page_locked, card.counts()["bytes page-locked as they came"]))
+
+        assert torch.equal(frames(handle, step_done=step_done), right)
+        assert seen[-1][0][0] and len({*seen[-1]}) == 1, "step for step"
+        assert not runtime.registered, "at rest"
+        at.append([tensor.data_ptr() for tensor in tensors_of(handle.store._onloading["transformer"][1].component)])
+    assert at[0] == at[1]
+    handle.store.empty()
+
+
+AFTERWARDS: dict[str, Callable[[PipelineHandle, str], object]] = {
+    "rest": lambda handle, name: handle.store.rest(name),
+    "rest or drop": lambda handle, name: handle.store.rest_or_drop(name),
+    "drop": lambda handle, name: handle.store.drop(name),
+    "empty": lambda handle, _name: handle.store.empty(),
+    "whole": lambda handle, name: handle.store.module(name, "fp32"),
+    "sequential": lambda handle, name: handle.store.onloading(name, Offload.SEQUENTIAL),
+    "another dtype": lambda handle, name: handle.store.module(name, "bf16", Offload.GROUP),
+}
+
+
+@pytest.mark.parametrize("how", AFTERWARDS)
+def test_nothing_stays_page_locked(how: str) -> None:
+    handle, slab = begun()
+    AFTERWARDS[how](handle, "transformer")
+    assert not runtime.registered
+    if how != "rest":
+        gc.collect()
+        assert slab() is None
+
+
+def test_weights_that_are_laid_out_otherwise_leave_their_slabs() -> None:
+    handle, slab = begun("svd")
+    handle.store.lay_out("unet", channels_last=False)
+    assert runtime.registered and slab() is not None, "they lie so already"
+    handle.store.lay_out("unet", channels_last=True)
+    gc.collect()
+    assert not runtime.registered and slab() is None
+
+
+def test_a_lora_has_its_layers_page_locked(model_folder: Callable[..., Path], tmp_path: Path) -> None:
+    lora = train_lora(tmp_path, model_folder("2b"))
+    whole = opened("2b", "none")
+    right = frames(add_lora(whole, lora))
+    whole.store.empty()
+    stores._STORES.clear()
+    handle = opened("2b", "group")
+    without = frames(handle)
+    assert torch.equal(frames(add_lora(handle, lora)), right) and not runtime.registered
+    assert torch.equal(frames(handle), without)
+
+
+@pytest.mark.parametrize("pages", [0, 200])
+def test_where_the_system_does_not_let_it_weights_are_page_locked_as_they_come(
+    card: Any, caplog: pytest.LogCaptureFixture, pages: int
+) -> None:
+    right = expected()
+    runtime.limit, runtime.most = pages * mmap.PAGESIZE, 0
+    card.reset()
+    with caplog.at_level(logging.WARNING):
+        handle = opened("2b", "group")
+        assert torch.equal(frames(handle), right)
+    (said,) = [line for line in caplog.messages if "page-locked" in line]
+    assert said.startswith("main memory cannot be page-locked for all blocks (CUDA error: out of memory): slower")
+    assert bool(runtime.most) == bool(pages), "in the middle"
+    weights = sum(t.nbytes for t in tensors_of(handle.store._modules["transformer"][1]))
+    assert not runtime.registered and card.counts()["bytes page-locked as they came"] > weights
+
+
+def test_without_main_memory_for_a_slab_the_weights_stay_where_they_are(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = expected()
+    runtime.most = 0
+    sizes: list[int] = []
+
+    def scarce(fileno: int, n_bytes: int, pages: Any = mmap.mmap, **how: Any) -> mmap.mmap:
+        sizes.append(n_bytes)
+        if len(sizes) == 2:
+            raise OSError(12, "Cannot allocate memory")
+        return pages(fileno, n_bytes, **how)
+
+    monkeypatch.setattr(mmap, "mmap", scarce)
+    assert torch.equal(frames(opened("2b", "group")), right)
+    assert len(sizes) == 2 and not runtime.most
+    assert any("([Errno 12] Cannot allocate memory): slower" in line for line in caplog.messages)
+
+
+def test_an_error_in_a_block_leaves_copies_alone() -> None:
+    handle = replace(opened("2b", "none"), offload=Offload.GROUP)
+    layer = handle.store.module("transformer", "fp32", place=False).transformer_blocks[0].ff.net[2]
+
+    def fail(*_: Any) -> None:
+        assert runtime.registered
+        raise KeyError("as an interrupt")
+
+    failing = layer.register_forward_pre_hook(fail)
+    with pytest.raises(KeyError, match="as an interrupt"):
+        frames(handle)
+    failing.remove()
+    handle.store.drop("transformer")
+    assert not runtime.registered
+
+
+def test_another_thread_that_computes_keeps_its_memory() -> None:
+    handle, _ = begun()
+    with handle.store.onloading("transformer", Offload.GROUP):
+        dropping = threading.Thread(target=lambda: handle.store.drop("transformer"))
+        dropping.start()
+        dropping.join()
+        assert runtime.registered

@@ -1,0 +1,157 @@
+"""Weights that come block by block or layer by layer: the next on their way while one computes, and no more there."""
+
+from __future__ import annotations
+
+import mmap
+from functools import partialmethod
+from typing import Any
+
+import pytest
+import torch
+from comfyui_onediff_guard.pipelines.weights.offload import InParts, Offload, in_parts
+from diffusers.hooks.group_offloading import ModuleGroup
+from second_device import runtime
+
+CUDA = torch.device("cuda", 0)
+WIDE, NAMES = 64, ["first", "second", "third", "fourth"]
+BLOCK = 4 * (WIDE * WIDE + WIDE)  # bytes
+REST = 4 * WIDE * WIDE
+INPUT = 4 * WIDE  # and of each output
+
+
+class Block(torch.nn.Linear):
+    def __init__(self, name: str, fails: bool) -> None:
+        super().__init__(WIDE, WIDE)
+        self.name, self.fails = name, fails
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
+        LOG.append(f"compute {self.name}")
+        if self.fails:
+            raise KeyError(self.name)
+        return super().forward(input)
+
+
+class Blocks(torch.nn.Module):
+    def __init__(self, fails: str = "") -> None:
+        super().__init__()
+        self.embed = torch.nn.Linear(WIDE, WIDE, bias=False)
+        self.blocks = torch.nn.ModuleList(Block(name, name == fails) for name in NAMES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+LOG: list[str] = []
+
+
+@pytest.fixture(autouse=True)
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What comes, computes and goes, in the order in which the host says so."""
+    LOG.clear()
+
+    def told(group: ModuleGroup, what: str, call: Any) -> None:
+        (name,) = [name for name, first in PARAMETERS.items() if first in {*group.parameters}] or ["nothing"]
+        LOG.append(f"{what} {name}")
+        call(group)
+
+    for what, method in (("bring", "onload_"), ("send", "offload_")):
+        monkeypatch.setattr(ModuleGroup, method, partialmethod(told, what, getattr(ModuleGroup, method)))
+    return LOG
+
+
+PARAMETERS: dict[str, Any] = {}
+
+
+def made(offload: Offload, fails: str = "", once: bool = False) -> tuple[InParts, torch.nn.Module, torch.Tensor]:
+    """Weights, their module's shell, and what it puts out by itself on the CPU."""
+    module = Blocks().requires_grad_(False)
+    exact = module(torch.ones(1, WIDE))
+    PARAMETERS["rest"] = module.embed.weight
+    for block in module.blocks:
+        PARAMETERS[block.name], block.fails = block.weight, block.name == fails
+    weights = in_parts(module, offload, CUDA, once=once)
+    LOG.clear()
+    return weights, weights.shell(module), exact
+
+
+def called(weights: InParts, shell: torch.nn.Module, times: int = 1) -> torch.Tensor:
+    x = torch.ones(1, WIDE).cuda()
+    y = x
+    for _ in range(times):
+        with weights, torch.inference_mode():
+            for _ in range(times):
+                y = shell(x)
+    return y.cpu()
+
+
+def test_the_next_block_is_on_its_way_while_one_computes(card: Any) -> None:
+    weights, shell, exact = made(Offload.GROUP)
+    assert torch.equal(called(weights, shell), exact)
+    assert LOG == [
+        "bring rest", "bring first", "compute first",
+        "bring second", "send first", "compute second",
+        "bring third", "send second", "compute third",
+        "bring fourth", "send third", "compute fourth",
+        "send fourth", "send rest",
+    ]  # fmt: skip
+    counts = card.counts()
+    assert counts["waits: stream"] == 5 + 6, "diffusers before it brings each part, and each use for what it brought"
+    assert counts["waits: event"] == 2, "for what computes: before the third block and the fourth"
+    assert len(runtime.registered) == 5, "each block and the rest, once"
+    assert weights.most_bytes == REST + 2 * BLOCK
+    weights.release()
+
+
+def test_sequential_brings_one_layer_at_a_time(card: Any) -> None:
+    weights, shell, exact = made(Offload.SEQUENTIAL)
+    assert torch.equal(called(weights, shell), exact)
+    layers = [line for line in LOG if line.partition(" ")[2] in NAMES]
+    assert layers == [f"{what} {name}" for name in NAMES for what in ("bring", "compute", "send")]
+    assert not runtime.most, "nothing is page-locked for good"
+
+
+@pytest.mark.parametrize(("offload", "there"), [(Offload.GROUP, 2), (Offload.SEQUENTIAL, 1)])
+def test_parts_do_not_pile_up_however_slow_the_device_is(card: Any, offload: Offload, there: int) -> None:
+    """What is sent away stays until the device has computed with it, which here it has when the host waits for it.
+    Both halves of a batch are called one after the other, and so in the next step."""
+    weights, shell, _ = made(offload)
+    for times in (1, 2):
+        before = card.used()
+        card.reset()
+        called(weights, shell, times)
+        most = card.most_used() - before - there * BLOCK - REST * (offload is Offload.GROUP)
+        assert 0 < most <= 8 * INPUT
+    weights.release()
+
+
+def test_what_is_let_go_after_use_is_not_page_locked(card: Any) -> None:
+    weights, shell, exact = made(Offload.GROUP, once=True)
+    assert torch.equal(called(weights, shell), exact)
+    assert not runtime.most and LOG.index("bring second") < LOG.index("send first")
+
+
+def test_without_enough_memory_to_page_lock_each_block_is_as_it_comes(
+    card: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime.limit = 10 * mmap.PAGESIZE
+    weights, shell, exact = made(Offload.GROUP)
+    for _ in range(2):
+        LOG.clear()
+        assert torch.equal(called(weights, shell), exact), "CUDA's error is not the next kernel's"
+        assert LOG.index("bring second") < LOG.index("send first")
+    assert len(caplog.messages) == 1 and "(CUDA error: out of memory): slower" in caplog.messages[0]
+    assert runtime.most and not runtime.registered, "what was page-locked is given back"
+    assert card.counts()["bytes page-locked as they came"] == 2 * (REST + 4 * BLOCK)
+
+
+def test_a_block_that_fails_goes_back(card: Any) -> None:
+    weights, shell, _ = made(Offload.GROUP, fails="second")
+    before = card.used()
+    with pytest.raises(KeyError, match="second"):
+        called(weights, shell)
+    torch.cuda.synchronize()
+    assert card.used() == before and not weights._here
+    weights.release()
