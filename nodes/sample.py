@@ -149,7 +149,7 @@ def _cut(video: torch.Tensor, frames: int, sizes: SizeRule) -> tuple[torch.Tenso
             least,
         )
     if used == asked:
-        return video, ()
+        return video[:used], ()
     made = Message(
         "Of the video, {} frames are used, not {}: the model makes {}·k + 1.", used, asked, sizes.frame_multiple
     )
