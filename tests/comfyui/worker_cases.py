@@ -66,7 +66,9 @@ def _in_process(folder: Path, seed: int) -> torch.Tensor:
     """As a script of the same process runs a pipeline."""
     pack = "custom_nodes_pack"
     load = import_module(f"{pack}.pipelines.run.handle").load
-    families, policy = import_module(f"{pack}.pipelines.families.table"), import_module(f"{pack}.precision.policy")
+    families, policy = (
+        import_module(f"{pack}.{name}") for name in ("pipelines.families.cogvideox", "precision.policy")
+    )
     sampling = import_module(f"{pack}.pipelines.run.sample")
     options = {
         "backend": "eager",
