@@ -137,7 +137,8 @@ def test_the_probe_takes_what_the_sampler_takes(server: legs.Server, name: str) 
     ran = run(server, nodes)
     assert ran.code == 0, (ran.answer, server.tail())
     (found,) = ran.answer["outputs"]["probe"]["onediff_guard"]
-    assert found["model"] == CASES[name].model and found["measured_steps"] == 2 and found["dtype"] in ("bf16", "fp32")
+    assert found["model"] == CASES[name].model and found["measured_steps"] == 2
+    assert found["dtype"] in ("bf16", "fp32") or found["plan"] != "fp16 plain", "as it is, fp16 does not hold it"
     assert found["worst"][0]["reach"] > 65504
     (file,) = ran.files
     picture = np.asarray(Image.open(file).convert("RGB"))
