@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from ...trust.message import Told
 from ..errors import ExitCode, HeadlessError
 from ..terminal import NobodyReadsError, cleaned_output
 
@@ -63,6 +64,9 @@ def _main(arguments: list[str], subcommands: Sequence[Subcommand]) -> int:
     except KeyboardInterrupt:
         _complain("Interrupted.", verbose=False)
         return int(ExitCode.INTERRUPTED)
+    except Told as error:
+        _complain(str(error), args.verbose)
+        return int(ExitCode.RUN_FAILED)
     except Exception as error:  # noqa: BLE001 - a script gets an exit code, not a traceback
         _complain(f"Unexpected {type(error).__name__}: {error}. Run with --verbose to see where.", args.verbose)
         return int(ExitCode.RUN_FAILED)

@@ -7,11 +7,13 @@ import subprocess
 import sys
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from comfyui_onediff_guard.headless.commands import cli
 from comfyui_onediff_guard.headless.hosts import local
+from comfyui_onediff_guard.pipelines.errors import DeviceGone, LibraryFailed
 
 
 @pytest.fixture
@@ -88,6 +90,23 @@ def test_bad_usage(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as error:
         cli.main(arguments)
     assert error.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (LibraryFailed("transformers cannot be imported."), "transformers cannot be imported."),
+        (DeviceGone("cuda:0 gives no answer any more."), "cuda:0 gives no answer any more."),
+        (KeyError("x"), "Unexpected KeyError: 'x'. Run with --verbose to see where."),
+    ],
+)
+def test_an_error_meant_for_people_is_said_as_it_is(error: Exception, said: str, capsys: Any) -> None:
+    def main(_args: Any) -> int:
+        raise error
+
+    command = cli.Subcommand("fly", "", lambda: SimpleNamespace(add_arguments=lambda _parser: None, main=main))
+    assert cli.main(["fly"], [command]) == 4
+    assert capsys.readouterr().err.strip() == f"onediff-guard: {said}"
 
 
 def test_verbose_shows_where(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
