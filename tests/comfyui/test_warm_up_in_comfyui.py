@@ -12,12 +12,13 @@ from waiting import wait_until
 
 pytestmark = pytest.mark.comfyui
 
-SIZE = {"width": 96, "height": 64}
+WIDTHS = {"a": 96, "b": 64, "c": 128}  # a leg would find what another one compiled, and compile nothing
+HEIGHT = 64
 LOADER: dict[str, Any] = {"model": "CogView3-Plus-3B", "precision": "fp32", "backend": "inductor", "offload": "none"}
-WARM_UP: dict[str, Any] = {"pipeline": ["1", 0], "sizes": "96×64", "guidance": True, "precision": "inherit"}
+WARM_UP: dict[str, Any] = {"pipeline": ["1", 0], "guidance": True, "precision": "inherit"}
 ENCODE: dict[str, Any] = {"pipeline": ["2", 0], "prompt": "a kite", "negative_prompt": "", "precision": "inherit"}
 SAMPLE: dict[str, Any] = {
-    **SIZE,
+    "height": HEIGHT,
     "pipeline": ["2", 0],
     "positive": ["3", 0],
     "negative": ["3", 1],
@@ -36,10 +37,16 @@ DECODE: dict[str, Any] = {
 TEXT_EVENT = 3  # of the websocket's binary messages: its number, the length of the node's id, the id, the text
 
 
-def graph(*more: tuple[str, dict[str, Any]]) -> dict[str, Any]:
-    nodes = (("LoadCogView3Plus", LOADER), ("WarmUp", WARM_UP), *more)
+def size_of(server: legs.Server) -> str:
+    return f"{WIDTHS.get(server.leg.name, 160)}×{HEIGHT}"
+
+
+def graph(server: legs.Server, *more: tuple[str, dict[str, Any]], sizes: str = "") -> dict[str, Any]:
+    """sizes: to warm up for, the leg's own by default."""
+    warm_up = WARM_UP | {"sizes": sizes or size_of(server)}
     made = {
-        str(n): {"class_type": f"OneDiffGuard{name}", "inputs": given} for n, (name, given) in enumerate(nodes, start=1)
+        str(n): {"class_type": f"OneDiffGuard{name}", "inputs": given}
+        for n, (name, given) in enumerate((("LoadCogView3Plus", LOADER), ("WarmUp", warm_up), *more), start=1)
     }
     if more:
         made["6"] = {"class_type": "PreviewImage", "inputs": {"images": [str(len(made)), 0]}}
@@ -79,25 +86,26 @@ def texts_of(socket: websocket.WebSocket) -> list[str]:
 
 def test_the_server_answers_while_it_compiles_and_the_next_run_compiles_nothing(server: legs.Server) -> None:
     socket = websocket.create_connection(f"{server.url.replace('http', 'ws')}/ws?clientId=warm")
-    outputs, answers = run(server, graph(), "warm")
+    outputs, answers = run(server, graph(server), "warm")
     texts = texts_of(socket)
     socket.close()
     (report,) = outputs["2"]["onediff_guard"]
-    assert report["graphs"] == 1 and "96×64: " in outputs["2"]["text"][0]
+    assert report["graphs"] == 1 and f"{size_of(server)}: " in outputs["2"]["text"][0]
     assert answers >= 3, "the event loop was free while the denoiser was compiled"
     shown = server.leg.name != "a"  # 0.0.1 shows no text on nodes
-    for line in ("96×64: inductor: compiling block 1 of", "96×64: step 2/2"):
-        assert any(line in text for text in texts) == shown, texts
+    for line in ("inductor: compiling block 1 of", "step 2/2"):
+        assert any(f"{size_of(server)}: {line}" in text for text in texts) == shown, texts
 
-    sampled, _ = run(server, graph(("EncodePrompt", ENCODE), ("SampleCogView", SAMPLE), ("DecodeLatents", DECODE)))
+    sample = SAMPLE | {"width": WIDTHS.get(server.leg.name, 160)}
+    nodes = (("EncodePrompt", ENCODE), ("SampleCogView", sample), ("DecodeLatents", DECODE))
+    sampled, _ = run(server, graph(server, *nodes))
     (report,) = sampled["4"]["onediff_guard"]
     assert report["graphs"] == 0 and report["backend"] == "inductor"
 
 
 def test_a_size_that_cannot_be_is_named_and_the_next_run_works(server: legs.Server) -> None:
-    wrong = graph()
-    wrong["2"]["inputs"] = WARM_UP | {"sizes": "96×64\n90×64"}
+    wrong = graph(server, sizes=f"{size_of(server)}\n90×64")
     status = server.ended(server.ask("/prompt", {"prompt": wrong})["prompt_id"])["status"]
     assert status["status_str"] == "error"
     assert "has the line '90×64': width is 90, but must be a multiple of 32" in str(status)
-    run(server, graph())
+    run(server, graph(server))
