@@ -28,7 +28,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("precision/policy.py", "precision/arch.py", "precision/accumulation.py")
-TESTS = ("tests/precision/test_policy.py", "tests/precision/test_arch.py", "tests/precision/test_accumulation.py")
+TESTS = (
+    *(f"tests/precision/test_{name}.py" for name in ("policy", "arch", "accumulation")),
+    "tests/pipelines/test_selftest_kept.py",
+    "tests/pipelines/diagnosis/test_diagnosed_plans.py",
+)
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv*", "output", "__pycache__", ".*_cache", "*.egg-info")
 OPPOSITE: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
