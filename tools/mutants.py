@@ -31,7 +31,7 @@ SOURCES = ("precision/policy.py", "precision/arch.py", "precision/accumulation.p
 TESTS = (
     *(f"tests/precision/test_{name}.py" for name in ("policy", "arch", "accumulation", "fp16_sums")),
     "tests/pipelines/test_selftest_kept.py",
-    "tests/pipelines/diagnosis/test_diagnosed_plans.py",
+    "tests/pipelines/diagnosis",
 )
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv*", "output", "__pycache__", ".*_cache", "*.egg-info")
 OPPOSITE: dict[type[ast.cmpop], type[ast.cmpop]] = {

@@ -132,6 +132,19 @@ def test_half_precision_accumulation_is_on_for_volta_and_where_fast_is_asked_for
             assert plan.accumulation == ("on" if device.name == "sm70" else "off")
 
 
+@pytest.mark.parametrize("accumulation", Accumulation)
+@pytest.mark.parametrize("request_", [Precision.FP16, Precision.FP16_PLAIN, Precision.BF16])
+def test_sums_in_fp16_are_the_denoisers_in_checked_fp16_where_they_are_asked_for(
+    request_: Precision, accumulation: Accumulation
+) -> None:
+    for component in VARIANTS["CogVideoX-2B"].components:
+        plan = choose(ARCHITECTURES["sm89"], VARIANTS["CogVideoX-2B"], component, request_, accumulation)
+        wanted = (component, request_, accumulation) == (Component.DENOISER, Precision.FP16, Accumulation.FP16)
+        assert plan.fp16_sums == wanted, component
+        asked_in_vain = component is Component.DENOISER and accumulation is Accumulation.FP16 and not wanted
+        assert plan.fp16_sums_reason.startswith("nothing: ") == asked_in_vain
+
+
 def test_accumulation_is_auto_where_nothing_is_said() -> None:
     assert choose(SM70, TWO_B, DENOISER, AUTO).accumulation == "on"
     assert choose(SM80, TWO_B, DENOISER, AUTO).accumulation == "off"
