@@ -75,6 +75,7 @@ def test_comfyuis_own_models_too(
     chosen: str, request_: Precision | None, failed: tuple[str, ...], comes_to: str, wide: bool
 ) -> None:
     plan = comfy_plan(Component.DENOISER, "Lumina2", HALVES[chosen], with_failed("sm90", *failed), request_)
+    assert not plan.fp16_sums, "nobody asked for them"
     assert (plan.dtype, plan.wide) == (comes_to, wide)
     assert ("self-test" in plan.reason) == (chosen in failed)
 
