@@ -16,6 +16,16 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "
           "_forward_hooks_always_called")  # fmt: skip
 
 
+def shell_of(module: torch.nn.Module) -> torch.nn.Module:
+    """Return a shallow copy. A module may have its own method once more as an attribute, as transformers 4 leaves it on
+    layers of which it recorded outputs: the copy would go on calling the module's, with nothing replaced."""
+    shell = copy.copy(module)
+    own = shell.__dict__.get("forward")
+    if getattr(own, "__func__", None) is type(module).forward:
+        del shell.__dict__["forward"]
+    return shell
+
+
 def replaced(module: torch.nn.Module, replacements: Mapping[str, Make]) -> torch.nn.Module:
     """Return a shell of `module` in which each named submodule is what its function makes of it. Only the modules above
     those are copied."""
@@ -25,7 +35,7 @@ def replaced(module: torch.nn.Module, replacements: Mapping[str, Make]) -> torch
     for path, make in replacements.items():
         first, _, rest = path.partition(".")
         below.setdefault(first, {})[rest] = make
-    shell = copy.copy(module)
+    shell = shell_of(module)
     shell.__dict__["_modules"] = dict(module._modules)
     for name, inner in below.items():
         shell._modules[name] = replaced(module.get_submodule(name), inner)
@@ -40,7 +50,7 @@ def reporting(
     dtype: float32, and a pipeline hands it float32, and keeps latents in it.
     device: where it computes; its weights may be elsewhere until they are needed.
     """
-    shell, kind = copy.copy(module), type(module)
+    shell, kind = shell_of(module), type(module)
     says: dict[str, Any] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     if dtype is not None:
         says["dtype"] = property(lambda _self: dtype)
@@ -52,7 +62,7 @@ def reporting(
 
 def with_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> torch.nn.Module:
     """Return a shell of `module` that calls `forward`. It has none of the module's hooks, which the original runs."""
-    shell = copy.copy(module)
+    shell = shell_of(module)
     shell.__dict__.update({name: OrderedDict() for name in HOOKS if name in shell.__dict__})
     shell.__dict__["forward"] = forward  # set as an attribute, a module would become a submodule of both
     return shell
@@ -115,7 +125,7 @@ def structural_copy(module: torch.nn.Module) -> torch.nn.Module:
 
     def copied(part: torch.nn.Module) -> torch.nn.Module:
         if id(part) not in shells:
-            shell = shells[id(part)] = copy.copy(part)
+            shell = shells[id(part)] = shell_of(part)
             shell.__dict__["_modules"] = {
                 name: None if child is None else copied(child) for name, child in part._modules.items()
             }

@@ -86,3 +86,16 @@ class StoredModel(ABC):
         """Return a line on the fields of a component's config that the installed diffusers ignores, if it has such."""
         del name
         return []
+
+
+def hooked(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module with the hooks by which transformers 5 records layers' outputs. It puts them on layers when it
+    first is asked for them, once for each model object: a shell is another one, and its layers would record twice."""
+    try:
+        from transformers.utils.output_capturing import maybe_install_capturing_hooks as install
+    except ImportError:  # transformers 4
+        return module
+    for model in module.modules():
+        if getattr(model, "_can_record_outputs", None):
+            install(model)  # pyright: ignore[reportArgumentType]
+    return module

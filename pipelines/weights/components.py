@@ -30,7 +30,7 @@ from ..compile.backends import CompileOptions
 from ..errors import BadFolder
 from ..models.folder import fingerprint
 from ..models.lora import Lora, LoraKey, keys, with_loras
-from ..models.on_disk import StoredModel
+from ..models.on_disk import StoredModel, hooked
 from ..reading import reading
 from .ladder import Misjudged
 from .layout import laid_out, lay_out
@@ -370,7 +370,7 @@ class ComponentStore:
         logger.info("loading component %s of %s in %s", name, self.model.name, dtype)
         with reading(name, self.model.weights[name].n_bytes), torch.inference_mode(False):
             module = self.model.component(name, DTYPES[dtype])
-        return module.eval().requires_grad_(False)
+        return hooked(module.eval().requires_grad_(False))
 
     def _narrows(self, name: str, dtype: str) -> bool:
         return dtype == "fp16" and not {"F16"}.issuperset(self.model.weights[name].dtypes)

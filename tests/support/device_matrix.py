@@ -91,7 +91,7 @@ SECOND = {
         "5b-i2v": (Leg("tiled", "fp32", offload="sequential", tiling=True),),
         "1.5": (Leg("model", "fp32", offload="model"),),
         "cogview3": (_GROUP, Leg("bf16", "bf16", offload="sequential")),
-        "cogview4": (Leg("LoRA", "fp32", offload="model", lora=True), replace(_STEP_CACHE, offload="group")),
+        "cogview4": (Leg("LoRA", "fp32", offload="sequential", lora=True), replace(_STEP_CACHE, offload="group")),
         "svd": (),
         "wan": (Leg("sequential", "fp16", offload="sequential"), Leg("chunked", "fp32", chunk=1)),
         "wan-ti2v": (Leg("int8", "int8", offload="model"), Leg("tiled", "fp32", tiling=True)),

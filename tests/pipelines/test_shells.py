@@ -1,0 +1,95 @@
+"""Shells of modules on which a library left something: each runs what was put in it, and nothing adds up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from comfyui_onediff_guard.pipelines.models.on_disk import hooked
+from comfyui_onediff_guard.precision.shells import replaced, reporting, structural_copy, with_forward
+from torch import nn
+from transformers import CLIPTextConfig, CLIPTextModel, GlmConfig, GlmModel, T5Config, T5EncoderModel
+
+SMALL: dict[str, Any] = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+MODELS: dict[str, tuple[Callable[[], Any], str, str]] = {  # how it is made, a layer of a block, and the block
+    "GLM": (
+        lambda: GlmModel(GlmConfig(**SMALL, **SIZES, num_key_value_heads=1, head_dim=8)),
+        "layers.1.mlp.down_proj",
+        "layers.1",
+    ),
+    "T5": (
+        lambda: T5EncoderModel(T5Config(**SMALL, d_model=16, d_kv=8, d_ff=32, num_layers=3, num_heads=2)),
+        "encoder.block.1.layer.1.DenseReluDense.wo",
+        "encoder.block.1",
+    ),
+    "CLIP": (
+        lambda: CLIPTextModel(CLIPTextConfig(**SMALL, **SIZES)),
+        "encoder.layers.1.mlp.fc2",
+        "encoder.layers.1",
+    ),
+}
+
+
+def calling(layer: nn.Module) -> nn.Module:
+    return with_forward(layer, lambda *args, **kwargs: layer(*args, **kwargs))
+
+
+SHELLS: dict[str, Callable[[nn.Module, str, str], nn.Module]] = {
+    "of a layer": lambda module, layer, _block: replaced(module, {layer: calling}),
+    "of a block": lambda module, _layer, block: replaced(module, {block: calling}),
+    "of everything": lambda module, _layer, _block: structural_copy(module),
+    "of a shell": lambda module, layer, _block: reporting(replaced(module, {layer: calling}), dtype=torch.float32),
+}
+
+
+@pytest.mark.parametrize("kind", SHELLS)
+@pytest.mark.parametrize("name", MODELS)
+def test_each_shell_records_a_layers_output_once(name: str, kind: str) -> None:
+    make, layer, block = MODELS[name]
+    torch.manual_seed(0)
+    model = hooked(make().eval())
+    tokens = torch.arange(3, 11)[None]
+    with torch.no_grad():
+        shells = [SHELLS[kind](model, layer, block) for _ in range(3)]
+        each = [shell(input_ids=tokens, output_hidden_states=True).hidden_states for shell in (*shells, model)]
+    assert len({id(states) for states in each}) == 4 and len(each[0]) == 4
+    assert all(torch.equal(one, other) for states in each[1:] for one, other in zip(states, each[0], strict=True))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def negated(layer: nn.Module) -> nn.Module:
+    return with_forward(layer, torch.neg)
+
+
+@pytest.mark.parametrize(
+    "shell",
+    [
+        lambda block: replaced(block, {"0.inner": negated})[0],
+        lambda block: replaced(reporting(block[0], dtype=torch.float32), {"inner": negated}),
+        lambda block: replaced(structural_copy(block), {"0.inner": negated})[0],
+        lambda block: replaced(replaced(block, {"0.inner": negated}), {"0.inner": lambda layer: layer})[0],
+    ],
+)
+def test_a_method_that_was_left_as_an_attribute_is_the_shells_own(shell: Callable[[Any], Any]) -> None:
+    """As transformers 4 leaves it: the layer's own, bound to the layer."""
+    blocks: Any = nn.Sequential(Block())
+    blocks[0].forward = blocks[0].forward
+    assert shell(blocks)(torch.ones(1)) == -1
+    assert blocks(torch.ones(1)) == 1
+
+
+def test_another_function_in_a_methods_place_stays_in_a_shell() -> None:
+    block: Any = Block()
+    block.forward = lambda x: x + 1
+    assert reporting(block, dtype=torch.float32)(torch.ones(1)) == 2
