@@ -136,8 +136,8 @@ class ComponentStore:
         module = self._modules[name][1]
         try:
             self._place(name, module, where)
-        except BaseException:  # it is in main memory, where what LoRAs added would not be
-            self._forget_loras(name)
+        except BaseException:  # it is in main memory, where what LoRAs added is not
+            self.rest(name)
             raise
         return module
 
@@ -166,7 +166,7 @@ class ComponentStore:
                 move(shell, self.placement.device)  # what the LoRAs added
                 self._keep_host_copies(name, shell)
             except BaseException:
-                self._forget_loras(name)
+                self.rest(name)
                 raise
         return shell
 

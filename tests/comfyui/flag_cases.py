@@ -8,12 +8,12 @@ from importlib import import_module, reload
 from pathlib import Path
 from typing import Any
 
-from memory_cases import simulated_card
+from memory_cases import import_ours
 
 
 def case_told() -> dict[str, Any]:
     """The flags in the Precision Report, {flag: effect}, and the report's lines."""
-    simulated_card()
+    import_ours()
     import moving
     from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
     from comfyui_onediff_guard.comfyui_host import host

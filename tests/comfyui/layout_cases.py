@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from memory_cases import simulated_card
+from memory_cases import import_ours
 
 
 def case_layout() -> dict[str, Any]:
     """Whether the weights of a decoder lie so, which layout pipelines begin with, and how far a decode is off the one
     with weights as they were read; on the card, and after the manager has moved them out and in again."""
-    card = simulated_card()
+    import_ours()
     from dataclasses import replace
 
     import moving
@@ -35,7 +35,7 @@ def case_layout() -> dict[str, Any]:
             pictures = decode(handle, latents)[0]
             found["off"].append(float((pictures - as_read).norm() / as_read.norm()))
             found["lies so"].append(laid_out(vae, channels_last=True))
-            found["there"].append(bool(card.bytes_of(vae)))
+            found["there"].append(bool(moving.there(vae)))
             management.unload_all_models()
-            found["there"].append(bool(card.bytes_of(vae)))
+            found["there"].append(bool(moving.there(vae)))
     return found

@@ -8,8 +8,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-
 _OURS = "comfyui_onediff_guard"
 
 
@@ -23,29 +21,26 @@ def import_ours() -> None:
     sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 
 
-def simulated_card() -> Any:
-    """The moving.Card that ComfyUI's manager manages from now on."""
+def watched_moves() -> Any:
+    """The moving.Moves to the card that ComfyUI's manager manages."""
     import_ours()
     import moving
 
-    management = sys.modules["comfy.model_management"]
-    management.get_torch_device = lambda: moving.CARD  # pyright: ignore[reportAttributeAccessIssue]
-    card = moving.Card(torch.nn.Module.to)
-    torch.nn.Module.to = lambda *args, **kwargs: card.to(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-    return card
+    return moving.Moves()
 
 
 def case_moves() -> dict[str, Any]:
-    card = simulated_card()
+    moves = watched_moves()
     import moving
     from comfyui_onediff_guard.comfyui_host import host
     from small_families import BUILDERS
+    from trained_lora import train_lora
 
     management = sys.modules["comfy.model_management"]
     found: dict[str, Any] = {"placement": type(host.placement()).__name__}
     with tempfile.TemporaryDirectory() as folder:
         model = BUILDERS["2b"](Path(folder) / "2b")
-        lora = moving.train_lora(Path(folder), model)
+        lora = train_lora(Path(folder), model)
         for before, offload in moving.CASES:
 
             def begun(before: str = before, offload: str = offload) -> Any:
@@ -55,8 +50,8 @@ def case_moves() -> dict[str, Any]:
                 return moving.add_lora(handle, lora) if before == "a LoRA" else handle
 
             case = f"{before}, {offload}"
-            found[case] = moving.what_is_wrong(card, begun)
+            found[case] = moving.what_is_wrong(moves, begun)
             counted = sum(loaded.model_loaded_memory() for loaded in management.current_loaded_models)
-            there = sum(card.bytes_of(loaded.model.component) for loaded in management.current_loaded_models)
+            there = sum(moving.there(loaded.model.component) for loaded in management.current_loaded_models)
             found[f"{case}: counted and there"] = [counted, there]
     return found

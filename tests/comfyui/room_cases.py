@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from memory_cases import import_ours, simulated_card
+from memory_cases import import_ours
 
 WIDTH, HEIGHT, FRAMES = 96, 64, 9
 PARTS = (1.5, 0.8, 0.5, 0.3, 0.05)
@@ -16,7 +16,7 @@ PARTS = (1.5, 0.8, 0.5, 0.3, 0.05)
 def case_survived() -> dict[str, Any]:
     """Memory runs out once within a step: whether all of the denoiser was on the card at each of its calls, whether the
     latents are as without, and what the report says."""
-    card = simulated_card()
+    import_ours()
     import moving
     import torch
     from comfyui_onediff_guard.comfyui_host import host
@@ -30,11 +30,11 @@ def case_survived() -> dict[str, Any]:
         settings = SampleSettings(32, 32, steps=2, seed=1, frames=5, guidance_scale=5.0)
         expected, _ = sample(handle, positive, negative, settings)
         transformer = handle.store._modules["transformer"][1]
-        size = card.bytes_of(transformer)
+        size = moving.there(transformer)
         there: list[bool] = []
 
         def called(*_: Any) -> None:
-            there.append(card.bytes_of(transformer) == size)
+            there.append(moving.there(transformer) == size)
             if len(there) == 2:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
@@ -45,14 +45,15 @@ def case_survived() -> dict[str, Any]:
 
 
 def case_asked() -> dict[str, Any]:
-    """{what there is room for: (whether the VAE was on the card while the denoiser computed, bytes moved there in the
-    second of two runs)}"""
-    card = simulated_card()
+    """{what there is room for: (whether the VAE was on the card while the denoiser computed, how often weights came
+    there in the second of two runs)}"""
+    import_ours()
     import moving
     from comfyui_onediff_guard.comfyui_host import host
     from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
     from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
     from PIL import Image
+    from second_device import card
     from small_families import BUILDERS
 
     management: Any = sys.modules["comfy.model_management"]
@@ -67,79 +68,69 @@ def case_asked() -> dict[str, Any]:
         def run() -> None:
             sample(handle, positive, negative, settings, image=Image.new("RGB", (WIDTH, HEIGHT), "grey"))
 
-        def free(_device: Any = None, torch_free_too: bool = False) -> Any:
-            left = room - card.bytes
-            return (left, left) if torch_free_too else left
-
-        room = 1 << 40
-        management.get_free_memory, management.get_total_memory = free, lambda *_, **__: room
         run()
         beside = max(bytes_ for key, bytes_ in handle.store.room.items() if key[0] == "transformer")
         vae, transformer = handle.store._modules["vae"][1], handle.store._modules["transformer"][1]
-        weights = card.bytes_of(vae, transformer)
+        weights, total, moves = moving.there(vae, transformer), card.total(), moving.Moves()
         there: list[bool] = []
-        transformer.transformer_blocks[0].register_forward_pre_hook(lambda *_: there.append(card.bytes_of(vae) > 0))
-        for case, more in {"weights alone": 0.5, "weights and the call": 1.5}.items():
+        transformer.transformer_blocks[0].register_forward_pre_hook(lambda *_: there.append(moving.there(vae) > 0))
+        for case, more in {"weights alone": 0.5, "weights and the call": 2.5}.items():
             management.unload_all_models()
-            room = int(1.1 * weights + more * beside)  # the manager takes weights for a tenth more
+            card.set_total(int(1.1 * weights + more * beside))  # the manager takes weights for a tenth more
             del there[:]
             run()
-            before = card.arrived
+            before = moves.n
             run()
-            found[case] = [any(there), card.arrived - before]
+            found[case] = [any(there), moves.n - before]
+        card.set_total(total)
+        moves.end()
     return found
 
 
 def case_auto() -> dict[str, Any]:
-    """{model, part of what its run takes: (ways that offload 'auto' chose, or why it refused, the most bytes on the
-    card as a part of its room, how far the frames are from the right ones, whether memory ran out)}"""
+    """{model, part of what its run takes: (ways that offload 'auto' chose, or why it refused, how far the frames are
+    from the right ones, whether memory ran out)}"""
     import_ours()
     import moving
     from comfyui_onediff_guard.comfyui_host import host
     from comfyui_onediff_guard.pipelines.run.decode import decode
     from comfyui_onediff_guard.pipelines.weights.ladder import NoRoom
-    from limited import limited_card
+    from second_device import card
     from small_families import BUILDERS
     from small_runs import SIZES, sampled
     from small_wan import build_wan
 
     management: Any = sys.modules["comfy.model_management"]
-    management.get_torch_device = lambda: moving.CARD
     management.minimum_inference_memory = management.extra_reserved_memory = lambda: 0  # the card is a small one
     found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder, limited_card() as card:
-
-        def free(_device: Any = None, torch_free_too: bool = False) -> Any:
-            left = room - card.bytes
-            return (left, left) if torch_free_too else left
+    total = card.total()
+    with tempfile.TemporaryDirectory() as folder:
 
         def run() -> tuple[Any, list[str]]:
             handle.store.prompts.clear()
             latents, sampling = sampled(handle, model)
             frames, decoding = decode(handle, latents)
-            return frames, [note for each in (sampling, *sampling.before, decoding) for note in each.notes]
+            return frames.cpu(), [note for each in (sampling, *sampling.before, decoding) for note in each.notes]
 
-        management.get_free_memory, management.get_total_memory = free, lambda *_, **__: room
         for model in SIZES:
-            room = 1 << 40
             path = {**BUILDERS, "wan": build_wan}[model](Path(folder) / model)
             handle = moving.opened(path, "auto", host.placement())
             expected, _ = run()
             management.unload_all_models()
-            with card.limited(room):
-                run()
-                most = card.most
+            card.reset_most_used()
+            run()
+            most = card.most_used()
             for part in PARTS:
                 management.unload_all_models()
-                room = int(part * most)
-                with card.limited(room):
-                    try:
-                        frames, notes = run()
-                    except NoRoom as error:
-                        found[f"{model}, {part}"] = [[str(error)], 0, 0, False]
-                        continue
-                    off = ((frames - expected).norm() / expected.norm()).item()
-                    chose = [note.partition("chose ")[2].partition(":")[0] for note in notes if "auto chose" in note]
-                    ran_out = any("memory ran out" in note for note in notes)
-                    found[f"{model}, {part}"] = [chose, card.most / room, off, ran_out]
+                card.set_total(int(part * most))
+                try:
+                    frames, notes = run()
+                except NoRoom as error:
+                    found[f"{model}, {part}"] = [[str(error)], 0, False]
+                    continue
+                finally:
+                    card.set_total(total)
+                off = ((frames - expected).norm() / expected.norm()).item()
+                chose = [note.partition("chose ")[2].partition(":")[0] for note in notes if "auto chose" in note]
+                found[f"{model}, {part}"] = [chose, off, any("memory ran out" in note for note in notes)]
     return found

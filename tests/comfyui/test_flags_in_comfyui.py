@@ -64,7 +64,7 @@ def test_the_report_names_what_it_was_started_with(ran: native.Ran) -> None:
 
 @pytest.mark.parametrize("flags", [(), ("--force-channels-last",)])
 def test_the_layout_that_one_asks_for(leg: legs.Leg, tmp_path: Path, flags: tuple[str, ...]) -> None:
-    ran = native.run("layout_cases", tmp_path, *flags, leg=leg)
+    ran = native.run("layout_cases", tmp_path, *flags, *native.CARD, leg=leg)
     assert ran["layout/begins"] == bool(flags) and ran["layout/lies so"] == [bool(flags)] * 2
     assert ran["layout/there"] == [True, False] * 2, "ComfyUI's manager moves them"
     assert max(ran["layout/off"]) < 1e-5 and len({*ran["layout/off"]}) == 1

@@ -1,21 +1,33 @@
-"""What runs in a process that has the second device: a file of on_it/ at a time."""
+"""What runs in a process that has the second device: a file of on_it/ at a time, or its cases of one mark."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import second_device
 
 pytestmark = pytest.mark.skipif(bool(second_device.why_not()), reason=second_device.why_not() or "it can be built")
-FILES = sorted((Path(__file__).parent / "on_it").glob("*.py"))
+MARKS = ("quick", "long")
 
 
-@pytest.mark.parametrize("name", [file.stem for file in FILES])
+def parts() -> Iterator[tuple[str, str, str]]:
+    """(name, file, which of its cases)"""
+    for file in sorted((Path(__file__).parent / "on_it").glob("*.py")):
+        marks = [mark for mark in MARKS if f"mark.{mark}" in file.read_text(encoding="utf-8")]
+        yield file.stem, str(file), " and ".join(f"not {mark}" for mark in marks)
+        yield from ((f"{file.stem}, {mark}", str(file), mark) for mark in marks)
+
+
+PARTS = {name: part for name, *part in parts()}
+
+
+@pytest.mark.parametrize("name", PARTS)
 def test_it_holds(name: str) -> None:
-    file = Path(__file__).parent / "on_it" / f"{name}.py"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "on_second_device", "-p", "no:xdist", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "on_second_device", "-p", "no:xdist"]
+    file, which = PARTS[name]
+    done = subprocess.run([*command, file, "-m", which], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -21,7 +21,6 @@ from comfyui_onediff_guard.precision.activations import counting, on_meta
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.policy import Component, Precision
 from comfyui_onediff_guard.precision.shells import with_forward
-from limited import CardPlacement, limited_card
 from small_runs import sampled
 from torch import nn
 from torch._dynamo.utils import counters
@@ -93,17 +92,6 @@ def test_a_step_that_fails_is_rerun(model_folder: Folder) -> None:
     hook.remove()
     assert plain.reruns and report.reruns == plain.reruns
     assert found.isfinite().all() and off_by(found, expected) < 5e-3
-
-
-def test_weights_that_come_in_parts(model_folder: Folder) -> None:
-    last = sampled(replace(opened(model_folder("svd")), compile_options=LAST), "svd", steps=1)[0]
-    whole = sampled(opened(model_folder("svd")), "svd", steps=1)[0]
-    with limited_card() as card:
-        handle = opened(model_folder("svd"), offload="group", placement=CardPlacement(card))
-        for how, expected in ((LAST, last), (CompileOptions(), whole), (LAST, last)):
-            assert torch.equal(sampled(replace(handle, compile_options=how), "svd", steps=1)[0], expected)
-        assert not card.bytes_of(handle.store.module("unet", "fp32", place=False)), "they have gone again"
-    assert {key[-1] for key in handle.store.room if key[0] == "unet"} == {True, False}, "each is counted for itself"
 
 
 def test_compiled_blocks_are_compiled_for_each() -> None:

@@ -15,10 +15,8 @@ from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
 from comfyui_onediff_guard.pipelines.run.pictures import fitted
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
-from comfyui_onediff_guard.pipelines.weights.placement import DeviceMemory, PlainPlacement
+from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.policy import Precision
-from limited import CardPlacement, limited_card
-from moving import opened as opened_in_fp32
 from test_families import picture
 
 SIZES = {"5b-i2v": (96, 64, 9), "svd": (64, 64, 2)}
@@ -79,31 +77,3 @@ def test_each_component_is_there_when_it_is_called(model_folder: Callable[..., P
     used = Counter(dict.fromkeys(handle.store.model.weights, 1))
     used["vae"] += family.takes_image  # to encode, and to decode
     assert placement.arrived == used + used, "no more moves than uses"
-
-
-@pytest.mark.parametrize(
-    ("wish", "offload", "short_of", "stays"),
-    [
-        ("none", "none", 0, True),
-        ("none", "none", 1, False),
-        ("none", "model", 0, False),
-        ("none", "group", 0, False),
-        ("", "none", 0, False),
-        ("group", "none", 0, False),
-    ],
-)
-def test_the_text_encoder_stays_where_models_are_to_stay_and_all_have_room(
-    model_folder: Callable[..., Path], wish: str, offload: str, short_of: int, stays: bool
-) -> None:
-    """short_of: bytes that are missing beside it for the rest of the model."""
-    with limited_card() as card:
-        placement = CardPlacement(card)
-        placement.wish = wish
-        handle = opened_in_fp32(model_folder("2b"), offload, placement)
-        rest = sum(files.n_bytes for name, files in handle.store.model.weights.items() if name != "text_encoder")
-        placement.memory = lambda: DeviceMemory(1 << 40, rest - short_of)
-        encode_prompts(handle, ["a red kite"])
-        there = card.bytes_of(handle.store._modules["text_encoder"][1])
-        before = card.arrived
-        encode_prompts(handle, ["a blue kite"])
-        assert (there > 0, card.arrived == before) == (stays, stays)

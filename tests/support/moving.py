@@ -1,17 +1,15 @@
-"""Runs of a pipeline in which there is no room on the card for one of the components that are moved there.
-
-The card is `cpu:0`, which is main memory by another name: what is moved there is written down.
-"""
+"""Runs of a pipeline in which the second device has no room for one of the components that are moved there."""
 
 from __future__ import annotations
 
 import gc
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import second_device
 import torch
 from comfyui_onediff_guard.pipelines.models.lora import Lora
 from comfyui_onediff_guard.pipelines.models.recognised import family_of
@@ -20,87 +18,56 @@ from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, add_lora, load
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights import components as stores
+from comfyui_onediff_guard.pipelines.weights.parts import tensors_of
 from comfyui_onediff_guard.pipelines.weights.placement import Placement
 from comfyui_onediff_guard.precision.policy import Precision
 from diffusers.hooks.group_offloading import ModuleGroup
 
-CARD = torch.device("cpu", 0)
-_HOST = torch.device("cpu")
+CUDA = torch.device("cuda", 0)
 
 
-class Card:
-    """What `nn.Module.to` moved to it and not back. Put in place of `nn.Module.to`, which moves as ever."""
+class Moves:
+    """Those to the device, of whole modules or of parts, from now on; in one of them memory runs out halfway."""
 
-    def __init__(self, to: Callable[..., Any]):
-        self.moves = 0  # to the card, of whole modules or what else comes at once
+    def __init__(self) -> None:
+        self.n = 0
         self.fails_at = 0  # the number of the move for which there is no room; 0: none
         self.fails_on = False  # nor for any that follows
-        self._to = to
-        self._failed: list[weakref.ref[torch.Tensor]] = []
-        self._here: dict[int, weakref.ref[torch.Tensor]] = {}
-        self.arrived = 0  # bytes, ever
+        to, onload = torch.nn.Module.to, ModuleGroup._onload_from_memory
 
-    def to(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        device = args[0] if args else kwargs.get("device")
-        tensors = [*module.parameters(), *module.buffers()]
-        if device == CARD:
-            self.arrive(tensors)
-        elif device in (_HOST, torch.device("meta")):
-            self.go(tensors)
-        moved = self._to(module, *args, **kwargs)
-        if device == CARD:  # where buffers are new tensors
-            self._hold(module.buffers())
-        return moved
+        def moved(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            device = args[0] if args else kwargs.get("device")
+            if not isinstance(device, (torch.device, str)) or torch.device(device).type != CUDA.type:
+                return to(module, *args, **kwargs)
+            return self._made(tensors_of(module), lambda: to(module, *args, **kwargs))
 
-    def arrive(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.moves += 1
-        fails = self.moves == self.fails_at or (self.fails_on and 0 < self.fails_at < self.moves)
-        new = [tensor for tensor in tensors if not self._holds(tensor)]
-        self.arrived += sum(tensor.nbytes for tensor in new)
-        self._hold(tensors[: len(tensors) // 2] if fails else tensors)
-        if fails:
-            self._failed = [weakref.ref(tensor) for tensor in new]
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        def onloaded(group: ModuleGroup) -> Any:
+            return self._made(group.parameters, lambda: onload(group))
 
-    def _hold(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._here |= {id(tensor): weakref.ref(tensor) for tensor in tensors}
+        self._patches = [
+            mock.patch.object(torch.nn.Module, "to", moved),
+            mock.patch.object(ModuleGroup, "_onload_from_memory", onloaded),
+        ]
+        for patch in self._patches:
+            patch.start()
 
-    def go(self, tensors: Iterable[torch.Tensor]) -> None:
-        for tensor in tensors:
-            self._here.pop(id(tensor), None)
+    def end(self) -> None:
+        for patch in self._patches:
+            patch.stop()
+
+    def _made(self, tensors: Iterable[torch.Tensor], move: Callable[[], Any]) -> Any:
+        coming = sum(tensor.device.type == "cpu" for tensor in {*tensors})
+        self.n += bool(coming)
+        fails = coming and (self.n == self.fails_at or (self.fails_on and 0 < self.fails_at < self.n))
+        second_device.card.fail_in(coming // 2 + 1 if fails else 0)
+        try:
+            return move()
+        finally:
+            second_device.card.fail_in(0)
 
     def fail_at(self, move: int, *, on: bool = False) -> None:
         """The next moves are counted from 1. on: nor is there room after that one."""
-        self.moves, self.fails_at, self.fails_on = 0, move, on
-
-    @property
-    def left_behind(self) -> int:
-        """Bytes that are here of what could not be moved."""
-        return sum(t.nbytes for t in _alive(self._failed) if self._holds(t))
-
-    @property
-    def bytes(self) -> int:
-        return sum(t.nbytes for t in _alive(self._here.values()))
-
-    def bytes_of(self, *modules: torch.nn.Module) -> int:
-        """That are here. What several of them hold counts once."""
-        tensors = {tensor for module in modules for tensor in (*module.parameters(), *module.buffers())}
-        return sum(tensor.nbytes for tensor in tensors if self._holds(tensor))
-
-    def _holds(self, tensor: torch.Tensor) -> bool:
-        known = self._here.get(id(tensor))
-        return known is not None and known() is tensor
-
-
-def tensors_of(group: ModuleGroup) -> list[torch.Tensor]:
-    """Which diffusers brings and sends away together."""
-    found = [tensor for module in group.modules for tensor in (*module.parameters(), *module.buffers())]
-    return [*found, *group.parameters, *group.buffers]
-
-
-def _alive(known: Iterable[weakref.ref[torch.Tensor]]) -> list[torch.Tensor]:
-    """What was let go takes no room."""
-    return [tensor for tensor in (each() for each in known) if tensor is not None]
+        self.n, self.fails_at, self.fails_on = 0, move, on
 
 
 def opened(folder: Path, offload: str, placement: Placement) -> PipelineHandle:
@@ -110,24 +77,9 @@ def opened(folder: Path, offload: str, placement: Placement) -> PipelineHandle:
     return load(folder, family_of(folder), precision=Precision("fp32"), **options)
 
 
-def whether_there(card: Card, handle: PipelineHandle) -> dict[str, set[bool]]:
-    """For each component, filled as it is called: whether all of it was on the card."""
-    found: dict[str, set[bool]] = {}
-    checks = handle.store._checked
-
-    def watched(name: str, module: torch.nn.Module, dtype: str) -> list[str]:
-        size = sum(t.nbytes for t in {*module.parameters(), *module.buffers()})
-
-        def called(*_: Any) -> None:
-            found.setdefault(name, set()).add(card.bytes_of(module) == size)
-
-        said = checks(name, module, dtype)
-        for layer in module.modules():
-            layer.register_forward_pre_hook(called)
-        return said
-
-    handle.store._checked = watched
-    return found
+def there(*modules: torch.nn.Module) -> int:
+    """Bytes of them that are on the device. What several of them hold counts once."""
+    return sum(t.nbytes for t in {t for module in modules for t in tensors_of(module)} if t.device == CUDA)
 
 
 def frames(handle: PipelineHandle, seed: int = 3) -> torch.Tensor:
@@ -135,7 +87,7 @@ def frames(handle: PipelineHandle, seed: int = 3) -> torch.Tensor:
     (positive, negative), _ = encode_prompts(handle, ["a red kite", "grey"])
     settings = SampleSettings(32, 32, steps=1, seed=seed, frames=5, guidance_scale=6.0)
     latents, _ = sample(handle, positive, negative, settings)
-    return decode(handle, latents)[0]
+    return decode(handle, latents)[0].cpu()
 
 
 BEFORE: dict[str, Callable[[PipelineHandle, Lora], object]] = {  # the run that fails
@@ -154,33 +106,34 @@ CASES = [
 ]
 
 
-def what_is_wrong(card: Card, begun: Callable[[], PipelineHandle], step: int = 1) -> list[str]:
+def what_is_wrong(moves: Moves, begun: Callable[[], PipelineHandle], step: int = 1) -> list[str]:
     """After each move that fails: whether the run is right where it fails once; and where there is no room from then
     on, what is left halfway, and whether the next run is right."""
     handle = begun()
-    card.fail_at(0)
+    moves.fail_at(0)
     expected, wrong = frames(handle), []
-    for move in range(1, card.moves + 1, step):
+    for move in range(1, moves.n + 1, step):
         handle = begun()
-        card.fail_at(move)
+        moves.fail_at(move)
         if not torch.equal(frames(handle), expected):
             wrong.append(f"move {move}: the run in which it failed once is not right")
-        card.fail_at(0)
+        moves.fail_at(0)
         handle = begun()
-        card.fail_at(move, on=True)
+        moves.fail_at(move, on=True)
         try:
             frames(handle)
             wrong.append(f"move {move} did not fail")
         except torch.OutOfMemoryError:
             pass
-        card.fail_at(0)
+        moves.fail_at(0)
         gc.collect()
+        torch.cuda.synchronize()
         store = handle.store
-        if card.left_behind:
-            wrong.append(f"move {move}: {card.left_behind} bytes of what could not be moved are there")
-        loaded = card.bytes_of(*(module for _, module in (*store._modules.values(), *store._with_loras.values())))
-        if card.bytes != loaded:
-            wrong.append(f"move {move}: {card.bytes - loaded} bytes are there that belong to no component")
+        left = second_device.card.used() - there(
+            *(module for _, module in (*store._modules.values(), *store._with_loras.values()))
+        )
+        if left:
+            wrong.append(f"move {move}: {left} bytes are there that belong to no component")
         if not torch.equal(frames(handle), expected):
             wrong.append(f"move {move}: the next run is not right")
     return wrong

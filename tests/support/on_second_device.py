@@ -26,3 +26,14 @@ def card() -> Generator[Any]:
     gc.collect()
     assert not second_device.hazards()
     assert not runtime.registered
+
+
+@pytest.fixture
+def room(card: Any) -> Generator[Any]:
+    """The device's memory, and what stages take of it."""
+    from card_room import Room
+
+    found = Room(card)
+    with found.calls_watched():
+        yield found
+    found.close()

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from card_faults import opened
+from card_faults import CUDA, opened
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.weights import components as stores
+from comfyui_onediff_guard.pipelines.weights.placement import DeviceMemory, bytes_of, bytes_on
 
 PROMPTS = ("a red kite", "a blue kite over the sea", "a red kite")
 
@@ -34,3 +35,32 @@ def test_each_run_encodes_prompts_alike(model: str, offload: str) -> None:
     made, exact = encoded(model, offload, "cuda"), encoded(model, "none", "cpu")
     assert torch.equal(exact[0], exact[4]) and not torch.equal(exact[0], exact[2])
     assert [torch.equal(one, other) for one, other in zip(made, exact, strict=True)] == [True] * len(exact)
+
+
+@pytest.mark.parametrize(
+    ("wish", "offload", "short_of", "stays"),
+    [
+        ("none", "none", 0, True),
+        ("none", "none", 1, False),
+        ("none", "model", 0, False),
+        ("none", "group", 0, False),
+        ("", "none", 0, False),
+        ("group", "none", 0, False),
+    ],
+)
+def test_the_text_encoder_stays_where_models_are_to_stay_and_all_have_room(
+    card: Any, wish: str, offload: str, short_of: int, stays: bool
+) -> None:
+    """short_of: bytes that are missing beside it for the rest of the model."""
+    handle = opened("2b", offload)
+    placement, store = handle.store.placement, handle.store
+    rest = sum(files.n_bytes for name, files in store.model.weights.items() if name != "text_encoder")
+    placement.wish, placement.memory = wish, lambda: DeviceMemory(1 << 40, rest - short_of)
+    encode_prompts(handle, ["a red kite"])
+    encoder = store._modules["text_encoder"][1]
+    there = bytes_on(CUDA, encoder)
+    card.reset()
+    encode_prompts(handle, ["a blue kite"])
+    came = card.counts()["bytes to the device"] >= bytes_of(encoder)
+    assert (there > 0, came) == (stays, not stays)
+    store.empty()

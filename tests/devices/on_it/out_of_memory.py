@@ -1,0 +1,55 @@
+"""There is no room for a component that is moved: the run goes on, or fails and leaves nothing halfway; the next run is
+right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comfyui_onediff_guard.pipelines.models.lora import Lora
+from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, add_lora
+from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
+from moving import BEFORE, CASES, CUDA, Moves, opened, what_is_wrong
+from trained_lora import train_lora
+
+
+@pytest.fixture
+def moves(card: Any) -> Generator[Moves]:
+    watched = Moves()
+    yield watched
+    watched.end()
+
+
+@pytest.fixture(scope="module")
+def lora(model_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Lora:
+    return train_lora(tmp_path_factory.mktemp("loras"), model_folder("2b"))
+
+
+FEW = (("a LoRA", "model", False), ("second use", "model", True))
+WAYS = [(*case, with_lora) for case in CASES for with_lora in (False, True)]
+
+
+@pytest.mark.parametrize(
+    ("before", "offload", "with_lora"),
+    [pytest.param(*way, marks=[] if way in FEW else pytest.mark.long) for way in WAYS],
+)
+def test_the_next_run_is_right_whichever_move_failed(
+    moves: Moves, model_folder: Callable[..., Path], lora: Lora, before: str, offload: str, with_lora: bool
+) -> None:
+    def begun() -> PipelineHandle:
+        handle = opened(model_folder("2b"), offload, PlainPlacement(CUDA))
+        BEFORE[before](handle, lora)
+        return add_lora(handle, lora) if with_lora else handle
+
+    assert what_is_wrong(moves, begun) == []
+    assert moves.n >= 2
+
+
+@pytest.mark.parametrize(("offload", "step"), [("group", 5), pytest.param("sequential", 7, marks=pytest.mark.long)])
+def test_the_next_run_is_right_whichever_part_failed(
+    moves: Moves, model_folder: Callable[..., Path], offload: str, step: int
+) -> None:
+    assert what_is_wrong(moves, lambda: opened(model_folder("2b"), offload, PlainPlacement(CUDA)), step) == []
+    assert moves.n >= 10
