@@ -133,7 +133,7 @@ class _Spec:
     default: str | None  # PyTorch's; None for a variable, which is unset by default
     read: Callable[[], str | None]
     write: Callable[[str | None], None]
-    kind: str = "boolean"  # or "integer"
+    kind: str = ""  # "integer", or a boolean
     set_by: str = "onediff-guard"  # or "onediff", whose value we hold
 
 

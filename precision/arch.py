@@ -238,7 +238,7 @@ def by_capability(major: int, minor: int) -> Architecture:
 
 def by_gfx(name: str) -> Architecture:
     """Return the row of ROCm's gcnArchName (`gfx90a:sramecc+:xnack-`), by the longest prefix that is in the table."""
-    gfx = name.split(":", 1)[0]
+    gfx, _, _ = name.partition(":")
     prefixes = [row for row in ARCHITECTURES if row.startswith("gfx") and gfx.startswith(row)]
     if prefixes:
         return replace(ARCHITECTURES[max(prefixes, key=len)], name=gfx)

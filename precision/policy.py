@@ -174,9 +174,10 @@ def unless_failed(architecture: Architecture, dtype: str, reason: str) -> tuple[
     there; else the next best, and fp32 where all of them are wrong."""
     if dtype not in architecture.failed:
         return dtype, reason
-    has = ("bf16", architecture.native_bf16), ("fp16", architecture.fast_fp16), ("fp32", True)
+    has = ("bf16", architecture.native_bf16), ("fp16", architecture.fast_fp16)
     right = [other for other, is_there in has if is_there and other not in architecture.failed]
-    return (right or ["fp32"])[0], Message("{}, {} → {}", reason, failure(architecture, dtype), (right or ["fp32"])[0])
+    taken = (*right, "fp32")[0]
+    return taken, Message("{}, {} → {}", reason, failure(architecture, dtype), taken)
 
 
 def with_failure(architecture: Architecture, dtype: str, reason: str) -> str:

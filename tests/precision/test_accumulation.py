@@ -20,6 +20,7 @@ from comfyui_onediff_guard.precision.accumulation import (
     Mode,
     Switch,
     accumulation,
+    allowed,
     decide,
     preview,
 )
@@ -400,3 +401,13 @@ def test_split_k_stays_forbidden_where_somebody_forbade_it(row):
     with accumulation(row):
         assert torch._C._get_cublas_allow_fp16_reduced_precision_reduction() == (False, False)
     assert torch._C._get_cublas_allow_fp16_reduced_precision_reduction() == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("value", "is_allowed"), [(None, True), ("1", True), ("True", True), ("on", True), ("0", False), ("maybe", False)]
+)
+def test_what_a_variable_allows(monkeypatch: pytest.MonkeyPatch, value: str | None, is_allowed: bool) -> None:
+    monkeypatch.delenv("SOME_SWITCH", raising=False)
+    if value is not None:
+        monkeypatch.setenv("SOME_SWITCH", value)
+    assert allowed("SOME_SWITCH") == is_allowed

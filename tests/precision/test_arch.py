@@ -9,7 +9,15 @@ import pytest
 import torch
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision import arch
-from comfyui_onediff_guard.precision.arch import ARCHITECTURES, Architecture, by_capability, by_gfx, detect, named
+from comfyui_onediff_guard.precision.arch import (
+    ARCHITECTURES,
+    Architecture,
+    by_capability,
+    by_gfx,
+    detect,
+    is_name,
+    named,
+)
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 
 GPU = torch.device("cuda", 0)
@@ -395,3 +403,38 @@ def test_what_is_no_architecture_is_refused_with_the_names_there_are(text: str) 
         named(text)
     assert f"'{text}'" in str(refused.value)
     assert all(name in str(refused.value) for name in (*ARCHITECTURES, "7.5"))
+
+
+@pytest.mark.parametrize(
+    ("name", "is_one"),
+    [("sm75", True), ("sm130", True), ("gfx90a", True), ("cpu", True), ("npu", True), ("SM75", False), ("7.5", False)]
+    + [(name, False) for name in ("", "x", "gfx90a:xnack-", "my card", "../sm75", "a" * 21)],
+)
+def test_whether_some_device_may_have_a_name(name: str, is_one: bool) -> None:
+    assert is_name(name) == is_one
+
+
+def test_a_cpu_is_fast_at_nothing_that_is_half_and_fuses_attention() -> None:
+    for name in ("cpu", "cpu-no-bf16"):
+        row = ARCHITECTURES[name]
+        assert not (row.fast_fp16 or row.fp16_tensor_cores or row.tf32 or row.fp8)
+        assert row.half_accumulation == "untried" and row.fused_attention == "there"
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "AMD64", "arm64", "aarch64"])
+@pytest.mark.parametrize("capability", ["AVX512", "AVX2"])
+def test_what_multiplies_bf16(monkeypatch: pytest.MonkeyPatch, machine: str, capability: str) -> None:
+    """On x86, as Linux and Windows call it, PyTorch has to compute by AVX-512; an Arm processor has none."""
+    monkeypatch.setattr(arch.platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    has = capability == "AVX512" or machine.startswith("a")
+    assert detect(torch.device("cpu")).name == ("cpu" if has else "cpu-no-bf16")
+
+
+def test_bf16_on_an_apple_gpu_takes_macos_14(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, bf16 in (((13, 3), "none"), ((14, 0), "emulated"), ((15, 1), "emulated")):
+        monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda *asked, has=version: has >= asked)
+        assert detect(torch.device("mps")).bf16 == bf16
