@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -438,3 +439,16 @@ def test_bf16_on_an_apple_gpu_takes_macos_14(monkeypatch: pytest.MonkeyPatch) ->
     for version, bf16 in (((13, 3), "none"), ((14, 0), "emulated"), ((15, 1), "emulated")):
         monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda *asked, has=version: has >= asked)
         assert detect(torch.device("mps")).bf16 == bf16
+
+
+@pytest.mark.parametrize(("has", "bf16"), [(True, "native"), (False, "emulated")])
+def test_an_intel_gpu_has_bf16_or_emulates_it(monkeypatch: pytest.MonkeyPatch, has: bool, bf16: str) -> None:
+    monkeypatch.setattr(arch, "_xpu_has_bf16", lambda _device: has)
+    assert detect(torch.device("xpu")).bf16 == bf16
+
+
+def test_the_words_of_a_row_are_those_that_code_asks_for() -> None:
+    allowed = {name: get_args(kind) for name, kind in get_type_hints(Architecture).items() if get_args(kind)}
+    for row in (*ARCHITECTURES.values(), by_capability(13, 0), by_gfx("gfx9999"), arch._unknown("npu", "")):
+        said = {name: word for name in allowed if isinstance(word := getattr(row, name), str)}
+        assert {name: word for name, word in said.items() if word not in allowed[name]} == {}, row.name
