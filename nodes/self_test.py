@@ -48,6 +48,7 @@ class SelfTest(Node):
             kept = f"Kept in {keep(result, file)}."
         except OSError as error:
             kept = f"It could not be kept in {file}: {error.strerror or error}."
-        text = f"{result.in_words()}\n{kept}"
+        *lines, verdict = result.in_words().splitlines()  # a node shows the first lines, a terminal the last
+        text = "\n".join([verdict, kept, "", *lines])
         host.say(node_id, text, as_it_is=True)
         return {"ui": {"text": [text], "onediff_guard": [result.as_dict()]}, "result": (text,)}

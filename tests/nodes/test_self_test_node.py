@@ -57,7 +57,9 @@ def test_the_node_runs_it_keeps_it_and_shows_it(monkeypatch: pytest.MonkeyPatch,
     answer = NODE_CLASS_MAPPINGS["OneDiffGuardSelfTest"]().check(node_id="7")
     (text,) = answer["result"]
     (file,) = (tmp_path / "kept").iterdir()
-    assert text.endswith(f"Result: OK. All 19 lines that ran are right.\nKept in {file}.")
+    assert text.startswith(f"Result: OK. All 19 lines that ran are right.\nKept in {file}.\n\nSelf-test of "), (
+        "at first sight"
+    )
     assert answer["ui"]["text"] == [text] and comfyui.texts[-1] == ("7", text)
     assert answer["ui"]["onediff_guard"][0]["architecture"]["name"] == detect(CPU).name
     assert verified_architecture(CPU, tmp_path / "kept").tested == foreign.read(file)["date"]
