@@ -64,6 +64,7 @@ class Leg:
     tiling: bool = False
     chunk: int = 0
     lora: bool = False
+    video: bool = False  # it starts from one
 
 
 LEGS = (
@@ -87,7 +88,12 @@ _AUTO, _GROUP = Leg("auto", "fp32", offload="auto"), Leg("group", "fp32", offloa
 SECOND = {
     model: tuple(replace(leg, runs=2, sizes="small", steps=max(leg.steps - 2, 2)) for leg in (_AUTO, _LEARNED, *others))
     for model, others in {
-        "2b": (_GROUP, Leg("LoRA", "fp16", offload="group", lora=True), Leg("bf16", "bf16")),
+        "2b": (
+            _GROUP,
+            Leg("LoRA", "fp16", offload="group", lora=True),
+            Leg("bf16", "bf16"),
+            Leg("from a video", "fp16", offload="sequential", video=True, steps=5),
+        ),
         "5b-i2v": (Leg("tiled", "fp32", offload="sequential", tiling=True),),
         "1.5": (Leg("model", "fp32", offload="model"),),
         "cogview3": (_GROUP, Leg("bf16", "bf16", offload="sequential")),
@@ -127,12 +133,15 @@ def ran(folder: Path, device: torch.device, leg: Leg) -> Iterator[tuple[torch.Te
     sizes, usual = (SIZES, (128, 96, 9)) if leg.sizes == "usual" else (SMALL_SIZES, (64, 48, 5))
     width, height, frames = sizes.get(folder.name.rpartition("-")[0], usual)
     settings = SampleSettings(width, height, steps=leg.steps, seed=3, frames=frames, guidance_scale=5.0)
+    settings = replace(settings, strength=0.8) if leg.video else settings
     for number in range(leg.runs):
         handle.store.prompts.clear()
         prompts = ["a red kite", "grey"] if number == 0 else ["a blue kite over the sea", "grey"]
         positive, negative = encode_prompts(handle, prompts)[0] if handle.family.prompt else (None, None)
         picture = torch.rand(1, 64, 96, 3, generator=torch.Generator().manual_seed(2 + number))
-        start = {"image": fitted(picture, width, height, "crop")[0]} if handle.family.takes_image else {}
+        image = fitted(picture, width, height, "crop")[0]
+        start: dict[str, Any] = {"image": image} if handle.family.takes_image else {}
+        start |= {"video": [image.rotate(9 * n) for n in range(frames)]} if leg.video else {}
         latents, sampled = sample(handle, positive, negative, settings, **start)
         made, decoded = decode(handle, latents, tiling=leg.tiling, chunk=leg.chunk)
         assert latents.device.type == made.device.type == "cpu", "as ComfyUI expects what a node gives"
