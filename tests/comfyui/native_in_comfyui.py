@@ -114,7 +114,7 @@ def main(pack: Path, results: Path, module: str) -> None:
             for key, value in case().items():
                 kept = tensors if isinstance(value, torch.Tensor) else facts
                 kept[f"{name.removeprefix('case_')}/{key}"] = value
-    if SECOND_DEVICE in sys.modules:
+    if torch.cuda.is_available() and SECOND_DEVICE in sys.modules:
         facts |= _left_on_the_card()
     tensors = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
     import_module("safetensors.torch").save_file(tensors, results / "tensors.safetensors")

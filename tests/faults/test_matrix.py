@@ -170,6 +170,14 @@ def undisturbed(stage: Stage) -> tuple[Any, int, dict[str, bytes]]:
     return made, operations.count, left
 
 
+def _of_transformers(held: Any) -> bool:
+    """Whether hooks are nothing but those that a text encoder has from the start, one on each layer, or their flag."""
+    hooks = [*held.values()] if isinstance(held, dict) else []
+    return len(hooks) < 2 and all(
+        getattr(hook, "__module__", "") == "transformers.utils.output_capturing" for hook in hooks
+    )
+
+
 def marks(stage: Stage) -> list[str]:
     """What a run has left on modules that are loaded."""
     if not isinstance(stage, ModelStage) or stage.generation is None:
@@ -177,7 +185,7 @@ def marks(stage: Stage) -> list[str]:
     found = []
     for component, (_, module) in stage.generation.handle.store._modules.items():
         for name, part in module.named_modules():
-            hooks = [key for key, held in vars(part).items() if "hooks" in key and held]
+            hooks = [key for key, held in vars(part).items() if "hooks" in key and not _of_transformers(held)]
             patched = [key for key in ("forward", "__call__", "to") if key in vars(part)]
             odd = [
                 key for key, tensor in part.named_parameters(recurse=False) if tensor.is_meta or tensor.requires_grad
