@@ -47,7 +47,10 @@ def test_the_next_run_is_right_whichever_move_failed(
     assert moves.n >= 2
 
 
-@pytest.mark.parametrize(("offload", "step"), [("group", 5), pytest.param("sequential", 7, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("offload", "step"),
+    [("group", 5), *(pytest.param(*way, marks=pytest.mark.long) for way in (("group", 1), ("sequential", 7)))],
+)
 def test_the_next_run_is_right_whichever_part_failed(
     moves: Moves, model_folder: Callable[..., Path], offload: str, step: int
 ) -> None:
