@@ -136,9 +136,9 @@ def case_events_and_waits_order() -> None:
     _no_hazard()
 
 
-def case_memory_freed_while_a_stream_uses_it_is_seen() -> None:
+def case_memory_given_out_again_while_a_stream_uses_it_is_seen() -> None:
     side = torch.cuda.Stream()
-    for recorded in (False, True):
+    for recorded, waits in ((False, False), (False, True), (True, False)):
         x = torch.ones(5, device="cuda")
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -148,10 +148,14 @@ def case_memory_freed_while_a_stream_uses_it_is_seen() -> None:
         held = DEVICE.used()
         del x
         assert held - DEVICE.used() == (0 if recorded else 20), "it stays until the host has waited"
-        _no_hazard() if recorded else _hazard("freed while aten::add uses it on another stream")
+        if waits:
+            torch.cuda.current_stream().wait_stream(side)
+        z = torch.empty(1, device="cuda")
+        right = recorded or waits
+        _no_hazard() if right else _hazard("memory given out again while aten::add uses it on another stream")
         torch.cuda.synchronize()
-        assert held - DEVICE.used() == 20
-        del y
+        assert held - DEVICE.used() == 20 - z.nbytes
+        del y, z
 
 
 def case_page_locked_memory_changed_during_a_copy_is_seen() -> None:

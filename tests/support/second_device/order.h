@@ -1,5 +1,6 @@
 // What orders the accesses to a device's memory: a vector clock for each stream and one for the host. Two accesses that
-// no clock orders are a hazard, as are a block that is freed, and page-locked memory that changes, while a stream uses it.
+// no clock orders are a hazard, as are a block that is given out again after it was freed, and page-locked memory that
+// changes, while a stream uses it.
 #pragma once
 
 #include <cstdint>
@@ -96,19 +97,27 @@ class Order {
     block->reads.clear();
   }
 
-  void made(const void* at, size_t bytes, int64_t stream) { blocks[at] = Block{bytes, stream, {}, {}, {}}; }
+  // PyTorch's allocator may give a stream any block that was made and freed on it, at once.
+  void made(const void* at, size_t bytes, int64_t stream) {
+    auto clock = of(stream);
+    learn(clock, host_);
+    for (auto& [_, access] : freed_[stream])
+      if (!access.before(clock)) found("memory given out again while " + access.op + " uses it on another stream");
+    freed_[stream].clear();
+    blocks[at] = Block{bytes, stream, {}, {}, {}};
+  }
 
   void freed(const void* at) {
     auto* block = find(at);
     if (!block) return;
-    auto clock = of(block->stream);
-    learn(clock, host_);
-    auto check = [&](const Access& access) {
-      if (access.stream != block->stream && !access.before(clock) && !block->recorded.count(access.stream))
-        found("freed while " + access.op + " uses it on another stream");
+    auto& last = freed_[block->stream];
+    auto keep = [&](const Access& access) {
+      if (access.stream != block->stream && !block->recorded.count(access.stream) &&
+          last[access.stream].time < access.time)
+        last[access.stream] = access;
     };
-    check(block->write);
-    for (auto& read : block->reads) check(read);
+    keep(block->write);
+    for (auto& read : block->reads) keep(read);
     Clock when;
     for (auto stream : block->recorded)
       if (stream != block->stream) {
@@ -183,6 +192,7 @@ class Order {
 
  private:
   std::map<int64_t, Clock> streams_;
+  std::map<int64_t, std::map<int64_t, Access>> freed_;  // by a block's stream and its users': their last access
   Clock host_;
   std::vector<Copy> copies_;
   std::vector<Leaving> leaving_;
