@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from card_room import ways
 from comfyui_onediff_guard.pipelines.models.recognised import family_of
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
@@ -52,11 +53,6 @@ def places(calls: list[str]) -> list[int]:
     of = {name: [n for n, each in enumerate(calls) if each == name] for name in dict.fromkeys(calls)}
     found = [draw.choice(numbers) for _ in range(FAULTS) for numbers in of.values()]
     return found[:FAULTS]
-
-
-def ways(report: Any) -> list[str]:
-    """That were taken where memory ran out."""
-    return [note.rpartition(" with ")[2] for note in report.notes if "memory ran out" in note]
 
 
 @pytest.mark.parametrize("model", SIZES)

@@ -20,7 +20,6 @@ from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, add_lora, load
 from comfyui_onediff_guard.pipelines.run.pictures import fitted
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
-from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.drift import FIRST, LAST, ORDER, CachePolicy
 from comfyui_onediff_guard.precision.guard import GuardPolicy, OnFailure, Scope
@@ -28,7 +27,6 @@ from comfyui_onediff_guard.precision.learned import Learned
 from comfyui_onediff_guard.precision.policy import Component, Precision
 from comfyui_onediff_guard.precision.quantised import STEP
 from lora_models import training
-from test_offload import Apart, Placement, apart  # noqa: F401 - a fixture
 
 SIZES = {
     "2b": (96, 64, 9),
@@ -334,33 +332,6 @@ def test_a_lora(model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPat
     assert report.cache.cached and drift(found, plain) <= max(report.cache.drift, WIDE.error)
     assert drift(found, bare) > drift(found, plain), "cached steps have it too"
     as_with_nan(monkeypatch, replace(handle, policy=GuardPolicy(scope=Scope.STEP)), "2b")
-
-
-@pytest.mark.usefixtures("apart")
-@pytest.mark.parametrize(("model", "offload"), [("2b", "group"), ("2b", "sequential"), ("wan", "group")])
-def test_weights_in_parts(
-    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, model: str, offload: str
-) -> None:
-    """As with all weights on the device, to the bit, and a skipped block's weights are not brought."""
-    handle = opened(model_folder(model), "bf16")
-    whole, usual = run(handle, model, WIDE)
-    plain, _ = run(handle, model)
-    stores._STORES.clear()
-    handle = opened(model_folder(model), "bf16", offload=offload, placement=Placement())
-    Apart.log.clear()
-    assert torch.equal(run(handle, model, CachePolicy(0.0))[0], plain)
-    brought = bytes_brought()
-    found, report = run(handle, model, WIDE)
-    assert report.cache == usual.cache and report.cache.cached, report.text()
-    assert torch.equal(found, whole)
-    assert bytes_brought() < brought
-    as_with_nan(monkeypatch, replace(handle, policy=GuardPolicy(scope=Scope.STEP)), model)
-
-
-def bytes_brought() -> int:
-    brought = sum(tensor.nbytes for what, part in Apart.log if what == "onload" for tensor in part.tensors)
-    Apart.log.clear()
-    return brought
 
 
 def test_compiled_blocks_in_half_precision(model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
