@@ -50,18 +50,6 @@ def test_readme_can_be_taken_in_at_a_glance() -> None:
     assert len(README.splitlines()) <= 180
 
 
-def test_the_file_map_has_a_row_for_every_file() -> None:
-    names = [quoted(row[0]) for row in rows(section("File map", "docs/ARCHITECTURE.md")) if row[0] != "file"]
-    assert all(len(row) == 1 for row in names)
-    mapped = [name for row in names for name in row]
-    files = {path.relative_to(ROOT).as_posix() for layer in LAYERS for path in (ROOT / layer).rglob("*.py")}
-    silent = {file for file in files if file.endswith("/__init__.py")}  # one docstring, but for the nodes' catalogue
-    assert files - {*mapped} <= silent
-    assert len(mapped) == len({*mapped}), "a file has two rows"
-    for name in mapped:
-        assert (ROOT / name).exists(), f"{name} is in the file map and nowhere else"
-
-
 def test_every_workflow_is_in_the_table() -> None:
     named = {name for row in rows(section("Workflows"))[1:] for name in quoted(row[0])}
     assert named == {path.stem.removesuffix("_guarded") for path in (ROOT / "workflows").glob("*.json")}
