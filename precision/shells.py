@@ -6,6 +6,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -31,15 +32,22 @@ def replaced(module: torch.nn.Module, replacements: Mapping[str, Make]) -> torch
     those are copied."""
     if make := replacements.get(""):
         return make(module)
-    below: dict[str, dict[str, Make]] = {}
+    shells: dict[str, torch.nn.Module] = {}
+
+    def shell_at(path: str) -> torch.nn.Module:
+        if path not in shells:
+            shell = shells[path] = shell_of(module.get_submodule(path))
+            shell.__dict__["_modules"] = dict(shell._modules)
+            if path:
+                above, _, name = path.rpartition(".")
+                shell_at(above)._modules[name] = shell
+        return shells[path]
+
     for path, make in replacements.items():
-        first, _, rest = path.partition(".")
-        below.setdefault(first, {})[rest] = make
-    shell = shell_of(module)
-    shell.__dict__["_modules"] = dict(module._modules)
-    for name, inner in below.items():
-        shell._modules[name] = replaced(module.get_submodule(name), inner)
-    return shell
+        above, _, name = path.rpartition(".")
+        if not any(part in replacements for part in accumulate(above.split("."), "{}.{}".format)):
+            shell_at(above)._modules[name] = make(module.get_submodule(path))
+    return shell_at("")
 
 
 def reporting(
