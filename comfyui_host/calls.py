@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..pipelines.errors import BadInput
 from ..precision import shared
 from ..precision.guard import GuardStopped
 from ..precision.observe import floating, non_finite
+from ..trust.message import BadInput
 from .memory import CallMemory
 from .products import products_in_fp32
 from .weights import loaded_anew, weights_as_stored

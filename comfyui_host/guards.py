@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from ..pipelines.errors import BadInput
 from ..precision.policy import Component
 from ..precision.snapshot import Snapshot
+from ..trust.message import BadInput
 from .calls import (
     KEY,
     ModelCall,

@@ -20,8 +20,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..pipelines.pace import Pace
-from ..pipelines.reading import listening
 from ..trust.message import joined
 from ..trust.text import for_page, is_whole
 from .language import translated
@@ -265,6 +263,9 @@ class Progress:
     Without ComfyUI it is on standard error: where that is no terminal, as one line at the end."""
 
     def __init__(self, total: int, node_id: str | None, unit: str = "it"):
+        from ..pipelines.pace import Pace
+        from ..pipelines.reading import listening
+
         self._pace = Pace()
         self._picture: Any = None
         self._total = total

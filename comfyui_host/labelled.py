@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ..pipelines.errors import BadInput
-from ..trust.message import Message
+from ..trust.message import BadInput, Message
 
 _LAYERS = {functional.linear, torch.conv1d, torch.conv2d, torch.conv3d, torch.matmul, torch.addmm, torch.mm}
 _LAYERS |= {functional.conv1d, functional.conv2d, functional.conv3d, functional.layer_norm, functional.group_norm}

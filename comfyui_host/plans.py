@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from ..pipelines.errors import BadInput
 from ..precision.accumulation import decide
 from ..precision.arch import Architecture, present
 from ..precision.dtypes import DTYPES, dtype_name
 from ..precision.policy import Component, Plan, Precision, unless_failed, with_failure
-from ..trust.message import Message
+from ..trust.message import BadInput, Message
 
 
 def comfy_plan(

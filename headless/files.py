@@ -13,8 +13,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..pipelines.atomic_files import temporary_in
 from ..trust import paths
+from ..trust.atomic_files import temporary_in
 from ..trust.text import shown
 from .errors import OutputError, WorkflowError
 

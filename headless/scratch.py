@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..pipelines.atomic_files import locked
+from ..trust.atomic_files import locked
 
 OWNER = ".owner"  # in a folder: locked for as long as the process that made it lives, however that ends
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..comfyui_host import host
-from ..pipelines.errors import BadInput
-from ..trust.message import message_of
+from ..trust.message import BadInput, message_of
 from . import inputs
 from .node import Node
 

@@ -117,8 +117,8 @@ class Sampler(Node):
 
     def _check_family(self, pipeline: PipelineHandle) -> None:
         """Raise BadInput, which names the node to use, where the pipeline is of a family that this does not sample."""
-        from ..pipelines.errors import BadInput
         from ..pipelines.families.table import FAMILIES
+        from ..trust.message import BadInput
 
         family = pipeline.family
         if family.pipeline in self.PIPELINES:

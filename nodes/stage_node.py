@@ -48,7 +48,7 @@ def embeddings(conditioning: list[Any] | None, name: str) -> torch.Tensor | None
     it counts: these pipelines have no use for that.
     """
     from ..comfyui_host.labelled import plain
-    from ..pipelines.errors import BadInput
+    from ..trust.message import BadInput
 
     if not conditioning:
         return None

@@ -67,7 +67,7 @@ class WarmUp(Node):
         node_id: str | None = None,
     ) -> dict[str, Any]:
         from ..pipelines.compile.warm_up import STEPS, sizes_of, warm_up
-        from ..pipelines.errors import BadInput
+        from ..trust.message import BadInput
 
         if (positive is None) != (negative is None):
             raise BadInput("Warm Up has one of 'positive' and 'negative'. Wire both, or neither.")

@@ -21,10 +21,6 @@ class BadSize(Told, ValueError):
     """Width, height or frame count that the model cannot make."""
 
 
-class BadInput(Told, ValueError):
-    """Something wired to a node does not fit."""
-
-
 class BackendUnavailable(Told, RuntimeError):
     """The compile backend that was asked for does not work here."""
 

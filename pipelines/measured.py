@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..trust import foreign
+from ..trust.atomic_files import limit_here, replacing
 from ..trust.foreign import Foreign, Unreadable
-from .atomic_files import limit_here, replacing
 
 logger = logging.getLogger(__name__)
 

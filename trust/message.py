@@ -48,6 +48,10 @@ class Told(Exception):
         super().__init__(Message(template, *fields) if fields else template)
 
 
+class BadInput(Told, ValueError):
+    """Something wired to a node does not fit."""
+
+
 def joined(joint: str, parts: Iterable[str]) -> Message:
     """What `joint.join(parts)` gives, as a Message."""
     fields = tuple(parts)

@@ -21,7 +21,7 @@ from typing import Annotated
 import psutil
 from pydantic import Field
 
-from ...pipelines.atomic_files import STALE_SECONDS, locked, temporary_in
+from ...trust.atomic_files import STALE_SECONDS, locked, temporary_in
 from ...trust.foreign import Foreign, Unreadable, fitting, read
 
 TOUCH_SECONDS = 30.0  # between two signs of life

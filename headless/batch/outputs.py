@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ...pipelines.atomic_files import replacing
+from ...trust.atomic_files import replacing
 from ...trust.foreign import Foreign, Unreadable, fitting, read
 from ...trust.plain import for_json
 from ...trust.text import for_file_name

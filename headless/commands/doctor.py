@@ -8,7 +8,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...pipelines.errors import BadFolder, BadInput, BadSize
+from ...pipelines.errors import BadFolder, BadSize
+from ...trust.message import BadInput
 from ..errors import WorkflowError
 from . import answer
 

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from ...precision.shared import TURNS
+from ...trust.atomic_files import LIMIT_VARIABLE, delete, drop_oldest, last_used, limit_here, limit_of
 from ...trust.message import Message
 from ...trust.owners import why_unsafe_below
 from ...trust.text import shown
-from ..atomic_files import LIMIT_VARIABLE, delete, drop_oldest, last_used, limit_here, limit_of
 from ..errors import BadCompiled
 from ..insight.machine import first_line
 from .code import SUFFIX, check, files_in, pack, unpack

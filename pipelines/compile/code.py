@@ -23,11 +23,11 @@ from typing import Annotated, Any, BinaryIO, Literal
 
 from pydantic import Field
 
+from ...trust.atomic_files import replacing
 from ...trust.foreign import Foreign, Unreadable, parse_as
 from ...trust.owners import why_unsafe
 from ...trust.paths import inside, relative
 from ...trust.text import shown
-from ..atomic_files import replacing
 from ..errors import BadCompiled
 from .target import Target
 

@@ -7,8 +7,8 @@ import logging
 import os
 from pathlib import Path
 
+from ...trust.atomic_files import drop_oldest, limit_here
 from ...trust.owners import why_unsafe_below
-from ..atomic_files import drop_oldest, limit_here
 from ..insight.machine import version_of
 from ..run.profiles import Profile
 from .backends import CompileOptions

@@ -11,8 +11,8 @@ import torch
 
 from ...precision.policy import Precision
 from ...precision.report import RunReport
-from ...trust.message import Message
-from ..errors import BadInput, BadSize
+from ...trust.message import BadInput, Message
+from ..errors import BadSize
 from ..insight.probe import usual_size
 from ..run.encode import encode_prompts
 from ..run.handle import PipelineHandle

@@ -16,8 +16,8 @@ from ...precision.probe import Verdict, judge, recommend
 from ...precision.report import RunReport
 from ...precision.shells import reporting, with_forward
 from ...precision.snapshot import Snapshot
+from ...trust.message import BadInput
 from ..compile.block import Tell
-from ..errors import BadInput
 from ..parallel.group import here as ranks
 from ..run.handle import PipelineHandle
 from ..run.lessons import here, keep, remember

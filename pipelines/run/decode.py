@@ -14,9 +14,8 @@ from ...precision.guard import GuardPolicy, GuardStopped, OnFailure
 from ...precision.observe import non_finite
 from ...precision.policy import Component, Precision
 from ...precision.report import RunReport
-from ...trust.message import Message
+from ...trust.message import BadInput, Message
 from ..compile.decoder import DecoderCompiling, Most
-from ..errors import BadInput
 from ..families.table import FAMILIES
 from ..parallel.exchange import collected, dealt
 from ..parallel.group import ALONE, Ranks, here

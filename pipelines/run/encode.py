@@ -18,9 +18,8 @@ from ...precision.learned import Learned
 from ...precision.policy import Component, Precision
 from ...precision.report import RunReport
 from ...precision.shells import reporting, with_forward
-from ...trust.message import Message
+from ...trust.message import BadInput, Message
 from ...trust.text import is_whole, listed
-from ..errors import BadInput
 from ..parallel.group import here
 from ..weights.ladder import Rung, Way
 from ..weights.offload import Offload

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..errors import BadInput
+from ...trust.message import BadInput
 
 FITS = ("crop", "stretch", "refuse")
 

@@ -21,10 +21,10 @@ from ...precision.arch import is_name
 from ...precision.learned import NOTHING, Learned, largest_of, parts_in_words
 from ...precision.sums import Sums
 from ...trust import foreign
+from ...trust.atomic_files import replacing
 from ...trust.foreign import Foreign, Unreadable
 from ...trust.message import Message, joined
 from ...trust.text import for_file_name, for_terminal, shown
-from ..atomic_files import replacing
 from ..errors import BadProfile
 from ..models.on_disk import StoredModel
 from ..safetensors_header import header_text

@@ -14,10 +14,10 @@ from ...precision.policy import Component, Precision
 from ...precision.report import RunReport
 from ...precision.shared import TURNS
 from ...precision.shells import reporting, with_forward
-from ...trust.message import Message
+from ...trust.message import BadInput, Message
 from ..compile.backends import EAGER
 from ..compile.block import Tell
-from ..errors import BadInput, BadSize
+from ..errors import BadSize
 from ..families.spec import ENCODERS, FamilySpec
 from ..parallel.group import here
 from ..parallel.plan import shared

@@ -14,9 +14,9 @@ from pydantic import Field
 
 from ...precision.arch import COMPILED, Architecture, detect
 from ...trust import foreign
+from ...trust.atomic_files import replacing
 from ...trust.foreign import Foreign, Unreadable
 from ...trust.plain import for_json
-from ..atomic_files import replacing
 from ..insight.machine import driver
 
 if TYPE_CHECKING:

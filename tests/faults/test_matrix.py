@@ -24,11 +24,11 @@ import shared_models
 import torch
 from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.headless.errors import OutputError
-from comfyui_onediff_guard.pipelines.atomic_files import LIMIT_VARIABLE
 from comfyui_onediff_guard.pipelines.compile import cache as compile_cache
 from comfyui_onediff_guard.pipelines.compile.cache import INDUCTOR, TRITON
 from comfyui_onediff_guard.pipelines.errors import BadFolder
 from comfyui_onediff_guard.precision.guard import GuardStopped
+from comfyui_onediff_guard.trust.atomic_files import LIMIT_VARIABLE
 from faulty_stages import Compiling, Download, ModelStage, Saving, ServerDownload, Stage, same
 from hub_files import ID, files_of, partials
 from hub_server import running_hub

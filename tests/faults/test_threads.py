@@ -20,7 +20,6 @@ from at_once import HANG_SECONDS, at_once
 from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.headless.errors import RunFailedError
 from comfyui_onediff_guard.headless.hosts.local import run_local
-from comfyui_onediff_guard.pipelines.atomic_files import LIMIT_VARIABLE
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, CompileOptions
 from comfyui_onediff_guard.pipelines.compile.cache import INDUCTOR, TRITON
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
@@ -33,6 +32,7 @@ from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample, w
 from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.policy import Component, Precision
+from comfyui_onediff_guard.trust.atomic_files import LIMIT_VARIABLE
 from tiers import drawn
 from trained_lora import train_lora
 

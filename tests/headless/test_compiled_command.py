@@ -13,11 +13,11 @@ import pytest
 import torch
 from archives import rewrite
 from comfyui_onediff_guard.comfyui_host.host import COMPILED_VARIABLE, compiled_directory
-from comfyui_onediff_guard.pipelines.atomic_files import LIMIT_VARIABLE
 from comfyui_onediff_guard.pipelines.compile.cache import INDUCTOR
 from comfyui_onediff_guard.pipelines.compile.code import SUFFIX, check, pack, unpack
 from comfyui_onediff_guard.pipelines.compile.target import Target, platform_of
 from comfyui_onediff_guard.pipelines.errors import BadCompiled
+from comfyui_onediff_guard.trust.atomic_files import LIMIT_VARIABLE
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 from comfyui_onediff_guard.headless import files
 from comfyui_onediff_guard.headless.errors import OutputError, WorkflowError
 from comfyui_onediff_guard.headless.files import FileEntry, resolve_prefix, write_counted, write_together
-from comfyui_onediff_guard.pipelines import atomic_files
+from comfyui_onediff_guard.trust import atomic_files
 
 
 def names(folder: Path) -> list[str]:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from as_comfyui import GRAPHS, Refused, call, picture
 from comfyui_onediff_guard.comfyui_host import host
-from comfyui_onediff_guard.pipelines.errors import BadInput, BadSize
+from comfyui_onediff_guard.pipelines.errors import BadSize
+from comfyui_onediff_guard.trust.message import BadInput
 
 FROM_IMAGE = ("1.5-i2v", "svd")
 STARTS = {"1.5-i2v": "image", "svd": "image", "5b from a video": "video"}

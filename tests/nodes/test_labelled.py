@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from comfyui_onediff_guard.comfyui_host.labelled import Labelled, latents_of, plain, prompt_of
-from comfyui_onediff_guard.pipelines.errors import BadInput
+from comfyui_onediff_guard.trust.message import BadInput
 from safetensors.torch import load_file, save_file
 
 PROMPT = prompt_of(torch.randn(1, 5, 16), "CogVideoX-2B", "Sample CogVideoX")

@@ -19,7 +19,7 @@ import pytest
 from comfyui_onediff_guard.comfyui_host import host, language
 from comfyui_onediff_guard.comfyui_host.runs import Settings, guarded_run
 from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS
-from comfyui_onediff_guard.pipelines.errors import BadInput, HubError
+from comfyui_onediff_guard.pipelines.errors import HubError
 from comfyui_onediff_guard.pipelines.families.table import FAMILIES
 from comfyui_onediff_guard.pipelines.models.folder import _unlike
 from comfyui_onediff_guard.pipelines.pace import in_words
@@ -28,7 +28,7 @@ from comfyui_onediff_guard.precision.guard import GuardPolicy, GuardStopped
 from comfyui_onediff_guard.precision.learned import EVERYTHING
 from comfyui_onediff_guard.precision.policy import Component, PlanImpossible, Precision, Variant, choose
 from comfyui_onediff_guard.precision.report import Rerun, RunReport, StepRecord, counted
-from comfyui_onediff_guard.trust.message import Message, joined
+from comfyui_onediff_guard.trust.message import BadInput, Message, joined
 
 Choose = Callable[[object], None]
 WARM_UP = NODE_CLASS_MAPPINGS["OneDiffGuardWarmUp"]

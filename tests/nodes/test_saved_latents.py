@@ -11,8 +11,8 @@ import pytest
 import torch
 from as_comfyui import GRAPHS, call, load_latent, save_latent
 from comfyui_onediff_guard.comfyui_host import host
-from comfyui_onediff_guard.pipelines.errors import BadInput
 from comfyui_onediff_guard.precision.guard import GuardStopped
+from comfyui_onediff_guard.trust.message import BadInput
 
 LATER = """
 import json, sys

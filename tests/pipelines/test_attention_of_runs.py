@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines.atomic_files import LIMIT_VARIABLE
 from comfyui_onediff_guard.pipelines.compile import attention, backends, payoff
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, CompileOptions
 from comfyui_onediff_guard.pipelines.compile.warm_up import Size, warm_up
@@ -23,6 +22,7 @@ from comfyui_onediff_guard.precision.attention import Attended, Call, Choice, Ti
 from comfyui_onediff_guard.precision.attention_kernels import KERNELS
 from comfyui_onediff_guard.precision.policy import Precision
 from comfyui_onediff_guard.precision.report import RunReport
+from comfyui_onediff_guard.trust.atomic_files import LIMIT_VARIABLE
 from kernel_clock import timed_as
 from torch.profiler import profile
 

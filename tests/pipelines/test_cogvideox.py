@@ -12,7 +12,7 @@ from dataclasses import replace
 import diffusers
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines.errors import BadInput, BadSize
+from comfyui_onediff_guard.pipelines.errors import BadSize
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
@@ -23,6 +23,7 @@ from comfyui_onediff_guard.pipelines.weights.placement import DeviceMemory, Plai
 from comfyui_onediff_guard.precision.accumulation import SWITCHES
 from comfyui_onediff_guard.precision.guard import GuardPolicy, GuardStopped, OnFailure
 from comfyui_onediff_guard.precision.policy import Precision
+from comfyui_onediff_guard.trust.message import BadInput
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiers import drawn

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 from archives import rewrite
-from comfyui_onediff_guard.pipelines.atomic_files import LIMIT_VARIABLE
 from comfyui_onediff_guard.pipelines.compile import cache as compile_cache
 from comfyui_onediff_guard.pipelines.compile import target as targets
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, CompileOptions
@@ -24,6 +23,7 @@ from comfyui_onediff_guard.pipelines.compile.code import SUFFIX, unpack
 from comfyui_onediff_guard.pipelines.run.sample import while_compiling
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 from comfyui_onediff_guard.precision.policy import Component, Precision
+from comfyui_onediff_guard.trust.atomic_files import LIMIT_VARIABLE
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from archives import rewrite
-from comfyui_onediff_guard.pipelines.atomic_files import LIMIT_VARIABLE
 from comfyui_onediff_guard.pipelines.compile.cache import INDUCTOR, TRITON
+from comfyui_onediff_guard.trust.atomic_files import LIMIT_VARIABLE
 
 CHILD = """
 import hashlib, json, subprocess, sys

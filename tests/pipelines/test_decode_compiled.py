@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines.atomic_files import LIMIT_VARIABLE
 from comfyui_onediff_guard.pipelines.compile import payoff
 from comfyui_onediff_guard.pipelines.compile.backends import EAGER, BackendChoice
 from comfyui_onediff_guard.pipelines.compile.decoder import Kind, Kinds, Most
@@ -19,6 +18,7 @@ from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.policy import Precision
 from comfyui_onediff_guard.precision.report import RunReport
+from comfyui_onediff_guard.trust.atomic_files import LIMIT_VARIABLE
 from onediff.infer_compiler.backends import registry
 
 LATENTS = {  # latents, and how they are decoded

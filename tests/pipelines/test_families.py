@@ -7,7 +7,7 @@ import functools
 import diffusers
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines.errors import BadInput, BadSize
+from comfyui_onediff_guard.pipelines.errors import BadSize
 from comfyui_onediff_guard.pipelines.models.folder import family_of
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
@@ -16,6 +16,7 @@ from comfyui_onediff_guard.pipelines.run.pictures import fitted
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.policy import Precision
+from comfyui_onediff_guard.trust.message import BadInput
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiers import drawn

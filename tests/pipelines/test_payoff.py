@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
 from comfyui_onediff_guard.comfyui_host import host
-from comfyui_onediff_guard.pipelines.atomic_files import LIMIT_VARIABLE
 from comfyui_onediff_guard.pipelines.compile import payoff
 from comfyui_onediff_guard.pipelines.compile.backends import EAGER, MEASURED, BackendChoice, CompileOptions
 from comfyui_onediff_guard.pipelines.compile.cache import INDUCTOR, TRITON
 from comfyui_onediff_guard.pipelines.compile.payoff import COMPILE_GUESS, FASTER_GUESS, Measured, Taken, decide, learn
 from comfyui_onediff_guard.precision.report import Rerun, StepRecord
+from comfyui_onediff_guard.trust.atomic_files import LIMIT_VARIABLE
 
 SIZE = "720x480, 49 guided"
 

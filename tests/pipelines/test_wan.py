@@ -11,7 +11,7 @@ from itertools import product
 import pytest
 import shared_models
 import torch
-from comfyui_onediff_guard.pipelines.errors import BadFolder, BadInput, BadLora, BadSize
+from comfyui_onediff_guard.pipelines.errors import BadFolder, BadLora, BadSize
 from comfyui_onediff_guard.pipelines.families.wan import WAN
 from comfyui_onediff_guard.pipelines.insight.probe import probe, usual_size
 from comfyui_onediff_guard.pipelines.models.folder import inspect
@@ -24,6 +24,7 @@ from comfyui_onediff_guard.pipelines.weights.offload import Offload
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.policy import Component, Precision
+from comfyui_onediff_guard.trust.message import BadInput
 from diffusers import WanPipeline
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

@@ -9,13 +9,14 @@ import torch
 from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
 from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.pipelines.compile.warm_up import STEPS, Size, sizes_of, warm_up
-from comfyui_onediff_guard.pipelines.errors import BadInput, BadSize
+from comfyui_onediff_guard.pipelines.errors import BadSize
 from comfyui_onediff_guard.pipelines.models.recognised import family_of
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.policy import Component, Precision
+from comfyui_onediff_guard.trust.message import BadInput
 from PIL import Image
 
 pytestmark = pytest.mark.usefixtures("traced_alone")
