@@ -6,10 +6,9 @@ import hashlib
 
 import torch
 
-from ..pipelines.run.lessons import KeptProfile
-from ..pipelines.run.profiles import Profile
 from ..precision.arch import Architecture
 from ..precision.policy import Component
+from ..precision.profile_store import Profile, ProfileFile
 from ..trust.text import shown
 from . import host
 from .networks import ComfyNetwork
@@ -25,9 +24,9 @@ def profile_of(of: ComfyNetwork, architecture: Architecture, dtype: str) -> Prof
     return Profile(shown(name, 300), _fingerprint(of), (), architecture.name, dtype, versions)
 
 
-def kept_profile(of: Profile, given: Profile | None) -> KeptProfile:
+def kept_profile(of: Profile, given: Profile | None) -> ProfileFile:
     """Among those that ComfyUI's user folder holds."""
-    return KeptProfile(of, host.profiles_directory(), given)
+    return ProfileFile(of, host.profiles_directory(), given)
 
 
 def _fingerprint(of: ComfyNetwork) -> str:

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-from ..pipelines.run.lessons import KeptProfile
-from ..pipelines.run.profiles import Profile
 from ..precision.accumulation import accumulation
 from ..precision.arch import present
 from ..precision.clips import Clips
@@ -23,6 +21,7 @@ from ..precision.half_products import HalfProducts, run_with_half_products
 from ..precision.islands import Attempt
 from ..precision.learned import NOTHING, Learned
 from ..precision.policy import Component, Precision
+from ..precision.profile_store import Profile, ProfileFile
 from ..precision.report import StepRecord, together
 from ..precision.upcast import RerunUnsupported
 from ..precision.wide import CannotWiden
@@ -138,7 +137,7 @@ class _Executor:
     switched: Callable[[], Any]  # holds the accumulation switches; bf16 and fp32 need none
     reference: str  # what a rerun computes from, where that needs a word
     began: Learned  # with that
-    profile: KeptProfile | None  # None where nothing is learned
+    profile: ProfileFile | None  # None where nothing is learned
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.switched() as self.guard.report.switches:
@@ -147,7 +146,7 @@ class _Executor:
     def keep(self) -> None:
         """For later runs, in other processes too."""
         if self.profile and self.guard.learned and self.guard.learned.to_share != self.began.to_share:
-            self.profile.keep(self.guard.learned)
+            self.profile.save(self.guard.learned)
 
 
 def _executor(of: ComfyNetwork, settings: Settings) -> _Executor:
@@ -187,9 +186,9 @@ def _executor(of: ComfyNetwork, settings: Settings) -> _Executor:
     return _Executor(guard, switched, rerun_from(of.network), learned, profile)
 
 
-def _recalled(settings: Settings, key: tuple[Component, str], profile: KeptProfile) -> tuple[Learned, tuple[str, ...]]:
+def _recalled(settings: Settings, key: tuple[Component, str], profile: ProfileFile) -> tuple[Learned, tuple[str, ...]]:
     """What is known, and lines for the report."""
     if key in settings.learned:
         return settings.learned[key], ()
-    settings.learned[key], notes = profile.known()
+    settings.learned[key], notes = profile.load()
     return settings.learned[key], notes

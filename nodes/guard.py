@@ -14,7 +14,7 @@ from .node import Node
 
 if TYPE_CHECKING:
     from ..pipelines.run.handle import PipelineHandle
-    from ..pipelines.run.profiles import Profile
+    from ..precision.profile_store import Profile
 
 
 logger = logging.getLogger(__name__)
@@ -97,14 +97,14 @@ class NaNGuard(Node):
 
 def parsed(profile: str) -> Profile | None:
     """Parse the text of a `profile` input, which gives None where it is empty. Raises BadProfile."""
-    from ..pipelines.run.profiles import parse
+    from ..precision.profile_store import parse
 
     return parse(profile, PROFILE) if profile.strip() else None
 
 
 def what_is_wrong_with(profile: str | None) -> str:
     """Say what is wrong with a `profile` input; "" where it can be used. profile: None where it is wired."""
-    from ..pipelines.errors import BadProfile
+    from ..precision.profile_store import BadProfile
 
     try:
         parsed(profile or "")

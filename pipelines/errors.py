@@ -37,10 +37,6 @@ class BadLora(Told, ValueError):
     """A LoRA file that cannot be used with this model."""
 
 
-class BadProfile(Told, ValueError):
-    """A profile of what was learned that cannot be used."""
-
-
 class BadCompiled(Told, ValueError):
     """A file of compiled code that cannot be used."""
 

@@ -261,15 +261,15 @@ def test_no_module_imports_itself_in_the_end() -> None:
 @pytest.mark.parametrize(
     ("first", "second", "there"),
     [
-        ("from . import profiles", "from . import lessons", True),
-        ("from .profiles import Profile", "def f():\n    from ..run.lessons import recalled", True),
-        ("from .profiles import Profile", "from importlib import import_module\nimport_module('.lessons')", True),
-        ("from .profiles import Profile", "if TYPE_CHECKING:\n    from .lessons import Lessons", False),
-        ("from .profiles import Profile", "from ...precision import learned", False),
+        ("from . import profiles", "from . import handle", True),
+        ("from .profiles import load_profile", "def f():\n    from ..run.handle import PipelineHandle", True),
+        ("from .profiles import load_profile", "from importlib import import_module\nimport_module('.handle')", True),
+        ("from .profiles import load_profile", "if TYPE_CHECKING:\n    from .handle import PipelineHandle", False),
+        ("from .profiles import load_profile", "from ...precision import learned", False),
     ],
 )
 def test_what_counts_as_a_circle(first: str, second: str, there: bool) -> None:
-    files = ["pipelines/run/lessons.py", "pipelines/run/profiles.py"]
+    files = ["pipelines/run/handle.py", "pipelines/run/profiles.py"]
     found = [each for file, source in zip(files, (first, second), strict=True) for each in imports_of(file, source)]
     assert circles(found) == ([files] if there else [])
 

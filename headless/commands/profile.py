@@ -11,7 +11,7 @@ from ...trust.text import for_terminal
 from . import answer, kept_files
 
 if TYPE_CHECKING:
-    from ...pipelines.run.profiles import Profile
+    from ...precision.profile_store import Profile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,14 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """0 where it was done."""
     from ...comfyui_host.host import profiles_directory
-    from ...pipelines.errors import BadProfile
+    from ...precision.profile_store import BadProfile
 
     actions = {"list": _list, "show": _show, "export": _export, "import": _import}
     return kept_files.act(args, args.dir or profiles_directory(), BadProfile, actions)
 
 
 def _list(folder: Path, args: argparse.Namespace) -> None:
-    from ...pipelines.run.profiles import read_all
+    from ...precision.profile_store import read_all
 
     found = [(file.stem, profile) for file, profile in read_all(folder)]
     if args.json:
@@ -55,14 +55,14 @@ def _show(folder: Path, args: argparse.Namespace) -> None:
 
 
 def _export(folder: Path, args: argparse.Namespace) -> None:
-    from ...pipelines.run.profiles import write_text
+    from ...precision.profile_store import write_text
 
     write_text(args.file, _the_one(folder, args.name).text())
     print(args.file)
 
 
 def _import(folder: Path, args: argparse.Namespace) -> None:
-    from ...pipelines.run.profiles import read, write
+    from ...precision.profile_store import read, write
 
     profile = read(args.file)
     kept_files.say_imported(write(folder, profile).stem, profile.in_words())
@@ -70,8 +70,7 @@ def _import(folder: Path, args: argparse.Namespace) -> None:
 
 def _the_one(folder: Path, name: str) -> Profile:
     """The profile whose name starts so. Raises BadProfile where it is none or several, or cannot be used."""
-    from ...pipelines.errors import BadProfile
-    from ...pipelines.run.profiles import read
+    from ...precision.profile_store import BadProfile, read
 
     files = {file.stem: file for file in folder.glob("*.json")}
     return read(kept_files.the_one(files, name, folder, "profile", BadProfile))

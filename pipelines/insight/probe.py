@@ -20,7 +20,7 @@ from ...trust.message import BadInput
 from ..compile.block import Tell
 from ..parallel.group import here as ranks
 from ..run.handle import PipelineHandle
-from ..run.lessons import here, keep, remember
+from ..run.profiles import profile_of, save_profile, update_cache
 from ..run.sample import SampleSettings, StepDone, sample
 from ..run.stage import ComponentStage
 from .probe_result import Measured, Probing
@@ -79,7 +79,7 @@ def probe(
     frames = f", {settings.frames} frames" if settings.frames > 1 else ""
     profile = None
     if chosen.dtype != "fp32":
-        profile = replace(here(handle, handle.family.denoiser, chosen.dtype), learned=chosen.learned.to_share)
+        profile = replace(profile_of(handle, handle.family.denoiser, chosen.dtype), learned=chosen.learned.to_share)
     return Probing(
         model=handle.store.model.name,
         architecture=handle.architecture,
@@ -101,8 +101,8 @@ def keep_profile(handle: PipelineHandle, probing: Probing) -> str:
     if probing.profile is None or probing.profile.learned == NOTHING:
         return "nothing to keep: the recommended precision needs no profile"
     own, whose = replace(handle, profile=None), (handle.family.denoiser, probing.profile.dtype)
-    remember(own, *whose, probing.profile.learned)
-    keep(own, *whose)
+    update_cache(own, *whose, probing.profile.learned)
+    save_profile(own, *whose)
     return f"kept as {probing.profile.name}"
 
 

@@ -13,8 +13,8 @@ from ...precision.arch import Architecture
 from ...precision.findings import Anatomy
 from ...precision.policy import Plan
 from ...precision.probe import Entry, Probe, Probed, Verdict
+from ...precision.profile_store import Profile
 from ...trust.plain import for_json
-from ..run.profiles import Profile
 
 WORST = 10
 

@@ -31,8 +31,7 @@ from ..weights.ladder import Rung, Way
 from ..weights.offload import Offload
 from ..weights.quantising import quantised_of
 from ..weights.room import room_for_call
-from .lessons import recall, remember
-from .profiles import identify
+from .profiles import identify, load_profile, update_cache
 from .stage import ComponentStage
 
 _APART = "both halves of its batch one after the other"
@@ -172,7 +171,7 @@ class _Steps:
         if self._cache:
             report.cached(self._cache.keep(taken=report.steps[-1].outcome in ("finite", "rerun")))
         if learned := self._guard.learned:
-            remember(self._stage.handle, self._stage.name, self._stage.plan.numerics, learned)
+            update_cache(self._stage.handle, self._stage.name, self._stage.plan.numerics, learned)
         self._stage.report.learned = _with(self._earlier, self._stage.name, learned)
         if self._attempts:
             self._attempts.tell_backend()
@@ -356,4 +355,4 @@ def _known(stage: ComponentStage) -> tuple[Learned, tuple[str, ...]]:
     if not stage.learns:
         return NOTHING, ()
     parts = stage.anatomy.parts(dict(stage.module.named_modules()))
-    return here().from_first(lambda: recall(stage.handle, stage.name, stage.plan.numerics, parts))
+    return here().from_first(lambda: load_profile(stage.handle, stage.name, stage.plan.numerics, parts))

@@ -16,6 +16,7 @@ from ...precision.fp32_settings import TF32
 from ...precision.guard import GuardPolicy, OnFailure
 from ...precision.peaks import Memory, peak_memory
 from ...precision.policy import Component, Plan, Precision, choose
+from ...precision.profile_store import Profile
 from ...precision.report import RunReport
 from ...precision.shared import TURNS
 from ...trust.message import Message
@@ -33,7 +34,6 @@ from ..weights.offload import Offload, backend_with, brings_parts_to
 from ..weights.placement import Placement
 from ..weights.quantising import check
 from ..weights.summing import check_sums
-from .profiles import Profile
 from .stage import ComponentStage, stage_of
 
 Args = ParamSpec("Args")

@@ -27,7 +27,7 @@ from . import vae
 from .calls import Calls
 from .denoiser import guarded_denoiser
 from .handle import PipelineHandle, in_turn
-from .lessons import keep
+from .profiles import save_profile
 from .stage import ComponentStage
 
 MakeDenoiser = Callable[[ComponentStage], torch.nn.Module]
@@ -166,7 +166,7 @@ def sample(
         if course:
             report.account(course.use)
         for stage in stages:
-            keep(handle, stage.name, stage.plan.numerics)
+            save_profile(handle, stage.name, stage.plan.numerics)
         handle.store.empty_quantised()
         handle.finish(*family.denoisers, *ENCODERS)
     latents = result.frames if family.layout.counts_frames else result.images

@@ -8,17 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comfyui_onediff_guard.pipelines.errors import BadProfile
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
-from comfyui_onediff_guard.pipelines.run.lessons import here
-from comfyui_onediff_guard.pipelines.run.profiles import Profile, parse, read, read_all, write
+from comfyui_onediff_guard.pipelines.run.profiles import profile_of
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.learned import Learned
 from comfyui_onediff_guard.precision.policy import Precision
+from comfyui_onediff_guard.precision.profile_store import BadProfile, Profile, parse, read, read_all, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mutations import mutated, mutated_text
@@ -79,7 +78,7 @@ class Tiny:
         self._handle: PipelineHandle = load(folder, COGVIDEOX, precision=Precision.FP32, **common)
         (self._positive, self._negative), _ = encode_prompts(self._handle, ["a red kite", ""])
         self._exact, _ = sample(self._handle, self._positive, self._negative, self.SETTINGS)
-        self.profile = here(self._handle, "transformer", "fp16")
+        self.profile = profile_of(self._handle, "transformer", "fp16")
 
     def error_with(self, profile: Profile, scope: Scope) -> tuple[float, list[str]]:
         """Relative error of a run in fp16 with a profile, and what its report says of the profile."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from comfyui_onediff_guard.pipelines.compile.code import SUFFIX, check
-from comfyui_onediff_guard.pipelines.run.profiles import read_all
+from comfyui_onediff_guard.precision.profile_store import read_all
 from tiers import drawn
 
 RUNS = """

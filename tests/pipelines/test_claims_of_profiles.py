@@ -9,7 +9,7 @@ import pytest
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import load
-from comfyui_onediff_guard.pipelines.run.lessons import here
+from comfyui_onediff_guard.pipelines.run.profiles import profile_of
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.guard import GuardPolicy, OnFailure, Scope
@@ -38,7 +38,7 @@ def sampled(folder, precision, policy, learned):
         placement=PlainPlacement(),
     )
     (positive, negative), _ = encode_prompts(handle, ["a red kite", ""])
-    given = replace(here(handle, "transformer", "fp16"), learned=learned) if learned else None
+    given = replace(profile_of(handle, "transformer", "fp16"), learned=learned) if learned else None
     handle = replace(handle, precision=Precision(precision), policy=policy, profile=given)
     return sample(handle, positive, negative, SMALL)
 

@@ -18,7 +18,6 @@ from comfyui_onediff_guard.pipelines.models.recognised import family_of
 from comfyui_onediff_guard.pipelines.run import handle as handles
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, add_lora, load
-from comfyui_onediff_guard.pipelines.run.profiles import parse
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights import summing
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
@@ -27,6 +26,7 @@ from comfyui_onediff_guard.precision.accumulation import Accumulation
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES, named
 from comfyui_onediff_guard.precision.drift import CachePolicy
 from comfyui_onediff_guard.precision.policy import Component, PlanImpossible, Precision, choose
+from comfyui_onediff_guard.precision.profile_store import parse
 from comfyui_onediff_guard.precision.sums import BUDGET, Sums
 from fp16_sums_on_cpu import Fp16SumsOnCpu, a_card_with_fp16_sums
 from safetensors.torch import save_file

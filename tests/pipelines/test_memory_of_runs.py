@@ -9,13 +9,13 @@ from dataclasses import replace
 import overflows
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines.run import profiles
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
-from comfyui_onediff_guard.pipelines.run.lessons import here
+from comfyui_onediff_guard.pipelines.run.profiles import profile_of
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.learned import Learned
+from comfyui_onediff_guard.precision.profile_store import read, write
 
 SMALL = SampleSettings(width=64, height=48, frames=9, steps=3, guidance_scale=6.0, seed=3, scheduler="DDIM")
 LEARNED = GuardPolicy(scope=Scope.LEARNED)
@@ -61,7 +61,7 @@ def kept(tmp_path):
 def test_wide_parts_are_kept_for_later_processes(overflowing, opened, tmp_path):
     expected, first = sampled(opened(overflowing))
     assert first.reruns == 1 and first.learned == WIDE
-    profile = profiles.read(kept(tmp_path))
+    profile = read(kept(tmp_path))
     assert profile.learned == WIDE and profile.model == overflowing.name
     latents, later = sampled(opened(overflowing))
     assert later.reruns == 0 and later.learned == WIDE
@@ -92,7 +92,7 @@ def test_a_run_that_is_interrupted_keeps_what_it_learned(overflowing, opened, tm
 
     with pytest.raises(KeyboardInterrupt):
         sample(handle, positive, negative, SMALL, step_done=stop)
-    assert profiles.read(kept(tmp_path)).learned == WIDE
+    assert read(kept(tmp_path)).learned == WIDE
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_kept_profile_that_does_not_fit_is_left_alone_with_a_line(overflowing,
     latents, report = sampled(opened(overflowing))
     assert report.reruns == 1 and torch.isfinite(latents).all()
     assert any(says in note for note in report.notes), report.notes
-    assert profiles.read(file).learned == report.learned == WIDE, "and is made anew"
+    assert read(file).learned == report.learned == WIDE, "and is made anew"
 
 
 def test_a_profile_of_an_earlier_version_is_used_for_its_islands(overflowing, opened, tmp_path):
@@ -125,7 +125,7 @@ def test_a_profile_of_an_earlier_version_is_used_for_its_islands(overflowing, op
 
 def test_a_profile_that_a_workflow_carries(overflowing, opened, tmp_path):
     sampled(opened(overflowing))
-    carried = profiles.read(kept(tmp_path))
+    carried = read(kept(tmp_path))
     kept(tmp_path).unlink()
     _, report = sampled(opened(overflowing, profile=carried))
     assert report.reruns == 0 and "from a profile" in report.text()
@@ -134,17 +134,17 @@ def test_a_profile_that_a_workflow_carries(overflowing, opened, tmp_path):
     _, report = sampled(opened(overflowing, profile=elsewhere))
     assert "the profile that was given is left alone: it is for sm70, and this is sm75" in report.notes
     assert report.reruns == 1
-    assert profiles.read(kept(tmp_path)) == carried, "what a run learned itself is kept, the same or not"
+    assert read(kept(tmp_path)) == carried, "what a run learned itself is kept, the same or not"
 
 
 def test_what_is_learned_on_top_of_a_profile_that_a_workflow_carries_is_kept(overflowing, opened, tmp_path):
     sampled(opened(overflowing))
-    whole = profiles.read(kept(tmp_path))
+    whole = read(kept(tmp_path))
     kept(tmp_path).unlink()
     other = Learned(islands=("transformer_blocks.0",))
     _, report = sampled(opened(overflowing, profile=replace(whole, learned=other)))
     both = replace(WIDE, islands=other.islands)
-    assert report.reruns == 1 and profiles.read(kept(tmp_path)) == replace(whole, learned=both)
+    assert report.reruns == 1 and read(kept(tmp_path)) == replace(whole, learned=both)
 
 
 def test_a_disk_that_refuses_costs_no_run(overflowing, opened, tmp_path, caplog):
@@ -157,8 +157,8 @@ def test_a_disk_that_refuses_costs_no_run(overflowing, opened, tmp_path, caplog)
 def test_what_does_not_help_is_forgotten_for_later_processes_too(model_folder, opened, tmp_path):
     folder = model_folder("2b")
     handle = opened(folder)
-    useless = replace(here(handle, "transformer", "fp16"), learned=Learned(islands=("transformer_blocks.1",)))
-    file = profiles.write(tmp_path / "profiles", useless)
+    useless = replace(profile_of(handle, "transformer", "fp16"), learned=Learned(islands=("transformer_blocks.1",)))
+    file = write(tmp_path / "profiles", useless)
     hook = handle.store.module("transformer", "fp16").proj_out.register_forward_hook(
         lambda _layer, _given, made: made * 1e9
     )
@@ -166,4 +166,4 @@ def test_what_does_not_help_is_forgotten_for_later_processes_too(model_folder, o
     hook.remove()
     assert f"from a profile: {useless.in_words()}" in report.notes
     assert report.learned == Learned(everything=True), "its last layer puts out what does not fit"
-    assert profiles.read(file) == replace(useless, learned=report.learned)
+    assert read(file) == replace(useless, learned=report.learned)

@@ -9,12 +9,12 @@ import pytest
 import torch
 from comfyui_onediff_guard.pipelines.insight.probe import keep_profile, probe, usual_size
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
-from comfyui_onediff_guard.pipelines.run.profiles import parse
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.learned import Learned
 from comfyui_onediff_guard.precision.policy import Precision
+from comfyui_onediff_guard.precision.profile_store import parse
 from overflows import ISLAND
 
 SMALL = SampleSettings(width=64, height=48, frames=9, steps=3, guidance_scale=6.0, seed=3, scheduler="DDIM")

@@ -6,16 +6,16 @@ import json
 import os
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import shared_models
-from comfyui_onediff_guard.pipelines.errors import BadProfile
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.models.folder import inspect
-from comfyui_onediff_guard.pipelines.run import profiles
-from comfyui_onediff_guard.pipelines.run.profiles import Profile, identify, parse, read, read_all, write
+from comfyui_onediff_guard.pipelines.run.profiles import identify
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 from comfyui_onediff_guard.precision.learned import NOTHING, Learned, largest_of
+from comfyui_onediff_guard.precision.profile_store import BadProfile, Profile, parse, read, read_all, write, write_text
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -79,7 +79,7 @@ def test_a_file_is_written_whole_and_named_after_its_model(tmp_path):
 
 def test_a_write_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
     file = write(tmp_path, PROFILE)
-    monkeypatch.setattr(profiles.Path, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         write(tmp_path, replace(PROFILE, learned=NOTHING))
     assert read(file) == PROFILE and list(tmp_path.iterdir()) == [file]
@@ -235,7 +235,7 @@ def test_what_is_no_file_is_not_replaced(kind, tmp_path):
         pytest.skip("this system has no pipes with names")
     before = file.lstat().st_mode
     with pytest.raises(FileExistsError, match=r"'.*shared.json' is there, and is no file of its own"):
-        profiles.write_text(file, PROFILE.text())
+        write_text(file, PROFILE.text())
     assert file.lstat().st_mode == before and other.read_text() == "as it was"
     assert {path.name for path in tmp_path.iterdir()} == {"shared.json", "other"}
 
@@ -264,5 +264,5 @@ def test_what_a_killed_process_left_half_written_is_removed(tmp_path):
     left = tmp_path / f".onediff-guard-{'a' * 32}.tmp"
     left.touch()
     os.utime(left, (0, 0))
-    profiles.write_text(tmp_path / "shared.json", PROFILE.text())
+    write_text(tmp_path / "shared.json", PROFILE.text())
     assert [path.name for path in tmp_path.iterdir()] == ["shared.json"]
