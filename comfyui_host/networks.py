@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from ..pipelines.selftest.result import verified_architecture
 from ..precision.guard import GuardPolicy
 from ..precision.policy import Component, Precision
 from ..precision.report import RunReport
+from ..precision.self_test import verified_architecture
 from ..precision.snapshot import Snapshot
 from ..precision.stage import Stage
 from .host import selftest_directory

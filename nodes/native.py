@@ -131,7 +131,7 @@ class NumericsProbeModel(Node):
         node_id: str | None = None,
     ) -> dict[str, Any]:
         from ..comfyui_host.probe import KSampling, probe_model
-        from ..pipelines.insight.machine import check_torch
+        from ..precision.machine import check_torch
 
         check_torch()
         progress = host.Progress(steps, node_id)
@@ -168,8 +168,8 @@ def _settings(
 ) -> Settings:
     """Collect a guard's inputs. Raises TorchTooOld where no rerun would work, and BadProfile."""
     from ..comfyui_host.runs import Settings
-    from ..pipelines.insight.machine import check_torch
     from ..precision.guard import GuardPolicy, OnFailure, Scope
+    from ..precision.machine import check_torch
     from ..precision.policy import Precision
 
     check_torch()

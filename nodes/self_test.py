@@ -37,7 +37,7 @@ class SelfTest(Node):
 
     def check(self, node_id: str | None = None) -> dict[str, Any]:
         from ..pipelines.selftest.checks import MEMORY, selftest
-        from ..pipelines.selftest.result import keep
+        from ..precision.self_test import keep
 
         placement = host.placement()
         placement.make_room(MEMORY)

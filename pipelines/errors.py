@@ -25,10 +25,6 @@ class BackendUnavailable(Told, RuntimeError):
     """The compile backend that was asked for does not work here."""
 
 
-class TorchTooOld(Told, RuntimeError):
-    """A PyTorch that this pack cannot work with."""
-
-
 class DeviceGone(Told, RuntimeError):
     """A device that gives no answer any more."""
 

@@ -11,7 +11,8 @@ from ...trust.text import for_terminal
 from . import answer, kept_files
 
 if TYPE_CHECKING:
-    from ...pipelines.compile.target import Platform, Target
+    from ...pipelines.compile.target import Target
+    from ...precision.machine import Platform
 
 TRUST = "Such a file holds code that will be run. Import it only from people whom you trust."
 
@@ -108,9 +109,8 @@ def _by_name(folder: Path) -> dict[str, Path]:
 
 
 def _here() -> Platform:
-    from ...pipelines.compile.target import platform_of
-    from ...pipelines.weights.placement import default_device
     from ...precision.arch import detect
+    from ...precision.machine import default_device, platform_of
 
     device = default_device()
     return platform_of(device, detect(device).name)

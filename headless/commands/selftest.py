@@ -13,7 +13,7 @@ from . import answer
 if TYPE_CHECKING:
     import torch
 
-    from ...pipelines.selftest.result import SelfTest
+    from ...precision.self_test import SelfTest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +45,7 @@ def _device(name: str | None) -> torch.device:
     """Raises WorkflowError where there is no such device."""
     import torch
 
-    from ...pipelines.insight.machine import look
+    from ...precision.machine import look
 
     here = look()
     if not here.torch_works:
@@ -64,7 +64,7 @@ def _device(name: str | None) -> torch.device:
 def _kept(result: SelfTest, file: Path | None) -> Path:
     """Raises OutputError where it cannot be written."""
     from ...comfyui_host.host import selftest_directory
-    from ...pipelines.selftest.result import keep
+    from ...precision.self_test import keep
 
     file = file or selftest_directory() / f"{result.key}.json"
     try:

@@ -22,13 +22,12 @@ from torch.utils import _pytree as pytree
 from ...precision.attention import MARGIN, Call, Choice, Timing, attention_calls, measure
 from ...precision.attention_kernels import BUDGET, KERNELS, TOLERANCE, offered
 from ...precision.dtypes import DTYPES
+from ...precision.machine import driver, platform_of, version_of
 from ...trust.foreign import Foreign
 from .. import measured
-from ..insight.machine import driver, version_of
 from ..models.lora import skeleton
 from ..parallel.group import here
 from .backends import MEASURED, CompileOptions, uses_torch_kernels
-from .target import platform_of
 
 if TYPE_CHECKING:
     from ...precision.arch import Architecture

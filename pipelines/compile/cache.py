@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from ...precision.machine import first_line
 from ...precision.shared import TURNS
 from ...trust.atomic_files import LIMIT_VARIABLE, delete, drop_oldest, last_used, limit_here, limit_of
 from ...trust.message import Message
 from ...trust.owners import why_unsafe_below
 from ...trust.text import shown
 from ..errors import BadCompiled
-from ..insight.machine import first_line
 from .code import SUFFIX, check, files_in, pack, unpack
 
 if TYPE_CHECKING:

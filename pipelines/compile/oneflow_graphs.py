@@ -7,10 +7,10 @@ import logging
 import os
 from pathlib import Path
 
+from ...precision.machine import version_of
 from ...precision.profile_store import Profile
 from ...trust.atomic_files import drop_oldest, limit_here
 from ...trust.owners import why_unsafe_below
-from ..insight.machine import version_of
 from .backends import CompileOptions
 
 logger = logging.getLogger(__name__)

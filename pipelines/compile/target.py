@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
-import sys
-from dataclasses import asdict, dataclass, fields
-from functools import lru_cache
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import ConfigDict, Field
 
+from ...precision.machine import Platform, platform_of
 from ...trust.text import for_file_name
-from ..insight.machine import version_of
 
 if TYPE_CHECKING:
     import torch
@@ -26,29 +22,6 @@ if TYPE_CHECKING:
 
 _Text = Annotated[str, Field(max_length=1000)]
 _READ = ConfigDict(strict=False)  # from an object, where strict would take an instance alone
-_TRITONS = ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu")
-
-
-@dataclass(frozen=True)
-class Platform:
-    """What runs compiled code. Code for another may crash the process, so all of it must agree."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = _READ
-
-    architecture: _Text  # "sm90", "cpu"
-    device: _Text  # "NVIDIA H200"; a CPU by its name and a hash of its instruction sets
-    torch: _Text
-    triton: _Text  # "" where there is none, or none is needed
-    python: _Text  # "cpython-311"
-    system: _Text  # "Linux x86_64, glibc 2.36"
-
-    def misfit(self, here: Platform) -> str:
-        """Why it cannot be used `here`, "" where it can."""
-        for field in fields(self):
-            theirs, ours = getattr(self, field.name), getattr(here, field.name)
-            if theirs != ours:
-                return f"it is for {field.name} '{theirs}', and this is '{ours}'"
-        return ""
 
 
 @dataclass(frozen=True)
@@ -94,42 +67,3 @@ def target_of(
         plan=", ".join(filter(None, parts)),
         machine=platform_of(device, architecture.name),
     )
-
-
-@lru_cache
-def platform_of(device: torch.device, architecture: str) -> Platform:
-    import torch
-
-    on_cpu, libc = device.type == "cpu", " ".join(platform.libc_ver())
-    return Platform(
-        architecture=architecture,
-        device=_name(device),
-        torch=torch.__version__,
-        triton="" if on_cpu else next(filter(None, map(version_of, _TRITONS)), ""),
-        python=str(sys.implementation.cache_tag),
-        system=", ".join(filter(None, [f"{platform.system()} {platform.machine()}", libc])),
-    )
-
-
-def _name(device: torch.device) -> str:
-    import torch
-
-    if device.type == "cpu":
-        return _cpu()
-    if device.type == "mps":
-        return f"Apple GPU, macOS {platform.mac_ver()[0]}"
-    return str(getattr(torch, device.type).get_device_name(device))
-
-
-def _cpu() -> str:
-    """Inductor compiles for the very CPU: code for one with more instruction sets would end this process."""
-    import torch
-
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    name = facts.get("model name") or platform.processor() or platform.machine()
-    sets = facts.get("flags") or facts.get("Features") or torch.backends.cpu.get_cpu_capability()
-    return f"{name}, {hashlib.sha256(' '.join(sorted(sets.split())).encode()).hexdigest()[:8]}"

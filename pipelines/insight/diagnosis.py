@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from ...precision.accumulation import Accumulation, Switch, preview
 from ...precision.arch import EXPERIMENTAL, Architecture
 from ...precision.learned import NOTHING
+from ...precision.machine import Machine, first_line, look, tried
 from ...precision.policy import Component, Plan, PlanImpossible, Precision, Variant, choose
 from ...trust.plain import for_json
 from ..families.spec import FamilySpec
 from ..families.table import FAMILIES, VARIANTS
 from ..models.on_disk import StoredModel
 from ..models.recognised import family_of, open_model
-from .machine import Machine, first_line, look, tried
 from .paper_result import RunOnPaper, Size
 
 if TYPE_CHECKING:
@@ -303,7 +303,7 @@ def _lacks(backend: str, missing: str | None) -> str:
 def _tested(device: str, selftests: Path | None) -> Architecture:
     import torch
 
-    from ..selftest.result import verified_architecture
+    from ...precision.self_test import verified_architecture
 
     return verified_architecture(torch.device(device), selftests)
 

@@ -14,20 +14,20 @@ from ...precision.arch import Architecture, present
 from ...precision.drift import CachePolicy
 from ...precision.fp32_settings import TF32
 from ...precision.guard import GuardPolicy, OnFailure
+from ...precision.machine import check_torch
 from ...precision.peaks import Memory, peak_memory
 from ...precision.policy import Component, Plan, Precision, choose
 from ...precision.profile_store import Profile
 from ...precision.report import RunReport
+from ...precision.self_test import verified_architecture
 from ...precision.shared import TURNS
 from ...trust.message import Message
 from ..compile.backends import BackendChoice, CompileOptions, choose_backend
 from ..errors import BadLora
 from ..families.spec import FamilySpec
-from ..insight.machine import check_torch
 from ..models.lora import Lora, check_lora, keys, skeleton
 from ..models.recognised import open_model
 from ..parallel.group import here
-from ..selftest.result import verified_architecture
 from ..weights.components import ComponentStore, MemoryKey, shared_store
 from ..weights.ladder import once_more
 from ..weights.offload import Offload, backend_with, brings_parts_to

@@ -20,19 +20,19 @@ from ...precision.dtypes import DTYPES
 from ...precision.guard import GuardPolicy, StageGuard
 from ...precision.half_products import HalfProducts, run_with_half_products
 from ...precision.kernels import kernels_of
+from ...precision.machine import first_line
 from ...precision.peaks import peak_memory
 from ...precision.policy import Component, Precision, choose
 from ...precision.report import RunReport
+from ...precision.self_test import Concern, Line, SelfTest, machine_of
 from ...precision.upcast import run_in_fp32
 from ...precision.wide import with_wide_stream
 from ..compile.backends import EAGER, CompileOptions, came_to, choose_backend, compiled
 from ..errors import DeviceGone
 from ..families.table import VARIANTS
-from ..insight.machine import first_line
 from ..weights.ladder import ran_out
 from ..weights.offload import brings_parts_to, in_parts
 from ..weights.parts import Offload
-from .result import Concern, Line, SelfTest, machine_of
 
 logger = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...precision.dtypes import has_float64
+from ...precision.machine import default_device
 from .parts import tensors_of
 
 _CONTAINER = Path("/sys/fs/cgroup")
@@ -219,12 +220,3 @@ def move_whole(module: torch.nn.Module, device: torch.device) -> None:
     except BaseException:
         move(module, torch.device("cpu"))
         raise
-
-
-def default_device() -> torch.device:
-    """Return the device to compute on: CUDA's current one, else Apple's GPU, else the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    if torch.backends.mps.is_available():
-        return torch.device("mps")
-    return torch.device("cpu")

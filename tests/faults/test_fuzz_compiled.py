@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 from comfyui_onediff_guard.pipelines.compile.code import check, pack, read_target, unpack
-from comfyui_onediff_guard.pipelines.compile.target import Platform, Target
+from comfyui_onediff_guard.pipelines.compile.target import Target
 from comfyui_onediff_guard.pipelines.errors import BadCompiled
+from comfyui_onediff_guard.precision.machine import Platform
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mutations import mutated, mutated_bytes

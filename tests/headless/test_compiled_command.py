@@ -15,8 +15,9 @@ from archives import rewrite
 from comfyui_onediff_guard.comfyui_host.host import COMPILED_VARIABLE, compiled_directory
 from comfyui_onediff_guard.pipelines.compile.cache import INDUCTOR
 from comfyui_onediff_guard.pipelines.compile.code import SUFFIX, check, pack, unpack
-from comfyui_onediff_guard.pipelines.compile.target import Target, platform_of
+from comfyui_onediff_guard.pipelines.compile.target import Target
 from comfyui_onediff_guard.pipelines.errors import BadCompiled
+from comfyui_onediff_guard.precision.machine import platform_of
 from comfyui_onediff_guard.trust.atomic_files import LIMIT_VARIABLE
 
 

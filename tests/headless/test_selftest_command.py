@@ -13,8 +13,8 @@ from comfyui_onediff_guard.comfyui_host.host import SELFTEST_VARIABLE
 from comfyui_onediff_guard.headless.commands import cli
 from comfyui_onediff_guard.pipelines.errors import DeviceGone
 from comfyui_onediff_guard.pipelines.selftest import checks as module
-from comfyui_onediff_guard.pipelines.selftest.result import Line, SelfTest
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
+from comfyui_onediff_guard.precision.self_test import Line, SelfTest
 
 NO_COMPILER = {"a compiled block"} if os.environ.get("ATEN_CPU_CAPABILITY") == "default" else set[str]()
 MADE_UP = SelfTest(

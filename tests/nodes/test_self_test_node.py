@@ -14,8 +14,8 @@ from comfyui_onediff_guard.headless.commands.doctor import examine
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice
 from comfyui_onediff_guard.pipelines.insight.diagnosis_text import in_words
 from comfyui_onediff_guard.pipelines.selftest import checks as module
-from comfyui_onediff_guard.pipelines.selftest.result import Line, verified_architecture
 from comfyui_onediff_guard.precision.arch import detect
+from comfyui_onediff_guard.precision.self_test import Line, verified_architecture
 from comfyui_onediff_guard.trust import foreign
 from self_tests import DAY, kept_here
 

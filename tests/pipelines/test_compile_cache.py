@@ -21,6 +21,7 @@ from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, Comp
 from comfyui_onediff_guard.pipelines.compile.cache import INDUCTOR, TRITON
 from comfyui_onediff_guard.pipelines.compile.code import SUFFIX, unpack
 from comfyui_onediff_guard.pipelines.run.sample import while_compiling
+from comfyui_onediff_guard.precision import machine
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 from comfyui_onediff_guard.precision.policy import Component, Precision
 from comfyui_onediff_guard.trust.atomic_files import LIMIT_VARIABLE
@@ -102,7 +103,7 @@ def test_a_cpu_is_told_by_its_instructions(monkeypatch, said):
     for sets in ("fp asimd", "asimd fp", "fp asimd sve"):
         text = f"model name : A CPU\n{said} : {sets}\n"
         monkeypatch.setattr(Path, "read_text", lambda *_, text=text, **__: text)
-        found.append(targets._cpu())
+        found.append(machine._cpu())
     assert found[0] == found[1] != found[2] and all(name.startswith("A CPU, ") for name in found)
 
 

@@ -12,8 +12,8 @@ from comfyui_onediff_guard.pipelines.compile import backends
 from comfyui_onediff_guard.pipelines.errors import DeviceGone
 from comfyui_onediff_guard.pipelines.selftest import checks as module
 from comfyui_onediff_guard.pipelines.selftest.checks import selftest
-from comfyui_onediff_guard.pipelines.selftest.result import Line
 from comfyui_onediff_guard.precision.arch import COMPILED, detect
+from comfyui_onediff_guard.precision.self_test import Line
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 

@@ -12,13 +12,9 @@ import torch
 from comfyui_onediff_guard.comfyui_host.plans import comfy_plan
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, for_dtype
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
-from comfyui_onediff_guard.pipelines.selftest.result import (
-    Line,
-    machine_of,
-    verified_architecture,
-)
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES, COMPILED, Architecture, detect
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
+from comfyui_onediff_guard.precision.self_test import Line, machine_of, verified_architecture
 from self_tests import DAY, kept_here
 
 CPU = torch.device("cpu")

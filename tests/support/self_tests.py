@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from comfyui_onediff_guard.pipelines.selftest.result import Line, SelfTest, keep, machine_of
 from comfyui_onediff_guard.precision.arch import detect
+from comfyui_onediff_guard.precision.self_test import Line, SelfTest, keep, machine_of
 
 CPU, DAY = torch.device("cpu"), "2026-11-30"
 

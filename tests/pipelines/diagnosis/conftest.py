@@ -10,7 +10,7 @@ import pytest
 import shared_models
 import torch
 from comfyui_onediff_guard.pipelines.compile import backends as compiling
-from comfyui_onediff_guard.pipelines.insight import machine
+from comfyui_onediff_guard.precision import machine
 from comfyui_onediff_guard.precision.accumulation import SWITCHES
 
 

@@ -16,15 +16,14 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.nodes.native import NaNGuardVAE
-from comfyui_onediff_guard.pipelines.errors import TorchTooOld
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
-from comfyui_onediff_guard.pipelines.insight import machine
 from comfyui_onediff_guard.pipelines.insight.diagnosis import diagnose
 from comfyui_onediff_guard.pipelines.insight.diagnosis_text import in_words
 from comfyui_onediff_guard.pipelines.run.handle import load
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
-from comfyui_onediff_guard.precision import arch
+from comfyui_onediff_guard.precision import arch, machine
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH
+from comfyui_onediff_guard.precision.machine import TorchTooOld
 from comfyui_onediff_guard.precision.policy import Precision
 from told import one_line, switch
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from ...precision.arch import COMPILED, Architecture, detect
-from ...trust import foreign
-from ...trust.atomic_files import replacing
-from ...trust.foreign import Foreign, Unreadable
-from ...trust.plain import for_json
-from ..insight.machine import driver
+from ..trust import foreign
+from ..trust.atomic_files import replacing
+from ..trust.foreign import Foreign, Unreadable
+from ..trust.plain import for_json
+from .arch import COMPILED, Architecture, detect
+from .machine import driver, platform_of
 
 if TYPE_CHECKING:
     import torch
@@ -87,8 +87,6 @@ def _in_words(line: Line) -> str:
 
 def machine_of(device: torch.device, architecture: Architecture) -> dict[str, str]:
     """Return the card, the driver and the versions that a self-test holds for."""
-    from ..compile.target import platform_of  # a run that is not compiled loads nothing of compiling
-
     facts = {key: str(value) for key, value in asdict(platform_of(device, architecture.name)).items()}
     return {**facts, "driver": "" if device.type == "cpu" else driver()}
 

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import platform
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
-from ...precision.arch import ARCHITECTURES, Architecture, detect
-from ...precision.shared import NO_WARNINGS
-from ..errors import TorchTooOld
+from pydantic import ConfigDict, Field
+
+from .arch import ARCHITECTURES, Architecture, detect
+from .shared import NO_WARNINGS
+
+if TYPE_CHECKING:
+    import torch
+from ..trust.message import Told
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +37,15 @@ _NVIDIA_MODULE = Path("/proc/driver/nvidia/version")
 _AMD_MODULE = Path("/sys/module/amdgpu")
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
+_TRITONS = ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu")
+_Text = Annotated[str, Field(max_length=1000)]
+_READ = ConfigDict(strict=False)  # from an object, where strict would take an instance alone
+
 T = TypeVar("T")
+
+
+class TorchTooOld(Told, RuntimeError):
+    """A PyTorch that this pack cannot work with."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +71,28 @@ class Machine:
     architecture: Architecture  # of that device
     packages: Mapping[str, str | None]  # name → version, None where it is not installed
     advice: tuple[str, ...]  # what is wrong or missing, and what to do
+
+
+@dataclass(frozen=True)
+class Platform:
+    """What runs compiled code. Code for another may crash the process, so all of it must agree."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _READ
+
+    architecture: _Text  # "sm90", "cpu"
+    device: _Text  # "NVIDIA H200"; a CPU by its name and a hash of its instruction sets
+    torch: _Text
+    triton: _Text  # "" where there is none, or none is needed
+    python: _Text  # "cpython-311"
+    system: _Text  # "Linux x86_64, glibc 2.36"
+
+    def misfit(self, here: Platform) -> str:
+        """Why it cannot be used `here`, "" where it can."""
+        for field in fields(self):
+            theirs, ours = getattr(self, field.name), getattr(here, field.name)
+            if theirs != ours:
+                return f"it is for {field.name} '{theirs}', and this is '{ours}'"
+        return ""
 
 
 @dataclass(frozen=True)
@@ -138,9 +175,18 @@ def _built_for(torch: Any) -> str:
     return "CPU and Apple GPU" if torch.backends.mps.is_built() else "the CPU alone"
 
 
-def _default_device() -> Any:
-    from ..weights.placement import default_device
+def default_device() -> torch.device:
+    """Return the device to compute on: CUDA's current one, else Apple's GPU, else the CPU."""
+    import torch
 
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    if torch.backends.mps.is_available():
+        return torch.device("mps")
+    return torch.device("cpu")
+
+
+def _default_device() -> torch.device:
     with NO_WARNINGS.held():
         return default_device()
 
@@ -210,7 +256,7 @@ def _advice(asked: _Torch, gpus: tuple[Gpu, ...], driver: str, packages: Mapping
 
 
 def _conv3d() -> str:
-    from ...precision.kernels import no_cudnn_conv3d
+    from .kernels import no_cudnn_conv3d
 
     return no_cudnn_conv3d()
 
@@ -276,3 +322,42 @@ def _has_kernels(built: tuple[str, ...], capability: tuple[int, int]) -> bool:
             if made_for <= capability and (found[1] == "compute" or made_for[0] == capability[0]):
                 return True
     return False
+
+
+@lru_cache
+def platform_of(device: torch.device, architecture: str) -> Platform:
+    import torch
+
+    on_cpu, libc = device.type == "cpu", " ".join(platform.libc_ver())
+    return Platform(
+        architecture=architecture,
+        device=_name(device),
+        torch=torch.__version__,
+        triton="" if on_cpu else next(filter(None, map(version_of, _TRITONS)), ""),
+        python=str(sys.implementation.cache_tag),
+        system=", ".join(filter(None, [f"{platform.system()} {platform.machine()}", libc])),
+    )
+
+
+def _name(device: torch.device) -> str:
+    import torch
+
+    if device.type == "cpu":
+        return _cpu()
+    if device.type == "mps":
+        return f"Apple GPU, macOS {platform.mac_ver()[0]}"
+    return str(getattr(torch, device.type).get_device_name(device))
+
+
+def _cpu() -> str:
+    """Inductor compiles for the very CPU: code for one with more instruction sets would end this process."""
+    import torch
+
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    name = facts.get("model name") or platform.processor() or platform.machine()
+    sets = facts.get("flags") or facts.get("Features") or torch.backends.cpu.get_cpu_capability()
+    return f"{name}, {hashlib.sha256(' '.join(sorted(sets.split())).encode()).hexdigest()[:8]}"
