@@ -30,10 +30,9 @@ from .calls import (
     load_anew,
     wrapped,
 )
+from .layers import products_in_fp32, weights_as_stored
 from .networks import ComfyNetwork
-from .products import products_in_fp32
 from .runs import Run, Settings, guarded_run
-from .weights import weights_as_stored
 
 _UNGUARDED = "onediff_guard_unguarded"
 

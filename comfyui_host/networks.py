@@ -1,7 +1,9 @@
-"""One of ComfyUI's own networks: how it is called, and a stage made of it."""
+"""One of ComfyUI's own networks: what it computes in, its stage, and the profile of what its runs taught."""
 
 from __future__ import annotations
 
+import hashlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -9,15 +11,109 @@ from typing import Any
 
 import torch
 
+from ..precision.accumulation import decide
+from ..precision.arch import Architecture, present
+from ..precision.dtypes import DTYPES, dtype_name
 from ..precision.guard import GuardPolicy
-from ..precision.policy import Component, Precision
+from ..precision.policy import Component, Plan, Precision, unless_failed, with_failure
+from ..precision.profile_store import Profile, ProfileFile
 from ..precision.report import RunReport
 from ..precision.self_test import verified_architecture
 from ..precision.snapshot import Snapshot
 from ..precision.stage import Stage
+from ..trust.message import BadInput, Message
+from ..trust.text import shown
+from . import host
+from .calls import OPAQUE
 from .host import selftest_directory
-from .memory import OPAQUE
-from .plans import comfy_plan
+
+
+def comfy_plan(
+    component: Component,
+    model: str,
+    computes_in: torch.dtype,
+    architecture: Architecture,
+    request: Precision | None = None,
+) -> Plan:
+    """The plan of a stage that ComfyUI runs.
+
+    model: its name, for people. computes_in: by ComfyUI's settings. request: None for that.
+
+    Raises BadInput where ComfyUI computes in something that is none of ours, or the device has no such dtype.
+    """
+    chosen = dtype_name(computes_in)
+    if chosen not in DTYPES:
+        raise BadInput(
+            "{} computes in {}. The NaN Guard and the Numerics Probe know {}.", model, chosen, ", ".join(DTYPES)
+        )
+    dtype, reason = _dtype(model, chosen, architecture, request)
+    by_us = request is Precision.AUTO and (_best_in_fp16(architecture) or dtype != chosen)
+    ours = request is Precision.FP16 or by_us
+    wide = dtype == "fp16" and ours
+    plain = request is Precision.FP16_PLAIN
+    half = dtype != "fp32"
+    switched = decide(architecture, others=present()) if dtype == "fp16" else None  # the others need none
+    guard = "on: the NaN Guard's node" if half else "only watching: fp32 is what it would rerun in"
+    return Plan(
+        component=component,
+        dtype=dtype,
+        guarded=half and not plain,
+        wide=wide,
+        accumulation=switched.mode.value if switched else "as it is",
+        reason=reason,
+        source="ComfyUI",
+        guard_reason="off: asked for fp16 (plain), only watched" if plain else guard,
+        wide_reason="every layer: products in fp16, scaled to fit, and all else in float32" if wide else "nothing",
+        accumulation_reason=switched.reason_on(architecture) if switched else "ComfyUI's own",
+        accumulation_source=switched.source if switched else "ComfyUI",
+    )
+
+
+def _dtype(model: str, chosen: str, architecture: Architecture, request: Precision | None) -> tuple[str, str]:
+    if request is Precision.AUTO:
+        return unless_failed(architecture, *_automatic(model, chosen, architecture))
+    dtype, reason = _asked(model, chosen, architecture, request)
+    return dtype, with_failure(architecture, dtype, reason)
+
+
+def _asked(model: str, chosen: str, architecture: Architecture, request: Precision | None) -> tuple[str, str]:
+    if request is None:
+        return chosen, Message("{} computes in {} here, by ComfyUI's settings", model, chosen)
+    if request is Precision.FP16_PLAIN:
+        if chosen != "fp16":
+            raise BadInput(
+                "ComfyUI computes {} in {} here, so there is no plain fp16 of it to compare with. Choose precision "
+                "'fp16', which computes its products in fp16, or start ComfyUI with --fp16-unet.",
+                model,
+                chosen,
+            )
+        return "fp16", Message("asked for fp16 (plain): neither guarded nor made safe, for comparison")
+    if request is Precision.BF16 and architecture.bf16 == "none":
+        raise BadInput("{} has no bf16, not even emulated. Choose precision 'auto', 'fp16' or 'fp32'.", architecture)
+    beside = "" if chosen == request.value else Message("; ComfyUI chose {}", chosen)
+    return request.value, Message("asked for {}{}", request.value, beside)
+
+
+def _automatic(model: str, chosen: str, architecture: Architecture) -> tuple[str, str]:
+    """Half precision that the card computes natively, or fp16 that every layer keeps in range."""
+    if chosen == "bf16" and architecture.native_bf16:
+        return "bf16", Message("{} computes bf16 natively, which ComfyUI chose for {} → bf16", architecture, model)
+    if not _best_in_fp16(architecture):
+        lacks = "" if architecture.fast_fp16 else Message(", and {} has no fast fp16", architecture)
+        return chosen, Message("ComfyUI chose {} for {}{} → {}", chosen, model, lacks, chosen)
+    if chosen == "fp32" and _fp32_is_asked_for():
+        return "fp32", Message("ComfyUI was started with fp32 for {} → fp32", model)
+    return "fp16", Message("{} has no native bf16 → fp16", architecture)
+
+
+def _best_in_fp16(architecture: Architecture) -> bool:
+    return architecture.fast_fp16 and not architecture.native_bf16
+
+
+def _fp32_is_asked_for() -> bool:
+    options: Any = getattr(sys.modules.get("comfy.cli_args"), "args", None)
+    return any(getattr(options, name, False) for name in ("force_fp32", "fp32_unet"))
+
 
 _snapshot = partial(Snapshot, opaque=OPAQUE)
 
@@ -43,3 +139,38 @@ class ComfyNetwork:
         architecture = verified_architecture(self.device, selftest_directory())
         plan = comfy_plan(self.component, self.model, self.dtype, architecture, request)
         return Stage(plan, RunReport(self.model, str(architecture), plan), architecture, policy)
+
+
+_VALUES = 16  # of each weight
+
+
+def profile_of(of: ComfyNetwork, architecture: Architecture, dtype: str) -> Profile:
+    """The profile of a network of which nothing is known yet."""
+    full = {"torch": torch.__version__, "comfyui": host.version() or "none"}
+    versions = {package: ".".join(version.split(".")[:2]) for package, version in full.items()}
+    name = of.model if of.component is Component.DENOISER else f"{of.model}, {of.component.words}"
+    return Profile(shown(name, 300), _fingerprint(of), (), architecture.name, dtype, versions)
+
+
+def kept_profile(of: Profile, given: Profile | None) -> ProfileFile:
+    """Among those that ComfyUI's user folder holds."""
+    return ProfileFile(of, host.profiles_directory(), given)
+
+
+def _fingerprint(of: ComfyNetwork) -> str:
+    """A fingerprint of the structure, and of a few values of each weight: not of quantised ones, nor of those that
+    LoRAs change, which are what they were or not, as there is room. So a model with LoRAs is another one than without.
+    """
+    digest = hashlib.sha256(of.component.value.encode())
+    sampled: dict[torch.device, dict[str, torch.Tensor]] = {}
+    for name, weight in of.network.named_parameters():
+        digest.update(f"{name} {tuple(weight.shape)} {name in of.patched};".encode())
+        if type(weight.data) is torch.Tensor and not weight.is_meta and name not in of.patched:
+            sampled.setdefault(weight.device, {})[name] = weight.detach().flatten()[:_VALUES].float()
+    values: dict[str, bytes] = {}
+    for here in sampled.values():
+        parts = torch.cat([*here.values()]).cpu().split([*map(len, here.values())])
+        values |= {name: part.numpy().tobytes() for name, part in zip(here, parts, strict=True)}
+    for name in sorted(values):
+        digest.update(values[name])
+    return digest.hexdigest()[:32]

@@ -18,10 +18,10 @@ from ..precision.guard import GuardPolicy, StageGuard
 from ..precision.policy import Plan
 from ..precision.probe import Verdict, judge, recommend
 from .calls import ModelCall, apply_model, apply_model_in_fp32, around_apply_model, wrapped
-from .executors import CallLog, PerExecutor
 from .guards import denoiser_of
-from .profiles import profile_of
+from .networks import profile_of
 from .refining import refining_guarded
+from .runs import CallLog, PerExecutor
 
 
 @dataclass(frozen=True)

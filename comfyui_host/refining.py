@@ -20,9 +20,8 @@ from ..precision.observe import floating, non_finite
 from ..precision.snapshot import Snapshot
 from ..precision.upcast import run_in_fp32
 from ..trust.message import Message
-from .calls import ModelCall
-from .memory import OPAQUE
-from .products import products_in_fp32
+from .calls import OPAQUE, ModelCall
+from .layers import products_in_fp32
 
 _TEXT = "c_crossattn"  # of the conditions that a model prepares
 _PREPARES = "preprocess_"  # how the methods of a network begin that are called then

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Generator, MutableMapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -27,11 +28,9 @@ from ..precision.upcast import RerunUnsupported
 from ..precision.wide import CannotWiden
 from ..trust.message import Message, joined, message_of
 from . import host
-from .executors import CallLog, PerExecutor
 from .language import speaking, translated
-from .networks import ComfyNetwork
-from .products import rerun_from
-from .profiles import kept_profile, profile_of
+from .layers import rerun_from
+from .networks import ComfyNetwork, kept_profile, profile_of
 from .refining import refining_guarded
 
 logger = logging.getLogger(__name__)
@@ -192,3 +191,48 @@ def _recalled(settings: Settings, key: tuple[Component, str], profile: ProfileFi
         return settings.learned[key], ()
     settings.learned[key], notes = profile.load()
     return settings.learned[key], notes
+
+
+Made = TypeVar("Made")
+
+
+class PerExecutor(Generic[Made]):
+    """One of something for each network and thread that computes with it."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[torch.nn.Module, int], Made] = {}
+        self._lock = threading.Lock()
+
+    def of(self, network: torch.nn.Module, make: Callable[[], Made]) -> Made:
+        """This thread's one for a network; made where there is none yet."""
+        executor = network, threading.get_ident()
+        with self._lock:
+            if executor not in self._made:
+                self._made[executor] = make()
+            return self._made[executor]
+
+    def replace(self, network: torch.nn.Module, made: Made) -> Made:
+        """Put another one in the place of this thread's, and return it."""
+        with self._lock:
+            self._made[network, threading.get_ident()] = made
+            return made
+
+    def all(self) -> list[Made]:
+        """All of them, in the order in which they began."""
+        with self._lock:
+            return [*self._made.values()]
+
+
+class CallLog:
+    """The calls of all executors, in the order in which they ended."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepRecord] = []
+        self._lock = threading.Lock()
+
+    def add(self, record: StepRecord) -> StepRecord:
+        """record: as its executor counts. Returns it as the run does."""
+        with self._lock:
+            counted = replace(record, step=len(self.steps))
+            self.steps.append(counted)
+            return counted

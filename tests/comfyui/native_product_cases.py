@@ -113,7 +113,7 @@ def case_leaves_nothing() -> dict[str, Any]:
     broken.model.diffusion_model.out[0].weight = torch.nn.Parameter(torch.full((32,), torch.nan), requires_grad=False)
     with counting():
         error = error_of(lambda: sample(node("NaNGuardModel", broken), SD15))
-    products = sys.modules["custom_nodes_pack.comfyui_host.products"]
+    products = sys.modules["custom_nodes_pack.comfyui_host.layers"]
     layer = OPS.fp8_ops.Linear(16, 16, dtype=FP8).eval().requires_grad_(False)
     layer.weight.copy_(torch.eye(16))
     layer.bias.zero_()

@@ -107,7 +107,7 @@ def case_products() -> dict[str, Any]:
 
 def one_layer() -> dict[str, Any]:
     results: dict[str, Any] = {}
-    products = import_module("custom_nodes_pack.comfyui_host.products")
+    products = import_module("custom_nodes_pack.comfyui_host.layers")
     in_fp32 = import_module("custom_nodes_pack.precision.upcast").run_in_fp32
     for name, kind in FORMATS.items() if HERE else ():
         layer, whole = quantised_layer(kind)

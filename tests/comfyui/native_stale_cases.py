@@ -152,7 +152,7 @@ def case_hopeless() -> dict[str, Any]:
 
 
 def case_left_alone() -> dict[str, Any]:
-    loaded_anew = sys.modules["custom_nodes_pack.comfyui_host.weights"].loaded_anew
+    loaded_anew = sys.modules["custom_nodes_pack.comfyui_host.layers"].loaded_anew
     patcher = make_model(SD15)
     results = [loaded_anew(patcher.model)]
     MANAGEMENT.load_models_gpu([patcher])

@@ -188,7 +188,7 @@ def left(patcher: Any) -> list[str]:
     pack = "custom_nodes_pack"
     fp32_settings = sys.modules[f"{pack}.precision.fp32_settings"]
     settings = {name: getattr(fp32_settings, name) for name in ("EAGER_ONLY", "TF32", "FP32_ATTENTION")}
-    settings["_WHOLE_PRODUCTS"] = sys.modules[f"{pack}.comfyui_host.products"]._WHOLE_PRODUCTS
+    settings["_WHOLE_PRODUCTS"] = sys.modules[f"{pack}.comfyui_host.layers"]._WHOLE_PRODUCTS
     found = [name for name, setting in settings.items() if setting.is_held]
     found += ["switches"] * len(sys.modules[f"{pack}.precision.accumulation"]._HOLDERS.current)
     models = [patcher.model, *(clone.model for clone in patcher.get_additional_models_with_key(WORK_UNITS))]

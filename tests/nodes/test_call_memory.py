@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.comfyui_host.memory import CallMemory
+from comfyui_onediff_guard.comfyui_host.calls import CallMemory
 
 FP16 = torch.float16
 Written = Callable[[Any, dict[str, Any]], Any]  # of a network and options → what a call reads before it writes
