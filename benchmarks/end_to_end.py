@@ -24,7 +24,7 @@ from comfyui_onediff_guard.pipelines.run.handle import load
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.dtypes import DTYPES
-from comfyui_onediff_guard.precision.peaks import peak_memory
+from comfyui_onediff_guard.precision.memory import peak_memory
 from comfyui_onediff_guard.precision.policy import Precision
 from contestants import compiled_by_block
 from measure import attempt, synchronize

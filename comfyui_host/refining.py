@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from ..precision.arch import detect
-from ..precision.clips import Clips
 from ..precision.dtypes import FP16_MAX, dtype_name
-from ..precision.extremes import Extremes, only_minus_inf, places
 from ..precision.guard import GuardPolicy, GuardStopped, OnFailure
 from ..precision.observe import floating, non_finite
+from ..precision.overflow import Clips, Extremes, only_minus_inf, places
 from ..precision.snapshot import Snapshot
 from ..precision.upcast import run_in_fp32
 from ..trust.message import Message

@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .kernels import LEAN, Kernels
-from .modes import Mode
 from .shells import HOOKS, structural_copy
+from .upcast import Mode
 
 META = torch.device("meta")
 

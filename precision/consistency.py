@@ -17,8 +17,8 @@ import torch
 
 from ..trust.message import Message, Told
 from .dtypes import dtype_name
-from .kept_fp32 import KeptInFp32, keep_in_fp32
 from .observe import has_children
+from .shells import KeptInFp32, keep_in_fp32
 
 _HALF = (torch.float16, torch.bfloat16)
 

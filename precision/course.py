@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .drift import CachePolicy, CacheUse, Choice, Ledger
-from .ranges import Pending
+from .overflow import Pending
 
 if TYPE_CHECKING:
     from .step_cache import StepCache

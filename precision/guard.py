@@ -10,29 +10,59 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from ..trust.message import Message
-from .attention import showing_what_is_broken
-from .cost import extra_peak
+from ..trust.message import Message, Told
 from .dtypes import DTYPES
-from .extremes import Extremes, Places, only_minus_inf, places
 from .findings import Finding
 from .fp32_settings import TF32
-from .guard_policy import GuardPolicy, GuardStopped, OnFailure, Scope
 from .islands import Attempt
 from .learned import STAY, Learned
 from .learning import Learner
+from .memory import extra_peak
 from .observe import Agree, alone, broken_weight, first_broken, floating, non_finite
-from .ranges import Pending, Range, measured
+from .overflow import Extremes, Pending, Places, Range, measured, only_minus_inf, places, propagate_nonfinite_attention
 from .report import Rerun, RunReport, StepRecord
 from .shells import Once
 from .snapshot import Snapshot
 from .upcast import run_in_fp32
+
+
+class OnFailure(str, Enum):
+    """What a failing call leads to. The values stand in people's workflow files."""
+
+    RERUN = "rerun"
+    STOP = "stop"
+    OFF = "off"
+
+
+class Scope(str, Enum):
+    """How far a rerun reaches. The values stand in people's workflow files."""
+
+    STEP = "step"  # the failing call alone
+    LEARNED = "learned"  # and what made it fail, from the next call on
+    RUN = "run"  # and all calls after it
+
+
+@dataclass(frozen=True)
+class GuardPolicy:
+    """What the guard does about a call that fails."""
+
+    on_failure: OnFailure = OnFailure.RERUN
+    strict: bool = False  # rerun in plain fp32 instead of TF32 on cards that have it
+    scope: Scope = Scope.LEARNED
+    stay_after: int = 3  # failing calls of a run, in scope LEARNED, after which the rest of it is in fp32
+
+
+class GuardStopped(Told, RuntimeError):
+    """The guard ended the run; the message says which stage failed, how, and what to do."""
+
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +178,11 @@ class StageGuard:
             return self._recorded(output, started, timestep, "fp32", "finite", made, note=STAYS)
         casts, self._casts = self._casts, Once()  # a call that fails, or raises, leaves none behind
         half_args, half_kwargs, changed = self._half(args, kwargs, casts)
-        with showing_what_is_broken((half_args, half_kwargs)) if self.dtype != "fp32" else TF32.off(self.policy.strict):
+        with (
+            propagate_nonfinite_attention((half_args, half_kwargs))
+            if self.dtype != "fp32"
+            else TF32.off(self.policy.strict)
+        ):
             if self._learner and self._learner.attempt.measure:
                 self._learner.prepare(*half_args, **half_kwargs)
                 self._attempt = self._learner.attempt.run

@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from .attention import showing_what_is_broken
 from .dtypes import FP16_MAX
 from .findings import Anatomy, Apart, Finding, find, found_in_half, taught
 from .islands import Attempt
 from .learned import NOTHING, STAY, Learned
 from .observe import Agree, Peak, alone, first_broken, leaf_peaks
+from .overflow import propagate_nonfinite_attention
 from .wide import CannotWiden
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class Learner:
         eager = self.attempt.eager
         module = eager if isinstance(eager, torch.nn.Module) else self.module
         limit = FP16_MAX if saturated else torch.inf
-        with showing_what_is_broken((args, kwargs)):
+        with propagate_nonfinite_attention((args, kwargs)):
             name = first_broken(module, lambda: eager(*args, **kwargs), limit, self._agree)
         attempt, sums = self.attempt, self.attempt.sums
         apart = Apart(attempt.quantised, sums.layers if sums else ())

@@ -12,7 +12,7 @@ from ..trust.plain import for_json
 from .accumulation import Switch
 from .drift import CacheUse
 from .learned import Learned
-from .peaks import Memory
+from .memory import Memory
 from .policy import Component, Plan
 
 

@@ -21,8 +21,7 @@ import torch
 from torch.nn import functional as F
 
 from ..trust.message import Told
-from .kept_fp32 import KeptInFp32
-from .shells import Make, both, replaced
+from .shells import KeptInFp32, Make, both, replaced
 
 ROOM = 3e4  # of fp16's 65504: the largest product of a scaled row, so that rounding on the way does not pass the end
 LARGEST = 2.0**14  # of a scaled row's values, so that small ones beside the largest keep digits

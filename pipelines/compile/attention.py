@@ -19,8 +19,18 @@ import torch
 from pydantic import AfterValidator, ConfigDict, Field
 from torch.utils import _pytree as pytree
 
-from ...precision.attention import MARGIN, Call, Choice, Timing, attention_calls, measure
-from ...precision.attention_kernels import BUDGET, KERNELS, TOLERANCE, offered
+from ...precision.attention import (
+    BUDGET,
+    KERNELS,
+    MARGIN,
+    TOLERANCE,
+    Call,
+    Choice,
+    Timing,
+    attention_calls,
+    measure,
+    offered,
+)
 from ...precision.dtypes import DTYPES
 from ...precision.machine import driver, platform_of, version_of
 from ...trust.foreign import Foreign

@@ -22,8 +22,8 @@ import torch
 
 from ...precision.accumulation import NEXFORT_OPTION, NEXFORT_SWITCH, allowed
 from ...precision.arch import COMPILED, Architecture
-from ...precision.attention import Attended, ShownInside
-from ...precision.attention_kernels import KERNELS
+from ...precision.attention import KERNELS, Attended
+from ...precision.overflow import ShownInside
 from ...precision.policy import Plan, failure
 from ...precision.shells import Make, replaced, structural_copy
 from ...trust.message import Message

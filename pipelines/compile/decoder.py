@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ...precision.modes import Mode
 from ...precision.shells import with_forward
+from ...precision.upcast import Mode
 from .backends import EAGER, BackendChoice, came_to, choose_backend, compiled, for_plan
 from .payoff import Measured, decide, is_kept, keep, measured_of, own_seconds, take_in
 

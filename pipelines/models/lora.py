@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from ...precision.kept_fp32 import keep_in_fp32
-from ...precision.shells import structural_copy
+from ...precision.shells import keep_in_fp32, structural_copy
 from ...trust.message import Message
 from ...trust.text import shown
 from ..errors import BadLora

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ...precision.attention import Attended
-from ...precision.attention_kernels import offered
+from ...precision.attention import Attended, offered
 from ...precision.fp16_sums import LinearSums
 from ...precision.guard import StageGuard
 from ...precision.islands import Attempt, half_attempt

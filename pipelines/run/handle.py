@@ -15,7 +15,7 @@ from ...precision.drift import CachePolicy
 from ...precision.fp32_settings import TF32
 from ...precision.guard import GuardPolicy, OnFailure
 from ...precision.machine import check_torch
-from ...precision.peaks import Memory, peak_memory
+from ...precision.memory import Memory, peak_memory
 from ...precision.policy import Component, Plan, Precision, choose
 from ...precision.profile_store import Profile
 from ...precision.report import RunReport

@@ -12,8 +12,8 @@ import torch
 from ...precision.course import Course, Guidance
 from ...precision.dtypes import DTYPES
 from ...precision.findings import Anatomy
+from ...precision.memory import size
 from ...precision.observe import alone
-from ...precision.peaks import size
 from ...precision.policy import Component, Precision
 from ...precision.stage import Stage
 from ...precision.step_cache import StepCache

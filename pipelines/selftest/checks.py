@@ -21,7 +21,7 @@ from ...precision.guard import GuardPolicy, StageGuard
 from ...precision.half_products import HalfProducts, run_with_half_products
 from ...precision.kernels import kernels_of
 from ...precision.machine import first_line
-from ...precision.peaks import peak_memory
+from ...precision.memory import peak_memory
 from ...precision.policy import Component, Precision, choose
 from ...precision.report import RunReport
 from ...precision.self_test import Concern, Line, SelfTest, machine_of

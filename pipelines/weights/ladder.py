@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from ...precision.peaks import size
+from ...precision.memory import size
 from ...precision.report import RunReport
 from ...trust.message import Message, Told
 from .placement import Placement

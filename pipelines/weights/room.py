@@ -15,7 +15,7 @@ from ...precision.findings import Anatomy
 from ...precision.islands import half_attempt
 from ...precision.kernels import LEAN, Kernels, kernels_of
 from ...precision.learned import NOTHING, Learned
-from ...precision.peaks import size
+from ...precision.memory import size
 from ...precision.policy import Component
 from ...precision.shells import with_once
 from ...precision.snapshot import copies

@@ -12,7 +12,7 @@ import pytest
 import torch
 from comfyui_onediff_guard.comfyui_host import calls
 from comfyui_onediff_guard.precision import half_products, shared
-from comfyui_onediff_guard.precision.clips import Clips
+from comfyui_onediff_guard.precision.overflow import Clips
 from torch.utils._python_dispatch import TorchDispatchMode
 
 

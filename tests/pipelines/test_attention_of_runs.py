@@ -18,8 +18,7 @@ from comfyui_onediff_guard.pipelines.models.recognised import family_of
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
-from comfyui_onediff_guard.precision.attention import Attended, Call, Choice, Timing
-from comfyui_onediff_guard.precision.attention_kernels import KERNELS
+from comfyui_onediff_guard.precision.attention import KERNELS, Attended, Call, Choice, Timing
 from comfyui_onediff_guard.precision.policy import Precision
 from comfyui_onediff_guard.precision.report import RunReport
 from comfyui_onediff_guard.trust.atomic_files import LIMIT_VARIABLE

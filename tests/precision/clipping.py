@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
-from comfyui_onediff_guard.precision.clips import Clips
 from comfyui_onediff_guard.precision.guard import GuardPolicy, StageGuard
+from comfyui_onediff_guard.precision.overflow import Clips
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.report import RunReport
 from torch import nn

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.precision import attention, attention_kernels
+from comfyui_onediff_guard.precision import attention
+from comfyui_onediff_guard.precision import attention as attention_kernels
 from comfyui_onediff_guard.precision.attention import (
     Attended,
     Call,

@@ -16,13 +16,15 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.pipelines.compile.backends import ATTENTIONS
-from comfyui_onediff_guard.precision.attention import Attended, Call, measure
-from comfyui_onediff_guard.precision.attention_kernels import (
+from comfyui_onediff_guard.precision.attention import (
     BUDGET,
     KERNELS,
     TOLERANCE,
+    Attended,
+    Call,
     Errors,
     Measured,
+    measure,
     over_budget,
     sage_takes,
 )

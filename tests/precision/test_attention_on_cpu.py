@@ -10,8 +10,9 @@ import torch
 from comfyui_onediff_guard.pipelines.compile.backends import find_c_compiler
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
-from comfyui_onediff_guard.precision.attention import ShownInside, sdpa, showing_what_is_broken
+from comfyui_onediff_guard.precision.attention import sdpa
 from comfyui_onediff_guard.precision.guard import GuardPolicy, StageGuard
+from comfyui_onediff_guard.precision.overflow import ShownInside, propagate_nonfinite_attention
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.report import RunReport
 from diffusers import UNetSpatioTemporalConditionModel
@@ -36,7 +37,7 @@ def projected(keys: int, dtype: torch.dtype) -> list[torch.Tensor]:
 def test_attention_is_broken_where_query_or_key_are(dtype, keys, which, value):
     given = projected(keys, dtype)
     given[which][1, 2, :, 3:] = value
-    with showing_what_is_broken(CPU):
+    with propagate_nonfinite_attention(CPU):
         assert not torch.isfinite(sdpa(*given)).all()
         query, key, values = given
         assert not torch.isfinite(sdpa(query=query, key=key, value=values)).all(), "by keyword too"
@@ -51,15 +52,15 @@ def test_right_attention_stays_as_it_is_to_the_bit(dtype, keys):
     mask = torch.zeros(8, keys, dtype=dtype).masked_fill_(torch.arange(keys) > 3, -torch.inf)
     for more in ({}, {"attn_mask": mask}, {"is_causal": True}):
         expected = sdpa(*given, **more)
-        with showing_what_is_broken(CPU):
+        with propagate_nonfinite_attention(CPU):
             assert torch.isfinite(expected).all() and torch.equal(sdpa(*given, **more), expected)
 
 
 def test_nothing_is_added_to_a_call_on_another_device():
     for inputs in ((), torch.empty(1, device="meta"), {"x": torch.empty(1, device="meta"), "timestep": CPU}):
-        with showing_what_is_broken(inputs):
+        with propagate_nonfinite_attention(inputs):
             assert not _get_current_function_mode_stack()
-    with showing_what_is_broken({"tokens": torch.ones(1, dtype=torch.int64), "text": None}):
+    with propagate_nonfinite_attention({"tokens": torch.ones(1, dtype=torch.int64), "text": None}):
         assert _get_current_function_mode_stack()
 
 
@@ -85,10 +86,10 @@ def test_compiled_code_has_it_in_one_graph():
     made = torch.compile(module, backend=backend, fullgraph=True)
     x = torch.randn(2, 6, 32).half()
     for _ in range(2):
-        with torch.no_grad(), showing_what_is_broken(CPU):
+        with torch.no_grad(), propagate_nonfinite_attention(CPU):
             assert torch.equal(made(x), module(x))
     module.qkv.weight.fill_(torch.nan)
-    with torch.no_grad(), showing_what_is_broken(CPU):
+    with torch.no_grad(), propagate_nonfinite_attention(CPU):
         assert made(x).isnan().all()
     assert len(graphs) == 1
     torch._dynamo.reset()
@@ -102,7 +103,7 @@ def test_inductor_leaves_it_there(dtype):
     module = Attending().to(dtype).requires_grad_(False)
     made = torch.compile(module, backend="inductor", fullgraph=True)
     x, large = torch.randn(2, 6, 32).to(dtype), torch.full((2, 6, 32), torch.finfo(dtype).max / 4, dtype=dtype)
-    with torch.no_grad(), showing_what_is_broken(CPU):
+    with torch.no_grad(), propagate_nonfinite_attention(CPU):
         assert torch.allclose(made(x), module(x), rtol=0.05, atol=0.05)
         module.qkv.weight.zero_()[:32] = torch.eye(32)  # the query is the input, and scores are 0
         assert torch.isfinite(made(large)).all(), "as large as values are, they are finite"
@@ -192,7 +193,7 @@ def test_compiled_code_runs_without_the_mode_and_shows_what_the_callers_does(sho
     made = torch.compile(ShownInside(module), backend=backend, fullgraph=True)
     module.qkv.weight[:32] = torch.nan  # the query's
     x = torch.randn(2, 6, 32).half()
-    with torch.no_grad(), showing_what_is_broken(CPU if shown else ()):
+    with torch.no_grad(), propagate_nonfinite_attention(CPU if shown else ()):
         outer = _get_current_function_mode_stack()
         assert ShownInside.run(made, x).isnan().all() == shown
         assert _get_current_function_mode_stack() == outer

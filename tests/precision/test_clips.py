@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from clipping import CLIPS, END, Clip, Clipping, given, guarded
-from comfyui_onediff_guard.precision.clips import Clips
+from comfyui_onediff_guard.precision.overflow import Clips
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.overrides import TorchFunctionMode
@@ -228,7 +228,7 @@ def test_what_modules_are_moved_to_is_looked_up_nowhere(monkeypatch):
             return args
 
     function = StandsIn()
-    monkeypatch.setattr("comfyui_onediff_guard.precision.clips._PARSE_TO", function)
+    monkeypatch.setattr("comfyui_onediff_guard.precision.overflow._PARSE_TO", function)
     assert Clips("fp16").__torch_function__(function, (), ("cpu",)) == ("cpu",)
 
 

@@ -11,7 +11,6 @@ import torch
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision.accumulation import Switch
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
-from comfyui_onediff_guard.precision.clips import Clips
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.guard import (
     GuardPolicy,
@@ -20,6 +19,7 @@ from comfyui_onediff_guard.precision.guard import (
     Scope,
     StageGuard,
 )
+from comfyui_onediff_guard.precision.overflow import Clips
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.report import RunReport
 from comfyui_onediff_guard.precision.shells import with_forward

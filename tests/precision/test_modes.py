@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from comfyui_onediff_guard.precision.attention import showing_what_is_broken
-from comfyui_onediff_guard.precision.clips import Clips
-from comfyui_onediff_guard.precision.modes import Mode
+from comfyui_onediff_guard.precision.overflow import Clips, propagate_nonfinite_attention
+from comfyui_onediff_guard.precision.upcast import Mode
 
 
 class Bare(Mode):
@@ -14,7 +13,11 @@ class Bare(Mode):
         return func(*args, **(kwargs or {}))
 
 
-MODES = {"bare": Bare, "clips": lambda: Clips("fp16"), "attention": lambda: showing_what_is_broken(torch.ones(1))}
+MODES = {
+    "bare": Bare,
+    "clips": lambda: Clips("fp16"),
+    "attention": lambda: propagate_nonfinite_attention(torch.ones(1)),
+}
 
 
 def given_up(x):

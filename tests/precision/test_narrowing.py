@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.precision.consistency import make_consistent
-from comfyui_onediff_guard.precision.kept_fp32 import KeptInFp32, keep_in_fp32
 from comfyui_onediff_guard.precision.narrowing import TRACE, mend_narrowed
+from comfyui_onediff_guard.precision.shells import KeptInFp32, keep_in_fp32
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from comfyui_onediff_guard.precision.wide import with_wide_stream
 from diffusers.models.resnet import AlphaBlender

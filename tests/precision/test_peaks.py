@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from at_once import HANG_SECONDS
-from comfyui_onediff_guard.precision import peaks
-from comfyui_onediff_guard.precision.cost import extra_peak
-from comfyui_onediff_guard.precision.peaks import Memory, Peak, peak_memory
+from comfyui_onediff_guard.precision import memory as peaks
+from comfyui_onediff_guard.precision.memory import Memory, Peak, extra_peak, peak_memory
 
 CUDA = torch.device("cuda", 0)
 

@@ -173,8 +173,7 @@ def choosing_kernels(case: Case) -> tuple[Made, list[Any]]:
     """Run a case where each rank would choose another attention kernel. Returns the calls too that it was asked for."""
     from comfyui_onediff_guard.pipelines.compile import attention
     from comfyui_onediff_guard.pipelines.parallel.group import here
-    from comfyui_onediff_guard.precision.attention import Choice, Timing
-    from comfyui_onediff_guard.precision.attention_kernels import KERNELS
+    from comfyui_onediff_guard.precision.attention import KERNELS, Choice, Timing
 
     KERNELS["math"] = replace(KERNELS["math"], timed=True)  # a CPU has no other choice
     timings = {"auto": Timing(2.0, 0.1), "math": Timing(1.0, 0.1)}

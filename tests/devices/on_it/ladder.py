@@ -17,7 +17,7 @@ from comfyui_onediff_guard.pipelines.weights.ladder import NoRoom, ran_out
 from comfyui_onediff_guard.pipelines.weights.offload import Offload
 from comfyui_onediff_guard.pipelines.weights.placement import bytes_on
 from comfyui_onediff_guard.precision.kernels import Kernels
-from comfyui_onediff_guard.precision.peaks import size
+from comfyui_onediff_guard.precision.memory import size
 from comfyui_onediff_guard.precision.policy import Component
 from small_runs import SIZES, sampled
 

@@ -1,15 +1,21 @@
-"""The most memory in use while something ran. Peak counters are the process's, so all who read one share it."""
+"""The most memory in use while something ran, and what a rerun adds to it.
+
+Peak counters are the process's, so all who read one share it.
+"""
 
 from __future__ import annotations
 
 import re
 import threading
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from .observe import floating
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -134,3 +140,30 @@ def _resident() -> Peak:
 
 def _start_process_anew() -> None:
     _CLEAR.write_text("5", encoding="ascii")  # Linux: VmHWM, and nothing else
+
+
+@contextmanager
+def extra_peak(owner: object, given: Any = ()) -> Generator[Callable[[], int | None]]:
+    """Yield a function that returns, afterwards, how many bytes more were allocated at the peak than before.
+
+    They are measured on CUDA. Elsewhere they are those of the largest layer's weights in float32, which is what a rerun
+    adds to its activations; None where `owner` is no module.
+
+    given: a nest of the tensors that are computed with; the owner's weights may be elsewhere until they are needed.
+    """
+    module = owner if isinstance(owner, torch.nn.Module) else None
+    tensors = [*floating(given), *(module.parameters() if module else ())]
+    devices = sorted({tensor.device for tensor in tensors if tensor.is_cuda}, key=str)
+    before = {device: torch.cuda.memory_allocated(device) for device in devices}
+    extra = None if devices or module is None else largest_layer(module)
+    with ExitStack() as stack:
+        peaks = {device: stack.enter_context(peak_memory(device)) for device in devices}
+        yield lambda: extra
+        if devices:
+            found = {device: peak() for device, peak in peaks.items()}
+            extra = sum(peak.used - before[device] for device, peak in found.items() if peak)
+
+
+def largest_layer(module: torch.nn.Module) -> int:
+    """Return how many bytes the largest layer's own weights take in float32."""
+    return 4 * max(sum(p.numel() for p in layer.parameters(recurse=False)) for layer in module.modules())

@@ -1,9 +1,11 @@
-"""A watch for what a model clips in fp16: a clipped value is finite, and wrong, so no look at the output finds it.
+"""How a call that left its dtype's range is recognised: by its output, by what it clips, and by NaN in attention.
 
-Flux, Lumina2 and Z-Image hide what overflowed by `nan_to_num`, ACE-Step by `clip`, transformers' T5 by `clamp`, some of
-them in helpers; others put something else where `isfinite` or a comparison says so; quantised layers round what goes
-in, and video VAEs take a norm, which fp16 holds no better. A function mode sees each such call wherever it is. PyTorch
-traces it into what is compiled, too.
+A clipped value is finite, and wrong, so no look at the output finds it. Flux, Lumina2 and Z-Image hide what overflowed
+by `nan_to_num`, ACE-Step by `clip`, transformers' T5 by `clamp`, some of them in helpers; others put something else
+where `isfinite` or a comparison says so; quantised layers round what goes in, and video VAEs take a norm, which fp16
+holds no better. A function mode sees each such call wherever it is. PyTorch traces it into what is compiled, too.
+
+A mask is the other way round: -inf and the ends of dtypes belong into it, and float32 has them at the same places.
 """
 
 from __future__ import annotations
@@ -11,15 +13,166 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 
-from .dtypes import FP16_MAX
-from .modes import Mode
-from .observe import floating, largest
-from .upcast import is_quantised
+from .dtypes import DTYPES, FP16_MAX
+from .observe import Agree, alone, floating, largest
+from .upcast import Mode, is_quantised
+
+
+@dataclass(frozen=True)
+class Range:
+    """How large the values of some tensors are."""
+
+    finite: bool
+    largest: float | None  # max |x|; None where there was nothing to measure or it is not finite
+
+    def outcome(self, dtype: str, inside: Range) -> str:
+        """Return the outcome of a call whose output has this range, as the report names it.
+
+        dtype: what the call computed in.
+        inside: the range of what the stage computed on the way, where that is watched.
+        """
+        if not self.finite or not inside.finite:
+            return "non-finite"
+        if dtype == "fp16" and max(self.largest or 0, inside.largest or 0) >= FP16_MAX:
+            return "saturated"
+        return "finite"
+
+
+class Pending:
+    """Numbers of a run that are read along with the next ranges that are measured, so that the host waits for none of
+    them by itself."""
+
+    def __init__(self) -> None:
+        self._asked: dict[str, torch.Tensor] = {}
+        self._known: dict[str, float] = {}
+
+    def ask(self, name: str, value: torch.Tensor) -> None:
+        """Have a number read, in place of an earlier one of that name. value: [], not negative."""
+        self._asked[name] = value.detach().float()
+
+    def take(self, name: str) -> float | None:
+        """Return a number that was read, and forget it; None where none was."""
+        return self._known.pop(name, None)
+
+    def drop(self, name: str) -> None:
+        """Forget a number, read or not."""
+        self._asked.pop(name, None)
+        self._known.pop(name, None)
+
+    def asked(self) -> list[torch.Tensor]:
+        return [*self._asked.values()]
+
+    def known(self, numbers: list[float]) -> None:
+        """Take what was asked for. numbers: in the order of `asked`."""
+        self._known.update(zip(self._asked, numbers, strict=True))
+        self._asked.clear()
+
+
+def measured(
+    given: Any,
+    made: Any,
+    inside: torch.Tensor | None = None,
+    timestep: Any = None,
+    agree: Agree = alone,
+    pending: Pending | None = None,
+) -> tuple[Range, Range, Range, float | None]:
+    """Return the ranges of some inputs, of the output and of what is inside, and the timestep, all by one transfer
+    to the host.
+
+    pending: what else is read with them.
+    """
+    given, made, pending = floating(given), floating(made), pending or Pending()
+    values = [bound.float() for tensor in (*given, *made) for bound in torch.aminmax(tensor.detach())]
+    inside_at = len(values)
+    if inside is not None:
+        values.append(inside)
+    if isinstance(timestep, torch.Tensor) and timestep.numel():
+        values.append(timestep.detach().reshape(-1)[0].float())
+    else:
+        timestep = None
+    own = len(values)
+    values += pending.asked()
+    numbers: list[float] = []
+    if values:
+        numbers = agree(torch.stack([value.to(values[0].device) for value in values])).tolist()
+    pending.known(numbers[own:])
+    numbers = numbers[:own]
+    bounds, rest = numbers[:inside_at], numbers[inside_at:]
+    return (
+        _range_of(bounds[: 2 * len(given)]),
+        _range_of(bounds[2 * len(given) :]),
+        _range_of(rest[:1] if inside is not None else []),
+        rest[-1] if timestep is not None else None,
+    )
+
+
+def _range_of(bounds: list[float]) -> Range:
+    if not bounds:
+        return Range(True, None)
+    if all(abs(bound) < float("inf") for bound in bounds):  # false for NaN too
+        return Range(True, max(map(abs, bounds)))
+    return Range(False, None)
+
+
+_ENDS = tuple(torch.finfo(dtype).max for dtype in DTYPES.values())
+_KEPT = 8  # outputs whose places are remembered: a stage may be called with several shapes in turn
+Places = tuple[torch.Tensor, ...]  # int8: -1 and 1 where a value is at the lower and the upper end, else 0
+
+
+def only_minus_inf(output: Any) -> bool:
+    """Return whether -inf is all that is not finite in an output."""
+    return not any(bool(((tensor != tensor) | (tensor == torch.inf)).any()) for tensor in floating(output))
+
+
+def places(output: Any, dtype: str) -> Places | None:
+    """Return where the values of a call in `dtype` are beyond it; None where they are NaN or +inf: no mask has those.
+
+    In "fp32", which holds more, those are meant that are -inf, or exactly the end of some dtype.
+    """
+    if not only_minus_inf(output):
+        return None
+    found: list[torch.Tensor] = []
+    for tensor in floating(output):
+        at_end = tensor.isneginf()
+        if dtype == "fp32":
+            for end in _ENDS:
+                at_end = at_end | (tensor.abs() == end)
+        else:
+            at_end = at_end | (tensor.abs() >= torch.finfo(DTYPES[dtype]).max)
+        found.append(torch.where(at_end, tensor.sign(), 0).to(torch.int8))
+    return tuple(found)
+
+
+class Extremes:
+    """The places of a stage's outputs that were found to be right."""
+
+    def __init__(self) -> None:
+        self._known: list[Places] = []
+
+    def known(self, now: Places | None) -> bool:
+        return now is not None and any(_alike(now, known) for known in self._known)
+
+    def learn(self, in_half: Places | None, in_fp32: Any) -> bool:
+        """Return whether the output in fp32 has the same at the same places, and remember it."""
+        right = places(in_fp32, "fp32") if in_half is not None else None
+        if in_half is None or right is None or not _alike(in_half, right):
+            return False
+        self._known = [*self._known, in_half][-_KEPT:]
+        return True
+
+
+def _alike(one: Places, other: Places) -> bool:
+    pairs = zip(one, other, strict=False)
+    return len(one) == len(other) and all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
+
 
 EDGE = 6e4  # an upper bound from here on is there for fp16's sake: T5's is 64504, others' is 65504
 BEYOND = 65520.0  # what rounds to infinity in fp16: a bound from here on clips nothing
@@ -208,3 +361,69 @@ def _compiled_something() -> bool:
 
 def _given(args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     return args[0] if args else named.get("input")
+
+
+sdpa = torch.nn.functional.scaled_dot_product_attention
+_SCALED = 2.0**-40  # by which bf16's largest values, a million million of them, sum up to a finite float32
+
+
+def propagate_nonfinite_attention(inputs: Any) -> AbstractContextManager[Any]:
+    """Return a context in which attention on the CPU gives NaN where a query or a key is not finite.
+
+    PyTorch's kernel there gives 0 for a row whose scores are all NaN, where there are fewer keys than a vector register
+    holds (16, or 8): finite, and wrong. Right results stay as they are, to the bit. On other devices the context does
+    nothing.
+
+    inputs: a nest of what the call inside will be given; its tensors tell the device.
+    """
+    on_cpu = {leaf.device.type for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)} == {"cpu"}
+    return _ShowingWhatIsBroken() if on_cpu else nullcontext()
+
+
+class ShownInside(torch.nn.Module):
+    """A block for a compiler to trace, on the CPU: what is broken is shown in it where the caller's context does so.
+
+    That context is a mode, which would look at what compiled code calls as well, each product of matrices. `run` makes
+    the call without it.
+    """
+
+    def __init__(self, block: torch.nn.Module):
+        super().__init__()
+        self.block = block
+
+    def forward(self, shown: bool, *args: Any, **kwargs: Any) -> Any:
+        with _ShowingWhatIsBroken() if shown else nullcontext():
+            return self.block(*args, **kwargs)
+
+    @staticmethod
+    def run(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call what was compiled of one."""
+        if not isinstance(_get_current_function_mode(), _ShowingWhatIsBroken):
+            return compiled(False, *args, **kwargs)
+        with _pop_mode_temporarily():
+            return compiled(True, *args, **kwargs)
+
+
+class _ShowingWhatIsBroken(Mode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.unflatten:  # it calls super(), which dynamo cannot follow from here
+            return args[0].unflatten(*args[1:], **(kwargs or {}))
+        made = func(*args, **(kwargs or {}))
+        return _broken_where_they_are(made, *args, **(kwargs or {})) if func is sdpa else made
+
+
+def _broken_where_they_are(
+    made: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any
+) -> torch.Tensor:
+    """Return what attention made, NaN throughout where a query or a key is not finite.
+
+    A sum tells: it is finite only where all values are, and the other way round unless it leaves the range itself. So
+    compiled code scales values first, and eager code, which can look at a number, looks again at one that is not.
+    """
+    if torch.compiler.is_compiling():
+        total = (query.float() * _SCALED).sum(-1).sum() + (key.float() * _SCALED).sum(-1).sum()
+        return made + torch.where(total.isfinite(), 0.0, torch.nan).to(made.dtype)  # inductor takes `total * 0` for 0
+    if math.isfinite((query.detach().sum() + key.detach().sum()).item()):
+        return made
+    bounds = [bound for tensor in (query, key) if tensor.numel() for bound in torch.aminmax(tensor)]
+    return made + sum(bound * 0 for bound in bounds)
