@@ -25,10 +25,9 @@ from comfyui_onediff_guard.precision import fp16_sums as layers_of
 from comfyui_onediff_guard.precision.accumulation import Accumulation
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 from comfyui_onediff_guard.precision.dtypes import DTYPES
-from comfyui_onediff_guard.precision.findings import Anatomy
+from comfyui_onediff_guard.precision.fallback import half_attempt
 from comfyui_onediff_guard.precision.fp16_sums import LinearSums
-from comfyui_onediff_guard.precision.islands import half_attempt
-from comfyui_onediff_guard.precision.learned import NOTHING
+from comfyui_onediff_guard.precision.overrides import NOTHING, Anatomy
 from comfyui_onediff_guard.precision.sums import BUDGET, LayerError, Sums, settled
 from fp16_sums_on_cpu import CHUNK, a_card_with_fp16_sums
 from measure import RESULTS, machine, write_json

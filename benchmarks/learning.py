@@ -19,10 +19,9 @@ import torch
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision.arch import detect
 from comfyui_onediff_guard.precision.dtypes import DTYPES
-from comfyui_onediff_guard.precision.findings import Anatomy
+from comfyui_onediff_guard.precision.fallback import Learner, half_attempt
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope, StageGuard
-from comfyui_onediff_guard.precision.islands import half_attempt
-from comfyui_onediff_guard.precision.learning import Learner
+from comfyui_onediff_guard.precision.overrides import Anatomy
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.report import RunReport
 from comfyui_onediff_guard.precision.shells import replaced, with_forward

@@ -30,9 +30,8 @@ from comfyui_onediff_guard.pipelines.families.spec import FamilySpec
 from comfyui_onediff_guard.pipelines.families.wan import WAN
 from comfyui_onediff_guard.precision import quantised
 from comfyui_onediff_guard.precision.dtypes import DTYPES
-from comfyui_onediff_guard.precision.findings import Anatomy
-from comfyui_onediff_guard.precision.islands import half_attempt
-from comfyui_onediff_guard.precision.learned import NOTHING
+from comfyui_onediff_guard.precision.fallback import half_attempt
+from comfyui_onediff_guard.precision.overrides import NOTHING, Anatomy
 from comfyui_onediff_guard.precision.policy import Precision
 from comfyui_onediff_guard.precision.quantised import QuantisedLinears
 from denoisers import Size

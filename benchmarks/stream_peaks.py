@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from comfyui_onediff_guard.precision.observe import hooked, largest
-from comfyui_onediff_guard.precision.streams import Stream
+from comfyui_onediff_guard.precision.overrides import Stream
 
 
 def stream_peak(module: torch.nn.Module, stream: Stream, call: Callable[[], Any]) -> float:

@@ -13,8 +13,8 @@ import torch
 
 from ..pipelines.insight.probe_result import Measured, Probing
 from ..precision.dtypes import DTYPES
-from ..precision.findings import Anatomy
 from ..precision.guard import GuardPolicy, StageGuard
+from ..precision.overrides import Anatomy
 from ..precision.policy import Plan
 from ..precision.probe import Verdict, judge, recommend
 from .calls import ModelCall, apply_model, apply_model_in_fp32, around_apply_model, wrapped

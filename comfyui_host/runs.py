@@ -15,12 +15,11 @@ import torch
 from ..precision.accumulation import accumulation
 from ..precision.arch import present
 from ..precision.dtypes import DTYPES, dtype_name
-from ..precision.findings import Anatomy
+from ..precision.fallback import Attempt
 from ..precision.guard import GuardPolicy, Scope, StageGuard
 from ..precision.half_products import HalfProducts, run_with_half_products
-from ..precision.islands import Attempt
-from ..precision.learned import NOTHING, Learned
 from ..precision.overflow import Clips
+from ..precision.overrides import NOTHING, Anatomy, Learned
 from ..precision.policy import Component, Precision
 from ..precision.profile_store import Profile, ProfileFile
 from ..precision.report import StepRecord, together

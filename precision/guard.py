@@ -20,14 +20,12 @@ from torch.utils import _pytree as pytree
 
 from ..trust.message import Message, Told
 from .dtypes import DTYPES
-from .findings import Finding
+from .fallback import Attempt, Learner
 from .fp32_settings import TF32
-from .islands import Attempt
-from .learned import STAY, Learned
-from .learning import Learner
 from .memory import extra_peak
 from .observe import Agree, alone, broken_weight, first_broken, floating, non_finite
 from .overflow import Extremes, Pending, Places, Range, measured, only_minus_inf, places, propagate_nonfinite_attention
+from .overrides import STAY, Finding, Learned
 from .report import Rerun, RunReport, StepRecord
 from .shells import Once
 from .snapshot import Snapshot

@@ -6,12 +6,12 @@ import math
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from .overrides import Peak
 from .shells import replaced
 
 # float32 values [n] of this process → max |x| over all that compute the same, NaN where any is: the same on each
@@ -21,18 +21,6 @@ Agree = Callable[[torch.Tensor], torch.Tensor]
 def alone(values: torch.Tensor) -> torch.Tensor:
     """Agree with nobody: the values of a process that computes by itself."""
     return values
-
-
-@dataclass(frozen=True)
-class Peak:
-    """max |x| of what went into a layer and of what came out; inf or NaN where it overflowed."""
-
-    input: float
-    output: float
-
-    def widened(self, other: Peak) -> Peak:
-        """Return the larger of both, for input and output; NaN where either is NaN."""
-        return Peak(_larger(self.input, other.input), _larger(self.output, other.output))
 
 
 def floating(tree: Any) -> list[torch.Tensor]:
@@ -138,11 +126,6 @@ def _watched(modules: Mapping[str, torch.nn.Module], call: Callable[[], Any], ag
         found = torch.stack([peak.to(peaks[0].device) for peak in peaks])
         numbers = agree(found.flatten()).view(-1, 2).tolist()
     return [(name, Peak(*pair)) for name, pair in zip(names, numbers, strict=True)]
-
-
-def _larger(a: float, b: float) -> float:
-    """Return the larger number; NaN where either is NaN."""
-    return b if math.isnan(b) or b > a else a
 
 
 @contextmanager

@@ -14,11 +14,10 @@ from typing import Any, TypeVar
 import torch
 
 from .dtypes import FP16_MAX
-from .findings import RANGE, Anatomy, adapted, find, order, taught
+from .fallback import counts
 from .half_products import error_beside_bf16
-from .learned import NOTHING, Learned, covered
-from .learning import counts
-from .observe import Peak, floating, hooked, largest, leaves
+from .observe import floating, hooked, largest, leaves
+from .overrides import NOTHING, RANGE, Anatomy, Learned, Peak, adapted, covered, find, order, taught
 from .upcast import HALF_DTYPES
 
 FP16_TINY: float = torch.finfo(torch.float16).tiny  # 2^-14: below it, fp16 loses digits

@@ -22,7 +22,7 @@ from ..trust.foreign import Foreign, Unreadable
 from ..trust.message import Message, Told, joined, message_of
 from ..trust.text import for_file_name, for_terminal, shown
 from .arch import is_name
-from .learned import NOTHING, Learned, largest_of, parts_in_words
+from .overrides import NOTHING, Learned, largest_of, parts_in_words
 from .sums import Sums
 
 logger = logging.getLogger(__name__)

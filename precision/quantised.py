@@ -31,8 +31,8 @@ from torch.nn import functional as F
 
 from .dtypes import DTYPES
 from .fp16_sums import sampled
-from .learned import covered
 from .observe import Agree, alone
+from .overrides import covered
 from .shells import both, replaced
 from .wide import largest_of
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..trust.message import Message, joined
 from ..trust.plain import for_json
 from .accumulation import Switch
-from .drift import CacheUse
-from .learned import Learned
 from .memory import Memory
+from .overrides import Learned
 from .policy import Component, Plan
+
+if TYPE_CHECKING:
+    from .drift import CacheUse
 
 
 @dataclass(frozen=True)

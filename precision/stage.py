@@ -10,12 +10,10 @@ from typing import Any
 import torch
 
 from .arch import Architecture
-from .findings import Anatomy
+from .fallback import Attempt, Learner
 from .guard import GuardPolicy, OnFailure, Scope, StageGuard
-from .islands import Attempt
-from .learned import NOTHING, Learned
-from .learning import Learner
 from .observe import Agree, alone
+from .overrides import NOTHING, Anatomy, Learned
 from .policy import Plan
 from .report import RunReport
 from .upcast import run_in_fp32

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
+from ...precision.overrides import Stream
 from ...precision.policy import Variant
 from ...precision.skips import BlocksBehindFirst
-from ...precision.streams import Stream
 from .cogview import SIZES, ZAI, CogView, channels, context, step_inputs, usual_size
 from .components import IMAGE_VAE, T5_ENCODER, T5_TOKENIZER, ComponentSpec, scheduler
 from .layouts import IMAGES

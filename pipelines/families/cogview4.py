@@ -7,9 +7,9 @@ from typing import Annotated
 
 from pydantic import Field
 
+from ...precision.overrides import Stream
 from ...precision.policy import Variant
 from ...precision.skips import BlocksBehindFirst
-from ...precision.streams import Stream
 from .cogview import SIZES, ZAI, CogView, channels, context, step_inputs, usual_size
 from .components import (
     IMAGE_VAE,

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...precision.overrides import Stream
 from ...precision.policy import Component, Variant
 from ...precision.skips import BlocksBehindFirst
-from ...precision.streams import Stream
 from ..errors import BadSize
 from ..parallel.plan import ContextPlan
 from .components import ComponentSpec, Fields

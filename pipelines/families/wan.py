@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
+from ...precision.overrides import Stream
 from ...precision.policy import Variant
 from ...precision.skips import BlocksBehindFirst
-from ...precision.streams import Stream
 from ..parallel.plan import ContextPlan
 from .components import (
     SCHEDULER_NEEDS,

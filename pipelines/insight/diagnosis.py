@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...precision.accumulation import Accumulation, Switch, preview
 from ...precision.arch import EXPERIMENTAL, Architecture
-from ...precision.learned import NOTHING
 from ...precision.machine import Machine, first_line, look, tried
+from ...precision.overrides import NOTHING
 from ...precision.policy import Component, Plan, PlanImpossible, Precision, Variant, choose
 from ...trust.plain import for_json
 from ..families.spec import FamilySpec

@@ -10,7 +10,7 @@ import torch
 
 from ...precision.dtypes import DTYPES
 from ...precision.guard import GuardPolicy, OnFailure
-from ...precision.learned import NOTHING
+from ...precision.overrides import NOTHING
 from ...precision.policy import Plan, Precision
 from ...precision.probe import Verdict, judge, recommend
 from ...precision.report import RunReport

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...precision.findings import RANGE
+from ...precision.overrides import RANGE
 from .probe_result import WORST
 from .probe_rows import Row, rows_of
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from ...precision.arch import Architecture
-from ...precision.findings import Anatomy
+from ...precision.overrides import Anatomy
 from ...precision.policy import Plan
 from ...precision.probe import Entry, Probe, Probed, Verdict
 from ...precision.profile_store import Profile

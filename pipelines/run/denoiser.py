@@ -13,11 +13,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ...precision.attention import Attended, offered
+from ...precision.fallback import Attempt, half_attempt
 from ...precision.fp16_sums import LinearSums
 from ...precision.guard import StageGuard
-from ...precision.islands import Attempt, half_attempt
-from ...precision.learned import NOTHING, Learned
 from ...precision.observe import BlockOutputs
+from ...precision.overrides import NOTHING, Learned
 from ...precision.shells import Once, reporting, with_forward, with_once
 from ...precision.step_cache import StepCache
 from ..compile.backends import EAGER, MEASURED, came_to, compiled, for_plan

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from ...precision.fallback import Attempt, half_attempt
 from ...precision.guard import StageGuard
-from ...precision.islands import Attempt, half_attempt
-from ...precision.learned import Learned
 from ...precision.overflow import Clips
+from ...precision.overrides import Learned
 from ...precision.policy import Component, Precision
 from ...precision.report import RunReport
 from ...precision.shells import reporting, with_forward

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...precision.learned import NOTHING, Learned
+from ...precision.overrides import NOTHING, Learned
 from ...precision.profile_store import Profile, ProfileFile
 from ...trust.text import shown
 from ..models.on_disk import StoredModel

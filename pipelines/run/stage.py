@@ -11,9 +11,9 @@ import torch
 
 from ...precision.course import Course, Guidance
 from ...precision.dtypes import DTYPES
-from ...precision.findings import Anatomy
 from ...precision.memory import size
 from ...precision.observe import alone
+from ...precision.overrides import Anatomy
 from ...precision.policy import Component, Precision
 from ...precision.stage import Stage
 from ...precision.step_cache import StepCache

@@ -17,11 +17,9 @@ from torch.utils import _pytree as pytree
 
 from ...precision.activations import Alive, counting, on_meta
 from ...precision.dtypes import DTYPES
-from ...precision.findings import Anatomy
+from ...precision.fallback import Attempt, Learner, half_attempt
 from ...precision.fp32_settings import TF32, autocast_off_where_on, device_types
-from ...precision.islands import Attempt, half_attempt
-from ...precision.learned import Learned
-from ...precision.learning import Learner
+from ...precision.overrides import Anatomy, Learned
 from ...precision.shells import Make, both, replaced, reporting, with_forward
 from ...precision.upcast import run_in_fp32
 from ..compile.decoder import DecoderCompiling, Kind, Kinds

@@ -22,8 +22,8 @@ import torch
 from ...precision.attention import Choice
 from ...precision.consistency import DamagedByCast, make_consistent
 from ...precision.dtypes import DTYPES
-from ...precision.learned import Learned
 from ...precision.narrowing import mend_narrowed
+from ...precision.overrides import Learned
 from ...precision.quantised import QuantisedLinears
 from ...precision.shared import TURNS
 from ..compile.backends import CompileOptions

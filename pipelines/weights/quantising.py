@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...precision.findings import Anatomy
+from ...precision.overrides import Anatomy
 from ...precision.policy import Plan, PlanImpossible
 from ...precision.quantised import LEAST, QuantisedLinears, lacking
 from ..models.lora import keys

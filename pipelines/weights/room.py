@@ -11,11 +11,10 @@ from torch.utils import _pytree as pytree
 
 from ...precision.activations import META, Alive, counting, on_meta, shapes_of
 from ...precision.dtypes import DTYPES
-from ...precision.findings import Anatomy
-from ...precision.islands import half_attempt
+from ...precision.fallback import half_attempt
 from ...precision.kernels import LEAN, Kernels, kernels_of
-from ...precision.learned import NOTHING, Learned
 from ...precision.memory import size
+from ...precision.overrides import NOTHING, Anatomy, Learned
 from ...precision.policy import Component
 from ...precision.shells import with_once
 from ...precision.snapshot import copies

@@ -15,7 +15,7 @@ from comfyui_onediff_guard.pipelines.run.profiles import profile_of
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
-from comfyui_onediff_guard.precision.learned import Learned
+from comfyui_onediff_guard.precision.overrides import Learned
 from comfyui_onediff_guard.precision.policy import Precision
 from comfyui_onediff_guard.precision.profile_store import BadProfile, Profile, parse, read, read_all, write
 from hypothesis import HealthCheck, given, settings

@@ -10,7 +10,7 @@ import pytest
 import shared_models
 from comfyui_onediff_guard.comfyui_host.host import profiles_directory
 from comfyui_onediff_guard.headless.commands import cli
-from comfyui_onediff_guard.precision.learned import NOTHING
+from comfyui_onediff_guard.precision.overrides import NOTHING
 from comfyui_onediff_guard.precision.profile_store import read
 from overflows import ISLAND
 from PIL import Image

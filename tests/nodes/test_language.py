@@ -25,7 +25,7 @@ from comfyui_onediff_guard.pipelines.models.folder import _unlike
 from comfyui_onediff_guard.pipelines.pace import in_words
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES, named
 from comfyui_onediff_guard.precision.guard import GuardPolicy, GuardStopped
-from comfyui_onediff_guard.precision.learned import EVERYTHING
+from comfyui_onediff_guard.precision.overrides import EVERYTHING
 from comfyui_onediff_guard.precision.policy import Component, PlanImpossible, Precision, Variant, choose
 from comfyui_onediff_guard.precision.report import Rerun, RunReport, StepRecord, counted
 from comfyui_onediff_guard.trust.message import BadInput, Message, joined

@@ -13,7 +13,7 @@ from comfyui_onediff_guard.pipelines.run.profiles import profile_of
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.guard import GuardPolicy, OnFailure, Scope
-from comfyui_onediff_guard.precision.learned import Learned
+from comfyui_onediff_guard.precision.overrides import Learned
 from comfyui_onediff_guard.precision.policy import Precision
 
 SMALL = SampleSettings(width=64, height=48, frames=9, steps=2, guidance_scale=6.0, seed=3, scheduler="DDIM")

@@ -19,7 +19,7 @@ from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.half_products import HalfProducts
-from comfyui_onediff_guard.precision.learned import Learned
+from comfyui_onediff_guard.precision.overrides import Learned
 from comfyui_onediff_guard.precision.policy import Component, Precision
 from torch._dynamo.utils import counters
 from torch.overrides import _get_current_function_mode_stack

@@ -13,11 +13,9 @@ from comfyui_onediff_guard.pipelines.insight.probe_figure import _Scale, draw, f
 from comfyui_onediff_guard.pipelines.insight.probe_result import Probing
 from comfyui_onediff_guard.pipelines.insight.probe_rows import STREAM, rows_of
 from comfyui_onediff_guard.precision import arch
-from comfyui_onediff_guard.precision.findings import Anatomy
-from comfyui_onediff_guard.precision.observe import Peak
+from comfyui_onediff_guard.precision.overrides import Anatomy, Peak, Stream
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.probe import Probed, Values, judge
-from comfyui_onediff_guard.precision.streams import Stream
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 

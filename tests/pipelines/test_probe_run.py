@@ -12,7 +12,7 @@ from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
-from comfyui_onediff_guard.precision.learned import Learned
+from comfyui_onediff_guard.precision.overrides import Learned
 from comfyui_onediff_guard.precision.policy import Precision
 from comfyui_onediff_guard.precision.profile_store import parse
 from overflows import ISLAND

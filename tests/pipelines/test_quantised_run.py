@@ -24,7 +24,7 @@ from comfyui_onediff_guard.pipelines.weights.offload import Offload
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.pipelines.weights.quantising import check
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
-from comfyui_onediff_guard.precision.learned import Learned
+from comfyui_onediff_guard.precision.overrides import Learned
 from comfyui_onediff_guard.precision.policy import Component, PlanImpossible, Precision, choose
 from comfyui_onediff_guard.precision.quantised import QuantisedLinears
 from dequantised import dequantise, product

@@ -23,7 +23,7 @@ from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.drift import FIRST, LAST, ORDER, CachePolicy
 from comfyui_onediff_guard.precision.guard import GuardPolicy, OnFailure, Scope
-from comfyui_onediff_guard.precision.learned import Learned
+from comfyui_onediff_guard.precision.overrides import Learned
 from comfyui_onediff_guard.precision.policy import Component, Precision
 from comfyui_onediff_guard.precision.quantised import STEP
 from lora_models import training

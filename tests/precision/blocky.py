@@ -10,15 +10,12 @@ import torch
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 from comfyui_onediff_guard.precision.dtypes import DTYPES
-from comfyui_onediff_guard.precision.findings import Anatomy
+from comfyui_onediff_guard.precision.fallback import Attempt, Learner, half_attempt
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope, StageGuard
-from comfyui_onediff_guard.precision.islands import Attempt, half_attempt
-from comfyui_onediff_guard.precision.learned import NOTHING, Learned
-from comfyui_onediff_guard.precision.learning import Learner
+from comfyui_onediff_guard.precision.overrides import NOTHING, Anatomy, Learned, Stream
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.report import RunReport
 from comfyui_onediff_guard.precision.shells import replaced, with_forward
-from comfyui_onediff_guard.precision.streams import Stream
 from torch import nn
 
 WIDTH = 8

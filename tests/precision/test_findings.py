@@ -10,10 +10,16 @@ import pytest
 from blocky import STREAM, build
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.families.cogview3plus import COGVIEW3PLUS
-from comfyui_onediff_guard.precision import findings
-from comfyui_onediff_guard.precision.findings import Anatomy, Finding, found_in_half, taught
-from comfyui_onediff_guard.precision.learned import Learned, parts_in_words
-from comfyui_onediff_guard.precision.observe import Peak
+from comfyui_onediff_guard.precision import overrides as findings
+from comfyui_onediff_guard.precision.overrides import (
+    Anatomy,
+    Finding,
+    Learned,
+    Peak,
+    found_in_half,
+    parts_in_words,
+    taught,
+)
 from small_denoisers import build as build_denoiser
 
 STREAMS = Anatomy.of(build(3), ["blocks"], STREAM)

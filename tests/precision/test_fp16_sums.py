@@ -13,15 +13,12 @@ from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision import fp16_sums as under_test
 from comfyui_onediff_guard.precision.accumulation import Accumulation, accumulation, fp16_sums, has_fp16_sums
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
-from comfyui_onediff_guard.precision.findings import Anatomy
+from comfyui_onediff_guard.precision.fallback import Learner, half_attempt
 from comfyui_onediff_guard.precision.fp16_sums import SAMPLED, LinearSums, linear
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope, StageGuard
-from comfyui_onediff_guard.precision.islands import half_attempt
-from comfyui_onediff_guard.precision.learned import NOTHING, Learned
-from comfyui_onediff_guard.precision.learning import Learner
+from comfyui_onediff_guard.precision.overrides import NOTHING, Anatomy, Learned, Stream
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.report import RunReport
-from comfyui_onediff_guard.precision.streams import Stream
 from comfyui_onediff_guard.precision.sums import BUDGET, Sums
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from fp16_sums_on_cpu import Fp16SumsOnCpu, a_card_with_fp16_sums, product

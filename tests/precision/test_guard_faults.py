@@ -11,7 +11,7 @@ import pytest
 import torch
 from blocky import Faults, build, guarded, latents, overflow_inside
 from comfyui_onediff_guard.precision.guard import Scope
-from comfyui_onediff_guard.precision.learned import Learned
+from comfyui_onediff_guard.precision.overrides import Learned
 from comfyui_onediff_guard.precision.shells import with_forward
 from hypothesis import given, settings
 from hypothesis import strategies as st

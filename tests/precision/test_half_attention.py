@@ -12,12 +12,10 @@ import torch
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision import half_products
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
-from comfyui_onediff_guard.precision.findings import Anatomy
+from comfyui_onediff_guard.precision.fallback import Learner, half_attempt
 from comfyui_onediff_guard.precision.guard import GuardPolicy, StageGuard
 from comfyui_onediff_guard.precision.half_products import HalfProducts, run_with_half_products
-from comfyui_onediff_guard.precision.islands import half_attempt
-from comfyui_onediff_guard.precision.learned import STAY
-from comfyui_onediff_guard.precision.learning import Learner
+from comfyui_onediff_guard.precision.overrides import STAY, Anatomy
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.report import RunReport
 from comfyui_onediff_guard.precision.upcast import run_in_fp32

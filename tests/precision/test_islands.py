@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 from blocky import STREAM, Block, build, latents, overflow_inside, overflow_stream
-from comfyui_onediff_guard.precision import islands
+from comfyui_onediff_guard.precision import fallback as islands
 from comfyui_onediff_guard.precision.dtypes import DTYPES
-from comfyui_onediff_guard.precision.findings import Anatomy
+from comfyui_onediff_guard.precision.fallback import half_attempt, with_islands
 from comfyui_onediff_guard.precision.half_products import HalfProducts, run_with_half_products
-from comfyui_onediff_guard.precision.islands import half_attempt, with_islands
-from comfyui_onediff_guard.precision.learned import Learned
+from comfyui_onediff_guard.precision.overrides import Anatomy, Learned
 from comfyui_onediff_guard.precision.shells import replaced
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 import torch
 from blocky import STREAM, Faults, build, guarded, latents, overflow_inside, overflow_stream
-from comfyui_onediff_guard.precision.findings import Finding
+from comfyui_onediff_guard.precision.fallback import Attempt
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.half_products import HalfProducts
-from comfyui_onediff_guard.precision.islands import Attempt
-from comfyui_onediff_guard.precision.learned import Learned
+from comfyui_onediff_guard.precision.overrides import Finding, Learned, Stream
 from comfyui_onediff_guard.precision.report import Rerun, StepRecord
-from comfyui_onediff_guard.precision.streams import Stream
 from comfyui_onediff_guard.precision.wide import CannotWiden
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack

@@ -11,11 +11,9 @@ import torch
 from blocky import STREAM, Gain, build, hooks, overflow_inside, overflow_stream
 from comfyui_onediff_guard.precision import half_products
 from comfyui_onediff_guard.precision.dtypes import DTYPES
-from comfyui_onediff_guard.precision.findings import Anatomy
+from comfyui_onediff_guard.precision.fallback import half_attempt
 from comfyui_onediff_guard.precision.half_products import HalfProducts, run_with_half_products
-from comfyui_onediff_guard.precision.islands import half_attempt
-from comfyui_onediff_guard.precision.learned import Learned
-from comfyui_onediff_guard.precision.observe import Peak
+from comfyui_onediff_guard.precision.overrides import Anatomy, Learned, Peak
 from comfyui_onediff_guard.precision.probe import Probe, judge, recommend
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from torch import nn

@@ -13,11 +13,9 @@ import torch
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision import quantised
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
-from comfyui_onediff_guard.precision.findings import Anatomy
+from comfyui_onediff_guard.precision.fallback import Learner, half_attempt
 from comfyui_onediff_guard.precision.guard import GuardPolicy, StageGuard
-from comfyui_onediff_guard.precision.islands import half_attempt
-from comfyui_onediff_guard.precision.learned import NOTHING, Learned
-from comfyui_onediff_guard.precision.learning import Learner
+from comfyui_onediff_guard.precision.overrides import NOTHING, Anatomy, Learned
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.quantised import (
     Facts,

@@ -6,10 +6,9 @@ import pytest
 import torch
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision.arch import named
-from comfyui_onediff_guard.precision.findings import Anatomy
+from comfyui_onediff_guard.precision.fallback import Attempt
 from comfyui_onediff_guard.precision.guard import GuardPolicy, OnFailure, Scope
-from comfyui_onediff_guard.precision.islands import Attempt
-from comfyui_onediff_guard.precision.learned import Learned
+from comfyui_onediff_guard.precision.overrides import Anatomy, Learned
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.report import RunReport
 from comfyui_onediff_guard.precision.stage import Stage

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from comfyui_onediff_guard.precision.findings import Anatomy, find
 from comfyui_onediff_guard.precision.observe import leaf_peaks
+from comfyui_onediff_guard.precision.overrides import Anatomy, find
 from comfyui_onediff_guard.precision.wide import CannotWiden, with_wide_stream
 from host_reads import HostReads
 from hypothesis import HealthCheck, given, settings

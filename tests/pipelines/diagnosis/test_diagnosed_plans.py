@@ -20,7 +20,7 @@ from comfyui_onediff_guard.pipelines.weights import summing
 from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH, Accumulation
 from comfyui_onediff_guard.precision.guard import GuardPolicy, OnFailure
-from comfyui_onediff_guard.precision.learned import Learned
+from comfyui_onediff_guard.precision.overrides import Learned
 from comfyui_onediff_guard.precision.policy import Component, Precision
 from safetensors.torch import load_file, save_file
 from told import edit_config, one_line, switch

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.precision.learned import NOTHING
+from comfyui_onediff_guard.precision.overrides import NOTHING
 from rank_runs import Case, Fault, Made, in_ranks, run_cases, sampled
 from tiers import drawn
 

@@ -1,21 +1,135 @@
-"""Where a failing call left its dtype's range, and what follows from it. Both are decided from measured peaks: no
-tensor is touched here."""
+"""What failures teach of a module, where a call left its dtype's range, and what follows: pure data, without torch.
+
+All of it is decided from measured peaks; no tensor is touched here.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from ..trust.message import Message, joined
-from .dtypes import DTYPES
-from .learned import EVERYTHING, STAY, Learned, covered, covers, largest_of, parts_in_words
-from .observe import Peak, has_children
-from .streams import Stream
+from .sums import Sums
 
-RANGE: dict[str, float] = {name: torch.finfo(dtype).max for name, dtype in DTYPES.items()}
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What failures taught about a module in one half-precision dtype."""
+
+    wide: bool = False  # the residual stream is float32
+    islands: tuple[str, ...] = ()  # blocks, or parts outside of blocks, that run in fp32
+    whole_run_fp32: bool = False  # half precision is not tried any more
+    wide_parts: tuple[str, ...] = ()  # blocks, or parts outside of blocks, of which every layer is wide
+    everything: bool = False  # every layer of the module is wide
+    unquantised: tuple[str, ...] = ()  # layers that stay in half precision where the others are quantised
+    sums: Sums | None = None  # which linear layers accumulate in fp16, where that is asked for; None: not measured yet
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the parts that do not run in half precision as the rest does."""
+        return (*self.wide_parts, *self.islands)
+
+    @property
+    def to_share(self) -> Learned:
+        """Return what a profile may hold of it: nothing that belongs to one run alone."""
+        return replace(self, wide=False, whole_run_fp32=False)
+
+    def with_component(self, name: str, its: Learned) -> Learned:
+        """Return what this component and another one of the same run learned.
+
+        name, its: the other component, and what it learned. Its parts have its name before theirs; where every layer
+        of it is wide, it counts as one wide part.
+        """
+        islands, wide_parts = (tuple(f"{name}.{part}" for part in parts) for parts in (its.islands, its.wide_parts))
+        return replace(
+            self,
+            islands=self.islands + islands,
+            whole_run_fp32=self.whole_run_fp32 or its.whole_run_fp32,
+            wide_parts=self.wide_parts + ((name,) if its.everything else wide_parts),
+            unquantised=self.unquantised + tuple(f"{name}.{layer}" for layer in its.unquantised),
+        )
+
+    def in_words(self) -> list[str]:
+        """Return a few words for each thing that a run does otherwise, apart from the stream."""
+        said: list[str] = [EVERYTHING] if self.everything else []
+        said += [Message("{} wide", parts_in_words(self.wide_parts))] if self.wide_parts else []
+        said += [Message("{} in fp32", parts_in_words(self.islands))] if self.islands else []
+        said += [Message("{} unquantised", parts_in_words(self.unquantised))] if self.unquantised else []
+        return said
+
+
+NOTHING = Learned()
+EVERYTHING = Message("every layer wide")
+STREAM = Message("stream in float32")
+STAY = Message("the rest of the run in fp32")
+
+
+def parts_in_words(modules: tuple[str, ...]) -> str:
+    """Name up to three modules; of more, say how many there are."""
+    return ", ".join(f"'{name}'" for name in modules) if len(modules) <= 3 else Message("{} parts", len(modules))
+
+
+def covered(name: str, islands: Iterable[str]) -> bool:
+    """Return whether a module is one of the islands, or inside one."""
+    return any(covers(island, name) for island in islands)
+
+
+def largest_of(islands: Iterable[str]) -> tuple[str, ...]:
+    """Return the islands, each once, without those that are inside another one."""
+    found = tuple(dict.fromkeys(islands))
+    return tuple(name for name in found if not covered(name, set(found) - {name}))
+
+
+def covers(part: str, name: str) -> bool:
+    return f"{name}.".startswith(f"{part}.")
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Where a denoiser's residual stream runs, by module names."""
+
+    blocks: str  # the ModuleList of blocks
+    starts: tuple[str, ...]  # layers whose output starts the stream
+    writers: tuple[str, ...]  # layers in each block whose output is added to the stream
+    norms: tuple[str, ...]  # layer norms in each block that read the stream
+    last_norms: tuple[str, ...]  # layer norms behind the last block that read it
+    readers: tuple[str, ...] = ()  # modules in each block that compute in the dtype of what they are given
+
+    def writer_names(self, module: Any) -> list[str]:
+        """Return the full names in `module` of the layers that start the stream, and of all that write to it."""
+        return [*self.starts, *self._in_blocks(module, self.writers)]
+
+    def reader_names(self, module: Any) -> list[str]:
+        """Return the full names of the readers in `module`."""
+        return self._in_blocks(module, self.readers)
+
+    def norm_names(self, module: Any) -> list[str]:
+        """Return the full names of all norms in `module` that read the stream."""
+        return [*self._in_blocks(module, self.norms), *self.last_norms]
+
+    def _in_blocks(self, module: Any, inner: tuple[str, ...]) -> list[str]:
+        blocks = dict(module.get_submodule(self.blocks).named_children())
+        return [f"{self.blocks}.{block}.{name}" for block in blocks for name in inner]
+
+
+RANGE = {"fp16": 65504.0, "bf16": (2 - 2.0**-7) * 2.0**127, "fp32": (2 - 2.0**-23) * 2.0**127}  # the largest value
+
+
+@dataclass(frozen=True)
+class Peak:
+    """max |x| of what went into a layer and of what came out; inf or NaN where it overflowed."""
+
+    input: float
+    output: float
+
+    def widened(self, other: Peak) -> Peak:
+        """Return the larger of both, for input and output; NaN where either is NaN."""
+        return Peak(_larger(self.input, other.input), _larger(self.output, other.output))
 
 
 @dataclass(frozen=True)
@@ -35,17 +149,19 @@ class Anatomy:
 
         parts: names of its blocks, or of lists of blocks.
         """
+        from torch.nn import ModuleList
+
         blocks: list[str] = []
         for part in parts:
             found = module.get_submodule(part)
-            is_list = isinstance(found, torch.nn.ModuleList)
+            is_list = isinstance(found, ModuleList)
             blocks += [f"{part}.{name}" for name, _ in found.named_children()] if is_list else [part]
         if stream:
             blocks = [*dict.fromkeys(name.partition(".")[0] for name in stream.starts), *blocks]
         groups = tuple(
             name
             for name, part in module.named_modules()
-            if has_children(part) and cls(tuple(blocks)).home(name) == name and name not in blocks
+            if next(part.children(), None) is not None and cls(tuple(blocks)).home(name) == name and name not in blocks
         )
         if stream is None:
             return cls(tuple(blocks), groups=groups)
@@ -258,3 +374,8 @@ def order(value: float) -> float:
 def adapted(name: str) -> str:
     """Return the name of the layer that a part of an adapter (peft's LoRA) belongs to; any other name as it is."""
     return name.split(".base_layer")[0].split(".lora_")[0]
+
+
+def _larger(a: float, b: float) -> float:
+    """Return the larger number; NaN where either is NaN."""
+    return b if math.isnan(b) or b > a else a
