@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from ..pipelines.insight.probe_result import Measured, Probing
 from ..precision.dtypes import DTYPES
 from ..precision.guard import GuardPolicy, StageGuard
 from ..precision.overrides import Anatomy
 from ..precision.policy import Plan
 from ..precision.probe import Verdict, judge, recommend
+from ..precision.probe_result import Measured, Probing
 from .calls import ModelCall, apply_model, apply_model_in_fp32, around_apply_model, wrapped
 from .guards import denoiser_of
 from .networks import profile_of

@@ -15,8 +15,8 @@ from .stage_node import embeddings, only_first, running
 if TYPE_CHECKING:
     import torch
 
-    from ..pipelines.insight.probe_result import Probing
     from ..pipelines.run.handle import PipelineHandle
+    from ..precision.probe_result import Probing
     from ..precision.report import RunReport
 
 

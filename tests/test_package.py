@@ -226,6 +226,78 @@ def test_importing_the_pack_loads_its_nodes_and_does_nothing_else(fresh_python: 
     assert not {name for name in others if name.startswith(("os.", "shutil.", "socket.", "subprocess.", "urllib."))}
 
 
+NATIVE = """
+import json, sys
+from types import ModuleType, SimpleNamespace
+import torch
+from comfyui_onediff_guard.comfyui_host.guards import guarded_model, guarded_vae
+from comfyui_onediff_guard.comfyui_host.runs import Settings
+from comfyui_onediff_guard.precision.guard import GuardPolicy
+
+class Network(torch.nn.Linear):
+    def decode(self, x):
+        return self(self(x)) / 1e6  # of 1e4: 2.5e5 on the way, which fp16 does not hold
+    encode = decode
+
+class Vae:
+    vae_dtype, device = torch.float16, torch.device("cpu")
+    def __init__(self):
+        self.first_stage_model = Network(4, 4, bias=False).requires_grad_(False).half()
+        self.first_stage_model.weight.copy_(5 * torch.eye(4))
+    def decode(self, x):
+        return self.first_stage_model.decode(x.half()).float()
+    decode_tiled = encode = encode_tiled = decode
+
+class Executor(Vae):  # of ComfyUI's chain of wrappers, and a BaseModel
+    manual_cast_dtype, model_config = torch.float16, None
+    def __call__(self, x, *_):
+        return self.decode(x)
+    class_obj = property(lambda self: self)
+    diffusion_model = property(lambda self: self.first_stage_model)
+
+class Patcher(dict):  # kind → wrapper
+    def clone(self):
+        return Patcher()
+    def remove_wrappers_with_key(self, kind, key):
+        pass
+    def add_wrapper_with_key(self, kind, key, wrapper):
+        self[kind] = wrapper
+
+def loaded():
+    return [name for name in sys.modules if name.startswith("comfyui_onediff_guard")]
+
+def run(model, vae):
+    x = torch.full((1, 4), 1e4)
+    for made in (model["APPLY_MODEL"](Executor(), x, torch.ones(1)), vae.decode(x)):
+        assert torch.allclose(made, torch.tensor(0.25), rtol=1e-2), made
+    return loaded()
+
+sys.modules["comfy.patcher_extension"] = extension = ModuleType("comfy.patcher_extension")
+kinds = ("OUTER_SAMPLE", "PREPARE_SAMPLING", "APPLY_MODEL")
+extension.WrappersMP = SimpleNamespace(**{kind: kind for kind in kinds})
+imported, settings = loaded(), Settings(GuardPolicy())
+ran = run(guarded_model(Patcher(), settings), guarded_vae(Vae(), settings))
+
+from comfyui_onediff_guard import NODE_CLASS_MAPPINGS as nodes
+(model,) = nodes["OneDiffGuardNaNGuardModel"]().apply(Patcher(), "rerun", False)
+(vae,) = nodes["OneDiffGuardNaNGuardVAE"]().apply(Vae(), "rerun", False)
+through_nodes = run(model, vae)
+import comfyui_onediff_guard.comfyui_host.probe
+print(json.dumps([imported, ran, through_nodes, loaded()]))
+"""
+NATIVE_MODULES = 45  # of ours, at the most
+
+
+def test_a_guard_of_comfyuis_own_models_loads_nothing_of_pipelines(
+    fresh_python: Callable[..., str], tmp_path: Path
+) -> None:
+    """At import, after a rerun of a MODEL and a VAE, after one through the nodes, and with the probe."""
+    found = json.loads(fresh_python(NATIVE, ONEDIFF_GUARD_PROFILES=str(tmp_path)))
+    assert max(map(len, found[:2])) <= NATIVE_MODULES
+    assert not [name for names in found for name in names if name.startswith(f"{PACKAGE}.pipelines")]
+    assert len([*tmp_path.iterdir()]) == 2, "a profile of each: something was learned"
+
+
 def test_the_nodes_alone_import_without_torch(fresh_python: Callable[..., str]) -> None:
     code = "import sys, comfyui_onediff_guard as p; p.NODE_CLASS_MAPPINGS; print('torch' in sys.modules)"
     assert fresh_python(code).strip() == "False"

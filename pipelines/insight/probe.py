@@ -13,6 +13,7 @@ from ...precision.guard import GuardPolicy, OnFailure
 from ...precision.overrides import NOTHING
 from ...precision.policy import Plan, Precision
 from ...precision.probe import Verdict, judge, recommend
+from ...precision.probe_result import Measured, Probing
 from ...precision.report import RunReport
 from ...precision.shells import reporting, with_forward
 from ...precision.snapshot import Snapshot
@@ -23,7 +24,6 @@ from ..run.handle import PipelineHandle
 from ..run.profiles import profile_of, save_profile, update_cache
 from ..run.sample import SampleSettings, StepDone, sample
 from ..run.stage import ComponentStage
-from .probe_result import Measured, Probing
 
 
 def probe(

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...precision.overrides import RANGE
-from .probe_result import WORST
+from ...precision.probe_result import WORST
 from .probe_rows import Row, rows_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from .probe_result import Probing
+    from ...precision.probe_result import Probing
 
 DPI = 110
 _INK, _GREY, _RED = "#1f2328", "#59636e", "#b3001b"

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.pipelines.insight.probe_figure import _Scale, draw, figure_of
-from comfyui_onediff_guard.pipelines.insight.probe_result import Probing
 from comfyui_onediff_guard.pipelines.insight.probe_rows import STREAM, rows_of
 from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.overrides import Anatomy, Peak, Stream
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.probe import Probed, Values, judge
+from comfyui_onediff_guard.precision.probe_result import Probing
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 

@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...precision.arch import Architecture
-from ...precision.overrides import Anatomy
-from ...precision.policy import Plan
-from ...precision.probe import Entry, Probe, Probed, Verdict
-from ...precision.profile_store import Profile
-from ...trust.plain import for_json
+from ..trust.plain import for_json
+from .arch import Architecture
+from .overrides import Anatomy
+from .policy import Plan
+from .probe import Entry, Probe, Probed, Verdict
+from .profile_store import Profile
 
 WORST = 10
 
