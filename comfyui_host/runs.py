@@ -19,7 +19,7 @@ from ..precision.fallback import Attempt
 from ..precision.guard import GuardPolicy, Scope, StageGuard
 from ..precision.half_products import HalfProducts, run_with_half_products
 from ..precision.overflow import Clips
-from ..precision.overrides import NOTHING, Anatomy, Learned
+from ..precision.overrides import NOTHING, Anatomy, PrecisionOverrides
 from ..precision.policy import Component, Precision
 from ..precision.profile_store import Profile, ProfileFile
 from ..precision.report import StepRecord, together
@@ -43,7 +43,7 @@ class Settings:
     request: Precision | None = None  # None: what ComfyUI chose
     node_id: str | None = None
     profile: Profile | None = None  # in place of a kept one
-    learned: MutableMapping[tuple[Component, str], Learned] = field(default_factory=dict)
+    learned: MutableMapping[tuple[Component, str], PrecisionOverrides] = field(default_factory=dict)
 
 
 @contextmanager
@@ -134,7 +134,7 @@ class _Executor:
     guard: StageGuard
     switched: Callable[[], Any]  # holds the accumulation switches; bf16 and fp32 need none
     reference: str  # what a rerun computes from, where that needs a word
-    began: Learned  # with that
+    began: PrecisionOverrides  # with that
     profile: ProfileFile | None  # None where nothing is learned
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -160,7 +160,7 @@ def _executor(of: ComfyNetwork, settings: Settings) -> _Executor:
         except RerunUnsupported as error:
             raise CannotWiden(message_of(error)) from error
 
-    def build(learned: Learned) -> Attempt:
+    def build(learned: PrecisionOverrides) -> Attempt:
         wide = in_fp16 and (plan.wide or learned.everything)
         if not wide and plan.dtype == dtype_name(of.dtype):
             attempt = clips.watched(of.attempt)
@@ -184,7 +184,9 @@ def _executor(of: ComfyNetwork, settings: Settings) -> _Executor:
     return _Executor(guard, switched, rerun_from(of.network), learned, profile)
 
 
-def _recalled(settings: Settings, key: tuple[Component, str], profile: ProfileFile) -> tuple[Learned, tuple[str, ...]]:
+def _recalled(
+    settings: Settings, key: tuple[Component, str], profile: ProfileFile
+) -> tuple[PrecisionOverrides, tuple[str, ...]]:
     """What is known, and lines for the report."""
     if key in settings.learned:
         return settings.learned[key], ()

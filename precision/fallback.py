@@ -24,12 +24,12 @@ from .overrides import (
     Anatomy,
     Apart,
     Finding,
-    Learned,
     Peak,
+    PrecisionOverrides,
     Stream,
+    escalate_overrides,
     find,
     found_in_half,
-    taught,
 )
 from .quantised import QuantisedLinears
 from .shells import Make, replaced, with_forward
@@ -60,7 +60,7 @@ class Attempt:
 def half_attempt(
     module: torch.nn.Module,
     anatomy: Anatomy,
-    learned: Learned,
+    learned: PrecisionOverrides,
     dtype: str,
     *,
     wide: bool = False,
@@ -119,7 +119,7 @@ def _with_wide_stream(
 
 def with_islands(
     module: torch.nn.Module,
-    learned: Learned,
+    learned: PrecisionOverrides,
     dtype: str,
     *,
     source: torch.nn.Module | None = None,
@@ -179,9 +179,9 @@ class Learner:
         self,
         module: torch.nn.Module,
         dtype: str,
-        build: Callable[[Learned], Attempt],
+        build: Callable[[PrecisionOverrides], Attempt],
         anatomy: Anatomy = LAYERS,
-        learned: Learned = NOTHING,
+        learned: PrecisionOverrides = NOTHING,
         agree: Agree = alone,
     ):
         self.module = module
@@ -226,7 +226,7 @@ class Learner:
     def learn(self, finding: Finding) -> str:
         """Build the next attempt as the finding asks for. Returns what changes, in words; "" where nothing does."""
         known = replace(self.learned, everything=self.learned.everything or self.attempt.everything)
-        learned, action = taught(known, finding, self._anatomy, self._dtype)
+        learned, action = escalate_overrides(known, finding, self._anatomy, self._dtype)
         if learned == known:
             return ""
         logger.info("%s: %s", finding.reason, action)

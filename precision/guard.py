@@ -25,7 +25,7 @@ from .fp32_settings import TF32
 from .memory import extra_peak
 from .observe import Agree, alone, broken_weight, first_broken, floating, non_finite
 from .overflow import Extremes, Pending, Places, Range, measured, only_minus_inf, places, propagate_nonfinite_attention
-from .overrides import STAY, Finding, Learned
+from .overrides import STAY, Finding, PrecisionOverrides
 from .report import Rerun, RunReport, StepRecord
 from .shells import Once
 from .snapshot import Snapshot
@@ -340,7 +340,7 @@ class StageGuard:
         return Learner(self._owner, self.dtype, lambda _: attempt, agree=self._agree)
 
     @property
-    def learned(self) -> Learned | None:
+    def learned(self) -> PrecisionOverrides | None:
         """What the run knows by now; None where nothing may be learned."""
         return self._learner.learned if self._learner and self._learns else None
 

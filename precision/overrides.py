@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Learned:
+class PrecisionOverrides:
     """What failures taught about a module in one half-precision dtype."""
 
     wide: bool = False  # the residual stream is float32
@@ -35,11 +35,11 @@ class Learned:
         return (*self.wide_parts, *self.islands)
 
     @property
-    def to_share(self) -> Learned:
+    def to_share(self) -> PrecisionOverrides:
         """Return what a profile may hold of it: nothing that belongs to one run alone."""
         return replace(self, wide=False, whole_run_fp32=False)
 
-    def with_component(self, name: str, its: Learned) -> Learned:
+    def with_component(self, name: str, its: PrecisionOverrides) -> PrecisionOverrides:
         """Return what this component and another one of the same run learned.
 
         name, its: the other component, and what it learned. Its parts have its name before theirs; where every layer
@@ -63,7 +63,7 @@ class Learned:
         return said
 
 
-NOTHING = Learned()
+NOTHING = PrecisionOverrides()
 EVERYTHING = Message("every layer wide")
 STREAM = Message("stream in float32")
 STAY = Message("the rest of the run in fp32")
@@ -317,7 +317,9 @@ def found_in_half(
     return Finding(reason, name, peak, islands=() if island is None else (island,), hopeless=island is None)
 
 
-def taught(learned: Learned, finding: Finding, anatomy: Anatomy, dtype: str) -> tuple[Learned, str]:
+def escalate_overrides(
+    learned: PrecisionOverrides, finding: Finding, anatomy: Anatomy, dtype: str
+) -> tuple[PrecisionOverrides, str]:
     """Return what is known after a failure, and what follows from it in words; "" where nothing follows.
 
     In fp16, a part is made wide before it is run in fp32, and every layer is made wide before the rest of the run goes
@@ -334,7 +336,7 @@ def taught(learned: Learned, finding: Finding, anatomy: Anatomy, dtype: str) -> 
     broken = finding.stream is not None and not math.isfinite(finding.stream)
     if broken or anatomy.everything or finding.hopeless or (everything and finding.islands):
         if can_widen and not everything and not broken:
-            return Learned(everything=True), Message("{} from the next call on", EVERYTHING)
+            return PrecisionOverrides(everything=True), Message("{} from the next call on", EVERYTHING)
         return replace(learned, whole_run_fp32=True), STAY
     actions: list[str] = []
     if finding.stream is not None and anatomy.widens(dtype):
@@ -352,7 +354,7 @@ def taught(learned: Learned, finding: Finding, anatomy: Anatomy, dtype: str) -> 
     return learned, Message("{} from the next call on", joined(" and ", actions)) if actions else ""
 
 
-def _tried(name: str, learned: Learned) -> str:
+def _tried(name: str, learned: PrecisionOverrides) -> str:
     """Return the name of what has been wide already for a part's sake: what the part is in, or the part itself where it
     holds an island; else ""."""
     holds_island = any(covers(name, island) for island in learned.islands)

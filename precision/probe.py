@@ -17,7 +17,18 @@ from .dtypes import FP16_MAX
 from .fallback import counts
 from .half_products import error_beside_bf16
 from .observe import floating, hooked, largest, leaves
-from .overrides import NOTHING, RANGE, Anatomy, Learned, Peak, adapted, covered, find, order, taught
+from .overrides import (
+    NOTHING,
+    RANGE,
+    Anatomy,
+    Peak,
+    PrecisionOverrides,
+    adapted,
+    covered,
+    escalate_overrides,
+    find,
+    order,
+)
 from .upcast import HALF_DTYPES
 
 FP16_TINY: float = torch.finfo(torch.float16).tiny  # 2^-14: below it, fp16 loses digits
@@ -166,7 +177,7 @@ class Verdict:
     """Whether a dtype holds what was measured, and how."""
 
     dtype: str
-    learned: Learned  # what a run has to know so that nothing fails
+    learned: PrecisionOverrides  # what a run has to know so that nothing fails
     wide: bool  # the residual stream is float32
     reason: str
 
@@ -188,16 +199,16 @@ def judge(probed: Probed, dtype: str) -> Verdict:
     """Say whether a dtype holds what was measured, and what it needs for it."""
     peaks, anatomy = probed.peaks(), probed.anatomy
     finding = find(peaks, anatomy, dtype)
-    learned = taught(NOTHING, finding, anatomy, dtype)[0] if finding else NOTHING
+    learned = escalate_overrides(NOTHING, finding, anatomy, dtype)[0] if finding else NOTHING
     settled = learned.everything or learned.whole_run_fp32
     if finding and not settled and find(peaks, anatomy, dtype, learned.parts, wide=learned.wide):
-        learned = Learned(everything=dtype == "fp16", whole_run_fp32=dtype != "fp16")
+        learned = PrecisionOverrides(everything=dtype == "fp16", whole_run_fp32=dtype != "fp16")
     shares = probed.too_far_apart() if dtype == "fp16" else {}
     if scaled := next((name for name in shares if _is_scaled(name, anatomy, learned)), ""):
         said = (
             f"'{scaled}' is given values too far apart: its scaled product in fp16 is {shares[scaled]:.3g} × as far off"
         )
-        return Verdict(dtype, Learned(whole_run_fp32=True), False, f"{said} as bf16's")
+        return Verdict(dtype, PrecisionOverrides(whole_run_fp32=True), False, f"{said} as bf16's")
     return Verdict(dtype, learned, learned.wide, finding.reason if finding else _why_it_fits(probed, dtype))
 
 
@@ -210,7 +221,7 @@ def recommend(probed: Probed, dtype: str, *, native_bf16: bool) -> Verdict:
     return next(cheap, fitting[0] if fitting else judge(probed, "fp32"))
 
 
-def _is_scaled(name: str, anatomy: Anatomy, learned: Learned) -> bool:
+def _is_scaled(name: str, anatomy: Anatomy, learned: PrecisionOverrides) -> bool:
     """Return whether a layer is wide in fp16: those that write to a known stream always are."""
     return learned.everything or covered(name, learned.wide_parts) or adapted(name) in anatomy.writers
 

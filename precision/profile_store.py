@@ -22,7 +22,7 @@ from ..trust.foreign import Foreign, Unreadable
 from ..trust.message import Message, Told, joined, message_of
 from ..trust.text import for_file_name, for_terminal, shown
 from .arch import is_name
-from .overrides import NOTHING, Learned, largest_of, parts_in_words
+from .overrides import NOTHING, PrecisionOverrides, largest_of, parts_in_words
 from .sums import Sums
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Profile:
     architecture: str  # "sm75"
     dtype: str
     versions: Mapping[str, str]  # package → major.minor
-    learned: Learned = NOTHING
+    learned: PrecisionOverrides = NOTHING
 
     @property
     def name(self) -> str:
@@ -190,7 +190,7 @@ def _fitting(value: Any) -> Profile:
     learned = facts.learned
     lists: dict[str, Any] = {name: tuple(getattr(learned, name)) for name in ("islands", "wide_parts", "unquantised")}
     sums = Sums(**{name: _plain(value) for name, value in learned.sums}) if learned.sums else None
-    known = Learned(**lists, everything=learned.everything, sums=sums)
+    known = PrecisionOverrides(**lists, everything=learned.everything, sums=sums)
     return Profile(**given, loras=tuple(facts.loras), learned=known)
 
 
@@ -236,7 +236,7 @@ class ProfileFile:
     folder: Path | None  # in which profiles are kept; None: nowhere
     given: Profile | None = None  # by the user, in place of a kept one
 
-    def load(self, parts: Iterable[str] = ()) -> tuple[Learned, tuple[str, ...]]:
+    def load(self, parts: Iterable[str] = ()) -> tuple[PrecisionOverrides, tuple[str, ...]]:
         """What a profile says, and lines for the report: what it brought, or why it was left alone.
 
         parts: of the model, those that may run in fp32, or wide.
@@ -252,7 +252,7 @@ class ProfileFile:
             return NOTHING, (Message("{} is left alone: {}", which, misfit),)
         return found.learned, (Message("from a profile: {}", found.in_words()),)
 
-    def save(self, learned: Learned) -> None:
+    def save(self, learned: PrecisionOverrides) -> None:
         """Write it, unless the given profile or the kept one says it. A disk that refuses is logged."""
         profile = replace(self.here, learned=learned.to_share)
         if self.folder is None or self._is_given(profile):

@@ -11,7 +11,7 @@ from ..trust.message import Message, joined
 from ..trust.plain import for_json
 from .accumulation import Switch
 from .memory import Memory
-from .overrides import Learned
+from .overrides import PrecisionOverrides
 from .policy import Component, Plan
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class RunReport:
     graphs_kept: int = 0  # of them, those whose code an earlier run had compiled and kept
     switches: tuple[Switch, ...] = ()
     wide: str = ""  # what was float32 in fp16: "stream in float32", "every layer wide"
-    learned: Learned | None = None  # what the run knew in the end, where it learns
+    learned: PrecisionOverrides | None = None  # what the run knew in the end, where it learns
     calls_per_step: int = 1  # of the denoiser
     cache: CacheUse | None = None  # of the steps; None where all are computed
     memory: Memory | None = None  # None where nobody counts

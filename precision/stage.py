@@ -13,7 +13,7 @@ from .arch import Architecture
 from .fallback import Attempt, Learner
 from .guard import GuardPolicy, OnFailure, Scope, StageGuard
 from .observe import Agree, alone
-from .overrides import NOTHING, Anatomy, Learned
+from .overrides import NOTHING, Anatomy, PrecisionOverrides
 from .policy import Plan
 from .report import RunReport
 from .upcast import run_in_fp32
@@ -59,13 +59,13 @@ class Stage:
     def learner(
         self,
         network: torch.nn.Module,
-        build: Callable[[Learned], Attempt],
+        build: Callable[[PrecisionOverrides], Attempt],
         anatomy: Anatomy,
-        learned: Learned = NOTHING,
+        learned: PrecisionOverrides = NOTHING,
     ) -> Learner:
         """Return a Learner, which has the same arguments. The report says what of each of its attempts is float32."""
 
-        def told(known: Learned) -> Attempt:
+        def told(known: PrecisionOverrides) -> Attempt:
             made = build(known)
             self.report.wide = made.in_words
             return made

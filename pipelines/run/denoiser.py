@@ -17,7 +17,7 @@ from ...precision.fallback import Attempt, half_attempt
 from ...precision.fp16_sums import LinearSums
 from ...precision.guard import StageGuard
 from ...precision.observe import BlockOutputs
-from ...precision.overrides import NOTHING, Learned
+from ...precision.overrides import NOTHING, PrecisionOverrides
 from ...precision.shells import Once, reporting, with_forward, with_once
 from ...precision.step_cache import StepCache
 from ..compile.backends import EAGER, MEASURED, came_to, compiled, for_plan
@@ -50,7 +50,7 @@ def guarded_denoiser(stage: ComponentStage) -> torch.nn.Module:
 def ways_to_denoise(
     stage: ComponentStage,
     inputs: Mapping[str, Any],
-    known: Learned = NOTHING,
+    known: PrecisionOverrides = NOTHING,
     take: Callable[[ComponentStage, bool, bool], object] = lambda *_: None,
     cached: int = 0,
 ) -> Iterator[Way]:
@@ -84,7 +84,7 @@ class _Steps:
         self._signature = inspect.signature(stage.module.forward)
         self._known, notes = _known(stage)
         stage.report.notes += notes
-        self._earlier: Learned | None = None  # what another denoiser learned in this run
+        self._earlier: PrecisionOverrides | None = None  # what another denoiser learned in this run
         self._guard: StageGuard | None = None
         self._attempts: _Attempts | None = None
         self._cache = stage.step_cache()
@@ -226,7 +226,7 @@ class _Attempts:
         self._block_outputs = BlockOutputs()
         self._of_prompt: list[Once] = []
 
-    def build(self, learned: Learned) -> Attempt:
+    def build(self, learned: PrecisionOverrides) -> Attempt:
         stage, family, dtype = self._stage, self._stage.handle.family, self._stage.plan.dtype
         made = half_attempt(
             stage.module,
@@ -267,7 +267,7 @@ class _Attempts:
     def _in_fp16(self) -> str:
         return f"fp16 accumulation in the {self._stage.name}"
 
-    def _left(self, learned: Learned) -> tuple[str, ...]:
+    def _left(self, learned: PrecisionOverrides) -> tuple[str, ...]:
         """Names of layers that are compiled otherwise than the plan alone says."""
         if self._sums and learned.sums:
             return learned.sums.layers
@@ -345,11 +345,13 @@ class _Attempts:
         return self._quantised.take() if self._quantised else self._block_outputs.take()
 
 
-def _with(earlier: Learned | None, name: str, learned: Learned | None) -> Learned | None:
+def _with(
+    earlier: PrecisionOverrides | None, name: str, learned: PrecisionOverrides | None
+) -> PrecisionOverrides | None:
     return earlier.with_component(name, learned) if earlier and learned else learned
 
 
-def _known(stage: ComponentStage) -> tuple[Learned, tuple[str, ...]]:
+def _known(stage: ComponentStage) -> tuple[PrecisionOverrides, tuple[str, ...]]:
     """What earlier runs taught, where this one learns, and what to say about it."""
     if not stage.learns:
         return NOTHING, ()

@@ -14,7 +14,7 @@ import torch
 from ...precision.fallback import Attempt, half_attempt
 from ...precision.guard import StageGuard
 from ...precision.overflow import Clips
-from ...precision.overrides import Learned
+from ...precision.overrides import PrecisionOverrides
 from ...precision.policy import Component, Precision
 from ...precision.report import RunReport
 from ...precision.shells import reporting, with_forward
@@ -142,7 +142,7 @@ def _guarded(stage: ComponentStage) -> StageGuard:
     plan, text_encoder = stage.plan, stage.module
     shell, clips = stage.weights.shell(text_encoder), Clips(plan.dtype)  # T5 clamps at ±64504
 
-    def build(learned: Learned) -> Attempt:
+    def build(learned: PrecisionOverrides) -> Attempt:
         made = half_attempt(shell, stage.anatomy, learned, plan.dtype, everything=plan.wide, tf32=stage.tf32)
         return made if made.everything else replace(made, run=clips.watched(shell))
 

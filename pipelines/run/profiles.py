@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...precision.overrides import NOTHING, Learned
+from ...precision.overrides import NOTHING, PrecisionOverrides
 from ...precision.profile_store import Profile, ProfileFile
 from ...trust.text import shown
 from ..models.on_disk import StoredModel
@@ -31,7 +31,7 @@ _SAMPLES, _SAMPLE_BYTES = 64, 4096  # of each file's weights
 
 def load_profile(
     handle: PipelineHandle, denoiser: str, dtype: str, parts: Iterable[str]
-) -> tuple[Learned, tuple[str, ...]]:
+) -> tuple[PrecisionOverrides, tuple[str, ...]]:
     """What is known of a denoiser, and lines for the report. parts: as `ProfileFile.load`'s."""
     key = handle.memory_key(denoiser, dtype)
     if key in handle.store.learned:
@@ -43,7 +43,7 @@ def load_profile(
     return learned, notes
 
 
-def update_cache(handle: PipelineHandle, denoiser: str, dtype: str, learned: Learned) -> None:
+def update_cache(handle: PipelineHandle, denoiser: str, dtype: str, learned: PrecisionOverrides) -> None:
     """What is known from now on, for as long as the store lives. That a run went on in fp32 is of that run alone."""
     handle.store.learned[handle.memory_key(denoiser, dtype)] = replace(learned, whole_run_fp32=False)
 

@@ -19,7 +19,7 @@ from ...precision.activations import Alive, counting, on_meta
 from ...precision.dtypes import DTYPES
 from ...precision.fallback import Attempt, Learner, half_attempt
 from ...precision.fp32_settings import TF32, autocast_off_where_on, device_types
-from ...precision.overrides import Anatomy, Learned
+from ...precision.overrides import Anatomy, PrecisionOverrides
 from ...precision.shells import Make, both, replaced, reporting, with_forward
 from ...precision.upcast import run_in_fp32
 from ..compile.decoder import DecoderCompiling, Kind, Kinds
@@ -179,7 +179,7 @@ def _learning(stage: ComponentStage, network: torch.nn.Module, compiling: Decode
     anatomy = _anatomy(network)
     plan = stage.plan
 
-    def build(known: Learned) -> Attempt:
+    def build(known: PrecisionOverrides) -> Attempt:
         parts = known.parts  # inside of what would be compiled whole
 
         def whole(half: torch.nn.Module, _wide: bool) -> torch.nn.Module:

@@ -23,7 +23,7 @@ from ...precision.attention import Choice
 from ...precision.consistency import DamagedByCast, make_consistent
 from ...precision.dtypes import DTYPES
 from ...precision.narrowing import mend_narrowed
-from ...precision.overrides import Learned
+from ...precision.overrides import PrecisionOverrides
 from ...precision.quantised import QuantisedLinears
 from ...precision.shared import TURNS
 from ..compile.backends import CompileOptions
@@ -62,7 +62,7 @@ class ComponentStore:
         # accumulation, layers that are unquantised or accumulate in fp16) → shell
         self.compiled: dict[_CompiledKey, torch.nn.Module] = {}
         self.quantised: dict[tuple[str, tuple[LoraKey, ...], str], QuantisedLinears] = {}  # by denoiser, LoRAs and kind
-        self.learned: dict[MemoryKey, Learned] = {}  # what runs taught about a denoiser
+        self.learned: dict[MemoryKey, PrecisionOverrides] = {}  # what runs taught about a denoiser
         self.recalled: set[MemoryKey] = set()  # of these, a profile on disk was where runs began
         self.attention: dict[tuple[str, tuple[torch.Size, ...]], Choice] = {}  # by dtype and sizes, measured
         self.lacks: dict[Any, tuple[int, str]] = {}  # of these, bytes that would do with lean kernels, and what lacks

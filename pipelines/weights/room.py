@@ -14,7 +14,7 @@ from ...precision.dtypes import DTYPES
 from ...precision.fallback import half_attempt
 from ...precision.kernels import LEAN, Kernels, kernels_of
 from ...precision.memory import size
-from ...precision.overrides import NOTHING, Anatomy, Learned
+from ...precision.overrides import NOTHING, Anatomy, PrecisionOverrides
 from ...precision.policy import Component
 from ...precision.shells import with_once
 from ...precision.snapshot import copies
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from ..run.stage import ComponentStage
 
 
-def room_for_call(stage: ComponentStage, inputs: Mapping[str, Any], learned: Learned = NOTHING, cached: int = 0) -> int:
+def room_for_call(
+    stage: ComponentStage, inputs: Mapping[str, Any], learned: PrecisionOverrides = NOTHING, cached: int = 0
+) -> int:
     """Return the bytes that one call of a stage's component takes, made in the plan's dtype as `learned` asks for.
 
     inputs: its arguments, of which the shapes and dtypes count.
@@ -70,7 +72,11 @@ def _most(prepare: Callable[[], Callable[[Alive], object]], kernels: Kernels) ->
 
 
 def attempt_on_meta(
-    stage: ComponentStage, network: torch.nn.Module, anatomy: Anatomy, learned: Learned = NOTHING, cached: int = 0
+    stage: ComponentStage,
+    network: torch.nn.Module,
+    anatomy: Anatomy,
+    learned: PrecisionOverrides = NOTHING,
+    cached: int = 0,
 ) -> Callable[..., Any]:
     """Return what a stage's guard would call of a network, on "meta". cached: as `room_for_call` has it."""
     bare, skipped = on_meta(network), stage.handle.family.skipped

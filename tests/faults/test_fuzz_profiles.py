@@ -15,7 +15,7 @@ from comfyui_onediff_guard.pipelines.run.profiles import profile_of
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
-from comfyui_onediff_guard.precision.overrides import Learned
+from comfyui_onediff_guard.precision.overrides import PrecisionOverrides
 from comfyui_onediff_guard.precision.policy import Precision
 from comfyui_onediff_guard.precision.profile_store import BadProfile, Profile, parse, read, read_all, write
 from hypothesis import HealthCheck, given, settings
@@ -30,7 +30,7 @@ PROFILE = Profile(
     architecture="sm75",
     dtype="fp16",
     versions={"torch": "2.13", "diffusers": "0.42"},
-    learned=Learned(islands=("transformer_blocks.3", "transformer_blocks.17")),
+    learned=PrecisionOverrides(islands=("transformer_blocks.3", "transformer_blocks.17")),
 )
 SEED = json.loads(PROFILE.text())
 ALL, SMALLER = 15_000, 150
@@ -101,8 +101,8 @@ def accepted(of: Profile) -> st.SearchStrategy[Profile]:
     parts = st.sampled_from(
         ["transformer_blocks.0", "transformer_blocks.1", "proj_out", "time_embedding.linear_1", "x"]
     )
-    whole = st.builds(Learned, islands=st.lists(parts, max_size=3, unique=True).map(tuple))
-    damaged = mutated(json.loads(replace(of, learned=Learned(islands=("transformer_blocks.1",))).text()))
+    whole = st.builds(PrecisionOverrides, islands=st.lists(parts, max_size=3, unique=True).map(tuple))
+    damaged = mutated(json.loads(replace(of, learned=PrecisionOverrides(islands=("transformer_blocks.1",))).text()))
     return st.one_of(whole.map(lambda learned: replace(of, learned=learned)), damaged.filter(_taken).map(_parsed))
 
 

@@ -8,10 +8,12 @@ from functools import partial
 
 import pytest
 from comfyui_onediff_guard.comfyui_host.host import PROFILES_VARIABLE, profiles_directory
-from comfyui_onediff_guard.precision.overrides import Learned
+from comfyui_onediff_guard.precision.overrides import PrecisionOverrides
 from comfyui_onediff_guard.precision.profile_store import Profile, read, write
 
-PROFILE = Profile("CogVideoX-5b", "0" * 32, (), "sm75", "fp16", {"torch": "2.13"}, Learned(islands=("blocks.3",)))
+PROFILE = Profile(
+    "CogVideoX-5b", "0" * 32, (), "sm75", "fp16", {"torch": "2.13"}, PrecisionOverrides(islands=("blocks.3",))
+)
 
 
 @pytest.fixture

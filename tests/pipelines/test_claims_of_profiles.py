@@ -13,7 +13,7 @@ from comfyui_onediff_guard.pipelines.run.profiles import profile_of
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.guard import GuardPolicy, OnFailure, Scope
-from comfyui_onediff_guard.precision.overrides import Learned
+from comfyui_onediff_guard.precision.overrides import PrecisionOverrides
 from comfyui_onediff_guard.precision.policy import Precision
 
 SMALL = SampleSettings(width=64, height=48, frames=9, steps=2, guidance_scale=6.0, seed=3, scheduler="DDIM")
@@ -52,7 +52,7 @@ def error(folder, latents):
 @pytest.mark.parametrize("islands", [BLOCKS[:1], BLOCKS, OUTSIDE, (*OUTSIDE, *BLOCKS)], ids=len)
 def test_no_islands_make_the_result_worse(model_folder, islands, overflow, policy):
     folder = model_folder("5b", overflow)
-    latents, report = sampled(folder, "fp16", policy, Learned(islands=islands))
+    latents, report = sampled(folder, "fp16", policy, PrecisionOverrides(islands=islands))
     assert [(step.dtype, step.outcome) for step in report.steps] == [("fp16", "finite")] * SMALL.steps
     assert report.wide and error(folder, latents) < 0.005
     assert [note.startswith("from a profile: ") for note in report.notes if "profile" in note] == [True]
@@ -60,12 +60,12 @@ def test_no_islands_make_the_result_worse(model_folder, islands, overflow, polic
 
 def test_where_nothing_is_learned_no_profile_is_read(model_folder):
     folder = model_folder("5b", "stream")
-    latents, report = sampled(folder, "fp16", STEP, Learned(islands=BLOCKS))
+    latents, report = sampled(folder, "fp16", STEP, PrecisionOverrides(islands=BLOCKS))
     assert not any("profile" in note for note in report.notes)
     assert report.learned is None and report.wide and error(folder, latents) < 0.005
 
 
 @pytest.mark.parametrize("island", ["transformer_blocks", "transformer_blocks.0.attn1", "", "transformer_blocks.9"])
 def test_parts_that_no_run_would_name_are_refused(model_folder, island):
-    _, report = sampled(model_folder("5b"), "fp16", LEARNED, Learned(islands=(island,)))
+    _, report = sampled(model_folder("5b"), "fp16", LEARNED, PrecisionOverrides(islands=(island,)))
     assert f"is left alone: this model has no part '{island}'" in str(report.notes)

@@ -19,7 +19,7 @@ from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.half_products import HalfProducts
-from comfyui_onediff_guard.precision.overrides import Learned
+from comfyui_onediff_guard.precision.overrides import PrecisionOverrides
 from comfyui_onediff_guard.precision.policy import Component, Precision
 from torch._dynamo.utils import counters
 from torch.overrides import _get_current_function_mode_stack
@@ -100,7 +100,7 @@ def test_a_stream_beyond_fp16_teaches_nothing(model_folder, open_pipeline):
     handle = open_pipeline(model_folder("2b", "stream"), "fp16")
     _, report = sampled(handle, LEARNED)
     assert [step.outcome for step in report.steps] == ["finite"] * SMALL.steps
-    assert report.wide and learned_by(report) == Learned()
+    assert report.wide and learned_by(report) == PrecisionOverrides()
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
@@ -111,7 +111,7 @@ def test_an_inner_overflow_makes_one_block_wide_and_no_new_graph(model_folder, o
     before = counters["stats"]["unique_graphs"]
     latents, report = sampled(handle, LEARNED)
     assert [step.outcome for step in report.steps] == ["rerun", "finite", "finite", "finite"]
-    assert learned_by(report) == Learned(wide_parts=("transformer_blocks.1",))
+    assert learned_by(report) == PrecisionOverrides(wide_parts=("transformer_blocks.1",))
     assert first_rerun(report).module.startswith("transformer_blocks.1.ff.net.0")
     assert "'transformer_blocks.1' wide; 4 steps, 1 rerun" in report.summary()
     _, again = sampled(handle, LEARNED, seed=4)
@@ -137,7 +137,7 @@ def test_an_overflow_outside_of_the_blocks_costs_one_rerun_and_no_more(model_fol
     _, report = run(3)
     assert [step.outcome for step in report.steps] == ["rerun", "finite", "finite", "finite"]
     assert {step.dtype for step in report.steps[1:]} == {"fp16"}
-    assert learned_by(report) == Learned(wide_parts=("time_embedding",))
+    assert learned_by(report) == PrecisionOverrides(wide_parts=("time_embedding",))
     assert first_rerun(report).module == "time_embedding.linear_1"
     assert "inside a block" not in report.steps[0].note
     assert run(4)[1].reruns == 0, "kept for the next run"
@@ -159,7 +159,7 @@ def test_a_block_that_fails_even_when_wide_becomes_an_island(model_folder, open_
     _, again = sampled(handle, LEARNED, seed=4)
     hook.remove()
     assert [step.outcome for step in report.steps] == ["rerun"] * reruns + ["finite"] * (SMALL.steps - reruns)
-    assert learned_by(report) == Learned(islands=("transformer_blocks.1",))
+    assert learned_by(report) == PrecisionOverrides(islands=("transformer_blocks.1",))
     assert report.summary().count("'transformer_blocks.1' in fp32; 4 steps") == 1 and "' wide" not in report.summary()
     assert again.reruns == 0, "kept for the next run"
     expected, _ = sampled(handle, GuardPolicy(scope=Scope.STEP))
@@ -174,7 +174,7 @@ def test_what_cannot_be_wide_in_parts_is_wide_in_all(model_folder, open_pipeline
     _, again = sampled(handle, LEARNED, seed=4)
     assert [(step.dtype, step.outcome) for step in report.steps] == [("fp32", "rerun"), *[("fp16", "finite")] * 3]
     assert first_rerun(report).action == "every layer wide from the next call on"
-    assert learned_by(report) == Learned(everything=True) and report.wide == "every layer wide"
+    assert learned_by(report) == PrecisionOverrides(everything=True) and report.wide == "every layer wide"
     assert again.reruns == 0 and again.summary().count("every layer wide") == 1
     expected, _ = sampled(handle, GuardPolicy(scope=Scope.STEP))
     assert error(latents, expected) < 2e-2
@@ -183,12 +183,12 @@ def test_what_cannot_be_wide_in_parts_is_wide_in_all(model_folder, open_pipeline
 def test_what_is_wide_in_all_is_not_compiled_and_the_report_says_so(model_folder, open_pipeline):
     handle = open_pipeline(model_folder("2b"), "fp16", backend="inductor")
     key = handle.memory_key("transformer", "fp16")
-    handle.store.learned[key] = Learned(everything=True)
+    handle.store.learned[key] = PrecisionOverrides(everything=True)
     before = counters["stats"]["unique_graphs"]
     _, report = sampled(handle, LEARNED)
     assert (report.backend, report.backend_reason) == ("eager", "nothing is compiled with every layer wide")
     assert counters["stats"]["unique_graphs"] == before
-    handle.store.learned[key] = Learned()
+    handle.store.learned[key] = PrecisionOverrides()
     _, report = sampled(handle, LEARNED)
     assert report.backend == "inductor" and counters["stats"]["unique_graphs"] == before + 1
 
@@ -207,8 +207,8 @@ def test_what_did_not_help_is_not_kept_for_the_next_run(model_folder, open_pipel
     _, report = sampled(handle, LEARNED)
     hook.remove()
     assert [step.dtype for step in report.steps] == ["fp32"] * SMALL.steps and report.reruns == 3
-    assert learned_by(report) == Learned(whole_run_fp32=True)
-    assert handle.store.learned[handle.memory_key("transformer", "fp16")] == Learned()
+    assert learned_by(report) == PrecisionOverrides(whole_run_fp32=True)
+    assert handle.store.learned[handle.memory_key("transformer", "fp16")] == PrecisionOverrides()
 
 
 def test_a_denoiser_that_is_let_go_lets_go_of_the_model(model_folder, open_pipeline):

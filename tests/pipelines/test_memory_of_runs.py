@@ -14,13 +14,13 @@ from comfyui_onediff_guard.pipelines.run.profiles import profile_of
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
-from comfyui_onediff_guard.precision.overrides import Learned
+from comfyui_onediff_guard.precision.overrides import PrecisionOverrides
 from comfyui_onediff_guard.precision.profile_store import read, write
 
 SMALL = SampleSettings(width=64, height=48, frames=9, steps=3, guidance_scale=6.0, seed=3, scheduler="DDIM")
 LEARNED = GuardPolicy(scope=Scope.LEARNED)
-WIDE = Learned(wide_parts=(overflows.ISLAND,))
-ISLANDS = Learned(islands=(overflows.ISLAND,))  # as an earlier version learned them
+WIDE = PrecisionOverrides(wide_parts=(overflows.ISLAND,))
+ISLANDS = PrecisionOverrides(islands=(overflows.ISLAND,))  # as an earlier version learned them
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_what_is_learned_on_top_of_a_profile_that_a_workflow_carries_is_kept(ove
     sampled(opened(overflowing))
     whole = read(kept(tmp_path))
     kept(tmp_path).unlink()
-    other = Learned(islands=("transformer_blocks.0",))
+    other = PrecisionOverrides(islands=("transformer_blocks.0",))
     _, report = sampled(opened(overflowing, profile=replace(whole, learned=other)))
     both = replace(WIDE, islands=other.islands)
     assert report.reruns == 1 and read(kept(tmp_path)) == replace(whole, learned=both)
@@ -157,7 +157,9 @@ def test_a_disk_that_refuses_costs_no_run(overflowing, opened, tmp_path, caplog)
 def test_what_does_not_help_is_forgotten_for_later_processes_too(model_folder, opened, tmp_path):
     folder = model_folder("2b")
     handle = opened(folder)
-    useless = replace(profile_of(handle, "transformer", "fp16"), learned=Learned(islands=("transformer_blocks.1",)))
+    useless = replace(
+        profile_of(handle, "transformer", "fp16"), learned=PrecisionOverrides(islands=("transformer_blocks.1",))
+    )
     file = write(tmp_path / "profiles", useless)
     hook = handle.store.module("transformer", "fp16").proj_out.register_forward_hook(
         lambda _layer, _given, made: made * 1e9
@@ -165,5 +167,5 @@ def test_what_does_not_help_is_forgotten_for_later_processes_too(model_folder, o
     _, report = sampled(handle)
     hook.remove()
     assert f"from a profile: {useless.in_words()}" in report.notes
-    assert report.learned == Learned(everything=True), "its last layer puts out what does not fit"
+    assert report.learned == PrecisionOverrides(everything=True), "its last layer puts out what does not fit"
     assert read(file) == replace(useless, learned=report.learned)

@@ -12,7 +12,7 @@ from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
-from comfyui_onediff_guard.precision.overrides import Learned
+from comfyui_onediff_guard.precision.overrides import PrecisionOverrides
 from comfyui_onediff_guard.precision.policy import Precision
 from comfyui_onediff_guard.precision.profile_store import parse
 from overflows import ISLAND
@@ -118,7 +118,7 @@ def test_it_is_kept_where_that_is_asked_for(model_folder, opened, tmp_path):
     assert not (tmp_path / "profiles").exists()
     assert found.profile and found.profile.name in keep_profile(handle, found)
     assert (tmp_path / "profiles" / f"{found.profile.name}.json").read_text() == found.profile_text
-    assert found.profile.learned == Learned(wide_parts=(ISLAND,))
+    assert found.profile.learned == PrecisionOverrides(wide_parts=(ISLAND,))
     _, report = sample(replace(handle, policy=LEARNED), *prompts(handle), SMALL)
     assert report.reruns == 0, "in this process too"
     for variant, card in (("5b", "sm80"), ("2b", "sm75")):

@@ -14,7 +14,7 @@ from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.models.folder import inspect
 from comfyui_onediff_guard.pipelines.run.profiles import identify
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
-from comfyui_onediff_guard.precision.overrides import NOTHING, Learned, largest_of
+from comfyui_onediff_guard.precision.overrides import NOTHING, PrecisionOverrides, largest_of
 from comfyui_onediff_guard.precision.profile_store import BadProfile, Profile, parse, read, read_all, write, write_text
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,7 +29,7 @@ PROFILE = Profile(
     architecture="sm75",
     dtype="fp16",
     versions={"torch": "2.13", "diffusers": "0.42"},
-    learned=Learned(islands=ISLANDS),
+    learned=PrecisionOverrides(islands=ISLANDS),
 )
 
 
@@ -42,7 +42,7 @@ PROFILE = Profile(
         architecture=st.sampled_from([*ARCHITECTURES, "sm999", "gfx1100", "hpu"]),
         dtype=st.sampled_from(["fp16", "bf16"]),
         versions=st.dictionaries(TEXTS, TEXTS, max_size=20),
-        learned=st.builds(Learned, islands=PARTS, wide_parts=PARTS, everything=st.booleans()),
+        learned=st.builds(PrecisionOverrides, islands=PARTS, wide_parts=PARTS, everything=st.booleans()),
     )
 )
 def test_what_is_written_is_read_again(profile):
@@ -70,8 +70,8 @@ def test_a_profile_of_a_model_in_any_folder_is_read_again(model_folder, tmp_path
 def test_a_file_is_written_whole_and_named_after_its_model(tmp_path):
     file = write(tmp_path / "new", PROFILE)
     assert file.name.startswith("CogVideoX-5b-fine-tune-sm75-fp16-") and read(file) == PROFILE
-    again = write(tmp_path / "new", replace(PROFILE, learned=Learned(islands=("proj_out",))))
-    assert again == file and read(file).learned == Learned(islands=("proj_out",)), "one model has one file"
+    again = write(tmp_path / "new", replace(PROFILE, learned=PrecisionOverrides(islands=("proj_out",))))
+    assert again == file and read(file).learned == PrecisionOverrides(islands=("proj_out",)), "one model has one file"
     other = write(tmp_path / "new", replace(PROFILE, loras=("x at 1",)))
     assert other != file
     assert {path.suffix for path in (tmp_path / "new").iterdir()} == {".json"}
@@ -90,7 +90,9 @@ def test_readers_never_see_half_a_file(tmp_path):
 
     def keep_writing():
         for turn in range(200):
-            write(tmp_path, replace(PROFILE, learned=Learned(islands=(*ISLANDS, *map(str, range(turn % 100))))))
+            write(
+                tmp_path, replace(PROFILE, learned=PrecisionOverrides(islands=(*ISLANDS, *map(str, range(turn % 100)))))
+            )
 
     writer = threading.Thread(target=keep_writing)
     writer.start()
@@ -148,12 +150,12 @@ def test_one_of_a_version_that_knew_islands_alone_is_read():
 
 
 def test_a_wide_stream_and_a_run_that_went_on_in_fp32_are_of_no_profile():
-    assert Learned(wide=True, islands=ISLANDS, whole_run_fp32=True).to_share == PROFILE.learned
+    assert PrecisionOverrides(wide=True, islands=ISLANDS, whole_run_fp32=True).to_share == PROFILE.learned
     assert json.loads(PROFILE.text())["learned"] == {"islands": [*ISLANDS], "wide_parts": [], "everything": False}
 
 
 def test_wide_parts_and_that_everything_is_wide_are_of_a_profile(tmp_path):
-    wide = Learned(islands=ISLANDS[:1], wide_parts=ISLANDS[1:], everything=True)
+    wide = PrecisionOverrides(islands=ISLANDS[:1], wide_parts=ISLANDS[1:], everything=True)
     assert replace(wide, wide=True, whole_run_fp32=True).to_share == wide
     profile = replace(PROFILE, learned=wide)
     assert read(write(tmp_path, profile)) == profile
@@ -187,8 +189,14 @@ def test_a_large_or_binary_file_is_no_profile(tmp_path):
         ({"dtype": "bf16"}, "it is for bf16, and this is fp16"),
         ({"versions": {"torch": "2.9", "diffusers": "0.42"}}, "made with torch 2.9, and this is 2.13"),
         ({"versions": {}}, "torch of no version"),
-        ({"learned": Learned(islands=("transformer_blocks.99",))}, "this model has no part 'transformer_blocks.99'"),
-        ({"learned": Learned(wide_parts=("transformer_blocks.99",))}, "this model has no part 'transformer_blocks.99'"),
+        (
+            {"learned": PrecisionOverrides(islands=("transformer_blocks.99",))},
+            "this model has no part 'transformer_blocks.99'",
+        ),
+        (
+            {"learned": PrecisionOverrides(wide_parts=("transformer_blocks.99",))},
+            "this model has no part 'transformer_blocks.99'",
+        ),
     ],
 )
 def test_one_that_does_not_fit_says_why(change, says):
@@ -255,9 +263,9 @@ def test_in_words():
     words = "CogVideoX 5b/fine:tune, sm75, fp16; 'transformer_blocks.3', 'transformer_blocks.17' in fp32"
     assert PROFILE.in_words() == words
     assert replace(PROFILE, learned=NOTHING).in_words().endswith("nothing learned")
-    some = replace(PROFILE, learned=Learned(islands=ISLANDS[:1], wide_parts=ISLANDS[1:])).in_words()
+    some = replace(PROFILE, learned=PrecisionOverrides(islands=ISLANDS[:1], wide_parts=ISLANDS[1:])).in_words()
     assert some.endswith("fp16; 'transformer_blocks.17' wide; 'transformer_blocks.3' in fp32")
-    assert replace(PROFILE, learned=Learned(everything=True)).in_words().endswith("fp16; every layer wide")
+    assert replace(PROFILE, learned=PrecisionOverrides(everything=True)).in_words().endswith("fp16; every layer wide")
 
 
 def test_what_a_killed_process_left_half_written_is_removed(tmp_path):

@@ -24,7 +24,7 @@ from comfyui_onediff_guard.pipelines.weights.offload import Offload
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.pipelines.weights.quantising import check
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
-from comfyui_onediff_guard.precision.overrides import Learned
+from comfyui_onediff_guard.precision.overrides import PrecisionOverrides
 from comfyui_onediff_guard.precision.policy import Component, PlanImpossible, Precision, choose
 from comfyui_onediff_guard.precision.quantised import QuantisedLinears
 from dequantised import dequantise, product
@@ -165,7 +165,7 @@ def test_a_failing_step_is_computed_from_the_half_weights_and_its_layer_left_unq
     made, report = sampled(handle, steps=1)
     assert [step.outcome for step in report.steps] == ["rerun"]
     assert report.steps[0].rerun.module == BROKEN
-    assert report.learned == Learned(unquantised=(BROKEN,))
+    assert report.learned == PrecisionOverrides(unquantised=(BROKEN,))
 
     def stays(handle: PipelineHandle) -> torch.Tensor:
         """One step in fp32 from bf16's weights: of a run in bf16 that learned to give half precision up."""

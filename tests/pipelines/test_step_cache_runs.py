@@ -23,7 +23,7 @@ from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.drift import FIRST, LAST, ORDER, CachePolicy
 from comfyui_onediff_guard.precision.guard import GuardPolicy, OnFailure, Scope
-from comfyui_onediff_guard.precision.overrides import Learned
+from comfyui_onediff_guard.precision.overrides import PrecisionOverrides
 from comfyui_onediff_guard.precision.policy import Component, Precision
 from comfyui_onediff_guard.precision.quantised import STEP
 from lora_models import training
@@ -120,7 +120,7 @@ def test_nan_at_any_step(
     given: list[Any] = []
     make = denoising._Attempts.build
 
-    def build(attempts: Any, learned: Learned) -> Any:
+    def build(attempts: Any, learned: PrecisionOverrides) -> Any:
         made = make(attempts, learned)
 
         def attempt(*args: Any, **kwargs: Any) -> Any:
@@ -166,7 +166,7 @@ def broken_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """The attempt of one step is NaN."""
     make = denoising._Attempts.build
 
-    def build(attempts: Any, learned: Learned) -> Any:
+    def build(attempts: Any, learned: PrecisionOverrides) -> Any:
         made = make(attempts, learned)
 
         def attempt(*args: Any, **kwargs: Any) -> Any:
@@ -191,13 +191,15 @@ def test_a_wide_stream(model_folder: Callable[..., Path], model: str, overflow: 
 @pytest.mark.parametrize(
     "known",
     [
-        Learned(islands=("transformer_blocks.1",)),
-        Learned(wide_parts=("transformer_blocks.0",)),
-        Learned(everything=True),
+        PrecisionOverrides(islands=("transformer_blocks.1",)),
+        PrecisionOverrides(wide_parts=("transformer_blocks.0",)),
+        PrecisionOverrides(everything=True),
     ],
     ids=["island", "wide block", "every layer wide"],
 )
-def test_what_was_learned(model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, known: Learned) -> None:
+def test_what_was_learned(
+    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, known: PrecisionOverrides
+) -> None:
     monkeypatch.setattr(denoising, "_known", lambda _stage: (known, ()))
     handle = opened(model_folder("2b"), "fp16")
     plain, _ = run(handle, "2b")
@@ -229,7 +231,7 @@ def test_where_memory_runs_out_the_cache_goes_first(
     plain, _ = run(handle, "2b")
     make, failures = denoising._Attempts.build, [0, 0]
 
-    def build(attempts: Any, learned: Learned) -> Any:
+    def build(attempts: Any, learned: PrecisionOverrides) -> Any:
         made = make(attempts, learned)
 
         def attempt(*args: Any, **kwargs: Any) -> Any:

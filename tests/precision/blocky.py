@@ -12,7 +12,7 @@ from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.fallback import Attempt, Learner, half_attempt
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope, StageGuard
-from comfyui_onediff_guard.precision.overrides import NOTHING, Anatomy, Learned, Stream
+from comfyui_onediff_guard.precision.overrides import NOTHING, Anatomy, PrecisionOverrides, Stream
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.report import RunReport
 from comfyui_onediff_guard.precision.shells import replaced, with_forward
@@ -129,7 +129,7 @@ class Run:
     report: RunReport
     learner: Learner
     faults: Faults
-    built: list[Learned]
+    built: list[PrecisionOverrides]
 
     def __call__(self, x: torch.Tensor, **more: Any) -> torch.Tensor:
         self.faults.call += 1
@@ -159,14 +159,14 @@ def guarded(
     stay_after: int = 3,
     faults: Faults | None = None,
     stream: Stream | None = STREAM,
-    learned: Learned = NOTHING,
+    learned: PrecisionOverrides = NOTHING,
     **more: Any,
 ) -> Run:
     """more: of half_attempt."""
     faults, built = faults or Faults({}, ()), []
     anatomy = Anatomy.of(module, ["blocks"], stream)
 
-    def make(known: Learned) -> Attempt:
+    def make(known: PrecisionOverrides) -> Attempt:
         built.append(known)
         return half_attempt(faulty, anatomy, known, dtype, **more)
 

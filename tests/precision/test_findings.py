@@ -14,11 +14,11 @@ from comfyui_onediff_guard.precision import overrides as findings
 from comfyui_onediff_guard.precision.overrides import (
     Anatomy,
     Finding,
-    Learned,
     Peak,
+    PrecisionOverrides,
+    escalate_overrides,
     found_in_half,
     parts_in_words,
-    taught,
 )
 from small_denoisers import build as build_denoiser
 
@@ -158,35 +158,35 @@ def lessons(anatomy, dtype, known, name):
     """What is learned while the same layer goes on failing in the half-precision call."""
     while not known.whole_run_fp32:
         finding = found_in_half(name, {}, anatomy, dtype, known.islands)
-        known, _ = taught(known, finding, anatomy, dtype)
+        known, _ = escalate_overrides(known, finding, anatomy, dtype)
         yield known
 
 
 def test_where_a_layer_as_an_island_does_not_help_the_part_around_it_is_one(model):
     anatomy = Anatomy.of(model, COGVIDEOX.blocks, COGVIDEOX.stream)
-    known = Learned(islands=("transformer_blocks.0",))
+    known = PrecisionOverrides(islands=("transformer_blocks.0",))
     found = list(lessons(anatomy, "bf16", known, "time_embedding.linear_1"))
     assert [each.islands for each in found[:2]] == [
         ("transformer_blocks.0", "time_embedding.linear_1"),
         ("transformer_blocks.0", "time_embedding"),  # which the layer is a part of
     ]
-    assert found[2:] == [Learned(islands=found[1].islands, whole_run_fp32=True)], "nothing is around it"
+    assert found[2:] == [PrecisionOverrides(islands=found[1].islands, whole_run_fp32=True)], "nothing is around it"
 
 
 def test_in_fp16_what_fails_again_when_it_is_wide_becomes_an_island(model):
     anatomy = Anatomy.of(model, COGVIDEOX.blocks, COGVIDEOX.stream)
-    assert list(lessons(anatomy, "fp16", Learned(wide=True), "transformer_blocks.0.ff")) == [
-        Learned(wide=True, wide_parts=("transformer_blocks.0",)),
-        Learned(wide=True, islands=("transformer_blocks.0",)),
-        Learned(everything=True),
-        Learned(everything=True, whole_run_fp32=True),
+    assert list(lessons(anatomy, "fp16", PrecisionOverrides(wide=True), "transformer_blocks.0.ff")) == [
+        PrecisionOverrides(wide=True, wide_parts=("transformer_blocks.0",)),
+        PrecisionOverrides(wide=True, islands=("transformer_blocks.0",)),
+        PrecisionOverrides(everything=True),
+        PrecisionOverrides(everything=True, whole_run_fp32=True),
     ]
-    assert list(lessons(anatomy, "fp16", Learned(), "time_embedding.linear_1")) == [
-        Learned(wide_parts=("time_embedding.linear_1",)),
-        Learned(islands=("time_embedding.linear_1",)),
-        Learned(islands=("time_embedding",)),  # which was no better where a part of it ran in fp32
-        Learned(everything=True),
-        Learned(everything=True, whole_run_fp32=True),
+    assert list(lessons(anatomy, "fp16", PrecisionOverrides(), "time_embedding.linear_1")) == [
+        PrecisionOverrides(wide_parts=("time_embedding.linear_1",)),
+        PrecisionOverrides(islands=("time_embedding.linear_1",)),
+        PrecisionOverrides(islands=("time_embedding",)),  # which was no better where a part of it ran in fp32
+        PrecisionOverrides(everything=True),
+        PrecisionOverrides(everything=True, whole_run_fp32=True),
     ]
 
 
@@ -194,12 +194,16 @@ def test_of_a_wide_part_that_fails_again_all_becomes_an_island(model):
     """Of a part and what is in it, only the part would be followed."""
     anatomy = Anatomy.of(model, COGVIDEOX.blocks, COGVIDEOX.stream)
     inside = Finding("", islands=("time_embedding.linear_2",))
-    learned, action = taught(Learned(wide_parts=("proj_out", "time_embedding")), inside, anatomy, "fp16")
-    assert learned == Learned(wide_parts=("proj_out",), islands=("time_embedding",))
+    learned, action = escalate_overrides(
+        PrecisionOverrides(wide_parts=("proj_out", "time_embedding")), inside, anatomy, "fp16"
+    )
+    assert learned == PrecisionOverrides(wide_parts=("proj_out",), islands=("time_embedding",))
     assert action == "'time_embedding' in fp32 from the next call on"
     around = Finding("", islands=("time_embedding",))
-    learned, _ = taught(Learned(wide_parts=("time_embedding.linear_2",)), around, anatomy, "fp16")
-    assert learned == Learned(wide_parts=("time_embedding",))
+    learned, _ = escalate_overrides(
+        PrecisionOverrides(wide_parts=("time_embedding.linear_2",)), around, anatomy, "fp16"
+    )
+    assert learned == PrecisionOverrides(wide_parts=("time_embedding",))
 
 
 def test_a_part_that_reads_the_stream_fits_where_the_stream_is_wide():
@@ -216,26 +220,33 @@ def test_a_block_whose_output_does_not_fit_cannot_be_helped_by_itself_where_the_
     found = find(peaks, PLAIN, "fp16")
     assert found.hopeless and found.module == "blocks.1" and "puts out 7e+04" in found.reason
     in_fp32 = "the rest of the run in fp32"
-    everything, action = taught(Learned(wide_parts=("blocks.0",), islands=("out",)), found, PLAIN, "fp16")
-    assert everything == Learned(everything=True), "what was learned of parts is of no use any more"
+    everything, action = escalate_overrides(
+        PrecisionOverrides(wide_parts=("blocks.0",), islands=("out",)), found, PLAIN, "fp16"
+    )
+    assert everything == PrecisionOverrides(everything=True), "what was learned of parts is of no use any more"
     assert action == "every layer wide from the next call on"
-    assert taught(everything, found, PLAIN, "fp16") == (replace(everything, whole_run_fp32=True), in_fp32)
-    assert taught(Learned(), found, PLAIN, "bf16") == (Learned(whole_run_fp32=True), in_fp32), "it has fp32's range"
+    assert escalate_overrides(everything, found, PLAIN, "fp16") == (replace(everything, whole_run_fp32=True), in_fp32)
+    assert escalate_overrides(PrecisionOverrides(), found, PLAIN, "bf16") == (
+        PrecisionOverrides(whole_run_fp32=True),
+        in_fp32,
+    ), "it has fp32's range"
 
 
 @pytest.mark.parametrize("finding", [Finding(""), Finding("", islands=("blocks.1",)), Finding("", hopeless=True)])
 def test_where_islands_are_of_no_use_everything_is_wide_at_once(finding):
     native = Anatomy(everything=True)
-    everything, action = taught(Learned(), finding, native, "fp16")
-    assert (everything, action) == (Learned(everything=True), "every layer wide from the next call on")
-    assert taught(everything, finding, native, "fp16")[0].whole_run_fp32
-    assert taught(Learned(), finding, native, "bf16")[0] == Learned(whole_run_fp32=True)
+    everything, action = escalate_overrides(PrecisionOverrides(), finding, native, "fp16")
+    assert (everything, action) == (PrecisionOverrides(everything=True), "every layer wide from the next call on")
+    assert escalate_overrides(everything, finding, native, "fp16")[0].whole_run_fp32
+    assert escalate_overrides(PrecisionOverrides(), finding, native, "bf16")[0] == PrecisionOverrides(
+        whole_run_fp32=True
+    )
 
 
 def test_where_every_layer_is_wide_no_part_can_be_wider():
-    everything, inside = Learned(everything=True), Finding("", islands=("blocks.1",))
-    assert taught(everything, inside, STREAMS, "fp16")[0] == replace(everything, whole_run_fp32=True)
-    assert taught(everything, Finding("nothing was found"), STREAMS, "fp16") == (everything, "")
+    everything, inside = PrecisionOverrides(everything=True), Finding("", islands=("blocks.1",))
+    assert escalate_overrides(everything, inside, STREAMS, "fp16")[0] == replace(everything, whole_run_fp32=True)
+    assert escalate_overrides(everything, Finding("nothing was found"), STREAMS, "fp16") == (everything, "")
 
 
 @pytest.mark.parametrize(
@@ -260,28 +271,37 @@ def test_what_only_the_half_call_shows_and_no_island_helps():
 
 
 def test_lessons_add_up():
-    learned, action = taught(Learned(), Finding("", stream=5e5, islands=("blocks.1",)), STREAMS, "fp16")
-    assert learned == Learned(wide=True, wide_parts=("blocks.1",))
+    learned, action = escalate_overrides(
+        PrecisionOverrides(), Finding("", stream=5e5, islands=("blocks.1",)), STREAMS, "fp16"
+    )
+    assert learned == PrecisionOverrides(wide=True, wide_parts=("blocks.1",))
     assert action == "its residual stream in float32 and 'blocks.1' wide from the next call on"
-    learned, action = taught(learned, Finding("", islands=("blocks.1", "blocks.0")), STREAMS, "fp16")
-    assert learned == Learned(wide=True, wide_parts=("blocks.0",), islands=("blocks.1",))
+    learned, action = escalate_overrides(learned, Finding("", islands=("blocks.1", "blocks.0")), STREAMS, "fp16")
+    assert learned == PrecisionOverrides(wide=True, wide_parts=("blocks.0",), islands=("blocks.1",))
     assert action == "'blocks.0' wide and 'blocks.1' in fp32 from the next call on"
-    assert taught(learned, Finding("", islands=("blocks.1",)), STREAMS, "fp16")[0] == learned, "known already"
-    assert taught(learned, Finding("", stream=4e5), STREAMS, "fp16")[0] == learned, "it is already"
-    assert taught(learned, Finding("nothing was found"), STREAMS, "fp16") == (learned, "")
+    assert escalate_overrides(learned, Finding("", islands=("blocks.1",)), STREAMS, "fp16")[0] == learned, (
+        "known already"
+    )
+    assert escalate_overrides(learned, Finding("", stream=4e5), STREAMS, "fp16")[0] == learned, "it is already"
+    assert escalate_overrides(learned, Finding("nothing was found"), STREAMS, "fp16") == (learned, "")
 
 
 def test_in_bf16_a_part_becomes_an_island_at_once():
-    learned, action = taught(Learned(), Finding("", islands=("blocks.1",)), STREAMS, "bf16")
-    assert (learned, action) == (Learned(islands=("blocks.1",)), "'blocks.1' in fp32 from the next call on")
-    assert taught(learned, Finding("", islands=("blocks.0",)), STREAMS, "bf16")[0].islands == ("blocks.1", "blocks.0")
+    learned, action = escalate_overrides(PrecisionOverrides(), Finding("", islands=("blocks.1",)), STREAMS, "bf16")
+    assert (learned, action) == (PrecisionOverrides(islands=("blocks.1",)), "'blocks.1' in fp32 from the next call on")
+    assert escalate_overrides(learned, Finding("", islands=("blocks.0",)), STREAMS, "bf16")[0].islands == (
+        "blocks.1",
+        "blocks.0",
+    )
 
 
 @pytest.mark.parametrize("peak", [math.inf, math.nan])
 @pytest.mark.parametrize("anatomy", [STREAMS, Anatomy(everything=True)])
 def test_a_stream_that_is_not_finite_in_fp32_cannot_be_helped(peak, anatomy):
     finding = Finding("", stream=peak, islands=("blocks.1",), hopeless=True)
-    assert taught(Learned(), finding, anatomy, "fp16")[0] == Learned(whole_run_fp32=True)
+    assert escalate_overrides(PrecisionOverrides(), finding, anatomy, "fp16")[0] == PrecisionOverrides(
+        whole_run_fp32=True
+    )
 
 
 def test_names_are_short():

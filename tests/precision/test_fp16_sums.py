@@ -16,7 +16,7 @@ from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 from comfyui_onediff_guard.precision.fallback import Learner, half_attempt
 from comfyui_onediff_guard.precision.fp16_sums import SAMPLED, LinearSums, linear
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope, StageGuard
-from comfyui_onediff_guard.precision.overrides import NOTHING, Anatomy, Learned, Stream
+from comfyui_onediff_guard.precision.overrides import NOTHING, Anatomy, PrecisionOverrides, Stream
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.report import RunReport
 from comfyui_onediff_guard.precision.sums import BUDGET, Sums
@@ -85,7 +85,9 @@ def card() -> Iterator[Fp16SumsOnCpu]:
 
 
 class Run:
-    def __init__(self, module: Network, learned: Learned = NOTHING, scope: Scope = Scope.LEARNED, stream: Any = None):
+    def __init__(
+        self, module: Network, learned: PrecisionOverrides = NOTHING, scope: Scope = Scope.LEARNED, stream: Any = None
+    ):
         self.module = module
         sums = LinearSums(module)
         anatomy = Anatomy.of(module, ["blocks"], stream)
@@ -308,14 +310,14 @@ def test_a_first_call_that_fails_settles_nothing_and_the_next_one_does(card: Fp1
 
 
 def test_a_layer_that_overflows_later_accumulates_in_fp32_from_then_on(card: Fp16SumsOnCpu) -> None:
-    known, x = Learned(sums=Sums(layers=LAYERS)), given()
+    known, x = PrecisionOverrides(sums=Sums(layers=LAYERS)), given()
     run = Run(overflow_on_the_way(network(squash=torch.sin)), known)  # sin of what is infinite is NaN
     run(x)
     assert run.outcomes == ["rerun"]
     rerun = run.report.steps[0].rerun
     assert rerun is not None and rerun.module == BROKEN
     assert rerun.action == f"'{BROKEN}' accumulates in fp32 from the next call on"
-    assert run.learner.learned == Learned(sums=Sums(layers=LAYERS).without(BROKEN))
+    assert run.learner.learned == PrecisionOverrides(sums=Sums(layers=LAYERS).without(BROKEN))
     run(x)
     assert run.outcomes == ["rerun", "finite"]
 

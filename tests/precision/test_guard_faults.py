@@ -11,7 +11,7 @@ import pytest
 import torch
 from blocky import Faults, build, guarded, latents, overflow_inside
 from comfyui_onediff_guard.precision.guard import Scope
-from comfyui_onediff_guard.precision.overrides import Learned
+from comfyui_onediff_guard.precision.overrides import PrecisionOverrides
 from comfyui_onediff_guard.precision.shells import with_forward
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -114,7 +114,7 @@ def test_an_interrupt_leaves_nothing_behind(at):
     hook.remove()
     assert interrupt.calls == at
     assert state(module) == before and torch.overrides._get_current_function_mode() is None
-    assert run.report.steps == [] and run.learned == Learned()
+    assert run.report.steps == [] and run.learned == PrecisionOverrides()
     run(latents())
     assert run.outcomes == ["rerun"] and run.learned.wide_parts == ("blocks.1",)
     assert state(module) == before
@@ -185,7 +185,7 @@ def test_a_fault_anywhere_is_found_named_and_recovered(data, dtype, scope, seed)
     assert rerun.module == name
     home = block if name.startswith("blocks") else name
     learned = (home,) if scope is Scope.LEARNED else ()
-    assert run.learner.learned == Learned(
+    assert run.learner.learned == PrecisionOverrides(
         islands=learned if dtype == "bf16" else (),
         wide_parts=learned if dtype == "fp16" else (),
         whole_run_fp32=scope is Scope.RUN,

@@ -12,18 +12,18 @@ from comfyui_onediff_guard.precision import fallback as islands
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.fallback import half_attempt, with_islands
 from comfyui_onediff_guard.precision.half_products import HalfProducts, run_with_half_products
-from comfyui_onediff_guard.precision.overrides import Anatomy, Learned
+from comfyui_onediff_guard.precision.overrides import Anatomy, PrecisionOverrides
 from comfyui_onediff_guard.precision.shells import replaced
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-def in_fp32(*names: str, **more: Any) -> Learned:
-    return Learned(islands=names, **more)
+def in_fp32(*names: str, **more: Any) -> PrecisionOverrides:
+    return PrecisionOverrides(islands=names, **more)
 
 
-def made_wide(*names: str, **more: Any) -> Learned:
-    return Learned(wide_parts=names, **more)
+def made_wide(*names: str, **more: Any) -> PrecisionOverrides:
+    return PrecisionOverrides(wide_parts=names, **more)
 
 
 class Products(TorchDispatchMode):
@@ -98,7 +98,7 @@ def test_the_original_is_untouched_and_weights_are_shared():
     assert all(torch.equal(values[name], p) and p.dtype == torch.float16 for name, p in module.named_parameters())
     assert {id(p) for p in shell.parameters()} == {id(p) for p in module.parameters()}
     assert list(shell.state_dict()) == list(module.state_dict()), "and under the same names"
-    assert with_islands(module, Learned(), "fp16") is module
+    assert with_islands(module, PrecisionOverrides(), "fp16") is module
 
 
 @pytest.mark.parametrize("learned", [in_fp32, made_wide])
@@ -159,7 +159,7 @@ def test_an_island_in_a_wide_stream_hands_on_float32(learned):
     overflow_inside(module, 2)
     anatomy, x = Anatomy.of(module, ["blocks"], STREAM), latents()
     expected = copy.deepcopy(module).float()(x)[0]
-    for alone in (Learned(wide=True), learned("blocks.2")):
+    for alone in (PrecisionOverrides(wide=True), learned("blocks.2")):
         assert not torch.isfinite(half_attempt(module, anatomy, alone, "fp16").run(x.half())[0]).all()
     both = half_attempt(module, anatomy, learned("blocks.2", wide=True), "fp16")
     assert both.wide and not both.everything and both.run is both.eager
@@ -176,7 +176,7 @@ def test_with_every_layer_wide_nothing_leaves_the_range(planned):
     anatomy, x = Anatomy.of(module, ["blocks"]), latents()
     expected = copy.deepcopy(module).float()(x)[0]
     assert not torch.isfinite(half_attempt(module, anatomy, in_fp32("blocks.2"), "fp16").run(x.half())[0]).all()
-    known = Learned() if planned else Learned(everything=True, islands=("blocks.2",), wide=True)
+    known = PrecisionOverrides() if planned else PrecisionOverrides(everything=True, islands=("blocks.2",), wide=True)
     attempt = half_attempt(module, anatomy, known, "fp16", everything=planned, wide=True, compiled=Compiler().compiled)
     products = Products()
     with products:
@@ -190,19 +190,23 @@ def test_with_every_layer_wide_nothing_leaves_the_range(planned):
 def test_with_every_layer_wide_weights_are_brought_to_the_device():
     module, brought = build(), []
     half_attempt(
-        module, Anatomy(), Learned(everything=True), "fp16", onloaded=lambda shell, _: brought.append(shell) or shell
+        module,
+        Anatomy(),
+        PrecisionOverrides(everything=True),
+        "fp16",
+        onloaded=lambda shell, _: brought.append(shell) or shell,
     )
     assert brought == [module]
 
 
 def test_bf16_is_not_made_wider():
     module = build(dtype="bf16")
-    attempt = half_attempt(module, Anatomy(), Learned(everything=True), "bf16", everything=True)
+    attempt = half_attempt(module, Anatomy(), PrecisionOverrides(everything=True), "bf16", everything=True)
     assert not attempt.everything and attempt.run is module
 
 
 @pytest.mark.parametrize("tf32", [True, False])
-@pytest.mark.parametrize("known", [in_fp32("blocks.1"), made_wide("blocks.1"), Learned(everything=True)])
+@pytest.mark.parametrize("known", [in_fp32("blocks.1"), made_wide("blocks.1"), PrecisionOverrides(everything=True)])
 def test_islands_take_tf32_where_the_rerun_does(monkeypatch, tf32, known):
     asked = []
 
@@ -222,7 +226,9 @@ def test_islands_take_tf32_where_the_rerun_does(monkeypatch, tf32, known):
 
 def test_bf16_needs_no_wide_stream():
     module = build(dtype="bf16")
-    attempt = half_attempt(module, Anatomy.of(module, ["blocks"], STREAM), Learned(wide=True), "bf16", wide=True)
+    attempt = half_attempt(
+        module, Anatomy.of(module, ["blocks"], STREAM), PrecisionOverrides(wide=True), "bf16", wide=True
+    )
     assert not attempt.wide and attempt.run is module
 
 
@@ -275,7 +281,7 @@ def test_an_island_leaves_the_compiled_shell_and_nothing_recompiles(learned, wid
 def test_a_block_is_not_compiled_inside_its_island():
     compiler, module = Compiler(), build(2)
     anatomy = Anatomy.of(module, ["blocks"], STREAM)
-    known = Learned(islands=("blocks.0",), wide_parts=("blocks.1",))
+    known = PrecisionOverrides(islands=("blocks.0",), wide_parts=("blocks.1",))
     half_attempt(module, anatomy, known, "fp16", compiled=compiler.compiled).run(latents().half())
     assert compiler.graphs == 0
 

@@ -14,7 +14,7 @@ from blocky import STREAM, Faults, build, guarded, latents, overflow_inside, ove
 from comfyui_onediff_guard.precision.fallback import Attempt
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.half_products import HalfProducts
-from comfyui_onediff_guard.precision.overrides import Finding, Learned, Stream
+from comfyui_onediff_guard.precision.overrides import Finding, PrecisionOverrides, Stream
 from comfyui_onediff_guard.precision.report import Rerun, StepRecord
 from comfyui_onediff_guard.precision.wide import CannotWiden
 from torch import nn
@@ -67,7 +67,7 @@ def test_scope_step_reruns_the_call_and_learns_nothing():
     module = build()
     overflow_inside(module, 2)
     run = sample(guarded(module, scope=Scope.STEP))
-    assert run.outcomes == ["rerun"] * 5 and run.learner.learned == Learned() and run.learned is None
+    assert run.outcomes == ["rerun"] * 5 and run.learner.learned == PrecisionOverrides() and run.learned is None
     first, *later = map(run.rerun, range(5))
     assert (first.module, first.action) == ("blocks.2.inner", "") and first.peak > 65504
     assert {rerun.module for rerun in later} == {""}, "it is looked for once"
@@ -78,7 +78,7 @@ def test_an_inner_overflow_makes_its_block_wide():
     overflow_inside(module, 2)
     run = sample(guarded(module))
     assert run.outcomes == ["rerun", *["finite"] * 4] and run.dtypes == ["fp32", *["fp16"] * 4]
-    assert run.learned == Learned(wide_parts=("blocks.2",))
+    assert run.learned == PrecisionOverrides(wide_parts=("blocks.2",))
     assert run.rerun(0).action == "'blocks.2' wide from the next call on"
 
 
@@ -86,7 +86,7 @@ def test_an_inner_overflow_makes_its_block_wide():
 def test_a_wide_block_that_fails_again_becomes_an_island(stream):
     run = sample(guarded(fail_even_wide(build(), 2), stream=stream))
     assert run.outcomes == ["rerun", "rerun", *["finite"] * 3] and run.dtypes == ["fp32"] * 2 + ["fp16"] * 3
-    assert run.learned == Learned(islands=("blocks.2",))
+    assert run.learned == PrecisionOverrides(islands=("blocks.2",))
     assert [run.rerun(step).action for step in range(2)] == [
         "'blocks.2' wide from the next call on",
         "'blocks.2' in fp32 from the next call on",
@@ -97,7 +97,7 @@ def test_a_wide_block_that_fails_again_becomes_an_island(stream):
 def test_in_bf16_a_block_that_fails_becomes_an_island_at_once():
     run = sample(guarded(fail_even_wide(build(dtype="bf16"), 2), "bf16"))
     assert run.outcomes == ["rerun", *["finite"] * 4] and run.dtypes == ["fp32", *["bf16"] * 4]
-    assert run.learned == Learned(islands=("blocks.2",))
+    assert run.learned == PrecisionOverrides(islands=("blocks.2",))
     assert run.rerun(0).action == "'blocks.2' in fp32 from the next call on"
 
 
@@ -129,7 +129,7 @@ def test_two_inner_overflows_are_learned_from_one_failure():
     overflow_inside(module, 0)
     overflow_inside(module, 3)
     run = sample(guarded(module))
-    assert run.report.reruns == 1 and run.learned == Learned(wide_parts=("blocks.0", "blocks.3"))
+    assert run.report.reruns == 1 and run.learned == PrecisionOverrides(wide_parts=("blocks.0", "blocks.3"))
 
 
 def test_a_failing_stream_is_float32_from_then_on_and_no_island():
@@ -137,7 +137,7 @@ def test_a_failing_stream_is_float32_from_then_on_and_no_island():
     overflow_stream(module, 0)
     run = sample(guarded(module))
     assert run.outcomes == ["rerun", *["finite"] * 4]
-    assert run.learned == Learned(wide=True)
+    assert run.learned == PrecisionOverrides(wide=True)
     assert run.learner.attempt.wide and "the residual stream reaches" in run.report.steps[0].note
 
 
@@ -145,7 +145,7 @@ def test_a_stream_that_is_planned_wide_fails_nowhere():
     module = build()
     overflow_stream(module, 1)
     run = sample(guarded(module, wide=True))
-    assert run.outcomes == ["finite"] * 5 and run.learned == Learned()
+    assert run.outcomes == ["finite"] * 5 and run.learned == PrecisionOverrides()
 
 
 def test_stream_and_inner_overflow_at_once():
@@ -154,7 +154,7 @@ def test_stream_and_inner_overflow_at_once():
     overflow_inside(module, 2)
     run = sample(guarded(module))
     assert run.report.reruns == 1
-    assert run.learned == Learned(wide=True, wide_parts=("blocks.2",)) and run.learner.attempt.wide
+    assert run.learned == PrecisionOverrides(wide=True, wide_parts=("blocks.2",)) and run.learner.attempt.wide
 
 
 def test_a_stream_that_starts_beyond_the_range_is_wide_from_its_start():
@@ -162,7 +162,7 @@ def test_a_stream_that_starts_beyond_the_range_is_wide_from_its_start():
     with torch.no_grad():
         module.embed.weight.mul_(1.5e5)
     run = sample(guarded(module))
-    assert run.report.reruns == 1 and run.learned == Learned(wide=True)
+    assert run.report.reruns == 1 and run.learned == PrecisionOverrides(wide=True)
 
 
 def test_where_the_stream_is_not_known_every_layer_is_wide_from_then_on():
@@ -170,7 +170,7 @@ def test_where_the_stream_is_not_known_every_layer_is_wide_from_then_on():
     overflow_stream(module, 1)
     run = sample(guarded(module, stream=None))
     assert run.outcomes == ["rerun", *["finite"] * 4] and run.dtypes == ["fp32", *["fp16"] * 4]
-    assert run.learned == Learned(everything=True) and run.learner.attempt.everything
+    assert run.learned == PrecisionOverrides(everything=True) and run.learner.attempt.everything
     assert "'blocks.1' puts out" in run.report.steps[0].note
     assert run.rerun(0).action == "every layer wide from the next call on"
     assert sample(guarded(module, stream=None, learned=run.learned)).report.reruns == 0
@@ -186,20 +186,20 @@ def test_where_that_fails_too_the_rest_of_the_run_is_in_fp32():
         "every layer wide from the next call on",
         "the rest of the run in fp32",
     ]
-    assert run.learned == Learned(whole_run_fp32=True), "it did not help, and later runs would pay for it"
+    assert run.learned == PrecisionOverrides(whole_run_fp32=True), "it did not help, and later runs would pay for it"
 
 
 def test_what_is_planned_with_every_layer_wide_leaves_half_precision_at_once():
     run = sample(guarded(fail_even_wide(build(), 2), everything=True))
     assert run.outcomes == ["rerun", *["finite"] * 4] and run.dtypes == ["fp32"] * 5
     assert run.rerun(0).action == "the rest of the run in fp32", "neither a part nor all of it can be wider"
-    assert run.learned == Learned(whole_run_fp32=True)
+    assert run.learned == PrecisionOverrides(whole_run_fp32=True)
 
 
 def test_bf16_which_has_fp32s_range_is_not_made_wider():
     run = guarded(build(dtype="bf16"), "bf16", stream=None)
     assert run.learner.learn(Finding("", hopeless=True)) == "the rest of the run in fp32"
-    assert run.learner.learned == Learned(whole_run_fp32=True) and len(run.built) == 1
+    assert run.learner.learned == PrecisionOverrides(whole_run_fp32=True) and len(run.built) == 1
 
 
 def test_a_module_that_cannot_be_wide_leaves_half_precision(caplog):
@@ -209,10 +209,10 @@ def test_a_module_that_cannot_be_wide_leaves_half_precision(caplog):
     block: Any = module.blocks[0]
     block.write = nn.Sequential(block.write)  # no Linear any more
     with pytest.raises(CannotWiden):
-        run.learner._build(Learned(wide=True))
+        run.learner._build(PrecisionOverrides(wide=True))
     sample(run)
     assert run.dtypes == ["fp32"] * 5 and "only a Linear or a convolution can be wide" in caplog.text
-    assert run.learned == Learned(whole_run_fp32=True)
+    assert run.learned == PrecisionOverrides(whole_run_fp32=True)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
@@ -221,7 +221,10 @@ def test_a_fault_that_fp32_does_not_show_is_located_in_the_half_call(dtype):
     run = sample(guarded(build(dtype=dtype), dtype, faults=faults))
     assert run.outcomes == ["rerun", *["finite"] * 4]
     rerun = run.rerun(0)
-    expected = {"fp16": Learned(wide_parts=("blocks.3",)), "bf16": Learned(islands=("blocks.3",))}[dtype]
+    expected = {
+        "fp16": PrecisionOverrides(wide_parts=("blocks.3",)),
+        "bf16": PrecisionOverrides(islands=("blocks.3",)),
+    }[dtype]
     assert (rerun.module, run.learned) == ("blocks.3.inner", expected)
     assert rerun.peak is not None and rerun.peak < 65504
 
@@ -232,7 +235,7 @@ def test_a_fault_that_does_not_come_back_teaches_nothing():
     run.learner.locate = lambda *a, **k: (setattr(run.faults, "calls", ()), located(*a, **k))[1]
     sample(run)
     assert run.outcomes == ["finite", "rerun", "finite", "finite", "finite"]
-    assert run.learned == Learned() and "computed again it did not fail" in run.report.steps[1].note
+    assert run.learned == PrecisionOverrides() and "computed again it did not fail" in run.report.steps[1].note
 
 
 def test_calls_that_go_on_failing_end_in_fp32_without_the_doomed_attempt():
@@ -247,7 +250,7 @@ def test_calls_that_go_on_failing_end_in_fp32_without_the_doomed_attempt():
     sample(run, 6)
     assert run.outcomes == ["rerun"] * 3 + ["finite"] * 3 and run.dtypes == ["fp32"] * 6
     assert len(attempts) == 6, "each once more, to see where it fails"
-    assert run.learned == Learned(whole_run_fp32=True)
+    assert run.learned == PrecisionOverrides(whole_run_fp32=True)
     assert run.rerun(2).action == "the rest of the run in fp32"
     assert run.report.steps[3].note == "half precision is not tried any more"
 
@@ -261,7 +264,7 @@ def test_a_fault_outside_of_all_modules_cannot_be_helped():
     fail_always(run, Broken())
     sample(run)
     assert run.outcomes == ["rerun", "rerun", *["finite"] * 3] and run.dtypes == ["fp32"] * 5
-    assert run.built[1:] == [] and run.learned == Learned(whole_run_fp32=True)
+    assert run.built[1:] == [] and run.learned == PrecisionOverrides(whole_run_fp32=True)
 
 
 def test_an_overflow_outside_of_the_blocks_makes_the_part_around_it_wide():
@@ -274,29 +277,34 @@ def test_an_overflow_outside_of_the_blocks_makes_the_part_around_it_wide():
         last.weight.mul_(2.0**-14)
     run = sample(guarded(module, stream=None))
     assert run.outcomes == ["rerun", *["finite"] * 4] and run.dtypes == ["fp32", *["fp16"] * 4]
-    assert run.learned == Learned(wide_parts=("embed",)) and run.rerun(0).module == "embed.0"
+    assert run.learned == PrecisionOverrides(wide_parts=("embed",)) and run.rerun(0).module == "embed.0"
 
 
 @pytest.mark.parametrize("end", ["hopeless", "too many failures"])
 def test_what_did_not_help_is_forgotten(end):
-    run = guarded(build(), stream=None, learned=Learned(islands=("blocks.0",)))
+    run = guarded(build(), stream=None, learned=PrecisionOverrides(islands=("blocks.0",)))
     run(latents())
     run.learner.learn(Finding("", islands=("blocks.1",)))
     run.learner.learn(Finding("", islands=("blocks.2",)))
     run.learner.learn(Finding("", islands=("blocks.2",)))
-    tried = Learned(islands=("blocks.0", "blocks.2"), wide_parts=("blocks.1",))
+    tried = PrecisionOverrides(islands=("blocks.0", "blocks.2"), wide_parts=("blocks.1",))
     assert run.learner.learned == tried, "another place: both may be needed"
     if end == "hopeless":
         assert run.learner.learn(Finding("", hopeless=True)) == "every layer wide from the next call on"
         assert run.learner.learn(Finding("", hopeless=True)) == "the rest of the run in fp32"
     else:
         run.learner.stay()
-    assert run.learner.learned == Learned(islands=("blocks.0",), whole_run_fp32=True), "a call came out right with it"
+    assert run.learner.learned == PrecisionOverrides(islands=("blocks.0",), whole_run_fp32=True), (
+        "a call came out right with it"
+    )
 
 
 @pytest.mark.parametrize(
     ("overflow", "helped"),
-    [(overflow_inside, Learned(wide_parts=("blocks.1",))), (overflow_stream, Learned(everything=True))],
+    [
+        (overflow_inside, PrecisionOverrides(wide_parts=("blocks.1",))),
+        (overflow_stream, PrecisionOverrides(everything=True)),
+    ],
 )
 def test_what_helped_is_kept_where_the_run_ends_in_fp32_all_the_same(overflow, helped):
     module = build()
@@ -310,8 +318,8 @@ def test_what_helped_is_kept_where_the_run_ends_in_fp32_all_the_same(overflow, h
 def test_islands_from_an_earlier_run_are_forgotten_where_no_call_comes_out_right_with_them():
     module = build()
     overflow_stream(module, 1)
-    run = sample(guarded(module, stream=None, learned=Learned(islands=("blocks.3",))))
-    assert run.outcomes == ["rerun", *["finite"] * 4] and run.learned == Learned(everything=True)
+    run = sample(guarded(module, stream=None, learned=PrecisionOverrides(islands=("blocks.3",))))
+    assert run.outcomes == ["rerun", *["finite"] * 4] and run.learned == PrecisionOverrides(everything=True)
 
 
 def test_scope_run_stays_in_fp32_after_the_first_failure():
@@ -335,7 +343,7 @@ def test_what_was_learned_holds_from_the_first_call_of_the_next_run():
     overflow_inside(module, 2)
     learned = sample(guarded(module)).learned
     assert sample(guarded(module, learned=learned)).report.reruns == 0
-    whole = sample(guarded(module, learned=Learned(whole_run_fp32=True)))
+    whole = sample(guarded(module, learned=PrecisionOverrides(whole_run_fp32=True)))
     assert whole.outcomes == ["finite"] * 5 and whole.dtypes == ["fp32"] * 5
 
 

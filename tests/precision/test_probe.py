@@ -13,7 +13,7 @@ from comfyui_onediff_guard.precision import half_products
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.fallback import half_attempt
 from comfyui_onediff_guard.precision.half_products import HalfProducts, run_with_half_products
-from comfyui_onediff_guard.precision.overrides import Anatomy, Learned, Peak
+from comfyui_onediff_guard.precision.overrides import Anatomy, Peak, PrecisionOverrides
 from comfyui_onediff_guard.precision.probe import Probe, judge, recommend
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from torch import nn
@@ -113,7 +113,9 @@ def works(module, anatomy, verdict):
 def test_what_fits_is_plain():
     _, probed = measured(build())
     verdict = judge(probed, "fp16")
-    assert verdict.fits and verdict.plan == "fp16 plain" and not verdict.wide and verdict.learned == Learned()
+    assert (
+        verdict.fits and verdict.plan == "fp16 plain" and not verdict.wide and verdict.learned == PrecisionOverrides()
+    )
     assert "fp16 ends at 65504" in verdict.reason
 
 
@@ -122,12 +124,12 @@ def test_a_stream_is_wide_and_so_is_the_block_of_an_inner_overflow():
     overflow_stream(module, 1)
     anatomy, probed = measured(module)
     verdict = judge(probed, "fp16")
-    assert verdict.learned == Learned(wide=True) and verdict.plan == "fp16 wide"
+    assert verdict.learned == PrecisionOverrides(wide=True) and verdict.plan == "fp16 wide"
     assert works(module, anatomy, verdict)
     overflow_inside(module, 2)
     anatomy, probed = measured(module)
     verdict = judge(probed, "fp16")
-    assert verdict.learned == Learned(wide=True, wide_parts=("blocks.2",))
+    assert verdict.learned == PrecisionOverrides(wide=True, wide_parts=("blocks.2",))
     assert verdict.plan == "fp16 wide + 'blocks.2' wide"
     assert works(module, anatomy, verdict)
     assert not torch.isfinite(module(X.half())[0]).all(), "as it is, it fails"
@@ -143,7 +145,7 @@ def test_what_no_wide_stream_and_no_wide_part_helps_has_every_layer_wide(inside)
     anatomy, probed = measured(module, stream=None)
     verdict = judge(probed, "fp16")
     assert verdict.fits and not verdict.wide and verdict.plan == "fp16 every layer wide"
-    assert verdict.learned == Learned(everything=True)
+    assert verdict.learned == PrecisionOverrides(everything=True)
     assert "what comes after it cannot take it" in verdict.reason
     assert works(module, anatomy, verdict)
 
@@ -155,7 +157,7 @@ def test_before_every_layer_is_wide_comes_the_next_half_precision_and_after_it_f
     assert recommend(probed, "fp16", native_bf16=True).plan == "bf16"
     assert recommend(probed, "fp16", native_bf16=False).plan == "fp16 every layer wide"
     assert recommend(probed, "bf16", native_bf16=False).plan == "bf16", "the plan's own first"
-    assert recommend(probed, "fp16", native_bf16=True).learned == Learned()
+    assert recommend(probed, "fp16", native_bf16=True).learned == PrecisionOverrides()
 
 
 @pytest.mark.parametrize("native_bf16", [False, True])
@@ -174,7 +176,7 @@ def test_what_cannot_be_wide_by_itself_has_every_layer_wide():
     with torch.no_grad():
         module.weight.fill_(1e-5)
     verdict = judge(probed_calls(module, Anatomy(), torch.full((1, 1), 1e5)), "fp16")
-    assert verdict.learned == Learned(everything=True) and "reaches 1e+05" in verdict.reason
+    assert verdict.learned == PrecisionOverrides(everything=True) and "reaches 1e+05" in verdict.reason
 
 
 def test_where_islands_are_of_no_use_every_layer_is_wide():

@@ -15,7 +15,7 @@ from comfyui_onediff_guard.precision import quantised
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 from comfyui_onediff_guard.precision.fallback import Learner, half_attempt
 from comfyui_onediff_guard.precision.guard import GuardPolicy, StageGuard
-from comfyui_onediff_guard.precision.overrides import NOTHING, Anatomy, Learned
+from comfyui_onediff_guard.precision.overrides import NOTHING, Anatomy, PrecisionOverrides
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.quantised import (
     Facts,
@@ -380,7 +380,7 @@ class Run:
         anatomy = Anatomy.of(module, ["blocks"])
         broken = {"blocks.0.norm": lambda norm: Broken(norm, value)} if value is not None else {}
 
-        def build(known: Learned) -> Any:
+        def build(known: PrecisionOverrides) -> Any:
             made = half_attempt(module, anatomy, known, "bf16", quantised=self.layers)
             faulty = replaced(made.run, {name: make for name, make in broken.items() if not known.islands})
             return type(made)(faulty, faulty, quantised=made.quantised)
@@ -428,7 +428,7 @@ def test_a_failure_that_a_quantiser_hides_is_missed_without_the_sentinel_and_see
     seen = Run(module, value, kind)
     assert torch.equal(seen(tokens()), right)
     assert seen.outcomes == ["rerun"] and seen.report.steps[0].note.startswith("non-finite in bf16")
-    assert seen.learner.learned == Learned(islands=("blocks.0",)), "the norm broke it, not a quantised layer"
+    assert seen.learner.learned == PrecisionOverrides(islands=("blocks.0",)), "the norm broke it, not a quantised layer"
     seen(tokens(1))
     assert seen.outcomes == ["rerun", "finite"], "what was noted before is forgotten"
 
@@ -471,7 +471,7 @@ def test_a_layer_that_breaks_where_it_is_quantised_is_left_unquantised_from_then
         right = run_in_fp32(module, tokens(seed))
         assert (run(tokens(seed)) - right).norm() < 0.1 * right.norm()
     assert run.outcomes == ["rerun", "finite", "finite"]
-    assert run.learner.learned == Learned(unquantised=("blocks.1.inner",))
+    assert run.learner.learned == PrecisionOverrides(unquantised=("blocks.1.inner",))
     assert run.learner.attempt.quantised == tuple(name for name in NAMES if name != "blocks.1.inner")
     assert run.learner.learned.in_words() == ["'blocks.1.inner' unquantised"]
 
@@ -490,13 +490,13 @@ def test_a_layer_that_breaks_unquantised_too_becomes_an_island_of_its_block() ->
     for seed in range(3):
         run(tokens(seed))
     assert run.outcomes == ["rerun", "rerun", "finite"]
-    assert run.learner.learned == Learned(unquantised=("blocks.1.inner",), islands=("blocks.1",))
+    assert run.learner.learned == PrecisionOverrides(unquantised=("blocks.1.inner",), islands=("blocks.1",))
 
 
 def test_an_island_runs_from_the_half_weights() -> None:
     module = network()
     layers = filled(module)
-    known = Learned(islands=("blocks.0",))
+    known = PrecisionOverrides(islands=("blocks.0",))
     made = half_attempt(module, Anatomy.of(module, ["blocks"]), known, "bf16", quantised=layers)
     right = replaced(layers.shell(module), {"blocks.0": lambda _: with_forward(module.blocks[0], island(module))})
     layers.start()

@@ -8,7 +8,7 @@ from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision.arch import named
 from comfyui_onediff_guard.precision.fallback import Attempt
 from comfyui_onediff_guard.precision.guard import GuardPolicy, OnFailure, Scope
-from comfyui_onediff_guard.precision.overrides import Anatomy, Learned
+from comfyui_onediff_guard.precision.overrides import Anatomy, PrecisionOverrides
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.report import RunReport
 from comfyui_onediff_guard.precision.stage import Stage
@@ -45,12 +45,12 @@ def test_tf32_is_for_cards_that_have_it_unless_strict() -> None:
 def test_the_report_says_what_of_the_latest_attempt_is_float32() -> None:
     made, layer = stage("fp16"), torch.nn.Linear(2, 2)
 
-    def build(known: Learned) -> Attempt:
+    def build(known: PrecisionOverrides) -> Attempt:
         return Attempt(layer, layer, everything=known.everything)
 
     made.learner(layer, build, Anatomy())
     assert made.report.wide == ""
-    made.learner(layer, build, Anatomy(), Learned(everything=True))
+    made.learner(layer, build, Anatomy(), PrecisionOverrides(everything=True))
     assert made.report.wide
 
 

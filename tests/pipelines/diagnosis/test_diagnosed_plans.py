@@ -20,7 +20,7 @@ from comfyui_onediff_guard.pipelines.weights import summing
 from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH, Accumulation
 from comfyui_onediff_guard.precision.guard import GuardPolicy, OnFailure
-from comfyui_onediff_guard.precision.overrides import Learned
+from comfyui_onediff_guard.precision.overrides import PrecisionOverrides
 from comfyui_onediff_guard.precision.policy import Component, Precision
 from safetensors.torch import load_file, save_file
 from told import edit_config, one_line, switch
@@ -161,13 +161,13 @@ def test_a_pipeline_is_told_as_it_is_set(folder: Path, open_pipeline: Callable[.
 @pytest.mark.parametrize(
     ("learned", "words"),
     [
-        (Learned(islands=("transformer_blocks.1",)), "'transformer_blocks.1' in fp32"),
-        (Learned(islands=("a",), wide_parts=("b", "c")), "'b', 'c' wide and 'a' in fp32"),
-        (Learned(everything=True), "every layer wide"),
+        (PrecisionOverrides(islands=("transformer_blocks.1",)), "'transformer_blocks.1' in fp32"),
+        (PrecisionOverrides(islands=("a",), wide_parts=("b", "c")), "'b', 'c' wide and 'a' in fp32"),
+        (PrecisionOverrides(everything=True), "every layer wide"),
     ],
 )
 def test_what_was_found_while_it_ran_is_told_once(
-    folder: Path, open_pipeline: Callable[..., Any], learned: Learned, words: str
+    folder: Path, open_pipeline: Callable[..., Any], learned: PrecisionOverrides, words: str
 ) -> None:
     edit_config(folder, "vae", made_up=1)
     handle = open_pipeline(folder)
