@@ -166,7 +166,7 @@ Result = TypeVar("Result")
 LAYERS = Anatomy()  # of a module of which nothing is known
 
 
-class Learner:
+class FallbackAdapter:
     """The attempt of a stage, built as what was learned so far asks for.
 
     module: the untouched original, which the rerun calls.
@@ -246,7 +246,7 @@ class Learner:
         self.attempt.measure(lambda: self.attempt.eager(*args, **kwargs))
         self.attempt = self._build(self.learned)
 
-    def came_out_right(self, *args: Any, **kwargs: Any) -> None:
+    def on_success(self, *args: Any, **kwargs: Any) -> None:
         """Note that a call of the attempt came out right, so what was learned helps. Where it is to be found out what
         its linear layers accumulate in, that is done by this call, made again.
 

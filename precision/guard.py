@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ..trust.message import Message, Told
 from .dtypes import DTYPES
-from .fallback import Attempt, Learner
+from .fallback import Attempt, FallbackAdapter
 from .fp32_settings import TF32
 from .memory import extra_peak
 from .observe import Agree, alone, broken_weight, first_broken, floating, non_finite
@@ -76,8 +76,8 @@ class StageGuard:
     """A callable that stands in place of a stage: it attempts each call, checks the output, and reruns it in fp32.
 
     stage: the name of the stage in messages and in the report.
-    attempt: what to call; may be compiled. A Learner where the scope LEARNED shall change it.
-    rerun: what to call in fp32 where the attempt fails; the untouched original. Defaults to the Learner's module, or to
+    attempt: what to call; may be compiled. A FallbackAdapter where the scope LEARNED shall change it.
+    rerun: what to call in fp32 where the attempt fails; the untouched original. Defaults to the FallbackAdapter's module, or to
         `attempt`.
     owner: the module whose weights `rerun` uses. Defaults to `rerun`, or what it is a method of.
     dtype: "fp16", "bf16" or "fp32": the plan's dtype of this stage.
@@ -101,7 +101,7 @@ class StageGuard:
     def __init__(
         self,
         stage: str,
-        attempt: Callable[..., Any] | Learner,
+        attempt: Callable[..., Any] | FallbackAdapter,
         *,
         dtype: str,
         policy: GuardPolicy,
@@ -121,7 +121,7 @@ class StageGuard:
         self.dtype = dtype
         self.policy = policy
         self.report = report
-        learner = attempt if isinstance(attempt, Learner) else None
+        learner = attempt if isinstance(attempt, FallbackAdapter) else None
         self._learns = learner is not None and policy.scope is Scope.LEARNED
         self._attempt: Callable[..., Any] = learner.attempt.run if learner else attempt  # pyright: ignore[reportAttributeAccessIssue]
         self._rerun = rerun or (learner.module if learner else self._attempt)
@@ -226,15 +226,15 @@ class StageGuard:
             )
 
     def _came_out_right(
-        self, learner: Learner, args: tuple[Any, ...], kwargs: dict[str, Any], before: Snapshot, output: Any
+        self, learner: FallbackAdapter, args: tuple[Any, ...], kwargs: dict[str, Any], before: Snapshot, output: Any
     ) -> None:
         if not learner.attempt.probe:
-            learner.came_out_right()
+            learner.on_success()
             return
         with before.once_more(output) as possible:
             if possible:
                 half_args, half_kwargs, _ = self._half(args, kwargs, Once())
-                learner.came_out_right(*half_args, **half_kwargs)
+                learner.on_success(*half_args, **half_kwargs)
 
     def _refuse(self, problem: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, may_be_right: bool) -> None:
         """Raise GuardStopped where a rerun cannot help, or is not wanted, unless it may show that nothing is wrong."""
@@ -332,12 +332,12 @@ class StageGuard:
             self._learner.stay()
         return STAY
 
-    def _watching(self) -> Learner | None:
+    def _watching(self) -> FallbackAdapter | None:
         """Return a learner for a stage whose attempt stays as it is: it only finds where a call fails."""
         if self.dtype == "fp32" or not isinstance(self._owner, torch.nn.Module):
             return None
         attempt = Attempt(self._attempt, self._attempt)
-        return Learner(self._owner, self.dtype, lambda _: attempt, agree=self._agree)
+        return FallbackAdapter(self._owner, self.dtype, lambda _: attempt, agree=self._agree)
 
     @property
     def learned(self) -> PrecisionOverrides | None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .arch import Architecture
-from .fallback import Attempt, Learner
+from .fallback import Attempt, FallbackAdapter
 from .guard import GuardPolicy, OnFailure, Scope, StageGuard
 from .observe import Agree, alone
 from .overrides import NOTHING, Anatomy, PrecisionOverrides
@@ -62,21 +62,23 @@ class Stage:
         build: Callable[[PrecisionOverrides], Attempt],
         anatomy: Anatomy,
         learned: PrecisionOverrides = NOTHING,
-    ) -> Learner:
-        """Return a Learner, which has the same arguments. The report says what of each of its attempts is float32."""
+    ) -> FallbackAdapter:
+        """Return a FallbackAdapter, which has the same arguments. The report says what of each of its attempts is float32."""
 
         def told(known: PrecisionOverrides) -> Attempt:
             made = build(known)
             self.report.wide = made.in_words
             return made
 
-        return Learner(network, self.plan.dtype, told, anatomy, learned, self.agree)
+        return FallbackAdapter(network, self.plan.dtype, told, anatomy, learned, self.agree)
 
-    def guard(self, network: torch.nn.Module, attempt: Callable[..., Any] | Learner, **options: Any) -> StageGuard:
+    def guard(
+        self, network: torch.nn.Module, attempt: Callable[..., Any] | FallbackAdapter, **options: Any
+    ) -> StageGuard:
         """Return the guard of the stage.
 
         network: the untouched original, which is also what a rerun calls.
-        attempt: what to call in the plan's dtype, or a Learner.
+        attempt: what to call in the plan's dtype, or a FallbackAdapter.
         options: arguments of StageGuard, in place of the stage's.
         """
         given = {

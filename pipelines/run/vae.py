@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ...precision.activations import Alive, counting, on_meta
 from ...precision.dtypes import DTYPES
-from ...precision.fallback import Attempt, Learner, half_attempt
+from ...precision.fallback import Attempt, FallbackAdapter, half_attempt
 from ...precision.fp32_settings import TF32, autocast_off_where_on, device_types
 from ...precision.overrides import Anatomy, PrecisionOverrides
 from ...precision.shells import Make, both, replaced, reporting, with_forward
@@ -175,7 +175,7 @@ def _with_call(vae: torch.nn.Module, part: str, call: Callable[..., Any]) -> Any
     return replaced(vae, shells)
 
 
-def _learning(stage: ComponentStage, network: torch.nn.Module, compiling: DecoderCompiling | None) -> Learner:
+def _learning(stage: ComponentStage, network: torch.nn.Module, compiling: DecoderCompiling | None) -> FallbackAdapter:
     anatomy = _anatomy(network)
     plan = stage.plan
 

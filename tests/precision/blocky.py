@@ -10,7 +10,7 @@ import torch
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 from comfyui_onediff_guard.precision.dtypes import DTYPES
-from comfyui_onediff_guard.precision.fallback import Attempt, Learner, half_attempt
+from comfyui_onediff_guard.precision.fallback import Attempt, FallbackAdapter, half_attempt
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope, StageGuard
 from comfyui_onediff_guard.precision.overrides import NOTHING, Anatomy, PrecisionOverrides, Stream
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
@@ -127,7 +127,7 @@ class Run:
     module: Blocky
     guard: StageGuard
     report: RunReport
-    learner: Learner
+    learner: FallbackAdapter
     faults: Faults
     built: list[PrecisionOverrides]
 
@@ -172,7 +172,7 @@ def guarded(
 
     # the attempt is made of the faulty shell; the rerun calls the module
     faulty = faults.injected(module)
-    learner = Learner(module, dtype, make, anatomy, learned)
+    learner = FallbackAdapter(module, dtype, make, anatomy, learned)
     plan = choose(ARCHITECTURES["cpu"], VARIANTS["CogVideoX-5B"], Component.DENOISER, Precision(dtype))
     report = RunReport("CogVideoX-5B", "cpu", plan)
     policy = GuardPolicy(scope=scope, stay_after=stay_after)

@@ -13,7 +13,7 @@ from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision import fp16_sums as under_test
 from comfyui_onediff_guard.precision.accumulation import Accumulation, accumulation, fp16_sums, has_fp16_sums
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
-from comfyui_onediff_guard.precision.fallback import Learner, half_attempt
+from comfyui_onediff_guard.precision.fallback import FallbackAdapter, half_attempt
 from comfyui_onediff_guard.precision.fp16_sums import SAMPLED, LinearSums, linear
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope, StageGuard
 from comfyui_onediff_guard.precision.overrides import NOTHING, Anatomy, PrecisionOverrides, Stream
@@ -91,7 +91,7 @@ class Run:
         self.module = module
         sums = LinearSums(module)
         anatomy = Anatomy.of(module, ["blocks"], stream)
-        self.learner = Learner(
+        self.learner = FallbackAdapter(
             module,
             "fp16",
             lambda known: half_attempt(module, anatomy, known, "fp16", wide=stream is not None, sums=sums),

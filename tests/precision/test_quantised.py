@@ -13,7 +13,7 @@ import torch
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision import quantised
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
-from comfyui_onediff_guard.precision.fallback import Learner, half_attempt
+from comfyui_onediff_guard.precision.fallback import FallbackAdapter, half_attempt
 from comfyui_onediff_guard.precision.guard import GuardPolicy, StageGuard
 from comfyui_onediff_guard.precision.overrides import NOTHING, Anatomy, PrecisionOverrides
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
@@ -308,7 +308,9 @@ def test_a_layer_that_is_far_off_on_its_first_input_is_left_unquantised(
     anatomy = Anatomy.of(module, ["blocks"])
     plan = choose(ARCHITECTURES["sm90"], VARIANTS["CogVideoX-5B"], Component.DENOISER, Precision(kind))
     report = RunReport("CogVideoX-5B", "sm90", plan)
-    learner = Learner(module, "bf16", lambda known: half_attempt(module, anatomy, known, "bf16", quantised=layers))
+    learner = FallbackAdapter(
+        module, "bf16", lambda known: half_attempt(module, anatomy, known, "bf16", quantised=layers)
+    )
     guard = StageGuard("denoiser", learner, rerun=module, dtype="bf16", policy=GuardPolicy(), report=report)
     layers.fill()
     right = run_in_fp32(module, tokens())
@@ -387,7 +389,7 @@ class Run:
 
         plan = choose(ARCHITECTURES["sm90"], VARIANTS["CogVideoX-5B"], Component.DENOISER, Precision(kind))
         self.report = RunReport("CogVideoX-5B", "sm90", plan)
-        self.learner = Learner(module, "bf16", build, anatomy, NOTHING)
+        self.learner = FallbackAdapter(module, "bf16", build, anatomy, NOTHING)
         self.guard = StageGuard(
             "denoiser",
             self.learner,
