@@ -23,13 +23,13 @@ from .overrides import (
     STREAM,
     Anatomy,
     Apart,
-    Finding,
+    OverflowDiagnosis,
     Peak,
     PrecisionOverrides,
     Stream,
+    diagnose_from_fp32_peaks,
+    diagnose_from_half_run,
     escalate_overrides,
-    find,
-    found_in_half,
 )
 from .quantised import QuantisedLinears
 from .shells import Make, replaced, with_forward
@@ -194,7 +194,7 @@ class FallbackAdapter:
         self._peaks: dict[str, Peak] = {}
         self._proven = NOTHING  # a call has come out right with it
 
-    def watch(self, rerun: Callable[[], Result]) -> tuple[Result, Finding | None]:
+    def watch(self, rerun: Callable[[], Result]) -> tuple[Result, OverflowDiagnosis | None]:
         """Make the rerun. Returns its result, and what left the dtype's range in it; None where nothing did."""
         results: list[Result] = []
         blocks = () if self._anatomy.stream else self._anatomy.blocks
@@ -203,9 +203,11 @@ class FallbackAdapter:
         self._peaks = {name: peak for name, peak in peaks.items() if counts(self.module.get_submodule(name))}
         if self.attempt.everything:  # what its layers reach in float32 is no reason
             return results[0], None
-        return results[0], find(self._peaks, self._anatomy, self._dtype, self.learned.parts, wide=self.attempt.wide)
+        return results[0], diagnose_from_fp32_peaks(
+            self._peaks, self._anatomy, self._dtype, self.learned.parts, wide=self.attempt.wide
+        )
 
-    def locate(self, *args: Any, saturated: bool = False, **kwargs: Any) -> Finding:
+    def locate(self, *args: Any, saturated: bool = False, **kwargs: Any) -> OverflowDiagnosis:
         """Find where a call fails although nothing leaves the dtype's range in fp32: the half-precision call is made
         once more, not compiled.
 
@@ -219,11 +221,11 @@ class FallbackAdapter:
         attempt, sums = self.attempt, self.attempt.sums
         apart = Apart(attempt.quantised, sums.layers if sums else ())
         everything = self.attempt.everything
-        return found_in_half(
+        return diagnose_from_half_run(
             name, self._peaks, self._anatomy, self._dtype, self.learned.islands, apart, everything=everything
         )
 
-    def learn(self, finding: Finding) -> str:
+    def learn(self, finding: OverflowDiagnosis) -> str:
         """Build the next attempt as the finding asks for. Returns what changes, in words; "" where nothing does."""
         known = replace(self.learned, everything=self.learned.everything or self.attempt.everything)
         learned, action = escalate_overrides(known, finding, self._anatomy, self._dtype)

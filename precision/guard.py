@@ -25,7 +25,7 @@ from .fp32_settings import TF32
 from .memory import extra_peak
 from .observe import Agree, alone, broken_weight, first_broken, floating, non_finite
 from .overflow import Extremes, Pending, Places, Range, measured, only_minus_inf, places, propagate_nonfinite_attention
-from .overrides import STAY, Finding, PrecisionOverrides
+from .overrides import STAY, OverflowDiagnosis, PrecisionOverrides
 from .report import Rerun, RunReport, StepRecord
 from .shells import Once
 from .snapshot import Snapshot
@@ -260,7 +260,7 @@ class StageGuard:
         *,
         to_blame: bool,
         saturated: bool,
-    ) -> tuple[Any, Range, Finding | None, Rerun]:
+    ) -> tuple[Any, Range, OverflowDiagnosis | None, Rerun]:
         """Make the call in fp32. Returns its output and the output's range, why it had to be made, and what it cost.
 
         ends: where the output was at the ends of the dtype. Where it is so in fp32 too, nothing follows.
@@ -274,7 +274,7 @@ class StageGuard:
             else:
                 output, made, _ = self._in_fp32(args, kwargs)
         if self._extremes.learn(ends, output):
-            right = Finding("fp32 has the same at the same places, so it is right from the next call on")
+            right = OverflowDiagnosis("fp32 has the same at the same places, so it is right from the next call on")
             return output, made, right, Rerun("", None, "", time.perf_counter() - started, extra_bytes())
         if self.policy.on_failure is OnFailure.STOP:
             self._refuse("saturated" if saturated else "non-finite", args, kwargs, may_be_right=False)
@@ -316,7 +316,7 @@ class StageGuard:
         self._sound = self._sound or not isinstance(owner, torch.nn.Module) or broken_weight(owner) is None
         return self._sound
 
-    def _follow(self, finding: Finding | None) -> str:
+    def _follow(self, finding: OverflowDiagnosis | None) -> str:
         """Change what the next calls do. Returns how, in words; "" where nothing changes."""
         self._failures += 1
         action = ""

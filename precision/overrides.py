@@ -219,7 +219,7 @@ class Anatomy:
 
 
 @dataclass(frozen=True)
-class Finding:
+class OverflowDiagnosis:
     """Why a call failed."""
 
     reason: str
@@ -240,9 +240,9 @@ class Apart:
     fp16_sums: Collection[str] = ()
 
 
-def find(
+def diagnose_from_fp32_peaks(
     peaks: Mapping[str, Peak], anatomy: Anatomy, dtype: str, islands: Collection[str] = (), *, wide: bool = False
-) -> Finding | None:
+) -> OverflowDiagnosis | None:
     """Return what left the range of `dtype`, told by the peaks of layers and blocks in fp32; None where nothing did.
 
     peaks: in the order in which layers ran, and of the anatomy's groups too.
@@ -269,7 +269,7 @@ def find(
         name, peak = next(iter(handed_on.items()))
         reasons = [Message("'{}' puts out {:.3g}, beyond {}: what comes after it cannot take it", name, peak, here)]
     wanted = [anatomy.island(name, peaks, dtype) for name in inner]
-    return Finding(
+    return OverflowDiagnosis(
         joined("; ", reasons),
         first,
         {**handed_on, **inner, **stream}[first],
@@ -279,7 +279,7 @@ def find(
     )
 
 
-def found_in_half(
+def diagnose_from_half_run(
     name: str | None,
     peaks: Mapping[str, Peak],
     anatomy: Anatomy,
@@ -288,7 +288,7 @@ def found_in_half(
     apart: Apart | None = None,
     *,
     everything: bool = False,
-) -> Finding:
+) -> OverflowDiagnosis:
     """Say why a call failed in half precision although nothing leaves the dtype's range when it runs in fp32.
 
     name: the module whose output was broken when the half-precision call was made once more; None where none was.
@@ -297,13 +297,15 @@ def found_in_half(
     """
     apart = apart or Apart()
     if name is None:
-        return Finding(Message("no layer's output leaves {}'s range, and computed again it did not fail", dtype))
+        return OverflowDiagnosis(
+            Message("no layer's output leaves {}'s range, and computed again it did not fail", dtype)
+        )
     peak = peaks[name].output if name in peaks else None
     if name in apart.fp16_sums:
         reason = Message("'{}' is broken where it accumulates in fp16, although its output fits", name)
-        return Finding(reason, name, peak, fp16_sums=name)
+        return OverflowDiagnosis(reason, name, peak, fp16_sums=name)
     if name in apart.quantised:
-        return Finding(
+        return OverflowDiagnosis(
             Message("'{}' is broken where it is quantised, and its input is not", name), name, peak, quantised=name
         )
     inside = Message("inside '{}'", name) if name else Message("outside of all layers")
@@ -314,11 +316,11 @@ def found_in_half(
     if everything:
         reason = Message("values are too far apart or too large for products in {}, {}", dtype, inside)
     island = anatomy.island(name, peaks, dtype, islands)
-    return Finding(reason, name, peak, islands=() if island is None else (island,), hopeless=island is None)
+    return OverflowDiagnosis(reason, name, peak, islands=() if island is None else (island,), hopeless=island is None)
 
 
 def escalate_overrides(
-    learned: PrecisionOverrides, finding: Finding, anatomy: Anatomy, dtype: str
+    learned: PrecisionOverrides, finding: OverflowDiagnosis, anatomy: Anatomy, dtype: str
 ) -> tuple[PrecisionOverrides, str]:
     """Return what is known after a failure, and what follows from it in words; "" where nothing follows.
 

@@ -25,8 +25,8 @@ from .overrides import (
     PrecisionOverrides,
     adapted,
     covered,
+    diagnose_from_fp32_peaks,
     escalate_overrides,
-    find,
     order,
 )
 from .upcast import HALF_DTYPES
@@ -198,10 +198,10 @@ class Verdict:
 def judge(probed: Probed, dtype: str) -> Verdict:
     """Say whether a dtype holds what was measured, and what it needs for it."""
     peaks, anatomy = probed.peaks(), probed.anatomy
-    finding = find(peaks, anatomy, dtype)
+    finding = diagnose_from_fp32_peaks(peaks, anatomy, dtype)
     learned = escalate_overrides(NOTHING, finding, anatomy, dtype)[0] if finding else NOTHING
     settled = learned.everything or learned.whole_run_fp32
-    if finding and not settled and find(peaks, anatomy, dtype, learned.parts, wide=learned.wide):
+    if finding and not settled and diagnose_from_fp32_peaks(peaks, anatomy, dtype, learned.parts, wide=learned.wide):
         learned = PrecisionOverrides(everything=dtype == "fp16", whole_run_fp32=dtype != "fp16")
     shares = probed.too_far_apart() if dtype == "fp16" else {}
     if scaled := next((name for name in shares if _is_scaled(name, anatomy, learned)), ""):

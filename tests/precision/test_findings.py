@@ -13,11 +13,11 @@ from comfyui_onediff_guard.pipelines.families.cogview3plus import COGVIEW3PLUS
 from comfyui_onediff_guard.precision import overrides as findings
 from comfyui_onediff_guard.precision.overrides import (
     Anatomy,
-    Finding,
+    OverflowDiagnosis,
     Peak,
     PrecisionOverrides,
+    diagnose_from_half_run,
     escalate_overrides,
-    found_in_half,
     parts_in_words,
 )
 from small_denoisers import build as build_denoiser
@@ -36,7 +36,7 @@ HEALTHY = {
 
 
 def find(*args, **kwargs) -> Any:
-    return findings.find(*args, **kwargs)
+    return findings.diagnose_from_fp32_peaks(*args, **kwargs)
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +157,7 @@ def test_an_island_outside_of_the_blocks_is_the_smallest_part_that_fits(model, c
 def lessons(anatomy, dtype, known, name):
     """What is learned while the same layer goes on failing in the half-precision call."""
     while not known.whole_run_fp32:
-        finding = found_in_half(name, {}, anatomy, dtype, known.islands)
+        finding = diagnose_from_half_run(name, {}, anatomy, dtype, known.islands)
         known, _ = escalate_overrides(known, finding, anatomy, dtype)
         yield known
 
@@ -193,13 +193,13 @@ def test_in_fp16_what_fails_again_when_it_is_wide_becomes_an_island(model):
 def test_of_a_wide_part_that_fails_again_all_becomes_an_island(model):
     """Of a part and what is in it, only the part would be followed."""
     anatomy = Anatomy.of(model, COGVIDEOX.blocks, COGVIDEOX.stream)
-    inside = Finding("", islands=("time_embedding.linear_2",))
+    inside = OverflowDiagnosis("", islands=("time_embedding.linear_2",))
     learned, action = escalate_overrides(
         PrecisionOverrides(wide_parts=("proj_out", "time_embedding")), inside, anatomy, "fp16"
     )
     assert learned == PrecisionOverrides(wide_parts=("proj_out",), islands=("time_embedding",))
     assert action == "'time_embedding' in fp32 from the next call on"
-    around = Finding("", islands=("time_embedding",))
+    around = OverflowDiagnosis("", islands=("time_embedding",))
     learned, _ = escalate_overrides(
         PrecisionOverrides(wide_parts=("time_embedding.linear_2",)), around, anatomy, "fp16"
     )
@@ -232,7 +232,10 @@ def test_a_block_whose_output_does_not_fit_cannot_be_helped_by_itself_where_the_
     ), "it has fp32's range"
 
 
-@pytest.mark.parametrize("finding", [Finding(""), Finding("", islands=("blocks.1",)), Finding("", hopeless=True)])
+@pytest.mark.parametrize(
+    "finding",
+    [OverflowDiagnosis(""), OverflowDiagnosis("", islands=("blocks.1",)), OverflowDiagnosis("", hopeless=True)],
+)
 def test_where_islands_are_of_no_use_everything_is_wide_at_once(finding):
     native = Anatomy(everything=True)
     everything, action = escalate_overrides(PrecisionOverrides(), finding, native, "fp16")
@@ -244,9 +247,9 @@ def test_where_islands_are_of_no_use_everything_is_wide_at_once(finding):
 
 
 def test_where_every_layer_is_wide_no_part_can_be_wider():
-    everything, inside = PrecisionOverrides(everything=True), Finding("", islands=("blocks.1",))
+    everything, inside = PrecisionOverrides(everything=True), OverflowDiagnosis("", islands=("blocks.1",))
     assert escalate_overrides(everything, inside, STREAMS, "fp16")[0] == replace(everything, whole_run_fp32=True)
-    assert escalate_overrides(everything, Finding("nothing was found"), STREAMS, "fp16") == (everything, "")
+    assert escalate_overrides(everything, OverflowDiagnosis("nothing was found"), STREAMS, "fp16") == (everything, "")
 
 
 @pytest.mark.parametrize(
@@ -258,38 +261,46 @@ def test_where_every_layer_is_wide_no_part_can_be_wider():
     ],
 )
 def test_what_only_the_half_call_shows(name, islands, words):
-    found = found_in_half(name, {"out": Peak(1, 2)}, STREAMS, "fp16")
+    found = diagnose_from_half_run(name, {"out": Peak(1, 2)}, STREAMS, "fp16")
     assert (found.module, found.islands, found.hopeless) == (name, islands, False)
     assert words in found.reason and found.peak == (2 if name == "out" else None)
 
 
 def test_what_only_the_half_call_shows_and_no_island_helps():
-    assert found_in_half("", {}, STREAMS, "fp16").hopeless, "the module's own forward"
-    assert found_in_half("blocks.1.inner", {}, STREAMS, "bf16", islands=("blocks.1",)).hopeless, "it is one already"
-    nothing = found_in_half(None, {}, STREAMS, "bf16")
+    assert diagnose_from_half_run("", {}, STREAMS, "fp16").hopeless, "the module's own forward"
+    assert diagnose_from_half_run("blocks.1.inner", {}, STREAMS, "bf16", islands=("blocks.1",)).hopeless, (
+        "it is one already"
+    )
+    nothing = diagnose_from_half_run(None, {}, STREAMS, "bf16")
     assert not nothing.hopeless and not nothing.islands and "did not fail" in nothing.reason
 
 
 def test_lessons_add_up():
     learned, action = escalate_overrides(
-        PrecisionOverrides(), Finding("", stream=5e5, islands=("blocks.1",)), STREAMS, "fp16"
+        PrecisionOverrides(), OverflowDiagnosis("", stream=5e5, islands=("blocks.1",)), STREAMS, "fp16"
     )
     assert learned == PrecisionOverrides(wide=True, wide_parts=("blocks.1",))
     assert action == "its residual stream in float32 and 'blocks.1' wide from the next call on"
-    learned, action = escalate_overrides(learned, Finding("", islands=("blocks.1", "blocks.0")), STREAMS, "fp16")
+    learned, action = escalate_overrides(
+        learned, OverflowDiagnosis("", islands=("blocks.1", "blocks.0")), STREAMS, "fp16"
+    )
     assert learned == PrecisionOverrides(wide=True, wide_parts=("blocks.0",), islands=("blocks.1",))
     assert action == "'blocks.0' wide and 'blocks.1' in fp32 from the next call on"
-    assert escalate_overrides(learned, Finding("", islands=("blocks.1",)), STREAMS, "fp16")[0] == learned, (
+    assert escalate_overrides(learned, OverflowDiagnosis("", islands=("blocks.1",)), STREAMS, "fp16")[0] == learned, (
         "known already"
     )
-    assert escalate_overrides(learned, Finding("", stream=4e5), STREAMS, "fp16")[0] == learned, "it is already"
-    assert escalate_overrides(learned, Finding("nothing was found"), STREAMS, "fp16") == (learned, "")
+    assert escalate_overrides(learned, OverflowDiagnosis("", stream=4e5), STREAMS, "fp16")[0] == learned, (
+        "it is already"
+    )
+    assert escalate_overrides(learned, OverflowDiagnosis("nothing was found"), STREAMS, "fp16") == (learned, "")
 
 
 def test_in_bf16_a_part_becomes_an_island_at_once():
-    learned, action = escalate_overrides(PrecisionOverrides(), Finding("", islands=("blocks.1",)), STREAMS, "bf16")
+    learned, action = escalate_overrides(
+        PrecisionOverrides(), OverflowDiagnosis("", islands=("blocks.1",)), STREAMS, "bf16"
+    )
     assert (learned, action) == (PrecisionOverrides(islands=("blocks.1",)), "'blocks.1' in fp32 from the next call on")
-    assert escalate_overrides(learned, Finding("", islands=("blocks.0",)), STREAMS, "bf16")[0].islands == (
+    assert escalate_overrides(learned, OverflowDiagnosis("", islands=("blocks.0",)), STREAMS, "bf16")[0].islands == (
         "blocks.1",
         "blocks.0",
     )
@@ -298,7 +309,7 @@ def test_in_bf16_a_part_becomes_an_island_at_once():
 @pytest.mark.parametrize("peak", [math.inf, math.nan])
 @pytest.mark.parametrize("anatomy", [STREAMS, Anatomy(everything=True)])
 def test_a_stream_that_is_not_finite_in_fp32_cannot_be_helped(peak, anatomy):
-    finding = Finding("", stream=peak, islands=("blocks.1",), hopeless=True)
+    finding = OverflowDiagnosis("", stream=peak, islands=("blocks.1",), hopeless=True)
     assert escalate_overrides(PrecisionOverrides(), finding, anatomy, "fp16")[0] == PrecisionOverrides(
         whole_run_fp32=True
     )

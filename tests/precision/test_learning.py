@@ -14,7 +14,7 @@ from blocky import STREAM, Faults, build, guarded, latents, overflow_inside, ove
 from comfyui_onediff_guard.precision.fallback import Attempt
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.half_products import HalfProducts
-from comfyui_onediff_guard.precision.overrides import Finding, PrecisionOverrides, Stream
+from comfyui_onediff_guard.precision.overrides import OverflowDiagnosis, PrecisionOverrides, Stream
 from comfyui_onediff_guard.precision.report import Rerun, StepRecord
 from comfyui_onediff_guard.precision.wide import CannotWiden
 from torch import nn
@@ -198,7 +198,7 @@ def test_what_is_planned_with_every_layer_wide_leaves_half_precision_at_once():
 
 def test_bf16_which_has_fp32s_range_is_not_made_wider():
     run = guarded(build(dtype="bf16"), "bf16", stream=None)
-    assert run.learner.learn(Finding("", hopeless=True)) == "the rest of the run in fp32"
+    assert run.learner.learn(OverflowDiagnosis("", hopeless=True)) == "the rest of the run in fp32"
     assert run.learner.learned == PrecisionOverrides(whole_run_fp32=True) and len(run.built) == 1
 
 
@@ -284,14 +284,14 @@ def test_an_overflow_outside_of_the_blocks_makes_the_part_around_it_wide():
 def test_what_did_not_help_is_forgotten(end):
     run = guarded(build(), stream=None, learned=PrecisionOverrides(islands=("blocks.0",)))
     run(latents())
-    run.learner.learn(Finding("", islands=("blocks.1",)))
-    run.learner.learn(Finding("", islands=("blocks.2",)))
-    run.learner.learn(Finding("", islands=("blocks.2",)))
+    run.learner.learn(OverflowDiagnosis("", islands=("blocks.1",)))
+    run.learner.learn(OverflowDiagnosis("", islands=("blocks.2",)))
+    run.learner.learn(OverflowDiagnosis("", islands=("blocks.2",)))
     tried = PrecisionOverrides(islands=("blocks.0", "blocks.2"), wide_parts=("blocks.1",))
     assert run.learner.learned == tried, "another place: both may be needed"
     if end == "hopeless":
-        assert run.learner.learn(Finding("", hopeless=True)) == "every layer wide from the next call on"
-        assert run.learner.learn(Finding("", hopeless=True)) == "the rest of the run in fp32"
+        assert run.learner.learn(OverflowDiagnosis("", hopeless=True)) == "every layer wide from the next call on"
+        assert run.learner.learn(OverflowDiagnosis("", hopeless=True)) == "the rest of the run in fp32"
     else:
         run.learner.stay()
     assert run.learner.learned == PrecisionOverrides(islands=("blocks.0",), whole_run_fp32=True), (
