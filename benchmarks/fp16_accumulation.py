@@ -27,7 +27,7 @@ from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.fallback import half_attempt
 from comfyui_onediff_guard.precision.fp16_sums import LinearSums
-from comfyui_onediff_guard.precision.overrides import NOTHING, Anatomy
+from comfyui_onediff_guard.precision.overrides import NOTHING, ModuleStructure
 from comfyui_onediff_guard.precision.sums import BUDGET, LayerError, Sums, settled
 from fp16_sums_on_cpu import CHUNK, a_card_with_fp16_sums
 from measure import RESULTS, machine, write_json
@@ -90,7 +90,7 @@ def of_network(subject: quantised.Subject) -> dict[str, Any]:
     single = make(torch.float32)
     given = quantised.cast(arguments(single.config, 0), family, DTYPES["fp16"])
     module = quantised.denoisers_in(single, torch.float16)
-    anatomy = Anatomy.of(module, family.blocks, family.stream)
+    anatomy = ModuleStructure.of(module, family.blocks, family.stream)
     seen: list[LayerError] = []
     layers = LinearSums(module)
     attempt = half_attempt(module, anatomy, NOTHING, "fp16", wide=family.stream is not None, sums=layers)

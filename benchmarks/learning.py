@@ -21,7 +21,7 @@ from comfyui_onediff_guard.precision.arch import detect
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.fallback import FallbackAdapter, half_attempt
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope, StageGuard
-from comfyui_onediff_guard.precision.overrides import Anatomy
+from comfyui_onediff_guard.precision.overrides import ModuleStructure
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.report import RunReport
 from comfyui_onediff_guard.precision.shells import replaced, with_forward
@@ -111,7 +111,7 @@ def broken(denoiser: torch.nn.Module, leaf: str) -> torch.nn.Module:
 def guarded(original: torch.nn.Module, attempted: torch.nn.Module, dtype: str, scope: Scope) -> StageGuard:
     architecture = detect(next(original.parameters()).device)
     plan = choose(architecture, VARIANTS["CogVideoX-2B"], Component.DENOISER, Precision(dtype))
-    anatomy = Anatomy.of(original, [BLOCKS])
+    anatomy = ModuleStructure.of(original, [BLOCKS])
     learner = FallbackAdapter(original, dtype, lambda known: half_attempt(attempted, anatomy, known, dtype), anatomy)
     return StageGuard(
         "denoiser",

@@ -31,7 +31,7 @@ from comfyui_onediff_guard.pipelines.families.wan import WAN
 from comfyui_onediff_guard.precision import quantised
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.fallback import half_attempt
-from comfyui_onediff_guard.precision.overrides import NOTHING, Anatomy
+from comfyui_onediff_guard.precision.overrides import NOTHING, ModuleStructure
 from comfyui_onediff_guard.precision.policy import Precision
 from comfyui_onediff_guard.precision.quantised import QuantisedLinears
 from denoisers import Size
@@ -166,7 +166,7 @@ def contestants(single: torch.nn.Module, family: FamilySpec) -> dict[str, Callab
         layers = QuantisedLinears(module, blocks, kind) if kind else None
         if layers:
             layers.fill()
-        anatomy = Anatomy.of(module, family.blocks, family.stream)
+        anatomy = ModuleStructure.of(module, family.blocks, family.stream)
         wide = dtype == "fp16" and family.stream is not None
         made = half_attempt(module, anatomy, NOTHING, dtype, wide=wide, quantised=layers)
         return lambda given: made.run(**cast(given, family, DTYPES[dtype]))[0]
@@ -195,7 +195,7 @@ def denoisers_in(single: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module
 
 
 def _blocks(module: torch.nn.Module, family: FamilySpec) -> tuple[str, ...]:
-    return Anatomy.of(module, family.blocks, family.stream).repeated
+    return ModuleStructure.of(module, family.blocks, family.stream).repeated
 
 
 def cast(given: dict[str, Any], family: FamilySpec, dtype: torch.dtype) -> dict[str, Any]:

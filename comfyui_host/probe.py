@@ -13,7 +13,7 @@ import torch
 
 from ..precision.dtypes import DTYPES
 from ..precision.guard import GuardPolicy, StageGuard
-from ..precision.overrides import Anatomy
+from ..precision.overrides import ModuleStructure
 from ..precision.policy import Plan
 from ..precision.probe import Verdict, judge, recommend
 from ..precision.probe_result import Measured, Probing
@@ -91,7 +91,7 @@ class _Run:
         self._of = denoiser_of(call)
         self._stage = self._of.stage(GuardPolicy())
         self.measured = Measured(
-            call.network, replace(Anatomy.of(call.network, _lists_of_blocks(call.network)), everything=True)
+            call.network, replace(ModuleStructure.of(call.network, _lists_of_blocks(call.network)), everything=True)
         )
         self._guards = PerExecutor[StageGuard]()
         self._log = CallLog()

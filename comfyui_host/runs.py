@@ -19,7 +19,7 @@ from ..precision.fallback import Attempt
 from ..precision.guard import GuardPolicy, Scope, StageGuard
 from ..precision.half_products import HalfProducts, run_with_half_products
 from ..precision.overflow import Clips
-from ..precision.overrides import NOTHING, Anatomy, PrecisionOverrides
+from ..precision.overrides import NOTHING, ModuleStructure, PrecisionOverrides
 from ..precision.policy import Component, Precision
 from ..precision.profile_store import Profile, ProfileFile
 from ..precision.report import StepRecord, together
@@ -174,7 +174,7 @@ def _executor(of: ComfyNetwork, settings: Settings) -> _Executor:
         learned, notes = _recalled(settings, (of.component, plan.dtype), profile)
         for line in notes:
             report.note(line)
-    learner = stage.learner(of.network, build, Anatomy(everything=True), learned)
+    learner = stage.learner(of.network, build, ModuleStructure(everything=True), learned)
 
     def peak_inside() -> torch.Tensor | None:
         return None if learner.attempt.everything else clips.take()

@@ -21,8 +21,8 @@ from .overrides import (
     NOTHING,
     STAY,
     STREAM,
-    Anatomy,
-    Apart,
+    ExcludedLayers,
+    ModuleStructure,
     OverflowDiagnosis,
     Peak,
     PrecisionOverrides,
@@ -59,7 +59,7 @@ class Attempt:
 
 def half_attempt(
     module: torch.nn.Module,
-    anatomy: Anatomy,
+    anatomy: ModuleStructure,
     learned: PrecisionOverrides,
     dtype: str,
     *,
@@ -163,7 +163,7 @@ class _Island:
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-LAYERS = Anatomy()  # of a module of which nothing is known
+LAYERS = ModuleStructure()  # of a module of which nothing is known
 
 
 class FallbackAdapter:
@@ -180,7 +180,7 @@ class FallbackAdapter:
         module: torch.nn.Module,
         dtype: str,
         build: Callable[[PrecisionOverrides], Attempt],
-        anatomy: Anatomy = LAYERS,
+        anatomy: ModuleStructure = LAYERS,
         learned: PrecisionOverrides = NOTHING,
         agree: Agree = alone,
     ):
@@ -219,7 +219,7 @@ class FallbackAdapter:
         with propagate_nonfinite_attention((args, kwargs)):
             name = first_broken(module, lambda: eager(*args, **kwargs), limit, self._agree)
         attempt, sums = self.attempt, self.attempt.sums
-        apart = Apart(attempt.quantised, sums.layers if sums else ())
+        apart = ExcludedLayers(attempt.quantised, sums.layers if sums else ())
         everything = self.attempt.everything
         return diagnose_from_half_run(
             name, self._peaks, self._anatomy, self._dtype, self.learned.islands, apart, everything=everything

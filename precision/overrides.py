@@ -133,7 +133,7 @@ class Peak:
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class ModuleStructure:
     """A module's parts by their full names, as far as the guard needs them."""
 
     blocks: tuple[str, ...] = ()  # what becomes an island as a whole
@@ -144,7 +144,7 @@ class Anatomy:
     everything: bool = False  # what failed in fp16 is tried with every layer wide, and never with islands
 
     @classmethod
-    def of(cls, module: torch.nn.Module, parts: Iterable[str], stream: Stream | None = None) -> Anatomy:
+    def of(cls, module: torch.nn.Module, parts: Iterable[str], stream: Stream | None = None) -> ModuleStructure:
         """Return the anatomy of a module.
 
         parts: names of its blocks, or of lists of blocks.
@@ -233,7 +233,7 @@ class OverflowDiagnosis:
 
 
 @dataclass(frozen=True)
-class Apart:
+class ExcludedLayers:
     """Layers of a half-precision call that compute otherwise than its others."""
 
     quantised: Collection[str] = ()
@@ -241,7 +241,12 @@ class Apart:
 
 
 def diagnose_from_fp32_peaks(
-    peaks: Mapping[str, Peak], anatomy: Anatomy, dtype: str, islands: Collection[str] = (), *, wide: bool = False
+    peaks: Mapping[str, Peak],
+    anatomy: ModuleStructure,
+    dtype: str,
+    islands: Collection[str] = (),
+    *,
+    wide: bool = False,
 ) -> OverflowDiagnosis | None:
     """Return what left the range of `dtype`, told by the peaks of layers and blocks in fp32; None where nothing did.
 
@@ -282,10 +287,10 @@ def diagnose_from_fp32_peaks(
 def diagnose_from_half_run(
     name: str | None,
     peaks: Mapping[str, Peak],
-    anatomy: Anatomy,
+    anatomy: ModuleStructure,
     dtype: str,
     islands: Collection[str] = (),
-    apart: Apart | None = None,
+    apart: ExcludedLayers | None = None,
     *,
     everything: bool = False,
 ) -> OverflowDiagnosis:
@@ -295,7 +300,7 @@ def diagnose_from_half_run(
     apart: the layers that were quantised in it, or accumulated in fp16.
     everything: every layer was wide in it.
     """
-    apart = apart or Apart()
+    apart = apart or ExcludedLayers()
     if name is None:
         return OverflowDiagnosis(
             Message("no layer's output leaves {}'s range, and computed again it did not fail", dtype)
@@ -320,7 +325,7 @@ def diagnose_from_half_run(
 
 
 def escalate_overrides(
-    learned: PrecisionOverrides, finding: OverflowDiagnosis, anatomy: Anatomy, dtype: str
+    learned: PrecisionOverrides, finding: OverflowDiagnosis, anatomy: ModuleStructure, dtype: str
 ) -> tuple[PrecisionOverrides, str]:
     """Return what is known after a failure, and what follows from it in words; "" where nothing follows.
 
@@ -363,7 +368,7 @@ def _tried(name: str, learned: PrecisionOverrides) -> str:
     return next((part for part in learned.wide_parts if covers(part, name)), name if holds_island else "")
 
 
-def _beside(anatomy: Anatomy, dtype: str, name: str) -> str:
+def _beside(anatomy: ModuleStructure, dtype: str, name: str) -> str:
     if not anatomy.widens(dtype):
         return ""
     where = Message("inside a block") if covered(name, anatomy.repeated) else Message("outside of the blocks")

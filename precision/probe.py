@@ -20,7 +20,7 @@ from .observe import floating, hooked, largest, leaves
 from .overrides import (
     NOTHING,
     RANGE,
-    Anatomy,
+    ModuleStructure,
     Peak,
     PrecisionOverrides,
     adapted,
@@ -62,7 +62,7 @@ class Entry:
 class Probed:
     """What a probe measured."""
 
-    anatomy: Anatomy
+    anatomy: ModuleStructure
     steps: tuple[Mapping[str, Values], ...]  # by layer and block, in the order in which they ran
     groups: Mapping[str, Peak] = field(default_factory=dict)  # over all steps, of the anatomy's groups
 
@@ -121,7 +121,7 @@ class Probe:
     Copies of the module may run at the same time, each in a thread of its own.
     """
 
-    def __init__(self, module: torch.nn.Module, anatomy: Anatomy):
+    def __init__(self, module: torch.nn.Module, anatomy: ModuleStructure):
         half = any(parameter.dtype in HALF_DTYPES for parameter in module.parameters())
         layers = {name: layer for name, layer in leaves(module).items() if _looked_at(layer, half)}
         self._modules = layers | {name: module.get_submodule(name) for name in (*anatomy.blocks, *anatomy.groups)}
@@ -221,7 +221,7 @@ def recommend(probed: Probed, dtype: str, *, native_bf16: bool) -> Verdict:
     return next(cheap, fitting[0] if fitting else judge(probed, "fp32"))
 
 
-def _is_scaled(name: str, anatomy: Anatomy, learned: PrecisionOverrides) -> bool:
+def _is_scaled(name: str, anatomy: ModuleStructure, learned: PrecisionOverrides) -> bool:
     """Return whether a layer is wide in fp16: those that write to a known stream always are."""
     return learned.everything or covered(name, learned.wide_parts) or adapted(name) in anatomy.writers
 

@@ -11,7 +11,7 @@ import torch
 
 from ..trust.plain import for_json
 from .arch import Architecture
-from .overrides import Anatomy
+from .overrides import ModuleStructure
 from .policy import Plan
 from .probe import Entry, Probe, Probed, Verdict
 from .profile_store import Profile
@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 class Measured:
     """A denoiser's calls in fp32, watched and timed."""
 
-    def __init__(self, denoiser: torch.nn.Module, anatomy: Anatomy):
+    def __init__(self, denoiser: torch.nn.Module, anatomy: ModuleStructure):
         self.probe = Probe(denoiser, anatomy)
         self.healthy_seconds = 0.0  # of one call
         self._seconds: list[float] = []

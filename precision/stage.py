@@ -13,7 +13,7 @@ from .arch import Architecture
 from .fallback import Attempt, FallbackAdapter
 from .guard import GuardPolicy, OnFailure, Scope, StageGuard
 from .observe import Agree, alone
-from .overrides import NOTHING, Anatomy, PrecisionOverrides
+from .overrides import NOTHING, ModuleStructure, PrecisionOverrides
 from .policy import Plan
 from .report import RunReport
 from .upcast import run_in_fp32
@@ -60,7 +60,7 @@ class Stage:
         self,
         network: torch.nn.Module,
         build: Callable[[PrecisionOverrides], Attempt],
-        anatomy: Anatomy,
+        anatomy: ModuleStructure,
         learned: PrecisionOverrides = NOTHING,
     ) -> FallbackAdapter:
         """Return a FallbackAdapter, which has the same arguments. The report says what of each of its attempts is float32."""

@@ -13,7 +13,7 @@ from ...precision.course import Course, Guidance
 from ...precision.dtypes import DTYPES
 from ...precision.memory import size
 from ...precision.observe import alone
-from ...precision.overrides import Anatomy
+from ...precision.overrides import ModuleStructure
 from ...precision.policy import Component, Precision
 from ...precision.stage import Stage
 from ...precision.step_cache import StepCache
@@ -198,11 +198,11 @@ class ComponentStage(Stage):
         return replace(self, handle=other, plan=self.plan.unquantised)
 
     @_Once
-    def anatomy(self) -> Anatomy:
+    def anatomy(self) -> ModuleStructure:
         """Its parts, as far as the guard needs them; those of an encoder of text are not told apart."""
         if self.plan.component is not Component.DENOISER:
-            return Anatomy(everything=True)
-        return Anatomy.of(self.module, self.handle.family.blocks, self.handle.family.stream)
+            return ModuleStructure(everything=True)
+        return ModuleStructure.of(self.module, self.handle.family.blocks, self.handle.family.stream)
 
     def step_cache(self) -> StepCache | None:
         """Return a new cache for the steps of a run; None where nothing is cached."""

@@ -19,7 +19,7 @@ from ...precision.activations import Alive, counting, on_meta
 from ...precision.dtypes import DTYPES
 from ...precision.fallback import Attempt, FallbackAdapter, half_attempt
 from ...precision.fp32_settings import TF32, autocast_off_where_on, device_types
-from ...precision.overrides import Anatomy, PrecisionOverrides
+from ...precision.overrides import ModuleStructure, PrecisionOverrides
 from ...precision.shells import Make, both, replaced, reporting, with_forward
 from ...precision.upcast import run_in_fp32
 from ..compile.decoder import DecoderCompiling, Kind, Kinds
@@ -196,8 +196,8 @@ def _learning(stage: ComponentStage, network: torch.nn.Module, compiling: Decode
     return stage.learner(network, build, anatomy)
 
 
-def _anatomy(network: torch.nn.Module) -> Anatomy:
-    return Anatomy.of(network, [name for name in _BLOCKS if getattr(network, name, None) is not None])
+def _anatomy(network: torch.nn.Module) -> ModuleStructure:
+    return ModuleStructure.of(network, [name for name in _BLOCKS if getattr(network, name, None) is not None])
 
 
 class _HandsOnItsCache(torch.nn.Module):

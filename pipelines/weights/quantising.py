@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...precision.overrides import Anatomy
+from ...precision.overrides import ModuleStructure
 from ...precision.policy import Plan, PlanImpossible
 from ...precision.quantised import LEAST, QuantisedLinears, lacking
 from ..models.lora import keys
@@ -49,7 +49,7 @@ def quantised_of(stage: ComponentStage) -> QuantisedLinears | None:
     return known[key]
 
 
-def quantised_on_meta(network: torch.nn.Module, anatomy: Anatomy, plan: Plan) -> QuantisedLinears | None:
+def quantised_on_meta(network: torch.nn.Module, anatomy: ModuleStructure, plan: Plan) -> QuantisedLinears | None:
     """The quantised layers of a network on "meta", by which its calls are counted. fp8 counts as int8, whose product is
     the larger one: torchao quantises to fp8 on a card alone."""
     if not plan.quantised or lacking(plan.quantised):

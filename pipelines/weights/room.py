@@ -14,7 +14,7 @@ from ...precision.dtypes import DTYPES
 from ...precision.fallback import half_attempt
 from ...precision.kernels import LEAN, Kernels, kernels_of
 from ...precision.memory import size
-from ...precision.overrides import NOTHING, Anatomy, PrecisionOverrides
+from ...precision.overrides import NOTHING, ModuleStructure, PrecisionOverrides
 from ...precision.policy import Component
 from ...precision.shells import with_once
 from ...precision.snapshot import copies
@@ -74,7 +74,7 @@ def _most(prepare: Callable[[], Callable[[Alive], object]], kernels: Kernels) ->
 def attempt_on_meta(
     stage: ComponentStage,
     network: torch.nn.Module,
-    anatomy: Anatomy,
+    anatomy: ModuleStructure,
     learned: PrecisionOverrides = NOTHING,
     cached: int = 0,
 ) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.pipelines.insight.probe_figure import _Scale, draw, figure_of
 from comfyui_onediff_guard.pipelines.insight.probe_rows import STREAM, rows_of
 from comfyui_onediff_guard.precision import arch
-from comfyui_onediff_guard.precision.overrides import Anatomy, Peak, Stream
+from comfyui_onediff_guard.precision.overrides import ModuleStructure, Peak, Stream
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.probe import Probed, Values, judge
 from comfyui_onediff_guard.precision.probe_result import Probing
@@ -33,7 +33,7 @@ def measured(blocks: int, leaves: int, steps: int, *, stream: bool = True, lists
         row["proj_out"] = value(0, 0, step)
         found.append({name: Values(Peak(reach, reach), 0.1, 0.2, 0.3, 0.0) for name, reach in row.items()})
     where = Stream("blocks", "embed", (), ("norm",), ()) if stream else None
-    return Probed(Anatomy((("embed",) if stream else ()) + tuple(paths), where), tuple(found))
+    return Probed(ModuleStructure((("embed",) if stream else ()) + tuple(paths), where), tuple(found))
 
 
 def probing(probed: Probed) -> Probing:

@@ -12,7 +12,7 @@ from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.fallback import Attempt, FallbackAdapter, half_attempt
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope, StageGuard
-from comfyui_onediff_guard.precision.overrides import NOTHING, Anatomy, PrecisionOverrides, Stream
+from comfyui_onediff_guard.precision.overrides import NOTHING, ModuleStructure, PrecisionOverrides, Stream
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.report import RunReport
 from comfyui_onediff_guard.precision.shells import replaced, with_forward
@@ -164,7 +164,7 @@ def guarded(
 ) -> Run:
     """more: of half_attempt."""
     faults, built = faults or Faults({}, ()), []
-    anatomy = Anatomy.of(module, ["blocks"], stream)
+    anatomy = ModuleStructure.of(module, ["blocks"], stream)
 
     def make(known: PrecisionOverrides) -> Attempt:
         built.append(known)

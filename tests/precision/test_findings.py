@@ -12,7 +12,7 @@ from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.families.cogview3plus import COGVIEW3PLUS
 from comfyui_onediff_guard.precision import overrides as findings
 from comfyui_onediff_guard.precision.overrides import (
-    Anatomy,
+    ModuleStructure,
     OverflowDiagnosis,
     Peak,
     PrecisionOverrides,
@@ -22,8 +22,8 @@ from comfyui_onediff_guard.precision.overrides import (
 )
 from small_denoisers import build as build_denoiser
 
-STREAMS = Anatomy.of(build(3), ["blocks"], STREAM)
-PLAIN = Anatomy.of(build(3), ["blocks"])
+STREAMS = ModuleStructure.of(build(3), ["blocks"], STREAM)
+PLAIN = ModuleStructure.of(build(3), ["blocks"])
 HEALTHY = {
     "embed": Peak(3, 50),
     "blocks.0.norm": Peak(50, 3),
@@ -51,7 +51,7 @@ def test_a_modules_parts_by_name():
     assert STREAMS.repeated == PLAIN.repeated == PLAIN.blocks
     assert STREAMS.writers == {"embed", *(f"blocks.{i}.write" for i in range(3))}
     assert STREAMS.norms == {"last_norm", *(f"blocks.{i}.norm" for i in range(3))}
-    assert Anatomy.of(build(1), ["embed", "blocks"]).blocks == ("embed", "blocks.0"), "a part that is no list"
+    assert ModuleStructure.of(build(1), ["embed", "blocks"]).blocks == ("embed", "blocks.0"), "a part that is no list"
 
 
 @pytest.mark.parametrize(
@@ -126,9 +126,9 @@ def test_a_layer_outside_of_the_blocks_whose_output_does_not_fit_cannot_be_helpe
 
 
 def test_parts_outside_of_the_blocks_that_can_be_islands(model):
-    anatomy = Anatomy.of(model, COGVIDEOX.blocks, COGVIDEOX.stream)
+    anatomy = ModuleStructure.of(model, COGVIDEOX.blocks, COGVIDEOX.stream)
     assert anatomy.groups == ("time_embedding", "norm_out")
-    assert Anatomy.of(model, ["transformer_blocks"]).groups == ("patch_embed", "time_embedding", "norm_out")
+    assert ModuleStructure.of(model, ["transformer_blocks"]).groups == ("patch_embed", "time_embedding", "norm_out")
 
 
 FITS = {"time_embedding": Peak(1, 50), "time_embedding.linear_1": Peak(1, 1e5), "time_embedding.act": Peak(1e5, 1e5),
@@ -146,7 +146,7 @@ FITS = {"time_embedding": Peak(1, 50), "time_embedding.linear_1": Peak(1, 1e5), 
     ],
 )
 def test_an_island_outside_of_the_blocks_is_the_smallest_part_that_fits(model, changed, islands, hopeless):
-    anatomy = Anatomy.of(model, COGVIDEOX.blocks, COGVIDEOX.stream)
+    anatomy = ModuleStructure.of(model, COGVIDEOX.blocks, COGVIDEOX.stream)
     found = find(FITS | changed, anatomy, "fp16")
     assert (found.islands, found.hopeless) == (islands, hopeless)
     assert found.module == "time_embedding.linear_1"
@@ -163,7 +163,7 @@ def lessons(anatomy, dtype, known, name):
 
 
 def test_where_a_layer_as_an_island_does_not_help_the_part_around_it_is_one(model):
-    anatomy = Anatomy.of(model, COGVIDEOX.blocks, COGVIDEOX.stream)
+    anatomy = ModuleStructure.of(model, COGVIDEOX.blocks, COGVIDEOX.stream)
     known = PrecisionOverrides(islands=("transformer_blocks.0",))
     found = list(lessons(anatomy, "bf16", known, "time_embedding.linear_1"))
     assert [each.islands for each in found[:2]] == [
@@ -174,7 +174,7 @@ def test_where_a_layer_as_an_island_does_not_help_the_part_around_it_is_one(mode
 
 
 def test_in_fp16_what_fails_again_when_it_is_wide_becomes_an_island(model):
-    anatomy = Anatomy.of(model, COGVIDEOX.blocks, COGVIDEOX.stream)
+    anatomy = ModuleStructure.of(model, COGVIDEOX.blocks, COGVIDEOX.stream)
     assert list(lessons(anatomy, "fp16", PrecisionOverrides(wide=True), "transformer_blocks.0.ff")) == [
         PrecisionOverrides(wide=True, wide_parts=("transformer_blocks.0",)),
         PrecisionOverrides(wide=True, islands=("transformer_blocks.0",)),
@@ -192,7 +192,7 @@ def test_in_fp16_what_fails_again_when_it_is_wide_becomes_an_island(model):
 
 def test_of_a_wide_part_that_fails_again_all_becomes_an_island(model):
     """Of a part and what is in it, only the part would be followed."""
-    anatomy = Anatomy.of(model, COGVIDEOX.blocks, COGVIDEOX.stream)
+    anatomy = ModuleStructure.of(model, COGVIDEOX.blocks, COGVIDEOX.stream)
     inside = OverflowDiagnosis("", islands=("time_embedding.linear_2",))
     learned, action = escalate_overrides(
         PrecisionOverrides(wide_parts=("proj_out", "time_embedding")), inside, anatomy, "fp16"
@@ -208,7 +208,7 @@ def test_of_a_wide_part_that_fails_again_all_becomes_an_island(model):
 
 def test_a_part_that_reads_the_stream_fits_where_the_stream_is_wide():
     model = build_denoiser("CogView3-Plus")[0]
-    anatomy = Anatomy.of(model, COGVIEW3PLUS.blocks, COGVIEW3PLUS.stream)
+    anatomy = ModuleStructure.of(model, COGVIEW3PLUS.blocks, COGVIEW3PLUS.stream)
     peaks = {"norm_out": Peak(1e6, 3), "norm_out.act": Peak(1, 9e4), "norm_out.linear": Peak(9e4, 2)}
     peaks["norm_out.norm"] = Peak(1e6, 3)
     found = find(peaks, anatomy, "fp16")
@@ -237,7 +237,7 @@ def test_a_block_whose_output_does_not_fit_cannot_be_helped_by_itself_where_the_
     [OverflowDiagnosis(""), OverflowDiagnosis("", islands=("blocks.1",)), OverflowDiagnosis("", hopeless=True)],
 )
 def test_where_islands_are_of_no_use_everything_is_wide_at_once(finding):
-    native = Anatomy(everything=True)
+    native = ModuleStructure(everything=True)
     everything, action = escalate_overrides(PrecisionOverrides(), finding, native, "fp16")
     assert (everything, action) == (PrecisionOverrides(everything=True), "every layer wide from the next call on")
     assert escalate_overrides(everything, finding, native, "fp16")[0].whole_run_fp32
@@ -307,7 +307,7 @@ def test_in_bf16_a_part_becomes_an_island_at_once():
 
 
 @pytest.mark.parametrize("peak", [math.inf, math.nan])
-@pytest.mark.parametrize("anatomy", [STREAMS, Anatomy(everything=True)])
+@pytest.mark.parametrize("anatomy", [STREAMS, ModuleStructure(everything=True)])
 def test_a_stream_that_is_not_finite_in_fp32_cannot_be_helped(peak, anatomy):
     finding = OverflowDiagnosis("", stream=peak, islands=("blocks.1",), hopeless=True)
     assert escalate_overrides(PrecisionOverrides(), finding, anatomy, "fp16")[0] == PrecisionOverrides(

@@ -16,7 +16,7 @@ from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 from comfyui_onediff_guard.precision.fallback import FallbackAdapter, half_attempt
 from comfyui_onediff_guard.precision.fp16_sums import SAMPLED, LinearSums, linear
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope, StageGuard
-from comfyui_onediff_guard.precision.overrides import NOTHING, Anatomy, PrecisionOverrides, Stream
+from comfyui_onediff_guard.precision.overrides import NOTHING, ModuleStructure, PrecisionOverrides, Stream
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.report import RunReport
 from comfyui_onediff_guard.precision.sums import BUDGET, Sums
@@ -90,7 +90,7 @@ class Run:
     ):
         self.module = module
         sums = LinearSums(module)
-        anatomy = Anatomy.of(module, ["blocks"], stream)
+        anatomy = ModuleStructure.of(module, ["blocks"], stream)
         self.learner = FallbackAdapter(
             module,
             "fp16",

@@ -15,7 +15,7 @@ from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 from comfyui_onediff_guard.precision.fallback import FallbackAdapter, half_attempt
 from comfyui_onediff_guard.precision.guard import GuardPolicy, StageGuard
 from comfyui_onediff_guard.precision.half_products import HalfProducts, run_with_half_products
-from comfyui_onediff_guard.precision.overrides import STAY, Anatomy
+from comfyui_onediff_guard.precision.overrides import STAY, ModuleStructure
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.report import RunReport
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
@@ -240,7 +240,7 @@ def test_on_a_device_the_guard_computes_in_fp32_what_fp16_does_not_resolve(monke
     module = Outsized().half().requires_grad_(False)
     x = torch.randn(1, 6, 32)
     x[:, 2] *= 1e6
-    anatomy = Anatomy(everything=True)
+    anatomy = ModuleStructure(everything=True)
     plan = choose(ARCHITECTURES["cpu"], VARIANTS["CogVideoX-2B"], Component.DENOISER, Precision.FP16)
     report = RunReport("CogVideoX-2B", "cpu", plan)
     learner = FallbackAdapter(

@@ -12,7 +12,7 @@ from comfyui_onediff_guard.precision import fallback as islands
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.fallback import half_attempt, with_islands
 from comfyui_onediff_guard.precision.half_products import HalfProducts, run_with_half_products
-from comfyui_onediff_guard.precision.overrides import Anatomy, PrecisionOverrides
+from comfyui_onediff_guard.precision.overrides import ModuleStructure, PrecisionOverrides
 from comfyui_onediff_guard.precision.shells import replaced
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -157,7 +157,7 @@ def test_an_island_in_a_wide_stream_hands_on_float32(learned):
     module = build()
     overflow_stream(module, 1)
     overflow_inside(module, 2)
-    anatomy, x = Anatomy.of(module, ["blocks"], STREAM), latents()
+    anatomy, x = ModuleStructure.of(module, ["blocks"], STREAM), latents()
     expected = copy.deepcopy(module).float()(x)[0]
     for alone in (PrecisionOverrides(wide=True), learned("blocks.2")):
         assert not torch.isfinite(half_attempt(module, anatomy, alone, "fp16").run(x.half())[0]).all()
@@ -173,7 +173,7 @@ def test_with_every_layer_wide_nothing_leaves_the_range(planned):
     module = build()
     overflow_stream(module, 1)
     overflow_inside(module, 2)
-    anatomy, x = Anatomy.of(module, ["blocks"]), latents()
+    anatomy, x = ModuleStructure.of(module, ["blocks"]), latents()
     expected = copy.deepcopy(module).float()(x)[0]
     assert not torch.isfinite(half_attempt(module, anatomy, in_fp32("blocks.2"), "fp16").run(x.half())[0]).all()
     known = PrecisionOverrides() if planned else PrecisionOverrides(everything=True, islands=("blocks.2",), wide=True)
@@ -191,7 +191,7 @@ def test_with_every_layer_wide_weights_are_brought_to_the_device():
     module, brought = build(), []
     half_attempt(
         module,
-        Anatomy(),
+        ModuleStructure(),
         PrecisionOverrides(everything=True),
         "fp16",
         onloaded=lambda shell, _: brought.append(shell) or shell,
@@ -201,7 +201,7 @@ def test_with_every_layer_wide_weights_are_brought_to_the_device():
 
 def test_bf16_is_not_made_wider():
     module = build(dtype="bf16")
-    attempt = half_attempt(module, Anatomy(), PrecisionOverrides(everything=True), "bf16", everything=True)
+    attempt = half_attempt(module, ModuleStructure(), PrecisionOverrides(everything=True), "bf16", everything=True)
     assert not attempt.everything and attempt.run is module
 
 
@@ -217,7 +217,7 @@ def test_islands_take_tf32_where_the_rerun_does(monkeypatch, tf32, known):
     for name in ("run_in_fp32", "run_with_half_products"):
         monkeypatch.setattr(islands, name, seen)
     module = build()
-    anatomy = Anatomy.of(module, ["blocks"], STREAM)
+    anatomy = ModuleStructure.of(module, ["blocks"], STREAM)
     half_attempt(module, anatomy, known, "fp16", tf32=tf32).run(latents().half())
     compiled_too = half_attempt(module, anatomy, known, "fp16", tf32=tf32, compiled=lambda m, _: copy.copy(m))
     compiled_too.run(latents().half())
@@ -227,7 +227,7 @@ def test_islands_take_tf32_where_the_rerun_does(monkeypatch, tf32, known):
 def test_bf16_needs_no_wide_stream():
     module = build(dtype="bf16")
     attempt = half_attempt(
-        module, Anatomy.of(module, ["blocks"], STREAM), PrecisionOverrides(wide=True), "bf16", wide=True
+        module, ModuleStructure.of(module, ["blocks"], STREAM), PrecisionOverrides(wide=True), "bf16", wide=True
     )
     assert not attempt.wide and attempt.run is module
 
@@ -257,7 +257,7 @@ class Compiler:
 @pytest.mark.parametrize("inference", [False, True])
 def test_an_island_leaves_the_compiled_shell_and_nothing_recompiles(learned, wide, inference):
     compiler, module = Compiler(), build(6)
-    anatomy, x = Anatomy.of(module, ["blocks"], STREAM), latents().half()
+    anatomy, x = ModuleStructure.of(module, ["blocks"], STREAM), latents().half()
 
     def attempt(*names):
         return half_attempt(module, anatomy, learned(*names, wide=wide), "fp16", compiled=compiler.compiled)
@@ -280,7 +280,7 @@ def test_an_island_leaves_the_compiled_shell_and_nothing_recompiles(learned, wid
 
 def test_a_block_is_not_compiled_inside_its_island():
     compiler, module = Compiler(), build(2)
-    anatomy = Anatomy.of(module, ["blocks"], STREAM)
+    anatomy = ModuleStructure.of(module, ["blocks"], STREAM)
     known = PrecisionOverrides(islands=("blocks.0",), wide_parts=("blocks.1",))
     half_attempt(module, anatomy, known, "fp16", compiled=compiler.compiled).run(latents().half())
     assert compiler.graphs == 0

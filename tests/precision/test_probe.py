@@ -13,7 +13,7 @@ from comfyui_onediff_guard.precision import half_products
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.fallback import half_attempt
 from comfyui_onediff_guard.precision.half_products import HalfProducts, run_with_half_products
-from comfyui_onediff_guard.precision.overrides import Anatomy, Peak, PrecisionOverrides
+from comfyui_onediff_guard.precision.overrides import ModuleStructure, Peak, PrecisionOverrides
 from comfyui_onediff_guard.precision.probe import Probe, judge, recommend
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from torch import nn
@@ -45,7 +45,7 @@ TINY, MAX = 2.0**-14, 65504.0
 def test_shares_are_those_counted_by_hand():
     module = Two().eval()
     x = torch.tensor([0.0, TINY / 2, TINY * 0.49, MAX / 16, MAX / 4, -MAX, 1.0, MAX / 4 + 4])
-    probed = probed_calls(module, Anatomy.of(module, ["blocks"]), x)
+    probed = probed_calls(module, ModuleStructure.of(module, ["blocks"]), x)
     first = probed.steps[0]
     assert list(first) == ["blocks.0.0", "blocks.0", "blocks.1.1", "blocks.1"], "as they end; a dropout only hands on"
     layer = first["blocks.0.0"]
@@ -60,7 +60,7 @@ def test_shares_are_those_counted_by_hand():
 
 def test_calls_of_one_step_are_counted_together_and_steps_apart():
     module = Two().eval()
-    probe = Probe(module, Anatomy.of(module, ["blocks"]))
+    probe = Probe(module, ModuleStructure.of(module, ["blocks"]))
     for step in [(torch.full((3,), 1e-6), torch.full((1,), 4.0)), (torch.full((2,), MAX),)]:
         for x in step:
             probe.watch(lambda x=x: module(x))
@@ -75,7 +75,7 @@ def test_many_values_are_counted_in_parts(monkeypatch):
     monkeypatch.setattr("comfyui_onediff_guard.precision.probe._SLICE", 3)
     module = nn.Identity()
     x = torch.tensor([1e-6] * 4 + [MAX] * 6).reshape(2, 5).t()
-    (values,) = probed_calls(module, Anatomy(), x).steps[0].values()
+    (values,) = probed_calls(module, ModuleStructure(), x).steps[0].values()
     assert (values.subnormal, values.over_half) == (0.4, 0.6)
 
 
@@ -89,7 +89,7 @@ def test_hooks_are_gone_after_an_interrupt(error):
         raise error
 
     with pytest.raises(error):
-        Probe(module, Anatomy.of(module, ["blocks"])).watch(call)
+        Probe(module, ModuleStructure.of(module, ["blocks"])).watch(call)
     assert hooks(module) == 0
 
 
@@ -99,7 +99,7 @@ X = torch.linspace(-3, 3, 48).reshape(1, 6, 8)
 
 
 def measured(module, stream=STREAM):
-    anatomy = Anatomy.of(module, ["blocks"], stream)
+    anatomy = ModuleStructure.of(module, ["blocks"], stream)
     return anatomy, probed_calls(module, anatomy, X)
 
 
@@ -175,14 +175,14 @@ def test_what_cannot_be_wide_by_itself_has_every_layer_wide():
     module = nn.Linear(1, 1)
     with torch.no_grad():
         module.weight.fill_(1e-5)
-    verdict = judge(probed_calls(module, Anatomy(), torch.full((1, 1), 1e5)), "fp16")
+    verdict = judge(probed_calls(module, ModuleStructure(), torch.full((1, 1), 1e5)), "fp16")
     assert verdict.learned == PrecisionOverrides(everything=True) and "reaches 1e+05" in verdict.reason
 
 
 def test_where_islands_are_of_no_use_every_layer_is_wide():
     module = build()
     overflow_inside(module, 2)
-    native = replace(Anatomy.of(module, ["blocks"]), everything=True)
+    native = replace(ModuleStructure.of(module, ["blocks"]), everything=True)
     probed = probed_calls(module, native, X)
     verdict = judge(probed, "fp16")
     assert verdict.plan == "fp16 every layer wide" and "'blocks.2.inner' reaches" in verdict.reason
@@ -214,7 +214,7 @@ def test_values_that_every_layer_wide_does_not_resolve_are_named(monkeypatch, la
     x[:, 7] *= ratio
     layer.weight[:, 7] /= ratio
     module = nn.Sequential(layer.to(DTYPES[stored]), Gain(1e6), Gain(1e-6))
-    probed = probed_calls(module, replace(Anatomy.of(module, ["0"]), everything=True), x)
+    probed = probed_calls(module, replace(ModuleStructure.of(module, ["0"]), everything=True), x)
     verdict = judge(probed, "fp16")
     assert [*probed.too_far_apart()] == ["0"] * apart and verdict.fits is not apart
     assert ("'0' is given values too far apart" in verdict.reason) is apart
@@ -228,7 +228,7 @@ def test_a_writer_of_the_stream_counts_since_it_is_always_wide():
     module = build()
     x = X * 1e-8
     x[..., 3] = 1e3
-    anatomy = Anatomy.of(module, ["blocks"], STREAM)
+    anatomy = ModuleStructure.of(module, ["blocks"], STREAM)
     module.embed.weight[:, 3] = 0
     assert judge(probed_calls(module, anatomy, x), "fp16").plan == "fp16 does not do"
     assert judge(probed_calls(module, replace(anatomy, writers=frozenset()), x), "fp16").fits

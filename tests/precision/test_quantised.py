@@ -15,7 +15,7 @@ from comfyui_onediff_guard.precision import quantised
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 from comfyui_onediff_guard.precision.fallback import FallbackAdapter, half_attempt
 from comfyui_onediff_guard.precision.guard import GuardPolicy, StageGuard
-from comfyui_onediff_guard.precision.overrides import NOTHING, Anatomy, PrecisionOverrides
+from comfyui_onediff_guard.precision.overrides import NOTHING, ModuleStructure, PrecisionOverrides
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.quantised import (
     Facts,
@@ -305,7 +305,7 @@ def test_a_layer_that_is_far_off_on_its_first_input_is_left_unquantised(
     with torch.no_grad():
         change(module.blocks[1], by)
     layers = QuantisedLinears(module, ANATOMY, kind)
-    anatomy = Anatomy.of(module, ["blocks"])
+    anatomy = ModuleStructure.of(module, ["blocks"])
     plan = choose(ARCHITECTURES["sm90"], VARIANTS["CogVideoX-5B"], Component.DENOISER, Precision(kind))
     report = RunReport("CogVideoX-5B", "sm90", plan)
     learner = FallbackAdapter(
@@ -379,7 +379,7 @@ class Run:
 
     def __init__(self, module: nn.Module, value: float | None, kind: str = "int8", *, sentinel: bool = True):
         self.module, self.layers = module, filled(module, kind)
-        anatomy = Anatomy.of(module, ["blocks"])
+        anatomy = ModuleStructure.of(module, ["blocks"])
         broken = {"blocks.0.norm": lambda norm: Broken(norm, value)} if value is not None else {}
 
         def build(known: PrecisionOverrides) -> Any:
@@ -483,7 +483,7 @@ def test_a_layer_that_breaks_unquantised_too_becomes_an_island_of_its_block() ->
     run = Run(module, None)
     run.learner._build = lambda known: half_attempt(
         replaced(module, {"blocks.1.inner": lambda layer: Broken(layer, math.nan)} if not known.islands else {}),
-        Anatomy.of(module, ["blocks"]),
+        ModuleStructure.of(module, ["blocks"]),
         known,
         "bf16",
         quantised=None if known.unquantised else run.layers,
@@ -499,7 +499,7 @@ def test_an_island_runs_from_the_half_weights() -> None:
     module = network()
     layers = filled(module)
     known = PrecisionOverrides(islands=("blocks.0",))
-    made = half_attempt(module, Anatomy.of(module, ["blocks"]), known, "bf16", quantised=layers)
+    made = half_attempt(module, ModuleStructure.of(module, ["blocks"]), known, "bf16", quantised=layers)
     right = replaced(layers.shell(module), {"blocks.0": lambda _: with_forward(module.blocks[0], island(module))})
     layers.start()
     assert torch.equal(made.run(tokens()), right(tokens()))

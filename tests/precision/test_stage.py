@@ -8,7 +8,7 @@ from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision.arch import named
 from comfyui_onediff_guard.precision.fallback import Attempt
 from comfyui_onediff_guard.precision.guard import GuardPolicy, OnFailure, Scope
-from comfyui_onediff_guard.precision.overrides import Anatomy, PrecisionOverrides
+from comfyui_onediff_guard.precision.overrides import ModuleStructure, PrecisionOverrides
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.report import RunReport
 from comfyui_onediff_guard.precision.stage import Stage
@@ -48,9 +48,9 @@ def test_the_report_says_what_of_the_latest_attempt_is_float32() -> None:
     def build(known: PrecisionOverrides) -> Attempt:
         return Attempt(layer, layer, everything=known.everything)
 
-    made.learner(layer, build, Anatomy())
+    made.learner(layer, build, ModuleStructure())
     assert made.report.wide == ""
-    made.learner(layer, build, Anatomy(), PrecisionOverrides(everything=True))
+    made.learner(layer, build, ModuleStructure(), PrecisionOverrides(everything=True))
     assert made.report.wide
 
 
