@@ -25,7 +25,7 @@ from comfyui_onediff_guard.precision import fp16_sums as layers_of
 from comfyui_onediff_guard.precision.accumulation import Accumulation
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 from comfyui_onediff_guard.precision.dtypes import DTYPES
-from comfyui_onediff_guard.precision.fallback import half_attempt
+from comfyui_onediff_guard.precision.fallback import build_half_precision_forward
 from comfyui_onediff_guard.precision.fp16_sums import LinearSums
 from comfyui_onediff_guard.precision.overrides import NOTHING, ModuleStructure
 from comfyui_onediff_guard.precision.sums import BUDGET, LayerError, Sums, settled
@@ -93,7 +93,9 @@ def of_network(subject: quantised.Subject) -> dict[str, Any]:
     anatomy = ModuleStructure.of(module, family.blocks, family.stream)
     seen: list[LayerError] = []
     layers = LinearSums(module)
-    attempt = half_attempt(module, anatomy, NOTHING, "fp16", wide=family.stream is not None, sums=layers)
+    attempt = build_half_precision_forward(
+        module, anatomy, NOTHING, "fp16", wide=family.stream is not None, sums=layers
+    )
     with a_card_with_fp16_sums(), noting(seen):
         sums = layers.probed(lambda: attempt.eager(**given))
     print(f"{name}: {sums}", flush=True)

@@ -19,7 +19,7 @@ import torch
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision.arch import detect
 from comfyui_onediff_guard.precision.dtypes import DTYPES
-from comfyui_onediff_guard.precision.fallback import FallbackAdapter, half_attempt
+from comfyui_onediff_guard.precision.fallback import FallbackAdapter, build_half_precision_forward
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope, StageGuard
 from comfyui_onediff_guard.precision.overrides import ModuleStructure
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
@@ -112,7 +112,9 @@ def guarded(original: torch.nn.Module, attempted: torch.nn.Module, dtype: str, s
     architecture = detect(next(original.parameters()).device)
     plan = choose(architecture, VARIANTS["CogVideoX-2B"], Component.DENOISER, Precision(dtype))
     anatomy = ModuleStructure.of(original, [BLOCKS])
-    learner = FallbackAdapter(original, dtype, lambda known: half_attempt(attempted, anatomy, known, dtype), anatomy)
+    learner = FallbackAdapter(
+        original, dtype, lambda known: build_half_precision_forward(attempted, anatomy, known, dtype), anatomy
+    )
     return StageGuard(
         "denoiser",
         learner,

@@ -30,7 +30,7 @@ from comfyui_onediff_guard.pipelines.families.spec import FamilySpec
 from comfyui_onediff_guard.pipelines.families.wan import WAN
 from comfyui_onediff_guard.precision import quantised
 from comfyui_onediff_guard.precision.dtypes import DTYPES
-from comfyui_onediff_guard.precision.fallback import half_attempt
+from comfyui_onediff_guard.precision.fallback import build_half_precision_forward
 from comfyui_onediff_guard.precision.overrides import NOTHING, ModuleStructure
 from comfyui_onediff_guard.precision.policy import Precision
 from comfyui_onediff_guard.precision.quantised import QuantisedLinears
@@ -168,7 +168,7 @@ def contestants(single: torch.nn.Module, family: FamilySpec) -> dict[str, Callab
             layers.fill()
         anatomy = ModuleStructure.of(module, family.blocks, family.stream)
         wide = dtype == "fp16" and family.stream is not None
-        made = half_attempt(module, anatomy, NOTHING, dtype, wide=wide, quantised=layers)
+        made = build_half_precision_forward(module, anatomy, NOTHING, dtype, wide=wide, quantised=layers)
         return lambda given: made.run(**cast(given, family, DTYPES[dtype]))[0]
 
     def on_float32(kind: str) -> Callable[[dict[str, Any]], torch.Tensor]:

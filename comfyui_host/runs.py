@@ -15,7 +15,7 @@ import torch
 from ..precision.accumulation import accumulation
 from ..precision.arch import present
 from ..precision.dtypes import DTYPES, dtype_name
-from ..precision.fallback import Attempt
+from ..precision.fallback import HalfPrecisionForward
 from ..precision.guard import GuardPolicy, Scope, StageGuard
 from ..precision.half_products import HalfProducts, run_with_half_products
 from ..precision.overflow import Clips
@@ -160,13 +160,13 @@ def _executor(of: ComfyNetwork, settings: Settings) -> _Executor:
         except RerunUnsupported as error:
             raise CannotWiden(message_of(error)) from error
 
-    def build(learned: PrecisionOverrides) -> Attempt:
+    def build(learned: PrecisionOverrides) -> HalfPrecisionForward:
         wide = in_fp16 and (plan.wide or learned.everything)
         if not wide and plan.dtype == dtype_name(of.dtype):
             attempt = clips.watched(of.attempt)
         else:
             attempt = in_half if plan.half else stage.in_fp32(of.in_full)
-        return Attempt(attempt, attempt, everything=wide)
+        return HalfPrecisionForward(attempt, attempt, everything=wide)
 
     learned, profile = NOTHING, None
     if stage.learns:

@@ -39,7 +39,7 @@ from .wide import CannotWiden, with_wide_stream
 
 
 @dataclass(frozen=True)
-class Attempt:
+class HalfPrecisionForward:
     """What is called in half precision."""
 
     run: Any  # a module, or another callable
@@ -57,7 +57,7 @@ class Attempt:
         return EVERYTHING if self.everything else STREAM if self.wide else ""
 
 
-def half_attempt(
+def build_half_precision_forward(
     module: torch.nn.Module,
     anatomy: ModuleStructure,
     learned: PrecisionOverrides,
@@ -71,7 +71,7 @@ def half_attempt(
     onloaded: Callable[[torch.nn.Module, torch.nn.Module], torch.nn.Module] = lambda shell, _eager: shell,
     device: torch.device | None = None,
     tf32: bool = False,
-) -> Attempt:
+) -> HalfPrecisionForward:
     """Build the attempt that the plan and what was learned ask for: the module with sums in fp16, then with a wide
     stream, then quantised, then compiled, then with islands, which leave what is compiled, and are not quantised.
 
@@ -90,7 +90,7 @@ def half_attempt(
     if dtype == "fp16" and (everything or learned.everything):
         products = HalfProducts(DTYPES[dtype])
         run = partial(run_with_half_products, onloaded(module, module), products=products, tf32=tf32)
-        return Attempt(run, run, everything=True)
+        return HalfPrecisionForward(run, run, everything=True)
     wide = anatomy.widens(dtype) and (wide or learned.wide)
     stream = anatomy.stream if wide else None
     base = sums.shell(module, learned.sums) if sums else module
@@ -107,7 +107,9 @@ def half_attempt(
     run = eager
     if shell is not watched:
         run = with_islands(onloaded(shell, half), learned, made, source=blocks, tf32=tf32)
-    return Attempt(run, eager, wide, quantised=names, sums=learned.sums if sums else None, probe=probe, measure=measure)
+    return HalfPrecisionForward(
+        run, eager, wide, quantised=names, sums=learned.sums if sums else None, probe=probe, measure=measure
+    )
 
 
 def _with_wide_stream(
@@ -179,7 +181,7 @@ class FallbackAdapter:
         self,
         module: torch.nn.Module,
         dtype: str,
-        build: Callable[[PrecisionOverrides], Attempt],
+        build: Callable[[PrecisionOverrides], HalfPrecisionForward],
         anatomy: ModuleStructure = LAYERS,
         learned: PrecisionOverrides = NOTHING,
         agree: Agree = alone,

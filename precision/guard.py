@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ..trust.message import Message, Told
 from .dtypes import DTYPES
-from .fallback import Attempt, FallbackAdapter
+from .fallback import FallbackAdapter, HalfPrecisionForward
 from .fp32_settings import TF32
 from .memory import extra_peak
 from .observe import Agree, alone, broken_weight, first_broken, floating, non_finite
@@ -336,7 +336,7 @@ class StageGuard:
         """Return a learner for a stage whose attempt stays as it is: it only finds where a call fails."""
         if self.dtype == "fp32" or not isinstance(self._owner, torch.nn.Module):
             return None
-        attempt = Attempt(self._attempt, self._attempt)
+        attempt = HalfPrecisionForward(self._attempt, self._attempt)
         return FallbackAdapter(self._owner, self.dtype, lambda _: attempt, agree=self._agree)
 
     @property

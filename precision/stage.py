@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .arch import Architecture
-from .fallback import Attempt, FallbackAdapter
+from .fallback import FallbackAdapter, HalfPrecisionForward
 from .guard import GuardPolicy, OnFailure, Scope, StageGuard
 from .observe import Agree, alone
 from .overrides import NOTHING, ModuleStructure, PrecisionOverrides
@@ -59,13 +59,13 @@ class Stage:
     def learner(
         self,
         network: torch.nn.Module,
-        build: Callable[[PrecisionOverrides], Attempt],
+        build: Callable[[PrecisionOverrides], HalfPrecisionForward],
         anatomy: ModuleStructure,
         learned: PrecisionOverrides = NOTHING,
     ) -> FallbackAdapter:
         """Return a FallbackAdapter, which has the same arguments. The report says what of each of its attempts is float32."""
 
-        def told(known: PrecisionOverrides) -> Attempt:
+        def told(known: PrecisionOverrides) -> HalfPrecisionForward:
             made = build(known)
             self.report.wide = made.in_words
             return made

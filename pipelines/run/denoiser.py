@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ...precision.attention import Attended, offered
-from ...precision.fallback import Attempt, half_attempt
+from ...precision.fallback import HalfPrecisionForward, build_half_precision_forward
 from ...precision.fp16_sums import LinearSums
 from ...precision.guard import StageGuard
 from ...precision.observe import BlockOutputs
@@ -226,9 +226,9 @@ class _Attempts:
         self._block_outputs = BlockOutputs()
         self._of_prompt: list[Once] = []
 
-    def build(self, learned: PrecisionOverrides) -> Attempt:
+    def build(self, learned: PrecisionOverrides) -> HalfPrecisionForward:
         stage, family, dtype = self._stage, self._stage.handle.family, self._stage.plan.dtype
-        made = half_attempt(
+        made = build_half_precision_forward(
             stage.module,
             stage.anatomy,
             learned,

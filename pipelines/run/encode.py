@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...precision.fallback import Attempt, half_attempt
+from ...precision.fallback import HalfPrecisionForward, build_half_precision_forward
 from ...precision.guard import StageGuard
 from ...precision.overflow import Clips
 from ...precision.overrides import PrecisionOverrides
@@ -142,8 +142,10 @@ def _guarded(stage: ComponentStage) -> StageGuard:
     plan, text_encoder = stage.plan, stage.module
     shell, clips = stage.weights.shell(text_encoder), Clips(plan.dtype)  # T5 clamps at ±64504
 
-    def build(learned: PrecisionOverrides) -> Attempt:
-        made = half_attempt(shell, stage.anatomy, learned, plan.dtype, everything=plan.wide, tf32=stage.tf32)
+    def build(learned: PrecisionOverrides) -> HalfPrecisionForward:
+        made = build_half_precision_forward(
+            shell, stage.anatomy, learned, plan.dtype, everything=plan.wide, tf32=stage.tf32
+        )
         return made if made.everything else replace(made, run=clips.watched(shell))
 
     learner = stage.learner(text_encoder, build, stage.anatomy)

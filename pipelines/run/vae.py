@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ...precision.activations import Alive, counting, on_meta
 from ...precision.dtypes import DTYPES
-from ...precision.fallback import Attempt, FallbackAdapter, half_attempt
+from ...precision.fallback import FallbackAdapter, HalfPrecisionForward, build_half_precision_forward
 from ...precision.fp32_settings import TF32, autocast_off_where_on, device_types
 from ...precision.overrides import ModuleStructure, PrecisionOverrides
 from ...precision.shells import Make, both, replaced, reporting, with_forward
@@ -179,7 +179,7 @@ def _learning(stage: ComponentStage, network: torch.nn.Module, compiling: Decode
     anatomy = _anatomy(network)
     plan = stage.plan
 
-    def build(known: PrecisionOverrides) -> Attempt:
+    def build(known: PrecisionOverrides) -> HalfPrecisionForward:
         parts = known.parts  # inside of what would be compiled whole
 
         def whole(half: torch.nn.Module, _wide: bool) -> torch.nn.Module:
@@ -187,7 +187,9 @@ def _learning(stage: ComponentStage, network: torch.nn.Module, compiling: Decode
                 return half
             return compiling.shell(half, around=partial(_unwatched, half))
 
-        made = half_attempt(network, anatomy, known, plan.dtype, everything=plan.wide, compiled=whole, tf32=stage.tf32)
+        made = build_half_precision_forward(
+            network, anatomy, known, plan.dtype, everything=plan.wide, compiled=whole, tf32=stage.tf32
+        )
         if compiling and (parts or made.everything):
             wider = "every layer wide" if made.everything else "parts of it wide or in fp32"
             compiling.leave(f"nothing is compiled with {wider}")

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from ...precision.activations import META, Alive, counting, on_meta, shapes_of
 from ...precision.dtypes import DTYPES
-from ...precision.fallback import half_attempt
+from ...precision.fallback import build_half_precision_forward
 from ...precision.kernels import LEAN, Kernels, kernels_of
 from ...precision.memory import size
 from ...precision.overrides import NOTHING, ModuleStructure, PrecisionOverrides
@@ -91,7 +91,7 @@ def attempt_on_meta(
         bare, _ = with_once(bare, once)
         return copying(kept(stage.in_fp32(bare)))
     wide, whole = stage.plan.wide, stage.plan.component is not Component.DENOISER
-    made = half_attempt(
+    made = build_half_precision_forward(
         bare,
         anatomy,
         learned,

@@ -10,7 +10,7 @@ import torch
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 from comfyui_onediff_guard.precision.dtypes import DTYPES
-from comfyui_onediff_guard.precision.fallback import Attempt, FallbackAdapter, half_attempt
+from comfyui_onediff_guard.precision.fallback import FallbackAdapter, HalfPrecisionForward, build_half_precision_forward
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope, StageGuard
 from comfyui_onediff_guard.precision.overrides import NOTHING, ModuleStructure, PrecisionOverrides, Stream
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
@@ -162,13 +162,13 @@ def guarded(
     learned: PrecisionOverrides = NOTHING,
     **more: Any,
 ) -> Run:
-    """more: of half_attempt."""
+    """more: of build_half_precision_forward."""
     faults, built = faults or Faults({}, ()), []
     anatomy = ModuleStructure.of(module, ["blocks"], stream)
 
-    def make(known: PrecisionOverrides) -> Attempt:
+    def make(known: PrecisionOverrides) -> HalfPrecisionForward:
         built.append(known)
-        return half_attempt(faulty, anatomy, known, dtype, **more)
+        return build_half_precision_forward(faulty, anatomy, known, dtype, **more)
 
     # the attempt is made of the faulty shell; the rerun calls the module
     faulty = faults.injected(module)

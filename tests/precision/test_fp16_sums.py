@@ -13,7 +13,7 @@ from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision import fp16_sums as under_test
 from comfyui_onediff_guard.precision.accumulation import Accumulation, accumulation, fp16_sums, has_fp16_sums
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
-from comfyui_onediff_guard.precision.fallback import FallbackAdapter, half_attempt
+from comfyui_onediff_guard.precision.fallback import FallbackAdapter, build_half_precision_forward
 from comfyui_onediff_guard.precision.fp16_sums import SAMPLED, LinearSums, linear
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope, StageGuard
 from comfyui_onediff_guard.precision.overrides import NOTHING, ModuleStructure, PrecisionOverrides, Stream
@@ -94,7 +94,9 @@ class Run:
         self.learner = FallbackAdapter(
             module,
             "fp16",
-            lambda known: half_attempt(module, anatomy, known, "fp16", wide=stream is not None, sums=sums),
+            lambda known: build_half_precision_forward(
+                module, anatomy, known, "fp16", wide=stream is not None, sums=sums
+            ),
             anatomy,
             learned,
         )

@@ -12,7 +12,7 @@ import torch
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision import half_products
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
-from comfyui_onediff_guard.precision.fallback import FallbackAdapter, half_attempt
+from comfyui_onediff_guard.precision.fallback import FallbackAdapter, build_half_precision_forward
 from comfyui_onediff_guard.precision.guard import GuardPolicy, StageGuard
 from comfyui_onediff_guard.precision.half_products import HalfProducts, run_with_half_products
 from comfyui_onediff_guard.precision.overrides import STAY, ModuleStructure
@@ -244,7 +244,10 @@ def test_on_a_device_the_guard_computes_in_fp32_what_fp16_does_not_resolve(monke
     plan = choose(ARCHITECTURES["cpu"], VARIANTS["CogVideoX-2B"], Component.DENOISER, Precision.FP16)
     report = RunReport("CogVideoX-2B", "cpu", plan)
     learner = FallbackAdapter(
-        module, "fp16", lambda learned: half_attempt(module, anatomy, learned, "fp16", everything=True), anatomy
+        module,
+        "fp16",
+        lambda learned: build_half_precision_forward(module, anatomy, learned, "fp16", everything=True),
+        anatomy,
     )
     guard = StageGuard("denoiser", learner, dtype="fp16", policy=GuardPolicy(), report=report)
     assert torch.equal(guard(x), run_in_fp32(module, x))

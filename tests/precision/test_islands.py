@@ -10,7 +10,7 @@ import torch
 from blocky import STREAM, Block, build, latents, overflow_inside, overflow_stream
 from comfyui_onediff_guard.precision import fallback as islands
 from comfyui_onediff_guard.precision.dtypes import DTYPES
-from comfyui_onediff_guard.precision.fallback import half_attempt, with_islands
+from comfyui_onediff_guard.precision.fallback import build_half_precision_forward, with_islands
 from comfyui_onediff_guard.precision.half_products import HalfProducts, run_with_half_products
 from comfyui_onediff_guard.precision.overrides import ModuleStructure, PrecisionOverrides
 from comfyui_onediff_guard.precision.shells import replaced
@@ -160,8 +160,8 @@ def test_an_island_in_a_wide_stream_hands_on_float32(learned):
     anatomy, x = ModuleStructure.of(module, ["blocks"], STREAM), latents()
     expected = copy.deepcopy(module).float()(x)[0]
     for alone in (PrecisionOverrides(wide=True), learned("blocks.2")):
-        assert not torch.isfinite(half_attempt(module, anatomy, alone, "fp16").run(x.half())[0]).all()
-    both = half_attempt(module, anatomy, learned("blocks.2", wide=True), "fp16")
+        assert not torch.isfinite(build_half_precision_forward(module, anatomy, alone, "fp16").run(x.half())[0]).all()
+    both = build_half_precision_forward(module, anatomy, learned("blocks.2", wide=True), "fp16")
     assert both.wide and not both.everything and both.run is both.eager
     shell: Any = both.run
     assert shell.blocks[2](shell.embed(x.half())).dtype == torch.float32
@@ -175,9 +175,13 @@ def test_with_every_layer_wide_nothing_leaves_the_range(planned):
     overflow_inside(module, 2)
     anatomy, x = ModuleStructure.of(module, ["blocks"]), latents()
     expected = copy.deepcopy(module).float()(x)[0]
-    assert not torch.isfinite(half_attempt(module, anatomy, in_fp32("blocks.2"), "fp16").run(x.half())[0]).all()
+    assert not torch.isfinite(
+        build_half_precision_forward(module, anatomy, in_fp32("blocks.2"), "fp16").run(x.half())[0]
+    ).all()
     known = PrecisionOverrides() if planned else PrecisionOverrides(everything=True, islands=("blocks.2",), wide=True)
-    attempt = half_attempt(module, anatomy, known, "fp16", everything=planned, wide=True, compiled=Compiler().compiled)
+    attempt = build_half_precision_forward(
+        module, anatomy, known, "fp16", everything=planned, wide=True, compiled=Compiler().compiled
+    )
     products = Products()
     with products:
         found = attempt.run(x)[0]
@@ -189,7 +193,7 @@ def test_with_every_layer_wide_nothing_leaves_the_range(planned):
 
 def test_with_every_layer_wide_weights_are_brought_to_the_device():
     module, brought = build(), []
-    half_attempt(
+    build_half_precision_forward(
         module,
         ModuleStructure(),
         PrecisionOverrides(everything=True),
@@ -201,7 +205,9 @@ def test_with_every_layer_wide_weights_are_brought_to_the_device():
 
 def test_bf16_is_not_made_wider():
     module = build(dtype="bf16")
-    attempt = half_attempt(module, ModuleStructure(), PrecisionOverrides(everything=True), "bf16", everything=True)
+    attempt = build_half_precision_forward(
+        module, ModuleStructure(), PrecisionOverrides(everything=True), "bf16", everything=True
+    )
     assert not attempt.everything and attempt.run is module
 
 
@@ -218,15 +224,17 @@ def test_islands_take_tf32_where_the_rerun_does(monkeypatch, tf32, known):
         monkeypatch.setattr(islands, name, seen)
     module = build()
     anatomy = ModuleStructure.of(module, ["blocks"], STREAM)
-    half_attempt(module, anatomy, known, "fp16", tf32=tf32).run(latents().half())
-    compiled_too = half_attempt(module, anatomy, known, "fp16", tf32=tf32, compiled=lambda m, _: copy.copy(m))
+    build_half_precision_forward(module, anatomy, known, "fp16", tf32=tf32).run(latents().half())
+    compiled_too = build_half_precision_forward(
+        module, anatomy, known, "fp16", tf32=tf32, compiled=lambda m, _: copy.copy(m)
+    )
     compiled_too.run(latents().half())
     assert asked == [tf32, tf32]
 
 
 def test_bf16_needs_no_wide_stream():
     module = build(dtype="bf16")
-    attempt = half_attempt(
+    attempt = build_half_precision_forward(
         module, ModuleStructure.of(module, ["blocks"], STREAM), PrecisionOverrides(wide=True), "bf16", wide=True
     )
     assert not attempt.wide and attempt.run is module
@@ -260,7 +268,9 @@ def test_an_island_leaves_the_compiled_shell_and_nothing_recompiles(learned, wid
     anatomy, x = ModuleStructure.of(module, ["blocks"], STREAM), latents().half()
 
     def attempt(*names):
-        return half_attempt(module, anatomy, learned(*names, wide=wide), "fp16", compiled=compiler.compiled)
+        return build_half_precision_forward(
+            module, anatomy, learned(*names, wide=wide), "fp16", compiled=compiler.compiled
+        )
 
     with torch.inference_mode() if inference else torch.no_grad():
         healthy = attempt()
@@ -282,7 +292,7 @@ def test_a_block_is_not_compiled_inside_its_island():
     compiler, module = Compiler(), build(2)
     anatomy = ModuleStructure.of(module, ["blocks"], STREAM)
     known = PrecisionOverrides(islands=("blocks.0",), wide_parts=("blocks.1",))
-    half_attempt(module, anatomy, known, "fp16", compiled=compiler.compiled).run(latents().half())
+    build_half_precision_forward(module, anatomy, known, "fp16", compiled=compiler.compiled).run(latents().half())
     assert compiler.graphs == 0
 
 

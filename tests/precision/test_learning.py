@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from blocky import STREAM, Faults, build, guarded, latents, overflow_inside, overflow_stream
-from comfyui_onediff_guard.precision.fallback import Attempt
+from comfyui_onediff_guard.precision.fallback import HalfPrecisionForward
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.half_products import HalfProducts
 from comfyui_onediff_guard.precision.overrides import OverflowDiagnosis, PrecisionOverrides, Stream
@@ -27,7 +27,7 @@ def nan(made):
 
 def fail_always(run, attempt):
     """Half-precision calls are `attempt`, whatever is learned."""
-    run.learner.attempt = Attempt(attempt, attempt)
+    run.learner.attempt = HalfPrecisionForward(attempt, attempt)
     run.learner._build = lambda _learned: run.learner.attempt
     run.guard._attempt = attempt
 

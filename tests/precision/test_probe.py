@@ -11,7 +11,7 @@ import torch
 from blocky import STREAM, Gain, build, hooks, overflow_inside, overflow_stream
 from comfyui_onediff_guard.precision import half_products
 from comfyui_onediff_guard.precision.dtypes import DTYPES
-from comfyui_onediff_guard.precision.fallback import half_attempt
+from comfyui_onediff_guard.precision.fallback import build_half_precision_forward
 from comfyui_onediff_guard.precision.half_products import HalfProducts, run_with_half_products
 from comfyui_onediff_guard.precision.overrides import ModuleStructure, Peak, PrecisionOverrides
 from comfyui_onediff_guard.precision.probe import Probe, judge, recommend
@@ -105,7 +105,7 @@ def measured(module, stream=STREAM):
 
 def works(module, anatomy, verdict):
     """As it is recommended, near to fp32."""
-    attempt = half_attempt(module, anatomy, verdict.learned, verdict.dtype)
+    attempt = build_half_precision_forward(module, anatomy, verdict.learned, verdict.dtype)
     expected = copy.deepcopy(module).float()(X)[0]
     return (attempt.run(X.half())[0].float() - expected).abs().max() < 0.1
 

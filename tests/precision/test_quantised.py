@@ -13,7 +13,7 @@ import torch
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision import quantised
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
-from comfyui_onediff_guard.precision.fallback import FallbackAdapter, half_attempt
+from comfyui_onediff_guard.precision.fallback import FallbackAdapter, build_half_precision_forward
 from comfyui_onediff_guard.precision.guard import GuardPolicy, StageGuard
 from comfyui_onediff_guard.precision.overrides import NOTHING, ModuleStructure, PrecisionOverrides
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
@@ -309,7 +309,7 @@ def test_a_layer_that_is_far_off_on_its_first_input_is_left_unquantised(
     plan = choose(ARCHITECTURES["sm90"], VARIANTS["CogVideoX-5B"], Component.DENOISER, Precision(kind))
     report = RunReport("CogVideoX-5B", "sm90", plan)
     learner = FallbackAdapter(
-        module, "bf16", lambda known: half_attempt(module, anatomy, known, "bf16", quantised=layers)
+        module, "bf16", lambda known: build_half_precision_forward(module, anatomy, known, "bf16", quantised=layers)
     )
     guard = StageGuard("denoiser", learner, rerun=module, dtype="bf16", policy=GuardPolicy(), report=report)
     layers.fill()
@@ -383,7 +383,7 @@ class Run:
         broken = {"blocks.0.norm": lambda norm: Broken(norm, value)} if value is not None else {}
 
         def build(known: PrecisionOverrides) -> Any:
-            made = half_attempt(module, anatomy, known, "bf16", quantised=self.layers)
+            made = build_half_precision_forward(module, anatomy, known, "bf16", quantised=self.layers)
             faulty = replaced(made.run, {name: make for name, make in broken.items() if not known.islands})
             return type(made)(faulty, faulty, quantised=made.quantised)
 
@@ -481,7 +481,7 @@ def test_a_layer_that_breaks_where_it_is_quantised_is_left_unquantised_from_then
 def test_a_layer_that_breaks_unquantised_too_becomes_an_island_of_its_block() -> None:
     module = network()
     run = Run(module, None)
-    run.learner._build = lambda known: half_attempt(
+    run.learner._build = lambda known: build_half_precision_forward(
         replaced(module, {"blocks.1.inner": lambda layer: Broken(layer, math.nan)} if not known.islands else {}),
         ModuleStructure.of(module, ["blocks"]),
         known,
@@ -499,7 +499,7 @@ def test_an_island_runs_from_the_half_weights() -> None:
     module = network()
     layers = filled(module)
     known = PrecisionOverrides(islands=("blocks.0",))
-    made = half_attempt(module, ModuleStructure.of(module, ["blocks"]), known, "bf16", quantised=layers)
+    made = build_half_precision_forward(module, ModuleStructure.of(module, ["blocks"]), known, "bf16", quantised=layers)
     right = replaced(layers.shell(module), {"blocks.0": lambda _: with_forward(module.blocks[0], island(module))})
     layers.start()
     assert torch.equal(made.run(tokens()), right(tokens()))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision.arch import named
-from comfyui_onediff_guard.precision.fallback import Attempt
+from comfyui_onediff_guard.precision.fallback import HalfPrecisionForward
 from comfyui_onediff_guard.precision.guard import GuardPolicy, OnFailure, Scope
 from comfyui_onediff_guard.precision.overrides import ModuleStructure, PrecisionOverrides
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
@@ -45,8 +45,8 @@ def test_tf32_is_for_cards_that_have_it_unless_strict() -> None:
 def test_the_report_says_what_of_the_latest_attempt_is_float32() -> None:
     made, layer = stage("fp16"), torch.nn.Linear(2, 2)
 
-    def build(known: PrecisionOverrides) -> Attempt:
-        return Attempt(layer, layer, everything=known.everything)
+    def build(known: PrecisionOverrides) -> HalfPrecisionForward:
+        return HalfPrecisionForward(layer, layer, everything=known.everything)
 
     made.learner(layer, build, ModuleStructure())
     assert made.report.wide == ""
