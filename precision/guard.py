@@ -77,8 +77,8 @@ class StageGuard:
 
     stage: the name of the stage in messages and in the report.
     attempt: what to call; may be compiled. A FallbackAdapter where the scope LEARNED shall change it.
-    rerun: what to call in fp32 where the attempt fails; the untouched original. Defaults to the FallbackAdapter's module, or to
-        `attempt`.
+    rerun: what to call in fp32 where the attempt fails; the untouched original. Defaults to the FallbackAdapter's
+        module, or to `attempt`.
     owner: the module whose weights `rerun` uses. Defaults to `rerun`, or what it is a method of.
     dtype: "fp16", "bf16" or "fp32": the plan's dtype of this stage.
     report: what each call is recorded in.

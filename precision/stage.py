@@ -63,7 +63,7 @@ class Stage:
         anatomy: ModuleStructure,
         learned: PrecisionOverrides = NOTHING,
     ) -> FallbackAdapter:
-        """Return a FallbackAdapter, which has the same arguments. The report says what of each of its attempts is float32."""
+        """Return a FallbackAdapter, which has the same arguments. The report says what of each attempt is float32."""
 
         def told(known: PrecisionOverrides) -> HalfPrecisionForward:
             made = build(known)
