@@ -89,7 +89,7 @@ def overflowing() -> tuple[dict[str, Any], list[Any]]:
     from comfyui_onediff_guard.pipelines.models.recognised import family_of
     from comfyui_onediff_guard.pipelines.run.handle import load
     from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
-    from comfyui_onediff_guard.precision.guard_policy import GuardPolicy, Scope
+    from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
     from comfyui_onediff_guard.precision.policy import Precision
 
     with tempfile.TemporaryDirectory() as folder:

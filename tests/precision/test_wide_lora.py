@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from comfyui_onediff_guard.precision.observe import leaf_peaks
-from comfyui_onediff_guard.precision.overrides import ModuleStructure, find
+from comfyui_onediff_guard.precision.overrides import ModuleStructure, diagnose_from_fp32_peaks
 from comfyui_onediff_guard.precision.wide import CannotWiden, with_wide_stream
 from host_reads import HostReads
 from hypothesis import HealthCheck, given, settings
@@ -102,7 +102,9 @@ def test_the_stream_is_blamed_for_what_an_adapted_writer_puts_out():
     peaks = leaf_peaks(denoiser, lambda: denoiser(**call))
     assert peaks["transformer_blocks.1.ff.net.2.base_layer"].output > 65504
     anatomy = ModuleStructure.of(denoiser, ["transformer_blocks"], MODELS["CogVideoX-5B"].family.stream)
-    finding = find({name: peak for name, peak in peaks.items() if not name.endswith("net.3")}, anatomy, "fp16")
+    finding = diagnose_from_fp32_peaks(
+        {name: peak for name, peak in peaks.items() if not name.endswith("net.3")}, anatomy, "fp16"
+    )
     assert finding is not None and finding.reason.startswith("the residual stream reaches")
     assert finding.stream is not None and not finding.islands
 
