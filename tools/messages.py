@@ -20,7 +20,7 @@ from comfyui_onediff_guard.trust.message import numbered
 ROOT = Path(__file__).resolve().parents[1]
 LANGUAGES = ("ru", "zh")
 PACKAGES = ("nodes", "comfyui_host", "pipelines", "precision")
-TOLD_BY = ("Message", "Calls", "counted", "translated", "cls")  # beside errors; these take templates
+TOLD_BY = ("BadInput", "Message", "Calls", "counted", "translated", "cls")  # beside errors; these take templates
 OUTCOMES = ("non-finite", "saturated")  # of a step that failed: data, and words
 _WORD = re.compile(r"[A-Za-z]{3}")
 
