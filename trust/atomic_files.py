@@ -132,10 +132,10 @@ def last_used(path: Path) -> float:
 
 def drop_oldest(kept: Iterable[Path], used: Path, limit: float) -> None:
     """Delete files or folders of `kept`, those not used longest first, until all fit `limit` GB. `used` stays."""
-    left = limit * 1e9 - _bytes(used)
+    left = limit * 1e9 - size_of(used)
     for path in sorted((path for path in kept if path != used), key=last_used, reverse=True):
         with suppress(OSError):
-            left -= _bytes(path)
+            left -= size_of(path)
             if left < 0:
                 logger.info("more than %g GB of compiled code: dropping %s", limit, path.name)
                 delete(path)
@@ -146,6 +146,7 @@ def delete(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def _bytes(path: Path) -> int:
+def size_of(path: Path) -> int:
+    """Of a file, or of all files in a folder, in bytes."""
     files = path.rglob("*") if path.is_dir() else (path,)
     return sum(file.stat().st_size for file in files if file.is_file())

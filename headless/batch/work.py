@@ -22,7 +22,7 @@ class Done:
     graphs: int = 0  # that it compiled anew
     landing: Landing = Landing.COLD
     warm: tuple[Warmth, ...] = ()  # for what its worker is warm now
-    code: str = ""  # name of the file of compiled code that the run added to
+    code: str = ""  # name of the folder of compiled code that the run added to
 
 
 @dataclass(frozen=True)

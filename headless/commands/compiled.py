@@ -5,14 +5,9 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from ...trust.text import for_terminal
 from . import answer, kept_files
-
-if TYPE_CHECKING:
-    from ...pipelines.compile.target import Target
-    from ...precision.machine import Platform
 
 TRUST = "Such a file holds code that will be run. Import it only from people whom you trust."
 
@@ -36,81 +31,72 @@ def main(args: argparse.Namespace) -> int:
     return kept_files.act(args, args.dir or compiled_directory(), BadCompiled, actions)
 
 
-def _list(folder: Path, args: argparse.Namespace) -> None:
-    found = [(name, file.lstat().st_size, _target_or_why_not(file)) for name, file in _by_name(folder).items()]
+def _list(compile_cache_dir: Path, args: argparse.Namespace) -> None:
+    from ...pipelines.compile.cache import exportable
+    from ...pipelines.errors import BadCompiled
+    from ...trust.atomic_files import size_of
+
+    found = []
+    for name, folder in _by_name(compile_cache_dir).items():
+        try:
+            target = exportable(folder)[0]
+            facts, words = {"for": asdict(target)}, target.in_words()
+        except (BadCompiled, OSError) as error:
+            facts, words = {"error": str(error)}, str(error)
+        found.append({"name": name, "bytes": size_of(folder), **facts})
+        if not args.json:
+            print(for_terminal(f"{name}\n    {found[-1]['bytes'] / 1e6:.1f} MB; {words}"))
     if args.json:
-        facts = [{"name": name, "bytes": size, **_facts(target)} for name, size, target in found]
-        answer.done(folder=folder, compiled=facts)
-        return
-    for name, size, target in found:
-        words = target if isinstance(target, Exception) else target.in_words()
-        print(for_terminal(f"{name}\n    {size / 1e6:.1f} MB; {words}"))
-    if not found:
-        print(f"No compiled code in {folder}. A run keeps what inductor compiled for it.")
+        answer.done(folder=compile_cache_dir, compiled=found)
+    elif not found:
+        print(f"No compiled code in {compile_cache_dir}. A run keeps what inductor compiled for it.")
 
 
-def _target_or_why_not(file: Path) -> Target | Exception:
-    from ...pipelines.compile.code import read_target
+def _export(compile_cache_dir: Path, args: argparse.Namespace) -> None:
+    from ...pipelines.compile.cache import exportable
+    from ...pipelines.compile.code import write
     from ...pipelines.errors import BadCompiled
 
-    try:
-        return read_target(file)
-    except (BadCompiled, OSError) as error:
-        return error
-
-
-def _facts(target: Any) -> dict[str, Any]:
-    return {"error": str(target)} if isinstance(target, Exception) else {"for": asdict(target)}
-
-
-def _export(folder: Path, args: argparse.Namespace) -> None:
-    from ...pipelines.compile.code import check, copy
-    from ...pipelines.errors import BadCompiled
-
-    found = kept_files.the_one(_by_name(folder), args.name, folder, "that is kept", BadCompiled)
-    check(found)
-    copy(found, args.file)
+    folders = _by_name(compile_cache_dir)
+    folder = kept_files.the_one(folders, args.name, compile_cache_dir, "that is kept", BadCompiled)
+    write(args.file, *exportable(folder))
     print(args.file)
 
 
-def _import(folder: Path, args: argparse.Namespace) -> None:
+def _import(compile_cache_dir: Path, args: argparse.Namespace) -> None:
     """Check a file and keep it, without running anything of it."""
-    from ...pipelines.compile.code import SUFFIX, check, copy
+    from ...pipelines.compile.cache import keep_imported
+    from ...pipelines.compile.code import read
     from ...pipelines.errors import BadCompiled
+    from ...precision.arch import detect
+    from ...precision.machine import default_device, platform_of
 
     try:
-        target = check(args.file)
+        target, artifacts = read(args.file)
     except OSError as error:
         raise BadCompiled(f"'{args.file}' cannot be read: {error}.") from error
-    if misfit := target.machine.misfit(_here()):
+    device = default_device()
+    if misfit := target.machine.misfit(platform_of(device, detect(device).name)):
         raise BadCompiled(
             f"'{args.file.name}' cannot be used on this machine: {misfit}. Export it on a machine like this one, or "
             "let a run compile here."
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    copy(args.file, folder / f"{target.name}{SUFFIX}")
+    keep_imported(compile_cache_dir, target, artifacts)
     kept_files.say_imported(target.name, f"{target.in_words()}\nIt holds code, which later runs of this model run.")
 
 
-def _clear(folder: Path, args: argparse.Namespace) -> None:
-    cleared = {name: file for name, file in sorted(_by_name(folder).items()) if name.startswith(args.name)}
-    for file in cleared.values():
-        file.unlink()
-    for name in cleared:
-        print(name)
+def _clear(compile_cache_dir: Path, args: argparse.Namespace) -> None:
+    from ...trust.atomic_files import delete
+
+    for name, folder in sorted(_by_name(compile_cache_dir).items()):
+        if name.startswith(args.name):
+            delete(folder)
+            print(name)
 
 
-def _by_name(folder: Path) -> dict[str, Path]:
+def _by_name(compile_cache_dir: Path) -> dict[str, Path]:
     """Those used last first."""
-    from ...pipelines.compile.cache import kept_files
+    from ...pipelines.compile.cache import kept_folders
     from ...pipelines.compile.code import SUFFIX
 
-    return {file.name.removesuffix(SUFFIX): file for file in kept_files(folder)}
-
-
-def _here() -> Platform:
-    from ...precision.arch import detect
-    from ...precision.machine import default_device, platform_of
-
-    device = default_device()
-    return platform_of(device, detect(device).name)
+    return {folder.name.removesuffix(SUFFIX): folder for folder in kept_folders(compile_cache_dir)}

@@ -38,7 +38,7 @@ class Target:
 
     @property
     def name(self) -> str:
-        """Of its file, without the suffix."""
+        """Of its folder, without the suffix."""
         facts = json.dumps(asdict(self), sort_keys=True)
         words = (for_file_name(text, limit=60) for text in (self.model, self.machine.architecture, self.dtype))
         return f"{'-'.join(words)}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"

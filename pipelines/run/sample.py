@@ -183,7 +183,7 @@ def while_compiling(handle: PipelineHandle, report: RunReport, tell: Tell) -> Ge
         yield
         return
     from ..compile.block import listening
-    from ..compile.cache import inductor_folders
+    from ..compile.cache import compile_cache
     from ..compile.counts import counted
     from ..compile.target import target_of
 
@@ -192,7 +192,7 @@ def while_compiling(handle: PipelineHandle, report: RunReport, tell: Tell) -> Ge
         held.enter_context(counted(report))
         if handle.backend.name == "inductor":
             target = target_of(model, report.plan, handle.compile_options, device, handle.architecture)
-            held.enter_context(inductor_folders(handle.compiled, target, report, tell))
+            held.enter_context(compile_cache(handle.compiled, target, report, tell))
         held.enter_context(listening(tell, report.note))
         yield
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,15 +11,10 @@ import torch
 from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.headless.hosts.core_nodes import SaveImage
 from comfyui_onediff_guard.headless.server.follow import run_on_server
-from comfyui_onediff_guard.pipelines.compile import cache as compile_cache
-from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice
-from comfyui_onediff_guard.pipelines.compile.cache import INDUCTOR
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.models.hub import fetch
-from comfyui_onediff_guard.pipelines.run.sample import while_compiling
 from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
-from comfyui_onediff_guard.precision.policy import Component
 from generations import Generation, opened
 from hub_files import ID, files_of
 
@@ -111,37 +105,6 @@ class Saving:
         with host.plain_folders(models=[], input=self.out, output=self.out):
             shown = SaveImage().save(self._images, "a")["ui"]["images"]
         return [(self.out / picture["filename"]).read_bytes() for picture in shown]
-
-
-@dataclass
-class Compiling:
-    """What a compiler writes, kept for later processes; the compiler itself is the test's."""
-
-    folder: Path
-    kept: Path
-    torch: bool = False
-    served: bool = False
-
-    def __post_init__(self) -> None:
-        self.folders = self.folder, self.kept
-        handle = replace(opened(self.folder, "fp32"), backend=BackendChoice("inductor", "asked for"))
-        self._handle = replace(handle, compiled=self.kept)
-
-    def fresh(self) -> None:
-        compile_cache._works.clear()
-        for file in self.kept.rglob("*") if self.kept.is_dir() else ():
-            file.unlink()
-
-    def run(self) -> Any:
-        """What later processes find."""
-        report = self._handle.report(self._handle.plan(Component.DENOISER))
-        with while_compiling(self._handle, report, lambda _: None):
-            built = Path(os.environ[INDUCTOR]) / "ab" / "kernel"
-            built.parent.mkdir(exist_ok=True)
-            built.write_bytes(b"code" * 50_000)
-        compile_cache._works.clear()  # as in a later process
-        with while_compiling(self._handle, report, lambda _: None):
-            return files_of(Path(os.environ[INDUCTOR]))
 
 
 @dataclass

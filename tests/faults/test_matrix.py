@@ -24,12 +24,9 @@ import shared_models
 import torch
 from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.headless.errors import OutputError
-from comfyui_onediff_guard.pipelines.compile import cache as compile_cache
-from comfyui_onediff_guard.pipelines.compile.cache import INDUCTOR, TRITON
 from comfyui_onediff_guard.pipelines.errors import BadFolder
 from comfyui_onediff_guard.precision.guard import GuardStopped
-from comfyui_onediff_guard.trust.atomic_files import LIMIT_VARIABLE
-from faulty_stages import Compiling, Download, ModelStage, Saving, ServerDownload, Stage, same
+from faulty_stages import Download, ModelStage, Saving, ServerDownload, Stage, same
 from hub_files import ID, files_of, partials
 from hub_server import running_hub
 from huggingface_hub import constants
@@ -52,11 +49,11 @@ ERRORS: dict[str, tuple[Callable[[], BaseException], ...]] = {
     "interrupt": (KeyboardInterrupt, lambda: host.Interrupted("stop"), InterruptProcessingException),
     "out of memory": (lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."),),
 }
-STAGES = ("load", "encode text", "encode image", "sample", "decode", "save", "compile", "hub", "server")
+STAGES = ("load", "encode text", "encode image", "sample", "decode", "save", "hub", "server")
 READING = ("load", "encode text", "encode image", "sample", "decode")
 FAULTS = (*ERRORS, "kill", "full disk", "clock", "truncated", "flipped", "replaced")
 HERE = ""
-_CACHE, _HUB = "tests/pipelines/test_compile_cache.py::", "tests/pipelines/test_hub_transfer.py::"
+_HUB = "tests/pipelines/test_hub_transfer.py::"
 _DOWNLOADS = "tests/headless/test_downloads.py::"
 _NO_FILE = "no meaning: it reads no file"
 _WRITES_NOTHING = "no meaning: it writes nothing"
@@ -64,10 +61,6 @@ MATRIX: dict[tuple[str, str], str] = {
     **dict.fromkeys(product(STAGES, FAULTS), HERE),
     **{(stage, "full disk"): _WRITES_NOTHING for stage in ("load", "encode text", "encode image", "decode")},
     **{("save", fault): _NO_FILE for fault in ("truncated", "flipped", "replaced")},
-    ("compile", "full disk"): f"{_CACHE}test_a_full_disk_costs_a_line_and_leaves_nothing",
-    ("compile", "truncated"): f"{_CACHE}test_a_damaged_file_is_thrown_away_with_a_line",
-    ("compile", "flipped"): f"{_CACHE}test_every_damage_to_a_byte_is_noticed_or_does_no_harm",
-    ("compile", "replaced"): f"{_CACHE}test_two_processes_at_once_keep_what_both_compiled",
     ("hub", "kill"): f"{_HUB}test_a_killed_process_leaves_what_it_had",
     ("hub", "out of memory"): "no meaning: it computes nothing; an error is an error",
     ("hub", "full disk"): f"{_HUB}test_a_disk_that_gets_full",
@@ -124,10 +117,6 @@ def stage(
 ) -> Generator[Stage]:
     """The one that the test's parameter names, on folders of its own."""
     name = request.param
-    monkeypatch.setattr(compile_cache, "_works", {})
-    monkeypatch.setenv(LIMIT_VARIABLE, "2")
-    for exported in (INDUCTOR, TRITON):
-        monkeypatch.delenv(exported, raising=False)
 
     def copied(variant: str, overflow: str = "none") -> Path:
         return shared_models.copied(model_folder(variant, overflow), tmp_path / "models" / variant)
@@ -153,7 +142,6 @@ def stage(
         "sample": lambda: ModelStage(copied("cogview3", "inside"), "cogview3", "sample", "transformer", kept),
         "decode": lambda: ModelStage(copied("cogview4"), "cogview4", "decode", "vae", kept),
         "save": lambda: Saving(tmp_path / "out"),
-        "compile": lambda: Compiling(copied("2b"), kept),
     }
     yield make[name]()
 

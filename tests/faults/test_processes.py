@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from comfyui_onediff_guard.pipelines.compile.code import SUFFIX, check
 from comfyui_onediff_guard.precision.profile_store import read_all
 from tiers import drawn
 
@@ -33,26 +32,6 @@ for _ in range(times):
     frames.add(hashlib.sha256(generation.frames.numpy().tobytes()).hexdigest())
     outcomes.append(report["outcomes"])
 print(json.dumps({"frames": sorted(frames), "outcomes": outcomes}))
-"""
-ARCHIVES = """
-import sys
-from pathlib import Path
-from comfyui_onediff_guard.pipelines.compile.code import SUFFIX, pack, unpack
-from comfyui_onediff_guard.pipelines.compile.target import Platform, Target
-
-work, shared, times = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-target = Target("CogVideoX-2B", "0" * 16, "fp32", "narrow stream", Platform("cpu", "a CPU", "2.13", "", "cp", "Linux"))
-file = shared / f"{target.name}{SUFFIX}"
-print("ready", flush=True)
-sys.stdin.readline()
-for turn in range(times):
-    own = work / str(turn)
-    own.mkdir(parents=True)
-    if file.exists():
-        unpack(file, target, own)
-    (own / f"{work.name}-{turn}.so").write_bytes(work.name.encode() * 50_000)
-    pack(own, target, file)
-print("[]")
 """
 
 
@@ -94,13 +73,3 @@ def test_runs_that_learn_into_one_folder(
     figure(
         "Two processes that learn into one folder: runs that came to other frames than one alone", f"0 of {2 * times}"
     )
-
-
-def test_compiled_code_kept_in_one_folder(tmp_path: Path, figure: Callable[[str, object], None]) -> None:
-    shared, times = tmp_path / "compiled", drawn(200, 15)
-    shared.mkdir()
-    at_once(ARCHIVES, [[str(tmp_path / name), str(shared), str(times)] for name in ("a", "b")])
-    (file,) = shared.iterdir()
-    assert file.name.endswith(SUFFIX)
-    check(file)
-    figure("Two processes that keep compiled code in one folder: archives that were not whole", f"0 of {2 * times}")

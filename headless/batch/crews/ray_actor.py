@@ -6,6 +6,7 @@ unpickled but as plain data that passed the gates.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
@@ -23,6 +24,8 @@ from ..jobs import Job
 from ..outputs import Outputs
 from ..work import Done, Failed, Lost, Outcome, Refused, perform
 from .holding import Holding
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,10 @@ class Hello:
 
 @dataclass(frozen=True)
 class Code:
-    """A file of compiled code on its way to other machines."""
+    """Compiled code on its way to other machines."""
 
-    name: str
-    data: bytes
+    name: str  # of its target's folder
+    data: bytes  # of its file
 
 
 class Actor:
@@ -87,8 +90,10 @@ class Actor:
         return outcome
 
     def code(self, name: str) -> Code:
-        """A file of compiled code, for other machines."""
-        return Code(name, (_compiled_directory() / Path(name).name).read_bytes())
+        """Compiled code, for other machines."""
+        from ....pipelines.compile.cache import SAVED
+
+        return Code(name, (_compiled_directory() / Path(name).name / SAVED).read_bytes())
 
     def _run(self, job: Job, graph: Graph, output_dir: Path) -> RunResult:
         setup = self._setup
@@ -110,9 +115,14 @@ class Actor:
         return ""
 
     def _take_in(self, code: Code) -> None:
-        from ....pipelines.compile.cache import take_in
+        from ....pipelines.compile.cache import keep_imported
+        from ....pipelines.compile.code import parse
+        from ....pipelines.errors import BadCompiled
 
-        take_in(_compiled_directory(), code.name, code.data)
+        try:
+            keep_imported(_compiled_directory(), *parse(code.data, code.name))
+        except (BadCompiled, OSError) as error:
+            logger.warning("compiled code from another machine is not used: %s", error)
 
 
 def _broken_device() -> str:
@@ -128,12 +138,13 @@ def _broken_device() -> str:
 
 
 def _written_since(started: float) -> str:
-    """The name of the file of compiled code that was written last, where that was since then."""
-    from ....pipelines.compile.cache import kept_files
+    """The name of the folder of compiled code that a run added to last, where that was since then."""
+    from ....pipelines.compile.cache import SAVED, kept_folders
+    from ....trust.atomic_files import last_used
 
-    folder = _compiled_directory()
-    latest = next(iter(kept_files(folder)), None) if folder.is_dir() else None
-    return latest.name if latest and latest.stat().st_mtime >= started else ""
+    written = {last_used(folder / SAVED): folder.name for folder in kept_folders(_compiled_directory())}
+    latest = max(written, default=0.0)
+    return written[latest] if latest >= started else ""
 
 
 def _compiled_directory() -> Path:
