@@ -16,8 +16,7 @@ from pathlib import Path
 
 import diffusers
 import torch
-from comfyui_onediff_guard.pipelines.insight.paper import runs_on_paper
-from comfyui_onediff_guard.pipelines.insight.paper_result import RunOnPaper, StageOnPaper
+from comfyui_onediff_guard.pipelines.insight.vram_estimate import RunEstimate, StageEstimate, estimate_runs
 from comfyui_onediff_guard.precision.arch import named
 from measure import RESULTS, write_json
 
@@ -33,7 +32,7 @@ def main() -> None:
     runs = []
     print(f"| | {' | '.join(map(str, GIBIBYTES))} |\n|{'---|' * (len(GIBIBYTES) + 1)}", flush=True)
     memories = [gibibytes * 2**30 for gibibytes in GIBIBYTES]
-    for _, of_one in groupby(runs_on_paper(None, named(args.arch), memories), lambda run: run.variant):
+    for _, of_one in groupby(estimate_runs(None, named(args.arch), memories), lambda run: run.variant):
         row = [*of_one]
         print(line(row), flush=True)
         runs += row
@@ -49,7 +48,7 @@ def main() -> None:
     print(f"written to {write_json(result, args.out, 'paper')}")
 
 
-def line(row: Iterable[RunOnPaper]) -> str:
+def line(row: Iterable[RunEstimate]) -> str:
     """A row of the table: a cell for each card."""
     first, *_ = runs = [*row]
     width, height, frames = first.size
@@ -57,13 +56,13 @@ def line(row: Iterable[RunOnPaper]) -> str:
     return f"| {first.variant}, {size} | {' | '.join(map(cell, runs))} |"
 
 
-def cell(run: RunOnPaper) -> str:
+def cell(run: RunEstimate) -> str:
     """How each stage runs, and the highest peak in GB."""
     peak = max(stage.weights + stage.beside for stage in run.stages)
     return f"{' '.join(map(code, run.stages))}: {peak / 1e9:.1f}"
 
 
-def code(stage: StageOnPaper) -> str:
+def code(stage: StageEstimate) -> str:
     if not stage.fits:
         return "–"
     return "".join(SHORT.get(word, word.partition(" ")[0]) for word in stage.way.split(", "))

@@ -15,7 +15,7 @@ from . import answer
 
 if TYPE_CHECKING:
     from ...pipelines.insight.diagnosis import Diagnosis
-    from ...pipelines.insight.paper_result import Size
+    from ...pipelines.insight.vram_estimate import Size
 
 
 BAD_REQUEST = (BadFolder, BadInput, BadSize)  # what is wrong with a request, of the person's own making

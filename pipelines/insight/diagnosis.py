@@ -18,11 +18,11 @@ from ..families.spec import FamilySpec
 from ..families.table import FAMILIES, VARIANTS
 from ..models.on_disk import StoredModel
 from ..models.recognised import family_of, open_model
-from .paper_result import RunOnPaper, Size
 
 if TYPE_CHECKING:
     from ..compile.backends import BackendChoice
     from ..run.handle import PipelineHandle
+    from .vram_estimate import RunEstimate, Size
 
 NOT_RUN = (
     "OneFlow's special builds and nexfort: neither has been available.",
@@ -92,7 +92,7 @@ class Diagnosis:
     notes: tuple[str, ...]
     compile_cache: str = ""  # where it is and how full; empty where nobody said
     comfyui: ComfyUI | None = None  # None where nobody looked
-    runs: tuple[RunOnPaper, ...] = ()  # on a card of so much memory, where one was asked for
+    runs: tuple[RunEstimate, ...] = ()  # on a card of so much memory, where one was asked for
     not_run: tuple[str, ...] = NOT_RUN
 
     def as_dict(self) -> dict[str, Any]:
@@ -134,9 +134,9 @@ def diagnose(
     diagnosis = _put_together(machine, architecture, precision, accumulation, models, notes)
     if memory is None:
         return diagnosis
-    from .paper import runs_on_paper
+    from .vram_estimate import estimate_runs
 
-    return replace(diagnosis, runs=tuple(runs_on_paper(stored, chosen, [memory], size, precision, accumulation)))
+    return replace(diagnosis, runs=tuple(estimate_runs(stored, chosen, [memory], size, precision, accumulation)))
 
 
 def diagnose_pipeline(handle: PipelineHandle, architecture: Architecture | None = None) -> Diagnosis:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from ...precision.arch import Architecture
 from ...precision.policy import Component, Plan
 from .diagnosis import Diagnosis, ModelPlans
-from .paper_result import RunOnPaper
+
+if TYPE_CHECKING:
+    from .vram_estimate import RunEstimate
 
 WIDTH = 96
 NONE = "–"
@@ -177,7 +180,7 @@ def _all_plans(diagnosis: Diagnosis) -> list[str]:
     return lines + _refused(diagnosis.models)
 
 
-def _runs(runs: Sequence[RunOnPaper]) -> list[str]:
+def _runs(runs: Sequence[RunEstimate]) -> list[str]:
     if not runs:
         return []
     memory, has = runs[0].memory, runs[0].has

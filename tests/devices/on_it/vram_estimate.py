@@ -1,4 +1,4 @@
-"""A run on a card of so many bytes does what was said of it on paper."""
+"""A run on a card of so many bytes does what was estimated."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 from card_room import Room, everything_away, most_of
-from comfyui_onediff_guard.pipelines.insight import paper
-from comfyui_onediff_guard.pipelines.insight.paper_result import OTHERS
+from comfyui_onediff_guard.pipelines.insight import vram_estimate
 from comfyui_onediff_guard.pipelines.models.recognised import family_of, open_model
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
@@ -33,7 +32,9 @@ def test_a_run_does_what_was_said(room: Room, model_folder: Callable[..., Path],
     width, height, frames = SIZES[model]
     stored = open_model(folder, family_of(folder))
     size = (width, height, frames)
-    (said,) = paper.runs_on_paper(stored, handle.architecture, [has + OTHERS], size, handle.precision)
+    (said,) = vram_estimate.estimate_runs(
+        stored, handle.architecture, [has + vram_estimate.RESERVED], size, handle.precision
+    )
     stages = {stage.stage: stage for stage in said.stages if stage.fits}
     reports = {}
     with room.limited(has):

@@ -1,5 +1,5 @@
-"""What would run on a card of so many bytes, and what it would take: the choice that a run makes, on modules without
-values. Nothing is loaded."""
+"""Estimates how each stage would run on a card of so many bytes: the choice that offload 'auto' makes, counted on
+modules without values. Nothing is loaded."""
 
 from __future__ import annotations
 
@@ -30,92 +30,60 @@ from ..weights.components import ComponentStore
 from ..weights.ladder import Way, first_that_fits
 from ..weights.parts import Offload
 from ..weights.placement import PlainPlacement
-from .paper_result import OTHERS, RunOnPaper, Size, StageOnPaper
 from .published import PUBLISHED
+
+RESERVED = 800_000_000  # bytes of a card that its driver, a desktop and CUDA's context take
+
+Size = tuple[int, int, int]  # width, height, frames
 
 
 @dataclass(frozen=True)
-class _Described(StoredModel):
-    """A published model, of which no file is here."""
+class StageEstimate:
+    """One stage, as it would run. Sizes are in bytes."""
 
-    configs: Mapping[str, Config]
-
-    @classmethod
-    def of(cls, variant: str) -> _Described:
-        family, configs, options = PUBLISHED[variant]
-        denoiser, vae = (family.components[name].on_meta(configs[name]) for name in (family.denoiser, "vae"))
-        return cls(
-            path=Path(variant),
-            family=family,
-            variant=VARIANTS[variant],
-            weights={},
-            denoiser_config=_config(denoiser),
-            vae_config=_config(vae),
-            options=options,
-            notes=(),
-            configs=configs,
-        )
-
-    def bare(self, name: str, dtype: torch.dtype) -> torch.nn.Module:
-        return self.family.components[name].on_meta(self.configs[name], dtype)
-
-    def component(self, name: str, dtype: torch.dtype) -> NoReturn:
-        del dtype
-        self.unweighted(name)
-
-    def stored(self, name: str, parameter: Sequence[str]) -> NoReturn:
-        del parameter
-        self.unweighted(name)
-
-    def unweighted(self, name: str) -> NoReturn:
-        raise FileNotFoundError(f"{self.name} is described, not here: it has no {name}")
+    stage: str
+    dtype: str
+    way: str  # "none", "group", "tiling", ...
+    weights: int  # on the card at once
+    beside: int
+    fits: bool
+    fastest: int  # what the fastest way would take
 
 
-def _config(module: Any) -> Config:
-    return dict(module.config)
+@dataclass(frozen=True)
+class RunEstimate:
+    """One model's run on a card of `memory` bytes, of which `has` are for it."""
+
+    variant: str
+    size: Size
+    memory: int
+    has: int
+    stages: tuple[StageEstimate, ...]
 
 
-class _Card(PlainPlacement):
-    """A card to which nothing is moved."""
-
-    def __init__(self) -> None:
-        super().__init__(META)
-
-    def to_device(self, name: str, module: torch.nn.Module, beside: int = 0) -> None: ...
-
-    def to_host(self, name: str, module: torch.nn.Module) -> None: ...
-
-
-class _Store(ComponentStore):
-    """Components without values."""
-
-    def _load(self, name: str, dtype: str) -> torch.nn.Module:
-        return self.model.bare(name, DTYPES[dtype]).eval().requires_grad_(False)
-
-    def _checked(self, name: str, module: torch.nn.Module, dtype: str) -> list[str]:
-        del name, module, dtype
-        return []
-
-
-def runs_on_paper(
+def estimate_runs(
     model: StoredModel | None,
     architecture: Architecture,
     memories: Sequence[int],
     size: Size | None = None,
     precision: Precision = Precision.AUTO,
     accumulation: Accumulation = Accumulation.AUTO,
-) -> Iterator[RunOnPaper]:
-    """Yield how a model's stages would run with offload 'auto'; where there is none, those of all published variants
-    that can make that size.
+) -> Iterator[RunEstimate]:
+    """Yield an estimate for each card. model: None for all published variants that can make that size.
 
-    memories: of cards, in bytes: each model on each. size: width, height and frames; None: each model's own.
+    memories: of cards, in bytes. size: None for each model's own.
     A model of which the architecture cannot compute the precision is left out.
     Raises BadSize where the model cannot make that size.
     """
-    models = [model] if model else (each for each in map(_Described.of, PUBLISHED) if _makes(each, size))
-    for each in models:
+    for each in [model] if model else map(_PublishedModel.of, PUBLISHED):
+        try:
+            made = _checked(each, size)
+        except BadSize:
+            if model:
+                raise
+            continue
         handle = PipelineHandle(
-            store=_Store(each, _Card()),
+            store=_MetaStore(each, _MetaPlacement(META)),
             architecture=architecture,
             precision=precision,
             backend=BackendChoice(EAGER, "", automatic=True),
@@ -123,26 +91,17 @@ def runs_on_paper(
             policy=GuardPolicy(),
             accumulation=accumulation,
         )
-        made = _check(each, size)
         try:
             stages = [(name, dtype, tee(ways, len(memories))) for name, dtype, ways in _stages(handle, made)]
         except PlanImpossible:  # which its plan says
             continue
         for number, memory in enumerate(memories):
-            has = max(memory - OTHERS, 0)
-            found = tuple(_stage(name, dtype, ways[number], has) for name, dtype, ways in stages)
-            yield RunOnPaper(each.variant.name, made, memory, has, found)
+            has = max(memory - RESERVED, 0)
+            found = tuple(_estimate(name, dtype, ways[number], has) for name, dtype, ways in stages)
+            yield RunEstimate(each.variant.name, made, memory, has, found)
 
 
-def _makes(model: StoredModel, size: Size | None) -> bool:
-    try:
-        _check(model, size)
-    except BadSize:
-        return False
-    return True
-
-
-def _check(model: StoredModel, size: Size | None) -> Size:
+def _checked(model: StoredModel, size: Size | None) -> Size:
     """Return the size to be made, the model's own where it is None. Raises BadSize."""
     family, pixels = model.family, model.family.layout.spatial(model.vae_config)
     size = size or family.usual_size(model.denoiser_config, pixels)
@@ -171,6 +130,53 @@ def _stages(handle: PipelineHandle, size: Size) -> Iterator[tuple[str, str, Iter
     yield "decode", stage.plan.dtype, ways_to_decode(stage, latents, Portions(0, False, False))
 
 
-def _stage(name: str, dtype: str, ways: Iterator[Way], has: int) -> StageOnPaper:
+def _estimate(name: str, dtype: str, ways: Iterator[Way], has: int) -> StageEstimate:
     way, fastest, fits = first_that_fits(ways, has)
-    return StageOnPaper(name, dtype, way.said, way.weights, way.beside, fits, fastest.takes)
+    return StageEstimate(name, dtype, way.said, way.weights, way.beside, fits, fastest.takes)
+
+
+@dataclass(frozen=True)
+class _PublishedModel(StoredModel):
+    """A published model, of which no file is here."""
+
+    configs: Mapping[str, Config]
+
+    @classmethod
+    def of(cls, variant: str) -> _PublishedModel:
+        family, configs, options = PUBLISHED[variant]
+        built: list[Any] = [family.components[name].on_meta(configs[name]) for name in (family.denoiser, "vae")]
+        denoiser, vae = (dict(module.config) for module in built)
+        return cls(Path(variant), family, VARIANTS[variant], {}, denoiser, vae, options, (), configs)
+
+    def bare(self, name: str, dtype: torch.dtype) -> torch.nn.Module:
+        return self.family.components[name].on_meta(self.configs[name], dtype)
+
+    def component(self, name: str, dtype: torch.dtype) -> NoReturn:
+        del dtype
+        self.unweighted(name)
+
+    def stored(self, name: str, parameter: Sequence[str]) -> NoReturn:
+        del parameter
+        self.unweighted(name)
+
+    def unweighted(self, name: str) -> NoReturn:
+        raise FileNotFoundError(f"{self.name} is described, not here: it has no {name}")
+
+
+class _MetaPlacement(PlainPlacement):
+    """A card to which nothing is moved."""
+
+    def to_device(self, name: str, module: torch.nn.Module, beside: int = 0) -> None: ...
+
+    def to_host(self, name: str, module: torch.nn.Module) -> None: ...
+
+
+class _MetaStore(ComponentStore):
+    """Components without values."""
+
+    def _load(self, name: str, dtype: str) -> torch.nn.Module:
+        return self.model.bare(name, DTYPES[dtype]).eval().requires_grad_(False)
+
+    def _checked(self, name: str, module: torch.nn.Module, dtype: str) -> list[str]:
+        del name, module, dtype
+        return []

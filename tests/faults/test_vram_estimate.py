@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 from comfyui_onediff_guard.pipelines.errors import BadSize
-from comfyui_onediff_guard.pipelines.insight import paper
-from comfyui_onediff_guard.pipelines.insight.paper_result import OTHERS
+from comfyui_onediff_guard.pipelines.insight import vram_estimate
 from comfyui_onediff_guard.pipelines.insight.published import PUBLISHED
 from comfyui_onediff_guard.pipelines.models.recognised import family_of, open_model
 from comfyui_onediff_guard.precision.arch import named
@@ -19,14 +18,14 @@ FAMILIES = ("CogVideoX-5B", "CogView3-Plus-3B", "CogView4-6B", "SVD-XT", "Wan2.1
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_published_models_run_on_cards_from_8_gib_on(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(paper, "PUBLISHED", {name: PUBLISHED[name]})
+    monkeypatch.setattr(vram_estimate, "PUBLISHED", {name: PUBLISHED[name]})
     sizes = [8 * GIB, 12 * GIB, 16 * GIB, 24 * GIB]
-    runs = [*paper.runs_on_paper(None, named("sm86"), sizes)]
+    runs = [*vram_estimate.estimate_runs(None, named("sm86"), sizes)]
     assert [run.memory for run in runs] == sizes
     for run in runs:
         for stage in run.stages:
             assert stage.fits
-            assert stage.weights + stage.beside <= run.has == run.memory - OTHERS
+            assert stage.weights + stage.beside <= run.has == run.memory - vram_estimate.RESERVED
             assert stage.fastest >= stage.weights + stage.beside
     peaks = [max(stage.weights + stage.beside for stage in run.stages) for run in runs]
     assert peaks == sorted(peaks), "a larger card is made use of"
@@ -41,4 +40,4 @@ def test_a_size_that_no_model_makes_is_refused(
 ) -> None:
     folder = model_folder(model)
     with pytest.raises(BadSize, match=said):
-        next(paper.runs_on_paper(open_model(folder, family_of(folder)), named("sm86"), [GIB], size))
+        next(vram_estimate.estimate_runs(open_model(folder, family_of(folder)), named("sm86"), [GIB], size))
