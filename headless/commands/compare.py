@@ -8,10 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ..comparison import report as compare_report
 from ..comparison.frames import as_bytes, compare, difference, read_pngs
-from ..comparison.outcome import Comparison, Failed, Outcome
 from ..comparison.precisions import REFERENCE, SHOWN, Comparable, comparable
+from ..comparison.results import Comparison, Failed, Outcome
 from ..errors import HostError, RunFailedError, WorkflowError
 from ..files import ensure_writable, write_together
 from ..hosts import chosen as hosts
@@ -42,19 +41,18 @@ def main(args: argparse.Namespace) -> int:
     """Run the workflow in each precision, write and print how they compare; the exit code."""
     with answer.errors_told(args.json):
         comparison = _compare(args)
-        facts = compare_report.facts_of(comparison)
-        files = write_together(args.out, "compare", compare_report.contents(comparison, facts))
+        files = write_together(args.out, "compare", comparison.files())
     error = None
-    if comparison.failures:
-        told = "\n".join(f"  {failure.precision}: {failure.error}" for failure in comparison.failures)
+    if failed := [outcome for outcome in comparison.outcomes if isinstance(outcome, Failed)]:
+        told = "\n".join(f"  {each.precision}: {each.error}" for each in failed)
         error = RunFailedError(f"Not every precision ran. The others are in {files[0]}.\n{told}")
     if not args.json:
-        for line in [*compare_report.table(comparison), *map(str, files)]:
+        for line in [*comparison.table(), *map(str, files)]:
             print(line)
     elif error:
-        answer.failed(error, files=files, **facts)
+        answer.failed(error, files=files, **comparison.facts())
     else:
-        answer.done(files=files, **facts)
+        answer.done(files=files, **comparison.facts())
     if error:
         raise error
     return 0
