@@ -37,9 +37,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         pipeline = toy(Path(folder) / "toy-cogvideox")
         (positive, negative), _ = encode_prompts(pipeline, ["a red kite", ""])
-        probing = probe(pipeline, positive, negative, SETTINGS)
-    print(probing.text())
-    Image.fromarray(draw(probing)).save(args.out, optimize=True)
+        result = probe(pipeline, positive, negative, SETTINGS)
+    print(result.text())
+    Image.fromarray(draw(result)).save(args.out, optimize=True)
     print(f"written to {args.out}")
 
 

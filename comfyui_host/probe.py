@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from inspect import signature
@@ -11,13 +12,11 @@ from typing import Any
 
 import torch
 
-from ..precision.dtypes import DTYPES
 from ..precision.guard import GuardPolicy, StageGuard
 from ..precision.overrides import ModuleStructure
 from ..precision.policy import Plan
-from ..precision.probe import Verdict, judge, recommend
-from ..precision.probe_result import Measured, Probing
-from .calls import ModelCall, apply_model, apply_model_in_fp32, around_apply_model, wrapped
+from ..precision.probe import Probe, ProbeResult, Verdict, recommend
+from .calls import ModelCall, apply_model_in_fp32, around_apply_model, wrapped
 from .guards import denoiser_of
 from .networks import profile_of
 from .refining import refining_guarded
@@ -42,14 +41,14 @@ def probe_model(
     latent: dict[str, Any],
     sampling: KSampling,
     step_done: Callable[[int], None],
-) -> Probing:
+) -> ProbeResult:
     """Sample with a schedule of a few steps, all of them in fp32, and measure.
 
     patcher: a MODEL (ComfyUI's ModelPatcher), not changed. latent: a LATENT. step_done: is told how many are done.
     Raises BadInput where ComfyUI is too old, GuardStopped where fp32 is not finite either.
     """
     runs: list[_Run] = []
-    starting = threading.Lock()
+    starting = threading.Lock()  # with several GPUs, the first calls come from several threads
 
     def watched(call: ModelCall) -> Any:
         with starting:
@@ -58,7 +57,7 @@ def probe_model(
         return runs[0].call(call)
 
     def on_step(step: int, *_: Any) -> None:
-        runs[0].measured.probe.end_step()
+        runs[0].probe.end_step()
         step_done(step + 1)
 
     wrappers = {"PREPARE_SAMPLING": _prepare, "APPLY_MODEL": around_apply_model(watched)}
@@ -81,7 +80,7 @@ def probe_model(
         seed=sampling.seed,
     )
     shape = "×".join(map(str, samples.shape))
-    return runs[0].probing(f"latents {shape}, cfg {sampling.cfg:g}, seed {sampling.seed}")
+    return runs[0].result(f"latents {shape}, cfg {sampling.cfg:g}, seed {sampling.seed}")
 
 
 class _Run:
@@ -90,16 +89,15 @@ class _Run:
     def __init__(self, call: ModelCall):
         self._of = denoiser_of(call)
         self._stage = self._of.stage(GuardPolicy())
-        self.measured = Measured(
-            call.network, replace(ModuleStructure.of(call.network, _lists_of_blocks(call.network)), everything=True)
-        )
+        blocks = _lists_of_blocks(call.network)
+        self.probe = Probe(call.network, replace(ModuleStructure.of(call.network, blocks), everything=True))
         self._guards = PerExecutor[StageGuard]()
         self._log = CallLog()
+        self._started = time.perf_counter()
 
     def call(self, call: ModelCall) -> Any:
-        arguments = call.arguments
         guard = self._guards.of(call.network, lambda: self._guard(call.network))
-        output = self.measured.call(lambda: guard(**arguments), lambda: apply_model(**arguments), call.network)
+        output = self.probe.watch(lambda: guard(**call.arguments), call.network)
         self._log.add(guard.report.steps[-1])
         return output
 
@@ -108,23 +106,21 @@ class _Run:
         attempt = stage.in_fp32(apply_model_in_fp32)
         return stage.guard(network, attempt, rerun=attempt, dtype="fp32", snapshot=self._of.snapshot)
 
-    def probing(self, sampled: str) -> Probing:
-        probed, steps = self.measured.probe.probed, self._log.steps
+    def result(self, sampled: str) -> ProbeResult:
+        probed, steps = self.probe.probed, self._log.steps
         plan, card = self._stage.plan, self._stage.architecture
         chosen = recommend(probed, plan.dtype, native_bf16=card.native_bf16)
         of = profile_of(self._of, card, chosen.dtype)
         calls_per_step = -(-len(steps) // max(len(probed.steps), 1))
-        return Probing(
+        return ProbeResult(
             model=self._of.model,
             architecture=card,
             plan=plan,
             sampled=sampled,
             probed=probed,
             timesteps=tuple(step.timestep for step in steps[::calls_per_step]),
-            seconds=self.measured.seconds,
-            healthy_seconds=self.measured.healthy_seconds * len(steps),
+            seconds=time.perf_counter() - self._started,
             chosen=chosen,
-            verdicts=tuple(judge(probed, dtype) for dtype in DTYPES),
             to_apply=_to_apply(plan, chosen),
             profile=replace(of, learned=chosen.learned.to_share) if chosen.learned.everything else None,
         )

@@ -141,8 +141,8 @@ class NumericsProbeModel(Node):
 
         with progress:
             sampling = KSampling(steps, cfg, sampler_name, scheduler, seed)
-            probing = probe_model(model, positive, negative, latent_image, sampling, step_done)
-        return shown(probing, probing.text(), node_id, probing.profile_text)
+            found = probe_model(model, positive, negative, latent_image, sampling, step_done)
+        return shown(found, found.text(), node_id, found.profile_text)
 
 
 def _policy_inputs() -> dict[str, Any]:

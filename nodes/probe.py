@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..pipelines.run.handle import PipelineHandle
-    from ..precision.probe_result import Probing
+    from ..precision.probe import ProbeResult
     from ..precision.report import RunReport
 
 
@@ -24,15 +24,15 @@ PICTURE = "A heat map: layers by step and by block, the ranges' ends in its colo
 TEXT = "What to set and why, the largest values, and what the measurement cost, as text."
 
 
-def shown(probing: Probing, text: str, node_id: str | None, *more: Any) -> dict[str, Any]:
+def shown(result: ProbeResult, text: str, node_id: str | None, *more: Any) -> dict[str, Any]:
     """Return what a probe's node hands ComfyUI: picture, text and more as outputs, and text and facts to show."""
     import torch
 
     from ..pipelines.insight.probe_figure import draw
 
     host.say(node_id, text, as_it_is=True)
-    picture = torch.from_numpy(draw(probing)).float().div(255)[None]
-    ui = {"text": [text], "onediff_guard": [probing.as_dict()]}
+    picture = torch.from_numpy(draw(result)).float().div(255)[None]
+    ui = {"text": [text], "onediff_guard": [result.as_dict()]}
     return {"ui": ui, "result": (picture, text, *more)}
 
 
@@ -132,7 +132,7 @@ class NumericsProbe(Node):
             progress.update(done, Message("step {}/{}, measured in fp32", done, total))
 
         with running(pipeline), progress:
-            probing = probe(
+            found = probe(
                 pipeline,
                 embeddings(positive, "positive"),
                 embeddings(negative, "negative"),
@@ -142,6 +142,6 @@ class NumericsProbe(Node):
                 tell=progress.tell,
             )
         unused = only_first(image) if image is not None else ()
-        text = "\n".join([probing.text(), *unused])
-        text += f"\nThe profile: {keep_profile(pipeline, probing)}" if save else ""
-        return shown(probing, text, node_id, probing.profile_text)
+        text = "\n".join([found.text(), *unused])
+        text += f"\nThe profile: {keep_profile(pipeline, found)}" if save else ""
+        return shown(found, text, node_id, found.profile_text)

@@ -1,22 +1,23 @@
-"""What every layer of a module reaches while it computes in fp32, and what follows: dtype, wide stream, islands.
+"""What every layer of a module reaches while it computes in fp32, and what follows: dtype, wide stream, wide parts.
 
-It computes in fp32, so that the measurement cannot overflow itself: it shows how far beyond fp16's range a layer would
-go.
+In fp32 the measurement cannot overflow itself: it shows how far beyond fp16's range a layer would go.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 import torch
 
-from .dtypes import FP16_MAX
+from ..trust.plain import for_json
+from .arch import Architecture
+from .dtypes import DTYPES
 from .fallback import counts
 from .half_products import error_beside_bf16
-from .observe import floating, hooked, largest, leaves
+from .observe import hooked, largest, leaves
 from .overrides import (
     NOTHING,
     RANGE,
@@ -29,23 +30,24 @@ from .overrides import (
     escalate_overrides,
     order,
 )
+from .policy import Plan
+from .profile_store import Profile
 from .upcast import HALF_DTYPES
 
-FP16_TINY: float = torch.finfo(torch.float16).tiny  # 2^-14: below it, fp16 loses digits
-_SLICE = 2**22  # elements that are counted at once: little memory beside the activations
+WORST = 10  # layers that are named
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Values:
-    """What a layer or block did in one step. Shares are of the values that it put out, 0 to 1."""
+    """What a layer or block reached in one step."""
 
     peak: Peak
-    subnormal: float  # 0 < |x| < 2^-14: fp16 keeps fewer digits of them, or none
-    over_eighth: float  # |x| > 65504/8
-    over_half: float  # |x| > 65504/2
-    apart: float  # the error of its scaled product in fp16, as a share of bf16's; 0 where it multiplies nothing
+    apart: float = 0.0  # the error of its scaled product in fp16, as a share of bf16's; 0 where it multiplies nothing
+
+    def widened(self, other: Values) -> Values:
+        return Values(self.peak.widened(other.peak), max(self.apart, other.apart))
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,6 @@ class Entry:
     name: str
     reach: float  # max |x|
     step: int  # counted from 0
-    values: Values  # of that step
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Probed:
         return self.anatomy.inner(name, values.peak)
 
     def peaks(self) -> dict[str, Peak]:
-        """Return the peaks over all steps of what `find` looks at: layers and groups, and blocks where there is no
+        """Return the peaks over all steps of what a diagnosis looks at: layers and groups, and blocks where there is no
         stream."""
         peaks = dict(self.groups)
         for step in self.steps:
@@ -90,81 +91,73 @@ class Probed:
             for name, values in step.items():
                 reach = self.reach(name, values)
                 if name not in found or order(reach) > order(found[name].reach):
-                    found[name] = Entry(name, reach, index, values)
+                    found[name] = Entry(name, reach, index)
         return sorted(found.values(), key=lambda entry: -order(entry.reach))
+
+    def worst(self, number: int = 10) -> list[Entry]:
+        """Return the first `number` of `entries`. The residual stream, which runs through all blocks, and a value that
+        several layers are given or hand on stand there once."""
+        found: dict[object, Entry] = {}
+        for entry in self.entries():
+            in_stream = self.anatomy.stream is not None and entry.name in self.anatomy.blocks
+            found.setdefault("stream" if in_stream else (entry.reach, entry.step), entry)
+        return [*found.values()][:number]
 
     def too_far_apart(self) -> dict[str, float]:
         """Return the layers whose scaled product in fp16 is farther off than bf16's, since it loses small values beside
         large ones: the largest share of bf16's error, the farthest layer first."""
         shares: dict[str, float] = {}
-        for name, values in ((name, values) for step in self.steps for name, values in step.items()):
-            shares[name] = max(shares.get(name, 1.0), values.apart)
+        for step in self.steps:
+            for name, values in step.items():
+                shares[name] = max(shares.get(name, 1.0), values.apart)
         return {name: shares[name] for name in sorted(shares, key=lambda name: -shares[name]) if shares[name] > 1}
-
-    def worst(self, number: int = 10) -> list[Entry]:
-        """Return the first `number` of `entries`, without those that only repeat another: a value that several layers
-        are given or hand on stands there once, and so does the residual stream, which runs through all blocks."""
-        stream, seen, found = False, set[tuple[float, int]](), list[Entry]()
-        for entry in self.entries():
-            in_stream = self.anatomy.stream is not None and entry.name in self.anatomy.blocks
-            if (in_stream and stream) or (entry.reach, entry.step) in seen:
-                continue
-            stream = stream or in_stream
-            seen.add((entry.reach, entry.step))
-            found.append(entry)
-        return found[:number]
 
 
 class Probe:
-    """A watch on a module's layers and blocks, call by call. Its hooks are there while a call runs, and then gone.
+    """Watches a module's layers and blocks, call by call. Its hooks are there while a call runs, and then gone.
 
     Copies of the module may run at the same time, each in a thread of its own.
     """
 
     def __init__(self, module: torch.nn.Module, anatomy: ModuleStructure):
         half = any(parameter.dtype in HALF_DTYPES for parameter in module.parameters())
-        layers = {name: layer for name, layer in leaves(module).items() if _looked_at(layer, half)}
+        layers = {name: layer for name, layer in leaves(module).items() if _is_watched(layer, half)}
         self._modules = layers | {name: module.get_submodule(name) for name in (*anatomy.blocks, *anatomy.groups)}
         self._anatomy = anatomy
         self._groups: dict[str, Peak] = {}
-        self._step: dict[str, list[_Call]] = {}
+        self._step: dict[str, Values] = {}
         self._steps: list[dict[str, Values]] = []
         self._lock = threading.Lock()
 
     def watch(self, call: Callable[[], Result], twin: torch.nn.Module | None = None) -> Result:
         """Make the call, which runs the module, or its twin, in fp32, and return its result."""
         modules = {name: twin.get_submodule(name) for name in self._modules} if twin else self._modules
-        names: list[str] = []
-        peaks: list[torch.Tensor] = []
-        numbers: list[torch.Tensor] = []
+        seen: list[tuple[str, torch.Tensor]] = []
 
         def see(name: str, layer: torch.nn.Module, given: Any, made: Any) -> None:
             output = largest(made)
-            names.append(name)
             apart = error_beside_bf16(layer, given[0] if given else None)
-            peaks.append(torch.stack([each.to(output.device) for each in (largest(given), output, apart)]))
-            numbers.append(_count(made).to(output.device))
+            seen.append((name, torch.stack([each.to(output.device) for each in (largest(given), output, apart)])))
 
         with hooked(modules, see):
             result = call()
-        if names:
-            device = peaks[0].device
-            seen_peaks = torch.stack([peak.to(device) for peak in peaks]).tolist()
-            seen_numbers = torch.stack([number.to(device) for number in numbers]).tolist()
+        if seen:
+            device = seen[0][1].device
+            numbers = torch.stack([each.to(device) for _, each in seen]).tolist()
             with self._lock:
-                for name, (given, made, apart), number in zip(names, seen_peaks, seen_numbers, strict=True):
-                    self._add(name, _Call(Peak(given, made), apart, *number))
+                for (name, _), (given, made, apart) in zip(seen, numbers, strict=True):
+                    self._add(name, Values(Peak(given, made), apart))
         return result
 
-    def _add(self, name: str, call: _Call) -> None:
+    def _add(self, name: str, values: Values) -> None:
         if name in self._anatomy.groups:
-            self._groups[name] = self._groups.get(name, call.peak).widened(call.peak)
+            self._groups[name] = self._groups.get(name, values.peak).widened(values.peak)
         else:
-            self._step.setdefault(name, []).append(call)
+            self._step[name] = self._step.get(name, values).widened(values)
 
     def end_step(self) -> None:
         """End a step: what was watched since the step before belongs to it."""
-        self._steps.append({name: _together(calls) for name, calls in self._step.items()})
+        self._steps.append(self._step)
         self._step = {}
 
     @property
@@ -193,6 +186,88 @@ class Verdict:
         how = ["wide"] if self.wide else []
         how += self.learned.in_words()
         return f"{self.dtype} {' + '.join(how)}" if how else self.dtype + (" plain" if self.dtype == "fp16" else "")
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """What was measured, and what is recommended."""
+
+    model: str
+    architecture: Architecture
+    plan: Plan  # as it is
+    sampled: str  # what, for people: "64×64, 9 frames, seed 0"
+    probed: Probed
+    timesteps: tuple[float | None, ...]
+    seconds: float  # of the run
+    chosen: Verdict
+    to_apply: str  # how the user does what is recommended; "" where nothing has to be done
+    profile: Profile | None = None  # None where there is nothing to learn
+
+    @property
+    def profile_text(self) -> str:
+        return self.profile.text() if self.profile else ""
+
+    @property
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """One for each dtype."""
+        return tuple(judge(self.probed, dtype) for dtype in DTYPES)
+
+    @property
+    def headline(self) -> str:
+        return f"Recommended on {self.architecture}: {self.chosen.plan}"
+
+    @property
+    def cost(self) -> str:
+        steps = len(self.probed.steps)
+        return f"{steps} step{'' if steps == 1 else 's'} in {self.seconds:.3g} s; runs without the probe pay nothing"
+
+    def text(self) -> str:
+        """For people."""
+        lines = [
+            self.headline,
+            f"    because {self._because()}",
+            f"    {f'To apply it: {self.to_apply}.' if self.to_apply else 'Nothing has to be set for it.'}",
+            "Each precision:",
+            *(f"    {verdict.plan}: {verdict.reason}" for verdict in self.verdicts),
+            f"The largest of {len(self.probed.entries())} layers and blocks:",
+            *(f"    {e.reach:.3g} in {self.name_of(e)}, step {e.step + 1}" for e in self.probed.worst(WORST)),
+        ]
+        if apart := self.probed.too_far_apart():
+            named = ", ".join(f"'{name}' {share:.3g} ×" for name, share in [*apart.items()][:WORST])
+            lines.append(f"Too far apart for scaled products in fp16: {len(apart)} layers, by bf16's error: {named}")
+        return "\n".join([*lines, f"Cost: {self.cost}"])
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return for_json(
+            {
+                "summary": self.headline,
+                "model": self.model,
+                "architecture": self.architecture.name,
+                "dtype": self.chosen.dtype,
+                "plan": self.chosen.plan,
+                "wide": self.chosen.wide,
+                "learned": asdict(self.chosen.learned),
+                "reason": self._because(),
+                "verdicts": [asdict(v) | {"plan": v.plan, "fits": v.fits} for v in self.verdicts],
+                "worst": [asdict(entry) | {"step": entry.step + 1} for entry in self.probed.worst(WORST)],
+                "too_far_apart": self.probed.too_far_apart(),
+                "measured_steps": len(self.probed.steps),
+                "timesteps": self.timesteps,
+                "seconds": self.seconds,
+                "profile": self.profile_text,
+            }
+        )
+
+    def name_of(self, entry: Entry) -> str:
+        in_stream = self.probed.anatomy.stream is not None and entry.name in self.probed.anatomy.blocks
+        return f"residual stream behind {entry.name}" if in_stream else entry.name
+
+    def _because(self) -> str:
+        if self.chosen.dtype == self.plan.dtype:
+            return f"{self.plan.reason}; {self.chosen.reason}"
+        own = judge(self.probed, self.plan.dtype)
+        return f"{own.dtype} does not hold it: {own.reason}"
 
 
 def judge(probed: Probed, dtype: str) -> Verdict:
@@ -232,46 +307,6 @@ def _why_it_fits(probed: Probed, dtype: str) -> str:
     return f"the most is {entry.reach:.3g}, in '{entry.name}'; {ends}" if entry else ends
 
 
-@dataclass(frozen=True)
-class _Call:
-    peak: Peak
-    apart: float
-    subnormal: int
-    over_eighth: int
-    over_half: int
-    values: int
-
-
-def _together(calls: list[_Call]) -> Values:
-    peak = calls[0].peak
-    for call in calls[1:]:
-        peak = peak.widened(call.peak)
-    total = max(sum(call.values for call in calls), 1)
-    return Values(
-        peak,
-        subnormal=sum(call.subnormal for call in calls) / total,
-        over_eighth=sum(call.over_eighth for call in calls) / total,
-        over_half=sum(call.over_half for call in calls) / total,
-        apart=max(call.apart for call in calls),
-    )
-
-
-def _count(tree: Any) -> torch.Tensor:
-    """Count how many values are subnormal, over 1/8 and over 1/2 of fp16's range, and how many there are. int64 [4]."""
-    tensors = floating(tree)
-    counted = torch.zeros(4, dtype=torch.int64, device=tensors[0].device if tensors else None)
-    for tensor in tensors:
-        for part in tensor.detach().reshape(-1).split(_SLICE):
-            size = part.abs()
-            found = [(size > 0) & (size < FP16_TINY), size > FP16_MAX / 8, size > FP16_MAX / 2]
-            counted[:3] += torch.stack([mask.sum() for mask in found]).to(counted.device)
-        counted[3] += tensor.numel()
-    return counted
-
-
-def _looked_at(layer: torch.nn.Module, half: bool) -> bool:
-    """Return whether a layer is watched.
-
-    half: the module has weights in half precision. In one that has none, each layer counts, in fp32 or not.
-    """
+def _is_watched(layer: torch.nn.Module, half: bool) -> bool:
+    """half: the module has weights in half precision. In one that has none, each layer counts, in fp32 or not."""
     return counts(layer) if half else not isinstance(layer, torch.nn.Dropout)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ...precision.dtypes import DTYPES
-from ...precision.guard import GuardPolicy, OnFailure
 from ...precision.overrides import NOTHING
 from ...precision.policy import Plan, Precision
-from ...precision.probe import Verdict, judge, recommend
-from ...precision.probe_result import Measured, Probing
+from ...precision.probe import Probe, ProbeResult, Verdict, recommend
 from ...precision.report import RunReport
 from ...precision.shells import reporting, with_forward
-from ...precision.snapshot import Snapshot
 from ...trust.message import BadInput
 from ..compile.block import Tell
 from ..parallel.group import here as ranks
@@ -36,7 +34,7 @@ def probe(
     request: Precision | None = None,
     step_done: StepDone | None = None,
     tell: Tell | None = None,
-) -> Probing:
+) -> ProbeResult:
     """Sample with a schedule of a few steps, all of them in fp32, and measure. Arguments and errors as `sample`'s."""
     if handle.family.prompt and (positive is None or negative is None):
         raise BadInput(
@@ -50,18 +48,19 @@ def probe(
         )
     if not ranks().alone:
         raise BadInput("Numerics Probe measures all tokens in one process: run its workflow without --gpus.")
-    watched: list[Measured] = []
+    watches: list[Probe] = []
 
     def denoiser(stage: ComponentStage) -> torch.nn.Module:
-        shell, measured = _watched(stage)
-        watched.append(measured)
-        return shell
+        watch = Probe(stage.module, stage.anatomy)
+        watches.append(watch)
+        return _watched(stage, watch.watch)
 
     def on_step(done: int, total: int, report: RunReport) -> None:
-        watched[0].probe.end_step()
+        watches[0].end_step()
         if step_done:
             step_done(done, total, report)
 
+    started = time.perf_counter()
     _, report = sample(
         handle,
         positive,
@@ -73,37 +72,34 @@ def probe(
         tell=tell,
         denoiser=denoiser,
     )
-    (made,), plan = watched, report.plan
-    probed = made.probe.probed
+    probed, plan = watches[0].probed, report.plan
     chosen = recommend(probed, plan.dtype, native_bf16=handle.architecture.native_bf16)
     frames = f", {settings.frames} frames" if settings.frames > 1 else ""
     profile = None
     if chosen.dtype != "fp32":
         profile = replace(profile_of(handle, handle.family.denoiser, chosen.dtype), learned=chosen.learned.to_share)
-    return Probing(
+    return ProbeResult(
         model=handle.store.model.name,
         architecture=handle.architecture,
         plan=plan,
         sampled=f"{settings.width}×{settings.height}{frames}, seed {settings.seed}",
         probed=probed,
         timesteps=tuple(step.timestep for step in report.steps[:: report.calls_per_step]),
-        seconds=made.seconds,
-        healthy_seconds=made.healthy_seconds * len(report.steps),
+        seconds=time.perf_counter() - started,
         chosen=chosen,
-        verdicts=tuple(judge(probed, dtype) for dtype in DTYPES),
         to_apply=_to_apply(plan, chosen),
         profile=profile,
     )
 
 
-def keep_profile(handle: PipelineHandle, probing: Probing) -> str:
+def keep_profile(handle: PipelineHandle, found: ProbeResult) -> str:
     """Keep the recommendation for later runs with scope 'learned', in this process and others; what to say of it."""
-    if probing.profile is None or probing.profile.learned == NOTHING:
+    if found.profile is None or found.profile.learned == NOTHING:
         return "nothing to keep: the recommended precision needs no profile"
-    own, whose = replace(handle, profile=None), (handle.family.denoiser, probing.profile.dtype)
-    update_cache(own, *whose, probing.profile.learned)
+    own, whose = replace(handle, profile=None), (handle.family.denoiser, found.profile.dtype)
+    update_cache(own, *whose, found.profile.learned)
     save_profile(own, *whose)
-    return f"kept as {probing.profile.name}"
+    return f"kept as {found.profile.name}"
 
 
 def usual_size(handle: PipelineHandle, width: int, height: int, frames: int) -> tuple[int, int, int]:
@@ -119,29 +115,20 @@ def usual_size(handle: PipelineHandle, width: int, height: int, frames: int) -> 
     return width, height, frames
 
 
-def _watched(stage: ComponentStage) -> tuple[torch.nn.Module, Measured]:
-    """A shell of the denoiser that computes in fp32, and what its calls reach."""
-    original, weights, handle = stage.module, stage.weights, stage.handle
-    measured = Measured(original, stage.anatomy)
-    signature, shell = inspect.signature(original.forward), weights.shell(original)
-    guard = stage.guard(original, stage.in_fp32(shell), rerun=shell, dtype="fp32")
-    aside = handle.report(stage.plan)  # of the healthy calls: they are no steps of the run
-    healthy = stage.guard(original, shell, rerun=shell, report=aside, policy=GuardPolicy(OnFailure.OFF))
+def _watched(stage: ComponentStage, watch: Callable[[Callable[[], Any]], Any]) -> torch.nn.Module:
+    """Return a copy of the denoiser that computes in fp32, and whose calls are made by `watch`."""
+    original, weights = stage.module, stage.weights
+    signature, copy = inspect.signature(original.forward), weights.shell(original)
+    guard = stage.guard(original, stage.in_fp32(copy), rerun=copy, dtype="fp32")
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         stage.place()
-        before = Snapshot(given, original)
-
-        def once_more() -> None:
-            with before.once_more():
-                healthy(**given)
-
         with weights:
-            return measured.call(lambda: guard(**given), once_more)
+            return watch(lambda: guard(**given))
 
     shell = with_forward(original, forward)
-    return reporting(shell, dtype=torch.float32, device=handle.store.placement.device), measured
+    return reporting(shell, dtype=torch.float32, device=stage.handle.store.placement.device)
 
 
 def _to_apply(plan: Plan, chosen: Verdict) -> str:

@@ -81,8 +81,6 @@ def test_the_probe_measures_both_halves(ran: native.Ran) -> None:
     assert [entry["name"] for entry in two["worst"]] == [entry["name"] for entry in one["worst"]]
     for ours, theirs in zip(two["worst"], one["worst"], strict=True):
         assert ours["reach"] == pytest.approx(theirs["reach"], rel=1e-4)
-        shares = [entry["values"]["over_eighth"] for entry in (ours, theirs)]  # of what both halves put out
-        assert shares[0] == pytest.approx(shares[1], abs=1e-4)
     assert (two["measured_steps"], two["timesteps"]) == (one["measured_steps"], pytest.approx(one["timesteps"]))
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import shared_models
 from comfyui_onediff_guard.comfyui_host.host import profiles_directory
 from comfyui_onediff_guard.headless.commands import cli
 from comfyui_onediff_guard.precision.overrides import NOTHING
@@ -58,14 +57,6 @@ def test_a_model_that_starts_from_an_image(probe, model_folder, tmp_path):
     code, out, _ = probe("--model", model, "--image", str(tmp_path / "start.png"), "--steps", "1",
                          "--width", "64", "--height", "64", "--frames", "2", "--arch", "sm80")  # fmt: skip
     assert code == 0 and out.startswith("Recommended on sm80 (Ampere): fp16 plain")
-
-
-def test_a_single_file(probe, tmp_path):
-    file = shared_models.svd_file(image=224, patch=56)
-    Image.new("RGB", (80, 60), (90, 120, 30)).save(tmp_path / "start.png")
-    code, out, _ = probe("--model", str(file), "--image", str(tmp_path / "start.png"), "--steps", "1",
-                         "--width", "64", "--height", "64", "--frames", "2", "--precision", "fp32")  # fmt: skip
-    assert code == 0 and out.startswith("Recommended on ") and ": fp32" in out
 
 
 def test_fp32_needs_no_profile(probe, model_folder, tmp_path):

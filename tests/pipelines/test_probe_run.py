@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines.insight.probe import keep_profile, probe, usual_size
+from comfyui_onediff_guard.pipelines.insight.probe import keep_profile, probe
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.precision import arch
@@ -41,21 +41,20 @@ def hooks(module):
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules())
 
 
-@pytest.mark.parametrize("variant", ["2b", "5b", "1.5"])
-def test_applied_it_leads_to_no_rerun(model_folder, opened, variant):
-    handle = opened(model_folder(variant, "stream"), precision="fp16")
+@pytest.mark.parametrize(
+    ("variant", "overflow", "plan"),
+    [
+        ("2b", "stream", "fp16 wide"),
+        ("5b", "inside", f"fp16 '{ISLAND}' wide"),
+        ("1.5", "stream", "fp16 wide"),
+    ],
+    ids=["2b", "5b", "1.5"],
+)
+def test_applied_it_leads_to_no_rerun(model_folder, opened, variant, overflow, plan):
+    handle = opened(model_folder(variant, overflow), precision="fp16")
     found = probe(handle, *prompts(handle), SMALL)
-    assert found.chosen.plan == "fp16 wide" and found.chosen.wide
-    applied = replace(handle, policy=LEARNED, profile=parse(found.profile_text, "it"))
-    latents, report = sample(applied, *prompts(applied), SMALL)
-    assert [(step.dtype, step.outcome) for step in report.steps] == [("fp16", "finite")] * SMALL.steps
-    assert torch.isfinite(latents).all() and report.wide
-
-
-def test_applied_with_a_wide_block_it_leads_to_no_rerun(model_folder, opened):
-    handle = opened(model_folder("5b", "inside"), precision="fp16")
-    found = probe(handle, *prompts(handle), SMALL)
-    assert found.chosen.plan == f"fp16 '{ISLAND}' wide" and "set its scope to 'learned'" in found.text()
+    assert found.chosen.plan == plan
+    assert ("set its scope to 'learned'" in found.text()) is (overflow == "inside")
     applied = replace(handle, policy=LEARNED, profile=parse(found.profile_text, "it"))
     latents, report = sample(applied, *prompts(applied), SMALL)
     assert [(step.dtype, step.outcome) for step in report.steps] == [("fp16", "finite")] * SMALL.steps
@@ -82,8 +81,7 @@ def test_every_step_is_measured_with_its_timestep_and_the_cost_is_stated(model_f
     found = probe(handle, *prompts(handle), SMALL)
     assert len(found.probed.steps) == len(found.timesteps) == SMALL.steps
     assert list(found.timesteps) == sorted(found.timesteps, reverse=True)
-    assert found.seconds > 0 and found.healthy_seconds > 0
-    assert f"3 steps in {found.seconds:.3g} s" in found.text() and "as healthy ones in fp16" in found.text()
+    assert found.seconds > 0 and f"3 steps in {found.seconds:.3g} s" in found.text()
     assert hooks(denoiser) == 0
     blocks = len(denoiser.transformer_blocks)
     assert {f"transformer_blocks.{i}" for i in range(blocks)} <= set(found.probed.steps[0])
@@ -124,11 +122,3 @@ def test_it_is_kept_where_that_is_asked_for(model_folder, opened, tmp_path):
     for variant, card in (("5b", "sm80"), ("2b", "sm75")):
         wide = opened(model_folder(variant, "stream"), card)
         assert keep_profile(wide, probe(wide, *prompts(wide), SMALL)).startswith("nothing to keep")
-
-
-def test_the_size_is_the_models_own_where_none_is_given(model_folder, opened):
-    handle = opened(model_folder("2b"))
-    config = handle.store.model.denoiser_config
-    expected = (config["sample_width"] * 8, config["sample_height"] * 8, config["sample_frames"])
-    assert usual_size(handle, 0, 0, 0) == expected
-    assert usual_size(handle, 64, 48, 9) == (64, 48, 9)
