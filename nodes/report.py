@@ -83,9 +83,8 @@ class PrecisionReport(Node):
         self, pipeline: PipelineHandle, architecture: str = THIS_CARD, node_id: str | None = None
     ) -> dict[str, Any]:
         from ..pipelines.insight.diagnosis import diagnose_pipeline
-        from ..pipelines.insight.diagnosis_text import in_words
 
         diagnosis = with_surroundings(diagnose_pipeline(pipeline, architecture_of(architecture)))
-        text = in_words(diagnosis)
+        text = diagnosis.text()
         host.say(node_id, text, as_it_is=True)
         return {"ui": {"text": [text], "onediff_guard": [diagnosis.as_dict()]}, "result": (text,)}

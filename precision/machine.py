@@ -95,36 +95,39 @@ class Platform:
         return ""
 
 
-@dataclass(frozen=True)
-class _Torch:
-    """PyTorch as far as it can be asked."""
-
-    module: Any  # None where it cannot be imported
-    version: str
-    built_for: str = ""
-    problem: str = ""
-
-
 def look(device: Any = None) -> Machine:
     """Ask everything. device: a torch.device to report on; None for the one that a pipeline would run on."""
-    asked = _ask_torch()
-    gpus = tried(lambda: tuple(_gpus(asked.module)), ()) if asked.module else ()
+    torch, version, problem = _ask_torch()
+    built_for = tried(lambda: _built_for(torch), "something that it does not tell") if torch else ""
+    gpus = tried(lambda: tuple(_gpus(torch)), ()) if torch else ()
     driven_by = driver()
     packages = {name: version_of(name) for name in (*NEEDED, *OPTIONAL)}
-    chosen = (device or tried(_default_device, None)) if asked.module else None
+    advice = [problem, _too_old(version)]
+    if torch:
+        from .kernels import no_cudnn_conv3d
+
+        if not gpus:
+            advice.append(_why_no_gpu(torch, built_for, driven_by))
+        advice += [_no_kernels(torch, gpu) for gpu in gpus]
+        advice.append(tried(no_cudnn_conv3d, "") if gpus else "")
+    if lacking := [name for name in NEEDED if packages[name] is None]:
+        advice.append(
+            f"not installed: {', '.join(lacking)}. In the pack's folder: python -m pip install -r requirements.txt"
+        )
+    chosen = (device or tried(_default_device, None)) if torch else None
     architecture = tried(lambda: detect(chosen), ARCHITECTURES["cpu"]) if chosen else ARCHITECTURES["cpu"]
     return Machine(
         system=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
-        torch=asked.version,
-        torch_works=asked.module is not None,
-        built_for=asked.built_for,
+        torch=version,
+        torch_works=torch is not None,
+        built_for=built_for,
         driver=driven_by or "none found, neither NVIDIA's nor AMD's",
         gpus=gpus,
         device=str(chosen or "cpu"),
         architecture=architecture,
         packages=packages,
-        advice=tuple(_advice(asked, gpus, driven_by, packages)),
+        advice=tuple(filter(None, advice)),
     )
 
 
@@ -155,16 +158,20 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {said.splitlines()[0]}" if said else type(error).__name__
 
 
-def _ask_torch() -> _Torch:
+def _ask_torch() -> tuple[Any, str, str]:
+    """Return PyTorch, its version, and what is wrong with it. None where it cannot be imported."""
     try:
         import torch
     except Exception as error:  # noqa: BLE001 - a missing DLL is an OSError, a wrong numpy anything
         version = version_of("torch")
         if version is None:
-            return _Torch(None, "not installed", problem=f"PyTorch is not installed. Get it from {GET_TORCH}")
-        problem = f"PyTorch {version} cannot be imported ({first_line(error)}). Install it again: {GET_TORCH}"
-        return _Torch(None, version, problem=problem)
-    return _Torch(torch, str(torch.__version__), tried(lambda: _built_for(torch), "something that it does not tell"))
+            return None, "not installed", f"PyTorch is not installed. Get it from {GET_TORCH}"
+        return (
+            None,
+            version,
+            f"PyTorch {version} cannot be imported ({first_line(error)}). Install it again: {GET_TORCH}",
+        )
+    return torch, str(torch.__version__), ""
 
 
 def _built_for(torch: Any) -> str:
@@ -223,7 +230,7 @@ def driver() -> str:
 
 @lru_cache(maxsize=4)
 def _nvidia_smi(path: str) -> str:
-    """ "NVIDIA 550.54.14 (NVIDIA A100, 2 × NVIDIA L4)", or what nvidia-smi complains of. Asked once in a process."""
+    """ "NVIDIA 550.54.14 (NVIDIA A100, NVIDIA L4)", or what nvidia-smi complains of. Asked once in a process."""
     command = [path, "--query-gpu=driver_version,name", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False)
@@ -234,63 +241,36 @@ def _nvidia_smi(path: str) -> str:
     lines = [line.strip() for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]
     if done.returncode or not lines:
         return f"NVIDIA, but nvidia-smi says: {lines[0] if lines else f'nothing, and ends with {done.returncode}'}"
-    versions, _, _ = lines[0].partition(",")
-    names = [line.partition(",")[2].strip() for line in lines]
-    counted = [name if (n := names.count(name)) == 1 else f"{n} × {name}" for name in dict.fromkeys(names)]
-    return f"NVIDIA {versions} ({', '.join(counted)})"
-
-
-def _advice(asked: _Torch, gpus: tuple[Gpu, ...], driver: str, packages: Mapping[str, str | None]) -> Iterator[str]:
-    if asked.problem:
-        yield asked.problem
-    if too_old := _too_old(asked.version):
-        yield too_old
-    if asked.module and not gpus:
-        yield from _why_no_gpu(asked, driver)
-    for gpu in gpus:
-        yield from _about(asked, gpu)
-    if gpus and (conv3d := tried(_conv3d, "")):
-        yield conv3d
-    if lacking := [name for name in NEEDED if packages[name] is None]:
-        yield f"not installed: {', '.join(lacking)}. In the pack's folder: python -m pip install -r requirements.txt"
-
-
-def _conv3d() -> str:
-    from .kernels import no_cudnn_conv3d
-
-    return no_cudnn_conv3d()
+    names = dict.fromkeys(line.partition(",")[2].strip() for line in lines)
+    return f"NVIDIA {lines[0].partition(',')[0]} ({', '.join(names)})"
 
 
 def _too_old(version: str) -> str:
     """What to say of it; "" where there is nothing to say, or the version is none that can be compared."""
-    release = tried(lambda: _release(version), None)
-    if release is None or release >= TORCH_NEEDED:
+    from packaging.version import Version
+
+    release = tried(lambda: Version(version).release[:2], TORCH_NEEDED)
+    if release >= TORCH_NEEDED:
         return ""
-    needed = ".".join(map(str, TORCH_NEEDED))
     return (
-        f"This pack needs PyTorch {needed} or newer, and this is {version}: older ones lack what reruns in fp32 need, "
-        f"and today's diffusers and transformers refuse them. Update ComfyUI, or get PyTorch from {GET_TORCH}"
+        f"This pack needs PyTorch {'.'.join(map(str, TORCH_NEEDED))} or newer, and this is {version}: older ones lack "
+        "what reruns in fp32 need, and today's diffusers and transformers refuse them. Update ComfyUI, or get PyTorch "
+        f"from {GET_TORCH}"
     )
 
 
-def _release(version: str) -> tuple[int, ...]:
-    from packaging.version import Version
-
-    return Version(version).release[:2]
-
-
-def _why_no_gpu(asked: _Torch, driver: str) -> Iterator[str]:
-    """Nothing where there is no GPU to be used."""
-    if asked.built_for.startswith(("CUDA", "ROCm")):
+def _why_no_gpu(torch: Any, built_for: str, driver: str) -> str:
+    """ "" where there is no GPU to be used."""
+    if built_for.startswith(("CUDA", "ROCm")):
         hidden = "".join(f"; {name} is '{os.environ[name]}'" for name in _HIDING if name in os.environ)
-        reason = _refusal(asked.module)
-        yield f"PyTorch is built for {asked.built_for}, but can use no GPU: {reason}{hidden}"
-    elif driver:
-        kind = "CUDA" if driver.startswith("NVIDIA") else "ROCm"
-        yield (
-            f"A driver is here ({driver}), but this PyTorch is built for {asked.built_for}, so the card is not used. "
-            f"Install a {kind} build: {GET_TORCH}"
-        )
+        return f"PyTorch is built for {built_for}, but can use no GPU: {_refusal(torch)}{hidden}"
+    if not driver:
+        return ""
+    kind = "CUDA" if driver.startswith("NVIDIA") else "ROCm"
+    return (
+        f"A driver is here ({driver}), but this PyTorch is built for {built_for}, so the card is not used. "
+        f"Install a {kind} build: {GET_TORCH}"
+    )
 
 
 def _refusal(torch: Any) -> str:
@@ -298,20 +278,20 @@ def _refusal(torch: Any) -> str:
     try:
         torch.cuda.init()
     except Exception as error:  # noqa: BLE001 - AssertionError, RuntimeError and its kin of each version
-        said = str(error).strip()
-        return " ".join(said.split()) if said else type(error).__name__
+        return " ".join(str(error).split()) or type(error).__name__
     return "it counts none"
 
 
-def _about(asked: _Torch, gpu: Gpu) -> Iterator[str]:
-    """Nothing where this PyTorch has code for it."""
-    built = tried(lambda: tuple(asked.module.cuda.get_arch_list()), ())
-    capability = tried(lambda: tuple(asked.module.cuda.get_device_capability(gpu.index)), None)
-    if capability and not asked.module.version.hip and built and not _has_kernels(built, capability):
-        yield (
-            f"PyTorch {asked.version} has no kernels for {gpu.name} ({gpu.architecture.name}), only for "
-            f"{', '.join(built)}. Install a build that has: {GET_TORCH}"
-        )
+def _no_kernels(torch: Any, gpu: Gpu) -> str:
+    """ "" where this PyTorch has code for the GPU, or is not for NVIDIA's."""
+    built = tried(lambda: tuple(torch.cuda.get_arch_list()), ())
+    capability = tried(lambda: tuple(torch.cuda.get_device_capability(gpu.index)), None)
+    if not capability or torch.version.hip or not built or _has_kernels(built, capability):
+        return ""
+    return (
+        f"PyTorch {torch.__version__} has no kernels for {gpu.name} ({gpu.architecture.name}), only for "
+        f"{', '.join(built)}. Install a build that has: {GET_TORCH}"
+    )
 
 
 def _has_kernels(built: tuple[str, ...], capability: tuple[int, int]) -> bool:

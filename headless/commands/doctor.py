@@ -69,8 +69,6 @@ def _size(text: str) -> Size:
 
 def main(args: argparse.Namespace) -> int:
     """Print the diagnosis. 0 wherever it could be made, with or without a GPU."""
-    from ...pipelines.insight.diagnosis_text import in_words
-
     with answer.errors_told(args.json):
         try:
             diagnosis = examine(args.model, args.arch, args.precision, args.accumulation, args.vram, args.size)
@@ -79,7 +77,7 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         answer.done(**diagnosis.as_dict())
     else:
-        print(in_words(diagnosis))
+        print(diagnosis.text())
     return 0
 
 
@@ -100,7 +98,6 @@ def examine(
     that cannot be used.
     """
     from ...comfyui_host.host import selftest_directory
-    from ...nodes.load import loaders
     from ...nodes.report import architecture_of, with_surroundings
     from ...pipelines.insight.diagnosis import diagnose
     from ...precision.accumulation import Accumulation
@@ -114,7 +111,6 @@ def examine(
             architecture_of(architecture),
             precision=Precision(precision),
             accumulation=Accumulation(accumulation),
-            loaders={pipeline: loader.TITLE for pipeline, loader in loaders().items()},
             memory=memory,
             size=size,
             selftests=selftest_directory(),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,7 @@ from ...precision.machine import Machine, first_line, look, tried
 from ...precision.overrides import NOTHING
 from ...precision.policy import Component, Plan, PlanImpossible, Precision, Variant, choose
 from ...trust.plain import for_json
-from ..families.spec import FamilySpec
-from ..families.table import FAMILIES, VARIANTS
+from ..families.table import VARIANTS
 from ..models.on_disk import StoredModel
 from ..models.recognised import family_of, open_model
 
@@ -32,6 +31,13 @@ NOT_RUN = (
     "Published weights of any model: all models here are small ones with their classes and random or computed weights.",
     "Windows and macOS: nothing assumes Linux, but nobody has run it there.",
 )
+WIDTH = 96  # of a line of text
+_SETTERS = {
+    "user": "set by you",
+    "onediff": "set by OneDiff",
+    "others": "set by ComfyUI or another pack",
+    "default": "not set by anyone",
+}
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,21 @@ class Diagnosis:
     def as_dict(self) -> dict[str, Any]:
         return for_json(asdict(self))
 
+    def text(self) -> str:
+        """For people: what will run and why, then what is to be noted, where it runs, and last the switches."""
+        named = [model for model in self.models if model.folder]
+        sections = [_model_text(self, model) for model in named] or [_variants_text(self)]
+        sections += [
+            _estimates_text(self.runs),
+            _listed("Notes", self.notes),
+            _machine_text(self),
+            _flags_text(self),
+            _backends_text(self),
+            _listed("Never run by this project", self.not_run),
+            _switches_text(self.switches),
+        ]
+        return "\n\n".join("\n".join(section) for section in sections if section)
+
 
 def diagnose(
     model: Path | None = None,
@@ -105,14 +126,13 @@ def diagnose(
     *,
     precision: Precision = Precision.AUTO,
     accumulation: Accumulation = Accumulation.AUTO,
-    loaders: Mapping[str, str] | None = None,
     memory: int | None = None,
     size: Size | None = None,
     selftests: Path | None = None,
 ) -> Diagnosis:
     """The plan for a model folder, or for all variants.
 
-    architecture: plan for that one instead of the one here. loaders: {diffusers pipeline: node that loads it}.
+    architecture: plan for that one instead of the one here.
     memory: bytes of a card, for which to tell how each stage would run. size: of the result; None: the model's own.
     selftests: folder of the results of this card's self-test.
 
@@ -121,16 +141,10 @@ def diagnose(
     machine = look()
     machine = replace(machine, architecture=tried(lambda: _tested(machine.device, selftests), machine.architecture))
     chosen = architecture or machine.architecture
-    loaders = loaders or {}
-    stored = None
-    if model is None:
-        models = tuple(_plans(variant, chosen, precision, accumulation) for variant in VARIANTS.values())
-        notes = _without_loader(loaders)
-    else:
-        family = family_of(model)
-        stored = open_model(model, family)
-        models = (_plans(stored.variant, chosen, precision, accumulation, stored),)
-        notes = (*_no_loader(family, loaders), *_about(stored))
+    stored = open_model(model, family_of(model)) if model else None
+    variants = [stored.variant] if stored else VARIANTS.values()
+    models = tuple(_plans(variant, chosen, precision, accumulation, stored) for variant in variants)
+    notes = _about(stored) if stored else ()
     diagnosis = _put_together(machine, architecture, precision, accumulation, models, notes)
     if memory is None:
         return diagnosis
@@ -142,18 +156,11 @@ def diagnose(
 def diagnose_pipeline(handle: PipelineHandle, architecture: Architecture | None = None) -> Diagnosis:
     """The same for a pipeline on a wire, with its own precision, accumulation, backend and guard policy."""
     model = handle.store.model
-    chosen = architecture or handle.architecture
-    models = (_plans(model.variant, chosen, handle.precision, handle.accumulation, model),)
+    models = (_plans(model.variant, architecture or handle.architecture, handle.precision, handle.accumulation, model),)
     found_at_load = (note for notes in handle.store.notes.values() for note in notes)
-    return _put_together(
-        look(handle.store.placement.device),
-        architecture,
-        handle.precision,
-        handle.accumulation,
-        models,
-        (*_about(model), *found_at_load, *_measured(handle)),
-        handle,
-    )
+    notes = (*_about(model), *found_at_load, *_learned(handle))
+    machine = look(handle.store.placement.device)
+    return _put_together(machine, architecture, handle.precision, handle.accumulation, models, notes, handle)
 
 
 def _put_together(
@@ -175,9 +182,7 @@ def _put_together(
     said += _attention_of(chosen)
     if not switches:
         said.append("The accumulation switches could not be read: some are PyTorch's")
-    if precision.quantises:
-        said += tried(lambda: [*_without_quantiser(precision)], [])
-    said += tried(lambda: [*_without_switch(models)], [])
+    said += tried(lambda: [*_lacking(precision, models)], [])
     if on_failure == "off":
         said.append("The NaN Guard is off: steps are only watched")
     if asked is None:
@@ -202,25 +207,25 @@ def _plans(
     architecture: Architecture,
     precision: Precision,
     accumulation: Accumulation,
-    model: StoredModel | None = None,
+    model: StoredModel | None,
 ) -> ModelPlans:
     """What can be planned, and why the rest cannot."""
-
-    def plan(component: Component) -> Plan | str:
+    plans: list[Plan] = []
+    refused: dict[str, str] = {}
+    for component in variant.components:
         try:
-            return choose(architecture, variant, component, precision, accumulation)
-        except PlanImpossible as error:
-            return str(error)
-
-    outcomes = {component.value: plan(component) for component in variant.components}
+            plans.append(choose(architecture, variant, component, precision, accumulation))
+        except PlanImpossible as error:  # noqa: PERF203
+            refused[component.value] = str(error)
     stored = {name: f"{w.stored_dtype}, {_size(w.n_bytes)}" for name, w in model.weights.items()} if model else {}
-    return ModelPlans(
-        variant=variant.name,
-        plans=tuple(outcome for outcome in outcomes.values() if isinstance(outcome, Plan)),
-        refused={name: outcome for name, outcome in outcomes.items() if isinstance(outcome, str)},
-        folder=model.name if model else "",
-        stored=stored,
-    )
+    return ModelPlans(variant.name, tuple(plans), refused, model.name if model else "", stored)
+
+
+def _size(n_bytes: int) -> str:
+    return f"{n_bytes / 1e9:.1f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.1f} MB"
+
+
+# --- notes ------------------------------------------------------------------------------------------------------------
 
 
 def _attention_of(architecture: Architecture) -> Iterator[str]:
@@ -234,86 +239,32 @@ def _attention_of(architecture: Architecture) -> Iterator[str]:
         )
 
 
-def _size(n_bytes: int) -> str:
-    return f"{n_bytes / 1e9:.1f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.1f} MB"
-
-
 def _about(model: StoredModel) -> Iterator[str]:
     yield from model.notes
-    for name in model.family.weighted:
-        yield from _unknown_fields(model, name)
-
-
-def _unknown_fields(model: StoredModel, name: str) -> list[str]:
     try:
-        return model.unknown_fields(name)
+        for name in model.family.weighted:
+            yield from model.unknown_fields(name)
     except Exception as error:  # noqa: BLE001 - diffusers may be missing, broken, or older than the model
-        return [f"the model's configs were not compared with diffusers, which cannot be asked ({first_line(error)})"]
+        yield f"the model's configs were not compared with diffusers, which cannot be asked ({first_line(error)})"
 
 
-def _no_loader(family: FamilySpec, loaders: Mapping[str, str]) -> Iterator[str]:
-    if family.pipeline not in loaders:
-        yield f"no node loads {family.name} yet: this is the plan that one will follow"
-
-
-def _without_quantiser(precision: Precision) -> Iterator[str]:
+def _lacking(precision: Precision, models: Iterable[ModelPlans]) -> Iterator[str]:
+    """What the plans need and PyTorch or torchao does not have."""
     from ...precision.quantised import lacking
-
-    if missing := lacking(precision.value):
-        yield missing
-
-
-def _without_switch(models: Iterable[ModelPlans]) -> Iterator[str]:
     from ..weights.summing import lacks_sums, missing
 
+    if precision.quantises and (quantiser := lacking(precision.value)):
+        yield quantiser
     if any(lacks_sums(plan) for model in models for plan in model.plans):
         yield missing()
 
 
-def _without_loader(loaders: Mapping[str, str]) -> Iterator[str]:
-    missing = [family.name for family in FAMILIES.values() if family.pipeline not in loaders]
-    if missing:
-        yield f"no node loads these yet: {', '.join(missing)}. Their rows are the plans that nodes will follow"
-
-
-def _measured(handle: PipelineHandle) -> Iterator[str]:
-    for denoiser, dtype in product(handle.family.denoisers, ("fp16", "bf16", "fp8", "int8")):
-        learned = handle.store.learned.get(handle.memory_key(denoiser, dtype), NOTHING)
-        if words := learned.in_words():
-            which = f" of {denoiser}" if handle.family.also_denoise else ""
-            yield f"runs{which} in {dtype} taught: {' and '.join(words)} (scope: learned)"
-
-
-def _backends(machine: Machine, chosen: BackendChoice | None) -> Backends:
-    missing = tried(lambda: _missing(machine.device), {})
-    states = [BackendState(name, not lacks, _lacks(name, lacks)) for name, lacks in missing.items()]
-    states.append(BackendState("eager", True, "always there: not compiled"))
-    if chosen:
-        return Backends(tuple(states), chosen.name, chosen.reason, chosen.automatic)
-    first = next(state.name for state in states if state.found)
-    return Backends(tuple(states), first, "auto: the first that is found", automatic=True)
-
-
-def _lacks(backend: str, missing: str | None) -> str:
-    from ..compile.backends import NEEDS
-
-    return ". ".join(filter(None, [missing, NEEDS.get(backend)])) if missing else "found"
-
-
-def _tested(device: str, selftests: Path | None) -> Architecture:
-    import torch
-
-    from ...precision.self_test import verified_architecture
-
-    return verified_architecture(torch.device(device), selftests)
-
-
-def _missing(device: str) -> dict[str, str | None]:
-    import torch
-
-    from ..compile.backends import backend_states
-
-    return backend_states(torch.device(device))
+def _learned(handle: PipelineHandle) -> Iterator[str]:
+    for denoiser in handle.family.denoisers:
+        for dtype in ("fp16", "bf16", "fp8", "int8"):
+            if words := handle.store.learned.get(handle.memory_key(denoiser, dtype), NOTHING).in_words():
+                which = f" of {denoiser}" if handle.family.also_denoise else ""
+                yield f"runs{which} in {dtype} taught: {' and '.join(words)} (scope: learned)"
 
 
 def _not_compiled(backends: Backends, architecture: Architecture, models: Iterable[ModelPlans]) -> Iterator[str]:
@@ -329,3 +280,229 @@ def _not_compiled(backends: Backends, architecture: Architecture, models: Iterab
                 yield f"not compiled: {used.reason.removeprefix('auto: ')}"
     except BackendUnavailable as error:
         yield str(error)
+
+
+def _tested(device: str, selftests: Path | None) -> Architecture:
+    import torch
+
+    from ...precision.self_test import verified_architecture
+
+    return verified_architecture(torch.device(device), selftests)
+
+
+def _backends(machine: Machine, chosen: BackendChoice | None) -> Backends:
+    states = (*tried(lambda: _states(machine.device), ()), BackendState("eager", True, "always there: not compiled"))
+    if chosen:
+        return Backends(states, chosen.name, chosen.reason, chosen.automatic)
+    first = next(state.name for state in states if state.found)
+    return Backends(states, first, "auto: the first that is found", automatic=True)
+
+
+def _states(device: str) -> tuple[BackendState, ...]:
+    import torch
+
+    from ..compile.backends import NEEDS, backend_states
+
+    return tuple(
+        BackendState(name, not lacks, ". ".join(filter(None, [lacks, NEEDS.get(name)])) if lacks else "found")
+        for name, lacks in backend_states(torch.device(device)).items()
+    )
+
+
+# --- text: aligned, each reason once ----------------------------------------------------------------------------------
+
+
+def _model_text(diagnosis: Diagnosis, model: ModelPlans) -> list[str]:
+    """One model: a row for each component, then the reasons."""
+    lines = _wrapped(
+        f"Plan for {model.folder}: {model.variant} on {diagnosis.architecture}, precision {diagnosis.precision.value}"
+    )
+    if not (plans := model.plans):
+        return lines + _refused([model])
+    guard = "watch" if diagnosis.on_failure == "off" else diagnosis.on_failure
+    rows = [
+        (plan.component.words, plan.dtype, guard if plan.guarded else "no", _wide(plan), plan.accumulation)
+        for plan in plans
+    ]
+    widened = [plan for plan in plans if plan.wide or plan.component is Component.DENOISER]
+    reasons = [
+        *_reasons("dtype", plans, lambda plan: plan.reason),
+        *_reasons("guard", plans, lambda plan: plan.guard_reason),
+        *([("", "reruns in plain fp32, not in TF32: strict is on")] if diagnosis.strict else []),
+        *_reasons("wide", widened, lambda plan: plan.wide_reason),
+        *_reasons("accumulation", plans, lambda plan: plan.accumulation_reason),
+        *_reasons("fp16 sums", plans, lambda plan: plan.fp16_sums_reason),
+        *_reasons("sources", plans, lambda plan: plan.source),
+        *_reasons("", plans, lambda plan: plan.accumulation_source),
+        *_keyed("stored as", [f"{name} {stored}" for name, stored in model.stored.items()]),
+    ]
+    table = _table(("", "dtype", "guard", "wide", "half accumulation"), rows)
+    return [*lines, *table, "", *_rows(reasons), *_refused([model])]
+
+
+def _variants_text(diagnosis: Diagnosis) -> list[str]:
+    """All variants: dtypes in a table, then each reason once, with those it holds for."""
+    rows = []
+    reasons: dict[str, dict[str, None]] = {}
+    for model in diagnosis.models:
+        cells = {plan.component: f"{plan.dtype}{' wide' if plan.wide else ''}" for plan in model.plans}
+        cells |= {Component(name): "refused" for name in model.refused}
+        rows.append((model.variant, *(cells.get(component, "–") for component in Component)))
+        for plan in model.plans:
+            reason = plan.reason.replace(f"{model.variant} ", "the model ", 1)
+            reasons.setdefault(reason, {})[model.variant] = None
+            if plan.fp16_sums_reason:
+                reasons.setdefault(f"fp16 sums: {plan.fp16_sums_reason}", {})[model.variant] = None
+    guarded = sorted({plan.dtype for model in diagnosis.models for plan in model.plans if plan.guarded})
+    lines = [
+        f"Plans on {diagnosis.architecture}, precision {diagnosis.precision.value} (no --model: all variants)",
+        *_table(("", *(component.words for component in Component)), rows),
+        "",
+        f"  guarded: {'whatever runs in ' if guarded else 'nothing'}{' or '.join(guarded)}",
+        "",
+    ]
+    for reason, models in reasons.items():
+        lines += _wrapped(reason, "  ", "    ") + _wrapped(", ".join(models), "    ", "    ")
+    return lines + _refused(diagnosis.models)
+
+
+def _estimates_text(runs: Sequence[RunEstimate]) -> list[str]:
+    rows = []
+    for run in runs:
+        width, height, frames = run.size
+        begins = [run.variant, f"{width}×{height}{f', {frames} frames' if frames > 1 else ''}"]
+        for begin, stage in zip([*begins, *[""] * len(run.stages)], run.stages, strict=False):
+            sizes = [f"{n / 1e9:.1f}" for n in (stage.weights, stage.beside, stage.weights + stage.beside)]
+            rows.append((begin, stage.stage, stage.dtype, stage.way if stage.fits else "no room", *sizes))
+    if not rows:
+        return []
+    little = any(not stage.fits for run in runs for stage in run.stages)
+    return [
+        *_wrapped(
+            f"What would run on a card of {runs[0].memory / 2**30:g} GiB with offload 'auto', in GB: counted, not run. "
+            f"{runs[0].has / 1e9:.1f} GB of it are taken to be free for the model"
+            f"{'; where there is no room, the least that the stage would take' if little else ''}"
+        ),
+        *_table(("", "stage", "dtype", "runs", "weights", "beside", "peak"), rows),
+    ]
+
+
+def _machine_text(diagnosis: Diagnosis) -> list[str]:
+    machine, comfyui = diagnosis.machine, diagnosis.comfyui
+    gpus = [
+        f"{gpu.index}: {gpu.name}, {gpu.architecture}{'' if gpu.memory is None else f', {gpu.memory:g} GiB'}"
+        for gpu in machine.gpus
+    ]
+    installed = ", ".join(f"{name} {version}" for name, version in machine.packages.items() if version)
+    lacking = ", ".join(name for name, version in machine.packages.items() if not version)
+    runs_on = f"{machine.device}, {machine.architecture}"
+    built_for = f"built for {machine.built_for}" if machine.torch_works else "cannot be imported"
+    rows = [] if diagnosis.here else [("plans are for", f"{diagnosis.architecture}, which was asked for")]
+    rows += [
+        ("runs on", str(machine.architecture) if machine.device == machine.architecture.name else runs_on),
+        *_keyed("GPUs", gpus or ["none that PyTorch can use"]),
+        ("driver", machine.driver),
+        *([("self-test", _self_test(diagnosis.architecture))] if diagnosis.here else []),
+        ("PyTorch", f"{machine.torch}, {built_for}"),
+        ("packages", f"{installed or 'none'}; not installed: {lacking or 'none'}"),
+        ("system", f"{machine.system}, Python {machine.python}"),
+    ]
+    if comfyui:
+        tested = f"{', '.join(comfyui.tested[:-1])} and {comfyui.tested[-1]}"
+        rows.append(("ComfyUI", f"{comfyui.version or 'none here'}; this release was tested in {tested}"))
+    return ["This machine", *_rows(rows)]
+
+
+def _self_test(architecture: Architecture) -> str:
+    if not architecture.tested:
+        return "this card, driver and PyTorch are not verified: run `onediff-guard selftest`, or the Self-Test node"
+    if not architecture.failed:
+        return f"verified on this card on {architecture.tested}"
+    return f"on {architecture.tested}, {', '.join(architecture.failed)} came out WRONG on this card"
+
+
+def _flags_text(diagnosis: Diagnosis) -> list[str]:
+    rows = []
+    for flag in diagnosis.comfyui.flags if diagnosis.comfyui else ():
+        native = [f"its own models: {flag.native}"] if flag.native else []
+        rows += _keyed(flag.given, [f"{flag.effect}: {flag.here}", *native])
+    return ["ComfyUI's flags in this pack's pipelines (its own models have all of them)", *_rows(rows)] if rows else []
+
+
+def _backends_text(diagnosis: Diagnosis) -> list[str]:
+    if not diagnosis.machine.torch_works:
+        return ["Compile backends here", "  none: nothing runs without PyTorch"]
+    chosen = diagnosis.backends.chosen
+    rows = [
+        (f"{'*' if state.name == chosen else ' '} {state.name}", state.reason) for state in diagnosis.backends.states
+    ]
+    if diagnosis.compile_cache:
+        rows.append(("compile cache", diagnosis.compile_cache))
+    return ["Compile backends here (* is used; 'auto' takes the first that is found)", *_rows(rows)]
+
+
+def _switches_text(switches: Sequence[Switch]) -> list[str]:
+    alike: dict[tuple[str, str], list[str]] = {}
+    for switch in sorted(switches, key=lambda switch: switch.set_by != "user"):
+        alike.setdefault((switch.set_by, switch.reason), []).append(f"{switch.name} = {switch.value}")
+    lines = []
+    for (set_by, reason), names in alike.items():
+        lines += _wrapped(f"{_SETTERS.get(set_by, f'set by {set_by}')}: {reason}", "  ", "    ")
+        lines += [f"    {name}" for name in names]
+    title = "Half-precision accumulation, and what else OneDiff sets: as it stands while a model runs"
+    return [title, *lines] if lines else []
+
+
+def _wide(plan: Plan) -> str:
+    if not plan.wide:
+        return "no"
+    return "its stream" if plan.component is Component.DENOISER else "every layer"
+
+
+def _refused(models: Iterable[ModelPlans]) -> list[str]:
+    why = dict.fromkeys(why for model in models for why in model.refused.values())
+    return [line for reason in why for line in _wrapped(f"refused: {reason}", "  ", "    ")]
+
+
+def _reasons(title: str, plans: Iterable[Plan], reason: Callable[[Plan], str]) -> list[tuple[str, str]]:
+    """Each reason once; with the components that it holds for, where there are several."""
+    alike: dict[str, list[str]] = {}
+    for plan in plans:
+        if why := reason(plan):
+            alike.setdefault(why, []).append(plan.component.words)
+    if len(alike) == 1:
+        return [(title, next(iter(alike)))]
+    return _keyed(title, [f"{', '.join(components)}: {why}" for why, components in alike.items()])
+
+
+def _keyed(title: str, texts: Sequence[str]) -> list[tuple[str, str]]:
+    """Rows, the first of which has the title."""
+    return [("" if i else title, text) for i, text in enumerate(texts)]
+
+
+def _listed(title: str, lines: Iterable[str]) -> list[str]:
+    wrapped = [line for text in lines for line in _wrapped(text, "  - ", "    ")]
+    return [title, *wrapped] if wrapped else []
+
+
+def _rows(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """Two columns; the second is wrapped under itself."""
+    width = max(len(key) for key, _ in rows)
+    return [line for key, text in rows for line in _wrapped(text, f"  {key:<{width}}  ", " " * (width + 4))]
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns as wide as their longest cell."""
+    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+    return [f"  {'  '.join(map(str.ljust, line, widths))}".rstrip() for line in (titles, *rows)]
+
+
+def _wrapped(text: str, first: str = "", following: str = "") -> list[str]:
+    wrapper = textwrap.TextWrapper(
+        WIDTH,
+        initial_indent=first,
+        subsequent_indent=following,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return wrapper.wrap(text) or [first.rstrip()]

@@ -193,6 +193,7 @@ def test_a_pytorch_that_cannot_be_imported_is_told(tmp_path: Path, model_folder:
     assert (done.returncode, done.stderr) == (0, "")
     assert "cannot be imported (OSError: [WinError 126] c10.dll" in " ".join(done.stdout.split())
     assert "none: nothing runs without PyTorch" in done.stdout
+    assert "accumulation switches could not be read" in done.stdout
 
 
 def test_help_imports_nothing_heavy(fresh_python: Callable[..., str]) -> None:

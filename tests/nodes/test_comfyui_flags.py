@@ -14,7 +14,7 @@ import pytest
 from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
 from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.comfyui_host.flags import HONOURED, MAPPED, NO_EFFECT, ROWS
-from comfyui_onediff_guard.pipelines.insight.diagnosis_text import WIDTH
+from comfyui_onediff_guard.pipelines.insight.diagnosis import WIDTH
 
 
 class Fast(Enum):

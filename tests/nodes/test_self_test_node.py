@@ -12,7 +12,6 @@ from comfyui_onediff_guard import NODE_CLASS_MAPPINGS
 from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.headless.commands.doctor import examine
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice
-from comfyui_onediff_guard.pipelines.insight.diagnosis_text import in_words
 from comfyui_onediff_guard.pipelines.selftest import checks as module
 from comfyui_onediff_guard.precision.arch import detect
 from comfyui_onediff_guard.precision.self_test import Line, verified_architecture
@@ -35,7 +34,7 @@ def test_loader_report_and_doctor_read_it(
                 kept_here(tmp_path, *lines)
             changed.append(loader.IS_CHANGED(model=folder.name))
             (pipeline,) = loader.load(folder.name, "fp32", "eager", "none")
-            texts.append((report.show(pipeline)["result"][0], in_words(examine(folder, precision="fp32"))))
+            texts.append((report.show(pipeline)["result"][0], examine(folder, precision="fp32").text()))
     assert len({*changed}) == 3, "what is loaded is loaded anew"
     for said, now in zip(
         (

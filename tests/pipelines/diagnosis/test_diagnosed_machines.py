@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import stat
 import sys
@@ -18,7 +17,6 @@ import torch
 from comfyui_onediff_guard.nodes.native import NaNGuardVAE
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.insight.diagnosis import diagnose
-from comfyui_onediff_guard.pipelines.insight.diagnosis_text import in_words
 from comfyui_onediff_guard.pipelines.run.handle import load
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision import arch, machine
@@ -47,8 +45,8 @@ def test_a_machine_without_a_gpu() -> None:
     assert found.here and found.architecture.name == "cpu"
     assert found.machine.gpus == () and found.machine.device == "cpu"
     assert found.machine.advice == (), "a PyTorch for the CPU, on a machine with nothing else, is no fault"
-    assert "none that PyTorch can use" in in_words(found)
-    assert "none found, neither NVIDIA's nor AMD's" in in_words(found)
+    assert "none that PyTorch can use" in found.text()
+    assert "none found, neither NVIDIA's nor AMD's" in found.text()
     listed = found.machine.packages
     assert {"torchao", "onediff", "oneflow", "nexfort", "diffusers"} < listed.keys()
     assert listed["diffusers"] == importlib.metadata.version("diffusers"), "what is installed, by its version"
@@ -58,8 +56,8 @@ def test_every_gpu_of_the_process_and_the_plan_for_the_first(cards: Callable[...
     cards((7, 0), (8, 0), built=("sm_70", "sm_80"))
     found = diagnose()
     assert (found.architecture.name, found.machine.device) == ("sm70", "cuda:0")
-    assert "0: Card 0, sm70 (Volta), 24 GiB" in in_words(found)
-    assert "1: Card 1, sm80 (Ampere), 24 GiB" in in_words(found)
+    assert "0: Card 0, sm70 (Volta), 24 GiB" in found.text()
+    assert "1: Card 1, sm80 (Ampere), 24 GiB" in found.text()
     assert found.machine.built_for == "CUDA 12.8"
     assert not [note for note in found.notes if "Card" in note]
     attention = switch(found, ATTENTION_SWITCH)
@@ -136,7 +134,7 @@ def test_convolutions_that_take_much_memory(cards: Callable[..., None], monkeypa
 def test_a_driver_and_a_pytorch_that_is_built_for_the_cpu(nvidia_smi: Callable[[str], None]) -> None:
     nvidia_smi("echo '550.54.14, NVIDIA L4'; echo '550.54.14, NVIDIA A100'; echo '550.54.14, NVIDIA L4'")
     found = diagnose()
-    assert found.machine.driver == "NVIDIA 550.54.14 (2 × NVIDIA L4, NVIDIA A100)"
+    assert found.machine.driver == "NVIDIA 550.54.14 (NVIDIA L4, NVIDIA A100)"
     (advice,) = found.machine.advice
     assert "built for the CPU alone, so the card is not used" in advice
     assert "Install a CUDA build: https://" in advice
@@ -232,7 +230,7 @@ def test_a_pytorch_that_is_too_old_is_named_here_and_by_whatever_would_run(
     monkeypatch.setattr(torch, "__version__", version)
     found = diagnose()
     assert bool(found.machine.advice) == too_old
-    assert version in in_words(found)
+    assert version in found.text()
     refused = pytest.raises(TorchTooOld) if too_old else nullcontext()
     options: dict[str, Any] = {"backend": "eager", "offload": "none", "placement": PlainPlacement()}
     with refused as loading:
@@ -258,24 +256,3 @@ def test_versions_are_read_and_nothing_is_imported(monkeypatch: pytest.MonkeyPat
     assert "not installed: onediff, onediffx, oneflow" in one_line(found)
     assert [note for note in found.notes if note.startswith("not installed: onediff. In the pack's folder")]
     assert "nexfort" not in sys.modules
-
-
-def test_a_pytorch_that_cannot_be_imported(fresh_python: Callable[..., str], folder: Path, tmp_path: Path) -> None:
-    broken = tmp_path / "broken" / "torch"
-    broken.mkdir(parents=True)
-    (broken / "__init__.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')")
-    code = """
-import json, sys
-from pathlib import Path
-from comfyui_onediff_guard.pipelines.insight.diagnosis import diagnose
-from comfyui_onediff_guard.pipelines.insight.diagnosis_text import in_words
-for model in (None, Path(sys.argv[1])):
-    found = diagnose(model)
-    in_words(found)
-    print(json.dumps(found.as_dict(), allow_nan=False))
-"""
-    for line in fresh_python(code, str(folder), PYTHONPATH=str(broken.parent)).splitlines():
-        told = json.loads(line)
-        assert "libcudart.so.12" in told["notes"][0] and "Install it again" in told["notes"][0]
-        assert told["switches"] == [] and "accumulation switches could not be read" in told["notes"][1]
-        assert told["models"][0]["plans"]

@@ -15,7 +15,6 @@ from comfyui_onediff_guard.pipelines.errors import BadFolder
 from comfyui_onediff_guard.pipelines.families import table
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.pipelines.insight.diagnosis import NOT_RUN, diagnose, diagnose_pipeline
-from comfyui_onediff_guard.pipelines.insight.diagnosis_text import _table, in_words
 from comfyui_onediff_guard.pipelines.weights import summing
 from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH, Accumulation
@@ -26,24 +25,22 @@ from safetensors.torch import load_file, save_file
 from told import edit_config, one_line, switch
 
 SM75, SM80 = arch.named("sm75"), arch.named("sm80")
-LOADERS = {"CogVideoXPipeline": "Load CogVideoX"}
 
 
 def test_all_variants_where_no_model_is_named() -> None:
-    found = diagnose(architecture=SM75, loaders=LOADERS)
+    found = diagnose(architecture=SM75)
     assert [model.variant for model in found.models] == list(VARIANTS)
     for model in found.models:
         assert tuple(plan.component for plan in model.plans) == VARIANTS[model.variant].components
-    text = in_words(found)
+    text = found.text()
     assert re.search(r"CogVideoX-5B +fp16 wide +– +fp16 wide +fp16 wide +fp16\n", text)
     assert re.search(r"SVD +– +fp16 +fp16 wide +fp16 +fp16\n", text)
     assert text.count("has no native bf16") == 1, "each reason once"
     assert "plans are for" in text and not found.here
-    assert "no node loads these yet: CogVideoX image-to-video" in one_line(found)
 
 
 def test_one_model_with_reasons_and_sources(folder: Path) -> None:
-    found = diagnose(folder, SM75, loaders=LOADERS)
+    found = diagnose(folder, SM75)
     (model,) = found.models
     assert (model.folder, model.variant) == ("model", "CogVideoX-5B")
     assert [plan.dtype for plan in model.plans] == ["fp16"] * 4
@@ -55,13 +52,6 @@ def test_one_model_with_reasons_and_sources(folder: Path) -> None:
     assert "text encoder fp16 rerun every layer" in text and "VAE encoder fp16 rerun every layer" in text
     assert "denoiser fp16 rerun its stream" in text and "VAE decoder fp16 rerun no" in text
     assert model.stored["transformer"].startswith("F32, ") and "transformer F32" in text
-    assert "no node loads" not in text
-
-
-def test_a_model_that_no_node_loads_yet_gets_its_plan(folder: Path) -> None:
-    index = folder / "model_index.json"
-    index.write_text(index.read_text().replace("CogVideoXPipeline", "CogVideoXImageToVideoPipeline"))
-    assert "no node loads CogVideoX image-to-video yet" in one_line(diagnose(folder, loaders=LOADERS))
 
 
 def test_a_checkpoint_in_two_dtypes(folder: Path) -> None:
@@ -122,11 +112,6 @@ def test_rows_added_to_the_tables_show_up(monkeypatch: pytest.MonkeyPatch) -> No
     assert "CogVideoX-99B bf16 – bf16 bf16 bf16" in text
     assert "It was made up, which sm300 (Made-up) computes natively → bf16 CogVideoX-99B " in text
     assert "comes out NaN or black on sm300 (Made-up)" in text
-
-
-def test_a_table_s_columns_are_as_wide_as_their_titles_words_and_cells() -> None:
-    titles, rows = ("", "half accumulation"), [("a", "on"), ("bcd", "")]
-    assert _table(titles, rows) == ["       half", "       accumulation", "  a    on", "  bcd"]
 
 
 # --- a pipeline on a wire ---------------------------------------------------------------------------------------------
@@ -203,11 +188,11 @@ def everything(folder: Path) -> list[Any]:
 
 def test_the_text_is_narrow_and_the_dict_is_json(folder: Path) -> None:
     for found in everything(folder):
-        wide = [line for line in in_words(found).splitlines() if len(line) > 100 or line != line.rstrip()]
+        wide = [line for line in found.text().splitlines() if len(line) > 100 or line != line.rstrip()]
         assert not wide
         told = found.as_dict()
         assert json.loads(json.dumps(told, allow_nan=False)) == told, "no enum, tuple or key that JSON would change"
-        assert told["models"][0]["variant"] in in_words(found)
+        assert told["models"][0]["variant"] in found.text()
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/testing.md"])

@@ -9,7 +9,6 @@ import pytest
 import torch
 from comfyui_onediff_guard.pipelines.compile import backends as compiling
 from comfyui_onediff_guard.pipelines.insight.diagnosis import diagnose
-from comfyui_onediff_guard.pipelines.insight.diagnosis_text import in_words
 from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH, SWITCHES, Accumulation
 from comfyui_onediff_guard.precision.policy import Precision
@@ -60,7 +59,7 @@ def test_nonsense_in_an_exported_variable(monkeypatch: pytest.MonkeyPatch, expor
 
 def test_what_the_user_set_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEXFORT_ENABLE_MATMUL_FP16_REDUCTION", "1")
-    text = in_words(diagnose(architecture=SM80))
+    text = diagnose(architecture=SM80).text()
     assert (
         text.index("set by you") < text.index("NEXFORT_ENABLE_MATMUL_FP16_REDUCTION = 1") < text.index("set by onediff")
     )
@@ -72,7 +71,7 @@ def test_every_switch_and_who_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [s.name for s in found.switches] == list(SWITCHES)
     assert {s.set_by for s in found.switches} == {"onediff-guard", "onediff", "default"}
     assert "set by OneDiff: its own value" in one_line(found)
-    assert all(f"{s.name} = {s.value}" in in_words(found) for s in found.switches)
+    assert all(f"{s.name} = {s.value}" in found.text() for s in found.switches)
     fast = diagnose(architecture=SM75, accumulation=Accumulation.FAST)
     assert switch(fast, ATTENTION_SWITCH).value == "1"
     assert dict(os.environ) == before, "asking sets nothing"

@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from comfyui_onediff_guard.pipelines.insight.diagnosis_text import in_words
-
 
 def edit_config(folder: Path, component: str, **changes: Any) -> None:
     file = folder / component / "config.json"
@@ -20,4 +18,4 @@ def switch(diagnosis: Any, name: str) -> Any:
 
 def one_line(diagnosis: Any) -> str:
     """The text as if no line had been broken."""
-    return " ".join(in_words(diagnosis).split())
+    return " ".join(diagnosis.text().split())
