@@ -1,19 +1,17 @@
-"""What a step cache leaves out, and how far results drift, on small trained models: counted and measured, not timed.
+"""How much a step cache skips, and how far results drift, on small trained models: counted and measured, not timed.
 
-    python benchmarks/step_cache.py [cogvideox] [--seeds 200] [--first-seed 0] [--few N] [--out DIR] [--join FILE]
+    python benchmarks/step_cache.py [cogvideox] [--seeds 200] [--first-seed 0] [--few N] [--out DIR]
 
 Each seed is a run of the real pipeline, through the samplers' own function, with its cache and without. Drift is the
 norm of the difference of their latents, in parts of the norm of those without a cache. Calls of blocks are counted by
 hooks on the blocks themselves, operations by PyTorch (matrix products, convolutions and attention, multiplications and
-additions). Models: benchmarks/trained.py, which makes them where they are not there yet. With --join, the figures of
-other seeds, or other figures, are added to an earlier result.
+additions). Models: benchmarks/trained.py, which makes them where they are not there yet.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime as dt
-import json
 import math
 import statistics
 from collections.abc import Callable, Iterator
@@ -29,14 +27,14 @@ from comfyui_onediff_guard.pipelines.run.denoiser import guarded_denoiser
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
-from comfyui_onediff_guard.precision.drift import CachePolicy
+from comfyui_onediff_guard.precision.error_estimate import CachePolicy
 from comfyui_onediff_guard.precision.policy import Precision
 from measure import RESULTS, machine, write_json
 from moving_shapes import Scenes
 from torch.utils.flop_counter import FlopCounterMode
 from trained import FRAMES, SIDE, SVD_FRAMES, SVD_SIDE, TEXT, colours_of, trained
 
-BUDGET = 0.02
+TARGET = 0.02
 STEPS = 50
 OTHER_STEPS = 20, 100
 
@@ -156,29 +154,29 @@ def over_seeds(subject: Subject, policy: CachePolicy, seeds: range, **more: Any)
         pictures.append(psnr(subject, found.latents, plain.latents))
         skipped.append(1 - found.calls / plain.calls if plain.calls else 0.0)
         uses.append(found.report.cache)
-        print(f"seed {seed}: drift {drifts[-1]:.4%}, left out {skipped[-1]:.1%}, {uses[-1]}", flush=True)
+        print(f"seed {seed}: drift {drifts[-1]:.4%}, skipped {skipped[-1]:.1%}, {uses[-1]}", flush=True)
     over = [seed for seed, at in zip(seeds, drifts, strict=True) if at > policy.error]
-    unsaid = [seed for seed, use in zip(seeds, uses, strict=True) if seed in over and not use.broken]
+    unsaid = [seed for seed, use in zip(seeds, uses, strict=True) if seed in over and not use.over_target]
     figures = {
         "seeds": [seeds.start, seeds.stop - 1],
         "error": policy.error,
         "steps_cached": spread([use.cached for use in uses]),
         "drift": spread(drifts),
-        "drift_as_reckoned": spread([use.drift for use in uses]),
-        "drift_over_reckoned": spread([at / use.drift for at, use in zip(drifts, uses, strict=True) if use.drift]),
+        "estimated_drift": spread([use.drift for use in uses]),
+        "drift_over_estimated": spread([at / use.drift for at, use in zip(drifts, uses, strict=True) if use.drift]),
         "psnr_dB": spread(pictures),
-        "seeds_over_budget": over,
-        "seeds_said_to_be_over_budget": [seed for seed, use in zip(seeds, uses, strict=True) if use.broken],
-        "seeds_over_budget_unsaid": unsaid,
+        "seeds_over_target": over,
+        "seeds_said_to_be_over_target": [seed for seed, use in zip(seeds, uses, strict=True) if use.over_target],
+        "seeds_over_target_unsaid": unsaid,
     }
-    return figures | ({"block_calls_left_out": spread(skipped)} if subject.name == "cogvideox" else {})
+    return figures | ({"block_calls_skipped": spread(skipped)} if subject.name == "cogvideox" else {})
 
 
 def operations_of(subject: Subject, policy: CachePolicy, seeds: range) -> dict[str, Any]:
     """What runs with a cache compute of the operations of those without, encoders included."""
     plain = subject.run(seeds.start, count=True).operations
     ratios = [1 - subject.run(seed, policy, count=True).operations / plain for seed in seeds]
-    return {"operations_of_a_run": plain, "operations_left_out": spread(ratios)}
+    return {"operations_of_a_run": plain, "operations_skipped": spread(ratios)}
 
 
 def in_half(name: str, precision: str, policy: CachePolicy, seeds: range) -> dict[str, Any]:
@@ -235,45 +233,20 @@ def broken_at(step: int) -> Iterator[None]:
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Empty where there is no value: where nothing was cached, nothing was reckoned."""
+    """Empty where there is no value: where nothing was cached, nothing was estimated."""
     if not values:
         return {}
     named = {"least": min(values), "mean": statistics.fmean(values), "most": max(values)}
     return {name: round(value, 5) for name, value in named.items()}
 
 
-def joined(earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
-    """A model's figures with those of a later result: those of the budget over the seeds of both, all others in place
-    of the earlier ones."""
-    budgets = [figures["budget"] for figures in (earlier, later) if "budget" in figures]
-    return {**earlier, **later, **({"budget": over_both(*budgets)} if len(budgets) == 2 else {})}
-
-
-def over_both(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Raises ValueError where the seeds are not in a row."""
-    counts = [figures["seeds"][1] - figures["seeds"][0] + 1 for figures in (first, second)]
-    if first["seeds"][1] + 1 != second["seeds"][0] or first["error"] != second["error"]:
-        raise ValueError(f"seeds {first['seeds']} and {second['seeds']} are not in a row, in one budget")
-    made = {**first, "seeds": [first["seeds"][0], second["seeds"][1]]}
-    for name, value in first.items():
-        other = second[name]
-        if isinstance(value, dict):
-            mean = sum(n * each["mean"] for n, each in zip(counts, (value, other), strict=True)) / sum(counts)
-            least, most = min(value["least"], other["least"]), max(value["most"], other["most"])
-            made[name] = {"least": least, "mean": round(mean, 5), "most": most}
-        elif name.startswith("seeds_"):
-            made[name] = [*value, *other]
-    return made
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=["cogvideox"], metavar="MODEL", help="cogvideox")
-    parser.add_argument("--seeds", type=int, default=200, help="with which the budget is tried")
+    parser.add_argument("--seeds", type=int, default=200, help="with which the target error is tried")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--few", type=int, default=10, help="seeds for all other figures")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--join", type=Path, metavar="FILE", help="an earlier result, which is written anew with these")
     args = parser.parse_args()
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     few = range(args.first_seed, args.first_seed + args.few)
@@ -291,21 +264,15 @@ def main() -> None:
             result[name] |= figures
             print(name, figures, flush=True)
             print(write_json(result, args.out, "cpu"))
-    if args.join:
-        earlier = json.loads(args.join.read_text(encoding="utf-8"))
-        models = {name: joined(earlier.get(name, {}), result[name]) for name in args.models}
-        days = sorted({*earlier.get("also_measured", []), today})
-        text = json.dumps(earlier | {"also_measured": days} | models, indent=2)
-        args.join.write_text(f"{text}\n", encoding="utf-8")
 
 
 def figures_of(name: str, seeds: range, few: range) -> Iterator[dict[str, Any]]:
     """Yield a model's figures, one after the other."""
-    subject, policy = Subject(name), CachePolicy(BUDGET)
+    subject, policy = Subject(name), CachePolicy(TARGET)
     denoiser = subject.handle.store.module(subject.handle.family.denoiser, "fp32")
     yield {"parameters": sum(p.numel() for p in denoiser.parameters())}
     if seeds:
-        yield {"budget": over_seeds(subject, policy, seeds)}
+        yield {"target": over_seeds(subject, policy, seeds)}
     if not few:
         return
     yield {"operations": operations_of(subject, policy, few[:3])}

@@ -25,16 +25,16 @@ from typing import Any
 import torch
 from comfyui_onediff_guard.pipelines.compile.backends import choose_backend
 from comfyui_onediff_guard.precision import quantised
-from comfyui_onediff_guard.precision.drift import CachePolicy
 from comfyui_onediff_guard.precision.dtypes import DTYPES
+from comfyui_onediff_guard.precision.error_estimate import CachePolicy
 from comfyui_onediff_guard.precision.shells import with_forward
 from measure import CLOCK, RESULTS, interleave, machine, write_json
-from step_cache import BUDGET, Subject, drift, spread
+from step_cache import TARGET, Subject, drift, spread
 
 CPU = torch.device("cpu")
 BATCH = 16  # videos in a run
 EAGER, WHOLE = "diffusers", "diffusers, torch.compile whole"  # in fp32, as all that name no other precision
-CACHE = CachePolicy(BUDGET)
+CACHE = CachePolicy(TARGET)
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,6 @@ class StepCache(Node):
         }
 
     def apply(self, pipeline: PipelineHandle, error: float, check_every: int) -> tuple[PipelineHandle]:
-        from ..precision.drift import CachePolicy
+        from ..precision.error_estimate import CachePolicy
 
         return (replace(pipeline, step_cache=CachePolicy(error, check_every) if error else None),)

@@ -15,7 +15,7 @@ from .overrides import PrecisionOverrides
 from .policy import Component, Plan
 
 if TYPE_CHECKING:
-    from .drift import CacheUse
+    from .error_estimate import CacheUse
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class RunReport:
         self.steps[-1] = replace(self.steps[-1], cached=cached)
 
     def account(self, use: CacheUse) -> None:
-        """Say what the step cache came to, and whether it has kept to its budget."""
+        """Say what the step cache came to, and whether its estimate is over the target."""
         self.cache = use
         self.warnings += tuple(filter(None, [use.warning()]))
 

@@ -1,292 +1,383 @@
-"""A step cache: steps in which most of a denoiser is not computed, but extrapolated from what it gave in steps before.
+"""A step cache: on predictable steps most of a denoiser is skipped, and extrapolated from its outputs of earlier steps.
 
-It stands in shells of the attempt and of the rerun, and the denoiser that both share stays as it is. A call's values
-are kept when the guard has taken its output, and not before: an attempt that fails leaves nothing behind, and the rerun
-computes everything, and leaves what it computed. course.py keeps a run's account, drift.py decides which steps are
-cached.
+The first block is computed in every step. What all other blocks add to its output is extrapolated in a cached step by
+the polynomial through the last computed steps. The guard's attempt and its fp32 rerun are shallow copies with other
+blocks; the denoiser that both share stays as it is. A call's values are kept once the guard has accepted its output: a
+failed attempt leaves nothing behind, and the rerun computes every block and leaves what it computed.
+
+error_estimate.py decides which steps are cached. The host waits for none of its numbers: the guard reads them with the
+range of the output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from .course import Course, Guidance
-from .drift import FIRST, LAST, ORDER, CachePolicy, Choice, coefficients
+from .error_estimate import FIRST, LAST, ORDER, CachePolicy, CacheUse, Choice, ErrorEstimate, extrapolation_weights
 from .observe import floating
+from .overflow import Pending
 from .shells import Make, replaced, with_forward
-from .skips import Part, Role
 from .snapshot import Snapshot, copies
 
-_SAMPLED = 7  # a signal is every so many-th value of the first part's output: it is only measured
+_SAMPLED = 7  # a signal is every so many-th value of the first block's output: it is only measured
+
+# what the sampler multiplies each of a step's outputs by, in their order: of both halves of a batch, or of two calls
+GuidanceWeights = Sequence[float]
+_Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+class StepCacheController:
+    """Decides what becomes of each step of a run, and counts. The run's denoisers share it.
+
+    pending: the numbers that the guard reads along with a call's ranges, and makes the same in all processes that
+        compute the run together, so that each decides as the others do.
+    """
+
+    def __init__(self, policy: CachePolicy, steps: int):
+        self.estimate = ErrorEstimate(policy, steps)
+        self.pending = Pending()
+        self.choice: Choice | None = None  # of the present step; None: not made yet
+        self._computed = self._skipped = 0  # calls of blocks
+        self._comparisons: list[torch.Tensor] = []  # of the present step's earlier calls, as in `compare`
+        self._latents: torch.Tensor | None = None  # that the present step begins from
+        self._cache: StepCache | None = None  # of the denoiser that was called latest
+
+    @property
+    def use(self) -> CacheUse:
+        estimate, calls = self.estimate, self._computed + self._skipped
+        return CacheUse(
+            target=estimate.policy.error,
+            steps=estimate.at,
+            cached=len(estimate.cached),
+            skipped=self._skipped / calls if calls else 0.0,
+            compared=len(estimate.compared),
+            drift=estimate.drift,
+            largest=max(estimate.compared, default=0.0),
+            stopped=estimate.stopped,
+        )
+
+    def stop(self, why: str) -> None:
+        """Cache nothing more in this run."""
+        self.estimate = self.estimate.stop(why)
+
+    def begin_call(self, cache: StepCache) -> None:
+        """Note which denoiser is called. The one before it is done: its history goes, and tells nothing of this one."""
+        if self._cache is not None and self._cache is not cache:
+            self._cache.history.clear()
+            self.estimate = self.estimate.with_another_denoiser()
+        self._cache = cache
+
+    def count(self, *, skipped: bool) -> None:
+        self._skipped += skipped
+        self._computed += not skipped
+
+    def choose(self) -> Choice:
+        """Return what becomes of the present step. Its first call decides that; the others follow."""
+        self.choice = self.choice or self.estimate.choice()
+        return self.choice
+
+    def compare(self, comparisons: list[torch.Tensor], weights: GuidanceWeights) -> None:
+        """Measure how far the cache is off after guidance, once all outputs of the present step are known.
+
+        comparisons: of the latest call's outputs, [batch, ..., 2]: what the cache would have given less the output,
+            and the output.
+        """
+        parts = [*self._comparisons, *comparisons]
+        if len(weights) > 1 and len(parts) == 1:
+            parts = [*parts[0].chunk(len(weights))]
+        if parts and len(parts) == len(weights):
+            guided = torch.stack([part * weight for part, weight in zip(parts, weights, strict=True)]).sum(0)
+            off, output = guided.flatten(0, -2).norm(dim=0)
+            self.pending.ask("error", off / output)
+
+    def keep(self, comparisons: list[torch.Tensor]) -> None:
+        """Keep those of a call whose output the guard has accepted."""
+        self._comparisons += comparisons
+
+    def end_step(self, latents: torch.Tensor) -> None:
+        """Go on to the next step. latents: that this one made."""
+        if self.estimate.at:
+            self.estimate = self.estimate.with_change(self.pending.take("change"))
+        if self._latents is not None:
+            self.pending.ask("change", (latents - self._latents).norm() / self._latents.norm())
+        self._latents = latents
+        signal, error = self.pending.take("signal"), self.pending.take("error")
+        signal = torch.nan if signal is None else signal
+        if self.choice is Choice.REUSE:
+            self.estimate = self.estimate.after_reuse(signal)
+        elif error is not None:
+            self.estimate = self.estimate.after_comparison(signal, error)
+        else:
+            self.estimate = self.estimate.after_compute()
+        self.choice, self._comparisons = None, []
+
+    def recompute(self, *, whole: bool) -> None:
+        """Have the present call computed after all, since its attempt failed. whole: it is the step's first one, so
+        none of the step is cached."""
+        self._comparisons = []
+        self.pending.drop("error")
+        if whole:
+            self.choice = Choice.COMPUTE
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _Values:
     """What a computed step leaves for those after it."""
 
-    at: int  # step
+    step: int
     signal: torch.Tensor  # [values], float32
-    given: torch.Tensor  # in place of the last part: what it added to the first one's output, or what it put out
-
-    def copied(self, at: int) -> _Entry:
-        return _Entry(at, self.signal.clone(), self.given.clone())
+    added: torch.Tensor  # what the other blocks added to the first one's output
 
 
 @dataclass
 class _Call:
     """One call of the denoiser."""
 
-    entries: tuple[_Entry, ...]  # to extrapolate from; none: everything is computed
+    history: tuple[_Values, ...] = ()  # to extrapolate from; none: everything is computed
     choice: Choice | None = None
-    decides: bool = False  # it is a step's first one, by whose signal the next step is decided
-    skips: bool = False  # the parts behind the first one are left out
-    first: Any = None  # the first part's output
+    leads: bool = False  # it is a step's first one, whose signal is measured
+    skips: bool = False  # the blocks behind the first one
+    first_output: Any = None
     signal: torch.Tensor | None = None
-    left: _Entry | None = None
+    values: _Values | None = None
 
 
 @dataclass
-class _Turn:
-    """The calls that one call of the guard makes: one, or one for each half of a batch."""
+class _GuardedCall:
+    """The calls of the denoiser in one call of the guard: one, or one for each half of a batch."""
 
     calls: list[_Call] = field(default_factory=list)
-    apart: list[torch.Tensor] = field(default_factory=list)
+    comparisons: list[torch.Tensor] = field(default_factory=list)
 
 
-_Change = Callable[[torch.Tensor], torch.Tensor]
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
 class StepCache:
-    """What one denoiser has left of its steps in a run.
+    """The history of one denoiser in a run, and the calls that use it.
 
-    parts: of the denoiser, in the order in which they are called.
-    guidance: what the sampler makes of a step's outputs.
-    own: returns the part of what the first one is given that it computes with in this process.
+    blocks: names of the denoiser's blocks, two or more, in the order in which they are called.
+    weights: what the sampler multiplies a step's outputs by.
+    own: returns the share of the first block's input that this process computes with.
     whole: returns a call's whole output, of what is made of it in this process.
     """
 
     def __init__(
         self,
-        parts: Sequence[Part],
-        course: Course,
-        guidance: Guidance = (1.0,),
-        own: _Change = _as_it_is,
-        whole: _Change = _as_it_is,
+        blocks: Sequence[str],
+        controller: StepCacheController,
+        weights: GuidanceWeights = (1.0,),
+        own: _Change = _unchanged,
+        whole: _Change = _unchanged,
     ):
-        self.course = course
-        self._guidance = guidance
-        self._own, self._whole = own, whole
-        self._parts = parts
-        self._left: dict[int, tuple[_Entry, ...]] = {}  # call of a step → of the latest steps
-        self._turn = _Turn()
-        self._call = _Call(())
+        self.controller = controller
+        self.history: dict[int, tuple[_Values, ...]] = {}  # call of a step → of the latest steps
+        self._blocks, self._weights, self._own, self._whole = blocks, weights, own, whole
+        self._guarded, self._call = _GuardedCall(), _Call()
         self._step, self._before = 0, 0  # the present step, and how many of its calls are done
 
     def attempt(self, run: Callable[..., Any], made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
-        """Return what is called in place of an attempt.
+        """Wrap the guard's attempt.
 
         run: a module, or a partial function of one.
         made: what else is to be made of a call, as in halves.
         """
-        return self._starting(made(partial(self._attempted, self._in_place(run))))
+        return self._guarded_call(made(partial(self._attempt, self._with_blocks(run))))
 
     def rerun(self, run: torch.nn.Module, made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
-        """Return the same for the rerun, in which nothing is skipped."""
-        calls = self._starting(made(partial(self._computed, self._in_place(run))), again=True)
+        """Wrap the fp32 rerun: compute every block and record its outputs."""
+        calls = self._guarded_call(made(partial(self._compute, self._with_blocks(run))), again=True)
         return with_forward(run, calls)
 
-    def keep(self, *, taken: bool = True) -> bool:
-        """Keep what the latest call left. Returns whether it was cached.
+    def keep(self, *, accepted: bool = True) -> bool:
+        """Keep the values of the latest guarded call. Returns whether it was cached.
 
-        taken: its output was finite. Where the guard lets through what is not, nothing of it is kept.
+        accepted: its output was finite. Where the guard lets through what is not, nothing of it is kept.
         """
         self._advance()
-        if not taken:
-            self._turn = _Turn([_Call((), choice=call.choice) for call in self._turn.calls])
-            self.course.stop("the guard let an output through that is not finite, or does not fit")
-        elif any(call.left is None and call.choice is not Choice.REUSE for call in self._turn.calls):
-            self.course.stop("the way in which it runs here hides what would be extrapolated")
-        for number, call in enumerate(self._turn.calls, self._before):
-            if call.left:
-                self._left[number] = (*self._left.get(number, ()), call.left)[-ORDER - 1 :]
-        self._before += len(self._turn.calls)
-        self.course.keep(self._turn.apart)
-        cached = any(call.choice is Choice.REUSE for call in self._turn.calls)
-        self._turn, self._call = _Turn(), _Call(())
-        return cached
+        guarded, self._guarded, self._call = self._guarded, _GuardedCall(), _Call()
+        if not accepted:
+            self.controller.stop("the guard let an output through that is not finite, or does not fit")
+        elif any(call.values is None and call.choice is not Choice.REUSE for call in guarded.calls):
+            self.controller.stop("the way in which it runs here hides what would be extrapolated")
+        if accepted:
+            self.controller.keep(guarded.comparisons)
+            for number, call in enumerate(guarded.calls, self._before):
+                if call.values:
+                    self.history[number] = (*self.history.get(number, ()), call.values)[-ORDER - 1 :]
+        self._before += len(guarded.calls)
+        return any(call.choice is Choice.REUSE for call in guarded.calls)
 
     def forget(self) -> None:
         """Begin anew, since later calls are made otherwise: the latest one, which will be made again, is computed."""
         self._advance()
-        self.course.recompute(whole=not self._before)
-        self._left.clear()
-        self._turn = _Turn()
-
-    def release(self) -> None:
-        """Let go of what is kept."""
-        self._left.clear()
-
-    def fill(self, calls: int) -> None:
-        """Keep what the latest call left as if it were of as many steps, and calls of each, as a run ever keeps."""
-        (call,) = self._turn.calls
-        assert call.left is not None
-        left, self._turn, self._call = call.left, _Turn(), _Call(())
-        steps = range(ORDER + 1)
-        self._left = {number: tuple(left.copied(at) for at in steps) for number in range(calls)}
+        self.controller.recompute(whole=not self._before)
+        self.history.clear()
+        self._guarded = _GuardedCall()
 
     def _advance(self) -> None:
-        self.course.calls(self)
-        if self._step != self.course.ledger.at:
-            self._step, self._before = self.course.ledger.at, 0
+        self.controller.begin_call(self)
+        if self._step != self.controller.estimate.at:
+            self._step, self._before = self.controller.estimate.at, 0
 
-    def _starting(self, call: Callable[..., Any], again: bool = False) -> Callable[..., Any]:
-        def started(*args: Any, **kwargs: Any) -> Any:
-            self._turn = _Turn()
+    def _guarded_call(self, call: Callable[..., Any], again: bool = False) -> Callable[..., Any]:
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            self._guarded = _GuardedCall()
             self._advance()
             if again:
-                self.course.recompute(whole=not self._before)
-            made = call(*args, **kwargs)
-            self.course.compare(self._turn.apart, self._guidance)
-            return made
+                self.controller.recompute(whole=not self._before)
+            output = call(*args, **kwargs)
+            self.controller.compare(self._guarded.comparisons, self._weights)
+            return output
 
-        return started
+        return guarded
 
-    def _computed(self, shell: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._call = _Call(())
-        self._turn.calls.append(self._call)
-        return shell(*args, **kwargs)
+    def _compute(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._call = _Call()
+        self._guarded.calls.append(self._call)
+        return run(*args, **kwargs)
 
-    def _attempted(self, shell: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        call = self._call = self._begun()
-        self._turn.calls.append(call)
-        before = Snapshot(args, kwargs) if call.choice is Choice.COMPUTE else None  # the first part is called once
-        made = shell(*args, **kwargs)
+    def _attempt(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        call = self._call = self._begin()
+        self._guarded.calls.append(call)
+        before = Snapshot(args, kwargs) if call.choice is Choice.COMPUTE else None  # the first block is called once
+        output = run(*args, **kwargs)
         if before is None:
-            return made
+            return output
         before.restore(waits=False)
-        cached, call.skips, call.entries = made, False, ()
-        made = shell(*args, **kwargs)
-        self._turn.apart.append(self._whole(floating(cached)[0].float() - floating(made)[0].float()))
-        return made
+        cached, call.skips, call.history = floating(output)[0].float(), False, ()
+        output = run(*args, **kwargs)
+        computed = floating(output)[0].float()
+        self._guarded.comparisons.append(self._whole(torch.stack([cached - computed, computed], dim=-1)))
+        return output
 
-    def _begun(self) -> _Call:
-        """Return the present call, with what becomes of it where it may be cached."""
-        number = self._before + len(self._turn.calls)
-        left = self._left.get(number, ())
-        follows = number == 0 or self.course.chosen is not None
-        if not (follows and len(left) > ORDER and self.course.ledger.may_reuse):
-            return _Call(())
-        return _Call(left, self.course.choose(), decides=number == 0, skips=True)
+    def _begin(self) -> _Call:
+        """Return the present call, and what becomes of it where it may be cached."""
+        number = self._before + len(self._guarded.calls)
+        history = self.history.get(number, ())
+        follows = number == 0 or self.controller.choice is not None
+        if not (follows and len(history) > ORDER and self.controller.estimate.may_reuse):
+            return _Call()
+        return _Call(history, self.controller.choose(), leads=number == 0, skips=True)
 
-    def _in_place(self, run: Any) -> Any:
-        makes: dict[str, Make] = {part.name: partial(self._stand_in, part) for part in self._parts}
+    def _with_blocks(self, run: Any) -> Any:
+        first, *middle, last = self._blocks
+        forwards = {first: self._run_first_block, last: self._extrapolate_last_block}
+        forwards |= dict.fromkeys(middle, self._skip_block)
+        makes: Mapping[str, Make] = {name: partial(_with_first_argument, forwards[name]) for name in self._blocks}
         if isinstance(run, partial):
             module, *rest = run.args
             return partial(run.func, replaced(module, makes), *rest, **run.keywords)
         return replaced(run, makes)
 
-    def _stand_in(self, part: Part, module: torch.nn.Module) -> torch.nn.Module:
-        act = {Role.FIRST: self._first, Role.SKIPPED: self._skipped, Role.LAST: self._last}[part.role]
-        return with_forward(module, partial(act, part, module))
-
-    def _first(self, _part: Part, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _run_first_block(self, block: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         call = self._call
-        if call.first is not None:  # the same call again, in full
-            return call.first
-        made = call.first = module(*args, **kwargs)
-        self.course.count(skipped=False)
+        if call.first_output is not None:  # the same call again, in full
+            return call.first_output
+        output = call.first_output = block(*args, **kwargs)
+        self.controller.count(skipped=False)
         with torch._C.DisableTorchFunction():
             given = self._own(args[0] if args else kwargs["hidden_states"])
-            call.signal = _sampled(_hidden(made)) - _sampled(given)
-            if call.decides:
-                expected = self._extrapolated([entry.signal for entry in call.entries])
-                self.course.signal((expected - call.signal).norm() / call.signal.norm())
-        return made
+            call.signal = _sampled(_hidden(output)) - _sampled(given)
+            if call.leads:
+                expected = self._extrapolated([values.signal for values in call.history])
+                self.controller.pending.ask("signal", (expected - call.signal).norm() / call.signal.norm())
+        return output
 
-    def _skipped(self, _part: Part, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _skip_block(self, block: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self._call.skips:
             self._count_skip()
-            return self._call.first
-        self.course.count(skipped=False)
-        return module(*args, **kwargs)
+            return self._call.first_output
+        self.controller.count(skipped=False)
+        return block(*args, **kwargs)
 
-    def _last(self, _part: Part, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _extrapolate_last_block(self, block: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         call = self._call
         if call.skips:
             self._count_skip()
             with torch._C.DisableTorchFunction():
-                first = _hidden(call.first)
-                hidden = self._extrapolated([entry.given for entry in call.entries])
-                return _with_hidden(call.first, (hidden + first.float()).to(first.dtype))
-        self.course.count(skipped=False)
-        made = module(*args, **kwargs)
+                first = _hidden(call.first_output)
+                added = self._extrapolated([values.added for values in call.history])
+                return _with_hidden(call.first_output, (added + first.float()).to(first.dtype))
+        self.controller.count(skipped=False)
+        output = block(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            given, signal = _hidden(made) - _hidden(call.first), call.signal
+            added, signal = _hidden(output) - _hidden(call.first_output), call.signal
             assert signal is not None
-            call.left = _Entry(self._step, signal, given.detach())
-        return made
+            call.values = _Values(self._step, signal, added.detach())
+        return output
 
     def _count_skip(self) -> None:
-        """Where the call is made again in full, nothing was left out."""
+        """Where the call is made again in full, nothing was skipped."""
         if self._call.choice is Choice.REUSE:
-            self.course.count(skipped=True)
+            self.controller.count(skipped=True)
 
     def _extrapolated(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the values at the present step, in float32."""
-        by = coefficients([entry.at for entry in self._call.entries], self._step)
-        made = values[0].float() * by[0]
-        for value, factor in zip(values[1:], by[1:], strict=True):
-            made.add_(value, alpha=factor)
+        weights = extrapolation_weights([each.step for each in self._call.history], self._step)
+        made = values[0].float() * weights[0]
+        for value, weight in zip(values[1:], weights[1:], strict=True):
+            made.add_(value, alpha=weight)
         return made
 
-
-class _Comparing(Course):
-    """That of a run which compares each step that it could cache."""
-
-    def __init__(self) -> None:
-        super().__init__(CachePolicy(), FIRST + LAST + 1)
-        self.ledger = replace(self.ledger, at=FIRST)
-
-    def choose(self) -> Choice:
-        return Choice.COMPUTE
+    def fill_history(self, calls: int) -> None:
+        """Keep the values of the latest call for as many steps, and calls of each, as a run ever keeps."""
+        (call,) = self._guarded.calls
+        values, self._guarded, self._call = call.values, _GuardedCall(), _Call()
+        assert values is not None
+        for number in range(calls):
+            copied = [_Values(step, values.signal.clone(), values.added.clone()) for step in range(ORDER + 1)]
+            self.history[number] = tuple(copied)
 
 
-def compared(run: Any, parts: Sequence[Part], calls: int) -> Callable[..., Any]:
-    """Return what makes a call of a denoiser on "meta" as a step cache has it made when it takes most memory: with all
-    that the cache ever keeps, it is extrapolated, computed, and compared.
+def with_most_memory(run: Any, blocks: Sequence[str], calls: int) -> Callable[..., Any]:
+    """Return a call of a denoiser on "meta" that takes as much memory as a call with a step cache ever does: with a
+    full history, it is extrapolated, computed, and compared.
 
-    run, parts: as a StepCache has them.
-    calls: of a step, of which each has its own values.
+    run, blocks: as a StepCache has them.
+    calls: of a step, of which each has its own history.
     """
-    cache = StepCache(parts, _Comparing())
+    controller = StepCacheController(CachePolicy(), FIRST + LAST + 1)
+    controller.estimate = replace(controller.estimate, at=FIRST)
+    cache = StepCache(blocks, controller)
     call = cache.attempt(run, lambda made: made)
 
     def filled(*args: Any, **kwargs: Any) -> Any:
         call(*args, **kwargs)
-        cache.fill(calls)
+        cache.fill_history(calls)
         before = copies(args, kwargs)  # as a Snapshot, which finds nothing on "meta"
-        made = call(*args, **kwargs)
+        output = call(*args, **kwargs)
         del before
-        return made
+        return output
 
     return filled
 
 
-def _hidden(made: Any) -> torch.Tensor:
-    return made if isinstance(made, torch.Tensor) else made[0]
+def block_names(module: torch.nn.Module, blocks: str) -> list[str]:
+    """Return the names of a denoiser's blocks, in the order in which they are called; none where it has but one.
+
+    blocks: name of their ModuleList; "": none.
+    """
+    found = [f"{blocks}.{name}" for name, _ in module.get_submodule(blocks).named_children()] if blocks else []
+    return found if len(found) > 1 else []
 
 
-def _with_hidden(made: Any, hidden: torch.Tensor) -> Any:
-    return hidden if isinstance(made, torch.Tensor) else (hidden, *made[1:])
+def _with_first_argument(forward: Callable[..., Any], block: torch.nn.Module) -> torch.nn.Module:
+    return with_forward(block, partial(forward, block))
+
+
+def _hidden(output: Any) -> torch.Tensor:
+    return output if isinstance(output, torch.Tensor) else output[0]
+
+
+def _with_hidden(output: Any, hidden: torch.Tensor) -> Any:
+    return hidden if isinstance(output, torch.Tensor) else (hidden, *output[1:])
 
 
 def _sampled(values: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,6 @@ from pydantic import Field
 
 from ...precision.overrides import Stream
 from ...precision.policy import Variant
-from ...precision.skips import BlocksBehindFirst
 from ..parallel.plan import ContextPlan
 from .components import (
     T5_ENCODER,
@@ -194,7 +193,7 @@ COGVIDEOX = FamilySpec(
     blocks=("transformer_blocks",),
     denoiser_inputs=("hidden_states", "encoder_hidden_states"),
     of_prompt=("patch_embed.text_proj",),
-    skipped=BlocksBehindFirst("transformer_blocks"),
+    cached_blocks="transformer_blocks",
     stream=Stream(
         blocks="transformer_blocks",
         starts=("patch_embed.proj", "patch_embed.text_proj"),

@@ -6,7 +6,6 @@ from functools import partial
 
 from ...precision.overrides import Stream
 from ...precision.policy import Variant
-from ...precision.skips import BlocksBehindFirst
 from .cogview import SIZES, ZAI, CogView, channels, context, step_inputs, usual_size
 from .components import IMAGE_VAE, T5_ENCODER, T5_TOKENIZER, ComponentSpec, scheduler
 from .layouts import IMAGES
@@ -45,7 +44,7 @@ COGVIEW3PLUS = FamilySpec(
     usual_size=usual_size,
     schedulers={"DDIM": "CogVideoXDDIMScheduler", "DPM": "CogVideoXDPMScheduler"},
     prompt=PromptRule(tokens=lambda _config: _TOKENS, channels=channels),
-    skipped=BlocksBehindFirst("transformer_blocks"),
+    cached_blocks="transformer_blocks",
     context=context(),
     stream=Stream(
         blocks="transformer_blocks",

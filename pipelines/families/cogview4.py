@@ -9,7 +9,6 @@ from pydantic import Field
 
 from ...precision.overrides import Stream
 from ...precision.policy import Variant
-from ...precision.skips import BlocksBehindFirst
 from .cogview import SIZES, ZAI, CogView, channels, context, step_inputs, usual_size
 from .components import (
     IMAGE_VAE,
@@ -93,7 +92,7 @@ COGVIEW4 = FamilySpec(
     usual_size=usual_size,
     prompt=PromptRule(tokens=lambda _config: _MOST_TOKENS, channels=channels, fixed=False),
     guidance=Guidance(calls=2),
-    skipped=BlocksBehindFirst("transformer_blocks"),
+    cached_blocks="transformer_blocks",
     context=context(image_rotary_emb=0),
     stream=Stream(
         blocks="transformer_blocks",

@@ -9,7 +9,6 @@ from typing import Any
 
 from ...precision.overrides import Stream
 from ...precision.policy import Component, Variant
-from ...precision.skips import BlocksBehindFirst
 from ..errors import BadSize
 from ..parallel.plan import ContextPlan
 from .components import ComponentSpec, Fields
@@ -99,7 +98,7 @@ class FamilySpec:
     options: type[Fields] = Fields  # fields of model_index.json that the pipeline takes
     stream: Stream | None = None  # where its residual stream runs, which fp16 needs in float32
     of_prompt: tuple[str, ...] = ()  # layers that are given the prompt alone: once a run is enough
-    skipped: BlocksBehindFirst | None = None  # what a cached step leaves out; None: nothing can be cached
+    cached_blocks: str = ""  # ModuleList of which the step cache skips all but the first block; "": no step cache
     clips: bool = False  # its blocks clip fp16 at ±65504: finite, and wrong
     schedulers: Mapping[str, str] = field(default_factory=dict)  # what users choose → diffusers class; none: its own
     prompt: PromptRule | None = None  # None: no text encoder

@@ -10,7 +10,6 @@ from pydantic import Field
 
 from ...precision.overrides import Stream
 from ...precision.policy import Variant
-from ...precision.skips import BlocksBehindFirst
 from ..parallel.plan import ContextPlan
 from .components import (
     SCHEDULER_NEEDS,
@@ -225,7 +224,7 @@ _ONE = FamilySpec(
     guidance=Guidance(calls=2),
     context=ContextPlan(_context_tokens, first={"hidden_states": 1}, every={"rotary_emb": 1}, given={"timestep": 1}),
     latent_format=lambda config: "Wan22" if config.get("z_dim") == 48 else "Wan21",
-    skipped=BlocksBehindFirst("blocks"),
+    cached_blocks="blocks",
     authors_names=_AUTHORS_NAMES,
     image_layers=_IMAGE_LAYERS,
     stream=Stream(

@@ -32,6 +32,7 @@ from ..weights.quantising import quantised_of
 from ..weights.room import room_for_call
 from .profiles import identify, load_profile, update_cache
 from .stage import ComponentStage
+from .step_cache import make_step_cache
 
 _APART = "both halves of its batch one after the other"
 
@@ -87,7 +88,7 @@ class _Steps:
         self._earlier: PrecisionOverrides | None = None  # what another denoiser learned in this run
         self._guard: StageGuard | None = None
         self._attempts: _Attempts | None = None
-        self._cache = stage.step_cache()
+        self._cache = make_step_cache(stage)
         self._foreseen = self._placed = False
         self._even = self._apart = False  # its batch, with guidance, can be halved; is computed half by half
         self._ladder = stage.ladder()
@@ -168,7 +169,7 @@ class _Steps:
         if self._attempts and report.steps[-1].outcome != "finite":
             self._attempts.forget()
         if self._cache:
-            report.cached(self._cache.keep(taken=report.steps[-1].outcome in ("finite", "rerun")))
+            report.cached(self._cache.keep(accepted=report.steps[-1].outcome in ("finite", "rerun")))
         if learned := self._guard.learned:
             update_cache(self._stage.handle, self._stage.name, self._stage.plan.numerics, learned)
         self._stage.report.learned = _with(self._earlier, self._stage.name, learned)
@@ -189,7 +190,7 @@ class _Steps:
             rerun=rerun,
             peak_inside=attempts.peak_inside,
             constant=(PROMPT,),
-            pending=stage.course.pending if stage.course else None,
+            pending=stage.cache_controller.pending if stage.cache_controller else None,
         )
 
 

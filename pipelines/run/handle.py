@@ -11,7 +11,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from ...precision.accumulation import Accumulation, accumulation
 from ...precision.arch import Architecture, present
-from ...precision.drift import CachePolicy
+from ...precision.error_estimate import CachePolicy
 from ...precision.fp32_settings import TF32
 from ...precision.guard import GuardPolicy, OnFailure
 from ...precision.machine import check_torch

@@ -22,13 +22,13 @@ from ..families.spec import ENCODERS, FamilySpec
 from ..parallel.group import here
 from ..parallel.plan import shared
 from ..preview.frames import Previews, preview
-from ..reuse.course import begun, follow, guidances
 from . import vae
 from .calls import Calls
 from .denoiser import guarded_denoiser
 from .handle import PipelineHandle, in_turn
 from .profiles import save_profile
 from .stage import ComponentStage
+from .step_cache import guidance_weights, make_step_cache_controller
 
 MakeDenoiser = Callable[[ComponentStage], torch.nn.Module]
 StepDone = Callable[[int, int, RunReport], None]  # steps done, steps in all, report so far; raises to interrupt
@@ -103,7 +103,7 @@ def sample(
         video = [video[0]] * before + video
     stages = handle.denoising(request)
     report = stages[0].report
-    if handle.step_cache and not family.skipped:
+    if handle.step_cache and not family.cached_blocks:
         unused += (
             Message(
                 "The step cache is not used: it is not offered for {}, where its estimate did not hold.", family.name
@@ -116,16 +116,17 @@ def sample(
         report.note(said)
     calls = family.guidance.calls if guided else 1
     report.calls_per_step = 1 if sharing.halves else calls
-    course = begun(handle, settings)
+    cache = make_step_cache_controller(handle, settings)
     prompts = tuple(embeddings.values()) if calls > 1 else ()
     stages = tuple(
-        replace(stage, course=course, guidance=guidance, sharing=sharing, prompts=prompts)
-        for stage, guidance in zip(stages, guidances(handle, settings), strict=True)
+        replace(stage, cache_controller=cache, guidance_weights=weights, sharing=sharing, prompts=prompts)
+        for stage, weights in zip(stages, guidance_weights(handle, settings), strict=True)
     )
 
     def on_step_end(_pipe: Any, step: int, _timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
-        if course:
-            report.cache = course.use
+        if cache:
+            cache.end_step(values["latents"])
+            report.cache = cache.use
         if step_done:
             step_done(step + 1, settings.computed_steps, report)
         TURNS.give_way()
@@ -137,8 +138,6 @@ def sample(
     try:
         with while_compiling(handle, report, tell), handle.switched(report), torch.no_grad():
             pipe = _pipeline(stages, denoiser, settings.scheduler, request, tell, from_video=video is not None)
-            if course:
-                follow(pipe.scheduler, course)
             if previews:
                 preview(previews, handle, pipe.scheduler, settings.frames)
             if embeddings:  # diffusers' CogView3-Plus would put zeros in place of a negative prompt that is encoded
@@ -163,8 +162,8 @@ def sample(
                 **{name: value for name, value in given.items() if value is not None},
             )
     finally:
-        if course:
-            report.account(course.use)
+        if cache:
+            report.account(cache.use)
         for stage in stages:
             save_profile(handle, stage.name, stage.plan.numerics)
         handle.store.empty_quantised()

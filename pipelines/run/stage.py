@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from ...precision.course import Course, Guidance
 from ...precision.dtypes import DTYPES
 from ...precision.memory import size
 from ...precision.observe import alone
 from ...precision.overrides import ModuleStructure
 from ...precision.policy import Component, Precision
 from ...precision.stage import Stage
-from ...precision.step_cache import StepCache
+from ...precision.step_cache import GuidanceWeights, StepCacheController
 from ...trust.message import Message
 from ..compile.backends import uses_torch_kernels
 from ..errors import BackendUnavailable
@@ -53,17 +52,17 @@ class _Once(Generic[_T]):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ComponentStage(Stage):
-    """name: of its folder. weights_in: the dtype that its weights are loaded in. course: of the run's step cache.
+    """name: of its folder. weights_in: the dtype that its weights are loaded in.
 
-    guidance: what the sampler makes of a step's outputs. sharing: how ranks share a denoiser's calls. prompts: of both
-    calls of a step, where it has two.
+    cache_controller: of the run's step cache. guidance_weights: what the sampler multiplies a step's outputs by.
+    sharing: how ranks share a denoiser's calls. prompts: of both calls of a step, where it has two.
     """
 
     handle: PipelineHandle
     name: str
     weights_in: str
-    course: Course | None = None
-    guidance: Guidance = (1.0,)
+    cache_controller: StepCacheController | None = None
+    guidance_weights: GuidanceWeights = (1.0,)
     sharing: Sharing = ONE
     prompts: tuple[torch.Tensor, ...] = ()
 
@@ -80,14 +79,14 @@ class ComponentStage(Stage):
         if self.handle.compile_options.channels_last and self._convolves:
             self.report.note(self._layout(module))
         family = self.handle.family
-        if self._context.alone or family.context is None:
+        if self.context.alone or family.context is None:
             return module
         from ..parallel.shell import over_ranks
 
-        return over_ranks(module, family.blocks[0], family.context, self._context)
+        return over_ranks(module, family.blocks[0], family.context, self.context)
 
     @property
-    def _context(self) -> Ranks:
+    def context(self) -> Ranks:
         """The ranks that share the tokens of a call."""
         return here().part(self.sharing.context)
 
@@ -203,33 +202,6 @@ class ComponentStage(Stage):
         if self.plan.component is not Component.DENOISER:
             return ModuleStructure(everything=True)
         return ModuleStructure.of(self.module, self.handle.family.blocks, self.handle.family.stream)
-
-    def step_cache(self) -> StepCache | None:
-        """Return a new cache for the steps of a run; None where nothing is cached."""
-        skipped = self.handle.family.skipped
-        if self.course is None or skipped is None:
-            return None
-        if parts := skipped.parts(self.module):
-            return StepCache(parts, self.course, self.guidance, self._own_share, self._of_both_halves)
-        self.report.note("no step is cached: the denoiser has nothing that a cached step could leave out")
-        return None
-
-    def _own_share(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of what the first block is given."""
-        context = self.handle.family.context
-        if self._context.alone or context is None:
-            return hidden
-        from ..parallel.exchange import share_of
-
-        return share_of(hidden, context.first[context.picture], self._context)
-
-    def _of_both_halves(self, made: torch.Tensor) -> torch.Tensor:
-        """Return a call's whole batch, of this rank's half of it."""
-        if not self.sharing.halves:
-            return made
-        from ..parallel.exchange import from_each
-
-        return torch.cat(from_each(made, self.sharing.first_of_halves, here()))
 
     @property
     def _offload(self) -> Offload:

@@ -18,7 +18,7 @@ from ...precision.overrides import NOTHING, ModuleStructure, PrecisionOverrides
 from ...precision.policy import Component
 from ...precision.shells import with_once
 from ...precision.snapshot import copies
-from ...precision.step_cache import compared
+from ...precision.step_cache import block_names, with_most_memory
 from .quantising import quantised_on_meta
 
 if TYPE_CHECKING:
@@ -79,11 +79,11 @@ def attempt_on_meta(
     cached: int = 0,
 ) -> Callable[..., Any]:
     """Return what a stage's guard would call of a network, on "meta". cached: as `room_for_call` has it."""
-    bare, skipped = on_meta(network), stage.handle.family.skipped
-    parts = skipped.parts(bare) if cached and skipped else []
+    bare = on_meta(network)
+    blocks = block_names(bare, stage.handle.family.cached_blocks) if cached else []
 
     def kept(run: Any) -> Any:
-        return compared(run, parts, cached) if parts else run
+        return with_most_memory(run, blocks, cached) if blocks else run
 
     once = stage.handle.family.of_prompt if stage.plan.component is Component.DENOISER else ()
     copying = partial(_copying, bare)

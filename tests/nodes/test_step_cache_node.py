@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from comfyui_onediff_guard.nodes.step_cache import StepCache
-from comfyui_onediff_guard.precision.drift import CachePolicy
+from comfyui_onediff_guard.precision.error_estimate import CachePolicy
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision import fp16_sums as layers_of
 from comfyui_onediff_guard.precision.accumulation import Accumulation
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES, named
-from comfyui_onediff_guard.precision.drift import CachePolicy
+from comfyui_onediff_guard.precision.error_estimate import CachePolicy
 from comfyui_onediff_guard.precision.policy import Component, PlanImpossible, Precision, choose
 from comfyui_onediff_guard.precision.profile_store import parse
 from comfyui_onediff_guard.precision.sums import BUDGET, Sums

@@ -21,7 +21,7 @@ from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, add_lora,
 from comfyui_onediff_guard.pipelines.run.pictures import fitted
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
-from comfyui_onediff_guard.precision.drift import FIRST, LAST, ORDER, CachePolicy
+from comfyui_onediff_guard.precision.error_estimate import FIRST, LAST, CachePolicy
 from comfyui_onediff_guard.precision.guard import GuardPolicy, OnFailure, Scope
 from comfyui_onediff_guard.precision.overrides import PrecisionOverrides
 from comfyui_onediff_guard.precision.policy import Component, Precision
@@ -85,7 +85,8 @@ def test_every_family(model_folder: Callable[..., Path], model: str) -> None:
     handle = opened(model_folder(model))
     plain, before = run(handle, model)
     assert before.cache is None and "cached" not in before.cells()
-    assert torch.equal(run(handle, model, CachePolicy(0.0))[0], plain)
+    compared, report = run(handle, model, CachePolicy(1e-9))  # which compares, and caches nothing
+    assert report.cache.compared and not report.cache.cached and torch.equal(compared, plain)
     found, report = run(handle, model, WIDE)
     cells, use = report.cells(), report.cache
     assert use.cached == cells.count("cached") >= 2, report.text()
@@ -96,19 +97,8 @@ def test_every_family(model_folder: Callable[..., Path], model: str) -> None:
     assert torch.equal(run(handle, model)[0], plain)  # nothing is left of it
 
 
-@pytest.mark.parametrize("scheduler", ["DDIM", "DPM"])
-def test_every_scheduler(model_folder: Callable[..., Path], scheduler: str) -> None:
-    """Weighing a scheduler's step draws no noise of the run's, and leaves nothing in it."""
-    handle = opened(model_folder("2b"))
-    plain, _ = run(handle, "2b", scheduler=scheduler)
-    never = CachePolicy(1e-9)
-    found, report = run(handle, "2b", never, scheduler=scheduler)
-    assert report.cache.compared and not report.cache.cached
-    assert torch.equal(found, plain)
-
-
 @pytest.mark.parametrize("model", ["2b", "cogview4"])
-@pytest.mark.parametrize("failing", range(STEPS))
+@pytest.mark.parametrize("failing", [0, FIRST, 7, STEPS - 1])
 def test_nan_at_any_step(
     model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, model: str, failing: int
 ) -> None:
@@ -284,26 +274,9 @@ def test_a_denoiser_of_one_block_says_that_nothing_can_be_cached(
     assert "no step is cached" in report.text() and "cached" not in report.cells()
 
 
-def test_what_is_kept_does_not_grow(model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    handle, kept = opened(model_folder("2b")), []
-    keep = denoising.StepCache.keep
-
-    def counted(cache: Any, **how: Any) -> bool:
-        cached = keep(cache, **how)
-        kept.append({number: len(left) for number, left in cache._left.items()})
-        return cached
-
-    monkeypatch.setattr(denoising.StepCache, "keep", counted)
-    run(handle, "2b", WIDE)
-    assert kept[-1] == {0: ORDER + 1}
-
-
-PRECISIONS = ["fp16", "bf16", "int8"]
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "int8"])
 def test_every_precision(model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
-    """A budget of 0 is bit-equal, and a NaN in a cached run comes to what it comes to without a cache."""
+    """A target of 0 is bit-equal, and a NaN in a cached run comes to what it comes to without a cache."""
     monkeypatch.setattr("comfyui_onediff_guard.precision.quantised.LEAST", STEP)  # small: int8 is slow on CPUs
     handle = opened(model_folder("2b"), precision)
     assert handle.plan(Component.DENOISER).numerics == precision

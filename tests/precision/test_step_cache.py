@@ -7,13 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.precision import drift
-from comfyui_onediff_guard.precision.course import Course
-from comfyui_onediff_guard.precision.drift import FIRST, ORDER, CachePolicy, Choice
-from comfyui_onediff_guard.precision.skips import BlocksBehindFirst
-from comfyui_onediff_guard.precision.step_cache import StepCache
-
-BLOCKS = BlocksBehindFirst("blocks")
+from comfyui_onediff_guard.precision.error_estimate import FIRST, ORDER, CachePolicy, Choice, ErrorEstimate
+from comfyui_onediff_guard.precision.step_cache import StepCache, StepCacheController, block_names
 
 
 class Block(torch.nn.Module):
@@ -64,8 +59,8 @@ class Run:
     def __init__(
         self, module: torch.nn.Module, policy: CachePolicy, steps: int = 30, made: Callable[[Any], Any] = same
     ):
-        self.course = Course(policy, steps)
-        self.cache = StepCache(BLOCKS.parts(module), self.course, (-1.0, 2.0))
+        self.controller = StepCacheController(policy, steps)
+        self.cache = StepCache(block_names(module, "blocks"), self.controller, (-1.0, 2.0))
         self.attempt = self.cache.attempt(module, made)
         self.rerun = self.cache.rerun(module, made)
         self.cached: list[int] = []
@@ -74,16 +69,16 @@ class Run:
         out = self.attempt(hidden_states=given)[0]
         if fails:
             out = self.rerun(hidden_states=given)[0]
-        read(self.course)
+        read(self.controller)
         if self.cache.keep():
-            self.cached.append(self.course.ledger.at)
-        self.course.stepped(1.0, given)
+            self.cached.append(self.controller.estimate.at)
+        self.controller.end_step(given)
         return out
 
 
-def read(course: Course) -> None:
+def read(controller: StepCacheController) -> None:
     """What the guard does behind each call."""
-    course.pending.known([float(value) for value in course.pending.asked()])
+    controller.pending.known([float(value) for value in controller.pending.asked()])
 
 
 def test_nothing_differs_before_something_is_cached() -> None:
@@ -106,9 +101,9 @@ def test_cached_steps_are_near_and_leave_out_all_blocks_but_the_first() -> None:
             assert 0 < float((out - wanted).norm() / wanted.norm()) < 0.01
         else:
             assert torch.equal(out, wanted)
-    assert len(run.cached) > 15 and run.cached == list(run.course.ledger.cached)
-    use = run.course.use
-    assert use.cached == len(run.cached) and not use.broken
+    assert len(run.cached) > 15 and run.cached == list(run.controller.estimate.cached)
+    use = run.controller.use
+    assert use.cached == len(run.cached) and not use.over_target
     assert use.skipped == pytest.approx(3 * len(run.cached) / (4 * 30))
 
 
@@ -127,7 +122,7 @@ def test_a_step_that_is_compared_is_computed_from_what_it_was_given() -> None:
         out, wanted = run.step(given), plain(latents(step))[0]
         assert step in run.cached or torch.equal(out, wanted)
         assert torch.equal(given, 1.5 * latents(step))
-    assert run.cached and run.course.use.broken == 0
+    assert run.cached and not run.controller.use.over_target
 
 
 def test_the_module_stays_as_it_is() -> None:
@@ -168,15 +163,15 @@ def test_a_failed_attempt_leaves_nothing_and_its_rerun_leaves_all(failing: int) 
             with torch.no_grad():
                 toy.blocks[1].layer.weight.fill_(torch.nan)  # pyright: ignore
             run.attempt(hidden_states=latents(step))
-            read(run.course)
+            read(run.controller)
             toy.head = head
             with torch.no_grad():
                 for block, weight in zip(toy.blocks, broken, strict=True):
                     block.layer.weight.copy_(weight)  # pyright: ignore
             out = run.rerun(hidden_states=latents(step))[0]
-            read(run.course)
+            read(run.controller)
             assert not run.cache.keep()
-            run.course.stepped(1.0, latents(step))
+            run.controller.end_step(latents(step))
             assert torch.equal(out, toy(latents(step))[0])
         else:
             out = run.step(latents(step))
@@ -195,35 +190,35 @@ def test_each_call_of_a_step_has_its_own_values() -> None:
         kinds = []
         for half in latents(step).split(1):
             out = run.attempt(hidden_states=half)[0]
-            read(run.course)
+            read(run.controller)
             kinds.append(run.cache.keep())
             wanted = plain(half)[0]
             assert float((out - wanted).norm() / wanted.norm()) < 0.01
         assert kinds[0] == kinds[1]
-        run.course.stepped(1.0, latents(step))
-    assert len(run.course.ledger.cached) > 15
+        run.controller.end_step(latents(step))
+    assert len(run.controller.estimate.cached) > 15
 
 
 def test_a_second_call_that_fails_leaves_the_first_one_counted() -> None:
     toy = Toy()
     run = Run(toy, CachePolicy(0.05))
     first, second = latents(0).split(1)
-    while run.course.chosen is not Choice.REUSE:
+    while run.controller.choice is not Choice.REUSE:
         for half in (first, second):
-            run.attempt(hidden_states=half * (1 + 0.01 * run.course.ledger.at))
-            read(run.course)
+            run.attempt(hidden_states=half * (1 + 0.01 * run.controller.estimate.at))
+            read(run.controller)
             run.cache.keep()
-            if run.course.chosen is Choice.REUSE:
+            if run.controller.choice is Choice.REUSE:
                 break
         else:
-            run.course.stepped(1.0, latents(0))
-    at = run.course.ledger.at
+            run.controller.end_step(latents(0))
+    at = run.controller.estimate.at
     run.attempt(hidden_states=second)
     run.rerun(hidden_states=second)
-    read(run.course)
+    read(run.controller)
     assert not run.cache.keep()
-    run.course.stepped(1.0, latents(0))
-    assert at in run.course.ledger.cached
+    run.controller.end_step(latents(0))
+    assert at in run.controller.estimate.cached
 
 
 @pytest.mark.parametrize(
@@ -237,47 +232,53 @@ def test_a_second_call_that_fails_leaves_the_first_one_counted() -> None:
     ],
 )
 def test_errors_are_those_after_guidance(calls: list[list[torch.Tensor]], error: float | None) -> None:
-    course = Course(CachePolicy(0.1), 20)
-    course.ledger = drift.Ledger(course.ledger.policy, 20, at=FIRST)
-    course.choose()
-    course.signal(torch.tensor(0.1))
-    for apart in calls:
-        course.compare(apart, (-5.0, 6.0))
-        read(course)
-        course.keep(apart)
-    course.stepped(1.0, torch.ones(2))
-    assert course.ledger.ratio == (None if error is None else pytest.approx(error / 0.1))
-    read(course)
-    course.stepped(1.0, torch.ones(2))
-    assert course.ledger.weight == pytest.approx(2**-0.5) and not course.ledger.stopped
+    """As a share of the output after guidance, which is 1 here."""
+    controller = to_compare()
+    for differences in calls:
+        comparisons = [torch.stack([each, torch.ones_like(each)], dim=-1) for each in differences]
+        controller.compare(comparisons, (-5.0, 6.0))
+        read(controller)
+        controller.keep(comparisons)
+    controller.end_step(torch.ones(2))
+    assert controller.estimate.ratio == (None if error is None else pytest.approx(error / 0.1))
 
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_comparison_of_a_step_that_failed_tells_nothing(whole: bool) -> None:
-    course = Course(CachePolicy(1.0), 40)
-    course.ledger = drift.Ledger(course.ledger.policy, 40, at=FIRST)
-    assert course.choose() is Choice.COMPUTE
-    course.signal(torch.tensor(0.1))
-    course.compare([torch.full((2, 3, 1), torch.nan)], (-1.0, 2.0))
-    read(course)
-    course.recompute(whole=whole)
-    course.stepped(0.01, torch.ones(2))
-    assert course.ledger.ratio is None and not course.ledger.compared and not course.ledger.stopped
+    controller = to_compare()
+    controller.compare([torch.full((2, 3, 2), torch.nan)], (-1.0, 2.0))
+    read(controller)
+    controller.recompute(whole=whole)
+    controller.end_step(torch.ones(2))
+    assert controller.estimate.ratio is None and not controller.estimate.compared and not controller.estimate.stopped
 
 
-@pytest.mark.parametrize("norm", [0.0, torch.nan, torch.inf])
-def test_latents_that_are_broken_end_it(norm: float) -> None:
-    course = Course(CachePolicy(1.0), 40)
-    course.stepped(0.01, torch.tensor([norm]))
-    read(course)
-    course.stepped(0.01, torch.ones(2))
-    assert "the latents" in course.ledger.stopped and course.ledger.weight == 0
+def to_compare() -> StepCacheController:
+    """In the first step that could be cached, which will be compared."""
+    controller = StepCacheController(CachePolicy(1.0), 40)
+    controller.estimate = ErrorEstimate(controller.estimate.policy, 40, at=FIRST)
+    assert controller.choose() is Choice.COMPUTE
+    controller.pending.ask("signal", torch.tensor(0.1))
+    return controller
+
+
+@pytest.mark.parametrize("first", [0.0, torch.nan, torch.inf])
+def test_the_change_of_the_latents_is_measured(first: float) -> None:
+    controller, good = StepCacheController(CachePolicy(1.0), 40), torch.tensor([3.0, 4.0])
+    for latents in (good, good * 1.5, good * 1.5):
+        controller.end_step(latents)
+        read(controller)
+    assert controller.estimate.changes == (0.0, pytest.approx(0.5)) and not controller.estimate.stopped
+    for latents in (good * first, good, good):
+        controller.end_step(latents)
+        read(controller)
+    assert "the latents" in controller.estimate.stopped
 
 
 def test_memory_is_bounded() -> None:
     run = Run(Toy(), CachePolicy(0.05))
     for step in range(30):
         run.step(latents(step))
-    assert {len(left) for left in run.cache._left.values()} == {ORDER + 1}
+    assert {len(left) for left in run.cache.history.values()} == {ORDER + 1}
     run.cache.forget()
-    assert not run.cache._left
+    assert not run.cache.history

@@ -120,7 +120,7 @@ def ran(folder: Path, device: torch.device, leg: Leg) -> Iterator[tuple[torch.Te
     from comfyui_onediff_guard.pipelines.run.pictures import fitted
     from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
     from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
-    from comfyui_onediff_guard.precision.drift import CachePolicy
+    from comfyui_onediff_guard.precision.error_estimate import CachePolicy
     from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
     from comfyui_onediff_guard.precision.policy import Precision
 

@@ -92,7 +92,7 @@ def sampled(case: Case) -> Made:
     from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
     from comfyui_onediff_guard.pipelines.weights import components
     from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
-    from comfyui_onediff_guard.precision.drift import CachePolicy
+    from comfyui_onediff_guard.precision.error_estimate import CachePolicy
     from comfyui_onediff_guard.precision.policy import Component, Precision
 
     if case.offload in ("group", "sequential") and not case.there:

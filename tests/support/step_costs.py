@@ -78,7 +78,7 @@ def ours(folder: Path, card: Any, **options: Any) -> Callable[[int], Costs]:
     from comfyui_onediff_guard.pipelines.run.handle import load
     from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
     from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
-    from comfyui_onediff_guard.precision.drift import CachePolicy
+    from comfyui_onediff_guard.precision.error_estimate import CachePolicy
     from comfyui_onediff_guard.precision.policy import Precision
 
     cached, precision = options.pop("step_cache", False), Precision(options.pop("precision"))

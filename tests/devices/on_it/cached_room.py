@@ -16,7 +16,7 @@ from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.ladder import _MARGIN
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement, bytes_of
-from comfyui_onediff_guard.precision.drift import CachePolicy
+from comfyui_onediff_guard.precision.error_estimate import CachePolicy
 from comfyui_onediff_guard.precision.policy import Precision
 from comfyui_onediff_guard.precision.step_cache import StepCache
 from small_runs import sampled
@@ -44,8 +44,8 @@ def test_what_is_asked_for_is_what_a_cached_run_takes(
 
     def counted(cache: StepCache, **how: Any) -> bool:
         made = keep(cache, **how)
-        entries = [entry for left in cache._left.values() for entry in left]
-        kept.append(sum(entry.signal.nbytes + entry.given.nbytes for entry in entries))
+        entries = [entry for left in cache.history.values() for entry in left]
+        kept.append(sum(entry.signal.nbytes + entry.added.nbytes for entry in entries))
         return made
 
     monkeypatch.setattr(StepCache, "keep", counted)
@@ -93,7 +93,7 @@ def test_a_second_denoiser_finds_nothing_that_the_first_one_kept(
     def noted(cache: StepCache, **how: Any) -> bool:
         made = keep(cache, **how)
         caches.extend([] if cache in caches else [cache])
-        full.append(sum(bool(each._left) for each in caches))
+        full.append(sum(bool(each.history) for each in caches))
         return made
 
     monkeypatch.setattr(StepCache, "keep", noted)

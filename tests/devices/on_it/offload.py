@@ -19,7 +19,7 @@ from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.pipelines.weights.offload import Offload
 from comfyui_onediff_guard.pipelines.weights.parts import tensors_of
 from comfyui_onediff_guard.pipelines.weights.placement import bytes_on
-from comfyui_onediff_guard.precision.drift import CachePolicy
+from comfyui_onediff_guard.precision.error_estimate import CachePolicy
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from onediff.infer_compiler.backends import registry
 from safetensors.torch import save_file
