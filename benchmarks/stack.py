@@ -81,10 +81,12 @@ MORE = {
 }
 
 
-def cached(model: Model, left_out: float, counted: str) -> Factor:
-    """What a step cache gives. left_out: of the denoiser's operations, 0..1."""
-    times = 1 / (1 - left_out * model.denoising)
-    part = f"{left_out:.1%} of the denoiser left out at drift 2 % or less ({counted}), {model.denoising:.1%} of the run"
+def cached(model: Model, skipped: float, counted: str) -> Factor:
+    """What a step cache gives. skipped: of the denoiser's operations, 0..1."""
+    times = 1 / (1 - skipped * model.denoising)
+    part = (
+        f"{skipped:.1%} of the denoiser skipped at a drift of 2 % or less ({counted}), {model.denoising:.1%} of the run"
+    )
     return Factor("step cache", times, part)
 
 
