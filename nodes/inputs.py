@@ -175,7 +175,7 @@ def from_hub() -> dict[str, tuple[str, dict[str, Any]]]:
     """The optional inputs by which every loader takes a model from the hub."""
     hub_id = (
         "A model on the Hugging Face Hub as owner/name, used in place of model. Empty: model is used. Files go to the "
-        "Hub's own cache; an interrupted download goes on where it ended."
+        "Hub's own cache; after an interrupt, complete files are kept."
     )
     revision = "Of hub_id: a branch, a tag or a commit. Empty: main."
     download = "Of hub_id. On: downloads what the cache lacks, newer commits too. Off: uses the cache alone."

@@ -49,11 +49,11 @@ class HubError(Told, RuntimeError):
 
         if isinstance(error, cls):
             return error
-        if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+        if isinstance(error, (errors.LocalEntryNotFoundError, ValueError)) and isinstance(error.__cause__, Exception):
             error = error.__cause__
         status = getattr(getattr(error, "response", None), "status_code", 0)
         libraries = {base.__module__.split(".")[0] for base in type(error).__mro__}
-        again = "What was downloaded is kept: run it again to go on."
+        again = "Run it again: files that are complete are kept."
         unreachable = False
         if isinstance(error, errors.GatedRepoError):
             text = Message(
@@ -84,20 +84,18 @@ class HubError(Told, RuntimeError):
             text = Message("The disk is full. Make room, or set HF_HOME to a folder on a larger disk. {}", again)
         elif libraries & _HTTP_LIBRARIES or isinstance(error, (ConnectionError, TimeoutError)):
             unreachable = True
-            reason = str(error).strip().split("\n")[0] or "no answer"
             text = Message(
-                "The hub cannot be reached for '{}' ({}: {}). Check the network, a proxy, and HF_ENDPOINT. {}",
+                "The hub cannot be reached for '{}' ({}). Check the network, a proxy, and HF_ENDPOINT. {}",
                 hub_id,
-                type(error).__name__,
-                reason,
+                type(error).__name__,  # its text may name an address with a token
                 again,
             )
         elif isinstance(error, OSError) and error.errno is None:  # http_get's own, for a file of another length
-            text = Message("A file of '{}' ended early, or too late ({}). {}", hub_id, error, again)
+            text = Message("A file of '{}' ended early, or too late. {}", hub_id, again)
         elif isinstance(error, OSError):
             text = Message("The cache cannot be written ({}). Set HF_HOME to a folder that can. {}", error, again)
         else:
-            text = Message("'{}' could not be downloaded ({}: {}). {}", hub_id, type(error).__name__, error, again)
+            text = Message("'{}' could not be downloaded ({}). {}", hub_id, type(error).__name__, again)
         explained = cls(text)
         explained.unreachable = unreachable
         return explained

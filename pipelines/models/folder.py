@@ -131,7 +131,9 @@ def inspect(path: Path, expected: FamilySpec) -> ModelFolder:
     expected = expected.of(index)
     classes, weights, configs, fields, modules = {}, {}, {}, {}, {}
     for name, component in expected.components.items():
-        classes[name] = _component_class(path, index, name, component)
+        classes[name] = component_class(path, index, name, component)
+        if not (path / name).is_dir():
+            raise BadFolder("'{}' has no '{}' folder. The download is incomplete: fetch it again.", name_of(path), name)
         if component.weights:
             configs[name] = _read_config(path, name)
             where = f"{name_of(path)}/{name}/config.json"
@@ -172,6 +174,22 @@ def family_of(path: Path) -> FamilySpec:
     if found not in FAMILIES:
         raise BadFolder("'{}' holds a {}. Known: {}.", name_of(path), found, ", ".join(FAMILIES))
     return FAMILIES[found].of(index)
+
+
+def component_class(path: Path, index: Mapping[str, Any], name: str, component: ComponentSpec) -> str:
+    """Return the class that model_index.json names for a component. Raises BadFolder where it is not one of its own."""
+    entry = index.get(name)
+    found = entry[1] if isinstance(entry, list) and len(entry) == 2 else None
+    if found not in component.classes:
+        raise BadFolder(
+            "'{}': model_index.json names {} as {}, but a {} is needed. Download the model again, or use the original "
+            "one.",
+            name_of(path),
+            shown(found) if found else "nothing",
+            name,
+            " or a ".join(component.classes),
+        )
+    return found
 
 
 def list_folders(roots: Iterable[Path], depth: int = 3) -> dict[str, Path]:
@@ -319,23 +337,6 @@ def _walk(folder: Path, depth: int, seen: dict[Path, int]) -> Iterator[Path]:
                     yield from _walk(child, depth - 1, seen)
     except OSError:
         return
-
-
-def _component_class(path: Path, index: Mapping[str, Any], name: str, component: ComponentSpec) -> str:
-    entry = index.get(name)
-    found = entry[1] if isinstance(entry, list) and len(entry) == 2 else None
-    if found not in component.classes:
-        raise BadFolder(
-            "'{}': model_index.json names {} as {}, but a {} is needed. Download the model again, or use the original "
-            "one.",
-            name_of(path),
-            shown(found) if found else "nothing",
-            name,
-            " or a ".join(component.classes),
-        )
-    if not (path / name).is_dir():
-        raise BadFolder("'{}' has no '{}' folder. The download is incomplete: fetch it again.", name_of(path), name)
-    return found
 
 
 def _read_config(path: Path, name: str) -> dict[str, Any]:

@@ -1,29 +1,37 @@
-"""Models from the hub: what a family needs of a repository, fetched into huggingface_hub's own cache.
+"""Download a model from the Hugging Face Hub into huggingface_hub's cache, and check it there.
 
-huggingface_hub resolves, authenticates, retries and lays out the cache. Files with code are never asked for.
+huggingface_hub resolves, authenticates, retries and lays out the cache. Code in a repository is never downloaded.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+import shutil
+import threading
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+from ...trust.message import Message
 from ..errors import BadFolder, HubError
 from ..families.spec import FamilySpec
-from ..small_files import MOST_CONFIG_BYTES, MOST_VOCABULARY_BYTES, read_json
-from .folder import family_of, inspect
-from .hub_transfer import COMMIT, File, ProgressCallback, Transfer, storage_of
+from ..small_files import MOST_VOCABULARY_BYTES, read_json
+from .folder import component_class, family_of, inspect
 from .on_disk import name_of
 from .weight_files import STEMS
 
 logger = logging.getLogger(__name__)
 
 _INDEX = "model_index.json"
-_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
-_REVISION = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*", re.ASCII)
+_ID = re.compile(r"(?!.*(--|\.\.))\w[\w.-]*/\w[\w.-]*", re.ASCII)
+_REVISION = re.compile(r"(?!.*\.\.)\w[\w.-]*(/\w[\w.-]*)*", re.ASCII)
+_POLL_SECONDS = 0.2  # between two calls of `progress`: the longest that an interrupt waits
+_xet_is_off = threading.Lock()  # one download at a time
+
+ProgressCallback = Callable[[int, int, str], None]  # bytes done, bytes in all (0: not known yet), a line of text
 
 
 def fetch(
@@ -31,185 +39,217 @@ def fetch(
     revision: str | None,
     *families: FamilySpec,
     download: bool = True,
-    progress: ProgressCallback | None = None,
+    progress: ProgressCallback = lambda *_: None,
 ) -> Path:
-    """Bring one commit of a hub repository into huggingface_hub's cache, and return its folder, which is whole.
+    """Download one commit of a repository into huggingface_hub's cache. Return its folder, which passed all checks.
 
     hub_id: "owner/name".
     revision: a branch, a tag or a commit; None is "main".
     families: what the repository may hold; its model_index.json says which.
     download: False (or HF_HUB_OFFLINE) uses only what is in the cache.
-    progress: called some times a second with bytes done, bytes in all (0: not known yet) and the file under way. What
-        it raises ends the download at once; the next call goes on where it ended.
+    progress: called several times a second. What it raises cancels the download.
 
-    Raises HubError where the files cannot be had, and BadFolder where they are no whole model of these families. Either
-    way what was downloaded stays for the next call, and no folder counts as whole that is not.
+    Raises HubError where the files cannot be had, and BadFolder where they are no complete model of these families.
     """
     from huggingface_hub import constants
 
-    revision = check_id(hub_id, revision)
+    revision = revision or "main"
+    if not _ID.fullmatch(hub_id):
+        raise HubError("'{}' is not a repository id; use owner/name.", hub_id)
+    if not _REVISION.fullmatch(revision):
+        raise HubError("'{}' is not a revision; use a branch, a tag or a commit.", revision)
     if not download or constants.HF_HUB_OFFLINE:
         return _from_cache(hub_id, revision, families)
     cached = None
     with suppress(HubError, BadFolder):
         cached = _from_cache(hub_id, revision, families)
-    if cached and COMMIT.fullmatch(revision):
+    if cached and cached.name == revision:
         return cached
-    transfer = Transfer(hub_id, revision, progress or (lambda *_: None))
     try:
-        return _fetch(transfer, families, cached)
+        return _Download(hub_id, revision, progress).run(families, cached)
     except HubError as error:
         if not (cached and error.unreachable):
             raise
-        logger.warning("%s Going on with the copy in the cache, commit %s.", error, cached.name)
+        logger.warning("%s Using the copy in the cache, commit %s.", error, cached.name)
         return cached
-    finally:
-        transfer.close()
-
-
-def check_id(hub_id: str, revision: str | None = None) -> str:
-    """Return the revision, "main" where none is given, without asking the hub.
-
-    Raises HubError where the id or the revision cannot be one.
-    """
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
-
-    with suppress(HFValidationError):
-        validate_repo_id(hub_id)
-        if hub_id.count("/") == 1 and all(map(_NAME.fullmatch, hub_id.split("/"))):
-            if revision and (not _REVISION.fullmatch(revision) or ".." in revision):
-                raise HubError("'{}' is no revision. Write a branch (main), a tag or a commit of 40 digits.", revision)
-            return revision or "main"
-    raise HubError(
-        "'{}' is no hub id. Write owner/name as it stands on the model's page, such as THUDM/CogVideoX-2b: letters, "
-        "digits, '-', '_' and '.', and one '/'.",
-        hub_id,
-    )
-
-
-def _fetch(transfer: Transfer, families: Sequence[FamilySpec], cached: Path | None) -> Path:
-    files = transfer.look_up()
-    if cached != transfer.snapshot:
-        if _INDEX not in files:
-            raise BadFolder(
-                "'{}' has no model_index.json: it is not in diffusers format. Name one that is.", transfer.hub_id
-            )
-        if files[_INDEX].size > MOST_CONFIG_BYTES:
-            raise BadFolder(
-                "'{}': model_index.json has {:,} bytes. Name another repository.", transfer.hub_id, files[_INDEX].size
-            )
-        with transfer.alone():
-            transfer.get([files[_INDEX]])
-            family = _family(transfer.snapshot, families)
-            needed = _needed(files, family, transfer.hub_id)
-            transfer.plan(needed)
-            transfer.get([file for file in needed if not file.path.endswith(".safetensors")])
-            _check_shards(transfer.snapshot, {file.path for file in needed})
-            transfer.get(needed)
-            _check_whole(transfer.snapshot, families)
-    with suppress(OSError):  # so that a branch or a tag is found without the hub; a read-only cache goes without
-        ref = transfer.storage / "refs" / transfer.revision
-        if transfer.revision != transfer.snapshot.name:
-            ref.parent.mkdir(parents=True, exist_ok=True)
-            ref.write_text(transfer.snapshot.name, encoding="utf-8")
-    return transfer.snapshot
-
-
-def _needed(files: Mapping[str, File], family: FamilySpec, hub_id: str) -> list[File]:
-    """Return the index, the configs, the vocabularies and one set of safetensors of each component.
-
-    Raises BadFolder where a component has no safetensors.
-    """
-    paths = [_INDEX]
-    for component, spec in family.components.items():
-        there = sorted(path.removeprefix(f"{component}/") for path in files if path.startswith(f"{component}/"))
-        names = [name for name in there if _NAME.fullmatch(name)]
-        configs = (name for name in names if name.endswith(".json") and ".index." not in name)
-        small = list(configs) if spec.weights else [name for name in names if name in spec.files]
-        stem = STEMS[spec.library]
-        weights = _weights(names, stem) if spec.weights else []
-        if spec.weights and not weights:
-            raise BadFolder(
-                "'{}/{}' holds {}, but no {}.safetensors, whole or in shards. Pickled weights can run code and are "
-                "refused, a variant such as fp16 alone is not taken. Name another repository or revision.",
-                hub_id,
-                component,
-                ", ".join(sorted({*there} - {*small})) or "no weights",
-                stem,
-            )
-        paths += [f"{component}/{name}" for name in (*small, *weights)]
-    return [files[path] for path in paths if path.endswith(".safetensors") or files[path].size <= MOST_VOCABULARY_BYTES]
-
-
-def _weights(names: Sequence[str], stem: str) -> list[str]:
-    """Return the names of one set of weights. The single file comes first: with it alone, no library looks for an
-    index."""
-    if f"{stem}.safetensors" in names:
-        return [f"{stem}.safetensors"]
-    if (index := f"{stem}.safetensors.index.json") in names:
-        return [index, *filter(re.compile(rf"{stem}-\d+-of-\d+\.safetensors").fullmatch, names)]
-    return []
-
-
-def _family(snapshot: Path, families: Sequence[FamilySpec]) -> FamilySpec:
-    """Return the family whose classes model_index.json names. Raises BadFolder where it is none of these."""
-    family, index = family_of(snapshot), read_json(snapshot / _INDEX)
-    if family.pipeline not in [known.pipeline for known in families]:
-        pipelines, names = (" or a ".join(getattr(known, key) for known in families) for key in ("pipeline", "name"))
-        raise BadFolder(
-            "'{}' holds a {}, not a {}. It belongs to {}. Name a {} repository.",
-            name_of(snapshot),
-            family.pipeline,
-            pipelines,
-            family.name,
-            names,
-        )
-    for name, component in family.components.items():
-        entry = index.get(name)
-        if not isinstance(entry, list) or len(entry) != 2 or entry[1] not in component.classes:
-            raise BadFolder(
-                "'{}': model_index.json names {} as {}, but a {} is needed. Name the original repository.",
-                name_of(snapshot),
-                entry or "nothing",
-                name,
-                " or a ".join(component.classes),
-            )
-    return family
-
-
-def _check_shards(snapshot: Path, needed: set[str]) -> None:
-    """Raise BadFolder where an index names a shard that will not be fetched."""
-    for index in (path for path in needed if path.endswith(".index.json")):
-        shards = read_json(snapshot / index).get("weight_map")
-        names = map(str, shards.values()) if isinstance(shards, dict) else ["no weight_map"]
-        missing = sorted({name for name in names if f"{index.split('/')[0]}/{name}" not in needed})
-        if missing:
-            raise BadFolder(
-                "'{}': {} names {}. Name a repository that has it.", name_of(snapshot), index, ", ".join(missing)
-            )
-
-
-def _check_whole(snapshot: Path, families: Sequence[FamilySpec]) -> None:
-    """Check all that `inspect` does, and what it does not look for: links that lead nowhere.
-
-    Raises BadFolder.
-    """
-    if lost := sorted(str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if not path.exists()):
-        raise BadFolder("'{}' lost {}.", name_of(snapshot), ", ".join(lost))
-    inspect(snapshot, _family(snapshot, families))
 
 
 def _from_cache(hub_id: str, revision: str, families: Sequence[FamilySpec]) -> Path:
-    """Return the snapshot in the cache. Raises HubError where it is not there, BadFolder where it is not whole."""
-    storage, commit = storage_of(hub_id), revision
-    with suppress(OSError, UnicodeDecodeError):
-        commit = (storage / "refs" / revision).read_text(encoding="utf-8").strip()
-    snapshot = storage / "snapshots" / commit
+    """Return the commit's folder in the cache. Raises HubError where there is none, BadFolder where it is damaged."""
+    from huggingface_hub import snapshot_download
+
     off = "Downloads are turned off: turn them on (`download`; HF_HUB_OFFLINE unset), or choose a model folder."
-    if not COMMIT.fullmatch(commit) or not snapshot.is_dir():
-        raise HubError("'{}' at '{}' is not in the cache ({}). {}", hub_id, revision, storage.parent, off)
     try:
-        _check_whole(snapshot, families)
+        folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=[], local_files_only=True))
+    except (OSError, ValueError):
+        raise HubError("'{}' at '{}' is not in the cache. {}", hub_id, revision, off) from None
+    try:
+        return _checked(folder, families)
     except BadFolder as error:
         raise BadFolder("{} That is the copy in the cache. {}", error, off) from None
-    return snapshot
+
+
+def _checked(folder: Path, families: Sequence[FamilySpec]) -> Path:
+    """Check all that `inspect` does, and that no link leads nowhere. Raises BadFolder."""
+    if lost := sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.exists()):
+        raise BadFolder("'{}' lost {}.", name_of(folder), ", ".join(lost))
+    return inspect(folder, _family(folder, families)).path
+
+
+def _family(folder: Path, families: Sequence[FamilySpec]) -> FamilySpec:
+    """Return the family whose classes model_index.json names. Raises BadFolder where it is none of these."""
+    family, index = family_of(folder), read_json(folder / _INDEX)
+    if family.pipeline not in [known.pipeline for known in families]:
+        raise BadFolder(
+            "'{}' holds a {}, not a {}. It belongs to {}. Name a {} repository.",
+            name_of(folder),
+            family.pipeline,
+            " or a ".join(known.pipeline for known in families),
+            family.name,
+            " or a ".join(known.name for known in families),
+        )
+    for name, component in family.components.items():
+        component_class(folder, index, name, component)
+    return family
+
+
+def _needed(paths: Collection[str], family: FamilySpec, hub_id: str) -> list[str]:
+    """Return the index, and of each component its configs or vocabularies and one set of safetensors.
+
+    Raises BadFolder where a component has no safetensors.
+    """
+    needed = [_INDEX]
+    for name, spec in family.components.items():
+        if not spec.weights:
+            needed += [f"{name}/{file}" for file in spec.files if f"{name}/{file}" in paths]
+            continue
+        configs = re.compile(rf"{name}/[\w-]+\.json", re.ASCII)
+        single = f"{name}/{STEMS[spec.library]}.safetensors"  # with it alone, no library looks for an index
+        shards = re.compile(rf"{name}/{STEMS[spec.library]}(-\d+-of-\d+\.safetensors|\.safetensors\.index\.json)")
+        weights = [single] if single in paths else [*filter(shards.fullmatch, paths)]
+        if not weights:
+            raise BadFolder(
+                "'{}' has no {}, whole or in shards. Other formats can run code and are refused; a variant such as "
+                "fp16 alone is not loaded. Name another repository or revision.",
+                hub_id,
+                single,
+            )
+        needed += [*filter(configs.fullmatch, paths), *weights]
+    return needed
+
+
+class _Download:
+    """huggingface_hub works on another thread. `progress` is called meanwhile, and can cancel it."""
+
+    def __init__(self, hub_id: str, revision: str, progress: ProgressCallback):
+        self._hub_id = hub_id
+        self._revision = revision
+        self._progress = progress
+        self._text = Message("looking for {}", hub_id)
+        self._sizes: dict[Path, int] = {}  # bytes of each file of the snapshot
+        self._cached = 0  # bytes that were there before
+        self._byte_bars: list[Any] = []
+        self._cancelled = threading.Event()
+
+    def run(self, families: Sequence[FamilySpec], cached: Path | None) -> Path:
+        """Return the commit's folder, checked. cached: the one that was the revision's before. Raises as `fetch`."""
+        from huggingface_hub import HfApi, constants, hf_hub_download
+
+        timeout = float(constants.HF_HUB_ETAG_TIMEOUT)
+        info = self._call(HfApi().model_info, revision=self._revision, files_metadata=True, timeout=timeout)
+        if cached and cached.name == info.sha:
+            return cached
+        sizes = {file.rfilename: file.size for file in info.siblings or () if file.size is not None}
+        sizes = {k: n for k, n in sizes.items() if k.endswith(".safetensors") or n <= MOST_VOCABULARY_BYTES}
+        if _INDEX not in sizes:
+            raise BadFolder(
+                "'{}' has no model_index.json: it is not in diffusers format. Name one that is.", self._hub_id
+            )
+        folder = self._snapshot(info.sha, {_INDEX: sizes[_INDEX]})
+        needed = _needed(sizes, _family(folder, families), self._hub_id)
+        self._expect({folder / path: sizes[path] for path in needed})
+        self._snapshot(info.sha, {path: sizes[path] for path in needed})
+        _checked(folder, families)
+        self._call(hf_hub_download, filename=_INDEX, revision=self._revision)  # notes the branch's commit in the cache
+        return folder
+
+    def _snapshot(self, commit: str, sizes: dict[str, int]) -> Path:
+        """Download these files, also those that are there with another size. Raises as `_call`."""
+        from huggingface_hub import snapshot_download, try_to_load_from_cache
+
+        for path, size in sizes.items():
+            file = try_to_load_from_cache(self._hub_id, path, revision=commit)
+            if isinstance(file, str) and Path(file).stat().st_size != size:
+                Path(file).resolve().unlink()
+        options = {"allow_patterns": [*sizes], "tqdm_class": self._bar_class()}
+        return Path(self._call(snapshot_download, revision=commit, **options))
+
+    def _expect(self, sizes: dict[Path, int]) -> None:
+        """Count what is there of the files. Raises HubError where the disk has no space for the rest."""
+        self._sizes, self._text = sizes, Message("downloading {}", self._hub_id)
+        self._cached, cache = self._complete(), next(iter(sizes)).parents[3]
+        missing, free = sum(sizes.values()) - self._cached, shutil.disk_usage(cache).free
+        if missing > free:
+            raise HubError(
+                "'{}' needs {:.1f} GB more in {}, where {:.1f} GB are free. Free some space, or set HF_HOME to a "
+                "folder on a larger disk.",
+                self._hub_id,
+                missing / 1e9,
+                cache,
+                free / 1e9,
+            )
+
+    def _complete(self) -> int:
+        return sum(size for file, size in self._sizes.items() if file.exists())
+
+    def _tell(self) -> None:
+        received = max((bar.n for bar in self._byte_bars), default=0)  # none with huggingface_hub < 1.1
+        self._progress(max(self._cached + received, self._complete()), sum(self._sizes.values()), self._text)
+
+    def _call(self, function: Callable[..., Any], **options: Any) -> Any:
+        """Call a function of huggingface_hub. Raises HubError, and at once what `progress` raises."""
+        pool = ThreadPoolExecutor(1)
+        future = pool.submit(self._without_xet, function, options)
+        pool.shutdown(wait=False)
+        try:
+            while not wait([future], timeout=_POLL_SECONDS).done:
+                self._tell()
+            self._tell()
+        except BaseException:
+            self._cancelled.set()
+            raise
+        try:
+            return future.result()
+        except Exception as error:  # noqa: BLE001
+            raise HubError.of(error, self._hub_id, self._revision) from None  # its text may have a token in an address
+
+    def _without_xet(self, function: Callable[..., Any], options: dict[str, Any]) -> Any:
+        """hf_xet's downloads cannot be cancelled: it only prints what a progress bar raises."""
+        from huggingface_hub import constants
+
+        with _xet_is_off:
+            before, constants.HF_HUB_DISABLE_XET = constants.HF_HUB_DISABLE_XET, True
+            try:
+                return function(self._hub_id, **options)
+            finally:
+                constants.HF_HUB_DISABLE_XET = before
+
+    def _bar_class(self) -> type:
+        """Return a tqdm class that shows nothing, counts, and raises in the library's threads once cancelled."""
+        from tqdm import tqdm
+
+        download = self
+
+        class Bar(tqdm):
+            def __init__(self, *args: Any, **options: Any):
+                super().__init__(*args, **{**options, "disable": True})
+                self.counts_bytes = options.get("unit") == "B"  # another one counts files
+                if self.counts_bytes:
+                    download._byte_bars.append(self)
+
+            def update(self, n: float | None = 1) -> None:
+                if self.counts_bytes and download._cancelled.is_set():
+                    raise CancelledError
+                self.n += n or 0
+
+        return Bar

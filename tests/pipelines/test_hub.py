@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import logging
+import re
+import shutil
+import socket
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from comfyui_onediff_guard.pipelines.errors import BadFolder, HubError
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
-from comfyui_onediff_guard.pipelines.models.hub import check_id, fetch
-from hub_files import DENOISER, ID, files_of, in_cache, text, without
-from hub_server import HubServer
+from comfyui_onediff_guard.pipelines.models import hub
+from comfyui_onediff_guard.pipelines.models.hub import fetch
+from hub_files import DENOISER, ID, Stop, files_of, in_cache, stop_after, text, without
+from hub_server import HANG_SECONDS, HubServer
+from huggingface_hub import constants, file_download
 
+TOKEN = "hf_secret"
 BY_ENVIRONMENT = """
 import sys
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
@@ -32,9 +44,9 @@ def test_the_environment_that_huggingface_hub_reads_is_all_there_is_to_set(
     files: dict[str, bytes], tmp_path: Path, fresh_python: Callable[..., str]
 ) -> None:
     server = HubServer()
-    server.token = "hf_secret"
+    server.token = TOKEN
     commit = server.push(ID, files)
-    settings = {"HF_ENDPOINT": server.endpoint, "HF_HOME": str(tmp_path), "HF_TOKEN": "hf_secret"}
+    settings = {"HF_ENDPOINT": server.endpoint, "HF_HOME": str(tmp_path), "HF_TOKEN": TOKEN}
     online = fresh_python(BY_ENVIRONMENT, ID, **settings)
     server.close()
     assert online == fresh_python(BY_ENVIRONMENT, ID, **settings, HF_HUB_OFFLINE="1")
@@ -42,51 +54,11 @@ def test_the_environment_that_huggingface_hub_reads_is_all_there_is_to_set(
     assert int(parameters) > 400_000
     assert Path(folder) == tmp_path / "hub" / "models--owner--small-video" / "snapshots" / commit
     from_hub = [request for request in server.requests if not request.cdn]
-    assert {request.authorization for request in from_hub} == {"Bearer hf_secret"}
+    assert {request.authorization for request in from_hub} == {f"Bearer {TOKEN}"}
     assert {request.authorization for request in server.requests if request.cdn} == {None}
 
 
-def test_only_what_the_family_needs_is_fetched(server: HubServer, files: dict[str, bytes]) -> None:
-    beside = {
-        "README.md": b"x",
-        "demo.mp4": b"x",
-        "pipeline.py": b"raise SystemExit('ran')",
-        "cogvideox-fp16.safetensors": b"x",
-        "transformer/model.py": b"raise SystemExit('ran')",
-        "transformer/diffusion_pytorch_model.fp16.safetensors": b"x",
-        "transformer/diffusion_pytorch_model.bin": b"x",
-        "transformer/diffusion_pytorch_model.safetensors.index.json": b'{"weight_map": {"a": "gone.safetensors"}}',
-        "text_encoder/flax_model.msgpack": b"x",
-        "text_encoder/pytorch_model.bin.index.json": b"{}",
-        "text_encoder/model.onnx": b"x",
-        "vae/old/diffusion_pytorch_model.safetensors": b"x",
-        "safety_checker/model.safetensors": b"x",
-    }
-    server.push(ID, {**files, **beside})
-    folder = fetch(ID, None, COGVIDEOX)
-    assert files_of(folder) == files
-    assert {request.path for request in server.requests} == {"api", *files}
-    bodies = [request for request in server.gets() if request.path != "api"]
-    assert {request.encoding for request in bodies} == {"identity"}, "a compressed answer could not be resumed"
-
-
-def test_bytes_are_told_and_end_at_their_sum(server: HubServer, files: dict[str, bytes]) -> None:
-    server.push(ID, files)
-    server.faults.seconds_per_block = 0.02
-    told: list[tuple[int, int, str]] = []
-    fetch(ID, None, COGVIDEOX, progress=lambda *news: told.append(news))
-    total = sum(map(len, files.values()))
-    known = [news for news in told if news[1]]
-    assert {news[1] for news in known} == {total}
-    assert known[-1][0] == total and sorted(known) == sorted(known, key=lambda news: news[0])
-    assert any(0 < done < total and text.startswith(f"{ID}: ") and "." in text for done, _, text in known)
-    assert told[0] == (0, 0, f"looking for {ID}")
-
-
-def test_shards_are_fetched_by_their_index(server: HubServer, files: dict[str, bytes], tmp_path: Path) -> None:
-    server.push(ID, shards := sharded(files, tmp_path))
-    assert len([path for path in shards if "-of-" in path]) > 1
-    assert files_of(fetch(ID, None, COGVIDEOX)) == shards
+# --- what is downloaded -----------------------------------------------------------------------------------------------
 
 
 def sharded(files: dict[str, bytes], tmp_path: Path) -> dict[str, bytes]:
@@ -104,15 +76,53 @@ def sharded(files: dict[str, bytes], tmp_path: Path) -> dict[str, bytes]:
     return {**without(files, DENOISER), **{f"transformer/{name}": data for name, data in shards.items()}}
 
 
-def test_an_index_with_a_shard_that_is_not_there_costs_no_weights(
-    server: HubServer, files: dict[str, bytes], tmp_path: Path
+@pytest.mark.parametrize("stored", ["whole", "sharded"])
+def test_only_what_the_family_needs_is_fetched(
+    server: HubServer, files: dict[str, bytes], tmp_path: Path, open_pipeline: Callable[..., Any], stored: str
 ) -> None:
-    shards = sharded(files, tmp_path)
-    gone = max(path for path in shards if "-of-" in path)
-    server.push(ID, without(shards, gone))
-    with pytest.raises(BadFolder, match=f"'{ID}': .*index.json names {gone.split('/')[1]}"):
-        fetch(ID, None, COGVIDEOX)
-    assert not server.gets(".safetensors")
+    """No other formats, no duplicates, no code, and no path that leads out of the folder."""
+    marker = tmp_path / "ran"
+    code = f"open({str(marker)!r}, 'w')".encode()
+    remote = {"auto_map": {"AutoModel": "model.Evil", "AutoTokenizer": ["model.Evil", None]}}
+    files = text(text(files, "text_encoder/config.json", **remote), "tokenizer/tokenizer_config.json", **remote)
+    index = "transformer/diffusion_pytorch_model.safetensors.index.json"
+    beside = {index: b'{"weight_map": {"a": "gone.safetensors"}}'} if stored == "whole" else {}
+    files = sharded(files, tmp_path) if stored == "sharded" else files
+    others = [
+        "README.md",
+        "demo.mp4",
+        "cogvideox-fp16.safetensors",
+        "transformer/diffusion_pytorch_model.fp16.safetensors",
+        "transformer/diffusion_pytorch_model.bin",
+        "text_encoder/flax_model.msgpack",
+        "text_encoder/pytorch_model.bin.index.json",
+        "vae/old/diffusion_pytorch_model.safetensors",
+        "safety_checker/model.safetensors",
+        "transformer/../../../evil.json",
+        "transformer/[a-z]*.json",
+        "tokenizer/.evil.json",
+    ]
+    scripts = ["pipeline.py", "model.py", "transformer/model.py", "tokenizer/model.py"]
+    server.push(ID, {**files, **beside, **dict.fromkeys(others, b"x"), **dict.fromkeys(scripts, code)})
+    folder = fetch(ID, None, COGVIDEOX)
+    assert files_of(folder) == files and (stored == "whole") == (DENOISER in files)
+    assert {request.path for request in server.requests} == {"api", *files}
+    handle = open_pipeline(folder)
+    assert type(handle.store.unweighted("tokenizer")).__module__.startswith("transformers.")
+    assert type(handle.store.module("text_encoder", "fp32")).__name__ == "T5EncoderModel"
+    assert not marker.exists() and not list(tmp_path.rglob("*evil*"))
+
+
+def test_bytes_are_told_and_end_at_their_sum(server: HubServer, files: dict[str, bytes]) -> None:
+    server.push(ID, files)
+    server.faults.seconds_per_block = 0.03
+    told: list[tuple[int, int, str]] = []
+    fetch(ID, None, COGVIDEOX, progress=lambda *news: told.append(news))
+    total = sum(map(len, files.values()))
+    known = [news[:2] for news in told if news[1]]
+    assert told[0] == (0, 0, f"looking for {ID}")
+    assert known == sorted(known) and known[-1] == (total, total)
+    assert len({done for done, _ in known}) > 2 and {of for _, of in known} == {total}
 
 
 def test_a_commit_stays_what_it_was(server: HubServer, files: dict[str, bytes]) -> None:
@@ -123,55 +133,265 @@ def test_a_commit_stays_what_it_was(server: HubServer, files: dict[str, bytes]) 
     assert fetch(ID, first, COGVIDEOX) == old and not server.requests, "a commit needs no hub"
     new = fetch(ID, "main", COGVIDEOX)
     assert (old.name, new.name) == (first, second)
-    assert [request.path for request in server.gets()] == ["api", "scheduler/scheduler_config.json"]
+    assert {request.path for request in server.gets()} == {"api", "scheduler/scheduler_config.json"}
     assert fetch(ID, None, COGVIDEOX, download=False) == new
     server.requests.clear()
     assert fetch(ID, None, COGVIDEOX) == new and len(server.requests) == 1, "whole: one question and no more"
 
 
-def test_tags_and_branches_with_a_slash(server: HubServer, files: dict[str, bytes]) -> None:
+def test_a_branch_with_a_slash(server: HubServer, files: dict[str, bytes]) -> None:
     server.push(ID, files, "refs/pr/1")
     folder = fetch(ID, "refs/pr/1", COGVIDEOX)
     assert fetch(ID, "refs/pr/1", COGVIDEOX, download=False) == folder
     assert not in_cache("main")
 
 
-# --- ids and revisions ------------------------------------------------------------------------------------------------
+# --- what cannot be had -----------------------------------------------------------------------------------------------
+
+
+NO_IDS = (
+    *("", "foo", "a/b/c", "a b/c", "a/ b", "../b", "a/..", "a/.b", "/b", "a/", "a\\b", "a/b--c", "a/b?x"),
+    *("a://b/c", "ä/b", "a/b\n"),
+)
+NO_REVISIONS = ("../main", "a b", "/main", "a/../b", "-x", "main\n", "a//b", "a\\b", "a..b")
+
+
+@pytest.mark.parametrize(("hub_id", "revision"), [(i, None) for i in NO_IDS] + [(ID, r) for r in NO_REVISIONS])
+def test_what_is_no_id_or_revision_asks_nobody(server: HubServer, hub_id: str, revision: str | None) -> None:
+    wrong = f"'{revision or hub_id}' is not a "
+    with pytest.raises(HubError, match=re.escape(wrong)):
+        fetch(hub_id, revision, COGVIDEOX)
+    assert not server.requests
 
 
 @pytest.mark.parametrize(
-    "hub_id",
+    ("where", "status", "code", "said"),
     [
-        "",
-        "foo",
-        "a/b/c",
-        "a b/c",
-        "a/ b",
-        "../b",
-        "a/..",
-        "a/.b",
-        "/b",
-        "a/",
-        "a\\b",
-        "a/b--c",
-        "a/b?x",
-        "a://b/c",
-        "ä/b",
+        ("api", 404, "RepoNotFound", "no 'owner/small-video' on the hub, or it is private or gated.*HF_TOKEN"),
+        ("api", 401, "RepoNotFound", "no 'owner/small-video' on the hub, or it is private or gated.*HF_TOKEN"),
+        ("api", 403, "", "HTTP 403.*HF_TOKEN"),
+        ("api", 404, "RevisionNotFound", "no revision 'main'"),
+        ("api", 500, "", "HTTP 500"),
+        ("model_index.json", 403, "GatedRepo", "is gated. Accept its terms.*HF_TOKEN"),
+        (DENOISER, 403, "GatedRepo", "is gated. Accept its terms.*HF_TOKEN"),
+        (DENOISER, 404, "EntryNotFound", "HTTP 404"),
     ],
 )
-def test_what_is_no_hub_id(server: HubServer, hub_id: str) -> None:
-    with pytest.raises(HubError, match=r"is no hub id. Write owner/name"):
-        fetch(hub_id, None, COGVIDEOX)
+def test_what_the_hub_refuses(
+    server: HubServer,
+    files: dict[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+    status: int,
+    code: str,
+    said: str,
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    server.push(ID, files)
+    server.faults.status = {where: (status, code)}
+    with pytest.raises(HubError, match=said) as error:
+        fetch(ID, None, COGVIDEOX)
+    assert {request.authorization for request in server.requests if not request.cdn} == {f"Bearer {TOKEN}"}
+    assert TOKEN not in str(error.value) and error.value.__suppress_context__
+    assert not in_cache()
+
+
+@pytest.mark.parametrize("off", ["download", "HF_HUB_OFFLINE"])
+def test_turned_off_nothing_is_asked(
+    server: HubServer, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, off: str
+) -> None:
+    server.push(ID, files)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", off == "HF_HUB_OFFLINE")
+    with pytest.raises(HubError, match=f"'{ID}' at 'main' is not in the cache"):
+        fetch(ID, None, COGVIDEOX, download=off != "download")
     assert not server.requests
 
 
-@pytest.mark.parametrize("revision", ["../main", "a b", "/main", "a/../b", "-x", "main\n", "a//b", "a\\b", "a..b"])
-def test_what_is_no_revision(server: HubServer, revision: str) -> None:
-    with pytest.raises(HubError, match=r"is no revision. Write a branch"):
-        fetch(ID, revision, COGVIDEOX)
-    assert not server.requests
+def test_no_network(
+    server: HubServer, files: dict[str, bytes], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.push(ID, files)
+    folder = fetch(ID, None, COGVIDEOX)
+    server.close()
+    secret = f"http://user:{TOKEN}@127.0.0.1:1"
+    for endpoint in (server.endpoint, secret):
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        with pytest.raises(HubError, match=r"cannot be reached for 'owner/other' \(\w+\)") as error:
+            fetch("owner/other", None, COGVIDEOX)
+        assert TOKEN not in str(error.value)
+    with caplog.at_level(logging.WARNING):
+        assert fetch(ID, None, COGVIDEOX) == folder, "what is there is used, and that is said"
+    assert f"cannot be reached for '{ID}'" in caplog.text and folder.name in caplog.text and TOKEN not in caplog.text
 
 
-def test_what_is_one() -> None:
-    assert check_id("THUDM/CogVideoX-2b") == "main" == check_id("a/b", "")
-    assert [check_id("a/b_c.d-e", r) for r in ("v1.0", "refs/pr/2", "0" * 40)] == ["v1.0", "refs/pr/2", "0" * 40]
+def test_a_hub_that_does_not_answer(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.5)
+        with pytest.raises(HubError, match=r"cannot be reached.*Timeout"):
+            fetch(ID, None, COGVIDEOX)
+        monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 5)
+        with pytest.raises(Stop):
+            fetch(ID, None, COGVIDEOX, progress=stop_after(-1))
+
+
+# --- what a repository holds ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"_class_name": "CogVideoXImageToVideoPipeline"}, "CogVideoXImageToVideoPipeline"),
+        ({"_class_name": "FluxPipeline"}, "FluxPipeline"),
+        ({"_class_name": ["pipeline", "EvilPipeline"]}, "EvilPipeline"),
+        ({"transformer": ["model", "EvilTransformer"]}, "EvilTransformer.* as transformer"),
+        ({"vae": None}, "nothing as vae"),
+    ],
+)
+def test_another_pipeline_is_refused_by_its_index_alone(
+    server: HubServer, files: dict[str, bytes], changes: dict[str, Any], said: str
+) -> None:
+    server.push(ID, text(files, "model_index.json", **changes))
+    with pytest.raises(BadFolder, match=f"'{ID}'.*{said}"):
+        fetch(ID, None, COGVIDEOX)
+    assert {request.path for request in server.gets()} == {"api", "model_index.json"} and not in_cache()
+
+
+@pytest.mark.parametrize(
+    ("lost", "instead", "said"),
+    [
+        (DENOISER, "transformer/diffusion_pytorch_model.fp16.safetensors", f"'{ID}' has no {DENOISER}"),
+        (DENOISER, "transformer/diffusion_pytorch_model.bin", f"'{ID}' has no {DENOISER}"),
+        (DENOISER, "elsewhere.safetensors", f"'{ID}' has no {DENOISER}"),
+        ("model_index.json", "index.json", f"'{ID}' has no model_index.json"),
+    ],
+)
+def test_a_repository_without_the_files_costs_no_weights(
+    server: HubServer, files: dict[str, bytes], lost: str, instead: str, said: str
+) -> None:
+    server.push(ID, {**without(files, lost), instead: files[lost]})
+    with pytest.raises(BadFolder, match=said):
+        fetch(ID, None, COGVIDEOX)
+    assert not server.gets(".safetensors")
+
+
+@pytest.mark.parametrize(
+    ("file", "fields", "said"),
+    [
+        ("text_encoder/config.json", {"_attn_implementation": "someone/kernel"}, "'_attn_implementation' is someone"),
+        ("transformer/config.json", {"quantization_config": {"x": 1}}, "'quantization_config' is"),
+        ("text_encoder/adapter_config.json", {"base_model_name_or_path": "someone/else"}, "adapter_config.json"),
+    ],
+)
+def test_what_a_repository_asks_of_the_libraries_is_refused(
+    server: HubServer, files: dict[str, bytes], file: str, fields: dict[str, Any], said: str
+) -> None:
+    server.push(ID, {**files, file: json.dumps({**json.loads(files.get(file, b"{}")), **fields}).encode()})
+    with pytest.raises(BadFolder, match=f"{ID}.*{said}"):
+        fetch(ID, None, COGVIDEOX)
+
+
+# --- interrupted, cut off, damaged ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_an_interrupt_ends_the_download_at_once(
+    server: HubServer, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    old = server.push(ID, text(files, "scheduler/scheduler_config.json", snr_shift_scale=2.0))
+    fetch(ID, None, COGVIDEOX)
+    shutil.rmtree(Path(constants.HF_HUB_CACHE) / "models--owner--small-video" / "blobs")
+    server.push(ID, files)
+    server.requests.clear()
+    if hangs:
+        monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 10 * HANG_SECONDS)  # the library does not give up
+        server.faults.hang = {DENOISER}
+    else:
+        server.faults.seconds_per_block = 0.05
+    with pytest.raises(Stop):
+        fetch(ID, None, COGVIDEOX, progress=stop_after(100_000))
+    assert not in_cache()
+    refs = Path(constants.HF_HUB_CACHE).rglob("refs/main")
+    assert [ref.read_text() for ref in refs] == [old], "a commit that is not complete is no branch's"
+    server.faults.hang, server.faults.seconds_per_block = set(), 0
+    server.released.set()
+    assert files_of(fetch(ID, None, COGVIDEOX)) == files and in_cache()
+    assert server.gets(DENOISER)[0].sent < len(files[DENOISER]), "nothing goes on behind the user's back"
+
+
+@pytest.mark.parametrize("times", [1, 99])
+def test_an_answer_that_ends_early(
+    server: HubServer, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    server.push(ID, files)
+    monkeypatch.setattr(file_download.time, "sleep", lambda _s: None)  # between the library's own attempts
+    server.faults.cut = {DENOISER: times}
+    with suppress(HubError) if times == 1 else pytest.raises(HubError):  # newer versions go on by themselves
+        fetch(ID, None, COGVIDEOX)
+    assert times == 1 or not in_cache()
+    server.faults.cut = {}
+    assert files_of(fetch(ID, None, COGVIDEOX)) == files and in_cache()
+
+
+@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize(
+    "file", [DENOISER, "model_index.json", "tokenizer/spiece.model", "transformer/config.json", "vae/config.json"]
+)
+def test_a_damaged_copy_is_refused_and_fetched_again(
+    server: HubServer, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, file: str, links: bool
+) -> None:
+    if not links:  # Windows without developer mode
+        monkeypatch.setattr(file_download, "are_symlinks_supported", lambda _path=None: False)
+    server.push(ID, files)
+    damaged = fetch(ID, None, COGVIDEOX) / file
+    assert damaged.is_symlink() == links
+    for damage in (
+        lambda: damaged.resolve().unlink(),  # its blob: the link leads nowhere now
+        lambda: damaged.unlink(),
+        lambda: damaged.resolve().write_bytes(files[file][: len(files[file]) // 2]),
+    ):
+        damage()
+        with pytest.raises(BadFolder):
+            fetch(ID, None, COGVIDEOX, download=False)
+        server.requests.clear()
+        assert files_of(fetch(ID, None, COGVIDEOX)) == files
+        assert {request.path for request in server.gets()} <= {"api", file}
+
+
+def test_no_space_is_said_before_weights_are_fetched(
+    server: HubServer, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.push(ID, files)
+    monkeypatch.setattr(hub.shutil, "disk_usage", lambda _path: SimpleNamespace(free=10_000))
+    with pytest.raises(HubError, match=r"needs 0.0 GB more in .*cache, where 0.0 GB are free.*HF_HOME"):
+        fetch(ID, None, COGVIDEOX)
+    assert {request.path for request in server.gets()} == {"api", "model_index.json"}
+
+
+def test_a_disk_that_gets_full(server: HubServer, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    server.push(ID, files)
+    write, full = file_download.http_get, OSError(errno.ENOSPC, "No space left on device")
+
+    def http_get(url: str, *rest: Any, **options: Any) -> None:
+        if url.endswith(DENOISER):
+            raise full
+        write(url, *rest, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(file_download, "http_get", http_get)
+        with pytest.raises(HubError, match=r"disk is full.*HF_HOME"):
+            fetch(ID, None, COGVIDEOX)
+    assert not in_cache()
+    assert files_of(fetch(ID, None, COGVIDEOX)) == files
+
+
+def test_a_cache_that_cannot_be_written(
+    server: HubServer, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    server.push(ID, files)
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(HubError, match=r"cache cannot be written.*Set HF_HOME"):
+        fetch(ID, None, COGVIDEOX)

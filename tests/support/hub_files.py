@@ -36,12 +36,6 @@ def in_cache(revision: str | None = None) -> bool:
     return True
 
 
-def partials() -> list[Path]:
-    from huggingface_hub import constants
-
-    return sorted(Path(constants.HF_HUB_CACHE).rglob("*.incomplete"))
-
-
 class Stop(Exception):
     """What a host's progress bar raises."""
 

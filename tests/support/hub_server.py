@@ -1,7 +1,7 @@
 """A hub on this machine: the parts of its API that huggingface_hub speaks when it downloads, and faults on demand.
 
 As on the real one, small files are served in place, and large ones (LFS) are redirected to another host, the CDN, which
-knows ranges. `requests` is what came in: what was asked for, from which byte on, and how many bytes went out.
+knows ranges, and are offered by Xet. `requests` is what came in: what was asked for, and how many bytes went out.
 """
 
 from __future__ import annotations
@@ -32,11 +32,9 @@ HANG_SECONDS = 60.0  # a bound for tests that would hang: what waits this long h
 class Request:
     method: str
     path: str  # of the file in its repository, or of the API
-    first_byte: int = 0
     sent: int = 0  # bytes of the body
     cdn: bool = False
     authorization: str | None = None
-    encoding: str | None = None  # that the client accepts
 
 
 @dataclass
@@ -54,11 +52,7 @@ class Faults:
     seconds_per_block: float = 0.0
     hang: set[str] = field(default_factory=set)  # files that stop after the first block
     cut: dict[str, int] = field(default_factory=dict)  # file → how many more answers end in their middle
-    corrupt: set[str] = field(default_factory=set)  # files whose bytes differ from their hash
     status: dict[str, tuple[int, str]] = field(default_factory=dict)  # file or "api" → status, X-Error-Code
-    no_ranges: bool = False
-    sha: str | None = None  # what the API says instead of the commit
-    blob: str | None = None  # what the API says instead of each hash
     size: dict[str, int] = field(default_factory=dict)  # file → what the API says instead of its bytes
 
 
@@ -73,8 +67,7 @@ class HubServer(ThreadingHTTPServer):
         self.token: str | None = None  # the only one that is let in; None: no token is needed
         self.faults = Faults()
         self.requests: list[Request] = []
-        self.closing = threading.Event()
-        self.hanging: set[Any] = set()  # handlers of the requests that hang
+        self.released = threading.Event()  # ends the answers that hang
         self._connections: list[socket.socket] = []
         self._thread = threading.Thread(target=partial(self.serve_forever, poll_interval=0.02), daemon=True)
         self._thread.start()
@@ -86,7 +79,7 @@ class HubServer(ThreadingHTTPServer):
         return commit.sha
 
     def close(self) -> None:
-        self.closing.set()
+        self.released.set()
         self.shutdown()
         self.server_close()
         for connection in self._connections:  # clients keep them
@@ -145,21 +138,18 @@ class _Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self) -> None:
-        url = unquote(urlsplit(self.path).path)
+        url = urlsplit(self.path).path
         self.request_log = Request(self.command, url, authorization=self.headers.get("Authorization"))
-        self.request_log.encoding = self.headers.get("Accept-Encoding")
-        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/revision/(.+)", url):
-            self.server.requests.append(self.request_log)
-            self._model_info(*match.groups())
-        elif match := re.fullmatch(r"/cdn/([^/]+/[^/]+)/([^/]+)/(.+)", url):
-            self.server.requests.append(self.request_log)
-            self.request_log.cdn = True
-            self._file(*match.groups())
-        elif match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", url):
-            self.server.requests.append(self.request_log)
-            self._resolve(*match.groups())
-        else:  # the library also looks for news about itself
-            self._fail(404, "RepoNotFound")
+        for pattern, answer in (
+            (r"/api/models/([^/]+/[^/]+)/(revision|tree)/(.+)", self._api),
+            (r"/cdn/([^/]+/[^/]+)/([^/]+)/(.+)", self._file),
+            (r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", self._resolve),
+        ):
+            if match := re.fullmatch(pattern, url):
+                self.server.requests.append(self.request_log)
+                answer(*map(unquote, match.groups()))
+                return
+        self._fail(404, "RepoNotFound")  # the library also looks for news about itself
 
     def _commit(self, hub_id: str, revision: str) -> Commit | None:
         """None: an error was sent."""
@@ -173,18 +163,22 @@ class _Handler(BaseHTTPRequestHandler):
             return self.server.revisions[hub_id, revision]
         return None
 
-    def _model_info(self, hub_id: str, revision: str) -> None:
+    def _api(self, hub_id: str, what: str, revision: str) -> None:
         self.request_log.path = "api"
         if self._faulty("api") or not (commit := self._commit(hub_id, revision)):
             return
-        faults, siblings = self.server.faults, []
+        siblings, tree = [], []
         for path, data in commit.files.items():
-            blob = faults.blob or blob_id(path, data)
-            size = faults.size.get(path, len(data))
-            lfs = {"sha256": blob, "size": size, "pointerSize": 130} if path.endswith(LFS) else None
-            siblings.append({"rfilename": path, "size": size, "blobId": blob} | ({"lfs": lfs} if lfs else {}))
-        info = {"id": hub_id, "modelId": hub_id, "sha": faults.sha or commit.sha, "private": False, "tags": []}
-        self._send(json.dumps({**info, "siblings": siblings}).encode(), {"Content-Type": "application/json"})
+            blob, size = blob_id(path, data), self.server.faults.size.get(path, len(data))
+            lfs = {"size": size, "pointerSize": 130}
+            siblings.append({"rfilename": path, "size": size, "blobId": blob, "lfs": {"sha256": blob, **lfs}})
+            tree.append({"type": "file", "path": path, "size": size, "oid": blob, "lfs": {"oid": blob, **lfs}})
+            if path.endswith(LFS):
+                tree[-1]["xetHash"] = blob
+            else:
+                del siblings[-1]["lfs"], tree[-1]["lfs"]
+        info = {"id": hub_id, "modelId": hub_id, "sha": commit.sha, "private": False, "tags": [], "siblings": siblings}
+        self._send(json.dumps(info if what == "revision" else tree).encode(), {"Content-Type": "application/json"})
 
     def _resolve(self, hub_id: str, revision: str, path: str) -> None:
         self.request_log.path = path
@@ -197,17 +191,18 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {"X-Repo-Commit": commit.sha, "ETag": f'"{blob_id(path, data)}"'}
         if path.endswith(LFS):
             headers |= {"X-Linked-Etag": headers["ETag"], "X-Linked-Size": str(len(data))}
+            headers |= {"X-Xet-Hash": blob_id(path, data), "X-Xet-Refresh-Route": f"{self.server.endpoint}/xet"}
             headers |= {"Location": f"{self.server.cdn}/cdn/{hub_id}/{commit.sha}/{path}"}
             self._send(b"", headers, 302)
         else:
             self._send(data, headers, path=path)
 
     def _file(self, hub_id: str, revision: str, path: str) -> None:
-        self.request_log.path = path
+        self.request_log.path, self.request_log.cdn = path, True
         data = self.server.revisions[hub_id, revision].files[path]
         wanted = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
-        if wanted and not self.server.faults.no_ranges:
-            self.request_log.first_byte = first = int(wanted[1])
+        if wanted:
+            first = int(wanted[1])
             headers = {"Content-Range": f"bytes {first}-{len(data) - 1}/{len(data)}"}
             self._send(data[first:], headers, 206, path)
         else:
@@ -230,8 +225,6 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "HEAD":
             return
         faults, body = self.server.faults, memoryview(data)
-        if path in faults.corrupt:
-            body = memoryview(bytes(byte ^ 1 for byte in data[:BLOCK]) + data[BLOCK:])
         if faults.cut.get(path, 0) > 0:
             faults.cut[path] -= 1
             body = body[: len(body) // 2]
@@ -240,10 +233,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.request_log.sent += len(body[start : start + BLOCK])
             time.sleep(faults.seconds_per_block)
             if path in faults.hang:
-                self.server.hanging.add(self)
-                if not self.server.closing.wait(HANG_SECONDS):
-                    faults.hang.discard(path)
-                self.server.hanging.discard(self)
+                self.server.released.wait(HANG_SECONDS)
                 break
         if self.request_log.sent < len(data):
             self.close_connection = True
