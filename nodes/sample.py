@@ -67,7 +67,6 @@ class Sampler(Node):
         """Denoise with progress shown on the node. settings: the values of `settings` that are not named here."""
         from ..comfyui_host.labelled import latents_of
         from ..comfyui_host.previews import previews
-        from ..pipelines.compile.payoff import learn_from, where_it_pays
         from ..pipelines.run.pictures import fitted
         from ..pipelines.run.sample import SampleSettings, sample
 
@@ -89,8 +88,6 @@ class Sampler(Node):
         wanted = SampleSettings(**settings, more=further)
         if wanted.guidance_scale_2 and not pipeline.family.also_denoise:
             unused += (Message("guidance_scale_2 is not used: this model has no second transformer."),)
-        request = requested(precision)
-        pipeline = where_it_pays(pipeline, wanted, request)
         progress = host.Progress(wanted.computed_steps, node_id)
 
         def step_done(done: int, total: int, report: RunReport) -> None:
@@ -103,13 +100,12 @@ class Sampler(Node):
                 *prompts,
                 wanted,
                 unused=unused,
-                request=request,
+                request=requested(precision),
                 step_done=step_done,
                 tell=progress.tell,
                 previews=previews(progress),
                 **start,
             )
-        learn_from(pipeline, wanted, request, report)
         made = latents_of(latents, pipeline.store.model.variant.name)
         latent = {"samples": made, "made_by": pipeline.family.pipeline}
         text = report.text() if pipeline.full_report else report.summary()

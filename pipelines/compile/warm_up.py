@@ -102,6 +102,7 @@ def warm_up(
             request=request,
             step_done=on_step,
             tell=tell and (lambda text, size=size: tell(f"{size}: {text}")),
+            compile_now=True,
         )
         done.append(Warmed(size, time.perf_counter() - started, report))
     return done

@@ -15,7 +15,9 @@ from ...precision.observe import non_finite
 from ...precision.policy import Component, Precision
 from ...precision.report import RunReport
 from ...trust.message import BadInput, Message
-from ..compile.decoder import DecoderCompiling, Most
+from ..compile import auto_compile
+from ..compile.auto_compile import CallSignature, DecoderCompiler
+from ..compile.backends import EAGER
 from ..families.table import FAMILIES
 from ..parallel.exchange import collected, dealt
 from ..parallel.group import ALONE, Ranks, here
@@ -24,7 +26,7 @@ from .calls import Calls, CallTold, calls_of_vae
 from .handle import PipelineHandle, in_turn
 from .sample import while_compiling
 from .stage import ComponentStage
-from .vae import guarded_decoder, kinds_of_calls, room_for_vae
+from .vae import guarded_decoder, room_for_vae, signatures_of_calls
 
 logger = logging.getLogger(__name__)
 
@@ -73,17 +75,17 @@ class Portions(NamedTuple):
         """Return the bytes that decoding takes beside the weights."""
         return room_for_vae(stage, "decoder", latents, partial(self.decode_all, stage), self)
 
-    def most(self, stage: ComponentStage, latents: torch.Tensor) -> Most | None:
-        """Return the kind of call that makes up most of decoding; None where that cannot be known beforehand."""
-        known, key = stage.handle.store.alike, (stage.plan.dtype, latents.shape, self)
+    def calls(self, stage: ComponentStage, latents: torch.Tensor) -> list[CallSignature]:
+        """Return the signatures of the decoder's calls, in order; none where they cannot be known beforehand."""
+        known, key = stage.handle.store.decoder_calls, (stage.plan.dtype, latents.shape, self)
         try:
             if key not in known:
-                known[key] = Most.of(kinds_of_calls(stage, latents, partial(self.decode_all, stage)))
+                known[key] = signatures_of_calls(stage, latents, partial(self.decode_all, stage))
             return known[key]
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # a decoder that reads values
             logger.warning("which calls are alike is not known: %s", error, exc_info=True)
             stage.report.note(f"nothing is compiled, since which calls are alike is not known ({first_line(error)})")
-            return None
+            return []
 
 
 def ways_to_decode(
@@ -135,8 +137,8 @@ def decode(
             Message("the first {} frames are cut: of an even number of latents the VAE repeats the first", surplus)
         )
     calls = Calls("decoding {} of {}", progress or (lambda *_: None))
-    compiling = DecoderCompiling(handle, stage.plan, stage.report, backend)
-    vae = guarded_decoder(stage, calls, compiling if compiling.possible else None)
+    compiler = DecoderCompiler(handle, stage.plan, stage.report, backend)
+    vae = guarded_decoder(stage, calls, compiler if compiler.backend.name != EAGER else None)
     ladder = stage.ladder()
 
     def decoded() -> torch.Tensor:
@@ -145,13 +147,13 @@ def decode(
         calls.total = calls_of_vae(vae, lambda counting: portions.decode_all(stage, counting, mine.to("meta")))
         stage.place(lambda: portions.room(stage, mine))
         on_device = mine.to(handle.store.placement.device)
-        most = portions.most(stage, mine) if compiling.possible else None
-        compiling.begin(most)
+        signatures = portions.calls(stage, mine) if compiler.backend.name != EAGER else []
+        compiles_as, key = compiler.begin(signatures)
         before = len(stage.report.steps)
-        with while_compiling(compiling.handle, stage.report, calls.tell):
+        with while_compiling(compiles_as, stage.report, calls.tell):
             pixels = torch.cat([part.cpu() for part in portions.decode(stage, vae, on_device)])
-        if most:
-            compiling.learn(most, stage.report.steps[before:])
+        if key:
+            auto_compile.record(key, stage.report, stage.report.steps[before:])
         return pixels if ranks.alone else collected(pixels, portions.chunk, len(latents), ranks)
 
     def go_on(smaller: Portions) -> str:

@@ -15,6 +15,7 @@ from ...precision.report import RunReport
 from ...precision.shared import TURNS
 from ...precision.shells import reporting, with_forward
 from ...trust.message import BadInput, Message
+from ..compile import auto_compile
 from ..compile.backends import EAGER
 from ..compile.block import Tell
 from ..errors import BadSize
@@ -79,6 +80,7 @@ def sample(
     previews: Previews | None = None,
     unused: tuple[str, ...] = (),
     denoiser: MakeDenoiser = guarded_denoiser,
+    compile_now: bool = False,
 ) -> tuple[torch.Tensor, RunReport]:
     """Denoise. Returns latents in the family's layout, as its VAE takes them, and the report.
 
@@ -88,6 +90,7 @@ def sample(
     previews: of each step.
     unused: what of the inputs is not used, for the report's warnings; told before the first step.
     denoiser: makes the one that the diffusers pipeline is given.
+    compile_now: compile in this run, where backend 'auto' would wait for more runs.
     Latents and scheduler stay in float32, and noise is drawn on the CPU, so that a seed gives the same noise in every
     precision and on every card; the guard casts what enters the denoiser to the plan's dtype.
     Raises BadSize, BadInput before anything is loaded; GuardStopped where a step cannot be saved.
@@ -101,6 +104,10 @@ def sample(
         model = handle.store.model
         before = family.before_video(len(video), model.denoiser_config, family.layout.temporal(model.vae_config))
         video = [video[0]] * before + video
+    key = auto_compile.denoiser_key(handle, request)
+    if key and not compile_now:
+        chosen = here().from_first(lambda: auto_compile.decide_denoiser(handle, key))
+        handle = replace(handle, backend=chosen)
     stages = handle.denoising(request)
     report = stages[0].report
     if handle.step_cache and not family.cached_blocks:
@@ -168,6 +175,8 @@ def sample(
             save_profile(handle, stage.name, stage.plan.numerics)
         handle.store.empty_quantised()
         handle.finish(*family.denoisers, *ENCODERS)
+    if key:
+        auto_compile.record(key, report, report.steps)
     latents = result.frames if family.layout.counts_frames else result.images
     config = handle.store.model.vae_config
     latents = family.layout.unscaled(latents, settings.frames, config)

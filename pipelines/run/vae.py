@@ -22,7 +22,7 @@ from ...precision.fp32_settings import TF32, autocast_off_where_on, device_types
 from ...precision.overrides import ModuleStructure, PrecisionOverrides
 from ...precision.shells import Make, both, replaced, reporting, with_forward
 from ...precision.upcast import run_in_fp32
-from ..compile.decoder import DecoderCompiling, Kind, Kinds
+from ..compile.auto_compile import CallSignature, DecoderCompiler, signature_of
 from ..parallel.group import here
 from ..weights.ladder import Way
 from ..weights.room import attempt_on_meta, counted
@@ -32,34 +32,35 @@ from .stage import ComponentStage
 _BLOCKS = ("down_blocks", "mid_block", "up_blocks")  # of diffusers' encoders and decoders
 
 
-def guarded_decoder(stage: ComponentStage, calls: Calls, compiling: DecoderCompiling | None = None) -> Any:
-    """A shell of the VAE whose `decode` is guarded. calls: tells the decoder's. compiling: what of it is compiled."""
-    return _guarded(stage, "decoder", calls, compiling)
+def guarded_decoder(stage: ComponentStage, calls: Calls, compiler: DecoderCompiler | None = None) -> Any:
+    """A shell of the VAE whose `decode` is guarded. calls: tells the decoder's. compiler: which calls are compiled."""
+    return _guarded(stage, "decoder", calls, compiler)
 
 
-def kinds_of_calls(
+def signatures_of_calls(
     stage: ComponentStage, latents: torch.Tensor, run: Callable[[Any, torch.Tensor], object]
-) -> list[Kind]:
-    """Return the kind of each call that decoding makes of the decoder, in order. Nothing is computed.
+) -> list[CallSignature]:
+    """Return the signature of each call that decoding makes of the decoder, in order. Nothing is computed.
 
     run: calls a VAE with latents.
     """
     network, writes = stage.module.get_submodule("decoder"), stage.handle.family.layout.cache_is_written
-    bare, kinds = on_meta(_handing_on_its_cache(network) if writes else network), Kinds()
-    dtype = DTYPES[stage.plan.dtype]
+    bare, dtype = on_meta(_handing_on_its_cache(network) if writes else network), DTYPES[stage.plan.dtype]
+    signatures: list[CallSignature] = []
 
     def cast(value: torch.Tensor) -> torch.Tensor:
         return value.to(dtype) if value.is_floating_point() else value
 
     with counting() as alive:
-        noted = kinds.noting(alive.each_shape_once(kinds.looking(bare)))
+        once = alive.each_shape_once(bare)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            narrow_args, narrow_kwargs = pytree.tree_map_only(torch.Tensor, cast, (args, kwargs))
-            return noted(*narrow_args, **narrow_kwargs)
+            args, kwargs = pytree.tree_map_only(torch.Tensor, cast, (args, kwargs))
+            signatures.append(signature_of(*args, **kwargs))
+            return once(*args, **kwargs)
 
         run(_with_call(on_meta(stage.module), "decoder", _into_the_cache(call) if writes else call), on_meta(latents))
-    return kinds.calls
+    return signatures
 
 
 def room_for_vae(
@@ -136,20 +137,20 @@ def guarded_encoder(stage: ComponentStage, calls: Calls) -> Any:
     return shell
 
 
-def _guarded(stage: ComponentStage, part: str, calls: Calls, compiling: DecoderCompiling | None = None) -> Any:
+def _guarded(stage: ComponentStage, part: str, calls: Calls, compiler: DecoderCompiler | None = None) -> Any:
     vae: Any = stage.module
     network = vae.get_submodule(part)
     writes = stage.handle.family.layout.cache_is_written
     pure = _handing_on_its_cache(network) if writes else network
-    made = _learning(stage, pure, compiling) if stage.plan.half else _in_fp32(stage, pure, compiling)
+    made = _learning(stage, pure, compiler) if stage.plan.half else _in_fp32(stage, pure, compiler)
     guard = stage.guard(pure, made)
     call = calls.telling(_into_the_cache(guard) if writes else guard)
     return _with_call(vae, part, call)
 
 
-def _in_fp32(stage: ComponentStage, network: torch.nn.Module, compiling: DecoderCompiling | None) -> Callable[..., Any]:
+def _in_fp32(stage: ComponentStage, network: torch.nn.Module, compiler: DecoderCompiler | None) -> Callable[..., Any]:
     run = stage.in_fp32(network)
-    return run if compiling is None else compiling.shell(network, run, partial(_as_in_fp32, stage.tf32))
+    return run if compiler is None else compiler.shell(network, run, partial(_as_in_fp32, stage.tf32))
 
 
 @contextmanager
@@ -175,7 +176,7 @@ def _with_call(vae: torch.nn.Module, part: str, call: Callable[..., Any]) -> Any
     return replaced(vae, shells)
 
 
-def _learning(stage: ComponentStage, network: torch.nn.Module, compiling: DecoderCompiling | None) -> FallbackAdapter:
+def _learning(stage: ComponentStage, network: torch.nn.Module, compiler: DecoderCompiler | None) -> FallbackAdapter:
     anatomy = _anatomy(network)
     plan = stage.plan
 
@@ -183,16 +184,16 @@ def _learning(stage: ComponentStage, network: torch.nn.Module, compiling: Decode
         parts = known.parts  # inside of what would be compiled whole
 
         def whole(half: torch.nn.Module, _wide: bool) -> torch.nn.Module:
-            if compiling is None or parts:
+            if compiler is None or parts:
                 return half
-            return compiling.shell(half, around=partial(_unwatched, half))
+            return compiler.shell(half, around=partial(_unwatched, half))
 
         made = build_half_precision_forward(
             network, anatomy, known, plan.dtype, everything=plan.wide, compiled=whole, tf32=stage.tf32
         )
-        if compiling and (parts or made.everything):
+        if compiler and (parts or made.everything):
             wider = "every layer wide" if made.everything else "parts of it wide or in fp32"
-            compiling.leave(f"nothing is compiled with {wider}")
+            compiler.leave(f"nothing is compiled with {wider}")
         return made
 
     return stage.learner(network, build, anatomy)

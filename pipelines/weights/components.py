@@ -67,7 +67,7 @@ class ComponentStore:
         self.attention: dict[tuple[str, tuple[torch.Size, ...]], Choice] = {}  # by dtype and sizes, measured
         self.lacks: dict[Any, tuple[int, str]] = {}  # of these, bytes that would do with lean kernels, and what lacks
         self.room: dict[Any, int] = {}  # what a call of a component takes beside its weights, by what tells calls apart
-        self.alike: dict[Any, Any] = {}  # the kinds of calls that decoding makes, by what tells decodes apart
+        self.decoder_calls: dict[Any, list[Any]] = {}  # signatures of a decode's calls, by what tells decodes apart
         self.misjudged: dict[str, list[Misjudged]] = {}  # of a component's stages
         self.handles: weakref.WeakSet[Any] = weakref.WeakSet()  # who still uses it
         self.emptied = False

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines.compile import attention, backends, payoff
+from comfyui_onediff_guard.pipelines.compile import attention, backends
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, CompileOptions
 from comfyui_onediff_guard.pipelines.compile.warm_up import Size, warm_up
 from comfyui_onediff_guard.pipelines.models.recognised import family_of
@@ -296,13 +296,10 @@ def test_a_measured_kernel_is_compiled_into_blocks_and_known_for_compiled(
     handle.store.attention.clear()
     handle.store.compiled.clear()
     try:
-        assert not payoff._at_hand(handle, None, "")
         report, kernels = run(handle, SIZES["2b"])
         assert "attention: math" in report.backend_reason and "math" in kernels
         assert made and all(isinstance(block, Attended) and block.kernel == "math" for block in made)
         assert {key[3].attention for key in handle.store.compiled} == {"math"}
-        assert payoff._at_hand(handle, None, "")
-        assert not payoff._at_hand(replace(handle, compile_options=CompileOptions(attention="flash")), None, "")
         number = len(made)
         handle.store.attention.clear()
         monkeypatch.setattr(attention, "measure", lambda *_: Choice("", FASTER.timings))

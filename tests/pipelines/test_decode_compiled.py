@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines.compile import payoff
+from comfyui_onediff_guard.pipelines.compile import auto_compile
 from comfyui_onediff_guard.pipelines.compile.backends import EAGER, BackendChoice
-from comfyui_onediff_guard.pipelines.compile.decoder import Kind, Kinds, Most
 from comfyui_onediff_guard.pipelines.models.recognised import family_of
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
@@ -23,14 +21,14 @@ from onediff.infer_compiler.backends import registry
 
 LATENTS = {  # latents, and how they are decoded
     "svd": ((7, 4, 8, 8), {"chunk": 3}),
-    "2b": ((1, 16, 7, 8, 12), {}),
+    "2b": ((1, 16, 9, 8, 12), {}),
     "cogview3": ((3, 16, 8, 8), {"chunk": 1}),
     "wan": ((1, 16, 5, 8, 8), {}),
     "wan-ti2v": ((1, 48, 5, 4, 4), {}),
 }
 ALIKE = {  # calls that are, of all: the last chunk, or the first ones, are of another kind
     "svd": "2 of 3 calls, of latents 3×4×8×8",
-    "2b": "2 of 3 calls, of latents 1×16×2×8×12",
+    "2b": "2 of 4 calls, of latents 1×16×2×8×12",
     "cogview3": "3 of 3 calls, of latents 1×16×8×8",
     "wan": "3 of 5 calls, of latents 1×16×1×8×8",
     "wan-ti2v": "3 of 5 calls, of latents 1×48×1×4×4",
@@ -43,9 +41,11 @@ def opened(folder: Path, precision: str = "fp32", backend: str = "inductor") -> 
     return load(folder, family_of(folder), precision=Precision(precision), backend=backend, **options)
 
 
-def run(handle: PipelineHandle, model: str, seed: int = 0, **how: Any) -> tuple[torch.Tensor, RunReport]:
+def run(
+    handle: PipelineHandle, model: str, seed: int = 0, *, larger: bool = False, **how: Any
+) -> tuple[torch.Tensor, RunReport]:
     shape, usual = LATENTS[model]
-    latents = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    latents = torch.randn((*shape[:-1], shape[-1] + 4 * larger), generator=torch.Generator().manual_seed(seed))
     with torch.inference_mode():
         return decode(handle, latents, **{**usual, **how})
 
@@ -83,8 +83,8 @@ def test_a_call_that_fails_is_computed_again_by_the_original_and_compiles_nothin
     monkeypatch.setitem(registry._BACKENDS, "inductor", broken_in(1))
     torch.compiler.reset()
     pixels, report = run(handle, "2b", backend="inductor")
-    assert [step.outcome for step in report.steps] == ["finite", "rerun", "finite"]
-    assert (report.steps[1].dtype, report.graphs) == ("fp32", 1)
+    assert [step.outcome for step in report.steps] == ["finite", "finite", "rerun", "finite"]
+    assert (report.steps[2].dtype, report.graphs) == ("fp32", 1)
     assert pixels.isfinite().all()
     monkeypatch.setitem(registry._BACKENDS, "inductor", broken_in(None))
     handle.store.compiled.clear()
@@ -131,31 +131,21 @@ def test_where_memory_runs_out_in_compiled_code_fewer_are_decoded_at_once(
 
 
 @pytest.mark.parametrize("model", ["2b", "cogview3"])
-def test_auto_compiles_where_it_pays_and_remembers(
-    model_folder: Any, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_auto_compiles_a_size_once_its_eager_calls_took_as_long_as_a_compile(
+    model_folder: Any, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(payoff, "_MEASURED", {})
-    monkeypatch.setenv(LIMIT_VARIABLE, "1")
+    monkeypatch.setattr(auto_compile, "_eager_seconds", {})
     auto = BackendChoice("inductor", "auto: first choice", automatic=True)
-    handle = replace(opened(model_folder(model)), backend=auto, compiled=tmp_path)
-    plain, first = run(handle, model, chunk=0)
-    assert (first.backend, first.graphs) == (EAGER, None)
-    assert "not compiled: the first run at this size" in first.backend_reason
-    (kept,) = tmp_path.glob("*.pace.json")
-    assert json.loads(kept.read_text())["sizes"].keys() == {"latents " + size_of(first, model)}
-    monkeypatch.setattr(payoff, "_MEASURED", {})
-    monkeypatch.setattr(payoff, "COMPILE_GUESS", 1e9)
-    assert "brings what it saves to" in run(handle, model, chunk=0)[1].backend_reason, "an earlier process measured"
-    monkeypatch.setattr(payoff, "COMPILE_GUESS", 1e-9)
-    pixels, second = run(handle, model, chunk=0)
+    handle = replace(opened(model_folder(model)), backend=auto)
+    plain, first = run(handle, model)
+    assert (first.backend, first.graphs) == (EAGER, None) and "not compiled yet" in first.backend_reason
+    monkeypatch.setattr(auto_compile, "COMPILE_SECONDS", 1e-9)
+    pixels, second = run(handle, model)
     assert (second.backend, second.graphs) == ("inductor", 1) and torch.equal(pixels, plain)
-    third = run(handle, model, chunk=0)[1]
-    assert third.graphs in (0, None) and ("compiled already" in third.backend_reason or third.backend == EAGER)
-
-
-def size_of(report: RunReport, model: str) -> str:
-    assert report.steps
-    return {"2b": "1×16×2×8×12", "cogview3": "3×16×8×8"}[model]
+    third = run(handle, model)[1]
+    assert third.graphs == 0 and "compiled already" in third.backend_reason
+    other = run(handle, model, larger=True)[1]
+    assert "not compiled yet" in other.backend_reason, "another size is another graph"
 
 
 @pytest.mark.parametrize(
@@ -170,38 +160,6 @@ def size_of(report: RunReport, model: str) -> str:
 def test_the_nodes_choice_goes_before_the_pipelines(
     model_folder: Any, own: BackendChoice, asked: str, runs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(payoff, "_MEASURED", {})
+    monkeypatch.setattr(auto_compile, "_eager_seconds", {})
     report = run(replace(opened(model_folder("svd")), backend=own), "svd", backend=asked)[1]
     assert report.backend == runs
-
-
-def test_the_kind_that_makes_up_most_of_the_work_is_compiled() -> None:
-    def kind(*shape: int) -> Kind:
-        return Kind.of((torch.empty(shape),), {})
-
-    few_large, many_small = kind(1, 4, 8, 8), kind(1, 4, 2, 2)
-    most = Most.of([many_small, few_large, few_large, *[many_small] * 5])
-    assert most.kind == few_large and str(most) == "2 of 8 calls, of latents 1×4×8×8"
-    assert most.seconds([1, 2, 3, 4]) == [2, 3]
-
-
-def test_what_a_call_does_not_look_at_makes_no_graph_of_its_own() -> None:
-    kinds = Kinds()
-
-    def network(x: torch.Tensor, cache: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        _ = cache["unread"] is None
-        return x + cache["read"].sum(), cache["handed on"], x[..., : cache["measured"].shape[0]]
-
-    call = kinds.noting(kinds.looking(network))
-    for length in (2, 3):
-        cache = {name: torch.zeros(2) for name in ("read", "handed on", "measured")}
-        call(torch.zeros(4), cache=cache | {"unread": torch.zeros(length)})
-    assert kinds.calls[0] == kinds.calls[1] and len(kinds.calls[0].unread) == 1
-    given = cache | {"unread": torch.zeros(5)}
-    _, emptied = kinds.calls[0].without_unread((torch.zeros(4),), {"cache": given})
-    assert {name: len(value) for name, value in emptied["cache"].items()} == {
-        "read": 2,
-        "handed on": 2,
-        "measured": 2,
-        "unread": 0,
-    }

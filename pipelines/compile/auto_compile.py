@@ -1,0 +1,147 @@
+"""When backend 'auto' compiles, and which calls of a VAE's decoder are compiled.
+
+Ski-rental rule (Karlin et al. 1988): runs are eager until eager calls have taken as long as a compile is assumed to
+take. What is compiled already is used at once. Seconds are counted in this process: for a denoiser by what it would be
+compiled for, for a decoder also by the signature of the calls that would be compiled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...precision.activations import shapes_of
+from ...precision.policy import Component
+from ...precision.shells import with_forward
+from .backends import EAGER, BackendChoice, came_to, choose_backend, compiled, for_dtype
+
+if TYPE_CHECKING:
+    from ...precision.policy import Plan, Precision
+    from ...precision.report import RunReport, StepRecord
+    from ..run.handle import PipelineHandle
+    from .backends import CompileOptions
+
+COMPILE_SECONDS = 60.0  # that a compile is assumed to take
+CallSignature = tuple[torch.Size, Hashable]  # shape of the latents; what tells all arguments of the call apart
+_eager_seconds: dict[Hashable, float] = {}  # by what would be compiled; infinite once it is
+
+
+def decide(choice: BackendChoice, key: Hashable, *, kept: bool = False) -> BackendChoice:
+    """Return the backend of a run: 'eager' where the rule says to wait. kept: it is compiled already, on disk."""
+    spent = math.inf if kept else _eager_seconds.get(key, 0.0)
+    said = f"eager calls took {spent:.3g} s, and compiling is taken for {COMPILE_SECONDS:.3g} s"
+    if spent < COMPILE_SECONDS:
+        return BackendChoice(EAGER, f"auto: not compiled yet: {said}", automatic=True)
+    return replace(choice, reason=f"{choice.reason}; {'compiled already' if spent == math.inf else said}")
+
+
+def record(key: Hashable, report: RunReport, steps: Iterable[StepRecord]) -> None:
+    """Count the seconds of a run's calls, without their reruns, or note that they are compiled now."""
+    if report.backend != EAGER:
+        _eager_seconds[key] = math.inf if report.graphs else _eager_seconds.get(key, 0.0)
+        return
+    seconds = sum(step.seconds - (step.rerun.seconds if step.rerun else 0.0) for step in steps)
+    _eager_seconds[key] = _eager_seconds.get(key, 0.0) + seconds
+
+
+def denoiser_key(handle: PipelineHandle, request: Precision | None) -> str:
+    """Return what the seconds of its denoiser are counted by; "" where 'auto' did not choose a compiler, and for
+    quantised layers, which are compiled at once: eager, they take longer than in half precision."""
+    choice, plan = handle.backend, handle.plan(Component.DENOISER, request)
+    automatic = choice.automatic and choice.name != EAGER and not plan.quantised
+    return _target(handle, plan, handle.compile_options) if automatic else ""
+
+
+def decide_denoiser(handle: PipelineHandle, key: str) -> BackendChoice:
+    from .code import SUFFIX
+
+    kept = handle.backend.name == "inductor" and handle.compiled and (handle.compiled / f"{key}{SUFFIX}").exists()
+    return decide(handle.backend, key, kept=bool(kept))
+
+
+def signature_of(latents: torch.Tensor, *args: Any, **kwargs: Any) -> CallSignature:
+    """Return what tells calls of a decoder apart that would each be compiled."""
+    return latents.shape, shapes_of((latents, args, kwargs))
+
+
+class DecoderCompiler:
+    """Compiles a decoder for the calls of a decode that do most of its work, which share one graph: tiles of one size,
+    chunks of as many frames. The others, at edges, run eagerly: each would compile as long.
+
+    asked: "auto", or a backend's name. 'auto' takes the pipeline's own backend by the rule above.
+    Raises BackendUnavailable where one was asked for that does not work here.
+    """
+
+    def __init__(self, handle: PipelineHandle, plan: Plan, report: RunReport, asked: str = "auto"):
+        own, how, device = handle.backend, handle.compile_options, handle.store.placement.device
+        choice = choose_backend(asked, device) if asked != "auto" else replace(own, automatic=own.name != EAGER)
+        self.backend = for_dtype(choice, handle.architecture, plan.dtype)
+        self._how = replace(how, attention="", dynamic=how.dynamic or False)
+        self._handle, self._plan, self._report = handle, plan, report
+        self._dominant: CallSignature | None = None  # whose calls are compiled
+        self._say(self.backend)
+
+    def begin(self, calls: Sequence[CallSignature]) -> tuple[PipelineHandle, Hashable]:
+        """Decide for one decode. calls: all that it makes of the decoder; none where that is unknown.
+
+        Returns the pipeline as it is compiled, and what its seconds are to be recorded by; None where they are not.
+        """
+        backend, key, dominant = BackendChoice(EAGER, ""), None, None
+        if calls and self.backend.name != EAGER:
+            work = Counter({call: calls.count(call) * call[0].numel() for call in calls})
+            ((dominant, _),) = work.most_common(1)
+            backend = self.backend
+            if backend.automatic:
+                key = _target(self._handle, self._plan, self._how), dominant
+                backend = decide(backend, key)
+            which = f"{calls.count(dominant)} of {len(calls)} calls, of latents {'×'.join(map(str, dominant[0]))}"
+            self._say(backend, "" if backend.name == EAGER else f"; compiled: {which}")
+        self._dominant = None if backend.name == EAGER else dominant
+        return replace(self._handle, backend=backend, compile_options=self._how), key
+
+    def shell(
+        self,
+        network: torch.nn.Module,
+        otherwise: Callable[..., Any] | None = None,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> torch.nn.Module:
+        """Return a shell of the decoder that runs what is compiled of it, and `otherwise` (by default the network) for
+        other calls. around: what compiled calls run inside of."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._dominant is None or signature_of(*args, **kwargs) != self._dominant:
+                return (otherwise or network)(*args, **kwargs)
+            store, plan = self._handle.store, self._plan
+            how = self.backend.asked_for, self._how, plan.numerics, plan.wide, plan.accumulation
+            key: Any = ("vae", (), *how, plan.component)
+            if key not in store.compiled:
+                store.compiled[key] = compiled(network, ("",), self.backend, self._how, device=store.placement.device)
+            run = store.compiled[key]
+            with around():
+                made = run(*args, **kwargs)
+            if (now := came_to(run, self.backend)) is not self.backend:
+                self._say(now)
+            return made
+
+        return with_forward(network, forward)
+
+    def leave(self, why: str) -> None:
+        """Compile nothing from now on."""
+        self.backend, self._dominant = BackendChoice(EAGER, why), None
+        self._say(self.backend)
+
+    def _say(self, backend: BackendChoice, more: str = "") -> None:
+        self._report.backend, self._report.backend_reason = backend.name, f"{backend.reason}{more}"
+
+
+def _target(handle: PipelineHandle, plan: Plan, options: CompileOptions) -> str:
+    """Return what a component is compiled for, as the name of its file in the compile cache."""
+    from .target import target_of
+
+    return target_of(handle.store.model, plan, options, handle.store.placement.device, handle.architecture).name
