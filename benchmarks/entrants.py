@@ -46,8 +46,6 @@ GROUPS: dict[str, dict[str, Contestant]] = {
         OURS_EAGER + PROJECTING: projecting(ours("eager")),
         "ours, inductor, without the guard": blocks,
         ISLAND: ours("inductor", Scope.LEARNED, fails=True),
-        "ours, oneflow": ours("oneflow"),
-        "ours, nexfort": ours("nexfort"),
     },
     "fp16": {
         EAGER: eager,

@@ -4,9 +4,6 @@ OneFlow reads its switches at kernel launch, so they must hold while a pipeline 
 counts as True there, which comes out as NaN or black on some architectures (OneDiff issues 722, 955, 958). nexfort and
 PyTorch have switches of their own for the same thing: a user who set OneFlow's under nexfort still got black (OneDiff
 issue 1115). bf16 has fp32's range, so nothing is switched for it.
-
-OneDiff writes variables of OneFlow's at each compile and leaves them. They are held too, at OneDiff's own values, so
-that a run that compiles nothing sees what the one before it saw, and put back.
 """
 
 from __future__ import annotations
@@ -28,30 +25,6 @@ NEXFORT_OPTION = "triton.fuse_attention_allow_fp16_reduction"  # the same at com
 NEXFORT_SWITCH = "NEXFORT_ENABLE_FUSE_ATTENTION_FP16_REDUCTION"
 SOURCE = "https://github.com/siliconflow/onediff/issues/958"
 FAST_SOURCE = "https://github.com/siliconflow/onediff/pull/454"
-# set to 1 at every compile where they are unset: OneDiff 1.2's set_oneflow_default_env_vars
-ONEDIFF_DEFAULTS = (
-    "ONEFLOW_RUN_GRAPH_BY_VM",
-    "ONEFLOW_GRAPH_DELAY_VARIABLE_OP_EXECUTION",
-    "ONEFLOW_MLIR_CSE",
-    "ONEFLOW_MLIR_ENABLE_INFERENCE_OPTIMIZATION",
-    "ONEFLOW_MLIR_ENABLE_ROUND_TRIP",
-    "ONEFLOW_MLIR_FUSE_FORWARD_OPS",
-    "ONEFLOW_MLIR_FUSE_OPS_WITH_BACKWARD_IMPL",
-    "ONEFLOW_MLIR_GROUP_MATMUL",
-    "ONEFLOW_MLIR_PREFER_NHWC",
-    "ONEFLOW_KERNEL_ENABLE_FUSED_CONV_BIAS",
-    "ONEFLOW_KERNEL_ENABLE_FUSED_LINEAR",
-    "ONEFLOW_KERNEL_CONV_CUTLASS_IMPL_ENABLE_TUNING_WARMUP",
-    "ONEFLOW_KERNEL_GEMM_CUTLASS_IMPL_ENABLE_TUNING_WARMUP",
-    "ONEFLOW_KERNEL_CONV_ENABLE_CUTLASS_IMPL",
-    "ONEFLOW_KERNEL_GEMM_ENABLE_CUTLASS_IMPL",
-    "ONEFLOW_CONVOLUTION_BIAS_ADD_ACT_FUSION",
-    "ONEFLOW_CONV_ALLOW_HALF_PRECISION_ACCUMULATION",
-    "ONEFLOW_MATMUL_ALLOW_HALF_PRECISION_ACCUMULATION",
-    "ONEFLOW_LINEAR_EMBEDDING_SKIP_INIT",
-    "ONEFLOW_MLIR_GROUP_MATMUL_QUANT",
-    "ONEFLOW_CONV2D_KERNEL_ENABLE_TUNING_WARMUP",
-)
 _TRUE = frozenset({"1", "true", "yes", "on", "y"})  # what OneFlow itself takes for true
 _FALSE = frozenset({"0", "false", "no", "off", "n", ""})
 
@@ -120,7 +93,7 @@ class Switch:
 
     name: str
     value: str
-    set_by: str  # "user", "onediff-guard", "onediff", "others" (ComfyUI or another pack) or "default"
+    set_by: str  # "user", "onediff-guard", "others" (ComfyUI or another pack) or "default"
     reason: str
 
 
@@ -134,17 +107,16 @@ class _Spec:
     read: Callable[[], str | None]
     write: Callable[[str | None], None]
     kind: str = ""  # "integer", or a boolean
-    set_by: str = "onediff-guard"  # or "onediff", whose value we hold
 
 
-def _environment(name: str, values: dict[Mode, str], **more: str) -> _Spec:
+def _environment(name: str, values: dict[Mode, str], kind: str = "") -> _Spec:
     def write(value: str | None) -> None:
         if value is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
 
-    return _Spec(name, values, None, lambda: os.environ.get(name), write, **more)
+    return _Spec(name, values, None, lambda: os.environ.get(name), write, kind)
 
 
 def _torch(name: str, default: bool, read: Callable[[Any], bool], write: Callable[[Any, bool], None]) -> _Spec:
@@ -195,7 +167,6 @@ SPECS: tuple[_Spec, ...] = (
         lambda cuda: cuda.fp16_bf16_reduction_math_sdp_allowed(),
         lambda cuda, value: cuda.allow_fp16_bf16_reduction_math_sdp(value),
     ),
-    *(_environment(name, dict.fromkeys(Mode, "1"), set_by="onediff") for name in ONEDIFF_DEFAULTS),
 )
 SWITCHES = tuple(spec.name for spec in SPECS)
 
@@ -314,8 +285,6 @@ def _describe(spec: _Spec, before: str | None, own: Decision, mode: Mode, reason
     value = spec.values.get(mode, before)
     if value == before:
         return Switch(spec.name, "unset" if value is None else value, "others" if by_others else "default", _LEFT)
-    if spec.set_by == "onediff":
-        return Switch(spec.name, value or "", "onediff", _ONEDIFFS)
     after = f"; {_OTHERS} had it {before}, as it is again after the run" if by_others else ""
     return Switch(spec.name, value or "", "onediff-guard", reason + after)
 
@@ -337,4 +306,3 @@ def _judge(spec: _Spec, value: str, own: Decision) -> str:
 _SET = "set before this run, respected"
 _LEFT = "left as it is"
 _OTHERS = "ComfyUI or another pack"
-_ONEDIFFS = "its own value, which it writes at each compile; put back after the run"

@@ -222,12 +222,7 @@ def _cell(step: StepRecord) -> str:
 
 
 def _switches(switches: tuple[Switch, ...]) -> list[str]:
-    """Return a line for each switch, and one for all that OneDiff sets."""
-    lines = [f"{s.name}={s.value} (by {s.set_by}: {s.reason})" for s in switches if s.set_by != "onediff"]
-    if theirs := [s for s in switches if s.set_by == "onediff"]:
-        more = counted(len(theirs), "1 variable", "{} variables")
-        lines.append(f"{more} more of OneFlow's (by onediff: {theirs[0].reason})")
-    return lines
+    return [f"{s.name}={s.value} (by {s.set_by}: {s.reason})" for s in switches]
 
 
 def counted(number: int, one: str, several: str) -> Message:

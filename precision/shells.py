@@ -119,10 +119,8 @@ def with_once(module: torch.nn.Module, names: Sequence[str]) -> tuple[torch.nn.M
 
 @cache
 def both(base: type[torch.nn.Module], kind: type[torch.nn.Module]) -> type[Any]:
-    """Return a class that derives from `base`, then `kind`, and has `kind`'s name. Its qualified name is its own: by
-    that, OneDiff looks up the class that it turns into OneFlow's, and it must not find `kind` alone."""
-    names = {"__module__": base.__module__, "__qualname__": f"{base.__name__}{kind.__name__}"}
-    return type(kind.__name__, (base, kind), names)
+    """Return a class that derives from `base`, then `kind`, and has `kind`'s name."""
+    return type(kind.__name__, (base, kind), {"__module__": base.__module__})
 
 
 def structural_copy(module: torch.nn.Module) -> torch.nn.Module:

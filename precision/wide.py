@@ -328,13 +328,3 @@ def _as(layer: torch.nn.Module, base: type[torch.nn.Module], **state: Any) -> to
     shell.__class__ = both(base, type(layer))
     shell.__dict__.update(state)  # set as attributes, tensors would become parts of `layer`, too
     return shell
-
-
-# OneDiff looks classes up by their names, when it makes OneFlow's of them.
-globals().update(
-    {
-        made.__qualname__: made
-        for base, kinds in ((Wide, LAYERS), (Narrow, LAYERS), (NormToHalf, NORMS))
-        for made in (both(base, kind) for kind in kinds)
-    }
-)

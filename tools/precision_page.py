@@ -12,7 +12,6 @@ from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision.accumulation import (
     NEXFORT_OPTION,
     NEXFORT_SWITCH,
-    ONEDIFF_DEFAULTS,
     SPECS,
     Accumulation,
     Mode,
@@ -128,8 +127,6 @@ RULES = f"""\
 - A variable that you have exported is never touched. The report names it.
 - The `torch.` switches are nobody's: ComfyUI sets some at import. They are made safe while a model runs whoever set
   them, and the report says what they were. To leave them on, choose `fast`.
-- OneDiff sets the last {len(ONEDIFF_DEFAULTS)} at each compile, where they are unset, and leaves them. They are put
-  back too.
 - Where several GPUs share the process, or several runs overlap, the safest value holds for all.
 - nexfort asks once more when it compiles: its option `{NEXFORT_OPTION}` is true where
   `{NEXFORT_SWITCH}` is.

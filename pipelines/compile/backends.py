@@ -6,7 +6,6 @@ without compiling anything. Block by block, because identical blocks share one c
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import logging
 import os
@@ -24,8 +23,8 @@ from ...precision.accumulation import NEXFORT_OPTION, NEXFORT_SWITCH, allowed
 from ...precision.arch import COMPILED, Architecture
 from ...precision.attention import KERNELS, Attended
 from ...precision.overflow import ShownInside
-from ...precision.policy import Plan, failure
-from ...precision.shells import Make, replaced, structural_copy
+from ...precision.policy import failure
+from ...precision.shells import Make, replaced
 from ...trust.message import Message
 from ..errors import BackendUnavailable
 from .block import EAGER, Compiler, Compiling, Run
@@ -34,12 +33,7 @@ logger = logging.getLogger(__name__)
 
 _COMPILING = "_onediff_guard_compiling"
 ONEDIFF_BUILDS = "OneDiff needs OneFlow's special builds from OneFlow's own package index, not PyPI's"
-NEEDS = {  # to be had at all, beside what is missing here
-    "oneflow": "It needs Linux, an NVIDIA card, Python 3.11 or older and OneFlow's special builds, made for CUDA 11.8 "
-    "to 12.2 in 2024; they are not known to work in any ComfyUI that this pack supports",
-    "nexfort": "It needs an NVIDIA card, Python 3.11 or older and PyTorch 2.3 to 2.5.1, and this pack needs 2.6 "
-    "(ComfyUI since 0.32: 2.7); no ComfyUI that this pack supports can have it",
-}
+NEXFORT_NEEDS = "it needs Python 3.11 or older and PyTorch 2.3 to 2.5.1"
 
 
 @dataclass(frozen=True)
@@ -85,25 +79,20 @@ class CompileOptions:
     attention: str = MEASURED
     channels_last: bool = False
 
-    def given_to(self, backend: str, *, graph_file: Path | None = None) -> Any:
+    def given_to(self, backend: str) -> Any:
         """As OneDiff's backend takes them.
-
-        graph_file: where OneFlow keeps a block's graph: read where it is there, else written after the first call.
 
         OneDiff writes a variable of OneFlow's for each option that is given, so none is given for accumulation: what
         stands while a stage runs is the user's, or the plan's. nexfort is told what stands.
         """
         if backend == "inductor":
             return {"dynamic": self.dynamic, "mode": self.mode, "fullgraph": self.fullgraph}
+        dynamic: dict[str, Any] = {} if self.dynamic is None else {"dynamic": self.dynamic}
         if backend == "nexfort":
-            dynamic = {} if self.dynamic is None else {"dynamic": self.dynamic}
             return {"options": {NEXFORT_OPTION: allowed(NEXFORT_SWITCH)}, **dynamic}
         from onediff.infer_compiler import OneflowCompileOptions
 
-        options: dict[str, Any] = {} if self.dynamic is None else {"dynamic": self.dynamic}
-        if graph_file:
-            options["graph_file"] = str(graph_file)
-        return OneflowCompileOptions(**options)
+        return OneflowCompileOptions(**dynamic)
 
     def in_words(self, backend: str) -> str:
         """What differs from the default, and what the backend does not take; "" where neither does."""
@@ -170,21 +159,6 @@ def for_dtype(choice: BackendChoice, architecture: Architecture, dtype: str) -> 
     raise BackendUnavailable("{}. Choose precision 'auto' or 'fp16', or backend 'eager'.", missing)
 
 
-def for_plan(choice: BackendChoice, architecture: Architecture, plan: Plan, device: torch.device) -> BackendChoice:
-    """The backend for a plan: OneFlow and nexfort know nothing of torchao's weights.
-
-    Raises BackendUnavailable where one that cannot be used was asked for by name.
-    """
-    choice = for_dtype(choice, architecture, plan.dtype)
-    if not plan.quantised or choice.name in ("inductor", EAGER):
-        return choice
-    missing = Message("{} cannot compile layers that are quantised to {}", choice.name, plan.quantised)
-    if not choice.automatic:
-        raise BackendUnavailable("{}. Choose backend 'auto', 'inductor' or 'eager', or precision 'auto'.", missing)
-    name = EAGER if _inductor_missing(device) else "inductor"
-    return BackendChoice(name, f"auto: {missing}", automatic=True)
-
-
 def compiled(
     denoiser: torch.nn.Module,
     parts: tuple[str, ...],
@@ -192,18 +166,16 @@ def compiled(
     how: CompileOptions | None = None,
     *,
     device: torch.device | None = None,
-    graphs: Path | None = None,
 ) -> torch.nn.Module:
     """A shell of the denoiser in which the named parts are compiled, a list block by block; the denoiser itself for
     'eager'.
 
     device: that it runs on, if not the CPU: other backends are tried there where one that 'auto' chose fails.
-    graphs: a folder for OneFlow's graphs, one for each block.
     Raises what a backend raises that was asked for by name.
     """
     if choice.name == EAGER:
         return denoiser
-    shared = Compiling(_compilers(choice, how or CompileOptions(), device or torch.device("cpu"), graphs))
+    shared = Compiling(_compilers(choice, how or CompileOptions(), device or torch.device("cpu")))
     shell = replaced(denoiser, dict.fromkeys(parts, _each(shared.in_place_of)))
     logger.info("compiling %s of %s with %s", ", ".join(parts), type(denoiser).__name__, choice.name)
     shared.compile()
@@ -219,21 +191,19 @@ def came_to(shell: torch.nn.Module, choice: BackendChoice) -> BackendChoice:
     return BackendChoice(shared.backend, f"auto: {'; '.join(shared.given_up)}", automatic=True)
 
 
-def _compilers(
-    choice: BackendChoice, how: CompileOptions, device: torch.device, graphs: Path | None
-) -> Iterator[Compiler]:
+def _compilers(choice: BackendChoice, how: CompileOptions, device: torch.device) -> Iterator[Compiler]:
     """The choice, and where 'auto' made it, all that follow. What works with an offload, those after it do too."""
 
     def of(name: str) -> Compiler:
         kernel = how.attention if how.attention in KERNELS and uses_torch_kernels(name) else ""
 
-        def compile_block(block: torch.nn.Module, number: int) -> Run:
+        def compile_block(block: torch.nn.Module) -> Run:
             run = Attended(block, kernel) if kernel else block
             if name == EAGER:
                 return run
             if name == "inductor" and device.type == "cpu":
-                return partial(ShownInside.run, _compile(ShownInside(run), name, how, None))
-            return _compile(run, name, how, graphs and graphs / f"block-{number}")
+                return partial(ShownInside.run, _compile(ShownInside(run), name, how))
+            return _compile(run, name, how)
 
         return Compiler(name, compile_block, choice.automatic and not (how.fullgraph and name == "inductor"))
 
@@ -245,23 +215,12 @@ def _compilers(
         yield of(EAGER)
 
 
-def _compile(block: torch.nn.Module, backend: str, how: CompileOptions, graph_file: Path | None) -> Run:
+def _compile(block: torch.nn.Module, backend: str, how: CompileOptions) -> Run:
     import onediff.infer_compiler
 
     if backend == "inductor":
         _register_inductor()
-    if backend in ("oneflow", "nexfort"):
-        block = _apart(block)
-    return onediff.infer_compiler.compile(block, backend=backend, options=how.given_to(backend, graph_file=graph_file))
-
-
-def _apart(block: torch.nn.Module) -> torch.nn.Module:
-    """A copy that shares the weights: OneDiff leaves hooks and attributes on what it is given."""
-    shell = structural_copy(block)
-    for part in shell.modules():
-        hooks = {name: copy.copy(value) for name, value in vars(part).items() if name.endswith("_hooks")}
-        part.__dict__.update(hooks)
-    return shell
+    return onediff.infer_compiler.compile(block, backend=backend, options=how.given_to(backend))
 
 
 def _each(make: Make) -> Make:
@@ -286,27 +245,16 @@ def _register_inductor() -> None:
         return torch.compile(original, backend="inductor", **(options or {}))
 
 
-def _oneflow_missing(device: torch.device) -> str | None:
+def _missing_package(package: str, load: Callable[[], object], why: str, device: torch.device) -> str | None:
+    """What a backend lacks that is a package of its own. load: imports it. why: it is seldom there."""
     if device.type != "cuda":
-        return f"OneFlow runs on CUDA devices, not on {device.type}"
-    if importlib.util.find_spec("oneflow") is None:
-        return f"OneFlow is not installed ({ONEDIFF_BUILDS})"
+        return f"{package} runs on CUDA devices, not on {device.type}"
+    if importlib.util.find_spec(package) is None:
+        return f"{package} is not installed ({why})"
     try:
-        importlib.import_module("oneflow.framework.args_tree")
-    except Exception as error:  # noqa: BLE001 - PyPI's placeholder raises RuntimeError on import, old builds lack the module
-        return f"this OneFlow cannot be used ({_first_line(error)}; {ONEDIFF_BUILDS})"
-    return None
-
-
-def _nexfort_missing(device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return f"nexfort runs on CUDA devices, not on {device.type}"
-    if importlib.util.find_spec("nexfort") is None:
-        return "nexfort is not installed (Python ≤ 3.11 and torch 2.3 to 2.5.1 only)"
-    try:
-        importlib.import_module("nexfort.compilers")
-    except Exception as error:  # noqa: BLE001 - a closed-source extension built for one torch
-        return f"nexfort does not load with torch {torch.__version__} ({_first_line(error)})"
+        load()
+    except Exception as error:  # noqa: BLE001 - PyPI's placeholder raises RuntimeError, an extension is for one torch
+        return f"this {package} cannot be used ({_first_line(error)}; {why})"
     return None
 
 
@@ -337,8 +285,12 @@ def find_c_compiler() -> str | None:
 
 
 _PROBES: dict[str, Callable[[torch.device], str | None]] = {
-    "oneflow": _oneflow_missing,
-    "nexfort": _nexfort_missing,
+    "oneflow": partial(
+        _missing_package, "oneflow", lambda: importlib.import_module("oneflow.framework.args_tree"), ONEDIFF_BUILDS
+    ),
+    "nexfort": partial(
+        _missing_package, "nexfort", lambda: importlib.import_module("nexfort.compilers"), NEXFORT_NEEDS
+    ),
     "inductor": _inductor_missing,
 }
 BACKENDS = ("auto", *_PROBES, "eager")

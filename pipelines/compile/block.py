@@ -71,7 +71,7 @@ class Compiler:
     """A backend, as it compiles one block after another."""
 
     name: str
-    compile_block: Callable[[torch.nn.Module, int], Run]  # a block and its number, counted from 1
+    compile_block: Callable[[torch.nn.Module], Run]
     replaceable: bool  # where it fails, the next one takes its place
 
 
@@ -140,7 +140,7 @@ class Compiling:
         """Compile all blocks, by the first compiler that does. Raises what one raised that has none to follow it."""
         for compiler in self._compilers:
             try:
-                blocks = [compiler.compile_block(block, n) for n, block in enumerate(self._originals, 1)]
+                blocks = [compiler.compile_block(block) for block in self._originals]
             except Exception as error:
                 if not compiler.replaceable or _is_the_runs(error):
                     raise
@@ -199,8 +199,6 @@ class Compiling:
         return made
 
     def _give_up(self, compiler: Compiler, failure: str) -> None:
-        for weight in (weight for block in self._originals for weight in block.parameters()):
-            vars(weight).pop("copy_", None)  # OneDiff's, which keeps OneFlow's graph up to date with a weight
         self.given_up.append(Message("{} failed ({})", compiler.name, failure))
         logger.warning("%s: going on without it", self.given_up[-1])
 

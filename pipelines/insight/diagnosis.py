@@ -34,7 +34,6 @@ NOT_RUN = (
 WIDTH = 96  # of a line of text
 _SETTERS = {
     "user": "set by you",
-    "onediff": "set by OneDiff",
     "others": "set by ComfyUI or another pack",
     "default": "not set by anyone",
 }
@@ -301,11 +300,10 @@ def _backends(machine: Machine, chosen: BackendChoice | None) -> Backends:
 def _states(device: str) -> tuple[BackendState, ...]:
     import torch
 
-    from ..compile.backends import NEEDS, backend_states
+    from ..compile.backends import backend_states
 
     return tuple(
-        BackendState(name, not lacks, ". ".join(filter(None, [lacks, NEEDS.get(name)])) if lacks else "found")
-        for name, lacks in backend_states(torch.device(device)).items()
+        BackendState(name, not lacks, lacks or "found") for name, lacks in backend_states(torch.device(device)).items()
     )
 
 
@@ -449,7 +447,7 @@ def _switches_text(switches: Sequence[Switch]) -> list[str]:
     for (set_by, reason), names in alike.items():
         lines += _wrapped(f"{_SETTERS.get(set_by, f'set by {set_by}')}: {reason}", "  ", "    ")
         lines += [f"    {name}" for name in names]
-    title = "Half-precision accumulation, and what else OneDiff sets: as it stands while a model runs"
+    title = "Half-precision accumulation, as it stands while a model runs"
     return [title, *lines] if lines else []
 
 

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from ...precision.observe import BlockOutputs
 from ...precision.overrides import NOTHING, PrecisionOverrides
 from ...precision.shells import Once, reporting, with_forward, with_once
 from ...precision.step_cache import StepCache
-from ..compile.backends import EAGER, MEASURED, came_to, compiled, for_plan
+from ..compile.backends import EAGER, MEASURED, came_to, compiled, for_dtype
 from ..families.spec import ENCODERS
 from ..models.lora import keys
 from ..parallel.group import here
@@ -30,7 +29,7 @@ from ..weights.ladder import Rung, Way
 from ..weights.offload import Offload
 from ..weights.quantising import quantised_of
 from ..weights.room import room_for_call
-from .profiles import identify, load_profile, update_cache
+from .profiles import load_profile, update_cache
 from .stage import ComponentStage
 from .step_cache import make_step_cache
 
@@ -210,7 +209,7 @@ class _Attempts:
         self._stage = stage
         self._apart = apart  # a batch is computed half by half
         self._cache = cache
-        self._backend = for_plan(handle.backend, handle.architecture, plan, handle.store.placement.device)
+        self._backend = for_dtype(handle.backend, handle.architecture, plan.dtype)
         self._quantised = quantised_of(stage)
         self._sums = self._measured_sums()
         self._how, self._attention = handle.compile_options, ""
@@ -306,28 +305,10 @@ class _Attempts:
         parts = handle.family.blocks
         key = (self._stage.name, keys(self._stage.loras), *how)
         if key not in known:
-            known[key] = compiled(
-                half,
-                parts,
-                self._backend,
-                self._how,
-                device=handle.store.placement.device,
-                graphs=self._graphs(wide),
-            )
+            known[key] = compiled(half, parts, self._backend, self._how, device=handle.store.placement.device)
         self._compiled = made = known[key]
         self.tell_backend()
         return made
-
-    def _graphs(self, wide: bool) -> Path | None:
-        """The folder for OneFlow's graphs."""
-        handle, plan = self._stage.handle, self._stage.plan
-        if handle.compiled is None or self._backend.name != "oneflow":
-            return None
-        from ..compile.oneflow_graphs import graphs_folder
-
-        name, loras = self._stage.name, self._stage.loras
-        weights = identify(handle.store.model, name, loras, handle.architecture.name, plan.dtype)
-        return graphs_folder(handle.compiled, weights, handle.compile_options, plan.accumulation, wide=wide)
 
     def tell_backend(self) -> None:
         """Say in the report which one runs, and why: 'auto' may have gone on to another while it compiled."""

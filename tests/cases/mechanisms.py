@@ -11,7 +11,7 @@ import torch
 from cogview_step import cogview3_call
 from comfyui_onediff_guard.pipelines.families.cogview3plus import COGVIEW3PLUS
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH
-from onediff.infer_compiler.backends.env_var import set_oneflow_default_env_vars, set_oneflow_env_vars
+from onediff.infer_compiler.backends.env_var import set_oneflow_env_vars
 from stream_peaks import stream_peak
 from torch.nn import functional as F
 
@@ -90,7 +90,6 @@ def overflow_stream(gates: tuple[int, ...], writer: str) -> Callable[[Any], None
 
 
 FLASH_SWITCH = "ONEFLOW_KERNEL_FMHA_ENABLE_TRT_FLASH_ATTN_IMPL"
-BESIDE = tuple(f"ONEFLOW_{kind}_ALLOW_HALF_PRECISION_ACCUMULATION" for kind in ("CONV", "MATMUL"))
 FEED_FORWARD, ATTENTION = "ff.net.2", "attn1.to_out.0"
 IMAGE, TEXT = 5, 11  # chunks of norm1.linear: the gates of the feed-forward; 3 before each, those of attention
 
@@ -101,8 +100,6 @@ class Launch(NamedTuple):
     compiled: bool  # in a compiled block
     attention: str | None  # the variables
     flash: str | None
-    conv: str | None
-    matmul: str | None
 
 
 class OneFlow:
@@ -117,7 +114,6 @@ class OneFlow:
         self._compiled = 0
 
     def compile(self, module: torch.nn.Module, *, options: Any = None) -> torch.nn.Module:
-        set_oneflow_default_env_vars()
         set_oneflow_env_vars(options)
         return _Compiled(self, module)
 
@@ -128,7 +124,7 @@ class OneFlow:
     def launch(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
         """In place of PyTorch's attention, which does not read the switches: it only notes them."""
         switch = _getenv(ATTENTION_SWITCH)
-        self.launches.append(Launch(self._compiled > 0, switch, *map(_getenv, (FLASH_SWITCH, *BESIDE))))
+        self.launches.append(Launch(self._compiled > 0, switch, _getenv(FLASH_SWITCH)))
         allowed = (switch or "true").lower() in {"1", "true", "yes", "on", "y"}
         if self._compiled and self._accumulates_in_half and allowed and query.dtype == torch.float16:
             scores = (query.float() @ key.float().transpose(-1, -2)) * 1e6  # K is large, as in SVD: OneDiff PR 454

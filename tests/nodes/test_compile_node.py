@@ -56,7 +56,7 @@ def test_the_layout_is_comfyuis_unless_something_else_is_said(pipeline: Any) -> 
 
 
 def test_a_backend_that_does_not_work_here_is_named(pipeline: Any) -> None:
-    with pytest.raises(BackendUnavailable, match="Backend 'oneflow' does not work here: OneFlow runs on CUDA"):
+    with pytest.raises(BackendUnavailable, match="Backend 'oneflow' does not work here: oneflow runs on CUDA"):
         compile_node(pipeline, backend="oneflow")
 
 

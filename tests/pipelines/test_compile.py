@@ -69,7 +69,7 @@ def test_auto_names_what_was_missing(no_modules, monkeypatch, caplog):
     assert len(caplog.messages) == 1 and "\n" not in caplog.messages[0]
 
     choice = choose_backend("auto", CUDA)
-    assert "OneFlow is not installed" in choice.reason
+    assert "oneflow is not installed" in choice.reason
     assert "nexfort is not installed" in choice.reason
     assert "Triton, which is not installed" in choice.reason
 
@@ -297,14 +297,3 @@ def test_a_block_that_needs_several_graphs_is_an_error_where_one_is_asked_for(au
     shell: Any = compiled(model, ("blocks",), BackendChoice("inductor", "", automatic), CompileOptions(fullgraph=True))
     with pytest.raises(TorchDynamoException, match="graph_break"):
         shell.blocks[0](torch.zeros(2))
-
-
-def test_oneflow_is_given_a_graph_file_for_each_block(monkeypatch, tmp_path):
-    """Blocks share a structure, and so would share OneFlow's name of a file: each has its own weights in it."""
-    from onediff.infer_compiler.backends import registry
-
-    seen = []
-    monkeypatch.setitem(registry._BACKENDS, "oneflow", lambda module, *, options: seen.append(options) or module)
-    oneflow = BackendChoice("oneflow", "asked for")
-    compiled(Transformer(), ("transformer_blocks",), oneflow, graphs=tmp_path)
-    assert [options.graph_file for options in seen] == [str(tmp_path / f"block-{n}") for n in (1, 2, 3)]

@@ -16,7 +16,6 @@ from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.policy import Precision
 from comfyui_onediff_guard.precision.report import RunReport
-from comfyui_onediff_guard.trust.atomic_files import LIMIT_VARIABLE
 from onediff.infer_compiler.backends import registry
 
 LATENTS = {  # latents, and how they are decoded

@@ -312,7 +312,7 @@ def test_backends_that_multiply_in_their_own_way_are_left_alone(opened, model_fo
     from comfyui_onediff_guard.pipelines.run import denoiser
 
     monkeypatch.setattr(
-        denoiser, "for_plan", lambda *_: backends.BackendChoice("nexfort", "asked for", automatic=False)
+        denoiser, "for_dtype", lambda *_: backends.BackendChoice("nexfort", "asked for", automatic=False)
     )
     monkeypatch.setattr(denoiser, "compiled", lambda half, *_, **__: half)
     _, report = sampled(opened(model_folder("2b")), "2b")

@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.demo.small_model import build_cogvideox
-from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, for_plan
-from comfyui_onediff_guard.pipelines.errors import BackendUnavailable
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.pipelines.models.folder import family_of
 from comfyui_onediff_guard.pipelines.models.lora import Lora
@@ -329,19 +327,3 @@ def test_a_cheaper_way_is_unquantised(opened: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("comfyui_onediff_guard.pipelines.weights.components.brings_parts_to", lambda device: True)
     cheaper = stage.cheaper(Offload.GROUP)
     assert cheaper.plan == stage.plan.unquantised and stage.plan.quantised == "int8"
-
-
-@pytest.mark.parametrize("name", ["oneflow", "nexfort", "inductor", "eager"])
-def test_backends_that_know_nothing_of_torchao_are_not_taken(name: str) -> None:
-    sm90 = ARCHITECTURES["sm90"]
-    taken = name in ("inductor", "eager")
-    choice = BackendChoice(name, "auto: first choice", automatic=True)
-    chosen = for_plan(choice, sm90, PLAN, CPU)
-    assert chosen == choice if taken else chosen.name in ("inductor", "eager")
-    assert for_plan(choice, sm90, PLAN.unquantised, CPU) == choice
-    asked = BackendChoice(name, "asked for")
-    if taken:
-        assert for_plan(asked, sm90, PLAN, CPU) == asked
-    else:
-        with pytest.raises(BackendUnavailable, match=f"{name} cannot compile layers that are quantised to int8"):
-            for_plan(asked, sm90, PLAN, CPU)

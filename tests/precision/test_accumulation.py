@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.precision.accumulation import (
-    ONEDIFF_DEFAULTS,
     SWITCHES,
     Accumulation,
     Decision,
@@ -37,7 +36,7 @@ REDUCTION, FP16_SUMS = (
 )
 MATH_SDP = "torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp"
 VARIABLES = (ATTENTION, SCORES, FMHA, NEXFORT_ATTENTION, NEXFORT_MATMUL)
-ALL = (*VARIABLES, REDUCTION, FP16_SUMS, MATH_SDP, *ONEDIFF_DEFAULTS)
+ALL = (*VARIABLES, REDUCTION, FP16_SUMS, MATH_SDP)
 
 UNTOUCHED = (None, None, None, None, None, True, False, False)  # PyTorch's defaults
 STATE = {
@@ -69,7 +68,7 @@ def set_flags(reduction: bool, fp16_sums: bool, math_sdp: bool) -> None:
 
 @pytest.fixture(autouse=True)
 def nobody_set_anything(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in (*VARIABLES, *ONEDIFF_DEFAULTS):
+    for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     set_flags(True, False, False)
     yield
@@ -115,7 +114,7 @@ def test_every_switch_is_listed_as_it_stands() -> None:
         with accumulation(architecture, request) as switches:
             assert [switch.name for switch in switches] == list(ALL)
             stands = ["unset" if value is None else str(value) for value in state()]
-            assert [switch.value for switch in switches] == [*stands, *map(os.environ.get, ONEDIFF_DEFAULTS)]
+            assert [switch.value for switch in switches] == stands
 
 
 def test_the_decision_has_a_reason_and_a_source() -> None:
@@ -349,7 +348,7 @@ def test_what_comfyui_switched_on_is_nobodys_and_made_safe_while_a_run_needs_it(
         found = switch(switches, name)
         assert (found.value, found.set_by) == ("False", "onediff-guard")
         assert found.reason == f"half-precision accumulation comes out NaN or black on sm80 (Ampere){OTHERS_HAD}"
-        assert {found.set_by for found in switches} == {"onediff-guard", "onediff", "default"}
+        assert {found.set_by for found in switches} == {"onediff-guard", "default"}
         assert preview(SM80) == switches
     assert state() == (*UNTOUCHED[:-2], name == FP16_SUMS, name == MATH_SDP)
     with accumulation(SM80, FAST) as switches:
@@ -373,10 +372,10 @@ def test_a_pytorch_older_than_a_flag_is_left_without_it(monkeypatch: pytest.Monk
     monkeypatch.delattr(torch.backends.cuda, "fp16_bf16_reduction_math_sdp_allowed")
     monkeypatch.delattr(torch.backends.cuda, "allow_fp16_bf16_reduction_math_sdp")
     with accumulation(SM80) as switches:
-        assert [found.name for found in switches] == [*VARIABLES, REDUCTION, *ONEDIFF_DEFAULTS]
+        assert [found.name for found in switches] == [*VARIABLES, REDUCTION]
         assert torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction is False
     assert vars(torch.backends.cuda.matmul) == {"allow_fp16_reduced_precision_reduction": True}, "none was invented"
-    assert [found.name for found in preview(SM80)] == [*VARIABLES, REDUCTION, *ONEDIFF_DEFAULTS]
+    assert [found.name for found in preview(SM80)] == [*VARIABLES, REDUCTION]
 
 
 @pytest.mark.parametrize("card", [SM70, SM80], ids=str)

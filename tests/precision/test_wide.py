@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from typing import Any
 
@@ -243,9 +242,3 @@ def test_what_cannot_be_wide_is_named():
     denoiser.set_submodule("transformer_blocks.2.ff.net.2", nn.Bilinear(2, 2, 2))
     with pytest.raises(CannotWiden, match=r"'transformer_blocks.2.ff.net.2' is a Bilinear.*Use precision 'bf16'"):
         wide_stream("CogVideoX-5B", denoiser)
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_its_class_is_found_by_its_name_as_onediff_looks_it_up(name):
-    kind = type(wide(drawn_layer(name)[0]))
-    assert getattr(importlib.import_module(kind.__module__), kind.__qualname__) is kind
