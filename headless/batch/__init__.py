@@ -1,1 +1,1 @@
-"""Many jobs over many GPUs, machines or servers, with the folder of outputs as the only state."""
+"""Many jobs over many GPUs, machines or servers. The folder of outputs is the only state."""

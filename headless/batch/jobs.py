@@ -23,9 +23,9 @@ from ..workflow import settings
 from ..workflow.graph import Graph, read_json
 from ..workflow.schema import Schema
 from ..workflow.settings import Setting
-from .affinity import Warmth, warmth_of
 from .content import content_of
 from .matrix import Matrix, Product, product
+from .pipeline_cache import CacheKey, cache_key_of
 
 MAX_LINE = 8 * 2**20  # bytes
 EXAMPLE = '{"workflow": "cogvideox.json", "set": ["4.seed=7"]}'
@@ -49,7 +49,7 @@ class Job:
     name: str
     graph: Graph = field(repr=False)  # with every setting made
     content: str  # hash; its outputs lie under it
-    warmth: Warmth
+    cache_key: CacheKey
     attempts: int = 0  # that ended with their worker
     refusals: Mapping[str, str] = field(default_factory=dict)  # why, by the names of workers that do not take it
 
@@ -150,7 +150,7 @@ class JobsFile:
             name=prepared.name_of(place),
             graph=graph,
             content=content_of(graph, prepared.schemas, self.input_dir),
-            warmth=warmth_of(graph),
+            cache_key=cache_key_of(graph),
         )
 
     def _workflow(self, named: str | Mapping[str, Any]) -> tuple[Graph, dict[str, Schema]]:

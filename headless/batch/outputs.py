@@ -70,19 +70,19 @@ class Outputs:
         Raises:
             OutputError: disk full, no permission and the like.
         """
-        with self._told():
+        with self.errors_told():
             (self.folder / RUNNING).mkdir(parents=True, exist_ok=True)
         with temporary_folder(_of_this_machine("job"), self.folder / RUNNING) as temporary:
             made = Arriving(temporary / "made")
-            with self._told():
+            with self.errors_told():
                 made.folder.mkdir()
             yield made
-            with self._told():
+            with self.errors_told():
                 self._publish(made, self.folder / content)
 
     def park(self, parked: Parked) -> None:
         """Raises OutputError."""
-        with self._told():
+        with self.errors_told():
             (self.folder / PARKED).mkdir(parents=True, exist_ok=True)
             with replacing(self._parked(parked.content)) as stream:
                 stream.write(json.dumps(parked.model_dump(), indent=2).encode() + b"\n")
@@ -96,7 +96,7 @@ class Outputs:
 
     def unpark(self, content: str) -> None:
         """Have a job tried again."""
-        with self._told():
+        with self.errors_told():
             self._parked(content).unlink(missing_ok=True)
 
     def _parked(self, content: str) -> Path:
@@ -116,7 +116,8 @@ class Outputs:
         _settle(self.folder)
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def errors_told(self) -> Iterator[None]:
+        """Raise what goes wrong with the folder as OutputError."""
         try:
             yield
         except OSError as error:

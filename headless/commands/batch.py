@@ -8,14 +8,14 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..batch.course import Course
-from ..batch.crew import Crew
-from ..batch.crews.ray_actor import Setup
-from ..batch.crews.ray_crew import Cluster, RayCrew, connected, require
+from ..batch.batch_run import BatchRun
+from ..batch.job_queue import JobQueue
 from ..batch.jobs import JobsFile, Read
 from ..batch.outputs import PARKED, Outputs
-from ..batch.tally import Tally
-from ..batch.window import Window
+from ..batch.ray_pool import Cluster, RayPool, connected, require
+from ..batch.ray_worker import Setup
+from ..batch.stats import BatchStats
+from ..batch.worker_pool import WorkerPool
 from ..errors import RunFailedError, WorkflowError
 from ..hosts.chosen import DEFAULT_INPUT, DEFAULT_MODELS, Host, seconds
 from ..hosts.local import read_local, run_local
@@ -80,16 +80,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run the jobs and print what came of them; the exit code."""
     with answer.errors_told(args.json):
-        tally = _run(args)
-    error, facts = None, {"folder": args.out, **tally.facts()}
-    if bad := tally.failed + tally.parked:
+        stats = _run(args)
+    error, facts = None, {"folder": args.out, **stats.facts()}
+    if bad := stats.failed + stats.parked:
         error = RunFailedError(
-            f"{bad:,} of {tally.total:,} jobs failed; {args.out / PARKED} says why. The same command with --retry "
+            f"{bad:,} of {stats.total:,} jobs failed; {args.out / PARKED} says why. The same command with --retry "
             "tries them again."
         )
     if not args.json:
-        print(tally.summary())
-        for fault in tally.faults[:SHOWN]:
+        print(stats.summary())
+        for fault in stats.faults[:SHOWN]:
             print(f"  {fault['name']} ({fault['content']}): {fault['error']}")
         print(args.out)
     elif error:
@@ -101,22 +101,22 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _run(args: argparse.Namespace) -> Tally:
+def _run(args: argparse.Namespace) -> BatchStats:
     _check(args)
     outputs = Outputs(args.out.resolve())
     jobs = _jobs(args)
-    tally = Tally(jobs.count(), sys.stderr)
+    stats = BatchStats(jobs.count(), sys.stderr)
     outputs.ensure()
-    window = Window(iter(jobs), outputs, tally, retry=args.retry)
-    if not window.fill():
-        return tally
+    queue = JobQueue(iter(jobs), outputs, stats, retry=args.retry)
+    if not queue.fill():
+        return stats
     try:
-        with _crew(args, outputs) as crew:
-            Course(window, crew, outputs, tally, args.attempts, args.timeout).run()
+        with _pool(args, outputs, stats) as pool:
+            BatchRun(queue, pool, outputs, stats, args.attempts).run()
     except KeyboardInterrupt:
-        tally.say("Stopping. What is done is whole, and the same command goes on from there.")
+        stats.say("Stopping. What is done is whole, and the same command goes on from there.")
         raise
-    return tally
+    return stats
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -133,7 +133,7 @@ def _jobs(args: argparse.Namespace) -> JobsFile:
     read: Read = LOCAL.read
     input_dir = args.input or (None if args.server else DEFAULT_INPUT)
     if args.server:
-        from ..batch.crews.server_crew import ServersReader
+        from ..batch.server_pool import ServersReader
 
         read = ServersReader(args.server, args.timeout)
     folder = args.workflows or args.jobs.parent
@@ -141,11 +141,11 @@ def _jobs(args: argparse.Namespace) -> JobsFile:
 
 
 @contextmanager
-def _crew(args: argparse.Namespace, outputs: Outputs) -> Generator[Crew]:
+def _pool(args: argparse.Namespace, outputs: Outputs, stats: BatchStats) -> Generator[WorkerPool]:
     if args.server:
-        from ..batch.crews.server_crew import ServerCrew
+        from ..batch.server_pool import ServerPool
 
-        with ServerCrew(args.server, outputs, args.input, args.timeout) as servers:
+        with ServerPool(args.server, outputs, args.input, args.timeout, stats.say) as servers:
             yield servers
         return
     cluster = Cluster(args.ray, args.workers, args.dashboard, args.verbose)
@@ -159,7 +159,7 @@ def _crew(args: argparse.Namespace, outputs: Outputs) -> Generator[Crew]:
             timeout=args.timeout,
             run=LOCAL.run,
         )
-        with RayCrew(ray, setup, args.workers) as actors:
+        with RayPool(ray, setup, args.workers) as actors:
             yield actors
 
 

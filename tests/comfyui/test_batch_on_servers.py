@@ -24,9 +24,9 @@ pytestmark = pytest.mark.comfyui
 # The command, with less patience, so that a test has not to wait for a minute.
 COMMAND = """\
 import sys
-from comfyui_onediff_guard.headless.batch.crews import server_crew
+from comfyui_onediff_guard.headless.batch import server_pool
 from comfyui_onediff_guard.headless.commands import cli
-server_crew.PATIENCE_SECONDS, server_crew.ASK_SECONDS = 4.0, 1.0
+server_pool.PATIENCE_SECONDS, server_pool.ASK_SECONDS = 4.0, 1.0
 sys.exit(cli.main())
 """
 COLORS = [0xFF0000, 0x00FF00, 0x0000FF, 0x102030]

@@ -20,7 +20,7 @@ import pytest
 import torch
 from aiohttp import web
 from at_once import HANG_SECONDS
-from comfyui_onediff_guard.headless.batch.crews import ray_crew
+from comfyui_onediff_guard.headless.batch import ray_pool
 from comfyui_onediff_guard.headless.commands import cli
 from comfyui_onediff_guard.headless.hosts import core_nodes
 from comfyui_onediff_guard.headless.hosts.local import run_local
@@ -328,7 +328,7 @@ def jobs_file(tmp_path: Path) -> Callable[..., Any]:
 
 RAY = """\
 import sys
-from comfyui_onediff_guard.headless.batch.crews.ray_crew import Cluster, connected
+from comfyui_onediff_guard.headless.batch.ray_pool import Cluster, connected
 with connected(Cluster(workers=4)) as ray:
     print(ray.get_runtime_context().gcs_address, file=sys.__stdout__, flush=True)
     sys.stdin.read()
@@ -382,7 +382,7 @@ def joined_batch(toy_batch: Callable[..., Any], ray_address: str) -> Iterator[Ca
 
     def make(*arguments: Any, **more: Any) -> Any:
         made.append(toy_batch(*arguments, "--ray", ray_address, **more))
-        made[-1].environment |= ray_crew.LOOPBACK  # else Ray takes 127.0.0.1 for the machine's other address
+        made[-1].environment |= ray_pool.LOOPBACK  # else Ray takes 127.0.0.1 for the machine's other address
         return made[-1]
 
     yield make

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import toy_jobs
 from batch_runs import Batch, Found
-from comfyui_onediff_guard.headless.batch.crews import ray_crew
+from comfyui_onediff_guard.headless.batch import ray_pool
 from waiting import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="its signals are POSIX's")
@@ -27,7 +27,6 @@ def jobs(count: int, log: Path, **busy: Any) -> list[dict[str, Any]]:
 
 
 def test_workers_and_command_are_killed_and_every_output_is_there_once(toy_batch: BatchOf, tmp_path: Path) -> None:
-    """The small one of tests/headless/batch/test_batch_faults.py."""
     log = tmp_path / "log"
     run = toy_batch(jobs(16, log, seconds=0.3, pause=0.1), "--workers", "2", "--attempts", "9", log=log)
     assert run.hurt(every=4, driver_at=9, jobs=16) == 2
@@ -151,7 +150,7 @@ def test_without_ray_the_command_says_what_to_install(
     monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not there
     file = toy_jobs.write_jobs(tmp_path / "jobs.jsonl", jobs(1, tmp_path / "log"))
     code, out, err = console("batch", file, "--out", tmp_path / "out", "--json")
-    assert code == 2 and ray_crew.INSTALL in err and ray_crew.INSTALL in json.loads(out)["error"]
+    assert code == 2 and ray_pool.INSTALL in err and ray_pool.INSTALL in json.loads(out)["error"]
     assert not (tmp_path / "out").exists()
 
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from comfyui_onediff_guard.headless.batch import outputs as module
-from comfyui_onediff_guard.headless.batch.affinity import Landing, Warmth
+from comfyui_onediff_guard.headless.batch.execution import (
+    CannotWrite,
+    Done,
+    Failed,
+    Refused,
+    WorkerDied,
+    WorkerUnavailable,
+    execute,
+)
 from comfyui_onediff_guard.headless.batch.jobs import Job
 from comfyui_onediff_guard.headless.batch.outputs import Outputs, Parked
-from comfyui_onediff_guard.headless.batch.work import Away, Done, Failed, Lost, Refused, Stopped, perform
+from comfyui_onediff_guard.headless.batch.pipeline_cache import CacheKey
 from comfyui_onediff_guard.headless.errors import (
     HostError,
     OutputError,
@@ -25,7 +31,7 @@ from comfyui_onediff_guard.headless.hosts.result import RunResult
 from comfyui_onediff_guard.headless.workflow.graph import Graph
 
 CONTENT = "0123456789abcdef" * 2
-JOB = Job("a job", Graph({}), CONTENT, Warmth("m", "p", "s"))
+JOB = Job("a job", Graph({}), CONTENT, CacheKey("m", "p", "s"))
 
 
 def ran(graph: Graph, output_dir: Path) -> RunResult:
@@ -40,19 +46,19 @@ def ran(graph: Graph, output_dir: Path) -> RunResult:
 def test_what_a_job_made_takes_its_place_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("comfyui_onediff_guard.headless.hosts.result._checked", lambda report: report)
     outputs = Outputs(tmp_path / "out")
-    assert perform(JOB, outputs, ran, "here", Landing.WARM) == Done(1.5, 2, Landing.WARM)
+    assert execute(JOB, outputs, ran, "here") == Done(1.5, 2)
     assert outputs.has(CONTENT)
     folder = tmp_path / "out" / CONTENT
     assert sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*")) == ["job.json", "sub", "sub/a.txt"]
     record = json.loads((folder / "job.json").read_text())
-    assert record["files"] == ["sub/a.txt"] and record["name"] == "a job" and record["landed"] == "warm"
+    assert record["files"] == ["sub/a.txt"] and record["name"] == "a job"
     assert record["graphs_compiled"] == 2
     assert not [*(tmp_path / "out" / ".running").iterdir()]
 
     def never(*_: Any, **__: Any) -> RunResult:
         raise AssertionError("it is done")
 
-    assert isinstance(perform(JOB, outputs, never, "here", Landing.COLD), Done)
+    assert isinstance(execute(JOB, outputs, never, "here"), Done)
 
 
 @pytest.mark.parametrize(
@@ -60,9 +66,9 @@ def test_what_a_job_made_takes_its_place_at_once(tmp_path: Path, monkeypatch: py
     [
         (WorkflowError("no"), Refused("no")),
         (RunFailedError("no"), Failed("no")),
-        (ServerLostError("gone"), Lost("gone")),
-        (HostError("away"), Away("away")),
-        (OutputError("full"), Stopped("full")),
+        (ServerLostError("gone"), WorkerDied("gone")),
+        (HostError("away"), WorkerUnavailable("away")),
+        (OutputError("full"), CannotWrite("full")),
     ],
 )
 def test_a_job_that_fails_leaves_nothing(tmp_path: Path, error: Exception, outcome: object) -> None:
@@ -71,7 +77,7 @@ def test_a_job_that_fails_leaves_nothing(tmp_path: Path, error: Exception, outco
         raise error
 
     outputs = Outputs(tmp_path)
-    assert perform(JOB, outputs, fails, "here", Landing.COLD) == outcome
+    assert execute(JOB, outputs, fails, "here") == outcome
     assert not outputs.has(CONTENT) and not [*tmp_path.rglob("half")]
 
 
@@ -104,20 +110,6 @@ def test_why_a_job_is_parked_is_kept(tmp_path: Path) -> None:
     assert outputs.parked(CONTENT) is None, "what cannot be read is no reason"
     outputs.unpark(CONTENT)
     outputs.unpark(CONTENT)
-
-
-@pytest.mark.skipif(sys.platform == "win32" or os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_without_permission_is_told(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(OutputError, match="Cannot write"):
-        Outputs(tmp_path / "out").ensure()
-
-
-def test_another_machine_knows_the_folder_by_a_token(tmp_path: Path) -> None:
-    outputs = Outputs(tmp_path)
-    with outputs.token() as token:
-        assert (tmp_path / token).exists()
-    assert not (tmp_path / token).exists()
 
 
 def test_a_disk_that_fails_while_publishing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ import psutil
 import pytest
 import toy_jobs
 from batch_runs import HANG_SECONDS, TOYS, Batch, surroundings
-from comfyui_onediff_guard.headless.batch.crews import ray_token
+from comfyui_onediff_guard.headless.batch import ray_token
 from comfyui_onediff_guard.headless.errors import HostError
 from machines import PORT, Machine, machines, why_not
 from waiting import wait_until
@@ -50,15 +50,12 @@ def is_loopback(address: str) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="on macOS and Windows Ray does so by itself")
-@pytest.mark.parametrize("dashboard", [False, True])
 def test_a_ray_that_is_started_here_listens_to_this_machine_alone(
-    toy_batch: Callable[..., Batch], tmp_path: Path, dashboard: bool
+    toy_batch: Callable[..., Batch], tmp_path: Path
 ) -> None:
-    if dashboard and not find_spec("opencensus"):
-        pytest.skip("the dashboard needs ray[default]")
     log = tmp_path / "log"
     lines = [{"workflow": toy_jobs.workflow(seconds=3.0, log=str(log)), "matrix": {"seeds": {"count": 2}}}]
-    run = toy_batch(lines, "--workers", "1", *(["--dashboard"] if dashboard else []), log=log)
+    run = toy_batch(lines, "--workers", "1", log=log)
     run.environment = without_a_say(run.environment, tmp_path / "home")
     process = run.start()
     wait_until(run.starts, "a job begins", meanwhile=process)
@@ -109,37 +106,24 @@ def test_a_token_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[tuple[Machine, Machine, Path]]:
-    """Two machines without a Ray yet, to which nothing was told about tokens, and a folder."""
+def cluster(tmp_path: Path) -> Iterator[tuple[Machine, Path]]:
+    """A machine without a Ray yet, to which nothing was told about tokens, and a folder."""
     if reason := why_not():
         pytest.skip(reason)
     with surroundings() as environment, tempfile.TemporaryDirectory(prefix="m-", dir="/tmp") as folder:
         told = without_a_say({n: v for n, v in environment.items() if n != "RAY_TMPDIR"}, tmp_path / "home")
-        with machines(["a", "b"], Path(folder), told) as (head, other):
+        with machines(["a", "b"], Path(folder), told) as (head, _):
             (tmp_path / "models").mkdir()
-            yield head, other, tmp_path
-
-
-@pytest.fixture
-def cluster(pair: tuple[Machine, Machine, Path]) -> tuple[Machine, Path]:
-    """One of them that is to be a head, and the folder."""
-    head, _, folder = pair
-    return head, folder
-
-
-def command(head: Machine, here: Path, jobs: int = 1, **busy: Any) -> list[str]:
-    """A batch into a folder that has nothing yet, with a worker for each machine."""
-    line = {"workflow": toy_jobs.workflow(**busy), "matrix": {"seeds": {"count": jobs}}}
-    file = toy_jobs.write_jobs(here / "jobs.jsonl", [line])
-    words = [sys.executable, "-c", TOYS, "batch", str(file), "--out", tempfile.mkdtemp(dir=here), "--json"]
-    words += ["--models", str(here / "models"), "--ray", f"{head.address}:{PORT}"]
-    return head.command(*words, "--workers", "2" if jobs > 1 else "1")
+            yield head, tmp_path
 
 
 def answer_of(head: Machine, here: Path, **variables: str) -> tuple[int, dict[str, Any], str]:
     """Of a batch of one job."""
+    file = toy_jobs.write_jobs(here / "jobs.jsonl", [{"workflow": toy_jobs.workflow()}])
+    words = [sys.executable, "-c", TOYS, "batch", str(file), "--out", tempfile.mkdtemp(dir=here), "--json"]
+    words += ["--models", str(here / "models"), "--ray", f"{head.address}:{PORT}", "--workers", "1"]
     ran = subprocess.run(
-        command(head, here),
+        head.command(*words),
         env=head.environment | variables,
         cwd=here,
         capture_output=True,
@@ -183,41 +167,3 @@ def test_where_nobody_asks_for_a_token_it_is_not_to_be_shown(cluster: tuple[Mach
     assert code == 3 and "set RAY_AUTH_MODE=disabled" in answer["error"], said
     code, answer, said = answer_of(head, here, RAY_AUTH_MODE="disabled")
     assert code == 0 and answer["done"] == 1, said
-
-
-def test_the_ports_of_the_page_are_all_that_machines_use_between_them(
-    pair: tuple[Machine, Machine, Path], root: Path
-) -> None:
-    head, other, here = pair
-    page = (root / "docs" / "scale.md").read_text(encoding="utf-8")
-    (line,) = [line for line in page.splitlines() if line.startswith(f"ray start --head --port {PORT} ")]
-    options = line.split()[5:]
-    numbers = {name: int(number) for name, number in zip(options[::2], options[1::2], strict=True)}
-    workers = range(numbers["--min-worker-port"], numbers["--max-worker-port"] + 1)
-    opened = {PORT, numbers["--node-manager-port"], numbers["--object-manager-port"], *workers}
-    token_in(here / "home", "a" * 32)
-    for machine in (head, other):
-        machine.environment["RAY_AUTH_MODE"] = "token"
-        machine.start_ray(head.address, more=options)
-    running = subprocess.Popen(
-        command(head, here, jobs=8, seconds=1.0), env=head.environment, cwd=here, stdout=subprocess.PIPE, text=True
-    )
-    seen: set[frozenset[int]] = set()
-
-    def ended() -> bool:
-        for machine in (head, other):
-            listed = subprocess.run(
-                ["ip", "netns", "exec", machine.name, "ss", "-tnH"], capture_output=True, text=True, check=True
-            )
-            for _, _, _, *ends in map(str.split, listed.stdout.splitlines()):
-                hosts, ports = zip(*(end.rsplit(":", 1) for end in ends[:2]), strict=True)
-                if {host.strip("[]").removeprefix("::ffff:") for host in hosts} == {head.address, other.address}:
-                    seen.add(frozenset(map(int, ports)))
-        return running.poll() is not None
-
-    wait_until(ended, "the batch ended")
-    out, _ = running.communicate(timeout=HANG_SECONDS)
-    assert json.loads(out)["done"] == 8
-    assert {PORT, numbers["--node-manager-port"]} <= {port for ports in seen for port in ports}
-    assert any(ports & {*workers} for ports in seen)
-    assert not [ports for ports in seen if not ports & opened]

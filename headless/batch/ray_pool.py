@@ -1,4 +1,4 @@
-"""Ray's actors as workers, one a GPU. Ray starts and places their processes and carries what goes between them."""
+"""Ray's actors as workers, one a GPU. Ray starts, places and restarts their processes."""
 
 from __future__ import annotations
 
@@ -10,36 +10,31 @@ import socket
 import sys
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Collection, Generator
+from collections.abc import Generator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from queue import SimpleQueue
 from typing import Any
 
-from ....trust.text import shown
-from ...errors import HostError, WorkflowError
-from ..affinity import Warmth
-from ..content import version_that_matters
-from ..crew import Event
-from ..jobs import Job
-from ..work import Done, Lost, Outcome
-from .ray_actor import Actor, Code, Hello, Setup
-from .ray_keeper import kept
+from ...trust.text import shown
+from ..errors import HostError, WorkflowError
+from .content import version_that_matters
+from .execution import Outcome
+from .jobs import Job
 from .ray_token import MODE, keep_private, token_file
+from .ray_worker import RayActor, Setup
+from .worker_pool import Ready
 
 logger = logging.getLogger(__name__)
 
 INSTALL = 'pip install "comfyui-onediff-guard[scale]", or in a clone: pip install ".[scale]"'
-STORE_BYTES = 256 * 2**20  # of a Ray that is started here, for compiled code and results on their way
+STORE_BYTES = 80 * 2**20  # of a Ray that is started here; nothing large goes through it
 CONNECT_SECONDS = 10.0
 NO_TOKEN = " Does the cluster ask for no token, though there is one here? Then set RAY_AUTH_MODE=disabled."
 MAX_STARTS = 3  # of one worker in a row that end before it is ready
 COUNT_SECONDS = 5.0  # between two looks how many GPUs there are
-CODES = 64  # files of compiled code that are remembered for workers that begin later
 NO_STATISTICS = {"RAY_USAGE_STATS_ENABLED": "0"}  # Ray would send some to its makers
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # for one machine alone, to which Ray binds its ports then
 FEW_TRIES = {"RAY_NUM_REDIS_GET_RETRIES": "1"}  # to reach a cluster's state, of half a minute or so each, and not 20
@@ -96,10 +91,9 @@ def connected(cluster: Cluster) -> Generator[Any]:
             "include_dashboard": cluster.dashboard,
         }
     with ExitStack() as held:
-        mark = {} if cluster.address else held.enter_context(kept())
         held.enter_context(redirect_stdout(sys.stderr if cluster.verbose else _Nowhere()))
         held.enter_context(_variables(_token_shown() if cluster.address else {}))
-        told = FEW_TRIES if cluster.address else NO_STATISTICS | LOOPBACK | mark
+        told = FEW_TRIES if cluster.address else NO_STATISTICS | LOOPBACK
         with _variables(NO_METRICS | told), _signals_kept():
             ray = _ray()
             _check_own_address(ray, cluster.address)
@@ -181,150 +175,52 @@ class _Nowhere(io.TextIOBase):
         return len(text)
 
 
-class RayCrew:
+class RayPool:
     """Workers of a cluster. A context manager that ends them."""
 
     def __init__(self, ray: Any, setup: Setup, workers: int | None) -> None:
-        self.events: SimpleQueue[Event] = SimpleQueue()
-        self.ray = ray
-        self.arrived: SimpleQueue[tuple[str, Code]] = SimpleQueue()  # compiled code, and the node that it came from
-        self._codes: OrderedDict[tuple[str, str], Any] = OrderedDict()  # (its name, that node) → reference
-        self._setup, self._fixed = setup, workers is not None
-        self.workers: list[RayWorker] = []
-        self._gpus = 0  # that have a worker
-        self._counted = time.monotonic()
-        gpus = self._count()
-        self._add(workers or gpus or 1, on_gpus=gpus > 0)
+        self._ray, self._setup, self._fixed = ray, setup, workers
+        self._workers: list[RayWorker] = []
+        self._counted: float | None = None  # when the cluster's GPUs were counted last
+        self.hint = NO_TOKEN if os.environ.get(MODE) == "token" else ""
 
-    def __enter__(self) -> RayCrew:
-        for worker in self.workers:
-            worker.begin()
+    def __enter__(self) -> RayPool:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        for worker in self.workers:
-            worker.end()
+        for worker in self._workers:
+            with suppress(Exception):  # it is gone, or the cluster is
+                self._ray.kill(worker.actor)
 
-    def grow(self) -> None:
-        """A worker for each GPU that has come, unless a number was given: Ray gives one that waits the first place that
-        it finds, on whatever machine."""
-        if self._fixed or time.monotonic() - self._counted < COUNT_SECONDS:
-            return
-        self._counted = time.monotonic()
-        for worker in self._add(self._count() - self._gpus, on_gpus=True):
-            worker.begin()
-
-    def _count(self) -> int:
-        """The cluster's GPUs."""
-        return int(self.ray.cluster_resources().get("GPU", 0))
-
-    def _add(self, workers: int, *, on_gpus: bool) -> list[RayWorker]:
-        options: dict[str, Any] = {"num_gpus": 1, "num_cpus": 0} if on_gpus else {"num_cpus": 1}
-        make = self.ray.remote(Actor).options(max_restarts=0, **options)
-        first = len(self.workers)
-        new = [RayWorker(self, make, self._setup, first + number) for number in range(workers)]
-        self.workers += new
-        self._gpus += len(new) if on_gpus else 0
+    def new_workers(self) -> list[RayWorker]:
+        """At first as many as were asked for, or one a GPU, or one; later one for each GPU that has come."""
+        first, now = self._counted is None, time.monotonic()
+        if not first and (self._fixed or now - (self._counted or 0.0) < COUNT_SECONDS):
+            return []
+        self._counted = now
+        gpus = int(self._ray.cluster_resources().get("GPU", 0))
+        number = (self._fixed or gpus or 1) if first else gpus - len(self._workers)
+        options: dict[str, Any] = {"num_gpus": 1, "num_cpus": 0} if gpus else {"num_cpus": 1}
+        make = self._ray.remote(RayActor).options(max_restarts=-1, max_task_retries=-1, **options)
+        new = [RayWorker(make.remote(self._setup), len(self._workers) + each) for each in range(number)]
+        self._workers += new
         return new
-
-    def codes(self) -> dict[tuple[str, str], Any]:
-        """Compiled code that workers on other machines are to have, by its name and the node that it came from. It is
-        the command's own in Ray's store: a machine that is lost takes none with it."""
-        while not self.arrived.empty():
-            node, code = self.arrived.get()
-            self._codes[code.name, node] = self.ray.put(code)
-            self._codes.move_to_end((code.name, node))
-        while len(self._codes) > CODES:
-            self._codes.popitem(last=False)
-        return dict(self._codes)
 
 
 class RayWorker:
-    """One place for an actor, and the actor that is there."""
+    """An actor. Ray starts it anew when its process ends, wherever there is room."""
 
-    def __init__(self, crew: RayCrew, make: Any, setup: Setup, number: int) -> None:
-        self.name = f"worker {number + 1}"
-        self.ready = False
-        self.warm: Collection[Warmth] = ()
-        self._crew, self._make, self._setup = crew, make, setup
-        self._actor: Any = None
-        self._node = ""
-        self._starts = 0
-        self._given: dict[tuple[str, str], Any] = {}  # compiled code that this actor was sent
+    def __init__(self, actor: Any, number: int) -> None:
+        self.actor, self.name = actor, f"worker {number + 1}"
 
-    def begin(self) -> None:
-        """Have Ray make an actor. An event tells when it is ready."""
-        self._actor = self._make.remote(self._setup)
-        self._starts += 1
-        hello = self._actor.hello.options(name="hello").remote(version_that_matters())
-        hello.future().add_done_callback(partial(self._greeted, self._actor))
+    def connect(self) -> Future[Ready]:
+        hello = self.actor.hello.options(name="hello", max_task_retries=MAX_STARTS)
+        return hello.remote(version_that_matters()).future()
 
-    def start(self, job: Job) -> None:
-        codes = self._codes()
-        call = self._actor.run.options(name=f"{job.name} {job.content[:8]}")
-        call.remote(job, *codes).future().add_done_callback(partial(self._ended, job))
-
-    def renew(self) -> None:
-        self.end()
-        self.ready, self.warm, self._node, self._given = False, (), "", {}
-        self.begin()
-
-    def end(self) -> None:
-        with suppress(Exception):  # it is gone, or the cluster is
-            self._crew.ray.kill(self._actor)
-
-    def _codes(self) -> list[Any]:
-        """References to code that other machines compiled and this one has not been sent."""
-        news = {
-            key: reference
-            for key, reference in self._crew.codes().items()
-            if key[1] != self._node and self._given.get(key) is not reference
-        }
-        self._given |= news
-        return list(news.values())
-
-    def _greeted(self, actor: Any, future: Any) -> None:
-        try:
-            hello: Hello = future.result()
-        except Exception as error:  # noqa: BLE001 - of Ray's kinds: it died, or its class cannot be loaded there
-            if actor is self._actor:
-                last = self._starts >= MAX_STARTS or not _died(error)
-                reason = _in_words(error) + (NO_TOKEN if os.environ.get(MODE) == "token" else "")
-                self._crew.events.put(Event(self, None, Lost(reason) if last else None))
-            return
-        self._starts = 0
-        self.name, self._node = hello.name, hello.node
-        self.ready = not hello.trouble
-        self._crew.events.put(Event(self, None, Lost(hello.trouble) if hello.trouble else None))
-
-    def _ended(self, job: Job, future: Any) -> None:
-        try:
-            outcome: Outcome = future.result()
-        except Exception as error:  # noqa: BLE001 - of Ray's kinds
-            outcome = Lost(_in_words(error))
-        if isinstance(outcome, Done) and outcome.code:
-            sent = self._actor.code.options(name="compiled code").remote(outcome.code)
-            sent.future().add_done_callback(partial(self._sent, job, outcome))
-        else:
-            self._crew.events.put(Event(self, job, outcome))
-
-    def _sent(self, job: Job, outcome: Outcome, future: Any) -> None:
-        """A job's end is told after what it compiled is here, so that the next job anywhere has it."""
-        with suppress(Exception):  # the worker ended meanwhile: others compile for themselves
-            self._crew.arrived.put((self._node, future.result()))
-        self._crew.events.put(Event(self, job, outcome))
-
-
-def _died(error: Exception) -> bool:
-    from ray.exceptions import RayActorError, RayTaskError
-
-    return isinstance(error, RayActorError) and not isinstance(error, RayTaskError)
-
-
-def _in_words(error: Exception) -> str:
-    """Ray's words, without its advice and traces of the whole."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines)[:1000] or type(error).__name__
+    def run(self, job: Job) -> Future[Outcome]:
+        """Not tried again by Ray: the job may be the reason why the process ends, and another worker may be free."""
+        call = self.actor.run.options(name=f"{job.name} {job.content[:8]}", max_task_retries=0)
+        return call.remote(job).future()
 
 
 @contextmanager

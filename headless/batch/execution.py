@@ -1,4 +1,4 @@
-"""One job done: run by a host into a folder that takes its place once it is whole. The same for all kinds of worker."""
+"""One job, run into a folder that takes its place once it is whole. The same for all kinds of worker."""
 
 from __future__ import annotations
 
@@ -7,68 +7,62 @@ from dataclasses import dataclass
 
 from ..errors import HeadlessError, HostError, InterruptedRunError, OutputError, ServerLostError, WorkflowError
 from ..hosts.result import RunResult
-from .affinity import Landing, Warmth
 from .jobs import Job
 from .outputs import Outputs
 
-Run = Callable[..., RunResult]  # as `run_local`: (graph, output_dir=, timeout=)
+Run = Callable[..., RunResult]  # as `run_local`: (graph, output_dir=)
 
 
 @dataclass(frozen=True)
 class Done:
-    """A job's outputs are in their place."""
+    """The job's outputs are in their place."""
 
     seconds: float  # of the run
-    graphs: int = 0  # that it compiled anew
-    landing: Landing = Landing.COLD
-    warm: tuple[Warmth, ...] = ()  # for what its worker is warm now
-    code: str = ""  # name of the folder of compiled code that the run added to
+    graphs: int = 0  # compiled anew
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A job has none, and by its own fault: it would fail again."""
+    """The job fails by its own fault, and would again."""
 
     error: str
-    warm: tuple[Warmth, ...] = ()
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A worker does not take a job, since it lacks a node or a model; nothing ran. Another one may have it."""
+    """The worker lacks a node or a model that the job needs; nothing ran. Another worker may have it."""
 
     error: str
-    warm: tuple[Warmth, ...] = ()
 
 
 @dataclass(frozen=True)
-class Lost:
-    """A job's worker ended in the middle of it, or is of no more use."""
+class WorkerDied:
+    """The worker ended in the middle of the job."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class Away:
-    """A job's worker could not be reached: nothing ran."""
+class WorkerUnavailable:
+    """The worker could not be reached; nothing ran."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class Stopped:
-    """Nothing can go on: the outputs cannot be written."""
+class CannotWrite:
+    """The outputs cannot be written, of this job or of any other."""
 
     error: str
 
 
-Outcome = Done | Failed | Refused | Lost | Away | Stopped
+Outcome = Done | Failed | Refused | WorkerDied | WorkerUnavailable | CannotWrite
 
 
-def perform(job: Job, outputs: Outputs, run: Run, where: str, landing: Landing) -> Outcome:
-    """Run a job, unless its outputs are there. where: what its record calls the worker."""
+def execute(job: Job, outputs: Outputs, run: Run, worker: str) -> Outcome:
+    """Run a job, unless its outputs are there. worker: its name, for the job's record."""
     if outputs.has(job.content):
-        return Done(0.0, landing=landing)
+        return Done(0.0)
     try:
         with outputs.arriving(job.content) as made:
             result = run(job.graph, output_dir=made.folder)
@@ -80,22 +74,21 @@ def perform(job: Job, outputs: Outputs, run: Run, where: str, landing: Landing) 
                 "files": made.names(result.files),
                 "summaries": result.summaries(),
                 "seconds": round(result.seconds, 3),
-                "worker": where,
-                "landed": landing.value,
+                "worker": worker,
                 "graphs_compiled": graphs,
                 "attempts": job.attempts + 1,
             }
     except OutputError as error:
-        return Stopped(str(error))
+        return CannotWrite(str(error))
     except (ServerLostError, InterruptedRunError) as error:  # a node may interrupt its own run, each time
-        return Lost(str(error))
+        return WorkerDied(str(error))
     except HostError as error:
-        return Away(str(error))
+        return WorkerUnavailable(str(error))
     except WorkflowError as error:
         return Refused(str(error))
     except HeadlessError as error:
         return Failed(str(error))
-    return Done(result.seconds, graphs, landing)
+    return Done(result.seconds, graphs)
 
 
 def compiled_anew(result: RunResult) -> int:

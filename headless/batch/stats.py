@@ -1,24 +1,23 @@
-"""What came of a batch so far, in numbers and lines."""
+"""How far a batch is and what came of it, in numbers and lines."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from ...pipelines.pace import in_words
-from .affinity import Landing
+from .execution import Done
 from .jobs import Job, Unmade
-from .work import Done
 
 LISTED = 1000  # parked jobs that the answer names; the folder has all
 LATEST = 100  # jobs whose ends tell the rate
 
 
 @dataclass
-class Tally:
+class BatchStats:
     """Counts, and a line for each job's end."""
 
     total: int
@@ -31,7 +30,6 @@ class Tally:
     lost: int = 0  # workers in the middle of a job
     graphs: int = 0  # compiled anew
     seconds: float = 0.0  # of all jobs together
-    landings: Counter[Landing] = field(default_factory=Counter)
     faults: list[dict[str, Any]] = field(default_factory=list)
     _ends: deque[float] = field(default_factory=lambda: deque(maxlen=LATEST))
     _began: float = 0.0
@@ -52,11 +50,10 @@ class Tally:
         self.done += 1
         self.graphs += outcome.graphs
         self.seconds += outcome.seconds
-        self.landings[outcome.landing] += 1
         self._ends.append(self.now())
-        self._say(f"done {job.name} → {job.content}, {outcome.seconds:.1f} s on {worker} ({outcome.landing.value})")
+        self._say(f"done {job.name} → {job.content}, {outcome.seconds:.1f} s on {worker}")
 
-    def gave_up(self, job: Job | Unmade, error: str) -> None:
+    def failed_job(self, job: Job | Unmade, error: str) -> None:
         self.failed += 1
         self._note(job, error)
         self._ends.append(self.now())
@@ -70,9 +67,9 @@ class Tally:
         self.parked += 1
         self._note(job, error)
 
-    def lost_worker(self, job: Job, worker: str, reason: str, *, again: bool) -> None:
+    def worker_died(self, job: Job, worker: str, reason: str, *, again: bool) -> None:
         self.lost += 1
-        self._say(f"lost {worker} in {job.name}: {reason} {'It is tried on a fresh one.' if again else ''}".rstrip())
+        self._say(f"{worker} died in {job.name}: {reason} {'The job is tried again.' if again else ''}".rstrip())
 
     def say(self, line: str) -> None:
         print(line, file=self.stream, flush=True)
@@ -94,7 +91,6 @@ class Tally:
             "seconds": round(self.elapsed, 3),
             "job_seconds": round(self.seconds, 3),
             "graphs_compiled": self.graphs,
-            "landed": {landing.value: self.landings[landing] for landing in Landing},
             "faults": self.faults,
         }
 

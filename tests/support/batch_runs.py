@@ -1,4 +1,4 @@
-"""A batch of toy jobs in a process of its own, watched, hurt and checked: for tests and for `benchmarks/batch.py`."""
+"""A batch of toy jobs in a process of its own, watched, hurt and checked."""
 
 from __future__ import annotations
 

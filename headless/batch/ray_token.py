@@ -7,7 +7,7 @@ import secrets
 from pathlib import Path
 from stat import S_ISVTX
 
-from ...errors import HostError
+from ..errors import HostError
 
 MODE, TOKEN, PLACE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"  # variables that Ray reads
 

@@ -1,1 +1,0 @@
-"""The kinds of workers: actors of Ray, and running ComfyUIs."""
