@@ -64,7 +64,7 @@ def test_a_machine_joins_and_leaves_and_comes_back(apart: tuple[Machine, Machine
     """With one GPU and two, as far as Ray knows: a worker for each."""
     head, other = apart
     head.start_ray(head.address, gpus=1)
-    jobs = 90
+    jobs = 180
     running = Running(head, tmp_path, jobs)
     running.until(lambda: len(running.batch.whole()) >= 2)
     assert not running.processes_of(other)
