@@ -61,8 +61,9 @@ def denoiser_key(handle: PipelineHandle, request: Precision | None) -> str:
 def decide_denoiser(handle: PipelineHandle, key: str) -> BackendChoice:
     from .code import SUFFIX
 
-    kept = handle.backend.name == "inductor" and handle.compiled and (handle.compiled / f"{key}{SUFFIX}").exists()
-    return decide(handle.backend, key, kept=bool(kept))
+    folder = handle.compiled / f"{key}{SUFFIX}" if handle.compiled and handle.backend.name == "inductor" else None
+    kept = folder is not None and any(path.is_file() for path in folder.rglob("*"))
+    return decide(handle.backend, key, kept=kept)
 
 
 def signature_of(latents: torch.Tensor, *args: Any, **kwargs: Any) -> CallSignature:
