@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +60,11 @@ def nodes() -> dict[str, Any]:
 
 
 def graphs() -> dict[str, Any]:
-    import comfyui_nodes
     from comfyui_onediff_guard.headless.hosts import core_nodes
     from comfyui_onediff_guard.headless.workflow import schema, ui_format
     from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS
 
-    known = comfyui_nodes.NODE_CLASS_MAPPINGS | core_nodes.NODE_CLASS_MAPPINGS | NODE_CLASS_MAPPINGS
+    known = import_module("comfyui_nodes").NODE_CLASS_MAPPINGS | core_nodes.NODE_CLASS_MAPPINGS | NODE_CLASS_MAPPINGS
     schemas = {name: schema.from_class(name, node) for name, node in known.items()}
     files = sorted((ROOT / "workflows").glob("*.json"))
     return {file.stem: ui_format.convert(json.loads(file.read_text("utf-8")), schemas).to_api() for file in files}
@@ -84,14 +84,13 @@ def command(*words: str, **environment: str) -> str:
 
 def overflowing() -> tuple[dict[str, Any], list[Any]]:
     """The report and the profiles of a run of a small CogVideoX one of whose blocks overflows fp16."""
-    import shared_models
-    import small_runs
     from comfyui_onediff_guard.pipelines.models.recognised import family_of
     from comfyui_onediff_guard.pipelines.run.handle import load
     from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
     from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
     from comfyui_onediff_guard.precision.policy import Precision
 
+    shared_models, small_runs = import_module("shared_models"), import_module("small_runs")
     with tempfile.TemporaryDirectory() as folder:
         os.environ[shared_models.VARIABLE] = folder
         model, profiles = shared_models.model_folder("2b", "inside"), Path(folder) / "profiles"
