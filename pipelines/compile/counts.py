@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ...precision.report import RunReport
+if TYPE_CHECKING:
+    from ...precision.report import RunReport
 
 
 def graphs_compiled() -> int:

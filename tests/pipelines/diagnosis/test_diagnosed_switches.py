@@ -60,9 +60,8 @@ def test_every_switch_and_who_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
     before = dict(os.environ)
     found = diagnose(architecture=SM75)
     assert [s.name for s in found.switches] == list(SWITCHES)
-    text = diagnose(architecture=SM80).text()
-    said = ("set by you", "NEXFORT_ENABLE_MATMUL_FP16_REDUCTION = 1", "set by onediff-guard")
-    assert sorted(said, key=text.index) == list(said)
+    assert {s.set_by for s in found.switches} == {"onediff-guard", "default"}
+    assert all(f"{s.name} = {s.value}" in found.text() for s in found.switches)
     fast = diagnose(architecture=SM75, accumulation=Accumulation.FAST)
     assert switch(fast, ATTENTION_SWITCH).value == "1"
     assert dict(os.environ) == before, "asking sets nothing"
