@@ -5,6 +5,7 @@ huggingface_hub resolves, authenticates, retries and lays out the cache. Code in
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 import shutil
@@ -168,7 +169,11 @@ class _Download:
         folder = self._snapshot(info.sha, {_INDEX: sizes[_INDEX]})
         needed = _needed(sizes, _family(folder, families), self._hub_id)
         self._expect({folder / path: sizes[path] for path in needed})
+        checksums = {file.rfilename: file.lfs.sha256 for file in info.siblings or () if file.lfs}
+        new = {path: checksums[path] for path in needed if path in checksums and not (folder / path).exists()}
         self._snapshot(info.sha, {path: sizes[path] for path in needed})
+        for path, checksum in new.items():
+            self._compare(folder / path, checksum)
         _checked(folder, families)
         self._call(hf_hub_download, filename=_INDEX, revision=self._revision)  # notes the branch's commit in the cache
         return folder
@@ -183,6 +188,23 @@ class _Download:
                 Path(file).resolve().unlink()
         options = {"allow_patterns": [*sizes], "tqdm_class": self._bar_class()}
         return Path(self._call(snapshot_download, revision=commit, **options))
+
+    def _compare(self, file: Path, checksum: str) -> None:
+        """Raise HubError, and delete the file, where its SHA-256 is another: huggingface_hub compares sizes alone."""
+        found = hashlib.sha256()
+        with file.open("rb") as content:
+            while block := content.read(1 << 24):
+                found.update(block)
+                self._tell()
+        if found.hexdigest() != checksum:
+            file.resolve().unlink()
+            file.unlink(missing_ok=True)
+            raise HubError(
+                "'{}': {} has other bytes than the hub's checksum promises, and was deleted. Run it again; if it stays "
+                "so, look for a proxy or a mirror that changes files.",
+                self._hub_id,
+                file.name,
+            )
 
     def _expect(self, sizes: dict[Path, int]) -> None:
         """Count what is there of the files. Raises HubError where the disk has no space for the rest."""

@@ -64,7 +64,7 @@ MATRIX: dict[tuple[str, str], str] = {
     ("hub", "out of memory"): "no meaning: it computes nothing; an error is an error",
     ("hub", "full disk"): f"{_HUB}test_a_disk_that_gets_full",
     ("hub", "truncated"): f"{_HUB}test_an_answer_that_ends_early",
-    ("hub", "flipped"): "no meaning: huggingface_hub compares sizes over HTTP; what the hub sends is the model",
+    ("hub", "flipped"): f"{_HUB}test_other_bytes_than_the_checksum_promises",
     ("hub", "replaced"): f"{_HUB}test_a_damaged_copy_is_refused_and_fetched_again",
     ("server", "out of memory"): "no meaning: it computes nothing; an error is an error",
     ("server", "truncated"): f"{_DOWNLOADS}test_a_download_that_fails",

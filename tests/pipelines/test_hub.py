@@ -341,6 +341,16 @@ def test_an_answer_that_ends_early(
     assert files_of(fetch(ID, None, COGVIDEOX)) == files and in_cache()
 
 
+def test_other_bytes_than_the_checksum_promises(server: HubServer, files: dict[str, bytes]) -> None:
+    path = next(name for name in files if name.startswith("transformer/") and name.endswith(".safetensors"))
+    server.push(ID, files)
+    server.faults.corrupt = {path}
+    with pytest.raises(HubError, match=f"{Path(path).name} has other bytes.*deleted. Run it again"):
+        fetch(ID, None, COGVIDEOX)
+    server.faults.corrupt = set()
+    assert files_of(fetch(ID, None, COGVIDEOX)) == files
+
+
 @pytest.mark.parametrize("links", [True, False])
 @pytest.mark.parametrize(
     "file", [DENOISER, "model_index.json", "tokenizer/spiece.model", "transformer/config.json", "vae/config.json"]

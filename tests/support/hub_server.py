@@ -52,6 +52,7 @@ class Faults:
     seconds_per_block: float = 0.0
     hang: set[str] = field(default_factory=set)  # files that stop after the first block
     cut: dict[str, int] = field(default_factory=dict)  # file → how many more answers end in their middle
+    corrupt: set[str] = field(default_factory=set)  # files whose bytes differ from their hash
     status: dict[str, tuple[int, str]] = field(default_factory=dict)  # file or "api" → status, X-Error-Code
     size: dict[str, int] = field(default_factory=dict)  # file → what the API says instead of its bytes
 
@@ -225,6 +226,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "HEAD":
             return
         faults, body = self.server.faults, memoryview(data)
+        if path in faults.corrupt:
+            body = memoryview(bytes(byte ^ 1 for byte in data[:BLOCK]) + data[BLOCK:])
         if faults.cut.get(path, 0) > 0:
             faults.cut[path] -= 1
             body = body[: len(body) // 2]
