@@ -104,7 +104,7 @@ def sample(
         model = handle.store.model
         before = family.before_video(len(video), model.denoiser_config, family.layout.temporal(model.vae_config))
         video = [video[0]] * before + video
-    key = auto_compile.denoiser_key(handle, request)
+    key = auto_compile.denoiser_key(handle, request) if handle.backend.automatic else ""
     if key and not compile_now:
         chosen = here().from_first(lambda: auto_compile.decide_denoiser(handle, key))
         handle = replace(handle, backend=chosen)
