@@ -190,8 +190,8 @@ class Ours:
             made["wide_parts"] = list(learned.wide_parts)
         if learned and learned.islands:
             made["islands"] = list(learned.islands)
-        if learned and learned.sums:
-            made["fp16_accumulation"] = str(learned.sums)
+        if learned and learned.fp16_error is not None:
+            made["fp16_accumulation"] = learned.fp16_error
         return made
 
 

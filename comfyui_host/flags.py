@@ -123,7 +123,7 @@ ROWS = (
         ("--fast fp16_accumulation",),
         HONOURED,
         "it is off while a pipeline runs on a card on which it is not known to be right: choose accumulation "
-        "'fast' at the loader for it to stay on, 'fp16' for layers that are measured to be right with it",
+        "'fast' at the loader for it to stay on, 'fp16' for it to be on where the first step is right with it",
         "it is off while a guarded model computes in fp16 on such a card",
     ),
     _none(

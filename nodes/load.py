@@ -96,8 +96,8 @@ class Loader(Node):
                         inputs.ACCUMULATIONS,
                         "Half-precision accumulation in attention. auto: only on cards where it is reported right. "
                         "fast: on, with attention scores in fp32 (OneFlow); if frames turn black, choose auto. fp16: "
-                        "as auto, and on a GeForce RTX with precision fp16 the denoiser's linear layers add up in "
-                        "fp16, but for those that the first step shows to be too far off; for speed.",
+                        "as auto, and on a GeForce RTX with precision fp16 the denoiser's products add up in fp16, "
+                        "unless the first step shows that to be too far off; for speed.",
                     )
                 ),
                 **inputs.from_hub(),

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from ..trust.message import Message
 from .arch import Architecture
 
 ATTENTION_SWITCH = "ONEFLOW_ATTENTION_ALLOW_HALF_PRECISION_ACCUMULATION"
@@ -34,7 +35,7 @@ class Accumulation(str, Enum):
 
     AUTO = "auto"  # by architecture
     FAST = "fast"  # in half precision, attention scores apart
-    FP16 = "fp16"  # as AUTO, but that linear layers accumulate in fp16 that were measured to be right with it
+    FP16 = "fp16"  # as AUTO, and the denoiser's fp16 products accumulate in fp16 where its first step allows it
 
 
 class Mode(Enum):
@@ -185,14 +186,14 @@ class _Holders:
             if not self.current:
                 self.before = {spec.name: spec.read() for spec in SPECS}
             self.current.append(own)
-            self._apply()
+            self.apply()
             switches = self.described(architecture, own, _safest(self.current))
         try:
             yield switches
         finally:
             with self.lock:
                 self.current.remove(own)
-                self._apply()
+                self.apply()
 
     def described(self, architecture: Architecture, own: Decision, safest: Decision) -> tuple[Switch, ...]:
         before = self.before if self.current else {spec.name: spec.read() for spec in SPECS}
@@ -202,7 +203,7 @@ class _Holders:
             if not _missing(spec, before[spec.name])
         )
 
-    def _apply(self) -> None:
+    def apply(self) -> None:
         mode = _safest(self.current).mode if self.current else None
         for spec in SPECS:
             before = self.before[spec.name]
@@ -234,33 +235,42 @@ def preview(
         return _HOLDERS.described(architecture, own, own)
 
 
-def has_fp16_sums() -> bool:
-    """Return whether this PyTorch can have matrix products accumulate in fp16."""
+def without_fp16_accumulation() -> str:
+    """Say that this PyTorch lacks the switch for fp16 accumulation, and what to do; "" where it has it."""
     import torch
 
-    return hasattr(torch.backends.cuda.matmul, FP16_SUMS)
+    if hasattr(torch.backends.cuda.matmul, FP16_SUMS):
+        return ""
+    return Message(
+        "Accumulation 'fp16' needs PyTorch 2.7 or newer, whose matrix products can accumulate in fp16, and this is "
+        "{}. Choose accumulation 'auto', or update PyTorch.",
+        torch.__version__,
+    )
 
 
 @contextmanager
-def fp16_sums() -> Generator[None]:
-    """Have the products of fp16 matrices that this thread launches inside accumulate in fp16.
+def fp16_accumulation(on: bool | None) -> Generator[None]:
+    """Hold PyTorch's switch for fp16 accumulation while a stage calls its network. The stage holds the others already.
 
-    PyTorch reads the switch as it launches a product (at::cuda::blas::gemm), so it need not stand any longer. It is the
-    process's, so it stays as it is where another stage runs beside, and none can start meanwhile.
+    The switch is the process's, and PyTorch reads it at each kernel launch. So it is on only while no other stage runs
+    in this process, and a stage that starts meanwhile turns it off.
+
+    on: None leaves it as it is.
     """
+    if on is None:
+        yield
+        return
     import torch
 
-    matmul: Any = torch.backends.cuda.matmul
     with _HOLDERS.lock:
-        before = getattr(matmul, FP16_SUMS)
-        if len(_HOLDERS.current) > 1 or before:
-            yield
-            return
-        setattr(matmul, FP16_SUMS, True)
-        try:
-            yield
-        finally:
-            setattr(matmul, FP16_SUMS, before)
+        if _HOLDERS.current:
+            setattr(torch.backends.cuda.matmul, FP16_SUMS, on and len(_HOLDERS.current) == 1)
+    try:
+        yield
+    finally:
+        with _HOLDERS.lock:
+            if _HOLDERS.current:
+                _HOLDERS.apply()
 
 
 def allowed(name: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,17 +12,16 @@ from typing import Any, TypeVar
 import torch
 from torch.utils import _pytree as pytree
 
+from .accumulation import fp16_accumulation
 from .dtypes import DTYPES, FP16_MAX
-from .fp16_sums import LinearSums
 from .half_products import HalfProducts, run_with_half_products
-from .observe import Agree, alone, first_broken, leaf_peaks
+from .observe import Agree, alone, difference, first_broken, floating, leaf_peaks
 from .overflow import propagate_nonfinite_attention
 from .overrides import (
     EVERYTHING,
     NOTHING,
     STAY,
     STREAM,
-    ExcludedLayers,
     ModuleStructure,
     OverflowDiagnosis,
     Peak,
@@ -33,7 +33,6 @@ from .overrides import (
 )
 from .quantised import QuantisedLinears
 from .shells import Make, replaced, with_forward
-from .sums import Sums
 from .upcast import run_in_fp32
 from .wide import CannotWiden, with_wide_stream
 
@@ -47,9 +46,8 @@ class HalfPrecisionForward:
     wide: bool = False  # its residual stream is float32
     everything: bool = False  # all of it is float32, but for products that are scaled to fit
     quantised: tuple[str, ...] = ()  # names of its layers that are quantised
-    sums: Sums | None = None  # what its linear layers accumulate in; None where all of them do so in fp32
-    probe: Callable[[Callable[[], Any]], Sums] | None = None  # finds that out, given one call of `eager`
-    measure: Callable[[Callable[[], Any]], None] | None = None  # finds out what may be quantised, by the same
+    measure: Callable[[Callable[[], Any]], None] | None = None  # finds what may be quantised, given a call of `eager`
+    fp16_accumulation: bool | None = None  # PyTorch's switch while it is called; None: as it is
 
     @property
     def in_words(self) -> str:
@@ -66,20 +64,17 @@ def build_half_precision_forward(
     wide: bool = False,
     everything: bool = False,
     quantised: QuantisedLinears | None = None,
-    sums: LinearSums | None = None,
     compiled: Callable[[torch.nn.Module, bool], torch.nn.Module] = lambda shell, _wide: shell,
     onloaded: Callable[[torch.nn.Module, torch.nn.Module], torch.nn.Module] = lambda shell, _eager: shell,
     device: torch.device | None = None,
     tf32: bool = False,
 ) -> HalfPrecisionForward:
-    """Build the attempt that the plan and what was learned ask for: the module with sums in fp16, then with a wide
-    stream, then quantised, then compiled, then with islands, which leave what is compiled, and are not quantised.
+    """Build the attempt that the plan and what was learned ask for: the module with a wide stream, then
+    quantised, then compiled, then with islands, which leave what is compiled, and are not quantised.
 
     wide, everything: the plan's, which hold whatever was learned.
     quantised: the module's quantised layers, where the plan asks for them. Until their errors are measured, `eager`
         computes in half precision and measures them, and nothing is compiled.
-    sums: its linear layers, where the plan has those accumulate in fp16 that are right with it. Until that is measured,
-        nothing is compiled.
     compiled: makes a shell with compiled blocks, given the module and whether its stream is wide. Whoever passes it
         remembers the shell, since islands change nothing about it.
     onloaded: makes a shell that brings its weights to the device, given a shell and the eager module that it is one of.
@@ -93,23 +88,19 @@ def build_half_precision_forward(
         return HalfPrecisionForward(run, run, everything=True)
     wide = anatomy.widens(dtype) and (wide or learned.wide)
     stream = anatomy.stream if wide else None
-    base = sums.shell(module, learned.sums) if sums else module
-    half = _with_wide_stream(base, stream, DTYPES[dtype], device) if stream else base
+    half = _with_wide_stream(module, stream, DTYPES[dtype], device) if stream else module
     made = "fp32" if wide else dtype
     blocks = onloaded(half, half)
     left = {*learned.unquantised, *quantised.left} if quantised else ()
     names = tuple(name for name in quantised.names if name not in left) if quantised else ()
     fewer = quantised.shell(half, left) if quantised and names else half
     watched, measure = quantised.measuring(half) if quantised and names and not quantised.errors else (fewer, None)
-    probe = sums.probed if sums and learned.sums is None else None
-    shell = fewer if probe or measure else compiled(fewer, wide)
+    shell = fewer if measure else compiled(fewer, wide)
     eager = with_islands(onloaded(watched, half), learned, made, source=blocks, tf32=tf32)
     run = eager
     if shell is not watched:
         run = with_islands(onloaded(shell, half), learned, made, source=blocks, tf32=tf32)
-    return HalfPrecisionForward(
-        run, eager, wide, quantised=names, sums=learned.sums if sums else None, probe=probe, measure=measure
-    )
+    return HalfPrecisionForward(run, eager, wide, quantised=names, measure=measure)
 
 
 def _with_wide_stream(
@@ -218,13 +209,17 @@ class FallbackAdapter:
         eager = self.attempt.eager
         module = eager if isinstance(eager, torch.nn.Module) else self.module
         limit = FP16_MAX if saturated else torch.inf
-        with propagate_nonfinite_attention((args, kwargs)):
+        with propagate_nonfinite_attention((args, kwargs)), fp16_accumulation(self.attempt.fp16_accumulation):
             name = first_broken(module, lambda: eager(*args, **kwargs), limit, self._agree)
-        attempt, sums = self.attempt, self.attempt.sums
-        apart = ExcludedLayers(attempt.quantised, sums.layers if sums else ())
-        everything = self.attempt.everything
         return diagnose_from_half_run(
-            name, self._peaks, self._anatomy, self._dtype, self.learned.islands, apart, everything=everything
+            name,
+            self._peaks,
+            self._anatomy,
+            self._dtype,
+            self.learned.islands,
+            self.attempt.quantised,
+            everything=self.attempt.everything,
+            fp16_accumulation=bool(self.attempt.fp16_accumulation),
         )
 
     def learn(self, finding: OverflowDiagnosis) -> str:
@@ -250,22 +245,38 @@ class FallbackAdapter:
         self.attempt.measure(lambda: self.attempt.eager(*args, **kwargs))
         self.attempt = self._build(self.learned)
 
-    def on_success(self, *args: Any, **kwargs: Any) -> None:
-        """Note that a call of the attempt came out right, so what was learned helps. Where it is to be found out what
-        its linear layers accumulate in, that is done by this call, made again.
-
-        args, kwargs: of the call.
-        """
-        if self.attempt.probe:
-            found = self.attempt.probe(lambda: self.attempt.eager(*args, **kwargs))
-            self.learned = replace(self.learned, sums=found)
-            self.attempt = self._build(self.learned)
+    def on_success(self) -> None:
+        """Note that a call of the attempt came out right, so what was learned helps."""
         self._proven = self.learned
+
+    @property
+    def checks_fp16_accumulation(self) -> bool:
+        """Whether fp16 accumulation was asked for, and has still to be checked."""
+        attempt = self.attempt
+        return attempt.fp16_accumulation is False and self.learned.fp16_error is None and not attempt.everything
+
+    def check_fp16_accumulation(self, *args: Any, **kwargs: Any) -> None:
+        """Make a call without fp16 accumulation and with it, not compiled, and build the next attempt by how far the
+        outputs differ. Nothing follows where another stage of this process turned the switch off meanwhile.
+
+        args, kwargs: of a call that came out right.
+        """
+        with fp16_accumulation(False):
+            without = floating(self.attempt.eager(*args, **kwargs))
+        with fp16_accumulation(True):
+            made = floating(self.attempt.eager(*args, **kwargs))
+            on = torch.backends.cuda.matmul.allow_fp16_accumulation
+        error = difference(made, without) + (0 if on else math.nan)
+        found = float(self._agree(error.reshape(1)))
+        if not math.isnan(found):
+            self.learned = replace(self.learned, fp16_error=min(found, 1.0))
+            self.attempt = self._build(self.learned)
 
     def stay(self) -> str:
         """Give up half precision for the rest of the run, and say so in words. What no call came out right with is
         forgotten: it did not help, and later runs would pay for it."""
-        self.learned = replace(self._proven, wide=self.learned.wide, whole_run_fp32=True)
+        known = self.learned
+        self.learned = replace(self._proven, wide=known.wide, fp16_error=known.fp16_error, whole_run_fp32=True)
         return STAY
 
 

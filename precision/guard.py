@@ -19,6 +19,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..trust.message import Message, Told
+from .accumulation import fp16_accumulation
 from .dtypes import DTYPES
 from .fallback import FallbackAdapter, HalfPrecisionForward
 from .fp32_settings import TF32
@@ -184,7 +185,8 @@ class StageGuard:
             if self._learner and self._learner.attempt.measure:
                 self._learner.prepare(*half_args, **half_kwargs)
                 self._attempt = self._learner.attempt.run
-            output = self._attempt(*half_args, **half_kwargs)
+            with fp16_accumulation(self._learner.attempt.fp16_accumulation if self._learner else None):
+                output = self._attempt(*half_args, **half_kwargs)
         given, made, inside, timestep = self._measured(changed, output, self._peak_inside(), kwargs.get("timestep"))
         dtype = self.dtype if self._narrow else "fp32"
         outcome, ends = made.outcome(dtype, inside), None
@@ -228,13 +230,13 @@ class StageGuard:
     def _came_out_right(
         self, learner: FallbackAdapter, args: tuple[Any, ...], kwargs: dict[str, Any], before: Snapshot, output: Any
     ) -> None:
-        if not learner.attempt.probe:
-            learner.on_success()
+        learner.on_success()
+        if not learner.checks_fp16_accumulation:
             return
         with before.once_more(output) as possible:
             if possible:
                 half_args, half_kwargs, _ = self._half(args, kwargs, Once())
-                learner.on_success(*half_args, **half_kwargs)
+                learner.check_fp16_accumulation(*half_args, **half_kwargs)
 
     def _refuse(self, problem: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, may_be_right: bool) -> None:
         """Raise GuardStopped where a rerun cannot help, or is not wanted, unless it may show that nothing is wrong."""

@@ -21,8 +21,8 @@ import torch
 from torch.nn import functional as F
 
 from . import shared
-from .fp16_sums import sampled
 from .fp32_settings import autocast_off_where_on
+from .observe import sampled
 from .quantised import error_of
 from .upcast import Fp32Mode, OneOperation, dequantised, run_in
 from .wide import LAYERS, LEAST, largest_of, limit_of, reach, reaches, scaled_product, times

@@ -14,6 +14,8 @@ from torch.utils import _pytree as pytree
 from .overrides import Peak
 from .shells import replaced
 
+SAMPLED = 256  # rows of a layer's input that stand for all of them: half evenly spaced, half the largest
+
 # float32 values [n] of this process → max |x| over all that compute the same, NaN where any is: the same on each
 Agree = Callable[[torch.Tensor], torch.Tensor]
 
@@ -47,6 +49,23 @@ def largest(tree: Any) -> torch.Tensor:
     """Return max |x| over all floating tensors, as a float32 scalar on their device; 0 where there are none."""
     found = [bound.float() for tensor in floating(tree) for bound in torch.aminmax(tensor.detach())]
     return torch.stack([bound.to(found[0].device) for bound in found]).abs().amax() if found else torch.zeros(())
+
+
+def difference(made: list[torch.Tensor], right: list[torch.Tensor]) -> torch.Tensor:
+    """Return how far outputs are off, as a share of the right ones' norm. float32 []; inf where one is not finite."""
+    off = torch.stack([(a.float() - b.float()).square().sum() for a, b in zip(made, right, strict=True)]).sum()
+    norm = torch.stack([b.float().square().sum() for b in right]).sum()
+    return (off / norm.clamp(min=torch.finfo(torch.float32).tiny)).sqrt().nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
+def sampled(rows: torch.Tensor) -> torch.Tensor:
+    """Return some rows: evenly spaced ones, and as many of those with the largest norms, which overflow first."""
+    n = len(rows)
+    if n <= SAMPLED:
+        return rows
+    spaced = torch.arange(SAMPLED // 2, device=rows.device) * n // (SAMPLED // 2)
+    largest = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32).topk(SAMPLED // 2).indices
+    return rows[torch.cat([spaced, largest])]
 
 
 def leaf_peaks(

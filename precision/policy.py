@@ -90,7 +90,7 @@ class Plan:
     accumulation_source: str
     quantised: str = ""  # what its large linear layers multiply in: "int8", "fp8"; "": in the dtype
     quantised_reason: str = ""  # "" where nothing was to be quantised
-    fp16_sums: bool = False  # linear layers that are measured to be right with it accumulate in fp16
+    fp16_sums: bool = False  # fp16 products accumulate in fp16 where the first step shows that to be right
     fp16_sums_reason: str = ""  # "" where that was not asked for
 
     @property
@@ -279,7 +279,7 @@ def _quantised(component: Component, dtype: str, request: Precision) -> tuple[st
 def _fp16_sums(
     architecture: Architecture, component: Component, dtype: str, request: Precision, accumulation: Accumulation
 ) -> tuple[bool, str]:
-    """Decide whether linear layers accumulate in fp16. It costs bits, so only where it can gain something."""
+    """Decide whether fp16 products may accumulate in fp16. It costs bits, so only where it can gain something."""
     if accumulation is not Accumulation.FP16 or component is not Component.DENOISER:
         return False, ""
     if dtype != "fp16":
@@ -288,7 +288,7 @@ def _fp16_sums(
         return False, "nothing: asked for fp16 (plain), which nothing checks"
     if architecture.fp16_sums == "same":
         return False, f"nothing: {architecture} multiplies no faster with it, if it is no GeForce RTX"
-    return True, "linear layers that are measured to be right with it; GeForce cards multiply twice as fast"
+    return True, "where the first step is right with it; GeForce cards multiply twice as fast"
 
 
 def _not_quantised(architecture: Architecture, request: Precision) -> str:

@@ -22,8 +22,7 @@ from ..trust.foreign import Foreign, Unreadable
 from ..trust.message import Message, Told, joined, message_of
 from ..trust.text import for_file_name, for_terminal, shown
 from .arch import is_name
-from .overrides import NOTHING, PrecisionOverrides, largest_of, parts_in_words
-from .sums import Sums
+from .overrides import NOTHING, PrecisionOverrides, fp16_accumulation_in_words, largest_of, parts_in_words
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +62,8 @@ class Profile:
         facts["learned"] = {name: facts["learned"][name] for name in _LearnedPart.model_fields}
         if not self.learned.unquantised:  # of a run that quantises nothing, which readers before it know
             del facts["learned"]["unquantised"]
-        if not self.learned.sums:
-            del facts["learned"]["sums"]
+        if self.learned.fp16_error is None:
+            del facts["learned"]["fp16_error"]
         return json.dumps(facts, indent=2, allow_nan=False) + "\n"
 
     def in_words(self) -> str:
@@ -74,7 +73,8 @@ class Profile:
             + (Message(", with LoRA") if self.loras else "")
         ]
         parts += known.in_words()
-        parts += [Message("fp16 accumulation: {}", known.sums)] if known.sums else []
+        if known.fp16_error is not None:
+            parts.append(Message("fp16 accumulation: {}", fp16_accumulation_in_words(known.fp16_error)))
         return joined("; ", parts) if len(parts) > 1 else Message("{}; nothing learned", parts[0])
 
     def misfit(self, here: Profile, parts: Iterable[str]) -> str:
@@ -121,21 +121,6 @@ def _apart(islands: list[str]) -> list[str]:
 _Text = Annotated[str, Field(min_length=1, max_length=300), AfterValidator(_one_line)]
 
 
-_Layers = Annotated[list[_Text], Field(max_length=5000)]
-_Error = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-
-class _SumsPart(Foreign):
-    """Which linear layers accumulate in fp16."""
-
-    layers: _Layers
-    islands: _Layers
-    overflows: _Layers
-    largest: _Error
-    farthest: Annotated[str, Field(max_length=300), AfterValidator(_one_line)]
-    step: _Error
-
-
 class _LearnedPart(Foreign):
     """That a run went on in fp32 is of that run alone, and not here. Older profiles have a `stream_peak`, too, which
     nothing needs any more."""
@@ -144,7 +129,7 @@ class _LearnedPart(Foreign):
     wide_parts: Annotated[list[_Text], Field(max_length=200), AfterValidator(_apart)] = []
     everything: bool = False
     unquantised: Annotated[list[_Text], Field(max_length=1000)] = []
-    sums: _SumsPart | None = None
+    fp16_error: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
 
 
 class _File(Foreign):
@@ -189,13 +174,8 @@ def _fitting(value: Any) -> Profile:
     given = facts.model_dump(exclude={"kind", "format", "learned", "loras"})
     learned = facts.learned
     lists: dict[str, Any] = {name: tuple(getattr(learned, name)) for name in ("islands", "wide_parts", "unquantised")}
-    sums = Sums(**{name: _plain(value) for name, value in learned.sums}) if learned.sums else None
-    known = PrecisionOverrides(**lists, everything=learned.everything, sums=sums)
+    known = PrecisionOverrides(**lists, everything=learned.everything, fp16_error=learned.fp16_error)
     return Profile(**given, loras=tuple(facts.loras), learned=known)
-
-
-def _plain(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _bad(where: str, found: Unreadable) -> BadProfile:

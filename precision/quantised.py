@@ -30,8 +30,7 @@ import torch
 from torch.nn import functional as F
 
 from .dtypes import DTYPES
-from .fp16_sums import sampled
-from .observe import Agree, alone
+from .observe import Agree, alone, sampled
 from .overrides import covered
 from .shells import both, replaced
 from .wide import largest_of

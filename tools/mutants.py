@@ -29,7 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("precision/policy.py", "precision/arch.py", "precision/accumulation.py")
 TESTS = (
-    *(f"tests/precision/test_{name}.py" for name in ("policy", "arch", "accumulation", "fp16_sums")),
+    *(f"tests/precision/test_{name}.py" for name in ("policy", "arch", "accumulation", "fp16_accumulation")),
     "tests/pipelines/test_selftest_kept.py",
     "tests/pipelines/diagnosis",
 )

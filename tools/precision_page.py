@@ -115,7 +115,7 @@ ACCUMULATION = """\
 
 Attention kernels may add up in fp16 instead of fp32. That is faster, and on some cards it comes out NaN or black. The
 switches for it belong to the whole process. They are set while a model runs, and put back when it is done. The
-loader's `accumulation` chooses. `fp16` is `auto` here; what it does beside, for linear layers, is in
+loader's `accumulation` chooses. `fp16` is `auto` here; what it does beside, for the denoiser's products, is in
 [fp16_accumulation.md](fp16_accumulation.md).
 """
 

@@ -57,9 +57,8 @@ def target_of(
     read = model.vae_config if of_vae else model.denoiser_config
     config = {name: value for name, value in read.items() if not name.startswith("_")}
     stream = "VAE decoder" if of_vae else "wide stream" if plan.wide else "narrow stream"
-    sums = "sums in fp16" if plan.fp16_sums else ""
     layout = "channels last" if options.channels_last else ""
-    parts = [stream, f"half accumulation {plan.accumulation}", sums, layout, options.in_words("inductor")]
+    parts = [stream, f"half accumulation {plan.accumulation}", layout, options.in_words("inductor")]
     return Target(
         model=model.variant.name,
         config=hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16],

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...precision.accumulation import Accumulation, Switch, preview
+from ...precision.accumulation import Accumulation, Switch, preview, without_fp16_accumulation
 from ...precision.arch import EXPERIMENTAL, Architecture
 from ...precision.machine import Machine, first_line, look, tried
 from ...precision.overrides import NOTHING
@@ -250,12 +250,12 @@ def _about(model: StoredModel) -> Iterator[str]:
 def _lacking(precision: Precision, models: Iterable[ModelPlans]) -> Iterator[str]:
     """What the plans need and PyTorch or torchao does not have."""
     from ...precision.quantised import lacking
-    from ..weights.summing import lacks_sums, missing
 
     if precision.quantises and (quantiser := lacking(precision.value)):
         yield quantiser
-    if any(lacks_sums(plan) for model in models for plan in model.plans):
-        yield missing()
+    asked_for = any(plan.fp16_sums for model in models for plan in model.plans)
+    if asked_for and (switch := without_fp16_accumulation()):
+        yield switch
 
 
 def _learned(handle: PipelineHandle) -> Iterator[str]:

@@ -13,10 +13,9 @@ from torch.utils import _pytree as pytree
 
 from ...precision.attention import Attended, offered
 from ...precision.fallback import HalfPrecisionForward, build_half_precision_forward
-from ...precision.fp16_sums import LinearSums
 from ...precision.guard import StageGuard
 from ...precision.observe import BlockOutputs
-from ...precision.overrides import NOTHING, PrecisionOverrides
+from ...precision.overrides import MAX_FP16_ERROR, NOTHING, PrecisionOverrides, fp16_accumulation_in_words
 from ...precision.shells import Once, reporting, with_forward, with_once
 from ...precision.step_cache import StepCache
 from ..compile.backends import EAGER, MEASURED, came_to, compiled, for_dtype
@@ -211,7 +210,7 @@ class _Attempts:
         self._cache = cache
         self._backend = for_dtype(handle.backend, handle.architecture, plan.dtype)
         self._quantised = quantised_of(stage)
-        self._sums = self._measured_sums()
+        self._accumulates = self._fp16_accumulation()
         self._how, self._attention = handle.compile_options, ""
         if self._how.attention == MEASURED and len(offered(handle.store.placement.device)) < 2:
             self._how = replace(self._how, attention="")
@@ -235,14 +234,13 @@ class _Attempts:
             dtype,
             wide=stage.plan.wide,
             quantised=self._quantised,
-            sums=self._sums,
             compiled=partial(self._in_blocks, left=self._left(learned)),
             onloaded=stage.weights.shell,
             device=stage.handle.store.placement.device,
             tf32=stage.tf32,
         )
-        if made.sums:
-            stage.report.note(f"{self._in_fp16}: {made.sums}", instead_of=self._in_fp16)
+        if self._accumulates:
+            made = replace(made, fp16_accumulation=not made.everything and self._is_right(learned))
         if self._quantised and (said := self._quantised.in_words()):
             stage.report.note(said)
         self._compiles = not made.everything
@@ -254,23 +252,28 @@ class _Attempts:
         run = self._cache.attempt(made.run, self._around) if self._cache else self._around(made.run)
         return replace(made, run=run, eager=in_halves(made.eager) if self._apart else made.eager)
 
-    def _measured_sums(self) -> LinearSums | None:
-        """The layers that may accumulate in fp16; None where the plan has none, or the backend makes the products."""
+    def _fp16_accumulation(self) -> bool:
+        """Whether products are to accumulate in fp16 where a step shows that it is right, by a backend that can."""
         if not self._stage.plan.fp16_sums:
-            return None
+            return False
         if self._backend.name not in (EAGER, "inductor"):
-            self._stage.report.note(f"{self._in_fp16}: nothing, since {self._backend.name} multiplies in its own way")
-            return None
-        return LinearSums(self._stage.module, self._stage.agree)
+            self._tell_accumulation(f"nothing, since {self._backend.name} multiplies in its own way")
+            return False
+        return True
 
-    @property
-    def _in_fp16(self) -> str:
-        return f"fp16 accumulation in the {self._stage.name}"
+    def _is_right(self, learned: PrecisionOverrides) -> bool:
+        """Whether a step has shown it to be right. The report says so, or why not."""
+        if learned.fp16_error is None:
+            return False
+        self._tell_accumulation(fp16_accumulation_in_words(learned.fp16_error))
+        return learned.fp16_error <= MAX_FP16_ERROR
+
+    def _tell_accumulation(self, said: str) -> None:
+        which = f"fp16 accumulation in the {self._stage.name}"
+        self._stage.report.note(f"{which}: {said}", instead_of=which)
 
     def _left(self, learned: PrecisionOverrides) -> tuple[str, ...]:
         """Names of layers that are compiled otherwise than the plan alone says."""
-        if self._sums and learned.sums:
-            return learned.sums.layers
         return (*learned.unquantised, *self._quantised.left) if self._quantised else ()
 
     def _around(self, run: Any) -> Any:

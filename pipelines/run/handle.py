@@ -9,14 +9,14 @@ from functools import wraps
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
-from ...precision.accumulation import Accumulation, accumulation
+from ...precision.accumulation import Accumulation, accumulation, without_fp16_accumulation
 from ...precision.arch import Architecture, present
 from ...precision.error_estimate import CachePolicy
 from ...precision.fp32_settings import TF32
 from ...precision.guard import GuardPolicy, OnFailure
 from ...precision.machine import check_torch
 from ...precision.memory import Memory, peak_memory
-from ...precision.policy import Component, Plan, Precision, choose
+from ...precision.policy import Component, Plan, PlanImpossible, Precision, choose
 from ...precision.profile_store import Profile
 from ...precision.report import RunReport
 from ...precision.self_test import verified_architecture
@@ -33,7 +33,6 @@ from ..weights.ladder import once_more
 from ..weights.offload import Offload, backend_with, brings_parts_to
 from ..weights.placement import Placement
 from ..weights.quantising import check
-from ..weights.summing import check_sums
 from .stage import ComponentStage, stage_of
 
 Args = ParamSpec("Args")
@@ -86,7 +85,8 @@ class PipelineHandle:
         precision = request or self.precision
         plan = choose(self.architecture, variant, component, precision, self.accumulation, self.beside)
         check(plan, self.offload, self.store.placement.device)
-        check_sums(plan)
+        if plan.fp16_sums and (lacking := without_fp16_accumulation()):
+            raise PlanImpossible(lacking)
         return plan
 
     def stage(self, component: Component, request: Precision | None = None) -> ComponentStage:

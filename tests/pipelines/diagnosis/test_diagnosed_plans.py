@@ -15,8 +15,7 @@ from comfyui_onediff_guard.pipelines.errors import BadFolder
 from comfyui_onediff_guard.pipelines.families import table
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.pipelines.insight.diagnosis import NOT_RUN, diagnose, diagnose_pipeline
-from comfyui_onediff_guard.pipelines.weights import summing
-from comfyui_onediff_guard.precision import arch
+from comfyui_onediff_guard.precision import accumulation, arch
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH, Accumulation
 from comfyui_onediff_guard.precision.guard import GuardPolicy, OnFailure
 from comfyui_onediff_guard.precision.overrides import PrecisionOverrides
@@ -81,10 +80,10 @@ def test_a_diffusers_that_cannot_be_asked(folder: Path, monkeypatch: pytest.Monk
 def test_sums_in_fp16_are_told_with_what_is_lacking(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {"precision": Precision.FP16, "accumulation": Accumulation.FP16}
     found = one_line(diagnose(folder, arch.ARCHITECTURES["sm89"], **asked))
-    assert "fp16 sums linear layers that are measured to be right with it" in found and "PyTorch 2.7" not in found
+    assert "fp16 sums where the first step is right with it" in found and "PyTorch 2.7" not in found
     assert "multiplies no faster with it" in one_line(diagnose(folder, SM80, **asked))
-    assert "fp16 sums: linear layers that are" in one_line(diagnose(None, arch.ARCHITECTURES["sm89"], **asked))
-    monkeypatch.setattr(summing, "has_fp16_sums", lambda: False)
+    assert "fp16 sums: where the first step is right" in one_line(diagnose(None, arch.ARCHITECTURES["sm89"], **asked))
+    monkeypatch.setattr(accumulation, "FP16_SUMS", "a switch of a newer PyTorch")
     assert "needs PyTorch 2.7 or newer" in one_line(diagnose(folder, arch.ARCHITECTURES["sm89"], **asked))
     assert "needs PyTorch 2.7" not in one_line(diagnose(folder, SM80, **asked)), "there it is of no use"
 

@@ -1,0 +1,243 @@
+"""Whole sampling runs with fp16 accumulation, by a model of tensor cores on a CPU (benchmarks/fp16_sums_on_cpu.py) that
+stands for a GeForce card. What a card's own kernel makes is another thing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shared_models
+import torch
+from comfyui_onediff_guard.pipelines.families.table import VARIANTS
+from comfyui_onediff_guard.pipelines.models.recognised import family_of
+from comfyui_onediff_guard.pipelines.run import handle as handles
+from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
+from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
+from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
+from comfyui_onediff_guard.precision import accumulation as switches
+from comfyui_onediff_guard.precision.accumulation import Accumulation
+from comfyui_onediff_guard.precision.arch import ARCHITECTURES, named
+from comfyui_onediff_guard.precision.error_estimate import CachePolicy
+from comfyui_onediff_guard.precision.overrides import MAX_FP16_ERROR
+from comfyui_onediff_guard.precision.policy import Component, PlanImpossible, Precision, choose
+from comfyui_onediff_guard.precision.profile_store import parse
+from fp16_sums_on_cpu import Fp16SumsOnCpu, a_card_with_fp16_sums
+from safetensors.torch import load_file, save_file
+from small_runs import sampled
+
+AUTO, FP16 = Accumulation.AUTO, Accumulation.FP16
+BROKEN, NORM = "transformer_blocks.1.attn1.to_q", "transformer_blocks.1.norm1.norm"  # of CogVideoX
+
+
+@pytest.fixture
+def card() -> Iterator[Fp16SumsOnCpu]:
+    with a_card_with_fp16_sums() as card:
+        yield card
+    assert not torch.backends.cuda.matmul.allow_fp16_accumulation
+
+
+@pytest.fixture
+def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., PipelineHandle]:
+    monkeypatch.setattr(handles, "verified_architecture", lambda *_: ARCHITECTURES["sm89"])
+
+    def open_in(folder: Path, accumulation: Accumulation = FP16, backend: str = "eager", **more: Any) -> PipelineHandle:
+        options: dict[str, Any] = {"offload": "none", "placement": PlainPlacement(), "profiles": tmp_path / "kept"}
+        options |= {"precision": Precision.FP16, "backend": backend, "accumulation": accumulation}
+        return load(folder, family_of(folder), **options | more)
+
+    return open_in
+
+
+@pytest.fixture
+def overflowing(model_folder: Callable[..., Path], tmp_path: Path) -> Path:
+    """The folder of a CogVideoX in which one layer's sums leave fp16's range half-way."""
+    folder = shared_models.copied(model_folder("2b"), tmp_path / "2b")
+    (file,) = (folder / "transformer").glob("*.safetensors")
+    weights = load_file(file)
+    half = weights[f"{BROKEN}.weight"].shape[1] // 2
+    weights[f"{NORM}.weight"].zero_()
+    weights[f"{NORM}.bias"].fill_(64.0)
+    weights[f"{BROKEN}.weight"][:, :half], weights[f"{BROKEN}.weight"][:, half:] = 128.0, -128.0
+    weights[f"{BROKEN.replace('to_q', 'to_out.0')}.weight"].zero_()  # or all else is small beside
+    save_file(weights, file, metadata={"format": "pt"})
+    return folder
+
+
+def error(made: torch.Tensor, right: torch.Tensor) -> float:
+    return float((made - right).norm() / right.norm())
+
+
+def found_error(handle: PipelineHandle) -> float:
+    found = handle.store.learned[handle.memory_key(handle.family.denoiser, "fp16")].fp16_error
+    assert found is not None
+    return found
+
+
+def told(report: Any) -> str:
+    (note,) = [note for note in report.notes if note.startswith("fp16 accumulation in the ")]
+    return note.partition(": ")[2]
+
+
+@pytest.mark.parametrize("model", ["2b", "5b-i2v", "cogview3", "wan", "svd"])
+def test_every_family(opened, model_folder, card, model: str) -> None:
+    folder = model_folder(model)
+    plain, report = sampled(opened(folder, AUTO), model)
+    assert card.launched == 0 and report.plan.fp16_sums_reason == ""
+    handle = opened(folder)
+    made, report = sampled(handle, model)
+    assert 0 < found_error(handle) <= MAX_FP16_ERROR and told(report).startswith("on, it changes a step by 0.")
+    assert [step.outcome for step in report.steps] == ["finite"] * len(report.steps)
+    assert 0 < error(made, plain) < 4 * MAX_FP16_ERROR
+    before = card.launched
+    assert torch.equal(sampled(opened(folder, AUTO), model)[0], plain), "off: not a bit is otherwise"
+    assert card.launched == before
+
+
+def test_a_step_that_is_wrong_with_it_turns_it_off_and_later_runs_know(opened, overflowing, card, tmp_path) -> None:
+    plain, _ = sampled(opened(overflowing, AUTO), "2b")
+    handle = opened(overflowing)
+    made, report = sampled(handle, "2b")
+    assert torch.equal(made, plain) and report.reruns == 0 and told(report).startswith("off, ")
+    (kept,) = (tmp_path / "kept").glob("*.json")
+    assert parse(kept.read_text(), "it").learned.fp16_error == found_error(handle) > MAX_FP16_ERROR
+    handle.store.learned.clear()  # as in another process
+    launched = card.launched
+    again, report = sampled(opened(overflowing), "2b")
+    assert torch.equal(again, plain) and told(report).startswith("off, ") and card.launched == launched
+    assert any("from a profile" in note and told(report) in note for note in report.notes)
+
+
+def test_a_second_run_checks_nothing_nor_does_another_process(opened, model_folder, card, tmp_path: Path) -> None:
+    handle = opened(model_folder("2b"))
+    sampled(handle, "2b")
+    found, checked = found_error(handle), card.launched
+    _, report = sampled(replace(handle, accumulation=AUTO), "2b")
+    assert found_error(handle) == found and card.launched == checked, "a run without it keeps what one with it found"
+    assert not any("fp16 accumulation" in note for note in report.notes)
+    second, _ = sampled(handle, "2b")
+    launched, card.launched = card.launched - checked, 0
+    handle.store.learned.clear()
+    third, _ = sampled(opened(model_folder("2b")), "2b")
+    assert torch.equal(third, second) and card.launched == launched
+
+
+def test_a_later_overflow_is_rerun_and_the_switch_is_off_from_then_on(opened, overflowing, card) -> None:
+    handle = opened(overflowing)
+    sampled(handle, "2b")
+    key = handle.memory_key("transformer", "fp16")
+    handle.store.learned[key] = replace(handle.store.learned[key], fp16_error=0.0)
+    made, report = sampled(handle, "2b")
+    assert report.steps[0].outcome == "rerun" and report.steps[0].rerun.module == BROKEN
+    assert {step.outcome for step in report.steps[1:]} == {"finite"} and made.isfinite().all()
+    assert found_error(handle) == 1.0 and sampled(handle, "2b")[1].reruns == 0
+
+
+def test_only_the_denoisers_attempt_has_the_switch(opened, model_folder, card) -> None:
+    """ComfyUI was started with --fast fp16_accumulation, which a run on this card holds off everywhere else."""
+    matmul: Any = torch.backends.cuda.matmul
+    handle = opened(model_folder("2b"))
+    seen: list[bool] = []
+    hook = handle.store.module("transformer", "fp16").register_forward_pre_hook(
+        lambda *_: seen.append(matmul.allow_fp16_accumulation)
+    )
+    matmul.allow_fp16_accumulation = True
+    try:
+        _, report = sampled(handle, "2b")
+        assert matmul.allow_fp16_accumulation and seen == [False, False, True, True], "a step, the check, a step"
+        (said,) = [each for each in report.switches if each.name.endswith("allow_fp16_accumulation")]
+        assert said.value == "False" and "ComfyUI or another pack had it True" in said.reason
+    finally:
+        matmul.allow_fp16_accumulation = False
+        hook.remove()
+
+
+def test_a_step_cache_stands_around_it(opened, model_folder, card) -> None:
+    handle = replace(opened(model_folder("2b")), step_cache=CachePolicy(0.5, check_every=3))
+    positive, negative = encode_prompts(handle, ["a red kite", "grey"])[0]
+    settings = SampleSettings(96, 64, steps=12, seed=3, frames=9, guidance_scale=3.0)
+    plain, before = sample(replace(handle, accumulation=AUTO), positive, negative, settings)
+    assert card.launched == 0
+    made, report = sample(handle, positive, negative, settings)
+    assert report.cells().count("cached") == before.cells().count("cached") > 0
+    assert found_error(handle) <= MAX_FP16_ERROR and report.reruns == 0 and 0 < error(made, plain) < 0.5
+
+
+# where there is nothing to gain, or nothing to gain it by
+
+
+@pytest.mark.parametrize(
+    ("architecture", "precision", "said"),
+    [
+        ("sm90", Precision.FP16, r"nothing: sm90 \(Hopper\) multiplies no faster with it"),
+        ("cpu", Precision.FP16, "nothing: CPU multiplies no faster with it"),
+        ("gfx1100", Precision.FP16, "nothing: .* multiplies no faster with it"),
+        ("sm89", Precision.BF16, "nothing: products of bf16 always accumulate in fp32; choose precision 'fp16'"),
+        ("sm89", Precision.INT8, "nothing: products of bf16 always"),
+        ("sm89", Precision.FP32, "nothing: products of fp32 always"),
+        ("sm89", Precision.FP16_PLAIN, r"nothing: asked for fp16 \(plain\)"),
+    ],
+)
+def test_where_it_gains_nothing_it_costs_nothing_and_says_so(
+    architecture: str, precision: Precision, said: str
+) -> None:
+    plan = choose(named(architecture), VARIANTS["CogVideoX-2B"], Component.DENOISER, precision, FP16)
+    assert not plan.fp16_sums
+    assert re.match(said, plan.fp16_sums_reason)
+
+
+def test_only_the_denoiser_is_asked_and_auto_never_chooses_it() -> None:
+    for component in VARIANTS["CogVideoX-2B"].components:
+        plan = choose(ARCHITECTURES["sm89"], VARIANTS["CogVideoX-2B"], component, Precision.FP16, FP16)
+        assert plan.fp16_sums == (component is Component.DENOISER)
+        for accumulation in (AUTO, Accumulation.FAST):
+            plan = choose(ARCHITECTURES["sm89"], VARIANTS["CogVideoX-2B"], component, Precision.FP16, accumulation)
+            assert not plan.fp16_sums and plan.fp16_sums_reason == ""
+
+
+def test_on_a_card_that_gains_nothing_not_a_bit_is_otherwise(opened, model_folder, card) -> None:
+    handle = replace(opened(model_folder("2b")), architecture=ARCHITECTURES["sm80"])
+    made, report = sampled(handle, "2b")
+    assert torch.equal(made, sampled(replace(handle, accumulation=AUTO), "2b")[0]) and card.launched == 0
+    assert "fp16 accumulation: nothing: sm80 (Ampere) multiplies no faster with it" in report.text()
+
+
+def test_a_pytorch_without_the_switch_is_named_before_anything_is_read(opened, model_folder, monkeypatch) -> None:
+    monkeypatch.setattr(switches, "FP16_SUMS", "a switch of a newer PyTorch")
+    with pytest.raises(PlanImpossible, match=rf"needs PyTorch 2\.7 .* this is {torch.__version__[:4]}.*'auto'"):
+        opened(model_folder("2b"))
+    opened(model_folder("2b"), AUTO)
+
+
+# compiled
+
+
+def test_the_switch_compiles_nothing_anew(opened, model_folder, traced_alone: None) -> None:
+    """Without the model of a card, under whose mode nothing compiles."""
+    torch._dynamo.reset()
+    handle = opened(model_folder("2b"), backend="inductor")
+    handle.store.learned.clear()
+    plain, _ = sampled(opened(model_folder("2b"), AUTO), "2b")
+    made, report = sampled(handle, "2b")
+    assert report.backend == "inductor" and report.graphs == 1, report.text()
+    assert found_error(handle) == 0 and error(made, plain) < 0.01
+    _, report = sampled(handle, "2b")
+    assert report.graphs == 0
+    torch._dynamo.reset()
+
+
+def test_backends_that_multiply_in_their_own_way_are_left_alone(opened, model_folder, card, monkeypatch) -> None:
+    from comfyui_onediff_guard.pipelines.compile import backends
+    from comfyui_onediff_guard.pipelines.run import denoiser
+
+    monkeypatch.setattr(
+        denoiser, "for_dtype", lambda *_: backends.BackendChoice("nexfort", "asked for", automatic=False)
+    )
+    monkeypatch.setattr(denoiser, "compiled", lambda half, *_, **__: half)
+    _, report = sampled(opened(model_folder("2b")), "2b")
+    assert card.launched == 0
+    assert "fp16 accumulation in the transformer: nothing, since nexfort multiplies in its own way" in report.text()

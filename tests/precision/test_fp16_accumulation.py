@@ -1,0 +1,260 @@
+"""fp16 accumulation: when the switch is on, and how a step decides whether it may be. The products themselves are those
+of a model of tensor cores (benchmarks/fp16_sums_on_cpu.py): a CPU does not know the switch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from comfyui_onediff_guard.pipelines.families.table import VARIANTS
+from comfyui_onediff_guard.precision.accumulation import Accumulation, accumulation, fp16_accumulation
+from comfyui_onediff_guard.precision.arch import ARCHITECTURES
+from comfyui_onediff_guard.precision.fallback import FallbackAdapter, HalfPrecisionForward
+from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope, StageGuard
+from comfyui_onediff_guard.precision.observe import Agree, alone
+from comfyui_onediff_guard.precision.overrides import MAX_FP16_ERROR, NOTHING, ModuleStructure, PrecisionOverrides
+from comfyui_onediff_guard.precision.policy import Component, Precision, choose
+from comfyui_onediff_guard.precision.report import RunReport
+from fp16_sums_on_cpu import Fp16SumsOnCpu, a_card_with_fp16_sums, product
+from residual_blocks import Block
+from torch import nn
+from torch.nn import functional as F
+
+WIDTH, PRODUCTS = 128, 6  # of a call of the network
+ADA = ARCHITECTURES["sm89"]
+MATMUL: Any = torch.backends.cuda.matmul
+
+
+def network(squash: Callable[[torch.Tensor], torch.Tensor] = torch.tanh) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(WIDTH, squash) for _ in range(3))).half().eval().requires_grad_(False)
+
+
+def cancelling(module: nn.Sequential, size: float) -> nn.Sequential:
+    """The sums of the second block's first layer reach about 64 · `size`² half-way, and cancel."""
+    block: Any = module[1]
+    with torch.no_grad():
+        block.norm.weight.zero_()
+        block.norm.bias.fill_(size)
+        block.inner.weight[:, : WIDTH // 2] += size
+        block.inner.weight[:, WIDTH // 2 :] -= size
+    return module
+
+
+def given(seed: int = 0) -> torch.Tensor:
+    return torch.randn(2, 96, WIDTH, generator=torch.Generator().manual_seed(seed)).half()
+
+
+@pytest.fixture
+def card() -> Iterator[Fp16SumsOnCpu]:
+    with torch.no_grad(), a_card_with_fp16_sums() as card, accumulation(ADA, Accumulation.FP16):
+        yield card
+    assert not MATMUL.allow_fp16_accumulation
+
+
+class Run:
+    def __init__(
+        self,
+        module: nn.Module,
+        learned: PrecisionOverrides = NOTHING,
+        scope: Scope = Scope.LEARNED,
+        agree: Agree = alone,
+    ):
+        def build(known: PrecisionOverrides) -> HalfPrecisionForward:
+            is_right = known.fp16_error is not None and known.fp16_error <= MAX_FP16_ERROR
+            return HalfPrecisionForward(module, module, everything=known.everything, fp16_accumulation=is_right)
+
+        self.learner = FallbackAdapter(
+            module, "fp16", build, ModuleStructure.of(module, ["0", "1", "2"]), learned, agree
+        )
+        plan = choose(ADA, VARIANTS["SVD"], Component.DENOISER, Precision.FP16, Accumulation.FP16)
+        self.report = RunReport("SVD", "sm89", plan)
+        policy = GuardPolicy(scope=scope)
+        self.guard = StageGuard("denoiser", self.learner, rerun=module, dtype="fp16", policy=policy, report=self.report)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.guard(x)
+
+    @property
+    def error(self) -> float | None:
+        return self.learner.learned.fp16_error
+
+    @property
+    def outcomes(self) -> list[str]:
+        return [step.outcome for step in self.report.steps]
+
+
+def difference(made: torch.Tensor, right: torch.Tensor) -> float:
+    return float((made.float() - right.float()).norm() / right.float().norm())
+
+
+def test_the_model_of_tensor_cores_rounds_each_sum_to_fp16_by_pytorchs_switch_alone() -> None:
+    ones, tiny = torch.ones(1, 64).half(), torch.full((64, 1), 2.0**-16).half()
+    tiny[0] = 1
+    assert product(ones, tiny).item() == 1, "16 times 2⁻¹⁶ are less than half of 1's last place"
+    assert product(ones, tiny, chunk=64).item() == 1 + 2.0**-10, "a chunk by itself is summed in single precision"
+    back = torch.cat([torch.full((32, 1), 3000.0), torch.full((32, 1), -3000.0)]).half()
+    with a_card_with_fp16_sums() as card, accumulation(ADA):
+        assert F.linear(ones, back.t()).item() == 0 and card.launched == 0
+        with fp16_accumulation(True):
+            assert F.linear(ones, back.t()).isinf().all(), "on the way it leaves the range"
+            F.linear(ones.float(), back.t().float())
+    assert card.launched == 1, "of fp16 alone"
+
+
+# the switch
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_the_switch_is_on_inside_and_as_it_was_afterwards(before: bool) -> None:
+    """`before`: as ComfyUI has it, started with --fast fp16_accumulation."""
+    MATMUL.allow_fp16_accumulation = before
+    try:
+        with fp16_accumulation(True):
+            assert MATMUL.allow_fp16_accumulation == before, "no stage runs"
+        for architecture, held in ((ADA, False), (ARCHITECTURES["sm70"], before)):
+            with accumulation(architecture, Accumulation.FP16):
+                assert MATMUL.allow_fp16_accumulation == held
+                for on, inside in ((True, True), (False, False), (None, held)):
+                    with suppress(KeyboardInterrupt), fp16_accumulation(on):
+                        assert MATMUL.allow_fp16_accumulation == inside
+                        raise KeyboardInterrupt
+                    assert MATMUL.allow_fp16_accumulation == held
+            assert MATMUL.allow_fp16_accumulation == before
+    finally:
+        MATMUL.allow_fp16_accumulation = False
+
+
+def test_it_is_off_while_another_stage_runs_beside() -> None:
+    with accumulation(ADA, Accumulation.FP16):
+        with accumulation(ADA), fp16_accumulation(True):
+            assert not MATMUL.allow_fp16_accumulation
+        with fp16_accumulation(True):
+            assert MATMUL.allow_fp16_accumulation
+            with accumulation(ADA):
+                assert not MATMUL.allow_fp16_accumulation
+            assert not MATMUL.allow_fp16_accumulation, "until the next call"
+
+
+# the check
+
+
+@pytest.mark.parametrize(
+    ("size", "squash", "allowed"),
+    [(0.0, torch.tanh, True), (0.5, torch.tanh, True), (2.0, torch.tanh, False), (40.0, torch.sin, False)],
+    ids=["healthy", "near", "bits are lost", "not finite"],
+)
+def test_the_first_step_decides(card: Fp16SumsOnCpu, size: float, squash: Any, allowed: bool) -> None:
+    module = cancelling(network(squash), size) if size else network()
+    run, x = Run(module), given()
+    plain = module(x)
+    assert torch.equal(run(x), plain), "the first call is computed with sums in fp32"
+    assert card.launched == PRODUCTS, "and once more to compare"
+    with fp16_accumulation(True):
+        found = difference(module(x), plain)
+    assert run.error is not None and run.error == pytest.approx(found if found < 1 else 1.0, rel=1e-3)
+    assert (run.error <= MAX_FP16_ERROR) == allowed and (run.error == 1) == (squash is torch.sin)
+    card.launched = 0
+    made = run(given(1))
+    assert card.launched == allowed * PRODUCTS
+    assert difference(made, module(given(1))) <= 2 * MAX_FP16_ERROR
+    assert run.outcomes == ["finite"] * 2
+
+
+def test_a_first_call_that_fails_checks_nothing_and_the_next_one_does(card: Fp16SumsOnCpu) -> None:
+    calls = [0]
+
+    def broken_once(x: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        return torch.tanh(x) * (torch.nan if calls[0] <= 3 and x.dtype is torch.float16 else 1)
+
+    run = Run(network(broken_once))
+    run(given())
+    assert run.outcomes == ["rerun"] and run.error is None and card.launched == 0
+    run(given())
+    assert run.outcomes == ["rerun", "finite"] and run.error is not None
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_later_overflow_is_rerun_without_it_and_turns_it_off(before: bool) -> None:
+    seen: list[tuple[torch.dtype, bool]] = []
+
+    def watched(x: torch.Tensor) -> torch.Tensor:
+        seen.append((x.dtype, MATMUL.allow_fp16_accumulation))
+        return torch.sin(x)  # of what is infinite: NaN
+
+    module = cancelling(network(watched), 40.0)
+    MATMUL.allow_fp16_accumulation = before
+    try:
+        with torch.no_grad(), accumulation(ADA, Accumulation.FP16):
+            right = module.float()(given().float())
+            run = Run(module.half(), PrecisionOverrides(fp16_error=0.0))
+            seen.clear()
+            with Fp16SumsOnCpu() as card:
+                assert difference(run(given()), right) < 0.01
+                rerun = run.report.steps[0].rerun
+                assert rerun is not None and rerun.module == "1.inner"
+                assert not any(on for dtype, on in seen if dtype is torch.float32), "the fp32 rerun"
+                assert run.learner.learned == PrecisionOverrides(fp16_error=1.0)
+                card.launched = 0
+                run(given())
+        assert run.outcomes == ["rerun", "finite"] and card.launched == 0
+        assert MATMUL.allow_fp16_accumulation == before
+    finally:
+        MATMUL.allow_fp16_accumulation = False
+
+
+def test_giving_up_half_precision_forgets_no_check(card: Fp16SumsOnCpu) -> None:
+    run = Run(network())
+    run(given())
+    found = run.error
+    run.learner.stay()
+    assert found is not None and run.error == found
+
+
+def test_every_scope_checks(card: Fp16SumsOnCpu) -> None:
+    run = Run(network(), scope=Scope.STEP)
+    run(given())
+    assert run.error is not None and run.guard.learned is None
+
+
+def test_every_layer_wide_never_accumulates_in_fp16(card: Fp16SumsOnCpu) -> None:
+    run = Run(network(), PrecisionOverrides(everything=True))
+    run(given())
+    assert run.error is None and card.launched == 0
+
+
+@pytest.mark.parametrize(("others", "found"), [(torch.inf, 1.0), (torch.nan, None)], ids=["overflow", "turned off"])
+def test_processes_that_compute_together_decide_alike(card: Fp16SumsOnCpu, others: float, found: float | None) -> None:
+    run = Run(network(), agree=lambda values: torch.full_like(values, others) if values.shape == (1,) else values)
+    run.learner.check_fp16_accumulation(given())
+    assert run.error == found
+
+
+def test_a_stage_beside_leaves_it_unchecked(card: Fp16SumsOnCpu) -> None:
+    run = Run(network())
+    with accumulation(ADA):
+        run(given())
+    assert run.error is None and card.launched == 0
+    run(given())
+    assert run.error is not None
+
+
+def test_an_interrupt_in_the_check_leaves_nothing(card: Fp16SumsOnCpu) -> None:
+    stop = [True]
+
+    def interrupted(x: torch.Tensor) -> torch.Tensor:
+        if MATMUL.allow_fp16_accumulation and stop[0]:
+            raise KeyboardInterrupt
+        return torch.tanh(x)
+
+    run = Run(network(interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        run(given())
+    assert not MATMUL.allow_fp16_accumulation and run.error is None
+    stop[0] = False
+    run(given())
+    assert run.error is not None
