@@ -27,7 +27,7 @@ from ..run.denoiser import ways_to_denoise
 from ..run.encode import ways_to_encode
 from ..run.handle import PipelineHandle
 from ..weights.components import ComponentStore
-from ..weights.ladder import Way, first_that_fits
+from ..weights.oom_fallback import ExecutionOption, first_that_fits
 from ..weights.parts import Offload
 from ..weights.placement import PlainPlacement
 from .published import PUBLISHED
@@ -113,7 +113,7 @@ def _checked(model: StoredModel, size: Size | None) -> Size:
     return size
 
 
-def _stages(handle: PipelineHandle, size: Size) -> Iterator[tuple[str, str, Iterator[Way]]]:
+def _stages(handle: PipelineHandle, size: Size) -> Iterator[tuple[str, str, Iterator[ExecutionOption]]]:
     family, model = handle.family, handle.store.model
     if family.prompt:
         stage = handle.stage(Component.TEXT_ENCODER)
@@ -130,7 +130,7 @@ def _stages(handle: PipelineHandle, size: Size) -> Iterator[tuple[str, str, Iter
     yield "decode", stage.plan.dtype, ways_to_decode(stage, latents, Portions(0, False, False))
 
 
-def _estimate(name: str, dtype: str, ways: Iterator[Way], has: int) -> StageEstimate:
+def _estimate(name: str, dtype: str, ways: Iterator[ExecutionOption], has: int) -> StageEstimate:
     way, fastest, fits = first_that_fits(ways, has)
     return StageEstimate(name, dtype, way.said, way.weights, way.beside, fits, fastest.takes)
 

@@ -21,7 +21,7 @@ from ..compile.backends import EAGER
 from ..families.table import FAMILIES
 from ..parallel.exchange import collected, dealt
 from ..parallel.group import ALONE, Ranks, here
-from ..weights.ladder import Way, first_line
+from ..weights.oom_fallback import ExecutionOption, first_line
 from .calls import Calls, CallTold, calls_of_vae
 from .handle import PipelineHandle, in_turn
 from .sample import while_compiling
@@ -93,11 +93,11 @@ def ways_to_decode(
     latents: torch.Tensor,
     portions: Portions,
     take: Callable[[Portions], object] = lambda _: None,
-) -> Iterator[Way]:
+) -> Iterator[ExecutionOption]:
     """Yield the ways to decode latents: the one that was asked for, and those that take less memory."""
     for each in (portions, *portions.smaller(stage, latents)):
         beside = stage.counted(partial(each.room, stage, latents))
-        yield Way(str(each), stage.weights_at_once(), beside, partial(take, each))
+        yield ExecutionOption(str(each), stage.weights_at_once(), beside, partial(take, each))
 
 
 @in_turn
@@ -139,7 +139,7 @@ def decode(
     calls = Calls("decoding {} of {}", progress or (lambda *_: None))
     compiler = DecoderCompiler(handle, stage.plan, stage.report, backend)
     vae = guarded_decoder(stage, calls, compiler if compiler.backend.name != EAGER else None)
-    ladder = stage.ladder()
+    fallback = stage.oom_fallback()
 
     def decoded() -> torch.Tensor:
         mine = latents if ranks.alone else dealt(latents, portions.chunk, ranks)
@@ -166,9 +166,9 @@ def decode(
     try:
         with handle.switched(stage.report), torch.no_grad():
             if room := stage.room():
-                ladder.foresee(ways_to_decode(stage, latents, portions, go_on), -ranks.most(-room))
-            rungs = [partial(go_on, smaller) for smaller in portions.smaller(stage, latents)]
-            pixels = ladder.survive(decoded, rungs) if ranks.alone else decoded()  # the others wait in theirs
+                fallback.choose_upfront(ways_to_decode(stage, latents, portions, go_on), -ranks.most(-room))
+            steps = [partial(go_on, smaller) for smaller in portions.smaller(stage, latents)]
+            pixels = fallback.run(decoded, steps) if ranks.alone else decoded()  # the others wait in theirs
     finally:
         handle.finish("vae")
     return (pixels * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 3, 1), stage.report

@@ -24,8 +24,8 @@ from ..models.lora import keys
 from ..parallel.group import here
 from ..parallel.guidance import PROMPT, OverHalves
 from ..weights.halves import halves, in_halves
-from ..weights.ladder import Rung, Way
 from ..weights.offload import Offload
+from ..weights.oom_fallback import ExecutionOption, FallbackStep
 from ..weights.quantising import quantised_of
 from ..weights.room import room_for_call
 from .profiles import load_profile, update_cache
@@ -52,7 +52,7 @@ def ways_to_denoise(
     known: PrecisionOverrides = NOTHING,
     take: Callable[[ComponentStage, bool, bool], object] = lambda *_: None,
     cached: int = 0,
-) -> Iterator[Way]:
+) -> Iterator[ExecutionOption]:
     """Yield the ways to make the calls of a run, the fastest first.
 
     Ranks count alike, by the one that takes most: what they have to agree on may hang on the way.
@@ -67,7 +67,7 @@ def ways_to_denoise(
             given = parted[0] if apart else inputs
             for calls in dict.fromkeys((cached * (1 + apart), 0)):
                 said = [offload, "halves apart" if apart else "", "no step cache" if cached and not calls else ""]
-                yield Way(
+                yield ExecutionOption(
                     ", ".join(filter(None, said)),
                     kind.weights_at_once(),
                     here().most(kind.counted(partial(room_for_call, kind, given, known, calls))),
@@ -89,19 +89,19 @@ class _Steps:
         self._cache = make_step_cache(stage)
         self._foreseen = self._placed = False
         self._even = self._apart = False  # its batch, with guidance, can be halved; is computed half by half
-        self._ladder = stage.ladder()
+        self._oom_fallback = stage.oom_fallback()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         inputs = self._signature.bind(*args, **kwargs).arguments
         if not here().alone:  # made once more, it would be another call than those that the other ranks wait in
             return self._called(inputs)
         self._even = len(halves(inputs)) > 1
-        return self._ladder.survive(lambda: self._called(inputs), self._rungs())
+        return self._oom_fallback.run(lambda: self._called(inputs), self._fallback_steps())
 
     def _called(self, inputs: Mapping[str, Any]) -> Any:
         if not self._foreseen and (room := self._stage.room()):
             ways = ways_to_denoise(self._stage, inputs, self._known, self._go_on, self._calls_cached())
-            self._ladder.foresee(ways, -here().most(-room))  # on each
+            self._oom_fallback.choose_upfront(ways, -here().most(-room))  # on each
         self._foreseen = True
         if not self._placed:
             self._place(halves(inputs)[0] if self._apart else inputs)
@@ -136,7 +136,7 @@ class _Steps:
             self._cache.forget()
         self._cache = self._cache if cached else None
 
-    def _rungs(self) -> list[Rung]:
+    def _fallback_steps(self) -> list[FallbackStep]:
         """Cheaper ways to make the calls of this run, after which it is placed anew."""
 
         def uncached() -> str:

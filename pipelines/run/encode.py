@@ -21,8 +21,8 @@ from ...precision.shells import reporting, with_forward
 from ...trust.message import BadInput, Message
 from ...trust.text import is_whole, listed
 from ..parallel.group import here
-from ..weights.ladder import Rung, Way
 from ..weights.offload import Offload
+from ..weights.oom_fallback import ExecutionOption, FallbackStep
 from ..weights.room import room_for_call
 from .calls import Calls, CallTold
 from .handle import PipelineHandle, in_turn
@@ -95,11 +95,11 @@ def _pipeline(stage: ComponentStage) -> object:
 
 def ways_to_encode(
     stage: ComponentStage, inputs: Mapping[str, Any], take: Callable[[ComponentStage], object] = lambda _: None
-) -> Iterator[Way]:
+) -> Iterator[ExecutionOption]:
     """Yield the ways to call the text encoder, the fastest first. inputs: of a call. take: is given the stage."""
     for offload, kind in stage.ways():
         beside = kind.counted(partial(room_for_call, kind, inputs))
-        yield Way(offload, kind.weights_at_once(), beside, partial(take, kind))
+        yield ExecutionOption(offload, kind.weights_at_once(), beside, partial(take, kind))
 
 
 class _Calls:
@@ -108,7 +108,7 @@ class _Calls:
     def __init__(self, stage: ComponentStage):
         self._stage = stage
         self._guard: StageGuard | None = None
-        self._ladder = stage.ladder()
+        self._oom_fallback = stage.oom_fallback()
         self._signature = inspect.signature(stage.module.forward)
         self._foreseen = False
 
@@ -117,19 +117,19 @@ class _Calls:
 
         def called() -> Any:
             if not self._foreseen and (room := self._stage.room()):
-                self._ladder.foresee(ways_to_encode(self._stage, inputs, self._go_on), room)
+                self._oom_fallback.choose_upfront(ways_to_encode(self._stage, inputs, self._go_on), room)
             self._foreseen = True
             self._stage.place(partial(room_for_call, self._stage, inputs))
             self._guard = self._guard or _guarded(self._stage)
             with self._stage.weights:
                 return self._guard(*args, **kwargs)
 
-        return self._ladder.survive(called, self._rungs())
+        return self._oom_fallback.run(called, self._fallback_steps())
 
     def _go_on(self, stage: ComponentStage) -> None:
         self._stage, self._guard = stage, None
 
-    def _rungs(self) -> list[Rung]:
+    def _fallback_steps(self) -> list[FallbackStep]:
         def in_parts(offload: Offload) -> str:
             if cheaper := self._stage.cheaper(offload):
                 self._go_on(cheaper)

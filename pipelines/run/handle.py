@@ -29,8 +29,8 @@ from ..models.lora import Lora, check_lora, keys, skeleton
 from ..models.recognised import open_model
 from ..parallel.group import here
 from ..weights.components import ComponentStore, MemoryKey, shared_store
-from ..weights.ladder import once_more
 from ..weights.offload import Offload, backend_with, brings_parts_to
+from ..weights.oom_fallback import once_more
 from ..weights.placement import Placement
 from ..weights.quantising import check
 from .stage import ComponentStage, stage_of
@@ -160,7 +160,7 @@ def in_turn(
     stage: Callable[Concatenate[PipelineHandle, Args], tuple[Result, RunReport]],
 ) -> Callable[Concatenate[PipelineHandle, Args], tuple[Result, RunReport]]:
     """A stage that waits for those of other threads that run on the same store. Where memory runs out in it, and not in
-    a model's call, which has a ladder of its own, it begins once more with nothing on the device."""
+    a model's call, which has a fallback of its own, it begins once more with nothing on the device."""
 
     @wraps(stage)
     def waiting(handle: PipelineHandle, *args: Args.args, **kwargs: Args.kwargs) -> tuple[Result, RunReport]:

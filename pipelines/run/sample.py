@@ -244,14 +244,14 @@ def _pipeline(
 
 
 def _guarded_image_encoder(stage: ComponentStage, calls: Calls) -> torch.nn.Module:
-    guard, ladder = stage.guard(stage.module, stage.module), stage.ladder()
+    guard, fallback = stage.guard(stage.module, stage.module), stage.oom_fallback()
 
     def encoded(pixels: torch.Tensor) -> Any:
         stage.place()
         return guard(pixels)
 
     def encode(pixels: torch.Tensor) -> Any:
-        output = here().from_first(lambda: ladder.survive(lambda: encoded(pixels)))
+        output = here().from_first(lambda: fallback.run(lambda: encoded(pixels)))
         output.image_embeds = output.image_embeds.float()  # diffusers takes the latents' dtype from it
         return output
 

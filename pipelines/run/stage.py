@@ -22,9 +22,9 @@ from ..errors import BackendUnavailable
 from ..models.lora import Lora
 from ..parallel.group import Ranks, here
 from ..parallel.plan import ONE, Sharing
-from ..weights.ladder import Ladder, first_line
 from ..weights.layout import of_layout
 from ..weights.offload import Offload, Onloading
+from ..weights.oom_fallback import OomFallback, first_line
 from ..weights.parts import most_on_device
 from ..weights.placement import bytes_of
 from ..weights.quantising import quantised_bytes
@@ -152,7 +152,7 @@ class ComponentStage(Stage):
         blocks = self.handle.family.blocks if self.plan.component is Component.DENOISER else ()
         return self.handle.store.onloading(self.name, self._offload, self.loras, blocks)
 
-    def ladder(self) -> Ladder:
+    def oom_fallback(self) -> OomFallback:
         """What to try where memory runs out in this stage: first, that nothing else of the model is on the device."""
         store = self.handle.store
 
@@ -167,8 +167,8 @@ class ComponentStage(Stage):
 
         said = self.plan.component.value.replace("_", " ")
         sized = self.plan.component not in (Component.TEXT_ENCODER, Component.IMAGE_ENCODER)
-        misjudged = store.misjudged.setdefault(self.name, [])
-        return Ladder(said, others_away, store.placement, self.report.note, needs, misjudged, sized=sized)
+        failed_estimates = store.failed_estimates.setdefault(self.name, [])
+        return OomFallback(said, others_away, store.placement, self.report.note, needs, failed_estimates, sized=sized)
 
     def ways(self) -> Iterator[tuple[str, ComponentStage]]:
         """Yield the kinds of offload that it can run with, by name, the fastest first: from the one on that the process

@@ -24,7 +24,7 @@ from ...precision.shells import Make, both, replaced, reporting, with_forward
 from ...precision.upcast import run_in_fp32
 from ..compile.auto_compile import CallSignature, DecoderCompiler, signature_of
 from ..parallel.group import here
-from ..weights.ladder import Way
+from ..weights.oom_fallback import ExecutionOption
 from ..weights.room import attempt_on_meta, counted
 from .calls import Calls, calls_of_vae
 from .stage import ComponentStage
@@ -97,13 +97,13 @@ def guarded_encoder(stage: ComponentStage, calls: Calls) -> Any:
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
         from diffusers.models.modeling_outputs import AutoencoderKLOutput
 
-        moments = here().from_first(lambda: ladder.survive(lambda: moments_of(pixels), [tiled]))
+        moments = here().from_first(lambda: fallback.run(lambda: moments_of(pixels), [tiled]))
         return AutoencoderKLOutput(latent_dist=DiagonalGaussianDistribution(moments))  # pyright: ignore[reportArgumentType]
 
     def moments_of(pixels: torch.Tensor) -> torch.Tensor:
         nonlocal foreseen
         if not foreseen and (room := stage.room()):
-            ladder.foresee(ways(pixels), room)
+            fallback.choose_upfront(ways(pixels), room)
         foreseen = True
         stage.place(lambda: taken(pixels, vae.use_tiling))
         calls.total = calls.done + calls_of_vae(vae, lambda counting: counting.encode(pixels.to("meta")))
@@ -116,11 +116,11 @@ def guarded_encoder(stage: ComponentStage, calls: Calls) -> Any:
 
         return room_for_vae(stage, "encoder", pixels, encode, tiling)
 
-    def ways(pixels: torch.Tensor) -> Iterator[Way]:
+    def ways(pixels: torch.Tensor) -> Iterator[ExecutionOption]:
         weights = stage.weights_at_once()
-        yield Way("whole", weights, stage.counted(lambda: taken(pixels, False)))
+        yield ExecutionOption("whole", weights, stage.counted(lambda: taken(pixels, False)))
         if tiles:
-            yield Way("tiling", weights, stage.counted(lambda: taken(pixels, True)), tiled)
+            yield ExecutionOption("tiling", weights, stage.counted(lambda: taken(pixels, True)), tiled)
 
     def tiled() -> str:
         if not tiles or vae.use_tiling:
@@ -128,7 +128,7 @@ def guarded_encoder(stage: ComponentStage, calls: Calls) -> Any:
         vae.use_tiling = True
         return "tiling"
 
-    tiles, foreseen, ladder = hasattr(vae, "tiled_encode"), False, stage.ladder()
+    tiles, foreseen, fallback = hasattr(vae, "tiled_encode"), False, stage.oom_fallback()
     vae.use_tiling = False
 
     shell: Any = reporting(vae, dtype=torch.float32, device=stage.handle.store.placement.device)

@@ -32,9 +32,9 @@ from ..models.folder import fingerprint
 from ..models.lora import Lora, LoraKey, keys, with_loras
 from ..models.on_disk import StoredModel, hooked
 from ..reading import reading
-from .ladder import Misjudged
 from .layout import laid_out, lay_out
 from .offload import InParts, Offload, Onloading, Whole, brings_parts_to, in_parts
+from .oom_fallback import FailedEstimate
 from .placement import MOVING, Placement, bytes_coming, bytes_of, bytes_on, has_room, let_go_of_host_copies, move
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class ComponentStore:
         self.lacks: dict[Any, tuple[int, str]] = {}  # of these, bytes that would do with lean kernels, and what lacks
         self.room: dict[Any, int] = {}  # what a call of a component takes beside its weights, by what tells calls apart
         self.decoder_calls: dict[Any, list[Any]] = {}  # signatures of a decode's calls, by what tells decodes apart
-        self.misjudged: dict[str, list[Misjudged]] = {}  # of a component's stages
+        self.failed_estimates: dict[str, list[FailedEstimate]] = {}  # of a component's stages
         self.handles: weakref.WeakSet[Any] = weakref.WeakSet()  # who still uses it
         self.emptied = False
         self.notes: dict[str, tuple[str, ...]] = {}  # component → what was found or mended when it was loaded

@@ -94,7 +94,7 @@ def case_auto() -> dict[str, Any]:
     import moving
     from comfyui_onediff_guard.comfyui_host import host
     from comfyui_onediff_guard.pipelines.run.decode import decode
-    from comfyui_onediff_guard.pipelines.weights.ladder import NoRoom
+    from comfyui_onediff_guard.pipelines.weights.oom_fallback import NoRoom
     from second_device import card
     from small_families import BUILDERS
     from small_runs import SIZES, sampled

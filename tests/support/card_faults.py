@@ -139,7 +139,7 @@ def case_the_probe_measures_the_same() -> None:
 
 def case_memory_of_many_sizes() -> None:
     """With offload 'auto' the frames are the same with less and less memory, until a run is refused."""
-    from comfyui_onediff_guard.pipelines.weights.ladder import NoRoom
+    from comfyui_onediff_guard.pipelines.weights.oom_fallback import NoRoom
 
     card = second_device.card
     handle = opened("2b", "none")

@@ -14,7 +14,7 @@ from comfyui_onediff_guard.pipelines.models.recognised import family_of
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
-from comfyui_onediff_guard.pipelines.weights.ladder import _MARGIN
+from comfyui_onediff_guard.pipelines.weights.oom_fallback import _MARGIN
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement, bytes_of
 from comfyui_onediff_guard.precision.error_estimate import CachePolicy
 from comfyui_onediff_guard.precision.policy import Precision

@@ -13,7 +13,7 @@ from comfyui_onediff_guard.pipelines.run import denoiser
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
-from comfyui_onediff_guard.pipelines.weights.ladder import NoRoom
+from comfyui_onediff_guard.pipelines.weights.oom_fallback import NoRoom
 from comfyui_onediff_guard.pipelines.weights.room import room_for_call
 from small_runs import SIZES, sampled
 

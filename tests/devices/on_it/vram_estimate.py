@@ -12,7 +12,7 @@ from comfyui_onediff_guard.pipelines.insight import vram_estimate
 from comfyui_onediff_guard.pipelines.models.recognised import family_of, open_model
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
-from comfyui_onediff_guard.pipelines.weights.ladder import Way
+from comfyui_onediff_guard.pipelines.weights.oom_fallback import ExecutionOption
 from small_runs import SIZES, sampled
 
 
@@ -52,4 +52,4 @@ def test_a_run_does_what_was_said(room: Room, model_folder: Callable[..., Path],
         way, _, figures = said_of(report).partition(": ")
         assert way == stages[name].way, name
         stage = stages[name]
-        assert figures.startswith(Way(way, stage.weights, stage.beside).in_words()), name
+        assert figures.startswith(ExecutionOption(way, stage.weights, stage.beside).in_words()), name

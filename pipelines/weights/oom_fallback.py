@@ -1,5 +1,5 @@
 """The ways to run a stage, from the one that costs least: the first one for which there is room, and where memory runs
-out all the same, the same call again in the next cheaper way, once down the ladder."""
+out all the same, the same call again in the next cheaper way, each way once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...trust.message import Message, Told
 from .placement import Placement
 
 Result = TypeVar("Result")
-Rung = Callable[[], str]  # makes what follows cheaper. Returns how, for the report; "" where it cannot
+FallbackStep = Callable[[], str]  # makes what follows cheaper. Returns how, for the report; "" where it cannot
 
 _MARGIN = 1.15  # of what is counted beside weights: cuDNN's and cuBLAS's workspaces and gaps come on top
 
@@ -24,7 +24,7 @@ class NoRoom(Told, torch.OutOfMemoryError):
     """There is no memory for a stage in any way that there is to run it."""
 
 
-class Way(NamedTuple):
+class ExecutionOption(NamedTuple):
     """A way to run a stage.
 
     said: how, for the report.
@@ -49,67 +49,70 @@ class Way(NamedTuple):
         return Message("{} of weights and {} beside them", size(self.weights), size(self.beside))
 
 
-class Misjudged(NamedTuple):
+class FailedEstimate(NamedTuple):
     """A way that seemed to fit, and in which memory ran out."""
 
     takes: int  # bytes, as they were counted
     has: int  # bytes that there were
 
 
-def first_that_fits(ways: Iterable[Way], has: int, misjudged: Sequence[Misjudged] = ()) -> tuple[Way, Way, bool]:
+def first_that_fits(
+    ways: Iterable[ExecutionOption], has: int, failed_estimates: Sequence[FailedEstimate] = ()
+) -> tuple[ExecutionOption, ExecutionOption, bool]:
     """Return the first way that fits in `has` bytes, what the very first one is, and whether it fits. Where none does,
     it is the one that takes least.
 
     ways: at least one, from the one that costs least time. Those behind the one that fits are not asked for.
     """
-    met: list[Way] = []
+    met: list[ExecutionOption] = []
     for way in ways:
         met.append(way)
-        if way.advised <= has and not any(way.takes >= each.takes and has <= each.has for each in misjudged):
+        if way.advised <= has and not any(way.takes >= each.takes and has <= each.has for each in failed_estimates):
             return way, met[0], True
     least = min(met, key=lambda way: way.takes)
     return least, met[0], least.takes <= has
 
 
-class Ladder:
+class OomFallback:
     """The ways to run a stage. What was tried stays for its later calls.
 
     stage: as messages name it.
-    first: the first rung.
-    note: is told each rung that is taken.
+    first: the first step.
+    note: is told each step that is taken.
     needs: returns what the stage needs, in words, where that was counted.
-    misjudged: is added to, and lives as long as the model does: what ran out is not tried again with as much memory.
+    failed_estimates: is added to, and lives as long as the model does: what ran out is not tried again with as much
+        memory.
     sized: what it takes beside weights grows with the size of what is made.
     """
 
     def __init__(
         self,
         stage: str,
-        first: Rung,
+        first: FallbackStep,
         placement: Placement,
         note: Callable[[str], None],
         needs: Callable[[], str],
-        misjudged: list[Misjudged],
+        failed_estimates: list[FailedEstimate],
         *,
         sized: bool,
     ):
         self._stage = stage
         self._first = first
-        self._tried = 0  # rungs
+        self._tried = 0  # steps
         self._placement = placement
         self._note = note
         self._needs = needs
-        self._misjudged = misjudged
+        self._failed_estimates = failed_estimates
         self._sized = sized
-        self._foreseen: Misjudged | None = None  # if memory runs out
+        self._foreseen: FailedEstimate | None = None  # if memory runs out
         self._taken: list[str] = []
 
-    def foresee(self, ways: Iterable[Way], has: int) -> None:
+    def choose_upfront(self, ways: Iterable[ExecutionOption], has: int) -> None:
         """Take the first way that fits, and note why. Raises NoRoom, before anything is computed, where none does.
 
         has: bytes that the device has for the stage.
         """
-        way, first, fits = first_that_fits(ways, has, self._misjudged)
+        way, first, fits = first_that_fits(ways, has, self._failed_estimates)
         where = Message("{} that {} has for it", size(has), self._placement.device)
         if not fits:
             raise NoRoom(
@@ -126,9 +129,9 @@ class Ladder:
             Message("{}: offload auto chose {}: {}, of {}{}", self._stage, way.said, way.in_words(), where, instead)
         )
         way.take()
-        self._foreseen = Misjudged(way.takes, has)
+        self._foreseen = FailedEstimate(way.takes, has)
 
-    def _what_would_fit(self, way: Way, has: int) -> str:
+    def _what_would_fit(self, way: ExecutionOption, has: int) -> str:
         other = "Close what else uses the card, or take a card with more memory."
         part = (has - way.weights) / (way.beside * _MARGIN) if way.beside else 0
         if not self._sized:
@@ -137,10 +140,10 @@ class Ladder:
             return f"No size would fit. {other}"
         return f"About {part:.0%} of this size (width × height × frames) would fit: choose less. {other}"
 
-    def survive(self, call: Callable[[], Result], rungs: Sequence[Rung] = ()) -> Result:
-        """Make a call, and again where memory runs out in it. Raises NoRoom at the end of the ladder.
+    def run(self, call: Callable[[], Result], steps: Sequence[FallbackStep] = ()) -> Result:
+        """Make a call, and again where memory runs out in it. Raises NoRoom at the end of the fallback.
 
-        rungs: those after the first one, the same in each call. They are not kept: most hold who holds the ladder.
+        steps: those after the first one, the same in each call. They are not kept: most hold who holds the fallback.
         """
         while True:
             try:
@@ -150,17 +153,17 @@ class Ladder:
                     raise
                 failed = error
                 traceback.clear_frames(failed.__traceback__)  # which hold what the call had made
-            self._next(failed, rungs)
+            self._next(failed, steps)
 
-    def _next(self, failed: RuntimeError, rungs: Sequence[Rung]) -> None:
+    def _next(self, failed: RuntimeError, steps: Sequence[FallbackStep]) -> None:
         before = self._placement.memory()
         self._placement.give_back()
         if self._foreseen:
-            self._misjudged.append(self._foreseen)
+            self._failed_estimates.append(self._foreseen)
             self._foreseen = None
-        for rung in (self._first, *rungs)[self._tried :]:
+        for step in (self._first, *steps)[self._tried :]:
             self._tried += 1
-            if how := rung():
+            if how := step():
                 self._taken.append(how)
                 self._note(Message("{}: memory ran out; went on with {}", self._stage, how))
                 return

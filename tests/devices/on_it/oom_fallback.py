@@ -13,8 +13,8 @@ from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
 from comfyui_onediff_guard.pipelines.weights import room as rooms
-from comfyui_onediff_guard.pipelines.weights.ladder import NoRoom, ran_out
 from comfyui_onediff_guard.pipelines.weights.offload import Offload
+from comfyui_onediff_guard.pipelines.weights.oom_fallback import NoRoom, ran_out
 from comfyui_onediff_guard.pipelines.weights.placement import bytes_on
 from comfyui_onediff_guard.precision.kernels import Kernels
 from comfyui_onediff_guard.precision.memory import size
