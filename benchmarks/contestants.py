@@ -83,7 +83,7 @@ def offloaded(kind: str) -> Contestant:
                 num_blocks_per_group=1 if kind == "block_level" else None,
                 use_stream=subject.device.type == "cuda",
             )
-        return InParts(as_pipelines_do)
+        return BlockOffload(as_pipelines_do)
 
     return make
 
@@ -196,7 +196,7 @@ class Ours:
 
 
 @dataclass(frozen=True)
-class InParts:
+class BlockOffload:
     """A step whose weights are in main memory."""
 
     step: Step

@@ -213,7 +213,7 @@ def nan_at_each_step(name: str, precision: str, policy: CachePolicy, seed: int =
 
 @contextmanager
 def broken_at(step: int) -> Iterator[None]:
-    attempts_of: Any = denoising._Attempts
+    attempts_of: Any = denoising.DenoiserBuilder
     make = attempts_of.build
 
     def build(attempts: Any, learned: Any) -> Any:

@@ -78,7 +78,7 @@ class DecodeLatents(Node):
         backend: str = inputs.BACKENDS[0],
         node_id: str | None = None,
     ) -> dict[str, Any]:
-        from ..comfyui_host.labelled import plain
+        from ..comfyui_host.tagged_tensor import plain
         from ..pipelines.run.decode import decode
 
         with running(pipeline), host.Progress(0, node_id) as progress:

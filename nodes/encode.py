@@ -53,7 +53,7 @@ class EncodePrompt(Node):
     def encode(
         self, pipeline: PipelineHandle, prompt: str, negative_prompt: str, precision: str, node_id: str | None = None
     ) -> dict[str, Any]:
-        from ..comfyui_host.labelled import prompt_of
+        from ..comfyui_host.tagged_tensor import prompt_of
         from ..pipelines.run.encode import encode_prompts
 
         with running(pipeline):

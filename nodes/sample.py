@@ -65,8 +65,8 @@ class Sampler(Node):
         **settings: Any,
     ) -> dict[str, Any]:
         """Denoise with progress shown on the node. settings: the values of `settings` that are not named here."""
-        from ..comfyui_host.labelled import latents_of
         from ..comfyui_host.previews import previews
+        from ..comfyui_host.tagged_tensor import latents_of
         from ..pipelines.run.pictures import fitted
         from ..pipelines.run.sample import SampleSettings, sample
 

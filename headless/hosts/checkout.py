@@ -125,7 +125,7 @@ def started(checkout: Path, *, models: Sequence[Path] = (), input_dir: Path | No
             asyncio.run(_until_up(child, url, log))
             yield Running(url, log, input_dir or checkout / "input")
         finally:
-            process.stop_tree(child)
+            process.kill_process_tree(child)
 
 
 def find_interpreter(checkout: Path) -> str:

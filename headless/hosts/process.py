@@ -1,9 +1,10 @@
 """A child process with all its descendants, ended as one, on POSIX and on Windows, and with us in any case.
 
-This file is also run as a script, the keeper: it runs a command for an owner, and ends it with all that it started once
-the owner is gone, however that went. The owner holds the other end of standard input and never writes: the end of file
-is the owner's end, also by SIGKILL, by a crash or by the out-of-memory killer, which run no clean-up. PR_SET_PDEATHSIG
-would do less: it goes with the thread that started the child, reaches no grandchild, and is Linux's alone.
+This file is also run as a script, the supervisor: it runs a command for an owner, and ends it with all that it
+started once the owner is gone, however that went. The owner holds the other end of standard input and never writes:
+the end of file is the owner's end, also by SIGKILL, by a crash or by the out-of-memory killer, which run no clean-up.
+PR_SET_PDEATHSIG would do less: it goes with the thread that started the child, reaches no grandchild, and is Linux's
+alone.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGBREAK")
 
 
 def start(command: Sequence[str], *, cwd: Path, log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Start a command under a keeper, which ends it when this process is gone. Its output goes to `log`.
+    """Start a command under a supervisor, which ends it when this process is gone. Its output goes to `log`.
 
-    Both run in a process group of their own, so that Ctrl-C here doesn't reach them. The keeper's exit code is the
+    Both run in a process group of their own, so that Ctrl-C here doesn't reach them. The supervisor's exit code is the
     command's, or 128 and the signal that ended it, or 127 where it can't be run.
     """
     on_windows = sys.platform == "win32"
@@ -42,14 +43,14 @@ def start(command: Sequence[str], *, cwd: Path, log: Path, env: dict[str, str]) 
         )
 
 
-def stop_tree(keeper: subprocess.Popen[bytes]) -> None:
+def kill_process_tree(supervisor: subprocess.Popen[bytes]) -> None:
     """End the process and everything it started; returns once it is gone."""
-    assert keeper.stdin
-    keeper.stdin.close()  # as if this process had gone
+    assert supervisor.stdin
+    supervisor.stdin.close()  # as if this process had gone
     with suppress(subprocess.TimeoutExpired):
-        keeper.wait(2 * STOP_SECONDS)
-    _signal_group(keeper.pid, "SIGKILL")  # those that outlived their keeper
-    keeper.wait()
+        supervisor.wait(2 * STOP_SECONDS)
+    _signal_group(supervisor.pid, "SIGKILL")  # those that outlived their supervisor
+    supervisor.wait()
 
 
 def _signal_group(leader: int, name: str) -> None:

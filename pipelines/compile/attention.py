@@ -72,7 +72,7 @@ def with_attention(
         return how, ""
     if not uses_torch_kernels(backend):
         return replace(how, attention=""), f"attention: not measured, {backend} has its own"
-    kernel, said = here().from_first(lambda: _chosen(handle, dtype, inputs))
+    kernel, said = here().broadcast_from_rank0(lambda: _chosen(handle, dtype, inputs))
     return replace(how, attention=kernel), said
 
 

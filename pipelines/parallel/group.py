@@ -40,7 +40,7 @@ class Ranks:
     def alone(self) -> bool:
         return self.size == 1
 
-    def worst(self, values: torch.Tensor) -> torch.Tensor:
+    def all_reduce_absmax(self, values: torch.Tensor) -> torch.Tensor:
         """Return max |x| over all ranks of each value, NaN where any is NaN: the same on every rank. Without one that
         is not alone, the values as they are.
 
@@ -52,7 +52,7 @@ class Ranks:
         into_one_tensor(every, values.contiguous(), self.group)
         return every.view(self.size, -1).abs().amax(0)
 
-    def most(self, number: int) -> int:
+    def all_reduce_max(self, number: int) -> int:
         """Return the largest of what the ranks give: the same on every rank."""
         if self.alone:
             return number
@@ -74,7 +74,7 @@ class Ranks:
             _parts[size], _ = distributed.new_subgroups(size, timeout=PATIENCE)
         return Ranks(self.rank % size, size, _parts[size])
 
-    def from_first(self, make: Callable[[], T]) -> T:
+    def broadcast_from_rank0(self, make: Callable[[], T]) -> T:
         """Return what the first rank makes; the others make nothing, and wait. An error ends the first rank, and with
         it the job."""
         if self.alone:

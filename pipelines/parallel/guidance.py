@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ...precision.shells import Once
 from ...trust.message import Told
-from ..weights.halves import halves, joined
+from ..weights.cfg_batch import joined, split_cfg_batch
 from .exchange import from_each
 from .group import Ranks
 from .plan import Sharing
@@ -58,7 +58,7 @@ class OverHalves:
         return self._of_two_calls(inputs) if self._prompts else self._of_a_batch(inputs)
 
     def _of_a_batch(self, inputs: Mapping[str, Any]) -> Any:
-        parted = halves(inputs)
+        parted = split_cfg_batch(inputs)
         if len(parted) != 2:
             raise HalvesDiffer("found a batch that has no halves, expected one of guidance: run this on one GPU")
         own = parted[self._half]

@@ -131,7 +131,7 @@ def decode(
     ranks = _sharing(handle, latents, chunk)
     if not ranks.alone:
         stage.report.note(f"chunks are decoded by {ranks.size} GPUs at the same time")
-        stage = replace(stage, agree=ranks.worst)
+        stage = replace(stage, agree=ranks.all_reduce_absmax)
     if surplus := surplus_of(handle, latents):
         stage.report.note(
             Message("the first {} frames are cut: of an even number of latents the VAE repeats the first", surplus)
@@ -166,7 +166,7 @@ def decode(
     try:
         with handle.switched(stage.report), torch.no_grad():
             if room := stage.room():
-                fallback.choose_upfront(ways_to_decode(stage, latents, portions, go_on), -ranks.most(-room))
+                fallback.choose_upfront(ways_to_decode(stage, latents, portions, go_on), -ranks.all_reduce_max(-room))
             steps = [partial(go_on, smaller) for smaller in portions.smaller(stage, latents)]
             pixels = fallback.run(decoded, steps) if ranks.alone else decoded()  # the others wait in theirs
     finally:

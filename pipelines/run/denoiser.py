@@ -23,11 +23,11 @@ from ..families.spec import ENCODERS
 from ..models.lora import keys
 from ..parallel.group import here
 from ..parallel.guidance import PROMPT, OverHalves
-from ..weights.halves import halves, in_halves
+from ..weights.activation_memory import estimate_activation_bytes
+from ..weights.cfg_batch import split_cfg_batch, with_split_cfg_batch
 from ..weights.offload import Offload
 from ..weights.oom_fallback import ExecutionOption, FallbackStep
 from ..weights.quantising import quantised_of
-from ..weights.room import room_for_call
 from .profiles import load_profile, update_cache
 from .stage import ComponentStage
 from .step_cache import make_step_cache
@@ -39,7 +39,7 @@ def guarded_denoiser(stage: ComponentStage) -> torch.nn.Module:
     """A shell of the denoiser that runs as the stage's plan says. The original, which it shares weights with, is
     loaded for it and not touched."""
     signature = inspect.signature(stage.module.forward)
-    call: Callable[..., Any] = _Steps(stage)
+    call: Callable[..., Any] = GuardedDenoiser(stage)
     if stage.sharing.halves:
         call = OverHalves(call, signature, stage.sharing, here(), stage.prompts)
     shell = with_forward(stage.module, call)
@@ -61,7 +61,7 @@ def ways_to_denoise(
     whether steps are cached.
     cached: how many calls of a step have values in a step cache; 0: there is none.
     """
-    parted = halves(inputs) if here().alone else []  # ranks make the same calls, whatever room each has
+    parted = split_cfg_batch(inputs) if here().alone else []  # ranks make the same calls, whatever room each has
     for offload, kind in stage.ways():
         for apart in (False, True)[: max(len(parted), 1)]:
             given = parted[0] if apart else inputs
@@ -70,12 +70,12 @@ def ways_to_denoise(
                 yield ExecutionOption(
                     ", ".join(filter(None, said)),
                     kind.weights_at_once(),
-                    here().most(kind.counted(partial(room_for_call, kind, given, known, calls))),
+                    here().all_reduce_max(kind.counted(partial(estimate_activation_bytes, kind, given, known, calls))),
                     partial(take, kind, apart, bool(calls)),
                 )
 
 
-class _Steps:
+class GuardedDenoiser:
     """Calls of the denoiser in one run. It returns float32, so that guidance and scheduler compute in that."""
 
     def __init__(self, stage: ComponentStage):
@@ -85,7 +85,7 @@ class _Steps:
         stage.report.notes += notes
         self._earlier: PrecisionOverrides | None = None  # what another denoiser learned in this run
         self._guard: StageGuard | None = None
-        self._attempts: _Attempts | None = None
+        self._builder: DenoiserBuilder | None = None
         self._cache = make_step_cache(stage)
         self._foreseen = self._placed = False
         self._even = self._apart = False  # its batch, with guidance, can be halved; is computed half by half
@@ -95,16 +95,16 @@ class _Steps:
         inputs = self._signature.bind(*args, **kwargs).arguments
         if not here().alone:  # made once more, it would be another call than those that the other ranks wait in
             return self._called(inputs)
-        self._even = len(halves(inputs)) > 1
+        self._even = len(split_cfg_batch(inputs)) > 1
         return self._oom_fallback.run(lambda: self._called(inputs), self._fallback_steps())
 
     def _called(self, inputs: Mapping[str, Any]) -> Any:
         if not self._foreseen and (room := self._stage.room()):
             ways = ways_to_denoise(self._stage, inputs, self._known, self._go_on, self._calls_cached())
-            self._oom_fallback.choose_upfront(ways, -here().most(-room))  # on each
+            self._oom_fallback.choose_upfront(ways, -here().all_reduce_max(-room))  # on each
         self._foreseen = True
         if not self._placed:
-            self._place(halves(inputs)[0] if self._apart else inputs)
+            self._place(split_cfg_batch(inputs)[0] if self._apart else inputs)
         try:
             with self._stage.weights:
                 output = self._step(**inputs)
@@ -118,7 +118,7 @@ class _Steps:
         stage = self._stage
         stage.handle.finish(*ENCODERS, *(name for name in stage.handle.family.denoisers if name != stage.name))
         calls = self._calls_cached() * (1 + self._apart)
-        stage.place(lambda: room_for_call(stage, inputs, self._known, calls))
+        stage.place(lambda: estimate_activation_bytes(stage, inputs, self._known, calls))
         if self._guard is None:
             self._earlier = stage.report.learned
         self._placed = True
@@ -131,7 +131,7 @@ class _Steps:
         """Have the next call set up the stage, with what this run learned so far."""
         if self._guard and self._guard.learned:
             self._known = self._guard.learned
-        self._stage, self._apart, self._guard, self._attempts, self._placed = stage, apart, None, None, False
+        self._stage, self._apart, self._guard, self._builder, self._placed = stage, apart, None, None, False
         if self._cache:
             self._cache.forget()
         self._cache = self._cache if cached else None
@@ -160,39 +160,39 @@ class _Steps:
 
     def _step(self, **kwargs: Any) -> Any:
         self._guard = self._guard or self._planned(kwargs)
-        if self._attempts:
-            self._attempts.start()
+        if self._builder:
+            self._builder.start()
         output = self._guard(**kwargs)
         report = self._stage.report
-        if self._attempts and report.steps[-1].outcome != "finite":
-            self._attempts.forget()
+        if self._builder and report.steps[-1].outcome != "finite":
+            self._builder.forget()
         if self._cache:
             report.cached(self._cache.keep(accepted=report.steps[-1].outcome in ("finite", "rerun")))
         if learned := self._guard.learned:
             update_cache(self._stage.handle, self._stage.name, self._stage.plan.numerics, learned)
         self._stage.report.learned = _with(self._earlier, self._stage.name, learned)
-        if self._attempts:
-            self._attempts.tell_backend()
+        if self._builder:
+            self._builder.tell_backend()
         return output
 
     def _planned(self, inputs: Mapping[str, Any]) -> StageGuard:
         stage = self._stage
-        self._attempts = attempts = _Attempts(stage, inputs, apart=self._apart, cache=self._cache)
-        learner = stage.learner(stage.module, attempts.build, stage.anatomy, self._known)
+        self._builder = builder = DenoiserBuilder(stage, inputs, apart=self._apart, cache=self._cache)
+        learner = stage.learner(stage.module, builder.build, stage.anatomy, self._known)
         rerun = stage.weights.shell(stage.module)
-        made = in_halves if self._apart else lambda call: call
+        made = with_split_cfg_batch if self._apart else lambda call: call
         rerun = self._cache.rerun(rerun, made) if self._cache else made(rerun)
         return stage.guard(
             stage.module,
             learner,
             rerun=rerun,
-            peak_inside=attempts.peak_inside,
+            peak_inside=builder.peak_inside,
             constant=(PROMPT,),
             pending=stage.cache_controller.pending if stage.cache_controller else None,
         )
 
 
-class _Attempts:
+class DenoiserBuilder:
     """Makes the denoiser as the plan and what was learned ask for: with a wide stream, compiled, with islands, or
     itself."""
 
@@ -217,7 +217,7 @@ class _Attempts:
         elif self._how.attention == MEASURED:
             from ..compile.attention import with_attention
 
-            given = halves(inputs)[0] if apart else inputs
+            given = split_cfg_batch(inputs)[0] if apart else inputs
             self._how, self._attention = with_attention(handle, self._backend.name, plan.dtype, given)
         self._compiled: torch.nn.Module | None = None  # a shell of the latest attempt's
         self._compiles = True  # the latest attempt is compiled, where there is a backend that does
@@ -250,7 +250,7 @@ class _Attempts:
         if isinstance(made.run, torch.nn.Module):
             made = replace(made, run=self._projected_once(made.run))
         run = self._cache.attempt(made.run, self._around) if self._cache else self._around(made.run)
-        return replace(made, run=run, eager=in_halves(made.eager) if self._apart else made.eager)
+        return replace(made, run=run, eager=with_split_cfg_batch(made.eager) if self._apart else made.eager)
 
     def _fp16_accumulation(self) -> bool:
         """Whether products are to accumulate in fp16 where a step shows that it is right, by a backend that can."""
@@ -280,7 +280,7 @@ class _Attempts:
         """Return the same call with the attention that was asked for, and in halves where that is so."""
         if self._backend.name == EAGER and self._how.attention:  # what is compiled has it inside
             run = Attended(run, self._how.attention)
-        return in_halves(run) if self._apart else run
+        return with_split_cfg_batch(run) if self._apart else run
 
     def start(self) -> None:
         """Have the quantised weights there for the next call, and forget what their layers were given before."""
@@ -341,4 +341,4 @@ def _known(stage: ComponentStage) -> tuple[PrecisionOverrides, tuple[str, ...]]:
     if not stage.learns:
         return NOTHING, ()
     parts = stage.anatomy.parts(dict(stage.module.named_modules()))
-    return here().from_first(lambda: load_profile(stage.handle, stage.name, stage.plan.numerics, parts))
+    return here().broadcast_from_rank0(lambda: load_profile(stage.handle, stage.name, stage.plan.numerics, parts))

@@ -21,9 +21,9 @@ from ...precision.shells import reporting, with_forward
 from ...trust.message import BadInput, Message
 from ...trust.text import is_whole, listed
 from ..parallel.group import here
+from ..weights.activation_memory import estimate_activation_bytes
 from ..weights.offload import Offload
 from ..weights.oom_fallback import ExecutionOption, FallbackStep
-from ..weights.room import room_for_call
 from .calls import Calls, CallTold
 from .handle import PipelineHandle, in_turn
 from .stage import ComponentStage
@@ -60,10 +60,10 @@ def encode_prompts(
         calls = Calls("encoding prompt {} of {}", progress or (lambda *_: None), total=len(new))
         try:
             with handle.switched(report):
-                encoded = here().from_first(lambda: _encode_all(stage, [prompt for prompt, *_ in new], calls))
+                encoded = here().broadcast_from_rank0(lambda: _encode_all(stage, [prompt for prompt, *_ in new], calls))
                 found |= zip(new, encoded, strict=True)
         finally:
-            handle.store.rest_or_drop("text_encoder")
+            handle.store.offload_or_unload("text_encoder")
     memo |= {key: found[key] for key in new if torch.isfinite(found[key]).all()}  # a broken one is not worth keeping
     while len(memo) > _REMEMBERED:
         del memo[next(iter(memo))]
@@ -98,7 +98,7 @@ def ways_to_encode(
 ) -> Iterator[ExecutionOption]:
     """Yield the ways to call the text encoder, the fastest first. inputs: of a call. take: is given the stage."""
     for offload, kind in stage.ways():
-        beside = kind.counted(partial(room_for_call, kind, inputs))
+        beside = kind.counted(partial(estimate_activation_bytes, kind, inputs))
         yield ExecutionOption(offload, kind.weights_at_once(), beside, partial(take, kind))
 
 
@@ -119,7 +119,7 @@ class _Calls:
             if not self._foreseen and (room := self._stage.room()):
                 self._oom_fallback.choose_upfront(ways_to_encode(self._stage, inputs, self._go_on), room)
             self._foreseen = True
-            self._stage.place(partial(room_for_call, self._stage, inputs))
+            self._stage.place(partial(estimate_activation_bytes, self._stage, inputs))
             self._guard = self._guard or _guarded(self._stage)
             with self._stage.weights:
                 return self._guard(*args, **kwargs)

@@ -106,7 +106,7 @@ def sample(
         video = [video[0]] * before + video
     key = auto_compile.denoiser_key(handle, request) if handle.backend.automatic else ""
     if key and not compile_now:
-        chosen = here().from_first(lambda: auto_compile.decide_denoiser(handle, key))
+        chosen = here().broadcast_from_rank0(lambda: auto_compile.decide_denoiser(handle, key))
         handle = replace(handle, backend=chosen)
     stages = handle.denoising(request)
     report = stages[0].report
@@ -251,7 +251,7 @@ def _guarded_image_encoder(stage: ComponentStage, calls: Calls) -> torch.nn.Modu
         return guard(pixels)
 
     def encode(pixels: torch.Tensor) -> Any:
-        output = here().from_first(lambda: fallback.run(lambda: encoded(pixels)))
+        output = here().broadcast_from_rank0(lambda: fallback.run(lambda: encoded(pixels)))
         output.image_embeds = output.image_embeds.float()  # diffusers takes the latents' dtype from it
         return output
 

@@ -23,7 +23,7 @@ from ..models.lora import Lora
 from ..parallel.group import Ranks, here
 from ..parallel.plan import ONE, Sharing
 from ..weights.layout import of_layout
-from ..weights.offload import Offload, Onloading
+from ..weights.offload import Offload, OffloadPolicy
 from ..weights.oom_fallback import OomFallback, first_line
 from ..weights.parts import most_on_device
 from ..weights.placement import bytes_of
@@ -100,7 +100,7 @@ class ComponentStage(Stage):
         beside = self.counted(room) + quantised_bytes(self) if store.placement.memory() else 0
         self._loaded(place=True, beside=beside)
         if beside and self.weights.most_bytes:
-            store.make_way(self.name, self.weights.most_bytes + beside)
+            store.evict_until_free(self.name, self.weights.most_bytes + beside)
             store.placement.make_room(self.weights.most_bytes + beside)
 
     def room(self) -> int | None:
@@ -146,7 +146,7 @@ class ComponentStage(Stage):
         return Message("channels last: {} of its 2D convolutions", len(of_layout(module)))
 
     @_Once
-    def weights(self) -> Onloading:
+    def weights(self) -> OffloadPolicy:
         """How the weights come to the device."""
         _ = self.module
         blocks = self.handle.family.blocks if self.plan.component is Component.DENOISER else ()
@@ -224,7 +224,7 @@ def stage_of(handle: PipelineHandle, component: Component, request: Precision | 
         architecture=handle.architecture,
         asked=handle.policy,
         inputs=inputs.get(component, ()),
-        agree=here().worst if component is Component.DENOISER else alone,
+        agree=here().all_reduce_absmax if component is Component.DENOISER else alone,
         handle=handle,
         name=handle.family.folder(component),
         weights_in=handle.plan(Component.VAE_DECODE, request).dtype if as_the_decoder else plan.dtype,

@@ -24,8 +24,8 @@ from ...precision.shells import Make, both, replaced, reporting, with_forward
 from ...precision.upcast import run_in_fp32
 from ..compile.auto_compile import CallSignature, DecoderCompiler, signature_of
 from ..parallel.group import here
+from ..weights.activation_memory import attempt_on_meta, counted
 from ..weights.oom_fallback import ExecutionOption
-from ..weights.room import attempt_on_meta, counted
 from .calls import Calls, calls_of_vae
 from .stage import ComponentStage
 
@@ -97,7 +97,7 @@ def guarded_encoder(stage: ComponentStage, calls: Calls) -> Any:
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
         from diffusers.models.modeling_outputs import AutoencoderKLOutput
 
-        moments = here().from_first(lambda: fallback.run(lambda: moments_of(pixels), [tiled]))
+        moments = here().broadcast_from_rank0(lambda: fallback.run(lambda: moments_of(pixels), [tiled]))
         return AutoencoderKLOutput(latent_dist=DiagonalGaussianDistribution(moments))  # pyright: ignore[reportArgumentType]
 
     def moments_of(pixels: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,7 @@ from ..models.lora import Lora, LoraKey, keys, with_loras
 from ..models.on_disk import StoredModel, hooked
 from ..reading import reading
 from .layout import laid_out, lay_out
-from .offload import InParts, Offload, Onloading, Whole, brings_parts_to, in_parts
+from .offload import BlockOffload, NoOffload, Offload, OffloadPolicy, brings_parts_to, in_parts
 from .oom_fallback import FailedEstimate
 from .placement import MOVING, Placement, bytes_coming, bytes_of, bytes_on, has_room, let_go_of_host_copies, move
 
@@ -75,7 +75,7 @@ class ComponentStore:
         self._modules: dict[str, tuple[str, torch.nn.Module]] = {}
         self._with_loras: dict[str, tuple[tuple[LoraKey, ...], torch.nn.Module]] = {}  # of each component the latest
         # of components that are not on the device whole
-        self._onloading: dict[str, tuple[tuple[Offload, tuple[str, ...]], InParts]] = {}
+        self._onloading: dict[str, tuple[tuple[Offload, tuple[str, ...]], BlockOffload]] = {}
         self._unweighted: dict[str, Any] = {}
         self._in_use = threading.RLock()
 
@@ -180,10 +180,10 @@ class ComponentStore:
 
     def onloading(
         self, name: str, offload: Offload, loras: tuple[Lora, ...] = (), blocks: tuple[str, ...] = ()
-    ) -> Onloading:
+    ) -> OffloadPolicy:
         """Return how the weights of a loaded component, with its LoRAs, come to the device. blocks: of a denoiser."""
         if not self.in_parts(offload):
-            return Whole()
+            return NoOffload()
         with MOVING:
             family, component = self.model.family, self._modules[name][1]
             parts: dict[str, Any] = {"once": name == "text_encoder"}
@@ -211,7 +211,7 @@ class ComponentStore:
         else:
             self._forget_parts(name)
             if self.placement.memory():
-                self.make_way(name, bytes_of(module) - self._bytes_there(module) + where.beside)
+                self.evict_until_free(name, bytes_of(module) - self._bytes_there(module) + where.beside)
             self.placement.to_device(name, module, where.beside)
             self._keep_host_copies(name, module)
 
@@ -276,7 +276,7 @@ class ComponentStore:
             there = sum(self._bytes_there(module) for _, module in self._modules.values())
         return memory.free + (there if memory.movable is None else memory.movable)
 
-    def make_way(self, name: str, n_bytes: int) -> None:
+    def evict_until_free(self, name: str, n_bytes: int) -> None:
         """Where there is no memory manager, move components out until that many bytes are free for another one."""
         with MOVING:
             for other, (_, module) in self._modules.items():
@@ -315,7 +315,7 @@ class ComponentStore:
         for layers in self.quantised.values():
             layers.empty()
 
-    def rest_or_drop(self, name: str) -> None:
+    def offload_or_unload(self, name: str) -> None:
         """Move a component to main memory until it is needed again, or let go of it, where what else of the model has
         yet to be read needs that room. Where the process was started for models that stay on the device, and that has
         room for all of this one, it stays there."""

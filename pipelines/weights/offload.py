@@ -22,14 +22,14 @@ from ...trust.message import Message
 from ..compile.backends import BackendChoice, choose_backend
 from ..errors import BackendUnavailable
 from .parts import Offload, Parts, tensors_of
-from .slab import Slab
+from .pinned_buffer import PinnedBuffer
 
 logger = logging.getLogger(__name__)
 
 _HOST = torch.device("cpu")
 
 
-class Onloading(Protocol):
+class OffloadPolicy(Protocol):
     """A component's weights, which come to the device as they are needed inside `with`.
 
     most_bytes: on the device at once, of weights that come and go.
@@ -49,7 +49,7 @@ class Onloading(Protocol):
     def __exit__(self, *_: object) -> None: ...
 
 
-class Whole:
+class NoOffload:
     """Weights that are on the device already."""
 
     most_bytes = 0
@@ -58,13 +58,13 @@ class Whole:
         del like
         return module
 
-    def __enter__(self) -> Whole:
+    def __enter__(self) -> NoOffload:
         return self
 
     def __exit__(self, *_: object) -> None: ...
 
 
-class InParts:
+class BlockOffload:
     """Weights that are in main memory, but for those in use. At the end of `with` all are there again.
 
     component: the module, in main memory.
@@ -108,7 +108,7 @@ class InParts:
             return made
 
         together = [[t for module in modules for t in tensors_of(module)] for modules in parts.together]
-        self._slabs = self._in_slabs([*together, parts.rest]) if pinned else []
+        self._pinned_buffers = self._in_pinned_buffers([*together, parts.rest]) if pinned else []
         self._groups = [group(tensors) for tensors in together]
         self._rest = group(parts.rest)
         self._here: set[int] = set()
@@ -125,7 +125,7 @@ class InParts:
 
         return replaced(module, {name: part(name, place) for name, place in self._place.items()})
 
-    def __enter__(self) -> InParts:
+    def __enter__(self) -> BlockOffload:
         self._lock.acquire()  # another run would send away what this one computes with
         try:
             with _as_is():
@@ -171,30 +171,30 @@ class InParts:
         if not self._lock.acquire(blocking=False):
             return
         try:
-            for slab in self._slabs:
-                slab.unlock()
+            for pinned in self._pinned_buffers:
+                pinned.unlock()
             release_page_locked()
         finally:
             self._lock.release()
 
-    def _in_slabs(self, parts: list[list[torch.Tensor]]) -> list[Slab]:
+    def _in_pinned_buffers(self, parts: list[list[torch.Tensor]]) -> list[PinnedBuffer]:
         """Lay each part's weights together, one part after the other: main memory holds one of them twice at a time."""
         if self._stream is None:
             return []
         try:
             with _as_is():
-                return [Slab(tensors, self._stream) for tensors in parts]
+                return [PinnedBuffer(tensors, self._stream) for tensors in parts]
         except (OSError, RuntimeError) as error:  # no main memory
             _say_that_it_is_slower(error)
             return []
 
     def _page_lock(self) -> None:
         try:
-            for slab in self._slabs:
-                slab.lock()
+            for pinned in self._pinned_buffers:
+                pinned.lock()
         except RuntimeError as error:  # systems allow only so much of it
             self.release()
-            self._slabs = []
+            self._pinned_buffers = []
             _say_that_it_is_slower(error)
 
     def _bring(self, place: int, *, beside: int = 0) -> None:
@@ -230,7 +230,7 @@ class InParts:
 class _Part:
     """A block's or a layer's call, with its weights on the device."""
 
-    def __init__(self, weights: InParts, place: int, called: torch.nn.Module):
+    def __init__(self, weights: BlockOffload, place: int, called: torch.nn.Module):
         self._weights = weights
         self._place = place
         self._called = called
@@ -247,7 +247,7 @@ def in_parts(
     *,
     blocks: Iterable[str] = (),
     once: bool = False,
-) -> InParts:
+) -> BlockOffload:
     """Make a component's weights come and go as `offload` (GROUP or SEQUENTIAL) asks for.
 
     blocks: names of the component's blocks, or of lists of blocks. Defaults to its outermost lists.
@@ -255,7 +255,7 @@ def in_parts(
     """
     parts = Parts.of(component, offload, tuple(blocks))
     group = offload is Offload.GROUP
-    return InParts(component, parts, device, ahead=group, pinned=group and not once)
+    return BlockOffload(component, parts, device, ahead=group, pinned=group and not once)
 
 
 def _say_that_it_is_slower(error: Exception) -> None:

@@ -11,7 +11,7 @@ from native_in_comfyui import error_of, node
 from native_models import LAYOUTS, make_model, make_vae, prompts
 from native_vae_cases import CALLS, latents, run
 
-labels = import_module("custom_nodes_pack.comfyui_host.labelled")
+labels = import_module("custom_nodes_pack.comfyui_host.tagged_tensor")
 SD15 = LAYOUTS["sd15"]
 MODEL, SAMPLER = "CogVideoX-2B", "Sample CogVideoX"
 

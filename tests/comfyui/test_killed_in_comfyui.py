@@ -55,7 +55,7 @@ def test_nothing_outlives_the_command(leg: legs.Leg, tmp_path: Path, how: str) -
     try:
         wait_until(lambda: any(map(is_busy, servers())), "no ComfyUI came up and ran the workflow")
         others = family.children(recursive=True)
-        assert len(others) >= 2, "the keeper and ComfyUI"
+        assert len(others) >= 2, "the supervisor and ComfyUI"
         started.send_signal(getattr(signal, how))
         assert started.wait(HANG_SECONDS) == (-signal.SIGKILL if how == "SIGKILL" else 130)
         wait_until(lambda: all(map(is_gone, others)), "a process outlives the command that started it")

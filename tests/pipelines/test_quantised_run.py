@@ -304,7 +304,7 @@ def test_offloads_that_have_neither_weights_on_the_card_are_refused(offload: Off
 
 
 def test_what_a_call_takes_is_counted_with_the_int8_products(opened: Any) -> None:
-    from comfyui_onediff_guard.pipelines.weights.room import room_for_call
+    from comfyui_onediff_guard.pipelines.weights.activation_memory import estimate_activation_bytes
 
     def most(precision: str) -> int:
         stage = opened(precision).stage(Component.DENOISER)
@@ -316,7 +316,7 @@ def test_what_a_call_takes_is_counted_with_the_int8_products(opened: Any) -> Non
             "image_rotary_emb": (torch.empty(3 * 3 * 4, 64), torch.empty(3 * 3 * 4, 64)),
             "return_dict": False,
         }
-        return room_for_call(stage, inputs)
+        return estimate_activation_bytes(stage, inputs)
 
     assert 1.2 * most("bf16") < most("int8") < 4 * most("bf16"), "int8's products are int32, before they are scaled"
 

@@ -215,7 +215,7 @@ def started(leg: Leg, base: Path, *options: str, port: int = 0) -> Iterator[Serv
         wait_until(lambda: _answers(server), lambda: f"ComfyUI is up\n{server.tail()}", child)
         yield server
     finally:
-        process.stop_tree(child)
+        process.kill_process_tree(child)
 
 
 def _answers(server: Server) -> bool:

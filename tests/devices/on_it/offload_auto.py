@@ -13,8 +13,8 @@ from comfyui_onediff_guard.pipelines.run import denoiser
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
+from comfyui_onediff_guard.pipelines.weights.activation_memory import estimate_activation_bytes
 from comfyui_onediff_guard.pipelines.weights.oom_fallback import NoRoom
-from comfyui_onediff_guard.pipelines.weights.room import room_for_call
 from small_runs import SIZES, sampled
 
 MODELS = [pytest.param(name, marks=[pytest.mark.long] if name == "svd" else []) for name in SIZES]
@@ -116,7 +116,7 @@ def test_what_ran_out_in_spite_of_the_count_is_not_tried_again_with_as_little(
     handle = room.opened("2b", "auto")
     sampled(handle, "2b")
     right, most = most_of(room, handle, lambda: sampled(handle, "2b")[0])
-    monkeypatch.setattr(denoiser, "room_for_call", lambda *given: room_for_call(*given) // 3)
+    monkeypatch.setattr(denoiser, "estimate_activation_bytes", lambda *given: estimate_activation_bytes(*given) // 3)
     everything_away(handle)
     with room.limited(0.9 * most):
         first, report = sampled(handle, "2b")

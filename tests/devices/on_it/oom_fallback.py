@@ -12,7 +12,7 @@ from comfyui_onediff_guard.pipelines.run import denoiser
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
-from comfyui_onediff_guard.pipelines.weights import room as rooms
+from comfyui_onediff_guard.pipelines.weights import activation_memory as rooms
 from comfyui_onediff_guard.pipelines.weights.offload import Offload
 from comfyui_onediff_guard.pipelines.weights.oom_fallback import NoRoom, ran_out
 from comfyui_onediff_guard.pipelines.weights.placement import bytes_on
@@ -115,7 +115,7 @@ def test_a_run_with_less_room_goes_on_in_a_cheaper_way(room: Room, model: str, w
 def test_another_component_leaves_the_card_first(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
     handle = room.opened("5b-i2v")
     right, _ = sampled(handle, "5b-i2v")  # the VAE is on the card, too
-    monkeypatch.setattr(denoiser, "room_for_call", lambda *_: room.made["denoiser"])
+    monkeypatch.setattr(denoiser, "estimate_activation_bytes", lambda *_: room.made["denoiser"])
     limit = weights_of(handle, "transformer") + room.beside["denoiser"]
     with room.limited(limit, only="denoiser"):
         latents, report = sampled(handle, "5b-i2v")

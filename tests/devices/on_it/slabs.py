@@ -18,9 +18,9 @@ from card_faults import CUDA, frames, opened
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, add_lora
 from comfyui_onediff_guard.pipelines.weights import components as stores
-from comfyui_onediff_guard.pipelines.weights.offload import InParts, Offload, in_parts
+from comfyui_onediff_guard.pipelines.weights.offload import BlockOffload, Offload, in_parts
 from comfyui_onediff_guard.pipelines.weights.parts import Parts, tensors_of
-from comfyui_onediff_guard.pipelines.weights.slab import Slab, laid_out
+from comfyui_onediff_guard.pipelines.weights.pinned_buffer import PinnedBuffer, laid_out
 from diffusers import CogVideoXTransformer3DModel
 from second_device import runtime
 from trained_lora import train_lora
@@ -33,13 +33,13 @@ def stores_of_its_own(card: Any) -> None:
     stores._STORES.clear()
 
 
-def begun(model: str = "2b") -> tuple[PipelineHandle, weakref.ref[Slab]]:
+def begun(model: str = "2b") -> tuple[PipelineHandle, weakref.ref[PinnedBuffer]]:
     """With offload 'group', after a use of the denoiser's weights; and one of their slabs."""
     handle = opened(model, "group")
     handle.store.module(handle.family.denoiser, "fp32", Offload.GROUP)
     with handle.store.onloading(handle.family.denoiser, Offload.GROUP) as weights:
-        assert isinstance(weights, InParts) and runtime.registered
-        slab = weakref.ref(weights._slabs[0])
+        assert isinstance(weights, BlockOffload) and runtime.registered
+        slab = weakref.ref(weights._pinned_buffers[0])
     assert runtime.registered, "between calls"
     return handle, slab
 
@@ -70,7 +70,7 @@ def test_tensors_stay_what_they_are() -> None:
         "of a class of its own": torch.randn(3).as_subclass(Marked),
     }
     before = {name: (t.data.clone(), t.stride(), t.dtype, type(t)) for name, t in tensors.items()}
-    slab = Slab([*tensors.values(), tensors["bias"]], torch.cuda.Stream(CUDA))
+    slab = PinnedBuffer([*tensors.values(), tensors["bias"]], torch.cuda.Stream(CUDA))
     slab.lock()
     for name, tensor in tensors.items():
         data, stride, dtype, kind = before[name]
@@ -88,7 +88,7 @@ def test_tensors_stay_what_they_are() -> None:
 
 def test_memory_is_given_back_when_nothing_copies_from_it_any_more(card: Any) -> None:
     stream = torch.cuda.Stream(CUDA)
-    slab = Slab([torch.randn(64)], stream)
+    slab = PinnedBuffer([torch.randn(64)], stream)
     slab.lock()
     with torch.cuda.stream(stream):
         there = slab.tensors[0].to(CUDA, non_blocking=True)
@@ -97,7 +97,7 @@ def test_memory_is_given_back_when_nothing_copies_from_it_any_more(card: Any) ->
 
 
 def test_of_nothing_nothing_is_page_locked() -> None:
-    slab = Slab([torch.empty(0)], torch.cuda.Stream(CUDA))
+    slab = PinnedBuffer([torch.empty(0)], torch.cuda.Stream(CUDA))
     slab.lock()
     slab.unlock()
     assert not runtime.most
@@ -146,7 +146,7 @@ def test_each_is_copied_from_where_it_is_and_page_locked_again_after_it_rested(c
 
 AFTERWARDS: dict[str, Callable[[PipelineHandle, str], object]] = {
     "rest": lambda handle, name: handle.store.rest(name),
-    "rest or drop": lambda handle, name: handle.store.rest_or_drop(name),
+    "rest or drop": lambda handle, name: handle.store.offload_or_unload(name),
     "drop": lambda handle, name: handle.store.drop(name),
     "empty": lambda handle, _name: handle.store.empty(),
     "whole": lambda handle, name: handle.store.module(name, "fp32"),

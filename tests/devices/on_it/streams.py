@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines.weights.offload import InParts, Offload, in_parts
+from comfyui_onediff_guard.pipelines.weights.offload import BlockOffload, Offload, in_parts
 from diffusers.hooks.group_offloading import ModuleGroup
 from second_device import runtime
 
@@ -65,7 +65,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 PARAMETERS: dict[str, Any] = {}
 
 
-def made(offload: Offload, fails: str = "", once: bool = False) -> tuple[InParts, torch.nn.Module, torch.Tensor]:
+def made(offload: Offload, fails: str = "", once: bool = False) -> tuple[BlockOffload, torch.nn.Module, torch.Tensor]:
     """Weights, their module's shell, and what it puts out by itself on the CPU."""
     module = Blocks().requires_grad_(False)
     exact = module(torch.ones(1, WIDE))
@@ -77,7 +77,7 @@ def made(offload: Offload, fails: str = "", once: bool = False) -> tuple[InParts
     return weights, weights.shell(module), exact
 
 
-def called(weights: InParts, shell: torch.nn.Module, times: int = 1) -> torch.Tensor:
+def called(weights: BlockOffload, shell: torch.nn.Module, times: int = 1) -> torch.Tensor:
     x = torch.ones(1, WIDE).cuda()
     y = x
     for _ in range(times):

@@ -61,8 +61,8 @@ def agreed() -> dict[str, Any]:
     values = torch.tensor([float(rank), -float(rank) - 0.5, [1.0, torch.nan, 2.0][rank], [-torch.inf, 3.0, 4.0][rank]])
     made: list[int] = []
     return {
-        "worst": here().worst(values).tolist(),
-        "first": here().from_first(lambda: made.append(rank) or f"by {rank}"),
+        "worst": here().all_reduce_absmax(values).tolist(),
+        "first": here().broadcast_from_rank0(lambda: made.append(rank) or f"by {rank}"),
         "made": made,
     }
 
@@ -86,10 +86,14 @@ def in_parts() -> dict[str, Any]:
     whole = torch.arange(10.0).view(1, 5, 2)
     return {
         "place": (part.rank, part.size, ranks.part(1).alone, ranks.part(4) is ranks, ranks.part(2) == part),
-        "worst": part.worst(values).item(),
+        "worst": part.all_reduce_absmax(values).item(),
         "from each": [tensor.item() for tensor in from_each(values, (0, 2), ranks)],
         "whole": torch.equal(gathered(share_of(whole, 1, part), 1, 5, part), whole),
-        "most": (ranks.most(10**15 + ranks.rank), -ranks.most(-ranks.rank), part.most(ranks.rank)),
+        "most": (
+            ranks.all_reduce_max(10**15 + ranks.rank),
+            -ranks.all_reduce_max(-ranks.rank),
+            part.all_reduce_max(ranks.rank),
+        ),
     }
 
 
@@ -115,7 +119,11 @@ def test_parts_of_four_ranks() -> None:
 
 def test_without_others_nothing_is_sent() -> None:
     values = torch.tensor([-1.0, torch.nan])
-    assert here() is ALONE and here().worst(values) is values and here().from_first(lambda: "made") == "made"
+    assert (
+        here() is ALONE
+        and here().all_reduce_absmax(values) is values
+        and here().broadcast_from_rank0(lambda: "made") == "made"
+    )
 
 
 def test_on_meta_the_shapes_are_right_and_nothing_is_sent() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from comfyui_onediff_guard.comfyui_host.labelled import Labelled, latents_of, plain, prompt_of
+from comfyui_onediff_guard.comfyui_host.tagged_tensor import TaggedTensor, latents_of, plain, prompt_of
 from comfyui_onediff_guard.trust.message import BadInput
 from safetensors.torch import load_file, save_file
 
@@ -40,4 +40,4 @@ def test_other_errors_stay_as_they_are() -> None:
     with pytest.raises(RuntimeError, match="shape") as error:
         PROMPT.view(7, 7)
     assert not isinstance(error.value, BadInput)
-    assert isinstance(PROMPT + 1, Labelled) and (PROMPT + 1).label == PROMPT.label
+    assert isinstance(PROMPT + 1, TaggedTensor) and (PROMPT + 1).label == PROMPT.label

@@ -23,7 +23,7 @@ _ALIGNED = 64  # bytes, as PyTorch aligns tensors
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for each device
 
 
-class Slab:
+class PinnedBuffer:
     """Tensors that lie together in a buffer of main memory. They stay the objects that they are, with their shapes,
     strides and values. Tensors of other classes and views with gaps are left where they are.
 
@@ -37,7 +37,7 @@ class Slab:
     def __init__(self, tensors: Iterable[torch.Tensor], stream: torch.cuda.Stream):
         self.tensors = [tensor for tensor in dict.fromkeys(tensors) if _is_plain(tensor)]
         self._stream = stream
-        self._unlock: weakref.finalize[..., Slab] | None = None
+        self._unlock: weakref.finalize[..., PinnedBuffer] | None = None
         begins, n_bytes = laid_out(self.tensors)
         if not self.tensors:
             return

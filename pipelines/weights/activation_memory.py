@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..run.stage import ComponentStage
 
 
-def room_for_call(
+def estimate_activation_bytes(
     stage: ComponentStage, inputs: Mapping[str, Any], learned: PrecisionOverrides = NOTHING, cached: int = 0
 ) -> int:
     """Return the bytes that one call of a stage's component takes, made in the plan's dtype as `learned` asks for.
@@ -78,7 +78,7 @@ def attempt_on_meta(
     learned: PrecisionOverrides = NOTHING,
     cached: int = 0,
 ) -> Callable[..., Any]:
-    """Return what a stage's guard would call of a network, on "meta". cached: as `room_for_call` has it."""
+    """Return what a stage's guard would call of a network, on "meta". cached: as `estimate_activation_bytes` has it."""
     bare = on_meta(network)
     blocks = block_names(bare, stage.handle.family.cached_blocks) if cached else []
 

@@ -19,7 +19,7 @@ _LAYERS = {functional.linear, torch.conv1d, torch.conv2d, torch.conv3d, torch.ma
 _LAYERS |= {functional.conv1d, functional.conv2d, functional.conv3d, functional.layer_norm, functional.group_norm}
 
 
-class Labelled(torch.Tensor):
+class TaggedTensor(torch.Tensor):
     """A tensor with a label, until a layer of a network takes it: what that makes is a plain one."""
 
     label = ""
@@ -42,25 +42,25 @@ class Labelled(torch.Tensor):
         return made
 
 
-def _tensors(values: Any) -> list[Labelled]:
+def _tensors(values: Any) -> list[TaggedTensor]:
     """Those among values, and in lists and tuples among them, as `torch.cat` takes them."""
     return [
         each
         for value in values
         for each in (value if isinstance(value, (tuple, list)) else (value,))
-        if isinstance(each, Labelled)
+        if isinstance(each, TaggedTensor)
     ]
 
 
 def labelled(tensor: torch.Tensor, label: str) -> torch.Tensor:
     """Return a tensor of the same values that says `label` where a layer cannot take it."""
-    made = tensor.as_subclass(Labelled)
+    made = tensor.as_subclass(TaggedTensor)
     made.label = label
     return made
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.as_subclass(torch.Tensor) if isinstance(tensor, Labelled) else tensor
+    return tensor.as_subclass(torch.Tensor) if isinstance(tensor, TaggedTensor) else tensor
 
 
 def prompt_of(embeddings: torch.Tensor, model: str, sampler: str) -> torch.Tensor:

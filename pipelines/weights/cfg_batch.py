@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from ...precision.shells import with_forward
 
 
-def halves(inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
+def split_cfg_batch(inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return both halves of a call's arguments; where the batch is odd, the whole.
 
     inputs: tensors of the batch's length have it first. The batch is that of the first tensor.
@@ -30,11 +30,11 @@ def halves(inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [half(0), half(1)]
 
 
-def in_halves(call: Callable[..., Any]) -> Callable[..., Any]:
+def with_split_cfg_batch(call: Callable[..., Any]) -> Callable[..., Any]:
     """Return the same call, made half by half. Of a module, a shell."""
 
     def apart(**inputs: Any) -> Any:
-        return joined([call(**part) for part in halves(inputs)])
+        return joined([call(**part) for part in split_cfg_batch(inputs)])
 
     return with_forward(call, apart) if isinstance(call, torch.nn.Module) else apart
 
