@@ -84,8 +84,8 @@ class Loader(Node):
                 "offload": inputs.choice(
                     inputs.OFFLOADS,
                     "auto: the fastest that fits the card, chosen before each stage; the report says why. none: the "
-                    "model stays on the card between nodes. model: it rests in main memory until needed. group: the "
-                    "denoiser and the text encoder stay there, and each block comes as it runs. sequential: layer by "
+                    "model stays on the card between nodes. model: in system RAM when idle. group: the denoiser and "
+                    "the text encoder stay there, and blocks are streamed to the GPU as they run. sequential: layer by "
                     "layer; slowest, least memory.",
                     default="auto",
                 ),

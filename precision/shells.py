@@ -78,8 +78,8 @@ def with_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> torch.
 
 
 class Once:
-    """What is computed once for a tensor, and handed out again for the same one: for what a run passes at every step,
-    as it does its prompt. A tensor is known by being the same object, and nobody may write to it meanwhile.
+    """Memoise a function by tensor identity: for what a run passes at every step, as it does its prompt.
+    A tensor is known by being the same object, and nobody may write to it meanwhile.
 
     kept: of how many tensors, the latest: a step may make several calls, each with a prompt of its own.
     """

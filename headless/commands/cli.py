@@ -111,7 +111,7 @@ def _parser(arguments: Sequence[str], subcommands: Sequence[Subcommand]) -> argp
         prog="onediff-guard",
         description="Workflows without a browser, and why they run as they do.",
         epilog="Exit codes: 0 done, 2 bad input, 3 no server, 4 the run failed, 5 no output, 130 interrupted, "
-        "141 nobody reads.",
+        "141 broken pipe (stdout closed).",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in subcommands:

@@ -170,7 +170,7 @@ class OomFallback:
         tried = f" Tried: {'; '.join(self._taken)}." if self._taken else ""
         has = f" {self._placement.device} has {size(before.total)}, {size(before.free)} of it free." if before else ""
         raise NoRoom(
-            "{}: memory ran out, in every way that there is to run it.{}{}{} Choose a smaller size, fewer frames or a "
+            "{}: out of memory, all fallbacks failed.{}{}{} Choose a smaller size, fewer frames or a "
             "smaller batch, close what else uses the card, or take a card with more memory. PyTorch said: {}",
             self._stage,
             tried,

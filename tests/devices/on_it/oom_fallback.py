@@ -131,7 +131,7 @@ def test_a_run_without_room_says_what_it_needs_and_leaves_nothing_behind(room: R
     with room.limited(1000, only="denoiser"), pytest.raises(NoRoom) as failed:
         sampled(handle, model)
     text = str(failed.value)
-    assert text.startswith("denoiser: memory ran out, in every way")
+    assert text.startswith("denoiser: out of memory, all fallbacks failed.")
     assert "Tried: nothing else on the device; " in text and SEQUENTIAL in text
     assert "cuda:0 has 0.001 MB, " in text and "A call needs " in text and " of weights and " in text
     assert "smaller size, fewer frames" in text
