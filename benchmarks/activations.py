@@ -21,7 +21,7 @@ import torch
 from comfyui_onediff_guard.precision.activations import META, counting, on_meta
 from comfyui_onediff_guard.precision.half_products import HalfProducts
 from comfyui_onediff_guard.precision.kernels import LEAN, Kernels
-from comfyui_onediff_guard.precision.shells import replaced, with_forward
+from comfyui_onediff_guard.precision.shallow_copy import replace_submodules, with_forward
 from comfyui_onediff_guard.precision.upcast import run_in, run_in_fp32
 from comfyui_onediff_guard.precision.wide import with_wide_stream
 from measure import RESULTS, write_json
@@ -105,7 +105,7 @@ def decode_of(decode: Decode) -> dict[str, float]:
         more = {"num_frames": decode.frames} if decode.frames else {}
         with counting(kernels) as alive:
             once = alive.each_shape_once(vae.decoder.__call__)
-            shell: Any = replaced(vae, {"decoder": partial(_calling, once)})
+            shell: Any = replace_submodules(vae, {"decoder": partial(_calling, once)})
             shell.use_tiling = decode.tiling
             shell.decode(torch.empty(decode.latents, dtype=dtype, device=META), **more)
         found[name] = alive.most / 1e9

@@ -18,7 +18,7 @@ from comfyui_onediff_guard.pipelines.weights.offload import Offload
 from comfyui_onediff_guard.precision.accumulation import Accumulation
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.policy import Component, Precision
-from comfyui_onediff_guard.precision.shells import replaced
+from comfyui_onediff_guard.precision.shallow_copy import replace_submodules
 from measure import Step
 from random_model import handle
 from subject import Subject
@@ -55,7 +55,7 @@ def compiled_by_block(module: Any, parts: tuple[str, ...], mode: str = DEFAULT) 
             return torch.nn.ModuleList(map(compile_block, block))
         return torch.compile(block, backend=COMPILER, mode=_mode(mode))
 
-    return replaced(module, dict.fromkeys(named or parts, compile_block))
+    return replace_submodules(module, dict.fromkeys(named or parts, compile_block))
 
 
 def blocks(subject: Subject) -> Step:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from comfyui_onediff_guard.precision.shells import replaced
+from comfyui_onediff_guard.precision.shallow_copy import replace_submodules
 
 
 class Faulty(torch.nn.Module):
@@ -24,4 +24,4 @@ class Faulty(torch.nn.Module):
 
 def faulty(denoiser: torch.nn.Module, layer: str) -> torch.nn.Module:
     """A shell of the denoiser, which shares its weights, in which that layer fails."""
-    return replaced(denoiser, {layer: Faulty})
+    return replace_submodules(denoiser, {layer: Faulty})

@@ -23,7 +23,7 @@ from comfyui_onediff_guard.precision.memory import largest_layer
 from comfyui_onediff_guard.precision.observe import leaf_peaks
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.report import RunReport
-from comfyui_onediff_guard.precision.shells import with_forward
+from comfyui_onediff_guard.precision.shallow_copy import with_forward
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from measure import arguments, build, device_and_dtype, interleave, medians, peak_bytes, ratio, setting, write
 

@@ -24,7 +24,7 @@ from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope, StageGuard
 from comfyui_onediff_guard.precision.overrides import ModuleStructure
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.report import RunReport
-from comfyui_onediff_guard.precision.shells import replaced, with_forward
+from comfyui_onediff_guard.precision.shallow_copy import replace_submodules, with_forward
 from diffusers import CogVideoXTransformer3DModel
 from measure import arguments, device_and_dtype, interleave, medians, quartiles, ratio, setting, write
 
@@ -105,7 +105,7 @@ def broken(denoiser: torch.nn.Module, leaf: str) -> torch.nn.Module:
 
         return with_forward(layer, forward)
 
-    return replaced(denoiser, {leaf: make})
+    return replace_submodules(denoiser, {leaf: make})
 
 
 def guarded(original: torch.nn.Module, attempted: torch.nn.Module, dtype: str, scope: Scope) -> StageGuard:

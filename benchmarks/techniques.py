@@ -27,7 +27,7 @@ from comfyui_onediff_guard.pipelines.compile.backends import choose_backend
 from comfyui_onediff_guard.precision import quantised
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.error_estimate import CachePolicy
-from comfyui_onediff_guard.precision.shells import with_forward
+from comfyui_onediff_guard.precision.shallow_copy import with_forward
 from measure import CLOCK, RESULTS, interleave, machine, write_json
 from step_cache import TARGET, Subject, drift, spread
 

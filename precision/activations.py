@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .kernels import LEAN, Kernels
-from .shells import HOOKS, structural_copy
+from .shallow_copy import HOOKS, structural_copy
 from .upcast import Mode
 
 META = torch.device("meta")

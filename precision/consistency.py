@@ -18,7 +18,7 @@ import torch
 from ..trust.message import Message, Told
 from .dtypes import dtype_name
 from .observe import has_children
-from .shells import KeptInFp32, keep_in_fp32
+from .shallow_copy import KeptInFp32, keep_in_fp32
 
 _HALF = (torch.float16, torch.bfloat16)
 

@@ -32,7 +32,7 @@ from .overrides import (
     escalate_overrides,
 )
 from .quantised import QuantisedLinears
-from .shells import Make, replaced, with_forward
+from .shallow_copy import Make, replace_submodules, with_forward
 from .upcast import run_in_fp32
 from .wide import CannotWiden, with_wide_stream
 
@@ -133,7 +133,7 @@ def with_islands(
     wide = partial(run_with_half_products, products=HalfProducts(torch.float16))
     found = {name: island(name, wide) for name in learned.wide_parts}
     found |= {name: island(name, run_in_fp32) for name in learned.islands}
-    return replaced(module, found) if found else module
+    return replace_submodules(module, found) if found else module
 
 
 class _Island:

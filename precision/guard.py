@@ -28,7 +28,7 @@ from .observe import Agree, alone, broken_weight, first_broken, floating, non_fi
 from .overflow import Extremes, Pending, Places, Range, measured, only_minus_inf, places, propagate_nonfinite_attention
 from .overrides import STAY, OverflowDiagnosis, PrecisionOverrides
 from .report import Rerun, RunReport, StepRecord
-from .shells import Once
+from .shallow_copy import IdentityMemo
 from .snapshot import Snapshot
 from .upcast import run_in_fp32
 
@@ -127,7 +127,7 @@ class StageGuard:
         self._attempt: Callable[..., Any] = learner.attempt.run if learner else attempt  # pyright: ignore[reportAttributeAccessIssue]
         self._rerun = rerun or (learner.module if learner else self._attempt)
         self._owner = owner or getattr(self._rerun, "__self__", self._rerun)
-        self._inputs, self._constant, self._casts = inputs, constant, Once()
+        self._inputs, self._constant, self._casts = inputs, constant, IdentityMemo()
         self._tf32 = tf32 and not policy.strict
         self._peak_inside = peak_inside or (lambda: None)
         self._renew = renew or (lambda *_, **__: False)
@@ -175,7 +175,7 @@ class StageGuard:
         if self._stays:
             output, made, timestep = self._in_fp32(args, kwargs)
             return self._recorded(output, started, timestep, "fp32", "finite", made, note=STAYS)
-        casts, self._casts = self._casts, Once()  # a call that fails, or raises, leaves none behind
+        casts, self._casts = self._casts, IdentityMemo()  # a call that fails, or raises, leaves none behind
         half_args, half_kwargs, changed = self._half(args, kwargs, casts)
         with (
             propagate_nonfinite_attention((half_args, half_kwargs))
@@ -235,7 +235,7 @@ class StageGuard:
             return
         with before.once_more(output) as possible:
             if possible:
-                half_args, half_kwargs, _ = self._half(args, kwargs, Once())
+                half_args, half_kwargs, _ = self._half(args, kwargs, IdentityMemo())
                 learner.check_fp16_accumulation(*half_args, **half_kwargs)
 
     def _refuse(self, problem: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, may_be_right: bool) -> None:
@@ -283,7 +283,7 @@ class StageGuard:
         if learner and finding is None:
             with before.once_more(output) as possible:
                 if possible:
-                    half_args, half_kwargs, _ = self._half(args, kwargs, Once())
+                    half_args, half_kwargs, _ = self._half(args, kwargs, IdentityMemo())
                     finding = learner.locate(*half_args, saturated=saturated, **half_kwargs)
         action = self._follow(finding)
         module, peak = (finding.module, finding.peak) if finding else ("", None)
@@ -359,7 +359,7 @@ class StageGuard:
         return Message("{}, call {}", self.stage.replace("_", " "), self._step + 1)
 
     def _half(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], known: Once
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], known: IdentityMemo
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
         """Return the arguments of an attempt, and those that had to be cast: a value may not have fitted.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ..trust.message import Message
-from .shells import keep_in_fp32
+from .shallow_copy import keep_in_fp32
 
 Stored = Callable[[Sequence[str]], torch.Tensor]  # a parameter's names → its values as the checkpoint holds them
 

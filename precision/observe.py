@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .overrides import Peak
-from .shells import replaced
+from .shallow_copy import replace_submodules
 
 SAMPLED = 256  # rows of a layer's input that stand for all of them: half evenly spaced, half the largest
 
@@ -103,7 +103,7 @@ class BlockOutputs:
     def watched(self, module: torch.nn.Module, blocks: str) -> torch.nn.Module:
         """Return a shell of `module` whose blocks are watched; compiled blocks stay compiled."""
         names = [f"{blocks}.{name}" for name, _ in module.get_submodule(blocks).named_children()]
-        return replaced(module, dict.fromkeys(names, lambda block: _Watched(block, self._see)))
+        return replace_submodules(module, dict.fromkeys(names, lambda block: _Watched(block, self._see)))
 
     def _see(self, made: Any) -> None:
         self._peaks.append(largest(made))

@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from .dtypes import DTYPES
 from .observe import Agree, alone, sampled
 from .overrides import covered
-from .shells import both, replaced
+from .shallow_copy import mixin_class, replace_submodules
 from .wide import largest_of
 
 TORCHAO = "torchao==0.18.0"
@@ -191,7 +191,7 @@ class QuantisedLinears:
         for name in self.names:
             layer = module.get_submodule(name)
             shell = self._layers[name] = copy.copy(layer)
-            shell.__class__ = both(QuantisedLinear, type(layer))
+            shell.__class__ = mixin_class(QuantisedLinear, type(layer))
             shell.__dict__["_parameters"] = dict(layer._parameters)
         self.empty()
 
@@ -202,7 +202,7 @@ class QuantisedLinears:
         """
         left = {*but, *self.left}
         put = {name: lambda _layer, quantised=layer: quantised for name, layer in self._layers.items()}
-        return replaced(module, {name: make for name, make in put.items() if name not in left})
+        return replace_submodules(module, {name: make for name, make in put.items() if name not in left})
 
     @property
     def left(self) -> tuple[str, ...]:
@@ -217,7 +217,7 @@ class QuantisedLinears:
 
         def make(layer: torch.nn.Module, name: str) -> torch.nn.Module:
             shell = copy.copy(layer)
-            shell.__class__ = both(MeasuredLinear, type(layer))
+            shell.__class__ = mixin_class(MeasuredLinear, type(layer))
             shell.__dict__.update(quantised=(self._layers[name],), quantised_errors=noted[name])
             return shell
 
@@ -228,7 +228,7 @@ class QuantisedLinears:
             self.errors = dict(zip(self.names, self._agree(found).tolist(), strict=True))
             self.empty(self.left)
 
-        return replaced(module, {name: partial(make, name=name) for name in self.names}), measure
+        return replace_submodules(module, {name: partial(make, name=name) for name in self.names}), measure
 
     def in_words(self) -> str:
         """Say which layers are too far off; "" where none is."""

@@ -21,7 +21,7 @@ import torch
 from .error_estimate import FIRST, LAST, ORDER, CachePolicy, CacheUse, Choice, ErrorEstimate, extrapolation_weights
 from .observe import floating
 from .overflow import Pending
-from .shells import Make, replaced, with_forward
+from .shallow_copy import Make, replace_submodules, with_forward
 from .snapshot import Snapshot, copies
 
 _SAMPLED = 7  # a signal is every so many-th value of the first block's output: it is only measured
@@ -273,8 +273,8 @@ class StepCache:
         makes: Mapping[str, Make] = {name: partial(_with_first_argument, forwards[name]) for name in self._blocks}
         if isinstance(run, partial):
             module, *rest = run.args
-            return partial(run.func, replaced(module, makes), *rest, **run.keywords)
-        return replaced(run, makes)
+            return partial(run.func, replace_submodules(module, makes), *rest, **run.keywords)
+        return replace_submodules(run, makes)
 
     def _run_first_block(self, block: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         call = self._call

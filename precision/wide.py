@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional as F
 
 from ..trust.message import Told
-from .shells import KeptInFp32, Make, both, replaced
+from .shallow_copy import KeptInFp32, Make, mixin_class, replace_submodules
 
 ROOM = 3e4  # of fp16's 65504: the largest product of a scaled row, so that rounding on the way does not pass the end
 LARGEST = 2.0**14  # of a scaled row's values, so that small ones beside the largest keep digits
@@ -61,7 +61,7 @@ def with_wide_stream(
             kind = Narrow if isinstance(layer, LAYERS) else NormToHalf
             rest[name] = lambda layer, kind=kind: _as(layer, kind, wide_dtype=dtype)
     around = {name: lambda reader: _as(reader, Reader, wide_dtype=dtype) for name in readers}
-    return replaced(replaced(module, rest | wide), around)
+    return replace_submodules(replace_submodules(module, rest | wide), around)
 
 
 def _in_fp32(layer: torch.nn.Module) -> bool:
@@ -130,7 +130,7 @@ def _wide_shell(layer: torch.nn.Module, limit: torch.Tensor, bias: torch.Tensor 
         for name, part in layer.named_modules()
         if isinstance(part, LAYERS) and part.bias is not None  # pyright: ignore[reportUnnecessaryComparison]
     }
-    return _as(replaced(layer, biased), Wide, **state)
+    return _as(replace_submodules(layer, biased), Wide, **state)
 
 
 def _without_bias(layer: torch.nn.Module) -> torch.nn.Module:
@@ -325,6 +325,6 @@ def _scale(largest: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
 def _as(layer: torch.nn.Module, base: type[torch.nn.Module], **state: Any) -> torch.nn.Module:
     """Return a shell of `layer` that is a `base` as well, with `state` as its attributes."""
     shell = copy.copy(layer)
-    shell.__class__ = both(base, type(layer))
+    shell.__class__ = mixin_class(base, type(layer))
     shell.__dict__.update(state)  # set as attributes, tensors would become parts of `layer`, too
     return shell

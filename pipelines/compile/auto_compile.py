@@ -18,7 +18,7 @@ import torch
 
 from ...precision.activations import shapes_of
 from ...precision.policy import Component
-from ...precision.shells import with_forward
+from ...precision.shallow_copy import with_forward
 from .backends import EAGER, BackendChoice, came_to, choose_backend, compiled, for_dtype
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from ...precision.arch import COMPILED, Architecture
 from ...precision.attention import KERNELS, Attended
 from ...precision.overflow import ShownInside
 from ...precision.policy import failure
-from ...precision.shells import Make, replaced
+from ...precision.shallow_copy import Make, replace_submodules
 from ...trust.message import Message
 from ..errors import BackendUnavailable
 from .block import EAGER, Compiler, Compiling, Run
@@ -176,7 +176,7 @@ def compiled(
     if choice.name == EAGER:
         return denoiser
     shared = Compiling(_compilers(choice, how or CompileOptions(), device or torch.device("cpu")))
-    shell = replaced(denoiser, dict.fromkeys(parts, _each(shared.in_place_of)))
+    shell = replace_submodules(denoiser, dict.fromkeys(parts, _each(shared.in_place_of)))
     logger.info("compiling %s of %s with %s", ", ".join(parts), type(denoiser).__name__, choice.name)
     shared.compile()
     shell.__dict__[_COMPILING] = shared

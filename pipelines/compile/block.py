@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from ...precision.shallow_copy import with_forward
 from ...precision.shared import TURNS, SharedSetting
-from ...precision.shells import with_forward
 from ...trust.message import Message, joined
 from ..errors import is_interrupt
 from ..pace import Pace

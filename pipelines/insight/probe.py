@@ -14,7 +14,7 @@ from ...precision.overrides import NOTHING
 from ...precision.policy import Plan, Precision
 from ...precision.probe import Probe, ProbeResult, Verdict, recommend
 from ...precision.report import RunReport
-from ...precision.shells import reporting, with_forward
+from ...precision.shallow_copy import reporting, with_forward
 from ...trust.message import BadInput
 from ..compile.block import Tell
 from ..parallel.group import here as ranks

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ...precision.shells import keep_in_fp32, structural_copy
+from ...precision.shallow_copy import keep_in_fp32, structural_copy
 from ...trust.message import Message
 from ...trust.text import shown
 from ..errors import BadLora

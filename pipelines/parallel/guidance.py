@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ...precision.shells import Once
+from ...precision.shallow_copy import IdentityMemo
 from ...trust.message import Told
 from ..weights.cfg_batch import joined, split_cfg_batch
 from .exchange import from_each
@@ -50,7 +50,7 @@ class OverHalves:
         self._ranks = ranks
         self._half = sharing.half(ranks.rank)
         self._prompts = tuple(prompts)
-        self._own_prompt = Once(1)
+        self._own_prompt = IdentityMemo(1)
         self._second: tuple[Mapping[str, Any], Any] | None = None  # call of this step, and what it gives
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

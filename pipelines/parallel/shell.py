@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ...precision.attention import sdpa
-from ...precision.shells import structural_copy
+from ...precision.shallow_copy import structural_copy
 from ...precision.upcast import Mode
 from ...trust.message import Told
 from .exchange import gathered, heads_of_all_tokens, share_of, shares, tokens_of_all_heads

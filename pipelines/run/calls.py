@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from ...precision.shallow_copy import Make, replace_submodules, with_forward
 from ...precision.shared import TURNS
-from ...precision.shells import Make, replaced, with_forward
 from ...trust.message import Message
 
 CallTold = Callable[[int, int, str], None]  # calls done, calls in all, a line of text; may raise, to interrupt
@@ -66,5 +66,5 @@ def calls_of_vae(vae: torch.nn.Module, run: Callable[[Any], object]) -> int:
     for name in _CONVOLUTIONS:
         if getattr(vae, name, None) is not None:
             shells[name] = lambda module: with_forward(module, lambda x: x)
-    run(replaced(vae, shells))
+    run(replace_submodules(vae, shells))
     return count

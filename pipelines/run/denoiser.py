@@ -16,7 +16,7 @@ from ...precision.fallback import HalfPrecisionForward, build_half_precision_for
 from ...precision.guard import StageGuard
 from ...precision.observe import BlockOutputs
 from ...precision.overrides import MAX_FP16_ERROR, NOTHING, PrecisionOverrides, fp16_accumulation_in_words
-from ...precision.shells import Once, reporting, with_forward, with_once
+from ...precision.shallow_copy import IdentityMemo, reporting, with_forward, with_identity_memo
 from ...precision.step_cache import StepCache
 from ..compile.backends import EAGER, MEASURED, came_to, compiled, for_dtype
 from ..families.spec import ENCODERS
@@ -223,7 +223,7 @@ class DenoiserBuilder:
         self._compiles = True  # the latest attempt is compiled, where there is a backend that does
         self.tell_backend()
         self._block_outputs = BlockOutputs()
-        self._of_prompt: list[Once] = []
+        self._of_prompt: list[IdentityMemo] = []
 
     def build(self, learned: PrecisionOverrides) -> HalfPrecisionForward:
         stage, family, dtype = self._stage, self._stage.handle.family, self._stage.plan.dtype
@@ -291,7 +291,7 @@ class DenoiserBuilder:
     def _projected_once(self, run: torch.nn.Module) -> torch.nn.Module:
         """A shell of an attempt in which layers that see the prompt alone compute once a run. In what is watched, and
         in fp32, they compute whenever they are called."""
-        shell, self._of_prompt = with_once(run, self._stage.handle.family.of_prompt)
+        shell, self._of_prompt = with_identity_memo(run, self._stage.handle.family.of_prompt)
         return shell
 
     def forget(self) -> None:

@@ -17,7 +17,7 @@ from ...precision.overflow import Clips
 from ...precision.overrides import PrecisionOverrides
 from ...precision.policy import Component, Precision
 from ...precision.report import RunReport
-from ...precision.shells import reporting, with_forward
+from ...precision.shallow_copy import reporting, with_forward
 from ...trust.message import BadInput, Message
 from ...trust.text import is_whole, listed
 from ..parallel.group import here

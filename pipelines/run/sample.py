@@ -12,8 +12,8 @@ import torch
 
 from ...precision.policy import Component, Precision
 from ...precision.report import RunReport
+from ...precision.shallow_copy import reporting, with_forward
 from ...precision.shared import TURNS
-from ...precision.shells import reporting, with_forward
 from ...trust.message import BadInput, Message
 from ..compile import auto_compile
 from ..compile.backends import EAGER

@@ -20,7 +20,7 @@ from ...precision.dtypes import DTYPES
 from ...precision.fallback import FallbackAdapter, HalfPrecisionForward, build_half_precision_forward
 from ...precision.fp32_settings import TF32, autocast_off_where_on, device_types
 from ...precision.overrides import ModuleStructure, PrecisionOverrides
-from ...precision.shells import Make, both, replaced, reporting, with_forward
+from ...precision.shallow_copy import Make, mixin_class, replace_submodules, reporting, with_forward
 from ...precision.upcast import run_in_fp32
 from ..compile.auto_compile import CallSignature, DecoderCompiler, signature_of
 from ..parallel.group import here
@@ -173,7 +173,7 @@ def _with_call(vae: torch.nn.Module, part: str, call: Callable[..., Any]) -> Any
     shells: dict[str, Make] = {part: lambda network: with_forward(network, call)}
     if getattr(vae, conv, None) is not None:
         shells[conv] = lambda module: with_forward(module, partial(run_in_fp32, module))
-    return replaced(vae, shells)
+    return replace_submodules(vae, shells)
 
 
 def _learning(stage: ComponentStage, network: torch.nn.Module, compiler: DecoderCompiler | None) -> FallbackAdapter:
@@ -215,7 +215,7 @@ class _HandsOnItsCache(torch.nn.Module):
 
 def _handing_on_its_cache(network: torch.nn.Module) -> torch.nn.Module:
     shell = copy.copy(network)
-    shell.__class__ = both(_HandsOnItsCache, type(network))
+    shell.__class__ = mixin_class(_HandsOnItsCache, type(network))
     return shell
 
 

@@ -16,7 +16,7 @@ from ...precision.kernels import LEAN, Kernels, kernels_of
 from ...precision.memory import size
 from ...precision.overrides import NOTHING, ModuleStructure, PrecisionOverrides
 from ...precision.policy import Component
-from ...precision.shells import with_once
+from ...precision.shallow_copy import with_identity_memo
 from ...precision.snapshot import copies
 from ...precision.step_cache import block_names, with_most_memory
 from .quantising import quantised_on_meta
@@ -88,7 +88,7 @@ def attempt_on_meta(
     once = stage.handle.family.of_prompt if stage.plan.component is Component.DENOISER else ()
     copying = partial(_copying, bare)
     if not stage.plan.half:
-        bare, _ = with_once(bare, once)
+        bare, _ = with_identity_memo(bare, once)
         return copying(kept(stage.in_fp32(bare)))
     wide, whole = stage.plan.wide, stage.plan.component is not Component.DENOISER
     made = build_half_precision_forward(
@@ -103,7 +103,7 @@ def attempt_on_meta(
     )
     if made.everything:
         return copying(kept(made.run))
-    run, _ = with_once(made.run, once)
+    run, _ = with_identity_memo(made.run, once)
     return copying(partial(_narrowed, kept(run), stage.inputs, DTYPES[stage.plan.dtype]))
 
 

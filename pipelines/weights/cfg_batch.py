@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ...precision.shells import with_forward
+from ...precision.shallow_copy import with_forward
 
 
 def split_cfg_batch(inputs: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ...precision.shells import Make, replaced, with_forward
+from ...precision.shallow_copy import Make, replace_submodules, with_forward
 from ...trust.message import Message
 from ..compile.backends import BackendChoice, choose_backend
 from ..errors import BackendUnavailable
@@ -123,7 +123,7 @@ class BlockOffload:
             called = module.get_submodule(name)
             return lambda _replaced: with_forward(names.get_submodule(name), _Part(self, place, called))
 
-        return replaced(module, {name: part(name, place) for name, place in self._place.items()})
+        return replace_submodules(module, {name: part(name, place) for name, place in self._place.items()})
 
     def __enter__(self) -> BlockOffload:
         self._lock.acquire()  # another run would send away what this one computes with

@@ -20,7 +20,7 @@ from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.activations import counting, on_meta
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.policy import Component, Precision
-from comfyui_onediff_guard.precision.shells import with_forward
+from comfyui_onediff_guard.precision.shallow_copy import with_forward
 from small_runs import sampled
 from torch import nn
 from torch._dynamo.utils import counters

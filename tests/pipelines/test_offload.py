@@ -8,7 +8,7 @@ import torch
 from card_faults import opened
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.weights import components as stores
-from comfyui_onediff_guard.precision.shells import reporting
+from comfyui_onediff_guard.precision.shallow_copy import reporting
 from diffusers import CogVideoXPipeline
 from small_runs import sampled
 

@@ -14,7 +14,7 @@ from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.policy import Precision
 from comfyui_onediff_guard.precision.report import RunReport
-from comfyui_onediff_guard.precision.shells import Once
+from comfyui_onediff_guard.precision.shallow_copy import IdentityMemo
 from torch import nn
 
 CALLS = {"2b": 1, "1.5": 1, "cogview3": 1, "cogview4": 2, "wan": 2}  # of the denoiser in a step with guidance
@@ -76,7 +76,7 @@ def test_a_step_that_fails_leaves_nothing_behind(model_folder: Any) -> None:
 
 
 def test_the_same_tensor_is_known_and_an_equal_one_is_not() -> None:
-    once, made = Once(kept=2), []
+    once, made = IdentityMemo(kept=2), []
 
     def make(given: torch.Tensor) -> torch.Tensor:
         made.append(given)
@@ -105,6 +105,6 @@ def test_a_layer_that_is_called_otherwise_computes_each_time() -> None:
             Layer.calls += 1
             return x * scale
 
-    shell, x = Once().in_place_of(Layer()), torch.ones(2)
+    shell, x = IdentityMemo().in_place_of(Layer()), torch.ones(2)
     assert shell(x) is shell(x) and Layer.calls == 1
     assert torch.equal(shell(x, scale=2.0), x * 2) and torch.equal(shell(x, 3.0), x * 3) and Layer.calls == 3

@@ -17,7 +17,7 @@ from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.activations import counting
 from comfyui_onediff_guard.precision.policy import Precision
-from comfyui_onediff_guard.precision.shells import reporting, with_forward
+from comfyui_onediff_guard.precision.shallow_copy import reporting, with_forward
 from torch.utils import _pytree as pytree
 
 Shapes = dict[str, list[tuple[int, ...]]]

@@ -15,7 +15,7 @@ from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope, StageGuard
 from comfyui_onediff_guard.precision.overrides import NOTHING, ModuleStructure, PrecisionOverrides, Stream
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.report import RunReport
-from comfyui_onediff_guard.precision.shells import replaced, with_forward
+from comfyui_onediff_guard.precision.shallow_copy import replace_submodules, with_forward
 from torch import nn
 
 WIDTH = 8
@@ -117,7 +117,7 @@ class Faults:
 
             return faulty
 
-        return replaced(module, {name: make(spoil) for name, spoil in self.where.items()})
+        return replace_submodules(module, {name: make(spoil) for name, spoil in self.where.items()})
 
 
 @dataclass

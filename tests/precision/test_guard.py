@@ -22,7 +22,7 @@ from comfyui_onediff_guard.precision.guard import (
 from comfyui_onediff_guard.precision.overflow import Clips
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.report import RunReport
-from comfyui_onediff_guard.precision.shells import with_forward
+from comfyui_onediff_guard.precision.shallow_copy import with_forward
 from torch import nn
 
 CPU = ARCHITECTURES["cpu"]

@@ -12,7 +12,7 @@ import torch
 from blocky import Faults, build, guarded, latents, overflow_inside
 from comfyui_onediff_guard.precision.guard import Scope
 from comfyui_onediff_guard.precision.overrides import PrecisionOverrides
-from comfyui_onediff_guard.precision.shells import with_forward
+from comfyui_onediff_guard.precision.shallow_copy import with_forward
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import drawn

@@ -13,7 +13,7 @@ from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.fallback import build_half_precision_forward, with_islands
 from comfyui_onediff_guard.precision.half_products import HalfProducts, run_with_half_products
 from comfyui_onediff_guard.precision.overrides import ModuleStructure, PrecisionOverrides
-from comfyui_onediff_guard.precision.shells import replaced
+from comfyui_onediff_guard.precision.shallow_copy import replace_submodules
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -256,7 +256,7 @@ class Compiler:
         """Block by block, in a shell; one for a wide stream, one for none."""
         if wide not in self.shells:
             compile_all = lambda blocks: nn.ModuleList(torch.compile(b, backend=self) for b in blocks)  # noqa: E731
-            self.shells[wide] = replaced(half, {"blocks": compile_all})
+            self.shells[wide] = replace_submodules(half, {"blocks": compile_all})
         return self.shells[wide]
 
 

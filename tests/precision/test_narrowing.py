@@ -9,7 +9,7 @@ import pytest
 import torch
 from comfyui_onediff_guard.precision.consistency import make_consistent
 from comfyui_onediff_guard.precision.narrowing import TRACE, mend_narrowed
-from comfyui_onediff_guard.precision.shells import KeptInFp32, keep_in_fp32
+from comfyui_onediff_guard.precision.shallow_copy import KeptInFp32, keep_in_fp32
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from comfyui_onediff_guard.precision.wide import with_wide_stream
 from diffusers.models.resnet import AlphaBlender

@@ -26,7 +26,7 @@ from comfyui_onediff_guard.precision.quantised import (
     worth_quantising,
 )
 from comfyui_onediff_guard.precision.report import RunReport
-from comfyui_onediff_guard.precision.shells import replaced, with_forward
+from comfyui_onediff_guard.precision.shallow_copy import replace_submodules, with_forward
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from residual_blocks import Block
 from torch import nn
@@ -384,7 +384,7 @@ class Run:
 
         def build(known: PrecisionOverrides) -> Any:
             made = build_half_precision_forward(module, anatomy, known, "bf16", quantised=self.layers)
-            faulty = replaced(made.run, {name: make for name, make in broken.items() if not known.islands})
+            faulty = replace_submodules(made.run, {name: make for name, make in broken.items() if not known.islands})
             return type(made)(faulty, faulty, quantised=made.quantised)
 
         plan = choose(ARCHITECTURES["sm90"], VARIANTS["CogVideoX-5B"], Component.DENOISER, Precision(kind))
@@ -482,7 +482,9 @@ def test_a_layer_that_breaks_unquantised_too_becomes_an_island_of_its_block() ->
     module = network()
     run = Run(module, None)
     run.learner._build = lambda known: build_half_precision_forward(
-        replaced(module, {"blocks.1.inner": lambda layer: Broken(layer, math.nan)} if not known.islands else {}),
+        replace_submodules(
+            module, {"blocks.1.inner": lambda layer: Broken(layer, math.nan)} if not known.islands else {}
+        ),
         ModuleStructure.of(module, ["blocks"]),
         known,
         "bf16",
@@ -500,7 +502,9 @@ def test_an_island_runs_from_the_half_weights() -> None:
     layers = filled(module)
     known = PrecisionOverrides(islands=("blocks.0",))
     made = build_half_precision_forward(module, ModuleStructure.of(module, ["blocks"]), known, "bf16", quantised=layers)
-    right = replaced(layers.shell(module), {"blocks.0": lambda _: with_forward(module.blocks[0], island(module))})
+    right = replace_submodules(
+        layers.shell(module), {"blocks.0": lambda _: with_forward(module.blocks[0], island(module))}
+    )
     layers.start()
     assert torch.equal(made.run(tokens()), right(tokens()))
 

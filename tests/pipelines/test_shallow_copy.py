@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.pipelines.models.on_disk import hooked
-from comfyui_onediff_guard.precision.shells import replaced, reporting, structural_copy, with_forward
+from comfyui_onediff_guard.precision.shallow_copy import replace_submodules, reporting, structural_copy, with_forward
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, GlmConfig, GlmModel, T5Config, T5EncoderModel
 
@@ -38,10 +38,12 @@ def calling(layer: nn.Module) -> nn.Module:
 
 
 SHELLS: dict[str, Callable[[nn.Module, str, str], nn.Module]] = {
-    "of a layer": lambda module, layer, _block: replaced(module, {layer: calling}),
-    "of a block": lambda module, _layer, block: replaced(module, {block: calling}),
+    "of a layer": lambda module, layer, _block: replace_submodules(module, {layer: calling}),
+    "of a block": lambda module, _layer, block: replace_submodules(module, {block: calling}),
     "of everything": lambda module, _layer, _block: structural_copy(module),
-    "of a shell": lambda module, layer, _block: reporting(replaced(module, {layer: calling}), dtype=torch.float32),
+    "of a shell": lambda module, layer, _block: reporting(
+        replace_submodules(module, {layer: calling}), dtype=torch.float32
+    ),
 }
 
 
@@ -75,10 +77,12 @@ def negated(layer: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(
     "shell",
     [
-        lambda block: replaced(block, {"0.inner": negated})[0],
-        lambda block: replaced(reporting(block[0], dtype=torch.float32), {"inner": negated}),
-        lambda block: replaced(structural_copy(block), {"0.inner": negated})[0],
-        lambda block: replaced(replaced(block, {"0.inner": negated}), {"0.inner": lambda layer: layer})[0],
+        lambda block: replace_submodules(block, {"0.inner": negated})[0],
+        lambda block: replace_submodules(reporting(block[0], dtype=torch.float32), {"inner": negated}),
+        lambda block: replace_submodules(structural_copy(block), {"0.inner": negated})[0],
+        lambda block: replace_submodules(
+            replace_submodules(block, {"0.inner": negated}), {"0.inner": lambda layer: layer}
+        )[0],
     ],
 )
 def test_a_method_that_was_left_as_an_attribute_is_the_shells_own(shell: Callable[[Any], Any]) -> None:

@@ -18,7 +18,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "
           "_forward_hooks_always_called")  # fmt: skip
 
 
-def shell_of(module: torch.nn.Module) -> torch.nn.Module:
+def shallow_copy(module: torch.nn.Module) -> torch.nn.Module:
     """Return a shallow copy. A module may have its own method once more as an attribute, as transformers 4 leaves it on
     layers of which it recorded outputs: the copy would go on calling the module's, with nothing replaced."""
     shell = copy.copy(module)
@@ -28,7 +28,7 @@ def shell_of(module: torch.nn.Module) -> torch.nn.Module:
     return shell
 
 
-def replaced(module: torch.nn.Module, replacements: Mapping[str, Make]) -> torch.nn.Module:
+def replace_submodules(module: torch.nn.Module, replacements: Mapping[str, Make]) -> torch.nn.Module:
     """Return a shell of `module` in which each named submodule is what its function makes of it. Only the modules above
     those are copied."""
     if make := replacements.get(""):
@@ -37,7 +37,7 @@ def replaced(module: torch.nn.Module, replacements: Mapping[str, Make]) -> torch
 
     def shell_at(path: str) -> torch.nn.Module:
         if path not in shells:
-            shell = shells[path] = shell_of(module.get_submodule(path))
+            shell = shells[path] = shallow_copy(module.get_submodule(path))
             shell.__dict__["_modules"] = dict(shell._modules)
             if path:
                 above, _, name = path.rpartition(".")
@@ -59,7 +59,7 @@ def reporting(
     dtype: float32, and a pipeline hands it float32, and keeps latents in it.
     device: where it computes; its weights may be elsewhere until they are needed.
     """
-    shell, kind = shell_of(module), type(module)
+    shell, kind = shallow_copy(module), type(module)
     says: dict[str, Any] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     if dtype is not None:
         says["dtype"] = property(lambda _self: dtype)
@@ -71,13 +71,13 @@ def reporting(
 
 def with_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> torch.nn.Module:
     """Return a shell of `module` that calls `forward`. It has none of the module's hooks, which the original runs."""
-    shell = shell_of(module)
+    shell = shallow_copy(module)
     shell.__dict__.update({name: OrderedDict() for name in HOOKS if name in shell.__dict__})
     shell.__dict__["forward"] = forward  # set as an attribute, a module would become a submodule of both
     return shell
 
 
-class Once:
+class IdentityMemo:
     """Memoise a function by tensor identity: for what a run passes at every step, as it does its prompt.
     A tensor is known by being the same object, and nobody may write to it meanwhile.
 
@@ -111,14 +111,14 @@ class Once:
         return with_forward(layer, forward)
 
 
-def with_once(module: torch.nn.Module, names: Sequence[str]) -> tuple[torch.nn.Module, list[Once]]:
+def with_identity_memo(module: torch.nn.Module, names: Sequence[str]) -> tuple[torch.nn.Module, list[IdentityMemo]]:
     """Return a shell of `module` in which the named layers compute once for each tensor, and what each has kept."""
-    kept = [Once() for _ in names]
-    return replaced(module, {name: once.in_place_of for name, once in zip(names, kept, strict=True)}), kept
+    kept = [IdentityMemo() for _ in names]
+    return replace_submodules(module, {name: once.in_place_of for name, once in zip(names, kept, strict=True)}), kept
 
 
 @cache
-def both(base: type[torch.nn.Module], kind: type[torch.nn.Module]) -> type[Any]:
+def mixin_class(base: type[torch.nn.Module], kind: type[torch.nn.Module]) -> type[Any]:
     """Return a class that derives from `base`, then `kind`, and has `kind`'s name."""
     return type(kind.__name__, (base, kind), {"__module__": base.__module__})
 
@@ -132,7 +132,7 @@ def structural_copy(module: torch.nn.Module) -> torch.nn.Module:
 
     def copied(part: torch.nn.Module) -> torch.nn.Module:
         if id(part) not in shells:
-            shell = shells[id(part)] = shell_of(part)
+            shell = shells[id(part)] = shallow_copy(part)
             shell.__dict__["_modules"] = {
                 name: None if child is None else copied(child) for name, child in part._modules.items()
             }
@@ -171,7 +171,7 @@ def keep_in_fp32(layer: torch.nn.Module, dtype: torch.dtype) -> None:
         return
     outside = torch.nn.Parameter(torch.empty(0, dtype=dtype, device=next(layer.parameters()).device), False)
     layer.float()
-    layer.__class__ = both(KeptInFp32, type(layer))
+    layer.__class__ = mixin_class(KeptInFp32, type(layer))
     # First: diffusers' VAEs take the dtype of the first weight below for that of the activations.
     layer._parameters = {"outside": outside, **layer._parameters}
 
