@@ -116,6 +116,9 @@ def test_what_warm_up_or_an_earlier_process_compiled_is_used_in_the_first_run(
     auto_compile._eager_seconds.clear()
     kept = replace(handle, compiled=tmp_path / "kept")
     assert "not compiled yet" in sampled(kept)
-    (tmp_path / "kept").mkdir()
-    (tmp_path / "kept" / f"{auto_compile.denoiser_key(kept, None)}{SUFFIX}").touch()
-    assert auto_compile.decide_denoiser(kept, auto_compile.denoiser_key(kept, None)).name == "inductor"
+    key = auto_compile.denoiser_key(kept, None)
+    folder = tmp_path / "kept" / f"{key}{SUFFIX}"
+    folder.mkdir(parents=True)
+    assert auto_compile.decide_denoiser(kept, key).name == "eager", "an interrupted compile leaves an empty folder"
+    (folder / "code.py").touch()
+    assert auto_compile.decide_denoiser(kept, key).name == "inductor"
