@@ -15,8 +15,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils import _pytree as pytree
 
-from ...precision.activations import shapes_of
 from ...precision.policy import Component
 from ...precision.shallow_copy import with_forward
 from .backends import EAGER, BackendChoice, came_to, choose_backend, compiled, for_dtype
@@ -67,8 +67,11 @@ def decide_denoiser(handle: PipelineHandle, key: str) -> BackendChoice:
 
 
 def signature_of(latents: torch.Tensor, *args: Any, **kwargs: Any) -> CallSignature:
-    """Return what tells calls of a decoder apart that would each be compiled."""
-    return latents.shape, shapes_of((latents, args, kwargs))
+    """Return what tells calls of a decoder apart that would each be compiled: shapes, and values that are no tensors.
+    Dtypes are one decode's own: where calls are foreseen, some arguments have another than in the decode."""
+    leaves, structure = pytree.tree_flatten((latents, args, kwargs))
+    shapes = tuple(leaf.shape if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+    return latents.shape, (str(structure), shapes)
 
 
 class DecoderCompiler:
