@@ -1,4 +1,4 @@
-"""One of ComfyUI's own networks: what it computes in, its stage, and the profile of what its runs taught."""
+"""One of ComfyUI's own networks: what it computes in, its stage, and the profile of its precision overrides."""
 
 from __future__ import annotations
 

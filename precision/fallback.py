@@ -36,6 +36,11 @@ from .shallow_copy import Make, replace_submodules, with_forward
 from .upcast import run_in_fp32
 from .wide import CannotWiden, with_wide_stream
 
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+LAYERS = ModuleStructure()  # of a module of which nothing is known
+
 
 @dataclass(frozen=True)
 class HalfPrecisionForward:
@@ -151,12 +156,6 @@ class _Island:
         if not tensor.is_floating_point():
             return tensor
         return tensor.to(self._dtype, memory_format=torch.contiguous_format)
-
-
-logger = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
-LAYERS = ModuleStructure()  # of a module of which nothing is known
 
 
 class FallbackAdapter:

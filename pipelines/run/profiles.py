@@ -1,5 +1,5 @@
-"""What runs of a pipeline taught: in its store for this process, in a profile (`precision/profile_store.py`) for later
-ones.
+"""The precision overrides of a pipeline's runs: in its store for this process, in a profile
+(`precision/profile_store.py`) for later ones.
 
 A profile belongs to a model by its denoiser's config, safetensors headers, sizes and a sample of the weights: not by a
 hash of 11 GB, and headers alone would not tell a fine-tune from its base.
