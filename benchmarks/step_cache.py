@@ -213,23 +213,22 @@ def nan_at_each_step(name: str, precision: str, policy: CachePolicy, seed: int =
 
 @contextmanager
 def broken_at(step: int) -> Iterator[None]:
-    attempts_of: Any = denoising.DenoiserBuilder
-    make = attempts_of.build
+    make = denoising.build_attempt
 
-    def build(attempts: Any, learned: Any) -> Any:
-        made = make(attempts, learned)
+    def build(stage: Any, *given: Any) -> Any:
+        made = make(stage, *given)
 
         def attempt(*args: Any, **kwargs: Any) -> Any:
             output = made.run(*args, **kwargs)
-            return (output[0] * torch.nan,) if len(attempts._stage.report.steps) == step else output
+            return (output[0] * torch.nan,) if len(stage.report.steps) == step else output
 
         return replace(made, run=attempt)
 
-    attempts_of.build = build
+    denoising.build_attempt = build
     try:
         yield
     finally:
-        attempts_of.build = make
+        denoising.build_attempt = make
 
 
 def spread(values: list[float]) -> dict[str, float]:

@@ -263,8 +263,8 @@ class Progress:
     Without ComfyUI it is on standard error: where that is no terminal, as one line at the end."""
 
     def __init__(self, total: int, node_id: str | None, unit: str = "it"):
+        from ..pipelines.models.on_disk import listening
         from ..pipelines.pace import Pace
-        from ..pipelines.reading import listening
 
         self._pace = Pace()
         self._picture: Any = None

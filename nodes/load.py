@@ -162,6 +162,7 @@ class Loader(Node):
     ) -> tuple[PipelineHandle]:
         from ..pipelines.errors import BadFolder
         from ..pipelines.models.recognised import family_of
+        from ..pipelines.parallel.group import process_group
         from ..pipelines.run.handle import load
         from ..precision.accumulation import Accumulation
         from ..precision.policy import Precision
@@ -185,6 +186,7 @@ class Loader(Node):
             profiles=host.profiles_directory(),
             compiled=host.compiled_directory(),
             selftests=host.selftest_directory(),
+            ranks=process_group(),
         )
         host.linger(handle.store)
         return (handle,)

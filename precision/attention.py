@@ -273,7 +273,7 @@ def preferring(kernel: str) -> AbstractContextManager[Any]:
 class Attended(torch.nn.Module):
     """A block whose attention is computed by one kernel, wherever it takes the call."""
 
-    def __init__(self, block: torch.nn.Module, kernel: str):
+    def __init__(self, block: Callable[..., Any], kernel: str):
         super().__init__()
         self.block = block
         self.kernel = kernel

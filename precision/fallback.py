@@ -26,7 +26,6 @@ from .overrides import (
     OverflowDiagnosis,
     Peak,
     PrecisionOverrides,
-    Stream,
     diagnose_from_fp32_peaks,
     diagnose_from_half_run,
     escalate_overrides,
@@ -53,6 +52,7 @@ class HalfPrecisionForward:
     quantised: tuple[str, ...] = ()  # names of its layers that are quantised
     measure: Callable[[Callable[[], Any]], None] | None = None  # finds what may be quantised, given a call of `eager`
     fp16_accumulation: bool | None = None  # PyTorch's switch while it is called; None: as it is
+    overrides: PrecisionOverrides = NOTHING  # that it was built with
 
     @property
     def in_words(self) -> str:
@@ -69,7 +69,7 @@ def build_half_precision_forward(
     wide: bool = False,
     everything: bool = False,
     quantised: QuantisedLinears | None = None,
-    compiled: Callable[[torch.nn.Module, bool], torch.nn.Module] = lambda shell, _wide: shell,
+    compiled: Callable[[torch.nn.Module, bool, tuple[str, ...]], torch.nn.Module] = lambda shell, _wide, _left: shell,
     onloaded: Callable[[torch.nn.Module, torch.nn.Module], torch.nn.Module] = lambda shell, _eager: shell,
     device: torch.device | None = None,
     tf32: bool = False,
@@ -80,8 +80,9 @@ def build_half_precision_forward(
     wide, everything: the plan's, which hold whatever was learned.
     quantised: the module's quantised layers, where the plan asks for them. Until their errors are measured, `eager`
         computes in half precision and measures them, and nothing is compiled.
-    compiled: makes a shell with compiled blocks, given the module and whether its stream is wide. Whoever passes it
-        remembers the shell, since islands change nothing about it.
+    compiled: makes a shell with compiled blocks, given the module, whether its stream is wide, and the names of layers
+        that are not quantised though the plan asks for that. Whoever passes it remembers the shell, since islands
+        change nothing about it.
     onloaded: makes a shell that brings its weights to the device, given a shell and the eager module that it is one of.
     device: where it computes, if its weights are elsewhere until they are needed.
 
@@ -90,29 +91,25 @@ def build_half_precision_forward(
     if dtype == "fp16" and (everything or learned.everything):
         products = HalfProducts(DTYPES[dtype])
         run = partial(run_with_half_products, onloaded(module, module), products=products, tf32=tf32)
-        return HalfPrecisionForward(run, run, everything=True)
+        return HalfPrecisionForward(run, run, everything=True, overrides=learned)
     wide = anatomy.widens(dtype) and (wide or learned.wide)
     stream = anatomy.stream if wide else None
-    half = _with_wide_stream(module, stream, DTYPES[dtype], device) if stream else module
+    half = module
+    if stream:
+        writers, readers = stream.writer_names(module), stream.reader_names(module)
+        half = with_wide_stream(module, writers, DTYPES[dtype], readers=readers, device=device)
     made = "fp32" if wide else dtype
     blocks = onloaded(half, half)
-    left = {*learned.unquantised, *quantised.left} if quantised else ()
+    left = tuple(dict.fromkeys((*learned.unquantised, *quantised.left))) if quantised else ()
     names = tuple(name for name in quantised.names if name not in left) if quantised else ()
     fewer = quantised.shell(half, left) if quantised and names else half
     watched, measure = quantised.measuring(half) if quantised and names and not quantised.errors else (fewer, None)
-    shell = fewer if measure else compiled(fewer, wide)
+    shell = fewer if measure else compiled(fewer, wide, left)
     eager = with_islands(onloaded(watched, half), learned, made, source=blocks, tf32=tf32)
     run = eager
     if shell is not watched:
         run = with_islands(onloaded(shell, half), learned, made, source=blocks, tf32=tf32)
-    return HalfPrecisionForward(run, eager, wide, quantised=names, measure=measure)
-
-
-def _with_wide_stream(
-    module: torch.nn.Module, stream: Stream, dtype: torch.dtype, device: torch.device | None
-) -> torch.nn.Module:
-    writers, readers = stream.writer_names(module), stream.reader_names(module)
-    return with_wide_stream(module, writers, dtype, readers=readers, device=device)
+    return HalfPrecisionForward(run, eager, wide, quantised=names, measure=measure, overrides=learned)
 
 
 def with_islands(
@@ -135,9 +132,10 @@ def with_islands(
         block = origin.get_submodule(name)
         return lambda _replaced: with_forward(block, _Island(partial(run, block, tf32=tf32), DTYPES[dtype]))
 
-    wide = partial(run_with_half_products, products=HalfProducts(torch.float16))
-    found = {name: island(name, wide) for name in learned.wide_parts}
-    found |= {name: island(name, run_in_fp32) for name in learned.islands}
+    found = {name: island(name, run_in_fp32) for name in learned.islands}
+    if learned.wide_parts:
+        wide = partial(run_with_half_products, products=HalfProducts(torch.float16))
+        found |= {name: island(name, wide) for name in learned.wide_parts}
     return replace_submodules(module, found) if found else module
 
 
@@ -165,6 +163,7 @@ class FallbackAdapter:
     build: builds the attempt, at the start and after each lesson.
     learned: what earlier runs taught.
     agree: makes what was measured the same in all processes that compute the stage together.
+    tell: is told each attempt that is built.
     """
 
     def __init__(
@@ -175,10 +174,13 @@ class FallbackAdapter:
         anatomy: ModuleStructure = LAYERS,
         learned: PrecisionOverrides = NOTHING,
         agree: Agree = alone,
+        tell: Callable[[HalfPrecisionForward], None] = lambda _: None,
     ):
         self.module = module
         self.learned = learned
         self.attempt = build(learned)
+        self._tell = tell
+        tell(self.attempt)
         self._dtype = dtype
         self._build = build
         self._anatomy = anatomy
@@ -231,7 +233,7 @@ class FallbackAdapter:
         if learned.whole_run_fp32:
             return self.stay()
         try:
-            self.attempt = self._build(learned)
+            self._rebuild(learned)
         except CannotWiden as error:
             logger.warning("%s", error)
             return self.stay()
@@ -242,7 +244,7 @@ class FallbackAdapter:
         """Find out before the first call what of the attempt may be quantised, by a call with the same arguments."""
         assert self.attempt.measure
         self.attempt.measure(lambda: self.attempt.eager(*args, **kwargs))
-        self.attempt = self._build(self.learned)
+        self._rebuild(self.learned)
 
     def on_success(self) -> None:
         """Note that a call of the attempt came out right, so what was learned helps."""
@@ -269,7 +271,11 @@ class FallbackAdapter:
         found = float(self._agree(error.reshape(1)))
         if not math.isnan(found):
             self.learned = replace(self.learned, fp16_error=min(found, 1.0))
-            self.attempt = self._build(self.learned)
+            self._rebuild(self.learned)
+
+    def _rebuild(self, learned: PrecisionOverrides) -> None:
+        self.attempt = self._build(learned)
+        self._tell(self.attempt)
 
     def stay(self) -> str:
         """Give up half precision for the rest of the run, and say so in words. What no call came out right with is

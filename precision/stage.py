@@ -65,12 +65,10 @@ class Stage:
     ) -> FallbackAdapter:
         """Return a FallbackAdapter, which has the same arguments. The report says what of each attempt is float32."""
 
-        def told(known: PrecisionOverrides) -> HalfPrecisionForward:
-            made = build(known)
+        def tell(made: HalfPrecisionForward) -> None:
             self.report.wide = made.in_words
-            return made
 
-        return FallbackAdapter(network, self.plan.dtype, told, anatomy, learned, self.agree)
+        return FallbackAdapter(network, self.plan.dtype, build, anatomy, learned, self.agree, tell)
 
     def guard(
         self, network: torch.nn.Module, attempt: Callable[..., Any] | FallbackAdapter, **options: Any

@@ -182,18 +182,13 @@ class StepCache:
         self._guarded, self._call = _GuardedCall(), _Call()
         self._step, self._before = 0, 0  # the present step, and how many of its calls are done
 
-    def attempt(self, run: Callable[..., Any], made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
-        """Wrap the guard's attempt.
+    def attempt(self, run: Any) -> Callable[..., Any]:
+        """Wrap a call of the guard's attempt. run: a module, or a partial function of one."""
+        return partial(self._attempt, self._with_blocks(run))
 
-        run: a module, or a partial function of one.
-        made: what else is to be made of a call, as in halves.
-        """
-        return self._guarded_call(made(partial(self._attempt, self._with_blocks(run))))
-
-    def rerun(self, run: torch.nn.Module, made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
-        """Wrap the fp32 rerun: compute every block and record its outputs."""
-        calls = self._guarded_call(made(partial(self._compute, self._with_blocks(run))), again=True)
-        return with_forward(run, calls)
+    def rerun(self, run: Any) -> Callable[..., Any]:
+        """Wrap a call of the fp32 rerun: compute every block and record its outputs."""
+        return partial(self._compute, self._with_blocks(run))
 
     def keep(self, *, accepted: bool = True) -> bool:
         """Keep the values of the latest guarded call. Returns whether it was cached.
@@ -226,11 +221,13 @@ class StepCache:
         if self._step != self.controller.estimate.at:
             self._step, self._before = self.controller.estimate.at, 0
 
-    def _guarded_call(self, call: Callable[..., Any], again: bool = False) -> Callable[..., Any]:
+    def guarded(self, call: Callable[..., Any], *, rerun: bool = False) -> Callable[..., Any]:
+        """Wrap what the guard calls: an attempt or a rerun, or one of each half of a batch."""
+
         def guarded(*args: Any, **kwargs: Any) -> Any:
             self._guarded = _GuardedCall()
             self._advance()
-            if again:
+            if rerun:
                 self.controller.recompute(whole=not self._before)
             output = call(*args, **kwargs)
             self.controller.compare(self._guarded.comparisons, self._weights)
@@ -346,7 +343,7 @@ def with_most_memory(run: Any, blocks: Sequence[str], calls: int) -> Callable[..
     controller = StepCacheController(CachePolicy(), FIRST + LAST + 1)
     controller.estimate = replace(controller.estimate, at=FIRST)
     cache = StepCache(blocks, controller)
-    call = cache.attempt(run, lambda made: made)
+    call = cache.guarded(cache.attempt(run))
 
     def filled(*args: Any, **kwargs: Any) -> Any:
         call(*args, **kwargs)

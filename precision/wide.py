@@ -308,7 +308,8 @@ def limit_of(largest: torch.Tensor) -> torch.Tensor:
 
 def reach(weight: torch.Tensor) -> torch.Tensor:
     """Return the most that an output may be where inputs are at most 1: the largest sum of |w|. float32 []."""
-    return largest_of(reaches(weight), (0,))[0]
+    largest = reaches(weight)
+    return largest.amax() if len(largest) else largest.new_zeros(())
 
 
 def reaches(weight: torch.Tensor) -> torch.Tensor:

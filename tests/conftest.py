@@ -78,7 +78,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if tier == "slow":
         selected &= tiers.covering((item.nodeid, *tiers.axes(item)) for item in items if item.nodeid in selected)
     if not config.getoption("keyword") and config.args == config.getini("testpaths"):
-        if wrong := tiers.unfitting(tier, names):
+        if not config.getoption("ignore") and (wrong := tiers.unfitting(tier, names)):
             raise pytest.UsageError(f"tests/tiers.toml names what is no test: {', '.join(sorted(wrong))}")
         config.stash[IN_MAKE_TEST] = len(tiers.selected("test", names)) if tier != "check" else None
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in selected])

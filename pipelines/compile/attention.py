@@ -36,13 +36,12 @@ from ...precision.machine import driver, platform_of, version_of
 from ...trust.foreign import Foreign
 from .. import measured
 from ..models.lora import skeleton
-from ..parallel.group import here
 from .backends import MEASURED, CompileOptions, uses_torch_kernels
 
 if TYPE_CHECKING:
     from ...precision.arch import Architecture
     from ..run.handle import PipelineHandle
-    from ..weights.components import ComponentStore
+    from ..run.stage import ComponentStage
 
 logger = logging.getLogger(__name__)
 
@@ -58,44 +57,40 @@ def _known_name(name: str) -> str:
     return name
 
 
-def with_attention(
-    handle: PipelineHandle, backend: str, dtype: str, inputs: Mapping[str, Any]
-) -> tuple[CompileOptions, str]:
-    """Return the handle's compile options with a kernel in place of 'measured', and what to say about it.
+def with_attention(stage: ComponentStage, backend: str, inputs: Mapping[str, Any]) -> tuple[CompileOptions, str]:
+    """Return the compile options of a denoiser's stage with a kernel in place of 'measured', and what to say about it.
 
     inputs: of one call of the denoiser, by keyword.
 
     Over several GPUs, the first rank chooses for all.
     """
-    how = handle.compile_options
+    how = stage.handle.compile_options
     if how.attention != MEASURED:
         return how, ""
     if not uses_torch_kernels(backend):
         return replace(how, attention=""), f"attention: not measured, {backend} has its own"
-    kernel, said = here().broadcast_from_rank0(lambda: _chosen(handle, dtype, inputs))
+    kernel, said = stage.handle.ranks.broadcast_from_rank0(lambda: _chosen(stage, inputs))
     return replace(how, attention=kernel), said
 
 
-def _chosen(handle: PipelineHandle, dtype: str, inputs: Mapping[str, Any]) -> tuple[str, str]:
+def _chosen(stage: ComponentStage, inputs: Mapping[str, Any]) -> tuple[str, str]:
     """Return the kernel, "" for PyTorch's own choice, and what to say about it."""
     sizes = tuple(t.shape for t in pytree.tree_leaves(dict(inputs)) if isinstance(t, torch.Tensor))
-    known = handle.store.attention
+    dtype, known = stage.plan.dtype, stage.handle.store.attention
     try:
         if (dtype, sizes) not in known:
-            known[dtype, sizes] = _recalled(handle, calls_of(handle.store, dtype, inputs))
+            known[dtype, sizes] = _recalled(stage.handle, calls_of(stage, inputs))
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # no memory; a network that reads values
         logger.warning("attention kernels could not be measured", exc_info=True)
         return "", f"attention: PyTorch's own choice, since nothing could be measured ({type(error).__name__})"
     return known[dtype, sizes].kernel, str(known[dtype, sizes])
 
 
-def calls_of(store: ComponentStore, dtype: str, inputs: Mapping[str, Any]) -> Mapping[Call, int]:
+def calls_of(stage: ComponentStage, inputs: Mapping[str, Any]) -> Mapping[Call, int]:
     """Return the calls of attention in one call of the denoiser, as this process makes them: of several ranks, each
     attends with a share of the heads. They are those of a denoiser without weights, which computes nothing."""
-    from ..parallel.shell import over_ranks
-
-    denoiser, family = skeleton(store.model), store.model.family
-    half = family.denoiser_inputs
+    denoiser, dtype = skeleton(stage.handle.store.model), stage.plan.dtype
+    half = stage.handle.family.denoiser_inputs
 
     def without_numbers(name: str, value: Any) -> Any:
         cast = DTYPES[dtype] if name in half else None
@@ -104,8 +99,7 @@ def calls_of(store: ComponentStore, dtype: str, inputs: Mapping[str, Any]) -> Ma
     with torch.inference_mode():
         given = {name: without_numbers(name, value) for name, value in inputs.items()}
         torch.nn.Module.to(denoiser, torch.device("meta"), DTYPES[dtype])
-        if not here().alone and family.context:
-            denoiser = over_ranks(denoiser, family.blocks[0], family.context, here())
+        denoiser = stage.adapt(denoiser)
         return attention_calls(lambda: denoiser(**given))
 
 

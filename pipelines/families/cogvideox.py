@@ -23,8 +23,17 @@ from .components import (
     Word,
     scheduler,
 )
-from .layouts import Config, Layout, decoded_video, latent_channels, without_values
-from .spec import VIDEO, FamilySpec, PromptRule, SizeRule
+from .spec import (
+    VIDEO,
+    Config,
+    FamilySpec,
+    Layout,
+    PromptRule,
+    SizeRule,
+    decoded_video,
+    latent_channels,
+    without_values,
+)
 
 if TYPE_CHECKING:
     import torch

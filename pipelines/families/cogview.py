@@ -8,8 +8,7 @@ from pydantic import Field
 
 from ..parallel.plan import ContextPlan
 from .components import Extent, Transformer, Width
-from .layouts import Config, without_values
-from .spec import SizeRule
+from .spec import Config, SizeRule, without_values
 
 ZAI = "https://huggingface.co/zai-org"
 SIZES = SizeRule(pixel_multiple=32, pixels=(64, 2048))  # their authors: multiples of 32, best from 512 on

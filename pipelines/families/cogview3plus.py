@@ -8,8 +8,7 @@ from ...precision.overrides import Stream
 from ...precision.policy import Variant
 from .cogview import SIZES, ZAI, CogView, channels, context, step_inputs, usual_size
 from .components import IMAGE_VAE, T5_ENCODER, T5_TOKENIZER, ComponentSpec, scheduler
-from .layouts import IMAGES
-from .spec import IMAGE, FamilySpec, PromptRule
+from .spec import IMAGE, IMAGES, FamilySpec, PromptRule
 
 _TOKENS = 224
 _VARIANT = Variant(

@@ -25,8 +25,7 @@ from .components import (
     Word,
     scheduler,
 )
-from .layouts import IMAGES
-from .spec import IMAGE, FamilySpec, Guidance, PromptRule
+from .spec import IMAGE, IMAGES, FamilySpec, Guidance, PromptRule
 
 _MOST_TOKENS = 1024
 _VARIANT = Variant(

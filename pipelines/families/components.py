@@ -101,7 +101,7 @@ class ComponentSpec:
         """
         import torch
 
-        from ...precision.consistency import as_loaded
+        from ...precision.loaded_weights import as_loaded
 
         cls = self.class_named(name)
         with torch.device("meta"):

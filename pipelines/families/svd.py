@@ -26,8 +26,7 @@ from .components import (
     Words,
     scheduler,
 )
-from .layouts import Config, Decode, Layout, latent_channels, without_values
-from .spec import FROM_IMAGE, FamilySpec, Guidance, SizeRule
+from .spec import FROM_IMAGE, Config, Decode, FamilySpec, Guidance, Layout, SizeRule, latent_channels, without_values
 
 if TYPE_CHECKING:
     import torch

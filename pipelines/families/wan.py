@@ -27,8 +27,7 @@ from .components import (
     Width,
     Word,
 )
-from .layouts import Config, Layout, decoded_video, without_values
-from .spec import IMAGE, FamilySpec, Guidance, PromptRule, SizeRule
+from .spec import IMAGE, Config, FamilySpec, Guidance, Layout, PromptRule, SizeRule, decoded_video, without_values
 
 if TYPE_CHECKING:
     import torch

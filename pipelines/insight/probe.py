@@ -17,7 +17,6 @@ from ...precision.report import RunReport
 from ...precision.shallow_copy import reporting, with_forward
 from ...trust.message import BadInput
 from ..compile.block import Tell
-from ..parallel.group import here as ranks
 from ..run.handle import PipelineHandle
 from ..run.profiles import profile_of, save_profile, update_cache
 from ..run.sample import SampleSettings, StepDone, sample
@@ -46,7 +45,7 @@ def probe(
             "'learned' instead: what fails is found there, in both.",
             handle.store.model.variant.name,
         )
-    if not ranks().alone:
+    if not handle.ranks.alone:
         raise BadInput("Numerics Probe measures all tokens in one process: run its workflow without --gpus.")
     watches: list[Probe] = []
 

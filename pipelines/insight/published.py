@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 from ..families.cogvideox import COGVIDEOX, COGVIDEOX_FROM_IMAGE
 from ..families.cogview3plus import COGVIEW3PLUS
 from ..families.cogview4 import COGVIEW4
-from ..families.layouts import Config
-from ..families.spec import FamilySpec
+from ..families.spec import Config, FamilySpec
 from ..families.svd import SVD
 from ..families.table import VARIANTS
 from ..families.wan import WAN, WAN_A14B

@@ -19,7 +19,7 @@ from ...precision.guard import GuardPolicy
 from ...precision.policy import Component, PlanImpossible, Precision
 from ..compile.backends import EAGER, BackendChoice
 from ..errors import BadSize
-from ..families.layouts import Config
+from ..families.spec import Config
 from ..families.table import VARIANTS
 from ..models.on_disk import StoredModel
 from ..run.decode import Portions, ways_to_decode
@@ -27,8 +27,8 @@ from ..run.denoiser import ways_to_denoise
 from ..run.encode import ways_to_encode
 from ..run.handle import PipelineHandle
 from ..weights.components import ComponentStore
+from ..weights.offload import Offload
 from ..weights.oom_fallback import ExecutionOption, first_that_fits
-from ..weights.parts import Offload
 from ..weights.placement import PlainPlacement
 from .published import PUBLISHED
 

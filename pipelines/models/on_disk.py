@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...precision.memory import size
 from ...precision.policy import Variant
+from ...trust.message import Message, joined
 from ..families.spec import FamilySpec
+from ..pace import in_words
 
 if TYPE_CHECKING:
     import torch
@@ -99,3 +105,32 @@ def hooked(module: torch.nn.Module) -> torch.nn.Module:
         if getattr(model, "_can_record_outputs", None):
             install(model)  # pyright: ignore[reportArgumentType]
     return module
+
+
+_listener: ContextVar[Callable[[str], None] | None] = ContextVar("who is told what is read", default=None)
+_LEAST = 100_000_000  # bytes: smaller ones say nothing of how fast a disk is
+_speeds: list[float] = []  # bytes a second, of what this process read last
+
+
+@contextmanager
+def listening(tell: Callable[[str], None]) -> Generator[None]:
+    """Have `tell` given a line before anything is read; it may raise, to interrupt."""
+    token = _listener.set(tell)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+@contextmanager
+def reading(name: str, n_bytes: int, now: Callable[[], float] = time.monotonic) -> Generator[None]:
+    """Say that a component is read, and how long that takes at the speed of the one before it."""
+    if tell := _listener.get():
+        said = Message("reading {}, {}", name, size(n_bytes))
+        left = in_words(n_bytes / _speeds[0]) if _speeds and n_bytes >= _LEAST else ""
+        tell(joined(" · ", filter(None, (said, left))))
+    since = now()
+    yield
+    seconds = now() - since
+    if n_bytes >= _LEAST and seconds > 0:
+        _speeds[:] = [n_bytes / seconds]

@@ -24,7 +24,7 @@ from ..families.svd import SVD
 from ..families.svd_keys import PREFIXES, Shapes, Source
 from ..families.table import VARIANTS
 from ..safetensors_header import FLOATS, Header, read_header
-from .component_config import fields_of
+from ..small_files import fields_of
 from .on_disk import StoredModel, Weights
 
 NUM_FRAMES = 25  # that SVD-XT makes; a file of SVD, which makes 14, has the same keys and shapes

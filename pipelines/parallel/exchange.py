@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import distributed
 
-from .group import Ranks, into_one_tensor
+from .group import ProcessGroup, into_one_tensor
 
 
 def shares(length: int, size: int) -> list[int]:
@@ -20,13 +20,13 @@ def shares(length: int, size: int) -> list[int]:
     return [least + (rank < more) for rank in range(size)]
 
 
-def share_of(tensor: torch.Tensor, dim: int, ranks: Ranks) -> torch.Tensor:
+def share_of(tensor: torch.Tensor, dim: int, ranks: ProcessGroup) -> torch.Tensor:
     """Return this rank's part of a tensor that all ranks have; a view."""
     parts = shares(tensor.shape[dim], ranks.size)
     return tensor.narrow(dim, sum(parts[: ranks.rank]), parts[ranks.rank])
 
 
-def gathered(part: torch.Tensor, dim: int, length: int, ranks: Ranks) -> torch.Tensor:
+def gathered(part: torch.Tensor, dim: int, length: int, ranks: ProcessGroup) -> torch.Tensor:
     """Return the whole of which every rank has its share. length: of the whole in `dim`."""
     parts = shares(length, ranks.size)
     whole = torch.Size((*part.shape[:dim], length, *part.shape[dim + 1 :]))
@@ -41,7 +41,7 @@ def gathered(part: torch.Tensor, dim: int, length: int, ranks: Ranks) -> torch.T
     return torch.cat(kept).movedim(0, dim).contiguous()
 
 
-def heads_of_all_tokens(qkv: torch.Tensor, tokens: Sequence[int], ranks: Ranks) -> torch.Tensor:
+def heads_of_all_tokens(qkv: torch.Tensor, tokens: Sequence[int], ranks: ProcessGroup) -> torch.Tensor:
     """Give each rank its share of the heads, with all tokens.
 
     qkv: [3, batch, heads, this rank's tokens, channels]. tokens: how many each rank has.
@@ -57,7 +57,7 @@ def heads_of_all_tokens(qkv: torch.Tensor, tokens: Sequence[int], ranks: Ranks) 
     return torch.cat(parts, 3)
 
 
-def tokens_of_all_heads(made: torch.Tensor, tokens: Sequence[int], heads: int, ranks: Ranks) -> torch.Tensor:
+def tokens_of_all_heads(made: torch.Tensor, tokens: Sequence[int], heads: int, ranks: ProcessGroup) -> torch.Tensor:
     """Give each rank its tokens back, with all heads.
 
     made: [batch, this rank's heads, all tokens, channels]. heads: of all ranks.
@@ -73,7 +73,7 @@ def tokens_of_all_heads(made: torch.Tensor, tokens: Sequence[int], heads: int, r
     return torch.cat(parts, 1)
 
 
-def from_each(made: torch.Tensor, sources: Sequence[int], ranks: Ranks) -> list[torch.Tensor]:
+def from_each(made: torch.Tensor, sources: Sequence[int], ranks: ProcessGroup) -> list[torch.Tensor]:
     """Return what some ranks have made, which is of one shape and dtype on all: the same bits on every rank."""
     found = []
     for source in sources:
@@ -84,7 +84,7 @@ def from_each(made: torch.Tensor, sources: Sequence[int], ranks: Ranks) -> list[
     return found
 
 
-def dealt(whole: torch.Tensor, chunk: int, ranks: Ranks) -> torch.Tensor:
+def dealt(whole: torch.Tensor, chunk: int, ranks: ProcessGroup) -> torch.Tensor:
     """Return this rank's chunks of a tensor that all ranks have: they are dealt out one after the other. A rank for
     which none is left in the last round gets the last one, so that all have as many.
 
@@ -95,7 +95,7 @@ def dealt(whole: torch.Tensor, chunk: int, ranks: Ranks) -> torch.Tensor:
     return torch.cat([chunks[min(turn * ranks.size + ranks.rank, len(chunks) - 1)] for turn in range(rounds)])
 
 
-def collected(mine: torch.Tensor, chunk: int, length: int, ranks: Ranks) -> torch.Tensor:
+def collected(mine: torch.Tensor, chunk: int, length: int, ranks: ProcessGroup) -> torch.Tensor:
     """Return the whole that was dealt out, of what each rank has made of its chunks. length: of its first dimension."""
     rounds = -(-length // (chunk * ranks.size))
     even = mine.new_zeros(rounds * chunk, *mine.shape[1:])
@@ -106,7 +106,7 @@ def collected(mine: torch.Tensor, chunk: int, length: int, ranks: Ranks) -> torc
     return by_turn[:length]
 
 
-def _swapped(sent: Sequence[torch.Tensor], sizes: Sequence[int], ranks: Ranks) -> Sequence[torch.Tensor]:
+def _swapped(sent: Sequence[torch.Tensor], sizes: Sequence[int], ranks: ProcessGroup) -> Sequence[torch.Tensor]:
     """Send one flat tensor to each rank. Returns what came from each. sizes: of that."""
     flat = torch.cat(list(sent))
     came = flat.new_empty(sum(sizes))

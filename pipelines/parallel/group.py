@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,21 +24,18 @@ PATIENCE = timedelta(
 
 
 @dataclass(frozen=True)
-class Ranks:
+class ProcessGroup:
     """rank: this process's number, from 0. size: how many there are. group: theirs, of torch.distributed; None: all."""
 
     rank: int = 0
     size: int = 1
     group: Any = None
+    alone: bool = field(init=False)  # there is no other one
+    first: bool = field(init=False)  # this is the one that writes outputs and profiles
 
-    @property
-    def first(self) -> bool:
-        """Whether this is the rank that writes outputs and what runs taught."""
-        return self.rank == 0
-
-    @property
-    def alone(self) -> bool:
-        return self.size == 1
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "alone", self.size == 1)
+        object.__setattr__(self, "first", self.rank == 0)
 
     def all_reduce_absmax(self, values: torch.Tensor) -> torch.Tensor:
         """Return max |x| over all ranks of each value, NaN where any is NaN: the same on every rank. Without one that
@@ -63,7 +60,7 @@ class Ranks:
         distributed.all_reduce(found, distributed.ReduceOp.MAX, self.group)
         return int(found)
 
-    def part(self, size: int) -> Ranks:
+    def part(self, size: int) -> ProcessGroup:
         """Return the ranks of the part that this one is in, where all are parted into groups of `size`, those of
         neighbouring numbers together. All ranks ask for the same, one as often as the other."""
         if size in (1, self.size):
@@ -72,7 +69,7 @@ class Ranks:
             from torch import distributed
 
             _parts[size], _ = distributed.new_subgroups(size, timeout=PATIENCE)
-        return Ranks(self.rank % size, size, _parts[size])
+        return ProcessGroup(self.rank % size, size, _parts[size])
 
     def broadcast_from_rank0(self, make: Callable[[], T]) -> T:
         """Return what the first rank makes; the others make nothing, and wait. An error ends the first rank, and with
@@ -87,18 +84,18 @@ class Ranks:
         return handed[0]  # pyright: ignore[reportReturnType]
 
 
-ALONE = Ranks()
-_here = ALONE
+ALONE = ProcessGroup()
+_of_this_process = ALONE
 _parts: dict[int, Any] = {}  # ranks in a part → this one's part, as long as it is joined
 
 
-def here() -> Ranks:
+def process_group() -> ProcessGroup:
     """Return the ranks that this process is one of; `ALONE` where it is none."""
-    return _here
+    return _of_this_process
 
 
 @contextmanager
-def joined(rank: int, size: int, meeting: Path, *, cuda: bool) -> Generator[Ranks]:
+def joined(rank: int, size: int, meeting: Path, *, cuda: bool) -> Generator[ProcessGroup]:
     """Make this process a rank, inside. It waits for the others.
 
     Who leaves early ends what the others still compute together.
@@ -107,7 +104,7 @@ def joined(rank: int, size: int, meeting: Path, *, cuda: bool) -> Generator[Rank
         this user's alone.
     cuda: they compute on CUDA (or ROCm), each on the one GPU that it sees; else on the CPU.
     """
-    global _here
+    global _of_this_process
     from torch import distributed
 
     distributed.init_process_group(
@@ -118,10 +115,10 @@ def joined(rank: int, size: int, meeting: Path, *, cuda: bool) -> Generator[Rank
         timeout=PATIENCE,
     )
     try:
-        _here = Ranks(rank, size)
-        yield _here
+        _of_this_process = ProcessGroup(rank, size)
+        yield _of_this_process
     finally:
-        _here = ALONE
+        _of_this_process = ALONE
         _parts.clear()
         distributed.destroy_process_group()
 

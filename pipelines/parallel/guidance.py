@@ -16,12 +16,11 @@ from torch.utils import _pytree as pytree
 
 from ...precision.shallow_copy import IdentityMemo
 from ...trust.message import Told
+from ..families.spec import PROMPT
 from ..weights.cfg_batch import joined, split_cfg_batch
 from .exchange import from_each
-from .group import Ranks
-from .plan import Sharing
-
-PROMPT = "encoder_hidden_states"  # which diffusers' loops pass unchanged at every step
+from .group import ProcessGroup
+from .plan import ParallelLayout
 
 
 class HalvesDiffer(Told, RuntimeError):
@@ -40,8 +39,8 @@ class OverHalves:
         self,
         call: Callable[..., Any],
         signature: inspect.Signature,
-        sharing: Sharing,
-        ranks: Ranks,
+        sharing: ParallelLayout,
+        ranks: ProcessGroup,
         prompts: Sequence[torch.Tensor] = (),
     ):
         self._call = call

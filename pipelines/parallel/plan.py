@@ -37,7 +37,7 @@ class ContextPlan:
 
 
 @dataclass(frozen=True)
-class Sharing:
+class ParallelLayout:
     """Who computes what of a step.
 
     size: ranks in all.
@@ -71,10 +71,7 @@ class Sharing:
         return f"{said}; {idle} more {compute} one once more, which gains nothing" if idle else said
 
 
-ONE = Sharing()  # process, which computes everything
-
-
-def shared(size: int, *, guided: bool, splits: bool) -> Sharing:
+def parallel_layout(size: int, *, guided: bool, splits: bool) -> ParallelLayout:
     """Return how ranks share the steps of a run. Halves of guidance come first: they see nothing of each other until
     both are done, while ranks that share tokens send each other most of what attention takes, in every block.
 
@@ -82,4 +79,4 @@ def shared(size: int, *, guided: bool, splits: bool) -> Sharing:
     """
     halves = guided and size > 1 and (size % 2 == 0 or not splits)
     context = (size // 2 if halves else size) if splits else 1
-    return Sharing(size, halves, context)
+    return ParallelLayout(size, halves, context)

@@ -21,7 +21,7 @@ from ...precision.shallow_copy import structural_copy
 from ...precision.upcast import Mode
 from ...trust.message import Told
 from .exchange import gathered, heads_of_all_tokens, share_of, shares, tokens_of_all_heads
-from .group import Ranks
+from .group import ProcessGroup
 from .plan import ContextPlan
 
 
@@ -32,7 +32,7 @@ class TokensDiffer(Told, RuntimeError):
 class Split:
     """How much of a call's tokens each rank has. One for each shell; set anew by each call, in one thread."""
 
-    def __init__(self, ranks: Ranks):
+    def __init__(self, ranks: ProcessGroup):
         self.ranks = ranks
         self.picture = self.text = 0  # tokens of the whole call
 
@@ -43,7 +43,7 @@ class Split:
         return [sum(pair) for pair in zip(shares(self.picture, size), shares(self.text, size), strict=True)]
 
 
-def over_ranks(module: torch.nn.Module, blocks: str, plan: ContextPlan, ranks: Ranks) -> torch.nn.Module:
+def over_ranks(module: torch.nn.Module, blocks: str, plan: ContextPlan, ranks: ProcessGroup) -> torch.nn.Module:
     """Return a shell of a denoiser that computes its calls together with the other ranks'. All of them make the same
     calls, and each gets the whole output. Weights are shared, and `module` is not touched.
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import is_interrupt
+from ..run.feature import Feature
 from ..run.handle import PipelineHandle
 from . import predicted, to_rgb
 
@@ -28,6 +29,16 @@ class Previews:
 
     show: Callable[[Any], None]
     to_picture: Callable[[str], ToPicture | None] = lambda _kind: None
+
+
+class PreviewedRun(Feature):
+    """frames: of the video; 1 for images."""
+
+    def __init__(self, previews: Previews, handle: PipelineHandle, frames: int):
+        self._previews, self._handle, self._frames = previews, handle, frames
+
+    def wrap_pipeline(self, pipe: Any) -> None:
+        preview(self._previews, self._handle, pipe.scheduler, self._frames)
 
 
 def preview(previews: Previews, handle: PipelineHandle, scheduler: Any, frames: int) -> None:

@@ -18,13 +18,13 @@ from ...trust.message import BadInput, Message
 from ..compile import auto_compile
 from ..compile.auto_compile import CallSignature, DecoderCompiler
 from ..compile.backends import EAGER
+from ..compile.feature import while_compiling
 from ..families.table import FAMILIES
 from ..parallel.exchange import collected, dealt
-from ..parallel.group import ALONE, Ranks, here
+from ..parallel.group import ALONE, ProcessGroup
 from ..weights.oom_fallback import ExecutionOption, first_line
 from .calls import Calls, CallTold, calls_of_vae
 from .handle import PipelineHandle, in_turn
-from .sample import while_compiling
 from .stage import ComponentStage
 from .vae import guarded_decoder, room_for_vae, signatures_of_calls
 
@@ -180,11 +180,11 @@ def surplus_of(handle: PipelineHandle, latents: torch.Tensor) -> int:
     return layout.surplus(latents.shape[2], handle.store.model.vae_config) if layout.dimensions == 5 else 0
 
 
-def _sharing(handle: PipelineHandle, latents: torch.Tensor, chunk: int) -> Ranks:
+def _sharing(handle: PipelineHandle, latents: torch.Tensor, chunk: int) -> ProcessGroup:
     """Return the ranks that decode latents together. The console command has all of them decode where a chunk is set
     (`TOGETHER`), so that is what it hangs on."""
     together = handle.family.layout.takes_chunks and 0 < chunk < len(latents)
-    return here() if together else ALONE
+    return handle.ranks if together else ALONE
 
 
 def _check(handle: PipelineHandle, latents: torch.Tensor, made_by: str | None, policy: GuardPolicy) -> None:

@@ -20,7 +20,6 @@ from ...precision.report import RunReport
 from ...precision.shallow_copy import reporting, with_forward
 from ...trust.message import BadInput, Message
 from ...trust.text import is_whole, listed
-from ..parallel.group import here
 from ..weights.activation_memory import estimate_activation_bytes
 from ..weights.offload import Offload
 from ..weights.oom_fallback import ExecutionOption, FallbackStep
@@ -60,7 +59,9 @@ def encode_prompts(
         calls = Calls("encoding prompt {} of {}", progress or (lambda *_: None), total=len(new))
         try:
             with handle.switched(report):
-                encoded = here().broadcast_from_rank0(lambda: _encode_all(stage, [prompt for prompt, *_ in new], calls))
+                encoded = handle.ranks.broadcast_from_rank0(
+                    lambda: _encode_all(stage, [prompt for prompt, *_ in new], calls)
+                )
                 found |= zip(new, encoded, strict=True)
         finally:
             handle.store.offload_or_unload("text_encoder")

@@ -27,10 +27,10 @@ from ..errors import BadLora
 from ..families.spec import FamilySpec
 from ..models.lora import Lora, check_lora, keys, skeleton
 from ..models.recognised import open_model
-from ..parallel.group import here
+from ..parallel.group import ALONE, ProcessGroup
 from ..weights.components import ComponentStore, MemoryKey, shared_store
 from ..weights.offload import Offload, backend_with, brings_parts_to
-from ..weights.oom_fallback import once_more
+from ..weights.oom_fallback import check_once_more
 from ..weights.placement import Placement
 from ..weights.quantising import check
 from .stage import ComponentStage, stage_of
@@ -60,6 +60,7 @@ class PipelineHandle:
     profile: Profile | None = None  # from elsewhere, used in place of what is kept
     compiled: Path | None = None  # folder of compiled code for later processes; None: none is kept
     measured: Path | None = None  # folder of what was measured on this machine; None: nothing is kept
+    ranks: ProcessGroup = ALONE  # the processes that compute each run together
 
     def __post_init__(self) -> None:
         backend = backend_with(self.backend, self.offload, self.store.placement.device)
@@ -76,7 +77,8 @@ class PipelineHandle:
 
     def memory_key(self, denoiser: str, dtype: str) -> MemoryKey:
         """The key under which the store remembers what runs taught about a denoiser in `dtype`."""
-        return denoiser, dtype, keys(self.loras_of(denoiser)), self.profile.text() if self.profile else ""
+        loras = self.loras_of(denoiser)
+        return denoiser, dtype, keys(loras) if loras else (), self.profile.text() if self.profile else ""
 
     def plan(self, component: Component, request: Precision | None = None) -> Plan:
         """The plan of one component; `request` overrides the loader's precision, None inherits it. Raises
@@ -84,7 +86,8 @@ class PipelineHandle:
         variant = self.store.model.variant
         precision = request or self.precision
         plan = choose(self.architecture, variant, component, precision, self.accumulation, self.beside)
-        check(plan, self.offload, self.store.placement.device)
+        if plan.quantised:
+            check(plan, self.offload, self.store.placement.device)
         if plan.fp16_sums and (lacking := without_fp16_accumulation()):
             raise PlanImpossible(lacking)
         return plan
@@ -164,13 +167,22 @@ def in_turn(
 
     @wraps(stage)
     def waiting(handle: PipelineHandle, *args: Args.args, **kwargs: Args.kwargs) -> tuple[Result, RunReport]:
-        def run() -> tuple[Result, RunReport]:
-            return stage(handle, *args, **kwargs)
-
+        again = False
         with handle.store.turn(), TF32.off(handle.policy.strict):  # also what diffusers computes around the models
-            if not here().alone:  # the other ranks would go on
-                return run()
-            return once_more(run, handle.store.leave_device, handle.store.placement)
+            while True:
+                try:
+                    made, report = stage(handle, *args, **kwargs)
+                except RuntimeError as error:
+                    if not handle.ranks.alone:  # the other ranks would go on
+                        raise
+                    check_once_more(error, handle.store.placement, again=again)
+                else:
+                    if again:
+                        report.note(Message("memory ran out; the stage began again with nothing else on the device"))
+                    return made, report
+                again = True
+                handle.store.leave_device()
+                handle.store.placement.give_back()
 
     return waiting
 
@@ -187,10 +199,12 @@ def load(
     profiles: Path | None = None,
     compiled: Path | None = None,
     selftests: Path | None = None,
+    ranks: ProcessGroup = ALONE,
 ) -> PipelineHandle:
     """Check a model and make a handle. Weights are read when a stage first needs them.
 
     selftests: folder of the results of this card's self-test; None: nothing is known of the card but its architecture.
+    ranks: of which this process is one.
 
     Raises TorchTooOld; BadFolder; BackendUnavailable where a backend was asked for that does not work here, or not with
     this offload; PlanImpossible where the device has no such precision.
@@ -208,8 +222,9 @@ def load(
         beside=present(),
         profiles=profiles,
         compile_options=CompileOptions(channels_last=placement.channels_last),
-        compiled=compiled if here().alone else None,  # of ranks, each compiles another part of the work
+        compiled=compiled if ranks.alone else None,  # of ranks, each compiles another part of the work
         measured=compiled,
+        ranks=ranks,
     )
     for component in model.variant.components:
         handle.plan(component)

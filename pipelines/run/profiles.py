@@ -19,7 +19,6 @@ from ...precision.overrides import NOTHING, PrecisionOverrides
 from ...precision.profile_store import Profile, ProfileFile
 from ...trust.text import shown
 from ..models.on_disk import StoredModel
-from ..parallel.group import here as ranks
 from ..safetensors_header import header_text
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ def update_cache(handle: PipelineHandle, denoiser: str, dtype: str, learned: Pre
 def save_profile(handle: PipelineHandle, denoiser: str, dtype: str) -> None:
     """Write what is known to a profile. Nothing is written too, where runs forgot what the kept profile says. Of ranks,
     the first one writes it for all."""
-    if not ranks().first:
+    if not handle.ranks.first:
         return
     key = handle.memory_key(denoiser, dtype)
     learned = handle.store.learned.get(key, NOTHING)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,19 +18,19 @@ from ...precision.shared import TURNS
 from ...trust.message import BadInput, Message
 from ..compile import auto_compile
 from ..compile.backends import EAGER
-from ..compile.block import Tell
 from ..errors import BadSize
 from ..families.spec import ENCODERS, FamilySpec
-from ..parallel.group import here
-from ..parallel.plan import shared
-from ..preview.frames import Previews, preview
 from . import vae
 from .calls import Calls
 from .denoiser import guarded_denoiser
+from .feature import Run, Tell
+from .features import features_of
 from .handle import PipelineHandle, in_turn
 from .profiles import save_profile
 from .stage import ComponentStage
-from .step_cache import guidance_weights, make_step_cache_controller
+
+if TYPE_CHECKING:
+    from ..preview.frames import Previews
 
 MakeDenoiser = Callable[[ComponentStage], torch.nn.Module]
 StepDone = Callable[[int, int, RunReport], None]  # steps done, steps in all, report so far; raises to interrupt
@@ -79,7 +80,7 @@ def sample(
     tell: Tell | None = None,
     previews: Previews | None = None,
     unused: tuple[str, ...] = (),
-    denoiser: MakeDenoiser = guarded_denoiser,
+    denoiser: MakeDenoiser | None = None,
     compile_now: bool = False,
 ) -> tuple[torch.Tensor, RunReport]:
     """Denoise. Returns latents in the family's layout, as its VAE takes them, and the report.
@@ -89,7 +90,7 @@ def sample(
     tell: is given a line on what takes long before a step and within one; may raise, to interrupt.
     previews: of each step.
     unused: what of the inputs is not used, for the report's warnings; told before the first step.
-    denoiser: makes the one that the diffusers pipeline is given.
+    denoiser: makes the one that the diffusers pipeline is given. Defaults to `guarded_denoiser`.
     compile_now: compile in this run, where backend 'auto' would wait for more runs.
     Latents and scheduler stay in float32, and noise is drawn on the CPU, so that a seed gives the same noise in every
     precision and on every card; the guard casts what enters the denoiser to the plan's dtype.
@@ -104,10 +105,7 @@ def sample(
         model = handle.store.model
         before = family.before_video(len(video), model.denoiser_config, family.layout.temporal(model.vae_config))
         video = [video[0]] * before + video
-    key = auto_compile.denoiser_key(handle, request) if handle.backend.automatic else ""
-    if key and not compile_now:
-        chosen = here().broadcast_from_rank0(lambda: auto_compile.decide_denoiser(handle, key))
-        handle = replace(handle, backend=chosen)
+    handle, compile_key = _choose_backend(handle, request, compile_now=compile_now)
     stages = handle.denoising(request)
     report = stages[0].report
     if handle.step_cache and not family.cached_blocks:
@@ -118,35 +116,39 @@ def sample(
         )
     report.warnings += unused
     guided = settings.scale(family) > 1
-    sharing = shared(here().size, guided=guided, splits=family.context is not None)
-    if said := str(sharing):
-        report.note(said)
-    calls = family.guidance.calls if guided else 1
-    report.calls_per_step = 1 if sharing.halves else calls
-    cache = make_step_cache_controller(handle, settings)
-    prompts = tuple(embeddings.values()) if calls > 1 else ()
-    stages = tuple(
-        replace(stage, cache_controller=cache, guidance_weights=weights, sharing=sharing, prompts=prompts)
-        for stage, weights in zip(stages, guidance_weights(handle, settings), strict=True)
+    report.calls_per_step = family.guidance.calls if guided else 1
+    run = Run(
+        handle,
+        stages[0].plan,
+        report,
+        settings,
+        guided=guided,
+        prompts=tuple(embeddings.values()) if report.calls_per_step > 1 else (),
+        previews=previews,
+        tell=tell or (lambda _: None),
+        compile_key=compile_key,
     )
+    features = features_of(run)
+    for feature in features:
+        stages = tuple(map(feature.prepare, stages))
 
     def on_step_end(_pipe: Any, step: int, _timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
-        if cache:
-            cache.end_step(values["latents"])
-            report.cache = cache.use
+        for feature in features:
+            feature.on_step_end(values["latents"])
         if step_done:
             step_done(step + 1, settings.computed_steps, report)
         TURNS.give_way()
         return values
 
-    tell = tell or (lambda _: None)
     for each in unused:
-        tell(each)
+        run.tell(each)
     try:
-        with while_compiling(handle, report, tell), handle.switched(report), torch.no_grad():
-            pipe = _pipeline(stages, denoiser, settings.scheduler, request, tell, from_video=video is not None)
-            if previews:
-                preview(previews, handle, pipe.scheduler, settings.frames)
+        with ExitStack() as around, handle.switched(report), torch.no_grad():
+            for feature in features:
+                around.enter_context(feature.around_run())
+            pipe = _pipeline(stages, run, denoiser or partial(guarded_denoiser, features=features), request, video)
+            for feature in features:
+                feature.wrap_pipeline(pipe)
             if embeddings:  # diffusers' CogView3-Plus would put zeros in place of a negative prompt that is encoded
                 pipe.encode_prompt = lambda *_, **__: tuple(embeddings.values())
             given = {
@@ -169,58 +171,45 @@ def sample(
                 **{name: value for name, value in given.items() if value is not None},
             )
     finally:
-        if cache:
-            report.account(cache.use)
         for stage in stages:
             save_profile(handle, stage.name, stage.plan.numerics)
         handle.store.empty_quantised()
         handle.finish(*family.denoisers, *ENCODERS)
-    if key:
-        auto_compile.record(key, report, report.steps)
     latents = result.frames if family.layout.counts_frames else result.images
     config = handle.store.model.vae_config
     latents = family.layout.unscaled(latents, settings.frames, config)
     return latents.cpu().contiguous(), report  # ComfyUI 0.0.1's SaveLatent takes no other
 
 
-@contextmanager
-def while_compiling(handle: PipelineHandle, report: RunReport, tell: Tell) -> Generator[None]:
-    """Hold what compiling takes while a denoiser runs, and count in its report what was compiled. An eager one takes
-    nothing."""
-    if handle.backend.name == EAGER:
-        yield
-        return
-    from ..compile.block import listening
-    from ..compile.cache import compile_cache
-    from ..compile.counts import counted
-    from ..compile.target import target_of
-
-    model, device = handle.store.model, handle.store.placement.device
-    with ExitStack() as held:
-        held.enter_context(counted(report))
-        if handle.backend.name == "inductor":
-            target = target_of(model, report.plan, handle.compile_options, device, handle.architecture)
-            held.enter_context(compile_cache(handle.compiled, target, report, tell))
-        held.enter_context(listening(tell, report.note))
-        yield
+def _choose_backend(
+    handle: PipelineHandle, request: Precision | None, *, compile_now: bool
+) -> tuple[PipelineHandle, str]:
+    """Return the pipeline with the backend of this run, and what its eager seconds are counted by; "": they are not."""
+    if not handle.backend.automatic or handle.backend.name == EAGER:
+        return handle, ""
+    key = auto_compile.denoiser_key(handle, request)
+    if not key or compile_now:
+        return handle, key
+    chosen = handle.ranks.broadcast_from_rank0(lambda: auto_compile.decide_denoiser(handle, key))
+    return replace(handle, backend=chosen), key
 
 
 def _pipeline(
     stages: Sequence[ComponentStage],
+    run: Run,
     denoiser: MakeDenoiser,
-    scheduler: str,
     request: Precision | None,
-    tell: Tell,
-    *,
-    from_video: bool,
+    video: list[Any] | None,
 ) -> Any:
+    """Return diffusers' pipeline, which has no weights of its own."""
     import diffusers
 
     def told(_done: int, _total: int, text: str) -> None:
-        tell(text)
+        run.tell(text)
 
-    handle, before = stages[0].handle, stages[0].report.before
-    family, config = handle.family, handle.store.model.vae_config
+    handle, before = run.handle, run.report.before
+    family, config, from_video = handle.family, handle.store.model.vae_config, video is not None
+    scheduler = run.settings.scheduler if run.settings else ""
     parts: dict[str, Any] = {**dict.fromkeys(family.components), **handle.store.model.options}
     own = handle.store.unweighted("scheduler")
     kind = getattr(diffusers, family.schedulers[scheduler]) if scheduler else type(own)
@@ -235,7 +224,8 @@ def _pipeline(
         parts["image_encoder"] = _guarded_image_encoder(encoding, Calls("image encoder, call {} of {}", told, total=1))
         parts["feature_extractor"] = handle.store.unweighted("feature_extractor")
         before.append(encoding.report)
-    parts |= {stage.name: denoiser(stage) for stage in stages}
+    for stage in stages:
+        parts[stage.name] = denoiser(stage)
     pipe = getattr(diffusers, family.from_video if from_video else family.pipeline)(**parts)
     pipe.vae_scale_factor = pipe.vae_scale_factor_spatial = family.layout.spatial(config)
     pipe.vae_scale_factor_temporal = family.layout.temporal(config)
@@ -251,7 +241,7 @@ def _guarded_image_encoder(stage: ComponentStage, calls: Calls) -> torch.nn.Modu
         return guard(pixels)
 
     def encode(pixels: torch.Tensor) -> Any:
-        output = here().broadcast_from_rank0(lambda: fallback.run(lambda: encoded(pixels)))
+        output = stage.handle.ranks.broadcast_from_rank0(lambda: fallback.run(lambda: encoded(pixels)))
         output.image_embeds = output.image_embeds.float()  # diffusers takes the latents' dtype from it
         return output
 

@@ -15,17 +15,14 @@ from ...precision.observe import alone
 from ...precision.overrides import ModuleStructure
 from ...precision.policy import Component, Precision
 from ...precision.stage import Stage
-from ...precision.step_cache import GuidanceWeights, StepCacheController
 from ...trust.message import Message
 from ..compile.backends import uses_torch_kernels
 from ..errors import BackendUnavailable
 from ..models.lora import Lora
-from ..parallel.group import Ranks, here
-from ..parallel.plan import ONE, Sharing
+from ..weights.block_offload import most_on_device
 from ..weights.layout import of_layout
 from ..weights.offload import Offload, OffloadPolicy
 from ..weights.oom_fallback import OomFallback, first_line
-from ..weights.parts import most_on_device
 from ..weights.placement import bytes_of
 from ..weights.quantising import quantised_bytes
 
@@ -36,6 +33,10 @@ logger = logging.getLogger(__name__)
 
 _IN_PARTS = (Component.TEXT_ENCODER, Component.DENOISER)  # an offload in parts is for these, which are large
 _T = TypeVar("_T")
+
+
+def _itself(module: torch.nn.Module) -> torch.nn.Module:
+    return module
 
 
 class _Once(Generic[_T]):
@@ -54,17 +55,13 @@ class _Once(Generic[_T]):
 class ComponentStage(Stage):
     """name: of its folder. weights_in: the dtype that its weights are loaded in.
 
-    cache_controller: of the run's step cache. guidance_weights: what the sampler multiplies a step's outputs by.
-    sharing: how ranks share a denoiser's calls. prompts: of both calls of a step, where it has two.
+    adapt: makes a shell of its module that computes in another way, with other processes for instance.
     """
 
     handle: PipelineHandle
     name: str
     weights_in: str
-    cache_controller: StepCacheController | None = None
-    guidance_weights: GuidanceWeights = (1.0,)
-    sharing: Sharing = ONE
-    prompts: tuple[torch.Tensor, ...] = ()
+    adapt: Callable[[torch.nn.Module], torch.nn.Module] = _itself
 
     @property
     def loras(self) -> tuple[Lora, ...]:
@@ -72,23 +69,13 @@ class ComponentStage(Stage):
 
     @_Once
     def module(self) -> torch.nn.Module:
-        """The untouched original, with the pipeline's LoRAs, wherever it is; of a denoiser that ranks compute together,
-        a shell of it. Raises BadFolder, BadLora."""
+        """The untouched original, with the pipeline's LoRAs, wherever it is, or what `adapt` makes of it. Raises
+        BadFolder, BadLora."""
         module = self._loaded(place=False)
         self.report.notes += self.handle.store.notes[self.name]
         if self.handle.compile_options.channels_last and self._convolves:
             self.report.note(self._layout(module))
-        family = self.handle.family
-        if self.context.alone or family.context is None:
-            return module
-        from ..parallel.shell import over_ranks
-
-        return over_ranks(module, family.blocks[0], family.context, self.context)
-
-    @property
-    def context(self) -> Ranks:
-        """The ranks that share the tokens of a call."""
-        return here().part(self.sharing.context)
+        return self.adapt(module)
 
     def place(self, room: Callable[[], int] = lambda: 0) -> None:
         """Bring it to the device, where it is about to compute: what else is placed there may drive it out until
@@ -224,7 +211,7 @@ def stage_of(handle: PipelineHandle, component: Component, request: Precision | 
         architecture=handle.architecture,
         asked=handle.policy,
         inputs=inputs.get(component, ()),
-        agree=here().all_reduce_absmax if component is Component.DENOISER else alone,
+        agree=alone if handle.ranks.alone or component is not Component.DENOISER else handle.ranks.all_reduce_absmax,
         handle=handle,
         name=handle.family.folder(component),
         weights_in=handle.plan(Component.VAE_DECODE, request).dtype if as_the_decoder else plan.dtype,

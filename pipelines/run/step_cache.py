@@ -1,60 +1,86 @@
-"""The step cache of one run, as its handle and settings ask for it."""
+"""A run's step cache."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...precision.error_estimate import CachePolicy
+from ...precision.fallback import HalfPrecisionForward
+from ...precision.report import StepRecord
 from ...precision.step_cache import GuidanceWeights, StepCache, StepCacheController, block_names
-from ..parallel.group import here
+from .feature import CallFeature, DenoiserSetup, Feature, Run
 
 if TYPE_CHECKING:
-    from .handle import PipelineHandle
-    from .stage import ComponentStage
+    from ..families.spec import FamilySpec
+    from ..parallel.feature import ParallelRun
+    from .sample import SampleSettings
 
 
-def make_step_cache_controller(handle: PipelineHandle, settings: Any) -> StepCacheController | None:
-    """Return the controller of a run's step cache; None where every step is computed. settings: SampleSettings."""
-    policy = handle.step_cache
-    if policy is None or not policy.error or not handle.family.cached_blocks:
-        return None
-    return StepCacheController(policy, settings.computed_steps)
+class CachedRun(Feature):
+    """On predictable steps, most of a denoiser is skipped. The run's denoisers share the controller."""
+
+    keeps_calls = True
+
+    def __init__(self, run: Run, settings: SampleSettings, policy: CachePolicy, parallel: ParallelRun | None):
+        self._controller = StepCacheController(policy, settings.computed_steps)
+        self._weights = guidance_weights(run.handle.family, settings)
+        self._shares = (parallel.own_share, parallel.of_both_halves) if parallel else ()
+        self._report = run.report
+        self._caches: dict[str, StepCache] = {}  # by denoiser
+
+    @contextmanager
+    def around_run(self) -> Generator[None]:
+        try:
+            yield
+        finally:
+            self._report.account(self._controller.use)
+
+    def of_calls(self, setup: DenoiserSetup) -> CallFeature | None:
+        stage, known = setup.stage, self._caches.get(setup.stage.name)
+        if known:  # calls are made otherwise from now on
+            known.forget()
+        blocks = block_names(stage.module, stage.handle.family.cached_blocks)
+        if not blocks:
+            stage.report.note("no step is cached: the denoiser has nothing that a cached step could leave out")
+        if not blocks or not setup.cached:
+            return None
+        weights = self._weights[stage.handle.family.denoisers.index(stage.name)]
+        self._caches[stage.name] = cache = known or StepCache(blocks, self._controller, weights, *self._shares)
+        return CachedCalls(cache, setup)
+
+    def on_step_end(self, latents: torch.Tensor) -> None:
+        self._controller.end_step(latents)
+        self._report.cache = self._controller.use
 
 
-def guidance_weights(handle: PipelineHandle, settings: Any) -> tuple[GuidanceWeights, ...]:
+class CachedCalls(CallFeature):
+    def __init__(self, cache: StepCache, setup: DenoiserSetup):
+        self._cache, self._report = cache, setup.stage.report
+        self.pending = cache.controller.pending
+
+    def wrap_attempt(self, made: HalfPrecisionForward) -> HalfPrecisionForward:
+        return replace(made, run=self._cache.attempt(made.run))
+
+    def wrap_rerun(self, rerun: Callable[..., Any]) -> Callable[..., Any]:
+        return self._cache.rerun(rerun)
+
+    def wrap_guarded(self, call: Callable[..., Any], *, rerun: bool) -> Callable[..., Any]:
+        return self._cache.guarded(call, rerun=rerun)
+
+    def end_call(self, record: StepRecord) -> None:
+        self._report.cached(self._cache.keep(accepted=record.outcome in ("finite", "rerun")))
+
+
+def guidance_weights(family: FamilySpec, settings: SampleSettings) -> tuple[GuidanceWeights, ...]:
     """Return what guidance multiplies the outputs of a step by, for each denoiser: both halves of a batch, of which the
     first one has the negative prompt, or two calls, of which the first one has the positive prompt."""
-    family = handle.family
     scale = settings.scale(family)
     if scale <= 1:
         return ((1.0,),) * len(family.denoisers)
     scales = [scale, settings.guidance_scale_2 or scale][: len(family.denoisers)]
     return tuple((1 - each, each) if family.guidance.calls == 1 else (each, 1 - each) for each in scales)
-
-
-def make_step_cache(stage: ComponentStage) -> StepCache | None:
-    """Return a new cache for a denoiser in a run; None where nothing is cached."""
-    family, context, sharing = stage.handle.family, stage.context, stage.sharing
-    if stage.cache_controller is None:
-        return None
-    blocks = block_names(stage.module, family.cached_blocks)
-    if not blocks:
-        stage.report.note("no step is cached: the denoiser has nothing that a cached step could leave out")
-        return None
-
-    def own_share(hidden: torch.Tensor) -> torch.Tensor:
-        if context.alone or family.context is None:
-            return hidden
-        from ..parallel.exchange import share_of
-
-        return share_of(hidden, family.context.first[family.context.picture], context)
-
-    def of_both_halves(made: torch.Tensor) -> torch.Tensor:
-        if not sharing.halves:
-            return made
-        from ..parallel.exchange import from_each
-
-        return torch.cat(from_each(made, sharing.first_of_halves, here()))
-
-    return StepCache(blocks, stage.cache_controller, stage.guidance_weights, own_share, of_both_halves)

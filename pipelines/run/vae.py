@@ -23,7 +23,6 @@ from ...precision.overrides import ModuleStructure, PrecisionOverrides
 from ...precision.shallow_copy import Make, mixin_class, replace_submodules, reporting, with_forward
 from ...precision.upcast import run_in_fp32
 from ..compile.auto_compile import CallSignature, DecoderCompiler, signature_of
-from ..parallel.group import here
 from ..weights.activation_memory import attempt_on_meta, counted
 from ..weights.oom_fallback import ExecutionOption
 from .calls import Calls, calls_of_vae
@@ -97,7 +96,7 @@ def guarded_encoder(stage: ComponentStage, calls: Calls) -> Any:
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
         from diffusers.models.modeling_outputs import AutoencoderKLOutput
 
-        moments = here().broadcast_from_rank0(lambda: fallback.run(lambda: moments_of(pixels), [tiled]))
+        moments = stage.handle.ranks.broadcast_from_rank0(lambda: fallback.run(lambda: moments_of(pixels), [tiled]))
         return AutoencoderKLOutput(latent_dist=DiagonalGaussianDistribution(moments))  # pyright: ignore[reportArgumentType]
 
     def moments_of(pixels: torch.Tensor) -> torch.Tensor:
@@ -183,7 +182,7 @@ def _learning(stage: ComponentStage, network: torch.nn.Module, compiler: Decoder
     def build(known: PrecisionOverrides) -> HalfPrecisionForward:
         parts = known.parts  # inside of what would be compiled whole
 
-        def whole(half: torch.nn.Module, _wide: bool) -> torch.nn.Module:
+        def whole(half: torch.nn.Module, _wide: bool, _left: tuple[str, ...]) -> torch.nn.Module:
             if compiler is None or parts:
                 return half
             return compiler.shell(half, around=partial(_unwatched, half))

@@ -30,9 +30,9 @@ from ...precision.wide import with_wide_stream
 from ..compile.backends import EAGER, CompileOptions, came_to, choose_backend, compiled
 from ..errors import DeviceGone
 from ..families.table import VARIANTS
-from ..weights.offload import brings_parts_to, in_parts
+from ..weights.block_offload import in_parts
+from ..weights.offload import Offload, brings_parts_to
 from ..weights.oom_fallback import ran_out
-from ..weights.parts import Offload
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ...precision.attention import Choice
-from ...precision.consistency import DamagedByCast, make_consistent
 from ...precision.dtypes import DTYPES
-from ...precision.narrowing import mend_narrowed
+from ...precision.loaded_weights import DamagedByCast, make_consistent, mend_narrowed
 from ...precision.overrides import PrecisionOverrides
 from ...precision.quantised import QuantisedLinears
 from ...precision.shared import TURNS
@@ -30,10 +29,10 @@ from ..compile.backends import CompileOptions
 from ..errors import BadFolder
 from ..models.folder import fingerprint
 from ..models.lora import Lora, LoraKey, keys, with_loras
-from ..models.on_disk import StoredModel, hooked
-from ..reading import reading
+from ..models.on_disk import StoredModel, hooked, reading
+from .block_offload import BlockOffload, in_parts
 from .layout import laid_out, lay_out
-from .offload import BlockOffload, NoOffload, Offload, OffloadPolicy, brings_parts_to, in_parts
+from .offload import NoOffload, Offload, OffloadPolicy, brings_parts_to
 from .oom_fallback import FailedEstimate
 from .placement import MOVING, Placement, bytes_coming, bytes_of, bytes_on, has_room, let_go_of_host_copies, move
 
@@ -77,6 +76,7 @@ class ComponentStore:
         # of components that are not on the device whole
         self._onloading: dict[str, tuple[tuple[Offload, tuple[str, ...]], BlockOffload]] = {}
         self._unweighted: dict[str, Any] = {}
+        self._laid_out: set[str] = set()  # of which convolutions have lain with their channels last
         self._in_use = threading.RLock()
 
     @contextmanager
@@ -152,8 +152,8 @@ class ComponentStore:
         beside: int = 0,
     ) -> torch.nn.Module:
         """Return the component as `module` does, or a shell of it with LoRAs added. Raises BadLora."""
-        module, key = self.module(name, dtype, offload, place=place, beside=beside), keys(loras)
-        if not key:
+        module = self.module(name, dtype, offload, place=place, beside=beside)
+        if not loras or not (key := keys(loras)):
             return module
         known, shell = self._with_loras.get(name, ((), module))
         if known != key:
@@ -174,7 +174,8 @@ class ComponentStore:
         """Have the convolutions of a loaded component lie in memory with their channels last, or as they were read."""
         with MOVING:
             module = self._modules[name][1]
-            if not laid_out(module, channels_last=channels_last):
+            if (channels_last or name in self._laid_out) and not laid_out(module, channels_last=channels_last):
+                self._laid_out.add(name)
                 self._forget_parts(name)  # which lie together
                 lay_out(module, channels_last=channels_last)
 
@@ -227,8 +228,9 @@ class ComponentStore:
         """Return whether the device has room for the weights of all components at once, but for the text encoder's,
         and for what any call so far took beside them."""
         memory = self.placement.memory()
-        loaded = {name: bytes_of(module) - self._bytes_there(module) for name, (_, module) in self._modules.items()}
-        missing = {name: files.n_bytes for name, files in self.model.weights.items()} | loaded
+        missing = {name: files.n_bytes for name, files in self.model.weights.items()}
+        for name, (_, module) in self._modules.items():
+            missing[name] = bytes_of(module) - bytes_on(self.placement.device, module)
         missing |= {"text_encoder": 0, "its calls": max(self.room.values(), default=0)}
         return memory is None or memory.free >= sum(missing.values())
 

@@ -10,7 +10,6 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from ...precision.memory import size
-from ...precision.report import RunReport
 from ...trust.message import Message, Told
 from .placement import Placement
 
@@ -180,33 +179,22 @@ class OomFallback:
         ) from failed
 
 
-def once_more(
-    run: Callable[[], tuple[Result, RunReport]], leave_device: Callable[[], object], placement: Placement
-) -> tuple[Result, RunReport]:
-    """Run a stage, and a second time with nothing on the device where memory ran out beside its model: for embeddings,
-    noise, or what a scheduler computes. Raises NoRoom where it runs out then, too."""
-    again = False
-    while True:
-        try:
-            made, report = run()
-        except RuntimeError as error:
-            if isinstance(error, NoRoom) or not ran_out(error):
-                raise
-            if again:
-                raise NoRoom(
-                    "Memory ran out, with nothing else of the model on {}. Choose a smaller size, close what else uses "
-                    "the card, or take a card with more memory. PyTorch said: {}",
-                    placement.device,
-                    first_line(error),
-                ) from error
-            traceback.clear_frames(error.__traceback__)
-        else:
-            if again:
-                report.note(Message("memory ran out; the stage began again with nothing else on the device"))
-            return made, report
-        again = True
-        leave_device()
-        placement.give_back()
+def check_once_more(error: RuntimeError, placement: Placement, *, again: bool) -> None:
+    """Raise the error of a stage unless memory ran out beside its model, for embeddings, noise, or what a scheduler
+    computes: then it may run once more with nothing on the device.
+
+    again: it did so already. Raises NoRoom then.
+    """
+    if isinstance(error, NoRoom) or not ran_out(error):
+        raise error
+    if again:
+        raise NoRoom(
+            "Memory ran out, with nothing else of the model on {}. Choose a smaller size, close what else uses the "
+            "card, or take a card with more memory. PyTorch said: {}",
+            placement.device,
+            first_line(error),
+        ) from error
+    traceback.clear_frames(error.__traceback__)
 
 
 def first_line(error: BaseException) -> str:

@@ -13,11 +13,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...precision.dtypes import has_float64
 from ...precision.machine import default_device
-from .parts import tensors_of
 
 _CONTAINER = Path("/sys/fs/cgroup")
 _LEFT_FREE = 0.1  # of main memory, by what is kept there for its next use
 MOVING = threading.RLock()  # held by who moves weights: ComfyUI's memory manager keeps its lists without a lock
+
+
+def tensors_of(module: torch.nn.Module, *, recurse: bool = True) -> Iterator[torch.Tensor]:
+    """Yield a module's parameters and buffers."""
+    yield from module.parameters(recurse)
+    yield from module.buffers(recurse)
 
 
 class DeviceMemory(NamedTuple):

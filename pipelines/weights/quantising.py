@@ -6,12 +6,15 @@ reading those once, and ComfyUI's memory manager, which knows nothing of them, f
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ...precision.fallback import HalfPrecisionForward
 from ...precision.overrides import ModuleStructure
 from ...precision.policy import Plan, PlanImpossible
 from ...precision.quantised import LEAST, QuantisedLinears, lacking
+from ...precision.report import RunReport
 from ..models.lora import keys
+from ..run.feature import CallFeature, DenoiserSetup, Feature
 from .offload import Offload, brings_parts_to
 
 if TYPE_CHECKING:
@@ -20,11 +23,35 @@ if TYPE_CHECKING:
     from ..run.stage import ComponentStage
 
 
+class QuantisedRun(Feature):
+    def of_calls(self, setup: DenoiserSetup) -> CallFeature | None:
+        layers = quantised_of(setup.stage)
+        return _QuantisedLayers(layers, setup.stage.report) if layers else None
+
+
+class _QuantisedLayers(CallFeature):
+    def __init__(self, layers: QuantisedLinears, report: RunReport):
+        self._layers, self._report = layers, report
+
+    def build_options(self) -> dict[str, Any]:
+        return {"quantised": self._layers}
+
+    def wrap_attempt(self, made: HalfPrecisionForward) -> HalfPrecisionForward:
+        if said := self._layers.in_words():
+            self._report.note(said)
+        return made
+
+    def begin_call(self) -> None:
+        self._layers.fill()
+        self._layers.start()
+
+    def peak_inside(self) -> torch.Tensor | None:
+        return self._layers.take()
+
+
 def check(plan: Plan, offload: Offload, device: torch.device) -> None:
     """Raise PlanImpossible where a plan's layers cannot be quantised here: without torchao, or where the weights that
     they are quantised from are never on the device together."""
-    if not plan.quantised:
-        return
     if missing := lacking(plan.quantised):
         raise PlanImpossible(missing)
     if offload.in_parts and brings_parts_to(device):

@@ -18,8 +18,8 @@ from comfyui_onediff_guard.pipelines.run.denoiser import guarded_denoiser
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH, Accumulation
-from comfyui_onediff_guard.precision.consistency import DamagedByCast, make_consistent
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
+from comfyui_onediff_guard.precision.loaded_weights import DamagedByCast, make_consistent
 from comfyui_onediff_guard.precision.policy import Component, Precision
 from diffusers import CogVideoXTransformer3DModel, CogView3PlusTransformer2DModel
 from mechanisms import (

@@ -19,7 +19,7 @@ from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.attention import KERNELS, Attended, Call, Choice, Timing
-from comfyui_onediff_guard.precision.policy import Precision
+from comfyui_onediff_guard.precision.policy import Component, Precision
 from comfyui_onediff_guard.precision.report import RunReport
 from comfyui_onediff_guard.trust.atomic_files import LIMIT_VARIABLE
 from kernel_clock import timed_as
@@ -102,7 +102,7 @@ def test_auto_is_pytorchs_choice(model_folder: Any) -> None:
 def test_backends_with_attention_of_their_own_are_not_measured(model_folder: Any) -> None:
     handle = opened(model_folder("2b"), CompileOptions(attention="measured"))
     handle = replace(handle, backend=BackendChoice("nexfort", "asked for"))
-    how, said = attention.with_attention(handle, "nexfort", "fp16", {})
+    how, said = attention.with_attention(handle.stage(Component.DENOISER), "nexfort", {})
     assert how.attention == "" and said == "attention: not measured, nexfort has its own"
 
 

@@ -15,7 +15,7 @@ from comfyui_onediff_guard.pipelines.compile import target as targets
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, CompileOptions
 from comfyui_onediff_guard.pipelines.compile.cache import IMPORTED, INDUCTOR, SAVED, TRITON, exportable, keep_imported
 from comfyui_onediff_guard.pipelines.compile.code import SUFFIX
-from comfyui_onediff_guard.pipelines.run.sample import while_compiling
+from comfyui_onediff_guard.pipelines.compile.feature import while_compiling
 from comfyui_onediff_guard.precision import machine
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 from comfyui_onediff_guard.precision.policy import Component

@@ -231,13 +231,10 @@ def test_the_switch_compiles_nothing_anew(opened, model_folder, traced_alone: No
 
 
 def test_backends_that_multiply_in_their_own_way_are_left_alone(opened, model_folder, card, monkeypatch) -> None:
-    from comfyui_onediff_guard.pipelines.compile import backends
-    from comfyui_onediff_guard.pipelines.run import denoiser
+    from comfyui_onediff_guard.pipelines.compile import backends, feature
 
-    monkeypatch.setattr(
-        denoiser, "for_dtype", lambda *_: backends.BackendChoice("nexfort", "asked for", automatic=False)
-    )
-    monkeypatch.setattr(denoiser, "compiled", lambda half, *_, **__: half)
-    _, report = sampled(opened(model_folder("2b")), "2b")
+    monkeypatch.setattr(feature, "compiled", lambda half, *_, **__: half)
+    handle = replace(opened(model_folder("2b")), backend=backends.BackendChoice("nexfort", "asked for"))
+    _, report = sampled(handle, "2b")
     assert card.launched == 0
     assert "fp16 accumulation in the transformer: nothing, since nexfort multiplies in its own way" in report.text()

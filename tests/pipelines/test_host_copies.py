@@ -13,8 +13,7 @@ import torch
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.pipelines.weights import placement
-from comfyui_onediff_guard.pipelines.weights.parts import tensors_of
-from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement, has_own_memory, move
+from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement, has_own_memory, move, tensors_of
 from test_step_cache_runs import opened, run
 from torch import nn
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
-from comfyui_onediff_guard.pipelines.weights.offload import in_parts
-from comfyui_onediff_guard.pipelines.weights.parts import Offload, Parts, most_on_device, tensors_of
+from comfyui_onediff_guard.pipelines.weights.block_offload import Parts, in_parts, most_on_device
+from comfyui_onediff_guard.pipelines.weights.offload import Offload
+from comfyui_onediff_guard.pipelines.weights.placement import tensors_of
 from diffusers import CogVideoXTransformer3DModel
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.pipelines.insight.published import PUBLISHED
-from comfyui_onediff_guard.pipelines.models.component_config import fields_of
 from comfyui_onediff_guard.pipelines.models.recognised import family_of, open_model
 from comfyui_onediff_guard.pipelines.models.single_file import fit
+from comfyui_onediff_guard.pipelines.small_files import fields_of
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 
 # Parameters of the denoiser, the encoder and the VAE. Model cards, papers and the bytes of the published files say them

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from comfyui_onediff_guard.pipelines import reading
+from comfyui_onediff_guard.pipelines.models import on_disk as reading
 
 GB = 10**9
 

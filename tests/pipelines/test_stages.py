@@ -146,7 +146,7 @@ def test_a_component_that_failed_on_its_way_is_loaded_anew(model_folder, open_pi
     assert handle.store.notes["transformer"] == ()
 
 
-def test_an_eager_run_enters_no_file_of_compile_but_the_one_that_chose_it(model_folder, open_pipeline):
+def test_an_eager_run_enters_no_file_of_compile(model_folder, open_pipeline):
     handle = open_pipeline(model_folder("2b"), "fp16")
     (positive, negative), _ = encode_prompts(handle, ["a boat", ""])
     entered: set[Path] = set()
@@ -161,4 +161,4 @@ def test_an_eager_run_enters_no_file_of_compile_but_the_one_that_chose_it(model_
     finally:
         sys.setprofile(None)
     ours = {file.name for file in entered if file.parent == Path(backends.__file__).parent}
-    assert ours == {"backends.py"}
+    assert not ours

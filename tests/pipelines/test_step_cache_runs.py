@@ -108,21 +108,21 @@ def test_nan_at_any_step(
     calls = 2 if model == "cogview4" else 1
     at = failing * calls
     given: list[Any] = []
-    make = denoising.DenoiserBuilder.build
+    make = denoising.build_attempt
 
-    def build(builder: Any, learned: PrecisionOverrides) -> Any:
-        made = make(builder, learned)
+    def build(stage: Any, *args: Any) -> Any:
+        made = make(stage, *args)
 
         def attempt(*args: Any, **kwargs: Any) -> Any:
             output = made.run(*args, **kwargs)
-            if len(builder._stage.report.steps) != at:
+            if len(stage.report.steps) != at:
                 return output
             given.append(kwargs)
             return (output[0] * torch.nan,)
 
         return replace(made, run=attempt)
 
-    monkeypatch.setattr(denoising.DenoiserBuilder, "build", build)
+    monkeypatch.setattr(denoising, "build_attempt", build)
     wanted, without = run(handle, model)
     found, report = run(handle, model, WIDE)
     assert [step.outcome for step in report.steps] == [step.outcome for step in without.steps]
@@ -154,18 +154,18 @@ def test_what_a_guard_that_is_off_lets_through_is_not_kept(
 
 def broken_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """The attempt of one step is NaN."""
-    make = denoising.DenoiserBuilder.build
+    make = denoising.build_attempt
 
-    def build(builder: Any, learned: PrecisionOverrides) -> Any:
-        made = make(builder, learned)
+    def build(stage: Any, *args: Any) -> Any:
+        made = make(stage, *args)
 
         def attempt(*args: Any, **kwargs: Any) -> Any:
             output = made.run(*args, **kwargs)
-            return (output[0] * torch.nan,) if len(builder._stage.report.steps) == step else output
+            return (output[0] * torch.nan,) if len(stage.report.steps) == step else output
 
         return replace(made, run=attempt)
 
-    monkeypatch.setattr(denoising.DenoiserBuilder, "build", build)
+    monkeypatch.setattr(denoising, "build_attempt", build)
 
 
 @pytest.mark.parametrize("overflow", ["none", "stream"])
@@ -202,8 +202,8 @@ def test_what_was_learned(
 def test_halves_apart(model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     init = denoising.GuardedDenoiser.__init__
 
-    def halved(steps: Any, stage: Any) -> None:
-        init(steps, stage)
+    def halved(steps: Any, *args: Any) -> None:
+        init(steps, *args)
         steps._apart = True
 
     monkeypatch.setattr(denoising.GuardedDenoiser, "__init__", halved)
@@ -219,20 +219,20 @@ def test_where_memory_runs_out_the_cache_goes_first(
 ) -> None:
     handle = opened(model_folder("2b"))
     plain, _ = run(handle, "2b")
-    make, failures = denoising.DenoiserBuilder.build, [0, 0]
+    make, failures = denoising.build_attempt, [0, 0]
 
-    def build(builder: Any, learned: PrecisionOverrides) -> Any:
-        made = make(builder, learned)
+    def build(stage: Any, *args: Any) -> Any:
+        made = make(stage, *args)
 
         def attempt(*args: Any, **kwargs: Any) -> Any:
-            if len(builder._stage.report.steps) == 6 and failures:
+            if len(stage.report.steps) == 6 and failures:
                 failures.pop()
                 raise torch.OutOfMemoryError("CUDA out of memory.")
             return made.run(*args, **kwargs)
 
         return replace(made, run=attempt)
 
-    monkeypatch.setattr(denoising.DenoiserBuilder, "build", build)
+    monkeypatch.setattr(denoising, "build_attempt", build)
     found, report = run(handle, "2b", WIDE)
     assert "went on with nothing else on the device" in report.text() and "went on with no step cache" in report.text()
     assert "halves" not in report.text() and "cached" not in report.cells()[6:]

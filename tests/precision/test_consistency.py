@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from comfyui_onediff_guard.precision.consistency import DamagedByCast, make_consistent
+from comfyui_onediff_guard.precision.loaded_weights import DamagedByCast, make_consistent
 from comfyui_onediff_guard.precision.shallow_copy import KeptInFp32
 from host_reads import HostReads
 from torch import nn

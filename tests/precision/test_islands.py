@@ -226,7 +226,7 @@ def test_islands_take_tf32_where_the_rerun_does(monkeypatch, tf32, known):
     anatomy = ModuleStructure.of(module, ["blocks"], STREAM)
     build_half_precision_forward(module, anatomy, known, "fp16", tf32=tf32).run(latents().half())
     compiled_too = build_half_precision_forward(
-        module, anatomy, known, "fp16", tf32=tf32, compiled=lambda m, _: copy.copy(m)
+        module, anatomy, known, "fp16", tf32=tf32, compiled=lambda m, *_: copy.copy(m)
     )
     compiled_too.run(latents().half())
     assert asked == [tf32, tf32]
@@ -252,7 +252,7 @@ class Compiler:
         self.graphs += 1
         return graph.forward
 
-    def compiled(self, half: nn.Module, wide: bool) -> nn.Module:
+    def compiled(self, half: nn.Module, wide: bool, _left: tuple[str, ...]) -> nn.Module:
         """Block by block, in a shell; one for a wide stream, one for none."""
         if wide not in self.shells:
             compile_all = lambda blocks: nn.ModuleList(torch.compile(b, backend=self) for b in blocks)  # noqa: E731

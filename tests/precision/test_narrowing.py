@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.precision.consistency import make_consistent
-from comfyui_onediff_guard.precision.narrowing import TRACE, mend_narrowed
+from comfyui_onediff_guard.precision.loaded_weights import TRACE, make_consistent, mend_narrowed
 from comfyui_onediff_guard.precision.shallow_copy import KeptInFp32, keep_in_fp32
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from comfyui_onediff_guard.precision.wide import with_wide_stream

@@ -61,8 +61,8 @@ class Run:
     ):
         self.controller = StepCacheController(policy, steps)
         self.cache = StepCache(block_names(module, "blocks"), self.controller, (-1.0, 2.0))
-        self.attempt = self.cache.attempt(module, made)
-        self.rerun = self.cache.rerun(module, made)
+        self.attempt = self.cache.guarded(made(self.cache.attempt(module)))
+        self.rerun = self.cache.guarded(made(self.cache.rerun(module)), rerun=True)
         self.cached: list[int] = []
 
     def step(self, given: torch.Tensor, *, fails: bool = False) -> torch.Tensor:

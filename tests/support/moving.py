@@ -18,8 +18,7 @@ from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, add_lora, load
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights import components as stores
-from comfyui_onediff_guard.pipelines.weights.parts import tensors_of
-from comfyui_onediff_guard.pipelines.weights.placement import Placement
+from comfyui_onediff_guard.pipelines.weights.placement import Placement, tensors_of
 from comfyui_onediff_guard.precision.policy import Precision
 from diffusers.hooks.group_offloading import ModuleGroup
 

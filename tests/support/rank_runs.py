@@ -84,7 +84,7 @@ def sampled(case: Case) -> Made:
     """Run a case in this process, alone or as one of several."""
     from comfyui_onediff_guard.pipelines.models.folder import family_of
     from comfyui_onediff_guard.pipelines.models.lora import Lora
-    from comfyui_onediff_guard.pipelines.parallel.group import here
+    from comfyui_onediff_guard.pipelines.parallel.group import process_group
     from comfyui_onediff_guard.pipelines.run.decode import decode
     from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
     from comfyui_onediff_guard.pipelines.run.handle import add_lora, load
@@ -102,6 +102,7 @@ def sampled(case: Case) -> Made:
             return sampled(replace(case, there=True))
     components._STORES.clear()
     options: dict[str, Any] = {"backend": case.backend, "offload": case.offload, "placement": PlainPlacement()}
+    options["ranks"] = process_group()
     handle = load(case.folder, family_of(case.folder), precision=Precision(case.precision), **options)
     handle = replace(handle, step_cache=CachePolicy(error=0.5, check_every=3)) if case.cache else handle
     handle = add_lora(handle, Lora(case.lora)) if case.lora else handle
@@ -118,7 +119,7 @@ def sampled(case: Case) -> Made:
         happened: list[bool] = []
         counts: list[tuple[int, int]] = []
         _count(handle, counts)
-        if case.fault and here().rank in case.fault.ranks:
+        if case.fault and process_group().rank in case.fault.ranks:
             component = case.fault.component or handle.family.denoiser
             part = Component.VAE_DECODE if component == "vae" else Component.DENOISER
             network = handle.store.module(component, handle.plan(part).dtype)
@@ -172,7 +173,7 @@ def run_cases(cases: Sequence[Case]) -> list[Made]:
 def choosing_kernels(case: Case) -> tuple[Made, list[Any]]:
     """Run a case where each rank would choose another attention kernel. Returns the calls too that it was asked for."""
     from comfyui_onediff_guard.pipelines.compile import attention
-    from comfyui_onediff_guard.pipelines.parallel.group import here
+    from comfyui_onediff_guard.pipelines.parallel.group import process_group
     from comfyui_onediff_guard.precision.attention import KERNELS, Choice, Timing
 
     KERNELS["math"] = replace(KERNELS["math"], timed=True)  # a CPU has no other choice
@@ -181,7 +182,7 @@ def choosing_kernels(case: Case) -> tuple[Made, list[Any]]:
 
     def measure(calls: Any, _device: object) -> Choice:
         asked.extend(calls)
-        return Choice("math" if here().first else "", timings)
+        return Choice("math" if process_group().first else "", timings)
 
     attention.measure = measure
     return sampled(case), asked

@@ -11,8 +11,8 @@ from card_faults import opened
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
 from comfyui_onediff_guard.pipelines.weights import components as stores
+from comfyui_onediff_guard.pipelines.weights.block_offload import most_on_device
 from comfyui_onediff_guard.pipelines.weights.offload import Offload
-from comfyui_onediff_guard.pipelines.weights.parts import most_on_device
 from small_runs import SIZES, sampled
 
 

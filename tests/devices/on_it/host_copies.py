@@ -13,8 +13,7 @@ from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, add_lora
 from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.pipelines.weights import placement
-from comfyui_onediff_guard.pipelines.weights.parts import tensors_of
-from comfyui_onediff_guard.pipelines.weights.placement import DeviceMemory, move
+from comfyui_onediff_guard.pipelines.weights.placement import DeviceMemory, move, tensors_of
 from small_runs import sampled
 from torch import nn
 from trained_lora import train_lora

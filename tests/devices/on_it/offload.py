@@ -17,8 +17,7 @@ from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import add_lora
 from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.pipelines.weights.offload import Offload
-from comfyui_onediff_guard.pipelines.weights.parts import tensors_of
-from comfyui_onediff_guard.pipelines.weights.placement import bytes_on
+from comfyui_onediff_guard.pipelines.weights.placement import bytes_on, tensors_of
 from comfyui_onediff_guard.precision.error_estimate import CachePolicy
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from onediff.infer_compiler.backends import registry

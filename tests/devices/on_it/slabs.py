@@ -18,9 +18,10 @@ from card_faults import CUDA, frames, opened
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, add_lora
 from comfyui_onediff_guard.pipelines.weights import components as stores
-from comfyui_onediff_guard.pipelines.weights.offload import BlockOffload, Offload, in_parts
-from comfyui_onediff_guard.pipelines.weights.parts import Parts, tensors_of
+from comfyui_onediff_guard.pipelines.weights.block_offload import BlockOffload, Parts, in_parts
+from comfyui_onediff_guard.pipelines.weights.offload import Offload
 from comfyui_onediff_guard.pipelines.weights.pinned_buffer import PinnedBuffer, laid_out
+from comfyui_onediff_guard.pipelines.weights.placement import tensors_of
 from diffusers import CogVideoXTransformer3DModel
 from second_device import runtime
 from trained_lora import train_lora

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines.weights.offload import BlockOffload, Offload, in_parts
+from comfyui_onediff_guard.pipelines.weights.block_offload import BlockOffload, in_parts
+from comfyui_onediff_guard.pipelines.weights.offload import Offload
 from diffusers.hooks.group_offloading import ModuleGroup
 from second_device import runtime
 

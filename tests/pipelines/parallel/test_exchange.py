@@ -16,7 +16,7 @@ from comfyui_onediff_guard.pipelines.parallel.exchange import (
     shares,
     tokens_of_all_heads,
 )
-from comfyui_onediff_guard.pipelines.parallel.group import ALONE, Ranks, here
+from comfyui_onediff_guard.pipelines.parallel.group import ALONE, ProcessGroup, process_group
 from rank_runs import in_ranks
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -35,7 +35,7 @@ def test_shares_are_as_even_as_can_be(length: int, size: int) -> None:
 def there_and_back() -> list[tuple[bool, ...]]:
     """For each length and dtype: whether attention's way there gives all tokens of a share of heads, and the way back
     gives what was sent; and whether the whole is gathered."""
-    ranks = here()
+    ranks = process_group()
     found = []
     for tokens, heads in LENGTHS:
         for dtype in DTYPES:
@@ -57,19 +57,19 @@ def there_and_back() -> list[tuple[bool, ...]]:
 
 
 def agreed() -> dict[str, Any]:
-    rank = here().rank
+    rank = process_group().rank
     values = torch.tensor([float(rank), -float(rank) - 0.5, [1.0, torch.nan, 2.0][rank], [-torch.inf, 3.0, 4.0][rank]])
     made: list[int] = []
     return {
-        "worst": here().all_reduce_absmax(values).tolist(),
-        "first": here().broadcast_from_rank0(lambda: made.append(rank) or f"by {rank}"),
+        "worst": process_group().all_reduce_absmax(values).tolist(),
+        "first": process_group().broadcast_from_rank0(lambda: made.append(rank) or f"by {rank}"),
         "made": made,
     }
 
 
 def shared_out() -> list[tuple[int, bool]]:
     """For each length and chunk: how much this rank has of it, and whether the whole comes of all ranks' parts."""
-    ranks = here()
+    ranks = process_group()
     found = []
     for length, chunk in CHUNKS:
         whole = torch.randn(length, 3, 2, generator=torch.Generator().manual_seed(length))
@@ -80,7 +80,7 @@ def shared_out() -> list[tuple[int, bool]]:
 
 def in_parts() -> dict[str, Any]:
     """What the ranks of a part of two agree on, and what is handed to all by the first one of each part."""
-    ranks = here()
+    ranks = process_group()
     part = ranks.part(2)
     values = torch.tensor([float(ranks.rank)])
     whole = torch.arange(10.0).view(1, 5, 2)
@@ -120,14 +120,14 @@ def test_parts_of_four_ranks() -> None:
 def test_without_others_nothing_is_sent() -> None:
     values = torch.tensor([-1.0, torch.nan])
     assert (
-        here() is ALONE
-        and here().all_reduce_absmax(values) is values
-        and here().broadcast_from_rank0(lambda: "made") == "made"
+        process_group() is ALONE
+        and process_group().all_reduce_absmax(values) is values
+        and process_group().broadcast_from_rank0(lambda: "made") == "made"
     )
 
 
 def test_on_meta_the_shapes_are_right_and_nothing_is_sent() -> None:
-    ranks, counts = Ranks(1, 3), [3, 2, 2]
+    ranks, counts = ProcessGroup(1, 3), [3, 2, 2]
     there = heads_of_all_tokens(torch.empty(3, 2, 5, 2, 4, device="meta"), counts, ranks)
     assert there.shape == (3, 2, 2, 7, 4)
     assert tokens_of_all_heads(there[0], counts, 5, ranks).shape == (2, 5, 2, 4)

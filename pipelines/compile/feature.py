@@ -1,0 +1,116 @@
+"""A run's compiled blocks and its attention kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...precision.attention import Attended
+from ...precision.fallback import HalfPrecisionForward
+from ...precision.report import RunReport, StepRecord
+from ..models.lora import keys
+from ..run.feature import CallFeature, DenoiserSetup, Feature, Run, Tell
+from . import auto_compile
+from .backends import EAGER, MEASURED, came_to, compiled, for_dtype
+
+if TYPE_CHECKING:
+    from ..run.handle import PipelineHandle
+
+
+class CompiledRun(Feature):
+    def __init__(self, run: Run):
+        self._run = run
+
+    @contextmanager
+    def around_run(self) -> Generator[None]:
+        run = self._run
+        with while_compiling(run.handle, run.report, run.tell):
+            yield
+        if run.compile_key:
+            auto_compile.record(run.compile_key, run.report, run.report.steps)
+
+    def of_calls(self, setup: DenoiserSetup) -> CallFeature:
+        return _CompiledBlocks(setup)
+
+
+class _CompiledBlocks(CallFeature):
+    """Blocks as a backend compiles them. Its report says which one runs, and why: 'auto' may go on to another while it
+    compiles."""
+
+    def __init__(self, setup: DenoiserSetup):
+        self._stage = stage = setup.stage
+        handle, dtype = stage.handle, stage.plan.dtype
+        self._backend = for_dtype(handle.backend, handle.architecture, dtype)
+        self._options, self._attention = handle.compile_options, ""
+        if self._options.attention == MEASURED:
+            from ..weights.cfg_batch import split_cfg_batch
+            from .attention import with_attention
+
+            given = split_cfg_batch(setup.inputs)[0] if setup.halves_apart else setup.inputs
+            self._options, self._attention = with_attention(stage, self._backend.name, given)
+        self._compiled: torch.nn.Module | None = None  # a shell of the latest attempt's
+        self._compiles = True  # the latest attempt is compiled, where there is a backend that does
+        self._tell()
+
+    def build_options(self) -> dict[str, Any]:
+        return {} if self._backend.name == EAGER else {"compiled": self._in_blocks}
+
+    def wrap_attempt(self, made: HalfPrecisionForward) -> HalfPrecisionForward:
+        self._compiles = not made.everything
+        self._tell()
+        return made
+
+    def wrap_guarded(self, call: Callable[..., Any], *, rerun: bool) -> Callable[..., Any]:
+        if rerun or self._backend.name != EAGER or not self._options.attention:  # what is compiled has it inside
+            return call
+        return Attended(call, self._options.attention)
+
+    def end_call(self, record: StepRecord) -> None:
+        del record
+        self._tell()
+
+    def _in_blocks(self, half: torch.nn.Module, wide: bool, left: tuple[str, ...]) -> torch.nn.Module:
+        stage = self._stage
+        handle, plan = stage.handle, stage.plan
+        known = handle.store.compiled
+        how = (self._backend.asked_for, self._options, plan.numerics, wide, plan.accumulation, left)
+        key = (stage.name, keys(stage.loras), *how)
+        if key not in known:
+            device = handle.store.placement.device
+            known[key] = compiled(half, handle.family.blocks, self._backend, self._options, device=device)
+        self._compiled = known[key]
+        return self._compiled
+
+    def _tell(self) -> None:
+        report = self._stage.report
+        if not self._compiles:
+            report.backend, report.backend_reason = EAGER, "nothing is compiled with every layer wide"
+            return
+        backend = came_to(self._compiled, self._backend) if self._compiled else self._backend
+        said = [backend.reason, self._stage.handle.compile_options.in_words(backend.name), self._attention]
+        report.backend, report.backend_reason = backend.name, "; ".join(filter(None, said))
+
+
+@contextmanager
+def while_compiling(handle: PipelineHandle, report: RunReport, tell: Tell) -> Generator[None]:
+    """Hold what compiling takes while a network runs, and count in its report what was compiled. An eager one takes
+    nothing."""
+    if handle.backend.name == EAGER:
+        yield
+        return
+    from .block import listening
+    from .cache import compile_cache
+    from .counts import counted
+    from .target import target_of
+
+    model, device = handle.store.model, handle.store.placement.device
+    with ExitStack() as held:
+        held.enter_context(counted(report))
+        if handle.backend.name == "inductor":
+            target = target_of(model, report.plan, handle.compile_options, device, handle.architecture)
+            held.enter_context(compile_cache(handle.compiled, target, report, tell))
+        held.enter_context(listening(tell, report.note))
+        yield

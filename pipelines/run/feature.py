@@ -1,0 +1,120 @@
+"""What a feature of a run may do. `features.py` puts a run's features together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...precision.fallback import HalfPrecisionForward
+from ...precision.policy import Plan
+from ...precision.report import RunReport, StepRecord
+
+if TYPE_CHECKING:
+    from ...precision.overflow import Pending
+    from ..preview.frames import Previews
+    from .handle import PipelineHandle
+    from .sample import SampleSettings
+    from .stage import ComponentStage
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What features are made for.
+
+    plan, report: of the denoiser.
+    settings: None where single calls are made, outside of a sampling run.
+    prompts: embeddings of both calls of a step, where guidance takes two; else none.
+    guided: whether a step is computed with the prompt and without.
+    compile_key: what eager seconds are counted by; "": they are not.
+    """
+
+    handle: PipelineHandle
+    plan: Plan
+    report: RunReport
+    settings: SampleSettings | None = None
+    prompts: tuple[torch.Tensor, ...] = ()
+    guided: bool = False
+    previews: Previews | None = None
+    tell: Tell = lambda _: None
+    compile_key: str = ""
+
+
+@dataclass(frozen=True)
+class DenoiserSetup:
+    """How a denoiser is set up: once in a run, and anew where memory ran out.
+
+    inputs: of its next call, by name.
+    halves_apart: a batch of two halves is computed one half after the other.
+    cached: values of earlier steps may be kept.
+    """
+
+    stage: ComponentStage
+    inputs: dict[str, Any]
+    halves_apart: bool = False
+    cached: bool = True
+
+
+class CallFeature:
+    """A feature of one denoiser's calls, inside the guard. Methods change nothing unless a feature says otherwise."""
+
+    pending: Pending | None = None  # numbers that the guard reads with each call's own
+
+    def build_options(self) -> dict[str, Any]:
+        """Return arguments of `build_half_precision_forward`."""
+        return {}
+
+    def wrap_attempt(self, made: HalfPrecisionForward) -> HalfPrecisionForward:
+        """Wrap each call in half precision."""
+        return made
+
+    def wrap_rerun(self, rerun: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap each call in fp32."""
+        return rerun
+
+    def wrap_guarded(self, call: Callable[..., Any], *, rerun: bool) -> Callable[..., Any]:
+        """Wrap the calls that the guard makes at once: one, or one for each half of a batch."""
+        del rerun
+        return call
+
+    def begin_call(self) -> None: ...
+
+    def end_call(self, record: StepRecord) -> None: ...
+
+    def peak_inside(self) -> torch.Tensor | None:
+        """Return max |x| that the latest attempt reached inside, where a clipped value would be finite."""
+        return None
+
+
+class Feature:
+    """A feature of one run. Methods change nothing unless a feature says otherwise."""
+
+    keeps_calls = False  # values of each call stay on the device
+
+    def prepare(self, stage: ComponentStage) -> ComponentStage:
+        """Return a denoiser's stage as it is to run."""
+        return stage
+
+    def around_run(self) -> AbstractContextManager[object]:
+        """Return what the run is inside of, from before diffusers' pipeline is made."""
+        return nullcontext()
+
+    def wrap_pipeline(self, pipe: Any) -> None:
+        """Change diffusers' pipeline, which is this run's own."""
+
+    def wrap_denoiser(self, stage: ComponentStage, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the guarded calls of a denoiser."""
+        del stage
+        return call
+
+    def of_calls(self, setup: DenoiserSetup) -> CallFeature | None:
+        """Return what the feature does inside the guard; None: nothing."""
+        del setup
+        return None
+
+    def on_step_end(self, latents: torch.Tensor) -> None: ...

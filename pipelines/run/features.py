@@ -1,0 +1,154 @@
+"""The features of a run: what it does beside calling its denoiser under the guard. Each can be left out.
+
+`features_of` puts a run's features together. Those that need a folder of their own are imported where they are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...precision.attention import offered
+from ...precision.fallback import HalfPrecisionForward
+from ...precision.observe import BlockOutputs
+from ...precision.overrides import MAX_FP16_ERROR, fp16_accumulation_in_words
+from ...precision.report import RunReport, StepRecord
+from ...precision.shallow_copy import IdentityMemo, with_identity_memo
+from ..compile.backends import EAGER, MEASURED, for_dtype
+from ..weights.cfg_batch import with_split_cfg_batch
+from .feature import CallFeature, DenoiserSetup, Feature, Run
+from .handle import PipelineHandle
+
+
+def features_of(run: Run) -> list[Feature]:
+    """Return the features of a run, the innermost first."""
+    handle, family, plan = run.handle, run.handle.family, run.plan
+    found: list[Feature] = []
+    if plan.quantised:
+        from ..weights.quantising import QuantisedRun
+
+        found.append(QuantisedRun())
+    if handle.backend.name != EAGER or _chooses_attention(handle):
+        from ..compile.feature import CompiledRun
+
+        found.append(CompiledRun(run))
+    if plan.fp16_sums:
+        found.append(Fp16Accumulation(run))
+    if family.clips and plan.dtype == "fp16" and not plan.quantised:
+        found.append(ClippedBlocks())
+    if family.of_prompt:
+        found.append(PromptMemo())
+    parallel = None
+    if not handle.ranks.alone:
+        from ..parallel.feature import ParallelRun
+
+        parallel = ParallelRun(run)
+    if run.settings and handle.step_cache and handle.step_cache.error and family.cached_blocks:
+        from .step_cache import CachedRun
+
+        found.append(CachedRun(run, run.settings, handle.step_cache, parallel))
+    found.append(HalvesApart())
+    if parallel:
+        found.append(parallel)
+    if run.previews and run.settings:
+        from ..preview.frames import PreviewedRun
+
+        found.append(PreviewedRun(run.previews, handle, run.settings.frames))
+    return found
+
+
+def _chooses_attention(handle: PipelineHandle) -> bool:
+    wanted = handle.compile_options.attention
+    return bool(wanted) and (wanted != MEASURED or len(offered(handle.store.placement.device)) > 1)
+
+
+class Fp16Accumulation(Feature):
+    """Products that accumulate in fp16, where a step has shown that this is right, by a backend that can."""
+
+    def __init__(self, run: Run):
+        self._report = run.report
+        backend = for_dtype(run.handle.backend, run.handle.architecture, run.plan.dtype).name
+        self._works = backend in (EAGER, "inductor")
+        self._why_not = "" if self._works else f"nothing, since {backend} multiplies in its own way"
+
+    def of_calls(self, setup: DenoiserSetup) -> CallFeature | None:
+        where = f"fp16 accumulation in the {setup.stage.name}"
+        if not self._works:
+            self._report.note(f"{where}: {self._why_not}", instead_of=where)
+            return None
+        return _Fp16Accumulation(self._report, where)
+
+
+class _Fp16Accumulation(CallFeature):
+    def __init__(self, report: RunReport, where: str):
+        self._report, self._where = report, where
+
+    def wrap_attempt(self, made: HalfPrecisionForward) -> HalfPrecisionForward:
+        error = made.overrides.fp16_error
+        if error is not None and not made.everything:
+            said = fp16_accumulation_in_words(error)
+            self._report.note(f"{self._where}: {said}", instead_of=self._where)
+        right = error is not None and error <= MAX_FP16_ERROR
+        return replace(made, fp16_accumulation=right and not made.everything)
+
+
+class ClippedBlocks(Feature):
+    """Looks at what blocks put out, of families that clip it."""
+
+    def of_calls(self, setup: DenoiserSetup) -> CallFeature:
+        return _ClippedBlocks(setup.stage.handle.family.blocks[0])
+
+
+class _ClippedBlocks(CallFeature):
+    def __init__(self, blocks: str):
+        self._blocks, self._outputs = blocks, BlockOutputs()
+
+    def wrap_attempt(self, made: HalfPrecisionForward) -> HalfPrecisionForward:
+        if made.in_words:  # the stream is float32
+            return made
+        return replace(made, run=self._outputs.watched(made.run, self._blocks))
+
+    def peak_inside(self) -> torch.Tensor | None:
+        return self._outputs.take()
+
+
+class PromptMemo(Feature):
+    """Layers that see the prompt alone compute once a run. In fp32 they compute whenever they are called."""
+
+    def of_calls(self, setup: DenoiserSetup) -> CallFeature:
+        return _PromptMemo(setup.stage.handle.family.of_prompt)
+
+
+class _PromptMemo(CallFeature):
+    def __init__(self, layers: Sequence[str]):
+        self._layers = layers
+        self._memos: list[IdentityMemo] = []
+
+    def wrap_attempt(self, made: HalfPrecisionForward) -> HalfPrecisionForward:
+        if not isinstance(made.run, torch.nn.Module):
+            return made
+        run, self._memos = with_identity_memo(made.run, self._layers)
+        return replace(made, run=run)
+
+    def end_call(self, record: StepRecord) -> None:
+        if record.outcome != "finite":  # what is kept may be why
+            for memo in self._memos:
+                memo.forget()
+
+
+class HalvesApart(Feature):
+    """Computes both halves of a batch one after the other, where memory ran out."""
+
+    def of_calls(self, setup: DenoiserSetup) -> CallFeature | None:
+        return _HalvesApart() if setup.halves_apart else None
+
+
+class _HalvesApart(CallFeature):
+    def wrap_attempt(self, made: HalfPrecisionForward) -> HalfPrecisionForward:
+        return replace(made, run=with_split_cfg_batch(made.run), eager=with_split_cfg_batch(made.eager))
+
+    def wrap_rerun(self, rerun: Callable[..., Any]) -> Callable[..., Any]:
+        return with_split_cfg_batch(rerun)
