@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision.accumulation import Switch
-from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 from comfyui_onediff_guard.precision.dtypes import DTYPES
-from comfyui_onediff_guard.precision.guard import (
-    GuardPolicy,
-    GuardStopped,
-    OnFailure,
-    Scope,
-    StageGuard,
-)
+from comfyui_onediff_guard.precision.guard import GuardStopped, OnFailure, Scope, StageGuard
 from comfyui_onediff_guard.precision.overflow import Clips
-from comfyui_onediff_guard.precision.policy import Component, Precision, choose
-from comfyui_onediff_guard.precision.report import RunReport
+from comfyui_onediff_guard.precision.policy import Component
 from comfyui_onediff_guard.precision.shallow_copy import with_forward
+from guards import guarded, outcomes, report_of
 from torch import nn
 
-CPU = ARCHITECTURES["cpu"]
+INF, NAN = float("inf"), float("nan")
 
 
 class Denoiser(nn.Module):
@@ -48,57 +41,54 @@ class Denoiser(nn.Module):
         return (self.out(squared / 1e4) + 0 * self.inner(hidden_states),)
 
 
-def build(dtype="fp16", **policy):
+def build(dtype: str = "fp16", **more: Any) -> tuple[Denoiser, StageGuard]:
     torch.manual_seed(0)
     module = Denoiser().to(DTYPES[dtype]).requires_grad_(False)
-    plan = choose(CPU, VARIANTS["CogVideoX-5B"], Component.DENOISER, Precision(dtype))
-    report = RunReport("CogVideoX-5B", str(CPU), plan)
-    guard = StageGuard(
-        "denoiser", module, dtype=dtype, policy=GuardPolicy(**policy), report=report, inputs=("hidden_states",)
-    )
-    return module, with_forward(module, guard), report
+    return module, guarded(module, dtype, **{"inputs": ("hidden_states",), **more})
 
 
-def latents(scale=1.0):
+def latents(scale: float = 1.0) -> torch.Tensor:
     return torch.full((2, 3, 4), float(scale))
 
 
-def reruns(report) -> list[Any]:
-    return [step.rerun for step in report.steps]
+def in_fp32(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return copy.deepcopy(module).float()(x.float())[0]
 
 
 def test_a_healthy_call_is_bit_equal_and_stays_in_half():
-    module, shell, report = build()
+    module, guard = build()
     x = latents(3).half()
     expected = module(x)[0]
-    found = shell(hidden_states=x, timestep=torch.tensor([500, 500]))[0]
-    assert found.dtype == torch.float16
-    assert torch.equal(found, expected)
-    (step,) = report.steps
+    found = guard(hidden_states=x, timestep=torch.tensor([500, 500]))[0]
+    assert found.dtype == torch.float16 and torch.equal(found, expected)
+    (step,) = guard.report.steps
     assert (step.dtype, step.outcome, step.timestep, step.step) == ("fp16", "finite", 500.0, 0)
     assert step.largest == expected.abs().max()
 
 
-def test_a_failing_call_is_rerun_and_equals_fp32():
-    module, shell, report = build()
-    x = latents(2000).half()
-    assert not torch.isfinite(module(x)[0]).all()
-    found = shell(hidden_states=x)[0]
-    assert torch.equal(found, copy.deepcopy(module).float()(x.float())[0])
-    assert [step.outcome for step in report.steps] == ["rerun"]
-    assert report.steps[0].dtype == "fp32"
-    assert report.reruns == 1
+@pytest.mark.parametrize(("scale", "hidden"), [(2000, False), (1e5, False), (1e5, True)])
+def test_a_failing_call_is_rerun_and_equals_fp32(scale, hidden):
+    """It fails by what it computes, or by an input that fp16 has not, even where the output is finite."""
+    module, guard = build()
+    if hidden:
+        guard._attempt = lambda hidden_states: (torch.zeros_like(hidden_states),)
+    found = guard(hidden_states=latents(scale))[0]
+    assert torch.equal(found, in_fp32(module, latents(scale)))
+    (step,) = guard.report.steps
+    assert (step.outcome, step.dtype, guard.report.reruns) == ("rerun", "fp32", 1)
+    assert step.rerun is not None and step.rerun.module == ""
+    assert ("outside of all layers" in step.note) == (scale == 2000)
 
 
 def test_a_stage_that_cannot_learn_names_where_it_failed_once():
-    module, shell, report = build(scope=Scope.LEARNED, stay_after=9)
+    module, guard = build(scope=Scope.LEARNED, stay_after=9)
     module.out.weight.mul_(1000)
     for _ in range(2):
-        shell(hidden_states=latents(2000).half())
-    first, second = reruns(report)
-    assert (first.module, first.action, second.module) == ("out", "", "")
-    assert first.peak > 65504 and "'out' reaches" in report.steps[0].note
-    assert report.steps[1].note == "non-finite in fp16"
+        guard(hidden_states=latents(2000).half())
+    first, second = (step.rerun for step in guard.report.steps)
+    assert first and second and (first.module, first.action, second.module) == ("out", "", "")
+    assert first.peak > 65504 and "'out' reaches" in guard.report.steps[0].note
+    assert guard.report.steps[1].note == "non-finite in fp16"
 
 
 class Chunked(nn.Module):
@@ -109,210 +99,150 @@ class Chunked(nn.Module):
 
 
 def test_what_a_rerun_wrote_into_a_buffer_stays_when_its_reason_is_looked_for():
-    plan = choose(CPU, VARIANTS["CogVideoX-5B"], Component.VAE_DECODE, Precision("fp16"))
-    clips, module = Clips("fp16"), Chunked()
-    guard = StageGuard(
-        "vae_decode",
+    clips, module, buffer = Clips("fp16"), Chunked(), torch.empty(3)
+    guard = guarded(
         clips.watched(module),
         rerun=module,
         owner=module,
-        dtype="fp16",
-        policy=GuardPolicy(),
-        report=RunReport("", str(CPU), plan),
         peak_inside=clips.take,
+        report=report_of(component=Component.VAE_DECODE),
     )
-    buffer = torch.empty(3)
     made = guard(torch.full((3,), 1000.0).half(), buffer=buffer)
     assert made is buffer and torch.equal(buffer, torch.full((3,), 1000.0))
 
 
-def test_what_overflows_in_a_stages_own_forward_is_said_to_be_outside_of_its_layers():
-    _, shell, report = build()
-    shell(hidden_states=latents(2000).half())
-    assert reruns(report)[0].module == "" and "it overflows outside of all layers" in report.steps[0].note
-
-
 def test_a_stage_that_cannot_learn_stays_in_fp32_where_it_keeps_failing():
-    module, shell, report = build(scope=Scope.LEARNED, stay_after=2)
+    module, guard = build(scope=Scope.LEARNED, stay_after=2)
     for _ in range(3):
-        shell(hidden_states=latents(2000).half())
-    assert [step.outcome for step in report.steps] == ["rerun", "rerun", "finite"]
-    assert report.steps[2].dtype == "fp32" and len([d for d in module.seen if d == torch.float16]) == 3
-
-
-def test_fp32_that_breaks_later_is_diagnosed_where_half_is_not_tried():
-    module, shell, _ = build(scope=Scope.RUN)
-    shell(hidden_states=latents(2000).half())
-    module.out.weight[1, 2] = float("inf")
-    with pytest.raises(GuardStopped, match=r"weight 'out.weight' holds 1 non-finite"):
-        shell(hidden_states=latents())
-    x = latents()
-    x[0, 0, 0] = float("nan")
-    with pytest.raises(GuardStopped, match="its input 'hidden_states' holds 1 non-finite values already"):
-        shell(hidden_states=x)
+        guard(hidden_states=latents(2000).half())
+    assert outcomes(guard) == ["rerun", "rerun", "finite"]
+    assert guard.report.steps[2].dtype == "fp32" and len([d for d in module.seen if d == torch.float16]) == 3
 
 
 def test_half_steps_go_on_after_a_rerun_handed_on_float32():
-    module, shell, report = build()
-    carried = shell(hidden_states=latents(2000).half())[0]
+    module, guard = build()
+    carried = guard(hidden_states=latents(2000).half())[0]
     assert carried.dtype == torch.float32
-    shell(hidden_states=carried / carried.abs().max())
-    assert [step.dtype for step in report.steps] == ["fp32", "fp16"]
+    guard(hidden_states=carried / carried.abs().max())
+    assert [step.dtype for step in guard.report.steps] == ["fp32", "fp16"]
     assert module.seen[-1] == torch.float16
 
 
-def test_an_input_beyond_half_keeps_that_call_in_fp32():
-    module, shell, report = build()
-    x = latents(1e5)
-    found = shell(hidden_states=x)[0]
-    assert torch.equal(found, copy.deepcopy(module).float()(x)[0])
-    assert report.steps[0].outcome == "rerun"
-
-
-def test_an_input_beyond_half_is_noticed_even_where_the_output_is_finite():
-    module, shell, report = build()
-    shell.forward._attempt = lambda hidden_states: (torch.zeros_like(hidden_states),)
-    x = latents(1e5)
-    assert torch.equal(shell(hidden_states=x)[0], copy.deepcopy(module).float()(x)[0])
-    assert report.reruns == 1
-
-
 def test_a_constant_input_is_cast_once_and_anew_after_a_call_that_fails():
-    module, _, report = build()
-    named: Any = {"inputs": ("hidden_states", "table"), "constant": ("table",)}
-    guard = StageGuard("denoiser", module, dtype="fp16", policy=GuardPolicy(), report=report, **named)
+    module, guard = build(inputs=("hidden_states", "table"), constant=("table",))
     given, seen = torch.full((2,), 3.0), []
     module.register_forward_pre_hook(lambda _module, _args, kwargs: seen.append(kwargs["table"]), with_kwargs=True)
     for scale in (1, 2, 3000, 1):  # the third does not fit
         guard(hidden_states=latents(scale), table=given)
     first, second, *_, anew = [table for table in seen if table.dtype == torch.float16]
     assert first is second and anew is not first and torch.equal(anew, given.half())
-    guard(hidden_states=latents(), table=torch.full((2,), 1e5))
-    assert [step.outcome for step in report.steps] == ["finite", "finite", "rerun", "finite", "rerun"]
-    guard(hidden_states=latents(), table=torch.full((2,), 1e5))
-    assert "its input does not fit" in report.steps[-1].note, "it is looked at until it fits"
+    for _ in range(2):
+        guard(hidden_states=latents(), table=torch.full((2,), 1e5))
+    assert outcomes(guard) == ["finite", "finite", "rerun", "finite", "rerun", "rerun"]
+    assert "its input does not fit" in guard.report.steps[-1].note, "it is looked at until it fits"
 
 
 def test_only_named_inputs_are_cast():
-    _, shell, _ = build()
-    table = torch.zeros(3)
-    seen = []
-    shell.forward._attempt = lambda **given: seen.append(given) or given["hidden_states"]
-    shell(hidden_states=latents(), timestep=torch.tensor([0.25]), table=table)
+    _, guard = build()
+    table, seen = torch.zeros(3), []
+    guard._attempt = lambda **given: seen.append(given) or given["hidden_states"]
+    guard(hidden_states=latents(), timestep=torch.tensor([0.25]), table=table)
     assert seen[0]["hidden_states"].dtype == torch.float16
-    assert seen[0]["table"] is table
-    assert seen[0]["timestep"].dtype == torch.float32
+    assert seen[0]["table"] is table and seen[0]["timestep"].dtype == torch.float32
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 65504.0])
 @pytest.mark.parametrize("position", [(0, 0, 0), (1, 2, 3)])
-def test_a_single_bad_element_is_found(bad, position):
-    _, shell, report = build()
-    attempts = iter([bad])
+@pytest.mark.parametrize(
+    ("dtype", "bad"), [*(("fp16", bad) for bad in (NAN, INF, -INF, 65504.0)), ("bf16", 65504.0), ("bf16", INF)]
+)
+def test_a_single_bad_element_is_found(dtype, bad, position):
+    """Saturation is a failure in fp16 only."""
+    _, guard = build(dtype)
 
-    def attempt(**given):
-        output = torch.zeros_like(given["hidden_states"])
-        output[position] = next(attempts)
+    def attempt(hidden_states):
+        output = torch.zeros_like(hidden_states)
+        output[position] = bad
         return output
 
-    shell.forward._attempt = attempt
-    assert torch.isfinite(shell(hidden_states=latents())[0]).all()
-    assert report.reruns == 1
-
-
-def test_saturation_is_a_failure_in_fp16_only():
-    _, shell, report = build("bf16")
-    shell.forward._attempt = lambda **given: torch.full_like(given["hidden_states"], 65504.0)
-    shell(hidden_states=latents())
-    assert report.steps[0].outcome == "finite"
-
-
-def test_stop_ends_the_run_and_says_what_to_do():
-    _, shell, _ = build(on_failure=OnFailure.STOP)
-    with pytest.raises(GuardStopped, match=r"denoiser, call 1: the output in fp16 is non-finite.*'rerun'"):
-        shell(hidden_states=latents(2000))
+    guard._attempt = attempt
+    made = guard(hidden_states=latents())[0]
+    healthy = (dtype, bad) == ("bf16", 65504.0)
+    assert outcomes(guard) == ["finite" if healthy else "rerun"] and made.isfinite().all()
 
 
 def test_off_only_watches():
-    module, shell, report = build(on_failure=OnFailure.OFF)
-    found = shell(hidden_states=latents(2000))[0]
-    assert not torch.isfinite(found).all()
-    assert module.seen == [torch.float16]
-    assert report.steps[0].outcome == "non-finite"
-    assert report.failed == 1
-    assert "NOT FINITE" in report.summary()
+    module, guard = build(on_failure=OnFailure.OFF)
+    found = guard(hidden_states=latents(2000))[0]
+    assert not torch.isfinite(found).all() and module.seen == [torch.float16]
+    assert outcomes(guard) == ["non-finite"] and guard.report.failed == 1
+    assert "NOT FINITE" in guard.report.summary()
 
 
-def test_a_broken_input_is_not_blamed_on_the_stage():
-    module, shell, _ = build()
+def with_nan(count: int) -> torch.Tensor:
     x = latents()
-    x[0, 0, :2] = float("nan")
-    with pytest.raises(GuardStopped, match=r"input 'hidden_states' holds 2 non-finite values"):
-        shell(hidden_states=x)
-    assert len(module.seen) == 1, "no rerun was wasted"
+    x[0, 0, :count] = NAN
+    return x
 
 
-def test_a_broken_weight_is_named():
-    module, shell, _ = build()
-    module.out.weight[1, 2] = float("inf")
-    with pytest.raises(GuardStopped, match=r"in fp32 too.*weight 'out.weight' holds 1 non-finite values of 16"):
-        shell(hidden_states=latents())
-
-
-def test_where_fp32_fails_too_the_first_module_is_named_and_its_hooks_go():
-    module, shell, _ = build("bf16")
-    with pytest.raises(GuardStopped, match=r"non-finite in fp32 too, first in 'Denoiser'"):
-        shell(hidden_states=latents(1e25))
+@pytest.mark.parametrize(
+    ("dtype", "policy", "weight", "x", "said", "calls"),
+    [
+        ("fp16", {"on_failure": OnFailure.STOP}, 0, latents(2000), r"denoiser, call 1: .*fp16 is non-finite.*rerun", 1),
+        ("fp16", {}, 0, with_nan(2), "input 'hidden_states' holds 2 non-finite values", 1),  # no rerun was wasted
+        ("fp16", {}, INF, latents(), r"in fp32 too.*weight 'out.weight' holds 1 non-finite values of 16", None),
+        ("bf16", {}, 0, latents(1e25), "non-finite in fp32 too, first in 'Denoiser'", None),
+        ("fp32", {}, 0, latents(1e30), "non-finite in fp32 too", None),
+    ],
+)  # fmt: skip
+def test_what_ends_a_run_is_named_and_its_hooks_go(dtype, policy, weight, x, said, calls):
+    module, guard = build(dtype, **policy)
+    module.out.weight[1, 2] += weight
+    with pytest.raises(GuardStopped, match=said):
+        guard(hidden_states=x)
+    assert calls in (None, len(module.seen))
     assert not any(child._forward_hooks for child in module.modules())
 
 
-def test_fp32_is_checked_too():
-    _, shell, report = build("fp32")
-    shell(hidden_states=latents(2000))
-    assert report.steps[0].outcome == "finite"
-    with pytest.raises(GuardStopped, match="non-finite in fp32 too"):
-        shell(hidden_states=latents(1e30))
+def test_fp32_that_breaks_later_is_diagnosed_where_half_is_not_tried():
+    module, guard = build(scope=Scope.RUN)
+    guard(hidden_states=latents(2000).half())
+    module.out.weight[1, 2] = INF
+    with pytest.raises(GuardStopped, match=r"weight 'out.weight' holds 1 non-finite"):
+        guard(hidden_states=latents())
+    with pytest.raises(GuardStopped, match="its input 'hidden_states' holds 1 non-finite values already"):
+        guard(hidden_states=with_nan(1))
 
 
 def test_the_shell_leaves_the_module_alone():
-    module, shell, _ = build()
-    calls = []
-    handle = module.register_forward_hook(lambda *_: calls.append("hook"))
-    x = latents().half()
-    shell(hidden_states=x)
+    module, guard = build("fp32")
+    shell, calls = with_forward(module, guard), []
+    module.register_forward_hook(lambda *_: calls.append("hook"))
+    shell(hidden_states=latents(2000))
+    assert outcomes(guard) == ["finite"], "fp32 has the range"
     assert calls == ["hook"], "the module's own hooks run once, not twice"
-    assert "forward" not in vars(module)
-    assert shell.out.weight is module.out.weight
-    handle.remove()
+    assert "forward" not in vars(module) and shell.out.weight is module.out.weight
 
 
 def test_an_exception_passes_through_and_the_next_call_works():
-    _, shell, report = build()
-    attempt = shell.forward._attempt
-    shell.forward._attempt = lambda **_: (_ for _ in ()).throw(KeyboardInterrupt())
+    _, guard = build()
+    attempt, guard._attempt = guard._attempt, lambda **_: (_ for _ in ()).throw(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        shell(hidden_states=latents())
-    shell.forward._attempt = attempt
-    shell(hidden_states=latents())
-    assert len(report.steps) == 1
-
-
-def test_the_report_adds_up():
-    _, shell, report = build()
-    for scale in (1, 2000, 3, 2000):
-        shell(hidden_states=latents(scale), timestep=torch.tensor(scale))
-    facts = report.as_dict()
-    assert facts["outcomes"] == {"finite": 2, "rerun": 2}
-    assert facts["reruns"] == 2
-    assert facts["seconds"] == pytest.approx(sum(step["seconds"] for step in facts["steps"]))
-    assert "4 steps, 2 reruns" in facts["summary"]
-    assert len([line for line in report.text().splitlines() if line.startswith("denoiser ")]) == 4
+        guard(hidden_states=latents())
+    guard._attempt = attempt
+    guard(hidden_states=latents())
+    assert len(guard.report.steps) == 1
 
 
 def test_the_report_has_a_cell_a_step_and_tells_the_plan_first_and_the_switches_last():
-    _, shell, report = build()
+    _, guard = build()
+    report = guard.report
     for scale in (1, 2000, 3, 4, 5, 6, 2000):
-        shell(hidden_states=latents(scale), timestep=torch.tensor(scale))
+        guard(hidden_states=latents(scale), timestep=torch.tensor(scale))
+    facts = report.as_dict()
+    assert (facts["outcomes"], facts["reruns"]) == ({"finite": 5, "rerun": 2}, 2)
+    assert facts["seconds"] == pytest.approx(sum(step["seconds"] for step in facts["steps"]))
+    assert "7 steps, 2 reruns" in facts["summary"]
+    assert len([line for line in report.text().splitlines() if line.startswith("denoiser ")]) == 7
     report.steps[4:6] = [replace(report.steps[4], dtype="fp32"), replace(report.steps[5], outcome="saturated")]
     report.note("a note")
     report.switches = (Switch("A_SWITCH", "1", "user", "exported"),)
@@ -322,3 +252,146 @@ def test_the_report_has_a_cell_a_step_and_tells_the_plan_first_and_the_switches_
     said = report.as_dict()["text"]
     places = [said.index(part) for part in (report.summary(), "wide: ", "denoiser 1 ", "note: a note", "A_SWITCH=1")]
     assert places == sorted(places)
+
+
+# --- weights that can be loaded anew, where a call fails in fp32 too --------------------------------------------------
+
+
+class Stale:
+    """A linear layer of which the weights are stale, until `renew` has them right."""
+
+    def __init__(self, weight: float = 2.0, dtype: str = "fp16", **policy: Any):
+        self.layer = nn.Linear(4, 4, bias=False).to(DTYPES[dtype]).requires_grad_(False)
+        self.layer.weight.fill_(NAN)
+        self.weight, self.renewed = weight, 0
+        self.guard: Any = guarded(self.layer, dtype, renew=self.renew, **policy)
+
+    def renew(self, given: torch.Tensor) -> bool:
+        self.renewed += 1
+        self.layer.weight.fill_(self.weight)
+        return self.weight != 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given", "outcome", "helped"),
+    [
+        ("fp16", 3.0, "finite", "after that fp16 was finite"),
+        ("fp16", 3e4, "rerun", "and the step computed in fp32"),
+        ("fp32", 3e4, "finite", "after that fp32 was finite"),
+    ],
+)
+def test_the_report_says_that_weights_were_loaded_anew_and_what_helped(dtype, given, outcome, helped):
+    stage = Stale(dtype=dtype)
+    assert (stage.guard(torch.full((1, 4), given)) == 8 * given).all()
+    assert outcomes(stage.guard) == [outcome] and stage.renewed == 1
+    assert stage.guard.report.notes == (f"non-finite in fp32 too: the weights were loaded anew, {helped}",)
+
+
+def test_weights_are_loaded_anew_where_half_is_not_tried_any_more():
+    stage = Stale(scope=Scope.RUN)
+    stage.layer.weight.fill_(2.0)
+    stage.guard(torch.full((1, 4), 3e4))
+    stage.layer.weight.fill_(NAN)
+    assert (stage.guard(torch.ones(1, 4)) == 8).all()
+    assert stage.guard.report.notes[0].endswith("after that fp32 was finite")
+
+
+@pytest.mark.parametrize(
+    ("weight", "policy", "x", "said", "renewed"),
+    [
+        (NAN, OnFailure.RERUN, 1.0, "non-finite in fp32 too", 1),
+        (0.0, OnFailure.RERUN, 1.0, "non-finite in fp32 too", 1),  # they could not be loaded
+        (2.0, OnFailure.STOP, 1.0, "set to stop", 0),
+        (2.0, OnFailure.OFF, 1.0, "", 0),
+        (2.0, OnFailure.RERUN, NAN, "its input 'argument 1' holds 1 non-finite", 0),
+    ],
+)
+def test_weights_are_loaded_anew_once_and_only_where_that_may_help(weight, policy, x, said, renewed):
+    stage, given = Stale(weight, on_failure=policy), torch.ones(1, 4)
+    given[0, 0] = x
+    if said:
+        with pytest.raises(GuardStopped, match=said):
+            stage.guard(given)
+        assert not stage.guard.report.steps and not stage.guard.report.notes
+    else:
+        stage.guard(given)
+    assert stage.renewed == renewed
+
+
+# --- -inf or a dtype's end in an output, as masks have it: right where fp32 has the same at the same places -----------
+
+FILLS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "-inf": lambda _: -INF,
+    "the dtype's least": lambda x: torch.finfo(x.dtype).min,
+    "float32's least": lambda _: torch.finfo(torch.float32).min,
+    "fp16's least": lambda _: -65504.0,
+}
+
+
+class Masks(nn.Module):
+    """x [2, 4] → (its layer's result, an additive mask of positions that are 0)."""
+
+    def __init__(self, fill: Callable[[torch.Tensor], Any]):
+        super().__init__()
+        self.fill = fill
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        value = torch.full((), self.fill(x), dtype=torch.float64).to(x.dtype)
+        return self.layer(x), torch.where(x == 0, value, torch.zeros_like(x))
+
+
+def masking(fill: Any, dtype: str = "fp16", **policy: Any) -> tuple[Masks, StageGuard]:
+    torch.manual_seed(0)
+    module = Masks(fill).to(DTYPES[dtype]).requires_grad_(False)
+    return module, guarded(module, dtype, **policy)
+
+
+def masked(*zeros: int, scale: float = 1.0, dtype: str = "fp16") -> torch.Tensor:
+    x = scale * torch.rand((2, 4), generator=torch.Generator().manual_seed(1)) + 0.1
+    x[:, list(zeros)] = 0
+    return x.to(DTYPES[dtype])
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("on_failure", [OnFailure.RERUN, OnFailure.STOP])
+@pytest.mark.parametrize("scope", Scope)
+@pytest.mark.parametrize("fill", FILLS.values(), ids=FILLS)
+@torch.no_grad()
+def test_a_mask_is_computed_again_once_and_ends_no_run(fill, scope, on_failure, dtype):
+    module, run = masking(fill, dtype, scope=scope, on_failure=on_failure)
+    for _ in range(2):
+        for zeros in ((1, 2), (3,)):
+            made = run(masked(*zeros, dtype=dtype))
+            assert torch.equal(made[1] < -6e4, masked(*zeros) == 0)
+    assert outcomes(run)[2:] == ["finite", "finite"] and run.report.failed == 0 and run.report.reruns <= 2
+    assert run.report.steps[-1].dtype == dtype
+    assert not any(step.rerun and step.rerun.action for step in run.report.steps)
+    expected = module(masked(3, dtype=dtype))
+    assert all(map(torch.equal, run(masked(3, dtype=dtype)), expected))
+
+
+@torch.no_grad()
+def test_what_overflows_beside_a_mask_is_a_failure_each_time():
+    module, run = masking(FILLS["-inf"], scope=Scope.STEP)
+    run(masked(1))
+    module.layer.weight.mul_(1e4)
+    right = copy.deepcopy(module).float()
+    for _ in range(2):
+        x = masked(1, scale=1e3)
+        assert all(map(torch.equal, run(x), right(x.float())))
+    assert outcomes(run) == ["rerun", "rerun", "rerun"]
+    hot, stops = masking(FILLS["-inf"], on_failure=OnFailure.STOP)
+    hot.layer.weight.mul_(1e4)
+    with pytest.raises(GuardStopped, match="set to stop"):
+        stops(masked(1, scale=1e3))
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+@pytest.mark.parametrize("value", [INF, -INF, NAN])
+@torch.no_grad()
+def test_a_broken_weight_is_no_mask(value, dtype):
+    module, run = masking(FILLS["-inf"], dtype)
+    module.layer.weight[1] = value
+    with pytest.raises(GuardStopped, match=r"weight 'layer\.weight' holds"):
+        run(masked(1, dtype=dtype))

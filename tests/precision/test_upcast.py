@@ -1,19 +1,29 @@
-"""The fp32 rerun: bit-equal to module.float(), and nothing left behind."""
+"""The fp32 rerun: bit-equal to module.float(), what it cannot run is named, and nothing is left behind."""
 
 from __future__ import annotations
 
 import copy
+import itertools
+import linecache
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.precision.upcast import RerunUnsupported, run_in_fp32
+from comfyui_onediff_guard.precision import upcast
+from comfyui_onediff_guard.precision.fp32_settings import TF32
+from comfyui_onediff_guard.precision.upcast import Fp32Mode, OneOperation, RerunUnsupported, fp32_mode, run_in_fp32
+from guards import guarded
 from torch import nn
 from torch.nn import functional as F
-from torch.overrides import _get_current_function_mode_stack
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-HALVES = (torch.float16, torch.bfloat16)
+HALF, BFLOAT, SINGLE = torch.float16, torch.bfloat16, torch.float32
+HALVES = (HALF, BFLOAT)
 
 
 class Block(nn.Module):
@@ -35,8 +45,8 @@ class Block(nn.Module):
         return {"sample": self.out(x), "mask": torch.full((2, 2), torch.finfo(self.out.weight.dtype).min)}
 
 
-def build(dtype, seed=0):
-    torch.manual_seed(seed)
+def build(dtype):
+    torch.manual_seed(0)
     module = Block().to(dtype).eval().requires_grad_(False)
     return module, torch.randn(2, 3, 6, 6).to(dtype), torch.tensor([[3]])
 
@@ -51,50 +61,39 @@ def assert_untouched(module, before):
     after = state(module)
     assert after.keys() == before.keys()
     for name, (tensor, dtype, identity) in before.items():
-        assert after[name][1:] == (dtype, identity)
-        assert torch.equal(after[name][0], tensor)
-    for child in module.modules():
-        assert not child._forward_hooks and not child._forward_pre_hooks
+        assert after[name][1:] == (dtype, identity) and torch.equal(after[name][0], tensor)
+    assert not any(child._forward_hooks or child._forward_pre_hooks for child in module.modules())
     assert not _get_current_function_mode_stack()
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("inference_mode", [False, True])
-def test_bit_equal_to_float(dtype, inference_mode):
+@pytest.mark.parametrize("how", ["no_grad", "inference_mode", "thread"])
+def test_bit_equal_to_float(dtype, how):
     module, x, token = build(dtype)
     before = state(module)
     expected = copy.deepcopy(module).float()(x.float(), token)
-    with torch.inference_mode(inference_mode):
-        found = run_in_fp32(module, x, token)
+    with torch.inference_mode(how == "inference_mode"), ThreadPoolExecutor(1) as pool:
+        found = (
+            pool.submit(run_in_fp32, module, x, token).result() if how == "thread" else run_in_fp32(module, x, token)
+        )
     for name in expected:
-        assert found[name].dtype == torch.float32
-        assert torch.equal(found[name], expected[name])
+        assert found[name].dtype == SINGLE and torch.equal(found[name], expected[name])
     assert_untouched(module, before)
 
 
-def test_bit_equal_in_a_worker_thread():
-    module, x, token = build(torch.float16)
-    expected = copy.deepcopy(module).float()(x.float(), token)["sample"]
-    with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(run_in_fp32, module, x, token).result()["sample"]
-    assert torch.equal(found, expected)
-
-
 def test_nothing_is_left_behind_when_it_raises():
-    module, x, token = build(torch.float16)
-    before = state(module)
-    broken = copy.copy(module)
+    module, x, token = build(HALF)
+    before, broken = state(module), copy.copy(module)
     broken.forward = lambda *_: (_ for _ in ()).throw(KeyError("inside"))
     with pytest.raises(KeyError, match="inside"):
         run_in_fp32(broken, x, token)
     assert_untouched(module, before)
-    assert module(x, token)["sample"].dtype == torch.float16
+    assert module(x, token)["sample"].dtype == HALF
 
 
 def test_other_threads_stay_in_half():
-    module, x, token = build(torch.bfloat16)
-    inside, checked = threading.Event(), threading.Event()
-    slow = copy.copy(module)
+    module, x, token = build(BFLOAT)
+    inside, checked, slow = threading.Event(), threading.Event(), copy.copy(module)
 
     def forward(*args):
         inside.set()
@@ -107,95 +106,31 @@ def test_other_threads_stay_in_half():
         assert inside.wait(30)
         half = module(x, token)["sample"]
         checked.set()
-        assert half.dtype == torch.bfloat16
-        assert rerun.result()["sample"].dtype == torch.float32
+        assert half.dtype == BFLOAT and rerun.result()["sample"].dtype == SINGLE
 
 
 def test_no_dynamo_graph_is_added():
-    from torch._dynamo.utils import counters
+    from torch._dynamo.utils import counters  # here, so that what comes before runs without it
 
-    module, x, token = build(torch.float16)
+    module, x, token = build(HALF)
     inner = torch.compile(module.out, backend="eager")
-    inner(torch.zeros(1, 8, dtype=torch.float16))
+    inner(torch.zeros(1, 8, dtype=HALF))
     shell = copy.copy(module)
     shell._modules = dict(module._modules) | {"out": inner}
     graphs = counters["stats"]["unique_graphs"]
     assert graphs > 0
     run_in_fp32(shell, x, token)
     assert counters["stats"]["unique_graphs"] == graphs
-    inner(torch.zeros(1, 8, dtype=torch.float16))
+    inner(torch.zeros(1, 8, dtype=HALF))
     assert counters["stats"]["unique_graphs"] == graphs, "the stance is restored and nothing recompiles"
 
 
-class Recorder:
-    """Runs a function of the input in fp32 and returns what it returns."""
-
-    def __init__(self, function):
-        self.function = function
-
-    def __call__(self, *args):
-        return run_in_fp32(self.function, *args)
-
-
-@pytest.mark.parametrize(
-    ("name", "function"),
-    [
-        ("half()", lambda w: w.half()),
-        ("bfloat16()", lambda w: w.bfloat16()),
-        ("type(str)", lambda w: w.type("torch.HalfTensor")),
-        ("type(class)", lambda w: w.type(torch.HalfTensor)),
-        ("type(dtype)", lambda w: w.type(torch.float16)),
-        ("to(dtype)", lambda w: w.to(torch.float16)),
-        ("to(tensor)", lambda w: w.to(w)),
-        ("to(keyword)", lambda w: w.to(dtype=torch.bfloat16)),
-        ("zeros", lambda w: w * 1 + torch.zeros(3, dtype=torch.float16)),
-        ("new_zeros", lambda w: w + w.new_zeros(3)),
-        ("cat", lambda w: torch.cat([w, w])),
-    ],
-)
-def test_casts_to_half_give_float32(name, function):
-    weight = torch.full((3,), 65504.0, dtype=torch.float16)
-    captured = run_in_fp32(lambda: function(weight) * 2)
-    assert captured.dtype == torch.float32
-    assert torch.isfinite(captured).all() and captured.max() == 131008
-
-
-@pytest.mark.parametrize(
-    "cast",
-    [lambda x, w: x.to(w), lambda x, w: x.to(tensor=w), lambda x, w: x.type_as(w), lambda x, w: x.to("cpu", w.dtype)],
-)
-def test_casting_to_a_half_tensor_does_not_round_through_half(cast):
-    weight = torch.ones(1, dtype=torch.float16)
-    assert run_in_fp32(lambda: cast(torch.tensor([1e6 + 1]), weight)).item() == 1e6 + 1
-
-
-def test_a_bound_method_names_its_modules_too():
-    x = torch.ones(2, 2, dtype=torch.float16)
-    shell = nn.Sequential(CallsScript(scripted_product))
-    with pytest.raises(RerunUnsupported, match=r"'0' \(CallsScript\) cannot run in float32"):
-        run_in_fp32(shell.forward, x)
-    scripted = nn.Sequential(torch.jit.script(nn.Linear(2, 2).half()))
-    with pytest.raises(RerunUnsupported, match="'0' is a TorchScript module"):
-        run_in_fp32(scripted.forward, x)
-
-
-def test_dtype_reads_as_float32_and_properties_upcast_nothing():
-    weight = torch.zeros(4, 5, dtype=torch.float16)
-    upcast = []
-
-    def read():
-        original = torch.Tensor.float
+def test_dtype_reads_as_float32_and_properties_upcast_nothing(monkeypatch):
+    weight = torch.zeros(4, 5, dtype=HALF)
+    monkeypatch.setattr(upcast, "_upcast", lambda *_: pytest.fail("a property read upcast the tensor"))
+    with fp32_mode(Fp32Mode(), tf32=False):
         facts = (weight.dtype, weight.shape, weight.device, weight.ndim, weight.size(0), weight.numel(), len(weight))
-        upcast.append(original is torch.Tensor.float)
-        return facts
-
-    from comfyui_onediff_guard.precision import upcast as module
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_upcast", lambda *_: pytest.fail("a property read upcast the tensor"))
-        with module.fp32_mode(module.Fp32Mode(), tf32=False):
-            facts = read()
-    assert facts == (torch.float32, torch.Size([4, 5]), torch.device("cpu"), 2, 4, 20, 4)
+    assert facts == (SINGLE, torch.Size([4, 5]), torch.device("cpu"), 2, 4, 20, 4)
 
 
 class Square(torch.autograd.Function):
@@ -209,51 +144,39 @@ def custom_square(x: torch.Tensor) -> torch.Tensor:
     return x @ x
 
 
+def autocast_inside(weight):
+    with torch.autocast("cpu", dtype=HALF):
+        return weight @ weight
+
+
+@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize(
     "product",
     [
         lambda w: torch.ops.aten.mm.default(w, w),
         lambda w: torch.einsum("ij,jk->ik", w, w),
-        lambda w: torch.mm(w, w, out=torch.empty(4, 4, dtype=torch.float16)),
+        lambda w: torch.mm(w, w, out=torch.empty(4, 4, dtype=HALF)),
         lambda w: torch.vmap(lambda row: row * 1200)(w),
         lambda w: torch.utils.checkpoint.checkpoint(lambda x: x @ x, w, use_reentrant=False),
         Square.apply,
         custom_square,
+        autocast_inside,
     ],
 )
-def test_every_way_of_calling_an_operator_is_seen(product):
-    weight = torch.full((4, 4), 300.0, dtype=torch.float16)
-    found = run_in_fp32(lambda: product(weight))
-    assert found.dtype == torch.float32 and found.max() == 360000
+def test_every_way_of_calling_an_operator_is_seen_and_autocast_is_off(product, autocast):
+    weight = torch.full((4, 4), 300.0, dtype=HALF)
+    with torch.autocast("cpu", dtype=HALF, enabled=autocast):
+        found, asked = run_in_fp32(lambda: (product(weight), torch.is_autocast_enabled("cpu")))
+        assert torch.is_autocast_enabled("cpu") == autocast
+    assert found.dtype == SINGLE and found.max() == 360000 and not asked
 
 
 def test_a_default_dtype_of_half_does_not_leak_in():
-    torch.set_default_dtype(torch.float16)
+    torch.set_default_dtype(HALF)
     try:
         assert run_in_fp32(lambda: torch.zeros(1).add_(300) * 300).item() == 90000
     finally:
-        torch.set_default_dtype(torch.float32)
-
-
-@pytest.mark.parametrize("where", ["outside", "inside"])
-def test_autocast_is_off(where):
-    weight = torch.full((4, 4), 300.0, dtype=torch.float16)
-
-    def product():
-        if where == "inside":
-            with torch.autocast("cpu", dtype=torch.float16):
-                return weight @ weight
-        return weight @ weight
-
-    with torch.autocast("cpu", dtype=torch.float16, enabled=where == "outside"):
-        found = run_in_fp32(product)
-    assert found.dtype == torch.float32 and found.max() == 360000
-
-
-def test_code_that_asks_for_autocast_is_told_that_it_is_off():
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert run_in_fp32(lambda: torch.is_autocast_enabled("cpu")) is False
-        assert torch.is_autocast_enabled("cpu")
+        torch.set_default_dtype(SINGLE)
 
 
 def test_fused_multihead_attention_is_equal_to_rounding():
@@ -261,6 +184,9 @@ def test_fused_multihead_attention_is_equal_to_rounding():
     x = torch.randn(2, 5, 8).half()
     expected = copy.deepcopy(attention).float()(x.float(), x.float(), x.float())[0]
     assert torch.allclose(run_in_fp32(attention, x, x, x)[0], expected, atol=1e-6)
+
+
+# --- what cannot run in float32 is named, and errors about something else show as themselves --------------------------
 
 
 @torch.jit.script
@@ -273,26 +199,489 @@ def scripted_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x @ weight
 
 
-class CallsScript(nn.Module):
-    def __init__(self, function):
+class Calls(nn.Module):
+    """Calls a function of a product, or of its input and weight, as a kernel for half precision alone would be."""
+
+    def __init__(self, function, binary=False):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.float16), requires_grad=False)
-        self.function = function
+        self.function, self.binary = function, binary
+        self.weight = nn.Parameter(torch.ones(2, 2, dtype=HALF), requires_grad=False)
 
     def forward(self, x):
-        return self.function(x, self.weight)
+        return self.function(x, self.weight) if self.binary else self.function(x @ self.weight)
 
 
-def test_scripted_functions_run_where_they_can_and_are_named_where_not():
-    x = torch.full((2, 2), 3.0, dtype=torch.float16)
-    assert torch.equal(run_in_fp32(CallsScript(scripted_scale), x), x.float())
-    model = nn.Sequential(nn.Identity(), CallsScript(scripted_product))
-    with pytest.raises(RerunUnsupported, match=r"'1' \(CallsScript\) cannot run in float32"):
-        run_in_fp32(model, x)
+class Threaded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 2).half()
+
+    def forward(self, x):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(self.inner, x).result()
 
 
-def test_scripted_modules_with_half_weights_are_refused_by_name():
-    scripted = torch.jit.script(nn.Linear(2, 2).half())
-    model = nn.Sequential(nn.Identity(), scripted)
-    with pytest.raises(RerunUnsupported, match="'1' is a TorchScript module"):
-        run_in_fp32(model, torch.zeros(1, 2, dtype=torch.float16))
+@torch.library.custom_op("onediff_guard_test::half_attention", mutates_args=())
+def half_attention(q: torch.Tensor) -> torch.Tensor:
+    if q.dtype not in HALVES:
+        raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+    return q.clone()
+
+
+def diffusers_check(query):
+    """What its attention backends for half precision call first."""
+    from diffusers.models import attention_dispatch
+
+    attention_dispatch._check_qkv_dtype_bf16_or_fp16(query, query, query)
+
+
+def type_error(query):
+    if query.dtype not in HALVES:
+        raise TypeError(f"unsupported dtype {query.dtype}, only half precision")
+
+
+def assertion_with_words(query):
+    assert query.dtype in HALVES, "Input tensors must be in dtype of torch.float16 or torch.bfloat16"
+
+
+ASSERTION = "assert query.dtype in (torch.float16, torch.bfloat16)"
+
+
+def assertion_alone(query):
+    file = "half_kernel.py"
+    linecache.cache[file] = (len(ASSERTION), None, [f"{ASSERTION}\n"], file)
+    exec(compile(ASSERTION, file, "exec"), {"torch": torch, "query": query})  # pytest rewrites those of this file
+
+
+def second(module: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Identity(), module)
+
+
+CALLS = r"'1' \(Calls\) cannot run in float32"
+
+
+@pytest.mark.parametrize("bound", [False, True])
+@pytest.mark.parametrize(
+    ("model", "cause", "said"),
+    [
+        (second(Calls(scripted_product, binary=True)), RuntimeError, CALLS),
+        (second(torch.jit.script(nn.Linear(2, 2).half())), None, "'1' is a TorchScript module"),
+        (Threaded(), RuntimeError, r"'inner' \(Linear\) cannot run in float32.*a thread of its own"),
+        (second(Calls(half_attention)), RuntimeError, f"{CALLS}: .*FlashAttention only support"),
+        (second(Calls(diffusers_check)), ValueError, f"{CALLS}: .*must be either bfloat16 or float16"),
+        (second(Calls(type_error)), TypeError, f"{CALLS}: .*only half precision"),
+        (second(Calls(assertion_with_words)), AssertionError, f"{CALLS}: .*must be in dtype of torch.float16"),
+        (second(Calls(assertion_alone)), AssertionError, rf"{CALLS}: .*\(assert query\.dtype in"),
+    ],
+)
+def test_what_refuses_float32_in_any_way_is_named(model, cause, said, bound):
+    x = torch.zeros(1, 2, dtype=HALF)
+    model(x)
+    with pytest.raises(RerunUnsupported, match=said) as refused:
+        run_in_fp32(model.forward if bound else model, x)
+    assert cause is None or type(refused.value.__cause__) is cause
+
+
+def test_scripted_functions_run_where_they_can():
+    x = torch.full((2, 2), 3.0, dtype=HALF)
+    assert torch.equal(run_in_fp32(Calls(scripted_scale, binary=True), x), x.float())
+
+
+def test_attention_restricted_to_half_kernels_is_opened_for_the_rerun():
+    q = torch.randn(1, 2, 8, 16).half()
+    expected = F.scaled_dot_product_attention(q.float(), q.float(), q.float())
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
+        found = run_in_fp32(lambda: F.scaled_dot_product_attention(q, q, q))
+        assert not torch.backends.cuda.math_sdp_enabled()
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TypeError("forward() got an unexpected keyword argument 'dtype'"),
+        TypeError("empty(): argument 'dtype' must be torch.dtype, not str"),
+        TypeError("forward() missing 1 required positional argument: 'half'"),
+        ValueError("the width must be half of the height"),
+        RuntimeError("half of the frames are missing"),
+        AssertionError(),
+        AssertionError("3 frames"),
+        KeyError("dtype"),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("threaded", [False, True])
+def test_an_error_about_something_else_shows_as_itself(error, threaded):
+    def fails():
+        raise error
+
+    def forward():
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(fails).result() if threaded else fails()
+
+    with pytest.raises(type(error)) as shown:
+        run_in_fp32(forward)
+    assert shown.value is error
+
+
+# --- what brings weights to where they are used is one operation, and sees the dtypes that they have ------------------
+
+WEIGHT = torch.tensor([300.0, -2.5], dtype=HALF)
+BYTES = WEIGHT.view(torch.uint8)
+
+
+def bring(seen, given, dtype=None):
+    """A weight out of a buffer of bytes, in the dtype that is asked for."""
+    seen += [given.dtype, dtype, WEIGHT.dtype]
+    return BYTES.view(WEIGHT.dtype).to(dtype or given.dtype)
+
+
+def test_a_move_views_bytes_in_the_true_dtype_and_gives_float32():
+    seen, moved = [], OneOperation(bring)
+    found = run_in_fp32(lambda: moved(seen, WEIGHT, HALF) * WEIGHT)
+    assert torch.equal(found, torch.tensor([90000.0, 6.25]))
+    assert moved(seen, WEIGHT, BFLOAT).dtype is BFLOAT, "outside of a rerun it is the function"
+    assert seen == [SINGLE, SINGLE, HALF, HALF, BFLOAT, HALF] and moved.__doc__ == bring.__doc__
+
+
+def test_a_move_is_one_operation_inside_other_modes_and_other_reruns_and_other_threads_have_their_own():
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    def fp32() -> AbstractContextManager[None]:
+        return fp32_mode(Fp32Mode(), tf32=False)
+
+    for outer, inner in ((fp32, Mode), (Mode, fp32), (fp32, fp32)):
+        seen, elsewhere = [], []
+        with outer(), inner(), ThreadPoolExecutor(1) as pool:
+            assert OneOperation(OneOperation(bring))(seen, given=WEIGHT).dtype is SINGLE
+            pool.submit(OneOperation(bring), elsewhere, WEIGHT).result()
+        assert seen == [SINGLE, None, HALF] and elsewhere == [HALF, None, HALF]
+
+
+def test_a_moves_error_comes_as_it_is_and_the_rerun_goes_on():
+    def rerun():
+        with pytest.raises(KeyError, match="weight"):
+            OneOperation({}.__getitem__)("weight")
+        return WEIGHT * WEIGHT
+
+    assert run_in_fp32(rerun)[0] == 90000
+
+
+# --- half tensors that are written to, viewed, converted, or read as bits ---------------------------------------------
+
+
+def in_place(buffer):
+    buffer.add_(1)
+    buffer[0] = 7
+    buffer[1:].mul_(2)
+    buffer.view(-1)[2] = 9
+    buffer.copy_(buffer * 2)
+    torch.add(buffer, 1, out=buffer)
+    F.relu(buffer, inplace=True)
+    F.hardtanh(buffer, -1, 40, inplace=True)
+    buffer += 0.5
+    return buffer
+
+
+def through_views(buffer):
+    buffer = buffer.view(2, 2)
+    for row in buffer:
+        row.add_(1)
+    buffer.ravel()[0] = 7
+    buffer.tensor_split(2)[1].add_(5)
+    buffer.unsqueeze_(0)
+    buffer.real.mul_(2)
+    torch.movedim(buffer, 0, 1).add_(0.5)
+    buffer.mT.sub_(1)
+    torch.transpose(input=buffer, dim0=0, dim1=1).add_(1)
+    torch.split(tensor=buffer, split_size_or_sections=1, dim=1)[1].add_(1)
+    return buffer.view(4)
+
+
+@pytest.mark.parametrize("write", [in_place, through_views])
+@pytest.mark.parametrize("inference_mode", [False, True])
+def test_in_place_writes_reach_half_tensors_their_views_and_aliases(write, inference_mode):
+    expected, buffer = write(torch.arange(4.0)), torch.arange(4, dtype=HALF)
+    alias = buffer[1:]
+    with torch.inference_mode(inference_mode):
+        returned = run_in_fp32(lambda: write(buffer))
+    assert buffer.dtype == HALF
+    assert torch.equal(buffer.float(), expected) and torch.equal(alias.float(), expected[1:])
+    assert torch.equal(returned.float(), expected)
+
+
+def test_in_place_on_an_argument_reaches_the_caller_and_is_computed_in_float32():
+    x = torch.full((2,), 1000.0, dtype=HALF)
+    assert run_in_fp32(lambda t: t.mul_(t).sqrt_(), x).tolist() == [1000.0, 1000.0]
+    assert x.dtype == HALF and x.tolist() == [1000.0, 1000.0]
+
+
+def test_copies_of_half_tensors_are_float32_so_that_writes_do_not_round():
+    table = torch.full((4, 2), 60000.0, dtype=HALF)
+    rows = run_in_fp32(lambda: table[torch.tensor([1, 2])].mul_(4))
+    assert rows.dtype == SINGLE and rows.max() == 240000 and table.max() == 60000
+
+
+def test_bits_are_reinterpreted_not_cast():
+    packed, weight = torch.tensor([1.5, -2.0], dtype=HALF).view(torch.uint8), torch.tensor([1.5], dtype=HALF)
+    assert run_in_fp32(lambda: packed.view(HALF) * 1).tolist() == [1.5, -2.0]
+    assert run_in_fp32(lambda: packed.view(dtype=HALF) * 1).tolist() == [1.5, -2.0]
+    assert run_in_fp32(lambda: weight.view(torch.int16)).tolist() == weight.view(torch.int16).tolist()
+
+
+def test_setting_data_keeps_the_dtype():
+    parameter = nn.Parameter(torch.zeros(2, dtype=HALF), requires_grad=False)
+    run_in_fp32(lambda: setattr(parameter, "data", torch.ones(2)))
+    assert parameter.dtype == HALF and parameter.tolist() == [1.0, 1.0]
+
+
+OF = {dtype: torch.ones(2, dtype=dtype) for dtype in (HALF, BFLOAT, SINGLE)}
+TYPE = {dtype: tensor.type() for dtype, tensor in OF.items()}
+BY_NAME = {HALF: torch.Tensor.half, BFLOAT: torch.Tensor.bfloat16, SINGLE: torch.Tensor.float}
+COPIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "half()": lambda x: x.half(),
+    "bfloat16()": lambda x: x.bfloat16(),
+    "type(dtype)": lambda x: x.type(HALF),
+    "type(str)": lambda x: x.type("torch.HalfTensor"),
+    "type(class)": lambda x: x.type(torch.BFloat16Tensor),
+    "to(dtype)": lambda x: x.to(HALF),
+    "to(keyword)": lambda x: x.to(dtype=BFLOAT),
+    "to(device, dtype)": lambda x: x.to("cpu", HALF),
+    "to(tensor)": lambda x: x.to(OF[HALF]),
+    "to(tensor=)": lambda x: x.to(tensor=OF[HALF]),
+    "to(memory_format)": lambda x: x.to(HALF, memory_format=torch.channels_last),
+    "type_as": lambda x: x.type_as(OF[HALF]),
+    "as_tensor": lambda x: torch.as_tensor(x, dtype=HALF),
+    "asarray": lambda x: torch.asarray(x, dtype=HALF),
+    "to(copy)": lambda x: x.to(x.dtype, copy=True),
+}
+MADE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "type(half class)": lambda w: w.type(torch.HalfTensor),
+    "zeros": lambda w: w * 1 + torch.zeros(4, dtype=HALF),
+    "new_zeros": lambda w: w + w.new_zeros(4),
+    "cat": lambda w: torch.cat([w, w]),
+}
+ALIASES: dict[str, Callable[..., torch.Tensor]] = {
+    "to(dtype)": lambda x, dtype: x.to(dtype),
+    "to(device)": lambda x, _dtype: x.to("cpu"),
+    "to(device, dtype)": lambda x, dtype: x.to("cpu", dtype),
+    "to(tensor)": lambda x, dtype: x.to(OF[dtype]),
+    "type(dtype)": lambda x, dtype: x.type(dtype),
+    "type(str)": lambda x, dtype: x.type(TYPE[dtype]),
+    "type_as": lambda x, dtype: x.type_as(OF[dtype]),
+    "by name": lambda x, dtype: BY_NAME[dtype](x),
+    "as_tensor": lambda x, dtype: torch.as_tensor(x, dtype=dtype),
+    "asarray": lambda x, dtype: torch.asarray(x, dtype=dtype),
+}
+
+
+def written_to(convert: Callable[..., torch.Tensor], source: torch.Tensor, *more: Any) -> tuple[Any, Any]:
+    """What was made of the source after a write to it, and the source then."""
+    made = convert(source, *more)
+    made.add_(1)
+    return made, source
+
+
+@pytest.mark.parametrize("form", COPIES | MADE)
+def test_what_is_made_of_a_half_tensor_in_half_is_float32(form):
+    weight = torch.full((1, 2, 3, 4), 65504.0, dtype=HALF)
+    made = run_in_fp32(lambda: (COPIES | MADE)[form](weight) * 2)
+    assert made.dtype == SINGLE and made.eq(131008).all()
+
+
+@pytest.mark.parametrize("form", COPIES)
+@pytest.mark.parametrize("given", [SINGLE, torch.float64, torch.int64])
+def test_what_is_converted_to_half_is_a_copy_and_is_not_rounded(form, given):
+    tensor = torch.full((1, 2, 3, 4), 1_000_001, dtype=given)
+    made, source = run_in_fp32(lambda: written_to(COPIES[form], tensor))
+    assert source.eq(1_000_001).all(), "as it is outside"
+    assert made.eq(1_000_002).all() and made.dtype == (given if form == "to(copy)" else SINGLE)
+    assert made.is_contiguous(memory_format=torch.channels_last) == (form == "to(memory_format)")
+
+
+@pytest.mark.parametrize("given", HALVES)
+@pytest.mark.parametrize("convert", [torch.Tensor.float, lambda x: x.to(SINGLE), lambda x: x.type("torch.FloatTensor")])
+def test_a_half_tensor_in_float32_is_a_copy(convert, given):
+    tensor = torch.full((2,), 3.0, dtype=given)
+    made, _ = run_in_fp32(lambda: written_to(convert, tensor))
+    assert tensor.eq(3).all() and made.eq(4).all() and made.dtype == SINGLE
+
+
+@pytest.mark.parametrize("form", ALIASES)
+@pytest.mark.parametrize("given", OF)
+def test_what_has_the_dtype_that_is_asked_for_is_not_copied(form, given):
+    expected = written_to(ALIASES[form], torch.full((1, 2, 3, 4), 3.0, dtype=given), given)[1]
+    tensor = torch.full((1, 2, 3, 4), 3.0, dtype=given)
+    run_in_fp32(lambda: written_to(ALIASES[form], tensor, given))
+    assert torch.equal(tensor, expected) and tensor.eq(4).all()
+
+
+def test_a_tensors_type_is_told_as_float32():
+    assert run_in_fp32(lambda: torch.ones(1, dtype=HALF).type()) == "torch.FloatTensor"
+
+
+def test_what_is_put_into_a_list_or_a_dict_is_there_for_the_caller():
+    half = torch.ones(2, dtype=HALF)
+    queue, cache = [half], {"first": half, "gone": half}
+
+    def remember(queue, cache):
+        queue[0].mul_(2)
+        queue.append(queue[0] + 1)
+        cache["second"] = cache.pop("gone") + 1
+
+    run_in_fp32(remember, queue, cache)
+    assert queue[0] is cache["first"] is half and half.tolist() == [2, 2] and half.dtype == HALF
+    assert queue[1].tolist() == cache["second"].tolist() == [3, 3] and [*cache] == ["first", "second"]
+
+
+# --- PyTorch's process-wide settings while a rerun holds TF32, and what PyTorch says of its devices -------------------
+
+MATMUL, CUDNN, MKLDNN = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.mkldnn
+READS: dict[str, Any] = {
+    "matmul, old": lambda: MATMUL.allow_tf32,
+    "matmul by word": torch.get_float32_matmul_precision,
+    "cudnn, old": lambda: CUDNN.allow_tf32,
+    "matmul": lambda: MATMUL.fp32_precision,
+    "convolutions": lambda: CUDNN.conv.fp32_precision,
+    "recurrent": lambda: CUDNN.rnn.fp32_precision,
+    "CUDA": lambda: CUDNN.fp32_precision,
+    "on the CPU": lambda: MKLDNN.matmul.fp32_precision,
+}
+
+
+def settings():
+    def read(name):
+        try:
+            return READS[name]()
+        except RuntimeError:
+            return "raises"
+
+    return {name: read(name) for name in READS}
+
+
+def put_back():
+    torch.backends.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+    MATMUL.fp32_precision = MKLDNN.matmul.fp32_precision = "none"
+    CUDNN.allow_tf32 = True
+
+
+@pytest.fixture
+def given_settings():
+    before = settings()
+    yield
+    put_back()
+    assert settings() == before
+
+
+def chosen(switch, **values):
+    return lambda: [setattr(switch, name, value) for name, value in values.items()]
+
+
+def old_and_new():
+    torch.set_float32_matmul_precision("medium")
+    MATMUL.fp32_precision = "ieee"
+
+
+BY_WHOM: dict[str, Callable[[], Any]] = {
+    "nobody": lambda: None,
+    "old switch on": chosen(MATMUL, allow_tf32=True),
+    "old switch off": chosen(MATMUL, allow_tf32=False),
+    "high": lambda: torch.set_float32_matmul_precision("high"),
+    "medium": lambda: torch.set_float32_matmul_precision("medium"),
+    "highest": lambda: torch.set_float32_matmul_precision("highest"),
+    "new setting tf32": chosen(MATMUL, fp32_precision="tf32"),
+    "new setting ieee": chosen(MATMUL, fp32_precision="ieee"),
+    "new setting for all": chosen(torch.backends, fp32_precision="ieee"),
+    "old and new": old_and_new,
+    "cudnn off": chosen(CUDNN, allow_tf32=False),
+    "cudnn ieee": chosen(CUDNN.conv, fp32_precision="ieee"),
+    "recurrent ieee": chosen(CUDNN.rnn, fp32_precision="ieee"),
+}
+
+
+@pytest.mark.parametrize("on", [True, False])
+@pytest.mark.parametrize("by_whom", BY_WHOM)
+def test_tf32_mixes_no_old_and_new_settings_and_leaves_them_as_they_were(by_whom, on, given_settings):
+    BY_WHOM[by_whom]()
+    before = settings()
+    with ThreadPoolExecutor(1) as pool:
+        here, there = run_in_fp32(lambda: (settings(), pool.submit(settings).result()), tf32=on)
+    assert here == there
+    assert (here["matmul"] == "tf32", here["convolutions"] == "tf32") == (on, on)
+    raising = {name for name, value in here.items() if value == "raises"}
+    assert raising <= {name for name, value in before.items() if value == "raises"}, "none that did not before"
+    assert settings() == before
+
+
+def test_a_setting_that_was_inherited_is_inherited_again(given_settings):
+    torch.backends.fp32_precision = "ieee"
+    run_in_fp32(lambda: None, tf32=True)
+    torch.backends.fp32_precision = "tf32"
+    assert MATMUL.fp32_precision == "tf32"
+
+
+@pytest.mark.parametrize(("first", "second", "seen"), [
+    (True, True, "tf32 tf32 tf32"),
+    (True, False, "none none tf32"),
+    (False, True, "none none none"),
+    (False, False, "none none none"),
+])  # fmt: skip
+def test_it_is_scoped_and_plain_fp32_wins_where_runs_overlap(first, second, seen, given_settings):
+    inside, leave, found = threading.Event(), threading.Event(), []
+
+    def read():
+        return found.append(CUDNN.conv.fp32_precision)
+
+    def outer():
+        inside.set()
+        leave.wait(30)
+        read()
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run_in_fp32, outer, tf32=first)
+        assert inside.wait(30)
+        run_in_fp32(lambda: (read(), read()), tf32=second)
+        leave.set()
+        running.result()
+    assert found == seen.split()
+
+
+@pytest.mark.parametrize(("dtype", "strict", "seen"), [
+    ("fp32", True, "none"),
+    ("fp32", False, "tf32"),
+    ("fp16", True, "tf32"),
+    ("fp16", False, "tf32"),
+])  # fmt: skip
+def test_a_model_in_fp32_keeps_from_it_where_the_policy_is_strict(dtype, strict, seen, given_settings):
+    """Not its reruns alone."""
+    found, before = [], settings()
+
+    def called(given):
+        found.append(CUDNN.conv.fp32_precision)
+        return given
+
+    guarded(called, dtype, strict=strict)(torch.ones(2))
+    assert (found, settings()) == ([seen], before)
+
+
+def test_it_is_put_back_whoever_leaves_last(given_settings):
+    for order in itertools.permutations((True, False, True)):
+        before, stacks = settings(), [ExitStack() for _ in order]
+        for stack, allowed in zip(stacks, order, strict=True):
+            stack.enter_context(TF32.held(allowed))
+        for stack in stacks:
+            stack.close()
+        assert settings() == before
+
+
+def test_pytorch_2_6_raises_where_there_is_no_accelerator(monkeypatch):
+    def none_available():
+        raise RuntimeError("Cannot access accelerator device when none is available.")
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", none_available)
+    layer = nn.Linear(4, 4).half()
+    assert torch.equal(run_in_fp32(layer, torch.ones(1, 4)), copy.deepcopy(layer).float()(torch.ones(1, 4)))

@@ -1,0 +1,44 @@
+"""Guards around small modules, and what tests compare of what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import torch
+from comfyui_onediff_guard.pipelines.families.table import VARIANTS
+from comfyui_onediff_guard.precision.arch import ARCHITECTURES
+from comfyui_onediff_guard.precision.guard import GuardPolicy, StageGuard
+from comfyui_onediff_guard.precision.policy import Component, Precision, choose
+from comfyui_onediff_guard.precision.report import RunReport
+
+
+def report_of(
+    precision: str = "fp16",
+    model: str = "CogVideoX-5B",
+    card: str = "cpu",
+    component: Component = Component.DENOISER,
+    **more: Any,
+) -> RunReport:
+    """more: of `choose`."""
+    plan = choose(ARCHITECTURES[card], VARIANTS[model], component, Precision(precision), **more)
+    return RunReport(model, str(ARCHITECTURES[card]), plan)
+
+
+def guarded(
+    attempt: Callable[..., Any], dtype: str = "fp16", *, report: RunReport | None = None, **more: Any
+) -> StageGuard:
+    """more: of GuardPolicy and of StageGuard."""
+    policy = {field.name: more.pop(field.name) for field in fields(GuardPolicy) if field.name in more}
+    made = report or report_of(dtype)
+    return StageGuard("denoiser", attempt, dtype=dtype, policy=GuardPolicy(**policy), report=made, **more)
+
+
+def error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """The norm of what it differs by, as a share of the exact one's."""
+    return float((found.float() - exact).norm() / exact.norm())
+
+
+def outcomes(guard: StageGuard) -> list[str]:
+    return [step.outcome for step in guard.report.steps]
