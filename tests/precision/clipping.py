@@ -6,16 +6,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import guards
 import torch
-from comfyui_onediff_guard.pipelines.families.table import VARIANTS
-from comfyui_onediff_guard.precision.arch import ARCHITECTURES
-from comfyui_onediff_guard.precision.guard import GuardPolicy, StageGuard
+from comfyui_onediff_guard.precision.guard import StageGuard
 from comfyui_onediff_guard.precision.overflow import Clips
-from comfyui_onediff_guard.precision.policy import Component, Precision, choose
-from comfyui_onediff_guard.precision.report import RunReport
 from torch import nn
 
-CPU = ARCHITECTURES["cpu"]
 END = 65504.0
 Clip = Callable[[torch.Tensor], torch.Tensor]
 
@@ -84,16 +80,6 @@ def given() -> torch.Tensor:
     return 4 * torch.randn((2, 8), generator=torch.Generator().manual_seed(1)).half()
 
 
-def guarded(module: nn.Module, attempt: Callable[..., Any] | None = None) -> tuple[StageGuard, Clips]:
-    plan = choose(CPU, VARIANTS["CogVideoX-2B"], Component.DENOISER, Precision.FP16)
+def guarded(module: nn.Module, attempt: Callable[..., Any] | None = None) -> StageGuard:
     clips = Clips("fp16")
-    guard = StageGuard(
-        "denoiser",
-        clips.watched(attempt or module),
-        rerun=module,
-        dtype="fp16",
-        policy=GuardPolicy(),
-        report=RunReport("CogVideoX-2B", str(CPU), plan),
-        peak_inside=clips.take,
-    )
-    return guard, clips
+    return guards.guarded(clips.watched(attempt or module), rerun=module, peak_inside=clips.take)

@@ -21,7 +21,7 @@ def test_what_is_clipped_is_a_failure(clip: Clip) -> None:
     right = Clipping(clip, hot=4e4).half().float()(given().float())
     wrong = module(given())
     assert wrong.isfinite().all() and (wrong - right).norm() > 0.02 * right.norm()
-    guard, _ = guarded(module)
+    guard = guarded(module)
     assert torch.equal(guard(given()), right)
     (step,) = guard.report.steps
     assert step.outcome == "rerun" and "'layers.1' reaches" in step.note
@@ -31,10 +31,17 @@ def test_what_is_clipped_is_a_failure(clip: Clip) -> None:
 @torch.no_grad()
 def test_a_healthy_call_is_the_same_to_the_bit(clip: Clip) -> None:
     module = Clipping(clip).half()
-    guard, _ = guarded(module)
+    guard = guarded(module)
     for _ in range(2):
         assert torch.equal(guard(given()), module(given()))
     assert guard.report.reruns == 0
+
+
+def peak_of(call: Any, x: torch.Tensor) -> tuple[Any, Any]:
+    """(what was found to be clipped while it ran, what it returned)"""
+    clips = Clips("fp16")
+    made = clips.watched(call)(x)
+    return clips.take(), made
 
 
 @pytest.mark.parametrize(
@@ -56,10 +63,7 @@ def test_a_healthy_call_is_the_same_to_the_bit(clip: Clip) -> None:
     ],
 )
 def test_a_clamp_counts_where_it_changes_what_fp16_cannot_hold(x: float, bound: Any, found: float) -> None:
-    clips = Clips("fp16")
-    stage = clips.watched(lambda tensor: ((0 * tensor[:0].half()).isinf(), tensor.clamp(-bound, bound)))
-    stage(torch.tensor([x]).half())
-    peak = clips.take()
+    peak, _ = peak_of(lambda x: ((0 * x[:0]).isinf(), x.clamp(-bound, bound)), torch.tensor([x]).half())
     assert peak is not None
     assert torch.equal(peak, torch.tensor(found)) or (math.isnan(found) and peak.isnan())
 
@@ -73,12 +77,12 @@ def test_a_clamp_counts_where_it_changes_what_fp16_cannot_hold(x: float, bound: 
         lambda x: x.float().nan_to_num(),
         lambda x: (x > 0).long().clamp(0, 70000),
         lambda x: x[:0].nan_to_num(),
+        lambda x: (x / x.exp(), x / 2, x / torch.tensor(math.inf)),
     ],
 )
-def test_other_clamps_are_none_of_this(call: Clip) -> None:
-    clips = Clips("fp16")
-    clips.watched(call)(torch.full((3,), -math.inf).half())
-    assert clips.take() is None
+@pytest.mark.parametrize("x", [-math.inf, 20.0])
+def test_other_clamps_and_divisions_are_none_of_this(call: Clip, x: float) -> None:
+    assert peak_of(call, torch.full((3,), x).half())[0] is None
 
 
 @pytest.mark.parametrize(
@@ -91,41 +95,30 @@ def test_other_clamps_are_none_of_this(call: Clip) -> None:
     ],
 )
 def test_what_is_asked_of_a_mask_or_of_finite_values_is_no_failure(asked: list[float]) -> None:
-    clips = Clips("fp16")
-    clips.watched(lambda x: (x.isinf(), torch.isfinite(x), x == -math.inf, x > 0))(torch.tensor(asked).half())
-    assert clips.take() == 0
-
-
-@pytest.mark.parametrize(("value", "found"), [(1.5e4, 1.2e5), (8e3, 0.0), (-math.inf, math.inf), (math.nan, 0.0)])
-def test_a_norm_that_fp16_cannot_hold_counts_as_a_clip(value: float, found: float) -> None:
-    clips = Clips("fp16")
-    made = clips.watched(lambda x: torch.nn.functional.normalize(x, dim=1))(torch.full((2, 64), value).half())
-    assert made.isfinite().all() == math.isfinite(value) and (found != 1.2e5 or not made.any())
-    peak = clips.take()
-    assert peak is not None and peak.item() == pytest.approx(found)
+    asks = lambda x: (x.isinf(), torch.isfinite(x), x == -math.inf, x > 0)  # noqa: E731
+    assert peak_of(asks, torch.tensor(asked).half())[0] == 0
 
 
 NORMS: dict[str, Clip] = {
+    "normalize": lambda x: torch.nn.functional.normalize(x, dim=1),
     "divided": lambda x: x / (x**2).mean(1, keepdim=True).sqrt(),
     "in place": lambda x: x.clone().div_((x * x).mean(1, keepdim=True).sqrt_()),
     "rsqrt": lambda x: x * torch.rsqrt(x.pow(2).mean(1, keepdim=True)),
 }
 
 
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize(("value", "found"), [(300.0, math.inf), (200.0, 0.0)])
-def test_a_norm_that_is_written_out_counts_where_its_square_is_infinite(norm: str, value: float, found: float) -> None:
-    clips = Clips("fp16")
-    made = clips.watched(NORMS[norm])(torch.full((2, 64), value).half())
-    assert made.isfinite().all() and made.any() == (value < 256)
-    peak = clips.take()
-    assert peak is not None and peak.item() == found
-
-
-def test_other_divisions_are_none_of_this() -> None:
-    clips = Clips("fp16")
-    clips.watched(lambda x: (x / x.exp(), x / 2, x / torch.tensor(math.inf)))(torch.full((2, 64), 20.0).half())
-    assert clips.take() is None
+@pytest.mark.parametrize(
+    ("norm", "value", "found"),
+    [("normalize", 1.5e4, 1.2e5), ("normalize", 8e3, 0.0), ("normalize", -math.inf, math.inf)]
+    + [("normalize", math.nan, 0.0)]
+    + [(norm, value, found) for norm in [*NORMS][1:] for value, found in ((300.0, math.inf), (200.0, 0.0))],
+)
+def test_a_norm_counts_where_fp16_cannot_hold_it_or_the_square_that_is_written_out(
+    norm: str, value: float, found: float
+) -> None:
+    peak, made = peak_of(NORMS[norm], torch.full((2, 64), value).half())
+    assert made.isfinite().all() == math.isfinite(value) and made.any() == (value not in (1.5e4, 300.0))
+    assert peak is not None and peak.item() == pytest.approx(found)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -154,28 +147,19 @@ def modes(calls: list[int]) -> Clip:
     return stage
 
 
-def test_a_stage_that_does_not_clip_is_not_watched_after_its_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(counters["stats"], "unique_graphs", 0)
-    calls: list[int] = []
-    stage = Clips("fp16").watched(modes(calls))
-    for _ in range(3):
-        stage(torch.ones(1).half())
-    assert calls == [1, 0, 0]
-    calls.clear()
-    stage = Clips("fp16").watched(lambda x: modes(calls)(CLIPS["clip"](x)))
-    for _ in range(3):
-        stage(torch.ones(1).half())
-    assert calls == [1, 1, 1]
-
-
-def test_where_something_is_compiled_all_calls_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("clips", "graphs", "watched"), [(False, 0, [1, 0, 0]), (True, 0, [1, 1, 1]), (False, 1, [1, 1, 1])]
+)
+def test_a_stage_that_does_not_clip_is_not_watched_after_its_first_call_unless_something_is_compiled(
+    clips: bool, graphs: int, watched: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else what is compiled would be made twice: PyTorch makes it anew where a mode comes or goes."""
-    monkeypatch.setitem(counters["stats"], "unique_graphs", 1)
+    monkeypatch.setitem(counters["stats"], "unique_graphs", graphs)
     calls: list[int] = []
-    stage = Clips("fp16").watched(modes(calls))
+    stage = Clips("fp16").watched(lambda x: modes(calls)(CLIPS["clip"](x) if clips else x))
     for _ in range(3):
         stage(torch.ones(1).half())
-    assert calls == [1, 1, 1]
+    assert calls == watched
 
 
 def test_nothing_stays_when_the_stage_raises() -> None:

@@ -13,17 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision import snapshot
-from comfyui_onediff_guard.precision.arch import ARCHITECTURES
-from comfyui_onediff_guard.precision.guard import GuardPolicy, GuardStopped, OnFailure, Scope, StageGuard
-from comfyui_onediff_guard.precision.policy import Component, Precision, choose
-from comfyui_onediff_guard.precision.report import RunReport
+from comfyui_onediff_guard.precision.guard import GuardStopped, OnFailure, Scope
 from comfyui_onediff_guard.precision.snapshot import Snapshot
+from guards import guarded, outcomes
 from host_reads import HostReads
 from torch import nn
 
-CPU = ARCHITECTURES["cpu"]
 START = 0.5
 
 
@@ -57,7 +53,7 @@ class Remembers(nn.Module):
 
     total: torch.Tensor
 
-    def __init__(self, write: Callable[[Any, torch.Tensor, dict[str, Any]], torch.Tensor]):
+    def __init__(self, write: Any):
         super().__init__()
         self.write = write
         self.register_buffer("total", torch.full((4,), START))
@@ -75,12 +71,7 @@ class Remembers(nn.Module):
         return self.layer(made.to(x.dtype)) * (1000 * x.detach().abs().amax())
 
 
-def argument(_: Any, x: torch.Tensor, __: Any) -> torch.Tensor:
-    return x.mul_(2)
-
-
-def argument_in_place(_: Any, x: torch.Tensor, __: Any) -> torch.Tensor:
-    return x.t_().mul_(2).t_() * 1
+Write = Callable[[Any, torch.Tensor, dict[str, Any]], torch.Tensor]  # a module, its input, and what else it is given
 
 
 def popped(_: Any, x: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
@@ -88,18 +79,9 @@ def popped(_: Any, x: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
     return x * given.pop("scale") * len(given["list"])
 
 
-def inside_given(_: Any, x: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
-    return x * given["tensors"][0].add_(1).to(x.dtype)
-
-
 def expanded(_: Any, x: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
     given["base"].add_(1)
     return x * given["expanded"].to(x.dtype)
-
-
-def buffer(self: Any, x: torch.Tensor, _: Any) -> torch.Tensor:
-    self.total += x.detach()[0]
-    return x + self.total
 
 
 def new_buffer(self: Any, x: torch.Tensor, _: Any) -> torch.Tensor:
@@ -128,27 +110,30 @@ def containers(self: Any, x: torch.Tensor, _: Any) -> torch.Tensor:
     return x * self.kept["nested"][0]["n"] * len(self.kept["set"]) * len(self.kept["queue"]) + self.kept["sum"]
 
 
-def on_an_object(self: Any, x: torch.Tensor, _: Any) -> torch.Tensor:
-    return self.cache.add(x)
+def in_float(drawn: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return drawn.float().to(x.dtype)
 
 
-def in_slots(self: Any, x: torch.Tensor, _: Any) -> torch.Tensor:
-    return self.slots.add(x) * x
-
-
-def global_random(_: Any, x: torch.Tensor, __: Any) -> torch.Tensor:
-    return x * torch.rand(4, dtype=torch.float64).float().to(x.dtype) + random.random()
-
-
-def own_random(self: Any, x: torch.Tensor, _: Any) -> torch.Tensor:
-    drawn = torch.rand(4, generator=self.generator, dtype=torch.float64)
-    return x * drawn.float().to(x.dtype) + self.python.random()
-
-
-WRITES = (
-    *(argument, argument_in_place, popped, inside_given, expanded, buffer, new_buffer, attributes),
-    *(first_call, containers, on_an_object, in_slots, global_random, own_random),
-)
+WRITES: dict[str, Write] = {
+    "argument": lambda _, x, __: x.mul_(2),
+    "argument in place": lambda _, x, __: x.t_().mul_(2).t_() * 1,
+    "popped": popped,
+    "inside what is given": lambda _, x, given: x * given["tensors"][0].add_(1).to(x.dtype),
+    "expanded": expanded,
+    "buffer": lambda self, x, _: x + self.total.add_(x.detach()[0]),
+    "new buffer": new_buffer,
+    "attributes": attributes,
+    "first call": first_call,
+    "containers": containers,
+    "on an object": lambda self, x, _: self.cache.add(x),
+    "in slots": lambda self, x, _: self.slots.add(x) * x,
+    "global random": lambda _, x, __: x * in_float(torch.rand(4, dtype=torch.float64), x) + random.random(),
+    "own random": lambda self, x, _: (
+        x * in_float(torch.rand(4, generator=self.generator, dtype=torch.float64), x) + self.python.random()
+    ),
+}
+each_write = pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+in_each_mode = pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
 
 
 def built(write: Any) -> Remembers:
@@ -163,13 +148,6 @@ def given() -> dict[str, Any]:
 
 def latents(scale: float = 100.0) -> torch.Tensor:
     return scale * torch.randn((2, 4), generator=torch.Generator().manual_seed(1)).half()
-
-
-def guarded(module: nn.Module, **more: Any) -> StageGuard:
-    plan = choose(CPU, VARIANTS["CogVideoX-5B"], Component.DENOISER, Precision.FP16)
-    policy = GuardPolicy(more.pop("on_failure", OnFailure.RERUN), scope=more.pop("scope", Scope.STEP))
-    report = RunReport("CogVideoX-5B", str(CPU), plan)
-    return StageGuard("denoiser", module, dtype="fp16", policy=policy, report=report, **more)
 
 
 def state(module: Any, arguments: Any) -> Any:
@@ -193,12 +171,12 @@ def assert_alike(found: list[Any], expected: list[Any]) -> None:
             assert ours == theirs
 
 
-@pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
-@pytest.mark.parametrize("write", WRITES)
+@in_each_mode
+@each_write
 def test_a_rerun_starts_from_what_the_failed_call_started_from(write: Any, inference: bool) -> None:
     with torch.inference_mode(inference), torch.no_grad():
         module = built(write)
-        right, run = copy.deepcopy(module).float(), guarded(module)
+        right, run = copy.deepcopy(module).float(), guarded(module, scope=Scope.STEP)
         for call, scale in enumerate((100.0, 0.01, 50.0)):  # the second one is healthy, and goes on from the first
             ours, theirs, x, alike = given(), given(), latents(scale), latents(scale).float()
             torch.manual_seed(call)
@@ -212,10 +190,10 @@ def test_a_rerun_starts_from_what_the_failed_call_started_from(write: Any, infer
             if call == 0:
                 assert torch.equal(found, expected)
             assert (found - expected).norm() <= 2e-3 * expected.norm()
-    assert [step.outcome for step in run.report.steps] == ["rerun", "finite", "rerun"]
+    assert outcomes(run) == ["rerun", "finite", "rerun"]
 
 
-@pytest.mark.parametrize("write", WRITES)
+@each_write
 @pytest.mark.parametrize("how", ["stop", "raise", "broken in fp32"])
 @torch.no_grad()
 def test_a_call_that_ends_in_an_error_leaves_nothing(write: Any, how: str) -> None:
@@ -233,27 +211,27 @@ def test_a_call_that_ends_in_an_error_leaves_nothing(write: Any, how: str) -> No
     assert_alike(state(module, (x, ours)), expected)
 
 
-@pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
+@in_each_mode
 def test_what_is_too_large_to_be_copied_ends_the_run_where_it_changed(
     inference: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshot, "COPIED", 8)
     with torch.inference_mode(inference), torch.no_grad():
         with pytest.raises(GuardStopped, match="had overwritten '0'"):
-            guarded(built(argument))(latents(), given=given())
+            guarded(built(WRITES["argument"]))(latents(), given=given())
         run = guarded(built(lambda _module, x, _given: x * 2))
         run(latents(), given=given())
-    assert run.report.steps[0].outcome == "rerun", "nothing that is too large has changed"
+    assert outcomes(run) == ["rerun"], "nothing that is too large has changed"
 
 
 @torch.no_grad()
 def test_arguments_that_half_precision_is_given_a_cast_of_stay_the_callers() -> None:
-    module, x = built(argument), latents().float()
+    module, x = built(WRITES["argument"]), latents().float()
     guarded(module, inputs=("x",))(x=x, given=given())
     assert torch.equal(x, latents().float())
 
 
-@pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
+@in_each_mode
 @pytest.mark.parametrize("write", [lambda _: None, lambda x: x.mul_(2), lambda x: x.resize_(2)])
 def test_what_changed_is_put_back_without_waiting_for_the_device(write: Any, inference: bool) -> None:
     with torch.inference_mode(inference), torch.no_grad():
@@ -270,7 +248,7 @@ def test_what_changed_is_put_back_without_waiting_for_the_device(write: Any, inf
 
 
 def test_what_did_not_change_is_not_touched_and_weights_are_not_copied() -> None:
-    module = built(buffer)
+    module = built(WRITES["buffer"])
     found = Snapshot(module)
     names = {each.path[-1] for each in found._tensors}
     assert "total" in names and not names & {"weight", "bias"}

@@ -1,25 +1,24 @@
+"""A stage of a run: its policy, what it reports, and the guard that it makes."""
+
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision.arch import named
 from comfyui_onediff_guard.precision.fallback import HalfPrecisionForward
 from comfyui_onediff_guard.precision.guard import GuardPolicy, OnFailure, Scope
 from comfyui_onediff_guard.precision.overrides import ModuleStructure, PrecisionOverrides
-from comfyui_onediff_guard.precision.policy import Component, Precision, choose
-from comfyui_onediff_guard.precision.report import RunReport
 from comfyui_onediff_guard.precision.stage import Stage
+from guards import report_of
 
 LEARNED = GuardPolicy(scope=Scope.LEARNED)
 
 
 def stage(precision: str, policy: GuardPolicy = LEARNED, card: str = "sm80") -> Stage:
-    architecture = named(card)
-    plan = choose(architecture, VARIANTS["CogVideoX-2B"], Component.DENOISER, Precision(precision))
-    return Stage(plan, RunReport("CogVideoX-2B", str(architecture), plan), architecture, policy)
+    report = report_of(precision, "CogVideoX-2B", card)
+    return Stage(report.plan, report, named(card), policy)
 
 
 @pytest.mark.parametrize(
