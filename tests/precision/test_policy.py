@@ -21,13 +21,7 @@ from comfyui_onediff_guard.precision.policy import (
     choose,
 )
 
-TEXT, IMAGE, VAE_IN, DENOISER, VAE_OUT = (
-    Component.TEXT_ENCODER,
-    Component.IMAGE_ENCODER,
-    Component.VAE_ENCODE,
-    Component.DENOISER,
-    Component.VAE_DECODE,
-)
+TEXT, IMAGE, VAE_IN, DENOISER, VAE_OUT = Component
 AUTO, BF16, FP16, PLAIN, FP32, FP8, INT8 = Precision
 
 # What the authors and vendors say, written by hand. `wide` is fp16 with the stream in float32.
@@ -82,24 +76,18 @@ def test_the_documents_speak_of_every_model() -> None:
     assert [row[0] for row in ROWS] == list(VARIANTS)
 
 
+EXPECTED = {BF16: "bf16", FP16: "fp16", PLAIN: "fp16", FP32: "fp32", FP8: "bf16", INT8: "bf16"}
+
+
 @pytest.mark.parametrize("device", DEVICES, ids=str)
-def test_the_other_components_run_as_the_denoiser(device: Architecture) -> None:
+def test_every_plan_of_a_device(device: Architecture) -> None:
+    assert device.native_bf16 or not device.quantises, "all else is bf16"
     for variant, request, switch, plan in every_plan(device):
         denoiser = choose(device, variant, DENOISER, request, switch)
-        assert (plan.dtype, plan.reason) == (denoiser.dtype, denoiser.reason)
-
-
-@pytest.mark.parametrize("device", DEVICES, ids=str)
-def test_what_is_asked_for_is_done(device: Architecture) -> None:
-    for _, request, _, plan in every_plan(device):
-        expected = {BF16: "bf16", FP16: "fp16", PLAIN: "fp16", FP32: "fp32", FP8: "bf16", INT8: "bf16"}
-        assert plan.dtype == expected.get(request, plan.dtype)
+        assert (plan.dtype, plan.reason) == (denoiser.dtype, denoiser.reason), "all run as the denoiser"
+        assert plan.dtype == EXPECTED.get(request, plan.dtype), "what is asked for is done"
         assert plan.half == (plan.dtype in ("fp16", "bf16"))
 
-
-@pytest.mark.parametrize("device", DEVICES, ids=str)
-def test_half_is_guarded_unless_plain_and_fp16_is_wide_where_it_can_be(device: Architecture) -> None:
-    for variant, request, _, plan in every_plan(device):
         assert plan.guarded == (plan.dtype != "fp32" and request is not PLAIN)
         can_be = plan.component in (TEXT, VAE_IN) or (plan.component is DENOISER and variant.has_stream)
         assert plan.wide == (can_be and plan.dtype == "fp16" and request is not PLAIN)
@@ -107,41 +95,41 @@ def test_half_is_guarded_unless_plain_and_fp16_is_wide_where_it_can_be(device: A
         if plan.dtype == "fp16" and request is not PLAIN and plan.component is DENOISER and variant.leaves_fp16:
             assert plan.wide and plan.guarded, "never plain fp16 unless asked for by that name"
 
+        is_denoiser, fast = plan.component is DENOISER, switch is Accumulation.FAST
+        assert plan.quantised == (request.value if request.quantises and is_denoiser else "")
+        assert bool(plan.quantised_reason) == request.quantises
+        assert plan.numerics == (request.value if plan.quantised else plan.dtype)
+        assert plan.unquantised.numerics == plan.dtype
+        on = "on, with attention scores in fp32" if fast else "on" if device.name == "sm70" else "off"
+        assert plan.accumulation == on
 
-@pytest.mark.parametrize("device", DEVICES, ids=str)
-def test_every_decision_has_its_reason_and_source(device: Architecture) -> None:
-    for variant, request, switch, plan in every_plan(device):
-        assert plan.source == variant.source
-        fast = switch is Accumulation.FAST
-        assert (
-            plan.accumulation_source == f"https://github.com/siliconflow/onediff/{'pull/454' if fast else 'issues/958'}"
-        )
+        assert plan.source == variant.source and plan.wide_reason
+        assert plan.accumulation_source.endswith("/siliconflow/onediff/pull/454" if fast else "/onediff/issues/958")
         assert plan.reason.endswith(f"→ {plan.dtype}") or request is not AUTO
         assert plan.reason.startswith(f"asked for {request.value}") or request is AUTO
         assert plan.guard_reason.startswith("on" if plan.guarded else ("off", "not needed"))
-        assert plan.wide_reason
         assert ("'fast'" if fast else str(device)) in plan.accumulation_reason
-
-
-@pytest.mark.parametrize("device", DEVICES, ids=str)
-def test_half_precision_accumulation_is_on_for_volta_and_where_fast_is_asked_for(device: Architecture) -> None:
-    for _, _, switch, plan in every_plan(device):
-        if switch is Accumulation.FAST:
-            assert plan.accumulation == "on, with attention scores in fp32"
-        else:
-            assert plan.accumulation == ("on" if device.name == "sm70" else "off")
+        if request is not AUTO:  # what costs something says what
+            safe = request is FP16 and plan.dtype == "fp16"
+            assert ("is slow on" in plan.reason) == (safe and not device.fast_fp16 and not device.fp16_wrong)
+            assert ("comes out wrong on" in plan.reason) == (safe and device.fp16_wrong)
+            assert ("overflows plain fp16" in plan.reason) == (safe and variant.leaves_fp16)
+            assert ("only emulates" in plan.reason) == (request is BF16 and device.bf16 == "emulated")
+            nearer = request is BF16 and device.native_bf16 and variant.trained_in == "fp16"
+            assert ("'auto' is nearer to fp32" in plan.reason) == nearer
+            assert ("for comparison" in plan.reason) == (request is PLAIN)
 
 
 @pytest.mark.parametrize("accumulation", Accumulation)
-@pytest.mark.parametrize("request_", [Precision.FP16, Precision.FP16_PLAIN, Precision.BF16])
+@pytest.mark.parametrize("request_", [FP16, PLAIN, BF16])
 def test_sums_in_fp16_are_the_denoisers_in_checked_fp16_where_they_are_asked_for(
     request_: Precision, accumulation: Accumulation
 ) -> None:
-    for component in VARIANTS["CogVideoX-2B"].components:
-        plan = choose(ARCHITECTURES["sm89"], VARIANTS["CogVideoX-2B"], component, request_, accumulation)
-        wanted = (component, request_, accumulation) == (Component.DENOISER, Precision.FP16, Accumulation.FP16)
+    for component in TWO_B.components:
+        plan = choose(ARCHITECTURES["sm89"], TWO_B, component, request_, accumulation)
+        wanted = (component, request_, accumulation) == (DENOISER, FP16, Accumulation.FP16)
         assert plan.fp16_sums == wanted, component
-        asked_in_vain = component is Component.DENOISER and accumulation is Accumulation.FP16 and not wanted
+        asked_in_vain = component is DENOISER and accumulation is Accumulation.FP16 and not wanted
         assert plan.fp16_sums_reason.startswith("nothing: ") == asked_in_vain
     other = choose(ARCHITECTURES["gfx11"], TWO_B, DENOISER, request_, accumulation)
     assert not other.fp16_sums, "AMD's cards multiply no faster with it"
@@ -167,38 +155,29 @@ def test_the_reason_for_auto_names_the_fact_that_decided(device: str, model: str
     assert choose(named(device), VARIANTS[model], DENOISER, AUTO).reason == reason
 
 
-@pytest.mark.parametrize("device", DEVICES, ids=str)
-def test_a_request_that_costs_something_says_what(device: Architecture) -> None:
-    for variant, request, _, plan in every_plan(device):
-        if request is AUTO:
-            continue
-        safe = request is FP16 and plan.dtype == "fp16"
-        assert ("is slow on" in plan.reason) == (safe and not device.fast_fp16 and not device.fp16_wrong)
-        assert ("comes out wrong on" in plan.reason) == (safe and device.fp16_wrong)
-        assert ("overflows plain fp16" in plan.reason) == (safe and variant.leaves_fp16)
-        assert ("only emulates" in plan.reason) == (request is BF16 and device.bf16 == "emulated")
-        nearer = request is BF16 and device.native_bf16 and variant.trained_in == "fp16"
-        assert ("'auto' is nearer to fp32" in plan.reason) == nearer
-        assert ("for comparison" in plan.reason) == (request is PLAIN)
-
-
 @pytest.mark.parametrize("name", SVDS)
-def test_svds_vae_encoder_runs_in_fp16_with_every_layer_wide(name: str) -> None:
+@pytest.mark.parametrize(
+    ("request_", "dtype", "wide"), [(AUTO, "fp16", True), (FP16, "fp16", True), (PLAIN, "fp16", False)]
+)
+def test_svds_vae_encoder_runs_in_fp16_with_every_layer_wide(name: str, request_: Precision, dtype: str, wide: bool):
     """It leaves fp16's range: its config says `force_upcast`."""
     for device in (SM70, SM75, SM80):
-        for request in (AUTO, FP16):
-            plan = choose(device, VARIANTS[name], VAE_IN, request)
-            assert (plan.dtype, plan.wide, plan.guarded) == ("fp16", True, True)
-    assert not choose(SM80, VARIANTS[name], VAE_IN, PLAIN).wide
-    assert choose(SM80, VARIANTS[name], VAE_IN, BF16).dtype == "bf16", "bf16 has the range"
+        plan = choose(device, VARIANTS[name], VAE_IN, request_)
+        assert (plan.dtype, plan.wide, plan.guarded) == (dtype, wide, wide)
 
 
-def test_the_guard_says_whether_it_is_needed() -> None:
-    assert "needed: CogVideoX-5B leaves fp16's range" in choose(SM75, FIVE_B, DENOISER, AUTO).guard_reason
-    assert "CogVideoX-2B is not known to leave" in choose(SM75, TWO_B, DENOISER, AUTO).guard_reason
-    assert "bf16 has fp32's range" in choose(SM80, FIVE_B, DENOISER, AUTO).guard_reason
-    assert "ends the run" in choose(SM80, FIVE_B, DENOISER, FP32).guard_reason
-    assert "only watched" in choose(SM80, FIVE_B, DENOISER, PLAIN).guard_reason
+@pytest.mark.parametrize(
+    ("device", "variant", "request_", "words"),
+    [
+        (SM75, FIVE_B, AUTO, "needed: CogVideoX-5B leaves fp16's range"),
+        (SM75, TWO_B, AUTO, "CogVideoX-2B is not known to leave"),
+        (SM80, FIVE_B, AUTO, "bf16 has fp32's range"),
+        (SM80, FIVE_B, FP32, "ends the run"),
+        (SM80, FIVE_B, PLAIN, "only watched"),
+    ],
+)
+def test_the_guard_says_whether_it_is_needed(device, variant, request_, words) -> None:
+    assert words in choose(device, variant, DENOISER, request_).guard_reason
 
 
 @pytest.mark.parametrize(
@@ -220,17 +199,6 @@ def test_the_guard_says_whether_it_is_needed() -> None:
 )
 def test_it_says_why_it_is_wide_or_why_not(model: str, component: Component, request_: Precision, words: str) -> None:
     assert words in choose(SM75, VARIANTS[model], component, request_).wide_reason
-
-
-@pytest.mark.parametrize("device", DEVICES, ids=str)
-def test_the_denoiser_alone_is_quantised_and_what_can_quantise_has_bf16(device: Architecture) -> None:
-    assert device.native_bf16 or not device.quantises, "all else is bf16"
-    for _, request, _, plan in every_plan(device):
-        denoiser = plan.component is DENOISER
-        assert plan.quantised == (request.value if request.quantises and denoiser else "")
-        assert bool(plan.quantised_reason) == request.quantises
-        assert plan.numerics == (request.value if plan.quantised else plan.dtype)
-        assert plan.unquantised.numerics == plan.dtype
 
 
 QUANTISES = {"sm75": "", "sm80": "int8", "sm86": "int8", "sm89": "fp8 int8", "sm90": "fp8 int8", "sm120": "fp8 int8",
@@ -270,24 +238,13 @@ def test_a_component_that_a_model_lacks_is_refused_and_the_error_says_what_it_ha
         said, has = str(refused.value).split(" It has: ")
         assert said == f"{variant.name} has no {component.words}."
         assert has == ", ".join(part.words for part in variant.components) + "."
-
-
-def test_components_are_named_as_people_name_them() -> None:
-    assert [part.words for part in Component] == [
-        "text encoder",
-        "image encoder",
-        "VAE encoder",
-        "denoiser",
-        "VAE decoder",
-    ]
+    words = ["text encoder", "image encoder", "VAE encoder", "denoiser", "VAE decoder"]
+    assert [part.words for part in Component] == words
 
 
 COG, SAI = "https://huggingface.co/zai-org", "https://huggingface.co/stabilityai/stable-video-diffusion-img2vid"
-VIDEO, FROM_TEXT, FROM_IMAGE = (
-    (TEXT, VAE_IN, DENOISER, VAE_OUT),
-    (TEXT, DENOISER, VAE_OUT),
-    (IMAGE, VAE_IN, DENOISER, VAE_OUT),
-)
+VIDEO, FROM_TEXT = (TEXT, VAE_IN, DENOISER, VAE_OUT), (TEXT, DENOISER, VAE_OUT)
+FROM_IMAGE = (IMAGE, VAE_IN, DENOISER, VAE_OUT)
 BLOCKS_30, BLOCKS_42 = {"num_layers": 30, "num_attention_heads": 30}, {"num_layers": 42, "num_attention_heads": 48}
 COGVIEW3, COGVIEW4 = {"num_layers": 30, "num_attention_heads": 64}, {"num_layers": 28, "num_attention_heads": 32}
 
@@ -316,10 +273,8 @@ def test_the_table_holds_what_is_published(
 
 
 def test_the_values_that_stand_in_workflow_files_are_as_they_were() -> None:
-    assert [request.value for request in Precision] == [
-        *("auto", "bf16", "fp16", "fp16 (plain)", "fp32"),
-        *("fp8", "int8"),
-    ]
+    values = ["auto", "bf16", "fp16", "fp16 (plain)", "fp32", "fp8", "int8"]
+    assert [request.value for request in Precision] == values
 
 
 def test_weights_of_2b_stored_in_bf16_are_a_fine_tune_that_may_overflow() -> None:
