@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from functools import partial
 from itertools import permutations, product
 from typing import Any
 
 import pytest
 import torch
+from at_once import at_once
 from comfyui_onediff_guard.precision.accumulation import (
     SWITCHES,
     Accumulation,
@@ -80,139 +81,58 @@ def switch(switches: tuple[Switch, ...], name: str) -> Switch:
     return next(switch for switch in switches if switch.name == name)
 
 
-@pytest.mark.parametrize("name", [*AT_RISK, *UNTRIED])
-def test_off_where_reports_call_it_wrong_or_nobody_tried(name: str) -> None:
-    with accumulation(named(name)) as switches:
-        assert state() == STATE[Mode.OFF]
-        assert switch(switches, ATTENTION).set_by == "onediff-guard"
-    assert state() == UNTOUCHED
-
-
-def test_on_for_volta_with_its_companions() -> None:
-    with accumulation(SM70) as switches:
-        assert state() == STATE[Mode.ON]
-        assert switch(switches, ATTENTION) == Switch(
-            ATTENTION, "1", "onediff-guard", "half-precision accumulation is reported right on sm70 (Volta)"
-        )
-        assert switch(switches, SCORES) == Switch(SCORES, "unset", "default", "left as it is")
-        assert switch(switches, REDUCTION) == Switch(REDUCTION, "True", "default", "left as it is")
-    assert state() == UNTOUCHED
-
-
-@pytest.mark.parametrize("name", ["sm70", "sm80", "sm90", "cpu"])
-def test_fast_is_on_everywhere_with_the_scores_in_fp32(name: str) -> None:
-    with accumulation(named(name), FAST) as switches:
-        assert state() == STATE[Mode.FAST]
-        assert switch(switches, SCORES).value == "0"
-        assert "asked for 'fast'" in switch(switches, ATTENTION).reason
-    assert state() == UNTOUCHED
-
-
-def test_every_switch_is_listed_as_it_stands() -> None:
+@pytest.mark.parametrize(
+    ("name", "asked", "mode"),
+    [
+        *((name, AUTO, Mode.OFF) for name in (*AT_RISK, *UNTRIED)),
+        *(("sm70", asked, Mode.ON) for asked in (AUTO, FP16)),
+        *((name, FAST, Mode.FAST) for name in ("sm70", "sm80", "sm90", "cpu")),
+        ("sm80", FP16, Mode.OFF),
+    ],
+)
+def test_every_switch_is_set_listed_as_it_stands_and_put_back(name: str, asked: Accumulation, mode: Mode) -> None:
     assert SWITCHES == ALL
-    for architecture, request in product((SM70, SM80), Accumulation):
-        with accumulation(architecture, request) as switches:
-            assert [switch.name for switch in switches] == list(ALL)
-            stands = ["unset" if value is None else str(value) for value in state()]
-            assert [switch.value for switch in switches] == stands
+    why = decide(named(name), asked).reason
+    with accumulation(named(name), asked) as switches:
+        assert state() == STATE[mode]
+        for switch_, value, before in zip(switches, state(), UNTOUCHED, strict=True):
+            by = ("default", "left as it is") if value == before else ("onediff-guard", why)
+            assert switch_ == Switch(switch_.name, "unset" if value is None else str(value), *by)
+    assert tuple(switch_.name for switch_ in switches) == ALL and state() == UNTOUCHED
 
 
-def test_the_decision_has_a_reason_and_a_source() -> None:
-    issue, tuning = (
-        "https://github.com/siliconflow/onediff/issues/958",
-        "https://github.com/siliconflow/onediff/pull/454",
-    )
-    assert decide(SM70) == Decision(
-        Mode.ON, "half-precision accumulation is reported right on sm70 (Volta)", issue, SM70
-    )
-    assert decide(SM80) == Decision(
-        Mode.OFF, "half-precision accumulation comes out NaN or black on sm80 (Ampere)", issue, SM80
-    )
-    assert decide(named("sm90")) == Decision(
-        Mode.OFF, "nobody reported half-precision accumulation on sm90 (Hopper): the safe value", issue, named("sm90")
-    )
-    assert decide(SM80, FAST).mode is Mode.FAST
-    assert decide(SM80, FAST).source == tuning
+ONEDIFF = "https://github.com/siliconflow/onediff"
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "decision"),
+    [
+        ("sm70", AUTO, (Mode.ON, "half-precision accumulation is reported right on sm70 (Volta)", "issues/958")),
+        ("sm80", AUTO, (Mode.OFF, "half-precision accumulation comes out NaN or black on sm80 (Ampere)", "issues/958")),
+        ("sm90", AUTO, (Mode.OFF, "nobody reported half-precision accumulation on sm90 (Hopper): the safe value",
+                        "issues/958")),
+        ("sm80", FAST, (Mode.FAST, "asked for 'fast': half-precision accumulation, scores in fp32, reported right on "
+                        "sm89", "pull/454")),
+    ],
+)  # fmt: skip
+def test_the_decision_has_a_reason_and_a_source(name: str, asked: Accumulation, decision: Any) -> None:
+    mode, reason, source = decision
+    assert decide(named(name), asked) == Decision(mode, reason, f"{ONEDIFF}/{source}", named(name))
 
 
 def test_the_loaders_values_that_stand_in_workflow_files_are_as_they_were() -> None:
     assert [request.value for request in Accumulation][:3] == ["auto", "fast", "fp16"]
 
 
-# case 4: OneDiff's SVD, right on V100, NaN or black on A100
-
-
-def launch() -> bool:
-    """What a kernel of OneFlow's special builds asks when it is launched: unset counts as True."""
-    return os.environ.get(ATTENTION, "true").lower() in {"1", "true", "yes", "on", "y"}
-
-
-@pytest.mark.parametrize(("card", "halves"), [("sm70", True), ("sm80", False), ("sm86", False), ("sm90", False)])
-def test_a_kernel_compiled_before_the_run_sees_the_switch_when_it_is_launched(card: str, halves: bool) -> None:
-    compiled = torch.nn.Identity()
-    seen: list[bool] = []
-    compiled.register_forward_hook(lambda *_: seen.append(launch()))
-    with accumulation(named(card)):
-        compiled(torch.ones(1))
-        thread = threading.Thread(target=compiled, args=[torch.ones(1)])
-        thread.start()
-        thread.join()
-    compiled(torch.ones(1))
-    assert seen == [halves, halves, True], "in the run, in another thread of it, and as OneFlow has it afterwards"
-
-
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
-def test_all_is_put_back_after_an_error_or_an_interrupt(error: type[BaseException]) -> None:
-    inside: list[tuple[object, ...]] = []
-
-    def run() -> None:
-        with accumulation(SM80):
-            inside.append(state())
-            raise error
-
-    with pytest.raises(error):
-        run()
-    assert inside == [STATE[Mode.OFF]]
-    assert state() == UNTOUCHED
-
-
 @pytest.mark.parametrize("before", list(product((True, False), repeat=3)), ids=str)
-def test_flags_go_back_to_what_they_were(before: tuple[bool, bool, bool]) -> None:
+def test_flags_go_back_to_what_they_were_after_an_error_too(before: Any, error: type[BaseException]) -> None:
     set_flags(*before)
     for architecture in (SM70, SM80):
-        with accumulation(architecture):
-            pass
+        with suppress(error), accumulation(architecture):
+            assert architecture is SM70 or state() == STATE[Mode.OFF]
+            raise error
         assert state() == (None,) * 5 + before
-
-
-def test_a_switch_that_changes_between_runs_is_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    with accumulation(SM80):
-        pass
-    monkeypatch.setenv(ATTENTION, "1")
-    with accumulation(SM80) as switches:
-        assert switch(switches, ATTENTION).set_by == "user"
-    assert os.environ[ATTENTION] == "1"
-
-
-@pytest.mark.parametrize(
-    ("outer", "inner", "inside"),
-    [
-        ((SM80, AUTO), (SM80, AUTO), Mode.OFF),
-        ((SM70, AUTO), (SM70, AUTO), Mode.ON),
-        ((SM70, AUTO), (SM80, AUTO), Mode.OFF),
-        ((SM80, AUTO), (SM70, AUTO), Mode.OFF),
-        ((SM80, FAST), (SM86, AUTO), Mode.OFF),
-        ((SM70, AUTO), (SM80, FAST), Mode.FAST),
-    ],
-)
-def test_the_safest_holds_while_runs_are_nested(outer: Any, inner: Any, inside: Mode) -> None:
-    alone = STATE[decide(*outer).mode]
-    with accumulation(*outer):
-        assert state() == alone
-        with accumulation(*inner):
-            assert state() == STATE[inside]
-        assert state() == alone
-    assert state() == UNTOUCHED
 
 
 SAFEST = (Mode.OFF, Mode.FAST, Mode.ON)
@@ -244,49 +164,39 @@ def test_the_safest_holds_while_threads_overlap_in_any_order(modes: tuple[Mode, 
 
 
 def test_threads_that_come_and_go_never_see_what_is_unsafe_for_them() -> None:
-    start = threading.Barrier(4)
-    wrong: list[tuple[object, ...]] = []
-
-    def work(architecture: Architecture) -> None:
-        start.wait(30)
+    def work(architecture: Architecture) -> list[tuple[object, ...]]:
+        seen = []
         for _ in range(50):
             with accumulation(architecture):
-                if architecture is SM80 and state() != STATE[Mode.OFF]:
-                    wrong.append(state())
+                seen.append(state())
+        return seen
 
-    threads = [threading.Thread(target=work, args=[row]) for row in (SM70, SM80, SM70, SM80)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert wrong == []
-    assert state() == UNTOUCHED
+    found = at_once(*(partial(work, row) for row in (SM70, SM80, SM70, SM80)))
+    assert {*found[1], *found[3]} == {STATE[Mode.OFF]} and state() == UNTOUCHED
+
+
+RESPECTED, SHARED = "set before this run, respected", "shared with another GPU in this process; "
 
 
 def test_a_run_beside_a_less_safe_card_says_whose_value_it_got() -> None:
     with accumulation(SM80), accumulation(SM70) as switches:
         found = switch(switches, ATTENTION)
-    assert found.value == "0"
-    assert found.reason == (
-        "shared with another GPU in this process; half-precision accumulation comes out NaN or black on sm80 (Ampere)"
-    )
+    assert (found.value, found.reason) == ("0", SHARED + decide(SM80).reason)
 
 
 @pytest.mark.parametrize("look", [accumulation, lambda *args: nullcontext(preview(*args))], ids=["run", "preview"])
-def test_another_gpu_in_the_process_makes_the_value_safe(look: Callable[..., Any]) -> None:
-    with look(SM70, AUTO, (SM70, SM86)) as switches:
+@pytest.mark.parametrize(
+    ("card", "others", "value", "reason"),
+    [
+        (SM70, (SM70, SM86), "0", SHARED + decide(SM86).reason),
+        (SM70, (SM70, SM70), "1", decide(SM70).reason),
+        (SM80, (SM86, SM75), "0", decide(SM80).reason),  # its own card is reason enough
+    ],
+)
+def test_another_gpu_in_the_process_makes_the_value_safe(look: Any, card: Any, others: Any, value: str, reason: str):
+    with look(card, AUTO, others) as switches:
         found = switch(switches, ATTENTION)
-    assert found.value == "0"
-    assert found.reason.startswith("shared with another GPU in this process; ")
-    assert found.reason.endswith("on sm86 (Ampere)")
-
-
-def test_gpus_of_one_kind_share_nothing() -> None:
-    with accumulation(SM70, AUTO, (SM70, SM70)) as switches:
-        assert state() == STATE[Mode.ON]
-        assert "shared" not in switch(switches, ATTENTION).reason
-    with accumulation(SM80, AUTO, (SM86, SM75)) as switches:
-        assert switch(switches, ATTENTION).reason.endswith("on sm80 (Ampere)"), "its own card is reason enough"
+    assert (found.value, found.reason) == (value, reason)
 
 
 @pytest.mark.parametrize("name", [ATTENTION, FMHA, NEXFORT_ATTENTION, NEXFORT_MATMUL])
@@ -300,40 +210,31 @@ def test_a_value_that_the_user_exported_wins_and_is_reported(monkeypatch, name: 
             found = switch(switches, name)
             assert (found.value, found.set_by) == (value, "user")
             doubted = means_true and card is SM80 and request is not FAST
-            doubt = ", although half-precision accumulation comes out NaN or black on sm80 (Ampere)" if doubted else ""
-            assert found.reason == f"set before this run, respected{doubt}"
+            doubt = f", although {decide(SM80).reason}" if doubted else ""
+            assert found.reason == RESPECTED + doubt
             others = {found.set_by for found in switches if found.name != name}
             assert "user" not in others and "onediff-guard" in others
         assert os.environ[name] == value
 
 
-@pytest.mark.parametrize("name", [ATTENTION, FMHA])
-def test_nonsense_is_left_alone_and_reported_as_false(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setenv(name, "maybe")
-    with accumulation(SM80) as switches:
-        assert os.environ[name] == "maybe"
-        found = switch(switches, name)
-        assert (found.value, found.set_by) == ("maybe", "user")
-        assert found.reason == "'maybe' is neither true nor false, and is taken for false: unset it, or write 0 or 1"
-    assert os.environ[name] == "maybe"
-
-
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("name", "value", "said"),
     [
-        ("-1", "set before this run, respected"),
-        ("256", "set before this run, respected"),
-        ("many", "'many' is no number: unset it, or write -1 or 0"),
-        ("", "'' is no number: unset it, or write -1 or 0"),
+        *((name, "maybe", "'maybe' is neither true nor false, and is taken for false: unset it, or write 0 or 1")
+          for name in (ATTENTION, FMHA)),
+        (SCORES, "-1", RESPECTED),
+        (SCORES, "256", RESPECTED),
+        (SCORES, "many", "'many' is no number: unset it, or write -1 or 0"),
+        (SCORES, "", "'' is no number: unset it, or write -1 or 0"),
     ],
-)
-def test_the_limit_for_scores_is_a_number_and_the_users_too(monkeypatch, value: str, said: str) -> None:
-    monkeypatch.setenv(SCORES, value)
-    for request in Accumulation:
-        doubt = ", although 'fast' is reported right with 0" if request is FAST and "respected" in said else ""
-        with accumulation(SM80, request) as switches:
-            assert switch(switches, SCORES) == Switch(SCORES, value, "user", said + doubt)
-        assert os.environ[SCORES] == value
+)  # fmt: skip
+def test_nonsense_is_left_alone_and_the_limit_for_scores_is_a_number(monkeypatch, name: str, value: str, said: str):
+    monkeypatch.setenv(name, value)
+    for asked in Accumulation:
+        doubt = ", although 'fast' is reported right with 0" if asked is FAST and said == RESPECTED else ""
+        with accumulation(SM80, asked) as switches:
+            assert switch(switches, name) == Switch(name, value, "user", said + doubt)
+        assert os.environ[name] == value
 
 
 OTHERS_HAD = "; ComfyUI or another pack had it True, as it is again after the run"
@@ -347,7 +248,7 @@ def test_what_comfyui_switched_on_is_nobodys_and_made_safe_while_a_run_needs_it(
         assert state() == STATE[Mode.OFF]
         found = switch(switches, name)
         assert (found.value, found.set_by) == ("False", "onediff-guard")
-        assert found.reason == f"half-precision accumulation comes out NaN or black on sm80 (Ampere){OTHERS_HAD}"
+        assert found.reason == decide(SM80).reason + OTHERS_HAD
         assert {found.set_by for found in switches} == {"onediff-guard", "default"}
         assert preview(SM80) == switches
     assert state() == (*UNTOUCHED[:-2], name == FP16_SUMS, name == MATH_SDP)

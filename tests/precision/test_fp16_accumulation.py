@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision.accumulation import Accumulation, accumulation, fp16_accumulation
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 from comfyui_onediff_guard.precision.fallback import FallbackAdapter, HalfPrecisionForward
-from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope, StageGuard
+from comfyui_onediff_guard.precision.guard import Scope
 from comfyui_onediff_guard.precision.observe import Agree, alone
 from comfyui_onediff_guard.precision.overrides import MAX_FP16_ERROR, NOTHING, ModuleStructure, PrecisionOverrides
-from comfyui_onediff_guard.precision.policy import Component, Precision, choose
-from comfyui_onediff_guard.precision.report import RunReport
 from fp16_sums_on_cpu import Fp16SumsOnCpu, a_card_with_fp16_sums, product
+from guards import error, guarded, outcomes, report_of
 from residual_blocks import Block
 from torch import nn
 from torch.nn import functional as F
@@ -67,13 +65,10 @@ class Run:
             is_right = known.fp16_error is not None and known.fp16_error <= MAX_FP16_ERROR
             return HalfPrecisionForward(module, module, everything=known.everything, fp16_accumulation=is_right)
 
-        self.learner = FallbackAdapter(
-            module, "fp16", build, ModuleStructure.of(module, ["0", "1", "2"]), learned, agree
-        )
-        plan = choose(ADA, VARIANTS["SVD"], Component.DENOISER, Precision.FP16, Accumulation.FP16)
-        self.report = RunReport("SVD", "sm89", plan)
-        policy = GuardPolicy(scope=scope)
-        self.guard = StageGuard("denoiser", self.learner, rerun=module, dtype="fp16", policy=policy, report=self.report)
+        anatomy = ModuleStructure.of(module, ["0", "1", "2"])
+        self.learner = FallbackAdapter(module, "fp16", build, anatomy, learned, agree)
+        report = report_of("fp16", "SVD", "sm89", accumulation=Accumulation.FP16)
+        self.guard = guarded(self.learner, rerun=module, report=report, scope=scope)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.guard(x)
@@ -81,14 +76,6 @@ class Run:
     @property
     def error(self) -> float | None:
         return self.learner.learned.fp16_error
-
-    @property
-    def outcomes(self) -> list[str]:
-        return [step.outcome for step in self.report.steps]
-
-
-def difference(made: torch.Tensor, right: torch.Tensor) -> float:
-    return float((made.float() - right.float()).norm() / right.float().norm())
 
 
 def test_the_model_of_tensor_cores_rounds_each_sum_to_fp16_by_pytorchs_switch_alone() -> None:
@@ -154,14 +141,14 @@ def test_the_first_step_decides(card: Fp16SumsOnCpu, size: float, squash: Any, a
     assert torch.equal(run(x), plain), "the first call is computed with sums in fp32"
     assert card.launched == PRODUCTS, "and once more to compare"
     with fp16_accumulation(True):
-        found = difference(module(x), plain)
+        found = error(module(x), plain)
     assert run.error is not None and run.error == pytest.approx(found if found < 1 else 1.0, rel=1e-3)
     assert (run.error <= MAX_FP16_ERROR) == allowed and (run.error == 1) == (squash is torch.sin)
     card.launched = 0
     made = run(given(1))
     assert card.launched == allowed * PRODUCTS
-    assert difference(made, module(given(1))) <= 2 * MAX_FP16_ERROR
-    assert run.outcomes == ["finite"] * 2
+    assert error(made, module(given(1))) <= 2 * MAX_FP16_ERROR
+    assert outcomes(run.guard) == ["finite"] * 2
 
 
 def test_a_first_call_that_fails_checks_nothing_and_the_next_one_does(card: Fp16SumsOnCpu) -> None:
@@ -173,9 +160,9 @@ def test_a_first_call_that_fails_checks_nothing_and_the_next_one_does(card: Fp16
 
     run = Run(network(broken_once))
     run(given())
-    assert run.outcomes == ["rerun"] and run.error is None and card.launched == 0
+    assert outcomes(run.guard) == ["rerun"] and run.error is None and card.launched == 0
     run(given())
-    assert run.outcomes == ["rerun", "finite"] and run.error is not None
+    assert outcomes(run.guard) == ["rerun", "finite"] and run.error is not None
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -194,14 +181,14 @@ def test_a_later_overflow_is_rerun_without_it_and_turns_it_off(before: bool) -> 
             run = Run(module.half(), PrecisionOverrides(fp16_error=0.0))
             seen.clear()
             with Fp16SumsOnCpu() as card:
-                assert difference(run(given()), right) < 0.01
-                rerun = run.report.steps[0].rerun
+                assert error(run(given()), right) < 0.01
+                rerun = run.guard.report.steps[0].rerun
                 assert rerun is not None and rerun.module == "1.inner"
                 assert not any(on for dtype, on in seen if dtype is torch.float32), "the fp32 rerun"
                 assert run.learner.learned == PrecisionOverrides(fp16_error=1.0)
                 card.launched = 0
                 run(given())
-        assert run.outcomes == ["rerun", "finite"] and card.launched == 0
+        assert outcomes(run.guard) == ["rerun", "finite"] and card.launched == 0
         assert MATMUL.allow_fp16_accumulation == before
     finally:
         MATMUL.allow_fp16_accumulation = False
@@ -215,16 +202,11 @@ def test_giving_up_half_precision_forgets_no_check(card: Fp16SumsOnCpu) -> None:
     assert found is not None and run.error == found
 
 
-def test_every_scope_checks(card: Fp16SumsOnCpu) -> None:
-    run = Run(network(), scope=Scope.STEP)
+@pytest.mark.parametrize("everything", [False, True])
+def test_every_scope_checks_and_every_layer_wide_never_accumulates_in_fp16(card: Fp16SumsOnCpu, everything: bool):
+    run = Run(network(), PrecisionOverrides(everything=everything), scope=Scope.LEARNED if everything else Scope.STEP)
     run(given())
-    assert run.error is not None and run.guard.learned is None
-
-
-def test_every_layer_wide_never_accumulates_in_fp16(card: Fp16SumsOnCpu) -> None:
-    run = Run(network(), PrecisionOverrides(everything=True))
-    run(given())
-    assert run.error is None and card.launched == 0
+    assert (run.error is None) == (card.launched == 0) == everything and everything == bool(run.guard.learned)
 
 
 @pytest.mark.parametrize(("others", "found"), [(torch.inf, 1.0), (torch.nan, None)], ids=["overflow", "turned off"])
