@@ -9,17 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision import half_products
-from comfyui_onediff_guard.precision.arch import ARCHITECTURES
-from comfyui_onediff_guard.precision.fallback import FallbackAdapter, build_half_precision_forward
-from comfyui_onediff_guard.precision.guard import GuardPolicy, StageGuard
+from comfyui_onediff_guard.precision.fallback import FallbackAdapter, HalfPrecisionForward, build_half_precision_forward
 from comfyui_onediff_guard.precision.half_products import HalfProducts, run_with_half_products
-from comfyui_onediff_guard.precision.overrides import STAY, ModuleStructure
-from comfyui_onediff_guard.precision.policy import Component, Precision, choose
-from comfyui_onediff_guard.precision.report import RunReport
+from comfyui_onediff_guard.precision.overrides import STAY, ModuleStructure, PrecisionOverrides
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from diffusers.models.attention_processor import Attention
+from guards import guarded
 from tiers import drawn
 from torch import nn
 from torch.nn import functional as F
@@ -100,6 +96,7 @@ MASKS = (
     "least",
     "-1e9",
 )
+PARTS = ("token", "token", "channel", "channel", "head", "all")
 
 
 def case(seed: int) -> Case:
@@ -108,10 +105,7 @@ def case(seed: int) -> Case:
     draw = random.Random(seed)
 
     def outlier() -> Outlier:
-        of, part = (
-            draw.choice(["query", "key", "value"]),
-            draw.choice(["token", "token", "channel", "channel", "head", "all"]),
-        )
+        of, part = draw.choice(["query", "key", "value"]), draw.choice(PARTS)
         return Outlier(of, part, draw.uniform(0, draw.choice([4, 30])), draw.random() < 0.5)
 
     return Case(
@@ -130,10 +124,8 @@ def attention(tensors: dict[str, torch.Tensor], named: dict[str, Any], dtype: to
     return F.scaled_dot_product_attention(**{name: x.to(dtype) for name, x in tensors.items()}, **named | cast)
 
 
-def wide(tensors: dict[str, torch.Tensor], named: dict[str, Any]) -> torch.Tensor:
-    return run_with_half_products(
-        lambda: F.scaled_dot_product_attention(**tensors, **named), products=HalfProducts(FP16)
-    )
+def wide(tensors: dict[str, torch.Tensor], named: dict[str, Any], dtype: torch.dtype = FP16) -> torch.Tensor:
+    return run_with_half_products(F.scaled_dot_product_attention, **tensors, **named, products=HalfProducts(dtype))
 
 
 def exactly(of: Case, tensors: dict[str, torch.Tensor], named: dict[str, Any]) -> torch.Tensor:
@@ -174,13 +166,10 @@ def test_the_softmaxs_scale_costs_no_digits(scale: float | None) -> None:
     """Where it is no power of two, it is not multiplied into what is rounded."""
     generator = torch.Generator().manual_seed(0)
     tensors = {name: torch.randn(2, 4, 64, 40, generator=generator) for name in ("query", "key", "value")}
-    tensors = {
-        name: x.half().float() for name, x in tensors.items()
-    }  # fp16 holds them: what is lost is lost in between
-    exact = attention(tensors, {"scale": scale}, torch.float64)
-    assert error(wide(tensors, {"scale": scale}), exact) <= 1.05 * error(
-        attention(tensors, {"scale": scale}, FP16), exact
-    )
+    tensors = {name: x.half().float() for name, x in tensors.items()}  # fp16 holds them: what is lost is lost between
+    named = {"scale": scale}
+    exact = attention(tensors, named, torch.float64)
+    assert error(wide(tensors, named), exact) <= 1.05 * error(attention(tensors, named, FP16), exact)
 
 
 @pytest.mark.parametrize("channels", [slice(0, 8), slice(0, 1)])
@@ -203,9 +192,7 @@ def test_a_row_whose_keys_are_all_hidden_is_as_in_fp32(hidden: float, products: 
     mask[1], mask[2, 1:] = hidden, hidden
     for attn_mask in (mask, mask[1:2], mask > -1e8):
         exact = F.scaled_dot_product_attention(**tensors, attn_mask=attn_mask)
-        made = run_with_half_products(
-            F.scaled_dot_product_attention, **tensors, attn_mask=attn_mask, products=HalfProducts(products)
-        )
+        made = wide(tensors, {"attn_mask": attn_mask}, products)
         assert (made - exact).abs().max() < (2e-3 if products is FP16 else 2e-2)
 
 
@@ -217,39 +204,23 @@ def test_attention_over_nothing_is_as_in_fp32(sizes: tuple[int, int, int], bias:
     tensors = {"query": torch.randn(1, 2, queries, channels), "key": torch.randn(1, 2, keys, channels)}
     tensors["value"] = torch.randn(1, 2, keys, 7)
     named: dict[str, Any] = {"scale": 0.5} | ({"attn_mask": torch.randn(queries, keys)} if bias == "additive" else {})
-    made = run_with_half_products(F.scaled_dot_product_attention, **tensors, **named, products=HalfProducts(products))
+    made = wide(tensors, named, products)
     expected = F.scaled_dot_product_attention(**tensors, **named)
     assert made.dtype is torch.float32 and torch.allclose(made, expected, atol=2e-2, equal_nan=True)
-
-
-class Outsized(nn.Module):
-    """diffusers' attention between layers; one token's query and another's key are 1e6 times the others'."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = Attention(32, heads=2, dim_head=16)
-        self.out = nn.Linear(32, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(self.attention(x))
 
 
 def test_on_a_device_the_guard_computes_in_fp32_what_fp16_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(half_products, "_can_look", lambda _: False)
     torch.manual_seed(0)
-    module = Outsized().half().requires_grad_(False)
+    module = nn.Sequential(Attention(32, heads=2, dim_head=16), nn.Linear(32, 32)).half().requires_grad_(False)
     x = torch.randn(1, 6, 32)
-    x[:, 2] *= 1e6
-    anatomy = ModuleStructure(everything=True)
-    plan = choose(ARCHITECTURES["cpu"], VARIANTS["CogVideoX-2B"], Component.DENOISER, Precision.FP16)
-    report = RunReport("CogVideoX-2B", "cpu", plan)
-    learner = FallbackAdapter(
-        module,
-        "fp16",
-        lambda learned: build_half_precision_forward(module, anatomy, learned, "fp16", everything=True),
-        anatomy,
-    )
-    guard = StageGuard("denoiser", learner, dtype="fp16", policy=GuardPolicy(), report=report)
+    x[:, 2] *= 1e6  # one token's query and another's key are so many times the others'
+    structure = ModuleStructure(everything=True)
+
+    def build(learned: PrecisionOverrides) -> HalfPrecisionForward:
+        return build_half_precision_forward(module, structure, learned, "fp16", everything=True)
+
+    guard = guarded(FallbackAdapter(module, "fp16", build, structure))
     assert torch.equal(guard(x), run_in_fp32(module, x))
-    [step] = report.steps
+    [step] = guard.report.steps
     assert step.outcome == "rerun" and step.rerun and step.rerun.action == STAY

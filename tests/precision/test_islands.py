@@ -26,6 +26,15 @@ def made_wide(*names: str, **more: Any) -> PrecisionOverrides:
     return PrecisionOverrides(wide_parts=names, **more)
 
 
+each_kind = pytest.mark.parametrize("learned", [in_fp32, made_wide])
+
+
+def part(module: nn.Module, known: PrecisionOverrides) -> Any:
+    """The one part of the module that is an island, or wide."""
+    (name,) = known.islands + known.wide_parts
+    return with_islands(module, known, "fp16").get_submodule(name)
+
+
 class Products(TorchDispatchMode):
     """The dtypes in which matrices are multiplied."""
 
@@ -101,45 +110,31 @@ def test_the_original_is_untouched_and_weights_are_shared():
     assert with_islands(module, PrecisionOverrides(), "fp16") is module
 
 
-@pytest.mark.parametrize("learned", [in_fp32, made_wide])
+@each_kind
 def test_an_island_says_and_knows_what_its_block_does(learned):
     class Down(nn.Module):
         has_cross_attention = True
 
         def forward(self, x, *, scale, texts):
-            return x * scale, [texts, x.sum(-1), x.argmax(-1)], 7
+            return (x * scale).t().contiguous().t(), [texts, x.sum(-1), x.argmax(-1)], 7
 
-    module = nn.ModuleDict({"down": Down()}).half()
-    island: Any = with_islands(module, learned("down"), "fp16").get_submodule("down")
+    island = part(nn.ModuleDict({"down": Down()}).half(), learned("down"))
     assert island.has_cross_attention and isinstance(island, Down)
     x = torch.full((2, 4), 300.0).half()
     made, (texts, summed, index), number = island(x, scale=2.0, texts="a boat")
     assert (made.dtype, summed.dtype, texts, number) == (torch.float16, torch.float16, "a boat", 7)
     assert summed.tolist() == [1200.0, 1200.0] and index.dtype == torch.int64
+    assert made.is_contiguous(), "a compiled neighbour would be compiled anew for other strides"
 
 
-@pytest.mark.parametrize("learned", [in_fp32, made_wide])
-def test_what_an_island_puts_out_is_contiguous(learned):
-    """A compiled neighbour would be compiled anew for other strides."""
-
-    class Transposing(nn.Module):
-        def forward(self, x):
-            return (x + 1).transpose(0, 1)
-
-    island = with_islands(nn.ModuleDict({"a": Transposing()}), learned("a"), "fp16").get_submodule("a")
-    assert island(torch.ones(2, 3).half()).is_contiguous()
-
-
-@pytest.mark.parametrize("learned", [in_fp32, made_wide])
+@each_kind
 def test_what_does_not_fit_is_infinite_for_the_guard_to_find(learned):
     linear = nn.Linear(2, 2).requires_grad_(False)
     linear.weight.fill_(6e4)
-    module = nn.ModuleDict({"a": linear}).half()
-    made = with_islands(module, learned("a"), "fp16").get_submodule("a")(torch.ones(1, 2).half())
-    assert torch.isinf(made).all()
+    assert torch.isinf(part(nn.ModuleDict({"a": linear}).half(), learned("a"))(torch.ones(1, 2).half())).all()
 
 
-@pytest.mark.parametrize("learned", [in_fp32, made_wide])
+@each_kind
 def test_an_inner_overflow_is_healed_by_an_island_of_its_block(learned):
     module = build()
     overflow_inside(module, 2)
@@ -152,7 +147,7 @@ def test_an_inner_overflow_is_healed_by_an_island_of_its_block(learned):
     assert recorder.seen["2"] == [torch.float32]
 
 
-@pytest.mark.parametrize("learned", [in_fp32, made_wide])
+@each_kind
 def test_an_island_in_a_wide_stream_hands_on_float32(learned):
     module = build()
     overflow_stream(module, 1)
@@ -175,9 +170,8 @@ def test_with_every_layer_wide_nothing_leaves_the_range(planned):
     overflow_inside(module, 2)
     anatomy, x = ModuleStructure.of(module, ["blocks"]), latents()
     expected = copy.deepcopy(module).float()(x)[0]
-    assert not torch.isfinite(
-        build_half_precision_forward(module, anatomy, in_fp32("blocks.2"), "fp16").run(x.half())[0]
-    ).all()
+    alone = build_half_precision_forward(module, anatomy, in_fp32("blocks.2"), "fp16")
+    assert not alone.run(x.half())[0].isfinite().all()
     known = PrecisionOverrides() if planned else PrecisionOverrides(everything=True, islands=("blocks.2",), wide=True)
     attempt = build_half_precision_forward(
         module, anatomy, known, "fp16", everything=planned, wide=True, compiled=Compiler().compiled
@@ -193,22 +187,21 @@ def test_with_every_layer_wide_nothing_leaves_the_range(planned):
 
 def test_with_every_layer_wide_weights_are_brought_to_the_device():
     module, brought = build(), []
-    build_half_precision_forward(
-        module,
-        ModuleStructure(),
-        PrecisionOverrides(everything=True),
-        "fp16",
-        onloaded=lambda shell, _: brought.append(shell) or shell,
-    )
+    onloaded = lambda shell, _: brought.append(shell) or shell  # noqa: E731
+    known = PrecisionOverrides(everything=True)
+    build_half_precision_forward(module, ModuleStructure(), known, "fp16", onloaded=onloaded)
     assert brought == [module]
 
 
-def test_bf16_is_not_made_wider():
+@pytest.mark.parametrize(
+    ("known", "planned"),
+    [(PrecisionOverrides(everything=True), {"everything": True}), (PrecisionOverrides(wide=True), {"wide": True})],
+)
+def test_bf16_is_not_made_wider(known, planned):
     module = build(dtype="bf16")
-    attempt = build_half_precision_forward(
-        module, ModuleStructure(), PrecisionOverrides(everything=True), "bf16", everything=True
-    )
-    assert not attempt.everything and attempt.run is module
+    structure = ModuleStructure.of(module, ["blocks"], STREAM)
+    attempt = build_half_precision_forward(module, structure, known, "bf16", **planned)
+    assert not attempt.everything and not attempt.wide and attempt.run is module
 
 
 @pytest.mark.parametrize("tf32", [True, False])
@@ -224,20 +217,9 @@ def test_islands_take_tf32_where_the_rerun_does(monkeypatch, tf32, known):
         monkeypatch.setattr(islands, name, seen)
     module = build()
     anatomy = ModuleStructure.of(module, ["blocks"], STREAM)
-    build_half_precision_forward(module, anatomy, known, "fp16", tf32=tf32).run(latents().half())
-    compiled_too = build_half_precision_forward(
-        module, anatomy, known, "fp16", tf32=tf32, compiled=lambda m, *_: copy.copy(m)
-    )
-    compiled_too.run(latents().half())
+    for more in ({}, {"compiled": lambda m, _: copy.copy(m)}):
+        build_half_precision_forward(module, anatomy, known, "fp16", tf32=tf32, **more).run(latents().half())
     assert asked == [tf32, tf32]
-
-
-def test_bf16_needs_no_wide_stream():
-    module = build(dtype="bf16")
-    attempt = build_half_precision_forward(
-        module, ModuleStructure.of(module, ["blocks"], STREAM), PrecisionOverrides(wide=True), "bf16", wide=True
-    )
-    assert not attempt.wide and attempt.run is module
 
 
 class Compiler:
@@ -260,7 +242,7 @@ class Compiler:
         return self.shells[wide]
 
 
-@pytest.mark.parametrize("learned", [in_fp32, made_wide])
+@each_kind
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("inference", [False, True])
 def test_an_island_leaves_the_compiled_shell_and_nothing_recompiles(learned, wide, inference):
