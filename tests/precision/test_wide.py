@@ -1,20 +1,30 @@
-"""Wide layers alone, and wide streams in the real diffusers classes: float32's range, and nearer to fp32 than fp16."""
+"""Wide layers alone, wide streams in the real diffusers classes, and LoRA around both: float32's range, and nearer to
+fp32 than fp16."""
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
 import pytest
 import torch
+from comfyui_onediff_guard.precision.observe import leaf_peaks
+from comfyui_onediff_guard.precision.overrides import ModuleStructure, diagnose_from_fp32_peaks
 from comfyui_onediff_guard.precision.wide import CannotWiden, wide, with_wide_stream
+from guards import error
+from host_reads import HostReads
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from peft import LoraConfig, inject_adapter_in_model
 from small_denoisers import ATTENTION, FEED_FORWARD, MODELS, Size, build, in_dtype
 from stream_peaks import stream_peak
 from tiers import drawn
 from torch import nn
 
+# peft's, at each adapter after the first
+pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+HALF, BFLOAT = torch.float16, torch.bfloat16
 SIZES = st.builds(
     Size,
     heads=st.integers(1, 5),
@@ -39,15 +49,18 @@ def drawn_layer(name: str, seed: int = 0) -> tuple[Any, torch.Tensor]:
     return layer, torch.randn(shape)
 
 
-def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((found.float() - expected).norm() / expected.norm()).item()
-
-
-def wide_stream(name: str, denoiser: Any, dtype: torch.dtype = torch.float16) -> Any:
-    stream = MODELS[name].family.stream
-    assert stream
+def wide_stream(name: str, denoiser: Any, dtype: torch.dtype = HALF, device: torch.device | None = None) -> Any:
+    stream: Any = MODELS[name].family.stream
     readers = stream.reader_names(denoiser)
-    return with_wide_stream(denoiser, stream.writer_names(denoiser), dtype, readers=readers)
+    return with_wide_stream(denoiser, stream.writer_names(denoiser), dtype, readers=readers, device=device)
+
+
+def three_ways(denoiser: Any, call: dict[str, Any], name: str) -> tuple[torch.Tensor, ...]:
+    """What it puts out in fp32, plain fp16, bf16, and fp16 with a wide stream. It is in fp16 afterwards."""
+    right = denoiser(**call)[0]
+    bf16 = copy.deepcopy(denoiser).to(BFLOAT)(**in_dtype(call, BFLOAT))[0]
+    half, half_call = denoiser.half(), in_dtype(call, HALF)
+    return right, half(**half_call)[0], bf16, wide_stream(name, half)(**half_call)[0]
 
 
 # --- a layer ----------------------------------------------------------------------------------------------------------
@@ -132,17 +145,14 @@ def test_the_layer_is_not_touched_and_shares_its_weights():
 @pytest.mark.parametrize("name", MODELS)
 def test_a_healthy_stream_comes_out_nearer_to_fp32_than_plain_fp16(name):
     denoiser, call = build(name)
-    expected, half_call = denoiser(**call)[0], in_dtype(call, torch.float16)
-    bf16 = build(name)[0].to(torch.bfloat16)(**in_dtype(call, torch.bfloat16))[0]
-    half = denoiser.half()
+    half = copy.deepcopy(denoiser).half()
     state = {name: (id(tensor), tensor.clone()) for name, tensor in half.state_dict(keep_vars=True).items()}
     before = {name: (id(part), type(part)) for name, part in half.named_modules()}
-    plain = half(**half_call)[0]
-    found = wide_stream(name, half)(**half_call)[0]
-    assert found.dtype == torch.float16
-    assert error(found, expected) < error(plain, expected)
-    assert error(found, expected) < error(bf16, expected) / 4
-    assert torch.equal(half(**half_call)[0], plain), "the original is not touched"
+    wide_stream(name, half)(**in_dtype(call, HALF))
+    right, plain, bf16, found = three_ways(denoiser, call, name)
+    assert found.dtype == HALF
+    assert error(found, right) < error(plain, right) and error(found, right) < error(bf16, right) / 4
+    assert torch.equal(half(**in_dtype(call, HALF))[0], plain), "the original is not touched"
     assert {name: (id(part), type(part)) for name, part in half.named_modules()} == before
     for key, tensor in half.state_dict(keep_vars=True).items():
         assert id(tensor) == state[key][0] and torch.equal(tensor, state[key][1])
@@ -150,52 +160,31 @@ def test_a_healthy_stream_comes_out_nearer_to_fp32_than_plain_fp16(name):
 
 @pytest.mark.parametrize("writer", [ATTENTION, FEED_FORWARD])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_stream_at_5e5_is_finite_and_four_times_nearer_than_bf16(name, writer):
-    denoiser, call = build(name, peak=5e5, writer=writer)
-    expected = denoiser(**call)[0]
-    bf16 = build(name, peak=5e5, writer=writer)[0].to(torch.bfloat16)(**in_dtype(call, torch.bfloat16))[0]
-    found = wide_stream(name, denoiser.half())(**in_dtype(call, torch.float16))[0]
-    assert found.isfinite().all()
-    assert error(found, expected) <= error(bf16, expected) / 4
-
-
-@pytest.mark.parametrize("writer", [ATTENTION, FEED_FORWARD])
-@pytest.mark.parametrize("name", MODELS)
-def test_a_stream_at_5e5_is_lost_in_plain_fp16(name, writer):
-    denoiser, call = build(name, peak=5e5, writer=writer)
-    expected = denoiser(**call)[0]
-    plain = denoiser.half()(**in_dtype(call, torch.float16))[0]
+def test_a_stream_at_5e5_is_lost_in_plain_fp16_and_four_times_nearer_than_bf16(name, writer):
+    right, plain, bf16, found = three_ways(*build(name, peak=5e5, writer=writer), name)
+    assert found.isfinite().all() and error(found, right) <= error(bf16, right) / 4
     if (name, writer) != ("CogView3-Plus", FEED_FORWARD):
         assert torch.isnan(plain).all()
-        return
-    # The clip at its blocks' ends is in time for the feed-forward, and too late for attention: a norm comes before it.
-    assert torch.isfinite(plain).all()
-    assert (plain.float() - expected).abs().max() > 0.25 * expected.abs().max(), "finite, and wrong"
+    else:  # the clip at its blocks' ends is in time for the feed-forward, and too late for attention: a norm is before
+        assert plain.isfinite().all() and (plain.float() - right).abs().max() > 0.25 * right.abs().max(), "and wrong"
 
 
 @pytest.mark.parametrize("name", ["CogVideoX-5B", "CogView3-Plus", "CogView4"])
 def test_a_stream_at_1e15_is_finite_and_four_times_nearer_than_bf16(name):
     """As far as fp16 weights can take it: large gates, large weights, and a feed-forward at the end of its range."""
-
-    def hot() -> tuple[Any, dict[str, Any]]:
-        denoiser, call = build(name)
-        block = denoiser.transformer_blocks[1]
-        inner = block.ff.net[0].proj
-        inner.weight.zero_()
-        inner.bias.copy_(torch.linspace(3e4, 6e4, inner.out_features).half())
-        layer, *gates = MODELS[name].gates[FEED_FORWARD]
-        block.get_submodule(layer).bias.view(-1, 64)[gates] = 6.4e4
-        block.ff.net[2].weight.mul_(3e5)
-        assert block.ff.net[2].weight.abs().max() < 65504
-        return denoiser, call
-
-    denoiser, call = hot()
-    stream = MODELS[name].family.stream
-    assert stream and stream_peak(denoiser, stream, lambda: denoiser(**call)) > 1e15
-    expected = denoiser(**call)[0]
-    bf16 = hot()[0].to(torch.bfloat16)(**in_dtype(call, torch.bfloat16))[0]
-    found = wide_stream(name, denoiser.half())(**in_dtype(call, torch.float16))[0]
-    assert found.isfinite().all() and error(found, expected) <= error(bf16, expected) / 4
+    denoiser, call = build(name)
+    block = denoiser.transformer_blocks[1]
+    inner = block.ff.net[0].proj
+    inner.weight.zero_()
+    inner.bias.copy_(torch.linspace(3e4, 6e4, inner.out_features).half())
+    layer, *gates = MODELS[name].gates[FEED_FORWARD]
+    block.get_submodule(layer).bias.view(-1, 64)[gates] = 6.4e4
+    block.ff.net[2].weight.mul_(3e5)
+    assert block.ff.net[2].weight.abs().max() < 65504
+    stream: Any = MODELS[name].family.stream
+    assert stream_peak(denoiser, stream, lambda: denoiser(**call)) > 1e15
+    right, _, bf16, found = three_ways(denoiser, call, name)
+    assert found.isfinite().all() and error(found, right) <= error(bf16, right) / 4
 
 
 @settings(max_examples=drawn(40, 10), deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -210,8 +199,7 @@ def test_in_fp32_it_is_the_denoiser_at_any_size(name, size):
 @pytest.mark.parametrize("name", ["CogVideoX-5B", "CogView3-Plus", "CogView4"])
 def test_the_stream_alone_is_float32(name):
     denoiser, call = build(name)
-    stream = MODELS[name].family.stream
-    assert stream
+    stream: Any = MODELS[name].family.stream
     shell: Any = wide_stream(name, denoiser.half())
     given: dict[str, torch.dtype] = {}
     block = shell.transformer_blocks[1]
@@ -224,16 +212,16 @@ def test_the_stream_alone_is_float32(name):
         block.get_submodule(layer).register_forward_hook(
             lambda _layer, _args, made, layer=layer: given.__setitem__(layer, made.dtype)
         )
-    shell(**in_dtype(call, torch.float16))
+    shell(**in_dtype(call, HALF))
     assert {given[layer] for layer in norms | {*stream.last_norms}} == {torch.float32}
-    assert {given["attn1.to_q"], given["ff.net.0.proj"]} == {torch.float16}
+    assert {given["attn1.to_q"], given["ff.net.0.proj"]} == {HALF}
 
 
 def test_an_overflow_inside_a_feed_forward_is_not_helped():
     denoiser, call = build("CogVideoX-5B")
     denoiser.transformer_blocks[0].ff.net[0].proj.weight.mul_(1e6)
     denoiser.transformer_blocks[0].ff.net[2].weight.mul_(1e-6)
-    found = wide_stream("CogVideoX-5B", denoiser.half())(**in_dtype(call, torch.float16))[0]
+    found = wide_stream("CogVideoX-5B", denoiser.half())(**in_dtype(call, HALF))[0]
     assert not found.isfinite().all()
 
 
@@ -241,4 +229,104 @@ def test_what_cannot_be_wide_is_named():
     denoiser, _ = build("CogVideoX-5B")
     denoiser.set_submodule("transformer_blocks.2.ff.net.2", nn.Bilinear(2, 2, 2))
     with pytest.raises(CannotWiden, match=r"'transformer_blocks.2.ff.net.2' is a Bilinear.*Use precision 'bf16'"):
+        wide_stream("CogVideoX-5B", denoiser)
+
+
+# --- around LoRA, as peft makes it ------------------------------------------------------------------------------------
+
+TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "ff.net.2"]
+
+
+def adapted(name, scales=(1.0,), peak=None, writer=FEED_FORWARD, **config):
+    """(denoiser with an adapter for each scale, one call's arguments)"""
+    denoiser, call = build(name, peak=peak, writer=writer)
+    config = {"r": 4, "lora_alpha": 6, "target_modules": TARGETS, "init_lora_weights": False} | config
+    names = [f"lora_{index}" for index in range(len(scales))]
+    for adapter in names:
+        inject_adapter_in_model(LoraConfig(**config), denoiser, adapter_name=adapter)
+    for layer in denoiser.modules():
+        if hasattr(layer, "set_scale"):
+            layer.set_adapter(names)
+            for adapter, scale in zip(names, scales, strict=True):
+                layer.set_scale(adapter, scale)
+    return denoiser.eval().requires_grad_(False), call
+
+
+@pytest.mark.parametrize("lora_bias", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_in_fp32_it_is_the_adapted_denoiser(name, lora_bias):
+    denoiser, call = adapted(name, (0.7, -0.3), lora_bias=lora_bias)
+    state = {name: tensor.clone() for name, tensor in denoiser.state_dict().items()}
+    expected = denoiser(**call)[0]
+    assert not torch.equal(expected, build(name)[0](**call)[0]), "the LoRA does something"
+    assert error(wide_stream(name, denoiser, torch.float32)(**call)[0], expected) < 1e-5
+    assert torch.equal(denoiser(**call)[0], expected), "the original is not touched"
+    assert all(torch.equal(state[name], tensor) for name, tensor in denoiser.state_dict().items())
+
+
+@settings(max_examples=drawn(15, 5), suppress_health_check=[HealthCheck.too_slow])
+@given(
+    rank=st.integers(1, 9),
+    scales=st.lists(st.floats(-3, 3, width=32), min_size=1, max_size=3),
+    targets=st.lists(st.sampled_from(TARGETS), min_size=1, unique=True),
+)
+def test_in_fp32_it_is_the_adapted_denoiser_at_any_rank_scale_and_target(rank, scales, targets):
+    denoiser, call = adapted("CogVideoX-5B", scales, r=rank, target_modules=targets)
+    made = wide_stream("CogVideoX-5B", denoiser, torch.float32)(**call)[0]
+    assert error(made, denoiser(**call)[0]) < 1e-5
+
+
+def test_what_an_adapter_adds_counts_in_what_a_row_may_reach():
+    """Alone, the base layer would let rows through whose product with the adapter is infinite."""
+    denoiser, call = adapted("CogVideoX-5B", (1.0,), lora_alpha=4)
+    for block in denoiser.transformer_blocks:
+        block.ff.net[2].lora_B["lora_0"].weight.mul_(1e4)
+    expected = denoiser(**call)[0]
+    found = wide_stream("CogVideoX-5B", denoiser.half())(**in_dtype(call, HALF))[0]
+    assert found.isfinite().all() and error(found, expected) < 0.01
+
+
+@pytest.mark.parametrize(("name", "writer"), [("CogVideoX-5B", ATTENTION), ("CogView4", FEED_FORWARD)])
+def test_an_adapted_stream_beyond_fp16_is_finite_and_four_times_nearer_than_bf16(name, writer):
+    denoiser, call = adapted(name, peak=5e5, writer=writer)
+    assert stream_peak(denoiser, MODELS[name].family.stream, lambda: denoiser(**call)) > 1e5
+    right, plain, bf16, found = three_ways(denoiser, call, name)
+    assert plain.isnan().all() and found.isfinite().all() and error(found, right) <= error(bf16, right) / 4
+
+
+def test_the_stream_is_blamed_for_what_an_adapted_writer_puts_out():
+    denoiser, call = adapted("CogVideoX-5B")
+    denoiser.transformer_blocks[1].ff.net[2].base_layer.weight.mul_(1e7)
+    peaks = leaf_peaks(denoiser, lambda: denoiser(**call))
+    assert peaks["transformer_blocks.1.ff.net.2.base_layer"].output > 65504
+    anatomy = ModuleStructure.of(denoiser, ["transformer_blocks"], MODELS["CogVideoX-5B"].family.stream)
+    finding = diagnose_from_fp32_peaks(
+        {name: peak for name, peak in peaks.items() if not name.endswith("net.3")}, anatomy, "fp16"
+    )
+    assert finding is not None and finding.reason.startswith("the residual stream reaches")
+    assert finding.stream is not None and not finding.islands
+
+
+@pytest.mark.parametrize("lora_bias", [None, False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_wide_layers_need_is_brought_in_one_copy(name, lora_bias):
+    """lora_bias: None: there is no LoRA."""
+    denoiser = build(name)[0] if lora_bias is None else adapted(name, (0.7, -0.3), lora_bias=lora_bias)[0]
+    with HostReads() as moved:
+        made = wide_stream(name, denoiser, torch.float32, torch.device("meta"))
+    limits = [layer.wide_limit for layer in made.modules() if hasattr(layer, "wide_limit")]
+    assert moved.copies == 1 < len(limits) and all(limit.is_meta for limit in limits)
+
+
+@pytest.mark.parametrize("lora_bias", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_each_layer_is_brought_what_is_its_own(name, lora_bias):
+    denoiser, call = adapted(name, (0.7, -0.3), lora_bias=lora_bias)
+    stays, brought = (wide_stream(name, denoiser, torch.float32, device) for device in (None, torch.device("cpu")))
+    assert torch.equal(brought(**call)[0], stays(**call)[0])
+
+
+def test_dora_is_no_mere_sum_and_cannot_be_wide():
+    denoiser, _ = adapted("CogVideoX-5B", use_dora=True)
+    with pytest.raises(CannotWiden, match=r"attn1.to_out.0' is a Linear with DoRA"):
         wide_stream("CogVideoX-5B", denoiser)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from comfyui_onediff_guard.precision.half_products import HalfProducts, run_with_half_products
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
+from guards import error
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiers import drawn
@@ -24,19 +25,19 @@ WIDTH, TOKENS = 32, 6
 class Shape:
     """What a drawn network is like."""
 
-    blocks: int = 3
-    norm: str = "layer"  # or "rms"
-    branch: str = "mlp"  # or "attention", "convolution"
-    sum: str = "x + b"  # or "b + x", "in place", "addcmul", "slices"
-    gate: str = "none"  # or "parameter", "computed"
-    sandwich: bool = False  # a norm behind each branch, too
-    streams: int = 1
-    start: str = "linear"  # or "convolution", or "outer": a sum of two, each spread over the other
-    positions: bool = False
-    clips: bool = False
-    unnormed: bool = False  # a layer in each block reads the stream as it is
-    bypassed: bool = False  # the first block's input is added once more behind the last
-    shared: bool = False  # all blocks are one
+    blocks: int
+    norm: str
+    branch: str
+    sum: str
+    gate: str
+    sandwich: bool  # a norm behind each branch, too
+    streams: int
+    start: str  # "outer": a sum of two, each spread over the other
+    positions: bool
+    clips: bool
+    unnormed: bool  # a layer in each block reads the stream as it is
+    bypassed: bool  # the first block's input is added once more behind the last
+    shared: bool  # all blocks are one
 
 
 SHAPES = st.builds(
@@ -129,10 +130,6 @@ class Drawn(nn.Module):
                 if self.shape.clips and x.dtype == torch.float16:
                     x = x.clip(-65504, 65504)
         return x + first if self.shape.bypassed else x
-
-
-def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((found.float() - expected).norm() / expected.norm()).item()
 
 
 def network(shape: Shape, hot: tuple[str, ...] = ()) -> Any:
