@@ -10,13 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision import quantised
-from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 from comfyui_onediff_guard.precision.fallback import FallbackAdapter, build_half_precision_forward
-from comfyui_onediff_guard.precision.guard import GuardPolicy, StageGuard
 from comfyui_onediff_guard.precision.overrides import NOTHING, ModuleStructure, PrecisionOverrides
-from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.quantised import (
     Facts,
     QuantisedLinears,
@@ -25,9 +21,9 @@ from comfyui_onediff_guard.precision.quantised import (
     quantised_weight,
     worth_quantising,
 )
-from comfyui_onediff_guard.precision.report import RunReport
 from comfyui_onediff_guard.precision.shallow_copy import replace_submodules, with_forward
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
+from guards import error, guarded, outcomes, report_of
 from residual_blocks import Block
 from torch import nn
 from torch.nn import functional as F
@@ -58,7 +54,7 @@ class Network(nn.Module):
 
 
 NAMES = ("blocks.0.inner", "blocks.0.write", "blocks.1.inner", "blocks.1.write")
-ANATOMY = ("blocks.0", "blocks.1")
+BLOCKS = ("blocks.0", "blocks.1")
 
 
 def network(dtype: torch.dtype = torch.bfloat16) -> Network:
@@ -78,12 +74,8 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantised, "quantised_weight", lambda layer, kind: by_kind[kind](layer))
 
 
-def error(made: torch.Tensor, right: torch.Tensor) -> float:
-    return float((made - right).norm() / right.norm())
-
-
 def filled(module: nn.Module, kind: str = "int8") -> QuantisedLinears:
-    layers = QuantisedLinears(module, ANATOMY, kind)
+    layers = QuantisedLinears(module, BLOCKS, kind)
     layers.fill()
     layers.start()
     return layers
@@ -92,25 +84,21 @@ def filled(module: nn.Module, kind: str = "int8") -> QuantisedLinears:
 @pytest.mark.parametrize(
     ("name", "inputs", "outputs", "half", "chosen"),
     [
-        ("blocks.3.attn1.to_q", 1920, 1920, True, True),
-        ("blocks.3.attn1.to_out.0", 1920, 1920, True, True),
-        ("blocks.3.attn1.to_q.base_layer", 1920, 1920, True, True),  # a LoRA's around it
-        ("blocks.3.ff.net.0.proj", 1920, 7680, True, True),
-        ("blocks.3.norm1.linear", 512, 11520, True, False),  # modulates: one row a sample
-        ("blocks.3.resnets.0.time_emb_proj", 1280, 1280, True, False),
-        ("blocks.3.attn1.to_q.lora_A.default", 1920, 64, True, False),
-        ("blocks.3.attn1.to_q", 320, 320, True, False),
-        ("blocks.3.attn1.to_q", 1928, 1928, True, False),  # no multiple of 16
-        ("blocks.3.attn1.to_q", 1920, 1920, False, False),  # kept in float32
-        ("blocks.30.attn1.to_q", 1920, 1920, True, False),  # of no block
-        ("patch_embed.text_proj", 4096, 1920, True, False),
-        ("proj_out", 1920, 1920, True, False),
+        ("attn1.to_q", 1920, 1920, True, True),
+        ("attn1.to_out.0", 1920, 1920, True, True),
+        ("attn1.to_q.base_layer", 1920, 1920, True, True),  # a LoRA's around it
+        ("ff.net.0.proj", 1920, 7680, True, True),
+        ("norm1.linear", 512, 11520, True, False),  # modulates: one row a sample
+        ("resnets.0.time_emb_proj", 1280, 1280, True, False),
+        ("attn1.to_q.lora_A.default", 1920, 64, True, False),
+        ("attn1.to_q", 320, 320, True, False),
+        ("attn1.to_q", 1928, 1928, True, False),  # no multiple of 16
+        ("attn1.to_q", 1920, 1920, False, False),  # kept in float32
     ],
 )
-def test_the_large_layers_of_the_blocks_are_quantised(
-    name: str, inputs: int, outputs: int, half: bool, chosen: bool
-) -> None:
-    assert worth_quantising([Facts(name, inputs, outputs, half)], ["blocks.3"]) == ((name,) if chosen else ())
+def test_the_large_layers_of_the_blocks_are_quantised(name, inputs, outputs, half, chosen) -> None:
+    facts = [Facts(f"{block}{name}", inputs, outputs, half) for block in ("blocks.3.", "blocks.30.", "proj_out.", "")]
+    assert worth_quantising(facts, ["blocks.3"]) == ((f"blocks.3.{name}",) if chosen else ())
 
 
 def test_the_facts_are_those_of_plain_linear_layers() -> None:
@@ -165,7 +153,7 @@ def test_quantising_changes_no_setting_of_the_process() -> None:
 
 
 def test_weights_are_there_from_fill_to_empty() -> None:
-    layers = QuantisedLinears(network(), ANATOMY, "int8")
+    layers = QuantisedLinears(network(), BLOCKS, "int8")
     assert layers.n_bytes == 2 * 2 * (2 * WIDTH * WIDTH) + 2 * 5 * (2 * WIDTH + WIDTH)
     assert all(layer.quantised_weight is None for layer in layers._layers.values())
     layers.fill()
@@ -181,14 +169,15 @@ def test_weights_are_there_from_fill_to_empty() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_torchaos_dynamic_quantisers_hand_on_what_is_not_finite(kind: str, value: float) -> None:
-    """As the module's docstring says of torchao 0.18."""
+def test_torchaos_dynamic_quantisers_hand_on_what_is_not_finite_and_zeros(kind: str, value: float) -> None:
+    """As the module's docstring says of torchao 0.18; for zeros by fp8's lower bound."""
     layer: Any = network().blocks[0].inner
-    x = torch.randn(2, 16, WIDTH).bfloat16()
+    x, zeros = torch.randn(2, 16, WIDTH).bfloat16(), torch.zeros(1, 16, WIDTH).bfloat16()
     x[1, 3, 7] = value
     weight = fp8_weight(layer) if kind == "fp8" else quantised_weight(layer, kind)
     broken = ~F.linear(x, weight, layer.bias).isfinite()
     assert broken[1, 3].all() and broken.sum() == broken[1, 3].sum()
+    assert torch.equal(F.linear(zeros, weight, layer.bias), layer(zeros))
 
 
 def test_no_sum_is_cut_off_where_onednn_may_not_use_vnni(fresh_python: Any) -> None:
@@ -200,31 +189,8 @@ layer.weight.fill_(1)
 made = torch.nn.functional.linear(torch.ones(16, 512, dtype=torch.bfloat16), quantised_weight(layer, "int8"))
 print(float((made - 512).abs().max()) / 512)
 """
-    assert float(fresh_python(code, ONEDNN_MAX_CPU_ISA="AVX2")) < 2 / 64, (
-        "a rounding of the input, and one of the weight"
-    )
-
-
-def test_a_row_of_zeros_is_nan_in_torchaos_fp8_but_for_the_lower_bound() -> None:
-    layer: Any = network().blocks[0].inner
-    zeros = torch.zeros(1, 16, WIDTH).bfloat16()
-    assert F.linear(zeros, fp8_weight(layer, activation_value_lb=None), layer.bias).isnan().all()
-    assert torch.equal(F.linear(zeros, fp8_weight(layer), layer.bias), layer(zeros))
-    assert torch.equal(F.linear(zeros, quantised_weight(layer, "int8"), layer.bias), layer(zeros))
-
-
-def test_why_all_else_is_bf16() -> None:
-    """On fp16, torchao casts the product by the integer weights before it multiplies by their scale."""
-    torch.manual_seed(0)
-    layer = nn.Linear(4096, 512).requires_grad_(False)
-    x = 100 * torch.randn(2, 16, 4096)
-    finite = {}
-    for dtype in (torch.float16, torch.bfloat16):
-        typed = layer.to(dtype)
-        made = F.linear(x.to(dtype), quantised_weight(typed, "int8"), typed.bias)
-        finite[dtype] = bool(made.isfinite().all())
-        assert typed(x.to(dtype)).isfinite().all()
-    assert finite == {torch.float16: False, torch.bfloat16: True}
+    off = float(fresh_python(code, ONEDNN_MAX_CPU_ISA="AVX2"))
+    assert off < 2 / 64, "a rounding of the input, and one of the weight"
 
 
 def test_without_torchao_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,38 +209,26 @@ def test_it_is_imported_by_who_quantises_alone(fresh_python: Any) -> None:
 def test_the_sentinel_holds_the_largest_of_all_layers_and_of_all_calls_since_the_start() -> None:
     module = network()
     layers = filled(module)
-    shell = layers.shell(module)
-    given: list[torch.Tensor] = []
-    handles = [
-        module.get_submodule(name).register_forward_pre_hook(lambda _m, args: given.append(args[0].abs().max()))
-        for name in NAMES
-    ]
+    shell, given = layers.shell(module), []
+    for name in NAMES:
+        module.get_submodule(name).register_forward_pre_hook(lambda _, args: given.append(args[0].abs().max()))
     for seed in (0, 1):
         module(tokens(seed))
-    for handle in handles:
-        handle.remove()
+    largest = float(max(given))
     for seed in (0, 1):
         shell(tokens(seed))
     peak = layers.take()
-    assert peak is not None and float(peak) == pytest.approx(float(max(given)), rel=0.02)
+    assert peak is not None and float(peak) == pytest.approx(largest, rel=0.02)
     layers.start()
     assert layers.take() == 0
 
 
-def _outlier(block: Any, largest: float) -> None:
-    """One channel of what a layer is given is so large, which its weights make up for."""
+def _outlier(block: Any, largest: float, bias: float = 0.0) -> None:
+    """One channel of what a layer is given is so large, which its weights make up for. With a bias, its error is small
+    beside that."""
     block.norm.bias[7] = largest
     block.inner.weight[:, 7] /= largest
-
-
-def _behind_a_bias(block: Any, largest: float) -> None:
-    """The same, behind a bias beside which its error is small."""
-    _outlier(block, largest)
-    block.inner.bias += 30 * largest
-
-
-def _zero_row(block: Any, _: float) -> None:
-    block.inner.weight[3] = 0
+    block.inner.bias += bias
 
 
 def _large_weight(block: Any, largest: float) -> None:
@@ -283,48 +237,43 @@ def _large_weight(block: Any, largest: float) -> None:
     block.norm.weight[7], block.norm.bias[7] = 1 / largest, 0
 
 
+def _zero_row(block: Any) -> None:
+    block.inner.weight[3] = 0
+
+
 WRONG = [  # what is done to a block, for which kind its layer is far off then
-    (_outlier, 30.0, {"int8"}),
-    (_outlier, 100.0, {"int8"}),
-    (_outlier, 1e3, {"int8"}),
-    (_outlier, 1e6, {"int8", "fp8"}),
-    (_behind_a_bias, 100.0, {"int8"}),
-    (_large_weight, 100.0, {"int8"}),
-    (_large_weight, 1e6, {"int8", "fp8"}),
-    (_zero_row, 0.0, {"fp8"}),  # torchao divides by a row's largest weight
-    (_outlier, 3.0, set()),
+    (_outlier, (30.0,), {"int8"}),
+    (_outlier, (100.0,), {"int8"}),
+    (_outlier, (1e3,), {"int8"}),
+    (_outlier, (1e6,), {"int8", "fp8"}),
+    (_outlier, (100.0, 3000.0), {"int8"}),
+    (_large_weight, (100.0,), {"int8"}),
+    (_large_weight, (1e6,), {"int8", "fp8"}),
+    (_zero_row, (), {"fp8"}),  # torchao divides by a row's largest weight
+    (_outlier, (3.0,), set()),
 ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("change", "by", "wrong"), WRONG)
-def test_a_layer_that_is_far_off_on_its_first_input_is_left_unquantised(
-    change: Any, by: float, wrong: set[str], kind: str, on_cpu: None
-) -> None:
+def test_a_layer_that_is_far_off_on_its_first_input_is_left_unquantised(change, by, wrong, kind, on_cpu: None) -> None:
     module: Any = network()
     with torch.no_grad():
-        change(module.blocks[1], by)
-    layers = QuantisedLinears(module, ANATOMY, kind)
-    anatomy = ModuleStructure.of(module, ["blocks"])
-    plan = choose(ARCHITECTURES["sm90"], VARIANTS["CogVideoX-5B"], Component.DENOISER, Precision(kind))
-    report = RunReport("CogVideoX-5B", "sm90", plan)
-    learner = FallbackAdapter(
-        module, "bf16", lambda known: build_half_precision_forward(module, anatomy, known, "bf16", quantised=layers)
-    )
-    guard = StageGuard("denoiser", learner, rerun=module, dtype="bf16", policy=GuardPolicy(), report=report)
-    layers.fill()
+        change(module.blocks[1], *by)
+    run = Run(module, None, kind, layers=QuantisedLinears(module, BLOCKS, kind))
+    run.layers.fill()
     right = run_in_fp32(module, tokens())
     with torch.no_grad():
-        made, half = guard(tokens()), module(tokens())
+        made, half = run.guard(tokens()), module(tokens())
     left = {"blocks.1.inner"} if kind in wrong else set()
-    assert [step.outcome for step in report.steps] == ["finite"]
-    assert {*layers.left} == left and {*learner.attempt.quantised} == {*NAMES} - left
-    errors = layers.errors
+    assert outcomes(run.guard) == ["finite"]
+    assert {*run.layers.left} == left and {*run.learner.attempt.quantised} == {*NAMES} - left
+    errors = run.layers.errors
     assert errors is not None
     rounding = max(errors[name] for name in {*errors} - left)  # of the layers that are quantised, on this machine
     assert error(made, right) < 3 * error(half, right) + rounding
-    guard(tokens(1))
-    assert layers.errors is errors, "measured once"
+    run.guard(tokens(1))
+    assert run.layers.errors is errors, "measured once"
 
 
 @pytest.mark.parametrize(
@@ -377,28 +326,24 @@ def with_a_measured_scale(layer: nn.Linear, kind: str) -> torch.Tensor:
 class Run:
     """A guarded network in int8 or fp8, whose first block's norm is broken in half precision."""
 
-    def __init__(self, module: nn.Module, value: float | None, kind: str = "int8", *, sentinel: bool = True):
-        self.module, self.layers = module, filled(module, kind)
-        anatomy = ModuleStructure.of(module, ["blocks"])
+    def __init__(
+        self, module: nn.Module, value: float | None, kind: str = "int8", *, sentinel: bool = True, layers=None
+    ):
+        self.layers = layers or filled(module, kind)
+        structure = ModuleStructure.of(module, ["blocks"])
         broken = {"blocks.0.norm": lambda norm: Broken(norm, value)} if value is not None else {}
 
         def build(known: PrecisionOverrides) -> Any:
-            made = build_half_precision_forward(module, anatomy, known, "bf16", quantised=self.layers)
+            made = build_half_precision_forward(module, structure, known, "bf16", quantised=self.layers)
+            if layers:  # which are looked at on their first input
+                return made
             faulty = replace_submodules(made.run, {name: make for name, make in broken.items() if not known.islands})
             return type(made)(faulty, faulty, quantised=made.quantised)
 
-        plan = choose(ARCHITECTURES["sm90"], VARIANTS["CogVideoX-5B"], Component.DENOISER, Precision(kind))
-        self.report = RunReport("CogVideoX-5B", "sm90", plan)
-        self.learner = FallbackAdapter(module, "bf16", build, anatomy, NOTHING)
-        self.guard = StageGuard(
-            "denoiser",
-            self.learner,
-            rerun=module,
-            dtype="bf16",
-            policy=GuardPolicy(),
-            report=self.report,
-            peak_inside=self.layers.take if sentinel else None,
-        )
+        self.learner = FallbackAdapter(module, "bf16", build, structure, NOTHING)
+        peak_inside = self.layers.take if sentinel else None
+        report = report_of(kind, card="sm90")
+        self.guard = guarded(self.learner, "bf16", report=report, rerun=module, peak_inside=peak_inside)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         self.layers.start()
@@ -406,7 +351,7 @@ class Run:
 
     @property
     def outcomes(self) -> list[str]:
-        return [step.outcome for step in self.report.steps]
+        return outcomes(self.guard)
 
 
 HIDING = [
@@ -429,7 +374,7 @@ def test_a_failure_that_a_quantiser_hides_is_missed_without_the_sentinel_and_see
     assert (wrong - right).abs().max() > 0.1 * right.abs().max(), "finite, and wrong"
     seen = Run(module, value, kind)
     assert torch.equal(seen(tokens()), right)
-    assert seen.outcomes == ["rerun"] and seen.report.steps[0].note.startswith("non-finite in bf16")
+    assert seen.outcomes == ["rerun"] and seen.guard.report.steps[0].note.startswith("non-finite in bf16")
     assert seen.learner.learned == PrecisionOverrides(islands=("blocks.0",)), "the norm broke it, not a quantised layer"
     seen(tokens(1))
     assert seen.outcomes == ["rerun", "finite"], "what was noted before is forgotten"
@@ -446,7 +391,7 @@ def test_a_layer_that_breaks_where_it_is_quantised_is_left_unquantised_from_then
         if kind == "fp8":
             return fp8_weight(layer, activation_value_lb=None)
         made: Any = own(layer, kind)
-        if layer is layers_of["blocks.1.inner"]:
+        if torch.equal(layer.weight, module.blocks[1].inner.weight):
             made.scale[0] = math.nan
         return made
 
@@ -455,17 +400,9 @@ def test_a_layer_that_breaks_where_it_is_quantised_is_left_unquantised_from_then
         module.blocks[1].norm.weight.zero_()
         module.blocks[1].norm.bias.zero_()  # what it hands on is rows of zeros
     monkeypatch.setattr(quantised, "quantised_weight", breaking)
-    layers_of: dict[str, Any] = {}
-    original = QuantisedLinears.fill
-
-    def fill(self: QuantisedLinears) -> None:
-        layers_of.update(self._layers)
-        original(self)
-
-    monkeypatch.setattr(QuantisedLinears, "fill", fill)
     run = Run(module, None, kind)
     assert torch.equal(run(tokens()), run_in_fp32(module, tokens()))
-    step = run.report.steps[0]
+    step = run.guard.report.steps[0]
     assert step.outcome == "rerun" and step.rerun is not None
     assert step.rerun.module == "blocks.1.inner"
     assert step.rerun.action == "'blocks.1.inner' unquantised from the next call on"
@@ -481,15 +418,14 @@ def test_a_layer_that_breaks_where_it_is_quantised_is_left_unquantised_from_then
 def test_a_layer_that_breaks_unquantised_too_becomes_an_island_of_its_block() -> None:
     module = network()
     run = Run(module, None)
-    run.learner._build = lambda known: build_half_precision_forward(
-        replace_submodules(
-            module, {"blocks.1.inner": lambda layer: Broken(layer, math.nan)} if not known.islands else {}
-        ),
-        ModuleStructure.of(module, ["blocks"]),
-        known,
-        "bf16",
-        quantised=None if known.unquantised else run.layers,
-    )
+
+    def build(known: PrecisionOverrides) -> Any:
+        broken = {} if known.islands else {"blocks.1.inner": lambda layer: Broken(layer, math.nan)}
+        faulty, structure = replace_submodules(module, broken), ModuleStructure.of(module, ["blocks"])
+        layers = None if known.unquantised else run.layers
+        return build_half_precision_forward(faulty, structure, known, "bf16", quantised=layers)
+
+    run.learner._build = build
     run.layers._layers["blocks.1.inner"].quantised_weight.scale[0] = math.nan
     for seed in range(3):
         run(tokens(seed))
@@ -502,12 +438,7 @@ def test_an_island_runs_from_the_half_weights() -> None:
     layers = filled(module)
     known = PrecisionOverrides(islands=("blocks.0",))
     made = build_half_precision_forward(module, ModuleStructure.of(module, ["blocks"]), known, "bf16", quantised=layers)
-    right = replace_submodules(
-        layers.shell(module), {"blocks.0": lambda _: with_forward(module.blocks[0], island(module))}
-    )
+    island = with_forward(module.blocks[0], lambda x: run_in_fp32(module.blocks[0], x).to(torch.bfloat16))
+    right = replace_submodules(layers.shell(module), {"blocks.0": lambda _: island})
     layers.start()
     assert torch.equal(made.run(tokens()), right(tokens()))
-
-
-def island(module: Network) -> Any:
-    return lambda x: run_in_fp32(module.blocks[0], x).to(torch.bfloat16)
