@@ -144,30 +144,25 @@ def test_what_a_step_changes_is_known_one_step_later() -> None:
     assert known.with_change(None).drift == known.drift
 
 
-@pytest.mark.parametrize("change", [math.nan, math.inf])
-def test_latents_that_are_zero_or_not_finite_end_it(change: float) -> None:
-    assert "the latents" in compared().with_change(change).stopped
-
-
-def test_a_target_that_is_reached_ends_it() -> None:
-    known = compared().after_reuse(0.01).after_comparison(0.01, 1.0)
-    assert known.drift == pytest.approx(GROWTH * 0.5)
-    assert known.stopped and not known.may_reuse
-
-
-@pytest.mark.parametrize("broken", [(math.nan, 0.1), (0.1, math.nan), (0.1, math.inf)])
-def test_a_comparison_that_is_not_finite_ends_it(broken: tuple[float, float]) -> None:
+@pytest.mark.parametrize(
+    ("end", "why", "added"),
+    [
+        *((lambda known, it=it: known.with_change(it), "the latents", 0) for it in (math.nan, math.inf)),
+        (lambda known: known.after_comparison(0.01, 1.0), "", GROWTH * 0.5),  # the target is reached
+        *((lambda known, it=it: known.after_comparison(*it), "not finite", 0)
+          for it in ((math.nan, 0.1), (0.1, math.nan), (0.1, math.inf))),
+        (lambda known: known.after_reuse(math.nan), "not finite", None),  # it counts as predicted, and is the last
+    ],
+)  # fmt: skip
+def test_what_ends_it(end: Any, why: str, added: float | None) -> None:
     before = compared().after_reuse(0.01)
-    known = before.after_comparison(*broken)
-    assert "not finite" in known.stopped and not known.may_reuse
-    assert known.drift == before.drift
-
-
-def test_a_cached_step_whose_signal_is_not_finite_counts_as_predicted_and_is_the_last() -> None:
-    before = compared(1e-4, 1e-4)
-    known = before.after_reuse(math.nan)
-    assert "not finite" in known.stopped and not known.may_reuse
-    assert known.drift == pytest.approx(GROWTH * before.predicted_signal() * CHANGE) and known.drift > 0
+    known = end(before)
+    assert known.stopped and why in known.stopped and not known.may_reuse
+    if added is None:
+        assert before.predicted_signal() > 0
+        assert known.drift == pytest.approx(before.drift + GROWTH * before.predicted_signal() * CHANGE)
+    else:
+        assert known.drift == pytest.approx(added or before.drift)
 
 
 @pytest.mark.parametrize(("drift", "over"), [(0.019, False), (0.02, False), (0.021, True)])
