@@ -8,14 +8,10 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.pipelines.compile.backends import find_c_compiler
-from comfyui_onediff_guard.pipelines.families.table import VARIANTS
-from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 from comfyui_onediff_guard.precision.attention import sdpa
-from comfyui_onediff_guard.precision.guard import GuardPolicy, StageGuard
 from comfyui_onediff_guard.precision.overflow import ShownInside, propagate_nonfinite_attention
-from comfyui_onediff_guard.precision.policy import Component, Precision, choose
-from comfyui_onediff_guard.precision.report import RunReport
 from diffusers import UNetSpatioTemporalConditionModel
+from guards import guarded, report_of
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 
@@ -74,14 +70,20 @@ class Attending(nn.Module):
         return sdpa(*heads.permute(2, 0, 3, 1, 4).unbind(0))
 
 
-def test_compiled_code_has_it_in_one_graph():
+@pytest.fixture
+def dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def test_compiled_code_has_it_in_one_graph(dynamo):
     graphs: list[Any] = []
 
     def backend(graph, _inputs):
         graphs.append(graph)
         return graph.forward
 
-    torch._dynamo.reset()
     module = Attending().half().requires_grad_(False)
     made = torch.compile(module, backend=backend, fullgraph=True)
     x = torch.randn(2, 6, 32).half()
@@ -92,14 +94,12 @@ def test_compiled_code_has_it_in_one_graph():
     with torch.no_grad(), propagate_nonfinite_attention(CPU):
         assert made(x).isnan().all()
     assert len(graphs) == 1
-    torch._dynamo.reset()
 
 
 @pytest.mark.skipif(not find_c_compiler(), reason="inductor needs a C++ compiler")
 @pytest.mark.parametrize("dtype", HALVES)
-def test_inductor_leaves_it_there(dtype):
+def test_inductor_leaves_it_there(dtype, dynamo):
     """It takes a product with 0 for 0, and would drop the check with it."""
-    torch._dynamo.reset()
     module = Attending().to(dtype).requires_grad_(False)
     made = torch.compile(module, backend="inductor", fullgraph=True)
     x, large = torch.randn(2, 6, 32).to(dtype), torch.full((2, 6, 32), torch.finfo(dtype).max / 4, dtype=dtype)
@@ -111,7 +111,6 @@ def test_inductor_leaves_it_there(dtype):
             for rows in (slice(0, 32), slice(32, 64)):  # of the query, of the key
                 module.qkv.bias.zero_()[rows] = value
                 assert not torch.isfinite(made(x)).all(), (value, rows)
-    torch._dynamo.reset()
 
 
 @pytest.fixture(scope="module")
@@ -142,12 +141,6 @@ CALL: dict[str, Any] = {
 }
 
 
-def guarded(unet) -> tuple[StageGuard, RunReport]:
-    plan = choose(ARCHITECTURES["cpu"], VARIANTS["SVD"], Component.DENOISER, Precision.FP16)
-    report = RunReport("SVD", "cpu", plan)
-    return StageGuard("denoiser", unet, dtype="fp16", policy=GuardPolicy(), report=report, inputs=INPUTS), report
-
-
 @pytest.mark.parametrize("attention", ["attn1", "attn2"])
 def test_an_overflow_in_temporal_attention_is_seen_and_rerun(unet, attention):
     broken = copy.deepcopy(unet)
@@ -156,7 +149,7 @@ def test_an_overflow_in_temporal_attention_is_seen_and_rerun(unet, attention):
     query, key = attending.to_q.weight, attending.to_k.weight
     query.sign_().mul_(6e4)
     query[1::2], key[1::2] = query[::2], -key[::2]  # a row's scores are all inf - inf, or all 0
-    guard, report = guarded(broken)
+    guard = guarded(broken, report=report_of("fp16", "SVD"), inputs=INPUTS)
     in_float = {name: value.float() if name in INPUTS else value for name, value in CALL.items()}
     expected = copy.deepcopy(broken).float()(**in_float)[0]
     with torch.no_grad():
@@ -165,19 +158,19 @@ def test_an_overflow_in_temporal_attention_is_seen_and_rerun(unet, attention):
     wrong = ((plain.float() - expected).norm() / expected.norm()).item()
     assert torch.isfinite(plain).all() and wrong > 0.01, "what this is about: finite, and wrong"
     assert torch.allclose(made, expected, rtol=1e-3, atol=1e-4)
-    (step,) = report.steps
+    (step,) = guard.report.steps
     assert step.outcome == "rerun" and f"temporal_transformer_blocks.0.{attention}.to_q" in step.note
 
 
 def test_a_healthy_call_is_diffusers_own_to_the_bit(unet):
-    guard, report = guarded(unet)
+    guard = guarded(unet, report=report_of("fp16", "SVD"), inputs=INPUTS)
     with torch.no_grad():
         assert torch.equal(guard(**CALL)[0], unet(**CALL)[0])
-    assert report.reruns == 0 and not _get_current_function_mode_stack()
+    assert guard.report.reruns == 0 and not _get_current_function_mode_stack()
 
 
 @pytest.mark.parametrize("shown", [True, False])
-def test_compiled_code_runs_without_the_mode_and_shows_what_the_callers_does(shown):
+def test_compiled_code_runs_without_the_mode_and_shows_what_the_callers_does(shown, dynamo):
     """The mode would look at each product of matrices that compiled code calls."""
     modes: list[Any] = []
 
@@ -188,7 +181,6 @@ def test_compiled_code_runs_without_the_mode_and_shows_what_the_callers_does(sho
 
         return run
 
-    torch._dynamo.reset()
     module = Attending().half().requires_grad_(False)
     made = torch.compile(ShownInside(module), backend=backend, fullgraph=True)
     module.qkv.weight[:32] = torch.nan  # the query's
@@ -198,4 +190,3 @@ def test_compiled_code_runs_without_the_mode_and_shows_what_the_callers_does(sho
         assert ShownInside.run(made, x).isnan().all() == shown
         assert _get_current_function_mode_stack() == outer
     assert modes == [[]]
-    torch._dynamo.reset()

@@ -43,8 +43,11 @@ class Encoder(nn.Module):
 
 
 class Strict(Encoder):
-    _keep_in_fp32_modules = None
-    _keep_in_fp32_modules_strict = ["wo"]
+    _keep_in_fp32_modules, _keep_in_fp32_modules_strict = None, ["wo"]
+
+
+class TellsApart(Encoder):
+    _keep_in_fp32_modules_strict = None
 
 
 class Plain(Encoder):
@@ -76,9 +79,6 @@ def test_what_belongs_in_fp32_is_put_back(kind, dtype):
 
 
 def test_in_bf16_only_the_strict_ones_are_kept_where_a_class_tells_them_apart():
-    class TellsApart(Encoder):
-        _keep_in_fp32_modules_strict = None
-
     assert make_consistent(module := TellsApart().to(torch.bfloat16), torch.bfloat16) == []
     assert module.wo.weight.dtype == torch.bfloat16
 
@@ -104,30 +104,21 @@ def test_a_norm_that_refuses_fp32_computes_in_fp32_and_hands_on_its_own_dtype():
     assert make_consistent(module, torch.float16) == [], "mended once"
 
 
-def test_a_norm_is_asked_on_the_device_where_it_will_compute():
-    class FusedNorm(Norm):
-        """Refuses mixed dtypes there alone, as a fused kernel for CUDA does."""
+class FusedNorm(Norm):
+    """Refuses mixed dtypes on a device alone, as a fused kernel for CUDA does."""
 
-        def forward(self, x):
-            return super().forward(x) if x.is_meta else x
-
-    def loaded():
-        module = Encoder().as_loaded()
-        module.norm.__class__ = FusedNorm
-        return module
-
-    make_consistent(here := loaded(), torch.float16)
-    assert type(here.norm) is FusedNorm, "nothing is refused here"
-    make_consistent(there := loaded(), torch.float16, torch.device("meta"))
-    assert isinstance(there.norm, KeptInFp32)
-    assert not there.norm.weight.is_meta, "a copy was asked"
+    def forward(self, x):
+        return super().forward(x) if x.is_meta else x
 
 
-def test_asking_a_norm_elsewhere_copies_no_weight_there():
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_norm_is_asked_on_the_device_where_it_will_compute(device):
     module = Encoder().as_loaded()
+    module.norm.__class__ = FusedNorm
     with HostReads() as moved:
-        make_consistent(module, torch.float16, torch.device("meta"))
-    assert not moved.copies
+        make_consistent(module, torch.float16, torch.device(device))
+    assert isinstance(module.norm, KeptInFp32) == (device == "meta"), "nothing is refused here"
+    assert not moved.copies and not module.norm.weight.is_meta, "an empty copy was asked"
 
 
 def test_norms_of_one_class_are_asked_once():
