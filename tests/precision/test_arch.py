@@ -154,9 +154,7 @@ def test_rows_are_known_by_their_name_and_have_a_source_and_words_that_code_asks
         ("arm64", False, False, "DEFAULT", "cpu-no-bf16"),
     ],
 )
-def test_a_cpu_is_asked_for_bf16_instructions(
-    monkeypatch: pytest.MonkeyPatch, machine: str, onednn: bool | None, avx512: bool, used: str, row: str
-) -> None:
+def test_a_cpu_is_asked_for_bf16_instructions(monkeypatch, machine, onednn, avx512, used, row):
     """Without them a VAE encoded for 43 s in bf16, and for 0.3 s in fp32."""
     assert detect(CPU).name in ("cpu", "cpu-no-bf16"), "in torch's own words"
     monkeypatch.setattr(arch.platform, "machine", lambda: machine)
@@ -299,9 +297,7 @@ def test_what_nobody_listed_is_safe(found: Architecture, said: str) -> None:
         *(((8, 8), "sm87"), ((7, 6), "sm75"), ((7, 3), "sm72"), ((7, 1), "sm70")),
     ],
 )
-def test_a_card_that_is_not_listed_is_taken_for_the_nearest_older_one(
-    capability: tuple[int, int], nearest: str
-) -> None:
+def test_a_card_that_is_not_listed_is_taken_for_the_nearest_older_one(capability, nearest):
     """But reports about that one, and what its GeForce cards gain, say nothing of its neighbours."""
     found, row = by_capability(*capability), ARCHITECTURES[nearest]
     assert str(found) == f"sm{capability[0]}{capability[1]} (not in the table, treated as {nearest})"

@@ -113,9 +113,7 @@ def test_where_there_is_no_choice_nothing_is_timed(monkeypatch: pytest.MonkeyPat
     assert str(choice) == "attention: PyTorch's own choice, the only one here"
 
 
-def test_pytorchs_own_choice_is_kept_where_it_is_the_fastest(
-    choice_here: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pytorchs_own_choice_is_kept_where_it_is_the_fastest(choice_here, monkeypatch):
     timed_as(monkeypatch, auto=1.0)
     choice = measure({SMALL: 2}, CPU)
     assert choice.kernel == "" and set(choice.timings) == {"auto", "flash", "math"}

@@ -113,9 +113,7 @@ NORMS: dict[str, Clip] = {
     + [("normalize", math.nan, 0.0)]
     + [(norm, value, found) for norm in [*NORMS][1:] for value, found in ((300.0, math.inf), (200.0, 0.0))],
 )
-def test_a_norm_counts_where_fp16_cannot_hold_it_or_the_square_that_is_written_out(
-    norm: str, value: float, found: float
-) -> None:
+def test_a_norm_counts_where_fp16_cannot_hold_it_or_the_square_that_is_written_out(norm, value, found):
     peak, made = peak_of(NORMS[norm], torch.full((2, 64), value).half())
     assert made.isfinite().all() == math.isfinite(value) and made.any() == (value not in (1.5e4, 300.0))
     assert peak is not None and peak.item() == pytest.approx(found)

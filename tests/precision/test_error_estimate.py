@@ -89,9 +89,7 @@ def test_of_another_denoiser_something_is_compared_first() -> None:
     error=st.floats(0.001, 0.5),
     every=st.integers(2, 8),
 )
-def test_where_errors_follow_signals_the_target_is_kept(
-    signals: list[float], ratio: float, error: float, every: int
-) -> None:
+def test_where_errors_follow_signals_the_target_is_kept(signals, ratio, error, every):
     """But for one step, whose signal was not as predicted."""
     known, added = run(estimate_of(40, CachePolicy(error, every)), lambda known: signals[known.at], ratio)
     assert GROWTH * added == pytest.approx(known.drift, abs=1e-6)

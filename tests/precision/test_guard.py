@@ -87,7 +87,7 @@ def test_a_stage_that_cannot_learn_names_where_it_failed_once():
         guard(hidden_states=latents(2000).half())
     first, second = (step.rerun for step in guard.report.steps)
     assert first and second and (first.module, first.action, second.module) == ("out", "", "")
-    assert first.peak > 65504 and "'out' reaches" in guard.report.steps[0].note
+    assert first.peak and first.peak > 65504 and "'out' reaches" in guard.report.steps[0].note
     assert guard.report.steps[1].note == "non-finite in fp16"
 
 

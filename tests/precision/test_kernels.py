@@ -71,9 +71,7 @@ def test_what_to_do(monkeypatch: pytest.MonkeyPatch, architecture: str, asked_fo
         ("2.13.0+cpu", None, False),
     ],
 )
-def test_half_convolutions_in_3d_by_versions(
-    monkeypatch: pytest.MonkeyPatch, version: str, cudnn: int | None, without: bool
-) -> None:
+def test_half_convolutions_in_3d_by_versions(monkeypatch, version, cudnn, without):
     monkeypatch.setattr(torch, "__version__", version)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)

@@ -69,9 +69,10 @@ def hot_embedding(module, gain=1.5e5):
 
 
 def overflow_in_embedding(module):
-    module.embed = nn.Sequential(nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 8)).half().requires_grad_(False)
-    module.embed[0].weight.mul_(2.0**17)
-    module.embed[2].weight.mul_(2.0**-14)
+    first, last = nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8).requires_grad_(False)
+    first.weight.mul_(2.0**17)
+    last.weight.mul_(2.0**-14)
+    module.embed = nn.Sequential(first, nn.SiLU(), last).half()
 
 
 def wo_in_the_first_block(module):

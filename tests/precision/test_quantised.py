@@ -111,9 +111,7 @@ def test_the_facts_are_those_of_plain_linear_layers() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_shell_shares_everything_and_the_network_stays_as_it_is(
-    kind: str, on_cpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_shell_shares_everything_and_the_network_stays_as_it_is(kind, on_cpu, monkeypatch):
     module = network()
     before = {name: (id(weight), weight.clone()) for name, weight in module.named_parameters()}
     right, single = module(tokens()), run_in_fp32(module, tokens())
@@ -381,9 +379,7 @@ def test_a_failure_that_a_quantiser_hides_is_missed_without_the_sentinel_and_see
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_layer_that_breaks_where_it_is_quantised_is_left_unquantised_from_then_on(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_that_breaks_where_it_is_quantised_is_left_unquantised_from_then_on(kind, monkeypatch):
     """In fp8, as torchao breaks it: a row of zeros, without the lower bound. In int8, a broken scale."""
     own = quantised_weight
 

@@ -212,9 +212,7 @@ def test_a_call_that_ends_in_an_error_leaves_nothing(write: Any, how: str) -> No
 
 
 @in_each_mode
-def test_what_is_too_large_to_be_copied_ends_the_run_where_it_changed(
-    inference: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_too_large_to_be_copied_ends_the_run_where_it_changed(inference, monkeypatch):
     monkeypatch.setattr(snapshot, "COPIED", 8)
     with torch.inference_mode(inference), torch.no_grad():
         with pytest.raises(GuardStopped, match="had overwritten '0'"):
