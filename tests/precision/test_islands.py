@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from blocky import STREAM, Block, build, latents, overflow_inside, overflow_stream
-from comfyui_onediff_guard.precision import fallback as islands
+from comfyui_onediff_guard.precision import fallback
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.fallback import build_half_precision_forward, with_islands
 from comfyui_onediff_guard.precision.half_products import HalfProducts, run_with_half_products
@@ -16,6 +16,8 @@ from comfyui_onediff_guard.precision.overrides import ModuleStructure, Precision
 from comfyui_onediff_guard.precision.shallow_copy import replace_submodules
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+EVERYTHING, HALF, SINGLE = PrecisionOverrides(everything=True), torch.float16, torch.float32
 
 
 def in_fp32(*names: str, **more: Any) -> PrecisionOverrides:
@@ -35,6 +37,20 @@ def part(module: nn.Module, known: PrecisionOverrides) -> Any:
     return with_islands(module, known, "fp16").get_submodule(name)
 
 
+def attempt(
+    module: nn.Module, known: PrecisionOverrides, dtype: str = "fp16", stream: Any = STREAM, **more: Any
+) -> Any:
+    return build_half_precision_forward(module, ModuleStructure.of(module, ["blocks"], stream), known, dtype, **more)
+
+
+def overflowing() -> tuple[Any, torch.Tensor]:
+    """(module whose stream and second block leave fp16's range, what it puts out in fp32)"""
+    module = build()
+    overflow_stream(module, 1)
+    overflow_inside(module, 2)
+    return module, copy.deepcopy(module).float()(latents())[0]
+
+
 class Products(TorchDispatchMode):
     """The dtypes in which matrices are multiplied."""
 
@@ -48,52 +64,34 @@ class Products(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-class Recorder:
-    """The dtypes that each block's inner layer is given."""
-
-    def __init__(self, module):
-        self.seen: dict[str, list[torch.dtype]] = {}
-        for name, block in module.blocks.named_children():
-            block.inner.register_forward_hook(self._hook(name))
-
-    def _hook(self, name):
-        return lambda _layer, given, _made: self.seen.setdefault(name, []).append(given[0].dtype)
+def recorded(module: Any) -> dict[str, list[torch.dtype]]:
+    """The dtypes that each block's inner layer is given from now on."""
+    seen: dict[str, list[torch.dtype]] = {}
+    for name, block in module.blocks.named_children():
+        block.inner.register_forward_hook(
+            lambda _, given, __, name=name: seen.setdefault(name, []).append(given[0].dtype)
+        )
+    return seen
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_an_island_computes_in_fp32_and_everything_else_in_half(dtype):
-    module = build(dtype=dtype)
-    shell: Any = with_islands(module, in_fp32("blocks.1"), dtype)
-    x = latents().to(DTYPES[dtype])
-    block = shell.blocks[1]
-    embedded = shell.embed(x)
-    expected = copy.deepcopy(module.blocks[1]).float()(embedded.float()).to(DTYPES[dtype])
-    made = block(embedded)
-    assert made.dtype == DTYPES[dtype] and made.is_contiguous()
-    assert torch.equal(made, expected)
-    assert shell(x)[0].dtype == DTYPES[dtype]
-    recorder = Recorder(module)
-    shell(x)
-    assert recorder.seen == {name: [torch.float32 if name == "1" else DTYPES[dtype]] for name in ("0", "1", "2", "3")}
-
-
-def test_a_wide_part_multiplies_in_half_and_computes_all_else_in_float32():
-    module, x = build(), latents().half()
-    shell: Any = with_islands(module, made_wide("blocks.1"), "fp16")
-    embedded, recorder, products = shell.embed(x), Recorder(module), Products()
+@pytest.mark.parametrize(
+    ("learned", "dtype", "multiplies_in"),
+    [(in_fp32, "fp16", SINGLE), (in_fp32, "bf16", SINGLE), (made_wide, "fp16", HALF)],
+)
+def test_an_island_computes_in_fp32_or_multiplies_in_half_and_everything_else_is_half(learned, dtype, multiplies_in):
+    module, half, products = build(dtype=dtype), DTYPES[dtype], Products()
+    shell: Any = with_islands(module, learned("blocks.1"), dtype)
+    embedded = shell.embed(latents().to(half))
     with products:
         made = shell.blocks[1](embedded)
-    assert products.seen == {torch.float16}
-    assert made.dtype == torch.float16 and made.is_contiguous()
-    assert torch.equal(
-        made, run_with_half_products(module.blocks[1], embedded, products=HalfProducts(torch.float16)).half()
-    )
-    recorder.seen.clear()
-    shell(x)
-    assert recorder.seen == {name: [torch.float32 if name == "1" else torch.float16] for name in ("0", "1", "2", "3")}
-    with products:
-        with_islands(module, in_fp32("blocks.1"), "fp16").get_submodule("blocks.1")(embedded)
-    assert products.seen == {torch.float16, torch.float32}, "which an island in fp32 does not"
+    block = module.blocks[1]
+    wide = run_with_half_products(block, embedded, products=HalfProducts(half))
+    expected = wide if learned is made_wide else copy.deepcopy(block).float()(embedded.float())
+    assert made.dtype == half and made.is_contiguous() and torch.equal(made, expected.to(half))
+    assert products.seen == {multiplies_in}
+    seen = recorded(module)
+    assert shell(latents().to(half))[0].dtype == half
+    assert seen == {name: [SINGLE if name == "1" else half] for name in ("0", "1", "2", "3")}
 
 
 def test_the_original_is_untouched_and_weights_are_shared():
@@ -135,77 +133,41 @@ def test_what_does_not_fit_is_infinite_for_the_guard_to_find(learned):
 
 
 @each_kind
-def test_an_inner_overflow_is_healed_by_an_island_of_its_block(learned):
-    module = build()
-    overflow_inside(module, 2)
-    x = latents()
-    expected = copy.deepcopy(module).float()(x)[0]
-    assert not torch.equal(module(x.half())[0].float(), expected)
-    recorder = Recorder(module)
-    found = with_islands(module, learned("blocks.2"), "fp16")(x.half())[0]
-    assert torch.isfinite(found).all() and (found.float() - expected).abs().max() < 5e-3
-    assert recorder.seen["2"] == [torch.float32]
-
-
-@each_kind
 def test_an_island_in_a_wide_stream_hands_on_float32(learned):
-    module = build()
-    overflow_stream(module, 1)
-    overflow_inside(module, 2)
-    anatomy, x = ModuleStructure.of(module, ["blocks"], STREAM), latents()
-    expected = copy.deepcopy(module).float()(x)[0]
+    (module, expected), x = overflowing(), latents().half()
     for alone in (PrecisionOverrides(wide=True), learned("blocks.2")):
-        assert not torch.isfinite(build_half_precision_forward(module, anatomy, alone, "fp16").run(x.half())[0]).all()
-    both = build_half_precision_forward(module, anatomy, learned("blocks.2", wide=True), "fp16")
+        assert not attempt(module, alone).run(x)[0].isfinite().all()
+    both = attempt(module, learned("blocks.2", wide=True))
     assert both.wide and not both.everything and both.run is both.eager
-    shell: Any = both.run
-    assert shell.blocks[2](shell.embed(x.half())).dtype == torch.float32
-    assert (both.run(x.half())[0].float() - expected).abs().max() < 1e-2
+    assert both.run.blocks[2](both.run.embed(x)).dtype == SINGLE
+    assert (both.run(x)[0].float() - expected).abs().max() < 1e-2
 
 
 @pytest.mark.parametrize("planned", [True, False])
 def test_with_every_layer_wide_nothing_leaves_the_range(planned):
-    module = build()
-    overflow_stream(module, 1)
-    overflow_inside(module, 2)
-    anatomy, x = ModuleStructure.of(module, ["blocks"]), latents()
-    expected = copy.deepcopy(module).float()(x)[0]
-    alone = build_half_precision_forward(module, anatomy, in_fp32("blocks.2"), "fp16")
-    assert not alone.run(x.half())[0].isfinite().all()
+    (module, expected), products, brought = overflowing(), Products(), []
+    assert not attempt(module, in_fp32("blocks.2"), stream=None).run(latents().half())[0].isfinite().all()
     known = PrecisionOverrides() if planned else PrecisionOverrides(everything=True, islands=("blocks.2",), wide=True)
-    attempt = build_half_precision_forward(
-        module, anatomy, known, "fp16", everything=planned, wide=True, compiled=Compiler().compiled
-    )
-    products = Products()
-    with products:
-        found = attempt.run(x)[0]
-    assert products.seen == {torch.float16}, "and no island"
-    assert attempt.everything and not attempt.wide
-    assert found.dtype == torch.float32 and (found - expected).abs().max() < 1e-2
-    assert torch.equal(attempt.eager(x)[0], found)
-
-
-def test_with_every_layer_wide_weights_are_brought_to_the_device():
-    module, brought = build(), []
     onloaded = lambda shell, _: brought.append(shell) or shell  # noqa: E731
-    known = PrecisionOverrides(everything=True)
-    build_half_precision_forward(module, ModuleStructure(), known, "fp16", onloaded=onloaded)
-    assert brought == [module]
+    more = {"everything": planned, "wide": True, "compiled": Compiler().compiled, "onloaded": onloaded}
+    made = attempt(module, known, stream=None, **more)
+    with products:
+        found = made.run(latents())[0]
+    assert products.seen == {HALF}, "and no island"
+    assert made.everything and not made.wide and brought == [module], "weights are brought to the device"
+    assert found.dtype == SINGLE and (found - expected).abs().max() < 1e-2
+    assert torch.equal(made.eager(latents())[0], found)
 
 
-@pytest.mark.parametrize(
-    ("known", "planned"),
-    [(PrecisionOverrides(everything=True), {"everything": True}), (PrecisionOverrides(wide=True), {"wide": True})],
-)
-def test_bf16_is_not_made_wider(known, planned):
+@pytest.mark.parametrize("what", ["everything", "wide"])
+def test_bf16_is_not_made_wider(what):
     module = build(dtype="bf16")
-    structure = ModuleStructure.of(module, ["blocks"], STREAM)
-    attempt = build_half_precision_forward(module, structure, known, "bf16", **planned)
-    assert not attempt.everything and not attempt.wide and attempt.run is module
+    made = attempt(module, PrecisionOverrides(**{what: True}), "bf16", **{what: True})
+    assert not made.everything and not made.wide and made.run is module
 
 
 @pytest.mark.parametrize("tf32", [True, False])
-@pytest.mark.parametrize("known", [in_fp32("blocks.1"), made_wide("blocks.1"), PrecisionOverrides(everything=True)])
+@pytest.mark.parametrize("known", [in_fp32("blocks.1"), made_wide("blocks.1"), EVERYTHING])
 def test_islands_take_tf32_where_the_rerun_does(monkeypatch, tf32, known):
     asked = []
 
@@ -214,11 +176,10 @@ def test_islands_take_tf32_where_the_rerun_does(monkeypatch, tf32, known):
         return part(x)
 
     for name in ("run_in_fp32", "run_with_half_products"):
-        monkeypatch.setattr(islands, name, seen)
+        monkeypatch.setattr(fallback, name, seen)
     module = build()
-    anatomy = ModuleStructure.of(module, ["blocks"], STREAM)
     for more in ({}, {"compiled": lambda m, _: copy.copy(m)}):
-        build_half_precision_forward(module, anatomy, known, "fp16", tf32=tf32, **more).run(latents().half())
+        attempt(module, known, tf32=tf32, **more).run(latents().half())
     assert asked == [tf32, tf32]
 
 
@@ -246,20 +207,14 @@ class Compiler:
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("inference", [False, True])
 def test_an_island_leaves_the_compiled_shell_and_nothing_recompiles(learned, wide, inference):
-    compiler, module = Compiler(), build(6)
-    anatomy, x = ModuleStructure.of(module, ["blocks"], STREAM), latents().half()
-
-    def attempt(*names):
-        return build_half_precision_forward(
-            module, anatomy, learned(*names, wide=wide), "fp16", compiled=compiler.compiled
-        )
-
+    compiler, module, x = Compiler(), build(6), latents().half()
+    made = lambda *names: attempt(module, learned(*names, wide=wide), compiled=compiler.compiled)  # noqa: E731
     with torch.inference_mode() if inference else torch.no_grad():
-        healthy = attempt()
+        healthy = made()
         healthy.run(x)
         assert compiler.graphs == 1, "identical blocks share one graph"
         for names in (("blocks.2",), ("blocks.2", "blocks.3"), ("blocks.0",), ("blocks.5",), ("embed", "out")):
-            with_island = attempt(*names)
+            with_island = made(*names)
             found = with_island.run(x)[0]
             assert torch.equal(found, with_island.eager(x)[0])
             for index, block in enumerate(with_island.run.blocks):
@@ -271,18 +226,15 @@ def test_an_island_leaves_the_compiled_shell_and_nothing_recompiles(learned, wid
 
 
 def test_a_block_is_not_compiled_inside_its_island():
-    compiler, module = Compiler(), build(2)
-    anatomy = ModuleStructure.of(module, ["blocks"], STREAM)
-    known = PrecisionOverrides(islands=("blocks.0",), wide_parts=("blocks.1",))
-    build_half_precision_forward(module, anatomy, known, "fp16", compiled=compiler.compiled).run(latents().half())
+    compiler, known = Compiler(), PrecisionOverrides(islands=("blocks.0",), wide_parts=("blocks.1",))
+    attempt(build(2), known, compiled=compiler.compiled).run(latents().half())
     assert compiler.graphs == 0
 
 
 def test_two_runs_with_islands_of_their_own_share_a_module():
     module = build()
     first, second = (with_islands(module, in_fp32(name), "fp16") for name in ("blocks.0", "blocks.1"))
-    x, recorder = latents().half(), Recorder(module)
+    seen = recorded(module)
     for shell in (first, second):
-        shell(x)
-    assert recorder.seen["0"] == [torch.float32, torch.float16]
-    assert recorder.seen["1"] == [torch.float16, torch.float32]
+        shell(latents().half())
+    assert seen["0"] == [SINGLE, HALF] and seen["1"] == [HALF, SINGLE]
