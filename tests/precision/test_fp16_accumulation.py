@@ -92,27 +92,30 @@ def test_the_model_of_tensor_cores_rounds_each_sum_to_fp16_by_pytorchs_switch_al
     assert card.launched == 1, "of fp16 alone"
 
 
-# the switch
+# --- the switch -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("before", [False, True])
+@pytest.fixture(params=[False, True])
+def before(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """As ComfyUI has it, started with --fast fp16_accumulation, or not."""
+    MATMUL.allow_fp16_accumulation = request.param
+    yield request.param
+    assert MATMUL.allow_fp16_accumulation == request.param
+    MATMUL.allow_fp16_accumulation = False
+
+
 def test_the_switch_is_on_inside_and_as_it_was_afterwards(before: bool) -> None:
-    """`before`: as ComfyUI has it, started with --fast fp16_accumulation."""
-    MATMUL.allow_fp16_accumulation = before
-    try:
-        with fp16_accumulation(True):
-            assert MATMUL.allow_fp16_accumulation == before, "no stage runs"
-        for architecture, held in ((ADA, False), (ARCHITECTURES["sm70"], before)):
-            with accumulation(architecture, Accumulation.FP16):
+    with fp16_accumulation(True):
+        assert MATMUL.allow_fp16_accumulation == before, "no stage runs"
+    for architecture, held in ((ADA, False), (ARCHITECTURES["sm70"], before)):
+        with accumulation(architecture, Accumulation.FP16):
+            assert MATMUL.allow_fp16_accumulation == held
+            for on, inside in ((True, True), (False, False), (None, held)):
+                with suppress(KeyboardInterrupt), fp16_accumulation(on):
+                    assert MATMUL.allow_fp16_accumulation == inside
+                    raise KeyboardInterrupt
                 assert MATMUL.allow_fp16_accumulation == held
-                for on, inside in ((True, True), (False, False), (None, held)):
-                    with suppress(KeyboardInterrupt), fp16_accumulation(on):
-                        assert MATMUL.allow_fp16_accumulation == inside
-                        raise KeyboardInterrupt
-                    assert MATMUL.allow_fp16_accumulation == held
-            assert MATMUL.allow_fp16_accumulation == before
-    finally:
-        MATMUL.allow_fp16_accumulation = False
+        assert MATMUL.allow_fp16_accumulation == before
 
 
 def test_it_is_off_while_another_stage_runs_beside() -> None:
@@ -126,7 +129,7 @@ def test_it_is_off_while_another_stage_runs_beside() -> None:
             assert not MATMUL.allow_fp16_accumulation, "until the next call"
 
 
-# the check
+# --- the check --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -165,7 +168,6 @@ def test_a_first_call_that_fails_checks_nothing_and_the_next_one_does(card: Fp16
     assert outcomes(run.guard) == ["rerun", "finite"] and run.error is not None
 
 
-@pytest.mark.parametrize("before", [False, True])
 def test_a_later_overflow_is_rerun_without_it_and_turns_it_off(before: bool) -> None:
     seen: list[tuple[torch.dtype, bool]] = []
 
@@ -174,24 +176,19 @@ def test_a_later_overflow_is_rerun_without_it_and_turns_it_off(before: bool) -> 
         return torch.sin(x)  # of what is infinite: NaN
 
     module = cancelling(network(watched), 40.0)
-    MATMUL.allow_fp16_accumulation = before
-    try:
-        with torch.no_grad(), accumulation(ADA, Accumulation.FP16):
-            right = module.float()(given().float())
-            run = Run(module.half(), PrecisionOverrides(fp16_error=0.0))
-            seen.clear()
-            with Fp16SumsOnCpu() as card:
-                assert error(run(given()), right) < 0.01
-                rerun = run.guard.report.steps[0].rerun
-                assert rerun is not None and rerun.module == "1.inner"
-                assert not any(on for dtype, on in seen if dtype is torch.float32), "the fp32 rerun"
-                assert run.learner.learned == PrecisionOverrides(fp16_error=1.0)
-                card.launched = 0
-                run(given())
-        assert outcomes(run.guard) == ["rerun", "finite"] and card.launched == 0
-        assert MATMUL.allow_fp16_accumulation == before
-    finally:
-        MATMUL.allow_fp16_accumulation = False
+    with torch.no_grad(), accumulation(ADA, Accumulation.FP16):
+        right = module.float()(given().float())
+        run = Run(module.half(), PrecisionOverrides(fp16_error=0.0))
+        seen.clear()
+        with Fp16SumsOnCpu() as card:
+            assert error(run(given()), right) < 0.01
+            rerun = run.guard.report.steps[0].rerun
+            assert rerun is not None and rerun.module == "1.inner"
+            assert not any(on for dtype, on in seen if dtype is torch.float32), "the fp32 rerun"
+            assert run.learner.learned == PrecisionOverrides(fp16_error=1.0)
+            card.launched = 0
+            run(given())
+    assert outcomes(run.guard) == ["rerun", "finite"] and card.launched == 0
 
 
 def test_giving_up_half_precision_forgets_no_check(card: Fp16SumsOnCpu) -> None:

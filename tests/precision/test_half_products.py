@@ -64,28 +64,22 @@ def latents() -> torch.Tensor:
     return torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(1))
 
 
-def wide(module: Any, *given: Any, dtype: torch.dtype = FP16) -> Any:
-    return run_with_half_products(module, *given, products=HalfProducts(dtype))
+def wide(module: Any, *given: Any, dtype: torch.dtype = FP16, **named: Any) -> Any:
+    return run_with_half_products(module, *given, **named, products=HalfProducts(dtype))
 
 
 @pytest.mark.parametrize("stored", [FP16, BF16, torch.float32])
-def test_it_is_nearer_to_fp32_than_plain_fp16_and_bf16(stored: torch.dtype) -> None:
-    module, x = network(stored), latents()
-    exact = run_in_fp32(module, x)
-    made = wide(module, x)
-    assert made.dtype is torch.float32
-    assert error(made, exact) <= error(network(stored).to(FP16)(x.half()).float(), exact)
-    assert error(made, exact) <= error(wide(module, x, dtype=BF16), exact) / 4
-
-
-@pytest.mark.parametrize("stored", [FP16, BF16, torch.float32])
-@pytest.mark.parametrize("hot", [name for name in LAYERS if name not in ("queries", "keys")])
-def test_wherever_fp16_overflows_it_does_not(hot: str, stored: torch.dtype) -> None:
+@pytest.mark.parametrize("hot", ["", *(name for name in LAYERS if name not in ("queries", "keys"))])
+def test_it_is_nearer_to_fp32_than_plain_fp16_and_bf16_and_overflows_nowhere(hot: str, stored: torch.dtype) -> None:
     gain = 1e5 if stored is FP16 else 1e9
     module, x = network(stored, hot, gain), latents()
-    if stored is not FP16:
-        assert not network(stored, hot, gain).to(FP16)(x.half()).isfinite().all()
-    assert error(wide(module, x), run_in_fp32(module, x)) < 2e-3
+    exact, made, plain = run_in_fp32(module, x), wide(module, x), network(stored, hot, gain).to(FP16)(x.half()).float()
+    assert made.dtype is torch.float32 and error(made, exact) < 2e-3
+    if hot:
+        assert stored is FP16 or not plain.isfinite().all()
+    else:
+        assert error(made, exact) <= error(plain, exact)
+        assert error(made, exact) <= error(wide(module, x, dtype=BF16), exact) / 4
 
 
 @given(gain=st.integers(-24, 100), rows=st.integers(1, 5), spread=st.integers(0, 60))
@@ -116,26 +110,21 @@ def test_every_kind_of_convolution(kind: Any, groups: int) -> None:
 @pytest.mark.parametrize("case", ["plain", "causal", "mask", "bias", "grouped", "cross", "scale"])
 def test_attention_takes_heads_of_any_size(case: str, loud: tuple[str, ...]) -> None:
     torch.manual_seed(0)
-    heads = 2 if case == "grouped" else 4
-    keys = 7 if case in ("cross", "mask", "bias") else 5
+    heads, keys = 2 if case == "grouped" else 4, 7 if case in ("cross", "mask", "bias") else 5
     given = {"query": torch.randn(2, 4, 5, 16), "key": torch.randn(2, heads, keys, 16)}
     given["value"] = torch.randn(2, heads, keys, 16)
-    if "query" in loud:
-        given["query"] *= 2.0**20
-        given["key"] *= 2.0**-20
-    if "key" in loud and loud != ("query", "key", "value"):
-        given["key"] *= 2.0**20
-        given["query"] *= 2.0**-20
     if "value" in loud:
         given["value"][:, 0] *= 2.0**30
-    more: dict[str, Any] = {"causal": {"is_causal": True}, "grouped": {"enable_gqa": True}, "scale": {"scale": 0.5}}
+    if loud != ("value",):
+        other = {"query": "key", "key": "query"}[loud[0]]
+        given[loud[0]] *= 2.0**20
+        given[other] *= 2.0**-20
     masks = {"mask": (torch.arange(keys) < 4).expand(5, keys), "bias": torch.randn(5, keys)}
-    more |= {name: {"attn_mask": mask} for name, mask in masks.items()}
-    named = more.get(case, {})
-    exact = F.scaled_dot_product_attention(**given, **named)
-    made = wide(lambda: F.scaled_dot_product_attention(**given, **named))
-    by_head = [(1, None)] if case == "grouped" else [(head, head + 1) for head in range(heads)]
-    assert all(error(made[:, slice(*part)], exact[:, slice(*part)]) < 2e-3 for part in by_head)
+    more: dict[str, Any] = {"causal": {"is_causal": True}, "grouped": {"enable_gqa": True}, "scale": {"scale": 0.5}}
+    named = given | ({"attn_mask": masks[case]} if case in masks else more.get(case, {}))
+    exact, made = F.scaled_dot_product_attention(**named), wide(F.scaled_dot_product_attention, **named)
+    by_head = [slice(1, None)] if case == "grouped" else [slice(head, head + 1) for head in range(heads)]
+    assert all(error(made[:, part], exact[:, part]) < 2e-3 for part in by_head)
 
 
 @pytest.mark.parametrize("mask", [None, torch.full((6, 9), torch.finfo(torch.float32).min)])
@@ -143,7 +132,7 @@ def test_a_softmax_far_beyond_fp16_picks_the_same_key_and_a_mask_of_the_least_fl
     torch.manual_seed(0)
     query, key, value = torch.randn(1, 2, 6, 16) * 1e6, torch.randn(1, 2, 9, 16) * 1e6, torch.randn(1, 2, 9, 16)
     exact = F.scaled_dot_product_attention(query, key, value, mask)
-    assert error(wide(lambda: F.scaled_dot_product_attention(query, key, value, mask)), exact) < 1e-3
+    assert error(wide(F.scaled_dot_product_attention, query, key, value, mask), exact) < 1e-3
 
 
 def test_what_makes_a_rotary_table_stays_in_float32() -> None:
