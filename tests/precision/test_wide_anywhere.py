@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import diffusers
 import pytest
@@ -21,8 +20,7 @@ from torch.nn import functional as F
 WIDTH, TOKENS = 32, 6
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """What a drawn network is like."""
 
     blocks: int
@@ -47,14 +45,9 @@ SHAPES = st.builds(
     branch=st.sampled_from(["mlp", "attention", "convolution"]),
     sum=st.sampled_from(["x + b", "b + x", "in place", "addcmul", "slices"]),
     gate=st.sampled_from(["none", "parameter", "computed"]),
-    sandwich=st.booleans(),
     streams=st.integers(1, 2),
     start=st.sampled_from(["linear", "convolution", "outer"]),
-    positions=st.booleans(),
-    clips=st.booleans(),
-    unnormed=st.booleans(),
-    bypassed=st.booleans(),
-    shared=st.booleans(),
+    **dict.fromkeys(["sandwich", "positions", "clips", "unnormed", "bypassed", "shared"], st.booleans()),
 )
 
 
