@@ -50,23 +50,17 @@ def test_what_is_held_at_once(call, expected: int) -> None:
 
 
 def test_weights_are_not_counted_and_nothing_of_the_module_changes() -> None:
-    module = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    module = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.BatchNorm1d(64), nn.Linear(64, 256))
+    module[4].weight = module[0].weight
     before, called = dict(module.named_parameters()), []
     module[0].register_forward_hook(lambda *_: called.append(1))
     shell = on_meta(module)
     assert all(p.is_meta for p in shell.parameters()) and not any(p.is_meta for p in module.parameters())
     assert all(dict(module.named_parameters())[name] is weight for name, weight in before.items())
-    assert most(shell, rows(10)) == 10 * ROW * 8  # the wide activation before and after GELU
+    assert shell[4].weight is shell[0].weight, "tied weights stay tied"
+    assert shell[3].running_mean.is_meta and not module[3].running_mean.is_meta, "and buffers come along"
+    assert most(shell[:3], rows(10)) == 10 * ROW * 8  # the wide activation before and after GELU
     assert not called, "who watches the module is not told of what is only counted"
-
-
-def test_tied_weights_stay_tied_and_buffers_come_along() -> None:
-    module = nn.ModuleDict({"a": nn.Linear(64, 64), "b": nn.BatchNorm1d(64)})
-    module["c"] = nn.Linear(64, 64)
-    module["c"].weight = module["a"].weight
-    shell = on_meta(module)
-    assert shell["c"].weight is shell["a"].weight
-    assert shell["b"].running_mean.is_meta and not module["b"].running_mean.is_meta
 
 
 def test_attention_writes_scores_only_where_it_is_not_fused() -> None:

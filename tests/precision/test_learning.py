@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from blocky import STREAM, Faults, build, guarded, latents, overflow_inside, overflow_stream
+from blocky import Faults, build, guarded, latents, overflow_inside, overflow_stream
 from comfyui_onediff_guard.precision.fallback import HalfPrecisionForward
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.half_products import HalfProducts
@@ -308,13 +308,3 @@ def test_what_is_not_finite_is_a_word_in_json():
     (step,) = run.report.as_dict()["steps"]
     assert (step["rerun"]["peak"], step["timestep"], step["largest"]) == ("inf", "nan", "-inf")
     json.dumps(run.report.as_dict(), allow_nan=False)
-
-
-def test_a_compiled_shell_is_reused_when_something_is_learned():
-    from test_islands import Compiler
-
-    compiler, module = Compiler(), build(6)
-    overflow_inside(module, 2)
-    with torch.no_grad():
-        run = sample(guarded(module, stream=STREAM, compiled=compiler.compiled))
-    assert run.outcomes == ["rerun", *["finite"] * 4] and compiler.graphs == 1

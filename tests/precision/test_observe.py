@@ -68,11 +68,12 @@ def test_a_module_is_not_blamed_for_what_it_was_given():
     assert first_broken(squaring, lambda: squaring(torch.full((1,), 1e30))) == "", "the module itself"
 
 
-def test_arguments_by_keyword_are_seen():
-    class Keywords(nn.Module):
-        def forward(self, *, x):
-            return x + 1
+class Keywords(nn.Module):
+    def forward(self, *, x):
+        return x + 1
 
+
+def test_arguments_by_keyword_are_seen():
     module = nn.ModuleDict({"a": Keywords()})
     assert leaf_peaks(module, lambda: module["a"](x=torch.tensor([-7.0])))["a"].input == 7.0
 

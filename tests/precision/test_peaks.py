@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -25,6 +26,10 @@ class Allocator:
         self.now += n_bytes
         self.peak = max(self.peak, self.now)
 
+    def use_once(self, n_bytes):
+        self.use(n_bytes)
+        self.use(-n_bytes)
+
     def reset(self, _device):
         self.peak = self.now
 
@@ -45,8 +50,7 @@ def test_what_was_used_before_is_not_counted(allocator):
     allocator.use(1000)
     allocator.use(-900)
     with peak_memory(CUDA) as peak:
-        allocator.use(50)
-        allocator.use(-50)
+        allocator.use_once(50)
     allocator.use(500)
     assert peak() == Peak(150, 300), "nor is what came afterwards"
 
@@ -55,13 +59,10 @@ def test_what_was_used_before_is_not_counted(allocator):
 def test_a_stage_and_a_rerun_inside_it_both_know_their_own_peak(allocator, first):
     allocator.use(100)
     with peak_memory(torch.device("cuda")) as stage:
-        allocator.use(first)  # before the rerun, which starts the counter anew
-        allocator.use(-first)
+        allocator.use_once(first)  # before the rerun, which starts the counter anew
         with peak_memory(CUDA) as rerun:
-            allocator.use(60)
-            allocator.use(-60)
-        allocator.use(10)
-        allocator.use(-10)
+            allocator.use_once(60)
+        allocator.use_once(10)
     assert rerun() == Peak(160, 320)
     assert stage() == Peak(100 + max(first, 60), 2 * (100 + max(first, 60)))
 
@@ -74,8 +75,7 @@ def test_a_rerun_counts_what_it_takes_beyond_what_was_there(allocator):
     activations: Any = OnCuda([0.0])
     allocator.use(100)
     with peak_memory(CUDA) as stage, extra_peak(torch.nn.Linear(2, 2), [activations]) as extra:
-        allocator.use(60)
-        allocator.use(-60)
+        allocator.use_once(60)
     assert extra() == 60, "its weights are in main memory, and it computes on CUDA"
     assert stage() == Peak(160, 320)
 
@@ -89,8 +89,7 @@ def test_a_run_that_fails_leaves_nobody_watching(allocator):
 def use_and_give_back(n_bytes):
     """Of the system itself: an allocator may have as much at hand."""
     with mmap.mmap(-1, n_bytes) as region:
-        for start in range(0, n_bytes, mmap.PAGESIZE):
-            region[start] = 1
+        region[:: mmap.PAGESIZE] = b"\1" * len(range(0, n_bytes, mmap.PAGESIZE))
 
 
 def test_the_peak_of_a_process_on_a_cpu():
@@ -118,23 +117,21 @@ def test_a_system_that_does_not_count_says_so(monkeypatch, tmp_path):
 
 def test_threads_that_overlap_are_told_what_was_reached_while_they_ran(allocator):
     inside, go_on = threading.Event(), threading.Event()
-    found = []
 
     def run():
         with peak_memory(CUDA) as peak:
             inside.set()
             go_on.wait(HANG_SECONDS)
-        found.append(peak())
+        return peak()
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    inside.wait(HANG_SECONDS)
-    allocator.use(70)
-    allocator.use(-70)
-    with peak_memory(CUDA) as mine:
-        go_on.set()
-        thread.join()
-    assert (found, mine()) == ([Peak(70, 140)], Peak(0, 0))
+    with ThreadPoolExecutor(1) as thread:
+        found = thread.submit(run)
+        inside.wait(HANG_SECONDS)
+        allocator.use_once(70)
+        with peak_memory(CUDA) as mine:
+            go_on.set()
+            assert found.result(HANG_SECONDS) == Peak(70, 140)
+    assert mine() == Peak(0, 0)
 
 
 def test_in_words():
