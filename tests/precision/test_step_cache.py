@@ -56,8 +56,8 @@ class Run:
     def __init__(self, module: torch.nn.Module, error: float = 0.05):
         self.controller = StepCacheController(CachePolicy(error), 30)
         self.cache = StepCache(block_names(module, "blocks"), self.controller, (-1.0, 2.0))
-        self.attempt: Any = self.cache.attempt(module, lambda call: call)
-        self.rerun: Any = self.cache.rerun(module, lambda call: call)
+        self.attempt = self.cache.guarded(self.cache.attempt(module))
+        self.rerun = self.cache.guarded(self.cache.rerun(module), rerun=True)
         self.cached: list[int] = []
 
     def step(self, given: torch.Tensor) -> torch.Tensor:
