@@ -31,7 +31,7 @@ TESTS := .venv/bin/python -m pytest -n $(JOBS)
 ENVIRONMENT = $(patsubst %/,%,$(CHECKOUT))-venv
 
 # what is typed after every change; the tests take as long again, in `make test-slow`
-TYPED := __init__.py __main__.py benchmarks comfyui_host demo headless nodes pipelines precision tools trust
+TYPED := __init__.py __main__.py comfyui_host demo headless nodes pipelines precision scripts trust
 
 # a process of its own, since its memory is measured
 SOAK := tests/faults/test_soak.py
@@ -83,15 +83,15 @@ types: .venv/.installed
 	.venv/bin/basedpyright
 
 bench: .venv/.installed
-	.venv/bin/python benchmarks/guard.py --heads 4 --rounds 20
-	.venv/bin/python benchmarks/learning.py --heads 2 --rounds 8
-	.venv/bin/python benchmarks/wide.py --heads 4 --rounds 20
-	.venv/bin/python benchmarks/compiled.py --rounds 10
+	.venv/bin/python scripts/benchmarks/guard.py --heads 4 --rounds 20
+	.venv/bin/python scripts/benchmarks/learning.py --heads 2 --rounds 8
+	.venv/bin/python scripts/benchmarks/wide.py --heads 4 --rounds 20
+	.venv/bin/python scripts/benchmarks/compiled.py --rounds 10
 
 docs: .venv/.installed
-	.venv/bin/python tools/english_locale.py
-	.venv/bin/python tools/blueprints.py
-	.venv/bin/python tools/precision_page.py
+	.venv/bin/python scripts/english_locale.py
+	.venv/bin/python scripts/blueprints.py
+	.venv/bin/python scripts/precision_page.py
 
 clean:
 	rm -rf .venv .venv-audit .venv-comfyui build comfyui_onediff_guard.egg-info

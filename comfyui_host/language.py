@@ -1,7 +1,7 @@
 """What the program says, in the language of the user's page.
 
 Messages (`trust/message.py`) are written in English where they are raised or told, and keep their template and fields.
-`locales/<language>/messages.json` maps templates to translations; `tools/messages.py` reads the templates off the
+`locales/<language>/messages.json` maps templates to translations; `scripts/messages.py` reads the templates off the
 source. A text is made of the translated template and the fields, which may be other people's and are not looked into.
 What has no template stays as it is. Without ComfyUI, and where its page is in English, everything does.
 """

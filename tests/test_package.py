@@ -185,7 +185,7 @@ print(*pack.NODE_CLASS_MAPPINGS)
     for name in NODE_CLASS_MAPPINGS:
         assert (target / "web" / "docs" / f"{name}.md").is_file()
     assert (target / "workflows" / "api").is_dir() and (target / "LICENSE").is_file()
-    assert not (target / "tests").exists() and not (target / "benchmarks").exists()
+    assert not (target / "tests").exists() and not (target / "scripts").exists()
 
 
 def test_one_address_stands_everywhere(root: Path, project: dict[str, Any]) -> None:

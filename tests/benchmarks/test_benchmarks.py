@@ -50,7 +50,7 @@ RUNS = {
 
 
 def ran(root: Path, name: str, *options: str) -> Any:
-    command = [sys.executable, str(root / "benchmarks" / f"{name}.py"), *options]
+    command = [sys.executable, str(root / "scripts" / "benchmarks" / f"{name}.py"), *options]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

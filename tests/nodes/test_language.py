@@ -53,7 +53,7 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Choose:
 
 @pytest.mark.parametrize("language_", messages.LANGUAGES)
 def test_everything_that_is_said_has_a_translation(language_: str) -> None:
-    """Else: `python tools/messages.py`, and fill in what is empty."""
+    """Else: `python scripts/messages.py`, and fill in what is empty."""
     catalogue = messages.catalogue(language_)
     assert set(catalogue) == messages.templates() and not messages.made_at_run_time()
     for template, translation in catalogue.items():

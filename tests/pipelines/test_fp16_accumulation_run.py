@@ -1,5 +1,6 @@
-"""Whole sampling runs with fp16 accumulation, by a model of tensor cores on a CPU (benchmarks/fp16_sums_on_cpu.py) that
-stands for a GeForce card. What a card's own kernel makes is another thing."""
+"""Whole sampling runs with fp16 accumulation, by a model of tensor cores on a CPU
+(scripts/benchmarks/fp16_sums_on_cpu.py) that stands for a GeForce card. What a card's own kernel makes is
+another thing."""
 
 from __future__ import annotations
 

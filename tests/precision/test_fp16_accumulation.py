@@ -1,5 +1,5 @@
 """fp16 accumulation: when the switch is on, and how a step decides whether it may be. The products themselves are those
-of a model of tensor cores (benchmarks/fp16_sums_on_cpu.py): a CPU does not know the switch."""
+of a model of tensor cores (scripts/benchmarks/fp16_sums_on_cpu.py): a CPU does not know the switch."""
 
 from __future__ import annotations
 

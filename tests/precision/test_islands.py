@@ -178,7 +178,7 @@ def test_islands_take_tf32_where_the_rerun_does(monkeypatch, tf32, known):
     for name in ("run_in_fp32", "run_with_half_products"):
         monkeypatch.setattr(fallback, name, seen)
     module = build()
-    for more in ({}, {"compiled": lambda m, _: copy.copy(m)}):
+    for more in ({}, {"compiled": lambda m, *_: copy.copy(m)}):
         attempt(module, known, tf32=tf32, **more).run(latents().half())
     assert asked == [tf32, tf32]
 

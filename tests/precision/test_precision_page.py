@@ -78,13 +78,13 @@ def test_the_committed_page_is_up_to_date_and_make_docs_writes_it(root: Path, tm
     page.main(tmp_path / "precision.md")
     assert (tmp_path / "precision.md").read_bytes() == committed and root / "docs" / "precision.md" == page.PAGE
     makefile = (root / "Makefile").read_text(encoding="utf-8")
-    assert makefile.split("\ndocs:", 1)[1].split("\n\n", 1)[0].endswith(f"python tools/{page.__name__}.py")
+    assert makefile.split("\ndocs:", 1)[1].split("\n\n", 1)[0].endswith(f"python scripts/{page.__name__}.py")
 
 
 def test_it_is_written_without_torch_and_diffusers(root: Path, fresh_python: Callable[..., str]) -> None:
     code = f"""
 import sys
-sys.path.append({str(root / "tools")!r})
+sys.path.append({str(root / "scripts")!r})
 sys.modules.update(torch=None, diffusers=None)
 from {page.__name__} import render
 sys.stdout.buffer.write(render().encode())

@@ -1,8 +1,8 @@
 """docs/reliability.md: what the tests of faults, fuzzing, threads and servers measured, written by their own run.
 
 `make reliability` runs them at their full depth and writes the figures of those that passed, with machine and date, to
-benchmarks/results/, in place of what they came to earlier that day, and the page from that. A test has a figure by
-calling the fixture of that name.
+scripts/benchmarks/results/, in place of what they came to earlier that day, and the page from that. A test has a figure
+by calling the fixture of that name.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reliability.md"
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = ROOT / "scripts" / "benchmarks" / "results"
 PREFIX = "figure: "
 
 HEAD = """\
 # Reliability: what was tried, and what came of it
 
-<!-- Written by `make reliability` from benchmarks/results/{name}. Do not edit it here. -->
+<!-- Written by `make reliability` from scripts/benchmarks/results/{name}. Do not edit it here. -->
 
 Every line is the figure of a test that passed: {machine}, {date}, torch {torch}, no GPU.
 What is promised, and what is not, stands in [SECURITY.md](../SECURITY.md).

@@ -1,4 +1,4 @@
-"""subgraphs/ is what tools/blueprints.py folds out of the shipped workflows."""
+"""subgraphs/ is what scripts/blueprints.py folds out of the shipped workflows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LONGEST = 32  # letters of a name that the page's search finds when it is typed 
 def test_they_are_as_written_by_the_tool() -> None:
     written = dict(blueprints.files())
     assert {file: file.read_text(encoding="utf-8") for file in blueprints.FOLDER.iterdir()} == written, (
-        "run python tools/blueprints.py"
+        "run python scripts/blueprints.py"
     )
 
 

@@ -46,7 +46,7 @@ def test_make_docs_writes_english(tmp_path: Path) -> None:
     assert (tmp_path / "nodeDefs.json").read_bytes() == english_locale.render().encode()
     assert ROOT / "locales" / "en" / "nodeDefs.json" == english_locale.FILE
     recipe = (ROOT / "Makefile").read_text(encoding="utf-8").split("\ndocs:", 1)[1].split("\n\n", 1)[0]
-    assert f"python tools/{english_locale.__name__}.py" in recipe
+    assert f"python scripts/{english_locale.__name__}.py" in recipe
 
 
 @pytest.mark.parametrize("folder", LOCALES, ids=lambda path: path.name)
@@ -90,7 +90,7 @@ def test_a_change_of_the_english_is_noticed_until_somebody_looked(
     monkeypatch.setattr(translations, "RECORD", tmp_path / "sources.json")
     translations.RECORD.write_text(json.dumps(known), encoding="utf-8")
     stale, gone = translations.faults()
-    assert stale.endswith("the English has changed. python tools/translations.py zh README.md") and "Gone" in gone
+    assert stale.endswith("the English has changed. python scripts/translations.py zh README.md") and "Gone" in gone
     translations.looked_at("zh", ["README.md"])
     assert not translations.faults()
 

@@ -12,7 +12,7 @@ from comfyui_onediff_guard.headless.workflow import schema
 from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS, inputs
 
 ROOT = Path(__file__).resolve().parents[2]
-LAYERS = ("comfyui_host", "demo", "headless", "nodes", "pipelines", "precision", "trust", "benchmarks", "tools")
+LAYERS = ("comfyui_host", "demo", "headless", "nodes", "pipelines", "precision", "trust", "scripts")
 FOLDERS = {*LAYERS, "constraints", "docs", "locales", "subgraphs", "tests", "web", "workflows"}
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")

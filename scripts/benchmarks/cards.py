@@ -1,0 +1,72 @@
+"""What would run of each published model on cards of each size with offload 'auto', and its peak: counted, not run.
+
+    python scripts/benchmarks/cards.py [--arch sm86] [--out scripts/benchmarks/results]
+
+It is what `onediff-guard doctor --vram` says of one card. Prints the table of docs/memory.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+from collections.abc import Iterable
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+
+import diffusers
+import torch
+from comfyui_onediff_guard.pipelines.insight.vram_estimate import RunEstimate, StageEstimate, estimate_runs
+from comfyui_onediff_guard.precision.arch import named
+from measure import RESULTS, write_json
+
+GIBIBYTES = (6, 8, 10, 12, 16, 24, 32, 48, 80)
+SHORT = {"none": "n", "group": "g", "sequential": "s", "halves apart": "½", "whole": "w", "tiling": "t"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", default="sm86", help="of the cards")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    runs = []
+    print(f"| | {' | '.join(map(str, GIBIBYTES))} |\n|{'---|' * (len(GIBIBYTES) + 1)}", flush=True)
+    memories = [gibibytes * 2**30 for gibibytes in GIBIBYTES]
+    for _, of_one in groupby(estimate_runs(None, named(args.arch), memories), lambda run: run.variant):
+        row = [*of_one]
+        print(line(row), flush=True)
+        runs += row
+    result = {
+        "benchmark": "cards",
+        "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
+        "machine": "none: counted, not run",
+        "architecture": args.arch,
+        "torch": torch.__version__,
+        "diffusers": diffusers.__version__,
+        "runs": [asdict(run) for run in runs],
+    }
+    print(f"written to {write_json(result, args.out, 'paper')}")
+
+
+def line(row: Iterable[RunEstimate]) -> str:
+    """A row of the table: a cell for each card."""
+    first, *_ = runs = [*row]
+    width, height, frames = first.size
+    size = f"{width}×{height}{f', {frames} frames' if frames > 1 else ''}"
+    return f"| {first.variant}, {size} | {' | '.join(map(cell, runs))} |"
+
+
+def cell(run: RunEstimate) -> str:
+    """How each stage runs, and the highest peak in GB."""
+    peak = max(stage.weights + stage.beside for stage in run.stages)
+    return f"{' '.join(map(code, run.stages))}: {peak / 1e9:.1f}"
+
+
+def code(stage: StageEstimate) -> str:
+    if not stage.fits:
+        return "–"
+    return "".join(SHORT.get(word, word.partition(" ")[0]) for word in stage.way.split(", "))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""A decode whose alike calls are compiled, beside the same one that is not: time, and how far the pictures are apart.
+
+    BENCHMARK_CLOCK=processor python scripts/benchmarks/decode_compiled.py [--models svd ...] [--rounds 15] [--out DIR]
+
+Each model is a small one of the real classes with random weights, through Decode Latents' own function, in fp32. It
+says what compiling leaves of a decode's time on this machine, and that it only rounds otherwise; what a decoder of full
+size gains on a card is not measured. How it is timed: measure.py. Error is the norm of the difference
+to the decode that is not compiled, over that one's norm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import json
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from comfyui_onediff_guard.pipelines.models.recognised import family_of
+from comfyui_onediff_guard.pipelines.run.decode import decode
+from comfyui_onediff_guard.pipelines.run.handle import load
+from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
+from comfyui_onediff_guard.precision.policy import Precision
+from measure import CLOCK, RESULTS, interleave, machine, medians, quartiles, ratio, write_json
+from small_pipelines import BUILT
+
+WIDER = {"block_out_channels": (32, 64, 64, 64), "layers_per_block": 2, "norm_num_groups": 16}
+MODELS: dict[str, tuple[str, dict[str, Any], tuple[int, ...], dict[str, Any]]] = {
+    # builder, what differs of its VAE's config, latents, how they are decoded
+    "svd": ("svd", {"block_out_channels": (32, 64, 64, 64), "layers_per_block": 2}, (6, 4, 16, 16), {"chunk": 2}),
+    "cogview3, tiles": ("cogview3", WIDER, (1, 16, 26, 26), {"tiling": True}),
+    "cogvideox": ("2b", WIDER, (1, 16, 9, 8, 12), {}),
+    "wan": ("wan", {"base_dim": 16}, (1, 16, 6, 8, 12), {}),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    result: dict[str, Any] = {
+        "benchmark": "decode_compiled",
+        "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
+        "machine": machine(device),
+        "clock": CLOCK,
+        "torch": torch.__version__,
+        "diffusers": diffusers.__version__,
+        "dtype": "fp32",
+        "rounds": args.rounds,
+        "models": {},
+    }
+    file = args.out / f"{result['benchmark']}-{device.type}-{result['date']}.json"
+    if file.exists():  # of the same day: other models
+        result["models"] = json.loads(file.read_text(encoding="utf-8"))["models"]
+    for name in args.models:
+        found = measured(*MODELS[name], rounds=args.rounds, device=device)
+        result["models"][name] = found
+        print(name, json.dumps(found, indent=2), flush=True)
+        print(f"written to {write_json(result, args.out, device.type)}", flush=True)
+
+
+def measured(
+    builder: str, differs: dict[str, Any], shape: tuple[int, ...], how: dict[str, Any], *, rounds: int, device: Any
+) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        model = built(builder, differs, Path(folder) / "model")
+        options: dict[str, Any] = {"backend": "eager", "offload": "none", "placement": PlainPlacement()}
+        handle = load(model, family_of(model), precision=Precision.FP32, **options)
+        latents = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        run = partial(decode, handle, latents, **how)
+        eager, _ = run(backend="eager")
+        started = time.perf_counter()
+        compiled, report = run(backend="inductor")
+        first = time.perf_counter() - started
+        steps = {
+            "compiled": lambda: run(backend="inductor"),
+            "eager": lambda: run(backend="eager"),
+            "eager again": lambda: run(backend="eager"),
+        }
+        times = interleave(steps, rounds, device)
+        _, later = run(backend="inductor")
+    module: Any = handle.store.module("vae", "fp32")
+    return {
+        "latents": list(shape),
+        "compiled": report.backend_reason,
+        "graphs": report.graphs,
+        "graphs later": later.graphs,
+        "parameters": sum(p.numel() for p in module.decoder.parameters()),
+        "first decode, wall seconds": round(first, 1),
+        "error": float((compiled - eager).norm() / eager.norm()),
+        "largest difference of a pixel": float((compiled - eager).abs().max()),
+        "median_seconds": medians(times),
+        "ratios": {
+            "compiled / eager": ratio(times, "compiled", "eager"),
+            "noise: eager again / eager": ratio(times, "eager again", "eager"),
+        },
+        "half of the rounds between": {
+            "compiled / eager": quartiles(times, "compiled", "eager"),
+            "noise: eager again / eager": quartiles(times, "eager again", "eager"),
+        },
+    }
+
+
+def built(builder: str, differs: dict[str, Any], folder: Path) -> Path:
+    """A small pipeline as the tests build it, whose VAE is wider."""
+    BUILT[builder](folder)
+    kind = json.loads((folder / "model_index.json").read_text())["vae"][1]
+    config = json.loads((folder / "vae" / "config.json").read_text()) | differs
+    torch.manual_seed(0)
+    getattr(diffusers, kind).from_config(config).eval().save_pretrained(folder / "vae")
+    return folder
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""What the guard costs: a healthy step without it and with it, and an fp32 rerun beside an already-converted fp32 copy,
+in seconds and in peak bytes allocated.
+
+    python scripts/benchmarks/guard.py [--rounds 40] [--blocks 3] [--out scripts/benchmarks/results]
+
+Where noise hides what the guard costs, the guard alone shows it: its casts and checks around an output that is there
+already. A denoiser of CogVideoX-2B's width, bf16 on a CPU and fp16 on a GPU; the failing step has a fault injected into
+the half attempt's output. A watched rerun, which tells the layer that failed, is what the first failing step has; what
+that is good for is measured in learning.py. How it is timed, and what noise is: measure.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from comfyui_onediff_guard.pipelines.families.table import VARIANTS
+from comfyui_onediff_guard.precision.arch import detect
+from comfyui_onediff_guard.precision.guard import GuardPolicy, StageGuard
+from comfyui_onediff_guard.precision.memory import largest_layer
+from comfyui_onediff_guard.precision.observe import leaf_peaks
+from comfyui_onediff_guard.precision.policy import Component, Precision, choose
+from comfyui_onediff_guard.precision.report import RunReport
+from comfyui_onediff_guard.precision.shallow_copy import with_forward
+from comfyui_onediff_guard.precision.upcast import run_in_fp32
+from measure import arguments, build, device_and_dtype, interleave, medians, peak_bytes, ratio, setting, write
+
+
+def main() -> None:
+    help_text = "of the healthy step; a quarter of them of the fp32 steps"
+    args = arguments(__doc__, rounds=40, rounds_help=help_text).parse_args()
+    device, dtype = device_and_dtype()
+    denoiser, call = build(args.blocks, args.heads, device, dtype)
+    shell, failing, idle = guards(denoiser, dtype, call)
+    converted = copy.deepcopy(denoiser).float()
+    with torch.no_grad():
+        given = in_float(call)  # as the sampler hands it over: the guard casts
+        assert torch.equal(shell(**given)[0], denoiser(**call)[0]), "a healthy guarded step must be bit-equal"
+        healthy = interleave(
+            {
+                "unguarded": lambda: denoiser(**call),
+                "guarded": lambda: shell(**given),
+                "guard alone": lambda: idle(**given),
+                "unguarded again": lambda: denoiser(**call),
+            },
+            args.rounds,
+            device,
+        )
+        rerun = interleave(
+            {
+                "fp32 copy": lambda: converted(**given),
+                "fp32 rerun": lambda: run_in_fp32(denoiser, **call),
+                "watched rerun": lambda: leaf_peaks(denoiser, lambda: run_in_fp32(denoiser, **call)),
+                "failing step": lambda: failing(**given),
+                "healthy step": lambda: shell(**given),
+            },
+            max(3, args.rounds // 4),
+            device,
+        )
+
+        peaks = {
+            name: peak_bytes(step, device)
+            for name, step in {
+                "fp32 copy, activations": lambda: converted(**given),
+                "fp32 rerun, activations and weights": lambda: run_in_fp32(denoiser, **call),
+                "fp32 rerun, watched": lambda: leaf_peaks(denoiser, lambda: run_in_fp32(denoiser, **call)),
+            }.items()
+        }
+    extra = peaks["fp32 rerun, activations and weights"] - peaks["fp32 copy, activations"]
+    weights = 4 * sum(p.numel() for p in denoiser.parameters())
+    largest = largest_layer(denoiser)
+    result = setting("guard", denoiser, call, dtype, device, args.rounds) | {
+        "median_seconds": medians(healthy | rerun),
+        "ratios": {
+            "guarded / unguarded": ratio(healthy, "guarded", "unguarded"),
+            "guard alone / unguarded": ratio(healthy, "guard alone", "unguarded"),
+            "noise: unguarded again / unguarded": ratio(healthy, "unguarded again", "unguarded"),
+            "fp32 rerun / fp32 copy": ratio(rerun, "fp32 rerun", "fp32 copy"),
+            "watched rerun / fp32 copy": ratio(rerun, "watched rerun", "fp32 copy"),
+            "failing step / healthy step": ratio(rerun, "failing step", "healthy step"),
+            "rerun's extra peak / largest leaf in fp32": round(extra / largest, 4),
+            "rerun's extra peak / all weights in fp32": round(extra / weights, 4),
+        },
+        "peak_bytes": peaks,
+    }
+    write(result, args.out, device)
+
+
+def guards(denoiser: torch.nn.Module, dtype: str, call: dict[str, Any]) -> tuple[torch.nn.Module, ...]:
+    """(the guarded denoiser; with a NaN injected into each half attempt; around an output that is there already)."""
+    architecture = detect(next(denoiser.parameters()).device)
+    plan = choose(architecture, VARIANTS["CogVideoX-2B"], Component.DENOISER, Precision(dtype))
+    inputs = ("hidden_states", "encoder_hidden_states")
+
+    def broken(**call: Any) -> Any:
+        output = denoiser(**call)
+        output[0].view(-1)[7] = float("nan")
+        return output
+
+    def guard(attempt: Callable[..., Any]) -> torch.nn.Module:
+        report = RunReport("CogVideoX-2B", "", plan)
+        stage = StageGuard(
+            "denoiser", attempt, rerun=denoiser, dtype=dtype, policy=GuardPolicy(), report=report, inputs=inputs
+        )
+        return with_forward(denoiser, stage)
+
+    with torch.no_grad():
+        output = denoiser(**call)
+    return guard(denoiser), guard(broken), guard(lambda **_: output)
+
+
+def in_float(call: dict[str, Any]) -> dict[str, Any]:
+    floating = {k: v.float() for k, v in call.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
+    return call | floating
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""What a layer that fails at every step costs in each scope of the guard, beside a healthy run and a run all in fp32.
+
+    python scripts/benchmarks/learning.py [--rounds 50] [--blocks 30] [--heads 8] [--out scripts/benchmarks/results]
+
+A round is one step of each. One inner layer of one block puts out a NaN in half precision at every step; the others,
+and the fp32 rerun, know nothing of it. bf16 on a CPU, where the failing block becomes an fp32 island, and fp16 on a
+GPU, where every layer of it becomes wide. In scope `learned` the first step, which is thrown away as warm-up, learns;
+what it took is given by itself. How it is timed, and what noise is: scripts/benchmarks/measure.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from typing import Any
+
+import torch
+from comfyui_onediff_guard.pipelines.families.table import VARIANTS
+from comfyui_onediff_guard.precision.arch import detect
+from comfyui_onediff_guard.precision.dtypes import DTYPES
+from comfyui_onediff_guard.precision.fallback import FallbackAdapter, build_half_precision_forward
+from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope, StageGuard
+from comfyui_onediff_guard.precision.overrides import ModuleStructure
+from comfyui_onediff_guard.precision.policy import Component, Precision, choose
+from comfyui_onediff_guard.precision.report import RunReport
+from comfyui_onediff_guard.precision.shallow_copy import replace_submodules, with_forward
+from diffusers import CogVideoXTransformer3DModel
+from measure import arguments, device_and_dtype, interleave, medians, quartiles, ratio, setting, write
+
+BLOCKS = "transformer_blocks"
+LATENTS = (3, 16, 16, 24)  # frames, channels, height, width
+PROMPT = (226, 4096)  # tokens, channels
+
+
+def main() -> None:
+    parser = arguments(__doc__, rounds=50, rounds_help="steps of each run")
+    parser.set_defaults(blocks=30, heads=8)
+    args = parser.parse_args()
+    device, dtype = device_and_dtype()
+    denoiser, call = build(args.blocks, args.heads, device, dtype)
+    leaf = f"{BLOCKS}.{args.blocks // 2}.ff.net.0"
+    healthy, again = (guarded(denoiser, denoiser, dtype, Scope.STEP) for _ in range(2))
+    by_scope = {scope: guarded(denoiser, broken(denoiser, leaf), dtype, scope) for scope in Scope}
+    converted = copy.deepcopy(denoiser).float()
+    with torch.no_grad():
+        first = first_steps(by_scope, call)
+        seconds = interleave(
+            {
+                "healthy": lambda: healthy(**call),
+                "learned": lambda: by_scope[Scope.LEARNED](**call),
+                "step": lambda: by_scope[Scope.STEP](**call),
+                "run": lambda: by_scope[Scope.RUN](**call),
+                "all fp32": lambda: converted(**call),
+                "healthy again": lambda: again(**call),
+            },
+            args.rounds,
+            device,
+        )
+    reruns = {scope: guard.report.reruns for scope, guard in by_scope.items()}
+    assert reruns == {Scope.STEP: args.rounds + 2, Scope.LEARNED: 1, Scope.RUN: 1}, reruns
+    assert healthy.report.reruns == 0
+    learned = by_scope[Scope.LEARNED].learned
+    others = ("learned", "step", "run", "all fp32", "healthy again")
+    tokens = LATENTS[0] * LATENTS[2] * LATENTS[3] // 4 + PROMPT[0]
+    result = setting("learning", denoiser, call, dtype, device, args.rounds) | {
+        "tokens": tokens,
+        "blocks": args.blocks,
+        "failing": leaf,
+        "wide_parts": learned.wide_parts if learned else (),
+        "islands": learned.islands if learned else (),
+        "median_seconds": medians(seconds) | {"first step, learned": round(first, 4)},
+        "ratios": {f"{name} / healthy": ratio(seconds, name, "healthy") for name in others},
+        "quartiles": {f"{name} / healthy": quartiles(seconds, name, "healthy") for name in others},
+    }
+    write(result, args.out, device)
+
+
+def build(blocks: int, heads: int, device: torch.device, dtype: str) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """A CogVideoX denoiser of many narrow blocks, and one step's arguments, float32 as a sampler hands them over."""
+    torch.manual_seed(0)
+    frames, channels, height, width = LATENTS
+    denoiser = CogVideoXTransformer3DModel(
+        num_layers=blocks, num_attention_heads=heads, sample_width=width, sample_height=height, sample_frames=9
+    )
+    denoiser.eval().requires_grad_(False)
+    torch.nn.Module.to(denoiser, device, DTYPES[dtype])
+    call = {
+        "hidden_states": torch.randn(2, frames, channels, height, width, device=device),
+        "encoder_hidden_states": torch.randn(2, *PROMPT, device=device),
+        "timestep": torch.tensor([500, 500], device=device),
+    }
+    return denoiser, call | {"return_dict": False}
+
+
+def broken(denoiser: torch.nn.Module, leaf: str) -> torch.nn.Module:
+    """A shell of the denoiser in which a layer's half-precision output has a NaN."""
+
+    def make(layer: torch.nn.Module) -> torch.nn.Module:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            made = layer(*args, **kwargs)
+            if made.dtype != torch.float32:
+                made.view(-1)[7] = math.nan
+            return made
+
+        return with_forward(layer, forward)
+
+    return replace_submodules(denoiser, {leaf: make})
+
+
+def guarded(original: torch.nn.Module, attempted: torch.nn.Module, dtype: str, scope: Scope) -> StageGuard:
+    architecture = detect(next(original.parameters()).device)
+    plan = choose(architecture, VARIANTS["CogVideoX-2B"], Component.DENOISER, Precision(dtype))
+    anatomy = ModuleStructure.of(original, [BLOCKS])
+    learner = FallbackAdapter(
+        original, dtype, lambda known: build_half_precision_forward(attempted, anatomy, known, dtype), anatomy
+    )
+    return StageGuard(
+        "denoiser",
+        learner,
+        rerun=original,
+        dtype=dtype,
+        policy=GuardPolicy(scope=scope),
+        report=RunReport("CogVideoX-2B", str(architecture), plan),
+        inputs=("hidden_states", "encoder_hidden_states"),
+    )
+
+
+def first_steps(by_scope: dict[Scope, StageGuard], call: dict[str, Any]) -> float:
+    """Seconds of the step in which scope LEARNED learns, after every scope has had its first."""
+    for scope in (Scope.STEP, Scope.RUN):
+        by_scope[scope](**call)
+    started = time.perf_counter()
+    by_scope[Scope.LEARNED](**call)
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    main()

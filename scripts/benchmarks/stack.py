@@ -1,0 +1,127 @@
+"""What the techniques come to together, on paper: an estimate from published times and from what was counted here.
+
+    python scripts/benchmarks/stack.py [--out scripts/benchmarks/results]
+
+Nothing is run. A factor of compiling or of fp8 is a ratio of two published times of the same model on the same card, or
+of its nearest kin where that is said. What a step cache leaves out is counted on small trained models (step_cache.py),
+and is taken off the denoiser's part of the operations alone. Factors are multiplied as if none took anything from
+another, which is not known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from measure import RESULTS, write_json
+
+TORCHAO = "published: diffusers-torchao, CogVideoX-5B, 49 frames, 50 steps"
+PR_514 = "published: onediff PR 514, SVD"
+CACHE = "step_cache-cpu-2026-11-28.json"
+
+
+@dataclass(frozen=True)
+class Model:
+    """TFLOP of a step with guidance, and of decoding; both counted at full size."""
+
+    name: str
+    step: float
+    steps: int
+    decode: float
+    cached_as: str  # in the result of step_cache.py
+
+    @property
+    def denoising(self) -> float:
+        """The denoiser's part of all operations, 0..1."""
+        steps = self.step * self.steps
+        return steps / (steps + self.decode)
+
+
+@dataclass(frozen=True)
+class Factor:
+    """How many times as fast a run is by one technique."""
+
+    technique: str
+    times: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Estimate:
+    model: Model
+    card: str
+    factors: tuple[Factor, ...]
+    times: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        times = 1.0
+        for factor in self.factors:
+            times *= factor.times
+        object.__setattr__(self, "times", times)
+
+
+COGVIDEOX = Model("CogVideoX-5B", 664, 50, 315, "cogvideox")
+SVD = Model("SVD-XT", 160, 25, 169, "")  # without a step cache
+COMPILED = {
+    (COGVIDEOX, "H100"): Factor("compiled", 112.4 / 87.5, f"{TORCHAO}: 112.4 s, 87.5 s"),
+    (COGVIDEOX, "RTX 4090"): Factor(
+        "compiled",
+        2.47 / 2.00,
+        "published: kijai/ComfyUI-CogVideoXWrapper issue 264, CogVideoX-1.5-5B-I2V: 2.47 and 2.00 s a step",
+    ),
+    (SVD, "H100"): Factor("compiled", 50.9 / 43.4, f"{PR_514}, on an A100: 50.9 s, 43.4 s"),
+    (SVD, "RTX 4090"): Factor("compiled", 50.9 / 43.4, f"{PR_514}, on an A100: 50.9 s, 43.4 s"),
+}
+MORE = {
+    (COGVIDEOX, "H100"): Factor("fp8", 87.5 / 75.3, f"{TORCHAO}, compiled: 87.5 s, with fp8 75.3 s"),
+}
+
+
+def cached(model: Model, skipped: float, counted: str) -> Factor:
+    """What a step cache gives. skipped: of the denoiser's operations, 0..1."""
+    times = 1 / (1 - skipped * model.denoising)
+    part = (
+        f"{skipped:.1%} of the denoiser skipped at a drift of 2 % or less ({counted}), {model.denoising:.1%} of the run"
+    )
+    return Factor("step cache", times, part)
+
+
+def shares(result: dict[str, Any]) -> dict[str, tuple[float, str]]:
+    """What was left out of each small model, and what was counted; nothing for what was not measured."""
+    found = {}
+    if "cogvideox" in result:
+        found["cogvideox"] = result["cogvideox"]["target"]["block_calls_skipped"]["mean"], "calls of blocks"
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    measured = shares(json.loads((RESULTS / CACHE).read_text(encoding="utf-8")))
+    estimates = []
+    for (model, card), compiled in COMPILED.items():
+        factors = [compiled, MORE.get((model, card))]
+        if model.cached_as in measured:
+            factors.append(cached(model, *measured[model.cached_as]))
+        estimates.append(Estimate(model, card, tuple(filter(None, factors))))
+    print("| model | card | compiled | fp8 | step cache | together, × diffusers eager |\n|---|---|---|---|---|---|")
+    for each in estimates:
+        times = {factor.technique: f"{factor.times:.2f}" for factor in each.factors}
+        cells = [times.get(technique, "–") for technique in ("compiled", "fp8", "step cache")]
+        print(f"| {each.model.name} | {each.card} | {' | '.join(cells)} | {each.times:.2f} |")
+    result = {
+        "benchmark": "stack",
+        "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
+        "machine": "none: an estimate, not run",
+        "estimates": [asdict(each) for each in estimates],
+    }
+    print(f"written to {write_json(result, args.out, 'paper')}")
+
+
+if __name__ == "__main__":
+    main()

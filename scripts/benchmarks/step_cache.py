@@ -1,0 +1,288 @@
+"""How much a step cache skips, and how far results drift, on small trained models: counted and measured, not timed.
+
+    python scripts/benchmarks/step_cache.py [cogvideox] [--seeds 200] [--first-seed 0] [--few N] [--out DIR]
+
+Each seed is a run of the real pipeline, through the samplers' own function, with its cache and without. Drift is the
+norm of the difference of their latents, in parts of the norm of those without a cache. Calls of blocks are counted by
+hooks on the blocks themselves, operations by PyTorch (matrix products, convolutions and attention, multiplications and
+additions). Models: scripts/benchmarks/trained.py, which makes them where they are not there yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from comfyui_onediff_guard.pipelines.models.recognised import family_of
+from comfyui_onediff_guard.pipelines.run import denoiser as denoising
+from comfyui_onediff_guard.pipelines.run.denoiser import guarded_denoiser
+from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
+from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
+from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
+from comfyui_onediff_guard.precision.error_estimate import CachePolicy
+from comfyui_onediff_guard.precision.policy import Precision
+from measure import RESULTS, machine, write_json
+from moving_shapes import Scenes
+from torch.utils.flop_counter import FlopCounterMode
+from trained import FRAMES, SIDE, SVD_FRAMES, SVD_SIDE, TEXT, colours_of, trained
+
+TARGET = 0.02
+STEPS = 50
+OTHER_STEPS = 20, 100
+
+
+@dataclass(frozen=True)
+class Made:
+    """One run."""
+
+    latents: torch.Tensor
+    report: Any
+    calls: int  # of blocks, counted by hooks
+    operations: int  # 0: not counted
+
+
+class Subject:
+    """A trained model, and a run of it."""
+
+    def __init__(self, name: str, precision: str = "fp32"):
+        folder = trained(name)
+        self.name = name
+        self._uncached: dict[Any, Made] = {}
+        self.handle: PipelineHandle = load(
+            folder,
+            family_of(folder),
+            precision=Precision(precision),
+            backend="eager",
+            offload="none",
+            placement=PlainPlacement(),
+        )
+
+    def run(self, seed: int, policy: CachePolicy | None = None, *, count: bool = False, **more: Any) -> Made:
+        handle = replace(self.handle, step_cache=policy)
+        with counted_calls(self.blocks) as calls, operations(count) as found:
+            latents, report = self.sampled(handle, seed, **more)
+        return Made(latents, report, calls[0], found())
+
+    def uncached(self, seed: int, **more: Any) -> Made:
+        """A run without a cache, made once."""
+        key = (seed, *more.items())
+        if key not in self._uncached:
+            self._uncached[key] = self.run(seed, **more)
+        return self._uncached[key]
+
+    @property
+    def blocks(self) -> list[torch.nn.Module]:
+        dtype = self.handle.stage(denoising_component()).plan.dtype
+        module: Any = self.handle.store.module(self.handle.family.denoiser, dtype)
+        return [*module.transformer_blocks] if self.name == "cogvideox" else []
+
+    def sampled(
+        self, handle: PipelineHandle, seed: int, *, batch: int = 1, denoiser: Any = guarded_denoiser, **more: Any
+    ) -> tuple[torch.Tensor, Any]:
+        scenes = Scenes.drawn(batch, torch.Generator().manual_seed(10_000 + seed))
+        if self.name == "cogvideox":
+            prompt = scenes.prompts(TEXT)
+            settings = SampleSettings(SIDE, SIDE, STEPS, seed, frames=FRAMES, guidance_scale=6.0)
+            return sample(handle, prompt, torch.zeros_like(prompt), replace(settings, **more), denoiser=denoiser)
+        from PIL import Image
+
+        first = scenes.pictures(2, SVD_SIDE, SVD_SIDE)[0, 0].movedim(0, -1)
+        image = Image.fromarray((first * 255).round().byte().numpy())
+        settings = SampleSettings(SVD_SIDE, SVD_SIDE, STEPS, seed, frames=SVD_FRAMES)
+        return sample(handle, None, None, replace(settings, **more), image=image, denoiser=denoiser)
+
+
+def denoising_component() -> Any:
+    from comfyui_onediff_guard.precision.policy import Component
+
+    return Component.DENOISER
+
+
+@contextmanager
+def counted_calls(blocks: list[torch.nn.Module]) -> Iterator[list[int]]:
+    calls = [0]
+
+    def count(*_: Any) -> None:
+        calls[0] += 1
+
+    hooks = [block.register_forward_pre_hook(count) for block in blocks]
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def operations(count: bool) -> Iterator[Callable[[], int]]:
+    if not count:
+        yield lambda: 0
+        return
+    with FlopCounterMode(display=False) as counter:
+        yield counter.get_total_flops
+
+
+def drift(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def psnr(subject: Subject, found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Of the pictures, in dB, against their full range of 1; of SVD's, its first three channels are the colours."""
+    if subject.name == "cogvideox":  # [batch, channels, frames, height, width], scaled back for the VAE
+        factor = subject.handle.store.model.vae_config["scaling_factor"]
+        found, wanted = (colours_of(each.movedim(1, 2) * factor) for each in (found, wanted))
+    else:
+        factor = subject.handle.store.model.vae_config["scaling_factor"]
+        found, wanted = (((each[:, :3] * factor + 1.6) / 4).clamp(0, 1) for each in (found, wanted))
+    return -10 * math.log10(max(float((found - wanted).square().mean()), 1e-12))
+
+
+def over_seeds(subject: Subject, policy: CachePolicy, seeds: range, **more: Any) -> dict[str, Any]:
+    """Figures of runs with a cache against those without, in the same precision."""
+    drifts, pictures, skipped, uses = [], [], [], []
+    for seed in seeds:
+        plain, found = subject.uncached(seed, **more), subject.run(seed, policy, **more)
+        drifts.append(drift(found.latents, plain.latents))
+        pictures.append(psnr(subject, found.latents, plain.latents))
+        skipped.append(1 - found.calls / plain.calls if plain.calls else 0.0)
+        uses.append(found.report.cache)
+        print(f"seed {seed}: drift {drifts[-1]:.4%}, skipped {skipped[-1]:.1%}, {uses[-1]}", flush=True)
+    over = [seed for seed, at in zip(seeds, drifts, strict=True) if at > policy.error]
+    unsaid = [seed for seed, use in zip(seeds, uses, strict=True) if seed in over and not use.over_target]
+    figures = {
+        "seeds": [seeds.start, seeds.stop - 1],
+        "error": policy.error,
+        "steps_cached": spread([use.cached for use in uses]),
+        "drift": spread(drifts),
+        "estimated_drift": spread([use.drift for use in uses]),
+        "drift_over_estimated": spread([at / use.drift for at, use in zip(drifts, uses, strict=True) if use.drift]),
+        "psnr_dB": spread(pictures),
+        "seeds_over_target": over,
+        "seeds_said_to_be_over_target": [seed for seed, use in zip(seeds, uses, strict=True) if use.over_target],
+        "seeds_over_target_unsaid": unsaid,
+    }
+    return figures | ({"block_calls_skipped": spread(skipped)} if subject.name == "cogvideox" else {})
+
+
+def operations_of(subject: Subject, policy: CachePolicy, seeds: range) -> dict[str, Any]:
+    """What runs with a cache compute of the operations of those without, encoders included."""
+    plain = subject.run(seeds.start, count=True).operations
+    ratios = [1 - subject.run(seed, policy, count=True).operations / plain for seed in seeds]
+    return {"operations_of_a_run": plain, "operations_skipped": spread(ratios)}
+
+
+def in_half(name: str, precision: str, policy: CachePolicy, seeds: range) -> dict[str, Any]:
+    """Against runs in fp32 without a cache: half precision alone, and with one."""
+    exact, half = Subject(name), Subject(name, precision)
+    alone, cached = [], []
+    for seed in seeds:
+        wanted = exact.uncached(seed).latents
+        alone.append(drift(half.run(seed).latents, wanted))
+        cached.append(drift(half.run(seed, policy).latents, wanted))
+    return {"alone": spread(alone), "with_a_cache": spread(cached)}
+
+
+def nan_at_each_step(name: str, precision: str, policy: CachePolicy, seed: int = 0) -> dict[str, Any]:
+    """The attempt of one step is NaN, of each step in a run of its own: against the run without a cache in which it is
+    too, and both against fp32 without either, since two runs in half precision differ by their rounding."""
+    subject, exact, reruns = Subject(name, precision), Subject(name).run(seed).latents, 0
+    drifts, alone, cached = [], [], []
+    for step in range(STEPS):
+        with broken_at(step):
+            plain, found = subject.run(seed), subject.run(seed, policy)
+        reruns += found.report.cells()[step] == "rerun"
+        drifts.append(drift(found.latents, plain.latents))
+        alone.append(drift(plain.latents, exact))
+        cached.append(drift(found.latents, exact))
+    return {
+        "rerun": reruns,
+        "drift": spread(drifts),
+        "off_fp32_without_a_cache": spread(alone),
+        "off_fp32_with_a_cache": spread(cached),
+        "not_finite": sum(map(math.isnan, drifts)),
+    }
+
+
+@contextmanager
+def broken_at(step: int) -> Iterator[None]:
+    make = denoising.build_attempt
+
+    def build(stage: Any, *given: Any) -> Any:
+        made = make(stage, *given)
+
+        def attempt(*args: Any, **kwargs: Any) -> Any:
+            output = made.run(*args, **kwargs)
+            return (output[0] * torch.nan,) if len(stage.report.steps) == step else output
+
+        return replace(made, run=attempt)
+
+    denoising.build_attempt = build
+    try:
+        yield
+    finally:
+        denoising.build_attempt = make
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Empty where there is no value: where nothing was cached, nothing was estimated."""
+    if not values:
+        return {}
+    named = {"least": min(values), "mean": statistics.fmean(values), "most": max(values)}
+    return {name: round(value, 5) for name, value in named.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=["cogvideox"], metavar="MODEL", help="cogvideox")
+    parser.add_argument("--seeds", type=int, default=200, help="with which the target error is tried")
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--few", type=int, default=10, help="seeds for all other figures")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    seeds = range(args.first_seed, args.first_seed + args.seeds)
+    few = range(args.first_seed, args.first_seed + args.few)
+    today = dt.datetime.now(dt.timezone.utc).date().isoformat()
+    result: dict[str, Any] = {
+        "benchmark": "step_cache",
+        "date": today,
+        "machine": machine(torch.device("cpu")),
+        "torch": torch.__version__,
+        "steps": STEPS,
+    }
+    for name in args.models:
+        result[name] = {}
+        for figures in figures_of(name, seeds, few):
+            result[name] |= figures
+            print(name, figures, flush=True)
+            print(write_json(result, args.out, "cpu"))
+
+
+def figures_of(name: str, seeds: range, few: range) -> Iterator[dict[str, Any]]:
+    """Yield a model's figures, one after the other."""
+    subject, policy = Subject(name), CachePolicy(TARGET)
+    denoiser = subject.handle.store.module(subject.handle.family.denoiser, "fp32")
+    yield {"parameters": sum(p.numel() for p in denoiser.parameters())}
+    if seeds:
+        yield {"target": over_seeds(subject, policy, seeds)}
+    if not few:
+        return
+    yield {"operations": operations_of(subject, policy, few[:3])}
+    yield {"errors": [over_seeds(subject, CachePolicy(error), few) for error in (0.005, 0.01, 0.05)]}
+    yield {"other_steps": {str(steps): over_seeds(subject, policy, few, steps=steps) for steps in OTHER_STEPS}}
+    if name == "cogvideox":
+        yield {"DPM": over_seeds(subject, policy, few, scheduler="DPM")}
+    for precision in ("fp16", "bf16"):
+        yield {f"in_{precision}": in_half(name, precision, policy, few)}
+        yield {f"nan_in_{precision}": nan_at_each_step(name, precision, policy)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""Small models that have learned something, for what random weights lack: steps that resemble their neighbours.
+
+    python scripts/benchmarks/trained.py [cogvideox] [svd] [--steps N] [--folder DIR]
+
+They learn videos of moving shapes (moving_shapes.py), in some minutes on a CPU, always the same with the same PyTorch
+and number of threads. Their folders are kept outside of the repository, and made where they are not there yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from comfyui_onediff_guard.demo.small_model import VARIANTS, new_folder, save, scheduler, small_text_encoder, small_vae
+from comfyui_onediff_guard.demo.small_tokenizer import train_tokenizer
+from moving_shapes import Scenes
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "onediff-guard-benchmarks"
+FRAMES, SIDE = 13, 64  # of the video, in frames and pixels
+CHANNELS = 16  # of CogVideoX's latents
+GAIN = 2.5  # from colours to latents, which then have about unit variance
+TEXT = 32  # channels of an embedding
+DROPPED = 0.15  # of the prompts, for guidance
+SVD_FRAMES, SVD_SIDE, SVD_SCENES = 4, 64, 256
+Loss = Callable[[torch.nn.Module, torch.Generator], torch.Tensor]
+
+
+def latents_of(pictures: torch.Tensor) -> torch.Tensor:
+    """Pictures [batch, frames, 3, height, width] → latents of as many frames and of the same size, of about unit
+    variance: the three colours, blurred colours and edges, mixed into 16 channels."""
+    centred = pictures * 4 - 1.6
+    flat = centred.flatten(0, 1)
+    blurred = torch.nn.functional.avg_pool2d(flat, 3, 1, 1, count_include_pad=False)
+    grey = flat.mean(1, keepdim=True)
+    edges = torch.cat([grey - grey.roll(1, -1), grey - grey.roll(1, -2)], 1)
+    planes = torch.cat([flat, blurred, edges], 1).unflatten(0, pictures.shape[:2])
+    return torch.einsum("cp,bfphw->bfchw", mixing(), planes)
+
+
+def colours_of(latents: torch.Tensor) -> torch.Tensor:
+    """The pictures of latents, 0..1: what `latents_of` mixed, told apart again."""
+    planes = torch.einsum("cp,bfchw->bfphw", mixing() / GAIN**2, latents)
+    return ((planes[:, :, :3] + 1.6) / 4).clamp(0, 1)
+
+
+def mixing() -> torch.Tensor:
+    """[channels, planes], orthogonal columns of norm GAIN."""
+    drawn = torch.randn(CHANNELS, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return (GAIN * torch.linalg.qr(drawn)[0]).float()
+
+
+def cogvideox(folder: Path, steps: int) -> Path:
+    """Write a pipeline whose denoiser, of CogVideoX-2B's class and 3 million parameters, makes moving shapes from
+    prompts as `Scenes.prompts` writes them."""
+    from diffusers import CogVideoXPipeline, CogVideoXTransformer3DModel
+
+    torch.manual_seed(0)
+    side, frames = SIDE // 8, (FRAMES - 1) // 4 + 1
+    denoiser = CogVideoXTransformer3DModel(
+        num_attention_heads=4,
+        attention_head_dim=32,
+        in_channels=CHANNELS,
+        out_channels=CHANNELS,
+        time_embed_dim=64,
+        text_embed_dim=TEXT,
+        max_text_seq_length=3,
+        num_layers=10,
+        sample_width=side,
+        sample_height=side,
+        sample_frames=FRAMES,
+    )
+    without_fast_waves(denoiser.time_embedding.linear_1)
+    schedule = scheduler(VARIANTS["2b"])
+    kept = schedule.alphas_cumprod.float()
+
+    def loss(denoiser: torch.nn.Module, generator: torch.Generator) -> torch.Tensor:
+        scenes = Scenes.drawn(16, generator)
+        clean = latents_of(scenes.pictures(frames, side, side))
+        prompts = scenes.prompts(TEXT) * (torch.rand(16, 1, 1, generator=generator) > DROPPED)
+        time = torch.randint(1000, (16,), generator=generator)
+        signal, noise_part = (part.sqrt().view(-1, 1, 1, 1, 1) for part in (kept[time], 1 - kept[time]))
+        noise = torch.randn(clean.shape, generator=generator)
+        made = denoiser(signal * clean + noise_part * noise, prompts, time, return_dict=False)[0]
+        return (made - (signal * noise - noise_part * clean)).square().mean()
+
+    trained = fitted(denoiser, loss, steps, rate=1e-3)
+    with new_folder(folder) as temporary:
+        pipeline = CogVideoXPipeline(
+            tokenizer=train_tokenizer(temporary / "tokenizer"),
+            text_encoder=small_text_encoder(),
+            transformer=trained,
+            vae=small_vae(VARIANTS["2b"], channels=(8, 16, 16, 16), groups=4),
+            scheduler=schedule,
+        )
+        save(pipeline, temporary, torch.float32)
+    return folder
+
+
+def without_fast_waves(layer: torch.nn.Linear) -> None:
+    """Have a time embedding's first layer take no part in waves that turn by more than 0.2 radians between two of 50
+    steps. So short a training does not teach a model to let them be, and its outputs would tremble from step to step,
+    which no cache can follow, nor any sampler of a higher order.
+
+    layer: it takes cosines, then sines, of the timestep times frequencies from 1 down to 1e-4.
+    """
+    half = layer.in_features // 2
+    frequencies = 10_000 ** -(torch.arange(half) / half)
+    slow = (frequencies < 1 / 100).repeat(2)
+    with torch.no_grad():
+        layer.weight.mul_(slow)
+    layer.weight.register_hook(lambda gradient: gradient * slow)
+
+
+def fitted(model: Any, loss: Loss, steps: int, *, rate: float) -> Any:
+    """Return the model, with the mean of its weights over the last steps."""
+    generator = torch.Generator().manual_seed(1)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, rate, total_steps=steps, pct_start=0.1)
+    mean = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.995))
+    started, seen = time.perf_counter(), 0.0
+    for step in range(1, steps + 1):
+        optimiser.zero_grad()
+        found = loss(model, generator)
+        found.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        schedule.step()
+        if step > steps // 5:
+            mean.update_parameters(model)
+        seen += found.item()
+        if step % 50 == 0:
+            print(f"step {step} of {steps}: loss {seen / 50:.4f}, {time.perf_counter() - started:.0f} s", flush=True)
+            seen = 0.0
+    return mean.module.eval().requires_grad_(False)
+
+
+def svd(folder: Path, steps: int) -> Path:
+    """Write a pipeline whose denoiser, of Stable Video Diffusion's class, makes moving shapes from their first picture,
+    which the pipeline's own small encoders see."""
+    import tempfile
+
+    from diffusers import StableVideoDiffusionPipeline, UNetSpatioTemporalConditionModel
+    from small_pipelines import BUILT
+
+    with tempfile.TemporaryDirectory() as untrained:
+        pipeline: Any = StableVideoDiffusionPipeline.from_pretrained(
+            BUILT["svd"](Path(untrained) / "svd", frames=SVD_FRAMES)
+        )
+    torch.manual_seed(0)
+    levels: Any = (32, 64, 64, 64)
+    denoiser = UNetSpatioTemporalConditionModel(
+        sample_size=SVD_SIDE // 8,
+        block_out_channels=levels,
+        addition_time_embed_dim=16,
+        projection_class_embeddings_input_dim=48,
+        layers_per_block=2,
+        cross_attention_dim=TEXT,
+        num_attention_heads=(2, 4, 4, 4),
+        num_frames=SVD_FRAMES,
+    )
+    scenes = Scenes.drawn(SVD_SCENES, torch.Generator().manual_seed(2))
+    clean = svd_latents_of(scenes.pictures(SVD_FRAMES, SVD_SIDE // 8, SVD_SIDE // 8))
+    firsts = scenes.pictures(2, SVD_SIDE, SVD_SIDE)[:, 0]
+    with torch.no_grad():
+        pictures = [pipeline.video_processor.numpy_to_pil(each.movedim(0, -1).numpy()[None])[0] for each in firsts]
+        embedded = torch.cat([pipeline._encode_image(each, torch.device("cpu"), 1, False) for each in pictures])
+        seen = torch.cat([pipeline.vae.encode(2 * each[None] - 1).latent_dist.mode() for each in firsts])
+
+    def loss(denoiser: torch.nn.Module, generator: torch.Generator) -> torch.Tensor:
+        batch = torch.randint(SVD_SCENES, (4,), generator=generator)
+        known = (torch.rand(4, generator=generator) > DROPPED).float()
+        sigma = (0.7 + 1.6 * torch.randn(4, generator=generator)).exp()
+        wide = sigma.view(-1, 1, 1, 1, 1)
+        noisy = clean[batch] + wide * torch.randn(clean[batch].shape, generator=generator)
+        first = (seen[batch] * known.view(-1, 1, 1, 1))[:, None].expand(-1, SVD_FRAMES, -1, -1, -1)
+        made = denoiser(
+            torch.cat([noisy / (wide**2 + 1).sqrt(), first], 2),
+            0.25 * sigma.log(),
+            embedded[batch] * known.view(-1, 1, 1),
+            torch.tensor([[6.0, 127.0, 0.02]] * 4),
+            return_dict=False,
+        )[0]
+        wanted = (noisy / (wide**2 + 1) - clean[batch]) * (wide**2 + 1).sqrt() / wide
+        return (made - wanted).square().mean()
+
+    pipeline.unet = fitted(denoiser, loss, steps, rate=1e-3)
+    with new_folder(folder) as temporary:
+        save(pipeline, temporary, torch.float32, named={"feature_extractor": "CLIPImageProcessor"})
+    return folder
+
+
+def svd_latents_of(pictures: torch.Tensor) -> torch.Tensor:
+    """Pictures [batch, frames, 3, height, width] → latents with four channels, of about unit variance: the colours, and
+    what is brighter than its neighbours."""
+    grey = pictures.mean(2, keepdim=True)
+    return torch.cat([pictures * 4 - 1.6, (grey - grey.roll(1, -1)) * 8], 2)
+
+
+MODELS: dict[str, tuple[Callable[[Path, int], Path], int]] = {"cogvideox": (cogvideox, 800), "svd": (svd, 200)}
+
+
+def trained(name: str, steps: int = 0, root: Path = CACHE) -> Path:
+    """The folder of a trained model, made where it is not there yet. steps: of its training; 0: as many as it needs."""
+    make, usual = MODELS[name]
+    folder = root / f"{name}-{steps or usual}"
+    return folder if folder.exists() else make(folder, steps or usual)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=[*MODELS], metavar="MODEL", help=", ".join(MODELS))
+    parser.add_argument("--steps", type=int, default=0, help="of training, 0: as many as it needs")
+    parser.add_argument("--folder", type=Path, default=CACHE)
+    args = parser.parse_args()
+    for name in args.models:
+        print(trained(name, args.steps, args.folder))
+
+
+if __name__ == "__main__":
+    main()

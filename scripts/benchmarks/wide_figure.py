@@ -1,0 +1,234 @@
+"""What wide layers do to the numbers: the figure of docs/wide.md, and the tables in it on standard output.
+
+    python scripts/benchmarks/wide_figure.py [--out docs/wide.png]
+
+Small denoisers with random weights, as diffusers makes them, or changed so that the residual stream climbs over the
+blocks. An error is the norm of what the output differs by from fp32's, in parts of fp32's norm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
+from comfyui_onediff_guard.pipelines.families.cogview3plus import COGVIEW3PLUS
+from comfyui_onediff_guard.pipelines.families.cogview4 import COGVIEW4
+from comfyui_onediff_guard.pipelines.families.spec import FamilySpec
+from comfyui_onediff_guard.precision.dtypes import FP16_MAX
+from comfyui_onediff_guard.precision.observe import floating, hooked, largest, leaves
+from comfyui_onediff_guard.precision.wide import with_wide_stream
+from diffusers import CogVideoXTransformer3DModel, CogView3PlusTransformer2DModel, CogView4Transformer2DModel
+from PIL import Image
+from plot import BLUE, INK, PURPLE, VERMILLION, Figure, Plot
+
+BLOCKS, HEADS, CHANNELS, TEXT = 10, 4, 32, 32  # channels of one head, and of a prompt's embedding
+HOT = 5e5  # max |stream| behind the last block
+TARGETS = [10.0**exponent for exponent in range(14)]
+WRITER = "ff.net.2"  # it makes the stream climb
+Call = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Model:
+    cls: Any  # of diffusers
+    family: FamilySpec
+    gates: tuple[str, int, int]  # the layer in each block that makes WRITER's gates, and where: of picture and of text
+    config: Call
+
+
+@dataclass(frozen=True)
+class Errors:
+    peak: float  # max |stream| in fp32
+    plain: float  # fp16
+    wide: float  # fp16
+    bf16: float
+
+
+_VIDEO = {"sample_width": 12, "sample_height": 8, "sample_frames": 9, "max_text_seq_length": 16}
+_PICTURE = {"condition_dim": 8, "pos_embed_max_size": 8}
+COGVIDEOX_5B = Model(
+    CogVideoXTransformer3DModel,
+    COGVIDEOX,
+    ("norm2.linear", 2, 5),
+    _VIDEO | {"use_rotary_positional_embeddings": True},
+)
+MODELS = {
+    "CogVideoX-5B": COGVIDEOX_5B,
+    "CogView3-Plus": Model(CogView3PlusTransformer2DModel, COGVIEW3PLUS, ("norm1.linear", 5, 11), _PICTURE),
+    "CogView4": Model(CogView4Transformer2DModel, COGVIEW4, ("norm1.linear", 10, 11), _PICTURE),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[2] / "docs" / "wide.png")
+    args = parser.parse_args()
+    with torch.no_grad():
+        denoiser, call = build(COGVIDEOX_5B, HOT)
+        stream, half = behind_blocks(denoiser, call), inside_blocks(denoiser, call)
+        print(f"CogVideoX-5B's kind, {BLOCKS} blocks; by block: max |stream| in fp32, and of what is half beside it")
+        for block, row in enumerate(zip(stream, half, strict=True), 1):
+            print(f"{block:8d}" + "".join(f"{value:12.3g}" for value in row))
+        print(f"{'error against fp32':26}{'max |stream|':>12}{'plain fp16':>12}{'wide fp16':>12}{'bf16':>12}")
+        for name, model in MODELS.items():
+            tell(f"{name}, as made", errors(model))
+            tell(f"{name}, climbing", errors(model, HOT))
+        climbing = [errors(COGVIDEOX_5B, target) for target in TARGETS]
+        for made in climbing:
+            tell("CogVideoX-5B, climbing", made)
+    draw(stream, half, climbing).save(args.out, optimize=True)
+    print(f"written to {args.out}")
+
+
+def tell(name: str, made: Errors) -> None:
+    found = (f"{error:.5f}" if math.isfinite(error) else "NaN" for error in (made.plain, made.wide, made.bf16))
+    print(f"{name:26}{made.peak:12.3g}" + "".join(f"{error:>12}" for error in found), flush=True)
+
+
+def errors(model: Model, target: float | None = None) -> Errors:
+    denoiser, call = build(model, target)
+    expected = denoiser(**call)[0]
+
+    def error(module: torch.nn.Module, dtype: torch.dtype) -> float:
+        return ((module(**in_dtype(call, dtype))[0].float() - expected).norm() / expected.norm()).item()
+
+    peak = max(behind_blocks(denoiser, call))
+    half = copy.deepcopy(denoiser).half()
+    assert all(parameter.isfinite().all() for parameter in half.parameters()), "the stream leaves fp16, no weight does"
+    return Errors(
+        peak,
+        plain=error(half, torch.float16),
+        wide=error(widened(half, model), torch.float16),
+        bf16=error(copy.deepcopy(denoiser).bfloat16(), torch.bfloat16),
+    )
+
+
+def widened(half: torch.nn.Module, model: Model) -> torch.nn.Module:
+    stream = model.family.stream
+    assert stream
+    return with_wide_stream(half, stream.writer_names(half), torch.float16, readers=stream.reader_names(half))
+
+
+def build(model: Model, target: float | None = None) -> tuple[Any, Call]:
+    """A denoiser in fp32, and one call's arguments. With a target, the stream starts at 1 and climbs there over the
+    blocks, by as much in each: gates, weights and what they multiply grow, so that none of them leaves fp16's range."""
+    torch.manual_seed(0)
+    config = {"num_attention_heads": HEADS, "attention_head_dim": CHANNELS, "num_layers": BLOCKS}
+    config |= {"time_embed_dim": 32, "text_embed_dim": TEXT}
+    denoiser: Any = model.cls(**config, **model.config).eval().requires_grad_(False)
+    call = _call(model)
+    if target:
+        _climb(model, denoiser, call, target)
+    return denoiser, call
+
+
+def _climb(model: Model, denoiser: Any, call: Call, target: float) -> None:
+    assert model.family.stream
+    started = behind(denoiser, call, {"": denoiser.patch_embed})[0]
+    for name in model.family.stream.starts:
+        for parameter in denoiser.get_submodule(name).parameters():
+            parameter.mul_(1 / started)
+    layer, *gates = model.gates
+    for index, block in enumerate(denoiser.transformer_blocks):
+        peak = target ** ((index + 1) / BLOCKS)
+        share = max(1.0, peak) ** 0.25
+        block.get_submodule(layer).bias.view(-1, HEADS * CHANNELS)[gates] += 16 * share
+        block.ff.net[0].proj.weight.mul_(share)
+        for _ in range(6):
+            found = behind_blocks(denoiser, call)[index]
+            for parameter in block.get_submodule(WRITER).parameters():
+                parameter.mul_(peak / found)
+
+
+def _call(model: Model) -> Call:
+    call = {
+        "encoder_hidden_states": torch.randn(2, 16, TEXT),
+        "timestep": torch.tensor([700, 700]),
+        "return_dict": False,
+    }
+    if model.family is COGVIDEOX:
+        return call | {"hidden_states": torch.randn(2, 3, 16, 8, 12)}
+    pixels = {name: torch.tensor([[64.0, 96.0]] * 2) for name in ("original_size", "target_size")}
+    return call | pixels | {"hidden_states": torch.randn(2, 16, 8, 12), "crop_coords": torch.zeros(2, 2)}
+
+
+def in_dtype(call: Call, dtype: torch.dtype) -> Call:
+    return call | {name: call[name].to(dtype) for name in ("hidden_states", "encoder_hidden_states")}
+
+
+def behind_blocks(denoiser: Any, call: Call) -> list[float]:
+    """max |x| of the stream behind each block."""
+    return behind(denoiser, call, dict(denoiser.transformer_blocks.named_children()))
+
+
+def behind(denoiser: Any, call: Call, parts: dict[str, torch.nn.Module]) -> list[float]:
+    """max |x| of what parts of it put out."""
+    peaks: list[float] = []
+    with hooked(parts, lambda _name, _part, _given, made: peaks.append(largest(made).item())):
+        denoiser(**call)
+    return peaks
+
+
+def inside_blocks(denoiser: Any, call: Call) -> list[float]:
+    """max |x| of what the layers in each block put out in half precision, where the stream is wide."""
+    peaks = [0.0] * BLOCKS
+
+    def see(name: str, _layer: torch.nn.Module, _given: Any, made: Any) -> None:
+        block = int(name.split(".")[1])
+        half = [tensor for tensor in floating(made) if tensor.dtype == torch.float16]
+        peaks[block] = max(peaks[block], largest(half).item())
+
+    wide = widened(copy.deepcopy(denoiser).half(), COGVIDEOX_5B)
+    layers = {name: layer for name, layer in leaves(wide).items() if name.startswith("transformer_blocks.")}
+    with hooked(layers, see):
+        wide(**in_dtype(call, torch.float16))
+    return peaks
+
+
+def draw(stream: Sequence[float], half: Sequence[float], climbing: Sequence[Errors]) -> Image.Image:
+    figure = Figure(1600, 800)
+    figure.text(40, 44, "A small CogVideoX whose residual stream climbs over its blocks", INK, 34)
+    _draw_stream(figure, stream, half)
+    _draw_errors(figure, climbing)
+    return figure.image()
+
+
+def _draw_stream(figure: Figure, stream: Sequence[float], half: Sequence[float]) -> None:
+    blocks, span, least, most = range(1, BLOCKS + 1), (0.5, BLOCKS + 0.5), 0.1, 1e7
+    title = "largest |x|, made to climb to 5e5"
+    plot = Plot(figure, (110, 150, 790, 690), span, (least, most), title=title, x_label="block")
+    plot.area(span, (FP16_MAX, most), VERMILLION, 0.1)
+    plot.axes(blocks, range(-1, 8))
+    plot.limit(FP16_MAX)
+    plot.curve(blocks, half, BLUE, "square")
+    plot.curve(blocks, stream, VERMILLION, "circle")
+    plot.note(0.7, FP16_MAX, "beyond fp16's 65504: infinite, then NaN", INK, up=24)
+    plot.note(6.7, stream[6], "the stream: float32", VERMILLION, "rm", up=24)
+    plot.note(5.1, half[4], "what other layers put out: half", BLUE, up=-34)
+
+
+def _draw_errors(figure: Figure, climbing: Sequence[Errors]) -> None:
+    exponents = [math.log10(made.peak) for made in climbing]
+    span, least, most = (-0.5, len(TARGETS) - 0.5), 1e-4, 0.1
+    title = "relative error of the output against fp32"
+    plot = Plot(figure, (930, 150, 1570, 690), span, (least, most), title=title, x_label="largest |x| of the stream")
+    plot.area((math.log10(FP16_MAX), span[1]), (least, most), VERMILLION, 0.1)
+    plot.axes(range(0, len(TARGETS), 2), range(-4, 0), powers=True)
+    plot.curve(exponents, [made.bf16 for made in climbing], PURPLE, "diamond")
+    plot.curve(exponents, [made.plain for made in climbing], VERMILLION, "circle")
+    plot.curve(exponents, [made.wide for made in climbing], BLUE, "square")
+    plot.note(8.5, climbing[8].bf16, "bf16", PURPLE, up=30)
+    plot.note(8.5, climbing[8].wide, "fp16, stream wide", BLUE, up=-30)
+    plot.note(3.9, climbing[3].plain, "fp16, plain", VERMILLION, "rm", up=44)
+    plot.note(5.1, 0.07, "fp16, plain: NaN", VERMILLION)
+
+
+if __name__ == "__main__":
+    main()

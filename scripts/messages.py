@@ -1,0 +1,84 @@
+"""The templates of what the program says to people, read off the source. `python scripts/messages.py` writes those that
+a language lacks into its `locales/<language>/messages.json`, to be filled in, and takes out those that are gone.
+
+A template is what `Message` (trust/message.py), an error for people and their kin are given, with its fields numbered.
+Of several sentences it is the first.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+from comfyui_onediff_guard.comfyui_host.language import JOINTS, first_sentence
+from comfyui_onediff_guard.trust.message import numbered
+
+ROOT = Path(__file__).resolve().parents[1]
+LANGUAGES = ("ru", "zh")
+PACKAGES = ("nodes", "comfyui_host", "pipelines", "precision")
+TOLD_BY = ("BadInput", "Message", "Calls", "counted", "translated", "cls")  # beside errors; these take templates
+OUTCOMES = ("non-finite", "saturated")  # of a step that failed: data, and words
+_WORD = re.compile(r"[A-Za-z]{3}")
+
+
+def _trees() -> dict[str, ast.Module]:
+    paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text("utf-8")) for path in paths}
+
+
+def error_names(trees: dict[str, ast.Module]) -> set[str]:
+    """Names of the errors that are for people."""
+    classes = (node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    return {
+        each.name for each in classes if any(isinstance(base, ast.Name) and base.id == "Told" for base in each.bases)
+    }
+
+
+def _said(trees: dict[str, ast.Module]) -> Iterator[ast.expr]:
+    """What those are given that say something: literals, and what is made at run time."""
+    names = {*TOLD_BY, *error_names(trees)}
+    for call in (node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        if isinstance(call.func, ast.Name) and call.func.id in names and call.args:
+            said = call.args[1:] if call.func.id == "counted" else call.args[:1]
+            yield from (each for node in said for each in _branches(node))
+
+
+def _branches(node: ast.expr) -> list[ast.expr]:
+    if isinstance(node, ast.IfExp):
+        return [*_branches(node.body), *_branches(node.orelse)]
+    return [each for value in node.values for each in _branches(value)] if isinstance(node, ast.BoolOp) else [node]
+
+
+@lru_cache
+def templates() -> frozenset[str]:
+    texts = {node.value for node in _said(_trees()) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    firsts = {first_sentence(numbered(text))[0] for text in texts}
+    worded = {text for text in firsts if _WORD.search(re.sub(r"\{\d+\}", "", text))}
+    return frozenset({*worded, *JOINTS, ".", *OUTCOMES})
+
+
+def made_at_run_time() -> list[str]:
+    """F-strings and sums where a template belongs: what they are made of is lost, and they stay English."""
+    lost = (ast.JoinedStr, ast.BinOp)
+    return [f"line {node.lineno}: {ast.unparse(node)}" for node in _said(_trees()) if isinstance(node, lost)]
+
+
+def catalogue(language: str) -> dict[str, str]:
+    file = ROOT / "locales" / language / "messages.json"
+    return json.loads(file.read_text("utf-8")) if file.exists() else {}
+
+
+def main() -> None:
+    for language in LANGUAGES:
+        known = catalogue(language)
+        kept = {text: known.get(text, "") for text in sorted(templates())}
+        written = json.dumps(kept, indent=2, ensure_ascii=False) + "\n"
+        (ROOT / "locales" / language / "messages.json").write_text(written, encoding="utf-8", newline="\n")
+
+
+if __name__ == "__main__":
+    main()
