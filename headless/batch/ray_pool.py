@@ -33,7 +33,6 @@ INSTALL = 'pip install "comfyui-onediff-guard[scale]", or in a clone: pip instal
 STORE_BYTES = 80 * 2**20  # of a Ray that is started here; nothing large goes through it
 CONNECT_SECONDS = 10.0
 NO_TOKEN = " Does the cluster ask for no token, though there is one here? Then set RAY_AUTH_MODE=disabled."
-MAX_STARTS = 3  # of one worker in a row that end before it is ready
 COUNT_SECONDS = 5.0  # between two looks how many GPUs there are
 NO_STATISTICS = {"RAY_USAGE_STATS_ENABLED": "0"}  # Ray would send some to its makers
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # for one machine alone, to which Ray binds its ports then
@@ -214,7 +213,9 @@ class RayWorker:
         self.actor, self.name = actor, f"worker {number + 1}"
 
     def connect(self) -> Future[Ready]:
-        hello = self.actor.hello.options(name="hello", max_task_retries=MAX_STARTS)
+        """Asked by Ray again and again: a lost machine's actors are out of reach until Ray knows that it is lost, and
+        wait then until there is room elsewhere, or it comes back."""
+        hello = self.actor.hello.options(name="hello", max_task_retries=-1)
         return hello.remote(version_that_matters()).future()
 
     def run(self, job: Job) -> Future[Outcome]:

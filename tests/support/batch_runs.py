@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,6 @@ import psutil
 
 HERE = Path(__file__).resolve().parent
 TOYS = "import toy_jobs; toy_jobs.main()"
-REAL = "import sys; from comfyui_onediff_guard.headless.commands import cli; sys.exit(cli.main())"
 INDUCTORS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # what workers compiled is to be theirs
 HANG_SECONDS = 1500.0  # a bound for what would hang
 
@@ -48,8 +47,8 @@ class Batch:
     out: Path
     options: tuple[str, ...]
     environment: dict[str, str]
-    code: str = TOYS
     log: Path | None = None  # in which toy jobs say that they begin
+    within: Callable[..., list[str]] = lambda *words: [*words]  # of a command: that which runs it on a machine
     killed: list[int] = field(default_factory=list)  # workers
     process: subprocess.Popen[str] | None = None
 
@@ -59,10 +58,10 @@ class Batch:
         return self.jobs.with_suffix(".told")
 
     def start(self) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", self.code, "batch", str(self.jobs), "--out", str(self.out), *self.options]
+        command = [sys.executable, "-c", TOYS, "batch", str(self.jobs), "--out", str(self.out), *self.options, "--json"]
         with self.told.open("w", encoding="utf-8") as told:  # a pipe that nobody reads would fill, and it would wait
             self.process = subprocess.Popen(
-                [*command, "--json"],
+                self.within(*command),
                 cwd=self.jobs.parent,
                 env=self.environment,
                 stdout=subprocess.PIPE,

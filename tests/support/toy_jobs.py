@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -26,11 +27,9 @@ from comfyui_onediff_guard.headless.workflow.graph import Graph
 from comfyui_onediff_guard.headless.workflow.schema import Schema
 from comfyui_onediff_guard.headless.workflow.validate import known_schemas
 
-_READY: set[tuple[str, int]] = set()  # of this process: models and widths that were got ready
-
 
 class Busy:
-    """Takes its time: `cold` seconds more for a model and width that this process has not had."""
+    """Takes its time: so many seconds, and until the number in the file `gate` is above its seed."""
 
     CATEGORY = "toys"
     RETURN_TYPES = ("STRING",)
@@ -38,11 +37,10 @@ class Busy:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        number = ("FLOAT", {"default": 0.0, "min": 0.0, "max": 1000.0})
         return {
             "required": {
-                "seconds": number,
-                "cold": number,
+                "seconds": ("FLOAT", {"default": 0.0, "min": 0.0, "max": 1000.0}),
+                "gate": ("STRING", {"default": ""}),
                 "model": ("STRING", {"default": "a"}),
                 "width": ("INT", {"default": 64, "min": 1, "max": 10000}),
                 "seed": ("INT", {"default": 0, "min": 0, "max": 2**63}),
@@ -51,18 +49,18 @@ class Busy:
             }
         }
 
-    def work(self, seconds: float, cold: float, model: str, width: int, seed: int, log: str, fault: str) -> tuple[str]:
+    def work(self, seconds: float, gate: str, model: str, width: int, seed: int, log: str, fault: str) -> tuple[str]:
         if log:
+            start = {"seed": seed, "pid": os.getpid(), "host": socket.gethostname(), "at": time.time()}
             with open(log, "a", encoding="utf-8") as stream:  # noqa: PTH123 - one write, which appends whole
-                stream.write(f"{json.dumps({'seed': seed, 'pid': os.getpid(), 'at': time.time()})}\n")
+                stream.write(f"{json.dumps(start)}\n")
         if fault == "dies":
             os.kill(os.getpid(), 9)
         if fault == "raises":
             raise ValueError("a toy's fault")
-        if (model, width) not in _READY:
-            time.sleep(cold)
-            _READY.add((model, width))
         time.sleep(seconds)
+        while gate and int(Path(gate).read_text() or 0) <= seed:
+            time.sleep(0.05)
         return (f"{model} {width} {seed}",)
 
 
@@ -107,7 +105,7 @@ def run(graph: Graph, **options: Any) -> RunResult:
 
 
 def workflow(**busy: Any) -> dict[str, Any]:
-    inputs = {"seconds": 0.0, "cold": 0.0, "model": "a", "width": 64, "seed": 0, "log": "", "fault": "none"}
+    inputs = {"seconds": 0.0, "gate": "", "model": "a", "width": 64, "seed": 0, "log": "", "fault": "none"}
     pause = busy.pop("pause", 0.0)
     return {
         "1": {"class_type": "Busy", "inputs": {**inputs, **busy}},
