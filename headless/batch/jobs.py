@@ -1,30 +1,29 @@
 """The jobs of a file, one line after another, each made when there is room for it.
 
-A line is `{"workflow": …, "set": [...], "matrix": {...}, "name": …}`. The file is somebody else's: what it says is
-checked before the first job runs, and the workflows that it names lie in one folder.
+The file is somebody else's: what it says is checked before the first job runs, and the workflows that it names lie in
+one folder.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, JsonValue
 
 from ...trust import paths
-from ...trust.foreign import Foreign, Unreadable, parse_as
-from ...trust.text import shown
+from ...trust.foreign import BOM, Foreign, Unreadable, parse_as
 from ..errors import WorkflowError
 from ..workflow import settings
 from ..workflow.graph import Graph, read_json
 from ..workflow.schema import Schema
 from ..workflow.settings import Setting
 from .content import content_of
-from .matrix import Matrix, Product, product
+from .matrix import Axis, Matrix, axes_of, combinations, count
 from .pipeline_cache import CacheKey, cache_key_of
 
 MAX_LINE = 8 * 2**20  # bytes
@@ -35,8 +34,6 @@ Read = Callable[[Mapping[str, Any]], tuple[Graph, dict[str, Schema]]]  # as `rea
 
 
 class Line(Foreign):
-    """One line of a file of jobs."""
-
     model_config = ConfigDict(extra="forbid")
     workflow: Annotated[str, Field(min_length=1, max_length=1000)] | dict[str, JsonValue]  # a file's name, or itself
     changes: list[Annotated[str, Field(max_length=MAX_LINE)]] = Field(default=[], alias="set")
@@ -69,10 +66,15 @@ class _Prepared:
     name: str
     graph: Graph
     schemas: Mapping[str, Schema]
-    product: Product
+    axes: Sequence[Axis]
+
+    def job(self, place: int, chosen: Iterable[Setting], input_dir: Path | None) -> Job:
+        graph = settings.apply(self.graph, chosen, self.schemas)
+        content = content_of(graph, self.schemas, input_dir)
+        return Job(self.name_of(place), graph, content, cache_key_of(graph))
 
     def name_of(self, place: int) -> str:
-        return f"{self.name} #{place + 1}" if len(self.product) > 1 else self.name
+        return f"{self.name} #{place}" if count(self.axes) > 1 else self.name
 
 
 class JobsFile:
@@ -86,9 +88,8 @@ class JobsFile:
     """
 
     def __init__(self, file: Path, *, workflows: Path, input_dir: Path | None, read: Read) -> None:
-        self.file, self.workflows, self.input_dir = file, workflows, input_dir
-        self._read = read
-        self._known: OrderedDict[Path, tuple[Graph, dict[str, Schema]]] = OrderedDict()
+        self.file, self.workflows, self.input_dir, self._read = file, workflows, input_dir, read
+        self._read_file = lru_cache(REMEMBERED)(lambda path: read(read_json(path)))
 
     def count(self) -> int:
         """How many jobs it holds. Every line is checked for it, the first job of each in full.
@@ -98,10 +99,10 @@ class JobsFile:
         """
         jobs = 0
         for number, line in self._lines():
-            with _of_line(self.file, number):
+            with self._of_line(number):
                 prepared = self._prepared(number, line)
-                self._job(prepared, 0)
-            jobs += len(prepared.product)
+                prepared.job(1, next(combinations(prepared.axes)), self.input_dir)
+            jobs += count(prepared.axes)
         if not jobs:
             raise WorkflowError(f"{self.file} holds no jobs: write one JSON object a line, such as {EXAMPLE}.")
         return jobs
@@ -109,10 +110,15 @@ class JobsFile:
     def __iter__(self) -> Iterator[Job | Unmade]:
         """Raises WorkflowError, as `count` does."""
         for number, line in self._lines():
-            with _of_line(self.file, number):
+            with self._of_line(number):
                 prepared = self._prepared(number, line)
-            for place in range(len(prepared.product)):
-                yield self._made(prepared, place, number)
+            for place, chosen in enumerate(combinations(prepared.axes), 1):
+                try:
+                    with self._of_line(number):
+                        job = prepared.job(place, chosen, self.input_dir)
+                except WorkflowError as error:
+                    job = Unmade(prepared.name_of(place), str(error))
+                yield job
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
         """Lines that are not empty, with their numbers from 1."""
@@ -122,7 +128,9 @@ class JobsFile:
                     f"Found no file of jobs at {self.file}. Expected one JSON object a line: {EXAMPLE}."
                 )
             with self.file.open("rb") as stream:
-                for number, line in enumerate(iter(lambda: _line(stream, self.file), b""), 1):
+                for number, line in enumerate(iter(lambda: stream.readline(MAX_LINE + 1), b""), 1):
+                    if len(line) > MAX_LINE:
+                        raise WorkflowError(f"{self.file} has a line of more than {MAX_LINE:,} bytes: line {number}.")
                     if line.strip():
                         yield number, line
         except OSError as error:
@@ -130,28 +138,12 @@ class JobsFile:
 
     def _prepared(self, number: int, text: bytes) -> _Prepared:
         try:
-            line = parse_as(Line, text.removeprefix(b"\xef\xbb\xbf"))
+            line = parse_as(Line, text.removeprefix(BOM))
         except Unreadable as error:
             raise WorkflowError(f"{error}. Expected an object such as {EXAMPLE}.") from None
         graph, schemas = self._workflow(line.workflow)
-        changes = tuple(Setting.parse(change) for change in line.changes)
-        changed = settings.apply(graph, changes, schemas)
-        return _Prepared(line.name or f"line {number}", changed, schemas, product(line.matrix, changed, schemas))
-
-    def _made(self, prepared: _Prepared, place: int, number: int) -> Job | Unmade:
-        try:
-            return self._job(prepared, place)
-        except WorkflowError as error:
-            return Unmade(prepared.name_of(place), f"{self.file.name}, line {number}: {error}")
-
-    def _job(self, prepared: _Prepared, place: int) -> Job:
-        graph = settings.apply(prepared.graph, prepared.product[place], prepared.schemas)
-        return Job(
-            name=prepared.name_of(place),
-            graph=graph,
-            content=content_of(graph, prepared.schemas, self.input_dir),
-            cache_key=cache_key_of(graph),
-        )
+        graph = settings.apply(graph, map(Setting.parse, line.changes), schemas)
+        return _Prepared(line.name or f"line {number}", graph, schemas, axes_of(line.matrix, graph, schemas))
 
     def _workflow(self, named: str | Mapping[str, Any]) -> tuple[Graph, dict[str, Schema]]:
         if not isinstance(named, str):
@@ -163,27 +155,12 @@ class JobsFile:
                 f"{fault}. Workflows are read from {self.workflows} only: put it there, or name its folder with "
                 "--workflows."
             ) from None
-        if path not in self._known:
-            self._known[path] = self._read(read_json(path))
-        self._known.move_to_end(path)
-        while len(self._known) > REMEMBERED:
-            self._known.popitem(last=False)
-        return self._known[path]
+        return self._read_file(path)
 
-
-def _line(stream: BinaryIO, file: Path) -> bytes:
-    line = stream.readline(MAX_LINE + 1)
-    if len(line) > MAX_LINE:
-        raise WorkflowError(
-            f"{file} has a line of more than {MAX_LINE:,} bytes: {shown(line[:40].decode(errors='replace'))}."
-        )
-    return line
-
-
-@contextmanager
-def _of_line(file: Path, number: int) -> Iterator[None]:
-    """Say of a line what is wrong with it."""
-    try:
-        yield
-    except WorkflowError as error:
-        raise type(error)(f"{file.name}, line {number}: {error}") from None
+    @contextmanager
+    def _of_line(self, number: int) -> Iterator[None]:
+        """Say of a line what is wrong with it."""
+        try:
+            yield
+        except WorkflowError as error:
+            raise type(error)(f"{self.file.name}, line {number}: {error}") from None
