@@ -73,7 +73,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--retry", action="store_true", help="try jobs again that an earlier run gave up")
     parser.add_argument("--timeout", type=seconds, metavar="S", help="stop a job after this many seconds")
-    parser.add_argument("--dashboard", action="store_true", help="start Ray's dashboard, too (needs ray[default])")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
 
@@ -124,7 +123,7 @@ def _check(args: argparse.Namespace) -> None:
     if not args.server:
         require()
         return
-    for name in ("ray", "models", "workers", "dashboard"):
+    for name in ("ray", "models", "workers"):
         if getattr(args, name):
             raise WorkflowError(f"--{name} has no meaning with --server: the servers have their own models and GPUs.")
 
@@ -148,7 +147,7 @@ def _pool(args: argparse.Namespace, outputs: Outputs, stats: BatchStats) -> Gene
         with ServerPool(args.server, outputs, args.input, args.timeout, stats.say) as servers:
             yield servers
         return
-    cluster = Cluster(args.ray, args.workers, args.dashboard, args.verbose)
+    cluster = Cluster(args.ray, args.workers, args.verbose)
     with connected(cluster) as ray, outputs.token() as token:
         setup = Setup(
             models=tuple(folder.resolve() for folder in args.models or [DEFAULT_MODELS]),
@@ -159,7 +158,7 @@ def _pool(args: argparse.Namespace, outputs: Outputs, stats: BatchStats) -> Gene
             timeout=args.timeout,
             run=LOCAL.run,
         )
-        with RayPool(ray, setup, args.workers) as actors:
+        with RayPool(ray, setup, cluster) as actors:
             yield actors
 
 

@@ -134,7 +134,7 @@ def test_a_worker_that_lacks_the_models_says_so(joined_batch: BatchOf, tmp_path:
         ("127.0.0.1:1", 3, "No Ray answers at 127.0.0.1:1"),
         ("127.0.0.1", 2, "expected HOST:PORT"),
         ("ray://127.0.0.1:10001", 2, "expected HOST:PORT"),
-        ("127.0.0.1:99999", 2, "expected HOST:PORT"),
+        ("127.0.0.1:99999", 3, "No Ray answers at 127.0.0.1:99999"),
     ],
 )
 def test_no_ray_answers(toy_batch: BatchOf, tmp_path: Path, address: str, code: int, says: str) -> None:
@@ -154,7 +154,7 @@ def test_without_ray_the_command_says_what_to_install(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("option", [["--ray", "auto"], ["--models", "x"], ["--workers", "2"], ["--dashboard"]])
+@pytest.mark.parametrize("option", [["--ray", "auto"], ["--models", "x"], ["--workers", "2"]])
 def test_servers_have_their_own(
     console: Callable[..., tuple[int, str, str]], tmp_path: Path, option: list[str]
 ) -> None:

@@ -4,8 +4,6 @@ that asks for one gets it."""
 from __future__ import annotations
 
 import json
-import os
-import stat
 import subprocess
 import sys
 import tempfile
@@ -19,8 +17,7 @@ import psutil
 import pytest
 import toy_jobs
 from batch_runs import HANG_SECONDS, TOYS, Batch, surroundings
-from comfyui_onediff_guard.headless.batch import ray_token
-from comfyui_onediff_guard.headless.errors import HostError
+from comfyui_onediff_guard.headless.batch import ray_pool
 from machines import PORT, Machine, machines, why_not
 from waiting import wait_until
 
@@ -50,11 +47,12 @@ def is_loopback(address: str) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="on macOS and Windows Ray does so by itself")
-def test_a_ray_that_is_started_here_listens_to_this_machine_alone(
+def test_a_ray_that_is_started_here_listens_to_this_machine_alone_and_lets_nobody_in(
     toy_batch: Callable[..., Batch], tmp_path: Path
 ) -> None:
-    log = tmp_path / "log"
-    lines = [{"workflow": toy_jobs.workflow(seconds=3.0, log=str(log)), "matrix": {"seeds": {"count": 2}}}]
+    log, gate = tmp_path / "log", tmp_path / "gate"
+    gate.write_text("0")
+    lines = [{"workflow": toy_jobs.workflow(gate=str(gate), log=str(log))}]
     run = toy_batch(lines, "--workers", "1", log=log)
     run.environment = without_a_say(run.environment, tmp_path / "home")
     process = run.start()
@@ -62,47 +60,16 @@ def test_a_ray_that_is_started_here_listens_to_this_machine_alone(
     found = listening(psutil.Process(process.pid))
     assert {"gcs_server", "raylet"} <= {*found.values()}, found
     assert not [address for address in found if not is_loopback(address)], found
-    assert run.finish()["done"] == 2
-    assert stat.S_IMODE((tmp_path / "home" / ".ray" / "auth_token").stat().st_mode) == 0o600
-
-
-@pytest.mark.skipif(os.name != "posix", reason="modes are POSIX's")
-@pytest.mark.parametrize("make", [True, False], ids=["of a Ray started here", "of a cluster"])
-@pytest.mark.parametrize("mode", [None, 0o600, 0o644, 0o640, 0o666])
-def test_the_token_is_the_users_alone_before_ray_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int | None, make: bool
-) -> None:
-    for name in [name for name in os.environ if name.startswith("RAY_AUTH_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    file = tmp_path / ".ray" / "auth_token"
-    if mode is not None:
-        token_in(tmp_path, "a" * 32)
-        file.parent.chmod(0o777)
-        file.chmod(mode)
-    before = os.umask(0)
-    try:
-        ray_token.keep_private(make=make)
-    finally:
-        os.umask(before)
-    if mode is None and not make:
-        assert not file.exists()
-        return
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600 and not file.parent.stat().st_mode & 0o022
-    assert len(file.read_text()) == 64 if mode is None else file.read_text() == "a" * 32
-    assert [*file.parent.iterdir()] == [file]
-
-
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can give files away")
-@pytest.mark.parametrize("what", ["auth_token", "."])
-def test_a_token_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / ".ray" / "auth_token"))
-    token_in(tmp_path, "a" * 32)
-    os.chown(tmp_path / ".ray" / what, 65534, 65534)
-    with pytest.raises(HostError, match="another user"):
-        ray_token.keep_private(make=True)
+    words = [word for each in psutil.Process(process.pid).children(recursive=True) for word in each.cmdline()]
+    (address,) = {word.partition("=")[2] for word in words if word.startswith("--gcs-address=")}
+    intruder = toy_batch(lines, "--ray", address)
+    intruder.environment = run.environment | ray_pool.LOOPBACK
+    token_in(tmp_path / "home", "a" * 32)
+    intruder.start()
+    answer = intruder.finish()
+    assert answer["code"] == 3 and "token" in answer["error"]
+    gate.write_text("1")
+    assert run.finish()["done"] == 1
 
 
 @pytest.fixture
