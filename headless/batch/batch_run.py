@@ -1,31 +1,89 @@
-"""A batch: jobs go from the queue to free workers, and are tried again, or parked, where that fails.
+"""A batch: jobs are read and sorted, go to free workers, and are tried again, or parked, where that fails.
 
-All that it knows beyond the queue is in the folder of outputs.
+All that it knows beyond the jobs that wait is in the folder of outputs.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from itertools import islice
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, BinaryIO
 
 from ...trust.text import for_terminal
 from ..errors import HostError, OutputError
-from .claims import Claims
-from .execution import CannotWrite, Done, Failed, Outcome, Refused, WorkerDied, WorkerUnavailable
-from .job_queue import JobQueue
-from .jobs import Job
-from .outputs import MAX_ERROR, RUNNING, Outputs, Parked
+from .jobs import Job, Unmade
+from .outputs import Outputs
 from .stats import BatchStats
-from .worker_pool import Ready, Worker, WorkerPool
+from .worker_pool import End, Outcome, Ready, Worker, WorkerPool
 
+CHUNK = 1024  # jobs that are sorted together; of some 10 KB each
 LOOK_SECONDS = 1.0  # between two looks for new workers, and at what another batch computes
 WAIT_SECONDS = 30.0  # without any worker, after which that is said
-MAX_REFUSALS = 8  # of one job by workers, before it is parked
+MAX_NAME, MAX_ERROR = 400, 4000  # characters that are kept of a parked job
+
+
+class JobQueue:
+    """Jobs that are neither done nor parked, each content once, read and sorted by cache key in chunks.
+
+    Args:
+        jobs: all of them.
+        retry: also those that an earlier run parked.
+    """
+
+    def __init__(self, jobs: Iterable[Job | Unmade], outputs: Outputs, stats: BatchStats, *, retry: bool = False):
+        self._outputs, self._stats, self._retry = outputs, stats, retry
+        self._jobs = self._open_jobs(jobs)
+        self._waiting: deque[Job] = deque()
+        self._open: set[str] = set()  # contents of jobs that wait or run
+
+    def fill(self) -> bool:
+        """Read a chunk where none waits; whether any does."""
+        if not self._waiting:
+            self._waiting.extend(sorted(islice(self._jobs, CHUNK), key=lambda job: job.cache_key))
+        return bool(self._waiting)
+
+    def take(self, worker: str) -> Job | None:
+        """The next job that a worker of this name has not refused."""
+        self.fill()
+        return next(iter(self.take_where(lambda job: worker not in job.refusals, most=1)), None)
+
+    def take_where(self, suits: Callable[[Job], bool], most: int = CHUNK) -> list[Job]:
+        """Those that wait and suit, at most so many."""
+        taken = list(islice(filter(suits, self._waiting), most))
+        for job in taken:
+            self._waiting.remove(job)
+        return taken
+
+    def put_back(self, job: Job) -> None:
+        """Have a job wait before all others."""
+        self._waiting.appendleft(job)
+
+    def close(self, job: Job) -> None:
+        """The job is over."""
+        self._open.discard(job.content)
+
+    def skip(self, job: Job) -> bool:
+        """Count a job that is done, or parked, and say whether it is."""
+        done = self._outputs.has(job.content)
+        parked = "" if done or self._retry else self._outputs.parked(job.content)
+        if done or parked:
+            self._stats.skipped(job, parked)
+        return bool(done or parked)
+
+    def _open_jobs(self, jobs: Iterable[Job | Unmade]) -> Iterator[Job]:
+        for job in jobs:
+            if isinstance(job, Unmade):
+                self._stats.failed_job(job, job.error)
+            elif job.content in self._open:
+                self._stats.skipped(job)
+            elif not self.skip(job):
+                self._open.add(job.content)
+                yield job
 
 
 @dataclass
@@ -40,11 +98,7 @@ class BatchRun:
     _idle: list[Worker] = field(default_factory=list)
     _disabled: list[str] = field(default_factory=list)  # workers, and why
     _elsewhere: list[Job] = field(default_factory=list)  # that another batch computes
-    _heard: float = 0.0  # when a call ended, or its silence was told
-
-    @cached_property
-    def claims(self) -> Claims:
-        return Claims(self.outputs.folder / RUNNING)
+    _claims: dict[str, BinaryIO] = field(default_factory=dict)  # by content
 
     def run(self) -> None:
         """Until no job is left.
@@ -54,57 +108,21 @@ class BatchRun:
             HostError: no worker is left.
         """
         self.outputs.ensure()
-        self._heard = time.monotonic()
+        self._heard = time.monotonic()  # when a call ended, or its silence was told
         try:
             while self.queue.fill() or self._running() or self._elsewhere:
                 for worker in self.pool.new_workers():
                     self._call(worker, None, worker.connect())
                 self._hand_out()
                 if not (self._calls or self._idle):
-                    why = "; ".join(self._disabled[:3])
-                    raise HostError(f"No worker is left to run jobs on. {why}.{self.pool.hint}")
+                    raise HostError(f"No worker is left to run jobs on. {'; '.join(self._disabled[:3])}.")
                 self._wait()
         finally:
-            self.claims.release_all()
+            for content in [*self._claims]:
+                self._release(content)
 
-    def _running(self) -> list[Job]:
-        return [job for _, job in self._calls.values() if job is not None]
-
-    def _wait(self) -> None:
-        """For a call to end, or until it is time for another look."""
-        try:
-            call = self._ended.get(timeout=LOOK_SECONDS)
-        except Empty:
-            self._look()
-            return
-        self._heard = time.monotonic()
-        worker, job = self._calls.pop(call)
-        try:
-            result = call.result()
-        except Exception as error:  # noqa: BLE001 - of Ray's kinds: the process ended
-            result = WorkerDied(_in_one_line(error))
-        if job is None:
-            self._connected(worker, result)
-        else:
-            self._finished(worker, job, result)
-
-    def _call(self, worker: Worker, job: Job | None, future: Future[Any]) -> None:
-        self._calls[future] = worker, job
-        future.add_done_callback(self._ended.put)
-
-    def _connected(self, worker: Worker, result: Ready | WorkerDied) -> None:
-        trouble = result.reason if isinstance(result, WorkerDied) else result.trouble
-        if isinstance(result, Ready):
-            worker.name = result.name
-        if trouble:
-            self._disabled.append(f"{worker.name}: {trouble}")
-            self.stats.say(f"worker {worker.name} disabled: {trouble}")
-            self._park_refused(self._workers())
-        else:
-            self._idle.append(worker)
-
-    def _workers(self) -> list[Worker]:
-        return [*self._idle, *(worker for worker, _ in self._calls.values())]
+    def _running(self) -> bool:
+        return any(job for _, job in self._calls.values())
 
     def _hand_out(self) -> None:
         for worker in [*self._idle]:
@@ -116,72 +134,106 @@ class BatchRun:
 
     def _claimed(self, job: Job) -> bool:
         """Claim a job for this batch, unless another has it, or has done it meanwhile."""
-        with self.outputs.errors_told():
-            mine = self.claims.take(job.content)
-        if not mine:
+        claim = self.outputs.claim(job.content)
+        if claim is None:
             self._elsewhere.append(job)
-        elif self.queue.skip(job):
+            return False
+        self._claims[job.content] = claim
+        if self.queue.skip(job):
             self._close(job)
-            mine = False
-        return mine
+            return False
+        return True
 
-    def _close(self, job: Job) -> None:
-        self.queue.close(job)
-        self.claims.release(job.content)
+    def _release(self, content: str) -> None:
+        if claim := self._claims.pop(content, None):
+            self.outputs.release(content, claim)
+
+    def _call(self, worker: Worker, job: Job | None, future: Future[Any]) -> None:
+        self._calls[future] = worker, job
+        future.add_done_callback(self._ended.put)
+
+    def _wait(self) -> None:
+        """For a call to end, or until it is time for another look."""
+        try:
+            call = self._ended.get(timeout=LOOK_SECONDS)
+        except Empty:
+            self._look()
+            return
+        self._heard = time.monotonic()
+        worker, job = self._calls.pop(call)
+        error = call.exception()  # of Ray's kinds: the process ended
+        died = " ".join(str(error).split())[:1000] or type(error).__name__ if error else ""
+        if job:
+            self._finished(worker, job, Outcome(End.DIED, died) if died else call.result())
+        else:
+            self._connected(worker, Ready(worker.name, died) if died else call.result())
+
+    def _connected(self, worker: Worker, ready: Ready) -> None:
+        worker.name = ready.name
+        if ready.trouble:
+            self._disabled.append(f"{worker.name}: {ready.trouble}")
+            self.stats.say(f"worker {worker.name} disabled: {ready.trouble}")
+            self._park_refused(self._workers())
+        else:
+            self._idle.append(worker)
 
     def _finished(self, worker: Worker, job: Job, outcome: Outcome) -> None:
-        if isinstance(outcome, (WorkerDied, WorkerUnavailable)):
+        if outcome.end in (End.DIED, End.AWAY):
             self._call(worker, None, worker.connect())
         else:
             self._idle.append(worker)
-        if isinstance(outcome, Done):
+        if outcome.end is End.DONE:
             self.outputs.unpark(job.content)
-            self.stats.finished(job, worker.name, outcome)
+            self.stats.finished(job, worker.name, outcome.seconds)
             self._close(job)
-        elif isinstance(outcome, Failed):
-            self._park(job, outcome.error, job.attempts + 1)
-        elif isinstance(outcome, CannotWrite):
+        elif outcome.end is End.UNWRITABLE:
             raise OutputError(outcome.error)
-        elif isinstance(outcome, Refused):
+        elif outcome.end is End.FAILED:
+            self._park(job, outcome.error, job.attempts + 1)
+        elif outcome.end is End.REFUSED:
             self._again(replace(job, refusals={**job.refusals, worker.name: outcome.error}))
             if not self._park_refused(self._workers()):
                 self.stats.say(f"{worker.name} does not take {job.name}: {' '.join(outcome.error.split())}")
-        elif isinstance(outcome, WorkerUnavailable):
+        elif outcome.end is End.AWAY:
             self._again(job)
-            self.stats.say(f"{worker.name} is away: {outcome.reason}")
+            self.stats.say(f"{worker.name} is away: {outcome.error}")
         else:
-            self._died(worker, replace(job, attempts=job.attempts + 1), outcome.reason)
+            job = replace(job, attempts=job.attempts + 1)
+            again = job.attempts < self.attempts
+            self.stats.worker_died(job, worker.name, outcome.error, again=again)
+            if again:
+                self._again(job)
+            else:
+                error = f"It ended its worker {job.attempts} times, at last so: {outcome.error}"
+                self._park(job, error, job.attempts)
+
+    def _workers(self) -> list[Worker]:
+        return [*self._idle, *(worker for worker, _ in self._calls.values())]
 
     def _again(self, job: Job) -> None:
-        self.claims.release(job.content)
+        self._release(job.content)
         self.queue.put_back(job)
 
-    def _died(self, worker: Worker, job: Job, reason: str) -> None:
-        again = job.attempts < self.attempts
-        self.stats.worker_died(job, worker.name, reason, again=again)
-        if again:
-            self._again(job)
-        else:
-            times = "once" if job.attempts == 1 else f"{job.attempts} times"
-            self._park(job, f"It ended its worker {times}, at last so: {reason}", job.attempts)
-
-    def _park_refused(self, workers: Collection[Worker]) -> int:
-        """Park the jobs that none of these workers takes; how many these were."""
-        names = {worker.name for worker in workers}
-        refused = self.queue.take_where(
-            lambda job: bool(job.refusals) and (len(job.refusals) >= MAX_REFUSALS or names <= job.refusals.keys())
-        )
-        for job in refused:
-            self._park(job, [*job.refusals.values()][-1], len(job.refusals))
-        return len(refused)
+    def _close(self, job: Job) -> None:
+        self.queue.close(job)
+        self._release(job.content)
 
     def _park(self, job: Job, error: str, attempts: int) -> None:
         name, error = for_terminal(job.name), for_terminal(error)  # half a character cannot be written
-        self.outputs.park(Parked(content=job.content, name=name[:400], error=error[:MAX_ERROR], attempts=attempts))
+        self.outputs.park(job.content, name[:MAX_NAME], error[:MAX_ERROR] or "no reason", attempts)
         self.stats.failed_job(job, error)
         self._close(job)
 
+    def _park_refused(self, workers: Collection[Worker]) -> bool:
+        """Park the jobs that none of these workers takes; whether there were any."""
+        names = {worker.name for worker in workers}
+        refused = self.queue.take_where(lambda job: bool(job.refusals) and names <= job.refusals.keys())
+        for job in refused:
+            self._park(job, [*job.refusals.values()][-1], len(job.refusals))
+        return bool(refused)
+
     def _look(self) -> None:
+        """Where nothing happened for a while: see what another batch has done, and say what is waited for."""
         for job in self._elsewhere:
             self.queue.put_back(job)
         self._elsewhere.clear()
@@ -194,8 +246,3 @@ class BatchRun:
             self.stats.say("Waiting for jobs that another batch computes into this folder.")
         else:
             self.stats.say("Waiting for a worker: none is ready. Are all GPUs of the cluster taken?")
-
-
-def _in_one_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines)[:1000] or type(error).__name__

@@ -1,4 +1,4 @@
-"""The content hash of a job: what its outputs hang on, and nothing else. Its outputs lie under it."""
+"""By what a job is known, the hash of what its outputs hang on, and sorted: the key of what it loads and compiles."""
 
 from __future__ import annotations
 
@@ -8,16 +8,52 @@ from collections.abc import Mapping
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...trust import paths
 from ..errors import WorkflowError
 from ..hosts import input_images
-from ..workflow.graph import Graph
+from ..workflow.graph import Graph, Link
 from ..workflow.schema import Schema
 
-LENGTH = 32  # hexadecimal digits of it that name a folder: 128 bits
+LENGTH = 32  # hexadecimal digits of a hash that name a folder: 128 bits
 PACKAGE = "comfyui-onediff-guard"
+
+# Names of inputs that decide which weights are read, how they compute, and for which shapes they are compiled: of this
+# pack's nodes, of ComfyUI's, and by convention of others'. Changing any other input is taken to cost nothing.
+MODEL = frozenset({"model", "hub_id", "revision", "lora", "transformer", "ckpt", "unet", "vae", "clip"})
+MODEL_ENDINGS = ("_name", "_name1", "_name2", "_name3")  # ckpt_name, unet_name, lora_name, clip_name1
+NO_MODEL = frozenset({"sampler_name", "scheduler_name"})
+PLAN = frozenset(
+    {"precision", "backend", "offload", "accumulation", "attention", "dynamic", "mode", "fullgraph", "weight_dtype"}
+)
+SHAPE = frozenset({"width", "height", "frames", "length", "num_frames", "video_frames", "batch_size"})
+
+
+class CacheKey(NamedTuple):
+    """What has to be loaded and compiled for a job. Jobs are sorted by it: what takes longest to change changes least
+    often."""
+
+    model: str
+    plan: str
+    shape: str
+
+
+def cache_key_of(graph: Graph) -> CacheKey:
+    parts: dict[str, dict[str, object]] = {"model": {}, "plan": {}, "shape": {}}
+    for node in graph.nodes.values():
+        for name, value in node.inputs.items():
+            if not isinstance(value, Link) and (part := _part(name.rpartition(".")[2])):
+                parts[part][f"{node.class_type}.{node.id}.{name}"] = value
+    return CacheKey(**{part: json.dumps(found, sort_keys=True, default=str) for part, found in parts.items()})
+
+
+def _part(name: str) -> str | None:
+    if name in PLAN:
+        return "plan"
+    if name in SHAPE:
+        return "shape"
+    return "model" if name in MODEL or (name.endswith(MODEL_ENDINGS) and name not in NO_MODEL) else None
 
 
 def content_of(graph: Graph, schemas: Mapping[str, Schema], input_dir: Path | None) -> str:

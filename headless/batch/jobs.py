@@ -22,9 +22,8 @@ from ..workflow import settings
 from ..workflow.graph import Graph, read_json
 from ..workflow.schema import Schema
 from ..workflow.settings import Setting
-from .content import content_of
+from .content import CacheKey, cache_key_of, content_of
 from .matrix import Axis, Matrix, axes_of, combinations, count
-from .pipeline_cache import CacheKey, cache_key_of
 
 MAX_LINE = 8 * 2**20  # bytes
 EXAMPLE = '{"workflow": "cogvideox.json", "set": ["4.seed=7"]}'
@@ -57,6 +56,7 @@ class Unmade:
 
     name: str
     error: str
+    content: str = "no job"
 
 
 @dataclass(frozen=True)

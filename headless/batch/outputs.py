@@ -10,15 +10,14 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, BinaryIO
 
-from pydantic import Field
-
-from ...trust.atomic_files import replacing
+from ...trust.atomic_files import locked, replacing, temporary_in
 from ...trust.foreign import Foreign, Unreadable, fitting, read
 from ...trust.plain import for_json
 from ...trust.text import for_file_name
@@ -29,34 +28,50 @@ from ..scratch import temporary_folder
 FORMAT = 1
 RECORD = "job.json"
 PARKED, RUNNING = "parked", ".running"
-MAX_ERROR = 4000  # characters of one
 
 
 class Parked(Foreign):
     """Why a job is not tried again."""
 
-    format: Literal[1] = FORMAT
-    content: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
-    name: Annotated[str, Field(max_length=400)]
-    error: Annotated[str, Field(max_length=MAX_ERROR)]
-    attempts: int  # that were made
+    error: str
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """The outputs of batches in one folder."""
+    """The outputs of batches in one folder. What writes raises OutputError: disk full, no permission and the like."""
 
     folder: Path
 
     def ensure(self) -> None:
-        """Raises OutputError where nothing can be written there."""
+        """Find out whether anything can be written there."""
         ensure_writable(self.folder / RUNNING)
+
+    def claim(self, content: str) -> BinaryIO | None:
+        """A locked file, for the command that computes a job; None where another one does. The system unlocks what a
+        killed command held. Where a network folder has no locks, two may compute a job, and the first result stays."""
+        with self.errors_told():
+            stream = self._claim(content).open("ab")
+            if locked(stream) or not self._has_locks:
+                return stream
+            stream.close()
+            return None
+
+    def release(self, content: str, claim: BinaryIO) -> None:
+        with claim, suppress(OSError):  # Windows removes no open file: an empty one stays, and is free
+            self._claim(content).unlink()
+
+    def _claim(self, content: str) -> Path:
+        return self.folder / RUNNING / f"{content}.claim"
+
+    @cached_property
+    def _has_locks(self) -> bool:
+        with temporary_in(self.folder / RUNNING) as (_, probe):
+            return locked(probe)
 
     @contextmanager
     def token(self) -> Iterator[str]:
         """The name of something new in the folder, by which another machine sees that this is the same folder."""
-        self.ensure()
-        with temporary_folder(_of_this_machine("batch"), self.folder / RUNNING) as made:
+        with self._temporary("batch") as made:
             yield made.relative_to(self.folder).as_posix()
 
     def has(self, content: str) -> bool:
@@ -64,35 +79,50 @@ class Outputs:
         return (self.folder / content / RECORD).is_file()
 
     @contextmanager
-    def arriving(self, content: str) -> Iterator[Arriving]:
-        """A folder for what a job makes. It becomes the job's at the end, or nothing where the block raises.
-
-        Raises:
-            OutputError: disk full, no permission and the like.
-        """
-        with self.errors_told():
-            (self.folder / RUNNING).mkdir(parents=True, exist_ok=True)
-        with temporary_folder(_of_this_machine("job"), self.folder / RUNNING) as temporary:
-            made = Arriving(temporary / "made")
+    def arriving(self, content: str) -> Iterator[tuple[Path, dict[str, Any]]]:
+        """A folder for what a job makes, and its record, to be filled in. They become the job's at the end, or nothing
+        where the block raises."""
+        with self._temporary("job") as temporary:
+            folder, record, target = temporary / "made", {"format": FORMAT}, self.folder / content
             with self.errors_told():
-                made.folder.mkdir()
+                folder.mkdir()
+            yield folder, record
+            with self.errors_told():
+                with (folder / RECORD).open("x", encoding="utf-8") as stream:
+                    json.dump(for_json(record), stream, indent=2, allow_nan=False)
+                    stream.flush()
+                    os.fsync(stream.fileno())
+                try:
+                    folder.rename(target)
+                except OSError:
+                    if not self.has(content):  # else another worker, or another batch, was there first
+                        raise
+
+    @contextmanager
+    def _temporary(self, what: str) -> Iterator[Path]:
+        """What a killed worker left is removed on its own machine alone: others may not see on a network's file system
+        that a folder is somebody's."""
+        prefix, running = f"{what}-{for_file_name(socket.gethostname())}~", self.folder / RUNNING
+        with ExitStack() as held:
+            with self.errors_told():
+                running.mkdir(parents=True, exist_ok=True)
+                made = held.enter_context(temporary_folder(prefix, running))
             yield made
-            with self.errors_told():
-                self._publish(made, self.folder / content)
 
-    def park(self, parked: Parked) -> None:
-        """Raises OutputError."""
+    def park(self, content: str, name: str, error: str, attempts: int) -> None:
+        """Have a job not tried again."""
+        facts = {"format": FORMAT, "content": content, "name": name, "error": error, "attempts": attempts}
         with self.errors_told():
             (self.folder / PARKED).mkdir(parents=True, exist_ok=True)
-            with replacing(self._parked(parked.content)) as stream:
-                stream.write(json.dumps(parked.model_dump(), indent=2).encode() + b"\n")
+            with replacing(self._parked(content)) as stream:
+                stream.write(json.dumps(facts, indent=2).encode() + b"\n")
 
-    def parked(self, content: str) -> Parked | None:
-        """Why a job is not tried again, if it is not. What cannot be read is no reason."""
+    def parked(self, content: str) -> str:
+        """Why a job is not tried again, or "". What cannot be read is no reason."""
         try:
-            return fitting(Parked, read(self._parked(content), limit=2**20))
+            return fitting(Parked, read(self._parked(content), limit=2**20)).error
         except (OSError, Unreadable):
-            return None
+            return ""
 
     def unpark(self, content: str) -> None:
         """Have a job tried again."""
@@ -101,19 +131,6 @@ class Outputs:
 
     def _parked(self, content: str) -> Path:
         return self.folder / PARKED / f"{content}.json"
-
-    def _publish(self, made: Arriving, target: Path) -> None:
-        with (made.folder / RECORD).open("x", encoding="utf-8") as stream:
-            json.dump(for_json({"format": FORMAT, **made.record}), stream, indent=2, allow_nan=False)
-            stream.flush()
-            os.fsync(stream.fileno())
-        _settle(made.folder)
-        try:
-            made.folder.rename(target)
-        except OSError:
-            if not self.has(target.name):  # else another worker, or another batch, was there first
-                raise
-        _settle(self.folder)
 
     @contextmanager
     def errors_told(self) -> Iterator[None]:
@@ -125,31 +142,3 @@ class Outputs:
                 f"Cannot write to {self.folder}: {error.strerror or error}. Check its permissions and the disk's room, "
                 "or choose another folder with --out. What is there is whole; the same command goes on from it."
             ) from error
-
-
-class Arriving:
-    """What a job makes, on its way into its place."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.record: Mapping[str, Any] = {}  # for its job.json
-
-    def names(self, files: list[Path]) -> list[str]:
-        """Files in it, by their paths from its top."""
-        return [file.relative_to(self.folder).as_posix() for file in files]
-
-
-def _of_this_machine(what: str) -> str:
-    """How a temporary folder's name begins. What a killed worker left is removed on its own machine alone: others may
-    not see on a network's file system that a folder is somebody's."""
-    return f"{what}-{for_file_name(socket.gethostname())}~"
-
-
-def _settle(folder: Path) -> None:
-    """Have the disk hold the names in a folder, where a system can be told to."""
-    with suppress(OSError, AttributeError):
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

@@ -7,14 +7,11 @@ import os
 import re
 import secrets
 import signal
-import socket
 import sys
-import threading
 import time
 from collections.abc import Generator
 from concurrent.futures import Future
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,16 +20,14 @@ from typing import Any
 from ...trust.text import shown
 from ..errors import HostError, WorkflowError
 from .content import version_that_matters
-from .execution import Outcome
 from .jobs import Job
 from .ray_worker import RayActor, Setup
-from .worker_pool import Ready
+from .worker_pool import Outcome, Ready
 
 INSTALL = 'pip install "comfyui-onediff-guard[scale]", or in a clone: pip install ".[scale]"'
 STORE_BYTES = 80 * 2**20  # of a Ray that is started here; nothing large goes through it
-CONNECT_SECONDS = 10.0
-COUNT_SECONDS = 5.0  # between two looks how many GPUs there are
 NO_TOKEN = " Does the cluster ask for no token, though there is one here? Then set RAY_AUTH_MODE=disabled."
+COUNT_SECONDS = 5.0  # between two looks how many GPUs there are
 
 # Variables that Ray reads when it is imported and when it starts
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
@@ -40,15 +35,6 @@ LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # for one machine alone, 
 NO_STATISTICS = {"RAY_USAGE_STATS_ENABLED": "0"}  # Ray would send some to its makers
 FEW_TRIES = {"RAY_NUM_REDIS_GET_RETRIES": "1"}  # to reach a cluster's state, of half a minute or so each, and not 20
 NO_METRICS = {"RAY_enable_metrics_collection": "0"}  # which keep 3 KB for each name that a job has, for ever
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """Which Ray, and how it is used."""
-
-    address: str | None = None  # None: one that is started here and ends with the command
-    workers: int | None = None  # None: one a GPU, or where there is none, one
-    verbose: bool = False
 
 
 def require() -> None:
@@ -61,65 +47,54 @@ def require() -> None:
 
 
 @contextmanager
-def connected(cluster: Cluster) -> Generator[Any]:
-    """A Ray, at `cluster.address` or started here; left, or ended, at the end. What it prints goes to standard error,
-    or nowhere: standard output is the command's.
+def connected(address: str | None, workers: int | None = None, *, verbose: bool = False) -> Generator[Any]:
+    """A Ray, left or ended at the end. What it prints goes to standard error, or nowhere: standard output is the
+    command's.
+
+    Args:
+        address: of a cluster; None: a Ray is started here.
+        workers: None: one a GPU, or where there is none, one.
 
     Raises:
         WorkflowError: the address is none.
         HostError: it does not answer there, or does not start.
     """
-    own: dict[str, Any] = {"address": cluster.address}
-    if cluster.address:
-        _check_address(cluster.address)
+    own: dict[str, Any] = {"address": address}
+    if address and not re.fullmatch(r"auto|[^/]+:[0-9]{1,5}", address):
+        raise WorkflowError(
+            f"--ray {shown(address)}: expected HOST:PORT as `ray start` prints it, for example 10.0.0.1:6379, or auto."
+        )
+    if address:
         os.environ.update(FEW_TRIES | NO_METRICS)
         _show_token()
     else:
         os.environ.update(LOOPBACK | NO_STATISTICS | NO_METRICS)
         os.environ.setdefault(MODE, "token")
         os.environ[TOKEN] = secrets.token_hex(32)  # of this Ray alone: nobody else can connect
-        cpus = max(cluster.workers or 1, os.cpu_count() or 1)
+        cpus = max(workers or 1, os.cpu_count() or 1)
         own = {"address": "local", "num_cpus": cpus, "object_store_memory": STORE_BYTES, "include_dashboard": False}
-    with Path(os.devnull).open("w") as nowhere, redirect_stdout(sys.stderr if cluster.verbose else nowhere):
+    with Path(os.devnull).open("w") as nowhere, redirect_stdout(sys.stderr if verbose else nowhere):
         ray: Any = import_module("ray")
+        sigterm = signal.getsignal(signal.SIGTERM)
         try:
-            with _sigterm_kept():
-                ray.init(
-                    **own,
-                    namespace="onediff-guard",
-                    log_to_driver=cluster.verbose,
-                    logging_level=logging.INFO if cluster.verbose else logging.ERROR,
-                )
+            level = logging.INFO if verbose else logging.ERROR
+            ray.init(**own, namespace="onediff-guard", log_to_driver=verbose, logging_level=level)
         except Exception as error:  # its own kinds, and those of what it calls
             ray.shutdown()
             raise HostError(
-                f"No Ray {'answers at ' + cluster.address if cluster.address else 'starts here'} "
-                f"({type(error).__name__}: {error}). Check the address, and that all machines have the same Ray, "
-                "Python and ~/.ray/auth_token; or leave out --ray to have one started."
+                f"No Ray {f'answers at {address}' if address else 'starts here'} ({type(error).__name__}: {error}). "
+                "Check the address, and that all machines have the same Ray, Python and ~/.ray/auth_token; or leave "
+                "out --ray to have one started."
             ) from error
+        with suppress(ValueError):  # which another thread cannot set, nor has Ray then
+            signal.signal(signal.SIGTERM, sigterm)  # Ray answers it in its own way, and leaves that so
         try:
             yield ray
+        except HostError as error:
+            raise HostError(f"{error}{NO_TOKEN if address and os.environ.get(MODE) == 'token' else ''}") from error
         finally:
             with suppress(Exception):  # a cluster that is gone
                 ray.shutdown()
-
-
-def _check_address(address: str) -> None:
-    """Ask at an address whether anybody listens, since Ray itself asks for the better part of a minute."""
-    if address == "auto":
-        return
-    found = re.fullmatch(r"\[?(?P<host>[^/\]]+)\]?:(?P<port>[0-9]{1,5})", address)
-    if not found:
-        raise WorkflowError(
-            f"--ray {shown(address)}: expected HOST:PORT as `ray start` prints it, for example 10.0.0.1:6379, or auto."
-        )
-    try:
-        socket.create_connection((found["host"], int(found["port"])), CONNECT_SECONDS).close()
-    except (OSError, OverflowError) as error:
-        raise HostError(
-            f"No Ray answers at {address} ({error}). Start one there with `ray start --head`, check the address, or "
-            "leave out --ray to have one started."
-        ) from error
 
 
 def _show_token() -> None:
@@ -130,23 +105,13 @@ def _show_token() -> None:
         os.environ.setdefault(MODE, "token")
 
 
-@contextmanager
-def _sigterm_kept() -> Generator[None]:
-    """Ray answers SIGTERM in its own way, and leaves that so."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, before)
-
-
 class RayPool:
     """Workers of a cluster. A context manager that ends them."""
 
-    def __init__(self, ray: Any, setup: Setup, cluster: Cluster) -> None:
-        self._ray, self._setup, self._fixed = ray, setup, cluster.workers
+    def __init__(self, ray: Any, setup: Setup, workers: int | None) -> None:
+        self._ray, self._setup, self._fixed = ray, setup, workers
         self._workers: list[RayWorker] = []
         self._count_at = 0.0  # when the cluster's GPUs are counted next
-        self.hint = NO_TOKEN if cluster.address and os.environ.get(MODE) == "token" else ""
 
     def __enter__(self) -> RayPool:
         return self

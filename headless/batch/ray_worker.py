@@ -1,4 +1,4 @@
-"""What runs in a worker's process under Ray: one job after another, with loaded and compiled pipelines kept.
+"""What runs in a worker's process under Ray: one job after another, with the last model kept loaded and compiled.
 
 Ray pickles what goes between this and the process of the command. Both are the user's own; nothing of a file of jobs is
 unpickled but as plain data that passed the gates.
@@ -7,24 +7,23 @@ unpickled but as plain data that passed the gates.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..hosts.local import run_local
 from ..hosts.result import RunResult
 from ..workflow.graph import Graph
-from .content import version_that_matters
-from .execution import Failed, Outcome, WorkerDied, execute
+from .content import CacheKey, version_that_matters
 from .jobs import Job
 from .outputs import Outputs
-from .pipeline_cache import PipelineCache
-from .worker_pool import Ready
+from .worker_pool import End, Outcome, Ready, Run, execute
 
 LATE_SECONDS = 60.0  # beyond --timeout, after which a process is ended whose job did not stop by itself
 
@@ -37,9 +36,8 @@ class Setup:
     input_dir: Path
     output_dir: Path
     token: str  # of the output folder, by which a worker sees that it is the command's
-    hold: int  # models
     timeout: float | None  # seconds for one job
-    run: Callable[..., RunResult] = run_local
+    run: Run = run_local
 
 
 class RayActor:
@@ -47,28 +45,23 @@ class RayActor:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self._cache = PipelineCache(setup.hold)
+        self._cache = PipelineCache()
         self._outputs = Outputs(setup.output_dir)
         self._name = f"{socket.gethostname()}:{os.getpid()}"
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
 
     def hello(self, version: str) -> Ready:
-        """version: of this pack, where the command runs."""
-        return Ready(self._name, self._trouble(version))
+        """Say whether this worker can do the command's jobs. version: of this pack, where the command runs."""
+        setup, ours, trouble = self._setup, version_that_matters(), ""
+        if ours != version:
+            trouble = f"it has comfyui-onediff-guard {ours or 'of no version'}, and the command {version or 'of none'}"
+        elif not (setup.output_dir / setup.token).exists():
+            trouble = f"it does not see the folder {setup.output_dir}: --out has to be a folder that all machines share"
+        elif lacking := [str(models) for models in setup.models if not models.is_dir()]:
+            trouble = f"it has no folder {', '.join(lacking)}: models have to be there on every machine"
+        return Ready(self._name, trouble)
 
     def run(self, job: Job) -> Outcome:
-        self._cache.evict_for(job.cache_key)
-        if self._setup.timeout:
-            faulthandler.dump_traceback_later(self._setup.timeout + LATE_SECONDS, exit=True)
-        outcome = execute(job, self._outputs, self._run(job), self._name)
-        faulthandler.cancel_dump_traceback_later()
-        if isinstance(outcome, Failed):
-            self._cache.clear()
-            if broken := _broken_device():
-                return WorkerDied(f"{outcome.error} {broken}")
-        return outcome
-
-    def _run(self, job: Job) -> Callable[..., RunResult]:
         setup = self._setup
 
         def run(graph: Graph, output_dir: Path) -> RunResult:
@@ -77,19 +70,43 @@ class RayActor:
             self._cache.put(job.cache_key, result)
             return result
 
-        return run
+        self._cache.evict_for(job.cache_key)
+        if setup.timeout:
+            faulthandler.dump_traceback_later(setup.timeout + LATE_SECONDS, exit=True)
+        outcome = execute(job, self._outputs, run, self._name)
+        faulthandler.cancel_dump_traceback_later()
+        if outcome.end is End.FAILED:  # and may have left anything
+            self._cache.clear()
+            if _is_device_broken():
+                os._exit(1)  # Ray starts another process
+        return outcome
 
-    def _trouble(self, version: str) -> str:
-        """Why this worker cannot do the command's jobs, or ""."""
-        if (ours := version_that_matters()) != version:
-            return f"it has comfyui-onediff-guard {ours or 'of no version'}, and the command {version or 'of none'}"
-        if not (self._setup.output_dir / self._setup.token).exists():
-            return (
-                f"it does not see the folder {self._setup.output_dir}: --out has to be a folder that all machines share"
-            )
-        if lacking := [str(models) for models in self._setup.models if not models.is_dir()]:
-            return f"it has no folder {', '.join(lacking)}: models have to be there on every machine"
-        return ""
+
+class PipelineCache:
+    """The pipelines of the last job, loaded and compiled, for as long as jobs have its model and plan."""
+
+    def __init__(self) -> None:
+        self._model: tuple[str, str] | None = None  # and plan
+        self._kept: list[Any] = []
+
+    def evict_for(self, key: CacheKey) -> None:
+        """Free what the next job cannot use, and needs the memory of."""
+        if self._model != (key.model, key.plan):
+            self.clear()
+
+    def put(self, key: CacheKey, result: RunResult) -> None:
+        """Keep the pipelines that a run loaded."""
+        from ...pipelines.run.handle import PipelineHandle
+
+        self._model = key.model, key.plan
+        self._kept = [value for made in result.results.values() for value in made if isinstance(value, PipelineHandle)]
+
+    def clear(self) -> None:
+        self._model, self._kept = None, []
+        gc.collect()  # modules hold reference cycles
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
 
 def _end_with(parent: int) -> None:
@@ -99,13 +116,12 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def _broken_device() -> str:
-    """Why this process can compute nothing more, where a kernel's fault has ended CUDA in it; else ""."""
+def _is_device_broken() -> bool:
+    """Whether this process can compute nothing more, since a kernel's fault has ended CUDA in it."""
     torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return ""
     try:
-        torch.cuda.synchronize()
-    except RuntimeError as error:
-        return f"The GPU cannot be used by this process any more ({error})."
-    return ""
+        if torch is not None and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False

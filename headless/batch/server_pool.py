@@ -17,41 +17,36 @@ from ..server.api import Server
 from ..server.follow import read_for_server, run_on_server
 from ..workflow.graph import Graph
 from ..workflow.schema import Schema
-from .execution import Outcome, WorkerUnavailable, execute
-from .jobs import Job
+from .jobs import Job, Read
 from .outputs import Outputs
-from .worker_pool import Ready
+from .worker_pool import End, Outcome, Ready, execute
 
 ASK_SECONDS = 5.0  # between two questions to a server that is away
 ANSWER_SECONDS = 5.0  # for the answer to one
-MAX_PAUSE_SECONDS = 60.0  # before a server that answers, and takes no job, is given another one
 AWAY_SECONDS = 600.0  # without any job done, after which a server that is away is given up
 PATIENCE_SECONDS = 60.0  # that one may be out of reach in the middle of a job
 
 
-class ServersReader:
-    """Reads workflows for several ComfyUIs: with the schemas of the first that answers and has all of their nodes.
+def reader(urls: Sequence[str], timeout: float | None = None) -> Read:
+    """What reads workflows for several ComfyUIs: with the schemas of the first that answers and has all of their nodes.
 
-    Raises:
-        HostError: none of them answers.
-        UnknownNodesError: none has all node types; of one of them, which those are.
+    It raises HostError where none answers, and UnknownNodesError where none has all node types: those of one of them.
     """
+    order = [*dict.fromkeys(urls)]
 
-    def __init__(self, urls: Sequence[str], timeout: float | None = None) -> None:
-        self._urls, self._timeout = [*dict.fromkeys(urls)], timeout
-
-    def __call__(self, workflow: Mapping[str, Any]) -> tuple[Graph, dict[str, Schema]]:
+    def read(workflow: Mapping[str, Any]) -> tuple[Graph, dict[str, Schema]]:
         faults: list[HostError | UnknownNodesError] = []
-        for url in list(self._urls):
+        for url in order:
             try:
-                found = read_for_server(workflow, url=url, timeout=self._timeout)
+                found = read_for_server(workflow, url=url, timeout=timeout)
             except (HostError, UnknownNodesError) as fault:  # noqa: PERF203
                 faults.append(fault)
             else:
-                self._urls.remove(url)
-                self._urls.insert(0, url)  # the next workflow asks it first
+                order.sort(key=lambda each: each != url)  # the next workflow asks it first
                 return found
-        raise next((fault for fault in faults if isinstance(fault, UnknownNodesError)), faults[0])
+        raise max(faults, key=lambda fault: isinstance(fault, UnknownNodesError))
+
+    return read
 
 
 class ServerPool:
@@ -59,8 +54,6 @@ class ServerPool:
 
     tell: is given a line about a server that does not answer.
     """
-
-    hint = ""
 
     def __init__(
         self,
@@ -72,10 +65,10 @@ class ServerPool:
     ) -> None:
         self.outputs, self.input_dir, self.timeout, self.tell = outputs, input_dir, timeout, tell
         self.stop = threading.Event()
-        self.threads = ThreadPoolExecutor(max_workers=len(urls), thread_name_prefix="batch-server")
-        self._workers = [ServerWorker(self, url) for url in urls]
-        self._new = [*self._workers]
-        self._last_work = time.monotonic()
+        self.last_work = time.monotonic()
+        self.workers = [ServerWorker(self, url) for url in dict.fromkeys(urls)]
+        self.threads = ThreadPoolExecutor(len(self.workers))
+        self._new = self.workers
 
     def __enter__(self) -> ServerPool:
         return self
@@ -89,12 +82,6 @@ class ServerPool:
         new, self._new = self._new, []
         return new
 
-    def idle_seconds(self) -> float:
-        """How long no server has done anything."""
-        if any(worker.busy for worker in self._workers):
-            self._last_work = time.monotonic()
-        return time.monotonic() - self._last_work
-
 
 class ServerWorker:
     """One running ComfyUI."""
@@ -103,17 +90,16 @@ class ServerWorker:
         self.name = without_password(url)
         self.busy = False
         self._pool, self._url = pool, url
-        self._in_vain = 0  # jobs in a row that it could not be given
+        self._pause = 0.0  # before it is asked whether it answers
 
     def connect(self) -> Future[Ready]:
         return self._pool.threads.submit(self._connect)
 
     def run(self, job: Job) -> Future[Outcome]:
-        self.busy = True
         return self._pool.threads.submit(self._run, job)
 
     def _run(self, job: Job) -> Outcome:
-        pool = self._pool
+        pool, self.busy = self._pool, True
         run = partial(
             run_on_server,
             url=self._url,
@@ -125,24 +111,24 @@ class ServerWorker:
         try:
             outcome = execute(job, pool.outputs, run, self.name)
         finally:
-            pool.idle_seconds()
             self.busy = False
-        self._in_vain = self._in_vain + 1 if isinstance(outcome, WorkerUnavailable) else 0
+        if outcome.end is End.AWAY:
+            self._pause = ASK_SECONDS  # it may answer, and yet take no job
+        else:
+            self._pause, pool.last_work = 0.0, time.monotonic()
         return outcome
 
     def _connect(self) -> Ready:
         """Wait until the server answers: as long as others work, that may take any time."""
-        pause = min(ASK_SECONDS * 2 ** (self._in_vain - 1), MAX_PAUSE_SECONDS) if self._in_vain else 0.0
-        told = False
-        while not self._pool.stop.wait(pause):
-            if self._pool.idle_seconds() > AWAY_SECONDS:
+        pool, told = self._pool, False
+        while not pool.stop.wait(self._pause):
+            if not any(worker.busy for worker in pool.workers) and time.monotonic() > pool.last_work + AWAY_SECONDS:
                 return Ready(self.name, f"it did no job for {AWAY_SECONDS:g} s, and nor did any other")
             if asyncio.run(_answers(self._url)):
                 return Ready(self.name)
             if not told:
-                self._pool.tell(f"{self.name}: It does not answer. It gets jobs as soon as it does.")
-                told = True
-            pause = ASK_SECONDS
+                pool.tell(f"{self.name}: It does not answer. It gets jobs as soon as it does.")
+            told, self._pause = True, ASK_SECONDS
         return Ready(self.name, "the batch ended")
 
 

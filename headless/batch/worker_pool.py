@@ -1,18 +1,48 @@
-"""What a batch asks of those that run its jobs, whatever they are."""
+"""What a batch asks of those that run its jobs, whatever they are; and one job's run, which is the same for all."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from enum import Enum
+from typing import NamedTuple, Protocol
 
-from .execution import Outcome
+from ..errors import HeadlessError, HostError, InterruptedRunError, OutputError, ServerLostError, WorkflowError
+from ..hosts.result import RunResult
 from .jobs import Job
+from .outputs import Outputs
+
+Run = Callable[..., RunResult]  # as `run_local`: (graph, output_dir=)
+
+
+class End(Enum):
+    DONE = "the outputs are in their place"
+    FAILED = "by the job's own fault: it would again"
+    REFUSED = "the worker lacks a node or a model; nothing ran, and another may have it"
+    DIED = "the worker ended in the middle of the job"
+    AWAY = "the worker could not be reached; nothing ran"
+    UNWRITABLE = "the outputs cannot be written, of this job or of any other"
+
+
+ENDS: tuple[tuple[type[HeadlessError], End], ...] = (  # the first that an error is
+    (OutputError, End.UNWRITABLE),
+    (ServerLostError, End.DIED),
+    (InterruptedRunError, End.DIED),  # a node may interrupt its own run, each time
+    (HostError, End.AWAY),
+    (WorkflowError, End.REFUSED),
+    (HeadlessError, End.FAILED),
+)
 
 
 @dataclass(frozen=True)
-class Ready:
+class Outcome:
+    end: End
+    error: str = ""
+    seconds: float = 0.0  # of the run
+
+
+class Ready(NamedTuple):
     """A worker can be given jobs, unless there is a reason why not."""
 
     name: str
@@ -25,7 +55,7 @@ class Worker(Protocol):
     name: str
 
     def connect(self) -> Future[Ready]:
-        """Wait until it can be given jobs: at the beginning, and after it died or was unavailable."""
+        """Wait until it can be given jobs: at the beginning, and after it died or was away."""
         ...
 
     def run(self, job: Job) -> Future[Outcome]:
@@ -34,8 +64,28 @@ class Worker(Protocol):
 
 
 class WorkerPool(Protocol):
-    hint: str  # for the error that no worker can be used
-
     def new_workers(self) -> Sequence[Worker]:
         """The workers that have come since the last call. Asked every second or so."""
         ...
+
+
+def execute(job: Job, outputs: Outputs, run: Run, worker: str) -> Outcome:
+    """Run a job, unless its outputs are there. worker: its name, for the job's record."""
+    if outputs.has(job.content):
+        return Outcome(End.DONE)
+    try:
+        with outputs.arriving(job.content) as (folder, record):
+            result = run(job.graph, output_dir=folder)
+            record |= {
+                "name": job.name,
+                "content": job.content,
+                "workflow": job.graph.to_api(),
+                "files": [file.relative_to(folder).as_posix() for file in result.files],
+                "summaries": result.summaries(),
+                "seconds": round(result.seconds, 3),
+                "worker": worker,
+                "attempts": job.attempts + 1,
+            }
+    except HeadlessError as error:
+        return Outcome(next(end for kind, end in ENDS if isinstance(error, kind)), str(error))
+    return Outcome(End.DONE, seconds=result.seconds)

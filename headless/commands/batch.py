@@ -8,11 +8,10 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..batch.batch_run import BatchRun
-from ..batch.job_queue import JobQueue
+from ..batch.batch_run import BatchRun, JobQueue
 from ..batch.jobs import JobsFile, Read
 from ..batch.outputs import PARKED, Outputs
-from ..batch.ray_pool import Cluster, RayPool, connected, require
+from ..batch.ray_pool import RayPool, connected, require
 from ..batch.ray_worker import Setup
 from ..batch.stats import BatchStats
 from ..batch.worker_pool import WorkerPool
@@ -62,9 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--workers", type=_count(MAX_WORKERS), metavar="N", help="of Ray (default: one a GPU; without any, one)"
     )
     parser.add_argument(
-        "--hold", type=_count(64), default=1, metavar="N", help="models that a worker keeps loaded (default: 1)"
-    )
-    parser.add_argument(
         "--attempts",
         type=_count(100),
         default=3,
@@ -81,9 +77,9 @@ def main(args: argparse.Namespace) -> int:
     with answer.errors_told(args.json):
         stats = _run(args)
     error, facts = None, {"folder": args.out, **stats.facts()}
-    if bad := stats.failed + stats.parked:
+    if bad := stats.failed + stats.parked_before:
         error = RunFailedError(
-            f"{bad:,} of {stats.total:,} jobs failed; {args.out / PARKED} says why. The same command with --retry "
+            f"{bad:,} of {stats.jobs:,} jobs failed; {args.out / PARKED} says why. The same command with --retry "
             "tries them again."
         )
     if not args.json:
@@ -106,7 +102,7 @@ def _run(args: argparse.Namespace) -> BatchStats:
     jobs = _jobs(args)
     stats = BatchStats(jobs.count(), sys.stderr)
     outputs.ensure()
-    queue = JobQueue(iter(jobs), outputs, stats, retry=args.retry)
+    queue = JobQueue(jobs, outputs, stats, retry=args.retry)
     if not queue.fill():
         return stats
     try:
@@ -132,9 +128,9 @@ def _jobs(args: argparse.Namespace) -> JobsFile:
     read: Read = LOCAL.read
     input_dir = args.input or (None if args.server else DEFAULT_INPUT)
     if args.server:
-        from ..batch.server_pool import ServersReader
+        from ..batch.server_pool import reader
 
-        read = ServersReader(args.server, args.timeout)
+        read = reader(args.server, args.timeout)
     folder = args.workflows or args.jobs.parent
     return JobsFile(args.jobs, workflows=folder, input_dir=input_dir, read=read)
 
@@ -147,18 +143,16 @@ def _pool(args: argparse.Namespace, outputs: Outputs, stats: BatchStats) -> Gene
         with ServerPool(args.server, outputs, args.input, args.timeout, stats.say) as servers:
             yield servers
         return
-    cluster = Cluster(args.ray, args.workers, args.verbose)
-    with connected(cluster) as ray, outputs.token() as token:
+    with connected(args.ray, args.workers, verbose=args.verbose) as ray, outputs.token() as token:
         setup = Setup(
             models=tuple(folder.resolve() for folder in args.models or [DEFAULT_MODELS]),
             input_dir=(args.input or DEFAULT_INPUT).resolve(),
             output_dir=outputs.folder,
             token=token,
-            hold=args.hold,
             timeout=args.timeout,
             run=LOCAL.run,
         )
-        with RayPool(ray, setup, cluster) as actors:
+        with RayPool(ray, setup, args.workers) as actors:
             yield actors
 
 

@@ -328,8 +328,8 @@ def jobs_file(tmp_path: Path) -> Callable[..., Any]:
 
 RAY = """\
 import sys
-from comfyui_onediff_guard.headless.batch.ray_pool import Cluster, connected
-with connected(Cluster(workers=4)) as ray:
+from comfyui_onediff_guard.headless.batch.ray_pool import connected
+with connected(None, workers=4) as ray:
     print(ray.get_runtime_context().gcs_address, file=sys.__stdout__, flush=True)
     sys.stdin.read()
 """

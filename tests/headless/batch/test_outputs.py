@@ -1,92 +1,68 @@
-"""The folder of outputs: whole or not there, and all that a batch knows."""
+"""The folder of outputs: whole or not there, claimed by one command, and all that a batch knows. And what of a job a
+worker keeps."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 from comfyui_onediff_guard.headless.batch import outputs as module
-from comfyui_onediff_guard.headless.batch.execution import (
-    CannotWrite,
-    Done,
-    Failed,
-    Refused,
-    WorkerDied,
-    WorkerUnavailable,
-    execute,
-)
+from comfyui_onediff_guard.headless.batch.content import CacheKey, cache_key_of
 from comfyui_onediff_guard.headless.batch.jobs import Job
-from comfyui_onediff_guard.headless.batch.outputs import Outputs, Parked
-from comfyui_onediff_guard.headless.batch.pipeline_cache import CacheKey
-from comfyui_onediff_guard.headless.errors import (
-    HostError,
-    OutputError,
-    RunFailedError,
-    ServerLostError,
-    WorkflowError,
-)
+from comfyui_onediff_guard.headless.batch.outputs import Outputs
+from comfyui_onediff_guard.headless.batch.ray_worker import PipelineCache
+from comfyui_onediff_guard.headless.batch.worker_pool import ENDS, End, Outcome, execute
+from comfyui_onediff_guard.headless.errors import HeadlessError, OutputError, RunFailedError
 from comfyui_onediff_guard.headless.hosts.result import RunResult
-from comfyui_onediff_guard.headless.workflow.graph import Graph
+from comfyui_onediff_guard.headless.workflow.graph import Graph, from_api
+from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
 
 CONTENT = "0123456789abcdef" * 2
 JOB = Job("a job", Graph({}), CONTENT, CacheKey("m", "p", "s"))
 
 
-def ran(graph: Graph, output_dir: Path) -> RunResult:
-    (output_dir / "sub").mkdir()
-    file = output_dir / "sub" / "a.txt"
-    file.write_text("made")
-    entry = {"filename": "a.txt", "subfolder": "sub", "type": "output"}
-    stage = {"steps": [], "graphs": 3, "graphs_kept": 1}
-    return RunResult({"1": {"images": [entry], "onediff_guard": [stage]}}, {}, [file], 1.5)
+def test_what_a_job_made_takes_its_place_at_once(tmp_path: Path) -> None:
+    def ran(graph: Graph, output_dir: Path) -> RunResult:
+        (output_dir / "sub").mkdir()
+        (file := output_dir / "sub" / "a.txt").write_text("made")
+        return RunResult({"1": {"text": ["a line"], "onediff_guard": [{}]}}, {}, [file], 1.5)
 
-
-def test_what_a_job_made_takes_its_place_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("comfyui_onediff_guard.headless.hosts.result._checked", lambda report: report)
     outputs = Outputs(tmp_path / "out")
-    assert execute(JOB, outputs, ran, "here") == Done(1.5, 2)
-    assert outputs.has(CONTENT)
+    assert execute(JOB, outputs, ran, "here") == Outcome(End.DONE, seconds=1.5)
     folder = tmp_path / "out" / CONTENT
     assert sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*")) == ["job.json", "sub", "sub/a.txt"]
     record = json.loads((folder / "job.json").read_text())
-    assert record["files"] == ["sub/a.txt"] and record["name"] == "a job"
-    assert record["graphs_compiled"] == 2
+    assert record["files"] == ["sub/a.txt"] and record["name"] == "a job" and record["summaries"] == ["a line"]
     assert not [*(tmp_path / "out" / ".running").iterdir()]
 
     def never(*_: Any, **__: Any) -> RunResult:
         raise AssertionError("it is done")
 
-    assert isinstance(execute(JOB, outputs, never, "here"), Done)
+    assert execute(JOB, outputs, never, "here").end is End.DONE
 
 
-@pytest.mark.parametrize(
-    ("error", "outcome"),
-    [
-        (WorkflowError("no"), Refused("no")),
-        (RunFailedError("no"), Failed("no")),
-        (ServerLostError("gone"), WorkerDied("gone")),
-        (HostError("away"), WorkerUnavailable("away")),
-        (OutputError("full"), CannotWrite("full")),
-    ],
-)
-def test_a_job_that_fails_leaves_nothing(tmp_path: Path, error: Exception, outcome: object) -> None:
+@pytest.mark.parametrize(("error", "end"), [*ENDS, (RunFailedError, End.FAILED)])
+def test_a_job_that_fails_leaves_nothing(tmp_path: Path, error: type[HeadlessError], end: End) -> None:
     def fails(graph: Graph, output_dir: Path) -> RunResult:
         (output_dir / "half").write_text("half")
-        raise error
+        raise error("no")
 
     outputs = Outputs(tmp_path)
-    assert execute(JOB, outputs, fails, "here") == outcome
+    assert execute(JOB, outputs, fails, "here") == Outcome(end, "no")
     assert not outputs.has(CONTENT) and not [*tmp_path.rglob("half")]
 
 
 def test_the_second_of_two_that_made_the_same_gives_way(tmp_path: Path) -> None:
     outputs = Outputs(tmp_path)
-    with outputs.arriving(CONTENT) as late:
-        (late.folder / "by").write_text("the second")
-        with outputs.arriving(CONTENT) as early:
-            (early.folder / "by").write_text("the first")
+    with outputs.arriving(CONTENT) as (late, _):
+        (late / "by").write_text("the second")
+        with outputs.arriving(CONTENT) as (early, _):
+            (early / "by").write_text("the first")
     assert (tmp_path / CONTENT / "by").read_text() == "the first"
     assert not [*(tmp_path / ".running").iterdir()]
 
@@ -101,13 +77,12 @@ def test_a_folder_that_is_in_the_way_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_why_a_job_is_parked_is_kept(tmp_path: Path) -> None:
-    outputs = Outputs(tmp_path)
-    assert outputs.parked(CONTENT) is None
-    parked = Parked(content=CONTENT, name="a", error="it dies", attempts=3)
-    outputs.park(parked)
-    assert outputs.parked(CONTENT) == parked
-    (tmp_path / "parked" / f"{CONTENT}.json").write_text("{")
-    assert outputs.parked(CONTENT) is None, "what cannot be read is no reason"
+    outputs, file = Outputs(tmp_path), tmp_path / "parked" / f"{CONTENT}.json"
+    assert not outputs.parked(CONTENT)
+    outputs.park(CONTENT, "a", "it dies", 3)
+    assert outputs.parked(CONTENT) == "it dies" and json.loads(file.read_text())["attempts"] == 3
+    file.write_text("{")
+    assert not outputs.parked(CONTENT), "what cannot be read is no reason"
     outputs.unpark(CONTENT)
     outputs.unpark(CONTENT)
 
@@ -118,6 +93,88 @@ def test_a_disk_that_fails_while_publishing_leaves_nothing(tmp_path: Path, monke
 
     outputs = Outputs(tmp_path)
     monkeypatch.setattr(module.json, "dump", full)
-    with pytest.raises(OutputError, match="No space left"), outputs.arriving(CONTENT) as made:
-        (made.folder / "a").touch()
+    with pytest.raises(OutputError, match="No space left"), outputs.arriving(CONTENT) as (folder, _):
+        (folder / "a").touch()
     assert not (tmp_path / CONTENT).exists() and not [*(tmp_path / ".running").iterdir()]
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from comfyui_onediff_guard.headless.batch.outputs import Outputs
+claim = Outputs(Path(sys.argv[1])).claim("c")
+print(claim is not None, flush=True)
+time.sleep(3600)
+"""
+
+
+def test_the_claim_of_a_killed_command_is_free_at_once(tmp_path: Path) -> None:
+    outputs = Outputs(tmp_path)
+    outputs.ensure()
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout and other.stdout.readline() == "True\n"
+        mine = outputs.claim("c")
+        other.kill()
+    claim = outputs.claim("c")
+    assert mine is None and claim and outputs.claim("c") is None
+    outputs.release("c", claim)
+    assert not [*tmp_path.rglob("*.claim")] and outputs.claim("c")
+
+
+def test_without_locks_no_job_waits_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "locked", lambda _: False)
+    outputs = Outputs(tmp_path)
+    outputs.ensure()
+    claims = [outputs.claim("c"), outputs.claim("c")]
+    assert all(claims)
+
+
+def graph(**changes: Any) -> Graph:
+    inputs = {
+        "1": {"model": "m", "precision": "bf16", "backend": "auto"},
+        "2": {"pipeline": ["1", 0], "width": 64, "height": 64, "frames": 9, "steps": 20, "seed": 1, "scheduler": "x"},
+        "3": {"text": "a boat", "clip": ["1", 0], "sampler_name": "euler", "ckpt_name": "c", "length": 8},
+    }
+    for name, value in changes.items():
+        next(node for node in inputs.values() if name in node)[name] = value
+    return from_api({number: {"class_type": f"N{number}", "inputs": node} for number, node in inputs.items()})
+
+
+@pytest.mark.parametrize(
+    ("changes", "differs"),
+    [
+        ({"seed": 2, "steps": 3, "text": "a cat", "sampler_name": "dpm"}, []),
+        ({"model": "other"}, ["model"]),
+        ({"ckpt_name": "other"}, ["model"]),
+        ({"precision": "fp16"}, ["plan"]),
+        ({"width": 128}, ["shape"]),
+        ({"frames": 17, "model": "other"}, ["model", "shape"]),
+    ],
+)
+def test_the_key_is_of_what_is_loaded_and_compiled(changes: dict[str, Any], differs: list[str]) -> None:
+    before, after = cache_key_of(graph()), cache_key_of(graph(**changes))
+    assert [name for name in CacheKey._fields if getattr(before, name) != getattr(after, name)] == differs
+
+
+def test_the_last_model_is_kept_for_as_long_as_its_plan_stays() -> None:
+    cache, loaded = PipelineCache(), dict[str, weakref.ref[Any]]()
+
+    def run(model: str, plan: str = "p", shape: str = "") -> set[str]:
+        """What is still in memory before a job of this kind loads anything."""
+        key = CacheKey(model, plan, shape)
+        cache.evict_for(key)
+        left = {name for name, handle in loaded.items() if handle() is not None}
+        handle = object.__new__(PipelineHandle)
+        loaded[model] = weakref.ref(handle)
+        cache.put(key, RunResult({}, {"1": (handle, 1)}, [], 1.0))
+        return left
+
+    assert [run("a"), run("a", shape="another"), run("b"), run("b", "another"), run("b", "another")] == [
+        set(),
+        {"a"},
+        set(),
+        set(),
+        {"b"},
+    ]
+    cache.clear()
+    assert run("b", "another") == set()
