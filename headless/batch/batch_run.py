@@ -7,32 +7,106 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from queue import Empty, SimpleQueue
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
+from ...pipelines.pace import in_words
 from ...trust.text import for_terminal
 from ..errors import HostError, OutputError
 from .jobs import Job, Unmade
 from .outputs import Outputs
-from .stats import BatchStats
 from .worker_pool import End, Outcome, Ready, Worker, WorkerPool
 
 CHUNK = 1024  # jobs that are sorted together; of some 10 KB each
 LOOK_SECONDS = 1.0  # between two looks for new workers, and at what another batch computes
 WAIT_SECONDS = 30.0  # without any worker, after which that is said
-MAX_NAME, MAX_ERROR = 400, 4000  # characters that are kept of a parked job
+LISTED = 1000  # parked jobs that the answer names; the folder has all
+MAX_ERROR = 4000  # characters that are kept of one
+
+
+@dataclass
+class BatchStats:
+    """How far a batch is and what came of it: counts, and a line for each job's end."""
+
+    jobs: int
+    stream: TextIO
+    now: Callable[[], float] = time.monotonic
+    done: int = 0
+    already_done: int = 0  # before this run, or the same as another of its jobs
+    failed: int = 0  # parked in this run
+    parked_before: int = 0  # by an earlier one, and left so
+    workers_lost: int = 0  # in the middle of a job
+    faults: list[dict[str, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._began = self.now()
+
+    @property
+    def over(self) -> int:
+        return self.done + self.already_done + self.failed + self.parked_before
+
+    @property
+    def seconds(self) -> float:
+        return round(self.now() - self._began, 3)
+
+    def finished(self, job: Job, worker: str, seconds: float) -> None:
+        self.done += 1
+        self._tell(f"done {job.name} → {job.content}, {seconds:.1f} s on {worker}")
+
+    def failed_job(self, job: Job | Unmade, error: str) -> None:
+        self.failed += 1
+        self._note(job, error)
+        self._tell(f"FAILED {job.name} ({job.content}): {error}")
+
+    def skipped(self, job: Job, error: str = "") -> None:
+        """error: for which it was parked; "": it is done."""
+        if error:
+            self.parked_before += 1
+            self._note(job, error)
+        else:
+            self.already_done += 1
+
+    def worker_died(self, job: Job, worker: str, reason: str, *, again: bool) -> None:
+        self.workers_lost += 1
+        self._tell(f"{worker} died in {job.name}: {reason}{' The job is tried again.' if again else ''}")
+
+    def say(self, line: str) -> None:
+        print(" ".join(line.split()), file=self.stream, flush=True)  # errors have lines of their own
+
+    def facts(self) -> dict[str, Any]:
+        """All of it as JSON has it."""
+        names = ("jobs", "done", "already_done", "failed", "parked_before", "workers_lost", "seconds", "faults")
+        return {name: getattr(self, name) for name in names}
+
+    def summary(self) -> str:
+        facts = {name.replace("_", " "): number for name, number in self.facts().items() if isinstance(number, int)}
+        told = ", ".join(f"{number:,} {name}" for name, number in facts.items() if number)
+        return f"{told or 'no jobs'} in {self.seconds:.1f} s"
+
+    def _note(self, job: Job | Unmade, error: str) -> None:
+        if len(self.faults) < LISTED:
+            self.faults.append({"name": job.name, "content": job.content, "error": error})
+
+    def _tell(self, what: str) -> None:
+        told = [f"[{self.over}/{self.jobs}] {what}"]
+        rate, left = (self.done + self.failed) / max(self.seconds, 0.001), self.jobs - self.over
+        if rate:
+            told.append(f"{rate:.2g}/s" if rate >= 1 else f"{60 * rate:.2g}/min")
+        if rate and left:
+            told.append(in_words(left / rate))
+        if bad := self.failed + self.parked_before:
+            told.append(f"{bad} failed")
+        self.say(" · ".join(told))
 
 
 class JobQueue:
-    """Jobs that are neither done nor parked, each content once, read and sorted by cache key in chunks.
+    """Jobs that are neither done nor parked, each content once, sorted by cache key in chunks.
 
-    Args:
-        jobs: all of them.
-        retry: also those that an earlier run parked.
+    retry: also those that an earlier run parked.
     """
 
     def __init__(self, jobs: Iterable[Job | Unmade], outputs: Outputs, stats: BatchStats, *, retry: bool = False):
@@ -47,13 +121,9 @@ class JobQueue:
             self._waiting.extend(sorted(islice(self._jobs, CHUNK), key=lambda job: job.cache_key))
         return bool(self._waiting)
 
-    def take(self, worker: str) -> Job | None:
-        """The next job that a worker of this name has not refused."""
-        self.fill()
-        return next(iter(self.take_where(lambda job: worker not in job.refusals, most=1)), None)
-
-    def take_where(self, suits: Callable[[Job], bool], most: int = CHUNK) -> list[Job]:
+    def take(self, suits: Callable[[Job], bool], most: int = CHUNK) -> list[Job]:
         """Those that wait and suit, at most so many."""
+        self.fill()
         taken = list(islice(filter(suits, self._waiting), most))
         for job in taken:
             self._waiting.remove(job)
@@ -71,9 +141,9 @@ class JobQueue:
         """Count a job that is done, or parked, and say whether it is."""
         done = self._outputs.has(job.content)
         parked = "" if done or self._retry else self._outputs.parked(job.content)
-        if done or parked:
+        if over := done or bool(parked):
             self._stats.skipped(job, parked)
-        return bool(done or parked)
+        return over
 
     def _open_jobs(self, jobs: Iterable[Job | Unmade]) -> Iterator[Job]:
         for job in jobs:
@@ -107,7 +177,6 @@ class BatchRun:
             OutputError: nothing can be written.
             HostError: no worker is left.
         """
-        self.outputs.ensure()
         self._heard = time.monotonic()  # when a call ended, or its silence was told
         try:
             while self.queue.fill() or self._running() or self._elsewhere:
@@ -126,11 +195,11 @@ class BatchRun:
 
     def _hand_out(self) -> None:
         for worker in [*self._idle]:
-            while (job := self.queue.take(worker.name)) and not self._claimed(job):
-                ...
-            if job:
-                self._idle.remove(worker)
-                self._call(worker, job, worker.run(job))
+            while jobs := self.queue.take(lambda job, name=worker.name: name not in job.refusals, most=1):
+                if self._claimed(job := jobs[0]):
+                    self._idle.remove(worker)
+                    self._call(worker, job, worker.run(job))
+                    break
 
     def _claimed(self, job: Job) -> bool:
         """Claim a job for this batch, unless another has it, or has done it meanwhile."""
@@ -193,7 +262,7 @@ class BatchRun:
         elif outcome.end is End.REFUSED:
             self._again(replace(job, refusals={**job.refusals, worker.name: outcome.error}))
             if not self._park_refused(self._workers()):
-                self.stats.say(f"{worker.name} does not take {job.name}: {' '.join(outcome.error.split())}")
+                self.stats.say(f"{worker.name} does not take {job.name}: {outcome.error}")
         elif outcome.end is End.AWAY:
             self._again(job)
             self.stats.say(f"{worker.name} is away: {outcome.error}")
@@ -219,15 +288,15 @@ class BatchRun:
         self._release(job.content)
 
     def _park(self, job: Job, error: str, attempts: int) -> None:
-        name, error = for_terminal(job.name), for_terminal(error)  # half a character cannot be written
-        self.outputs.park(job.content, name[:MAX_NAME], error[:MAX_ERROR] or "no reason", attempts)
+        name, error = for_terminal(job.name), for_terminal(error)[:MAX_ERROR]  # half a character cannot be written
+        self.outputs.park(job.content, name, error or "no reason", attempts)
         self.stats.failed_job(job, error)
         self._close(job)
 
-    def _park_refused(self, workers: Collection[Worker]) -> bool:
+    def _park_refused(self, workers: list[Worker]) -> bool:
         """Park the jobs that none of these workers takes; whether there were any."""
         names = {worker.name for worker in workers}
-        refused = self.queue.take_where(lambda job: bool(job.refusals) and names <= job.refusals.keys())
+        refused = self.queue.take(lambda job: bool(job.refusals) and names <= job.refusals.keys())
         for job in refused:
             self._park(job, [*job.refusals.values()][-1], len(job.refusals))
         return bool(refused)

@@ -1,4 +1,5 @@
-"""The jobs of a file, one line after another, each made when there is room for it.
+"""The jobs of a file, one line after another, each made when there is room for it: a workflow with its settings, or a
+matrix of them.
 
 The file is somebody else's: what it says is checked before the first job runs, and the workflows that it names lie in
 one folder.
@@ -6,30 +7,60 @@ one folder.
 
 from __future__ import annotations
 
+import itertools
+import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import ConfigDict, Field, JsonValue
 
 from ...trust import paths
 from ...trust.foreign import BOM, Foreign, Unreadable, parse_as
+from ...trust.text import listed
 from ..errors import WorkflowError
 from ..workflow import settings
-from ..workflow.graph import Graph, read_json
-from ..workflow.schema import Schema
+from ..workflow.graph import Graph, Link, Node, read_json
+from ..workflow.schema import SEED_NAMES, Schema
 from ..workflow.settings import Setting
 from .content import CacheKey, cache_key_of, content_of
-from .matrix import Axis, Matrix, axes_of, combinations, count
 
 MAX_LINE = 8 * 2**20  # bytes
 EXAMPLE = '{"workflow": "cogvideox.json", "set": ["4.seed=7"]}'
 REMEMBERED = 16  # workflows, read and checked; a file names few
+MAX_JOBS = 10_000_000  # of one line
+MAX_SEED = 2**64 - 1
+PRECISION, FOLLOWS = "precision", "inherit"
+FRAMES = ("frames", "length", "num_frames", "video_frames")  # by what name nodes have them
+
+T = TypeVar("T")
+_Some = Annotated[list[T], Field(min_length=1)]
+_Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
+_Size = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}(x[1-9][0-9]{0,4})?$")]
 
 Read = Callable[[Mapping[str, Any]], tuple[Graph, dict[str, Schema]]]  # as `read_local`
+
+
+class Seeds(Foreign):
+    """So many seeds, one after the other."""
+
+    model_config = ConfigDict(extra="forbid")
+    first: _Seed = 0
+    count: Annotated[int, Field(ge=1, le=MAX_JOBS)]
+
+
+class Matrix(Foreign):
+    """What is varied. Every value of each is combined with every value of the others."""
+
+    model_config = ConfigDict(extra="forbid")
+    precisions: _Some[str] = []
+    sizes: _Some[_Size] = []  # "WIDTHxHEIGHT" or "WIDTHxHEIGHTxFRAMES", in pixels
+    inputs: dict[str, _Some[JsonValue]] = {}  # any other: NODE.INPUT → its values
+    prompts: _Some[str] = []
+    seeds: _Some[_Seed] | Seeds = []
 
 
 class Line(Foreign):
@@ -59,24 +90,6 @@ class Unmade:
     content: str = "no job"
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """A line whose workflow was read."""
-
-    name: str
-    graph: Graph
-    schemas: Mapping[str, Schema]
-    axes: Sequence[Axis]
-
-    def job(self, place: int, chosen: Iterable[Setting], input_dir: Path | None) -> Job:
-        graph = settings.apply(self.graph, chosen, self.schemas)
-        content = content_of(graph, self.schemas, input_dir)
-        return Job(self.name_of(place), graph, content, cache_key_of(graph))
-
-    def name_of(self, place: int) -> str:
-        return f"{self.name} #{place}" if count(self.axes) > 1 else self.name
-
-
 class JobsFile:
     """A file of jobs. It is read as often as it is asked, and held nowhere.
 
@@ -97,28 +110,20 @@ class JobsFile:
         Raises:
             WorkflowError: the file cannot be read, or which line is wrong and why; nothing ran.
         """
-        jobs = 0
+        total = 0
         for number, line in self._lines():
-            with self._of_line(number):
-                prepared = self._prepared(number, line)
-                prepared.job(1, next(combinations(prepared.axes)), self.input_dir)
-            jobs += count(prepared.axes)
-        if not jobs:
+            jobs, made = self._read_line(number, line)
+            if isinstance(first := next(made), Unmade):
+                raise WorkflowError(first.error)
+            total += jobs
+        if not total:
             raise WorkflowError(f"{self.file} holds no jobs: write one JSON object a line, such as {EXAMPLE}.")
-        return jobs
+        return total
 
     def __iter__(self) -> Iterator[Job | Unmade]:
         """Raises WorkflowError, as `count` does."""
         for number, line in self._lines():
-            with self._of_line(number):
-                prepared = self._prepared(number, line)
-            for place, chosen in enumerate(combinations(prepared.axes), 1):
-                try:
-                    with self._of_line(number):
-                        job = prepared.job(place, chosen, self.input_dir)
-                except WorkflowError as error:
-                    job = Unmade(prepared.name_of(place), str(error))
-                yield job
+            yield from self._read_line(number, line)[1]
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
         """Lines that are not empty, with their numbers from 1."""
@@ -136,31 +141,116 @@ class JobsFile:
         except OSError as error:
             raise WorkflowError(f"Cannot read the jobs {self.file}: {error.strerror or error}.") from error
 
-    def _prepared(self, number: int, text: bytes) -> _Prepared:
+    def _read_line(self, number: int, text: bytes) -> tuple[int, Iterator[Job | Unmade]]:
+        """How many jobs a line is, and each."""
+        where = f"{self.file.name}, line {number}"
         try:
             line = parse_as(Line, text.removeprefix(BOM))
+            named = line.workflow
+            graph, schemas = self._read_file(self._path(named)) if isinstance(named, str) else self._read(named)
+            graph = settings.apply(graph, map(Setting.parse, line.changes), schemas)
+            axes = axes_of(line.matrix, graph, schemas)
         except Unreadable as error:
-            raise WorkflowError(f"{error}. Expected an object such as {EXAMPLE}.") from None
-        graph, schemas = self._workflow(line.workflow)
-        graph = settings.apply(graph, map(Setting.parse, line.changes), schemas)
-        return _Prepared(line.name or f"line {number}", graph, schemas, axes_of(line.matrix, graph, schemas))
+            raise WorkflowError(f"{where}: {error}. Expected an object such as {EXAMPLE}.") from None
+        except WorkflowError as error:
+            raise type(error)(f"{where}: {error}") from None
+        jobs = math.prod(len(axis.values) for axis in axes)
 
-    def _workflow(self, named: str | Mapping[str, Any]) -> tuple[Graph, dict[str, Schema]]:
-        if not isinstance(named, str):
-            return self._read(named)
+        def made(place: int, chosen: Iterable[Setting]) -> Job | Unmade:
+            name = f"{line.name or f'line {number}'}{f' #{place}' if jobs > 1 else ''}"
+            try:
+                changed = settings.apply(graph, chosen, schemas)
+                return Job(name, changed, content_of(changed, schemas, self.input_dir), cache_key_of(changed))
+            except WorkflowError as error:
+                return Unmade(name, f"{where}: {error}")
+
+        return jobs, itertools.starmap(made, enumerate(combinations(axes), 1))
+
+    def _path(self, named: str) -> Path:
         try:
-            path = paths.inside(self.workflows, named)
+            return paths.inside(self.workflows, named)
         except paths.Outside as fault:
             raise WorkflowError(
                 f"{fault}. Workflows are read from {self.workflows} only: put it there, or name its folder with "
                 "--workflows."
             ) from None
-        return self._read_file(path)
 
-    @contextmanager
-    def _of_line(self, number: int) -> Iterator[None]:
-        """Say of a line what is wrong with it."""
-        try:
-            yield
-        except WorkflowError as error:
-            raise type(error)(f"{self.file.name}, line {number}: {error}") from None
+
+@dataclass(frozen=True)
+class Axis:
+    """Inputs that vary together."""
+
+    inputs: Sequence[tuple[str, str]]  # node and name of each
+    values: Sequence[Any]  # each a tuple with a value for each input, or one value for all
+
+    def settings(self, value: Any) -> Iterator[Setting]:
+        values = value if isinstance(value, tuple) else itertools.repeat(value)
+        for (node, name), each in zip(self.inputs, values, strict=False):
+            yield Setting(node, name, json.dumps(each))
+
+
+def combinations(axes: Sequence[Axis]) -> Iterator[tuple[Setting, ...]]:
+    """The settings of each combination, the last axis varying fastest. Its values may be millions: they are not kept,
+    as `itertools.product` would."""
+    *slow, fast = axes or [Axis((), (None,))]
+    for chosen in itertools.product(*(axis.values for axis in slow)):
+        for value in fast.values:
+            pairs = zip((*slow, fast), (*chosen, value), strict=True)
+            yield tuple(setting for axis, each in pairs for setting in axis.settings(each))
+
+
+def axes_of(matrix: Matrix, graph: Graph, schemas: Mapping[str, Schema]) -> list[Axis]:
+    """What a matrix varies of a workflow. What is compiled for (precision, size) comes first, to change least often.
+
+    Raises:
+        WorkflowError: the workflow has no input, or several, that an axis could mean; or there are too many jobs.
+    """
+
+    def having(name: str) -> list[Node]:
+        """The nodes with an input of this name that holds a value, and no link."""
+        return [
+            node
+            for node in graph.nodes.values()
+            if name in schemas[node.class_type].inputs_with(node.inputs)
+            and not isinstance(node.inputs.get(name, Link("", 0)), Link)
+        ]
+
+    axes: list[Axis] = []
+    if matrix.precisions:
+        nodes = [node for node in having(PRECISION) if node.inputs[PRECISION] != FOLLOWS]
+        if not nodes:
+            raise WorkflowError('The workflow sets no precision that "precisions" could vary: leave them out.')
+        axes.append(Axis([(node.id, PRECISION) for node in nodes], matrix.precisions))
+    if matrix.sizes:
+        tall = having("height")
+        node, _ = _only("sizes", [(node, "width") for node in having("width") if node in tall])
+        frames = [name for name in FRAMES if name in graph.nodes[node].inputs][:1]
+        sizes = [tuple(map(int, size.split("x"))) for size in matrix.sizes]
+        if not frames and any(len(size) == 3 for size in sizes):
+            raise WorkflowError(f"{graph.nodes[node].label} has no frames: write its sizes as WIDTHxHEIGHT.")
+        axes.append(Axis([(node, name) for name in ("width", "height", *frames)], sizes))
+    for name, values in matrix.inputs.items():
+        setting = Setting.parse(f"{name}=")
+        setting.found_in(graph, schemas)
+        axes.append(Axis([(setting.node, setting.input)], values))
+    seeds = matrix.seeds
+    if isinstance(seeds, Seeds):
+        seeds = range(seeds.first, seeds.first + seeds.count)
+    for axis, names, values in (("prompts", ("prompt",), matrix.prompts), ("seeds", sorted(SEED_NAMES), seeds)):
+        if values:
+            axes.append(Axis([_only(axis, [(node, name) for name in names for node in having(name)])], values))
+    if (jobs := math.prod(len(axis.values) for axis in axes)) > MAX_JOBS:
+        raise WorkflowError(f"The matrix makes {jobs:,} jobs, and one line takes {MAX_JOBS:,}.")
+    return axes
+
+
+def _only(axis: str, found: Sequence[tuple[Node, str]]) -> tuple[str, str]:
+    """The one input that an axis can mean."""
+    if len(found) != 1:
+        raise WorkflowError(
+            f'"{axis}" means the one node of the workflow that has such an input. Found: '
+            f"{listed(node.label for node, _ in found) or 'none'}. Name the inputs that are to vary: "
+            f'"inputs": {{"NODE.INPUT": [...]}}.'
+        )
+    ((node, name),) = found
+    return node.id, name

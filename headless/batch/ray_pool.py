@@ -1,17 +1,27 @@
-"""Ray's actors as workers, one a GPU. Ray starts, places and restarts their processes."""
+"""Ray's actors as workers, one a GPU: the pool, where the command runs, and the actor, which runs job after job. Ray
+starts, places and restarts their processes.
+
+Ray pickles what goes between them. Both are the user's own; nothing of a file of jobs is unpickled but as plain data
+that passed the gates.
+"""
 
 from __future__ import annotations
 
+import faulthandler
+import gc
 import logging
 import os
 import re
 import secrets
 import signal
+import socket
 import sys
+import threading
 import time
 from collections.abc import Generator
 from concurrent.futures import Future
 from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,15 +29,19 @@ from typing import Any
 
 from ...trust.text import shown
 from ..errors import HostError, WorkflowError
+from ..hosts.local import run_local
+from ..hosts.result import RunResult
+from ..workflow.graph import Graph
 from .content import version_that_matters
 from .jobs import Job
-from .ray_worker import RayActor, Setup
-from .worker_pool import Outcome, Ready
+from .outputs import Outputs
+from .worker_pool import End, Outcome, Ready, Run, execute
 
 INSTALL = 'pip install "comfyui-onediff-guard[scale]", or in a clone: pip install ".[scale]"'
 STORE_BYTES = 80 * 2**20  # of a Ray that is started here; nothing large goes through it
 NO_TOKEN = " Does the cluster ask for no token, though there is one here? Then set RAY_AUTH_MODE=disabled."
 COUNT_SECONDS = 5.0  # between two looks how many GPUs there are
+LATE_SECONDS = 60.0  # beyond --timeout, after which a process is ended whose job did not stop by itself
 
 # Variables that Ray reads when it is imported and when it starts
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
@@ -51,22 +65,23 @@ def connected(address: str | None, workers: int | None = None, *, verbose: bool 
     """A Ray, left or ended at the end. What it prints goes to standard error, or nowhere: standard output is the
     command's.
 
-    Args:
-        address: of a cluster; None: a Ray is started here.
-        workers: None: one a GPU, or where there is none, one.
+    address: of a cluster; None: a Ray is started here.
 
     Raises:
         WorkflowError: the address is none.
         HostError: it does not answer there, or does not start.
     """
-    own: dict[str, Any] = {"address": address}
     if address and not re.fullmatch(r"auto|[^/]+:[0-9]{1,5}", address):
         raise WorkflowError(
             f"--ray {shown(address)}: expected HOST:PORT as `ray start` prints it, for example 10.0.0.1:6379, or auto."
         )
+    own: dict[str, Any] = {"address": address}
     if address:
         os.environ.update(FEW_TRIES | NO_METRICS)
-        _show_token()
+        # A token that is here is shown to a cluster by Ray itself from 2.61 on only, if nothing else was said.
+        file = Path(os.environ.get(TOKEN_PATH) or Path.home() / ".ray" / "auth_token")
+        if os.environ.get(TOKEN) or file.is_file():
+            os.environ.setdefault(MODE, "token")
     else:
         os.environ.update(LOOPBACK | NO_STATISTICS | NO_METRICS)
         os.environ.setdefault(MODE, "token")
@@ -76,8 +91,8 @@ def connected(address: str | None, workers: int | None = None, *, verbose: bool 
     with Path(os.devnull).open("w") as nowhere, redirect_stdout(sys.stderr if verbose else nowhere):
         ray: Any = import_module("ray")
         sigterm = signal.getsignal(signal.SIGTERM)
+        level = logging.INFO if verbose else logging.ERROR
         try:
-            level = logging.INFO if verbose else logging.ERROR
             ray.init(**own, namespace="onediff-guard", log_to_driver=verbose, logging_level=level)
         except Exception as error:  # its own kinds, and those of what it calls
             ray.shutdown()
@@ -86,8 +101,8 @@ def connected(address: str | None, workers: int | None = None, *, verbose: bool 
                 "Check the address, and that all machines have the same Ray, Python and ~/.ray/auth_token; or leave "
                 "out --ray to have one started."
             ) from error
-        with suppress(ValueError):  # which another thread cannot set, nor has Ray then
-            signal.signal(signal.SIGTERM, sigterm)  # Ray answers it in its own way, and leaves that so
+        with suppress(ValueError):  # in another thread than the main one, where Ray leaves it alone
+            signal.signal(signal.SIGTERM, sigterm)  # Ray answers it in its own way
         try:
             yield ray
         except HostError as error:
@@ -97,12 +112,16 @@ def connected(address: str | None, workers: int | None = None, *, verbose: bool 
                 ray.shutdown()
 
 
-def _show_token() -> None:
-    """Have Ray show a cluster the token that is here, if there is one and nothing else was said. With an address that
-    is named it does so by itself from 2.61 on only, though a cluster with a token asks for it before."""
-    file = Path(os.environ.get(TOKEN_PATH) or Path.home() / ".ray" / "auth_token")
-    if os.environ.get(TOKEN) or file.is_file():
-        os.environ.setdefault(MODE, "token")
+@dataclass(frozen=True)
+class Setup:
+    """What a worker is told when it begins. All paths are absolute, and the same on every machine."""
+
+    models: tuple[Path, ...]
+    input_dir: Path
+    output_dir: Path
+    token: str  # of the output folder, by which a worker sees that it is the command's
+    timeout: float | None  # seconds for one job
+    run: Run = run_local
 
 
 class RayPool:
@@ -130,16 +149,17 @@ class RayPool:
         options: dict[str, Any] = {"num_gpus": 1, "num_cpus": 0} if gpus else {"num_cpus": 1}
         make = self._ray.remote(RayActor).options(max_restarts=-1, max_task_retries=-1, **options)
         numbers = range(len(self._workers), self._fixed or gpus or 1)
-        new = [RayWorker(make.remote(self._setup), number) for number in numbers]
+        new = [RayWorker(make.remote(self._setup), f"worker {number + 1}") for number in numbers]
         self._workers += new
         return new
 
 
+@dataclass
 class RayWorker:
     """An actor. Ray starts it anew when its process ends, wherever there is room."""
 
-    def __init__(self, actor: Any, number: int) -> None:
-        self.actor, self.name = actor, f"worker {number + 1}"
+    actor: Any
+    name: str
 
     def connect(self) -> Future[Ready]:
         """Asked by Ray again and again: a lost machine's actors are out of reach until Ray knows that it is lost, and
@@ -151,3 +171,70 @@ class RayWorker:
         """Not tried again by Ray: the job may be the reason why the process ends, and another worker may be free."""
         call = self.actor.run.options(name=f"{job.name} {job.content[:8]}", max_task_retries=0)
         return call.remote(job).future()
+
+
+class RayActor:
+    """The process of one GPU, or of a CPU. It keeps the pipelines of its last job, loaded and compiled, for as long as
+    jobs have the same model and plan."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._outputs = Outputs(setup.output_dir)
+        self._name = f"{socket.gethostname()}:{os.getpid()}"
+        self._loaded: tuple[str, str] | None = None  # model and plan
+        self._pipelines: list[Any] = []
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+
+    def hello(self, version: str) -> Ready:
+        """Say whether this worker can do the command's jobs. version: of this pack, where the command runs."""
+        setup, ours, trouble = self._setup, version_that_matters(), ""
+        if ours != version:
+            trouble = f"it has comfyui-onediff-guard {ours or 'of no version'}, and the command {version or 'of none'}"
+        elif not (setup.output_dir / setup.token).exists():
+            trouble = f"it does not see the folder {setup.output_dir}: --out has to be a folder that all machines share"
+        elif lacking := [str(models) for models in setup.models if not models.is_dir()]:
+            trouble = f"it has no folder {', '.join(lacking)}: models have to be there on every machine"
+        return Ready(self._name, trouble)
+
+    def run(self, job: Job) -> Outcome:
+        setup, needed = self._setup, job.cache_key[:2]
+        if needed != self._loaded:
+            self._unload()
+        if setup.timeout:
+            faulthandler.dump_traceback_later(setup.timeout + LATE_SECONDS, exit=True)
+        outcome = execute(job, self._outputs, self._run, self._name)
+        faulthandler.cancel_dump_traceback_later()
+        self._loaded = needed
+        if outcome.end is End.FAILED:  # and may have left anything
+            self._unload()
+        return outcome
+
+    def _run(self, graph: Graph, output_dir: Path) -> RunResult:
+        from ...pipelines.run.handle import PipelineHandle
+
+        setup = self._setup
+        folders = {"models": setup.models, "input_dir": setup.input_dir, "output_dir": output_dir}
+        result = setup.run(graph, **folders, timeout=setup.timeout)
+        made = (value for values in result.results.values() for value in values)
+        self._pipelines = [value for value in made if isinstance(value, PipelineHandle)]
+        return result
+
+    def _unload(self) -> None:
+        """Where a kernel's fault has ended CUDA in this process, it ends, and Ray starts another one."""
+        self._loaded, self._pipelines = None, []
+        gc.collect()  # modules hold reference cycles
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_initialized():
+            return
+        try:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        except RuntimeError:
+            os._exit(1)
+
+
+def _end_with(parent: int) -> None:
+    """End this process, and free its GPU, as soon as Ray's own process on this machine is gone. Ray takes a minute."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)

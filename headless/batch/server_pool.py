@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ...trust.text import without_password
@@ -52,23 +51,15 @@ def reader(urls: Sequence[str], timeout: float | None = None) -> Read:
 class ServerPool:
     """The servers of a batch. A context manager that takes their runs from them.
 
-    tell: is given a line about a server that does not answer.
+    tell: is given a line about a server that does not answer. options: of `run_on_server`.
     """
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        outputs: Outputs,
-        input_dir: Path | None,
-        timeout: float | None,
-        tell: Callable[[str], None],
-    ) -> None:
-        self.outputs, self.input_dir, self.timeout, self.tell = outputs, input_dir, timeout, tell
-        self.stop = threading.Event()
-        self.last_work = time.monotonic()
-        self.workers = [ServerWorker(self, url) for url in dict.fromkeys(urls)]
+    def __init__(self, urls: Sequence[str], outputs: Outputs, tell: Callable[[str], None], **options: Any) -> None:
+        self.outputs, self.tell, self.stop = outputs, tell, threading.Event()
+        self.run = partial(run_on_server, patience=PATIENCE_SECONDS, stop=self.stop, **options)
+        self.workers = self._new = [ServerWorker(self, url) for url in dict.fromkeys(urls)]
         self.threads = ThreadPoolExecutor(len(self.workers))
-        self._new = self.workers
+        self.last_work = time.monotonic()
 
     def __enter__(self) -> ServerPool:
         return self
@@ -87,10 +78,9 @@ class ServerWorker:
     """One running ComfyUI."""
 
     def __init__(self, pool: ServerPool, url: str) -> None:
-        self.name = without_password(url)
-        self.busy = False
-        self._pool, self._url = pool, url
+        self.name, self._pool, self._url = without_password(url), pool, url
         self._pause = 0.0  # before it is asked whether it answers
+        self.busy = False
 
     def connect(self) -> Future[Ready]:
         return self._pool.threads.submit(self._connect)
@@ -100,16 +90,8 @@ class ServerWorker:
 
     def _run(self, job: Job) -> Outcome:
         pool, self.busy = self._pool, True
-        run = partial(
-            run_on_server,
-            url=self._url,
-            input_dir=pool.input_dir,
-            timeout=pool.timeout,
-            patience=PATIENCE_SECONDS,
-            stop=pool.stop,
-        )
         try:
-            outcome = execute(job, pool.outputs, run, self.name)
+            outcome = execute(job, pool.outputs, partial(pool.run, url=self._url), self.name)
         finally:
             self.busy = False
         if outcome.end is End.AWAY:

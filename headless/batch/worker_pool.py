@@ -43,30 +43,24 @@ class Outcome:
 
 
 class Ready(NamedTuple):
-    """A worker can be given jobs, unless there is a reason why not."""
+    """A worker can be given jobs, unless there is a trouble."""
 
     name: str
     trouble: str = ""
 
 
 class Worker(Protocol):
-    """Runs one job at a time."""
+    """Runs one job at a time. An exception in a future means that it died."""
 
     name: str
 
-    def connect(self) -> Future[Ready]:
-        """Wait until it can be given jobs: at the beginning, and after it died or was away."""
-        ...
+    def connect(self) -> Future[Ready]: ...  # once it can be given jobs: at first, and after it died or was away
 
-    def run(self, job: Job) -> Future[Outcome]:
-        """An exception in the future means that the worker died."""
-        ...
+    def run(self, job: Job) -> Future[Outcome]: ...
 
 
 class WorkerPool(Protocol):
-    def new_workers(self) -> Sequence[Worker]:
-        """The workers that have come since the last call. Asked every second or so."""
-        ...
+    def new_workers(self) -> Sequence[Worker]: ...  # that have come since the last call; asked every second or so
 
 
 def execute(job: Job, outputs: Outputs, run: Run, worker: str) -> Outcome:

@@ -8,12 +8,10 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..batch.batch_run import BatchRun, JobQueue
+from ..batch.batch_run import BatchRun, BatchStats, JobQueue
 from ..batch.jobs import JobsFile, Read
 from ..batch.outputs import PARKED, Outputs
-from ..batch.ray_pool import RayPool, connected, require
-from ..batch.ray_worker import Setup
-from ..batch.stats import BatchStats
+from ..batch.ray_pool import RayPool, Setup, connected, require
 from ..batch.worker_pool import WorkerPool
 from ..errors import RunFailedError, WorkflowError
 from ..hosts.chosen import DEFAULT_INPUT, DEFAULT_MODELS, Host, seconds
@@ -140,7 +138,7 @@ def _pool(args: argparse.Namespace, outputs: Outputs, stats: BatchStats) -> Gene
     if args.server:
         from ..batch.server_pool import ServerPool
 
-        with ServerPool(args.server, outputs, args.input, args.timeout, stats.say) as servers:
+        with ServerPool(args.server, outputs, stats.say, input_dir=args.input, timeout=args.timeout) as servers:
             yield servers
         return
     with connected(args.ray, args.workers, verbose=args.verbose) as ray, outputs.token() as token:

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 import toy_jobs
 from comfyui_onediff_guard.headless.batch import content
-from comfyui_onediff_guard.headless.batch.batch_run import JobQueue
+from comfyui_onediff_guard.headless.batch.batch_run import BatchStats, JobQueue
 from comfyui_onediff_guard.headless.batch.content import content_of
 from comfyui_onediff_guard.headless.batch.jobs import MAX_LINE, Job, JobsFile, Unmade
 from comfyui_onediff_guard.headless.batch.outputs import Outputs
-from comfyui_onediff_guard.headless.batch.stats import BatchStats
 from comfyui_onediff_guard.headless.errors import WorkflowError
 from comfyui_onediff_guard.headless.hosts.local import read_local
 from comfyui_onediff_guard.headless.workflow.graph import read_json
@@ -160,7 +159,7 @@ def test_a_combination_that_is_no_job_is_told_and_the_others_run(tmp_path: Path)
     assert isinstance(second, Unmade) and second.name == "pictures #2" and "jobs, line 1: " in second.error
     stats = BatchStats(3, io.StringIO())
     queue = JobQueue(jobs, Outputs(tmp_path / "out"), stats)
-    assert queue.fill() and len(queue.take_where(lambda _: True)) == 2
+    assert queue.fill() and len(queue.take(lambda _: True)) == 2
     assert stats.failed == 1 and stats.faults == [{"name": second.name, "content": "no job", "error": second.error}]
 
 

@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 from comfyui_onediff_guard.headless.batch import batch_run as module
-from comfyui_onediff_guard.headless.batch.batch_run import BatchRun, JobQueue
+from comfyui_onediff_guard.headless.batch.batch_run import BatchRun, BatchStats, JobQueue
 from comfyui_onediff_guard.headless.batch.content import CacheKey
 from comfyui_onediff_guard.headless.batch.jobs import Job
 from comfyui_onediff_guard.headless.batch.outputs import Outputs
-from comfyui_onediff_guard.headless.batch.stats import BatchStats
 from comfyui_onediff_guard.headless.batch.worker_pool import End, Outcome, Ready
 from comfyui_onediff_guard.headless.errors import HostError, OutputError
 from comfyui_onediff_guard.headless.workflow.graph import Graph
@@ -88,6 +87,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunOf:
         jobs: Any, does: Does = does, workers: int = 2, retry: bool = False, attempts: int = 3, **of_pool: Any
     ) -> Any:
         outputs, stats = Outputs(tmp_path), BatchStats(0, io.StringIO())
+        outputs.ensure()
         pool = ScriptedPool(outputs, does, **{"waves": [workers], **of_pool})
         BatchRun(JobQueue(jobs, outputs, stats, retry=retry), pool, outputs, stats, attempts).run()
         return stats, pool
@@ -216,7 +216,7 @@ def test_lines_say_how_far_it_is() -> None:
     assert second.startswith("[3/4] FAILED job 3 (") and second.endswith(
         "line one line two · 1/s · 1 s left · 1 failed"
     )
-    assert stats.summary() == "4 jobs: 1 done in 2.0 s, 1 were there, 1 failed"
+    assert stats.summary() == "4 jobs, 1 done, 1 already done, 1 failed in 2.0 s"
 
 
 def test_two_batches_into_one_folder_compute_each_job_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,6 +228,7 @@ def test_two_batches_into_one_folder_compute_each_job_once(tmp_path: Path, monke
 
     def batch() -> None:
         outputs, stats, first = Outputs(tmp_path), BatchStats(20, io.StringIO()), [True]
+        outputs.ensure()
 
         def once(each: Job, worker: Scripted) -> Outcome:
             begun.append(each.content)

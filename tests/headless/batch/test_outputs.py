@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 from comfyui_onediff_guard.headless.batch import outputs as module
+from comfyui_onediff_guard.headless.batch import ray_pool
 from comfyui_onediff_guard.headless.batch.content import CacheKey, cache_key_of
 from comfyui_onediff_guard.headless.batch.jobs import Job
 from comfyui_onediff_guard.headless.batch.outputs import Outputs
-from comfyui_onediff_guard.headless.batch.ray_worker import PipelineCache
+from comfyui_onediff_guard.headless.batch.ray_pool import RayActor, Setup
 from comfyui_onediff_guard.headless.batch.worker_pool import ENDS, End, Outcome, execute
 from comfyui_onediff_guard.headless.errors import HeadlessError, OutputError, RunFailedError
 from comfyui_onediff_guard.headless.hosts.result import RunResult
@@ -156,25 +157,24 @@ def test_the_key_is_of_what_is_loaded_and_compiled(changes: dict[str, Any], diff
     assert [name for name in CacheKey._fields if getattr(before, name) != getattr(after, name)] == differs
 
 
-def test_the_last_model_is_kept_for_as_long_as_its_plan_stays() -> None:
-    cache, loaded = PipelineCache(), dict[str, weakref.ref[Any]]()
+def test_a_worker_keeps_its_last_model_for_as_long_as_the_plan_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_pool, "_end_with", lambda _: None)  # a thread that waits for Ray's end
+    loaded: dict[str, weakref.ref[Any]] = {}
+    left: list[set[str]] = []
 
-    def run(model: str, plan: str = "p", shape: str = "") -> set[str]:
-        """What is still in memory before a job of this kind loads anything."""
-        key = CacheKey(model, plan, shape)
-        cache.evict_for(key)
-        left = {name for name, handle in loaded.items() if handle() is not None}
+    def run(graph: Graph, output_dir: Path, **_: Any) -> RunResult:
+        """As it loads a model, which is its job's name."""
+        left.append({name for name, handle in loaded.items() if handle() is not None})
         handle = object.__new__(PipelineHandle)
         loaded[model] = weakref.ref(handle)
-        cache.put(key, RunResult({}, {"1": (handle, 1)}, [], 1.0))
-        return left
+        if model == "fails":
+            raise RunFailedError("no")
+        return RunResult({}, {"1": (handle, 1)}, [], 1.0)
 
-    assert [run("a"), run("a", shape="another"), run("b"), run("b", "another"), run("b", "another")] == [
-        set(),
-        {"a"},
-        set(),
-        set(),
-        {"b"},
-    ]
-    cache.clear()
-    assert run("b", "another") == set()
+    actor = RayActor(Setup((), tmp_path, tmp_path, "", None, run))
+    cases = [("a", "p", ""), ("a", "p", "larger"), ("b", "p", ""), ("b", "q", ""), ("b", "q", ""), ("fails", "q", "")]
+    for number, (model, plan, shape) in enumerate([*cases, ("b", "q", "")]):
+        actor.run(Job(model, Graph({}), f"{number:032x}", CacheKey(model, plan, shape)))
+    assert left == [set(), {"a"}, set(), set(), {"b"}, set(), set()]
