@@ -380,8 +380,8 @@ def joined_batch(toy_batch: Callable[..., Any], ray_address: str) -> Iterator[Ca
     """The same under the shared Ray, on which it leaves no worker."""
     made = []
 
-    def make(*arguments: Any, **more: Any) -> Any:
-        made.append(toy_batch(*arguments, "--ray", ray_address, **more))
+    def make(lines: list[dict[str, Any]], *options: str, **more: Any) -> Any:
+        made.append(toy_batch(lines, "--ray", ray_address, *options, **more))
         made[-1].environment |= ray_pool.LOOPBACK  # else Ray takes 127.0.0.1 for the machine's other address
         return made[-1]
 

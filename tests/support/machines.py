@@ -51,15 +51,13 @@ class Machine:
         named = f'hostname {self.name} && exec "$@"'
         return ["ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-c", named, "sh", *words]
 
-    def start_ray(self, head: str, cpus: int = 1, gpus: int = 0, more: Sequence[str] = ()) -> None:
-        """Make it a node; at its own address, the head. gpus: that Ray is to take it to have. more: options."""
+    def start_ray(self, head: str, gpus: int = 0) -> None:
+        """Make it a node; at its own address, the head. gpus: that Ray is to take it to have."""
         at = ["--head", "--port", str(PORT)] if head == self.address else ["--address", f"{head}:{PORT}"]
-        options = [*at, "--node-ip-address", self.address, "--num-cpus", str(cpus), *more]
-        options += ["--num-gpus", str(gpus)] if gpus else []
+        options = [*at, "--node-ip-address", self.address, "--num-cpus", "1", "--num-gpus", str(gpus)]
         options += ["--object-store-memory", str(100 * 2**20), "--disable-usage-stats"]
-        options += (
-            ["--include-dashboard", "false", "--temp-dir", str(self.folder / "ray")] if head == self.address else []
-        )
+        if head == self.address:
+            options += ["--include-dashboard", "false", "--temp-dir", str(self.folder / "ray")]
         done = subprocess.run(
             self.command(sys.executable, "-m", "ray.scripts.scripts", "start", *options),
             env=self.environment,
@@ -93,34 +91,21 @@ def machines(names: Sequence[str], folder: Path, environment: dict[str, str]) ->
     bridge, hub = f"odgb{mark}", f"odg{mark}hub"
     made: list[Machine] = []
     try:
-        _ip("netns", "add", hub)
-        _ip("-n", hub, "link", "add", bridge, "type", "bridge")
-        _ip("-n", hub, "link", "set", bridge, "up")
+        _ip(f"netns add {hub}")
+        _ip(f"-n {hub} link add {bridge} type bridge")
+        _ip(f"-n {hub} link set {bridge} up")
         for number, name in enumerate(names, 1):
             own = folder / name
             own.mkdir()
             more = {"ONEDIFF_GUARD_COMPILED": str(own / "compiled"), "ONEDIFF_GUARD_COMPILED_GB": "1", **QUICK}
             machine = Machine(f"odg{mark}{name}", f"10.77.0.{number}", own, {**environment, **more})
             made.append(machine)
-            _ip("netns", "add", machine.name)
-            _ip(
-                "-n",
-                hub,
-                "link",
-                "add",
-                f"v{mark}{number}",
-                "type",
-                "veth",
-                "peer",
-                "name",
-                "eth0",
-                "netns",
-                machine.name,
-            )
-            _ip("-n", hub, "link", "set", f"v{mark}{number}", "master", bridge, "up")
-            _ip("-n", machine.name, "address", "add", f"{machine.address}/24", "dev", "eth0")
-            _ip("-n", machine.name, "link", "set", "eth0", "up")
-            _ip("-n", machine.name, "link", "set", "lo", "up")
+            _ip(f"netns add {machine.name}")
+            _ip(f"-n {hub} link add v{mark}{number} type veth peer name eth0 netns {machine.name}")
+            _ip(f"-n {hub} link set v{mark}{number} master {bridge} up")
+            _ip(f"-n {machine.name} address add {machine.address}/24 dev eth0")
+            _ip(f"-n {machine.name} link set eth0 up")
+            _ip(f"-n {machine.name} link set lo up")
         yield made
     finally:
         for machine in made:
@@ -129,5 +114,5 @@ def machines(names: Sequence[str], folder: Path, environment: dict[str, str]) ->
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+def _ip(words: str) -> None:
+    subprocess.run(["ip", *words.split()], check=True, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""A batch under a real Ray: workers and command killed, jobs that kill, and the command where there is no Ray."""
+"""A batch under a real Ray: workers and command killed, jobs that kill, who can reach it; and where there is no Ray."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import toy_jobs
-from batch_runs import Batch, Found
+from batch_runs import Batch, Found, without_a_say
 from comfyui_onediff_guard.headless.batch import ray_pool
-from waiting import wait_until
+from comfyui_onediff_guard.headless.commands import cli
+from waiting import HANG_SECONDS, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="its signals are POSIX's")
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere Ray's processes are others")
 
 BatchOf = Callable[..., Batch]
 
@@ -37,50 +41,44 @@ def test_workers_and_command_are_killed_and_every_output_is_there_once(toy_batch
     assert found.seeds == list(range(16)) and not found.broken and found.redone == 0
     assert len(run.killed) >= 2
     again = toy_batch(jobs(16, log, seconds=0.3, pause=0.1), log=log)
-    again.start()
-    answer = again.finish()
+    answer = again.run()
     assert answer["already_done"] == 16 and answer["done"] == 0
     assert Found.in_(again).begun == found.begun
 
 
 def test_a_job_that_kills_its_worker_is_parked_and_the_batch_goes_on(joined_batch: BatchOf, tmp_path: Path) -> None:
     log = tmp_path / "log"
+    faults = {"lethal": "dies", "faulty": "raises", "sound": "none"}
     lines = [
-        {"workflow": toy_jobs.workflow(seed=1, fault="dies", log=str(log)), "name": "lethal"},
-        {"workflow": toy_jobs.workflow(seed=2, fault="raises", log=str(log)), "name": "faulty"},
-        {"workflow": toy_jobs.workflow(seed=3, log=str(log)), "name": "sound"},
+        {"workflow": toy_jobs.workflow(seed=seed, fault=fault, log=str(log)), "name": name}
+        for seed, (name, fault) in enumerate(faults.items(), 1)
     ]
     run = joined_batch(lines, "--workers", "1", "--attempts", "2", log=log)
-    run.start()
-    answer = run.finish()
+    answer = run.run()
     assert answer["code"] == 4 and answer["done"] == 1 and answer["failed"] == 2 and answer["workers_lost"] == 2
     errors = {fault["name"]: fault["error"] for fault in answer["faults"]}
     assert errors["lethal"].startswith("It ended its worker 2 times, at last so: ")
     assert "a toy's fault" in errors["faulty"]
-    starts = [start["seed"] for start in run.starts()]
-    assert starts.count(1) == 2 and starts.count(2) == 1 and starts.count(3) == 1
+    assert sorted(start["seed"] for start in run.starts()) == [1, 1, 2, 3]
     assert len({start["pid"] for start in run.starts() if start["seed"] == 1}) == 2, "a fresh process each time"
-    run.start()
-    answer = run.finish()
+    answer = run.run()
     assert answer["code"] == 4 and answer["parked_before"] == 2 and len(run.starts()) == 4, "it is not tried again"
 
 
 def test_ctrl_c_ends_all_and_the_same_command_goes_on(toy_batch: BatchOf, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    run = toy_batch(jobs(6, log, seconds=0.5), "--workers", "1", log=log)
+    log, gate = tmp_path / "log", tmp_path / "gate"
+    gate.write_text("2")
+    run = toy_batch(jobs(6, log, gate=str(gate)), "--workers", "1", log=log)
     process = run.start()
-    wait_until(lambda: len(run.whole()) >= 2, "two jobs are done", meanwhile=process)
+    wait_until(lambda: len(run.starts()) == 3, "two jobs are done", meanwhile=process)
     process.send_signal(signal.SIGINT)
     answer = run.finish()
     assert answer["code"] == 130 and answer["status"] == "error"
     assert "the same command goes on" in answer["told"]
-    for start in run.starts():
-        with pytest.raises(ProcessLookupError):
-            os.kill(start["pid"], 0)
-    done = len(run.whole())
-    assert done < 6
-    run.start()
-    assert run.finish()["already_done"] == done
+    assert not any(psutil.pid_exists(start["pid"]) for start in run.starts())
+    assert len(run.whole()) == 2
+    gate.write_text("6")
+    assert run.run()["already_done"] == 2
     found = Found.in_(run)
     assert found.seeds == list(range(6)) and found.redone == 0 and not found.broken
 
@@ -94,15 +92,13 @@ def test_a_full_disk_ends_it_and_the_same_command_goes_on(joined_batch: BatchOf,
         pytest.skip("no file system can be mounted here")
     try:
         run = joined_batch(jobs(20, log), "--workers", "1", log=log)
-        run.start()
-        answer = run.finish()
+        answer = run.run()
         assert answer["code"] == 5 and "the disk is full" in answer["error"]
         found = Found.in_(run)
         assert 0 < len(found.seeds) < 20 and not found.broken and not list((out / ".running").iterdir())
         assert not (out / "parked").exists(), "no job is at fault"
         subprocess.run(["mount", "-o", "remount,size=10m", str(out)], check=True)
-        run.start()
-        answer = run.finish()
+        answer = run.run()
         assert answer["code"] == 0 and answer["already_done"] == len(found.seeds)
         found = Found.in_(run)
         assert found.seeds == list(range(20)) and not found.broken and found.redone == 0
@@ -110,37 +106,61 @@ def test_a_full_disk_ends_it_and_the_same_command_goes_on(joined_batch: BatchOf,
         subprocess.run(["umount", "--lazy", str(out)], check=True)
 
 
-@pytest.mark.parametrize("below", ["", "folder"])
-def test_an_output_folder_that_is_a_file_is_told(toy_batch: BatchOf, tmp_path: Path, below: str) -> None:
-    (tmp_path / "file").write_text("mine")
-    run = toy_batch(jobs(1, tmp_path / "log"))
-    run.out = tmp_path / "file" / below
-    run.start()
-    answer = run.finish()
-    assert answer["code"] == 5 and "Not a directory" in answer["error"] and "--out" in answer["error"]
-    assert (tmp_path / "file").read_text() == "mine"
+def is_loopback(address: str) -> bool:
+    ip = ip_address(address)
+    return (getattr(ip, "ipv4_mapped", None) or ip).is_loopback
 
 
-def test_a_worker_that_lacks_the_models_says_so(joined_batch: BatchOf, tmp_path: Path) -> None:
-    run = joined_batch(jobs(1, tmp_path / "log"), "--models", str(tmp_path / "nowhere"))
-    run.start()
-    answer = run.finish()
-    assert answer["code"] == 3 and "models have to be there on every machine" in answer["error"]
+@on_linux
+def test_a_ray_that_is_started_here_listens_to_this_machine_alone_lets_nobody_in_and_ends_with_its_command(
+    toy_batch: BatchOf, tmp_path: Path
+) -> None:
+    """Also where the command is killed."""
+    log = tmp_path / "log"
+    run = toy_batch(jobs(1, log, seconds=900.0), "--workers", "1", log=log)
+    run.environment = without_a_say(run.environment, tmp_path / "home")
+    process = run.start()
+    wait_until(run.starts, "a job begins", meanwhile=process)
+    command = psutil.Process(process.pid)
+    processes = [command, *command.children(recursive=True)]
+    names = {each: each.name() for each in processes}
+    connections = [(names[one], each) for one in processes for each in one.net_connections("tcp")]
+    listening = {(name, each.laddr.ip) for name, each in connections if each.status == psutil.CONN_LISTEN}
+    assert {"gcs_server", "raylet"} <= {name for name, _ in listening}
+    assert all(is_loopback(address) for _, address in listening), listening
+    words = [word for each in processes for word in each.cmdline()]
+    (address,) = {word.partition("=")[2] for word in words if word.startswith("--gcs-address=")}
+    intruder = toy_batch(jobs(1, log), "--ray", address)
+    intruder.environment = run.environment | ray_pool.LOOPBACK | {"RAY_AUTH_TOKEN": "a" * 64}
+    answer = intruder.run()
+    assert answer["code"] == 3 and "token" in answer["error"]
+    process.kill()
+    process.communicate()
+    _, alive = psutil.wait_procs(processes, 20)
+    assert not {"gcs_server", "raylet"} & {names[each] for each in alive}
+    assert not psutil.pid_exists(run.starts()[0]["pid"]), "the worker, which may hold a GPU's memory"
+    _, alive = psutil.wait_procs(alive, HANG_SECONDS)  # Ray's agents take a minute
+    assert not alive
 
 
 @pytest.mark.parametrize(
-    ("address", "code", "says"),
+    ("options", "code", "says"),
     [
-        ("127.0.0.1:1", 3, "No Ray answers at 127.0.0.1:1"),
-        ("127.0.0.1", 2, "expected HOST:PORT"),
-        ("ray://127.0.0.1:10001", 2, "expected HOST:PORT"),
+        (["--ray", "127.0.0.1:1"], 3, ["No Ray answers at 127.0.0.1:1"]),
+        (["--ray", "127.0.0.1"], 2, ["expected HOST:PORT"]),
+        (["--ray", "ray://127.0.0.1:10001"], 2, ["expected HOST:PORT"]),
+        (["--out", "file"], 5, ["Not a directory", "--out"]),
+        (["--out", "file/folder"], 5, ["Not a directory", "--out"]),
+        (["--models", "nowhere"], 3, ["models have to be there on every machine"]),
     ],
 )
-def test_no_ray_answers(toy_batch: BatchOf, tmp_path: Path, address: str, code: int, says: str) -> None:
-    run = toy_batch(jobs(1, tmp_path / "log"), "--ray", address)
-    run.start()
-    answer = run.finish()
-    assert answer["code"] == code and says in answer["error"]
+def test_what_cannot_begin_is_told(
+    joined_batch: BatchOf, tmp_path: Path, options: list[str], code: int, says: list[str]
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    answer = joined_batch(jobs(1, tmp_path / "log"), *options).run()
+    assert answer["code"] == code and all(text in answer["error"] for text in says)
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_without_ray_the_command_says_what_to_install(
@@ -163,8 +183,6 @@ def test_servers_have_their_own(
 
 @pytest.mark.parametrize("number", ["0", "-1", "x", "99999999"])
 def test_a_number_of_workers_is_one(capsys: pytest.CaptureFixture[str], number: str, tmp_path: Path) -> None:
-    from comfyui_onediff_guard.headless.commands import cli
-
     with pytest.raises(SystemExit):
         cli.main(["batch", str(tmp_path), "--workers", number])
     assert "expected a number from 1" in capsys.readouterr().err

@@ -1,0 +1,113 @@
+"""A batch on a cluster of machines: one that joins gets work, one that leaves loses none, and a cluster that asks for a
+token gets it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import toy_jobs
+from batch_runs import Batch, Found, surroundings, without_a_say
+from machines import PORT, Machine, machines, why_not
+from waiting import wait_until
+
+pytestmark = [
+    pytest.mark.skipif(not find_spec("ray"), reason="Ray is not installed: pip install '.[scale]'"),
+    pytest.mark.skipif(bool(reason := why_not()), reason=reason or "namespaces work"),
+]
+
+
+@pytest.fixture
+def apart(tmp_path: Path) -> Iterator[tuple[Machine, Machine]]:
+    """Two machines, of which none has a Ray yet, and to which nothing was told about tokens."""
+    with surroundings() as environment, tempfile.TemporaryDirectory(prefix="m-", dir="/tmp") as folder:
+        told = without_a_say(environment, tmp_path / "home")
+        del told["RAY_TMPDIR"]
+        with machines(["a", "b"], Path(folder), told) as (head, other):
+            yield head, other
+
+
+def batch_on(head: Machine, here: Path, jobs: int = 1, **busy: Any) -> Batch:
+    (here / "models").mkdir(exist_ok=True)
+    line = {"workflow": toy_jobs.workflow(log=str(here / "log"), **busy), "matrix": {"seeds": {"count": jobs}}}
+    file, out = toy_jobs.write_jobs(here / "jobs.jsonl", [line]), Path(tempfile.mkdtemp(dir=here))
+    options = ("--models", str(here / "models"), "--ray", f"{head.address}:{PORT}")
+    return Batch(file, out, options, head.environment, log=here / "log", within=head.command)
+
+
+def test_a_machine_joins_and_leaves_and_comes_back(apart: tuple[Machine, Machine], tmp_path: Path) -> None:
+    """With one GPU and two, as far as Ray knows: a worker for each. Jobs end when the gate lets them."""
+    head, other = apart
+    head.environment["RAY_AUTH_MODE"] = other.environment["RAY_AUTH_MODE"] = "disabled"
+    head.start_ray(head.address, gpus=1)
+    jobs, gate = 12, tmp_path / "gate"
+    gate.write_text("2")
+    batch = batch_on(head, tmp_path, jobs, gate=str(gate))
+    process = batch.start()
+
+    def until(condition: Callable[[], bool]) -> None:
+        wait_until(condition, lambda: batch.told.read_text(), meanwhile=process)
+
+    def workers() -> set[int]:
+        """The processes on the other machine that have begun a job."""
+        return {start["pid"] for start in batch.starts() if start["host"] == other.name}
+
+    until(lambda: len(batch.whole()) == 2)
+    other.start_ray(head.address, gpus=2)
+    until(lambda: len(workers()) == 2)
+    other.lose()
+    lost = workers()
+    gate.write_text("8")
+    until(lambda: len(batch.whole()) >= 4)
+    assert workers() == lost, "the one that is left goes on"
+    other.start_ray(head.address, gpus=2)
+    until(lambda: len(workers() - lost) == 2)
+    gate.write_text(str(jobs))
+    answer = batch.finish()
+    assert answer["code"] == 0 and answer["done"] == jobs and answer["failed"] == 0 and answer["workers_lost"] == 2
+    assert "disabled" not in answer["told"]
+    found = Found.in_(batch)
+    assert found.seeds == list(range(jobs)) and not found.broken and found.redone == 0
+
+
+@pytest.mark.parametrize(
+    ("asks", "cases"),
+    [
+        (
+            True,
+            [
+                ("home", {}, ""),
+                ("other", {}, "auth_token"),
+                ("none", {}, "auth_token"),
+                ("none", {"RAY_AUTH_TOKEN": "a" * 32}, ""),
+            ],
+        ),
+        (
+            False,
+            [("none", {}, ""), ("home", {}, "RAY_AUTH_MODE=disabled"), ("home", {"RAY_AUTH_MODE": "disabled"}, "")],
+        ),
+    ],
+    ids=["it asks for one", "it asks for none"],
+)
+def test_a_cluster_gets_the_token_that_it_asks_for_and_lets_nobody_else_in(
+    apart: tuple[Machine, Machine], tmp_path: Path, asks: bool, cases: list[tuple[str, dict[str, str], str]]
+) -> None:
+    """cases: in which home, with which variables, and which error comes of it."""
+    head, _ = apart
+    for home, token in (("home", "a" * 32), ("other", "b" * 32)):
+        (tmp_path / home / ".ray").mkdir(parents=True)
+        (tmp_path / home / ".ray" / "auth_token").write_text(token)
+    (tmp_path / "none").mkdir()
+    if not asks:
+        head.environment["RAY_AUTH_MODE"] = "disabled"
+    head.start_ray(head.address)  # with the token that it finds
+    head.environment.pop("RAY_AUTH_MODE", None)
+    for home, variables, error in cases:
+        batch = batch_on(head, tmp_path)
+        batch.environment = head.environment | {"HOME": str(tmp_path / home)} | variables
+        answer = batch.run()
+        assert answer["code"] == 3 and error in answer["error"] if error else answer["done"] == 1, answer["told"]
