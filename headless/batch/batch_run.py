@@ -311,7 +311,5 @@ class BatchRun:
         self._heard = time.monotonic()
         if self._park_refused(self._idle):  # whoever else might take them does not come
             return
-        if self._idle:
-            self.stats.say("Waiting for jobs that another batch computes into this folder.")
-        else:
-            self.stats.say("Waiting for a worker: none is ready. Are all GPUs of the cluster taken?")
+        what = "jobs that another batch computes into this folder" if self._idle else "a worker: none is ready"
+        self.stats.say(f"Waiting for {what}.")

@@ -49,7 +49,7 @@ class Outputs:
     def claim(self, content: str) -> BinaryIO | None:
         """A locked file, for the command that computes a job; None where another one does. The system unlocks what a
         killed command held. Where a network folder has no locks, two may compute a job, and the first result stays."""
-        with self.errors_told():
+        with self._errors_told():
             stream = self._claim(content).open("ab")
             if locked(stream) or not self._has_locks:
                 return stream
@@ -84,10 +84,10 @@ class Outputs:
         where the block raises."""
         with self._temporary("job") as temporary:
             folder, record, target = temporary / "made", {"format": FORMAT}, self.folder / content
-            with self.errors_told():
+            with self._errors_told():
                 folder.mkdir()
             yield folder, record
-            with self.errors_told():
+            with self._errors_told():
                 with (folder / RECORD).open("x", encoding="utf-8") as stream:
                     json.dump(for_json(record), stream, indent=2, allow_nan=False)
                     stream.flush()
@@ -104,7 +104,7 @@ class Outputs:
         that a folder is somebody's."""
         prefix, running = f"{what}-{for_file_name(socket.gethostname())}~", self.folder / RUNNING
         with ExitStack() as held:
-            with self.errors_told():
+            with self._errors_told():
                 running.mkdir(parents=True, exist_ok=True)
                 made = held.enter_context(temporary_folder(prefix, running))
             yield made
@@ -112,7 +112,7 @@ class Outputs:
     def park(self, content: str, name: str, error: str, attempts: int) -> None:
         """Have a job not tried again."""
         facts = {"format": FORMAT, "content": content, "name": name, "error": error, "attempts": attempts}
-        with self.errors_told():
+        with self._errors_told():
             (self.folder / PARKED).mkdir(parents=True, exist_ok=True)
             with replacing(self._parked(content)) as stream:
                 stream.write(json.dumps(facts, indent=2).encode() + b"\n")
@@ -126,14 +126,14 @@ class Outputs:
 
     def unpark(self, content: str) -> None:
         """Have a job tried again."""
-        with self.errors_told():
+        with self._errors_told():
             self._parked(content).unlink(missing_ok=True)
 
     def _parked(self, content: str) -> Path:
         return self.folder / PARKED / f"{content}.json"
 
     @contextmanager
-    def errors_told(self) -> Iterator[None]:
+    def _errors_told(self) -> Iterator[None]:
         """Raise what goes wrong with the folder as OutputError."""
         try:
             yield
