@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,10 +33,16 @@ NOT_RUN = (
     "Windows and macOS: nothing assumes Linux, but nobody has run it there.",
 )
 WIDTH = 96  # of a line of text
-_SETTERS = {
-    "user": "set by you",
-    "others": "set by ComfyUI or another pack",
-    "default": "not set by anyone",
+_SETTERS = {"user": "set by you", "others": "set by ComfyUI or another pack", "default": "not set by anyone"}
+_REASONS = {  # fields of a plan, by what they are listed as
+    "reason": "dtype",
+    "guard_reason": "guard",
+    "wide_reason": "wide",
+    "quantised_reason": "quantised",
+    "accumulation_reason": "accumulation",
+    "fp16_sums_reason": "fp16 sums",
+    "source": "sources",
+    "accumulation_source": "sources",
 }
 
 
@@ -62,7 +69,6 @@ class ModelPlans:
     plans: tuple[Plan, ...]
     refused: Mapping[str, str] = field(default_factory=dict)  # component → why it cannot run like that
     folder: str = ""  # its name; empty where it stands for all models of the variant
-    stored: Mapping[str, str] = field(default_factory=dict)  # folder of a component → "BF16, 11.1 GB"
 
 
 @dataclass(frozen=True)
@@ -89,12 +95,12 @@ class Diagnosis:
     machine: Machine
     precision: Precision
     accumulation: Accumulation
-    on_failure: str  # the guard's policy: "rerun", "stop" or "off"
-    strict: bool
     backends: Backends
     switches: tuple[Switch, ...]
     models: tuple[ModelPlans, ...]
-    notes: tuple[str, ...]
+    on_failure: str = "rerun"  # the guard's policy: "rerun", "stop" or "off"
+    strict: bool = False
+    notes: tuple[str, ...] = ()
     compile_cache: str = ""  # where it is and how full; empty where nobody said
     comfyui: ComfyUI | None = None  # None where nobody looked
     runs: tuple[RunEstimate, ...] = ()  # on a card of so much memory, where one was asked for
@@ -105,9 +111,8 @@ class Diagnosis:
 
     def text(self) -> str:
         """For people: what will run and why, then what is to be noted, where it runs, and last the switches."""
-        named = [model for model in self.models if model.folder]
-        sections = [_model_text(self, model) for model in named] or [_variants_text(self)]
-        sections += [
+        sections = [
+            *([_model_text(self, model) for model in self.models if model.folder] or [_variants_text(self)]),
             _estimates_text(self.runs),
             _listed("Notes", self.notes),
             _machine_text(self),
@@ -138,75 +143,60 @@ def diagnose(
     Raises BadFolder where `model` is no folder of a known family, or is not whole; BadSize where none can be made.
     """
     machine = look()
-    machine = replace(machine, architecture=tried(lambda: _tested(machine.device, selftests), machine.architecture))
-    chosen = architecture or machine.architecture
+    here = tried(lambda: _tested(machine.device, selftests), machine.architecture)
+    machine = replace(machine, architecture=here)
     stored = open_model(model, family_of(model)) if model else None
-    variants = [stored.variant] if stored else VARIANTS.values()
-    models = tuple(_plans(variant, chosen, precision, accumulation, stored) for variant in variants)
-    notes = _about(stored) if stored else ()
-    diagnosis = _put_together(machine, architecture, precision, accumulation, models, notes)
+    variants, folder = ([stored.variant], stored.name) if stored else (VARIANTS.values(), "")
+    beside = tuple(gpu.architecture for gpu in machine.gpus)
+    found = _diagnosis(machine, architecture, here, beside, precision, accumulation, variants, folder)
+    found = _noted(found, beside, _about(stored) if stored else ())
     if memory is None:
-        return diagnosis
+        return found
     from .vram_estimate import estimate_runs
 
-    return replace(diagnosis, runs=tuple(estimate_runs(stored, chosen, [memory], size, precision, accumulation)))
+    runs = estimate_runs(stored, found.architecture, [memory], size, precision, accumulation)
+    return replace(found, runs=tuple(runs))
 
 
 def diagnose_pipeline(handle: PipelineHandle, architecture: Architecture | None = None) -> Diagnosis:
     """The same for a pipeline on a wire, with its own precision, accumulation, backend and guard policy."""
-    model = handle.store.model
-    models = (_plans(model.variant, architecture or handle.architecture, handle.precision, handle.accumulation, model),)
-    found_at_load = (note for notes in handle.store.notes.values() for note in notes)
-    notes = (*_about(model), *found_at_load, *_learned(handle))
-    machine = look(handle.store.placement.device)
-    return _put_together(machine, architecture, handle.precision, handle.accumulation, models, notes, handle)
+    model, policy, asked = handle.store.model, handle.policy, (handle.precision, handle.accumulation)
+    machine, variants = look(handle.store.placement.device), [model.variant]
+    found = _diagnosis(
+        machine, architecture, handle.architecture, handle.beside, *asked, variants, model.name, handle.backend
+    )
+    found = replace(found, on_failure=policy.on_failure.value, strict=policy.strict)
+    at_load = (note for notes in handle.store.notes.values() for note in notes)
+    return _noted(found, handle.beside, (*_about(model), *at_load, *_learned(handle)))
 
 
-def _put_together(
+def _diagnosis(
     machine: Machine,
     asked: Architecture | None,
+    here: Architecture,
+    beside: tuple[Architecture, ...],
     precision: Precision,
     accumulation: Accumulation,
-    models: tuple[ModelPlans, ...],
-    notes: Iterable[str],
-    handle: PipelineHandle | None = None,
+    variants: Iterable[Variant],
+    folder: str,
+    backend: BackendChoice | None = None,
 ) -> Diagnosis:
-    chosen = asked or (handle.architecture if handle else machine.architecture)
-    beside = handle.beside if handle else tuple(gpu.architecture for gpu in machine.gpus)
-    backends = _backends(machine, handle.backend if handle else None)
-    switches = tried(lambda: preview(chosen, accumulation, () if asked else beside), ())
-    on_failure = handle.policy.on_failure.value if handle else "rerun"
-    unknown = {a.name: a for a in (chosen, *beside) if not a.known}
-    said = [*machine.advice, *(f"{a}: little is known of it, so its plan is the safe one" for a in unknown.values())]
-    said += _attention_of(chosen)
-    if not switches:
-        said.append("The accumulation switches could not be read: some are PyTorch's")
-    said += tried(lambda: [*_lacking(precision, models)], [])
-    if on_failure == "off":
-        said.append("The NaN Guard is off: steps are only watched")
-    if asked is None:
-        said += tried(lambda: [*_not_compiled(backends, chosen, models)], [])
+    """asked, here: the architecture to plan for, and the one of this card. beside: of the process's other devices."""
+    chosen = asked or here
     return Diagnosis(
         architecture=chosen,
         here=asked is None,
         machine=machine,
         precision=precision,
         accumulation=accumulation,
-        on_failure=on_failure,
-        strict=handle.policy.strict if handle else False,
-        backends=backends,
-        switches=switches,
-        models=models,
-        notes=tuple(dict.fromkeys((*said, *notes))),
+        backends=_backends(machine, backend),
+        switches=tried(lambda: preview(chosen, accumulation, () if asked else beside), ()),
+        models=tuple(_plans(variant, chosen, precision, accumulation, folder) for variant in variants),
     )
 
 
 def _plans(
-    variant: Variant,
-    architecture: Architecture,
-    precision: Precision,
-    accumulation: Accumulation,
-    model: StoredModel | None,
+    variant: Variant, architecture: Architecture, precision: Precision, accumulation: Accumulation, folder: str
 ) -> ModelPlans:
     """What can be planned, and why the rest cannot."""
     plans: list[Plan] = []
@@ -216,15 +206,52 @@ def _plans(
             plans.append(choose(architecture, variant, component, precision, accumulation))
         except PlanImpossible as error:  # noqa: PERF203
             refused[component.value] = str(error)
-    stored = {name: f"{w.stored_dtype}, {_size(w.n_bytes)}" for name, w in model.weights.items()} if model else {}
-    return ModelPlans(variant.name, tuple(plans), refused, model.name if model else "", stored)
+    return ModelPlans(variant.name, tuple(plans), refused, folder)
 
 
-def _size(n_bytes: int) -> str:
-    return f"{n_bytes / 1e9:.1f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.1f} MB"
+def _tested(device: str, selftests: Path | None) -> Architecture:
+    import torch
+
+    from ...precision.self_test import verified_architecture
+
+    return verified_architecture(torch.device(device), selftests)
+
+
+def _backends(machine: Machine, chosen: BackendChoice | None = None) -> Backends:
+    """chosen: by a pipeline; None for what 'auto' would take."""
+
+    def states() -> Iterator[BackendState]:
+        import torch
+
+        from ..compile.backends import backend_states
+
+        for name, lacks in backend_states(torch.device(machine.device)).items():
+            yield BackendState(name, not lacks, lacks or "found")
+
+    found = (*tried(lambda: [*states()], []), BackendState("eager", True, "always there: not compiled"))
+    if chosen:
+        return Backends(found, chosen.name, chosen.reason, chosen.automatic)
+    first = next(state.name for state in found if state.found)
+    return Backends(found, first, "auto: the first that is found", automatic=True)
 
 
 # --- notes ------------------------------------------------------------------------------------------------------------
+
+
+def _noted(found: Diagnosis, beside: Iterable[Architecture], more: Iterable[str]) -> Diagnosis:
+    """The same with its notes, each once. beside: the architectures of the process's other devices."""
+    unknown = dict.fromkeys(str(each) for each in (found.architecture, *beside) if not each.known)
+    notes = [
+        *found.machine.advice,
+        *(f"{each}: little is known of it, so its plan is the safe one" for each in unknown),
+        *_attention_of(found.architecture),
+        *([] if found.switches else ["The accumulation switches could not be read: some are PyTorch's"]),
+        *tried(lambda: [*_lacking(found)], []),
+        *(["The NaN Guard is off: steps are only watched"] if found.on_failure == "off" else []),
+        *tried(lambda: [*_not_compiled(found)] if found.here else [], []),
+        *more,
+    ]
+    return replace(found, notes=tuple(dict.fromkeys(notes)))
 
 
 def _attention_of(architecture: Architecture) -> Iterator[str]:
@@ -247,13 +274,13 @@ def _about(model: StoredModel) -> Iterator[str]:
         yield f"the model's configs were not compared with diffusers, which cannot be asked ({first_line(error)})"
 
 
-def _lacking(precision: Precision, models: Iterable[ModelPlans]) -> Iterator[str]:
+def _lacking(found: Diagnosis) -> Iterator[str]:
     """What the plans need and PyTorch or torchao does not have."""
     from ...precision.quantised import lacking
 
-    if precision.quantises and (quantiser := lacking(precision.value)):
+    if found.precision.quantises and (quantiser := lacking(found.precision.value)):
         yield quantiser
-    asked_for = any(plan.fp16_sums for model in models for plan in model.plans)
+    asked_for = any(plan.fp16_sums for model in found.models for plan in model.plans)
     if asked_for and (switch := without_fp16_accumulation()):
         yield switch
 
@@ -266,241 +293,169 @@ def _learned(handle: PipelineHandle) -> Iterator[str]:
                 yield f"runs{which} in {dtype} taught: {' and '.join(words)} (scope: learned)"
 
 
-def _not_compiled(backends: Backends, architecture: Architecture, models: Iterable[ModelPlans]) -> Iterator[str]:
+def _not_compiled(found: Diagnosis) -> Iterator[str]:
     """Where the backend cannot compile the dtype that a denoiser is planned in."""
     from ..compile.backends import BackendChoice, for_dtype
     from ..errors import BackendUnavailable
 
-    choice = BackendChoice(backends.chosen, backends.reason, backends.automatic)
+    choice = BackendChoice(found.backends.chosen, found.backends.reason, found.backends.automatic)
+    plans = (plan for model in found.models for plan in model.plans if plan.component is Component.DENOISER)
     try:
-        for plan in (plan for model in models for plan in model.plans if plan.component is Component.DENOISER):
-            used = for_dtype(choice, architecture, plan.dtype)
-            if used.name != choice.name:
-                yield f"not compiled: {used.reason.removeprefix('auto: ')}"
+        used = [for_dtype(choice, found.architecture, plan.dtype) for plan in plans]
     except BackendUnavailable as error:
         yield str(error)
-
-
-def _tested(device: str, selftests: Path | None) -> Architecture:
-    import torch
-
-    from ...precision.self_test import verified_architecture
-
-    return verified_architecture(torch.device(device), selftests)
-
-
-def _backends(machine: Machine, chosen: BackendChoice | None) -> Backends:
-    states = (*tried(lambda: _states(machine.device), ()), BackendState("eager", True, "always there: not compiled"))
-    if chosen:
-        return Backends(states, chosen.name, chosen.reason, chosen.automatic)
-    first = next(state.name for state in states if state.found)
-    return Backends(states, first, "auto: the first that is found", automatic=True)
-
-
-def _states(device: str) -> tuple[BackendState, ...]:
-    import torch
-
-    from ..compile.backends import backend_states
-
-    return tuple(
-        BackendState(name, not lacks, lacks or "found") for name, lacks in backend_states(torch.device(device)).items()
-    )
+    else:
+        yield from (f"not compiled: {each.reason.removeprefix('auto: ')}" for each in used if each.name != choice.name)
 
 
 # --- text: aligned, each reason once ----------------------------------------------------------------------------------
 
 
-def _model_text(diagnosis: Diagnosis, model: ModelPlans) -> list[str]:
+def _model_text(found: Diagnosis, model: ModelPlans) -> list[str]:
     """One model: a row for each component, then the reasons."""
-    lines = _wrapped(
-        f"Plan for {model.folder}: {model.variant} on {diagnosis.architecture}, precision {diagnosis.precision.value}"
-    )
-    if not (plans := model.plans):
-        return lines + _refused([model])
-    guard = "watch" if diagnosis.on_failure == "off" else diagnosis.on_failure
-    rows = [
-        (plan.component.words, plan.dtype, guard if plan.guarded else "no", _wide(plan), plan.accumulation)
-        for plan in plans
-    ]
-    widened = [plan for plan in plans if plan.wide or plan.component is Component.DENOISER]
-    reasons = [
-        *_reasons("dtype", plans, lambda plan: plan.reason),
-        *_reasons("guard", plans, lambda plan: plan.guard_reason),
-        *([("", "reruns in plain fp32, not in TF32: strict is on")] if diagnosis.strict else []),
-        *_reasons("wide", widened, lambda plan: plan.wide_reason),
-        *_reasons("accumulation", plans, lambda plan: plan.accumulation_reason),
-        *_reasons("fp16 sums", plans, lambda plan: plan.fp16_sums_reason),
-        *_reasons("sources", plans, lambda plan: plan.source),
-        *_reasons("", plans, lambda plan: plan.accumulation_source),
-        *_keyed("stored as", [f"{name} {stored}" for name, stored in model.stored.items()]),
-    ]
-    table = _table(("", "dtype", "guard", "wide", "half accumulation"), rows)
-    return [*lines, *table, "", *_rows(reasons), *_refused([model])]
-
-
-def _variants_text(diagnosis: Diagnosis) -> list[str]:
-    """All variants: dtypes in a table, then each reason once, with those it holds for."""
-    rows = []
-    reasons: dict[str, dict[str, None]] = {}
-    for model in diagnosis.models:
-        cells = {plan.component: f"{plan.dtype}{' wide' if plan.wide else ''}" for plan in model.plans}
-        cells |= {Component(name): "refused" for name in model.refused}
-        rows.append((model.variant, *(cells.get(component, "–") for component in Component)))
+    title = f"Plan for {model.folder}: {model.variant} on {found.architecture}, precision {found.precision.value}"
+    if not model.plans:
+        return [*_wrapped(title), *_refused([model])]
+    guard = "watch" if found.on_failure == "off" else found.on_failure
+    table = [("", "dtype", "guard", "wide", "half accumulation")]
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for plan in model.plans:
+        wide = "its stream" if plan.component is Component.DENOISER else "every layer"
+        row = (plan.dtype, guard if plan.guarded else "no", wide if plan.wide else "no", plan.accumulation)
+        table.append((plan.component.words, *row))
+    for name, title_of in _REASONS.items():
         for plan in model.plans:
-            reason = plan.reason.replace(f"{model.variant} ", "the model ", 1)
-            reasons.setdefault(reason, {})[model.variant] = None
-            if plan.fp16_sums_reason:
-                reasons.setdefault(f"fp16 sums: {plan.fp16_sums_reason}", {})[model.variant] = None
-    guarded = sorted({plan.dtype for model in diagnosis.models for plan in model.plans if plan.guarded})
-    lines = [
-        f"Plans on {diagnosis.architecture}, precision {diagnosis.precision.value} (no --model: all variants)",
-        *_table(("", *(component.words for component in Component)), rows),
-        "",
-        f"  guarded: {'whatever runs in ' if guarded else 'nothing'}{' or '.join(guarded)}",
-        "",
+            if why := getattr(plan, name):
+                reasons.setdefault((title_of, why), []).append(plan.component.words)
+    rows = [
+        (about, why if len(parts) == len(model.plans) else f"{', '.join(parts)}: {why}")
+        for (about, why), parts in reasons.items()
     ]
-    for reason, models in reasons.items():
-        lines += _wrapped(reason, "  ", "    ") + _wrapped(", ".join(models), "    ", "    ")
-    return lines + _refused(diagnosis.models)
+    if found.strict:
+        rows.append(("strict", "reruns in plain fp32, not in TF32: strict is on"))
+    return [*_wrapped(title), *_table(table), "", *_rows(rows), *_refused([model])]
+
+
+def _variants_text(found: Diagnosis) -> list[str]:
+    """All variants: dtypes in a table, then each reason once."""
+    table = [("", *(component.words for component in Component))]
+    reasons: dict[str, None] = {}
+    for model in found.models:
+        cells = {plan.component.value: f"{plan.dtype}{' wide' if plan.wide else ''}" for plan in model.plans}
+        cells |= dict.fromkeys(model.refused, "refused")
+        table.append((model.variant, *(cells.get(component.value, "–") for component in Component)))
+        for plan in model.plans:
+            reasons[plan.reason.replace(f"{model.variant} ", "the model ", 1)] = None
+            reasons |= {f"fp16 sums: {plan.fp16_sums_reason}": None} if plan.fp16_sums_reason else {}
+    guarded = " or ".join(sorted({plan.dtype for model in found.models for plan in model.plans if plan.guarded}))
+    title = f"Plans on {found.architecture}, precision {found.precision.value} (no --model: all variants)"
+    told = [*reasons, f"guarded: {f'whatever runs in {guarded}' if guarded else 'nothing'}"]
+    return [title, *_table(table), "", *_listed("", told)[1:], *_refused(found.models)]
 
 
 def _estimates_text(runs: Sequence[RunEstimate]) -> list[str]:
-    rows = []
+    if not runs:
+        return []
+    table = [("", "stage", "dtype", "runs", "weights", "beside", "peak")]
     for run in runs:
         width, height, frames = run.size
         begins = [run.variant, f"{width}×{height}{f', {frames} frames' if frames > 1 else ''}"]
         for begin, stage in zip([*begins, *[""] * len(run.stages)], run.stages, strict=False):
             sizes = [f"{n / 1e9:.1f}" for n in (stage.weights, stage.beside, stage.weights + stage.beside)]
-            rows.append((begin, stage.stage, stage.dtype, stage.way if stage.fits else "no room", *sizes))
-    if not rows:
-        return []
-    little = any(not stage.fits for run in runs for stage in run.stages)
-    return [
-        *_wrapped(
-            f"What would run on a card of {runs[0].memory / 2**30:g} GiB with offload 'auto', in GB: counted, not run. "
-            f"{runs[0].has / 1e9:.1f} GB of it are taken to be free for the model"
-            f"{'; where there is no room, the least that the stage would take' if little else ''}"
-        ),
-        *_table(("", "stage", "dtype", "runs", "weights", "beside", "peak"), rows),
-    ]
+            table.append((begin, stage.stage, stage.dtype, stage.way if stage.fits else "no room", *sizes))
+    title = (
+        f"What would run on a card of {runs[0].memory / 2**30:g} GiB with offload 'auto', in GB: counted, not run. "
+        f"{runs[0].has / 1e9:.1f} GB of it are taken to be free for the model. Where there is no room: the least that "
+        "the stage would take"
+    )
+    return [*_wrapped(title), *_table(table)]
 
 
-def _machine_text(diagnosis: Diagnosis) -> list[str]:
-    machine, comfyui = diagnosis.machine, diagnosis.comfyui
+def _machine_text(found: Diagnosis) -> list[str]:
+    machine, comfyui, architecture = found.machine, found.comfyui, found.architecture
+    installed = ", ".join(f"{name} {version}" for name, version in machine.packages.items() if version)
+    lacking = ", ".join(name for name, version in machine.packages.items() if not version)
+    built_for = f"built for {machine.built_for}" if machine.torch_works else "cannot be imported"
     gpus = [
         f"{gpu.index}: {gpu.name}, {gpu.architecture}{'' if gpu.memory is None else f', {gpu.memory:g} GiB'}"
         for gpu in machine.gpus
     ]
-    installed = ", ".join(f"{name} {version}" for name, version in machine.packages.items() if version)
-    lacking = ", ".join(name for name, version in machine.packages.items() if not version)
-    runs_on = f"{machine.device}, {machine.architecture}"
-    built_for = f"built for {machine.built_for}" if machine.torch_works else "cannot be imported"
-    rows = [] if diagnosis.here else [("plans are for", f"{diagnosis.architecture}, which was asked for")]
-    rows += [
-        ("runs on", str(machine.architecture) if machine.device == machine.architecture.name else runs_on),
-        *_keyed("GPUs", gpus or ["none that PyTorch can use"]),
+    tested = "this card, driver and PyTorch are not verified: run `onediff-guard selftest`, or the Self-Test node"
+    if architecture.tested:
+        tested = f"verified on this card on {architecture.tested}"
+        if architecture.failed:
+            tested = f"on {architecture.tested}, {', '.join(architecture.failed)} came out WRONG on this card"
+    rows = [
+        ("self-test", tested) if found.here else ("plans are for", f"{architecture}, which was asked for"),
+        ("runs on", f"{machine.device}, {machine.architecture}"),
+        *(("GPUs", gpu) for gpu in gpus or ["none that PyTorch can use"]),
         ("driver", machine.driver),
-        *([("self-test", _self_test(diagnosis.architecture))] if diagnosis.here else []),
         ("PyTorch", f"{machine.torch}, {built_for}"),
         ("packages", f"{installed or 'none'}; not installed: {lacking or 'none'}"),
         ("system", f"{machine.system}, Python {machine.python}"),
     ]
     if comfyui:
-        tested = f"{', '.join(comfyui.tested[:-1])} and {comfyui.tested[-1]}"
-        rows.append(("ComfyUI", f"{comfyui.version or 'none here'}; this release was tested in {tested}"))
+        *others, last = comfyui.tested
+        tested_in = f"this release was tested in {', '.join(others)} and {last}"
+        rows.append(("ComfyUI", f"{comfyui.version or 'none here'}; {tested_in}"))
     return ["This machine", *_rows(rows)]
 
 
-def _self_test(architecture: Architecture) -> str:
-    if not architecture.tested:
-        return "this card, driver and PyTorch are not verified: run `onediff-guard selftest`, or the Self-Test node"
-    if not architecture.failed:
-        return f"verified on this card on {architecture.tested}"
-    return f"on {architecture.tested}, {', '.join(architecture.failed)} came out WRONG on this card"
-
-
-def _flags_text(diagnosis: Diagnosis) -> list[str]:
+def _flags_text(found: Diagnosis) -> list[str]:
     rows = []
-    for flag in diagnosis.comfyui.flags if diagnosis.comfyui else ():
-        native = [f"its own models: {flag.native}"] if flag.native else []
-        rows += _keyed(flag.given, [f"{flag.effect}: {flag.here}", *native])
+    for flag in found.comfyui.flags if found.comfyui else ():
+        rows.append((flag.given, f"{flag.effect}: {flag.here}"))
+        rows += [(flag.given, f"its own models: {flag.native}")] if flag.native else []
     return ["ComfyUI's flags in this pack's pipelines (its own models have all of them)", *_rows(rows)] if rows else []
 
 
-def _backends_text(diagnosis: Diagnosis) -> list[str]:
-    if not diagnosis.machine.torch_works:
+def _backends_text(found: Diagnosis) -> list[str]:
+    if not found.machine.torch_works:
         return ["Compile backends here", "  none: nothing runs without PyTorch"]
-    chosen = diagnosis.backends.chosen
+    backends = found.backends
     rows = [
-        (f"{'*' if state.name == chosen else ' '} {state.name}", state.reason) for state in diagnosis.backends.states
+        (f"{'*' if state.name == backends.chosen else ' '} {state.name}", state.reason) for state in backends.states
     ]
-    if diagnosis.compile_cache:
-        rows.append(("compile cache", diagnosis.compile_cache))
+    rows += [("compile cache", found.compile_cache)] if found.compile_cache else []
     return ["Compile backends here (* is used; 'auto' takes the first that is found)", *_rows(rows)]
 
 
 def _switches_text(switches: Sequence[Switch]) -> list[str]:
-    alike: dict[tuple[str, str], list[str]] = {}
-    for switch in sorted(switches, key=lambda switch: switch.set_by != "user"):
-        alike.setdefault((switch.set_by, switch.reason), []).append(f"{switch.name} = {switch.value}")
-    lines = []
-    for (set_by, reason), names in alike.items():
-        lines += _wrapped(f"{_SETTERS.get(set_by, f'set by {set_by}')}: {reason}", "  ", "    ")
-        lines += [f"    {name}" for name in names]
-    title = "Half-precision accumulation, as it stands while a model runs"
-    return [title, *lines] if lines else []
+    def why(switch: Switch) -> tuple[bool, str, str]:
+        return switch.set_by != "user", _SETTERS.get(switch.set_by, f"set by {switch.set_by}"), switch.reason
 
-
-def _wide(plan: Plan) -> str:
-    if not plan.wide:
-        return "no"
-    return "its stream" if plan.component is Component.DENOISER else "every layer"
+    lines = ["Half-precision accumulation, as it stands while a model runs"] if switches else []
+    for (_, setter, reason), alike in groupby(sorted(switches, key=why), why):
+        lines += _wrapped(f"{setter}: {reason}", "  ", "    ")
+        lines += [f"    {switch.name} = {switch.value}" for switch in alike]
+    return lines
 
 
 def _refused(models: Iterable[ModelPlans]) -> list[str]:
-    why = dict.fromkeys(why for model in models for why in model.refused.values())
-    return [line for reason in why for line in _wrapped(f"refused: {reason}", "  ", "    ")]
+    why = dict.fromkeys(f"refused: {why}" for model in models for why in model.refused.values())
+    return [line for reason in why for line in _wrapped(reason, "  ", "    ")]
 
 
-def _reasons(title: str, plans: Iterable[Plan], reason: Callable[[Plan], str]) -> list[tuple[str, str]]:
-    """Each reason once; with the components that it holds for, where there are several."""
-    alike: dict[str, list[str]] = {}
-    for plan in plans:
-        if why := reason(plan):
-            alike.setdefault(why, []).append(plan.component.words)
-    if len(alike) == 1:
-        return [(title, next(iter(alike)))]
-    return _keyed(title, [f"{', '.join(components)}: {why}" for why, components in alike.items()])
-
-
-def _keyed(title: str, texts: Sequence[str]) -> list[tuple[str, str]]:
-    """Rows, the first of which has the title."""
-    return [("" if i else title, text) for i, text in enumerate(texts)]
-
-
-def _listed(title: str, lines: Iterable[str]) -> list[str]:
-    wrapped = [line for text in lines for line in _wrapped(text, "  - ", "    ")]
-    return [title, *wrapped] if wrapped else []
+def _listed(title: str, texts: Iterable[str]) -> list[str]:
+    lines = [line for text in texts for line in _wrapped(text, "  - ", "    ")]
+    return [title, *lines] if lines else []
 
 
 def _rows(rows: Sequence[tuple[str, str]]) -> list[str]:
-    """Two columns; the second is wrapped under itself."""
-    width = max(len(key) for key, _ in rows)
-    return [line for key, text in rows for line in _wrapped(text, f"  {key:<{width}}  ", " " * (width + 4))]
+    """Two columns; the second is wrapped under itself. A title that is the one above it stands there once."""
+    width, lines, above = max(len(key) for key, _ in rows), list[str](), ""
+    for key, text in rows:
+        lines += _wrapped(text, f"  {'' if key == above else key:<{width}}  ", " " * (width + 4))
+        above = key
+    return lines
 
 
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Columns as wide as their longest cell."""
-    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
-    return [f"  {'  '.join(map(str.ljust, line, widths))}".rstrip() for line in (titles, *rows)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [f"  {'  '.join(map(str.ljust, row, widths))}".rstrip() for row in rows]
 
 
 def _wrapped(text: str, first: str = "", following: str = "") -> list[str]:
-    wrapper = textwrap.TextWrapper(
-        WIDTH,
-        initial_indent=first,
-        subsequent_indent=following,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return wrapper.wrap(text) or [first.rstrip()]
+    indents: Any = {"initial_indent": first, "subsequent_indent": following}
+    return textwrap.wrap(text, WIDTH, **indents, break_long_words=False, break_on_hyphens=False) or [first.rstrip()]

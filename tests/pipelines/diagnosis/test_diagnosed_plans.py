@@ -19,7 +19,7 @@ from comfyui_onediff_guard.precision import accumulation, arch
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH, Accumulation
 from comfyui_onediff_guard.precision.guard import GuardPolicy, OnFailure
 from comfyui_onediff_guard.precision.overrides import PrecisionOverrides
-from comfyui_onediff_guard.precision.policy import Component, Precision
+from comfyui_onediff_guard.precision.policy import Precision
 from safetensors.torch import load_file, save_file
 from told import edit_config, one_line, switch
 
@@ -46,11 +46,9 @@ def test_one_model_with_reasons_and_sources(folder: Path) -> None:
     text = one_line(found)
     for plan in model.plans:
         assert plan.reason in text and plan.guard_reason in text and plan.accumulation_reason in text
-        assert plan.source in text and plan.accumulation_source in text
-        assert (plan.wide_reason in text) == (plan.component is not Component.VAE_DECODE), "which has nothing to widen"
+        assert plan.source in text and plan.accumulation_source in text and plan.wide_reason in text
     assert "text encoder fp16 rerun every layer" in text and "VAE encoder fp16 rerun every layer" in text
     assert "denoiser fp16 rerun its stream" in text and "VAE decoder fp16 rerun no" in text
-    assert model.stored["transformer"].startswith("F32, ") and "transformer F32" in text
 
 
 def test_a_checkpoint_in_two_dtypes(folder: Path) -> None:
@@ -80,7 +78,7 @@ def test_a_diffusers_that_cannot_be_asked(folder: Path, monkeypatch: pytest.Monk
 def test_sums_in_fp16_are_told_with_what_is_lacking(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {"precision": Precision.FP16, "accumulation": Accumulation.FP16}
     found = one_line(diagnose(folder, arch.ARCHITECTURES["sm89"], **asked))
-    assert "fp16 sums where the first step is right with it" in found and "PyTorch 2.7" not in found
+    assert "fp16 sums denoiser: where the first step is right with it" in found and "PyTorch 2.7" not in found
     assert "multiplies no faster with it" in one_line(diagnose(folder, SM80, **asked))
     assert "fp16 sums: where the first step is right" in one_line(diagnose(None, arch.ARCHITECTURES["sm89"], **asked))
     monkeypatch.setattr(accumulation, "FP16_SUMS", "a switch of a newer PyTorch")
@@ -109,7 +107,7 @@ def test_rows_added_to_the_tables_show_up(monkeypatch: pytest.MonkeyPatch) -> No
     assert found.models[-1].variant == "CogVideoX-99B"
     text = one_line(found)
     assert "CogVideoX-99B bf16 – bf16 bf16 bf16" in text
-    assert "It was made up, which sm300 (Made-up) computes natively → bf16 CogVideoX-99B " in text
+    assert "It was made up, which sm300 (Made-up) computes natively → bf16" in text
     assert "comes out NaN or black on sm300 (Made-up)" in text
 
 
