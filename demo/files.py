@@ -56,18 +56,19 @@ def still(runs: Sequence[Run], *, heading: str, subheading: str, footnote: str, 
     from ..headless.comparison import pictures
 
     width = (STILL_WIDTH - 2 * pictures.MARGIN - (columns - 1) * pictures.GAP) // columns
-    head, between = pictures.HEAD + pictures.LABEL, pictures.LABEL + 18
-    page = pictures.Page((len(runs), columns), runs[0].frames, width, head=head, foot=58, between=between)
-    page.write(40, heading, 32, pictures.TEXT)
-    page.write(76, subheading, 16)
-    page.write(page.height - 30, footnote, 14)
-    for run, row in zip(runs, page.cells, strict=True):
-        pictures.label(row[0], run)
-        row[-1].set_title(run.numbers, loc="right", color=pictures.QUIET, fontsize=15, pad=14)
+    height = runs[0].height(width)
+    row = pictures.LABEL + height + 18
+    page = pictures.Page(STILL_WIDTH, pictures.HEAD + len(runs) * row + pictures.FOOT)
+    page.head(heading, subheading, footnote)
+    for number, run in enumerate(runs):
+        top = pictures.HEAD + number * row
+        page.label(pictures.MARGIN, top + pictures.LABEL // 2, run)
+        page.write(STILL_WIDTH - pictures.MARGIN, top + pictures.LABEL // 2, run.numbers, 15, anchor="rm")
         chosen = np.linspace(0, len(run.frames) - 1, columns).round().astype(int)
-        for cell, frame in zip(row, run.frames[chosen], strict=True):
-            cell.imshow(frame, aspect="auto")
-    return page.drawn()
+        for column, frame in enumerate(run.frames[chosen]):
+            x = pictures.MARGIN + column * (width + pictures.GAP)
+            page.show(x, top + pictures.LABEL, frame, width, height)
+    return page.image
 
 
 def write_report(output: Path, outcomes: Sequence[Outcome], note: str, made: Mapping[str, Any]) -> Path:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ..comparison.frames import as_bytes, compare, difference, read_pngs
+from ..comparison.frames import read_pngs
 from ..comparison.precisions import REFERENCE, SHOWN, Comparable, comparable
-from ..comparison.results import Comparison, Failed, Outcome
+from ..comparison.results import Comparison, Outcome
 from ..errors import HostError, RunFailedError, WorkflowError
 from ..files import ensure_writable, write_together
 from ..hosts import chosen as hosts
@@ -42,10 +42,9 @@ def main(args: argparse.Namespace) -> int:
     with answer.errors_told(args.json):
         comparison = _compare(args)
         files = write_together(args.out, "compare", comparison.files())
-    error = None
-    if failed := [outcome for outcome in comparison.outcomes if isinstance(outcome, Failed)]:
-        told = "\n".join(f"  {each.precision}: {each.error}" for each in failed)
-        error = RunFailedError(f"Not every precision ran. The others are in {files[0]}.\n{told}")
+    failed = [outcome.facts for outcome in comparison.outcomes if "error" in outcome.facts]
+    told = "\n".join(f"  {each['precision']}: {each['error']}" for each in failed)
+    error = RunFailedError(f"Not every precision ran. The others are in {files[0]}.\n{told}") if failed else None
     if not args.json:
         for line in [*comparison.table(), *map(str, files)]:
             print(line)
@@ -73,26 +72,14 @@ def _compare(args: argparse.Namespace) -> Comparison:
                 return result, _frames(result, subject)
 
         result, reference = run(REFERENCE)
-        outcomes: list[Outcome | Failed] = [_outcome(REFERENCE, result, reference, reference)]
+        outcomes = [Outcome.of(REFERENCE, result, reference, reference)]
         for precision in args.precisions[1:]:
             try:
-                outcomes.append(_outcome(precision, *run(precision), reference))
+                outcomes.append(Outcome.of(precision, *run(precision), reference))
             except (RunFailedError, WorkflowError, HostError) as error:  # noqa: PERF203
-                outcomes.append(Failed(precision, str(error)))
-    return Comparison(args.workflow.name, outcomes, subject.fps)
-
-
-def _outcome(precision: str, result: RunResult, frames: np.ndarray, reference: np.ndarray) -> Outcome:
-    middle = len(reference) // 2
-    return Outcome(
-        precision=precision,
-        stages=result.stages(),
-        total_seconds=result.seconds,
-        likeness=compare(frames, reference),
-        frames=as_bytes(frames),
-        difference=None if frames is reference else difference(frames[middle], reference[middle]),
-        from_files=not result.results,
-    )
+                outcomes.append(Outcome.failed(precision, str(error)))
+    errors_from = "float frames" if result.results else "8-bit PNG files, whose steps are 1/255"
+    return Comparison(args.workflow.name, outcomes, subject.fps, errors_from)
 
 
 def _frames(result: RunResult, subject: Comparable) -> np.ndarray:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
 
 
 BAD_REQUEST = (BadFolder, BadInput, BadSize)  # what is wrong with a request, of the person's own making
+OTHER_CARD = "for another card, for example sm75, 8.6, sm75-gtx16, gfx1100, xpu, mps or cpu"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,36 +26,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     models = "a folder, SVD's single file, or the hub id of a model in the cache (default: all known variants)"
     parser.add_argument("--model", type=Path, metavar="MODEL", help=models)
-    parser.add_argument(
-        "--arch",
-        metavar="NAME",
-        help="plan for another card, for example sm75, 8.6, sm75-gtx16, gfx1100, xpu, mps or cpu",
-    )
+    parser.add_argument("--arch", metavar="NAME", help=f"plan {OTHER_CARD}")
     parser.add_argument("--precision", choices=PRECISIONS, default=PRECISIONS[0], help="as the loader's precision")
     parser.add_argument(
         "--accumulation", choices=ACCUMULATIONS, default=ACCUMULATIONS[0], help="as the loader's accumulation"
     )
-    parser.add_argument(
-        "--vram",
-        type=_gibibytes,
-        metavar="GIB",
-        help="tell how each stage would run on a card of so much memory, and what it would take",
-    )
-    parser.add_argument(
-        "--size", type=_size, metavar="WxHxFRAMES", help="of what is made, for --vram (default: the model's own)"
-    )
+    cards = "tell how each stage would run on a card of so much memory, and what it would take"
+    parser.add_argument("--vram", type=float, metavar="GIB", help=cards)
+    sizes = "of what is made, for --vram (default: the model's own)"
+    parser.add_argument("--size", type=_size, metavar="WxHxFRAMES", help=sizes)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-
-
-def _gibibytes(text: str) -> int:
-    """Return bytes. Raises ArgumentTypeError where it is no size of a card."""
-    try:
-        gibibytes = float(text)
-    except ValueError:
-        gibibytes = math.nan
-    if not 1 <= gibibytes <= 4096:
-        raise argparse.ArgumentTypeError(f"'{text}' is no card's memory: say how many GiB it has, for example 12.")
-    return int(gibibytes * 2**30)
 
 
 def _size(text: str) -> Size:
@@ -86,16 +66,15 @@ def examine(
     architecture: str | None = None,
     precision: str = "auto",
     accumulation: str = "auto",
-    memory: int | None = None,
+    vram: float | None = None,
     size: Size | None = None,
 ) -> Diagnosis:
     """Tell what would run on this machine or on another architecture, for one model or for all variants.
 
     model: its folder, Stable Video Diffusion's single file, or the hub id of a model in the cache.
-    memory: bytes of a card, for which to tell how each stage would run. size: of what is made.
+    vram: GiB of a card, for which to tell how each stage would run. size: of what is made.
 
-    Raises BadInput for an architecture that nobody has heard of, or a model that is not there, and BadFolder for one
-    that cannot be used.
+    Raises one of BAD_REQUEST.
     """
     from ...comfyui_host.host import selftest_directory
     from ...nodes.report import architecture_of, with_surroundings
@@ -103,7 +82,9 @@ def examine(
     from ...precision.accumulation import Accumulation
     from ...precision.policy import Precision
 
-    if size and memory is None:
+    if vram is not None and not 1 <= vram <= 4096:
+        raise BadInput("--vram {:g} is no card's memory: say how many GiB it has, for example 12.", vram)
+    if size and vram is None:
         raise BadInput("--size is of no use alone: say with --vram how many GiB the card has.")
     try:
         diagnosis = diagnose(
@@ -111,13 +92,13 @@ def examine(
             architecture_of(architecture),
             precision=Precision(precision),
             accumulation=Accumulation(accumulation),
-            memory=memory,
+            memory=None if vram is None else int(vram * 2**30),
             size=size,
             selftests=selftest_directory(),
         )
-        return with_surroundings(diagnosis)
     except OSError as error:
         raise BadFolder(f"'{model}' cannot be read: {error}.") from error
+    return with_surroundings(diagnosis)
 
 
 def on_disk(model: Path) -> Path:

@@ -12,14 +12,12 @@ from ..files import write_together
 from ..hosts.result import RunResult
 from ..progress import ProgressPrinter
 from . import answer
-from .doctor import BAD_REQUEST, on_disk
+from .doctor import BAD_REQUEST, OTHER_CARD, on_disk
 
 if TYPE_CHECKING:
     from ...pipelines.families.spec import FamilySpec
 
-DEFAULT_OUTPUT = Path("output") / "probe"
 PROMPT = "a red kite above a quiet village, early in the morning"
-NOT_READ = Path("no-images")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,11 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=int, default=0, metavar="N", help=f"{of} (default: the model's own)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the noise (default: 0)")
     parser.add_argument("--precision", choices=PRECISIONS, default=PRECISIONS[0], help="as the loader's precision")
-    parser.add_argument("--arch", metavar="NAME", help="recommend for another card, for example sm75")
+    parser.add_argument("--arch", metavar="NAME", help=f"recommend {OTHER_CARD}")
     parser.add_argument("--save", action="store_true", help="keep the profile for later runs, too")
-    parser.add_argument(
-        "--out", type=Path, default=DEFAULT_OUTPUT, metavar="DIR", help="picture, text, profile (default: output/probe)"
-    )
+    made = "picture, text, profile (default: output/probe)"
+    parser.add_argument("--out", type=Path, default=Path("output") / "probe", metavar="DIR", help=made)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
 
@@ -46,13 +43,14 @@ def main(args: argparse.Namespace) -> int:
     """Measure, write picture, text and profile, and print the recommendation; the exit code."""
     with answer.errors_told(args.json):
         result = _run(args)
-        files = [*result.files, *_write_beside(result.files[0], *result.results["probe"][1:])]
+        (picture,), (_, text, profile) = result.files, result.results["probe"]
+        beside = {".txt": f"{text}\n".encode()} | ({".json": profile.encode()} if profile else {})
+        files = [picture, *write_together(picture.parent, picture.stem, beside)]
     if args.json:
         (told,) = result.outputs["probe"]["onediff_guard"]
         answer.done(files=files, **told)
     else:
-        for line in [result.results["probe"][1], *map(str, files)]:
-            print(line)
+        print("\n".join([text, *map(str, files)]))
     return 0
 
 
@@ -67,15 +65,17 @@ def _run(args: argparse.Namespace) -> RunResult:
         card = architecture_of(args.arch)
     except BAD_REQUEST as error:
         raise WorkflowError(str(error)) from error
-    if family.takes_image and not (args.image and args.image.is_file()):
-        raise WorkflowError(f"'{args.model}' starts from an image: name one with --image. Found: {args.image}.")
+    images = Path("no-images")
     if family.takes_image:
+        if not (args.image and args.image.is_file()):
+            raise WorkflowError(f"'{args.model}' starts from an image: name one with --image. Found: {args.image}.")
         args.image = args.image.resolve()  # a link of the user's own may lead anywhere
+        images = args.image.parent
     with ProgressPrinter(sys.stderr) as on_progress:
         return run_local(
             _graph(args, model.name, family, card.name if card else None),
             models=[model if model.is_dir() else model.parent],
-            input_dir=args.image.parent if family.takes_image else NOT_READ,
+            input_dir=images,
             output_dir=args.out,
             on_progress=on_progress,
         )
@@ -103,10 +103,3 @@ def _graph(args: argparse.Namespace, model: str, family: FamilySpec, card: str |
     graph["probe"] = {"class_type": "OneDiffGuardNumericsProbe", "inputs": probing}
     graph["save"] = {"class_type": "SaveImage", "inputs": {"images": ["probe", 0], "filename_prefix": "probe"}}
     return graph
-
-
-def _write_beside(picture: Path, text: str, profile: str) -> list[Path]:
-    """Recommendation and profile, under the picture's name."""
-    texts = {".txt": f"{text}\n", ".json": profile}
-    contents = {suffix: words.encode() for suffix, words in texts.items() if words}
-    return write_together(picture.parent, picture.stem, contents)

@@ -41,23 +41,19 @@ def compare(frames: np.ndarray, reference: np.ndarray) -> Likeness:
     if frames.shape != reference.shape:
         raise RunFailedError(f"Its frames have the shape {frames.shape}, the reference's {reference.shape}.")
     finite = black = 0
-    squares: list[float | None] = []
+    squares: list[float] = []  # mean square and largest error of each frame, NaN where it is broken
     errors: list[float] = []
     for frame, expected in zip(frames, reference, strict=True):  # one by one: a video in float64 may not fit
-        is_finite = bool(np.isfinite(frame).all())
+        with np.errstate(invalid="ignore"):  # infinity from infinity
+            apart = np.abs(frame.astype(np.float64) - expected)
         is_black = not frame.any() and bool(expected.any())
-        finite, black = finite + is_finite, black + is_black
-        if not is_finite or is_black or not np.isfinite(expected).all():
-            squares.append(None)
-            continue
-        apart = np.abs(frame.astype(np.float64) - expected)
-        squares.append(float(np.square(apart).mean()))
-        errors.append(float(apart.max()))
-    psnr = tuple(None if square is None else _psnr(square) for square in squares)
-    means = [square for square in squares if square is not None]
-    if None in psnr or not psnr:
-        return Likeness(finite, black, psnr, None, None)
-    return Likeness(finite, black, psnr, _psnr(sum(means) / len(means)), max(errors))
+        finite, black = finite + bool(np.isfinite(frame).all()), black + is_black
+        broken = is_black or not np.isfinite(apart).all()
+        squares.append(math.nan if broken else float(np.square(apart).mean()))
+        errors.append(math.nan if broken else float(apart.max()))
+    most = float(np.max(errors))
+    psnr = _psnr(float(np.mean(squares)))
+    return Likeness(finite, black, tuple(map(_psnr, squares)), psnr, None if math.isnan(most) else most)
 
 
 def difference(frame: np.ndarray, reference: np.ndarray) -> np.ndarray:
@@ -95,6 +91,8 @@ def read_pngs(files: Sequence[Path]) -> np.ndarray:
     return np.stack(frames)
 
 
-def _psnr(mean_square: float) -> float:
-    """Peak signal-to-noise ratio in dB; the peak is 1."""
-    return math.inf if mean_square == 0 else -10 * math.log10(mean_square)
+def _psnr(mean_square: float) -> float | None:
+    """Peak signal-to-noise ratio in dB; the peak is 1. None for NaN."""
+    if math.isnan(mean_square):
+        return None
+    return -10 * math.log10(mean_square) if mean_square else math.inf

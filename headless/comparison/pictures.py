@@ -5,17 +5,15 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from io import BytesIO
+from pathlib import Path
 
+import matplotlib as mpl
 import numpy as np
-from matplotlib import colormaps
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm, to_hex
-from matplotlib.figure import Figure
-from matplotlib.transforms import Bbox, TransformedBbox
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 
 Colour = tuple[int, int, int]
 
@@ -26,7 +24,7 @@ NEUTRAL: Colour = (62, 71, 84)
 
 GRID_WIDTH, CELL_WIDTH, MOVING_WIDTH = 1600, 312, 300  # px; at most
 MARGIN, GAP = 28, 11  # px
-HEAD, LABEL, LINE = 104, 44, 24  # px; heading and subheading, title of a run, a line of its numbers
+HEAD, LABEL, LINE, FOOT = 104, 44, 24, 46  # px; heading and subheading, title of a run, a line of its numbers, footnote
 SCALE = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # of difference maps, logarithmic; the same in every picture
 SCALE_HEIGHT = 130  # px
 NO_FRAMES = np.zeros((0, 1, 1, 3), np.uint8)  # of a run that failed
@@ -42,53 +40,39 @@ class Run:
     numbers: str
     frames: np.ndarray  # uint8 [frames, height, width, 3]
 
+    def height(self, width: int) -> int:
+        """Of its frames, where they are that wide."""
+        return round(width * self.frames.shape[1] / self.frames.shape[2])
+
 
 class Page:
-    """A picture of equal cells in rows and columns, as high as frames of that width are. Sizes are pixels, which
-    matplotlib's points are here: 72 of both are an inch."""
+    """A dark picture. Places are pixels from its upper left corner; what lies outside is cut off."""
 
-    def __init__(
-        self,
-        shape: tuple[int, int],
-        frames: np.ndarray,
-        width: int,
-        *,
-        head: int = LABEL,
-        foot: int = 40,
-        between: int = GAP,
-        lowest: int = 0,
-    ) -> None:
-        rows, columns = shape
-        self.cell_height = max(round(width * frames.shape[1] / frames.shape[2]), lowest)
-        self.width = 2 * MARGIN + columns * (width + GAP) - GAP
-        self.height = head + rows * (self.cell_height + between) - between + foot
-        self.figure = Figure((self.width / 72, self.height / 72), dpi=72, facecolor=PAPER)
-        self.cells: np.ndarray = self.figure.subplots(
-            rows,
-            columns,
-            squeeze=False,
-            subplot_kw={"xticks": [], "yticks": [], "facecolor": PAPER},
-            gridspec_kw={
-                "left": MARGIN / self.width,
-                "right": 1 - MARGIN / self.width,
-                "top": 1 - head / self.height,
-                "bottom": foot / self.height,
-                "wspace": GAP / width,
-                "hspace": between / self.cell_height,
-            },
-        )
-        for cell in self.cells.flat:
-            cell.spines[:].set_color(EDGE)
+    def __init__(self, width: int, height: int) -> None:
+        self.image = Image.new("RGB", (width, height), PAPER)
+        self._draw = ImageDraw.Draw(self.image)
 
-    def write(self, down: float, words: str, size: int, colour: str = QUIET) -> None:
-        """A line from the left margin, centred that far below the picture's upper edge."""
-        place = MARGIN / self.width, 1 - down / self.height
-        self.figure.text(*place, words, fontsize=size, color=colour, va="center", parse_math=False)
+    def head(self, heading: str, subheading: str, footnote: str) -> None:
+        self.write(MARGIN, 40, heading, 32, TEXT)
+        self.write(MARGIN, 76, subheading, 16)
+        self.write(MARGIN, self.image.height - 24, footnote, 14)
 
-    def drawn(self) -> Image.Image:
-        canvas = FigureCanvasAgg(self.figure)
-        canvas.draw()
-        return Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3].copy())
+    def write(self, x: float, y: float, words: str, size: int, colour: str = QUIET, anchor: str = "lm") -> None:
+        """anchor: the point of the words that lies there, as Pillow calls it."""
+        self._draw.text((x, y), words, colour, _font(size), anchor, spacing=5)
+
+    def label(self, x: float, y: float, run: Run) -> None:
+        """A run's title, and its verdict behind it."""
+        self.write(x, y, run.title, 21, TEXT)
+        x += self._draw.textlength(run.title, _font(21)) + 14
+        end = x + self._draw.textlength(run.verdict, _font(14)) + 12
+        self._draw.rounded_rectangle((x, y - 12, end, y + 11), 8, run.colour)
+        self.write(x + 6, y, run.verdict, 14, "white")
+
+    def show(self, x: int, y: int, pixels: np.ndarray, width: int, height: int) -> None:
+        """pixels: uint8 [height, width, 3], of any size."""
+        self.image.paste(Image.fromarray(pixels).resize((width, height)), (x, y))
+        self._draw.rectangle((x, y, x + width - 1, y + height - 1), outline=EDGE)
 
 
 def grid(
@@ -107,38 +91,37 @@ def grid(
     """
     whole = [run for run in runs if len(run.frames)]
     width = min(CELL_WIDTH, (GRID_WIDTH - 2 * MARGIN - (len(runs) - 1) * GAP) // len(runs))
-    foot = GAP + max(len(run.numbers.splitlines()) for run in whole) * LINE + 46
-    page = Page((2, len(runs)), whole[0].frames, width, head=HEAD + LABEL, foot=foot, lowest=SCALE_HEIGHT)
-    for down, words, size, colour in ((40, heading, 32, TEXT), (76, subheading, 18, QUIET)):
-        page.write(down, words, size, colour)
-    page.write(page.height - 24, footnote, 14)
-    for run, difference, (upper, lower) in zip(runs, differences, page.cells.T, strict=True):
-        label(upper, run)
-        if not len(run.frames):
-            lines, fit = textwrap.wrap(run.numbers, width // 10), page.cell_height // LINE
-            for cell, part in ((upper, lines[:fit]), (lower, lines[fit : 2 * fit])):
-                _write(cell, "\n".join(part), right=12, down=12)
-            continue
-        upper.imshow(run.frames[frame], aspect="auto")
-        if difference is None:
-            _scale(lower)
+    height = max(whole[0].height(width), SCALE_HEIGHT)
+    lines = max(len(run.numbers.splitlines()) for run in whole)
+    captions = LABEL + 2 * (height + GAP)
+    page = Page(_across(len(runs), width) - GAP + MARGIN, HEAD + captions + lines * LINE + FOOT)
+    page.head(heading, subheading, footnote)
+    for number, (run, difference) in enumerate(zip(runs, differences, strict=True)):
+        column = Page(width, captions + lines * LINE)
+        column.label(0, LABEL // 2, run)
+        if len(run.frames):
+            column.show(0, LABEL, run.frames[frame], width, height)
+            if difference is None:
+                column.image.paste(_scale(width, height), (0, LABEL + height + GAP))
+            else:
+                column.show(0, LABEL + height + GAP, _coloured(difference), width, height)
+            column.write(0, captions, run.numbers, 15, anchor="la")
         else:
-            lower.imshow(_coloured(difference), aspect="auto")
-        _write(lower, run.numbers, down=page.cell_height + GAP)
-    return page.drawn()
+            column.write(0, LABEL, textwrap.fill(run.numbers, width // 9), 15, anchor="la")
+        page.image.paste(column.image, (_across(number, width), HEAD))
+    return page.image
 
 
 def animation(runs: Sequence[Run], *, footnote: str) -> Iterator[Image.Image]:
     """The runs beside each other, one picture for each frame of the videos."""
-    page = Page((1, len(runs)), runs[0].frames, MOVING_WIDTH)
-    page.write(page.height - 20, footnote, 13)
-    shown = [cell.imshow(run.frames[0], aspect="auto") for run, cell in zip(runs, page.cells[0], strict=True)]
-    for run, cell in zip(runs, page.cells[0], strict=True):
-        label(cell, run)
+    width, height = MOVING_WIDTH, runs[0].height(MOVING_WIDTH)
     for frames in zip(*(run.frames for run in runs), strict=False):
-        for image, frame in zip(shown, frames, strict=True):
-            image.set_data(frame)
-        yield page.drawn()
+        page = Page(_across(len(runs), width) - GAP + MARGIN, LABEL + height + FOOT)
+        page.write(MARGIN, LABEL + height + FOOT // 2, footnote, 13)
+        for number, (run, frame) in enumerate(zip(runs, frames, strict=True)):
+            page.label(_across(number, width), LABEL // 2, run)
+            page.show(_across(number, width), LABEL, frame, width, height)
+        yield page.image
 
 
 def png(picture: Image.Image) -> bytes:
@@ -149,45 +132,35 @@ def png(picture: Image.Image) -> bytes:
 
 def webp(pictures: Iterator[Image.Image], *, fps: float) -> bytes:
     """An animated WEBP that repeats for ever and rests on its last picture for a second."""
-    frames = list(pictures)
-    durations = [round(1000 / fps)] * (len(frames) - 1) + [1000]
+    first, *rest = pictures
+    durations = [round(1000 / fps)] * len(rest) + [1000]
     data = BytesIO()
-    rest = frames[1:]
-    frames[0].save(data, "WEBP", save_all=True, append_images=rest, duration=durations, loop=0, quality=88, method=5)
+    first.save(data, "WEBP", save_all=True, append_images=rest, duration=durations, loop=0, quality=88, method=5)
     return data.getvalue()
 
 
-def label(cell: Axes, run: Run) -> None:
-    """A run's title above its cell, and its verdict behind it."""
-    title = cell.set_title(run.title, loc="left", color=TEXT, fontsize=21, pad=14, parse_math=False)
-    badge = {"boxstyle": "round,pad=0.35,rounding_size=0.8", "facecolor": np.divide(run.colour, 255), "linewidth": 0}
-    cell.annotate(
-        run.verdict, (1, 0.5), (19, 0), title, "offset points", color="white", fontsize=14, va="center", bbox=badge
-    )
+def _across(number: int, width: int) -> int:
+    """Where the cell of that number begins, of cells of that width."""
+    return MARGIN + number * (width + GAP)
+
+
+@lru_cache
+def _font(size: int) -> ImageFont.FreeTypeFont:
+    return ImageFont.truetype(Path(mpl.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf"), size)
 
 
 def _coloured(difference: np.ndarray) -> np.ndarray:
     """uint8 [height, width, 3]; brighter is larger, NaN is grey."""
-    return _colours().to_rgba(difference, bytes=True)[..., :3]
+    grey = mpl.colormaps["inferno"].with_extremes(bad=to_hex(np.divide(NEUTRAL, 255).tolist()))
+    return ScalarMappable(LogNorm(SCALE[0], SCALE[-1], clip=True), grey).to_rgba(difference, bytes=True)[..., :3]
 
 
-def _colours() -> ScalarMappable:
-    grey = colormaps["inferno"].with_extremes(bad=to_hex(np.divide(NEUTRAL, 255).tolist()))
-    return ScalarMappable(LogNorm(SCALE[0], SCALE[-1], clip=True), grey)
-
-
-def _scale(cell: Axes) -> None:
-    """The colours of difference maps, labelled, in the middle of a cell."""
-    bar = cell.figure.colorbar(_colours(), cell.inset_axes((0.11, 0.45, 0.78, 0.12)), orientation="horizontal")
-    bar.set_ticks(SCALE, labels=[f"{value:g}" for value in SCALE], color=QUIET, fontsize=13)
-    bar.ax.minorticks_off()
-    bar.ax.set_title("max |difference| of a pixel from fp32", color=QUIET, fontsize=13)
-    bar.ax.set_xlabel(f"NaN is grey; black: {SCALE[0]:g} or less", color=QUIET, fontsize=13)
-
-
-def _write(cell: Axes, words: str, *, right: int = 0, down: int) -> None:
-    """Lines from a cell's upper left corner, cut where its column ends."""
-    column = TransformedBbox(Bbox([(0, -9), (1, 9)]), cell.transAxes)
-    place = {"xycoords": "axes fraction", "textcoords": "offset points", "annotation_clip": False}
-    text = cell.annotate(words, (0, 1), (right, -down), va="top", color=QUIET, fontsize=15, linespacing=1.3, **place)
-    text.set(clip_on=True, clip_box=column, parse_math=False)
+def _scale(width: int, height: int) -> Image.Image:
+    """The colours of difference maps, labelled."""
+    page, left, bar, middle = Page(width, height), round(width * 0.11), round(width * 0.78), height // 2
+    page.show(left, middle - 12, _coloured(np.geomspace(SCALE[0], SCALE[-1], bar)[None]), bar, 24)
+    for value, x in zip(SCALE, np.linspace(left, left + bar, len(SCALE)), strict=True):
+        page.write(x, middle + 26, f"{value:g}", 13, anchor="mm")
+    page.write(width / 2, middle - 28, "max |difference| of a pixel from fp32", 13, anchor="mm")
+    page.write(width / 2, middle + 48, f"NaN is grey; black: {SCALE[0]:g} or less", 13, anchor="mm")
+    return page.image

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...trust.text import listed
@@ -92,37 +92,25 @@ def _with_choice(graph: Graph, schemas: Mapping[str, Schema], name: str, option:
 
 
 def _frames(graph: Graph, schemas: Mapping[str, Schema], varied: set[str]) -> Link:
-    """The first IMAGE that an output node takes and that hangs on a node whose precision varies."""
+    """The first IMAGE that hangs on a node whose precision varies, and that an output node takes or a VIDEO for one is
+    made of."""
     outputs = [node for node in graph.nodes.values() if schemas[node.class_type].is_output]
     hanging: set[str] = set()
     for node_id in graph.order_for(node.id for node in outputs):  # no links into nowhere or in a circle
         if node_id in varied or any(link.node in hanging for link in graph.nodes[node_id].links().values()):
             hanging.add(node_id)
-    for link in _pictures(graph, schemas, outputs):
-        if link.node in hanging:
-            return link
+    waiting, seen = outputs[::-1], set[str]()
+    while waiting:
+        for link in waiting.pop().links().values():
+            source = graph.nodes[link.node]
+            kind = dict(enumerate(schemas[source.class_type].outputs)).get(link.slot)
+            if kind == "IMAGE" and link.node in hanging:
+                return link
+            if kind == "VIDEO" and link.node not in seen:
+                seen.add(link.node)
+                waiting.append(source)
+    found = listed(node.label for node in outputs) or "none"
     raise WorkflowError(
-        "The workflow saves no pictures that could be compared. Its output nodes: "
-        f"{listed(node.label for node in outputs) or 'none'}. "
+        f"The workflow saves no pictures that could be compared. Its output nodes: {found}. "
         "Expected: one that takes an IMAGE or a VIDEO, such as SaveImage."
     )
-
-
-def _pictures(graph: Graph, schemas: Mapping[str, Schema], outputs: Sequence[Node]) -> Iterator[Link]:
-    """The IMAGE links that these take, also where a VIDEO is made of them on the way."""
-    waiting, seen = list(reversed(outputs)), set[str]()
-    while waiting:
-        node = waiting.pop()
-        if node.id in seen:
-            continue
-        seen.add(node.id)
-        videos: list[Node] = []
-        for link in node.links().values():
-            source = graph.nodes[link.node]
-            kinds = schemas[source.class_type].outputs
-            kind = kinds[link.slot] if 0 <= link.slot < len(kinds) else ""
-            if kind == "IMAGE":
-                yield link
-            elif kind == "VIDEO":
-                videos.append(source)
-        waiting += reversed(videos)

@@ -356,7 +356,7 @@ def _variants_text(found: Diagnosis) -> list[str]:
 def _estimates_text(runs: Sequence[RunEstimate]) -> list[str]:
     if not runs:
         return []
-    table = [("", "stage", "dtype", "runs", "weights", "beside", "peak")]
+    table: list[tuple[str, ...]] = [("", "stage", "dtype", "runs", "weights", "beside", "peak")]
     for run in runs:
         width, height, frames = run.size
         begins = [run.variant, f"{width}×{height}{f', {frames} frames' if frames > 1 else ''}"]
