@@ -6,9 +6,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,12 +20,11 @@ from .calls import ModelCall, apply_model_in_fp32, around_apply_model, wrapped
 from .guards import denoiser_of
 from .networks import profile_of
 from .refining import refining_guarded
-from .runs import CallLog, PerExecutor
+from .runs import PerExecutor
 
 
-@dataclass(frozen=True)
-class KSampling:
-    """What ComfyUI's KSampler takes."""
+class KSampling(NamedTuple):
+    """What ComfyUI's KSampler takes, in its order, and the seed."""
 
     steps: int
     cfg: float
@@ -67,10 +66,7 @@ def probe_model(
     comfy.sample(
         model,
         comfy.prepare_noise(samples, sampling.seed, latent.get("batch_index")),
-        sampling.steps,
-        sampling.cfg,
-        sampling.sampler,
-        sampling.scheduler,
+        *sampling[:-1],
         positive,
         negative,
         samples,
@@ -92,14 +88,11 @@ class _Run:
         blocks = _lists_of_blocks(call.network)
         self.probe = Probe(call.network, replace(ModuleStructure.of(call.network, blocks), everything=True))
         self._guards = PerExecutor[StageGuard]()
-        self._log = CallLog()
         self._started = time.perf_counter()
 
     def call(self, call: ModelCall) -> Any:
         guard = self._guards.of(call.network, lambda: self._guard(call.network))
-        output = self.probe.watch(lambda: guard(**call.arguments), call.network)
-        self._log.add(guard.report.steps[-1])
-        return output
+        return self.probe.watch(lambda: guard(**call.arguments), call.network)
 
     def _guard(self, network: torch.nn.Module) -> StageGuard:
         stage = self._of.stage(GuardPolicy())  # with a report of its own
@@ -107,18 +100,15 @@ class _Run:
         return stage.guard(network, attempt, rerun=attempt, dtype="fp32", snapshot=self._of.snapshot)
 
     def result(self, sampled: str) -> ProbeResult:
-        probed, steps = self.probe.probed, self._log.steps
-        plan, card = self._stage.plan, self._stage.architecture
+        probed, plan, card = self.probe.probed, self._stage.plan, self._stage.architecture
         chosen = recommend(probed, plan.dtype, native_bf16=card.native_bf16)
         of = profile_of(self._of, card, chosen.dtype)
-        calls_per_step = -(-len(steps) // max(len(probed.steps), 1))
         return ProbeResult(
             model=self._of.model,
             architecture=card,
             plan=plan,
             sampled=sampled,
             probed=probed,
-            timesteps=tuple(step.timestep for step in steps[::calls_per_step]),
             seconds=time.perf_counter() - self._started,
             chosen=chosen,
             to_apply=_to_apply(plan, chosen),

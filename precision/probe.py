@@ -57,6 +57,11 @@ class Entry:
     name: str
     reach: float  # max |x|
     step: int  # counted from 0
+    in_stream: bool  # it hands the residual stream on
+
+    @property
+    def label(self) -> str:
+        return f"residual stream behind {self.name}" if self.in_stream else self.name
 
 
 @dataclass(frozen=True)
@@ -70,47 +75,46 @@ class Probed:
     def reach(self, name: str, values: Values) -> float:
         """Return max |x| that counts for a layer or block: what a block puts out, or what a layer reaches apart from
         the residual stream, which shows in the blocks."""
-        if name in self.anatomy.blocks:
-            return values.peak.output
-        return self.anatomy.inner(name, values.peak)
+        return values.peak.output if name in self.anatomy.blocks else self.anatomy.inner(name, values.peak)
+
+    def over_steps(self) -> dict[str, Values]:
+        """Return what each layer and block reached in all steps."""
+        found: dict[str, Values] = {}
+        for step in self.steps:
+            for name, values in step.items():
+                found[name] = found.get(name, values).widened(values)
+        return found
 
     def peaks(self) -> dict[str, Peak]:
         """Return the peaks over all steps of what a diagnosis looks at: layers and groups, and blocks where there is no
         stream."""
-        peaks = dict(self.groups)
-        for step in self.steps:
-            for name, values in step.items():
-                if not (self.anatomy.stream and name in self.anatomy.blocks):
-                    peaks[name] = peaks.get(name, values.peak).widened(values.peak)
-        return peaks
+        skipped = self.anatomy.blocks if self.anatomy.stream else ()
+        return {**self.groups, **{n: values.peak for n, values in self.over_steps().items() if n not in skipped}}
 
     def entries(self) -> list[Entry]:
         """Return every layer and block in the step in which it reached most, the largest first."""
-        found: dict[str, Entry] = {}
-        for index, step in enumerate(self.steps):
-            for name, values in step.items():
-                reach = self.reach(name, values)
-                if name not in found or order(reach) > order(found[name].reach):
-                    found[name] = Entry(name, reach, index)
-        return sorted(found.values(), key=lambda entry: -order(entry.reach))
+        stream = self.anatomy.blocks if self.anatomy.stream else ()
+        found = [
+            Entry(name, self.reach(name, values), index, name in stream)
+            for index, step in enumerate(self.steps)
+            for name, values in step.items()
+        ]
+        found.sort(key=lambda entry: -order(entry.reach))  # the earlier step first, of those that reach as much
+        return [*{entry.name: entry for entry in reversed(found)}.values()][::-1]
 
-    def worst(self, number: int = 10) -> list[Entry]:
-        """Return the first `number` of `entries`. The residual stream, which runs through all blocks, and a value that
-        several layers are given or hand on stand there once."""
+    def worst(self) -> list[Entry]:
+        """Return the first of `entries`. The residual stream, which runs through all blocks, and a value that several
+        layers are given or hand on stand there once."""
         found: dict[object, Entry] = {}
         for entry in self.entries():
-            in_stream = self.anatomy.stream is not None and entry.name in self.anatomy.blocks
-            found.setdefault("stream" if in_stream else (entry.reach, entry.step), entry)
-        return [*found.values()][:number]
+            found.setdefault("stream" if entry.in_stream else (entry.reach, entry.step), entry)
+        return [*found.values()][:WORST]
 
     def too_far_apart(self) -> dict[str, float]:
         """Return the layers whose scaled product in fp16 is farther off than bf16's, since it loses small values beside
         large ones: the largest share of bf16's error, the farthest layer first."""
-        shares: dict[str, float] = {}
-        for step in self.steps:
-            for name, values in step.items():
-                shares[name] = max(shares.get(name, 1.0), values.apart)
-        return {name: shares[name] for name in sorted(shares, key=lambda name: -shares[name]) if shares[name] > 1}
+        shares = {name: values.apart for name, values in self.over_steps().items() if values.apart > 1}
+        return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
 
 class Probe:
@@ -171,7 +175,6 @@ class Verdict:
 
     dtype: str
     learned: PrecisionOverrides  # what a run has to know so that nothing fails
-    wide: bool  # the residual stream is float32
     reason: str
 
     @property
@@ -183,8 +186,7 @@ class Verdict:
         """How a run in this dtype would go, in a few words."""
         if not self.fits:
             return f"{self.dtype} does not do"
-        how = ["wide"] if self.wide else []
-        how += self.learned.in_words()
+        how = ["wide"] * self.learned.wide + self.learned.in_words()
         return f"{self.dtype} {' + '.join(how)}" if how else self.dtype + (" plain" if self.dtype == "fp16" else "")
 
 
@@ -197,7 +199,6 @@ class ProbeResult:
     plan: Plan  # as it is
     sampled: str  # what, for people: "64×64, 9 frames, seed 0"
     probed: Probed
-    timesteps: tuple[float | None, ...]
     seconds: float  # of the run
     chosen: Verdict
     to_apply: str  # how the user does what is recommended; "" where nothing has to be done
@@ -217,6 +218,12 @@ class ProbeResult:
         return f"Recommended on {self.architecture}: {self.chosen.plan}"
 
     @property
+    def reason(self) -> str:
+        if self.chosen.dtype == self.plan.dtype:
+            return f"{self.plan.reason}; {self.chosen.reason}"
+        return f"{self.plan.dtype} does not hold it: {judge(self.probed, self.plan.dtype).reason}"
+
+    @property
     def cost(self) -> str:
         steps = len(self.probed.steps)
         return f"{steps} step{'' if steps == 1 else 's'} in {self.seconds:.3g} s; runs without the probe pay nothing"
@@ -225,12 +232,12 @@ class ProbeResult:
         """For people."""
         lines = [
             self.headline,
-            f"    because {self._because()}",
+            f"    because {self.reason}",
             f"    {f'To apply it: {self.to_apply}.' if self.to_apply else 'Nothing has to be set for it.'}",
             "Each precision:",
             *(f"    {verdict.plan}: {verdict.reason}" for verdict in self.verdicts),
             f"The largest of {len(self.probed.entries())} layers and blocks:",
-            *(f"    {e.reach:.3g} in {self.name_of(e)}, step {e.step + 1}" for e in self.probed.worst(WORST)),
+            *(f"    {entry.reach:.3g} in {entry.label}, step {entry.step + 1}" for entry in self.probed.worst()),
         ]
         if apart := self.probed.too_far_apart():
             named = ", ".join(f"'{name}' {share:.3g} ×" for name, share in [*apart.items()][:WORST])
@@ -239,35 +246,24 @@ class ProbeResult:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
+        verdicts = [asdict(verdict) | {"plan": verdict.plan, "fits": verdict.fits} for verdict in self.verdicts]
+        chosen = {"dtype": self.chosen.dtype, "plan": self.chosen.plan, "learned": asdict(self.chosen.learned)}
         return for_json(
             {
                 "summary": self.headline,
                 "model": self.model,
                 "architecture": self.architecture.name,
-                "dtype": self.chosen.dtype,
-                "plan": self.chosen.plan,
-                "wide": self.chosen.wide,
-                "learned": asdict(self.chosen.learned),
-                "reason": self._because(),
-                "verdicts": [asdict(v) | {"plan": v.plan, "fits": v.fits} for v in self.verdicts],
-                "worst": [asdict(entry) | {"step": entry.step + 1} for entry in self.probed.worst(WORST)],
+                **chosen,
+                "wide": self.chosen.learned.wide,
+                "reason": self.reason,
+                "verdicts": verdicts,
+                "worst": [asdict(entry) | {"step": entry.step + 1} for entry in self.probed.worst()],
                 "too_far_apart": self.probed.too_far_apart(),
                 "measured_steps": len(self.probed.steps),
-                "timesteps": self.timesteps,
                 "seconds": self.seconds,
                 "profile": self.profile_text,
             }
         )
-
-    def name_of(self, entry: Entry) -> str:
-        in_stream = self.probed.anatomy.stream is not None and entry.name in self.probed.anatomy.blocks
-        return f"residual stream behind {entry.name}" if in_stream else entry.name
-
-    def _because(self) -> str:
-        if self.chosen.dtype == self.plan.dtype:
-            return f"{self.plan.reason}; {self.chosen.reason}"
-        own = judge(self.probed, self.plan.dtype)
-        return f"{own.dtype} does not hold it: {own.reason}"
 
 
 def judge(probed: Probed, dtype: str) -> Verdict:
@@ -279,12 +275,14 @@ def judge(probed: Probed, dtype: str) -> Verdict:
     if finding and not settled and diagnose_from_fp32_peaks(peaks, anatomy, dtype, learned.parts, wide=learned.wide):
         learned = PrecisionOverrides(everything=dtype == "fp16", whole_run_fp32=dtype != "fp16")
     shares = probed.too_far_apart() if dtype == "fp16" else {}
-    if scaled := next((name for name in shares if _is_scaled(name, anatomy, learned)), ""):
-        said = (
-            f"'{scaled}' is given values too far apart: its scaled product in fp16 is {shares[scaled]:.3g} × as far off"
-        )
-        return Verdict(dtype, PrecisionOverrides(whole_run_fp32=True), False, f"{said} as bf16's")
-    return Verdict(dtype, learned, learned.wide, finding.reason if finding else _why_it_fits(probed, dtype))
+    for name, share in shares.items():
+        if learned.everything or covered(name, learned.wide_parts) or adapted(name) in anatomy.writers:
+            said = f"'{name}' is given values too far apart: its scaled product in fp16 is {share:.3g} × as far off"
+            return Verdict(dtype, PrecisionOverrides(whole_run_fp32=True), f"{said} as bf16's")
+    if finding:
+        return Verdict(dtype, learned, finding.reason)
+    most = "".join(f"the most is {entry.reach:.3g}, in '{entry.name}'; " for entry in probed.entries()[:1])
+    return Verdict(dtype, learned, f"{most}{dtype} ends at {RANGE[dtype]:.5g}")
 
 
 def recommend(probed: Probed, dtype: str, *, native_bf16: bool) -> Verdict:
@@ -294,17 +292,6 @@ def recommend(probed: Probed, dtype: str, *, native_bf16: bool) -> Verdict:
     fitting = [verdict for verdict in (judge(probed, candidate) for candidate in candidates) if verdict.fits]
     cheap = (verdict for verdict in fitting if verdict.dtype in (dtype, "bf16") and not verdict.learned.everything)
     return next(cheap, fitting[0] if fitting else judge(probed, "fp32"))
-
-
-def _is_scaled(name: str, anatomy: ModuleStructure, learned: PrecisionOverrides) -> bool:
-    """Return whether a layer is wide in fp16: those that write to a known stream always are."""
-    return learned.everything or covered(name, learned.wide_parts) or adapted(name) in anatomy.writers
-
-
-def _why_it_fits(probed: Probed, dtype: str) -> str:
-    ends = f"{dtype} ends at {RANGE[dtype]:.5g}"
-    entry = next(iter(probed.entries()), None)
-    return f"the most is {entry.reach:.3g}, in '{entry.name}'; {ends}" if entry else ends
 
 
 def _is_watched(layer: torch.nn.Module, half: bool) -> bool:

@@ -83,7 +83,6 @@ def probe(
         plan=plan,
         sampled=f"{settings.width}×{settings.height}{frames}, seed {settings.seed}",
         probed=probed,
-        timesteps=tuple(step.timestep for step in report.steps[:: report.calls_per_step]),
         seconds=time.perf_counter() - started,
         chosen=chosen,
         to_apply=_to_apply(plan, chosen),

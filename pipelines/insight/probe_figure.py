@@ -142,7 +142,7 @@ def _words(result: ProbeResult) -> str:
     lines = ["Largest values", ""]
     for entry in result.probed.worst():
         beyond = f", {entry.reach / RANGE['fp16']:.3g} × where fp16 ends" if entry.reach > RANGE["fp16"] else ""
-        lines += [_fit(result.name_of(entry)), f"    {entry.reach:.3g} at step {entry.step + 1}{beyond}"]
+        lines += [_fit(entry.label), f"    {entry.reach:.3g} at step {entry.step + 1}{beyond}"]
     lines += ["", "What each precision needs", ""]
     for verdict in result.verdicts:
         lines += textwrap.wrap(verdict.plan, _LONGEST, subsequent_indent="    ", break_long_words=False)

@@ -47,7 +47,6 @@ class StageEstimate:
     weights: int  # on the card at once
     beside: int
     fits: bool
-    fastest: int  # what the fastest way would take
 
 
 @dataclass(frozen=True)
@@ -97,8 +96,11 @@ def estimate_runs(
             continue
         for number, memory in enumerate(memories):
             has = max(memory - RESERVED, 0)
-            found = tuple(_estimate(name, dtype, ways[number], has) for name, dtype, ways in stages)
-            yield RunEstimate(each.variant.name, made, memory, has, found)
+            found: list[StageEstimate] = []
+            for name, dtype, ways in stages:
+                way, _, fits = first_that_fits(ways[number], has)
+                found.append(StageEstimate(name, dtype, way.said, way.weights, way.beside, fits))
+            yield RunEstimate(each.variant.name, made, memory, has, tuple(found))
 
 
 def _checked(model: StoredModel, size: Size | None) -> Size:
@@ -130,11 +132,6 @@ def _stages(handle: PipelineHandle, size: Size) -> Iterator[tuple[str, str, Iter
     yield "decode", stage.plan.dtype, ways_to_decode(stage, latents, Portions(0, False, False))
 
 
-def _estimate(name: str, dtype: str, ways: Iterator[ExecutionOption], has: int) -> StageEstimate:
-    way, fastest, fits = first_that_fits(ways, has)
-    return StageEstimate(name, dtype, way.said, way.weights, way.beside, fits, fastest.takes)
-
-
 @dataclass(frozen=True)
 class _PublishedModel(StoredModel):
     """A published model, of which no file is here."""
@@ -151,16 +148,10 @@ class _PublishedModel(StoredModel):
     def bare(self, name: str, dtype: torch.dtype) -> torch.nn.Module:
         return self.family.components[name].on_meta(self.configs[name], dtype)
 
-    def component(self, name: str, dtype: torch.dtype) -> NoReturn:
-        del dtype
-        self.unweighted(name)
+    def unweighted(self, *_: Any, **__: Any) -> NoReturn:
+        raise FileNotFoundError(f"{self.name} is described, not here")
 
-    def stored(self, name: str, parameter: Sequence[str]) -> NoReturn:
-        del parameter
-        self.unweighted(name)
-
-    def unweighted(self, name: str) -> NoReturn:
-        raise FileNotFoundError(f"{self.name} is described, not here: it has no {name}")
+    component = stored = unweighted
 
 
 class _MetaPlacement(PlainPlacement):
@@ -177,6 +168,5 @@ class _MetaStore(ComponentStore):
     def _load(self, name: str, dtype: str) -> torch.nn.Module:
         return self.model.bare(name, DTYPES[dtype]).eval().requires_grad_(False)
 
-    def _checked(self, name: str, module: torch.nn.Module, dtype: str) -> list[str]:
-        del name, module, dtype
+    def _checked(self, *_: Any, **__: Any) -> list[str]:
         return []

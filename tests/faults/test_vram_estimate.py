@@ -26,7 +26,6 @@ def test_published_models_run_on_cards_from_8_gib_on(monkeypatch: pytest.MonkeyP
         for stage in run.stages:
             assert stage.fits
             assert stage.weights + stage.beside <= run.has == run.memory - vram_estimate.RESERVED
-            assert stage.fastest >= stage.weights + stage.beside
     peaks = [max(stage.weights + stage.beside for stage in run.stages) for run in runs]
     assert peaks == sorted(peaks), "a larger card is made use of"
 

@@ -75,12 +75,11 @@ def test_what_is_stored_in_fp32_is_measured_all_the_same(model_folder, opened):
     assert any(verdict.plan == "fp16 wide" for verdict in found.verdicts)
 
 
-def test_every_step_is_measured_with_its_timestep_and_the_cost_is_stated(model_folder, opened):
+def test_every_step_is_measured_and_the_cost_is_stated(model_folder, opened):
     handle = opened(model_folder("2b", "stream"))
     denoiser = handle.store.module("transformer", "fp16")
     found = probe(handle, *prompts(handle), SMALL)
-    assert len(found.probed.steps) == len(found.timesteps) == SMALL.steps
-    assert list(found.timesteps) == sorted(found.timesteps, reverse=True)
+    assert len(found.probed.steps) == SMALL.steps
     assert found.seconds > 0 and f"3 steps in {found.seconds:.3g} s" in found.text()
     assert hooks(denoiser) == 0
     blocks = len(denoiser.transformer_blocks)
