@@ -14,8 +14,7 @@ import torch
 
 from ..precision.guard import GuardPolicy, StageGuard
 from ..precision.overrides import ModuleStructure
-from ..precision.policy import Plan
-from ..precision.probe import Probe, ProbeResult, Verdict, recommend
+from ..precision.probe import Probe, ProbeResult, recommend
 from .calls import ModelCall, apply_model_in_fp32, around_apply_model, wrapped
 from .guards import denoiser_of
 from .networks import profile_of
@@ -102,7 +101,15 @@ class _Run:
     def result(self, sampled: str) -> ProbeResult:
         probed, plan, card = self.probe.probed, self._stage.plan, self._stage.architecture
         chosen = recommend(probed, plan.dtype, native_bf16=card.native_bf16)
-        of = profile_of(self._of, card, chosen.dtype)
+        profile, to_apply = None, f"put NaN Guard (MODEL) behind the model, with precision '{chosen.dtype}'"
+        if chosen.learned.everything:
+            profile = replace(profile_of(self._of, card, chosen.dtype), learned=chosen.learned.to_share)
+        if chosen.dtype != plan.dtype:
+            to_apply += f"; or keep {plan.dtype}, and have it compute the steps that fail in fp32"
+        elif chosen.learned.everything:
+            to_apply += "; or with scope 'learned', and `profile` wired into its `profile`"
+        else:
+            to_apply = ""
         return ProbeResult(
             model=self._of.model,
             architecture=card,
@@ -111,8 +118,8 @@ class _Run:
             probed=probed,
             seconds=time.perf_counter() - self._started,
             chosen=chosen,
-            to_apply=_to_apply(plan, chosen),
-            profile=replace(of, learned=chosen.learned.to_share) if chosen.learned.everything else None,
+            to_apply=to_apply,
+            profile=profile,
         )
 
 
@@ -134,12 +141,3 @@ def _lists_of_blocks(network: torch.nn.Module) -> list[str]:
     """Parts that hold more than single layers: a UNet's input_blocks, Flux's double_blocks."""
     inside = {name: [*part.children()] for name, part in network.named_children()}
     return [name for name, layers in inside.items() if any([*layer.children()] for layer in layers)]
-
-
-def _to_apply(plan: Plan, chosen: Verdict) -> str:
-    if chosen.dtype == plan.dtype and not chosen.learned.everything:
-        return ""
-    applied = f"put NaN Guard (MODEL) behind the model, with precision '{chosen.dtype}'"
-    if chosen.dtype == plan.dtype:
-        return f"{applied}; or with scope 'learned', and `profile` wired into its `profile`"
-    return f"{applied}; or keep {plan.dtype}, and have it compute the steps that fail in fp32"

@@ -40,17 +40,6 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Values:
-    """What a layer or block reached in one step."""
-
-    peak: Peak
-    apart: float = 0.0  # the error of its scaled product in fp16, as a share of bf16's; 0 where it multiplies nothing
-
-    def widened(self, other: Values) -> Values:
-        return Values(self.peak.widened(other.peak), max(self.apart, other.apart))
-
-
-@dataclass(frozen=True)
 class Entry:
     """A layer or block in the step in which it reached most."""
 
@@ -69,38 +58,35 @@ class Probed:
     """What a probe measured."""
 
     anatomy: ModuleStructure
-    steps: tuple[Mapping[str, Values], ...]  # by layer and block, in the order in which they ran
+    steps: tuple[Mapping[str, Peak], ...]  # by layer and block, in the order in which they ran
     groups: Mapping[str, Peak] = field(default_factory=dict)  # over all steps, of the anatomy's groups
+    # Layers whose scaled product in fp16 is farther off than bf16's, since it loses small values beside large ones: how
+    # many times as far, the farthest first.
+    too_far_apart: Mapping[str, float] = field(default_factory=dict)
 
-    def reach(self, name: str, values: Values) -> float:
+    def reach(self, name: str, peak: Peak) -> float:
         """Return max |x| that counts for a layer or block: what a block puts out, or what a layer reaches apart from
         the residual stream, which shows in the blocks."""
-        return values.peak.output if name in self.anatomy.blocks else self.anatomy.inner(name, values.peak)
-
-    def over_steps(self) -> dict[str, Values]:
-        """Return what each layer and block reached in all steps."""
-        found: dict[str, Values] = {}
-        for step in self.steps:
-            for name, values in step.items():
-                found[name] = found.get(name, values).widened(values)
-        return found
+        return peak.output if name in self.anatomy.blocks else self.anatomy.inner(name, peak)
 
     def peaks(self) -> dict[str, Peak]:
         """Return the peaks over all steps of what a diagnosis looks at: layers and groups, and blocks where there is no
         stream."""
-        skipped = self.anatomy.blocks if self.anatomy.stream else ()
-        return {**self.groups, **{n: values.peak for n, values in self.over_steps().items() if n not in skipped}}
+        peaks = dict(self.groups)
+        for step in self.steps:
+            for name, peak in step.items():
+                if not (self.anatomy.stream and name in self.anatomy.blocks):
+                    peaks[name] = peaks.get(name, peak).widened(peak)
+        return peaks
 
     def entries(self) -> list[Entry]:
-        """Return every layer and block in the step in which it reached most, the largest first."""
-        stream = self.anatomy.blocks if self.anatomy.stream else ()
-        found = [
-            Entry(name, self.reach(name, values), index, name in stream)
-            for index, step in enumerate(self.steps)
-            for name, values in step.items()
-        ]
-        found.sort(key=lambda entry: -order(entry.reach))  # the earlier step first, of those that reach as much
-        return [*{entry.name: entry for entry in reversed(found)}.values()][::-1]
+        """Return every layer and block in the first step in which it reached most, the largest first."""
+        stream, found = self.anatomy.blocks if self.anatomy.stream else (), dict[str, Entry]()
+        for index, step in enumerate(self.steps):
+            for name, peak in step.items():
+                entry = Entry(name, self.reach(name, peak), index, name in stream)
+                found[name] = max(found.get(name, entry), entry, key=lambda each: order(each.reach))
+        return sorted(found.values(), key=lambda entry: -order(entry.reach))
 
     def worst(self) -> list[Entry]:
         """Return the first of `entries`. The residual stream, which runs through all blocks, and a value that several
@@ -109,12 +95,6 @@ class Probed:
         for entry in self.entries():
             found.setdefault("stream" if entry.in_stream else (entry.reach, entry.step), entry)
         return [*found.values()][:WORST]
-
-    def too_far_apart(self) -> dict[str, float]:
-        """Return the layers whose scaled product in fp16 is farther off than bf16's, since it loses small values beside
-        large ones: the largest share of bf16's error, the farthest layer first."""
-        shares = {name: values.apart for name, values in self.over_steps().items() if values.apart > 1}
-        return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
 
 class Probe:
@@ -125,12 +105,14 @@ class Probe:
 
     def __init__(self, module: torch.nn.Module, anatomy: ModuleStructure):
         half = any(parameter.dtype in HALF_DTYPES for parameter in module.parameters())
-        layers = {name: layer for name, layer in leaves(module).items() if _is_watched(layer, half)}
+        # In a module that has no weights in half precision each layer counts, in fp32 or not.
+        counted = counts if half else lambda layer: not isinstance(layer, torch.nn.Dropout)
+        layers = {name: layer for name, layer in leaves(module).items() if counted(layer)}
         self._modules = layers | {name: module.get_submodule(name) for name in (*anatomy.blocks, *anatomy.groups)}
         self._anatomy = anatomy
         self._groups: dict[str, Peak] = {}
-        self._step: dict[str, Values] = {}
-        self._steps: list[dict[str, Values]] = []
+        self._apart: dict[str, float] = {}
+        self._steps: list[dict[str, Peak]] = [{}]  # the last one goes on
         self._lock = threading.Lock()
 
     def watch(self, call: Callable[[], Result], twin: torch.nn.Module | None = None) -> Result:
@@ -150,23 +132,19 @@ class Probe:
             numbers = torch.stack([each.to(device) for _, each in seen]).tolist()
             with self._lock:
                 for (name, _), (given, made, apart) in zip(seen, numbers, strict=True):
-                    self._add(name, Values(Peak(given, made), apart))
+                    kept, peak = self._groups if name in self._anatomy.groups else self._steps[-1], Peak(given, made)
+                    kept[name] = kept.get(name, peak).widened(peak)
+                    self._apart[name] = max(self._apart.get(name, 0.0), apart)
         return result
-
-    def _add(self, name: str, values: Values) -> None:
-        if name in self._anatomy.groups:
-            self._groups[name] = self._groups.get(name, values.peak).widened(values.peak)
-        else:
-            self._step[name] = self._step.get(name, values).widened(values)
 
     def end_step(self) -> None:
         """End a step: what was watched since the step before belongs to it."""
-        self._steps.append(self._step)
-        self._step = {}
+        self._steps.append({})
 
     @property
     def probed(self) -> Probed:
-        return Probed(self._anatomy, tuple(self._steps), dict(self._groups))
+        apart = sorted(((name, share) for name, share in self._apart.items() if share > 1), key=lambda each: -each[1])
+        return Probed(self._anatomy, tuple(self._steps[:-1]), dict(self._groups), dict(apart))
 
 
 @dataclass(frozen=True)
@@ -239,7 +217,7 @@ class ProbeResult:
             f"The largest of {len(self.probed.entries())} layers and blocks:",
             *(f"    {entry.reach:.3g} in {entry.label}, step {entry.step + 1}" for entry in self.probed.worst()),
         ]
-        if apart := self.probed.too_far_apart():
+        if apart := self.probed.too_far_apart:
             named = ", ".join(f"'{name}' {share:.3g} ×" for name, share in [*apart.items()][:WORST])
             lines.append(f"Too far apart for scaled products in fp16: {len(apart)} layers, by bf16's error: {named}")
         return "\n".join([*lines, f"Cost: {self.cost}"])
@@ -258,7 +236,7 @@ class ProbeResult:
                 "reason": self.reason,
                 "verdicts": verdicts,
                 "worst": [asdict(entry) | {"step": entry.step + 1} for entry in self.probed.worst()],
-                "too_far_apart": self.probed.too_far_apart(),
+                "too_far_apart": self.probed.too_far_apart,
                 "measured_steps": len(self.probed.steps),
                 "seconds": self.seconds,
                 "profile": self.profile_text,
@@ -274,8 +252,7 @@ def judge(probed: Probed, dtype: str) -> Verdict:
     settled = learned.everything or learned.whole_run_fp32
     if finding and not settled and diagnose_from_fp32_peaks(peaks, anatomy, dtype, learned.parts, wide=learned.wide):
         learned = PrecisionOverrides(everything=dtype == "fp16", whole_run_fp32=dtype != "fp16")
-    shares = probed.too_far_apart() if dtype == "fp16" else {}
-    for name, share in shares.items():
+    for name, share in probed.too_far_apart.items() if dtype == "fp16" else ():
         if learned.everything or covered(name, learned.wide_parts) or adapted(name) in anatomy.writers:
             said = f"'{name}' is given values too far apart: its scaled product in fp16 is {share:.3g} × as far off"
             return Verdict(dtype, PrecisionOverrides(whole_run_fp32=True), f"{said} as bf16's")
@@ -292,8 +269,3 @@ def recommend(probed: Probed, dtype: str, *, native_bf16: bool) -> Verdict:
     fitting = [verdict for verdict in (judge(probed, candidate) for candidate in candidates) if verdict.fits]
     cheap = (verdict for verdict in fitting if verdict.dtype in (dtype, "bf16") and not verdict.learned.everything)
     return next(cheap, fitting[0] if fitting else judge(probed, "fp32"))
-
-
-def _is_watched(layer: torch.nn.Module, half: bool) -> bool:
-    """half: the module has weights in half precision. In one that has none, each layer counts, in fp32 or not."""
-    return counts(layer) if half else not isinstance(layer, torch.nn.Dropout)

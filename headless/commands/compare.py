@@ -79,7 +79,7 @@ def _compare(args: argparse.Namespace) -> Comparison:
             except (RunFailedError, WorkflowError, HostError) as error:  # noqa: PERF203
                 outcomes.append(Outcome.failed(precision, str(error)))
     errors_from = "float frames" if result.results else "8-bit PNG files, whose steps are 1/255"
-    return Comparison(args.workflow.name, outcomes, subject.fps, errors_from)
+    return Comparison(args.workflow.name, outcomes, errors_from)
 
 
 def _frames(result: RunResult, subject: Comparable) -> np.ndarray:

@@ -17,7 +17,6 @@ REFERENCE = "fp32"
 SHOWN = "onediff-guard-compare"  # id of the node that hands out the frames
 PLAIN = "fp16 (plain)"
 GUARD, UNGUARDED = "on_failure", "off"
-FPS, MIN_FPS, MAX_FPS = 8.0, 0.1, 1000.0  # of an animation: where the workflow names none, and what WEBP takes
 NATIVE = (
     "ComfyUI's own models take their precision from how ComfyUI was started (--force-fp16, --force-fp32) or from "
     "their loader's weight_dtype, so it cannot be set here: start ComfyUI in each, and use 'onediff-guard run'."
@@ -32,13 +31,6 @@ class Comparable:
     nodes: tuple[str, ...]  # ids of those whose precision is set
     guards: tuple[str, ...]  # ids of those that are switched off for plain fp16
     frames: Link  # the IMAGE that is compared
-
-    @property
-    def fps(self) -> float:
-        """Of the video that the workflow makes of the frames, where it says so."""
-        takers = [node for node in self.graph.nodes.values() if self.frames in node.links().values()]
-        given = [node.inputs.get("fps") for node in takers]
-        return next((float(fps) for fps in given if isinstance(fps, (int, float)) and MIN_FPS <= fps <= MAX_FPS), FPS)
 
     def in_precision(self, precision: str) -> Graph:
         """The workflow in this precision; all it puts out are the frames, as 8-bit PNG files.

@@ -17,6 +17,7 @@ from .frames import as_bytes, compare, difference
 from .precisions import REFERENCE
 
 HEADER = ("precision", "plan", "PSNR (dB)", "max error", "seconds", "reruns", "finite frames")
+FPS = 8.0  # of an animation
 SECONDS_OF = "the denoising steps alone, without loading, encoding and decoding"
 VERDICTS = {"reference": pictures.NEUTRAL, "finite": pictures.GOOD}  # all others are bad
 
@@ -80,7 +81,6 @@ class Outcome:
 class Comparison:
     workflow: str  # file name
     outcomes: list[Outcome]  # the reference first
-    fps: float
     errors_from: str  # what the frames were read from
 
     def facts(self) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class Comparison:
         if frames > 1:
             moving = [run for run in runs if len(run.frames)]
             animation = pictures.animation(moving, footnote=f"{self.workflow}, one seed")
-            files[".webp"] = pictures.webp(animation, fps=self.fps)
+            files[".webp"] = pictures.webp(animation, fps=FPS)
         return files | {".json": f"{json.dumps(for_json(self.facts()), indent=2)}\n".encode()}
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from itertools import groupby
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import groupby, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...precision.accumulation import Accumulation, Switch, preview, without_fp16_accumulation
 from ...precision.arch import EXPERIMENTAL, Architecture
 from ...precision.machine import Machine, first_line, look, tried
-from ...precision.overrides import NOTHING
 from ...precision.policy import Component, Plan, PlanImpossible, Precision, Variant, choose
 from ...trust.plain import for_json
 from ..families.table import VARIANTS
@@ -34,16 +33,7 @@ NOT_RUN = (
 )
 WIDTH = 96  # of a line of text
 _SETTERS = {"user": "set by you", "others": "set by ComfyUI or another pack", "default": "not set by anyone"}
-_REASONS = {  # fields of a plan, by what they are listed as
-    "reason": "dtype",
-    "guard_reason": "guard",
-    "wide_reason": "wide",
-    "quantised_reason": "quantised",
-    "accumulation_reason": "accumulation",
-    "fp16_sums_reason": "fp16 sums",
-    "source": "sources",
-    "accumulation_source": "sources",
-}
+_REASONS = [each.name for each in fields(Plan) if each.name.endswith(("reason", "source"))]
 
 
 @dataclass(frozen=True)
@@ -96,10 +86,10 @@ class Diagnosis:
     precision: Precision
     accumulation: Accumulation
     backends: Backends
-    switches: tuple[Switch, ...]
-    models: tuple[ModelPlans, ...]
     on_failure: str = "rerun"  # the guard's policy: "rerun", "stop" or "off"
     strict: bool = False
+    switches: tuple[Switch, ...] = ()
+    models: tuple[ModelPlans, ...] = ()
     notes: tuple[str, ...] = ()
     compile_cache: str = ""  # where it is and how full; empty where nobody said
     comfyui: ComfyUI | None = None  # None where nobody looked
@@ -146,10 +136,12 @@ def diagnose(
     here = tried(lambda: _tested(machine.device, selftests), machine.architecture)
     machine = replace(machine, architecture=here)
     stored = open_model(model, family_of(model)) if model else None
-    variants, folder = ([stored.variant], stored.name) if stored else (VARIANTS.values(), "")
-    beside = tuple(gpu.architecture for gpu in machine.gpus)
-    found = _diagnosis(machine, architecture, here, beside, precision, accumulation, variants, folder)
-    found = _noted(found, beside, _about(stored) if stored else ())
+    found = Diagnosis(architecture or here, architecture is None, machine, precision, accumulation, _backends(machine))
+    beside = [gpu.architecture for gpu in machine.gpus]
+    if stored:
+        found = _planned(found, [stored.variant], stored.name, beside, _about(stored))
+    else:
+        found = _planned(found, VARIANTS.values(), "", beside)
     if memory is None:
         return found
     from .vram_estimate import estimate_runs
@@ -160,50 +152,53 @@ def diagnose(
 
 def diagnose_pipeline(handle: PipelineHandle, architecture: Architecture | None = None) -> Diagnosis:
     """The same for a pipeline on a wire, with its own precision, accumulation, backend and guard policy."""
-    model, policy, asked = handle.store.model, handle.policy, (handle.precision, handle.accumulation)
-    machine, variants = look(handle.store.placement.device), [model.variant]
-    found = _diagnosis(
-        machine, architecture, handle.architecture, handle.beside, *asked, variants, model.name, handle.backend
+    model, machine = handle.store.model, look(handle.store.placement.device)
+    found = Diagnosis(
+        architecture or handle.architecture,
+        architecture is None,
+        machine,
+        handle.precision,
+        handle.accumulation,
+        _backends(machine, handle.backend),
+        handle.policy.on_failure.value,
+        handle.policy.strict,
     )
-    found = replace(found, on_failure=policy.on_failure.value, strict=policy.strict)
     at_load = (note for notes in handle.store.notes.values() for note in notes)
-    return _noted(found, handle.beside, (*_about(model), *at_load, *_learned(handle)))
+    return _planned(found, [model.variant], model.name, handle.beside, (*_about(model), *at_load))
 
 
-def _diagnosis(
-    machine: Machine,
-    asked: Architecture | None,
-    here: Architecture,
-    beside: tuple[Architecture, ...],
-    precision: Precision,
-    accumulation: Accumulation,
+def _planned(
+    found: Diagnosis,
     variants: Iterable[Variant],
     folder: str,
-    backend: BackendChoice | None = None,
+    beside: Collection[Architecture],
+    notes: Iterable[str] = (),
 ) -> Diagnosis:
-    """asked, here: the architecture to plan for, and the one of this card. beside: of the process's other devices."""
-    chosen = asked or here
-    return Diagnosis(
-        architecture=chosen,
-        here=asked is None,
-        machine=machine,
-        precision=precision,
-        accumulation=accumulation,
-        backends=_backends(machine, backend),
-        switches=tried(lambda: preview(chosen, accumulation, () if asked else beside), ()),
-        models=tuple(_plans(variant, chosen, precision, accumulation, folder) for variant in variants),
-    )
+    """The same with plans, switches and notes. beside: the architectures of the process's devices."""
+    switches = tried(lambda: preview(found.architecture, found.accumulation, beside if found.here else ()), ())
+    models = tuple(_plans(found, variant, folder) for variant in variants)
+    found = replace(found, models=models, switches=switches)
+    unknown = dict.fromkeys(str(each) for each in (found.architecture, *beside) if not each.known)
+    said = [
+        *found.machine.advice,
+        *(f"{each}: little is known of it, so its plan is the safe one" for each in unknown),
+        *_attention_of(found.architecture),
+        *([] if switches else ["The accumulation switches could not be read: some are PyTorch's"]),
+        *tried(lambda: [*_lacking(found)], []),
+        *(["The NaN Guard is off: steps are only watched"] if found.on_failure == "off" else []),
+        *tried(lambda: [*_not_compiled(found)] if found.here else [], []),
+        *notes,
+    ]
+    return replace(found, notes=tuple(dict.fromkeys(said)))
 
 
-def _plans(
-    variant: Variant, architecture: Architecture, precision: Precision, accumulation: Accumulation, folder: str
-) -> ModelPlans:
+def _plans(found: Diagnosis, variant: Variant, folder: str) -> ModelPlans:
     """What can be planned, and why the rest cannot."""
     plans: list[Plan] = []
     refused: dict[str, str] = {}
     for component in variant.components:
         try:
-            plans.append(choose(architecture, variant, component, precision, accumulation))
+            plans.append(choose(found.architecture, variant, component, found.precision, found.accumulation))
         except PlanImpossible as error:  # noqa: PERF203
             refused[component.value] = str(error)
     return ModelPlans(variant.name, tuple(plans), refused, folder)
@@ -238,22 +233,6 @@ def _backends(machine: Machine, chosen: BackendChoice | None = None) -> Backends
 # --- notes ------------------------------------------------------------------------------------------------------------
 
 
-def _noted(found: Diagnosis, beside: Iterable[Architecture], more: Iterable[str]) -> Diagnosis:
-    """The same with its notes, each once. beside: the architectures of the process's other devices."""
-    unknown = dict.fromkeys(str(each) for each in (found.architecture, *beside) if not each.known)
-    notes = [
-        *found.machine.advice,
-        *(f"{each}: little is known of it, so its plan is the safe one" for each in unknown),
-        *_attention_of(found.architecture),
-        *([] if found.switches else ["The accumulation switches could not be read: some are PyTorch's"]),
-        *tried(lambda: [*_lacking(found)], []),
-        *(["The NaN Guard is off: steps are only watched"] if found.on_failure == "off" else []),
-        *tried(lambda: [*_not_compiled(found)] if found.here else [], []),
-        *more,
-    ]
-    return replace(found, notes=tuple(dict.fromkeys(notes)))
-
-
 def _attention_of(architecture: Architecture) -> Iterator[str]:
     without = "all its scores are in memory: 154 GB for a step of CogVideoX-2B, in place of 1.6"
     if architecture.fused_attention == "missing":
@@ -285,14 +264,6 @@ def _lacking(found: Diagnosis) -> Iterator[str]:
         yield switch
 
 
-def _learned(handle: PipelineHandle) -> Iterator[str]:
-    for denoiser in handle.family.denoisers:
-        for dtype in ("fp16", "bf16", "fp8", "int8"):
-            if words := handle.store.learned.get(handle.memory_key(denoiser, dtype), NOTHING).in_words():
-                which = f" of {denoiser}" if handle.family.also_denoise else ""
-                yield f"runs{which} in {dtype} taught: {' and '.join(words)} (scope: learned)"
-
-
 def _not_compiled(found: Diagnosis) -> Iterator[str]:
     """Where the backend cannot compile the dtype that a denoiser is planned in."""
     from ..compile.backends import BackendChoice, for_dtype
@@ -301,11 +272,12 @@ def _not_compiled(found: Diagnosis) -> Iterator[str]:
     choice = BackendChoice(found.backends.chosen, found.backends.reason, found.backends.automatic)
     plans = (plan for model in found.models for plan in model.plans if plan.component is Component.DENOISER)
     try:
-        used = [for_dtype(choice, found.architecture, plan.dtype) for plan in plans]
+        for plan in plans:
+            used = for_dtype(choice, found.architecture, plan.dtype)
+            if used.name != choice.name:
+                yield f"not compiled: {used.reason.removeprefix('auto: ')}"
     except BackendUnavailable as error:
         yield str(error)
-    else:
-        yield from (f"not compiled: {each.reason.removeprefix('auto: ')}" for each in used if each.name != choice.name)
 
 
 # --- text: aligned, each reason once ----------------------------------------------------------------------------------
@@ -314,8 +286,6 @@ def _not_compiled(found: Diagnosis) -> Iterator[str]:
 def _model_text(found: Diagnosis, model: ModelPlans) -> list[str]:
     """One model: a row for each component, then the reasons."""
     title = f"Plan for {model.folder}: {model.variant} on {found.architecture}, precision {found.precision.value}"
-    if not model.plans:
-        return [*_wrapped(title), *_refused([model])]
     guard = "watch" if found.on_failure == "off" else found.on_failure
     table = [("", "dtype", "guard", "wide", "half accumulation")]
     reasons: dict[tuple[str, str], list[str]] = {}
@@ -323,46 +293,43 @@ def _model_text(found: Diagnosis, model: ModelPlans) -> list[str]:
         wide = "its stream" if plan.component is Component.DENOISER else "every layer"
         row = (plan.dtype, guard if plan.guarded else "no", wide if plan.wide else "no", plan.accumulation)
         table.append((plan.component.words, *row))
-    for name, title_of in _REASONS.items():
-        for plan in model.plans:
-            if why := getattr(plan, name):
-                reasons.setdefault((title_of, why), []).append(plan.component.words)
-    rows = [
-        (about, why if len(parts) == len(model.plans) else f"{', '.join(parts)}: {why}")
+    for name, plan in product(_REASONS, model.plans):
+        if why := getattr(plan, name):
+            reasons.setdefault((name.replace("_", " "), why), []).append(plan.component.words)
+    every = len(model.plans)
+    told = [
+        f"{about}: {why}" if len(parts) == every else f"{about} of {', '.join(parts)}: {why}"
         for (about, why), parts in reasons.items()
     ]
-    if found.strict:
-        rows.append(("strict", "reruns in plain fp32, not in TF32: strict is on"))
-    return [*_wrapped(title), *_table(table), "", *_rows(rows), *_refused([model])]
+    told += ["reruns in plain fp32, not in TF32: strict is on"] if found.strict else []
+    return [*_wrapped(title), *(_table(table) if model.plans else []), *_listed("", told), *_refused([model])]
 
 
 def _variants_text(found: Diagnosis) -> list[str]:
     """All variants: dtypes in a table, then each reason once."""
-    table = [("", *(component.words for component in Component))]
-    reasons: dict[str, None] = {}
+    table, told = [("", *(component.words for component in Component))], list[str]()
     for model in found.models:
         cells = {plan.component.value: f"{plan.dtype}{' wide' if plan.wide else ''}" for plan in model.plans}
         cells |= dict.fromkeys(model.refused, "refused")
         table.append((model.variant, *(cells.get(component.value, "–") for component in Component)))
         for plan in model.plans:
-            reasons[plan.reason.replace(f"{model.variant} ", "the model ", 1)] = None
-            reasons |= {f"fp16 sums: {plan.fp16_sums_reason}": None} if plan.fp16_sums_reason else {}
+            told.append(plan.reason.replace(f"{model.variant} ", "the model ", 1))
+            told += [f"fp16 sums: {plan.fp16_sums_reason}"] if plan.fp16_sums_reason else []
     guarded = " or ".join(sorted({plan.dtype for model in found.models for plan in model.plans if plan.guarded}))
+    told.append(f"guarded: {f'whatever runs in {guarded}' if guarded else 'nothing'}")
     title = f"Plans on {found.architecture}, precision {found.precision.value} (no --model: all variants)"
-    told = [*reasons, f"guarded: {f'whatever runs in {guarded}' if guarded else 'nothing'}"]
-    return [title, *_table(table), "", *_listed("", told)[1:], *_refused(found.models)]
+    return [title, *_table(table), *_listed("", dict.fromkeys(told)), *_refused(found.models)]
 
 
 def _estimates_text(runs: Sequence[RunEstimate]) -> list[str]:
     if not runs:
         return []
-    table: list[tuple[str, ...]] = [("", "stage", "dtype", "runs", "weights", "beside", "peak")]
+    table: list[tuple[str, ...]] = [("", "size", "stage", "dtype", "runs", "weights", "beside", "peak")]
     for run in runs:
-        width, height, frames = run.size
-        begins = [run.variant, f"{width}×{height}{f', {frames} frames' if frames > 1 else ''}"]
-        for begin, stage in zip([*begins, *[""] * len(run.stages)], run.stages, strict=False):
-            sizes = [f"{n / 1e9:.1f}" for n in (stage.weights, stage.beside, stage.weights + stage.beside)]
-            table.append((begin, stage.stage, stage.dtype, stage.way if stage.fits else "no room", *sizes))
+        for stage in run.stages:
+            way = stage.way if stage.fits else "no room"
+            sizes = (f"{n / 1e9:.1f}" for n in (stage.weights, stage.beside, stage.weights + stage.beside))
+            table.append((run.variant, "×".join(map(str, run.size)), stage.stage, stage.dtype, way, *sizes))
     title = (
         f"What would run on a card of {runs[0].memory / 2**30:g} GiB with offload 'auto', in GB: counted, not run. "
         f"{runs[0].has / 1e9:.1f} GB of it are taken to be free for the model. Where there is no room: the least that "
@@ -373,51 +340,49 @@ def _estimates_text(runs: Sequence[RunEstimate]) -> list[str]:
 
 def _machine_text(found: Diagnosis) -> list[str]:
     machine, comfyui, architecture = found.machine, found.comfyui, found.architecture
-    installed = ", ".join(f"{name} {version}" for name, version in machine.packages.items() if version)
-    lacking = ", ".join(name for name, version in machine.packages.items() if not version)
+    packages = ", ".join(f"{name} {version or 'not installed'}" for name, version in machine.packages.items())
     built_for = f"built for {machine.built_for}" if machine.torch_works else "cannot be imported"
-    gpus = [
-        f"{gpu.index}: {gpu.name}, {gpu.architecture}{'' if gpu.memory is None else f', {gpu.memory:g} GiB'}"
-        for gpu in machine.gpus
-    ]
-    tested = "this card, driver and PyTorch are not verified: run `onediff-guard selftest`, or the Self-Test node"
-    if architecture.tested:
-        tested = f"verified on this card on {architecture.tested}"
-        if architecture.failed:
-            tested = f"on {architecture.tested}, {', '.join(architecture.failed)} came out WRONG on this card"
-    rows = [
-        ("self-test", tested) if found.here else ("plans are for", f"{architecture}, which was asked for"),
-        ("runs on", f"{machine.device}, {machine.architecture}"),
-        *(("GPUs", gpu) for gpu in gpus or ["none that PyTorch can use"]),
-        ("driver", machine.driver),
-        ("PyTorch", f"{machine.torch}, {built_for}"),
-        ("packages", f"{installed or 'none'}; not installed: {lacking or 'none'}"),
-        ("system", f"{machine.system}, Python {machine.python}"),
+    wrong = f", but {', '.join(architecture.failed)} came out WRONG" if architecture.failed else ""
+    tested = f"verified on this card on {architecture.tested}{wrong}"
+    if not architecture.tested:
+        tested = "this card, driver and PyTorch are not verified: run `onediff-guard selftest`, or the Self-Test node"
+    told = [
+        f"self-test: {tested}" if found.here else f"plans are for {architecture}, which was asked for",
+        f"runs on {machine.device}, {machine.architecture}",
+        *(
+            f"GPU {gpu.index}: {gpu.name}, {gpu.architecture}{'' if gpu.memory is None else f', {gpu.memory:g} GiB'}"
+            for gpu in machine.gpus
+        ),
+        *([] if machine.gpus else ["GPUs: none that PyTorch can use"]),
+        f"driver: {machine.driver}",
+        f"PyTorch {machine.torch}, {built_for}",
+        f"packages: {packages}",
+        f"system: {machine.system}, Python {machine.python}",
     ]
     if comfyui:
-        *others, last = comfyui.tested
-        tested_in = f"this release was tested in {', '.join(others)} and {last}"
-        rows.append(("ComfyUI", f"{comfyui.version or 'none here'}; {tested_in}"))
-    return ["This machine", *_rows(rows)]
+        told.append(
+            f"ComfyUI: {comfyui.version or 'none here'}; this release was tested in {', '.join(comfyui.tested)}"
+        )
+    return _listed("This machine", told)
 
 
 def _flags_text(found: Diagnosis) -> list[str]:
-    rows = []
-    for flag in found.comfyui.flags if found.comfyui else ():
-        rows.append((flag.given, f"{flag.effect}: {flag.here}"))
-        rows += [(flag.given, f"its own models: {flag.native}")] if flag.native else []
-    return ["ComfyUI's flags in this pack's pipelines (its own models have all of them)", *_rows(rows)] if rows else []
+    told = [
+        f"{flag.given}: {flag.effect}: {flag.here}{f'; its own models: {flag.native}' if flag.native else ''}"
+        for flag in (found.comfyui.flags if found.comfyui else ())
+    ]
+    return _listed("ComfyUI's flags in this pack's pipelines (its own models have all of them)", told)
 
 
 def _backends_text(found: Diagnosis) -> list[str]:
     if not found.machine.torch_works:
-        return ["Compile backends here", "  none: nothing runs without PyTorch"]
-    backends = found.backends
-    rows = [
-        (f"{'*' if state.name == backends.chosen else ' '} {state.name}", state.reason) for state in backends.states
+        return _listed("Compile backends here", ["none: nothing runs without PyTorch"])
+    told = [
+        f"{state.name}{' (is used)' if state.name == found.backends.chosen else ''}: {state.reason}"
+        for state in found.backends.states
     ]
-    rows += [("compile cache", found.compile_cache)] if found.compile_cache else []
-    return ["Compile backends here (* is used; 'auto' takes the first that is found)", *_rows(rows)]
+    told += [f"compile cache: {found.compile_cache}"] if found.compile_cache else []
+    return _listed("Compile backends here ('auto' takes the first that is found)", told)
 
 
 def _switches_text(switches: Sequence[Switch]) -> list[str]:
@@ -426,28 +391,18 @@ def _switches_text(switches: Sequence[Switch]) -> list[str]:
 
     lines = ["Half-precision accumulation, as it stands while a model runs"] if switches else []
     for (_, setter, reason), alike in groupby(sorted(switches, key=why), why):
-        lines += _wrapped(f"{setter}: {reason}", "  ", "    ")
+        lines += _listed("", [f"{setter}: {reason}"])
         lines += [f"    {switch.name} = {switch.value}" for switch in alike]
     return lines
 
 
 def _refused(models: Iterable[ModelPlans]) -> list[str]:
-    why = dict.fromkeys(f"refused: {why}" for model in models for why in model.refused.values())
-    return [line for reason in why for line in _wrapped(reason, "  ", "    ")]
+    return _listed("", dict.fromkeys(f"refused: {why}" for model in models for why in model.refused.values()))
 
 
 def _listed(title: str, texts: Iterable[str]) -> list[str]:
     lines = [line for text in texts for line in _wrapped(text, "  - ", "    ")]
-    return [title, *lines] if lines else []
-
-
-def _rows(rows: Sequence[tuple[str, str]]) -> list[str]:
-    """Two columns; the second is wrapped under itself. A title that is the one above it stands there once."""
-    width, lines, above = max(len(key) for key, _ in rows), list[str](), ""
-    for key, text in rows:
-        lines += _wrapped(text, f"  {'' if key == above else key:<{width}}  ", " " * (width + 4))
-        above = key
-    return lines
+    return [title, *lines] if lines and title else lines
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ...precision.overrides import NOTHING
-from ...precision.policy import Plan, Precision
-from ...precision.probe import Probe, ProbeResult, Verdict, recommend
+from ...precision.probe import Probe, ProbeResult, recommend
 from ...precision.report import RunReport
 from ...precision.shallow_copy import reporting, with_forward
 from ...trust.message import BadInput
@@ -30,62 +28,52 @@ def probe(
     settings: SampleSettings,
     *,
     image: Any = None,
-    request: Precision | None = None,
     step_done: StepDone | None = None,
     tell: Tell | None = None,
 ) -> ProbeResult:
     """Sample with a schedule of a few steps, all of them in fp32, and measure. Arguments and errors as `sample`'s."""
-    if handle.family.prompt and (positive is None or negative is None):
-        raise BadInput(
-            "{} needs a prompt: wire positive and negative from Encode Prompt.", handle.store.model.variant.name
-        )
-    if handle.family.also_denoise:
+    family, variant, card = handle.family, handle.store.model.variant.name, handle.architecture
+    if family.prompt and (positive is None or negative is None):
+        raise BadInput("{} needs a prompt: wire positive and negative from Encode Prompt.", variant)
+    if family.also_denoise:
         raise BadInput(
             "{} denoises with two transformers, and the probe measures one. Sample with a NaN Guard of scope "
             "'learned' instead: what fails is found there, in both.",
-            handle.store.model.variant.name,
+            variant,
         )
     if not handle.ranks.alone:
         raise BadInput("Numerics Probe measures all tokens in one process: run its workflow without --gpus.")
     watches: list[Probe] = []
 
     def denoiser(stage: ComponentStage) -> torch.nn.Module:
-        watch = Probe(stage.module, stage.anatomy)
-        watches.append(watch)
-        return _watched(stage, watch.watch)
+        watches.append(Probe(stage.module, stage.anatomy))
+        return _watched(stage, watches[0])
 
     def on_step(done: int, total: int, report: RunReport) -> None:
         watches[0].end_step()
         if step_done:
             step_done(done, total, report)
 
-    started = time.perf_counter()
-    _, report = sample(
-        handle,
-        positive,
-        negative,
-        settings,
-        image=image,
-        request=request,
-        step_done=on_step,
-        tell=tell,
-        denoiser=denoiser,
-    )
+    started, options = time.perf_counter(), {"image": image, "step_done": on_step, "tell": tell}
+    _, report = sample(handle, positive, negative, settings, denoiser=denoiser, **options)
     probed, plan = watches[0].probed, report.plan
-    chosen = recommend(probed, plan.dtype, native_bf16=handle.architecture.native_bf16)
-    frames = f", {settings.frames} frames" if settings.frames > 1 else ""
+    chosen = recommend(probed, plan.dtype, native_bf16=card.native_bf16)
+    steps = [f"set precision to '{chosen.dtype}'"] * (chosen.dtype != plan.dtype or (plan.half and not plan.guarded))
+    if chosen.learned.in_words():
+        steps.append("wire `profile` into the NaN Guard's `profile`, and set its scope to 'learned'")
     profile = None
     if chosen.dtype != "fp32":
-        profile = replace(profile_of(handle, handle.family.denoiser, chosen.dtype), learned=chosen.learned.to_share)
+        profile = replace(profile_of(handle, family.denoiser, chosen.dtype), learned=chosen.learned.to_share)
+    frames = f", {settings.frames} frames" if settings.frames > 1 else ""
     return ProbeResult(
         model=handle.store.model.name,
-        architecture=handle.architecture,
+        architecture=card,
         plan=plan,
         sampled=f"{settings.width}×{settings.height}{frames}, seed {settings.seed}",
         probed=probed,
         seconds=time.perf_counter() - started,
         chosen=chosen,
-        to_apply=_to_apply(plan, chosen),
+        to_apply="; ".join(steps),
         profile=profile,
     )
 
@@ -113,8 +101,8 @@ def usual_size(handle: PipelineHandle, width: int, height: int, frames: int) -> 
     return width, height, frames
 
 
-def _watched(stage: ComponentStage, watch: Callable[[Callable[[], Any]], Any]) -> torch.nn.Module:
-    """Return a copy of the denoiser that computes in fp32, and whose calls are made by `watch`."""
+def _watched(stage: ComponentStage, probe: Probe) -> torch.nn.Module:
+    """Return a copy of the denoiser that computes in fp32, watched by `probe`."""
     original, weights = stage.module, stage.weights
     signature, copy = inspect.signature(original.forward), weights.shell(original)
     guard = stage.guard(original, stage.in_fp32(copy), rerun=copy, dtype="fp32")
@@ -123,16 +111,7 @@ def _watched(stage: ComponentStage, watch: Callable[[Callable[[], Any]], Any]) -
         given = signature.bind(*args, **kwargs).arguments
         stage.place()
         with weights:
-            return watch(lambda: guard(**given))
+            return probe.watch(lambda: guard(**given))
 
     shell = with_forward(original, forward)
     return reporting(shell, dtype=torch.float32, device=stage.handle.store.placement.device)
-
-
-def _to_apply(plan: Plan, chosen: Verdict) -> str:
-    steps: list[str] = []
-    if chosen.dtype != plan.dtype or (plan.half and not plan.guarded):
-        steps.append(f"set precision to '{chosen.dtype}'")
-    if chosen.learned.in_words():
-        steps.append("wire `profile` into the NaN Guard's `profile`, and set its scope to 'learned'")
-    return "; ".join(steps)

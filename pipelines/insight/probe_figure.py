@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,37 +28,29 @@ _BELOW = 0.62  # of the colour bar: from its lower end to fp16's
 _LONGEST = 56  # letters of a name
 
 
-@dataclass
-class Row:
-    """max |x| of one layer, the same one in all blocks; nothing where it did not run."""
-
-    label: str
-    by_step: dict[int, float] = field(default_factory=dict)  # of all blocks
-    by_block: dict[str, float] = field(default_factory=dict)  # of all steps; empty outside of blocks
-
-    @property
-    def reach(self) -> float:
-        return max(self.by_step.values(), default=0.0)
+Row = dict[int | str, float]  # max |x| of one layer: of all blocks in each step, and of all steps in each block
 
 
-def rows_of(probed: Probed, most: int = MOST_ROWS) -> tuple[list[Row], list[Row]]:
-    """Return rows in the order in which they ran, of a block's its output first: the `most` that reach most, and the
-    others."""
+def rows_of(probed: Probed, most: int = MOST_ROWS) -> tuple[dict[str, Row], dict[str, Row]]:
+    """Return rows by label, in the order in which they ran, of a block's its output first: the `most` that reach most,
+    and the others. The same layer of all blocks is one row; one outside of them has no block."""
     blocks, output = probed.anatomy.repeated, STREAM if probed.anatomy.stream else BLOCK
     found: dict[str, Row] = {}
     for index, step in enumerate(probed.steps):
         for name, values in step.items():
             block = next((block for block in blocks if covers(block, name)), None)
-            label = name[len(block) + 1 :] or output if block else name
             if block:
-                found.setdefault(output, Row(output))
-            row, reach = found.setdefault(label, Row(label)), probed.reach(name, values)
-            row.by_step[index] = max(row.by_step.get(index, 0.0), reach)
-            if block:
-                row.by_block[block] = max(row.by_block.get(block, 0.0), reach)
-    largest = {row.label for row in sorted(found.values(), key=lambda row: -row.reach)[:most]}
-    rows = [*found.values()]
-    return [row for row in rows if row.label in largest], [row for row in rows if row.label not in largest]
+                found.setdefault(output, {})
+            row = found.setdefault(name[len(block) + 1 :] or output if block else name, {})
+            for place in (index, block) if block else (index,):
+                row[place] = max(row.get(place, 0.0), probed.reach(name, values))
+    largest = sorted(found, key=lambda label: -_reach(found[label]))[:most]
+    shown = {label: row for label, row in found.items() if label in largest}
+    return shown, {label: row for label, row in found.items() if label not in largest}
+
+
+def _reach(row: Row) -> float:
+    return max(row.values(), default=0.0)
 
 
 def places(values: object, highest: float) -> np.ndarray:
@@ -84,22 +75,23 @@ def figure_of(result: ProbeResult) -> Figure:
     from matplotlib.figure import Figure
 
     rows, hidden = rows_of(result.probed)
+    labels = [*map(_fit, rows)]
     steps, blocks = range(len(result.probed.steps)), result.probed.anatomy.repeated
     short = len({block.rpartition(".")[0] for block in blocks}) == 1
     block_names = [block.rpartition(".")[2] if short else block for block in blocks]
-    highest = max([row.reach for row in rows if math.isfinite(row.reach)], default=1.0)
+    highest = max(filter(math.isfinite, map(_reach, rows.values())), default=1.0)
     inches = [min(max(len(steps) * 0.3, 1.9), 4.5), min(max(len(blocks) * 0.25, 1.9), 6.0), 0.24, 4.6]
-    width = max([len(_fit(row.label)) for row in rows], default=0) * 0.082 + sum(inches) + 1.9
+    width = max(map(len, labels), default=0) * 0.082 + sum(inches) + 1.9
     figure = Figure((width, max(len(rows) * 0.24, 6.5) + 2.2), dpi=110, layout="constrained")
     by_step, by_block, bar, words = figure.subplots(1, 4, width_ratios=inches)
-    cells = _heat(by_step, [[row.by_step.get(step) for step in steps] for row in rows], highest)
-    _heat(by_block, [[row.by_block.get(block) for block in blocks] for row in rows], highest)
+    cells = _heat(by_step, [[row.get(step) for step in steps] for row in rows.values()], highest)
+    _heat(by_block, [[row.get(block) for block in blocks] for row in rows.values()], highest)
     _name_columns(by_step, [str(step + 1) for step in steps], "by step")
     _name_columns(by_block, block_names, "by block")
     by_block.set_yticks([])
-    by_step.set_yticks(np.arange(len(rows)) + 0.5, [_fit(row.label) for row in rows], fontsize=9)
-    for label, row in zip(by_step.get_yticklabels(), rows, strict=True):
-        label.set_color("black" if row.reach <= RANGE["fp16"] else "#b3001b")
+    by_step.set_yticks(np.arange(len(rows)) + 0.5, labels, fontsize=9)
+    for label, row in zip(by_step.get_yticklabels(), rows.values(), strict=True):
+        label.set_color("black" if _reach(row) <= RANGE["fp16"] else "#b3001b")
     powers = range(int(_LOWEST), math.floor(math.log10(max(highest, 1e6))) + 1, 2)
     ticks = figure.colorbar(cells, cax=bar)
     ticks.set_ticks(places([10.0**e for e in powers], highest).tolist(), labels=[f"1e{e}" for e in powers])
@@ -109,7 +101,7 @@ def figure_of(result: ProbeResult) -> Figure:
         bar.text(-0.3, end, words_at_end, fontsize=8, rotation=90, ha="right", va="top")
     words.set_axis_off()
     words.text(0, 1, _words(result), va="top", fontsize=9, parse_math=False)
-    left_out = f" {len(hidden)} more rows reach {max(row.reach for row in hidden):.3g} at most." if hidden else ""
+    left_out = f" {len(hidden)} more rows reach {max(map(_reach, hidden.values())):.3g} at most." if hidden else ""
     rule = "max |x| of every layer, computed in fp32; by step of all blocks, by block of all steps."
     about = f"{result.model}, {result.sampled}. {result.cost}. {rule}{left_out}"
     figure.suptitle(textwrap.fill(result.headline, int(width * 7)), x=0.01, ha="left", fontsize=16)

@@ -65,11 +65,6 @@ def test_a_precision_of_a_nodes_own_is_set_too_unless_it_is_held() -> None:
     assert values(found, "bf16")["OneDiffGuardLoadCogVideoX"] == "bf16"
 
 
-def test_fps_is_the_video_makers() -> None:
-    assert subject("cogvideox_text_to_video", "Create Video.fps=12").fps == 12
-    assert subject("cogview3_text_to_image").fps == 8
-
-
 def test_the_frames_are_those_that_hang_on_the_precision() -> None:
     workflow = dict(read_json(API / "cogvideox_image_to_video.json"))
     first = {"class_type": "PreviewImage", "inputs": {"images": ["image", 0]}}

@@ -40,7 +40,7 @@ def test_loader_report_and_doctor_read_it(
         (
             "not verified: run `onediff-guard selftest`",
             f"verified on this card on {DAY}",
-            f"on {DAY}, fp32 came out WRONG",
+            f"on {DAY}, but fp32 came out WRONG",
         ),
         texts,
         strict=True,

@@ -13,7 +13,7 @@ from comfyui_onediff_guard.pipelines.insight.probe_figure import STREAM, draw, f
 from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.overrides import ModuleStructure, Peak, Stream
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
-from comfyui_onediff_guard.precision.probe import Probed, ProbeResult, Values, judge
+from comfyui_onediff_guard.precision.probe import Probed, ProbeResult, judge
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
@@ -29,7 +29,7 @@ def measured(blocks: int, leaves: int, steps: int, *, stream: bool = True, lists
             row |= {f"{path}.layers.{leaf}.linear": value(index, leaf, step) for leaf in range(leaves)}
             row[path] = value(index, -1, step)
         row["proj_out"] = value(0, 0, step)
-        found.append({name: Values(Peak(reach, reach)) for name, reach in row.items()})
+        found.append({name: Peak(reach, reach) for name, reach in row.items()})
     where = Stream("blocks", "embed", (), ("norm",), ()) if stream else None
     return Probed(ModuleStructure((("embed",) if stream else ()) + tuple(paths), where), tuple(found))
 
@@ -44,12 +44,12 @@ def result_of(probed: Probed) -> ProbeResult:
 def test_the_same_layer_of_all_blocks_is_one_row_and_of_too_many_the_largest_stay():
     probed = measured(3, 2, 4, value=lambda block, leaf, step: 100 * (2 - block) + 10 * (leaf + 1) + step)
     rows, hidden = rows_of(probed)
-    assert [row.label for row in rows] == ["embed", STREAM, "layers.0.linear", "layers.1.linear", "proj_out"]
-    assert rows[3].by_step == {0: 220, 1: 221, 2: 222, 3: 223}, "the largest of all blocks"
-    assert rows[3].by_block == {"blocks.0": 223, "blocks.1": 123, "blocks.2": 23}, "the largest of all steps"
-    assert rows[0].by_block == {} and hidden == []
+    assert [*rows] == ["embed", STREAM, "layers.0.linear", "layers.1.linear", "proj_out"] and hidden == {}
+    steps, blocks = {0: 220, 1: 221, 2: 222, 3: 223}, {"blocks.0": 223, "blocks.1": 123, "blocks.2": 23}
+    assert rows["layers.1.linear"] == steps | blocks, "the largest of all blocks, and of all steps"
+    assert [*rows["embed"]] == [0, 1, 2, 3], "which is outside of blocks"
     rows, hidden = rows_of(measured(2, 3, 1, value=lambda block, leaf, _: leaf + 5.0), most=2)
-    assert [row.label for row in rows] == ["layers.1.linear", "layers.2.linear"] and len(hidden) == 4
+    assert [*rows] == ["layers.1.linear", "layers.2.linear"] and len(hidden) == 4
 
 
 def test_the_scale_rises_and_ends_where_the_ranges_end():

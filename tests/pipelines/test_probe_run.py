@@ -13,7 +13,6 @@ from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.precision import arch
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.overrides import PrecisionOverrides
-from comfyui_onediff_guard.precision.policy import Precision
 from comfyui_onediff_guard.precision.profile_store import parse
 from overflows import ISLAND
 
@@ -110,8 +109,8 @@ def test_the_same_steps_without_it_see_nothing_of_it(model_folder, opened):
 
 
 def test_it_is_kept_where_that_is_asked_for(model_folder, opened, tmp_path):
-    handle = replace(opened(model_folder("2b", "inside")), profiles=tmp_path / "profiles")
-    found = probe(handle, *prompts(handle), SMALL, request=Precision.FP16)
+    handle = replace(opened(model_folder("2b", "inside"), precision="fp16"), profiles=tmp_path / "profiles")
+    found = probe(handle, *prompts(handle), SMALL)
     assert not (tmp_path / "profiles").exists()
     assert found.profile and found.profile.name in keep_profile(handle, found)
     assert (tmp_path / "profiles" / f"{found.profile.name}.json").read_text() == found.profile_text

@@ -14,7 +14,7 @@ from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.fallback import build_half_precision_forward
 from comfyui_onediff_guard.precision.half_products import HalfProducts, run_with_half_products
 from comfyui_onediff_guard.precision.overrides import ModuleStructure, Peak, PrecisionOverrides
-from comfyui_onediff_guard.precision.probe import Probe, Values, judge, recommend
+from comfyui_onediff_guard.precision.probe import Probe, judge, recommend
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from torch import nn
 
@@ -51,10 +51,10 @@ def test_peaks_are_of_one_step_over_all_its_calls():
         probe.end_step()
     first, second = probe.probed.steps
     assert list(first) == ["blocks.0.0", "blocks.0", "blocks.1.1", "blocks.1"], "as they end; a dropout only hands on"
-    assert first["blocks.0.0"] == first["blocks.0"] == Values(Peak(4.0, 8.0))
-    assert first["blocks.1"].peak == Peak(8.0, pytest.approx(8e6))
+    assert first["blocks.0.0"] == first["blocks.0"] == Peak(4.0, 8.0)
+    assert first["blocks.1"] == Peak(8.0, pytest.approx(8e6))
     assert probe.probed.reach("blocks.1", first["blocks.1"]) == pytest.approx(8e6), "of a block, what it puts out"
-    assert second["blocks.0"].peak == Peak(MAX, 2 * MAX) and probe.probed.worst()[0].step == 1
+    assert second["blocks.0"] == Peak(MAX, 2 * MAX) and probe.probed.worst()[0].step == 1
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -197,7 +197,7 @@ def test_values_that_every_layer_wide_does_not_resolve_are_named(monkeypatch, la
     module = nn.Sequential(layer.to(DTYPES[stored]), Gain(1e6), Gain(1e-6))
     probed = probed_calls(module, replace(ModuleStructure.of(module, ["0"]), everything=True), x)
     verdict = judge(probed, "fp16")
-    assert [*probed.too_far_apart()] == ["0"] * apart and verdict.fits is not apart
+    assert [*probed.too_far_apart] == ["0"] * apart and verdict.fits is not apart
     assert ("'0' is given values too far apart" in verdict.reason) is apart
     assert recommend(probed, "fp16", native_bf16=False).plan == ("fp32" if apart else "fp16 every layer wide")
     monkeypatch.setattr(half_products, "_can_look", lambda _: False)  # as on a GPU, where a run then ends in fp32

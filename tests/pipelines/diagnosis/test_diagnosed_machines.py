@@ -56,8 +56,8 @@ def test_every_gpu_of_the_process_and_the_plan_for_the_first(cards: Callable[...
     cards((7, 0), (8, 0), built=("sm_70", "sm_80"))
     found = diagnose()
     assert (found.architecture.name, found.machine.device) == ("sm70", "cuda:0")
-    assert "0: Card 0, sm70 (Volta), 24 GiB" in found.text()
-    assert "1: Card 1, sm80 (Ampere), 24 GiB" in found.text()
+    assert "GPU 0: Card 0, sm70 (Volta), 24 GiB" in found.text()
+    assert "GPU 1: Card 1, sm80 (Ampere), 24 GiB" in found.text()
     assert found.machine.built_for == "CUDA 12.8"
     assert not [note for note in found.notes if "Card" in note]
     attention = switch(found, ATTENTION_SWITCH)
@@ -252,7 +252,7 @@ def test_versions_are_read_and_nothing_is_imported(monkeypatch: pytest.MonkeyPat
     versions = {"diffusers": "0.42.1", "transformers": "5.23.0", "nexfort": "0.1.dev330"}
     monkeypatch.setattr(machine, "version_of", versions.get)
     found = diagnose()
-    assert "diffusers 0.42.1, transformers 5.23.0, nexfort 0.1.dev330" in one_line(found)
-    assert "not installed: onediff, onediffx, oneflow" in one_line(found)
+    assert "packages: diffusers 0.42.1, transformers 5.23.0, onediff not installed" in one_line(found)
+    assert "oneflow not installed, nexfort 0.1.dev330" in one_line(found)
     assert [note for note in found.notes if note.startswith("not installed: onediff. In the pack's folder")]
     assert "nexfort" not in sys.modules
