@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from ..comparison.frames import read_pngs
+from ...trust.plain import for_json
+from ...trust.text import shown
+from ..comparison import pictures
+from ..comparison.frames import as_bytes, compare, difference, read_pngs
 from ..comparison.precisions import REFERENCE, SHOWN, Comparable, comparable
-from ..comparison.results import Comparison, Outcome
 from ..errors import HostError, RunFailedError, WorkflowError
 from ..files import ensure_writable, write_together
 from ..hosts import chosen as hosts
@@ -23,6 +29,10 @@ from . import answer
 
 DEFAULT_OUTPUT = Path("output") / "compare"
 DEFAULT_PRECISIONS = (REFERENCE, "bf16", "fp16", "fp16 (plain)")
+HEADER = ("precision", "plan", "PSNR (dB)", "max error", "seconds", "reruns", "finite frames")
+FPS = 8.0  # of an animation
+SECONDS_OF = "the denoising steps alone, without loading, encoding and decoding"
+VERDICTS = {"reference": pictures.NEUTRAL, "finite": pictures.GOOD}  # all others are bad
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,24 +50,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run the workflow in each precision, write and print how they compare; the exit code."""
     with answer.errors_told(args.json):
-        comparison = _compare(args)
-        files = write_together(args.out, "compare", comparison.files())
-    failed = [outcome.facts for outcome in comparison.outcomes if "error" in outcome.facts]
-    told = "\n".join(f"  {each['precision']}: {each['error']}" for each in failed)
-    error = RunFailedError(f"Not every precision ran. The others are in {files[0]}.\n{told}") if failed else None
+        outcomes, errors_from = _compare(args)
+        facts = {
+            "workflow": args.workflow.name,
+            "reference": REFERENCE,
+            "errors_from": errors_from,
+            "seconds_of": SECONDS_OF,
+            "runs": [outcome.facts for outcome in outcomes],
+        }
+        files = _drawn(args.workflow.name, outcomes, f"Errors from {errors_from}; white is 1. Seconds of {SECONDS_OF}.")
+        files[".json"] = f"{json.dumps(for_json(facts), indent=2)}\n".encode()
+        written = write_together(args.out, "compare", files)
+    failed = "\n".join(f"  {each['precision']}: {each['error']}" for each in facts["runs"] if "error" in each)
+    error = RunFailedError(f"Not every precision ran. The others are in {written[0]}.\n{failed}") if failed else None
     if not args.json:
-        for line in [*comparison.table(), *map(str, files)]:
-            print(line)
+        said = [f"errors: from {errors_from}; white is 1", f"seconds: of {SECONDS_OF}"]
+        print("\n".join([*_table(outcomes), *said, *map(str, written)]))
     elif error:
-        answer.failed(error, files=files, **comparison.facts())
+        answer.failed(error, files=written, **facts)
     else:
-        answer.done(files=files, **comparison.facts())
+        answer.done(files=written, **facts)
     if error:
         raise error
     return 0
 
 
-def _compare(args: argparse.Namespace) -> Comparison:
+def _compare(args: argparse.Namespace) -> tuple[list[Outcome], str]:
+    """What each precision came to, the reference first, and what the frames were read from."""
     workflow = read_json(args.workflow)
     changes = [Setting.parse(change) for change in args.changes]
     with ProgressPrinter(sys.stderr) as on_progress, hosts.opened(args) as host:
@@ -78,8 +97,7 @@ def _compare(args: argparse.Namespace) -> Comparison:
                 outcomes.append(Outcome.of(precision, *run(precision), reference))
             except (RunFailedError, WorkflowError, HostError) as error:  # noqa: PERF203
                 outcomes.append(Outcome.failed(precision, str(error)))
-    errors_from = "float frames" if result.results else "8-bit PNG files, whose steps are 1/255"
-    return Comparison(args.workflow.name, outcomes, errors_from)
+    return outcomes, "float frames" if result.results else "8-bit PNG files, whose steps are 1/255"
 
 
 def _frames(result: RunResult, subject: Comparable) -> np.ndarray:
@@ -98,3 +116,97 @@ def _precisions(text: str) -> tuple[str, ...]:
             f"found {text!r}, expected at least one precision to compare with {REFERENCE}, for example fp16,bf16"
         )
     return precisions
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one precision came to."""
+
+    facts: dict[str, Any]  # for JSON
+    row: tuple[str, ...]  # of the table; what one that failed says is in its second cell
+    run: pictures.Run  # without frames where it failed
+    difference: np.ndarray | None = None  # of the middle frame from the reference's, [height, width]; None: it is that
+
+    @classmethod
+    def of(cls, precision: str, result: RunResult, frames: np.ndarray, reference: np.ndarray) -> Outcome:
+        """frames: float32 [frames, height, width, 3], as the reference's. Raises RunFailedError where they are not."""
+        like, stages, count = compare(frames, reference), result.stages(), len(frames)
+        steps = [step for stage in stages for step in stage["steps"] if step["stage"] == "denoiser"]
+        seconds = [step["seconds"] for step in steps]
+        reruns, failed = _calls(stages, "rerun"), _calls(stages, "non-finite", "saturated")
+        hidden = like.black if failed and not result.results else 0  # in a file, NaN is black
+        plan = _plan(stages)
+        facts = {
+            "precision": precision,
+            "plan": plan,
+            "psnr_db": like.psnr,
+            "max_error": like.max_error,
+            "seconds": sum(seconds),
+            "median_step_seconds": float(np.median(seconds)) if seconds else None,
+            "total_seconds": result.seconds,  # with loading, and whatever else the workflow does
+            "steps": len(steps),
+            "reruns": reruns,
+            "calls_not_finite": failed,
+            "frames": count,
+            "finite_frames": like.finite - hidden,
+            "black_frames": like.black,
+            "frame_psnr_db": like.frame_psnr,
+            "stages": stages,
+        }
+        psnr = "none" if like.psnr is None else f"{like.psnr:.1f}"
+        error = "none" if like.max_error is None else f"{like.max_error:.2g}"
+        finite = f"{like.finite - hidden} of {count}"
+        row = (precision, plan, psnr, error, f"{sum(seconds):.2f}", str(reruns), finite)
+        verdict = "reference" if frames is reference else "finite"
+        if like.broken or failed:
+            verdict = "black" if like.broken == count else "partly black" if like.broken else "not finite"
+        numbers = f"{plan}\nPSNR {psnr} dB, max error {error}\n{row[4]} s, reruns: {reruns}, frames finite: {finite}"
+        run = pictures.Run(precision, verdict, VERDICTS.get(verdict, pictures.BAD), numbers, as_bytes(frames))
+        middle = count // 2
+        apart = None if frames is reference else difference(frames[middle], reference[middle])
+        return cls(facts, row, run, apart)
+
+    @classmethod
+    def failed(cls, precision: str, error: str) -> Outcome:
+        row = precision, f"failed: {shown(next(iter(error.splitlines()), ''), 300)}"
+        run = pictures.Run(precision, "failed", pictures.BAD, error, pictures.NO_FRAMES)
+        return cls({"precision": precision, "error": error}, row, run)
+
+
+def _table(outcomes: Sequence[Outcome]) -> list[str]:
+    rows = [HEADER, *(outcome.row for outcome in outcomes)]
+    widths = [max(len(row[column]) for row in rows if len(row) == len(HEADER)) for column in range(len(HEADER))]
+    widths[0] = max(len(row[0]) for row in rows)
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def _drawn(workflow: str, outcomes: Sequence[Outcome], footnote: str) -> dict[str, bytes]:
+    """The pictures, by suffix."""
+    runs = [outcome.run for outcome in outcomes]
+    frames = len(runs[0].frames)
+    which = f"Frame {frames // 2 + 1} of {frames}; below it" if frames > 1 else "Below the picture"
+    subheading = f"One seed, {len(runs)} precisions. {which}, where it differs from {REFERENCE}."
+    differences, words = [outcome.difference for outcome in outcomes], (workflow, subheading, footnote)
+    files = {".png": pictures.png(pictures.grid(runs, differences, words, frame=frames // 2))}
+    if frames > 1:
+        moving = [run for run in runs if len(run.frames)]
+        files[".webp"] = pictures.webp(pictures.animation(moving, footnote=f"{workflow}, one seed"), fps=FPS)
+    return files
+
+
+def _plan(stages: Sequence[dict[str, Any]]) -> str:
+    """How the denoiser ran, in a few words."""
+    report = next((stage for stage in stages if stage["plan"]["component"] == "denoiser"), None)
+    if report is None:
+        return "not reported"
+    plan = report["plan"]
+    if plan["dtype"] == "fp16" and not plan["guarded"]:
+        return "fp16, neither made safe nor guarded"
+    quantised = f"large linear layers in {plan['quantised']}" if plan.get("quantised") else ""
+    return ", ".join(filter(None, [plan["dtype"], quantised, report.get("wide")]))
+
+
+def _calls(stages: Sequence[dict[str, Any]], *outcomes: str) -> int:
+    """How many calls of any stage ended so."""
+    every = [each for stage in stages for each in (*stage.get("before", ()), stage)]
+    return sum(step["outcome"] in outcomes for stage in every for step in stage["steps"])

@@ -76,18 +76,13 @@ class Page:
 
 
 def grid(
-    runs: Sequence[Run],
-    differences: Sequence[np.ndarray | None],
-    *,
-    frame: int,
-    heading: str,
-    subheading: str,
-    footnote: str,
+    runs: Sequence[Run], differences: Sequence[np.ndarray | None], words: tuple[str, str, str], *, frame: int
 ) -> Image.Image:
     """One column for each run: a frame, what differs in it from the reference, and `numbers` in lines of their own.
 
     differences: [height, width], NaN where there is none; None for the reference, in whose place the scale stands. A
         run without frames failed: its `numbers` stand in place of its picture.
+    words: heading, subheading, footnote.
     """
     whole = [run for run in runs if len(run.frames)]
     width = min(CELL_WIDTH, (GRID_WIDTH - 2 * MARGIN - (len(runs) - 1) * GAP) // len(runs))
@@ -95,7 +90,7 @@ def grid(
     lines = max(len(run.numbers.splitlines()) for run in whole)
     captions = LABEL + 2 * (height + GAP)
     page = Page(_across(len(runs), width) - GAP + MARGIN, HEAD + captions + lines * LINE + FOOT)
-    page.head(heading, subheading, footnote)
+    page.head(*words)
     for number, (run, difference) in enumerate(zip(runs, differences, strict=True)):
         column = Page(width, captions + lines * LINE)
         column.label(0, LABEL // 2, run)

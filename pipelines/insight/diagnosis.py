@@ -48,7 +48,6 @@ class Backends:
     states: tuple[BackendState, ...]  # in the order in which 'auto' tries them
     chosen: str
     reason: str
-    automatic: bool
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,6 @@ def _planned(
         *([] if switches else ["The accumulation switches could not be read: some are PyTorch's"]),
         *tried(lambda: [*_lacking(found)], []),
         *(["The NaN Guard is off: steps are only watched"] if found.on_failure == "off" else []),
-        *tried(lambda: [*_not_compiled(found)] if found.here else [], []),
         *notes,
     ]
     return replace(found, notes=tuple(dict.fromkeys(said)))
@@ -225,9 +223,9 @@ def _backends(machine: Machine, chosen: BackendChoice | None = None) -> Backends
 
     found = (*tried(lambda: [*states()], []), BackendState("eager", True, "always there: not compiled"))
     if chosen:
-        return Backends(found, chosen.name, chosen.reason, chosen.automatic)
+        return Backends(found, chosen.name, chosen.reason)
     first = next(state.name for state in found if state.found)
-    return Backends(found, first, "auto: the first that is found", automatic=True)
+    return Backends(found, first, "auto: the first that is found")
 
 
 # --- notes ------------------------------------------------------------------------------------------------------------
@@ -262,22 +260,6 @@ def _lacking(found: Diagnosis) -> Iterator[str]:
     asked_for = any(plan.fp16_sums for model in found.models for plan in model.plans)
     if asked_for and (switch := without_fp16_accumulation()):
         yield switch
-
-
-def _not_compiled(found: Diagnosis) -> Iterator[str]:
-    """Where the backend cannot compile the dtype that a denoiser is planned in."""
-    from ..compile.backends import BackendChoice, for_dtype
-    from ..errors import BackendUnavailable
-
-    choice = BackendChoice(found.backends.chosen, found.backends.reason, found.backends.automatic)
-    plans = (plan for model in found.models for plan in model.plans if plan.component is Component.DENOISER)
-    try:
-        for plan in plans:
-            used = for_dtype(choice, found.architecture, plan.dtype)
-            if used.name != choice.name:
-                yield f"not compiled: {used.reason.removeprefix('auto: ')}"
-    except BackendUnavailable as error:
-        yield str(error)
 
 
 # --- text: aligned, each reason once ----------------------------------------------------------------------------------

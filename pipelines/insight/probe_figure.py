@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -84,10 +84,10 @@ def figure_of(result: ProbeResult) -> Figure:
     width = max(map(len, labels), default=0) * 0.082 + sum(inches) + 1.9
     figure = Figure((width, max(len(rows) * 0.24, 6.5) + 2.2), dpi=110, layout="constrained")
     by_step, by_block, bar, words = figure.subplots(1, 4, width_ratios=inches)
-    cells = _heat(by_step, [[row.get(step) for step in steps] for row in rows.values()], highest)
-    _heat(by_block, [[row.get(block) for block in blocks] for row in rows.values()], highest)
-    _name_columns(by_step, [str(step + 1) for step in steps], "by step")
-    _name_columns(by_block, block_names, "by block")
+    _heat(by_step, rows, highest, {step: str(step + 1) for step in steps})
+    cells = _heat(by_block, rows, highest, dict(zip(blocks, block_names, strict=True)))
+    by_step.set_title("by step", fontsize=10, loc="left")
+    by_block.set_title("by block", fontsize=10, loc="left")
     by_block.set_yticks([])
     by_step.set_yticks(np.arange(len(rows)) + 0.5, labels, fontsize=9)
     for label, row in zip(by_step.get_yticklabels(), rows.values(), strict=True):
@@ -109,24 +109,20 @@ def figure_of(result: ProbeResult) -> Figure:
     return figure
 
 
-def _heat(axes: Axes, values: Sequence[Sequence[float | None]], highest: float) -> QuadMesh:
+def _heat(axes: Axes, rows: Mapping[str, Row], highest: float, columns: Mapping[Any, str]) -> QuadMesh:
     """Blue up to where fp16 ends, and a jump to red there: told apart in grey and by the colour-blind too."""
     from matplotlib.colors import LinearSegmentedColormap, ListedColormap
 
-    below = round(_BELOW * 1000)
+    below, names = round(_BELOW * 1000), [*columns.values()]
     blue = LinearSegmentedColormap.from_list("within", ["#f1f6fb", "#a9cbe8", "#3f86c4", "#0a3d74"])
     red = LinearSegmentedColormap.from_list("beyond", ["#ff9a3c", "#e0301e", "#5c0011"])
     colours = ListedColormap([*blue(np.linspace(0, 1, below)), *red(np.linspace(0, 1, 1000 - below))])
-    cells = places(values, highest).reshape(len(values), -1)
-    axes.invert_yaxis()
-    return axes.pcolormesh(cells, cmap=colours, vmin=0, vmax=1, edgecolors="white", linewidth=0.6)
-
-
-def _name_columns(axes: Axes, names: Sequence[str], title: str) -> None:
-    every = max(-(-len(names) // 8), 1)  # 8 names at most
-    upright = max(map(len, names), default=0) > 3
+    cells = places([[row.get(column) for column in columns] for row in rows.values()], highest)
+    every, upright = max(-(-len(names) // 8), 1), max(map(len, names), default=0) > 3  # 8 names at most
     axes.set_xticks(np.arange(len(names), step=every) + 0.5, names[::every], fontsize=9, rotation=90 * upright)
-    axes.set_title(title, fontsize=10, loc="left")
+    axes.invert_yaxis()
+    cells = cells.reshape(len(rows), -1)
+    return axes.pcolormesh(cells, cmap=colours, vmin=0, vmax=1, edgecolors="white", linewidth=0.6)
 
 
 def _words(result: ProbeResult) -> str:

@@ -11,11 +11,11 @@ from PIL import Image
 
 FRAMES = np.full((3, 100, 160, 3), 200, np.uint8)
 RUN = pictures.Run("bf16", "finite", pictures.GOOD, "bf16\nPSNR 30.0 dB, max error 0.1\n1.00 s, 0 reruns", FRAMES)
-WORDS = {"heading": "workflow.json", "subheading": "One seed", "footnote": "Errors from float frames."}
+WORDS = ("workflow.json", "One seed", "Errors from float frames.")
 
 
 def grid(*differences: np.ndarray | None, runs: list[pictures.Run] | None = None) -> Image.Image:
-    return pictures.grid(runs or [RUN] * len(differences), differences, frame=1, **WORDS)
+    return pictures.grid(runs or [RUN] * len(differences), differences, WORDS, frame=1)
 
 
 def flat(value: float) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,31 +48,28 @@ def test_the_whole_is_the_mean_of_the_squares_and_not_of_the_decibels(errors: li
     assert sum(psnr == math.inf for psnr in like.frame_psnr) == 1
 
 
-def test_equal_frames_have_infinite_psnr_also_where_they_are_black() -> None:
-    for reference in (flat(0.2, 0.4), flat(0.0, 0.4)):
-        like = measured.compare(reference.copy(), reference)
-        assert (like.psnr, like.max_error, like.finite, like.black, like.broken) == (math.inf, 0.0, 2, 0, 0)
+BAD = (math.nan, math.inf, -math.inf)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_frame_that_is_not_finite_has_none_and_so_has_the_whole(bad: float) -> None:
-    frames = flat(0.2, 0.4, 0.6)
-    frames[1, 0, 0, 0] = bad
-    like = measured.compare(frames, flat(0.2, 0.4, 0.5))
-    assert like.frame_psnr == (math.inf, None, pytest.approx(20, abs=1e-4))
-    assert (like.psnr, like.max_error) == (None, None)
-    assert (like.finite, like.black, like.broken) == (2, 0, 1)
-
-
-def test_a_black_frame_has_none_where_the_reference_is_not_black() -> None:
-    like = measured.compare(flat(0.0, 0.4), flat(0.2, 0.4))
-    assert like.frame_psnr == (None, math.inf)
-    assert (like.psnr, like.max_error, like.finite, like.black, like.broken) == (None, None, 2, 1, 1)
-
-
-def test_a_reference_that_is_not_finite_gives_no_number() -> None:
-    like = measured.compare(flat(0.2), flat(math.nan))
-    assert (like.frame_psnr, like.psnr, like.finite) == ((None,), None, 1)
+@pytest.mark.parametrize(
+    ("frames", "reference", "frame_psnr", "whole", "counted"),
+    [
+        ((0.2, 0.4), (0.2, 0.4), (math.inf,) * 2, (math.inf, 0.0), (2, 0, 0)),
+        ((0.0, 0.4), (0.0, 0.4), (math.inf,) * 2, (math.inf, 0.0), (2, 0, 0)),
+        ((0.0, 0.4), (0.2, 0.4), (None, math.inf), (None, None), (2, 1, 1)),
+        ((0.2,), (math.nan,), (None,), (None, None), (1, 0, 1)),
+        *(((0.2, bad, 0.6), (0.2, 0.4, 0.5), (math.inf, None, 20), (None, None), (2, 0, 1)) for bad in BAD),
+    ],
+)
+def test_a_frame_that_is_not_finite_or_black_has_none_and_so_has_the_whole(
+    frames: tuple[float, ...], reference: tuple[float, ...], frame_psnr: Any, whole: Any, counted: tuple[int, ...]
+) -> None:
+    made = flat(*(0.1 if abs(value) == math.inf or value != value else value for value in frames))
+    for frame, value in zip(made, frames, strict=True):
+        frame[0, 0, 0] = value
+    like = measured.compare(made, flat(*reference))
+    assert like.frame_psnr == pytest.approx(frame_psnr, abs=1e-4)
+    assert ((like.psnr, like.max_error), (like.finite, like.black, like.broken)) == (whole, counted)
 
 
 def test_frames_of_another_shape_are_refused() -> None:
@@ -102,10 +100,7 @@ def test_pngs_are_read_as_they_were_saved(tmp_path) -> None:
     read = measured.read_pngs([tmp_path / "a.png", tmp_path / "b.png"])
     assert read.dtype == np.float32 and (measured.as_bytes(read) == np.stack([values, 255 - values])).all()
     Image.new("RGB", (3, 3)).save(tmp_path / "c.png")
-    with pytest.raises(RunFailedError, match="one size"):
-        measured.read_pngs([tmp_path / "a.png", tmp_path / "c.png"])
     (tmp_path / "d.png").write_bytes(b"no picture")
-    with pytest.raises(RunFailedError, match="cannot be read"):
-        measured.read_pngs([tmp_path / "d.png"])
-    with pytest.raises(RunFailedError, match=r"found 0 of these: \[\]"):
-        measured.read_pngs([])
+    for names, says in (("ac", "one size"), ("d", "cannot be read"), ("", r"found 0 of these: \[\]")):
+        with pytest.raises(RunFailedError, match=says):
+            measured.read_pngs([tmp_path / f"{name}.png" for name in names])

@@ -9,7 +9,7 @@ import pytest
 from comfyui_onediff_guard.headless.comparison.precisions import SHOWN, Comparable, comparable
 from comfyui_onediff_guard.headless.errors import WorkflowError
 from comfyui_onediff_guard.headless.hosts.local import read_local
-from comfyui_onediff_guard.headless.workflow.graph import Link, read_json
+from comfyui_onediff_guard.headless.workflow.graph import Link, from_api, read_json
 from comfyui_onediff_guard.headless.workflow.schema import from_object_info
 from comfyui_onediff_guard.headless.workflow.settings import Setting
 
@@ -47,22 +47,27 @@ def test_nothing_but_the_precision_changes() -> None:
     assert other.nodes["4"].inputs["seed"] == 42
 
 
-def test_plain_fp16_runs_unguarded_and_the_others_as_the_workflow_says() -> None:
-    assert values(subject(), "fp16 (plain)", "on_failure") == {"OneDiffGuardNaNGuard": "off"}
-    assert values(subject(), "fp16", "on_failure") == {"OneDiffGuardNaNGuard": "rerun"}
-    held = subject("cogvideox_text_to_video", "NaN Guard.on_failure=stop")
-    assert values(held, "fp16 (plain)", "on_failure") == {"OneDiffGuardNaNGuard": "stop"}
+@pytest.mark.parametrize(
+    ("changes", "precision", "name", "node", "value"),
+    [
+        ([], "fp16 (plain)", "on_failure", "NaNGuard", "off"),
+        ([], "fp16", "on_failure", "NaNGuard", "rerun"),
+        (["NaN Guard.on_failure=stop"], "fp16 (plain)", "on_failure", "NaNGuard", "stop"),
+        (["Decode Latents.precision=fp32"], "bf16", "precision", "DecodeLatents", "fp32"),
+        (["Decode Latents.precision=fp32"], "bf16", "precision", "LoadCogVideoX", "bf16"),
+    ],
+)
+def test_what_is_set_for_a_precision_and_what_is_held(
+    changes: list[str], precision: str, name: str, node: str, value: str
+) -> None:
+    assert values(subject("cogvideox_text_to_video", *changes), precision, name)[f"OneDiffGuard{node}"] == value
 
 
-def test_a_precision_of_a_nodes_own_is_set_too_unless_it_is_held() -> None:
+def test_a_precision_of_a_nodes_own_is_set_too() -> None:
     workflow = dict(read_json(API / "cogvideox_text_to_video.json"))
     workflow["5"]["inputs"]["precision"] = "fp32"
-    graph, schemas = read_local(workflow)
-    found = comparable(graph, schemas, [], PRECISIONS)
+    found = comparable(*read_local(workflow), [], PRECISIONS)
     assert values(found, "bf16")["OneDiffGuardDecodeLatents"] == "bf16"
-    found = subject("cogvideox_text_to_video", "Decode Latents.precision=fp32")
-    assert values(found, "bf16")["OneDiffGuardDecodeLatents"] == "fp32"
-    assert values(found, "bf16")["OneDiffGuardLoadCogVideoX"] == "bf16"
 
 
 def test_the_frames_are_those_that_hang_on_the_precision() -> None:
@@ -75,21 +80,14 @@ def test_the_frames_are_those_that_hang_on_the_precision() -> None:
     assert "first" not in found.in_precision("bf16").nodes
 
 
-def _native() -> tuple[Any, Any]:
-    """ComfyUI's own loader and sampler, as a server describes them."""
+def test_a_workflow_of_comfyuis_own_models_is_refused_and_told_why() -> None:
     kinds = {
         "CheckpointLoaderSimple": {"input": {"required": {"ckpt_name": [["a"]]}}, "output": ["MODEL", "CLIP", "VAE"]},
         "UNETLoader": {"input": {"required": {"weight_dtype": [["default", "fp4"]]}}, "output": ["MODEL"]},
     }
-    from comfyui_onediff_guard.headless.workflow.graph import from_api
-
     graph = from_api({str(n): {"class_type": kind, "inputs": {}} for n, kind in enumerate(kinds)})
-    return graph, {kind: from_object_info(kind, info) for kind, info in kinds.items()}
-
-
-def test_a_workflow_of_comfyuis_own_models_is_refused_and_told_why() -> None:
     with pytest.raises(WorkflowError, match=r"(?s)Found: CheckpointLoaderSimple, UNETLoader\. .*--force-fp16"):
-        comparable(*_native(), [], PRECISIONS)
+        comparable(graph, {kind: from_object_info(kind, info) for kind, info in kinds.items()}, [], PRECISIONS)
 
 
 @pytest.mark.parametrize(

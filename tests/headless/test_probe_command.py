@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import shared_models
 from comfyui_onediff_guard.comfyui_host.host import profiles_directory
 from comfyui_onediff_guard.headless.commands import cli
 from comfyui_onediff_guard.precision.overrides import NOTHING
@@ -50,8 +51,9 @@ def test_one_json_object_and_the_profile_kept(probe, model_folder):
     assert file.read_text() == told["profile"]
 
 
-def test_a_model_that_starts_from_an_image(probe, model_folder, tmp_path):
-    model = str(model_folder("svd"))
+@pytest.mark.parametrize("stored", ["folder", "file"])
+def test_a_model_that_starts_from_an_image(probe, model_folder, tmp_path, stored):
+    model = str(model_folder("svd") if stored == "folder" else shared_models.svd_file(image=224, patch=56))
     assert probe("--model", model, *SMALL)[0] == 2
     Image.new("RGB", (80, 60), (90, 120, 30)).save(tmp_path / "start.png")
     code, out, _ = probe("--model", model, "--image", str(tmp_path / "start.png"), "--steps", "1",
