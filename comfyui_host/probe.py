@@ -110,17 +110,8 @@ class _Run:
             to_apply += "; or with scope 'learned', and `profile` wired into its `profile`"
         else:
             to_apply = ""
-        return ProbeResult(
-            model=self._of.model,
-            architecture=card,
-            plan=plan,
-            sampled=sampled,
-            probed=probed,
-            seconds=time.perf_counter() - self._started,
-            chosen=chosen,
-            to_apply=to_apply,
-            profile=profile,
-        )
+        model, seconds = self._of.model, time.perf_counter() - self._started
+        return ProbeResult(model, card, plan, sampled, probed, seconds, chosen, to_apply, profile)
 
 
 def _prepare(executor: Any, *args: Any, **by_name: Any) -> Any:

@@ -70,6 +70,8 @@ class NumericsProbe(Node):
     def INPUT_TYPES(cls) -> dict[str, Any]:
         from ..precision.arch import ARCHITECTURES
 
+        other_tip = "Recommend for another card. It is measured on this one all the same."
+        save_tip = "On: the profile is kept too, for all later runs with the NaN Guard's scope learned."
         size_tip = "Pixels. 0: what the model was made for. Smaller is faster, and reaches much the same values."
         return {
             "required": {
@@ -85,15 +87,8 @@ class NumericsProbe(Node):
                 **inputs.conditioning(),
                 "image": ("IMAGE", {"tooltip": "For models that start from an image."}),
                 "fit": inputs.fit(),
-                "architecture": inputs.advanced(
-                    inputs.choice(
-                        (THIS_CARD, *ARCHITECTURES),
-                        "Recommend for another card. It is measured on this one all the same.",
-                    )
-                ),
-                "save": inputs.flag(
-                    False, "On: the profile is kept too, for all later runs with the NaN Guard's scope learned."
-                ),
+                "architecture": inputs.advanced(inputs.choice((THIS_CARD, *ARCHITECTURES), other_tip)),
+                "save": inputs.flag(False, save_tip),
             },
             "hidden": inputs.node_id(),
         }
@@ -123,24 +118,15 @@ class NumericsProbe(Node):
         width, height, frames = usual_size(pipeline, width, height, frames)
         start = fitted(image[:1], width, height, fit)[0] if image is not None else None
         scale = guidance_scale if pipeline.family.prompt else None  # Stable Video Diffusion has a range of its own
-        settings = SampleSettings(
-            width=width, height=height, steps=steps, seed=seed, frames=frames, guidance_scale=scale
-        )
+        settings = SampleSettings(width, height, steps, seed, frames, scale)
         progress = host.Progress(steps, node_id)
 
         def step_done(done: int, total: int, _report: RunReport) -> None:
             progress.update(done, Message("step {}/{}, measured in fp32", done, total))
 
+        prompts = embeddings(positive, "positive"), embeddings(negative, "negative")
         with running(pipeline), progress:
-            found = probe(
-                pipeline,
-                embeddings(positive, "positive"),
-                embeddings(negative, "negative"),
-                settings,
-                image=start,
-                step_done=step_done,
-                tell=progress.tell,
-            )
+            found = probe(pipeline, *prompts, settings, image=start, step_done=step_done, tell=progress.tell)
         unused = only_first(image) if image is not None else ()
         text = "\n".join([found.text(), *unused])
         text += f"\nThe profile: {keep_profile(pipeline, found)}" if save else ""

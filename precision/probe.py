@@ -225,14 +225,13 @@ class ProbeResult:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         verdicts = [asdict(verdict) | {"plan": verdict.plan, "fits": verdict.fits} for verdict in self.verdicts]
-        chosen = {"dtype": self.chosen.dtype, "plan": self.chosen.plan, "learned": asdict(self.chosen.learned)}
         return for_json(
             {
-                "summary": self.headline,
                 "model": self.model,
                 "architecture": self.architecture.name,
-                **chosen,
-                "wide": self.chosen.learned.wide,
+                "dtype": self.chosen.dtype,
+                "plan": self.chosen.plan,
+                "learned": asdict(self.chosen.learned),
                 "reason": self.reason,
                 "verdicts": verdicts,
                 "worst": [asdict(entry) | {"step": entry.step + 1} for entry in self.probed.worst()],

@@ -27,7 +27,6 @@ from ..workflow.graph import read_json
 from ..workflow.settings import Setting
 from . import answer
 
-DEFAULT_OUTPUT = Path("output") / "compare"
 DEFAULT_PRECISIONS = (REFERENCE, "bf16", "fp16", "fp16 (plain)")
 HEADER = ("precision", "plan", "PSNR (dB)", "max error", "seconds", "reruns", "finite frames")
 FPS = 8.0  # of an animation
@@ -36,15 +35,10 @@ VERDICTS = {"reference": pictures.NEUTRAL, "finite": pictures.GOOD}  # all other
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    hosts.add_arguments(parser, output=DEFAULT_OUTPUT, results="picture and numbers")
-    parser.add_argument(
-        "--precisions",
-        type=_precisions,
-        default=DEFAULT_PRECISIONS,
-        metavar="LIST",
-        help=f"with commas between them; {REFERENCE} is the reference, and added (default: "
-        f"{','.join(DEFAULT_PRECISIONS)})",
-    )
+    hosts.add_arguments(parser, output=Path("output") / "compare", results="picture and numbers")
+    usual = ",".join(DEFAULT_PRECISIONS)
+    words = f"with commas between them; {REFERENCE} is the reference, and added (default: {usual})"
+    parser.add_argument("--precisions", type=_precisions, default=DEFAULT_PRECISIONS, metavar="LIST", help=words)
 
 
 def main(args: argparse.Namespace) -> int:

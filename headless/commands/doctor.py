@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from ...pipelines.insight.diagnosis import Diagnosis
     from ...pipelines.insight.vram_estimate import Size
 
-
 BAD_REQUEST = (BadFolder, BadInput, BadSize)  # what is wrong with a request, of the person's own making
 OTHER_CARD = "for another card, for example sm75, 8.6, sm75-gtx16, gfx1100, xpu, mps or cpu"
 
@@ -28,9 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, metavar="MODEL", help=models)
     parser.add_argument("--arch", metavar="NAME", help=f"plan {OTHER_CARD}")
     parser.add_argument("--precision", choices=PRECISIONS, default=PRECISIONS[0], help="as the loader's precision")
-    parser.add_argument(
-        "--accumulation", choices=ACCUMULATIONS, default=ACCUMULATIONS[0], help="as the loader's accumulation"
-    )
+    of_loader = "as the loader's accumulation"
+    parser.add_argument("--accumulation", choices=ACCUMULATIONS, default=ACCUMULATIONS[0], help=of_loader)
     cards = "tell how each stage would run on a card of so much memory, and what it would take"
     parser.add_argument("--vram", type=float, metavar="GIB", help=cards)
     sizes = "of what is made, for --vram (default: the model's own)"

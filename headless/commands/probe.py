@@ -47,8 +47,7 @@ def main(args: argparse.Namespace) -> int:
         beside = {".txt": f"{text}\n".encode()} | ({".json": profile.encode()} if profile else {})
         files = [picture, *write_together(picture.parent, picture.stem, beside)]
     if args.json:
-        (told,) = result.outputs["probe"]["onediff_guard"]
-        answer.done(files=files, **told)
+        answer.done(files=files, **result.outputs["probe"]["onediff_guard"][0])
     else:
         print("\n".join([text, *map(str, files)]))
     return 0

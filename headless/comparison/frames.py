@@ -33,11 +33,7 @@ class Likeness:
 
 
 def compare(frames: np.ndarray, reference: np.ndarray) -> Likeness:
-    """Frames against the reference's.
-
-    Raises:
-        RunFailedError: they have not the same shape.
-    """
+    """Frames against the reference's. Raises RunFailedError where they have not the same shape."""
     if frames.shape != reference.shape:
         raise RunFailedError(f"Its frames have the shape {frames.shape}, the reference's {reference.shape}.")
     finite = black = 0
@@ -70,11 +66,7 @@ def as_bytes(frames: np.ndarray) -> np.ndarray:
 
 
 def read_pngs(files: Sequence[Path]) -> np.ndarray:
-    """PNG files of one size as frames.
-
-    Raises:
-        RunFailedError: one cannot be read, or they have not the same size.
-    """
+    """PNG files as frames. Raises RunFailedError where one cannot be read, or they have not the same size."""
     from PIL import Image
 
     frames = []
@@ -85,9 +77,8 @@ def read_pngs(files: Sequence[Path]) -> np.ndarray:
     except Exception as error:  # of damaged files Pillow raises almost anything
         raise RunFailedError(f"A picture that came of the run cannot be read: {shown(error, 200)}.") from error
     if len({frame.shape for frame in frames}) != 1:
-        raise RunFailedError(
-            f"Expected pictures of one size, found {len(frames)} of these: {[*map(np.shape, frames)]}."
-        )
+        found = [*map(np.shape, frames)]
+        raise RunFailedError(f"Expected pictures of one size, found {len(frames)} of these: {found}.")
     return np.stack(frames)
 
 

@@ -49,8 +49,7 @@ def comparable(
 ) -> Comparable:
     """Find what sets the workflow's precision, and what it makes. A precision that `changes` sets is held.
 
-    Raises:
-        WorkflowError: it has nothing to set a precision with, not these precisions, or makes no pictures.
+    Raises WorkflowError where it has nothing to set a precision with, not these precisions, or makes no pictures.
     """
     graph = settings.apply(graph, changes, schemas)
     held = {(node.id, spec.name) for node, spec in (change.found_in(graph, schemas) for change in changes)}

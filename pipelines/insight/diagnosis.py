@@ -183,7 +183,7 @@ def _planned(
         *(f"{each}: little is known of it, so its plan is the safe one" for each in unknown),
         *_attention_of(found.architecture),
         *([] if switches else ["The accumulation switches could not be read: some are PyTorch's"]),
-        *tried(lambda: [*_lacking(found)], []),
+        *tried(lambda: _lacking(found), []),
         *(["The NaN Guard is off: steps are only watched"] if found.on_failure == "off" else []),
         *notes,
     ]
@@ -251,15 +251,13 @@ def _about(model: StoredModel) -> Iterator[str]:
         yield f"the model's configs were not compared with diffusers, which cannot be asked ({first_line(error)})"
 
 
-def _lacking(found: Diagnosis) -> Iterator[str]:
+def _lacking(found: Diagnosis) -> list[str]:
     """What the plans need and PyTorch or torchao does not have."""
     from ...precision.quantised import lacking
 
-    if found.precision.quantises and (quantiser := lacking(found.precision.value)):
-        yield quantiser
-    asked_for = any(plan.fp16_sums for model in found.models for plan in model.plans)
-    if asked_for and (switch := without_fp16_accumulation()):
-        yield switch
+    sums = any(plan.fp16_sums for model in found.models for plan in model.plans)
+    quantiser = lacking(found.precision.value) if found.precision.quantises else ""
+    return [*filter(None, (quantiser, without_fp16_accumulation() if sums else ""))]
 
 
 # --- text: aligned, each reason once ----------------------------------------------------------------------------------
@@ -312,12 +310,9 @@ def _estimates_text(runs: Sequence[RunEstimate]) -> list[str]:
             way = stage.way if stage.fits else "no room"
             sizes = (f"{n / 1e9:.1f}" for n in (stage.weights, stage.beside, stage.weights + stage.beside))
             table.append((run.variant, "×".join(map(str, run.size)), stage.stage, stage.dtype, way, *sizes))
-    title = (
-        f"What would run on a card of {runs[0].memory / 2**30:g} GiB with offload 'auto', in GB: counted, not run. "
-        f"{runs[0].has / 1e9:.1f} GB of it are taken to be free for the model. Where there is no room: the least that "
-        "the stage would take"
-    )
-    return [*_wrapped(title), *_table(table)]
+    card = f"What would run on a card of {runs[0].memory / 2**30:g} GiB with offload 'auto', in GB: counted, not run."
+    free = f"{runs[0].has / 1e9:.1f} GB are free for the model. Where there is no room: the least that it would take"
+    return [*_wrapped(f"{card} {free}"), *_table(table)]
 
 
 def _machine_text(found: Diagnosis) -> list[str]:

@@ -32,14 +32,14 @@ def probe(
     tell: Tell | None = None,
 ) -> ProbeResult:
     """Sample with a schedule of a few steps, all of them in fp32, and measure. Arguments and errors as `sample`'s."""
-    family, variant, card = handle.family, handle.store.model.variant.name, handle.architecture
+    family, model, card = handle.family, handle.store.model, handle.architecture
     if family.prompt and (positive is None or negative is None):
-        raise BadInput("{} needs a prompt: wire positive and negative from Encode Prompt.", variant)
+        raise BadInput("{} needs a prompt: wire positive and negative from Encode Prompt.", model.variant.name)
     if family.also_denoise:
         raise BadInput(
             "{} denoises with two transformers, and the probe measures one. Sample with a NaN Guard of scope "
             "'learned' instead: what fails is found there, in both.",
-            variant,
+            model.variant.name,
         )
     if not handle.ranks.alone:
         raise BadInput("Numerics Probe measures all tokens in one process: run its workflow without --gpus.")
@@ -56,6 +56,7 @@ def probe(
 
     started, options = time.perf_counter(), {"image": image, "step_done": on_step, "tell": tell}
     _, report = sample(handle, positive, negative, settings, denoiser=denoiser, **options)
+    seconds = time.perf_counter() - started
     probed, plan = watches[0].probed, report.plan
     chosen = recommend(probed, plan.dtype, native_bf16=card.native_bf16)
     steps = [f"set precision to '{chosen.dtype}'"] * (chosen.dtype != plan.dtype or (plan.half and not plan.guarded))
@@ -65,17 +66,8 @@ def probe(
     if chosen.dtype != "fp32":
         profile = replace(profile_of(handle, family.denoiser, chosen.dtype), learned=chosen.learned.to_share)
     frames = f", {settings.frames} frames" if settings.frames > 1 else ""
-    return ProbeResult(
-        model=handle.store.model.name,
-        architecture=card,
-        plan=plan,
-        sampled=f"{settings.width}×{settings.height}{frames}, seed {settings.seed}",
-        probed=probed,
-        seconds=time.perf_counter() - started,
-        chosen=chosen,
-        to_apply="; ".join(steps),
-        profile=profile,
-    )
+    sampled = f"{settings.width}×{settings.height}{frames}, seed {settings.seed}"
+    return ProbeResult(model.name, card, plan, sampled, probed, seconds, chosen, "; ".join(steps), profile)
 
 
 def keep_profile(handle: PipelineHandle, found: ProbeResult) -> str:

@@ -26,10 +26,12 @@ from ..run.decode import Portions, ways_to_decode
 from ..run.denoiser import ways_to_denoise
 from ..run.encode import ways_to_encode
 from ..run.handle import PipelineHandle
+from ..run.sample import SampleSettings, check_size
 from ..weights.components import ComponentStore
 from ..weights.offload import Offload
 from ..weights.oom_fallback import ExecutionOption, first_that_fits
 from ..weights.placement import PlainPlacement
+from .probe import usual_size
 from .published import PUBLISHED
 
 RESERVED = 800_000_000  # bytes of a card that its driver, a desktop and CUDA's context take
@@ -75,12 +77,6 @@ def estimate_runs(
     Raises BadSize where the model cannot make that size.
     """
     for each in [model] if model else map(_PublishedModel.of, PUBLISHED):
-        try:
-            made = _checked(each, size)
-        except BadSize:
-            if model:
-                raise
-            continue
         handle = PipelineHandle(
             store=_MetaStore(each, _MetaPlacement(META)),
             architecture=architecture,
@@ -90,6 +86,13 @@ def estimate_runs(
             policy=GuardPolicy(),
             accumulation=accumulation,
         )
+        width, height, frames = made = size or usual_size(handle, 0, 0, 0)
+        try:
+            check_size(handle, SampleSettings(width, height, steps=1, seed=0, frames=frames))
+        except BadSize:
+            if model:
+                raise
+            continue
         try:
             stages = [(name, dtype, tee(ways, len(memories))) for name, dtype, ways in _stages(handle, made)]
         except PlanImpossible:  # which its plan says
@@ -101,18 +104,6 @@ def estimate_runs(
                 way, _, fits = first_that_fits(ways[number], has)
                 found.append(StageEstimate(name, dtype, way.said, way.weights, way.beside, fits))
             yield RunEstimate(each.variant.name, made, memory, has, tuple(found))
-
-
-def _checked(model: StoredModel, size: Size | None) -> Size:
-    """Return the size to be made, the model's own where it is None. Raises BadSize."""
-    family, pixels = model.family, model.family.layout.spatial(model.vae_config)
-    size = size or family.usual_size(model.denoiser_config, pixels)
-    if not family.layout.counts_frames and size[2] != 1:
-        raise BadSize("{} makes images, not {} frames.", model.variant.name, size[2])
-    family.sizes.check(width=size[0], height=size[1], frames=size[2])
-    if bound := family.bound(model.denoiser_config, pixels, *size):
-        raise BadSize("{} {}", model.variant.name, bound)
-    return size
 
 
 def _stages(handle: PipelineHandle, size: Size) -> Iterator[tuple[str, str, Iterator[ExecutionOption]]]:

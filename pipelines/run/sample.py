@@ -253,6 +253,8 @@ def check_size(handle: PipelineHandle, settings: SampleSettings) -> None:
     """Raise BadSize where the model cannot make it."""
     family, model = handle.family, handle.store.model
     size = settings.width, settings.height, settings.frames
+    if not family.layout.counts_frames and settings.frames != 1:
+        raise BadSize("{} makes images, not {} frames.", model.variant.name, settings.frames)
     family.sizes.check(width=settings.width, height=settings.height, frames=settings.frames)
     if (settings.frames - 1) % family.layout.temporal(model.vae_config):
         long = family.layout.temporal(model.vae_config)
