@@ -152,12 +152,11 @@ class Outcome:
         finite = f"{like.finite - hidden} of {count}"
         row = (precision, plan, psnr, error, f"{sum(seconds):.2f}", str(reruns), finite)
         verdict = "reference" if frames is reference else "finite"
-        if like.broken or failed:
-            verdict = "black" if like.broken == count else "partly black" if like.broken else "not finite"
+        if (broken := like.frame_psnr.count(None)) or failed:
+            verdict = "black" if broken == count else "partly black" if broken else "not finite"
         numbers = f"{plan}\nPSNR {psnr} dB, max error {error}\n{row[4]} s, reruns: {reruns}, frames finite: {finite}"
         run = pictures.Run(precision, verdict, VERDICTS.get(verdict, pictures.BAD), numbers, as_bytes(frames))
-        middle = count // 2
-        apart = None if frames is reference else difference(frames[middle], reference[middle])
+        apart = None if frames is reference else difference(frames[count // 2], reference[count // 2])
         return cls(facts, row, run, apart)
 
     @classmethod

@@ -34,8 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", choices=PRECISIONS, default=PRECISIONS[0], help="as the loader's precision")
     parser.add_argument("--arch", metavar="NAME", help=f"recommend {OTHER_CARD}")
     parser.add_argument("--save", action="store_true", help="keep the profile for later runs, too")
-    made = "picture, text, profile (default: output/probe)"
-    parser.add_argument("--out", type=Path, default=Path("output") / "probe", metavar="DIR", help=made)
+    parser.add_argument(
+        "--out", type=Path, default=Path("output", "probe"), metavar="DIR", help="default: output/probe"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
 

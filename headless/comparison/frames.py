@@ -27,10 +27,6 @@ class Likeness:
     psnr: float | None  # dB over all frames; None where one of them is broken
     max_error: float | None  # max |difference|; None where a frame is broken
 
-    @property
-    def broken(self) -> int:
-        return sum(psnr is None for psnr in self.frame_psnr)
-
 
 def compare(frames: np.ndarray, reference: np.ndarray) -> Likeness:
     """Frames against the reference's. Raises RunFailedError where they have not the same shape."""

@@ -22,11 +22,10 @@ BAD: Colour = (218, 54, 51)
 GOOD: Colour = (35, 134, 54)
 NEUTRAL: Colour = (62, 71, 84)
 
-GRID_WIDTH, CELL_WIDTH, MOVING_WIDTH = 1600, 312, 300  # px; at most
+GRID_WIDTH, CELL_WIDTH, MOVING_WIDTH, SCALE_HEIGHT = 1600, 312, 300, 130  # px; widths at most, the height at least
 MARGIN, GAP = 28, 11  # px
 HEAD, LABEL, LINE, FOOT = 104, 44, 24, 46  # px; heading and subheading, title of a run, a line of its numbers, footnote
 SCALE = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # of difference maps, logarithmic; the same in every picture
-SCALE_HEIGHT = 130  # px
 NO_FRAMES = np.zeros((0, 1, 1, 3), np.uint8)  # of a run that failed
 
 

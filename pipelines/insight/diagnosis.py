@@ -136,11 +136,10 @@ def diagnose(
     machine = replace(machine, architecture=here)
     stored = open_model(model, family_of(model)) if model else None
     found = Diagnosis(architecture or here, architecture is None, machine, precision, accumulation, _backends(machine))
-    beside = [gpu.architecture for gpu in machine.gpus]
+    variants, folder, notes = VARIANTS.values(), "", ()
     if stored:
-        found = _planned(found, [stored.variant], stored.name, beside, _about(stored))
-    else:
-        found = _planned(found, VARIANTS.values(), "", beside)
+        variants, folder, notes = [stored.variant], stored.name, _about(stored)
+    found = _planned(found, variants, folder, [gpu.architecture for gpu in machine.gpus], notes)
     if memory is None:
         return found
     from .vram_estimate import estimate_runs
@@ -228,9 +227,6 @@ def _backends(machine: Machine, chosen: BackendChoice | None = None) -> Backends
     return Backends(found, first, "auto: the first that is found")
 
 
-# --- notes ------------------------------------------------------------------------------------------------------------
-
-
 def _attention_of(architecture: Architecture) -> Iterator[str]:
     without = "all its scores are in memory: 154 GB for a step of CogVideoX-2B, in place of 1.6"
     if architecture.fused_attention == "missing":
@@ -258,9 +254,6 @@ def _lacking(found: Diagnosis) -> list[str]:
     sums = any(plan.fp16_sums for model in found.models for plan in model.plans)
     quantiser = lacking(found.precision.value) if found.precision.quantises else ""
     return [*filter(None, (quantiser, without_fp16_accumulation() if sums else ""))]
-
-
-# --- text: aligned, each reason once ----------------------------------------------------------------------------------
 
 
 def _model_text(found: Diagnosis, model: ModelPlans) -> list[str]:

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
     from ...precision.probe import Probed, ProbeResult
 
-STREAM, BLOCK = "residual stream", "block output"
-MOST_ROWS = 36
+STREAM, BLOCK, MOST_ROWS = "residual stream", "block output", 36
 _LOWEST, _FP16, _BF16 = -2.0, math.log10(RANGE["fp16"]), math.log10(RANGE["bf16"])  # exponents of ten
 _BELOW = 0.62  # of the colour bar: from its lower end to fp16's
 _LONGEST = 56  # letters of a name
@@ -84,10 +83,8 @@ def figure_of(result: ProbeResult) -> Figure:
     width = max(map(len, labels), default=0) * 0.082 + sum(inches) + 1.9
     figure = Figure((width, max(len(rows) * 0.24, 6.5) + 2.2), dpi=110, layout="constrained")
     by_step, by_block, bar, words = figure.subplots(1, 4, width_ratios=inches)
-    _heat(by_step, rows, highest, {step: str(step + 1) for step in steps})
-    cells = _heat(by_block, rows, highest, dict(zip(blocks, block_names, strict=True)))
-    by_step.set_title("by step", fontsize=10, loc="left")
-    by_block.set_title("by block", fontsize=10, loc="left")
+    _heat(by_step, "by step", rows, highest, {step: str(step + 1) for step in steps})
+    cells = _heat(by_block, "by block", rows, highest, dict(zip(blocks, block_names, strict=True)))
     by_block.set_yticks([])
     by_step.set_yticks(np.arange(len(rows)) + 0.5, labels, fontsize=9)
     for label, row in zip(by_step.get_yticklabels(), rows.values(), strict=True):
@@ -109,7 +106,7 @@ def figure_of(result: ProbeResult) -> Figure:
     return figure
 
 
-def _heat(axes: Axes, rows: Mapping[str, Row], highest: float, columns: Mapping[Any, str]) -> QuadMesh:
+def _heat(axes: Axes, title: str, rows: Mapping[str, Row], highest: float, columns: Mapping[Any, str]) -> QuadMesh:
     """Blue up to where fp16 ends, and a jump to red there: told apart in grey and by the colour-blind too."""
     from matplotlib.colors import LinearSegmentedColormap, ListedColormap
 
@@ -120,9 +117,11 @@ def _heat(axes: Axes, rows: Mapping[str, Row], highest: float, columns: Mapping[
     cells = places([[row.get(column) for column in columns] for row in rows.values()], highest)
     every, upright = max(-(-len(names) // 8), 1), max(map(len, names), default=0) > 3  # 8 names at most
     axes.set_xticks(np.arange(len(names), step=every) + 0.5, names[::every], fontsize=9, rotation=90 * upright)
+    axes.set_title(title, fontsize=10, loc="left")
     axes.invert_yaxis()
-    cells = cells.reshape(len(rows), -1)
-    return axes.pcolormesh(cells, cmap=colours, vmin=0, vmax=1, edgecolors="white", linewidth=0.6)
+    return axes.pcolormesh(
+        cells.reshape(len(rows), -1), cmap=colours, vmin=0, vmax=1, edgecolors="white", linewidth=0.6
+    )
 
 
 def _words(result: ProbeResult) -> str:

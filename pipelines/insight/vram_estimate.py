@@ -72,9 +72,8 @@ def estimate_runs(
 ) -> Iterator[RunEstimate]:
     """Yield an estimate for each card. model: None for all published variants that can make that size.
 
-    memories: of cards, in bytes. size: None for each model's own.
-    A model of which the architecture cannot compute the precision is left out.
-    Raises BadSize where the model cannot make that size.
+    memories: of cards, in bytes. size: None for each model's own. A model of which the architecture cannot
+    compute the precision is left out. Raises BadSize where the model cannot make that size.
     """
     for each in [model] if model else map(_PublishedModel.of, PUBLISHED):
         handle = PipelineHandle(

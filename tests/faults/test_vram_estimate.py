@@ -32,7 +32,11 @@ def test_published_models_run_on_cards_from_8_gib_on(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     ("model", "size", "said"),
-    [("2b", (721, 480, 49), "Nearest: 720"), ("cogview3", (512, 512, 9), "makes images, not 9 frames")],
+    [
+        ("2b", (721, 480, 49), "Nearest: 720"),
+        ("2b", (720, 480, 50), "frames is 50"),
+        ("cogview3", (512, 512, 9), "makes images, not 9 frames"),
+    ],
 )
 def test_a_size_that_no_model_makes_is_refused(
     model_folder: Callable[..., Path], model: str, size: tuple[int, int, int], said: str

@@ -51,17 +51,16 @@ def test_another_card_changes_the_recommendation_and_not_the_pipeline(folder: Pa
     assert (told["plan"], told["architecture"]) == ("bf16", "sm80") and pipeline.architecture.name == "cpu"
 
 
-def test_it_keeps_the_profile_where_that_is_asked_for(folder: Path, model_folder: Callable[..., Path]) -> None:
-    answer = probed(GRAPHS["5b"].load(model_folder("5b", "inside")), architecture="sm75", save=True)
-    (file,) = host.profiles_directory().glob("*.json")
-    assert file.read_text() == answer["result"][2] and f"kept as {file.stem}" in answer["result"][1]
-    assert parse(answer["result"][2], "it").learned.wide_parts == (overflows.ISLAND,)
-
-
-def test_a_recommendation_that_needs_no_profile_keeps_none(folder: Path) -> None:
-    answer = probed(GRAPHS["5b"].load(folder), architecture="sm75", save=True)
-    assert "nothing to keep" in answer["result"][1] and "Nothing has to be set for it" in answer["result"][1]
-    assert not list(host.profiles_directory().glob("*.json"))
+@pytest.mark.parametrize("overflow", ["inside", "stream"])
+def test_it_keeps_a_profile_that_says_something_where_that_is_asked_for(
+    folder: Path, model_folder: Callable[..., Path], overflow: str
+) -> None:
+    answer = probed(GRAPHS["5b"].load(model_folder("5b", overflow)), architecture="sm75", save=True)
+    kept = {file.read_text(): file.stem for file in host.profiles_directory().glob("*.json")}
+    assert [*kept] == ([answer["result"][2]] if overflow == "inside" else [])
+    assert (f"kept as {''.join(kept.values())}" if kept else "nothing to keep") in answer["result"][1]
+    wide_parts = (overflows.ISLAND,) if kept else ()
+    assert parse(answer["result"][2], "it").learned.wide_parts == wide_parts
 
 
 def test_the_size_is_the_models_own_unless_given(folder: Path) -> None:

@@ -13,7 +13,7 @@ from comfyui_onediff_guard.precision import half_products
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.fallback import build_half_precision_forward
 from comfyui_onediff_guard.precision.half_products import HalfProducts, run_with_half_products
-from comfyui_onediff_guard.precision.overrides import ModuleStructure, Peak, PrecisionOverrides
+from comfyui_onediff_guard.precision.overrides import NOTHING, ModuleStructure, Peak, PrecisionOverrides
 from comfyui_onediff_guard.precision.probe import Probe, judge, recommend
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from torch import nn
@@ -74,111 +74,71 @@ def test_hooks_are_gone_after_an_interrupt(error):
 # --- what is recommended ----------------------------------------------------------------------------------------------
 
 X = torch.linspace(-3, 3, 48).reshape(1, 6, 8)
+BLOCK = "'blocks.2' wide"
+INSIDE = PrecisionOverrides(wide_parts=("blocks.2",))
+BOTH = PrecisionOverrides(wide=True, wide_parts=("blocks.2",))
 
 
-def measured(module, stream=STREAM):
-    anatomy = ModuleStructure.of(module, ["blocks"], stream)
+def broken_by(*faults):
+    module = build()
+    if "stream" in faults:
+        overflow_stream(module, 1)
+    if "inside" in faults:
+        overflow_inside(module, 2)
+    if "infinite" in faults:
+        module.embed.bias.data.fill_(math.inf)
+    return module
+
+
+def measured(module, stream=STREAM, **more):
+    anatomy = replace(ModuleStructure.of(module, ["blocks"], stream), **more)
     return anatomy, probed_calls(module, anatomy, X)
 
 
-def works(module, anatomy, verdict):
-    """As it is recommended, near to fp32."""
-    attempt = build_half_precision_forward(module, anatomy, verdict.learned, verdict.dtype)
-    expected = copy.deepcopy(module).float()(X)[0]
-    return (attempt.run(X.half())[0].float() - expected).abs().max() < 0.1
+EVERY = PrecisionOverrides(everything=True), "fp16 every layer wide"
+HOPELESS = PrecisionOverrides(whole_run_fp32=True), "fp16 does not do"
 
 
-def test_what_fits_is_plain():
-    _, probed = measured(build())
+@pytest.mark.parametrize(
+    ("faults", "structure", "learned", "plan", "says", "native", "other"),
+    [
+        ((), {}, NOTHING, "fp16 plain", "fp16 ends at 65504", "fp16 plain", "fp16 plain"),
+        (("stream",), {}, PrecisionOverrides(wide=True), "fp16 wide", "stream reaches", "fp16 wide", "fp16 wide"),
+        (("inside",), {}, INSIDE, f"fp16 {BLOCK}", "inner' reaches", f"fp16 {BLOCK}", f"fp16 {BLOCK}"),
+        (("stream", "inside"), {}, BOTH, f"fp16 wide + {BLOCK}", "", f"fp16 wide + {BLOCK}", f"fp16 wide + {BLOCK}"),
+        (("stream",), {"stream": None}, *EVERY, "what comes after it cannot take it", "bf16", EVERY[1]),
+        (("stream", "inside"), {"stream": None}, *EVERY, "what comes after it cannot take it", "bf16", EVERY[1]),
+        (("inside",), {"stream": None, "everything": True}, *EVERY, "'blocks.2.inner' reaches", "bf16", EVERY[1]),
+        (("infinite",), {}, *HOPELESS, "", "fp32 does not do", "fp32 does not do"),
+    ],
+)  # fmt: skip
+def test_what_a_dtype_needs_and_what_is_recommended(faults, structure, learned, plan, says, native, other):
+    """native, other: recommended where fp16 is the plan's own, on a card with native bf16 and on one without."""
+    module = broken_by(*faults)
+    anatomy, probed = measured(module, **structure)
     verdict = judge(probed, "fp16")
-    assert (
-        verdict.fits
-        and verdict.plan == "fp16 plain"
-        and not verdict.learned.wide
-        and verdict.learned == PrecisionOverrides()
-    )
-    assert "fp16 ends at 65504" in verdict.reason
-
-
-def test_a_stream_is_wide_and_so_is_the_block_of_an_inner_overflow():
-    module = build()
-    overflow_stream(module, 1)
-    anatomy, probed = measured(module)
-    verdict = judge(probed, "fp16")
-    assert verdict.learned == PrecisionOverrides(wide=True) and verdict.plan == "fp16 wide"
-    assert works(module, anatomy, verdict)
-    overflow_inside(module, 2)
-    anatomy, probed = measured(module)
-    verdict = judge(probed, "fp16")
-    assert verdict.learned == PrecisionOverrides(wide=True, wide_parts=("blocks.2",))
-    assert verdict.plan == "fp16 wide + 'blocks.2' wide"
-    assert works(module, anatomy, verdict)
-    assert not torch.isfinite(module(X.half())[0]).all(), "as it is, it fails"
-    assert judge(probed, "bf16").plan == "bf16"
-
-
-@pytest.mark.parametrize("inside", [False, True])
-def test_what_no_wide_stream_and_no_wide_part_helps_has_every_layer_wide(inside):
-    module = build()
-    overflow_stream(module, 1)
-    if inside:
-        overflow_inside(module, 2)
-    anatomy, probed = measured(module, stream=None)
-    verdict = judge(probed, "fp16")
-    assert verdict.fits and not verdict.learned.wide and verdict.plan == "fp16 every layer wide"
-    assert verdict.learned == PrecisionOverrides(everything=True)
-    assert "what comes after it cannot take it" in verdict.reason
-    assert works(module, anatomy, verdict)
-
-
-def test_before_every_layer_is_wide_comes_the_next_half_precision_and_after_it_fp32():
-    module = build()
-    overflow_stream(module, 1)
-    _, probed = measured(module, stream=None)
-    assert recommend(probed, "fp16", native_bf16=True).plan == "bf16"
-    assert recommend(probed, "fp16", native_bf16=False).plan == "fp16 every layer wide"
-    assert recommend(probed, "bf16", native_bf16=False).plan == "bf16", "the plan's own first"
-    assert recommend(probed, "fp16", native_bf16=True).learned == PrecisionOverrides()
+    assert (verdict.learned, verdict.plan) == (learned, plan) and says in verdict.reason
+    assert judge(probed, "bf16").plan == ("bf16" if verdict.fits else "bf16 does not do")
+    assert [recommend(probed, "fp16", native_bf16=has).plan for has in (True, False)] == [native, other]
+    if verdict.fits:
+        attempt = build_half_precision_forward(module, anatomy, verdict.learned, verdict.dtype)
+        expected = copy.deepcopy(module).float()(X)[0]
+        assert (attempt.run(X.half())[0].float() - expected).abs().max() < 0.1
+    assert bool(torch.isfinite(module(X.half())[0]).all()) is not bool(faults), "as it is, it fails"
 
 
 @pytest.mark.parametrize("native_bf16", [False, True])
 def test_the_plans_own_dtype_comes_first_where_it_fits(native_bf16):
-    module = build()
-    _, probed = measured(module)
+    _, probed = measured(build())
     for dtype in ("fp16", "bf16", "fp32"):
         assert recommend(probed, dtype, native_bf16=native_bf16).dtype == dtype
-    overflow_inside(module, 2)
-    _, probed = measured(module)
-    assert recommend(probed, "fp16", native_bf16=native_bf16).plan == "fp16 'blocks.2' wide"
 
 
 def test_what_cannot_be_wide_by_itself_has_every_layer_wide():
     module = nn.Linear(1, 1)
-    with torch.no_grad():
-        module.weight.fill_(2.0**-17)  # exact in every dtype
+    module.weight.data.fill_(2.0**-17)  # exact in every dtype
     verdict = judge(probed_calls(module, ModuleStructure(), torch.full((1, 1), 1e5)), "fp16")
     assert verdict.learned == PrecisionOverrides(everything=True) and "reaches 1e+05" in verdict.reason
-
-
-def test_where_islands_are_of_no_use_every_layer_is_wide():
-    module = build()
-    overflow_inside(module, 2)
-    native = replace(ModuleStructure.of(module, ["blocks"]), everything=True)
-    probed = probed_calls(module, native, X)
-    verdict = judge(probed, "fp16")
-    assert verdict.plan == "fp16 every layer wide" and "'blocks.2.inner' reaches" in verdict.reason
-    assert works(module, native, verdict)
-    assert recommend(probed, "fp16", native_bf16=True).dtype == "bf16"
-
-
-def test_a_stream_that_is_not_finite_in_fp32_fits_in_nothing_less():
-    module = build()
-    with torch.no_grad():
-        module.embed.bias.fill_(math.inf)
-    _, probed = measured(module)
-    verdicts = [judge(probed, dtype) for dtype in ("fp16", "bf16")]
-    assert [verdict.plan for verdict in verdicts] == ["fp16 does not do", "bf16 does not do"]
-    assert recommend(probed, "fp16", native_bf16=True).dtype == "fp32"
 
 
 @pytest.mark.parametrize("stored", DTYPES)
