@@ -41,37 +41,28 @@ def hooks(module):
 
 
 @pytest.mark.parametrize(
-    ("variant", "overflow", "plan"),
+    ("variant", "overflow", "card", "precision", "plan"),
     [
-        ("2b", "stream", "fp16 wide"),
-        ("5b", "inside", f"fp16 '{ISLAND}' wide"),
-        ("1.5", "stream", "fp16 wide"),
+        ("2b", "stream", "sm75", "fp16", "fp16 wide"),
+        ("5b", "inside", "sm75", "fp16", f"fp16 '{ISLAND}' wide"),
+        ("1.5", "stream", "sm75", "fp16", "fp16 wide"),
+        ("5b", "stream", "sm80", "auto", "bf16"),
+        ("2b", "stream", "sm75", "fp32", "fp32"),
     ],
-    ids=["2b", "5b", "1.5"],
+    ids=["2b", "5b", "1.5", "a card with bf16", "stored in fp32"],
 )
-def test_applied_it_leads_to_no_rerun(model_folder, opened, variant, overflow, plan):
-    handle = opened(model_folder(variant, overflow), precision="fp16")
+def test_applied_it_leads_to_no_rerun(model_folder, opened, variant, overflow, card, precision, plan):
+    handle = opened(model_folder(variant, overflow), card, precision)
     found = probe(handle, *prompts(handle), SMALL)
     assert found.chosen.plan == plan
-    assert ("set its scope to 'learned'" in found.text()) is (overflow == "inside")
-    applied = replace(handle, policy=LEARNED, profile=parse(found.profile_text, "it"))
+    assert any(verdict.plan == "fp16 wide" for verdict in found.verdicts) is (overflow == "stream")
+    assert ("set its scope to 'learned'" in found.to_apply) is (overflow == "inside")
+    assert bool(found.profile_text) is (plan != "fp32")
+    profile = parse(found.profile_text, "it") if found.profile_text else None
+    applied = replace(handle, policy=LEARNED, profile=profile)
     latents, report = sample(applied, *prompts(applied), SMALL)
-    assert [(step.dtype, step.outcome) for step in report.steps] == [("fp16", "finite")] * SMALL.steps
-    assert torch.isfinite(latents).all() and report.wide
-
-
-def test_a_card_with_bf16_keeps_it(model_folder, opened):
-    handle = opened(model_folder("5b", "stream"), "sm80")
-    found = probe(handle, *prompts(handle), SMALL)
-    assert found.chosen.plan == "bf16" and parse(found.profile_text, "it").dtype == "bf16"
-    assert "Nothing has to be set for it" in found.text() and "fp16 wide" in found.text()
-
-
-def test_what_is_stored_in_fp32_is_measured_all_the_same(model_folder, opened):
-    handle = opened(model_folder("2b", "stream"), "sm75", "fp32")
-    found = probe(handle, *prompts(handle), SMALL)
-    assert found.chosen.plan == "fp32" and found.profile_text == ""
-    assert any(verdict.plan == "fp16 wide" for verdict in found.verdicts)
+    assert [(step.dtype, step.outcome) for step in report.steps] == [(found.chosen.dtype, "finite")] * SMALL.steps
+    assert torch.isfinite(latents).all() and bool(report.wide) is (found.chosen.dtype == "fp16")
 
 
 def test_every_step_is_measured_and_the_cost_is_stated(model_folder, opened):
