@@ -15,6 +15,7 @@ import re
 import secrets
 import signal
 import socket
+import stat
 import sys
 import threading
 import time
@@ -40,6 +41,7 @@ from .worker_pool import End, Outcome, Ready, Run, execute
 INSTALL = 'pip install "comfyui-onediff-guard[scale]", or in a clone: pip install ".[scale]"'
 STORE_BYTES = 80 * 2**20  # of a Ray that is started here; nothing large goes through it
 NO_TOKEN = " Does the cluster ask for no token, though there is one here? Then set RAY_AUTH_MODE=disabled."
+CONNECT_SECONDS = 10.0
 COUNT_SECONDS = 5.0  # between two looks how many GPUs there are
 LATE_SECONDS = 60.0  # beyond --timeout, after which a process is ended whose job did not stop by itself
 
@@ -82,6 +84,9 @@ def connected(address: str | None, workers: int | None = None, *, verbose: bool 
         file = Path(os.environ.get(TOKEN_PATH) or Path.home() / ".ray" / "auth_token")
         if os.environ.get(TOKEN) or file.is_file():
             os.environ.setdefault(MODE, "token")
+        if not os.environ.get(TOKEN) and os.name == "posix" and file.is_file():
+            _close(file)
+        _check_answers(address)
     else:
         os.environ.update(LOOPBACK | NO_STATISTICS | NO_METRICS)
         os.environ.setdefault(MODE, "token")
@@ -110,6 +115,40 @@ def connected(address: str | None, workers: int | None = None, *, verbose: bool 
         finally:
             with suppress(Exception):  # a cluster that is gone
                 ray.shutdown()
+
+
+def _close(token: Path) -> None:
+    """Take others' rights to a cluster's token away: who reads it can run code as this user.
+
+    Raises HostError where it, or the folder that it is in, is another user's, or open and cannot be closed.
+    """
+    try:
+        for path, rights in ((token.parent, 0o022), (token, 0o077)):
+            found = path.stat()
+            if found.st_uid not in (os.geteuid(), *((0,) if path is token.parent else ())):
+                raise PermissionError(None, f"{path} belongs to another user")
+            if found.st_mode & rights and not found.st_mode & stat.S_ISVTX:
+                path.chmod(found.st_mode & 0o777 & ~rights)
+    except OSError as error:
+        raise HostError(
+            f"Ray's token {token} is not safe, and cannot be made so: {error.strerror or error}. Others could connect "
+            f"to the Ray and run code as you. Delete it, or set {TOKEN_PATH} to a file of your own, or {TOKEN} to the "
+            "token."
+        ) from error
+
+
+def _check_answers(address: str) -> None:
+    """Raise HostError where nobody listens: Ray itself would ask for most of a minute."""
+    host, _, port = address.rpartition(":")
+    if not host:  # auto
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise HostError(
+            f"No Ray answers at {address} ({getattr(error, 'strerror', None) or error}). Start one there with `ray "
+            "start --head`, check the address, or leave out --ray to have one started."
+        ) from error
 
 
 @dataclass(frozen=True)

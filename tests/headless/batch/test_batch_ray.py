@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import toy_jobs
 from batch_runs import Batch, Found, without_a_say
 from comfyui_onediff_guard.headless.batch import ray_pool
 from comfyui_onediff_guard.headless.commands import cli
+from comfyui_onediff_guard.headless.errors import HostError
 from waiting import HANG_SECONDS, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="its signals are POSIX's")
@@ -141,6 +143,32 @@ def test_a_ray_that_is_started_here_listens_to_this_machine_alone_lets_nobody_in
     assert not psutil.pid_exists(run.starts()[0]["pid"]), "the worker, which may hold a GPU's memory"
     _, alive = psutil.wait_procs(alive, HANG_SECONDS)  # Ray's agents take a minute
     assert not alive
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes are POSIX's")
+@pytest.mark.parametrize("mode", [0o600, 0o644, 0o640, 0o666])
+@pytest.mark.parametrize("whose", ["", "auth_token", "."], ids=["mine", "another's", "in another's folder"])
+def test_a_clusters_token_is_the_users_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, whose: str
+) -> None:
+    if whose and os.geteuid():
+        pytest.skip("only root can give files away")
+    file = tmp_path / ".ray" / "auth_token"
+    file.parent.mkdir()
+    file.write_text("a" * 32)
+    file.parent.chmod(0o777)
+    file.chmod(mode)
+    if whose:
+        os.chown(file.parent / whose, 65534, 65534)
+    own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    monkeypatch.setattr(os, "environ", own | {"RAY_AUTH_TOKEN_PATH": str(file), "RAY_AUTH_MODE": "token"})
+    with (
+        pytest.raises(HostError, match="another user" if whose else "No Ray answers"),
+        ray_pool.connected("127.0.0.1:1"),
+    ):
+        pass
+    if not whose:
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600 and not file.parent.stat().st_mode & 0o022
 
 
 @pytest.mark.parametrize(
