@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...precision.attention import Attended
+from ...precision.attention import Attended, offered
 from ...precision.fallback import HalfPrecisionForward
 from ...precision.report import RunReport, StepRecord
 from ..models.lora import keys
@@ -45,7 +46,9 @@ class _CompiledBlocks(CallFeature):
         handle, dtype = stage.handle, stage.plan.dtype
         self._backend = for_dtype(handle.backend, handle.architecture, dtype)
         self._options, self._attention = handle.compile_options, ""
-        if self._options.attention == MEASURED:
+        if self._options.attention == MEASURED and len(offered(handle.store.placement.device)) < 2:
+            self._options = replace(self._options, attention="")
+        elif self._options.attention == MEASURED:
             from ..weights.cfg_batch import split_cfg_batch
             from .attention import with_attention
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...precision.memory import size
 from ...precision.policy import Variant
 from ...trust.message import Message, joined
 from ..families.spec import FamilySpec
@@ -126,6 +125,8 @@ def listening(tell: Callable[[str], None]) -> Generator[None]:
 def reading(name: str, n_bytes: int, now: Callable[[], float] = time.monotonic) -> Generator[None]:
     """Say that a component is read, and how long that takes at the speed of the one before it."""
     if tell := _listener.get():
+        from ...precision.memory import size
+
         said = Message("reading {}, {}", name, size(n_bytes))
         left = in_words(n_bytes / _speeds[0]) if _speeds and n_bytes >= _LEAST else ""
         tell(joined(" · ", filter(None, (said, left))))
