@@ -6,14 +6,12 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+import guards
 import torch
-from comfyui_onediff_guard.pipelines.families.table import VARIANTS
-from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.fallback import FallbackAdapter, HalfPrecisionForward, build_half_precision_forward
-from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope, StageGuard
+from comfyui_onediff_guard.precision.guard import Scope, StageGuard
 from comfyui_onediff_guard.precision.overrides import NOTHING, ModuleStructure, PrecisionOverrides, Stream
-from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.report import RunReport
 from comfyui_onediff_guard.precision.shallow_copy import replace_submodules, with_forward
 from torch import nn
@@ -144,7 +142,7 @@ class Run:
 
     @property
     def outcomes(self) -> list[str]:
-        return [step.outcome for step in self.report.steps]
+        return guards.outcomes(self.guard)
 
     @property
     def dtypes(self) -> list[str]:
@@ -173,8 +171,5 @@ def guarded(
     # the attempt is made of the faulty shell; the rerun calls the module
     faulty = faults.injected(module)
     learner = FallbackAdapter(module, dtype, make, anatomy, learned)
-    plan = choose(ARCHITECTURES["cpu"], VARIANTS["CogVideoX-5B"], Component.DENOISER, Precision(dtype))
-    report = RunReport("CogVideoX-5B", "cpu", plan)
-    policy = GuardPolicy(scope=scope, stay_after=stay_after)
-    guard = StageGuard("denoiser", learner, rerun=module, dtype=dtype, policy=policy, report=report)
-    return Run(module, guard, report, learner, faults, built)
+    guard = guards.guarded(learner, dtype, rerun=module, scope=scope, stay_after=stay_after)
+    return Run(module, guard, guard.report, learner, faults, built)
