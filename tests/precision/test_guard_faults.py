@@ -99,20 +99,7 @@ def test_an_interrupt_leaves_nothing_behind(at):
     assert state(module) == before
 
 
-def test_two_runs_that_share_a_module_learn_apart():
-    module = build()
-    runs = [
-        guarded(module, faults=Faults({f"blocks.{index}": spoil(NAN, 0)}, range(9)), scope=scope)
-        for index, scope in enumerate((Scope.LEARNED, Scope.LEARNED, Scope.STEP))
-    ]
-    for call in range(3):
-        for run in runs:
-            assert (run(latents(call)) - in_fp32(module, latents(call))).abs().max() < 0.1
-    assert [run.report.reruns for run in runs] == [1, 1, 3]
-    assert [run.learner.learned.wide_parts for run in runs] == [("blocks.0",), ("blocks.1",), ()]
-
-
-def test_two_threads_that_share_a_module():
+def test_runs_in_threads_that_share_a_module_learn_apart():
     module = build(6, dtype="bf16")
     before, calls = state(module), 12
     runs = [guarded(module, "bf16", faults=Faults({f"blocks.{i}.inner": spoil(NAN, 0)}, [i, 6])) for i in range(4)]
@@ -125,7 +112,7 @@ def test_two_threads_that_share_a_module():
     at_once(*(partial(work, index) for index in range(len(runs))))
     for index, run in enumerate(runs):
         assert run.outcomes == ["rerun" if call == index else "finite" for call in range(calls)]
-        assert run.rerun(index).module == f"blocks.{index}.inner"
+        assert run.rerun(index).module == f"blocks.{index}.inner" and run.learned.islands == (f"blocks.{index}",)
     assert state(module) == before
 
 
