@@ -66,11 +66,7 @@ def build(
     """(denoiser in float32, one call's arguments). With `peak`, one block's `writer` takes the stream there."""
     torch.manual_seed(0)
     model = MODELS[name]
-    config = model.config | {
-        "num_attention_heads": size.heads,
-        "attention_head_dim": HEAD,
-        "num_layers": size.layers,
-    }
+    config = model.config | {"num_attention_heads": size.heads, "attention_head_dim": HEAD, "num_layers": size.layers}
     if model.family is COGVIDEOX:
         config |= {"max_text_seq_length": size.tokens, "sample_width": size.width, "sample_height": size.height}
     denoiser = model.cls(**config).eval().requires_grad_(False)

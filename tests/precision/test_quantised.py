@@ -130,24 +130,19 @@ def test_the_shell_shares_everything_and_the_network_stays_as_it_is(kind, on_cpu
     assert not any(hasattr(part, "quantised_weight") for part in module.modules())
 
 
-def test_a_layer_that_is_left_out_is_the_networks_own() -> None:
-    module = network()
+def test_a_layer_that_is_left_out_is_the_networks_own_and_no_setting_of_the_process_changes() -> None:
+    import torch._inductor.config as inductor
+
+    def settings() -> tuple[Any, ...]:  # torchao's own default sets both
+        return inductor.save_config_portable(), torch.get_float32_matmul_precision()
+
+    before, module = settings(), network()
     layers = filled(module)
+    assert settings() == before
     shell = layers.shell(module, but=NAMES[:1])
     assert shell.get_submodule(NAMES[0]) is module.get_submodule(NAMES[0])
     assert type(shell.get_submodule(NAMES[1])) is not nn.Linear
     assert torch.equal(layers.shell(module, but=NAMES)(tokens()), module(tokens()))
-
-
-def test_quantising_changes_no_setting_of_the_process() -> None:
-    import torch._inductor.config as inductor
-
-    def settings() -> tuple[Any, ...]:
-        return inductor.save_config_portable(), torch.get_float32_matmul_precision()
-
-    before = settings()
-    filled(network())
-    assert settings() == before, "torchao's own default sets both"
 
 
 def test_weights_are_there_from_fill_to_empty() -> None:
