@@ -50,7 +50,7 @@ class _QuantisedLayers(CallFeature):
 
 
 def check(plan: Plan, offload: Offload, device: torch.device) -> None:
-    """Raise PlanImpossible where a plan's layers cannot be quantised here: without torchao, or where the weights that
+    """Raise PlanImpossible where the layers of a quantised plan cannot be quantised here: without torchao, or where the weights that
     they are quantised from are never on the device together."""
     if missing := lacking(plan.quantised):
         raise PlanImpossible(missing)
