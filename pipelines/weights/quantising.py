@@ -50,8 +50,8 @@ class _QuantisedLayers(CallFeature):
 
 
 def check(plan: Plan, offload: Offload, device: torch.device) -> None:
-    """Raise PlanImpossible where the layers of a quantised plan cannot be quantised here: without torchao, or where the weights that
-    they are quantised from are never on the device together."""
+    """Raise PlanImpossible where the layers of a quantised plan cannot be quantised here: without torchao, or where
+    the weights that they are quantised from are never on the device together."""
     if missing := lacking(plan.quantised):
         raise PlanImpossible(missing)
     if offload.in_parts and brings_parts_to(device):
