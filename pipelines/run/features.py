@@ -31,7 +31,7 @@ def features_of(run: Run) -> list[Feature]:
         from ..weights.quantising import QuantisedRun
 
         found.append(QuantisedRun())
-    if handle.backend.name != EAGER or _chooses_attention(handle):
+    if handle.backend.name != EAGER or run.compile_key or _chooses_attention(handle):
         from ..compile.feature import CompiledRun
 
         found.append(CompiledRun(run))
