@@ -132,10 +132,11 @@ def with_islands(
         block = origin.get_submodule(name)
         return lambda _replaced: with_forward(block, _Island(partial(run, block, tf32=tf32), DTYPES[dtype]))
 
-    found = {name: island(name, run_in_fp32) for name in learned.islands}
+    found: dict[str, Make] = {}
     if learned.wide_parts:
         wide = partial(run_with_half_products, products=HalfProducts(torch.float16))
         found |= {name: island(name, wide) for name in learned.wide_parts}
+    found |= {name: island(name, run_in_fp32) for name in learned.islands}
     return replace_submodules(module, found) if found else module
 
 

@@ -84,7 +84,9 @@ class GuardedDenoiser:
         self._earlier: PrecisionOverrides | None = None  # what another denoiser learned in this run
         self._guard: StageGuard | None = None
         self._of_calls: list[CallFeature] = []
-        self._cached = any(feature.keeps_calls for feature in features)  # values of each call may stay on the device
+        self._cached = any(
+            feature.keeps_calls(stage) for feature in features
+        )  # values of each call may stay on the device
         self._foreseen = self._placed = False
         self._apart = False  # both halves of a batch are computed one after the other
         self._oom_fallback = stage.oom_fallback()
@@ -142,6 +144,8 @@ class GuardedDenoiser:
 
     def _go_on(self, stage: ComponentStage, apart: bool, cached: bool) -> None:
         """Have the next call set up the stage, with what this run learned so far."""
+        for feature in self._features:
+            feature.reset(stage.name)
         if self._guard and self._guard.learned:
             self._known = self._guard.learned
         self._stage, self._apart, self._cached = stage, apart, self._cached and cached
@@ -189,7 +193,7 @@ class GuardedDenoiser:
             rerun=call if call is rerun else with_forward(rerun, call),
             peak_inside=peak_inside,
             constant=(PROMPT,),
-            pending=next((each.pending for each in of_calls if each.pending), None),
+            pending=next((each.pending for each in self._features if each.pending), None),
         )
 
 

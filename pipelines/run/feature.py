@@ -63,8 +63,6 @@ class DenoiserSetup:
 class CallFeature:
     """A feature of one denoiser's calls, inside the guard. Methods change nothing unless a feature says otherwise."""
 
-    pending: Pending | None = None  # numbers that the guard reads with each call's own
-
     def build_options(self) -> dict[str, Any]:
         """Return arguments of `build_half_precision_forward`."""
         return {}
@@ -94,7 +92,7 @@ class CallFeature:
 class Feature:
     """A feature of one run. Methods change nothing unless a feature says otherwise."""
 
-    keeps_calls = False  # values of each call stay on the device
+    pending: Pending | None = None  # numbers that the guard reads with each call's own
 
     def prepare(self, stage: ComponentStage) -> ComponentStage:
         """Return a denoiser's stage as it is to run."""
@@ -111,6 +109,14 @@ class Feature:
         """Wrap the guarded calls of a denoiser."""
         del stage
         return call
+
+    def keeps_calls(self, stage: ComponentStage) -> bool:
+        """Return whether values of each call of a denoiser stay on the device."""
+        del stage
+        return False
+
+    def reset(self, denoiser: str) -> None:
+        """Free what is kept of a denoiser's calls: it is about to be placed and set up anew. denoiser: its name."""
 
     def of_calls(self, setup: DenoiserSetup) -> CallFeature | None:
         """Return what the feature does inside the guard; None: nothing."""

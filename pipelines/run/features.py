@@ -36,7 +36,7 @@ def features_of(run: Run) -> list[Feature]:
 
         found.append(CompiledRun(run))
     if plan.fp16_sums:
-        found.append(Fp16Accumulation(run))
+        found.append(Fp16Accumulation())
     if family.clips and plan.dtype == "fp16" and not plan.quantised:
         found.append(ClippedBlocks())
     if family.of_prompt:
@@ -68,18 +68,14 @@ def _chooses_attention(handle: PipelineHandle) -> bool:
 class Fp16Accumulation(Feature):
     """Products that accumulate in fp16, where a step has shown that this is right, by a backend that can."""
 
-    def __init__(self, run: Run):
-        self._report = run.report
-        backend = for_dtype(run.handle.backend, run.handle.architecture, run.plan.dtype).name
-        self._works = backend in (EAGER, "inductor")
-        self._why_not = "" if self._works else f"nothing, since {backend} multiplies in its own way"
-
     def of_calls(self, setup: DenoiserSetup) -> CallFeature | None:
-        where = f"fp16 accumulation in the {setup.stage.name}"
-        if not self._works:
-            self._report.note(f"{where}: {self._why_not}", instead_of=where)
+        stage, handle = setup.stage, setup.stage.handle
+        where = f"fp16 accumulation in the {stage.name}"
+        backend = for_dtype(handle.backend, handle.architecture, stage.plan.dtype).name
+        if backend not in (EAGER, "inductor"):
+            stage.report.note(f"{where}: nothing, since {backend} multiplies in its own way", instead_of=where)
             return None
-        return _Fp16Accumulation(self._report, where)
+        return _Fp16Accumulation(stage.report, where)
 
 
 class _Fp16Accumulation(CallFeature):

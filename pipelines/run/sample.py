@@ -143,9 +143,10 @@ def sample(
     for each in unused:
         run.tell(each)
     try:
-        with ExitStack() as around, handle.switched(report), torch.no_grad():
+        with ExitStack() as around, torch.no_grad():
             for feature in features:
                 around.enter_context(feature.around_run())
+            around.enter_context(handle.switched(report))
             pipe = _pipeline(stages, run, denoiser or partial(guarded_denoiser, features=features), request, video)
             for feature in features:
                 feature.wrap_pipeline(pipe)

@@ -19,12 +19,11 @@ if TYPE_CHECKING:
     from ..families.spec import FamilySpec
     from ..parallel.feature import ParallelRun
     from .sample import SampleSettings
+    from .stage import ComponentStage
 
 
 class CachedRun(Feature):
     """On predictable steps, most of a denoiser is skipped. The run's denoisers share the controller."""
-
-    keeps_calls = True
 
     def __init__(self, run: Run, settings: SampleSettings, policy: CachePolicy, parallel: ParallelRun | None):
         self._controller = StepCacheController(policy, settings.computed_steps)
@@ -32,6 +31,7 @@ class CachedRun(Feature):
         self._shares = (parallel.own_share, parallel.of_both_halves) if parallel else ()
         self._report = run.report
         self._caches: dict[str, StepCache] = {}  # by denoiser
+        self.pending = self._controller.pending
 
     @contextmanager
     def around_run(self) -> Generator[None]:
@@ -40,10 +40,18 @@ class CachedRun(Feature):
         finally:
             self._report.account(self._controller.use)
 
+    def keeps_calls(self, stage: ComponentStage) -> bool:
+        return bool(block_names(stage.module, stage.handle.family.cached_blocks))
+
+    def reset(self, denoiser: str) -> None:
+        if own := self._caches.get(denoiser):
+            own.forget()  # the others' history, too
+            return
+        for other in self._caches.values():
+            other.history.clear()
+
     def of_calls(self, setup: DenoiserSetup) -> CallFeature | None:
         stage, known = setup.stage, self._caches.get(setup.stage.name)
-        if known:  # calls are made otherwise from now on
-            known.forget()
         blocks = block_names(stage.module, stage.handle.family.cached_blocks)
         if not blocks:
             stage.report.note("no step is cached: the denoiser has nothing that a cached step could leave out")
@@ -61,7 +69,6 @@ class CachedRun(Feature):
 class CachedCalls(CallFeature):
     def __init__(self, cache: StepCache, setup: DenoiserSetup):
         self._cache, self._report = cache, setup.stage.report
-        self.pending = cache.controller.pending
 
     def wrap_attempt(self, made: HalfPrecisionForward) -> HalfPrecisionForward:
         return replace(made, run=self._cache.attempt(made.run))

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from comfyui_onediff_guard.pipelines.models.recognised import family_of
 from comfyui_onediff_guard.pipelines.run import denoiser as denoising
-from comfyui_onediff_guard.pipelines.run.denoiser import guarded_denoiser
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
@@ -85,7 +84,7 @@ class Subject:
         return [*module.transformer_blocks] if self.name == "cogvideox" else []
 
     def sampled(
-        self, handle: PipelineHandle, seed: int, *, batch: int = 1, denoiser: Any = guarded_denoiser, **more: Any
+        self, handle: PipelineHandle, seed: int, *, batch: int = 1, denoiser: Any = None, **more: Any
     ) -> tuple[torch.Tensor, Any]:
         scenes = Scenes.drawn(batch, torch.Generator().manual_seed(10_000 + seed))
         if self.name == "cogvideox":

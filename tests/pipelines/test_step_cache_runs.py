@@ -20,6 +20,7 @@ from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, add_lora, load
 from comfyui_onediff_guard.pipelines.run.pictures import fitted
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
+from comfyui_onediff_guard.pipelines.run.step_cache import CachedRun
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.error_estimate import FIRST, LAST, CachePolicy
 from comfyui_onediff_guard.precision.guard import GuardPolicy, OnFailure, Scope
@@ -233,7 +234,16 @@ def test_where_memory_runs_out_the_cache_goes_first(
         return replace(made, run=attempt)
 
     monkeypatch.setattr(denoising, "build_attempt", build)
+    place, kept = denoising.GuardedDenoiser._place, []
+
+    def placed(denoiser: Any, inputs: Any) -> None:
+        caches = [feature._caches for feature in denoiser._features if isinstance(feature, CachedRun)]
+        kept.append(sum(len(cache.history) for found in caches for cache in found.values()))
+        place(denoiser, inputs)
+
+    monkeypatch.setattr(denoising.GuardedDenoiser, "_place", placed)
     found, report = run(handle, "2b", WIDE)
+    assert kept == [0, 1, 0], "its values are gone before the denoiser is placed anew"
     assert "went on with nothing else on the device" in report.text() and "went on with no step cache" in report.text()
     assert "halves" not in report.text() and "cached" not in report.cells()[6:]
     assert drift(found, plain) <= max(report.cache.drift, WIDE.error)
