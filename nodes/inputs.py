@@ -77,9 +77,9 @@ def none_found(*kinds: str, otherwise: str = "") -> str:
     return f"{_NONE}put one into {' or '.join(f'models/{kind}' for kind in kinds)}{otherwise}"
 
 
-def is_none_found(value: str) -> bool:
-    """Whether a file's name is an entry that `none_found` of this version or an earlier one made."""
-    return value.startswith(_NONE)
+def is_none_found(value: object) -> bool:
+    """Whether what a list's input holds is an entry that `none_found` of this version or an earlier one made."""
+    return isinstance(value, str) and value.startswith(_NONE)
 
 
 def pipeline() -> tuple[str, dict[str, Any]]:

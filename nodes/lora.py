@@ -51,7 +51,7 @@ class LoadLoRA(Node):
 
     @classmethod
     def VALIDATE_INPUTS(cls, lora: str | None = None) -> bool | str:
-        files = host.weight_files("loras")
+        files = [*host.weight_files("loras")]  # in a list, whatever a workflow's file holds can be looked for
         if lora is None or lora in files:
             return True
         what = "" if inputs.is_none_found(lora) else f" '{lora}'"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -158,11 +159,14 @@ def test_a_folder_that_is_not_there_is_named(run: Callable[..., Ran]) -> None:
 
 
 def test_what_a_run_learned_is_kept_in_the_user_folder(run: Callable[..., Ran], server: legs.Server) -> None:
+    server.ask("/free", {"unload_models": True, "free_memory": True})
+    profiles = server.base / "user" / "onediff_guard" / "profiles"
+    shutil.rmtree(profiles, ignore_errors=True)  # of other files' tests
     learning = {"LoadCogVideoX__model": RERUN, "LoadCogVideoX__precision": "fp16"}
     first = run(**learning, SampleCogVideoX__seed=21)
     assert_is_a_picture(first)
     assert sum(report["reruns"] for report in first.reports()) == 1, "its block is in fp32 from the second step on"
-    (profile,) = (server.base / "user" / "onediff_guard" / "profiles").glob("*.json")
+    (profile,) = profiles.glob("*.json")
     assert json.loads(profile.read_text(encoding="utf-8"))["learned"]["wide_parts"] == [ISLAND]
     server.ask("/free", {"unload_models": True, "free_memory": True})
     again = run(**learning, SampleCogVideoX__seed=22)

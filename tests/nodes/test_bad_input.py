@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,11 @@ import pytest
 import torch
 from as_comfyui import GRAPHS, Refused, call, picture
 from comfyui_onediff_guard.comfyui_host import host
+from comfyui_onediff_guard.headless.hosts import core_nodes
+from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS
 from comfyui_onediff_guard.pipelines.errors import BadSize
 from comfyui_onediff_guard.trust.message import BadInput
+from mutations import NASTY
 
 FROM_IMAGE = ("1.5-i2v", "svd")
 STARTS = {"1.5-i2v": "image", "svd": "image", "5b from a video": "video"}
@@ -320,3 +324,26 @@ def test_the_wrong_sampler_is_told_which_one_to_use(opened, family, sampler, mes
     with pytest.raises(BadInput, match=message):
         graph.sample(pipeline, wired, **{"width": size, "height": size} | refuse)
     assert not pipeline.store.loaded().keys() - {"text_encoder"}
+
+
+# --- values of other kinds, as a damaged file holds them --------------------------------------------------------------
+
+CLASSES = {**core_nodes.NODE_CLASS_MAPPINGS, **NODE_CLASS_MAPPINGS}
+OWN_CHECKS = [
+    (kind, name, inputs[name][0])
+    for kind, node in CLASSES.items()
+    if hasattr(node, "VALIDATE_INPUTS")
+    for inputs in node.INPUT_TYPES().values()
+    for name in inspect.signature(node.VALIDATE_INPUTS).parameters
+    if name in inputs
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "declared"), OWN_CHECKS, ids=[f"{kind}-{name}" for kind, name, _ in OWN_CHECKS]
+)
+def test_a_nodes_own_check_answers_whatever_a_file_holds(tmp_path: Path, kind: str, name: str, declared: Any) -> None:
+    with host.plain_folders(models=[tmp_path], input=tmp_path, output=tmp_path):
+        for value in NASTY:  # of a STRING, ComfyUI makes a text before it asks; of a list's entry, nothing
+            answer = CLASSES[kind].VALIDATE_INPUTS(**{name: str(value) if declared == "STRING" else value})
+            assert answer is True or (isinstance(answer, str) and answer), value
