@@ -148,5 +148,7 @@ class LyingServer:
             "prompt": {"prompt_id": PROMPT_ID, "number": 1, "node_errors": {}},
             "history": {PROMPT_ID: ENTRY} if done else {},
             "queue": {"queue_running": self.queued, "queue_pending": []},
+            "interrupt": {},
         }
-        await connection.answer(json.dumps(answers.get(endpoint, {})).encode())
+        status = "200 OK" if endpoint in answers else "404 Not Found"  # "api" too: a ComfyUI before 0.26
+        await connection.answer(json.dumps(answers.get(endpoint, {})).encode(), status)
