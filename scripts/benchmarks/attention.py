@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from budget import Budget
-from comfyui_onediff_guard.precision.attention import KERNELS, attention_calls
+from comfyui_onediff_guard.precision.attention import attention_calls, offered
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from denoisers import build, step
 from measure import attempt, interleave, seconds_of
@@ -17,7 +17,6 @@ from subject import Subject
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-TORCHS = {name: kernel.torch for name, kernel in KERNELS.items() if kernel.torch is not None}
 CHOICE = "torch's own choice"
 MOST = 4  # shapes of a model, those that take most
 Shape = tuple[int, int, int, int, int]  # batch, heads, queries, keys, channels of a head
@@ -69,7 +68,8 @@ def compare(
             return F.scaled_dot_product_attention(query, key, value)
 
     contestants = {CHOICE: lambda: F.scaled_dot_product_attention(query, key, value)}
-    contestants |= {name: lambda backend=backend: kernel(backend) for name, backend in TORCHS.items()}
+    there = {each.name: each.torch for each in offered(device) if each.torch} | {"math": SDPBackend.MATH}
+    contestants |= {name: lambda backend=backend: kernel(backend) for name, backend in there.items()}
     expected = _exact(query[:1, :1], key[:1, :1], value[:1, :1])
     rows: dict[str, dict[str, Any]] = {}
     for name, run in list(contestants.items()):
