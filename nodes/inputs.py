@@ -5,6 +5,8 @@ The option lists stand in people's workflow files: add at the end, never rename.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -80,6 +82,11 @@ def none_found(*kinds: str, otherwise: str = "") -> str:
 def is_none_found(value: object) -> bool:
     """Whether what a list's input holds is an entry that `none_found` of this version or an earlier one made."""
     return isinstance(value, str) and value.startswith(_NONE)
+
+
+def entry(files: Mapping[str, Path], name: object) -> Path | None:
+    """Return the file or folder that a list's input names. A damaged workflow, or a wire, may hold any value there."""
+    return files.get(name) if isinstance(name, str) else None
 
 
 def pipeline() -> tuple[str, dict[str, Any]]:

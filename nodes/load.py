@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..comfyui_host import host
 from ..trust.message import Message
+from ..trust.text import shown
 from . import hub, inputs
 from .node import Node, titled
 
@@ -122,7 +123,7 @@ class Loader(Node):
         if hub_id.strip():
             found = hub.cached_commit(hub_id.strip(), revision.strip(), cls.families())
         else:
-            path = cls.models().get(model)
+            path = inputs.entry(cls.models(), model)
             found = fingerprint(path) if path else ""
         results = host.selftest_directory()  # which 'auto' reads
         return found + fingerprint(results) if found and results.is_dir() else found
@@ -133,7 +134,7 @@ class Loader(Node):
 
     @classmethod
     def _missing(cls, model: str) -> str:
-        what = "" if inputs.is_none_found(model) else f" '{model}'"
+        what = "" if inputs.is_none_found(model) else f" '{shown(model, 200)}'"
         listed = cls.listed()
         others = [name for name in cls.models() if name not in listed]
         more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
@@ -171,7 +172,7 @@ class Loader(Node):
         if hub_id.strip():
             path = hub.fetch(hub_id.strip(), revision.strip(), families, download=download, node_id=node_id)
         else:
-            path = self.models().get(model)
+            path = inputs.entry(self.models(), model)
         if path is None:
             raise BadFolder(self._missing(model))
         family = family_of(path)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ..comfyui_host import host
 from ..comfyui_host.language import translated
 from ..trust.message import Message
+from ..trust.text import shown
 from . import inputs
 from .node import Node
 
@@ -51,10 +52,10 @@ class LoadLoRA(Node):
 
     @classmethod
     def VALIDATE_INPUTS(cls, lora: str | None = None) -> bool | str:
-        files = [*host.weight_files("loras")]  # in a list, whatever a workflow's file holds can be looked for
-        if lora is None or lora in files:
+        files = host.weight_files("loras")
+        if lora is None or inputs.entry(files, lora):
             return True
-        what = "" if inputs.is_none_found(lora) else f" '{lora}'"
+        what = "" if inputs.is_none_found(lora) else f" '{shown(lora, 200)}'"
         return translated(
             Message(
                 "No LoRA{}. Found: {}. Looked in: {}. Put a .safetensors file there.",
@@ -69,7 +70,7 @@ class LoadLoRA(Node):
         from ..pipelines.models.folder import fingerprint
         from ..pipelines.models.lora_file import files_of
 
-        path = host.weight_files("loras").get(lora)
+        path = inputs.entry(host.weight_files("loras"), lora)
         return " ".join(map(fingerprint, files_of(path))) if path else ""
 
     def add(
@@ -79,7 +80,7 @@ class LoadLoRA(Node):
         from ..pipelines.models.lora import Lora
         from ..pipelines.run.handle import add_lora
 
-        path = host.weight_files("loras").get(lora)
+        path = inputs.entry(host.weight_files("loras"), lora)
         if path is None:
-            raise BadLora("The LoRA '{}' is gone. Looked in: {}.", lora, host.roots_text("loras"))
+            raise BadLora("The LoRA '{}' is gone. Looked in: {}.", shown(lora, 200), host.roots_text("loras"))
         return (add_lora(pipeline, Lora(path, strength, inputs.TRANSFORMERS[transformer])),)

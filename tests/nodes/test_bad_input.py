@@ -14,7 +14,7 @@ from as_comfyui import GRAPHS, Refused, call, picture
 from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.headless.hosts import core_nodes
 from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS
-from comfyui_onediff_guard.pipelines.errors import BadSize
+from comfyui_onediff_guard.pipelines.errors import BadFolder, BadLora, BadSize
 from comfyui_onediff_guard.trust.message import BadInput
 from mutations import NASTY
 
@@ -329,6 +329,7 @@ def test_the_wrong_sampler_is_told_which_one_to_use(opened, family, sampler, mes
 # --- values of other kinds, as a damaged file holds them --------------------------------------------------------------
 
 CLASSES = {**core_nodes.NODE_CLASS_MAPPINGS, **NODE_CLASS_MAPPINGS}
+CHOICES = ("precision", "backend", "offload")  # of every loader
 OWN_CHECKS = [
     (kind, name, inputs[name][0])
     for kind, node in CLASSES.items()
@@ -347,3 +348,15 @@ def test_a_nodes_own_check_answers_whatever_a_file_holds(tmp_path: Path, kind: s
         for value in NASTY:  # of a STRING, ComfyUI makes a text before it asks; of a list's entry, nothing
             answer = CLASSES[kind].VALIDATE_INPUTS(**{name: str(value) if declared == "STRING" else value})
             assert answer is True or (isinstance(answer, str) and answer), value
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, name, _ in OWN_CHECKS if name in ("model", "lora")])
+def test_what_names_no_file_ends_a_run_in_words(tmp_path: Path, kind: str, name: str) -> None:
+    """As what comes over a wire, at which no check looks beforehand."""
+    node = CLASSES[kind]
+    others = {"pipeline": None, "strength": 1.0} if name == "lora" else dict.fromkeys(CHOICES, "auto")
+    with host.plain_folders(models=[tmp_path], input=tmp_path, output=tmp_path):
+        for value in NASTY:
+            assert node.IS_CHANGED(**{name: value}) == ""
+            with pytest.raises((BadFolder, BadLora), match="Looked in"):
+                getattr(node(), node.FUNCTION)(**others, **{name: value})
