@@ -51,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.register_profile("all", deadline=None)
     hypothesis.settings.register_profile("smaller", deadline=None, derandomize=True, database=None)
     hypothesis.settings.load_profile("all" if tier == "all" else "smaller")
-    os.environ[tiers.VARIABLE] = tiers.DEEPEST if config.getoption("--write-figures") else tier
+    os.environ[tiers.VARIABLE] = tier
     if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2"):  # without this, PyTorch's attention raises in bf16
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that wait for each other's cores cost many times more

@@ -24,7 +24,6 @@ else:
 
 TIERS = ("check", "test", "slow", "all")
 VARIABLE = "ONEDIFF_GUARD_TIER"  # for drawn cases, which ask when they are imported
-DEEPEST = "reliability"  # its value where figures are written
 FILE = Path(__file__).resolve().parents[1] / "tiers.toml"
 SECTIONS: Mapping[str, Mapping[str, str]] = tomllib.loads(FILE.read_text(encoding="utf-8"))
 GROWTH = 1.1  # how much the list of `make test` may grow without a line in CHANGELOG.md
@@ -32,10 +31,8 @@ COUNTED = re.compile(r"`make test` runs ([\d,]+) tests")  # that line
 
 
 def drawn(all_: int, fewer: int) -> int:
-    """How many examples are drawn, rounds run, and so on: all in `make reliability`, a quarter of them in `make
-    test-all`, fewer in the other targets."""
-    depths = {DEEPEST: all_, "all": all_ if all_ <= fewer else max(fewer, all_ // 4)}
-    return depths.get(os.environ.get(VARIABLE, "all"), fewer)
+    """How many examples hypothesis draws: in `make test-all`, and in the other targets."""
+    return all_ if os.environ.get(VARIABLE, "all") == "all" else fewer
 
 
 def fits(rule: str, node_id: str) -> bool:
