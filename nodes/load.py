@@ -59,7 +59,7 @@ class Loader(Node):
     @classmethod
     def listed(cls) -> list[str]:
         """The names of the models that this node loads."""
-        from ..pipelines.models.listing import can_be
+        from ..pipelines.models.recognised import can_be
 
         return [name for name, path in cls.models().items() if can_be(path, cls.PIPELINES)]
 

@@ -41,17 +41,27 @@ class Foreign(pydantic.BaseModel):
 
 def read(file: Path, *, limit: int = MAX_BYTES, nan: bool = False) -> Any:
     """The JSON in a file. limit: in bytes. Raises OSError, or Unreadable as `parse` does."""
+    return parse(read_bytes(file, limit=limit).removeprefix(BOM), nan=nan)
+
+
+def read_bytes(file: Path, *, limit: int) -> bytes:
+    """What a file holds. Raises OSError, or Unreadable where it has more bytes than the limit."""
     with file.open("rb") as stream:
         data = stream.read(limit + 1)
     if len(data) > limit:
         raise Unreadable(f"it is larger than {limit:,} bytes")
-    return parse(data.removeprefix(BOM), nan=nan)
+    return data
 
 
-def is_lfs_pointer(file: Path) -> bool:
-    """Whether a file is what Git leaves in its place where Git LFS is not installed. Raises OSError."""
+def check_whole(file: Path) -> None:
+    """Raise Unreadable where there is no regular file, or what Git leaves in its place without Git LFS. Raises OSError,
+    also where there is nothing."""
+    size = file.stat().st_size
+    if not file.is_file():
+        raise Unreadable("it is no file")
     with file.open("rb") as stream:
-        return stream.read(len(_LFS)) == _LFS
+        if stream.read(len(_LFS)) == _LFS:
+            raise Unreadable(f"it is a Git LFS pointer ({size} bytes), not the file: run `git lfs pull` where it lies")
 
 
 def values_in(data: bytes) -> int:

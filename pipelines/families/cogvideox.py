@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
-
-from pydantic import Field
+from typing import TYPE_CHECKING, Any
 
 from ...precision.overrides import Stream
 from ...precision.policy import Variant
 from ..parallel.plan import ContextPlan
-from .components import (
-    T5_ENCODER,
-    T5_TOKENIZER,
-    ComponentSpec,
-    Extent,
-    Number,
-    Positive,
-    Transformer,
-    Vae,
-    Width,
-    Word,
-    scheduler,
-)
+from .components import T5_TOKENIZER, diffusers_model, scheduler, t5_encoder
 from .spec import (
     VIDEO,
     Config,
@@ -51,37 +37,6 @@ _VARIANTS = (
     Variant("CogVideoX-1.5-5B",     "bf16", True,  True,  VIDEO, f"{_ZAI}/CogVideoX1.5-5B", sizes=_5B),
     Variant("CogVideoX-1.5-5B-I2V", "bf16", True,  True,  VIDEO, f"{_ZAI}/CogVideoX1.5-5B-I2V", sizes=_5B),
 )  # fmt: skip
-
-
-class _Transformer(Transformer):
-    activation_fn: Word
-    timestep_activation_fn: Word
-    attention_bias: bool
-    dropout: Number
-    flip_sin_to_cos: bool
-    freq_shift: Number
-    max_text_seq_length: Extent
-    norm_elementwise_affine: bool
-    norm_eps: Positive
-    ofs_embed_dim: Width | None
-    patch_bias: bool
-    patch_size_t: Width | None
-    sample_frames: Extent
-    sample_height: Extent
-    sample_width: Extent
-    spatial_interpolation_scale: Positive
-    temporal_interpolation_scale: Positive
-    temporal_compression_ratio: Width
-    use_learned_positional_embeddings: bool
-    use_rotary_positional_embeddings: bool
-
-
-class _Vae(Vae):
-    norm_eps: Positive
-    sample_height: Width
-    sample_width: Width
-    temporal_compression_ratio: Annotated[float, Field(ge=1, le=2**20)]
-    invert_scale_latents: bool
 
 
 def _variant(config: Config) -> str:
@@ -193,14 +148,11 @@ COGVIDEOX = FamilySpec(
     pipeline="CogVideoXPipeline",
     components={
         "tokenizer": T5_TOKENIZER,
-        "text_encoder": T5_ENCODER,
-        "transformer": ComponentSpec("diffusers", ("CogVideoXTransformer3DModel",), _Transformer),
-        "vae": ComponentSpec("diffusers", ("AutoencoderKLCogVideoX",), _Vae),
+        "text_encoder": t5_encoder("T5EncoderModel"),
+        "transformer": diffusers_model("CogVideoXTransformer3DModel"),
+        "vae": diffusers_model("AutoencoderKLCogVideoX"),
         "scheduler": scheduler("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler"),
     },
-    denoiser="transformer",
-    blocks=("transformer_blocks",),
-    denoiser_inputs=("hidden_states", "encoder_hidden_states"),
     of_prompt=("patch_embed.text_proj",),
     cached_blocks="transformer_blocks",
     stream=Stream(

@@ -1,29 +1,50 @@
-"""What CogView3-Plus and CogView4 share."""
+"""CogView3-Plus and CogView4: text → an image."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
-from pydantic import Field
-
+from ...precision.overrides import Stream
+from ...precision.policy import Variant
 from ..parallel.plan import ContextPlan
-from .components import Extent, Transformer, Width
-from .spec import Config, SizeRule, without_values
+from .components import (
+    T5_TOKENIZER,
+    TOKENIZER_ALSO,
+    TOKENIZER_FIELDS,
+    ComponentSpec,
+    diffusers_model,
+    scheduler,
+    t5_encoder,
+)
+from .spec import IMAGE, IMAGES, Config, FamilySpec, Guidance, PromptRule, SizeRule, without_values
 
-ZAI = "https://huggingface.co/zai-org"
-SIZES = SizeRule(pixel_multiple=32, pixels=(64, 2048))  # their authors: multiples of 32, best from 512 on
-
-
-class CogView(Transformer):
-    """What the denoisers of CogView3-Plus and CogView4 share."""
-
-    condition_dim: Width
-    pos_embed_max_size: Extent
-    rope_axes_dim: Annotated[list[Width], Field(min_length=2, max_length=2)]
-    sample_size: Width
+_TOKENS, _MOST_TOKENS = 224, 1024  # of a prompt: CogView3-Plus pads to them, CogView4 does not
 
 
-def context(**every: int) -> ContextPlan:
+def _published(name: str, layers: int, heads: int) -> Variant:
+    source = f"https://huggingface.co/zai-org/{name}"
+    sizes = {"num_layers": layers, "num_attention_heads": heads}
+    return Variant(name, "bf16", leaves_fp16=True, has_stream=True, components=IMAGE, source=source, sizes=sizes)
+
+
+_STREAM = Stream(
+    blocks="transformer_blocks",
+    starts=("patch_embed.proj", "patch_embed.text_proj"),
+    writers=("attn1.to_out.0", "ff.net.2"),
+    norms=("norm1.norm_x", "norm1.norm_c", "norm2", "norm2_context"),
+    last_norms=("norm_out.norm",),
+)
+_GLM_FIELDS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "hidden_act", "attention_dropout", "attention_bias"),
+    *("max_position_embeddings", "initializer_range", "rms_norm_eps", "rope_theta", "partial_rotary_factor"),
+    *("rope_scaling", "rope_parameters", "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id"),
+)
+
+
+def _context(**every: int) -> ContextPlan:
     """Return how several GPUs share a call. every: arguments of each block that have a row for each token of the
     picture, and the dimension of those."""
     return ContextPlan(
@@ -34,25 +55,81 @@ def context(**every: int) -> ContextPlan:
     )
 
 
-def usual_size(config: Config, pixels: int) -> tuple[int, int, int]:
-    """Return width and height in pixels, and one frame. pixels: those of a latent's side."""
+def _usual_size(config: Config, pixels: int) -> tuple[int, int, int]:
     side = config.get("sample_size", 0) * pixels
     return side, side, 1
 
 
-def step_inputs(
+def _step_inputs(
     config: Config, latents: tuple[int, ...], _options: Config, *, batch: int, tokens: int
 ) -> dict[str, Any]:
     """Return the arguments of a call with a batch of prompts that have so many tokens."""
     sizes = dict.fromkeys(("original_size", "target_size", "crop_coords"), (batch, 2))
     return without_values(
         hidden_states=(batch, config["in_channels"], *latents[2:]),
-        encoder_hidden_states=(batch, tokens, channels(config)),
+        encoder_hidden_states=(batch, tokens, _channels(config)),
         timestep=(batch,),
         **sizes,
     )
 
 
-def channels(config: Config) -> int:
-    """Return how many channels a text embedding has."""
+def _channels(config: Config) -> int:
     return config.get("text_embed_dim", 4096)
+
+
+COGVIEW3PLUS = FamilySpec(
+    name="CogView3-Plus",
+    pipeline="CogView3PlusPipeline",
+    components={
+        "tokenizer": T5_TOKENIZER,
+        "text_encoder": t5_encoder("T5EncoderModel"),
+        "transformer": diffusers_model("CogView3PlusTransformer2DModel"),
+        "vae": diffusers_model("AutoencoderKL"),
+        "scheduler": scheduler("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler"),
+    },
+    of_prompt=("patch_embed.text_proj",),
+    variants=(_published("CogView3-Plus-3B", 30, 64),),
+    variant=lambda _config: "CogView3-Plus-3B",
+    layout=IMAGES,
+    step_inputs=partial(_step_inputs, batch=2, tokens=_TOKENS),
+    sizes=SizeRule(pixel_multiple=32, pixels=(64, 2048)),  # their authors: multiples of 32, best from 512 on
+    usual_size=_usual_size,
+    schedulers={"DDIM": "CogVideoXDDIMScheduler", "DPM": "CogVideoXDPMScheduler"},
+    prompt=PromptRule(tokens=lambda _config: _TOKENS, channels=_channels),
+    cached_blocks="transformer_blocks",
+    context=_context(),
+    stream=_STREAM,
+    clips=True,
+)
+
+COGVIEW4 = replace(
+    COGVIEW3PLUS,
+    name="CogView4",
+    pipeline="CogView4Pipeline",
+    components={
+        "tokenizer": ComponentSpec(
+            "transformers",
+            ("PreTrainedTokenizerFast", "PreTrainedTokenizer", "TokenizersBackend"),
+            TOKENIZER_FIELDS,
+            needs=(("tokenizer_config.json",), ("tokenizer.json",)),
+            reads=TOKENIZER_ALSO,
+        ),
+        "text_encoder": ComponentSpec("transformers", ("GlmModel",), _GLM_FIELDS),
+        "transformer": diffusers_model("CogView4Transformer2DModel"),
+        "vae": diffusers_model("AutoencoderKL"),
+        "scheduler": scheduler("FlowMatchEulerDiscreteScheduler"),
+    },
+    variants=(_published("CogView4-6B", 28, 32),),
+    variant=lambda _config: "CogView4-6B",
+    step_inputs=partial(_step_inputs, batch=1, tokens=_MOST_TOKENS),
+    schedulers={},
+    prompt=PromptRule(tokens=lambda _config: _MOST_TOKENS, channels=_channels, fixed=False),
+    guidance=Guidance(calls=2),
+    context=_context(image_rotary_emb=0),
+    stream=replace(
+        _STREAM, norms=("norm1.norm", "norm1.norm_context", "norm2", "norm2_context"), readers=("attn1", "ff")
+    ),
+    clips=False,
+)
+
+FAMILIES = (COGVIEW3PLUS, COGVIEW4)

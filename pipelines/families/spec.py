@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from ...precision.overrides import Stream
 from ...precision.policy import Component, Variant
+from ...trust.foreign import Foreign
 from ..errors import BadSize
 from ..parallel.plan import ContextPlan
-from .components import ComponentSpec, Fields
+from .components import ComponentSpec
 
 if TYPE_CHECKING:
     import torch
@@ -152,6 +153,10 @@ Bound = Callable[[Config, int, int, int, int], str]
 # arguments of the denoiser's first call in a step with guidance, as tensors in float32 on "meta"
 StepInputs = Callable[[Config, tuple[int, ...], Config], dict[str, Any]]
 
+# (frames, denoiser config, frames of a latent) → how often a video's first frame has to be repeated in front, which the
+# layout drops again
+BeforeVideo = Callable[[int, Config, int], int]
+
 
 @dataclass(frozen=True)
 class FamilySpec:
@@ -160,9 +165,6 @@ class FamilySpec:
     name: str
     pipeline: str  # diffusers class
     components: Mapping[str, ComponentSpec]
-    denoiser: str  # name of the component that denoises
-    blocks: tuple[str, ...]  # its parts that are compiled, a list of blocks block by block
-    denoiser_inputs: tuple[str, ...]  # keyword arguments that carry activations
     variants: tuple[Variant, ...]  # of this family, and of those in the same module
     variant: Callable[[Config], str]  # denoiser config → name of a variant
     layout: Layout
@@ -170,9 +172,12 @@ class FamilySpec:
     sizes: SizeRule
     usual_size: UsualSize
     bound: Bound = lambda *_: ""
+    denoiser: str = "transformer"  # name of the component that denoises
+    blocks: tuple[str, ...] = ("transformer_blocks",)  # its parts that are compiled, a list of blocks block by block
+    denoiser_inputs: tuple[str, ...] = ("hidden_states", PROMPT)  # keyword arguments that carry activations
     also_denoise: tuple[str, ...] = ()  # components that the pipeline calls for later timesteps
     extended: Mapping[str, FamilySpec] = field(default_factory=dict)  # further component → family of folders with it
-    options: type[Fields] = Fields  # fields of model_index.json that the pipeline takes
+    options: type[Foreign] = Foreign  # fields of model_index.json that the pipeline takes
     stream: Stream | None = None  # where its residual stream runs, which fp16 needs in float32
     of_prompt: tuple[str, ...] = ()  # layers that are given the prompt alone: once a run is enough
     cached_blocks: str = ""  # ModuleList of which the step cache skips all but the first block; "": no step cache
@@ -182,10 +187,7 @@ class FamilySpec:
     latent_format: Callable[[Config], str] = lambda _config: ""  # VAE config → ComfyUI's name of such latents, if any
     takes_image: bool = False
     from_video: str = ""  # diffusers class that starts from a video instead of noise
-    before_video: Callable[[int, Config, int], int] = lambda *_: (
-        0
-    )  # (frames, denoiser config, frames of a latent) → how
-    # often a video's first frame has to be repeated in front, which the layout drops again
+    before_video: BeforeVideo = lambda *_: 0
     guidance: Guidance = Guidance()
     authors_names: tuple[tuple[str, str], ...] = ()  # (pattern in diffusers' name of a layer, what stands there in its
     # authors' name), one after the other

@@ -3,29 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
-
-from pydantic import Field
+from typing import TYPE_CHECKING, Any
 
 from ...precision.policy import Variant
 from ...trust.message import Message
-from .components import (
-    ComponentSpec,
-    Extent,
-    Few,
-    Fields,
-    Layers,
-    Levels,
-    Number,
-    Numbers,
-    Positive,
-    Sides,
-    Vae,
-    Width,
-    Word,
-    Words,
-    scheduler,
-)
+from .components import ComponentSpec, diffusers_model, scheduler
 from .spec import FROM_IMAGE, Config, Decode, FamilySpec, Guidance, Layout, SizeRule, latent_channels, without_values
 
 if TYPE_CHECKING:
@@ -48,57 +30,15 @@ def _variant(name: str, repository: str, frames: int) -> Variant:
 _VARIANTS = (_variant("SVD", "", 14), _variant("SVD-XT", "-xt", 25), _variant("SVD-XT 1.1", "-xt-1-1", 25))
 
 
-class _UNet(Fields):
-    sample_size: Sides | None
-    in_channels: Width
-    out_channels: Width
-    down_block_types: Words
-    up_block_types: Words
-    block_out_channels: Levels
-    addition_time_embed_dim: Width
-    projection_class_embeddings_input_dim: Width
-    layers_per_block: Few | Annotated[list[Few], Field(max_length=8)]
-    cross_attention_dim: Width | Levels
-    transformer_layers_per_block: Few | Annotated[list[Few], Field(max_length=8)]
-    num_attention_heads: Width | Levels
-    num_frames: Extent
-
-
-class _ClipVision(Fields):
-    hidden_size: Width
-    intermediate_size: Width
-    projection_dim: Width
-    num_hidden_layers: Layers
-    num_attention_heads: Width
-    num_channels: Width
-    image_size: Extent
-    patch_size: Width
-    hidden_act: Word
-    layer_norm_eps: Positive
-    attention_dropout: Number
-    initializer_range: Number
-    initializer_factor: Number
-
-
-class _Pixels(Fields):
-    shortest_edge: Extent | None
-    longest_edge: Extent | None
-    height: Extent | None
-    width: Extent | None
-
-
-class _ClipImages(Fields):
-    crop_size: _Pixels | Extent | None
-    size: _Pixels | Extent | None
-    do_center_crop: bool | None
-    do_convert_rgb: bool | None
-    do_normalize: bool | None
-    do_rescale: bool | None
-    do_resize: bool | None
-    image_mean: Numbers | Number | None
-    image_std: Numbers | Number | None
-    resample: Annotated[int, Field(ge=0, le=5)] | None
-    rescale_factor: Positive | None
+_CLIP_FIELDS = (
+    *("hidden_size", "intermediate_size", "projection_dim", "num_hidden_layers", "num_attention_heads", "num_channels"),
+    *("image_size", "patch_size", "hidden_act", "layer_norm_eps", "attention_dropout"),
+    *("initializer_range", "initializer_factor"),
+)
+_PIXELS_FIELDS = (
+    *("crop_size", "size", "do_center_crop", "do_convert_rgb", "do_normalize", "do_rescale", "do_resize"),
+    *("image_mean", "image_std", "resample", "rescale_factor"),
+)
 
 
 def _usual_size(config: Config, pixels: int) -> tuple[int, int, int]:
@@ -140,12 +80,12 @@ SVD = FamilySpec(
         "feature_extractor": ComponentSpec(
             "transformers",
             ("CLIPImageProcessor", "CLIPImageProcessorPil", "CLIPImageProcessorFast"),
-            _ClipImages,
+            _PIXELS_FIELDS,
             needs=(("preprocessor_config.json", "processor_config.json"),),
         ),
-        "image_encoder": ComponentSpec("transformers", ("CLIPVisionModelWithProjection",), _ClipVision),
-        "unet": ComponentSpec("diffusers", ("UNetSpatioTemporalConditionModel",), _UNet),
-        "vae": ComponentSpec("diffusers", ("AutoencoderKLTemporalDecoder",), Vae),
+        "image_encoder": ComponentSpec("transformers", ("CLIPVisionModelWithProjection",), _CLIP_FIELDS),
+        "unet": diffusers_model("UNetSpatioTemporalConditionModel"),
+        "vae": diffusers_model("AutoencoderKLTemporalDecoder"),
         "scheduler": scheduler("EulerDiscreteScheduler"),
     },
     denoiser="unet",

@@ -10,23 +10,9 @@ from pydantic import Field
 
 from ...precision.overrides import Stream
 from ...precision.policy import Variant
+from ...trust.foreign import Foreign
 from ..parallel.plan import ContextPlan
-from .components import (
-    SCHEDULER_NEEDS,
-    T5,
-    T5_TOKENIZER,
-    ComponentSpec,
-    Extent,
-    Few,
-    Fields,
-    Layers,
-    Number,
-    Numbers,
-    Positive,
-    Scheduler,
-    Width,
-    Word,
-)
+from .components import T5_TOKENIZER, diffusers_model, scheduler, t5_encoder
 from .spec import IMAGE, Config, FamilySpec, Guidance, Layout, PromptRule, SizeRule, decoded_video, without_values
 
 if TYPE_CHECKING:
@@ -42,71 +28,21 @@ def _published(name: str, layers: int, heads: int) -> Variant:
     return Variant(name, "bf16", leaves_fp16=False, has_stream=True, components=IMAGE, source=source, sizes=sizes)
 
 
-class _Transformer(Fields):
-    patch_size: Annotated[list[Few], Field(min_length=3, max_length=3)]
-    num_attention_heads: Width
-    attention_head_dim: Width
-    in_channels: Width
-    out_channels: Width | None
-    text_dim: Width
-    freq_dim: Width
-    ffn_dim: Width
-    num_layers: Layers
-    cross_attn_norm: bool
-    qk_norm: Word | None
-    eps: Positive
-    image_dim: Width | None
-    added_kv_proj_dim: Width | None
-    rope_max_seq_len: Annotated[int, Field(ge=1, le=2**16)]
-    pos_embed_seq_len: Extent | None
-
-
-class _Vae(Fields):
-    base_dim: Width
-    decoder_base_dim: Width | None
-    z_dim: Width
-    dim_mult: Annotated[list[Few], Field(min_length=1, max_length=8)]
-    num_res_blocks: Few
-    attn_scales: Numbers
-    temperal_downsample: Annotated[list[bool], Field(max_length=8)]
-    dropout: Number
-    latents_mean: Numbers
-    latents_std: Numbers
-    is_residual: bool
-    in_channels: Width
-    out_channels: Width
-    patch_size: Few | None
-    scale_factor_temporal: Width | None
-    scale_factor_spatial: Width | None
-
-
-class _UniPC(Scheduler):
-    solver_order: Few
-    thresholding: bool
-    dynamic_thresholding_ratio: Positive
-    predict_x0: bool
-    solver_type: Word
-    lower_order_final: bool
-    disable_corrector: Annotated[list[Extent], Field(max_length=1000)]
-    use_flow_sigmas: bool
-    flow_shift: Positive
-
-
-class _Pipeline(Fields):
+class _Options(Foreign):
     """The fields of model_index.json that the pipeline takes."""
 
-    expand_timesteps: bool
-    boundary_ratio: None
+    expand_timesteps: bool = False
+    boundary_ratio: None = None
 
 
-class _PipelineOfTwo(Fields):
+class _OptionsOfTwo(Foreign):
     """The same, of a pipeline with two transformers.
 
     boundary_ratio: the part of the timesteps below which the second one denoises.
     """
 
-    expand_timesteps: bool
-    boundary_ratio: Annotated[float, Field(gt=0, lt=1)] = Field()  # not to be missing
+    expand_timesteps: bool = False
+    boundary_ratio: Annotated[float, Field(gt=0, lt=1)]
 
 
 def _variant(config: Config) -> str:
@@ -173,27 +109,20 @@ _AUTHORS_NAMES = (
     (r"\.scale_shift_table$", ".modulation"),
 )
 _IMAGE_LAYERS = r"[kv]_img|norm_k_img|img_emb[._].*|add_[kv]_proj|norm_added_k|image_embedder[._].*"
-_TRANSFORMER = ComponentSpec("diffusers", ("WanTransformer3DModel",), _Transformer)
+_TRANSFORMER = diffusers_model("WanTransformer3DModel")
 
 _ONE = FamilySpec(
     name="Wan",
     pipeline="WanPipeline",
     components={
         "tokenizer": T5_TOKENIZER,
-        "text_encoder": ComponentSpec("transformers", ("UMT5EncoderModel",), T5),
+        "text_encoder": t5_encoder("UMT5EncoderModel"),
         "transformer": _TRANSFORMER,
-        "vae": ComponentSpec("diffusers", ("AutoencoderKLWan",), _Vae),
-        "scheduler": ComponentSpec(
-            "diffusers",
-            ("UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler"),
-            _UniPC,
-            needs=SCHEDULER_NEEDS,
-        ),
+        "vae": diffusers_model("AutoencoderKLWan"),
+        "scheduler": scheduler("UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler"),
     },
-    options=_Pipeline,
-    denoiser="transformer",
+    options=_Options,
     blocks=("blocks",),
-    denoiser_inputs=("hidden_states", "encoder_hidden_states"),
     of_prompt=("condition_embedder.text_embedder",),
     variants=(
         _published("Wan2.1-T2V-1.3B", 30, 12),
@@ -240,7 +169,7 @@ WAN_A14B = replace(
     _ONE,
     components={**_ONE.components, "transformer_2": _TRANSFORMER},
     also_denoise=("transformer_2",),
-    options=_PipelineOfTwo,
+    options=_OptionsOfTwo,
     variants=(_published("Wan2.2-T2V-A14B", 40, 40),),
     variant=lambda _config: "Wan2.2-T2V-A14B",
     usual_size=lambda *_: (1280, 720, 81),

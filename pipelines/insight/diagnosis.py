@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from ...precision.accumulation import Accumulation, Switch, preview, without_fp16_accumulation
 from ...precision.arch import EXPERIMENTAL, Architecture
-from ...precision.machine import Machine, first_line, look, tried
+from ...precision.machine import Machine, look, tried
 from ...precision.policy import Component, Plan, PlanImpossible, Precision, Variant, choose
 from ...trust.plain import for_json
 from ..families.table import VARIANTS
-from ..models.on_disk import StoredModel
 from ..models.recognised import family_of, open_model
 
 if TYPE_CHECKING:
@@ -138,7 +137,7 @@ def diagnose(
     found = Diagnosis(architecture or here, architecture is None, machine, precision, accumulation, _backends(machine))
     variants, folder, notes = VARIANTS.values(), "", ()
     if stored:
-        variants, folder, notes = [stored.variant], stored.name, _about(stored)
+        variants, folder, notes = [stored.variant], stored.name, stored.notes
     found = _planned(found, variants, folder, [gpu.architecture for gpu in machine.gpus], notes)
     if memory is None:
         return found
@@ -162,7 +161,7 @@ def diagnose_pipeline(handle: PipelineHandle, architecture: Architecture | None 
         handle.policy.strict,
     )
     at_load = (note for notes in handle.store.notes.values() for note in notes)
-    return _planned(found, [model.variant], model.name, handle.beside, (*_about(model), *at_load))
+    return _planned(found, [model.variant], model.name, handle.beside, (*model.notes, *at_load))
 
 
 def _planned(
@@ -236,15 +235,6 @@ def _attention_of(architecture: Architecture) -> Iterator[str]:
             f"{architecture}: in some releases of PyTorch, fused attention is experimental there, and off unless "
             f"{EXPERIMENTAL}=1 is in the environment before the start, where ComfyUI puts it. Else {without}"
         )
-
-
-def _about(model: StoredModel) -> Iterator[str]:
-    yield from model.notes
-    try:
-        for name in model.family.weighted:
-            yield from model.unknown_fields(name)
-    except Exception as error:  # noqa: BLE001 - diffusers may be missing, broken, or older than the model
-        yield f"the model's configs were not compared with diffusers, which cannot be asked ({first_line(error)})"
 
 
 def _lacking(found: Diagnosis) -> list[str]:

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..families.cogvideox import COGVIDEOX, COGVIDEOX_FROM_IMAGE
-from ..families.cogview3plus import COGVIEW3PLUS
-from ..families.cogview4 import COGVIEW4
+from ..families.cogview import COGVIEW3PLUS, COGVIEW4
 from ..families.spec import Config, FamilySpec
 from ..families.svd import SVD
 from ..families.table import VARIANTS

@@ -3,7 +3,7 @@ modules without values. Nothing is loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import tee
 from pathlib import Path
@@ -19,7 +19,6 @@ from ...precision.guard import GuardPolicy
 from ...precision.policy import Component, PlanImpossible, Precision
 from ..compile.backends import EAGER, BackendChoice
 from ..errors import BadSize
-from ..families.spec import Config
 from ..families.table import VARIANTS
 from ..models.on_disk import StoredModel
 from ..run.decode import Portions, ways_to_decode
@@ -126,17 +125,12 @@ def _stages(handle: PipelineHandle, size: Size) -> Iterator[tuple[str, str, Iter
 class _PublishedModel(StoredModel):
     """A published model, of which no file is here."""
 
-    configs: Mapping[str, Config]
-
     @classmethod
     def of(cls, variant: str) -> _PublishedModel:
         family, configs, options = PUBLISHED[variant]
         built: list[Any] = [family.components[name].on_meta(configs[name]) for name in (family.denoiser, "vae")]
         denoiser, vae = (dict(module.config) for module in built)
-        return cls(Path(variant), family, VARIANTS[variant], {}, denoiser, vae, options, (), configs)
-
-    def bare(self, name: str, dtype: torch.dtype) -> torch.nn.Module:
-        return self.family.components[name].on_meta(self.configs[name], dtype)
+        return cls(Path(variant), family, VARIANTS[variant], {}, configs, denoiser, vae, options, ())
 
     def unweighted(self, *_: Any, **__: Any) -> NoReturn:
         raise FileNotFoundError(f"{self.name} is described, not here")

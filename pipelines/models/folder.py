@@ -9,28 +9,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
-from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...precision.machine import first_line
 from ...precision.policy import Variant, as_stored
-from ...trust.foreign import Unreadable, fitting
+from ...trust.foreign import fitting
 from ...trust.message import Message, joined
 from ...trust.text import listed, shown
+from ..config_fields import fields_of
 from ..errors import BadFolder, LibraryFailed
 from ..families.components import ComponentSpec
 from ..families.spec import FamilySpec
 from ..families.table import FAMILIES, VARIANTS
-from ..small_files import (
-    MOST_CONFIG_BYTES,
-    Encoder,
-    check_fields,
-    check_loads,
-    checked_files,
-    explaining,
-    load,
-    read_json,
-)
+from ..small_files import check_loads, explaining, load, read_json, reading_file
 from .on_disk import StoredModel, Weights, name_of
 from .weight_files import check_fit, weights_of
 
@@ -38,21 +30,22 @@ if TYPE_CHECKING:
     import torch
 
 
+INDEX = "model_index.json"
+
+
 @dataclass(frozen=True)
 class ModelFolder(StoredModel):
     """A folder that passed every check."""
 
     classes: Mapping[str, str]  # component → class in model_index.json
-    fields: Mapping[str, Mapping[str, Any]]  # component with weights → what its class takes of its config.json
 
     def component(self, name: str, dtype: torch.dtype) -> torch.nn.Module:
         options: dict[str, Any] = {"torch_dtype": dtype}
-        if self.family.components[name].library == "transformers":  # which would take any field of config.json
-            config = self.family.components[name].class_named(self.classes[name]).config_class
-            options = {"dtype": dtype, "config": config.from_dict(dict(self.fields[name]))}
         loader = reader = self.family.components[name].class_named(self.classes[name])
-        if self.family.components[name].library == "diffusers":
-            reader = _with_config(loader, _read_config(self.path, name))
+        if self.family.components[name].library == "transformers":  # which would take any field of config.json
+            options = {"dtype": dtype, "config": loader.config_class.from_dict(dict(self.configs[name]))}
+        else:
+            reader = _with_config(loader, {"_class_name": self.classes[name], **self.configs[name]})
         with explaining(f"{self.name}/{name}", self.classes[name]):
             module, found = reader.from_pretrained(
                 self.path / name, local_files_only=True, use_safetensors=True, output_loading_info=True, **options
@@ -86,25 +79,6 @@ class ModelFolder(StoredModel):
     def unweighted(self, name: str) -> Any:
         return load(self.path, name, self.family.components[name], self.classes[name])
 
-    def unknown_fields(self, name: str) -> list[str]:
-        if self.family.components[name].library != "diffusers":
-            return []
-        import diffusers
-
-        known = signature(getattr(diffusers, self.classes[name]).__init__).parameters
-        config = _read_config(self.path, name)
-        unknown = sorted(key for key in config if key not in known and not key.startswith("_"))
-        if not unknown:
-            return []
-        return [
-            Message(
-                "{}: config.json has fields that diffusers {} ignores: {}", name, diffusers.__version__, listed(unknown)
-            )
-        ]
-
-    def bare(self, name: str, dtype: torch.dtype) -> torch.nn.Module:
-        return self.family.components[name].on_meta(self.fields[name], dtype, name=self.classes[name])
-
 
 def inspect(path: Path, expected: FamilySpec) -> ModelFolder:
     """Check a folder against a family, and return what it holds.
@@ -116,7 +90,7 @@ def inspect(path: Path, expected: FamilySpec) -> ModelFolder:
     or truncated, where a config makes no sense or reaches for more than the folder, and where tensors are missing, left
     over or of other shapes.
     """
-    index = read_json(path / "model_index.json", missing=_no_index(path), limit=MOST_CONFIG_BYTES)
+    index = read_json(path, INDEX)
     found = shown(index.get("_class_name") or "pipeline without a name")
     if found != expected.pipeline:
         others = f" It belongs to {FAMILIES[found].name}." if found in FAMILIES else ""
@@ -129,28 +103,24 @@ def inspect(path: Path, expected: FamilySpec) -> ModelFolder:
             expected.name,
         )
     expected = expected.of(index)
-    classes, weights, configs, fields, modules = {}, {}, {}, {}, {}
+    classes = {name: component_class(path, index, name, spec) for name, spec in expected.components.items()}
+    weights, configs, fields, modules = {}, {}, {}, {}
+    not_built = _why_not_built()
+    for name in expected.weighted:
+        component, where = expected.components[name], f"{name_of(path)}/{name}"
+        configs[name] = read_json(path, f"{name}/config.json")
+        weights[name], tensors = weights_of(path, name, component.library)
+        if not not_built:
+            with reading_file(f"{where}/config.json"):
+                fields[name] = fields_of(component, classes[name], configs[name])
+            modules[name] = _on_meta(where, component, fields[name])
+            check_fit(where, modules[name], tensors, sharded=weights[name].sharded)
     for name, component in expected.components.items():
-        classes[name] = component_class(path, index, name, component)
-        if not (path / name).is_dir():
-            raise BadFolder("'{}' has no '{}' folder. The download is incomplete: fetch it again.", name_of(path), name)
-        if component.weights:
-            configs[name] = _read_config(path, name)
-            where = f"{name_of(path)}/{name}/config.json"
-            fields[name] = check_fields(where, component, classes[name], configs[name])
-            weights[name], tensors = weights_of(path, name, component.library)
-            if _can_build():
-                where = f"'{name_of(path)}/{name}'"
-                module = modules[name] = _on_meta(where, component, classes[name], fields[name])
-                check_fit(where, module, tensors, sharded=weights[name].sharded)
-                configs[name] = _with_defaults(module, configs[name]) if name == "vae" else configs[name]
-    for name, component in expected.components.items():
-        if not component.weights and not modules:
-            checked_files(path, name, component, classes[name])
-        elif not component.weights:
-            encoder = _encoder(modules["text_encoder"]) if name == "tokenizer" else None
+        if modules and not component.weights:
+            encoder = modules["text_encoder"] if name == "tokenizer" else None
             check_loads(path, name, component, classes[name], encoder, fingerprint(path / name))
-    options = _options(path, expected, index)
+    with reading_file(f"{name_of(path)}/{INDEX}"):
+        options = fitting(expected.options, index).model_dump(exclude_unset=True)
     denoiser_config = configs[expected.denoiser]
     variant = as_stored(VARIANTS[expected.variant(denoiser_config)], weights[expected.denoiser].stored_dtype)
     return ModelFolder(
@@ -158,18 +128,23 @@ def inspect(path: Path, expected: FamilySpec) -> ModelFolder:
         family=expected,
         variant=variant,
         classes=classes,
-        fields=fields,
         weights=weights,
+        configs=fields,
         denoiser_config=denoiser_config,
-        vae_config=configs["vae"],
+        vae_config={**getattr(modules.get("vae"), "config", {}), **configs["vae"]},
         options=options,
-        notes=(*_unlike(variant, denoiser_config), *_mixed(weights)),
+        notes=(
+            *_unlike(variant, denoiser_config),
+            *_mixed(weights),
+            *_ignored(expected, configs, fields),
+            *([Message("configs were not compared with diffusers: {}", not_built)] if not_built else []),
+        ),
     )
 
 
 def family_of(path: Path) -> FamilySpec:
     """Return the family that a folder's model_index.json names. Raises BadFolder where it is none of ours."""
-    index = read_json(path / "model_index.json", missing=_no_index(path), limit=MOST_CONFIG_BYTES)
+    index = read_json(path, INDEX)
     found = shown(index.get("_class_name") or "pipeline without a name")
     if found not in FAMILIES:
         raise BadFolder("'{}' holds a {}. Known: {}.", name_of(path), found, ", ".join(FAMILIES))
@@ -201,9 +176,17 @@ def list_folders(roots: Iterable[Path], depth: int = 3) -> dict[str, Path]:
     """
     found: dict[str, Path] = {}
     for root in roots:
-        for folder in _walk(root, depth, {}):
-            name = folder.relative_to(root).as_posix()
-            found.setdefault(folder.name if name == "." else name, folder)
+        seen: dict[Path, int] = {}  # real folder → at what depth it was looked through
+        for here, below, files in os.walk(root, followlinks=True):
+            folder, real = Path(here), Path(here).resolve()
+            level = len(folder.relative_to(root).parts)
+            if INDEX in files:
+                found.setdefault(folder.name if folder == root else folder.relative_to(root).as_posix(), folder)
+            if INDEX in files or level >= min(depth, seen.get(real, depth)):
+                below.clear()
+            seen[real] = min(level, seen.get(real, level))
+            below[:] = sorted(name for name in below if not name.startswith("."))
+            below.sort(key=lambda name, folder=folder: (folder / name).is_symlink())
     return dict(sorted(found.items()))
 
 
@@ -218,70 +201,40 @@ def fingerprint(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _no_index(path: Path) -> str:
-    return (
-        f"'{name_of(path)}' is not a diffusers-format folder: it has no model_index.json. "
-        "Choose the folder that holds it, or download the model again."
-    )
-
-
-def _options(path: Path, family: FamilySpec, index: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        return fitting(family.options, index).given()
-    except Unreadable as error:
-        raise BadFolder("'{}/model_index.json' cannot be used: {}. Download it again.", name_of(path), error) from None
-
-
-def _can_build() -> bool:
-    """Return whether modules can be built. Where PyTorch or diffusers are broken they cannot: `doctor` tells that, and
-    nothing is loaded."""
+def _why_not_built() -> str:
+    """Return why no module can be built, "" where it can. `doctor` looks at folders where PyTorch or diffusers are
+    broken; nothing is loaded there."""
     try:
         import diffusers  # noqa: F401
         import torch  # noqa: F401
-    except (ImportError, OSError):
-        return False
-    return True
+    except (ImportError, OSError) as error:
+        return first_line(error)
+    return ""
 
 
-def _on_meta(where: str, component: ComponentSpec, name: str, fields: Mapping[str, Any]) -> torch.nn.Module:
+def _on_meta(where: str, component: ComponentSpec, fields: Mapping[str, Any]) -> torch.nn.Module:
     """Return the module that a config describes, without memory. It is shared, and must not be changed.
 
     Raises BadFolder where no module can be built from the config.
     """
     try:
-        return _built(component, name, json.dumps(fields, sort_keys=True))
+        return _built(component, json.dumps(fields, sort_keys=True))
     except (LibraryFailed, MemoryError):
         raise
     except Exception as error:  # whatever a class makes of sizes
-        if not _builds_of_defaults(component, name):
-            raise LibraryFailed(
-                "No {} can be built here, whatever its config.json says ({}: {}). Install requirements.txt of this "
-                "pack again.",
-                name,
-                type(error).__name__,
-                shown(str(error), 200),
-            ) from error
         raise BadFolder(
-            "{}: no {} can be built from its config.json ({}: {}). Download it again.",
+            "'{}': no {} can be built from its config.json ({}: {}). Download it again. If it is the authors' own, "
+            "install requirements.txt of this pack again.",
             where,
-            name,
+            component.classes[0],
             type(error).__name__,
             shown(str(error), 200),
         ) from error
 
 
-def _builds_of_defaults(component: ComponentSpec, name: str) -> bool:
-    """Return whether a class can be built of its own defaults. Where it cannot, no file is to blame."""
-    try:
-        component.on_meta({}, name=name)
-    except Exception:  # noqa: BLE001, which the first one explains
-        return False
-    return True
-
-
 @lru_cache(maxsize=16)  # a folder is checked when it is fetched, opened and diagnosed: SVD's UNet takes 0.4 s each time
-def _built(component: ComponentSpec, name: str, fields: str) -> torch.nn.Module:
-    return component.on_meta(json.loads(fields), name=name)
+def _built(component: ComponentSpec, fields: str) -> torch.nn.Module:
+    return component.on_meta(json.loads(fields))
 
 
 def _with_config(loader: Any, config: Mapping[str, Any]) -> Any:
@@ -289,22 +242,6 @@ def _with_config(loader: Any, config: Mapping[str, Any]) -> Any:
     and no byte order mark."""
     reads = classmethod(lambda *_, **__: deepcopy(dict(config)))
     return type(loader.__name__, (loader,), {"_dict_from_json_file": reads, "__module__": loader.__module__})
-
-
-def _encoder(module: Any) -> Encoder:
-    """Return what a text encoder needs of its tokenizer."""
-    pad, eos = module.config.pad_token_id, module.config.eos_token_id
-    ends = eos if isinstance(eos, (list, tuple)) else [eos]
-    return Encoder(
-        module.get_input_embeddings().num_embeddings,
-        None if pad is None or pad < 0 else pad,
-        tuple(token for token in ends if token is not None and token >= 0),
-    )
-
-
-def _with_defaults(module: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config of diffusers, filled up with its class's defaults."""
-    return {**module.config, **config}
 
 
 def _unlike(variant: Variant, config: Mapping[str, Any]) -> Iterator[str]:
@@ -325,21 +262,13 @@ def _mixed(weights: Mapping[str, Weights]) -> Iterator[str]:
             yield Message("{} is stored in several dtypes ({}): loaded in one, that of its plan", name, shares)
 
 
-def _walk(folder: Path, depth: int, seen: dict[Path, int]) -> Iterator[Path]:
-    """seen: to what depth each real folder was looked through."""
-    try:
-        if (folder / "model_index.json").is_file():
-            yield folder
-        elif depth > 0 and folder.is_dir() and seen.get(real := folder.resolve(), 0) < depth:
-            seen[real] = depth
-            for child in sorted(folder.iterdir(), key=lambda child: (child.is_symlink(), child)):
-                if child.is_dir() and not child.name.startswith("."):
-                    yield from _walk(child, depth - 1, seen)
-    except OSError:
-        return
+def _ignored(
+    family: FamilySpec, configs: Mapping[str, Mapping[str, Any]], fields: Mapping[str, Mapping[str, Any]]
+) -> Iterator[str]:
+    """Say which fields of configs no class of diffusers takes. Classes of transformers take any."""
+    for name, config in configs.items():
+        unknown = sorted(key for key in config.keys() - fields.get(name, config).keys() if not key.startswith("_"))
+        if unknown and family.components[name].library == "diffusers":
+            from diffusers import __version__ as version
 
-
-def _read_config(path: Path, name: str) -> dict[str, Any]:
-    where = f"'{name_of(path)}/{name}'"
-    missing = f"{where} has no config.json: fetch it again."
-    return read_json(path / name / "config.json", missing=missing, limit=MOST_CONFIG_BYTES)
+            yield Message("{}: config.json has fields that diffusers {} ignores: {}", name, version, listed(unknown))

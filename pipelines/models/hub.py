@@ -20,13 +20,12 @@ from ...trust.message import Message
 from ..errors import BadFolder, HubError
 from ..families.spec import FamilySpec
 from ..small_files import MOST_VOCABULARY_BYTES, read_json
-from .folder import component_class, family_of, inspect
+from .folder import INDEX, component_class, family_of, inspect
 from .on_disk import name_of
 from .weight_files import STEMS
 
 logger = logging.getLogger(__name__)
 
-_INDEX = "model_index.json"
 _ID = re.compile(r"(?!.*(--|\.\.))\w[\w.-]*/\w[\w.-]*", re.ASCII)
 _REVISION = re.compile(r"(?!.*\.\.)\w[\w.-]*(/\w[\w.-]*)*", re.ASCII)
 _POLL_SECONDS = 0.2  # between two calls of `progress`: the longest that an interrupt waits
@@ -99,7 +98,7 @@ def _checked(folder: Path, families: Sequence[FamilySpec]) -> Path:
 
 def _family(folder: Path, families: Sequence[FamilySpec]) -> FamilySpec:
     """Return the family whose classes model_index.json names. Raises BadFolder where it is none of these."""
-    family, index = family_of(folder), read_json(folder / _INDEX)
+    family, index = family_of(folder), read_json(folder, INDEX)
     if family.pipeline not in [known.pipeline for known in families]:
         raise BadFolder(
             "'{}' holds a {}, not a {}. It belongs to {}. Name a {} repository.",
@@ -119,7 +118,7 @@ def _needed(paths: Collection[str], family: FamilySpec, hub_id: str) -> list[str
 
     Raises BadFolder where a component has no safetensors.
     """
-    needed = [_INDEX]
+    needed = [INDEX]
     for name, spec in family.components.items():
         if not spec.weights:
             needed += [f"{name}/{file}" for file in spec.files if f"{name}/{file}" in paths]
@@ -162,11 +161,7 @@ class _Download:
             return cached
         sizes = {file.rfilename: file.size for file in info.siblings or () if file.size is not None}
         sizes = {k: n for k, n in sizes.items() if k.endswith(".safetensors") or n <= MOST_VOCABULARY_BYTES}
-        if _INDEX not in sizes:
-            raise BadFolder(
-                "'{}' has no model_index.json: it is not in diffusers format. Name one that is.", self._hub_id
-            )
-        folder = self._snapshot(info.sha, {_INDEX: sizes[_INDEX]})
+        folder = self._snapshot(info.sha, {INDEX: sizes.get(INDEX, 0)})
         needed = _needed(sizes, _family(folder, families), self._hub_id)
         self._expect({folder / path: sizes[path] for path in needed})
         checksums = {file.rfilename: file.lfs.sha256 for file in info.siblings or () if file.lfs}
@@ -175,7 +170,7 @@ class _Download:
         for path, checksum in new.items():
             self._compare(folder / path, checksum)
         _checked(folder, families)
-        self._call(hf_hub_download, filename=_INDEX, revision=self._revision)  # notes the branch's commit in the cache
+        self._call(hf_hub_download, filename=INDEX, revision=self._revision)  # notes the branch's commit in the cache
         return folder
 
     def _snapshot(self, commit: str, sizes: dict[str, int]) -> Path:
@@ -243,7 +238,7 @@ class _Download:
         try:
             return future.result()
         except Exception as error:  # noqa: BLE001
-            raise HubError.of(error, self._hub_id, self._revision) from None  # its text may have a token in an address
+            raise _explained(error, self._hub_id, self._revision) from None  # its text may have a token in an address
 
     def _without_xet(self, function: Callable[..., Any], options: dict[str, Any]) -> Any:
         """hf_xet's downloads cannot be cancelled: it only prints what a progress bar raises."""
@@ -275,3 +270,31 @@ class _Download:
                 self.n += n or 0
 
         return Bar
+
+
+def _explained(error: Exception, hub_id: str, revision: str) -> HubError:
+    """Return what huggingface_hub, its HTTP library or the disk raised, in words."""
+    from huggingface_hub import errors
+
+    if isinstance(error, (errors.LocalEntryNotFoundError, ValueError)) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    status = getattr(getattr(error, "response", None), "status_code", 0)
+    again = "Run it again: files that are complete are kept."
+    if 400 <= status < 500:
+        return HubError(
+            "The hub hands out nothing of '{}' at '{}' (HTTP {}). Check how both are written. Where it is private or "
+            "gated, accept its terms on its page, and set HF_TOKEN to a token that may read it.",
+            hub_id,
+            revision,
+            status,
+        )
+    if isinstance(error, OSError) and error.errno and not isinstance(error, (ConnectionError, TimeoutError)):
+        return HubError(
+            "The cache cannot be written ({}). Make room, or set HF_HOME to a folder on another disk. {}", error, again
+        )
+    cause = f"HTTP {status}" if status else type(error).__name__  # its text may name an address with a token
+    explained = HubError(
+        "'{}' cannot be downloaded now ({}). Check the network, a proxy, and HF_ENDPOINT. {}", hub_id, cause, again
+    )
+    explained.unreachable = type(error) is not OSError  # which is huggingface_hub's own, for a file of another length
+    return explained

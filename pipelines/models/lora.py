@@ -10,7 +10,7 @@ import logging
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,22 +18,13 @@ from typing import Any
 import torch
 
 from ...precision.shallow_copy import keep_in_fp32, structural_copy
+from ...trust.foreign import Unreadable
 from ...trust.message import Message
 from ...trust.text import shown
 from ..errors import BadLora
 from ..families.spec import FamilySpec
-from .lora_file import (
-    MOST_ALPHA,
-    Names,
-    Placed,
-    Settings,
-    beside,
-    files_of,
-    header,
-    left_out,
-    not_whole,
-    place,
-)
+from ..small_files import reading_file
+from .lora_file import MOST_ALPHA, Names, Placed, Settings, beside, files_of, header, place
 from .on_disk import StoredModel
 
 LoraKey = tuple[str, int, int, float]
@@ -68,7 +59,8 @@ class Lora:
     @property
     def beside(self) -> Mapping[str, Any] | None:
         """The settings that peft saved beside it; None where there are none. Raises BadLora."""
-        return beside(self.path)
+        with reading_file(self.path.name, BadLora):
+            return beside(self.path)
 
     def __str__(self) -> str:
         where = f" in {self.denoiser}" if self.denoiser else ""
@@ -97,14 +89,15 @@ def check_lora(path: Path, family: FamilySpec, denoiser: torch.nn.Module) -> tup
     Raises BadLora: no safetensors file, a truncated one, of another model, of a kind that is not supported.
     """
     _check_family(family)
-    shapes, settings = header(path)
-    placed = place(path.name, shapes, family, denoiser)
-    _alphas(path.name, placed, settings, Names(family, denoiser), {})
+    with reading_file(path.name, BadLora):
+        shapes, settings = header(path)
+        placed = place(shapes, family, denoiser)
+        _alphas(placed, settings, Names(family, denoiser), {})
     return tuple(_notes(path.name, placed, settings))
 
 
 def _notes(name: str, placed: Placed, settings: Settings) -> Iterator[str]:
-    if what := left_out(placed):
+    if what := placed.left_out:
         yield Message("LoRA {}: left out what only a model that takes an image has, {}", name, what)
     if placed.by_peft and settings.lora_alpha is None and not placed.alphas:
         yield Message(
@@ -114,20 +107,17 @@ def _notes(name: str, placed: Placed, settings: Settings) -> Iterator[str]:
 
 def read_lora(path: Path, family: FamilySpec, denoiser: torch.nn.Module) -> LoraWeights:
     """Check a file and read it. Raises BadLora as check_lora does, and where a weight is not finite."""
-    check_lora(path, family, denoiser)
-    _, settings = header(path)
-    tensors = _tensors(path)
-    placed = place(path.name, {key: tuple(each.shape) for key, each in tensors.items()}, family, denoiser)
-    if broken := next((key for key, tensor in tensors.items() if not torch.isfinite(tensor.float()).all()), None):
-        raise BadLora(
-            "'{}' is damaged: '{}' holds values that are not finite. Download it again, or train it again at a lower "
-            "learning rate.",
-            path.name,
-            shown(broken),
-        )
+    from safetensors.torch import load_file
+
     names = Names(family, denoiser)
-    known = {layer: float(tensors[key].reshape(-1)[0]) for layer, key in placed.alphas.items()}
-    alphas, is_rs = _alphas(path.name, placed, settings, names, known)
+    with reading_file(path.name, BadLora):
+        _, settings = header(path)
+        tensors = load_file(path)
+        placed = place({key: tuple(tensor.shape) for key, tensor in tensors.items()}, family, denoiser)
+        if broken := next((key for key, tensor in tensors.items() if not torch.isfinite(tensor.float()).all()), None):
+            raise Unreadable(f"it is damaged: '{shown(broken)}' holds values that are not finite")
+        known = {layer: float(tensors[key].reshape(-1)[0]) for layer, key in placed.alphas.items()}
+        alphas, is_rs = _alphas(placed, settings, names, known)
     fitted = {key: tensors[key].reshape(shape) for key, shape in placed.shapes.items()}
     added: dict[str, torch.Tensor] = {}
     for layer, parts in placed.layers.items():
@@ -240,51 +230,26 @@ def _check_family(family: FamilySpec) -> None:
         )
 
 
-def _tensors(path: Path) -> dict[str, torch.Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise not_whole(path, error) from None
-
-
 def _alphas(
-    name: str, placed: Placed, settings: Settings, names: Names, known: Mapping[str, float]
+    placed: Placed, settings: Settings, names: Names, known: Mapping[str, float]
 ) -> tuple[dict[str, float], bool]:
     """Return the alpha of each layer, and whether the root of its rank divides it, and not the rank. Without alphas in
-    the file, or in its settings, an addition is taken as it is: alpha = rank.
+    the file, or in its settings, an addition is taken as it is: alpha = rank. known: layer → alpha in the file.
 
-    known: layer → alpha in the file.
+    Raises Unreadable for an alpha out of bounds, and for one of what is no layer of the denoiser.
     """
     if odd := [layer for layer, alpha in known.items() if not abs(alpha) <= MOST_ALPHA]:
-        raise BadLora("'{}' is damaged: the alpha of '{}' is {:g}. Download it again.", name, odd[0], known[odd[0]])
+        raise Unreadable(f"it is damaged: the alpha of '{odd[0]}' is {known[odd[0]]:g}")
     if known or settings.lora_alpha is None:
         return {layer: known.get(layer, float(rank)) for layer, rank in placed.ranks.items()}, False
-    by_layer = _alpha_by_layer(name, settings, placed.ranks, names)
-    return {layer: by_layer.get(layer, settings.lora_alpha) for layer in placed.ranks}, bool(settings.use_rslora)
-
-
-def _alpha_by_layer(name: str, settings: Settings, layers: Iterable[str], names: Names) -> dict[str, float]:
-    """Map each of `layers` that has an alpha of its own to that. Of two names that fit, the first counts, as in peft.
-
-    name: the file's name, for messages.
-    layers: names of the layers that the file adds to.
-
-    Raises BadLora where no layer of the denoiser has a name that the settings give, or one that ends with it.
-    """
-    alphas = {pattern.removeprefix("^"): alpha for pattern, alpha in (settings.alpha_pattern or {}).items()}
-    if unknown := alphas.keys() - {end for layer in names.layers if layer for end in names.ends(layer)}:
-        raise BadLora(
-            "'{}': its header has an alpha for '{}', which is no layer of this model. Have its author write the names "
-            "of layers, such as attn1.to_q: patterns are not supported.",
-            name,
-            shown(min(unknown)),
-        )
-    order = list(alphas)
-    fits = {layer: [end for end in names.ends(layer) if end in alphas] for layer in layers}
-    return {layer: alphas[min(ends, key=order.index)] for layer, ends in fits.items() if ends}
+    patterns = {pattern.removeprefix("^"): alpha for pattern, alpha in (settings.alpha_pattern or {}).items()}
+    if unknown := patterns.keys() - {end for layer in names.layers if layer for end in names.ends(layer)}:
+        raise Unreadable(f"its header has an alpha for '{shown(min(unknown))}', which is no layer of this model")
+    alphas, order = {}, [*patterns]  # of two names that fit a layer, the first counts, as in peft
+    for layer in placed.ranks:
+        fits = sorted((end for end in names.ends(layer) if end in patterns), key=order.index)
+        alphas[layer] = patterns[fits[0]] if fits else settings.lora_alpha
+    return alphas, bool(settings.use_rslora)
 
 
 def _config(placed: Placed, alphas: Mapping[str, float], is_rs: bool) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...precision.policy import Variant
-from ...trust.message import Message, joined
+from ...trust.message import Message
 from ..families.spec import FamilySpec
-from ..pace import in_words
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +57,7 @@ class StoredModel(ABC):
     family: FamilySpec
     variant: Variant  # as its config and its stored weights show it
     weights: Mapping[str, Weights]
+    configs: Mapping[str, Mapping[str, Any]]  # component with weights → what its class takes of its config
     denoiser_config: Mapping[str, Any]
     vae_config: Mapping[str, Any]
     options: Mapping[str, Any]  # of the diffusers pipeline
@@ -72,9 +71,9 @@ class StoredModel(ABC):
     def component(self, name: str, dtype: torch.dtype) -> torch.nn.Module:
         """Load a component in `dtype`, on the CPU. Raises BadFolder where its files cannot be read."""
 
-    @abstractmethod
     def bare(self, name: str, dtype: torch.dtype) -> torch.nn.Module:
         """Build a component without values, on "meta", as it would be loaded in `dtype`."""
+        return self.family.components[name].on_meta(self.configs[name], dtype)
 
     @abstractmethod
     def stored(self, name: str, parameter: Sequence[str]) -> torch.Tensor:
@@ -86,11 +85,6 @@ class StoredModel(ABC):
     @abstractmethod
     def unweighted(self, name: str) -> Any:
         """Load the tokenizer, the image processor or the scheduler. Raises BadFolder where it cannot be read."""
-
-    def unknown_fields(self, name: str) -> list[str]:
-        """Return a line on the fields of a component's config that the installed diffusers ignores, if it has such."""
-        del name
-        return []
 
 
 def hooked(module: torch.nn.Module) -> torch.nn.Module:
@@ -107,8 +101,6 @@ def hooked(module: torch.nn.Module) -> torch.nn.Module:
 
 
 _listener: ContextVar[Callable[[str], None] | None] = ContextVar("who is told what is read", default=None)
-_LEAST = 100_000_000  # bytes: smaller ones say nothing of how fast a disk is
-_speeds: list[float] = []  # bytes a second, of what this process read last
 
 
 @contextmanager
@@ -121,17 +113,9 @@ def listening(tell: Callable[[str], None]) -> Generator[None]:
         _listener.reset(token)
 
 
-@contextmanager
-def reading(name: str, n_bytes: int, now: Callable[[], float] = time.monotonic) -> Generator[None]:
-    """Say that a component is read, and how long that takes at the speed of the one before it."""
-    if tell := _listener.get():
-        from ...precision.memory import size
+def tell_reading(name: str, n_bytes: int) -> None:
+    """Say that a component is read now, to whoever listens."""
+    from ...precision.memory import size
 
-        said = Message("reading {}, {}", name, size(n_bytes))
-        left = in_words(n_bytes / _speeds[0]) if _speeds and n_bytes >= _LEAST else ""
-        tell(joined(" · ", filter(None, (said, left))))
-    since = now()
-    yield
-    seconds = now() - since
-    if n_bytes >= _LEAST and seconds > 0:
-        _speeds[:] = [n_bytes / seconds]
+    if tell := _listener.get():
+        tell(Message("reading {}, {}", name, size(n_bytes)))

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 
 from ..errors import BadFolder
+from ..families import svd_keys
 from ..families.spec import FamilySpec
 from ..families.svd import SVD
+from ..safetensors_header import read_header
+from ..small_files import read_json
 from . import folder
 from .on_disk import StoredModel
 
@@ -38,3 +44,27 @@ def family_of(path: Path) -> FamilySpec:
     Raises BadFolder where it is none of ours.
     """
     return SVD if is_single_file(path) else folder.family_of(path)
+
+
+def can_be(path: Path, pipelines: Collection[str]) -> bool:
+    """Return whether a folder or a single file looks like one of these diffusers pipelines, for a loader's list.
+
+    One that cannot be read does not. Loading checks all of it, and says what is wrong.
+    """
+    with suppress(OSError):
+        stat = (path if path.is_file() else path / folder.INDEX).stat()
+        return _pipeline(path, stat.st_size, stat.st_mtime_ns) in pipelines
+    return False
+
+
+@lru_cache(maxsize=2**14)
+def _pipeline(path: Path, _size: int, _modified: int) -> str:
+    """Return the diffusers pipeline that a model_index.json names, or a checkpoint holds; "" where it is none.
+
+    It is remembered until the file changes, also of a file that cannot be read.
+    """
+    with suppress(OSError, ValueError):  # Unreadable and BadFolder among them
+        if not is_single_file(path):
+            return str(read_json(path, folder.INDEX).get("_class_name", ""))
+        return "" if svd_keys.why_not_svd(read_header(path).tensors) else SVD.pipeline
+    return ""

@@ -29,7 +29,7 @@ from ..compile.backends import CompileOptions
 from ..errors import BadFolder
 from ..models.folder import fingerprint
 from ..models.lora import Lora, LoraKey, keys, with_loras
-from ..models.on_disk import StoredModel, hooked, reading
+from ..models.on_disk import StoredModel, hooked, tell_reading
 from .block_offload import BlockOffload, in_parts
 from .layout import laid_out, lay_out
 from .offload import NoOffload, Offload, OffloadPolicy, brings_parts_to
@@ -123,7 +123,7 @@ class ComponentStore:
             self._modules[name] = (dtype, module)
             try:
                 self._place(name, module, where)
-                self.notes[name] = (*self.model.unknown_fields(name), *self._checked(name, module, dtype))
+                self.notes[name] = tuple(self._checked(name, module, dtype))
             except BaseException:  # the next run would take it for whole
                 self.drop(name)
                 raise
@@ -370,7 +370,8 @@ class ComponentStore:
 
     def _load(self, name: str, dtype: str) -> torch.nn.Module:
         logger.info("loading component %s of %s in %s", name, self.model.name, dtype)
-        with reading(name, self.model.weights[name].n_bytes), torch.inference_mode(False):
+        tell_reading(name, self.model.weights[name].n_bytes)
+        with torch.inference_mode(False):
             module = self.model.component(name, DTYPES[dtype])
         return hooked(module.eval().requires_grad_(False))
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
-from comfyui_onediff_guard.pipelines.families.cogview3plus import COGVIEW3PLUS
+from comfyui_onediff_guard.pipelines.families.cogview import COGVIEW3PLUS
 from comfyui_onediff_guard.pipelines.families.spec import FamilySpec
 from comfyui_onediff_guard.pipelines.families.svd import SVD
 

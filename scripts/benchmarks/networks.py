@@ -10,7 +10,7 @@ from typing import Any
 
 import denoisers
 import torch
-from comfyui_onediff_guard.pipelines.families.cogview4 import COGVIEW4
+from comfyui_onediff_guard.pipelines.families.cogview import COGVIEW4
 from comfyui_onediff_guard.precision.overrides import Stream
 from denoisers import Call, Floats, Size
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import denoisers
 import torch
-from comfyui_onediff_guard.pipelines.families.cogview4 import COGVIEW4
+from comfyui_onediff_guard.pipelines.families.cogview import COGVIEW4
 from comfyui_onediff_guard.pipelines.families.spec import FamilySpec
 from comfyui_onediff_guard.pipelines.families.wan import WAN
 from comfyui_onediff_guard.precision import quantised

@@ -35,9 +35,6 @@ class RandomModel(StoredModel):
             raise KeyError(f"{self.name} has no '{name}', only '{self.family.denoiser}'")
         return self.make(dtype)
 
-    def bare(self, name: str, dtype: torch.dtype) -> torch.nn.Module:
-        return self.family.components[name].on_meta(self.denoiser_config, dtype)
-
     def stored(self, name: str, parameter: Sequence[str]) -> torch.Tensor:
         return self.component(name, torch.float32).get_parameter(parameter[0]).detach()
 
@@ -53,6 +50,7 @@ def store(name: str, family: FamilySpec, config: Any, make: Make, device: torch.
         variant=VARIANTS[family.variant(config)],
         options={},
         weights={family.denoiser: Weights((), 0, {"BF16": 0})},
+        configs={family.denoiser: config},
         denoiser_config=config,
         vae_config={},
         notes=("random weights",),

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
-from comfyui_onediff_guard.pipelines.families.cogview3plus import COGVIEW3PLUS
-from comfyui_onediff_guard.pipelines.families.cogview4 import COGVIEW4
+from comfyui_onediff_guard.pipelines.families.cogview import COGVIEW3PLUS, COGVIEW4
 from comfyui_onediff_guard.pipelines.families.spec import FamilySpec
 from comfyui_onediff_guard.precision.dtypes import FP16_MAX
 from comfyui_onediff_guard.precision.observe import floating, hooked, largest, leaves

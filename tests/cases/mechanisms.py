@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from cogview_step import cogview3_call
-from comfyui_onediff_guard.pipelines.families.cogview3plus import COGVIEW3PLUS
+from comfyui_onediff_guard.pipelines.families.cogview import COGVIEW3PLUS
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH
 from onediff.infer_compiler.backends.env_var import set_oneflow_env_vars
 from stream_peaks import stream_peak

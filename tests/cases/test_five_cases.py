@@ -13,7 +13,7 @@ import pytest
 import torch
 from cogview_step import cogview3_call
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice
-from comfyui_onediff_guard.pipelines.families.cogview3plus import COGVIEW3PLUS
+from comfyui_onediff_guard.pipelines.families.cogview import COGVIEW3PLUS
 from comfyui_onediff_guard.pipelines.run.denoiser import guarded_denoiser
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample

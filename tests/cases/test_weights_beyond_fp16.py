@@ -6,7 +6,7 @@ import diffusers
 import pytest
 import svd_layout
 import torch
-from comfyui_onediff_guard.pipelines.families.cogview3plus import COGVIEW3PLUS
+from comfyui_onediff_guard.pipelines.families.cogview import COGVIEW3PLUS
 from comfyui_onediff_guard.pipelines.families.svd import SVD
 from comfyui_onediff_guard.pipelines.models.lora import Lora
 from comfyui_onediff_guard.pipelines.run.decode import decode

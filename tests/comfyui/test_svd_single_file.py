@@ -11,7 +11,7 @@ import legs
 import pytest
 import svd_layout
 import torch
-from comfyui_onediff_guard.pipelines.models.single_file import load_component, load_unweighted
+from comfyui_onediff_guard.pipelines.models.single_file import read_svd
 from safetensors.torch import load_file, save_file
 
 HERE = Path(__file__).resolve().parent
@@ -22,13 +22,13 @@ Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def inputs() -> Tensors:
+def inputs(checkpoint: Path) -> Tensors:
     generator = torch.Generator().manual_seed(1)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
 
-    scheduler = load_unweighted("scheduler")
+    scheduler = read_svd(checkpoint).unweighted("scheduler")
     scheduler.set_timesteps(4)
     layout = svd_layout.TINY
     return {
@@ -86,7 +86,7 @@ def test_unet_agrees(theirs: Tensors, checkpoint: Path, inputs: Tensors):
 
 def test_a_denoising_step_agrees(theirs: Tensors, checkpoint: Path, inputs: Tensors):
     """The scheduler that we give it says the same of the UNet's output as ComfyUI's sampling settings do."""
-    scheduler = load_unweighted("scheduler")
+    scheduler = read_svd(checkpoint).unweighted("scheduler")
     scheduler.set_timesteps(4)
     timestep = scheduler.timesteps[2]
     model_input = torch.cat([scheduler.scale_model_input(inputs["noise"], timestep), inputs["image_latents"]], dim=1)
@@ -95,20 +95,20 @@ def test_a_denoising_step_agrees(theirs: Tensors, checkpoint: Path, inputs: Tens
 
 
 def test_vae_agrees(theirs: Tensors, checkpoint: Path, inputs: Tensors):
-    vae: Any = load_component(checkpoint, "vae", torch.float32)
+    vae: Any = read_svd(checkpoint).component("vae", torch.float32)
     with torch.no_grad():
         assert_close(vae.encode(inputs["pixels"]).latent_dist.mode(), theirs["encoded"])
         assert_close(vae.decode(inputs["latents"], num_frames=FRAMES).sample, theirs["decoded"])
 
 
 def test_image_embeddings_agree(theirs: Tensors, checkpoint: Path, inputs: Tensors):
-    encoder = load_component(checkpoint, "image_encoder", torch.float32)
+    encoder = read_svd(checkpoint).component("image_encoder", torch.float32)
     with torch.no_grad():
         assert_close(encoder(inputs["clip_pixels"]).image_embeds, theirs["image_embeds"])
 
 
 def _unet(checkpoint: Path, inputs: Tensors, model_input: torch.Tensor) -> torch.Tensor:
-    unet = load_component(checkpoint, "unet", torch.float32)
+    unet = read_svd(checkpoint).component("unet", torch.float32)
     with torch.no_grad():
         return unet(
             model_input.unflatten(0, (BATCH, FRAMES)),

@@ -127,7 +127,7 @@ def test_a_damaged_folder_is_refused_in_words_or_fits(folders: dict[str, Path], 
     with instead(file, content):
         try:
             found = inspect(folder, family)
-            assert found.weights.keys() == found.fields.keys() == set(family.weighted)
+            assert found.weights.keys() == found.configs.keys() == set(family.weighted)
         except BadFolder as refused:
             in_words(refused)
 
@@ -153,7 +153,7 @@ def single_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_damaged_single_file_is_refused_in_words_or_fits(single_file: Path, data: st.DataObject) -> None:
     with instead(single_file, data.draw(damaged_header(single_file))):
         try:
-            assert read_svd(single_file).components.keys() == {"unet", "vae", "image_encoder"}
+            assert read_svd(single_file).configs.keys() == {"unet", "vae", "image_encoder"}
         except BadFolder as refused:
             in_words(refused)
 

@@ -63,7 +63,7 @@ def test_everything_that_is_said_has_a_translation(language_: str) -> None:
 def test_the_reader_finds_what_is_raised_and_told() -> None:
     found = messages.templates()
     assert "The image is {0}×{1}, but {2}×{3} is to be made." in found  # raised at once
-    assert "'{0}' has no revision '{1}'." in found  # put together first, raised elsewhere
+    assert "'{0}' cannot be downloaded now ({1})." in found  # put together first, raised elsewhere
     assert "No folder{0} whose model_index.json names {1}." in found  # returned by a function
     assert "{0}: the output is non-finite in fp32 too" in found  # the beginning of several
     assert {"decoding {0} of {1}", "1 rerun", "{0} reruns", "text encoder", "No LoRA{0}."} <= found
@@ -209,8 +209,8 @@ def test_errors_of_others_are_theirs(page: Choose) -> None:
     with pytest.raises(ValueError, match=re.escape(ONE_OF_TWO)), language.speaking():
         raise ValueError(ONE_OF_TWO)
     with pytest.raises(HubError) as caught, language.speaking():
-        raise HubError("The disk is full. Make room.")
-    assert str(caught.value) == "磁盘已满。 Make room."
+        raise HubError("'{}' is not a repository id; use owner/name. Make room.", "a")
+    assert str(caught.value) == "“a”不是仓库 id；请写成 owner/name。 Make room."
 
 
 def test_errors_of_a_guard_of_comfyuis_own_models_too(page: Choose) -> None:

@@ -89,7 +89,7 @@ def test_half_precision_is_guarded():
 
 
 def test_another_models_file_is_named_and_nothing_is_kept():
-    with pytest.raises(BadFolder, match=r"'dreamshaper.safetensors' is a Stable Diffusion 1 checkpoint, not a"):
+    with pytest.raises(BadFolder, match=r"'dreamshaper.safetensors' is no Stable Video Diffusion checkpoint: "):
         load(name="dreamshaper.safetensors")
     with pytest.raises(BadFolder, match=r"No .*away.safetensors|is gone"):
         load(name="away.safetensors")

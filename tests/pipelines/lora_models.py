@@ -10,7 +10,7 @@ import diffusers
 import torch
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
-from comfyui_onediff_guard.pipelines.families.cogview4 import COGVIEW4
+from comfyui_onediff_guard.pipelines.families.cogview import COGVIEW4
 from comfyui_onediff_guard.pipelines.models.lora import Lora, with_loras
 from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file

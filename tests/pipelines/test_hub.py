@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import re
 import shutil
@@ -167,13 +166,13 @@ def test_what_is_no_id_or_revision_asks_nobody(server: HubServer, hub_id: str, r
 @pytest.mark.parametrize(
     ("where", "status", "code", "said"),
     [
-        ("api", 404, "RepoNotFound", "no 'owner/small-video' on the hub, or it is private or gated.*HF_TOKEN"),
-        ("api", 401, "RepoNotFound", "no 'owner/small-video' on the hub, or it is private or gated.*HF_TOKEN"),
+        ("api", 404, "RepoNotFound", "nothing of 'owner/small-video' at 'main' .HTTP 404.*HF_TOKEN"),
+        ("api", 401, "RepoNotFound", "HTTP 401.*HF_TOKEN"),
         ("api", 403, "", "HTTP 403.*HF_TOKEN"),
-        ("api", 404, "RevisionNotFound", "no revision 'main'"),
+        ("api", 404, "RevisionNotFound", "at 'main' .HTTP 404"),
         ("api", 500, "", "HTTP 500"),
-        ("model_index.json", 403, "GatedRepo", "is gated. Accept its terms.*HF_TOKEN"),
-        (DENOISER, 403, "GatedRepo", "is gated. Accept its terms.*HF_TOKEN"),
+        ("model_index.json", 403, "GatedRepo", "HTTP 403.*accept its terms.*HF_TOKEN"),
+        (DENOISER, 403, "GatedRepo", "HTTP 403.*accept its terms.*HF_TOKEN"),
         (DENOISER, 404, "EntryNotFound", "HTTP 404"),
     ],
 )
@@ -216,12 +215,12 @@ def test_no_network(
     secret = f"http://user:{TOKEN}@127.0.0.1:1"
     for endpoint in (server.endpoint, secret):
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
-        with pytest.raises(HubError, match=r"cannot be reached for 'owner/other' \(\w+\)") as error:
+        with pytest.raises(HubError, match=r"'owner/other' cannot be downloaded now \(\w+\)") as error:
             fetch("owner/other", None, COGVIDEOX)
         assert TOKEN not in str(error.value)
     with caplog.at_level(logging.WARNING):
         assert fetch(ID, None, COGVIDEOX) == folder, "what is there is used, and that is said"
-    assert f"cannot be reached for '{ID}'" in caplog.text and folder.name in caplog.text and TOKEN not in caplog.text
+    assert f"'{ID}' cannot be downloaded now" in caplog.text and folder.name in caplog.text and TOKEN not in caplog.text
 
 
 def test_a_hub_that_does_not_answer(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +229,7 @@ def test_a_hub_that_does_not_answer(server: HubServer, monkeypatch: pytest.Monke
         silent.listen()
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.5)
-        with pytest.raises(HubError, match=r"cannot be reached.*Timeout"):
+        with pytest.raises(HubError, match=r"cannot be downloaded now.*Timeout"):
             fetch(ID, None, COGVIDEOX)
         monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 5)
         with pytest.raises(Stop):
@@ -275,22 +274,6 @@ def test_a_repository_without_the_files_costs_no_weights(
     with pytest.raises(BadFolder, match=said):
         fetch(ID, None, COGVIDEOX)
     assert not server.gets(".safetensors")
-
-
-@pytest.mark.parametrize(
-    ("file", "fields", "said"),
-    [
-        ("text_encoder/config.json", {"_attn_implementation": "someone/kernel"}, "'_attn_implementation' is someone"),
-        ("transformer/config.json", {"quantization_config": {"x": 1}}, "'quantization_config' is"),
-        ("text_encoder/adapter_config.json", {"base_model_name_or_path": "someone/else"}, "adapter_config.json"),
-    ],
-)
-def test_what_a_repository_asks_of_the_libraries_is_refused(
-    server: HubServer, files: dict[str, bytes], file: str, fields: dict[str, Any], said: str
-) -> None:
-    server.push(ID, {**files, file: json.dumps({**json.loads(files.get(file, b"{}")), **fields}).encode()})
-    with pytest.raises(BadFolder, match=f"{ID}.*{said}"):
-        fetch(ID, None, COGVIDEOX)
 
 
 # --- interrupted, cut off, damaged ------------------------------------------------------------------------------------
@@ -397,17 +380,7 @@ def test_a_disk_that_gets_full(server: HubServer, files: dict[str, bytes], monke
 
     with monkeypatch.context() as patch:
         patch.setattr(file_download, "http_get", http_get)
-        with pytest.raises(HubError, match=r"disk is full.*HF_HOME"):
+        with pytest.raises(HubError, match=r"No space left.*HF_HOME"):
             fetch(ID, None, COGVIDEOX)
     assert not in_cache()
     assert files_of(fetch(ID, None, COGVIDEOX)) == files
-
-
-def test_a_cache_that_cannot_be_written(
-    server: HubServer, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    server.push(ID, files)
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(HubError, match=r"cache cannot be written.*Set HF_HOME"):
-        fetch(ID, None, COGVIDEOX)

@@ -16,7 +16,7 @@ from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from comfyui_onediff_guard.precision.wide import with_wide_stream
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from lora_models import INDUCTOR, MODELS, by_diffusers, call, denoiser, ours, saved
+from lora_models import INDUCTOR, MODELS, by_diffusers, call, denoiser, ours
 from safetensors.torch import load_file
 from tiers import drawn
 from torch._dynamo.utils import counters
@@ -80,42 +80,6 @@ def test_what_a_files_header_says_of_scaling_is_honoured(config, trained):
     path = trained.__wrapped__(metadata=True, **config)  # dictionaries cannot be keys of its cache
     found = ours([path], [0.5])(**call)[0]
     assert torch.equal(found, by_diffusers(denoiser, diffusers.CogVideoXPipeline, [path], [0.5]))
-
-
-def rewritten(path, tmp_path, rename, extra=None):
-    return saved(tmp_path, {rename(key): tensor for key, tensor in load_file(path).items()} | (extra or {}))
-
-
-def kohya(key):
-    layer, _, half = key.removeprefix("transformer.").partition(".lora_")
-    return f"lora_unet__{layer.replace('.', '_')}.lora_{'down' if half.startswith('A') else 'up'}.weight"
-
-
-@pytest.mark.parametrize(
-    "rename",
-    [
-        kohya,
-        lambda key: key.removeprefix("transformer."),
-        lambda key: key.replace("transformer.", "diffusion_model.", 1),
-        lambda key: f"base_model.model.{key.removeprefix('transformer.')}",
-        lambda key: key.replace("lora_A", "lora.down").replace("lora_B", "lora.up"),
-    ],
-    ids=["kohya", "bare", "comfyui", "peft", "old diffusers"],
-)
-def test_other_ways_of_naming_the_same_layers_are_read(rename, trained, tmp_path):
-    path = trained()
-    expected = ours([path], [0.5])(**call)[0]
-    assert torch.equal(ours([rewritten(path, tmp_path, rename)], [0.5])(**call)[0], expected)
-
-
-def test_alphas_in_a_file_are_honoured_layer_by_layer(trained, tmp_path):
-    path = trained()
-    layers = sorted({key[len("transformer.") : key.index(".lora_")] for key in load_file(path)})
-    alphas = {layer: 2.0 + index for index, layer in enumerate(layers[:-1])}  # the last has none: alpha = rank
-    extra = {f"lora_unet__{layer.replace('.', '_')}.alpha": torch.tensor(alpha) for layer, alpha in alphas.items()}
-    shell = ours([rewritten(path, tmp_path, kohya, extra)], [3.0])
-    scaling = {layer: shell.get_submodule(layer).scaling["lora_0"] for layer in layers}
-    assert scaling == {layer: 3 * alphas.get(layer, 4.0) / 4 for layer in layers}
 
 
 def test_no_lora_and_scale_0_are_the_denoiser_itself(trained):
@@ -193,39 +157,3 @@ def test_every_scale_is_honoured_when_compiled_and_they_share_one_graph(trained)
         torch.testing.assert_close(outputs[-1], shell(**call)[0], atol=1e-5, rtol=1e-5)
     assert min((a - b).abs().max() for i, a in enumerate(outputs) for b in outputs[:i]) > 1e-3
     assert counters["stats"]["unique_graphs"] - before == 1
-
-
-def test_compiled_with_a_wide_stream_and_unloaded(trained):
-    torch.compiler.reset()
-    half = copy.deepcopy(denoiser).half()
-    inputs = call | {name: call[name].half() for name in ("hidden_states", "encoder_hidden_states")}
-    before = counters["stats"]["unique_graphs"]
-    for scale in (0.5, -1.0, 40.0):
-        shell = wide(ours([trained()], [scale], half))
-        expected = shell(**inputs)[0]
-        found = compiled(shell, COGVIDEOX.blocks, INDUCTOR)(**inputs)[0]
-        assert (found - expected).abs().max() < 5e-3 * expected.abs().max()
-    assert counters["stats"]["unique_graphs"] - before == 1
-    plain = compiled(denoiser, COGVIDEOX.blocks, INDUCTOR)(**call)[0]
-    torch.testing.assert_close(plain, denoiser(**call)[0], atol=1e-5, rtol=1e-5)
-
-
-def test_a_whole_diffusers_run_is_bit_equal(model_folder, trained):
-    pipe = diffusers.CogVideoXPipeline.from_pretrained(model_folder("5b"))
-    pipe.set_progress_bar_config(disable=True)
-    path = trained(pipe.transformer)
-
-    def run():
-        options = {"width": 64, "height": 48, "num_frames": 9, "num_inference_steps": 2, "output_type": "pt"}
-        return pipe("a lighthouse", generator=torch.Generator().manual_seed(3), **options).frames
-
-    original = pipe.transformer
-    plain = run()
-    pipe.transformer = with_loras(original, [Lora(path, 0.5)], COGVIDEOX)
-    found = run()
-    pipe.transformer = original  # unloaded
-    assert torch.equal(run(), plain)
-    pipe.load_lora_weights(path.parent, weight_name=path.name, adapter_name="theirs")
-    pipe.set_adapters("theirs", 0.5)
-    assert torch.equal(found, run())
-    assert not torch.equal(found, plain)

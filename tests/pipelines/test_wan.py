@@ -189,7 +189,7 @@ def test_a_lora_in_diffusers_names_or_its_authors_is_bit_equal_to_diffusers(mode
 def test_a_lora_of_another_format_or_of_blocks_without_end_is_refused(model_folder, tmp_path):
     handle = opened(model_folder("wan"))
     musubi = lora(tmp_path / "musubi.safetensors", "lora_unet_blocks_{block}_self_attn_q_{theirs}")
-    with pytest.raises(BadLora, match="Its keys look like Wan's, under names that are not known here"):
+    with pytest.raises(BadLora, match="this Wan has no place for"):
         add_lora(handle, Lora(musubi))
     endless = lora(tmp_path / "endless.safetensors", "diffusion_model.blocks.99999999{block}.{theirs}")
     with pytest.raises(BadLora, match="has no place for"):
@@ -219,7 +219,7 @@ def test_a_boundary_and_a_second_transformer_come_together(model_folder, tmp_pat
         inspect(edited(model_folder("wan-two"), tmp_path / "two", boundary_ratio=None), WAN)
     second = ["diffusers", "WanTransformer3DModel"]
     half = edited(model_folder("wan"), tmp_path / "half", boundary_ratio=0.9, transformer_2=second)
-    with pytest.raises(BadFolder, match="has no 'transformer_2' folder"):
+    with pytest.raises(BadFolder, match=r"has no transformer_2/config.json"):
         inspect(half, WAN)
 
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
-from comfyui_onediff_guard.pipelines.families.cogview3plus import COGVIEW3PLUS
-from comfyui_onediff_guard.pipelines.families.cogview4 import COGVIEW4
+from comfyui_onediff_guard.pipelines.families.cogview import COGVIEW3PLUS, COGVIEW4
 from comfyui_onediff_guard.pipelines.families.spec import FamilySpec
 from diffusers import CogVideoXTransformer3DModel, CogView3PlusTransformer2DModel, CogView4Transformer2DModel
 from stream_peaks import stream_peak

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from blocky import STREAM, build
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
-from comfyui_onediff_guard.pipelines.families.cogview3plus import COGVIEW3PLUS
+from comfyui_onediff_guard.pipelines.families.cogview import COGVIEW3PLUS
 from comfyui_onediff_guard.precision.overrides import (
     NOTHING,
     ModuleStructure,

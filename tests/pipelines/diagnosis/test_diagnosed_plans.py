@@ -86,7 +86,7 @@ def test_sums_in_fp16_are_told_with_what_is_lacking(folder: Path, monkeypatch: p
 
 
 def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(BadFolder, match="is not a diffusers-format folder"):
+    with pytest.raises(BadFolder, match=r"has no model_index.json"):
         diagnose(tmp_path)
 
 

@@ -1,0 +1,372 @@
+"""Folders that are incomplete, damaged, of another model, or made to do harm: refused before a weight is read."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from comfyui_onediff_guard.pipelines.errors import BadFolder, LibraryFailed
+from comfyui_onediff_guard.pipelines.models import folder as folders
+from hostile import checked, file_of, put, rewrite, say
+from safetensors.torch import load_file, save_file
+from sentencepiece import sentencepiece_model_pb2
+from transformers import T5TokenizerFast
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"a" * 64 + b"\nsize 4096\n"
+STEM = "diffusion_pytorch_model"
+WEIGHTS, SHARDS = f"transformer/{STEM}.safetensors", f"{STEM}.safetensors.index.json"
+ENCODER, DENOISER, VAE = "text_encoder/config.json", "transformer/config.json", "vae/config.json"
+WORDS, SCHEDULE = "tokenizer/tokenizer_config.json", "scheduler/scheduler_config.json"
+T5 = ("2b", "cogview3", "wan")
+
+
+def header(text: str) -> bytes:
+    return len(text).to_bytes(8, "little") + text.encode()
+
+
+REFUSED: list[tuple[str, str, Any, str]] = [  # variant, file, what is put there, what is said
+    # of another model
+    ("2b", "model_index.json", {"_class_name": "WanPipeline"}, "names T5EncoderModel as text_encoder"),
+    ("2b", "model_index.json", {"_class_name": "FluxPipeline"}, "holds a FluxPipeline. Known: Cog"),
+    ("2b", "model_index.json", {"_class_name": ["CogVideoXPipeline"]}, "holds a .'CogVideoXPipeline'."),
+    ("2b", "model_index.json", {"transformer": ["diffusers", "UNet2DModel"]}, "names UNet2DModel as transformer"),
+    ("2b", DENOISER, {"_class_name": "UNet2DModel"}, "its '_class_name' is UNet2DModel, and model_index.json names"),
+    ("2b", WORDS, {"tokenizer_class": "BertTokenizer"}, "of a BertTokenizer, and model_index.json names T5Tokenizer"),
+    # no JSON, no config
+    ("2b", "model_index.json", b"<html>", "it is not JSON"),
+    ("2b", "model_index.json", [], r"it holds \[\] where an object belongs"),
+    ("2b", SCHEDULE, b"{}", "it names no '_class_name'"),
+    ("2b", "tokenizer/tokenizer.json", {"model": {"vocab": {}}}, "'model/tokenizer' "),
+    # weights
+    ("2b", WEIGHTS, f"{STEM}.bin", f"'model/transformer' has no {STEM}.safetensors. It holds .*{STEM}.bin.*refused"),
+    ("2b", WEIGHTS, "model.pt", "holds config.json, model.pt. .*are refused"),
+    ("2b", WEIGHTS, f"{STEM}.fp16.safetensors", "holds config.json, .*fp16.safetensors. .*a variant such as fp16"),
+    ("2b", WEIGHTS, b"<!DOCTYPE html><html>404</html>" * 10, "it has 310 bytes"),
+    ("2b", WEIGHTS, header("[]"), "it has 10 bytes .*expected struct"),
+    ("2b", WEIGHTS, header('{"weight": "F16"}'), "expected struct TensorInfo"),
+    ("2b", WEIGHTS, header('{"weight": {"data_offsets": 3}}'), "expected a tuple"),
+    *[("2b", f"transformer/{SHARDS}", content, "index.json' cannot be used: ") for content in (
+        [], [1], b'{"weight_map": ["a"]}', b'{"metadata": {}, "weight_map": {"a": 3}}', b"{}")],
+    ("2b", f"transformer/{SHARDS}", {"metadata": {}, "weight_map": {"a": "b.safetensors"}}, "names b.safet"),
+    *[("2b", "text_encoder/" + name, b"{}", "which would have transformers load something else")
+      for name in ("adapter_config.json", "shard-00001-model-00001-of-00001.safetensors")],
+    # sizes
+    ("2b", DENOISER, {"num_attention_heads": 8}, r"has the shape \[.*\], and \[.*\] in a model of its sizes"),
+    ("2b", DENOISER, {"num_layers": 10**9}, "its 'num_layers' is 1000000000, where a whole number .* most 256"),
+    ("2b", DENOISER, {"num_layers": "<img src=x>"}, "its 'num_layers' is <img src=x>"),
+    ("2b", DENOISER, {"sample_height": "8"}, "its 'sample_height' is 8, where a whole number"),
+    ("2b", DENOISER, {"num_attention_heads": -4}, "its 'num_attention_heads' is -4"),
+    ("2b", DENOISER, {"num_attention_heads": [[[[4]]]]}, "its 'num_attention_heads' is"),
+    ("2b", DENOISER, {"in_channels": {"a": 1}}, "its 'in_channels' is"),
+    ("2b", DENOISER, {"patch_bias": 1}, "its 'patch_bias' is 1, where true or false"),
+    ("2b", DENOISER, {"activation_fn": "a/b"}, "its 'activation_fn' is a/b, where a name"),
+    ("2b", DENOISER, {"norm_eps": 1e-400}, "its 'norm_eps' is 0.0, where a number above 0"),
+    ("2b", DENOISER, dict.fromkeys(("sample_height", "sample_width", "sample_frames"), 4096), "GB for positions alone"),
+    ("2b", ENCODER, {"vocab_size": 2**40}, "its 'vocab_size' is 1099511627776"),
+    ("2b", ENCODER, {"num_layers": True}, "its 'num_layers' is True"),
+    ("2b", ENCODER, {"feed_forward_proj": "a" * 99}, "its 'feed_forward_proj' is aaa"),
+    ("2b", VAE, {"block_out_channels": [8] * 99}, "its 'block_out_channels' is a list of 99"),
+    ("2b", VAE, {"layers_per_block": 10**6}, "its 'layers_per_block' is 1000000"),
+    ("2b", VAE, {"scaling_factor": 0.0}, "its 'scaling_factor' is 0.0"),
+    ("2b", VAE, {"temporal_compression_ratio": 0.5}, "its 'temporal_compression_ratio' is 0.5, where a whole number"),
+    ("2b", VAE, {"norm_num_groups": 7}, "no AutoencoderKLCogVideoX can be built from its config.json"),
+    ("cogview4", ENCODER, {"rope_parameters": {"factor": "a b"}}, "its 'factor' is a b"),
+    ("svd", "unet/config.json", {"transformer_layers_per_block": 10**6}, "its 'transformer_layers_per_block'"),
+    ("svd", "image_encoder/config.json", {"image_size": 10**6}, "its 'image_size' is 1000000"),
+    ("2b", WORDS, {"extra_ids": 10**9}, "its 'extra_ids' is 1000000000"),
+    ("2b", SCHEDULE, {"num_train_timesteps": 10**9}, "its 'num_train_timesteps' is 1000000000"),
+    ("2b", SCHEDULE, {"beta_start": "x"}, "its 'beta_start' is x, where a number above 0"),
+    ("svd", "feature_extractor/preprocessor_config.json", {"crop_size": {"height": 10**9}}, "its 'height' is 1000"),
+    *[("2b", file, {f"field_{n}": n for n in range(100_000)}, "it is larger than 1,048,576 bytes")
+      for file in ("model_index.json", VAE, "tokenizer/added_tokens.json")],
+    # what reaches beyond the folder
+    ("2b", ENCODER, {"_attn_implementation": "someone/kernel"}, "its '_attn_implementation' is someone/kernel, which"),
+    ("2b", DENOISER, {"attn_implementation": "someone/kernel:fast"}, "its 'attn_implementation' is someone"),
+    ("2b", VAE, {"attn_implementation": {"": "someone/kernel"}}, "its 'attn_implementation' is"),
+    ("2b", ENCODER, {"_attn_implementation_internal": "paged|someone/kernel"}, "its '_attn_implementation_int"),
+    ("2b", ENCODER, {"attn_implementation": "flash_attention_2"}, "its 'attn_implementation' is flash"),
+    ("2b", ENCODER, {"_experts_implementation": "grouped_mm"}, "its '_experts_implementation' is"),
+    ("2b", DENOISER, {"quantization_config": {"quant_method": "bitsandbytes"}}, "its 'quantization_config' is"),
+    ("2b", DENOISER, {"compression_config": {"format": "dense"}}, "its 'compression_config' is"),
+    ("2b", ENCODER, {"text_config": [{"kernel_config": {"RMSNorm": "x"}}]}, "its 'text_config.kernel_config' is"),
+    ("2b", ENCODER, {"a": {"use_kernels": True}}, "its 'a.use_kernels' is True"),
+    ("2b", VAE, {"fusion_config": {"patch_embeddings": True}}, "its 'fusion_config' is"),
+    ("2b", ENCODER, {"transformers_weights": "other.safetensors"}, "its 'transformers_weights' is"),
+    ("2b", DENOISER, {"_use_default_values": ["num_layers"]}, "its '_use_default_values' is"),
+    ("2b", WORDS, {"vocab_file": "/etc/passwd"}, "its 'vocab_file' is /etc/passwd"),
+    ("2b", WORDS, {"tokenizer_file": "../x.json"}, "its 'tokenizer_file' is ../x.json"),
+    ("2b", WORDS, {"sp_model_kwargs": {"model_file": "/x"}}, "its 'sp_model_kwargs' is"),
+    ("2b", WORDS, {"init_inputs": ["/etc/passwd"]}, "its 'init_inputs' is"),
+    ("2b", "tokenizer/special_tokens_map.json", {"vocab_file": "/etc/passwd"}, "its 'vocab_file' is /etc/passwd"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: f"{case[1]}-{case[3][:40]}")
+def test_what_is_refused_is_named_before_a_weight_is_read(
+    copy: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, case: tuple[str, str, Any, str]
+) -> None:
+    variant, file, content, said = case
+    folder = copy(variant)
+    put(folder / file, content)
+    monkeypatch.setattr(diffusers.ModelMixin, "from_pretrained", None)
+    with pytest.raises(BadFolder, match=said) as refused:
+        checked(folder)
+    assert str(refused.value).startswith("'model")
+
+
+NEEDED = [
+    *[(variant, f"tokenizer/{file}") for variant in T5 for file in ("spiece.model", "tokenizer_config.json")],
+    *[("cogview4", f"tokenizer/{file}") for file in ("tokenizer.json", "tokenizer_config.json")],
+    ("svd", "feature_extractor/preprocessor_config.json"),
+    *[(variant, SCHEDULE) for variant in (*T5, "cogview4", "svd")],
+    ("2b", "text_encoder/model.safetensors"),
+    ("svd", "vae/diffusion_pytorch_model.safetensors"),
+    ("2b", "model_index.json"),
+    ("2b", DENOISER),
+    ("svd", "image_encoder/config.json"),
+]
+BESIDE = [(variant, "tokenizer/special_tokens_map.json") for variant in (*T5, "cogview4")]
+
+
+@pytest.mark.parametrize(("variant", "file"), [*NEEDED, *BESIDE])
+def test_what_is_missing_empty_cut_off_a_pointer_or_a_pipe_is_refused_by_name(
+    copy: Callable[[str], Path], variant: str, file: str
+) -> None:
+    folder = copy(variant)
+    whole, name = (folder / file).read_bytes(), Path(file).name
+    states = {b"": name, whole[: len(whole) // 2]: name, whole[:-3]: name}
+    states[POINTER] = rf"{file}' cannot be used: it is a Git LFS pointer \({len(POINTER)} bytes\), not the file"
+    for data, said in states.items():
+        put(folder / file, data)
+        with pytest.raises(BadFolder, match=said):
+            checked(folder)
+    put(folder / file, None)
+    if (variant, file) in NEEDED:
+        with pytest.raises(BadFolder, match=name):
+            checked(folder)
+    os.mkfifo(folder / file)
+    with pytest.raises(BadFolder, match=name):
+        checked(folder)
+    put(folder / file, None)
+    put(folder / file, whole)
+    checked(folder)
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "text_encoder", "transformer", "vae", "scheduler"])
+def test_a_missing_component_is_named(copy: Callable[[str], Path], name: str) -> None:
+    folder = copy("2b")
+    shutil.rmtree(folder / name)
+    with pytest.raises(BadFolder, match=f"'model(/{name}' has no|' has no {name}/)"):
+        checked(folder)
+
+
+# --- what the files hold, and what the component is made of -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("component", [
+    *[(variant, name) for variant in ("2b", "cogview4", "wan") for name in ("text_encoder", "transformer", "vae")],
+    *[("svd", name) for name in ("image_encoder", "unet", "vae")],
+])  # fmt: skip
+def test_missing_unexpected_and_misshapen_tensors_are_refused_by_name(
+    copy: Callable[[str], Path], component: tuple[str, str]
+) -> None:
+    variant, name = component
+    folder = copy(variant)
+    whole = file_of(folder, name).read_bytes()
+    key = max(load_file(file_of(folder, name)))
+    changes: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
+        f"its files lack .*'{key}'": lambda tensors: tensors.pop(key),
+        "its files hold 'evil', which a .* has no place for": lambda tensors: tensors.update(evil=torch.zeros(3)),
+        rf"'{key}' has the shape \[7, 3\], and \[.*\] in": lambda tensors: tensors.update({key: torch.zeros(7, 3)}),
+        f"'{key}' is stored as I8, and quantised": lambda it: it.update({key: it[key].to(torch.int8)}),
+    }
+    for said, change in changes.items():
+        rewrite(folder, name, change)
+        with pytest.raises(BadFolder, match=f"'model/{name}': {said}"):
+            checked(folder)
+        file_of(folder, name).write_bytes(whole)
+
+
+@pytest.mark.parametrize("name", ["text_encoder", "transformer", "vae"])
+def test_files_replaced_after_the_check_are_not_filled_up_with_random_weights(
+    copy: Callable[[str], Path], name: str
+) -> None:
+    folder = copy("2b")
+    model = checked(folder)
+    rewrite(folder, name, lambda tensors: tensors.pop(max(tensors)))
+    with pytest.raises(BadFolder, match=f"'model/{name}' was loaded without . of its tensors, such as"):
+        model.component(name, torch.float32)
+
+
+def shard(folder: Path, name: str, stem: str, *, change: float = 0, files: tuple[str, ...] = ("a", "b")) -> Path:
+    """Write a component's tensors, `change` added, into shards beside what is there. Returns their index."""
+    tensors = load_file(file_of(folder, name))
+    held = {file: dict(list(tensors.items())[n :: len(files)]) for n, file in enumerate(files)}
+    for file, part in held.items():
+        save_file({key: tensor + change for key, tensor in part.items()}, folder / name / f"{file}.safetensors")
+    listed = {key: f"{file}.safetensors" for file, part in held.items() for key in part}
+    index = folder / name / f"{stem}.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": listed}), encoding="utf-8")
+    return index
+
+
+@pytest.mark.parametrize(
+    ("name", "stem", "read"), [("transformer", STEM, 1), ("vae", STEM, 1), ("text_encoder", "model", 0)]
+)
+def test_where_both_are_there_what_is_checked_is_what_the_library_loads(
+    copy: Callable[[str], Path], name: str, stem: str, read: float
+) -> None:
+    """diffusers takes the index, transformers the single file."""
+    folder = copy("2b")
+    single = load_file(file_of(folder, name))
+    shard(folder, name, stem, change=1)
+    model = checked(folder)
+    loaded = model.component(name, torch.float32).state_dict()
+    assert all(torch.equal(loaded[key], tensor + read) for key, tensor in single.items())
+    assert len(model.weights[name].files) == 1 + read
+    (folder / name / f"{stem}.safetensors").unlink()
+    assert len(checked(folder).weights[name].files) == 2
+
+
+@pytest.mark.parametrize("evil", [
+    *("evil.bin", "evil.pkl", "../vae/diffusion_pytorch_model.safetensors", "/etc/x.safetensors", "..", ""),
+    *("a\\b.safetensors", "C:x.safetensors", "x.safetensors.bin", "a\0.safetensors"),
+])  # fmt: skip
+def test_shards_are_plain_safetensors_beside_their_index(copy: Callable[[str], Path], evil: str) -> None:
+    folder = copy("2b")
+    index = shard(folder, "transformer", STEM, files=("a",))
+    (folder / "transformer" / "evil.bin").write_bytes(b"\x80\x04.")
+    listed = json.loads(index.read_text())["weight_map"]
+    say(index, weight_map={**listed, max(listed): evil})
+    with pytest.raises(BadFolder, match=r"index.json' names '.*', which is no safetensors file beside it"):
+        checked(folder)
+
+
+def test_an_index_that_is_of_other_shards(copy: Callable[[str], Path]) -> None:
+    folder = copy("2b")
+    index = shard(folder, "transformer", STEM)
+    listed = json.loads(index.read_text())["weight_map"]
+    key, other = max(listed), {"a.safetensors": "b.safetensors", "b.safetensors": "a.safetensors"}
+    for shards in ({**listed, key: other[listed[key]]}, {name: file for name, file in listed.items() if name != key}):
+        say(index, weight_map=shards)
+        with pytest.raises(BadFolder, match=f"is of other files than those beside it: it or they lack '{key}'"):
+            checked(folder)
+    say(index, weight_map=listed)
+    shutil.copy(folder / "transformer" / "a.safetensors", folder / "transformer" / "b.safetensors")
+    with pytest.raises(BadFolder, match="is of other files than those beside it"):
+        checked(folder)
+
+
+# --- vocabularies -----------------------------------------------------------------------------------------------------
+
+
+def model_of(folder: Path, change: Callable[[Any], Any]) -> None:
+    """Change a sentencepiece model."""
+    file = folder / "tokenizer" / "spiece.model"
+    model = sentencepiece_model_pb2.ModelProto.FromString(file.read_bytes())
+    change(model)
+    file.write_bytes(model.SerializeToString())
+
+
+def other_sizes(folder: Path) -> None:
+    say(folder / ENCODER, vocab_size=256)
+    rewrite(
+        folder, "text_encoder", lambda all_: all_.update({k: t[:256].clone() for k, t in all_.items() if len(t) == 384})
+    )
+
+
+def few_tokens(folder: Path) -> None:
+    model_of(folder, lambda model: model.pieces.__delitem__(slice(60, None)))
+    say(folder / WORDS, extra_ids=0, additional_special_tokens=[])
+    say(folder / "tokenizer" / "special_tokens_map.json", additional_special_tokens=[])
+
+
+def other_letters(folder: Path) -> None:
+    """As many tokens as before, none of them of the letters that people write prompts with."""
+
+    def change(model: Any) -> None:
+        for n, piece in enumerate(model.pieces[3:]):
+            piece.piece = "▁" if n == 0 else chr(0x4E00 + n)
+
+    model_of(folder, change)
+
+
+def another_end(folder: Path) -> None:
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        say(folder / "tokenizer" / file, eos_token="[SEP]")
+
+
+MISFITS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "larger than the encoder": (other_sizes, "has 300 tokens, and the encoder's embedding 256 rows"),
+    "smaller than the encoder": (few_tokens, "has 60 tokens, and the encoder's embedding 384 rows"),
+    "unknown tokens only": (other_letters, "makes the same or no tokens of"),
+    "other special tokens": (another_end, "its eos_token has the id 300, and 1 by the encoder's config.json"),
+    "a huge one": (lambda f: os.truncate(f / "tokenizer/spiece.model", 2**30), "it is larger than 67,108,864 bytes"),
+}
+
+
+@pytest.mark.parametrize("what", MISFITS)
+def test_a_vocabulary_that_does_not_fit_the_encoder_is_refused(copy: Callable[[str], Path], what: str) -> None:
+    folder = copy("2b")
+    change, said = MISFITS[what]
+    change(folder)
+    with pytest.raises(BadFolder, match=f"'model/tokenizer.*{said}"):
+        checked(folder)
+
+
+def test_a_vocabulary_of_another_family_is_refused(
+    copy: Callable[[str], Path], model_folder: Callable[..., Path]
+) -> None:
+    folder = copy("cogview4")
+    T5TokenizerFast.from_pretrained(model_folder("2b") / "tokenizer").save_pretrained(folder / "other")
+    shutil.copy(folder / "other" / "tokenizer.json", folder / "tokenizer" / "tokenizer.json")
+    with pytest.raises(BadFolder, match="'model/tokenizer' does not fit the text encoder"):
+        checked(folder)
+
+
+def test_a_sentencepiece_model_cut_between_its_parts_is_refused(copy: Callable[[str], Path]) -> None:
+    """It is one that can be read, with fewer tokens or another way to split text."""
+    folder = copy("2b")
+    file = folder / "tokenizer" / "spiece.model"
+    whole = file.read_bytes()
+    model = sentencepiece_model_pb2.ModelProto.FromString(whole)
+    lengths = []
+    for field in ("normalizer_spec", "trainer_spec"):
+        model.ClearField(field)
+        lengths.append(model.ByteSize())
+    del model.pieces[-40:]
+    for length in (1, model.ByteSize(), lengths[1] - 1, *lengths, lengths[0] + 9, len(whole) - 1):
+        put(file, whole[:length])
+        with pytest.raises(BadFolder, match=r"spiece.model' cannot be used: it is no sentencepiece model, or cut off"):
+            checked(folder)
+
+
+# --- what is no file's fault ------------------------------------------------------------------------------------------
+
+
+def test_a_library_that_cannot_be_imported_is_no_files_fault(
+    copy: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As transformers, where Python was started with PYTHONOPTIMIZE=2: it reads docstrings."""
+    folder = copy("2b")
+
+    def cannot(_module: Any, _name: str) -> None:
+        raise ValueError("No `Args` section is found in the docstring of `Seq2SeqModelOutput`")
+
+    folders._built.cache_clear()
+    library = sys.modules["transformers"]
+    monkeypatch.delattr(library, "T5EncoderModel", raising=False)
+    monkeypatch.setattr(type(library), "__getattr__", cannot)
+    with pytest.raises(
+        LibraryFailed, match=r"^transformers cannot be imported \(ValueError: No `Args`.*requirements"
+    ) as told:
+        checked(folder)
+    assert isinstance(told.value.__cause__, ValueError)
