@@ -6,10 +6,10 @@ import errno
 import os
 import re
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,11 +34,8 @@ class FileEntry:
     @property
     def path(self) -> str:
         """Where it lies below the output folder of a headless run, by its own words: for messages."""
-        return "/".join(part for part in (self._folder, self.filename) if part)
-
-    @property
-    def _folder(self) -> str:
-        return "/".join(part for part in (PREVIEW_FOLDER if self.type == "temp" else "", self.subfolder) if part)
+        folder = PREVIEW_FOLDER if self.type == "temp" else ""
+        return "/".join(part for part in (folder, self.subfolder, self.filename) if part)
 
     def folder_in(self, output: Path) -> Path:
         """Its folder in a headless run's output folder.
@@ -76,15 +73,6 @@ def file_entries(ui: Mapping[str, Any]) -> Iterator[FileEntry]:
                 yield FileEntry(item["filename"], subfolder, kind)
 
 
-def expand_prefix(prefix: str, width: int, height: int) -> str:
-    """ComfyUI's placeholders (%width%, %height%, %year% ... %second%) filled in."""
-    names, now = ("year", "month", "day", "hour", "minute", "second"), time.strftime("%Y %m %d %H %M %S").split()
-    values = {"width": width, "height": height, **dict(zip(names, now, strict=True))}
-    for name, value in values.items():
-        prefix = prefix.replace(f"%{name}%", str(value))
-    return prefix
-
-
 def check_prefix(prefix: str) -> Path:
     """A `filename_prefix` as a path below the output folder; raises WorkflowError where it is none, or too long."""
     try:
@@ -99,17 +87,21 @@ def check_prefix(prefix: str) -> Path:
 
 
 def resolve_prefix(output: Path, prefix: str, *, width: int = 0, height: int = 0) -> Prefix:
-    """Where files of this prefix go. Sizes in pixels.
+    """Where files of this prefix go, with ComfyUI's placeholders (%width%, %year% ... %second%) filled in. Sizes in
+    pixels.
 
     Raises:
         WorkflowError: the prefix leads out of `output`, by itself or through a symbolic link.
     """
-    path = check_prefix(expand_prefix(prefix, width, height))
+    names, now = ("year", "month", "day", "hour", "minute", "second"), time.strftime("%Y %m %d %H %M %S").split()
+    for name, value in {"width": width, "height": height, **dict(zip(names, now, strict=True))}.items():
+        prefix = prefix.replace(f"%{name}%", str(value))
+    path = check_prefix(prefix)
+    subfolder = path.parent.as_posix()
     try:
-        folder = paths.inside(output, path.parent.as_posix())
+        folder = paths.inside(output, subfolder)
     except paths.Outside as fault:
         raise WorkflowError(f"filename_prefix {fault}, out of the output folder {output}: choose another.") from None
-    subfolder = path.parent.as_posix()
     return Prefix(folder, path.name, "" if subfolder == "." else subfolder)
 
 
@@ -126,14 +118,10 @@ def ensure_writable(folder: Path) -> None:
 def write_counted(folder: Path, stem: str, suffix: str, data: bytes) -> Path:
     """Write `<stem>_00001_<suffix>`, or the next number that is free, as ComfyUI does.
 
-    The bytes go to a temporary file in the same folder, which takes its final name once it is complete. The name
-    is claimed first, so that two processes that share a folder don't overwrite each other.
-
     Raises:
         OutputError: disk full, no permission and the like; nothing is left behind.
     """
-    counter = _next_counter(folder, stem)
-    return _write(folder, data, (f"{stem}_{n:05}_{suffix}" for n in count(counter)))
+    return _write(folder, data, _counted(folder, stem, suffix))
 
 
 def write_together(folder: Path, stem: str, contents: Mapping[str, bytes]) -> list[Path]:
@@ -143,7 +131,7 @@ def write_together(folder: Path, stem: str, contents: Mapping[str, bytes]) -> li
         OutputError: disk full, no permission and the like; nothing is left behind.
     """
     if any((folder / f"{stem}{suffix}").exists() for suffix in contents):
-        stem = f"{stem}_{_next_counter(folder, stem):05}_"
+        stem = next(_counted(folder, stem, ""))
     written: list[Path] = []
     try:
         for suffix, data in contents.items():
@@ -165,7 +153,7 @@ class Arriving:
 
     def write(self, data: bytes) -> None:
         """Raises OutputError."""
-        with _told(self._folder, self.size + len(data)):
+        with _told(self._folder):
             self._file.write(data)
 
     def start_again(self) -> None:
@@ -187,17 +175,10 @@ def arriving(folder: Path, name: str) -> Generator[Arriving]:
     Raises:
         OutputError: disk full, no permission and the like.
     """
-    with _arriving(folder, _names(folder, name)) as file:
-        yield file
-
-
-def _names(folder: Path, name: str) -> Iterator[str]:
-    yield name
     stem, suffix = Path(name).stem, Path(name).suffix
     counted = _COUNTED.fullmatch(stem)
-    stem = counted["stem"] if counted else stem
-    for counter in count(_next_counter(folder, stem)):
-        yield f"{stem}_{counter:05}_{suffix}"
+    with _arriving(folder, chain([name], _counted(folder, counted["stem"] if counted else stem, suffix))) as file:
+        yield file
 
 
 def _write(folder: Path, data: bytes, names: Iterator[str]) -> Path:
@@ -207,23 +188,25 @@ def _write(folder: Path, data: bytes, names: Iterator[str]) -> Path:
 
 
 @contextmanager
-def _arriving(folder: Path, names: Iterator[str] | None = None) -> Generator[Arriving]:
-    """names: those it may take; without any it is not kept."""
+def _arriving(folder: Path, names: Iterable[str] = ()) -> Generator[Arriving]:
+    """A temporary file in the same folder, which takes the first of `names` that is free once it is whole; without any
+    it is not kept."""
     with ExitStack() as opened:
         with _told(folder):
             folder.mkdir(parents=True, exist_ok=True)
             temporary, file = opened.enter_context(temporary_in(folder))
         written = Arriving(folder, file)
         yield written
-        if names is not None:
-            with _told(folder, written.size):
+        if names:
+            with _told(folder):
                 file.flush()
                 os.fsync(file.fileno())
                 written.path = _publish(temporary, file, names)
 
 
-def _publish(temporary: Path, file: BinaryIO, names: Iterator[str]) -> Path:
-    """Give a file the first name that is free, in one step."""
+def _publish(temporary: Path, file: BinaryIO, names: Iterable[str]) -> Path:
+    """Give a file the first name that is free, in one step: two processes that share a folder never overwrite each
+    other's."""
     for name in names:
         target = temporary.with_name(name)
         try:
@@ -246,25 +229,22 @@ def _publish(temporary: Path, file: BinaryIO, names: Iterator[str]) -> Path:
     raise FileExistsError(errno.EEXIST, "no free name", str(temporary.parent))
 
 
-def _next_counter(folder: Path, stem: str) -> int:
-    """One more than the highest number in use for this stem, of any file type."""
-    highest = 0
-    for path in folder.glob("*") if folder.is_dir() else ():
-        counted = _COUNTED.match(path.name)
-        if counted and os.path.normcase(counted["stem"]) == os.path.normcase(stem):
-            highest = max(highest, int(counted["counter"]))
-    return highest + 1
+def _counted(folder: Path, stem: str, suffix: str) -> Iterator[str]:
+    """Names from one more than the highest number in use for this stem, of any file type."""
+    found = [_COUNTED.match(path.name) for path in folder.glob("*")]
+    same = os.path.normcase(stem)
+    used = [int(name["counter"]) for name in found if name and os.path.normcase(name["stem"]) == same]
+    for number in count(max(used, default=0) + 1):
+        yield f"{stem}_{number:05}_{suffix}"
 
 
 @contextmanager
-def _told(target: Path, size: int = 0) -> Iterator[None]:
-    """Raises OutputError where the block cannot write. size: in bytes."""
+def _told(target: Path) -> Iterator[None]:
+    """Raises OutputError where the block cannot write."""
     try:
         yield
     except OSError as error:
-        reason = error.strerror or str(error)
-        advice = "Check the folder's permissions, or choose another with --out."
+        reason, advice = error.strerror or str(error), "Check the folder's permissions, or choose another with --out."
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            reason = f"the disk is full ({size / 1e6:.1f} MB were to be written)"
-            advice = "Free some space, or choose another folder with --out."
+            reason, advice = "the disk is full", "Free some space, or choose another folder with --out."
         raise OutputError(f"Cannot write {target}: {reason}. {advice} Nothing was left half-written.") from error

@@ -51,18 +51,17 @@ class Server(Wire):
         super().__init__(url)
         self.client_id = uuid.uuid4().hex
 
-    async def schemas(self, types: Iterable[str], also: Iterable[str] = ()) -> dict[str, Schema]:
-        """The schemas of these node types; those of `also` where the server has them.
+    async def schemas(self, types: Iterable[str]) -> dict[str, Schema]:
+        """The schemas of these node types.
 
         Raises:
             HostError: nothing answers, or it isn't ComfyUI.
             UnknownNodesError: the server lacks some of them.
         """
-        needed = set(types)
-        names = sorted(needed.union(also))
+        names = sorted(set(types))
         together = Allowance()
         found = await asyncio.gather(*(self._schema(name, together) for name in names))
-        unknown = [shown(name) for name, schema in zip(names, found, strict=True) if not schema and name in needed]
+        unknown = [shown(name) for name, schema in zip(names, found, strict=True) if not schema]
         if unknown:
             raise UnknownNodesError(
                 f"The ComfyUI at {self.name} has no node type {', '.join(unknown)}. Install the pack that brings it "

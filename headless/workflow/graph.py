@@ -9,7 +9,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, JsonValue
+from pydantic import AliasPath, Field, JsonValue
 
 from ...trust.foreign import Foreign, Unreadable, fitting, object_in, read
 from ...trust.text import is_whole, listed, shown
@@ -81,10 +81,6 @@ class Graph:
         )
         raise NodeNotFoundError(f"The workflow has no node '{shown(name)}'. Its nodes: {known}.")
 
-    def with_node(self, node: Node) -> Graph:
-        """A copy in which this node stands in the place of the one with its id."""
-        return replace(self, nodes={**self.nodes, node.id: node})
-
     def without_dates(self) -> Graph:
         """A copy whose file names are the same on every day."""
         return self.with_inputs({node: {name: text} for (node, name), text in self.dated.items()})
@@ -108,14 +104,13 @@ class Graph:
             node = self.nodes[queue.pop()]
             if node.id in wanted:
                 continue
-            sources = node.links()
-            for name, link in sources.items():
+            for name, link in node.links().items():
                 if link.node not in self.nodes:
                     raise WorkflowError(
                         f"{node.label}: input '{shown(name)}' is linked to node {shown(link.node)}, "
                         "which is not in the workflow."
                     )
-            wanted[node.id] = {link.node for link in sources.values()}
+            wanted[node.id] = {link.node for link in node.links().values()}
             queue.extend(wanted[node.id])
         try:
             return list(TopologicalSorter(wanted).static_order())
@@ -124,14 +119,10 @@ class Graph:
             raise WorkflowError(f"The workflow's links run in a circle: {circle}. Cut one of them.") from None
 
 
-class _Meta(Foreign):
-    title: str | None = None
-
-
 class ApiNode(Foreign):
     class_type: str
     inputs: dict[str, JsonValue] = {}
-    meta: _Meta | None = Field(default=None, alias="_meta")
+    title: str | None = Field(default=None, validation_alias=AliasPath("_meta", "title"))
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
@@ -176,7 +167,7 @@ def from_api(data: Mapping[str, Any]) -> Graph:
 
 def _node_from_api(node_id: str, node: ApiNode) -> Node:
     inputs = {name: from_json(value) for name, value in node.inputs.items()}
-    return whole(Node(node_id, node.class_type, inputs, node.meta.title if node.meta else None))
+    return whole(Node(node_id, node.class_type, inputs, node.title))
 
 
 def from_json(value: JsonValue) -> Any:

@@ -166,52 +166,49 @@ def from_object_info(class_type: str, info: object) -> Schema:
 
 
 def _schema(class_type: str, declared: Mapping[str, Any], outputs: Any, is_output: bool, title: str) -> Schema:
-    inputs = {spec.name: spec for spec in _Inputs(iter(range(MAX_INPUTS))).of(declared)}
-    hidden = {
-        name: str(kind[0] if isinstance(kind, (list, tuple)) else kind)
-        for name, kind in (declared.get("hidden") or {}).items()
-    }
+    inputs = {spec.name: spec for spec in _inputs(declared, iter(range(MAX_INPUTS)))}
+    hidden = {name: _type(declaration) for name, declaration in (declared.get("hidden") or {}).items()}
     names = tuple("COMBO" if isinstance(kind, (list, tuple)) else str(kind) for kind in outputs)
     return Schema(class_type, inputs, hidden, names, is_output, title)
 
 
-@dataclass(frozen=True)
-class _Inputs:
-    """Reads the inputs of one node type, which may bring others along, which may bring others. Raises Unreadable."""
+def _type(declaration: Any) -> str:
+    return str(declaration[0] if isinstance(declaration, (list, tuple)) else declaration)
 
-    room: Iterator[int]  # for as many
 
-    def of(self, declared: Mapping[str, Any], prefix: str = "") -> list[InputSpec]:
-        return [
-            self._input(f"{prefix}{name}", declaration, group == "required")
-            for group in ("required", "optional")
-            for name, declaration in (declared.get(group) or {}).items()
-        ]
+def _inputs(declared: Mapping[str, Any], room: Iterator[int], prefix: str = "") -> list[InputSpec]:
+    """The inputs of a node type, or those that an option brings along.
 
-    def _input(self, name: str, declaration: Any, required: bool) -> InputSpec:
-        if next(self.room, None) is None or len(name) > MAX_NAME:
-            raise Unreadable(f"it has more than {MAX_INPUTS:,} inputs, or one with more than {MAX_NAME:,} letters")
-        kind, *rest = declaration if isinstance(declaration, (list, tuple)) else (declaration,)
-        config = rest[0] if rest and isinstance(rest[0], dict) else {}
-        if isinstance(kind, (list, tuple)):
-            return InputSpec(name, "COMBO", required, tuple(kind), config)
-        if kind == DYNAMIC_COMBO:
-            options = fitting(_DynamicCombo, config).options
-            brings = {option.key: tuple(self.of(vars(option.inputs), f"{name}.")) for option in options}
-            return InputSpec(name, kind, required, tuple(brings), config, brings)
-        if kind == AUTOGROW:
-            return InputSpec(name, kind, required, config=config, grows=self._grown(name, config))
-        options = config.get("options")
-        options = tuple(options) if isinstance(options, (list, tuple)) else ()
-        return InputSpec(name, str(kind), required, options, config)
+    room: for as many. prefix: of their names.
+    """
+    return [
+        _input(f"{prefix}{name}", declaration, group == "required", room)
+        for group in ("required", "optional")
+        for name, declaration in (declared.get(group) or {}).items()
+    ]
 
-    def _grown(self, name: str, config: Mapping[str, Any]) -> tuple[InputSpec, ...]:
+
+def _input(name: str, declaration: Any, required: bool, room: Iterator[int]) -> InputSpec:
+    if next(room, None) is None or len(name) > MAX_NAME:
+        raise Unreadable(f"it has more than {MAX_INPUTS:,} inputs, or one with more than {MAX_NAME:,} letters")
+    kind, *rest = declaration if isinstance(declaration, (list, tuple)) else (declaration,)
+    config = rest[0] if rest and isinstance(rest[0], dict) else {}
+    if isinstance(kind, (list, tuple)):
+        return InputSpec(name, "COMBO", required, tuple(kind), config)
+    if kind == DYNAMIC_COMBO:
+        options = fitting(_DynamicCombo, config).options
+        brings = {option.key: tuple(_inputs(vars(option.inputs), room, f"{name}.")) for option in options}
+        return InputSpec(name, kind, required, tuple(brings), config, brings)
+    if kind == AUTOGROW:
         template = fitting(_Autogrow, config).template
         names = template.names or [f"{template.prefix}{number}" for number in range(min(template.max, MAX_GROWN))]
-        declarations = [*template.input.required.values(), *template.input.optional.values()]
-        required = template.min if template.input.required else 0
-        return tuple(
-            self._input(f"{name}.{each}", declarations[0], number < required)
+        first = next(iter([*template.input.required.values(), *template.input.optional.values()]), None)
+        least = template.min if template.input.required else 0
+        grows = tuple(
+            _input(f"{name}.{each}", first, number < least, room)
             for number, each in enumerate(names[:MAX_GROWN])
-            if declarations
+            if first
         )
+        return InputSpec(name, kind, required, config=config, grows=grows)
+    options = config.get("options")
+    return InputSpec(name, str(kind), required, tuple(options) if isinstance(options, (list, tuple)) else (), config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -17,9 +18,6 @@ from .schema import NOTHING, InputSpec, Schema, walk
 from .ui_texts import chosen
 
 JSON: Any = JsonValue
-
-
-MAX_PARTS = 10  # of an input's name
 
 
 @dataclass(frozen=True)
@@ -52,35 +50,29 @@ class Setting:
         Raises:
             WorkflowError: no such node, or it has no such input.
         """
-        errors: list[tuple[int, WorkflowError]] = []
-        node_name, name, dot = self.node, self.input, "."
-        for _ in range(MAX_PARTS):
+        parts = f"{self.node}.{self.input}".split(".")
+        missing: list[NodeNotFoundError] = []
+        for end in range(len(parts) - 1, 0, -1):
             try:
-                node = graph.find(node_name)
-                specs = schemas[node.class_type].inputs_with(node.inputs)
-                if name in specs:
-                    return node, specs[name]
-                errors.append((2, self._no_input(node, name, specs)))
-            except WorkflowError as error:
-                errors.append((0 if isinstance(error, NodeNotFoundError) else 1, error))
-            node_name, dot, part = node_name.rpartition(".")
-            if not dot:
-                break
-            name = f"{part}.{name}"
-        raise max(errors, key=lambda each: each[0])[1]
+                node = graph.find(".".join(parts[:end]))
+            except NodeNotFoundError as error:
+                missing.append(error)
+                continue
+            name, specs = ".".join(parts[end:]), schemas[node.class_type].inputs_with(node.inputs)
+            if name in specs:
+                return node, specs[name]
+            raise WorkflowError(
+                f"--set {shown('.'.join(parts))}: {node.label} has no input '{shown(name)}'. "
+                f"Its inputs: {listed(specs, most=50) or 'none'}."
+            )
+        raise missing[0]
 
-    def _no_input(self, node: Node, name: str, specs: Mapping[str, InputSpec]) -> WorkflowError:
-        return WorkflowError(
-            f"--set {shown(f'{self.node}.{self.input}')}: {node.label} has no input '{shown(name)}'. "
-            f"Its inputs: {listed(specs, most=50) or 'none'}."
-        )
-
-    def depth_in(self, graph: Graph, schemas: Mapping[str, Schema]) -> int:
-        """How many inputs bring this one along; many, where another setting has to do so first."""
+    def depth_in(self, graph: Graph, schemas: Mapping[str, Schema]) -> float:
+        """How many inputs bring this one along; infinite, where another setting has to do so first."""
         try:
             return self.found_in(graph, schemas)[1].name.count(".")
         except WorkflowError:
-            return MAX_PARTS
+            return math.inf
 
 
 def apply(graph: Graph, settings: Iterable[Setting], schemas: Mapping[str, Schema]) -> Graph:
@@ -97,7 +89,7 @@ def apply(graph: Graph, settings: Iterable[Setting], schemas: Mapping[str, Schem
         changed = {**node.inputs, spec.name: value}
         if spec.brings and value != node.inputs.get(spec.name):
             changed = _brought(changed, spec, schemas[node.class_type])
-        graph = graph.with_node(whole(replace(node, inputs=changed)))
+        graph = replace(graph, nodes={**graph.nodes, node.id: whole(replace(node, inputs=changed))})
         for texts in (prompts, dated):
             texts.pop((node.id, spec.name), None)
     return chosen(replace(graph, prompts=prompts, dated=dated))
@@ -107,15 +99,11 @@ def _brought(values: Mapping[str, Any], spec: InputSpec, schema: Schema) -> dict
     """As on the page: what comes with another option begins with its defaults; links stay where they fit."""
     prefix = f"{spec.name}."
     left = {name: value for name, value in values.items() if not name.startswith(prefix)}
-
-    def value(each: InputSpec) -> Any:
-        if each.name.startswith(prefix) and each.default is not NOTHING:
-            left[each.name] = each.default
-        return left.get(each.name)
-
-    specs = {each.name for each in walk(schema.inputs.values(), value)}
-    links = {name: old for name, old in values.items() if isinstance(old, Link) and name in specs}
-    return left | links
+    for each in walk(schema.inputs.values(), lambda each: left.get(each.name)):
+        value = values.get(each.name)
+        if each.name.startswith(prefix) and (isinstance(value, Link) or each.default is not NOTHING):
+            left[each.name] = value if isinstance(value, Link) else each.default
+    return left
 
 
 def _value(text: str, spec: InputSpec) -> object:

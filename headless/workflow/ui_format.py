@@ -16,28 +16,22 @@ from ...trust.text import listed, shown
 from ..errors import UnknownNodesError, WorkflowError
 from .graph import Graph, Link, Node, whole
 from .schema import Schema
-from .subgraphs import BYPASSED, MUTED, Level, Unfolded, unfold
-from .ui_file import UiFile, UiNode
-from .ui_links import GETTER, HANDS_ON, PRIMITIVE, Sources
-from .ui_names import PREFIX, SAVERS, Names, types_named
-from .ui_texts import chosen
-from .ui_widgets import widget_values
+from .ui_file import BYPASSED, MUTED, Level, UiFile, UiNode, Unfolded, unfold
+from .ui_links import HANDS_ON, Sources
+from .ui_texts import PREFIX, SAVERS, Names, chosen
+from .ui_widgets import OF_THE_PAGE
 
-FRONTEND_ONLY = frozenset({"Note", "MarkdownNote", PRIMITIVE, GETTER}) | HANDS_ON
+FRONTEND_ONLY = HANDS_ON | OF_THE_PAGE.keys()
 DATE = "%date:"
-# nodes that are no more than the page draws or does: their packs bring no such type to a server
-OF_THE_PAGE_ALONE = frozenset(
-    f"{name} (rgthree)"
-    for name in (
-        *("Label", "Bookmark", "Fast Muter", "Fast Bypasser", "Fast Groups Muter", "Fast Groups Bypasser"),
-        *("Fast Actions Button", "Mute / Bypass Relay", "Mute / Bypass Repeater", "Random Unmuter"),
-        *("Node Collector", "Node Combiner"),
-    )
-)
 # nodes, and types of inputs, whose pictures and sounds the page makes as it sends the workflow
 RECORDERS = frozenset({"Load3D", "Load3DAnimation", "Load3DAdvanced", "WebcamCapture", "RecordAudio"})
 RECORDED = frozenset({"LOAD_3D", "LOAD_3D_ANIMATION", "WEBCAM", "AUDIO_RECORD"})
 A_SUBGRAPH = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # as a node's type
+GROUP = (
+    "a group node, which only the browser can unfold. Open the workflow in a current ComfyUI and save it again: that "
+    "makes a subgraph of it"
+)
+RECORDING = "whose pictures or sounds the browser makes as it sends the workflow"
 EXPORT_HINT = "In ComfyUI, use Workflow > Export (API) and run that file instead."
 
 
@@ -47,18 +41,7 @@ def class_types(data: Mapping[str, Any]) -> set[str]:
     Raises:
         WorkflowError: it can't be read, has group nodes, or subgraphs that can't be unfolded.
     """
-    return _class_types(*_read(data))
-
-
-def named_types(data: Mapping[str, Any]) -> set[str]:
-    """The node types whose schemas `convert` uses where the host has them: of nodes that do not run, but that a file
-    name means.
-
-    Raises:
-        WorkflowError: as `class_types`.
-    """
-    file, unfolded = _read(data)
-    return types_named(unfolded) - _class_types(file, unfolded) - FRONTEND_ONLY - unfolded.subgraphs.keys()
+    return _class_types(_read(data))
 
 
 def convert(data: Mapping[str, Any], schemas: Mapping[str, Schema]) -> Graph:
@@ -71,8 +54,8 @@ def convert(data: Mapping[str, Any], schemas: Mapping[str, Schema]) -> Graph:
     Raises:
         WorkflowError: it can't be read or unfolded, a broken link table, or an unknown node type.
     """
-    file, unfolded = _read(data)
-    missing = sorted(_class_types(file, unfolded) - set(schemas))
+    unfolded = _read(data)
+    missing = sorted(_class_types(unfolded) - set(schemas))
     if missing:
         raise UnknownNodesError(
             f"Cannot read the workflow: the host has no node type {listed(missing)}. Install its pack there; if only "
@@ -87,72 +70,59 @@ def convert(data: Mapping[str, Any], schemas: Mapping[str, Schema]) -> Graph:
         if not _runs(node):
             continue
         node_id, schema = f"{level.path}{node.id}", schemas[node.type]
-        inputs = widget_values(node, schema)
-        in_widgets = dict(inputs)  # what the page sends as its widgets make it
+        inputs = dict(sources.widgets.of(node))
+        in_widgets = set(inputs)  # those that the page sends as their widgets make them
+        patterns = {PREFIX} if node.type in SAVERS else set[str]()
         for slot in node.inputs or ():
             found = sources.of(level, node, slot)
             if found is None:
                 continue
             inputs[slot.name] = found.value
-            in_widgets.pop(slot.name, None)
-            if found.has_patterns and isinstance(found.value, str):
-                inputs[slot.name] = names.fill_in(found.value)
-                if DATE in found.value:
-                    dated[node_id, slot.name] = found.value
-            if found.in_widget:
-                in_widgets[slot.name] = inputs[slot.name]
+            (in_widgets.add if found.in_widget else in_widgets.discard)(slot.name)
+            if found.has_patterns:
+                patterns.add(slot.name)
         specs = schema.inputs_with(inputs)
         if any(spec.type in RECORDED and not isinstance(inputs.get(spec.name), Link) for spec in specs.values()):
-            raise _recorded(level, node)
-        for name, text in in_widgets.items():
-            if not isinstance(text, str):
+            raise _only_in_browser(level, node, f"a '{shown(node.type)}', {RECORDING}")
+        for name, text in inputs.items():
+            if name not in in_widgets or not isinstance(text, str):
                 continue
-            if node.type in SAVERS and name == PREFIX:
+            if name in patterns:
                 inputs[name] = names.fill_in(text)
                 if DATE in text:
                     dated[node_id, name] = text
-            elif name in specs and specs[name].config.get("dynamicPrompts") is True:
-                prompts[node_id, name] = text
+            if name in specs and specs[name].config.get("dynamicPrompts") is True:
+                prompts[node_id, name] = inputs[name]
         converted[node_id] = whole(Node(node_id, node.type, inputs, node.title or None, level.title))
     return chosen(Graph(converted, _as_saved(data), prompts, dated))
 
 
-def _read(data: Mapping[str, Any]) -> tuple[UiFile, Unfolded]:
+def _read(data: Mapping[str, Any]) -> Unfolded:
     try:
-        file = fitting(UiFile, data)
+        return unfold(fitting(UiFile, data))
     except Unreadable as error:
         raise WorkflowError(f"This is not a workflow in ComfyUI's format: {error}. {EXPORT_HINT}") from None
-    try:
-        return file, unfold(file)
     except WorkflowError as error:
         raise WorkflowError(f"{error} {EXPORT_HINT}") from None
 
 
-def _class_types(file: UiFile, unfolded: Unfolded) -> set[str]:
-    groups = file.groups()
+def _class_types(unfolded: Unfolded) -> set[str]:
+    types: set[str] = set()
     for level, node in unfolded.nodes():
-        where = f"Node {shown(level.path + node.id)} is a"
-        if node.type in groups or node.type.startswith(("workflow/", "workflow>")):
-            raise WorkflowError(
-                f"{where} group node, which only the browser can unfold. Open the workflow in a current ComfyUI and "
-                "save it again: that makes a subgraph of it. Or use Workflow > Export (API) there."
-            )
+        if node.type in unfolded.groups or node.type.startswith(("workflow/", "workflow>")):
+            raise _only_in_browser(level, node, GROUP)
         if not _runs(node):
             continue
         if A_SUBGRAPH.fullmatch(node.type):
-            raise WorkflowError(f"{where} subgraph that the file does not define. {EXPORT_HINT}")
-        if node.type in OF_THE_PAGE_ALONE:
-            raise WorkflowError(f"{where} '{node.type}', which is in the browser alone. {EXPORT_HINT}")
+            raise _only_in_browser(level, node, "a subgraph that the file does not define")
         if node.type in RECORDERS:
-            raise _recorded(level, node)
-    return {node.type for _, node in unfolded.nodes() if _runs(node)}
+            raise _only_in_browser(level, node, f"a '{node.type}', {RECORDING}")
+        types.add(node.type)
+    return types
 
 
-def _recorded(level: Level, node: UiNode) -> WorkflowError:
-    return WorkflowError(
-        f"Node {shown(level.path + node.id)} is a '{shown(node.type)}', whose pictures or sounds the browser makes as "
-        f"it sends the workflow. {EXPORT_HINT}"
-    )
+def _only_in_browser(level: Level, node: UiNode, what: str) -> WorkflowError:
+    return WorkflowError(f"Node {shown(level.path + node.id)} is {what}. {EXPORT_HINT}")
 
 
 def _runs(node: UiNode) -> bool:

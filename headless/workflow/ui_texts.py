@@ -1,134 +1,104 @@
-"""What the page makes of texts as it sends them: choices and comments in prompts, patterns in file names.
-
-Each function takes time in proportion to what it is given and what it returns.
-"""
+"""What the page makes of texts as it sends them: choices and comments in prompts, patterns in file names."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from decimal import Decimal
 from random import Random
 from typing import Any
 
 from ..errors import WorkflowError
-from .graph import Graph, Link, Node
-from .schema import SEED_NAMES
+from .graph import Graph, Link
+from .schema import SEED_NAMES, Schema
+from .ui_file import Level, UiNode, Unfolded
+from .ui_links import Sources
+from .ui_widgets import OF_THE_PAGE
 
+PREFIX = "filename_prefix"
+# the nodes whose file names the page fills in; of the last, its pack does
+SAVERS = frozenset(
+    {
+        *("SaveImage", "SaveImageAdvanced", "SaveSVGNode", "SaveVideo", "SaveAnimatedWEBP", "SaveWEBM", "SaveAudio"),
+        *("SaveAudioMP3", "SaveAudioOpus", "SaveAudioAdvanced", "SaveGLB", "Save3DAdvanced", "SaveGaussianSplat"),
+        *("SavePointCloud", "SaveAnimatedPNG", "CLIPSave", "VAESave", "ModelSave", "LoraSave", "SaveLatent"),
+        "VHS_VideoCombine",
+    }
+)
+MAX_NESTED = 100  # choices in choices
 MAX_REPLACED = 100_000  # letters of a text with its patterns filled in
-_LINE_END = re.compile(r"[\n\r\u2028\u2029]|\Z")
+_TOKEN = re.compile(r"\\.|[^\\{|}]+|.", re.DOTALL)
+_LINE_COMMENT = re.compile(r"//[^\n\r\u2028\u2029]*")
+_COMMENT = re.compile(rf"{_LINE_COMMENT.pattern}|/\*")  # the whole of it, or where it begins
 _PATTERN = re.compile(r"%([^%]+)%")
-_DATE_PARTS = re.compile(r"dd?|MM?|hh?|mm?|ss?|yyy?y?")
+_DATE_PART = re.compile(r"dd?|MM?|hh?|mm?|ss?|yyy?y?")
 _NO_FILE_NAME = re.compile(r'[/?<>\\:*|"\x00-\x1f\x7f]')
 
 
 def chosen(graph: Graph) -> Graph:
-    """A copy in which the choices of its prompts are made anew: the same seeds make the same choices."""
-    seeds = [number for node in graph.nodes.values() for name in SEED_NAMES for number in _numbers(graph, node, name)]
+    """A copy in which the choices of its prompts are made anew: the same seeds make the same choices.
+
+    Raises:
+        WorkflowError: choices are nested too deep.
+    """
+    values = [node.inputs.get(name) for node in graph.nodes.values() for name in SEED_NAMES]
+    seeds = sorted(number for value in values for number in _numbers(graph, value))
     made: dict[str, dict[str, str]] = {}
     for (node_id, name), text in graph.prompts.items():
-        random = Random(f"{sorted(seeds)} {node_id} {name}").random
-        made.setdefault(node_id, {})[name] = choose(text, random)
+        made.setdefault(node_id, {})[name] = choose(text, Random(f"{seeds} {node_id} {name}").random)
     return graph.with_inputs(made)
 
 
-def _numbers(graph: Graph, node: Node, name: str) -> list[int]:
+def _numbers(graph: Graph, value: Any) -> list[int]:
     """What is in an input, or in the node that it is linked to."""
-    value = node.inputs.get(name)
     source = graph.nodes.get(value.node) if isinstance(value, Link) else None
-    values = source.inputs.values() if source else [value]
-    return [number for number in values if type(number) is int]
+    return [number for number in (source.inputs.values() if source else [value]) if type(number) is int]
 
 
 def choose(text: str, random: Callable[[], float]) -> str:
     """A prompt without its comments, of each `{a|b}` one option, and `\\{` as `{`: `processDynamicPrompt` of the page.
 
     random: asked for a number from 0 to below 1 at each choice.
+
+    Raises:
+        WorkflowError: choices are nested too deep.
     """
-    text = _without_comments(text)
-    if (len(text) - len(text.rstrip("\\"))) % 2:
-        text += "undefined"  # what the page reads after its end
-    blocks = _blocks(text)
-    made: list[str] = []
-    around: list[tuple[int, int]] = []  # of the blocks that this stands in: where the text ends, where it goes on
-    starts = [0]  # of each option that this stands in, in `made`
-    at, end = 0, len(text)
-    while at < end or around:
-        if at >= end:
-            (end, at), _ = around.pop(), starts.pop()
-        elif text[at] == "\\":
-            made.append("\\")
-            _add(made, text[at + 1], starts)
-            at += 2
-        elif text[at] == "{":
-            options = blocks[at]
-            option = int(random() * (len(options) - 1))
-            around.append((end, options[-1]))
-            starts.append(len(made))
-            at, end = options[option], options[option + 1] - 1
+    opened: list[list[list[str]]] = [[[]]]  # the text, then each open choice: its options so far, in parts
+
+    def close() -> None:
+        options = opened.pop()
+        opened[-1][-1].append("".join(options[int(random() * len(options))]))
+
+    for token in _TOKEN.findall(_without_comments(text)):
+        if token == "{":
+            if len(opened) > MAX_NESTED:
+                raise WorkflowError(f"A prompt has choices, as {{a|b}}, that are nested more than {MAX_NESTED} deep.")
+            opened.append([[]])
+        elif token == "|" and len(opened) > 1:
+            opened[-1].append([])
+        elif token == "}" and len(opened) > 1:
+            close()
         else:
-            _add(made, text[at], starts)
-            at += 1
-    return "".join(made)
-
-
-def _blocks(text: str) -> dict[int, list[int]]:
-    """By the place of each opening brace: where its options begin, and where the text goes on after it."""
-    blocks: dict[int, list[int]] = {}
-    opened: list[list[int]] = []
-    at = 0
-    while at < len(text):
-        if text[at] == "\\":
-            at += 1
-        elif text[at] == "{":
-            opened.append(blocks.setdefault(at, [at + 1]))
-        elif text[at] in "|}" and opened:
-            (opened.pop() if text[at] == "}" else opened[-1]).append(at + 1)
-        at += 1
-    for block in opened:  # to the end of the text
-        block.append(len(text) + 1)
-    return blocks
-
-
-def _add(made: list[str], letter: str, starts: list[int]) -> None:
-    """Every option, and the whole, loses one backslash before a brace, the innermost first."""
-    here = len(made)
-    if letter in "{}|":
-        before = here
-        while before and made[before - 1] == "\\":
-            before -= 1
-        lost = 0
-        for start in reversed(starts):
-            if lost == here - before:
-                break
-            lost += here - max(before, start) > lost
-        made[here - lost : here] = [""] * lost
-    made.append(letter)
+            opened[-1][-1].append(token[1:] if token in (r"\{", r"\|", r"\}") else token)
+    while len(opened) > 1:  # to the end of the text
+        close()
+    return "".join(opened[0][0])
 
 
 def _without_comments(text: str) -> str:
     """Without `/* ... */`, over lines, and `// ...` to the end of the line, wherever they stand: in addresses too."""
-    parts: list[str] = []
-    at, closes = 0, True
-    while (slash := text.find("/", at)) >= 0:
-        mark = text[slash : slash + 2]
-        after = slash + 1
-        if mark == "//":
-            after = _line_end(text, slash)
-        elif mark == "/*" and closes:
-            end = text.find("*/", slash + 2)
-            closes = end >= 0
-            after = end + 2 if closes else after
-        comment = after > slash + 1
-        parts.append(text[at : slash if comment else after])
-        at = after
-    return "".join(parts) + text[at:]
-
-
-def _line_end(text: str, at: int) -> int:
-    found = _LINE_END.search(text, at)
-    return found.start() if found else len(text)
+    kept: list[str] = []
+    at = 0
+    while comment := _COMMENT.search(text, at):
+        kept.append(text[at : comment.start()])
+        at = comment.end()
+        if comment[0] == "/*":
+            closed = text.find("*/", at)
+            if closed < 0:  # nor is any that follows
+                return "".join([*kept, "/*", _LINE_COMMENT.sub("", text[at:])])
+            at = closed + 2
+    return "".join([*kept, text[at:]])
 
 
 def fill_in(text: str, value: Callable[[str, str], Any], now: datetime) -> str:
@@ -144,14 +114,14 @@ def fill_in(text: str, value: Callable[[str, str], Any], now: datetime) -> str:
 
     def filled(match: re.Match[str]) -> str:
         nonlocal room
-        names = match[1].split(".", 2)
+        names = match[1].split(".")
         if len(names) == 2:
             try:
-                made = _NO_FILE_NAME.sub("_", as_page_text(value(names[0], names[1])))
+                made = _NO_FILE_NAME.sub("_", as_page_text(value(*names)))
             except KeyError:
                 return match[0]
         elif names[0].startswith("date:"):
-            made = _DATE_PARTS.sub(lambda part: _date_part(part[0], now), names[0][len("date:") :])
+            made = _DATE_PART.sub(lambda part: _date_part(part[0], now), names[0].removeprefix("date:"))
         else:
             return match[0]
         room -= len(made)
@@ -162,22 +132,15 @@ def fill_in(text: str, value: Callable[[str, str], Any], now: datetime) -> str:
     return _PATTERN.sub(filled, text)
 
 
-def named_in(text: str) -> list[str]:
-    """The nodes that a file name's patterns name."""
-    found = (names.split(".", 2) for names in _PATTERN.findall(text))
-    return [names[0] for names in found if len(names) == 2]
-
-
 def _date_part(part: str, now: datetime) -> str:
-    year = str(now.year)
     if part[0] == "y":
-        return {"yy": year[2:], "yyyy": year}.get(part, part)
+        return {"yy": f"{now:%y}", "yyyy": f"{now:%Y}"}.get(part, part)
     numbers = {"d": now.day, "M": now.month, "h": now.hour, "m": now.minute, "s": now.second}
     return str(numbers[part[0]]).rjust(len(part), "0")
 
 
 def as_page_text(value: Any) -> str:
-    """A widget's value as JavaScript writes it."""
+    """A widget's value as JavaScript writes it, but that no number has an exponent."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -186,16 +149,51 @@ def as_page_text(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, list):
         return ",".join(map(as_page_text, value))
-    return _number(value) if isinstance(value, (int, float)) else "[object Object]"
-
-
-def _number(number: float) -> str:
+    if not isinstance(value, (int, float)):
+        return "[object Object]"
     try:
-        value = float(number)
+        return f"{Decimal(repr(float(value))).normalize() + 0:f}"
     except OverflowError:
         return "Infinity"
-    text = repr(value)
-    if value == 0 or 1e-6 <= abs(value) < 1e21:
-        return f"{Decimal(text) + 0:f}".removesuffix(".0")
-    digits, _, power = text.partition("e")
-    return f"{digits}e{int(power):+}".replace(".0e", "e")
+
+
+class Names:
+    """Fills in file names as of one moment."""
+
+    def __init__(self, unfolded: Unfolded, schemas: Mapping[str, Schema], sources: Sources) -> None:
+        self.nodes = _by_name(unfolded, schemas)
+        self.sources = sources
+        self.now = datetime.now()
+
+    def fill_in(self, text: str) -> str:
+        """Raises WorkflowError: it gets too long."""
+        return fill_in(text, self._value, self.now)
+
+    def _value(self, name: str, widget: str) -> Any:
+        level, node = self.nodes[name]
+        value = self.sources.widgets.of(node)[widget]
+        slot = next((slot for slot in node.inputs or () if slot.name == widget), None)
+        found = self.sources.of(level, node, slot) if slot else None
+        return found.value if found and found.in_widget else value
+
+
+def _by_name(unfolded: Unfolded, schemas: Mapping[str, Schema]) -> dict[str, tuple[Level, UiNode]]:
+    """The first node of each name, else of each title."""
+    names: dict[str, tuple[Level, UiNode]] = {}
+    titles: dict[str, tuple[Level, UiNode]] = {}
+    for level, node in _in_order(unfolded, unfolded.levels[""]):
+        unnamed = "" if node.type in SAVERS | OF_THE_PAGE.keys() else node.type
+        name = unnamed if node.more.name == "" else node.more.name
+        if isinstance(name, str) and name:
+            names.setdefault(name, (level, node))
+        title = node.title or (node.type in schemas and schemas[node.type].title) or node.type
+        titles.setdefault(title, (level, node))
+    return titles | names
+
+
+def _in_order(unfolded: Unfolded, level: Level) -> Iterator[tuple[Level, UiNode]]:
+    """Every node in the page's order: what is in a subgraph before its node."""
+    for node in level.canvas.nodes.values():
+        if below := unfolded.levels.get(f"{level.path}{node.id}:"):
+            yield from _in_order(unfolded, below)
+        yield level, node

@@ -1,19 +1,30 @@
-"""What a node's widgets hold: a UI-format file has their values by position, in the order of the node's inputs."""
+"""What a node's widgets hold: a UI-format file has their values by position, in the order of the node's inputs.
+
+A subgraph node shows widgets of nodes in it as its own. What it holds for them stands in the place of those nodes' own
+values.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from .schema import NOTHING, InputSpec, Schema, walk
-from .ui_file import UiNode
+from .ui_file import SETTER, Canvas, UiNode
 
-CONTROL_VALUES = frozenset({"fixed", "increment", "decrement", "randomize", "increment-wrap"})
+CONTROL_VALUES = ("fixed", "increment", "decrement", "randomize", "increment-wrap")
 CUSTOM_COMBO = "CustomCombo"  # whose widgets the page makes: the choice, its place, and each option
 NOT_STORED = "IMAGECOMPARE"
 PAGE_ONLY = frozenset({"videopreview"})  # in nodes that store their widgets by name: no input of the node
 ALONG: Mapping[str, int] = {"BOUNDING_BOX": 4}  # numbers that the page stores after such a value: its sides once more
+PRIMITIVE, GETTER = "PrimitiveNode", "GetNode"
+OF_THE_PAGE = {  # node types that no server knows -> the name of their first widget
+    PRIMITIVE: "value",
+    "Note": "text",
+    "MarkdownNote": "text",
+    SETTER: "Constant",
+    GETTER: "Constant",
+}
 
 
 def widget_values(node: UiNode, schema: Schema) -> dict[str, Any]:
@@ -24,26 +35,21 @@ def widget_values(node: UiNode, schema: Schema) -> dict[str, Any]:
         names = ["choice", "index", *(f"option{number}" for number in range(1, len(stored)))]
         return dict(zip(names, stored, strict=False))
     values: dict[str, Any] = {}
-    take: Callable[[InputSpec], Any]
-    if isinstance(stored, dict):
-        take = partial(_by_name, stored)
-    else:
-        take = _ByPosition(_without_forced(stored if isinstance(stored, list) else [], schema), schema)
-
-    def value(spec: InputSpec) -> Any:
-        found = take(spec) if spec.widget else NOTHING
-        if found is not NOTHING:
-            values[spec.name] = found
-        return found
-
-    known = {spec.name for spec in walk(schema.inputs.values(), value)}
-    if isinstance(stored, dict):
+    by_name = isinstance(stored, dict)
+    take = _by_name(stored) if by_name else _by_position(_without_forced(node.stored, schema), schema)
+    known: set[str] = set()
+    for spec in walk(schema.inputs.values(), lambda spec: values.get(spec.name)):
+        known.add(spec.name)
+        value = take(spec) if spec.widget else NOTHING
+        if value is not NOTHING:
+            values[spec.name] = value
+    if by_name:
         values |= {name: each for name, each in stored.items() if name not in known and not _is_page_only(name)}
     return values
 
 
-def _by_name(stored: Mapping[str, Any], spec: InputSpec) -> Any:
-    return stored.get(spec.name, spec.default)
+def _by_name(stored: Mapping[str, Any]) -> Callable[[InputSpec], Any]:
+    return lambda spec: stored.get(spec.name, spec.default)
 
 
 def _is_page_only(name: str) -> bool:
@@ -62,23 +68,74 @@ def _without_forced(stored: list[Any], schema: Schema) -> list[Any]:
     return [value for value, is_forced in zip(stored, forced, strict=True) if not is_forced]
 
 
-class _ByPosition:
-    def __init__(self, stored: list[Any], schema: Schema) -> None:
-        self.stored = stored
-        self.position = 0
-        self.with_controls = len(stored) >= sum(1 + spec.may_have_control for spec in schema.widgets)
+def _by_position(stored: list[Any], schema: Schema) -> Callable[[InputSpec], Any]:
+    left = stored[::-1]
+    with_controls = len(stored) >= sum(1 + spec.may_have_control for spec in schema.widgets)
 
-    def __call__(self, spec: InputSpec) -> Any:
-        if spec.widget == NOT_STORED or self.position >= len(self.stored):
+    def take(spec: InputSpec) -> Any:
+        if spec.widget == NOT_STORED or not left:
             return spec.default
-        value = self.stored[self.position]
-        self.position += 1 + ALONG.get(spec.widget or "", 0)
-        if spec.may_have_control and self._next_is_control():
-            self.position += 1
+        value = left.pop()
+        del left[max(len(left) - ALONG.get(spec.widget or "", 0), 0) :]
+        if spec.may_have_control and left:
+            in_2023 = isinstance(left[-1], bool)
+            if with_controls if in_2023 else left[-1] in CONTROL_VALUES:
+                left.pop()
         return spec.default if value is None and spec.options else value
 
-    def _next_is_control(self) -> bool:
-        following = self.stored[self.position] if self.position < len(self.stored) else None
-        if isinstance(following, bool):  # as files of 2023 have it
-            return self.with_controls
-        return isinstance(following, str) and following in CONTROL_VALUES
+    return take
+
+
+class Widgets:
+    """The widgets of all nodes of a file.
+
+    Args:
+        schemas: by node type; of nodes without one no widget is known.
+    """
+
+    def __init__(self, subgraphs: Mapping[str, Canvas], schemas: Mapping[str, Schema]) -> None:
+        self.subgraphs, self.schemas = subgraphs, schemas
+        self._values: dict[int, dict[str, Any]] = {}  # by node
+        self._shown: dict[int, dict[tuple[str, str], Any]] = {}  # by subgraph node
+
+    def of(self, node: UiNode) -> Mapping[str, Any]:
+        """What they hold, by name."""
+        if id(node) not in self._values:
+            self._values[id(node)] = {}  # for a subgraph that holds itself
+            self._values[id(node)] = self._read(node)
+        return self._values[id(node)]
+
+    def shown_on(self, host: UiNode) -> Mapping[tuple[str, str], Any]:
+        """What a subgraph node holds for widgets of nodes in it that are none of its inputs: by id and name."""
+        self.of(host)
+        return self._shown[id(host)]
+
+    def _read(self, node: UiNode) -> dict[str, Any]:
+        if node.type in self.subgraphs:
+            values, self._shown[id(node)] = self._of_subgraph(node, self.subgraphs[node.type])
+            return values
+        if node.type in OF_THE_PAGE:
+            return {OF_THE_PAGE[node.type]: node.first_value}
+        return widget_values(node, self.schemas[node.type]) if node.type in self.schemas else {}
+
+    def _of_subgraph(self, node: UiNode, canvas: Canvas) -> tuple[dict[str, Any], dict[tuple[str, str], Any]]:
+        values: dict[str, Any] = {}
+        inputs: dict[tuple[str, str], str] = {}  # by the widget that each stands for
+        for port in canvas.inputs:
+            for inner, slot in (canvas.targets[link] for link in port.links or () if link in canvas.targets):
+                value = self.of(inner).get(slot.name, NOTHING)
+                if value is not NOTHING:
+                    values[port.name] = value
+                    inputs.setdefault((inner.id, slot.name), port.name)
+                    break
+        values |= dict(zip(values, node.stored, strict=False))
+        shown: dict[tuple[str, str], Any] = {}
+        for (inner_id, name, *_), value in zip(node.more.promoted or (), node.stored, strict=False):
+            widget = canvas.renamed.get(inner_id, inner_id), name
+            if value is None:
+                continue
+            if inner_id == "-1" or widget in inputs:
+                values[inputs.get(widget, name)] = value
+            else:
+                shown[widget] = value
+        return values, shown

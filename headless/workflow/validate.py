@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from ...trust.text import listed, shown
 from ..errors import UnknownNodesError, WorkflowError
@@ -16,7 +18,11 @@ from .schema import InputSpec, Schema
 
 FRONTEND_LEFTOVERS = frozenset({"upload", "speak_and_recognation"})  # exported by the browser, read by no node
 MAX_FAULTS_SHOWN = 20
-BOOLEANS = {"true": True, "false": False, "1": True, "0": False}
+TYPES: Mapping[str, tuple[TypeAdapter[Any], str]] = {  # what reads their values, and what is expected
+    "INT": (TypeAdapter(int), "a whole number"),
+    "FLOAT": (TypeAdapter(Annotated[float, Field(allow_inf_nan=False)]), "a number"),
+    "BOOLEAN": (TypeAdapter(bool), "true or false"),
+}
 
 
 @dataclass(frozen=True)
@@ -59,9 +65,10 @@ def plan(graph: Graph, classes: Mapping[str, type]) -> Plan:
     nodes = dict(graph.nodes)
     for node_id in order:
         node = graph.nodes[node_id]
-        checker = _NodeChecker(graph, node, schemas, classes[node.class_type])
-        nodes[node_id] = replace(node, inputs=checker.checked_inputs())
-        faults += [f"{node.label}: {fault}" for fault in checker.faults]
+        own_check = getattr(classes[node.class_type], "VALIDATE_INPUTS", None)
+        inputs, found = _checked(node, graph, schemas, own_check)
+        nodes[node_id] = replace(node, inputs=inputs)
+        faults += [f"{node.label}: {fault}" for fault in found]
     if faults:
         lines = [f"  {fault}" for fault in faults[:MAX_FAULTS_SHOWN]]
         if len(faults) > len(lines):
@@ -70,135 +77,92 @@ def plan(graph: Graph, classes: Mapping[str, type]) -> Plan:
     return Plan(replace(graph, nodes=nodes), tuple(order), schemas)
 
 
-class _NodeChecker:
-    """One node's inputs against its schema and its own VALIDATE_INPUTS."""
-
-    def __init__(self, graph: Graph, node: Node, schemas: Mapping[str, Schema], node_class: type) -> None:
-        self.graph = graph
-        self.node = node
-        self.schemas = schemas
-        self.schema = schemas[node.class_type]
-        self.validate = getattr(node_class, "VALIDATE_INPUTS", None)
-        self.faults: list[str] = []
-
-    def checked_inputs(self) -> dict[str, Any]:
-        known = self.schema.inputs_with(self.node.inputs)
-        if unknown := [name for name in self.node.inputs if name not in known and name not in FRONTEND_LEFTOVERS]:
-            self.faults.append(f"has no input {listed(map(_told, unknown))}. Its inputs: {listed(known, 50) or 'none'}")
-        checked: dict[str, Any] = {}
-        for name, spec in known.items():
-            if name not in self.node.inputs:
-                if spec.required:
-                    self.faults.append(f"input '{name}' ({spec.type}) is missing")
-                continue
-            value = self.node.inputs[name]
-            try:
-                checked[name] = self._link(spec, value) if isinstance(value, Link) else self._value(spec, value)
-            except ValueError as fault:
-                self.faults.append(f"input '{name}' {fault}")
-        if not self.faults and self.validate is not None:
-            self._ask_node(checked)
-        return checked
-
-    def _link(self, spec: InputSpec, link: Link) -> Link:
-        source = self.graph.nodes[link.node]
-        outputs = self.schemas[source.class_type].outputs
-        if not 0 <= link.slot < len(outputs):
-            raise ValueError(f"is linked to output {link.slot} of {source.label}, which has {len(outputs)}")
-        if not _matches(outputs[link.slot], spec.type):
-            raise ValueError(f"takes {spec.type}, but {source.label} gives {outputs[link.slot]}")
-        return link
-
-    def _value(self, spec: InputSpec, value: Any) -> Any:
-        if spec.type not in schemas_of.WIDGETS:
-            raise ValueError(f"takes a link to a node that gives {spec.type}, found the value {_told(value)}")
-        value = _convert(spec, value)
-        if self._is_own_check(spec.name):
-            return value
-        if spec.type == "COMBO" and value not in spec.options:
-            raise ValueError(f"is {_told(value)}, expected {_one_of(spec.options)}")
-        if spec.type in {"INT", "FLOAT"}:
-            low, high = spec.config.get("min"), spec.config.get("max")
-            if low is not None and value < low:
-                raise ValueError(f"is {shown(value)}, must be at least {low}")
-            if high is not None and value > high:
-                raise ValueError(f"is {shown(value)}, must be at most {high}")
-        return value
-
-    def _is_own_check(self, name: str) -> bool:
-        """Whether the node itself checks this input; ComfyUI then leaves range and options to it."""
-        if self.validate is None:
-            return False
-        parameters = inspect.signature(self.validate).parameters.values()
-        return any(p.name == name or p.kind is p.VAR_KEYWORD for p in parameters)
-
-    def _ask_node(self, checked: Mapping[str, Any]) -> None:
-        assert self.validate is not None
-        given = {
-            name: None if isinstance(value, Link) else value
-            for name, value in checked.items()
-            if self._is_own_check(name)
-        }
-        if "input_types" in inspect.signature(self.validate).parameters:
-            given["input_types"] = {
-                name: self.schemas[self.graph.nodes[link.node].class_type].outputs[link.slot]
-                for name, link in checked.items()
-                if isinstance(link, Link)
-            }
+def _checked(
+    node: Node, graph: Graph, schemas: Mapping[str, Schema], own_check: Callable[..., Any] | None
+) -> tuple[dict[str, Any], list[str]]:
+    """A node's inputs, converted, and what is wrong with them by its schema and its own VALIDATE_INPUTS."""
+    known = schemas[node.class_type].inputs_with(node.inputs)
+    parameters = inspect.signature(own_check).parameters if own_check else {}
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    faults: list[str] = []
+    if unknown := [name for name in node.inputs if name not in known and name not in FRONTEND_LEFTOVERS]:
+        faults.append(f"has no input {listed(map(_told, unknown))}. Its inputs: {listed(known, 50) or 'none'}")
+    checked: dict[str, Any] = {}
+    for name, spec in known.items():
+        value = node.inputs.get(name)
         try:
-            verdict = self.validate(**given)
+            if isinstance(value, Link):
+                checked[name] = _link(spec, value, graph, schemas)
+            elif name in node.inputs:
+                checked[name] = _converted(spec, value)
+                if not (takes_any or name in parameters):  # as in ComfyUI: else range and options are the node's
+                    _check_range(spec, checked[name])
+            elif spec.required:
+                raise ValueError(f"({spec.type}) is missing")
+        except ValueError as fault:
+            faults.append(f"input '{name}' {fault}")
+    if own_check and not faults:
+        given = {name: None if isinstance(value, Link) else value for name, value in checked.items()}
+        if not takes_any:
+            given = {name: value for name, value in given.items() if name in parameters}
+        if "input_types" in parameters:
+            links = {name: value for name, value in checked.items() if isinstance(value, Link)}
+            given["input_types"] = {name: _type_of(link, graph, schemas) for name, link in links.items()}
+        try:
+            verdict = own_check(**given)
         except Exception as error:  # noqa: BLE001 - a node may raise anything
-            self.faults.append(f"its inputs could not be checked: {type(error).__name__}: {shown(error, 300)}")
-            return
+            verdict = f"its inputs could not be checked: {type(error).__name__}: {shown(error, 300)}"
         if verdict is not True:
-            self.faults.append(str(verdict or "refuses its inputs"))
+            faults.append(str(verdict or "refuses its inputs"))
+    return checked, faults
 
 
-def _matches(given: str, wanted: str) -> bool:
-    kinds = [{kind.strip() for kind in side.split(",")} for side in (given, wanted)]
-    return "*" in kinds[0] | kinds[1] or bool(kinds[0] & kinds[1])
+def _type_of(link: Link, graph: Graph, schemas: Mapping[str, Schema]) -> str:
+    """Raises ValueError: it goes to an output that its node has not."""
+    source = graph.nodes[link.node]
+    outputs = schemas[source.class_type].outputs
+    if not 0 <= link.slot < len(outputs):
+        raise ValueError(f"is linked to output {link.slot} of {source.label}, which has {len(outputs)}")
+    return outputs[link.slot]
 
 
-def _convert(spec: InputSpec, value: Any) -> Any:
-    """The value as its input's type; text is read, nothing is rounded or guessed."""
+def _link(spec: InputSpec, link: Link, graph: Graph, schemas: Mapping[str, Schema]) -> Link:
+    given = _type_of(link, graph, schemas)
+    ours, theirs = ({kind.strip() for kind in side.split(",")} for side in (spec.type, given))
+    if "*" not in ours | theirs and ours.isdisjoint(theirs):
+        raise ValueError(f"takes {spec.type}, but {graph.nodes[link.node].label} gives {given}")
+    return link
+
+
+def _converted(spec: InputSpec, value: Any) -> Any:
+    """The value as its input's type; text is read, nothing is rounded. Raises ValueError."""
+    if spec.type not in schemas_of.WIDGETS:
+        raise ValueError(f"takes a link to a node that gives {spec.type}, found the value {_told(value)}")
     if spec.type == "STRING":
-        return value if isinstance(value, str) else str(value)
-    if spec.type == "BOOLEAN":
-        return _boolean(value)
-    if spec.type in {"INT", "FLOAT"}:
-        return _number(spec, value)
-    return value
-
-
-def _boolean(value: Any) -> bool:
-    found = BOOLEANS.get(shown(value).lower()) if isinstance(value, (bool, int, str)) else None
-    if found is None:
-        raise ValueError(f"is {_told(value)}, expected true or false")
-    return found
-
-
-def _number(spec: InputSpec, value: Any) -> int | float:
-    kind = "a whole number" if spec.type == "INT" else "a number"
-    if spec.type == "INT" and type(value) is int:
+        return str(value)
+    if spec.type not in TYPES:
         return value
-    try:
-        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-            raise TypeError
-        if spec.type == "INT" and isinstance(value, str) and value.strip().lstrip("+-").isdecimal():
-            return int(value)
-        number = float(value)
-        if not math.isfinite(number) or (spec.type == "INT" and not number.is_integer()):
-            raise ValueError
-    except (OverflowError, TypeError, ValueError):
-        raise ValueError(f"is {_told(value)}, expected {kind}") from None
-    return int(number) if spec.type == "INT" else number
+    read, expected = TYPES[spec.type]
+    if spec.type == "BOOLEAN" or not isinstance(value, bool):
+        with suppress(ValidationError):
+            return read.validate_python(value)
+    raise ValueError(f"is {_told(value)}, expected {expected}")
 
 
-def _one_of(options: tuple[Any, ...]) -> str:
-    if not options:
-        return "one of its options, but there is none (is its folder empty?)"
-    named = listed(map(_told, options))
-    return f"one of {named}" if len(options) > 1 else named
+def _check_range(spec: InputSpec, value: Any) -> None:
+    """Raises ValueError."""
+    if spec.type == "COMBO" and value not in spec.options:
+        options = listed(map(_told, spec.options))
+        expected = (
+            "one of its options, but there is none (is its folder empty?)" if not options else f"one of {options}"
+        )
+        raise ValueError(f"is {_told(value)}, expected {expected}")
+    if spec.type in {"INT", "FLOAT"}:
+        low, high = spec.config.get("min"), spec.config.get("max")
+        if low is not None and value < low:
+            raise ValueError(f"is {shown(value)}, must be at least {low}")
+        if high is not None and value > high:
+            raise ValueError(f"is {shown(value)}, must be at most {high}")
 
 
 def _told(value: Any) -> str:

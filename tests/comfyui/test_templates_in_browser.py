@@ -18,8 +18,7 @@ import pytest
 from comfyui_onediff_guard.headless.errors import WorkflowError
 from comfyui_onediff_guard.headless.workflow import schema, ui_format
 from comfyui_onediff_guard.headless.workflow.schema import Schema
-from comfyui_onediff_guard.headless.workflow.subgraphs import unfold
-from comfyui_onediff_guard.headless.workflow.ui_file import UiFile
+from comfyui_onediff_guard.headless.workflow.ui_file import UiFile, unfold
 from comfyui_onediff_guard.trust.foreign import fitting
 from tiers import drawn
 

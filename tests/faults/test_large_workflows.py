@@ -183,7 +183,10 @@ def steps(run: Callable[[Json], None], data: Json) -> int:
     return count
 
 
-@pytest.mark.parametrize(("run", "shape"), SHAPES, ids=[shape.__name__ for _, shape in SHAPES])
+@pytest.mark.parametrize(
+    ("run", "shape"),
+    [pytest.param(*each, id=each[1].__name__) for each in SHAPES if each[1] is not reroutes],  # which are bounded
+)
 def test_steps_grow_as_the_workflow_does(run: Callable[[Json], None], shape: Callable[[int], Json]) -> None:
     steps(run, shape(4))  # what is done once only
     small, double = (steps(run, shape(size)) for size in (100, 200))

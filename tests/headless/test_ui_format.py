@@ -1,189 +1,495 @@
-"""UI-format workflows become the graph that the browser would send."""
+"""UI-format workflows become what ComfyUI's page sends for them: widgets, links, prompts, file names."""
 
 from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
+from datetime import datetime
 from typing import Any
 
 import pytest
+from comfyui_onediff_guard.headless.batch.content import content_of
 from comfyui_onediff_guard.headless.errors import UnknownNodesError, WorkflowError
-from comfyui_onediff_guard.headless.workflow import schema, ui_format
+from comfyui_onediff_guard.headless.workflow import schema, settings, ui_format, ui_texts
 from comfyui_onediff_guard.headless.workflow.graph import Graph, Link
+from comfyui_onediff_guard.headless.workflow.settings import Setting
+from waiting import no_hang
 
-NOISE_WIDGETS = [48, 7, "randomize", "nan", "a cat", 0.5]
-
-
-def node(node_id: int, kind: str, widgets: Any = None, inputs: Any = (), outputs: Any = (), mode: int = 0) -> dict:
-    return {
-        "id": node_id,
-        "type": kind,
-        "mode": mode,
-        "inputs": [{"name": name, "type": type_, "link": link} for name, type_, link in inputs],
-        "outputs": [{"type": type_} for type_ in outputs],
-        "widgets_values": widgets,
-    }
+Json = dict[str, Any]
+PROMPT = ["STRING", {"multiline": True, "dynamicPrompts": True}]
+SIZES = {"width": ["INT", {"default": 512}], "height": ["INT", {"default": 512}]}
+CONTROLLED = ["INT", {"control_after_generate": True}]
 
 
-def save(link: int | None, node_id: int = 2) -> dict:
-    return node(node_id, "SaveImage", ["prefix"], [("images", "IMAGE", link)])
+def info(required: Json, output: list[str] | None = None, **optional: Any) -> Json:
+    return {"input": {"required": required, "optional": optional}, "output": output or []}
 
 
-@pytest.fixture
-def convert(classes: dict[str, type]) -> Any:
-    def convert_it(nodes: list[dict], links: list[Any], **more: Any) -> Graph:
-        data = {"nodes": nodes, "links": links, **more}
-        known = ui_format.class_types(data) & set(classes)
-        return ui_format.convert(data, {name: schema.from_class(name, classes[name]) for name in known})
-
-    return convert_it
-
-
-def test_widgets_are_named_and_the_seed_control_is_skipped(convert: Any) -> None:
-    graph = convert([node(1, "Noise", NOISE_WIDGETS), save(5)], [[5, 1, 0, 2, 0, "IMAGE"]])
-    assert graph.nodes["1"].inputs == {"width": 48, "seed": 7, "kind": "nan", "text": "a cat", "gain": 0.5}
-    assert graph.nodes["2"].inputs == {"filename_prefix": "prefix", "images": Link("1", 0)}
-    assert graph.workflow is not None
-
-
-def test_what_tools_write_otherwise_than_the_page_means_the_same(convert: Any) -> None:
-    """Every number a float, and `extra` a list."""
-    nodes = [node(1, "Noise", NOISE_WIDGETS, outputs=["IMAGE"]), save(1), node(3, "Noise", mode=2)]
-    links = [[1, 1, 0, 2, 0, "IMAGE"]]
-    floats = json.loads(json.dumps([nodes, links]), parse_int=float)
-    assert "1.0" in repr(floats)
-    graph = convert(*floats, extra=[])
-    assert set(graph.nodes) == {"1", "2"}
-    assert graph.nodes["2"].inputs["images"] == Link("1", 0)
-
-
-def test_without_a_seed_control_nothing_is_skipped(convert: Any) -> None:
-    widgets = [value for value in NOISE_WIDGETS if value != "randomize"]
-    graph = convert([node(1, "Noise", widgets), save(5)], [[5, 1, 0, 2, 0, "IMAGE"]])
-    assert graph.nodes["1"].inputs["kind"] == "nan"
-
-
-def test_a_seed_control_of_the_first_files_is_skipped(convert: Any) -> None:
-    graph = convert([node(1, "Noise", [48, 7, True, "nan", "a cat", 0.5])], [])
-    assert graph.nodes["1"].inputs == {"width": 48, "seed": 7, "kind": "nan", "text": "a cat", "gain": 0.5}
-
-
-def test_widgets_that_the_file_has_no_value_for_have_their_defaults(convert: Any) -> None:
-    graph = convert([node(1, "Noise", [48, 7, "fixed"]), node(2, "Noise")], [])
-    rest = {"kind": "uniform", "text": "", "gain": 1.0}
-    assert graph.nodes["1"].inputs == {"width": 48, "seed": 7, **rest}
-    assert graph.nodes["2"].inputs == {"width": 32, "seed": 0, **rest}
-
-
-def test_widgets_by_name_and_links_as_objects(convert: Any) -> None:
-    link = {"id": 5, "origin_id": 1, "origin_slot": 0, "target_id": 2, "target_slot": 0, "type": "IMAGE"}
-    graph = convert([node(1, "Noise", {"width": 48, "videopreview": {}}), save(5)], [link])
-    assert graph.nodes["1"].inputs == {"width": 48, "seed": 0, "kind": "uniform", "text": "", "gain": 1.0}
-    assert graph.nodes["2"].inputs["images"] == Link("1", 0)
+INFO: Json = {
+    "Noise": info(
+        {
+            "width": ["INT", {"default": 32}],
+            "seed": CONTROLLED,
+            "kind": [["uniform", "nan"]],
+            "text": ["STRING", {"multiline": True}],
+        },
+        ["IMAGE", "STRING"],
+        gain=["FLOAT", {"default": 1.0}],
+        mask=["MASK"],
+    ),
+    "Encode": info({"text": PROMPT, "clip": ["CLIP", {}]}, ["CONDITIONING"], note=["STRING", {}]),
+    "Empty": info({**SIZES, "batch": ["INT", {"default": 1}], "color": ["INT", {}]}, ["IMAGE"])
+    | {"display_name": "Empty Image"},
+    "Sampler": info({"seed": CONTROLLED, "image": ["IMAGE", {}]}, ["IMAGE"]),
+    "Words": info({"value": ["STRING", {}]}, ["STRING"]),
+    "Picky": info({"images": ["IMAGE"], "number": ["INT", {}]}, ["IMAGE"]),
+    "SaveImage": info({"images": ["IMAGE", {}], "filename_prefix": ["STRING", {"default": "x"}]}),
+    "SaveText": info(
+        {"text": ["STRING", {"forceInput": True}], "filename_prefix": ["STRING", {}], "format": [["txt", "md"], {}]}
+    ),
+    "Sockets": info(
+        {
+            "strength": ["FLOAT", {"forceInput": True}],
+            "steps": ["INT", {"default": 20}],
+            "seed": CONTROLLED,
+            "image": ["IMAGE", {"forceInput": True}],
+        },
+        scale=["FLOAT", {"defaultInput": True}],
+        last=["FLOAT", {"default": 1.0}],
+    ),
+    "Upscale": info({"upscale_model": ["UPSCALE_MODEL", {}], "image": ["IMAGE", {}]}, ["IMAGE"]),
+    "UpscaleLoader": info({"name": [["a.pth"], {}]}, ["UPSCALE_MODEL"]),
+    "VHS_VideoCombine": info(
+        {
+            "images": ["IMAGE", {}],
+            "frame_rate": ["FLOAT", {"default": 8}],
+            "filename_prefix": ["STRING", {"default": "AnimateDiff"}],
+            "format": [["image/gif", "video/h265-mp4"], {}],
+        }
+    ),
+    "Camera": info({"image": ["WEBCAM", {}]}, ["IMAGE"]),
+}
+SCHEMAS = {name: schema.from_object_info(name, each) for name, each in INFO.items()}
+NOON = datetime(2026, 3, 5, 7, 8, 9)
 
 
-def test_a_converted_widget_takes_its_link_and_keeps_the_places_of_the_others(convert: Any) -> None:
-    target = node(1, "Noise", NOISE_WIDGETS, [("text", "STRING", 6)])
-    target["inputs"][0]["widget"] = {"name": "text"}
-    target["inputs"].append({"name": "width", "type": "INT", "link": None, "widget": {"name": "width"}})
-    graph = convert([target, node(3, "Noise", NOISE_WIDGETS), save(5)], [[5, 1, 0, 2, 0, "I"], [6, 3, 1, 1, 0, "S"]])
-    assert graph.nodes["1"].inputs["text"] == Link("3", 1)
-    assert graph.nodes["1"].inputs["width"] == 48
-    assert graph.nodes["1"].inputs["gain"] == 0.5
+def node(node_id: int, kind: str, widgets: Any = None, inputs: Any = (), outputs: Any = (), **more: Any) -> Json:
+    slots = [{"name": name, "type": type_, "link": link} for name, type_, link in inputs]
+    made = [{"type": type_} for type_ in outputs]
+    return {"id": node_id, "type": kind, "inputs": slots, "outputs": made, "widgets_values": widgets, **more}
 
 
-def test_notes_reroutes_and_primitives_vanish(convert: Any) -> None:
-    target = node(1, "Noise", NOISE_WIDGETS, [("width", "INT", 8)])
-    nodes = [
-        target,
-        node(3, "Reroute", None, [("", "*", 5)], ["*"]),
-        node(4, "Reroute", None, [("", "*", 6)], ["*"]),
-        node(7, "PrimitiveNode", [24, "fixed"], (), ["INT"]),
-        node(9, "Note", ["hello"]),
-        node(10, "MarkdownNote", ["hello"]),
-        save(7),
-    ]
-    links = [[5, 1, 0, 3, 0, "*"], [6, 3, 0, 4, 0, "*"], [7, 4, 0, 2, 0, "*"], [8, 7, 0, 1, 0, "INT"]]
-    graph = convert(nodes, links)
-    assert set(graph.nodes) == {"1", "2"}
-    assert graph.nodes["2"].inputs["images"] == Link("1", 0)
-    assert graph.nodes["1"].inputs["width"] == 24
+def noise(node_id: int = 1, *inputs: Any, **more: Any) -> Json:
+    return node(node_id, "Noise", [48, 7, "randomize", "nan", "a cat", 0.5], inputs, ["IMAGE", "STRING"], **more)
 
 
-def test_a_muted_node_takes_its_links_with_it(convert: Any) -> None:
-    graph = convert([node(1, "Noise", NOISE_WIDGETS, mode=2), save(5)], [[5, 1, 0, 2, 0, "IMAGE"]])
-    assert set(graph.nodes) == {"2"}
-    assert "images" not in graph.nodes["2"].inputs
+def empty(node_id: int = 1, widgets: Any = (64, 32, 1, 0), **more: Any) -> Json:
+    return node(node_id, "Empty", list(widgets), (), ["IMAGE"], **more)
 
 
-def test_a_bypassed_node_passes_on_the_input_of_the_same_type(convert: Any) -> None:
-    bypassed = node(3, "Anything", [3], [("number", "INT", None), ("images", "IMAGE", 6)], ["IMAGE"], mode=4)
-    nodes = [node(1, "Noise", NOISE_WIDGETS), bypassed, save(5)]
-    graph = convert(nodes, [[5, 3, 0, 2, 0, "IMAGE"], [6, 1, 0, 3, 1, "IMAGE"]])
-    assert set(graph.nodes) == {"1", "2"}
-    assert graph.nodes["2"].inputs["images"] == Link("1", 0)
+def save(link: int | None = None, prefix: str = "x", node_id: int = 2) -> Json:
+    return node(node_id, "SaveImage", [prefix], [("images", "IMAGE", link)])
 
 
-def test_a_bypassed_node_without_such_an_input_passes_nothing(convert: Any) -> None:
-    bypassed = node(3, "Anything", [3], [("number", "INT", None)], ["IMAGE"], mode=4)
-    graph = convert([bypassed, save(5)], [[5, 3, 0, 2, 0, "IMAGE"]])
-    assert "images" not in graph.nodes["2"].inputs
+def link(number: int, origin: int, target: int, slot: int = 0) -> Json:
+    return {"id": number, "origin_id": origin, "origin_slot": slot, "target_id": target, "target_slot": 0, "type": "*"}
+
+
+def convert(nodes: list[Json], *links: Any, **more: Any) -> Graph:
+    data = {"nodes": nodes, "links": list(links), **more}
+    types = ui_format.class_types(data)
+    return ui_format.convert(data, {name: SCHEMAS[name] for name in types & SCHEMAS.keys()})
+
+
+# Widgets
+
+CAT = {"width": 48, "seed": 7, "kind": "nan", "text": "a cat", "gain": 0.5}
+DEFAULTS = {"width": 32, "seed": 0, "kind": "uniform", "text": "", "gain": 1.0}
 
 
 @pytest.mark.parametrize(
-    ("kind", "more"),
+    ("kind", "widgets", "expected"),
     [
-        ("workflow>mine", {}),
-        ("workflow/mine", {"extra": {"groupNodes": {"mine": {}}}}),
+        ("Noise", [48, 7, "randomize", "nan", "a cat", 0.5], CAT),
+        ("Noise", [48, 7, "nan", "a cat", 0.5], CAT),
+        ("Noise", [48, 7, True, "nan", "a cat", 0.5], CAT),  # as the first files have the control of a seed
+        ("Noise", [48, 7, "fixed"], {**DEFAULTS, "width": 48, "seed": 7}),
+        ("Noise", None, DEFAULTS),
+        ("Noise", {"width": 48, "videopreview": {}}, {**DEFAULTS, "width": 48}),
+        ("SaveText", ["", "notes/today", "md"], {"filename_prefix": "notes/today", "format": "md"}),
+        ("SaveText", ["notes/today", "md"], {"filename_prefix": "notes/today", "format": "md"}),
+        # strength, steps, seed and its control, image, scale, last: old files have values for sockets, too
+        ("Sockets", [49, 30, 7, "fixed", None, 2.0, 0.5], {"steps": 30, "seed": 7, "last": 0.5}),
+        ("Sockets", [30, 7, "fixed", 0.5], {"steps": 30, "seed": 7, "last": 0.5}),
+        (
+            "VHS_VideoCombine",  # whose pack makes widgets as the format asks for
+            {"format": "video/h265-mp4", "crf": 11, "choose video to upload": "image", "images": 5},
+            {"frame_rate": 8, "filename_prefix": "AnimateDiff", "format": "video/h265-mp4", "crf": 11},
+        ),
     ],
 )
-def test_group_nodes_are_refused(convert: Any, kind: str, more: dict[str, Any]) -> None:
-    with pytest.raises(WorkflowError, match=r"Node 1 is a group node.*Export \(API\)"):
-        convert([node(1, kind)], [], **more)
+def test_widgets_are_named(kind: str, widgets: Any, expected: Json) -> None:
+    graph = convert([node(1, kind, widgets)])
+    assert graph.nodes["1"].inputs == expected
+    assert graph.workflow is not None
+
+
+def test_what_tools_write_otherwise_than_the_page_means_the_same() -> None:
+    """Every number a float, `extra` a list, and links as lists."""
+    nodes = [noise(), save(1), noise(3, mode=2)]
+    floats = json.loads(json.dumps([nodes, [1, 1, 0, 2, 0, "IMAGE"]]), parse_int=float)
+    assert "1.0" in repr(floats)
+    graph = convert(*floats, extra=[])
+    assert set(graph.nodes) == {"1", "2"}
+    assert graph.nodes["2"].inputs == {"filename_prefix": "x", "images": Link("1", 0)}
+
+
+def test_a_converted_widget_takes_its_link_and_keeps_the_places_of_the_others() -> None:
+    target = noise(1, ("text", "STRING", 6), ("width", "INT", None))
+    graph = convert([target, noise(3), save(5)], link(5, 1, 2), link(6, 3, 1, 1))
+    assert graph.nodes["1"].inputs == {**CAT, "text": Link("3", 1)}
+
+
+def test_what_no_reader_of_json_takes_is_not_saved_with_the_pictures() -> None:
+    graph = convert([noise(), save(5)], link(5, 1, 2), config={"scale": math.inf})
+    assert graph.workflow and graph.workflow["config"] == {"scale": None}
+
+
+# Links
+
+
+def upscale(mode: int = 4, model: int = 2, image: int = 1, outputs: Any = ("IMAGE",), node_id: int = 6) -> Json:
+    inputs = [("upscale_model", "UPSCALE_MODEL", model), ("image", "IMAGE", image)]
+    return node(node_id, "Upscale", [], inputs, outputs, mode=mode)
+
+
+def reroute(node_id: int, link_id: int, mode: int = 0, kind: str = "Reroute") -> Json:
+    return node(node_id, kind, None, [("", "*", link_id)], ["*"], mode=mode)
+
+
+def set_node(node_id: int, name: Any, link_id: int | None, **more: Any) -> Json:
+    return node(node_id, "SetNode", [name], [("IMAGE", "IMAGE", link_id)], ["*"], **more)
+
+
+def get_node(node_id: int, name: Any, **more: Any) -> Json:
+    return node(node_id, "GetNode", [name], (), ["IMAGE"], **more)
+
+
+LOADER = node(5, "UpscaleLoader", ["a.pth"], (), ["UPSCALE_MODEL"])
+BYPASSED = [empty(), LOADER, upscale()]
+NO_IMAGE = node(6, "Words", ["x"], [("value", "STRING", None)], ["IMAGE"], mode=4)
+SET, GET = [empty(), set_node(3, "pic", 1)], [get_node(4, "pic")]
+FEEDS, FEED = [link(1, 1, 6), link(2, 5, 6)], [link(1, 1, 3)]
+
+
+@pytest.mark.parametrize(
+    ("between", "links", "source", "found"),
+    [
+        ([empty()], [], 1, True),
+        ([empty(mode=2)], [], 1, False),
+        ([empty(), reroute(7, 3), reroute(8, 4)], [link(3, 1, 7), link(4, 7, 8)], 8, True),
+        ([empty(), reroute(7, 3, mode=4)], [link(3, 1, 7)], 7, True),
+        ([empty(), reroute(7, 3, mode=2)], [link(3, 1, 7)], 7, False),
+        # a bypassed node hands on the type that is asked for, behind others too
+        (BYPASSED, FEEDS, 6, True),
+        ([*BYPASSED, reroute(7, 3)], [*FEEDS, link(3, 6, 7)], 7, True),
+        ([*BYPASSED, reroute(7, 3, kind="Reroute (rgthree)")], [*FEEDS, link(3, 6, 7)], 7, True),
+        ([*BYPASSED, reroute(7, 3), reroute(8, 4)], [*FEEDS, link(3, 6, 7), link(4, 7, 8)], 8, True),
+        ([*BYPASSED, set_node(7, "pic", 3), get_node(8, "pic")], [*FEEDS, link(3, 6, 7)], 8, True),
+        (
+            [*BYPASSED, reroute(7, 3), upscale(model=4, image=5, node_id=9)],
+            [*FEEDS, link(3, 6, 7), link(5, 7, 9), link(4, 5, 9)],
+            9,
+            True,
+        ),
+        ([NO_IMAGE], [], 6, False),
+        # KJNodes: a Get node gets what the Set node of its name does
+        ([*SET, *GET], FEED, 4, True),
+        ([*GET, *reversed(SET)], FEED, 4, True),
+        ([empty(), set_node(3, "pic", 1, mode=2), *GET], FEED, 4, True),  # which has no say in it
+        (SET, FEED, 3, True),  # from the Set node itself
+        ([*SET, get_node(5, "pic"), set_node(6, "two", 2), get_node(4, "two")], [*FEED, link(2, 5, 6)], 4, True),
+        ([*SET, set_node(5, "pic", 2)], FEED, 1, True),  # of two that have one name none is used
+        ([empty(mode=2), set_node(3, "pic", 1), *GET], FEED, 4, False),
+        *(([*SET, get_node(4, name)], FEED, 4, False) for name in ("other", "", 5)),
+        ([*SET, get_node(4, "pic", mode=2)], FEED, 4, False),
+        ([empty(), set_node(3, "pic", None), *GET], [], 4, False),
+    ],
+)
+def test_an_input_gets_what_stands_at_the_end_of_its_links(
+    between: list[Json], links: list[Any], source: int, found: bool
+) -> None:
+    graph = convert([*between, save(99), node(20, "Note", ["hi"])], *links, link(99, source, 2))
+    assert graph.nodes["2"].inputs.get("images") == (Link("1", 0) if found else None)
+    assert {each.class_type for each in graph.nodes.values()} <= {"Empty", "SaveImage", "UpscaleLoader"}
+
+
+def test_two_that_ask_behind_one_reroute_get_what_each_asks_for() -> None:
+    target = upscale(0, model=8, image=9, node_id=3)
+    nodes = [empty(), LOADER, upscale(outputs=["*"]), reroute(7, 3), target]
+    graph = convert(nodes, *FEEDS, link(3, 6, 7), link(8, 7, 3), link(9, 7, 3))
+    assert graph.nodes["3"].inputs == {"upscale_model": Link("5", 0), "image": Link("1", 0)}
+
+
+def test_a_primitive_reaches_the_node_beside_it_and_none_behind_a_bypassed_one() -> None:
+    primitive, bypassed = node(3, "PrimitiveNode", [24]), node(6, "Words", ["x"], [("value", "STRING", 1)], ["STRING"])
+    targets = [noise(1, ("width", "INT", 2)), node(2, "Encode", ["x"], [("text", "STRING", 3)])]
+    links = [link(1, 3, 6), link(2, 3, 1), link(3, 6, 2)]
+    graph = convert([primitive, bypassed | {"mode": 4}, *targets], *links)
+    assert (graph.nodes["1"].inputs["width"], graph.nodes["2"].inputs["text"]) == (24, "x")
+
+
+# What is refused
 
 
 @pytest.mark.parametrize(
     ("nodes", "links", "message"),
     [
         ([save(5)], [], "Link 5 of the workflow leads nowhere"),
-        ([save(5)], [[5, 77, 0, 2, 0, "IMAGE"]], "Link 5 of the workflow leads nowhere"),
-        ([save(5)], [[5]], r"links\[0\] is \[5\]: a link should have 6 entries"),
+        ([save(5)], [link(5, 77, 2)], "Link 5 of the workflow leads nowhere"),
+        ([save(5)], [[5]], r"links\[0\].origin_id is missing"),
         ([{"id": 1}], [], r"nodes\[0\].type is missing"),
-        ([node(3, "Reroute", None, [("", "*", 5)]), save(5)], [[5, 3, 0, 3, 0, "*"]], "in a circle"),
+        ([reroute(3, 5), save(5)], [link(5, 3, 3)], "in a circle"),
+        ([set_node(3, "pic", 1), *GET, save(9)], [link(1, 4, 3), link(9, 4, 2)], "in a circle"),
+        (
+            [*SET, set_node(5, "pic", 2), *GET, save(9)],
+            [*FEED, link(2, 1, 5), link(9, 4, 2)],
+            r"Node 4 gets 'pic', which 2 Set nodes set\. Rename",
+        ),
+        *(
+            ([noise() | change, save(5)], [link(5, 1, 2)], message)
+            for change, message in (
+                ({"id": "2"}, "Two nodes of the workflow have the id 2"),
+                ({"id": []}, r"nodes\[0\].id is \[\]: input should be a valid string"),
+                ({"title": 5}, r"nodes\[0\].title is 5"),
+                ({"type": None}, r"nodes\[0\].type is None"),
+                ({"inputs": [{"link": 5}]}, r"nodes\[0\].inputs\[0\].name is missing"),
+                ({"inputs": [{"name": "text", "link": True}]}, r"nodes\[0\].inputs\[0\].link is True"),
+                ({"widgets_values": "text"}, "widgets_values.* is text: input should be a valid list"),
+                ({"widgets_values": [math.inf]}, "is inf: input should be a finite number"),
+                ({"mode": 4, "outputs": None}, "A link takes output 0 of node 1, which has 0"),
+            )
+        ),
+        # what only the browser can do
+        ([node(1, "Load3D", ["a.glb", "", "", "clear", "", 1024, 768])], [], "Node 1 is a 'Load3D', whose pictures"),
+        ([node(1, "Camera", [""])], [], "Node 1 is a 'Camera', whose pictures"),
+        (
+            [node(1, "Label (rgthree)")],
+            [],
+            r"no node type Label \(rgthree\). Install its pack there; if only",
+        ),
+        ([node(1, "workflow/two images")], [], "Node 1 is a group node.*save it again: that makes a subgraph of it"),
+        ([node(1, "workflow>mine")], [], r"Node 1 is a group node.*Export \(API\)"),
     ],
 )
-def test_broken_workflows(convert: Any, nodes: list[dict], links: list[Any], message: str) -> None:
-    with pytest.raises(WorkflowError, match=message):
-        convert(nodes, links)
+def test_what_cannot_be_read_is_refused_with_its_place(nodes: list[Json], links: list[Any], message: str) -> None:
+    with pytest.raises(WorkflowError, match=message) as refused:
+        convert(nodes, *links)
+    assert isinstance(refused.value, UnknownNodesError) == ("no node type" in message)
+
+
+def test_what_only_the_browser_can_do_is_not_missed_where_it_is_muted_or_linked() -> None:
+    assert not convert([node(n, kind, mode=2) for n, kind in enumerate(["Label (rgthree)", "Load3D", "Camera"])]).nodes
+    linked = node(2, "Camera", [""], [("image", "IMAGE", 1)])
+    assert convert([empty(), linked], link(1, 1, 2)).nodes["2"].inputs == {"image": Link("1", 0)}
+
+
+# Prompts
+
+
+def sent(text: str, seed: int = 1) -> str:
+    """What an encoder beside a sampler of this seed gets."""
+    graph = convert([node(1, "Encode", [text]), node(2, "Sampler", [seed, "randomize"])])
+    return graph.nodes["1"].inputs["text"]
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("text", "expected"),
     [
-        ({"id": 2}, "Two nodes of the workflow have the id 2"),
-        ({"id": "2"}, "Two nodes of the workflow have the id 2"),
-        ({"id": []}, r"nodes\[0\].id is \[\]: input should be a valid string"),
-        ({"title": 5}, r"nodes\[0\].title is 5"),
-        ({"type": None}, r"nodes\[0\].type is None"),
-        ({"inputs": [{"link": 5}]}, r"nodes\[0\].inputs\[0\].name is missing"),
-        ({"inputs": [{"name": "text", "link": True}]}, r"nodes\[0\].inputs\[0\].link is True"),
-        ({"widgets_values": "text"}, "widgets_values is text: input should be a list or an object"),
-        ({"widgets_values": [float("inf")]}, "is inf: input should be a finite number"),
-        ({"mode": 4, "outputs": []}, "A link takes output 0 of node 1, which has 0"),
-        ({"mode": 4, "outputs": None}, "A link takes output 0 of node 1, which has 0"),
+        ("a {red|red} boat", "a red boat"),
+        ("a {red|{red|red}} boat", "a red boat"),
+        ("{a|a}{b|b}{}", "ab"),
+        ("{|} {one}", " one"),
+        ("a {boat} at {sea", "a boat at sea"),
+        ("a } b | c", "a } b | c"),
+        (r"\{a\|b\} {c\|d|c\|d}", "{a|b} c|d"),
+        (r"\\{a} {\{|\{}", r"\\a {"),
+        ("a boat /* old\none */ at sea // harbour\nat noon", "a boat  at sea \nat noon"),
+        ("see http://a.example/b\nhere", "see http:\nhere"),
+        ("a /* b // c", "a /* b "),
+        ("a /*/ b */ c", "a  c"),
+        ("{a//|b}\n}", "a\n"),
+        ("a // b\u2028c", "a \u2028c"),
+        ("{" * 100 + "a", "a"),
     ],
 )
-def test_what_does_not_fit_is_named_with_its_place(convert: Any, change: dict[str, Any], message: str) -> None:
-    damaged = node(1, "Noise", NOISE_WIDGETS, outputs=["IMAGE"]) | change
+def test_prompts_lose_their_comments_and_have_their_choices_made(text: str, expected: str) -> None:
+    assert sent(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{" * 101, "nested more than 100 deep"),
+        ("a \ud83d cat", r"node 1 \(Encode\): input 'text' holds half a character"),
+    ],
+)
+def test_prompts_that_are_refused(text: str, message: str) -> None:
     with pytest.raises(WorkflowError, match=message):
-        convert([damaged, save(5)], [[5, 1, 0, 2, 0, "IMAGE"]])
+        sent(text)
 
 
-def test_what_no_reader_of_json_takes_is_not_saved_with_the_pictures(convert: Any) -> None:
-    graph = convert([node(1, "Noise", NOISE_WIDGETS), save(5)], [[5, 1, 0, 2, 0, "IMAGE"]], config={"scale": math.inf})
-    assert graph.workflow["config"] == {"scale": None}
+def test_texts_that_are_no_prompts_stay_as_they_are() -> None:
+    stays = "{a|b} // c"
+    graph = convert([node(1, "Encode", ["x", stays]), node(3, "Words", [stays]), node(4, "SaveText", [stays, "md"])])
+    values = [value for each in graph.nodes.values() for value in each.inputs.values()]
+    assert values == ["x", stays, stays, stays, "md"]
 
 
-def test_an_unknown_type_is_named(convert: Any) -> None:
-    with pytest.raises(UnknownNodesError, match="KSampler"):
-        convert([node(1, "KSampler")], [])
+def test_choices_hang_on_the_seed_that_the_run_has_in_the_end() -> None:
+    text = "{" + "|".join(map(str, range(1000))) + "}"
+    assert sent(text) == sent(text)
+    assert len({sent(text, seed) for seed in range(20)}) > 10
+    graph = convert([node(1, "Encode", [text]), node(3, "Encode", [text]), node(2, "Sampler", [1, "randomize"])])
+    assert graph.nodes["1"].inputs != graph.nodes["3"].inputs
+
+    def made(*changes: str) -> Any:
+        return settings.apply(graph, list(map(Setting.parse, changes)), SCHEMAS).nodes["1"].inputs["text"]
+
+    assert made("2.seed=5") == sent(text, 5)
+    assert made("1.text={a|b}") == "{a|b}"  # as it was typed
+    linked = [node(1, "Encode", [text]), node(2, "Sampler", [1, "fixed"], [("seed", "INT", 9)])]
+    by_source = {
+        convert([*linked, empty(3, (seed, 1, 1, 1))], link(9, 3, 2)).nodes["1"].inputs["text"] for seed in range(9)
+    }
+    assert len(by_source) > 4
+
+
+# File names
+
+
+@pytest.fixture
+def noon(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:
+            return NOON
+
+    monkeypatch.setattr(ui_texts, "datetime", Clock)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "expected"),
+    [
+        ("%date:yyyy-MM-dd%/run", "2026-03-05/run"),
+        ("%date:yyyy-MM-dd-hhmmss%", "2026-03-05-070809"),
+        ("%date:yy_M_d h m s yyy y%", "26_3_5 7 8 9 yyy y"),
+        ("%date:hh.mm%", "%date:hh.mm%"),  # two parts: a node named "date:hh"
+        ("%date:yyyy.MM.dd%", "2026"),
+        ("%date%_%year%_%width%", "%date%_%year%_%width%"),
+        ("%Folder.value%/%Empty.width%", "my set/64"),
+        ("%Empty Image.height%", "32"),  # by the title that a new node has
+        ("%Muted.value%_%Words.value%", "a_b_my set"),
+        ("%Titled.width%", "1"),  # the first of two
+        ("%Empty.nothing%_%Nobody.width%_%%_100%", "%Empty.nothing%_%Nobody.width%_%%_100%"),
+        ("%Odd.value%", "a_b_c__ d"),
+        ("%Note.text%-%Primitive.value%", "hello-%Empty.height%"),
+        ("%Inside.width%", "7"),
+        ("%Red.width%", "%Red.width%"),  # of a pack that the host does not have
+    ],
+)
+@pytest.mark.usefixtures("noon")
+def test_patterns_in_file_names(prefix: str, expected: str) -> None:
+    inside = {"id": "s", "nodes": [empty(9, (7, 7, 1, 0), title="Inside", properties={"Node name for S&R": "In"})]}
+    nodes = [
+        empty(),
+        save(1, prefix),
+        node(3, "Words", ["my set"], title="Folder"),
+        node(4, "Words", ["a/b"], mode=2, title="Muted"),
+        empty(5, (1, 2, 1, 0), title="Titled", mode=4),
+        empty(6, (2, 2, 1, 0), title="Titled"),
+        node(7, "Words", ['a?b"c\n\t d'], title="Odd"),
+        node(8, "Note", ["hello"], title="Note"),
+        node(10, "PrimitiveNode", ["%Empty.height%", "fixed"], title="Primitive"),
+        node(11, "s"),
+        node(12, "OfAPack", [1], mode=2, title="Red"),
+    ]
+    graph = convert(nodes, link(1, 1, 2), definitions={"subgraphs": [inside]})
+    assert graph.nodes["2"].inputs["filename_prefix"] == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "fills_in", "expected"),
+    [
+        ("SaveImage", "filename_prefix", False, "32_a"),
+        ("SaveText", "filename_prefix", False, "%Empty.height%_a"),
+        ("SaveText", "filename_prefix", True, "32_a"),
+        ("Encode", "text", False, "%Empty.height%_a"),
+    ],
+)
+def test_patterns_through_a_primitive(kind: str, name: str, fills_in: bool, expected: str) -> None:
+    properties = {"Run widget replace on values": fills_in}
+    primitive = node(3, "PrimitiveNode", ["%Empty.height%_a", "fixed"], (), ["STRING"], properties=properties)
+    graph = convert([empty(), node(2, kind, ["x", "md"], [(name, "STRING", 2)]), primitive], link(2, 3, 2))
+    assert graph.nodes["2"].inputs[name] == expected
+
+
+def test_a_pattern_reads_what_a_primitive_puts_into_a_widget_and_prompts_from_one_are_prompts() -> None:
+    nodes = [
+        node(1, "Empty", [64, 32, 1, 0], [("width", "INT", 1)]),
+        node(2, "PrimitiveNode", [48, "fixed"]),
+        save(None, "%Empty.width%", 3),
+        node(4, "PrimitiveNode", ["a // b"]),
+        node(5, "Encode", ["x"], [("text", "STRING", 2)]),
+    ]
+    graph = convert(nodes, link(1, 2, 1), link(2, 4, 5))
+    assert graph.nodes["3"].inputs["filename_prefix"] == "48"
+    assert graph.nodes["5"].inputs["text"] == "a "
+
+
+@pytest.mark.usefixtures("noon")
+def test_a_date_in_a_file_name_does_not_make_another_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    def content(*changes: str) -> str:
+        graph = settings.apply(convert([save(None, "%date:yyyy%")]), list(map(Setting.parse, changes)), SCHEMAS)
+        return content_of(graph, SCHEMAS, None)
+
+    today = content()
+    monkeypatch.setattr("test_ui_format.NOON", datetime(2027, 1, 1))
+    assert convert([save(None, "%date:yyyy%")]).nodes["2"].inputs["filename_prefix"] == "2027"
+    assert content() == today
+    assert content("2.filename_prefix=2026") != today
+
+
+def test_file_names_that_grow_without_end_are_refused() -> None:
+    words = node(1, "Words", ["w" * 10_000])
+    with pytest.raises(WorkflowError, match=r"more than 100,000 letters"):
+        convert([words, save(None, "%Words.value%" * 100)])
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (7.0, "7"),
+        (0.1, "0.1"),
+        (1e-6, "0.000001"),
+        (2**64 - 1, "18446744073709552000"),
+        (10**400, "Infinity"),
+        (-0.0, "0"),
+        (True, "true"),
+        (None, ""),
+        ([1, [2, "a"]], "1,2,a"),
+        ({}, "[object Object]"),
+    ],
+)
+def test_values_as_the_page_writes_them(value: Any, expected: str) -> None:
+    assert ui_texts.as_page_text(value) == expected
+
+
+@pytest.mark.parametrize("part", ["{", "}", "|", "\\", "/", "/*a", "{a|", "{\\|", "{{\\{", "{a|b}", "%", "%a.b%", "//"])
+def test_long_texts_take_time_in_proportion(part: str) -> None:
+    text = (part * 300_000)[:300_000]
+    with no_hang("a text of 300,000 characters"), suppress(WorkflowError):
+        ui_texts.choose(text, lambda: 0.5)
+    with no_hang("a file name of 300,000 characters"), suppress(WorkflowError):
+        ui_texts.fill_in(text, lambda name, widget: "c", NOON)
