@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..headless.commands.answer import Answer
 from ..headless.errors import RunFailedError
 from ..headless.files import ensure_writable
 from ..headless.progress import libraries_without_bars
@@ -35,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep-model", action="store_true", help="leave the small model in DIR/models, to play with")
 
 
-def main(args: argparse.Namespace) -> int:
-    """Build the model, run it in each case, write and print what came of it; the exit code."""
+def main(args: argparse.Namespace) -> Answer:
+    """Build the model, run it in each case, write and print what came of it."""
     started = time.perf_counter()
     output: Path = args.out
     ensure_writable(output)
@@ -65,7 +66,7 @@ def main(args: argparse.Namespace) -> int:
             )
     if args.keep_model:
         print(f"\nThe model is in {output / 'models'}. Run it again, with another prompt:\n  {command(output)}")
-    return 0
+    return Answer()
 
 
 def _build(folder: Path, overflow: Overflow) -> int:

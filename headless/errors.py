@@ -12,7 +12,7 @@ class ExitCode(IntEnum):
     RUN_FAILED = 4
     OUTPUT_FAILED = 5  # a result could not be written
     INTERRUPTED = 130
-    NOBODY_READS = 141  # any more what is printed; a shell's code for a command that SIGPIPE ended
+    BROKEN_PIPE = 141  # nobody reads what is printed; a shell's code for a command that SIGPIPE ended
 
 
 class HeadlessError(Exception):

@@ -6,38 +6,28 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TextIO
 
-from .hosts.result import Progress
+from .hosts.result import Progress, ProgressCallback
 
 
-class ProgressPrinter:
-    """Prints each node as it starts, and on a terminal its steps too. A context manager that ends the last line."""
+@contextmanager
+def printed_progress(stream: TextIO) -> Iterator[ProgressCallback]:
+    """Prints each node as it starts, and on a terminal its steps too."""
+    node, open_line = "", False
 
-    def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
-        self.on_terminal = stream.isatty()
-        self.node = ""
-        self.open_line = False
+    def tell(progress: Progress) -> None:
+        nonlocal node, open_line
+        if progress.node != node:
+            print(f"\n{progress.node}" if open_line else progress.node, file=stream, flush=True)
+            node, open_line = progress.node, False
+        if stream.isatty() and progress.maximum:
+            print(f"\r  {progress.value or 0:g} of {progress.maximum:g}", end="", file=stream, flush=True)
+            open_line = True
 
-    def __enter__(self) -> ProgressPrinter:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self._end_line()
-
-    def __call__(self, progress: Progress) -> None:
-        if progress.node != self.node:
-            self._end_line()
-            self.node = progress.node
-            print(progress.node, file=self.stream, flush=True)
-        if self.on_terminal and progress.maximum:
-            line = f"\r  {progress.value or 0:g} of {progress.maximum:g}"
-            print(line, end="", file=self.stream, flush=True)
-            self.open_line = True
-
-    def _end_line(self) -> None:
-        if self.open_line:
-            print(file=self.stream, flush=True)
-            self.open_line = False
+    try:
+        yield tell
+    finally:
+        if open_line:
+            print(file=stream, flush=True)
 
 
 @contextmanager

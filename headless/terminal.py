@@ -5,59 +5,32 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO, cast
 
 from ..trust.text import for_terminal
-from .errors import ExitCode
 
 
-class NobodyReadsError(SystemExit):
-    """Whoever read the output has gone (`| head`): the command ends, with all that it has to put in order."""
-
-
-class Cleaned(io.TextIOBase):
+class Cleaned:
     """A stream that passes on text and line ends, and nothing that a terminal obeys. A carriage return may begin what
     is written at once, as lines of progress do."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
 
-    def write(self, text: str, /) -> int:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
         again = text.startswith("\r") and not text.startswith("\r\n")
-        with self._read():
-            self.stream.write("\r" + for_terminal(text[1:]) if again else for_terminal(text))
+        self.stream.write("\r" + for_terminal(text[1:]) if again else for_terminal(text))
         return len(text)
 
-    def flush(self) -> None:
-        if not self.stream.closed:
-            with self._read():
-                self.stream.flush()
-
-    @contextmanager
-    def _read(self) -> Iterator[None]:
-        """Raises NobodyReadsError. What is still in the stream's buffer then, and what follows, goes nowhere."""
-        try:
-            yield
-        except BrokenPipeError:
-            with suppress(OSError), Path(os.devnull).open("wb") as nowhere:
-                os.dup2(nowhere.fileno(), self.stream.fileno())
-            raise NobodyReadsError(ExitCode.NOBODY_READS) from None
-
-    def isatty(self) -> bool:
-        return self.stream.isatty()
-
-    def fileno(self) -> int:
-        return self.stream.fileno()
-
-    def writable(self) -> bool:
-        return True
-
-    @property
-    def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.stream.encoding
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
 
 
 @contextmanager
@@ -71,8 +44,16 @@ def cleaned_output() -> Iterator[None]:
                 stream.reconfigure(errors="replace")
             if stream is None:
                 stream = restored.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
-            restored.enter_context(redirect(Cleaned(stream)))
+            restored.enter_context(redirect(cast("TextIO", Cleaned(stream))))
         yield
+
+
+def drop_output() -> None:
+    """What is still in the streams' buffers, and what follows, goes nowhere: whoever read it has gone."""
+    with Path(os.devnull).open("wb") as nowhere:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def _take_closed_descriptors() -> None:

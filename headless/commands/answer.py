@@ -1,37 +1,27 @@
-"""What a command with --json prints: one object, and nothing else."""
+"""What a command came to, in words for people and as JSON for scripts."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...trust.plain import for_json
-from ..errors import HeadlessError, InterruptedRunError
+from ..errors import ExitCode, HeadlessError
 
 
-def done(**facts: Any) -> None:
-    _print({"status": "done", **facts})
+@dataclass(frozen=True)
+class Answer:
+    """Printed as lines, or with --json as one object."""
 
+    lines: Sequence[object] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    error: HeadlessError | None = None  # told after the lines; its exit code is the command's
+    exit_code: ExitCode = ExitCode.DONE  # without an error
 
-def failed(error: HeadlessError, **facts: Any) -> None:
-    _print({"status": "error", "exit_code": int(error.exit_code), "error": str(error), **facts})
-
-
-@contextmanager
-def errors_told(as_json: bool) -> Generator[None]:
-    """Print what goes wrong as the one object, where that was asked for. Ctrl-C becomes an error like the others."""
-    try:
-        try:
-            yield
-        except KeyboardInterrupt as error:
-            raise InterruptedRunError("Interrupted.") from error
-    except HeadlessError as error:
-        if as_json:
-            failed(error)
-        raise
-
-
-def _print(facts: dict[str, Any]) -> None:
-    print(json.dumps(for_json(facts), allow_nan=False))
+    def as_json(self) -> str:
+        state: dict[str, Any] = {"status": "done"}
+        if self.error:
+            state = {"status": "error", "exit_code": int(self.error.exit_code), "error": str(self.error)}
+        return json.dumps(for_json({**state, **self.facts}), allow_nan=False)

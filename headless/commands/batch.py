@@ -16,7 +16,7 @@ from ..batch.worker_pool import WorkerPool
 from ..errors import RunFailedError, WorkflowError
 from ..hosts.chosen import DEFAULT_INPUT, DEFAULT_MODELS, Host, seconds
 from ..hosts.local import read_local, run_local
-from . import answer
+from .answer import Answer
 
 DEFAULT_OUTPUT = Path("output") / "batch"
 MAX_WORKERS = 10_000
@@ -70,28 +70,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
 
-def main(args: argparse.Namespace) -> int:
-    """Run the jobs and print what came of them; the exit code."""
-    with answer.errors_told(args.json):
-        stats = _run(args)
-    error, facts = None, {"folder": args.out, **stats.facts()}
+def main(args: argparse.Namespace) -> Answer:
+    """Run the jobs."""
+    stats = _run(args)
+    error = None
     if bad := stats.failed + stats.parked_before:
         error = RunFailedError(
             f"{bad:,} of {stats.jobs:,} jobs failed; {args.out / PARKED} says why. The same command with --retry "
             "tries them again."
         )
-    if not args.json:
-        print(stats.summary())
-        for fault in stats.faults[:SHOWN]:
-            print(f"  {fault['name']} ({fault['content']}): {fault['error']}")
-        print(args.out)
-    elif error:
-        answer.failed(error, **facts)
-    else:
-        answer.done(**facts)
-    if error:
-        raise error
-    return 0
+    faults = [f"  {fault['name']} ({fault['content']}): {fault['error']}" for fault in stats.faults[:SHOWN]]
+    return Answer([stats.summary(), *faults, args.out], {"folder": args.out, **stats.facts()}, error)
 
 
 def _run(args: argparse.Namespace) -> BatchStats:

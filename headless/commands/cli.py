@@ -15,15 +15,16 @@ from importlib import import_module
 from typing import Any
 
 from ...trust.message import Told
-from ..errors import ExitCode, HeadlessError
-from ..terminal import NobodyReadsError, cleaned_output
+from ..errors import ExitCode, HeadlessError, InterruptedRunError, RunFailedError, WorkflowError
+from ..terminal import cleaned_output, drop_output
+from .answer import Answer
 
 
 @dataclass(frozen=True)
 class Subcommand:
     name: str
     help: str
-    module: Callable[[], Any]  # has add_arguments(parser) and main(args) -> int; imported only when it is used
+    module: Callable[[], Any]  # has add_arguments(parser) and main(args) -> Answer; imported only when it is used
 
 
 SUBCOMMANDS = tuple(
@@ -43,33 +44,47 @@ SUBCOMMANDS = tuple(
 
 def main(argv: Sequence[str] | None = None, subcommands: Sequence[Subcommand] = SUBCOMMANDS) -> int:
     """The exit code; see `ExitCode`."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
     with cleaned_output():
+        args = _parser(arguments, subcommands).parse_args(arguments)
+        logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, format="%(message)s")
         try:
-            code = _main(list(sys.argv[1:] if argv is None else argv), subcommands)
+            code = _printed(_answer(args), args)
             sys.stdout.flush()
             return code
-        except NobodyReadsError:
-            return int(ExitCode.NOBODY_READS)
+        except BrokenPipeError:  # whoever read the output has gone (`| head`)
+            drop_output()
+            return int(ExitCode.BROKEN_PIPE)
 
 
-def _main(arguments: list[str], subcommands: Sequence[Subcommand]) -> int:
-    args = _parser(arguments, subcommands).parse_args(arguments)
-    logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, format="%(message)s")
+def _answer(args: argparse.Namespace) -> Answer:
     try:
         with _stopped_alike():
             return args.main(args)
-    except HeadlessError as error:
-        _complain(str(error), args.verbose)
-        return int(error.exit_code)
-    except KeyboardInterrupt:
-        _complain("Interrupted.", verbose=False)
-        return int(ExitCode.INTERRUPTED)
-    except Told as error:
-        _complain(str(error), args.verbose)
-        return int(ExitCode.RUN_FAILED)
-    except Exception as error:  # noqa: BLE001 - a script gets an exit code, not a traceback
-        _complain(f"Unexpected {type(error).__name__}: {error}. Run with --verbose to see where.", args.verbose)
-        return int(ExitCode.RUN_FAILED)
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - a script gets an exit code, not a traceback
+        if args.verbose:
+            traceback.print_exc()
+        return Answer(error=_in_words(error))
+
+
+def _printed(answer: Answer, args: argparse.Namespace) -> int:
+    """Print it; the exit code."""
+    for line in [answer.as_json()] if getattr(args, "json", False) else answer.lines:
+        print(line)
+    if answer.error is None:
+        return int(answer.exit_code)
+    print(f"onediff-guard: {answer.error}", file=sys.stderr)
+    return int(answer.error.exit_code)
+
+
+def _in_words(error: BaseException) -> HeadlessError:
+    if isinstance(error, HeadlessError):
+        return error
+    if isinstance(error, KeyboardInterrupt):
+        return InterruptedRunError("Interrupted.")
+    if isinstance(error, Told):  # of which a ValueError is about what was asked for
+        return WorkflowError(str(error)) if isinstance(error, ValueError) else RunFailedError(str(error))
+    return RunFailedError(f"Unexpected {type(error).__name__}: {error}. Run with --verbose to see where.")
 
 
 @contextmanager
@@ -122,9 +137,3 @@ def _parser(arguments: Sequence[str], subcommands: Sequence[Subcommand]) -> argp
             module.add_arguments(subparser)
             subparser.set_defaults(main=module.main)
     return parser
-
-
-def _complain(message: str, verbose: bool) -> None:
-    if verbose:
-        traceback.print_exc()
-    print(f"onediff-guard: {message}", file=sys.stderr)

@@ -21,11 +21,11 @@ from ..errors import HostError, RunFailedError, WorkflowError
 from ..files import ensure_writable, write_together
 from ..hosts import chosen as hosts
 from ..hosts.result import Progress, RunResult
-from ..progress import ProgressPrinter
+from ..progress import printed_progress
 from ..scratch import temporary_folder
 from ..workflow.graph import read_json
 from ..workflow.settings import Setting
-from . import answer
+from .answer import Answer
 
 DEFAULT_PRECISIONS = (REFERENCE, "bf16", "fp16", "fp16 (plain)")
 HEADER = ("precision", "plan", "PSNR (dB)", "max error", "seconds", "reruns", "finite frames")
@@ -41,39 +41,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precisions", type=_precisions, default=DEFAULT_PRECISIONS, metavar="LIST", help=words)
 
 
-def main(args: argparse.Namespace) -> int:
-    """Run the workflow in each precision, write and print how they compare; the exit code."""
-    with answer.errors_told(args.json):
-        outcomes, errors_from = _compare(args)
-        facts = {
-            "workflow": args.workflow.name,
-            "reference": REFERENCE,
-            "errors_from": errors_from,
-            "seconds_of": SECONDS_OF,
-            "runs": [outcome.facts for outcome in outcomes],
-        }
-        files = _drawn(args.workflow.name, outcomes, f"Errors from {errors_from}; white is 1. Seconds of {SECONDS_OF}.")
-        files[".json"] = f"{json.dumps(for_json(facts), indent=2)}\n".encode()
-        written = write_together(args.out, "compare", files)
+def main(args: argparse.Namespace) -> Answer:
+    """Run the workflow in each precision, and write how they compare."""
+    outcomes, errors_from = _compare(args)
+    facts = {
+        "workflow": args.workflow.name,
+        "reference": REFERENCE,
+        "errors_from": errors_from,
+        "seconds_of": SECONDS_OF,
+        "runs": [outcome.facts for outcome in outcomes],
+    }
+    files = _drawn(args.workflow.name, outcomes, f"Errors from {errors_from}; white is 1. Seconds of {SECONDS_OF}.")
+    files[".json"] = f"{json.dumps(for_json(facts), indent=2)}\n".encode()
+    written = write_together(args.out, "compare", files)
     failed = "\n".join(f"  {each['precision']}: {each['error']}" for each in facts["runs"] if "error" in each)
     error = RunFailedError(f"Not every precision ran. The others are in {written[0]}.\n{failed}") if failed else None
-    if not args.json:
-        said = [f"errors: from {errors_from}; white is 1", f"seconds: of {SECONDS_OF}"]
-        print("\n".join([*_table(outcomes), *said, *map(str, written)]))
-    elif error:
-        answer.failed(error, files=written, **facts)
-    else:
-        answer.done(files=written, **facts)
-    if error:
-        raise error
-    return 0
+    lines = [*_table(outcomes), f"errors: from {errors_from}; white is 1", f"seconds: of {SECONDS_OF}", *written]
+    return Answer(lines, {"files": written, **facts}, error)
 
 
 def _compare(args: argparse.Namespace) -> tuple[list[Outcome], str]:
     """What each precision came to, the reference first, and what the frames were read from."""
     workflow = read_json(args.workflow)
     changes = [Setting.parse(change) for change in args.changes]
-    with ProgressPrinter(sys.stderr) as on_progress, hosts.opened(args) as host:
+    with printed_progress(sys.stderr) as on_progress, hosts.opened(args) as host:
         subject = comparable(*host.read(workflow), changes, args.precisions)
         ensure_writable(args.out)
 
@@ -119,27 +110,24 @@ class Outcome:
     facts: dict[str, Any]  # for JSON
     row: tuple[str, ...]  # of the table; what one that failed says is in its second cell
     run: pictures.Run  # without frames where it failed
-    difference: np.ndarray | None = None  # of the middle frame from the reference's, [height, width]; None: it is that
 
     @classmethod
     def of(cls, precision: str, result: RunResult, frames: np.ndarray, reference: np.ndarray) -> Outcome:
         """frames: float32 [frames, height, width, 3], as the reference's. Raises RunFailedError where they are not."""
         like, stages, count = compare(frames, reference), result.stages(), len(frames)
-        steps = [step for stage in stages for step in stage["steps"] if step["stage"] == "denoiser"]
-        seconds = [step["seconds"] for step in steps]
-        reruns, failed = _calls(stages, "rerun"), _calls(stages, "non-finite", "saturated")
+        seconds = [step["seconds"] for stage in stages for step in stage["steps"] if step["stage"] == "denoiser"]
+        failed = _calls(stages, "non-finite", "saturated")
         hidden = like.black if failed and not result.results else 0  # in a file, NaN is black
-        plan = _plan(stages)
         facts = {
             "precision": precision,
-            "plan": plan,
+            "plan": _plan(stages),
             "psnr_db": like.psnr,
             "max_error": like.max_error,
             "seconds": sum(seconds),
             "median_step_seconds": float(np.median(seconds)) if seconds else None,
             "total_seconds": result.seconds,  # with loading, and whatever else the workflow does
-            "steps": len(steps),
-            "reruns": reruns,
+            "steps": len(seconds),
+            "reruns": _calls(stages, "rerun"),
             "calls_not_finite": failed,
             "frames": count,
             "finite_frames": like.finite - hidden,
@@ -149,15 +137,16 @@ class Outcome:
         }
         psnr = "none" if like.psnr is None else f"{like.psnr:.1f}"
         error = "none" if like.max_error is None else f"{like.max_error:.2g}"
-        finite = f"{like.finite - hidden} of {count}"
-        row = (precision, plan, psnr, error, f"{sum(seconds):.2f}", str(reruns), finite)
+        reruns, finite = str(facts["reruns"]), f"{facts['finite_frames']} of {count}"
+        row = (precision, facts["plan"], psnr, error, f"{sum(seconds):.2f}", reruns, finite)
+        numbers = "{1}\nPSNR {2} dB, max error {3}\n{4} s, reruns: {5}, frames finite: {6}".format(*row)
+        broken = like.frame_psnr.count(None)
         verdict = "reference" if frames is reference else "finite"
-        if (broken := like.frame_psnr.count(None)) or failed:
+        if broken or failed:
             verdict = "black" if broken == count else "partly black" if broken else "not finite"
-        numbers = f"{plan}\nPSNR {psnr} dB, max error {error}\n{row[4]} s, reruns: {reruns}, frames finite: {finite}"
-        run = pictures.Run(precision, verdict, VERDICTS.get(verdict, pictures.BAD), numbers, as_bytes(frames))
-        apart = None if frames is reference else difference(frames[count // 2], reference[count // 2])
-        return cls(facts, row, run, apart)
+        colour, middle = VERDICTS.get(verdict, pictures.BAD), count // 2
+        apart = None if frames is reference else difference(frames[middle], reference[middle])
+        return cls(facts, row, pictures.Run(precision, verdict, colour, numbers, as_bytes(frames), apart))
 
     @classmethod
     def failed(cls, precision: str, error: str) -> Outcome:
@@ -179,8 +168,8 @@ def _drawn(workflow: str, outcomes: Sequence[Outcome], footnote: str) -> dict[st
     frames = len(runs[0].frames)
     which = f"Frame {frames // 2 + 1} of {frames}; below it" if frames > 1 else "Below the picture"
     subheading = f"One seed, {len(runs)} precisions. {which}, where it differs from {REFERENCE}."
-    differences, words = [outcome.difference for outcome in outcomes], (workflow, subheading, footnote)
-    files = {".png": pictures.png(pictures.grid(runs, differences, words, frame=frames // 2))}
+    picture = pictures.grid(runs, (workflow, subheading, footnote), frame=frames // 2)
+    files = {".png": pictures.png(picture)}
     if frames > 1:
         moving = [run for run in runs if len(run.frames)]
         files[".webp"] = pictures.webp(pictures.animation(moving, footnote=f"{workflow}, one seed"), fps=FPS)
@@ -194,7 +183,7 @@ def _plan(stages: Sequence[dict[str, Any]]) -> str:
         return "not reported"
     plan = report["plan"]
     if plan["dtype"] == "fp16" and not plan["guarded"]:
-        return "fp16, neither made safe nor guarded"
+        return "fp16, with neither overflow protection nor guard"
     quantised = f"large linear layers in {plan['quantised']}" if plan.get("quantised") else ""
     return ", ".join(filter(None, [plan["dtype"], quantised, report.get("wide")]))
 

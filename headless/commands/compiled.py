@@ -6,8 +6,8 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from ...trust.text import for_terminal
-from . import answer, kept_files
+from . import kept_files
+from .answer import Answer
 
 TRUST = "Such a file holds code that will be run. Import it only from people whom you trust."
 
@@ -22,48 +22,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cleared.add_argument("name", nargs="?", default="", help="the beginning of their names (default: all)")
 
 
-def main(args: argparse.Namespace) -> int:
-    """0 where it was done."""
+def main(args: argparse.Namespace) -> Answer:
     from ...comfyui_host.host import compiled_directory
-    from ...pipelines.errors import BadCompiled
 
     actions = {"list": _list, "export": _export, "import": _import, "clear": _clear}
-    return kept_files.act(args, args.dir or compiled_directory(), BadCompiled, actions)
+    return kept_files.act(args, args.dir or compiled_directory(), actions)
 
 
-def _list(compile_cache_dir: Path, args: argparse.Namespace) -> None:
+def _list(compile_cache_dir: Path, _args: argparse.Namespace) -> Answer:
     from ...pipelines.compile.cache import exportable
     from ...pipelines.errors import BadCompiled
     from ...trust.atomic_files import size_of
 
     found = []
     for name, folder in _by_name(compile_cache_dir).items():
+        size = size_of(folder)
         try:
             target = exportable(folder)[0]
             facts, words = {"for": asdict(target)}, target.in_words()
         except (BadCompiled, OSError) as error:
             facts, words = {"error": str(error)}, str(error)
-        found.append({"name": name, "bytes": size_of(folder), **facts})
-        if not args.json:
-            print(for_terminal(f"{name}\n    {found[-1]['bytes'] / 1e6:.1f} MB; {words}"))
-    if args.json:
-        answer.done(folder=compile_cache_dir, compiled=found)
-    elif not found:
-        print(f"No compiled code in {compile_cache_dir}. A run keeps what inductor compiled for it.")
+        found.append((name, f"{size / 1e6:.1f} MB; {words}", {"bytes": size, **facts}))
+    none = f"No compiled code in {compile_cache_dir}. A run keeps what inductor compiled for it."
+    return kept_files.listing(compile_cache_dir, "compiled", found, none)
 
 
-def _export(compile_cache_dir: Path, args: argparse.Namespace) -> None:
+def _export(compile_cache_dir: Path, args: argparse.Namespace) -> Answer:
     from ...pipelines.compile.cache import exportable
     from ...pipelines.compile.code import write
-    from ...pipelines.errors import BadCompiled
 
-    folders = _by_name(compile_cache_dir)
-    folder = kept_files.the_one(folders, args.name, compile_cache_dir, "that is kept", BadCompiled)
+    folder = kept_files.the_one(_by_name(compile_cache_dir), args.name, compile_cache_dir, "that is kept")
     write(args.file, *exportable(folder))
-    print(args.file)
+    return Answer([args.file])
 
 
-def _import(compile_cache_dir: Path, args: argparse.Namespace) -> None:
+def _import(compile_cache_dir: Path, args: argparse.Namespace) -> Answer:
     """Check a file and keep it, without running anything of it."""
     from ...pipelines.compile.cache import keep_imported
     from ...pipelines.compile.code import read
@@ -82,16 +75,16 @@ def _import(compile_cache_dir: Path, args: argparse.Namespace) -> None:
             "let a run compile here."
         )
     keep_imported(compile_cache_dir, target, artifacts)
-    kept_files.say_imported(target.name, f"{target.in_words()}\nIt holds code, which later runs of this model run.")
+    return kept_files.imported(target.name, f"{target.in_words()}\nIt holds code, which later runs of this model run.")
 
 
-def _clear(compile_cache_dir: Path, args: argparse.Namespace) -> None:
+def _clear(compile_cache_dir: Path, args: argparse.Namespace) -> Answer:
     from ...trust.atomic_files import delete
 
-    for name, folder in sorted(_by_name(compile_cache_dir).items()):
-        if name.startswith(args.name):
-            delete(folder)
-            print(name)
+    names = {name: folder for name, folder in _by_name(compile_cache_dir).items() if name.startswith(args.name)}
+    for folder in names.values():
+        delete(folder)
+    return Answer(sorted(names))
 
 
 def _by_name(compile_cache_dir: Path) -> dict[str, Path]:

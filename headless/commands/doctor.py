@@ -7,16 +7,14 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...pipelines.errors import BadFolder, BadSize
+from ...pipelines.errors import BadFolder
 from ...trust.message import BadInput
-from ..errors import WorkflowError
-from . import answer
+from .answer import Answer
 
 if TYPE_CHECKING:
     from ...pipelines.insight.diagnosis import Diagnosis
     from ...pipelines.insight.vram_estimate import Size
 
-BAD_REQUEST = (BadFolder, BadInput, BadSize)  # what is wrong with a request, of the person's own making
 OTHER_CARD = "for another card, for example sm75, 8.6, sm75-gtx16, gfx1100, xpu, mps or cpu"
 
 
@@ -45,18 +43,10 @@ def _size(text: str) -> Size:
     return int(width), int(height), int(frames)
 
 
-def main(args: argparse.Namespace) -> int:
-    """Print the diagnosis. 0 wherever it could be made, with or without a GPU."""
-    with answer.errors_told(args.json):
-        try:
-            diagnosis = examine(args.model, args.arch, args.precision, args.accumulation, args.vram, args.size)
-        except BAD_REQUEST as error:
-            raise WorkflowError(str(error)) from error
-    if args.json:
-        answer.done(**diagnosis.as_dict())
-    else:
-        print(diagnosis.text())
-    return 0
+def main(args: argparse.Namespace) -> Answer:
+    """The diagnosis, wherever one can be made, with or without a GPU."""
+    diagnosis = examine(args.model, args.arch, args.precision, args.accumulation, args.vram, args.size)
+    return Answer([diagnosis.text()], diagnosis.as_dict())
 
 
 def examine(
@@ -72,7 +62,7 @@ def examine(
     model: its folder, Stable Video Diffusion's single file, or the hub id of a model in the cache.
     vram: GiB of a card, for which to tell how each stage would run. size: of what is made.
 
-    Raises one of BAD_REQUEST.
+    Raises BadFolder, BadInput or BadSize.
     """
     from ...comfyui_host.host import selftest_directory
     from ...nodes.report import architecture_of, with_surroundings

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...trust.text import for_terminal, listed
+from ...trust.text import listed
 from ..errors import OutputError, WorkflowError
+from .answer import Answer
 
-Action = Callable[[Path, argparse.Namespace], None]
+Action = Callable[[Path, argparse.Namespace], Answer]  # on the folder
 
 
 def add_arguments(parser: argparse.ArgumentParser, what: str, variable: str, folder: str, whose: str) -> Any:
@@ -33,31 +34,34 @@ def add_arguments(parser: argparse.ArgumentParser, what: str, variable: str, fol
     return actions
 
 
-def act(args: argparse.Namespace, folder: Path, bad: type[Exception], actions: Mapping[str, Action]) -> int:
-    """0 where it was done. bad: what an action raises at what cannot be used."""
+def act(args: argparse.Namespace, folder: Path, actions: Mapping[str, Action]) -> Answer:
     try:
-        actions[args.action](folder, args)
-    except bad as error:
-        raise WorkflowError(str(error)) from error
+        return actions[args.action](folder, args)
     except OSError as error:
         raise OutputError(f"It could not be written: {error}.") from error
-    return 0
 
 
-def the_one(files: Mapping[str, Path], name: str, where: Path, what: str, error: type[Exception]) -> Path:
-    """Find a file by its name, or the beginning of it. Raises `error` where it is none or several.
+def listing(folder: Path, key: str, found: Sequence[tuple[str, str, Mapping[str, Any]]], none: str) -> Answer:
+    """found: name, words and facts of each. none: said where nothing is."""
+    lines = [f"{name}\n    {words}" for name, words, _ in found] or [none]
+    return Answer(lines, {"folder": folder, key: [{"name": name, **facts} for name, _, facts in found]})
+
+
+def the_one(files: Mapping[str, Path], name: str, where: Path, what: str) -> Path:
+    """Find a file by its name, or the beginning of it. Raises WorkflowError where it is none or several.
 
     files: by name. what: they are called.
     """
-    starting = {each: file for each, file in sorted(files.items()) if each.startswith(name)}
-    found = {name: starting[name]} if name in starting else starting
+    found = [name] if name in files else sorted(each for each in files if each.startswith(name))
     if len(found) != 1:
         which = listed(found, most=10, limit=255) or "none"
-        raise error(f"The name of one {what} must start with '{name}', and these do: {which}. Looked in {where}.")
-    return next(iter(found.values()))
+        raise WorkflowError(
+            f"The name of one {what} must start with '{name}', and these do: {which}. Looked in {where}."
+        )
+    return files[found[0]]
 
 
-def say_imported(name: str, words: str) -> None:
-    """Print a name for scripts, and for people what it holds."""
-    print(name)
-    print(for_terminal(words), file=sys.stderr)
+def imported(name: str, words: str) -> Answer:
+    """Its name for scripts, and what it holds for people."""
+    print(words, file=sys.stderr)
+    return Answer([name])

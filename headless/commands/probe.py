@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from ..errors import WorkflowError
 from ..files import write_together
 from ..hosts.result import RunResult
-from ..progress import ProgressPrinter
-from . import answer
-from .doctor import BAD_REQUEST, OTHER_CARD, on_disk
+from ..progress import printed_progress
+from .answer import Answer
+from .doctor import OTHER_CARD, on_disk
 
 if TYPE_CHECKING:
     from ...pipelines.families.spec import FamilySpec
@@ -40,18 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
 
-def main(args: argparse.Namespace) -> int:
-    """Measure, write picture, text and profile, and print the recommendation; the exit code."""
-    with answer.errors_told(args.json):
-        result = _run(args)
-        (picture,), (_, text, profile) = result.files, result.results["probe"]
-        beside = {".txt": f"{text}\n".encode()} | ({".json": profile.encode()} if profile else {})
-        files = [picture, *write_together(picture.parent, picture.stem, beside)]
-    if args.json:
-        answer.done(files=files, **result.outputs["probe"]["onediff_guard"][0])
-    else:
-        print("\n".join([text, *map(str, files)]))
-    return 0
+def main(args: argparse.Namespace) -> Answer:
+    """Measure, write picture, text and profile, and recommend."""
+    result = _run(args)
+    (picture,), (_, text, profile) = result.files, result.results["probe"]
+    beside = {".txt": f"{text}\n".encode()} | ({".json": profile.encode()} if profile else {})
+    files = [picture, *write_together(picture.parent, picture.stem, beside)]
+    return Answer([text, *files], {"files": files, **result.outputs["probe"]["onediff_guard"][0]})
 
 
 def _run(args: argparse.Namespace) -> RunResult:
@@ -59,19 +54,16 @@ def _run(args: argparse.Namespace) -> RunResult:
     from ...pipelines.models.recognised import family_of
     from ..hosts.local import run_local
 
-    try:
-        model = on_disk(args.model)
-        family = family_of(model)
-        card = architecture_of(args.arch)
-    except BAD_REQUEST as error:
-        raise WorkflowError(str(error)) from error
+    model = on_disk(args.model)
+    family = family_of(model)
+    card = architecture_of(args.arch)
     images = Path("no-images")
     if family.takes_image:
         if not (args.image and args.image.is_file()):
             raise WorkflowError(f"'{args.model}' starts from an image: name one with --image. Found: {args.image}.")
         args.image = args.image.resolve()  # a link of the user's own may lead anywhere
         images = args.image.parent
-    with ProgressPrinter(sys.stderr) as on_progress:
+    with printed_progress(sys.stderr) as on_progress:
         return run_local(
             _graph(args, model.name, family, card.name if card else None),
             models=[model if model.is_dir() else model.parent],

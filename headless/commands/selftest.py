@@ -7,13 +7,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import ExitCode, OutputError, RunFailedError, WorkflowError
-from . import answer
+from ..errors import ExitCode, OutputError, WorkflowError
+from .answer import Answer
 
 if TYPE_CHECKING:
     import torch
-
-    from ...precision.self_test import SelfTest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,23 +20,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
 
-def main(args: argparse.Namespace) -> int:
-    """Run it, keep the result, and print it. 4 where a line is wrong."""
-    from ...pipelines.errors import DeviceGone
+def main(args: argparse.Namespace) -> Answer:
+    """Run it, and keep the result. 4 where a line is wrong."""
+    from ...comfyui_host.host import selftest_directory
     from ...pipelines.selftest.checks import selftest
+    from ...precision.self_test import keep
 
-    with answer.errors_told(args.json):
-        try:
-            result = selftest(_device(args.device), lambda name, *_: print(f"{name} …", file=sys.stderr, flush=True))
-        except DeviceGone as error:
-            raise RunFailedError(str(error)) from error
-        file = _kept(result, args.out)
-    if args.json:
-        answer.done(file=file, **result.as_dict())
-    else:
-        print(result.in_words())
-        print(f"Kept in {file}. Add that file to an issue about this card.")
-    return int(ExitCode.RUN_FAILED if result.wrong else ExitCode.DONE)
+    result = selftest(_device(args.device), lambda name, *_: print(f"{name} …", file=sys.stderr, flush=True))
+    file = args.out or selftest_directory() / f"{result.key}.json"
+    try:
+        file = keep(result, file)
+    except OSError as error:
+        raise OutputError(f"Cannot write {file}: {error.strerror or error}.") from error
+    lines = [result.in_words(), f"Kept in {file}. Add that file to an issue about this card."]
+    code = ExitCode.RUN_FAILED if result.wrong else ExitCode.DONE
+    return Answer(lines, {"file": file, **result.as_dict()}, exit_code=code)
 
 
 def _device(name: str | None) -> torch.device:
@@ -59,15 +55,3 @@ def _device(name: str | None) -> torch.device:
             f"--device {name}: PyTorch has no such device here ({said}). Found: {here.device}."
         ) from error
     return device
-
-
-def _kept(result: SelfTest, file: Path | None) -> Path:
-    """Raises OutputError where it cannot be written."""
-    from ...comfyui_host.host import selftest_directory
-    from ...precision.self_test import keep
-
-    file = file or selftest_directory() / f"{result.key}.json"
-    try:
-        return keep(result, file)
-    except OSError as error:
-        raise OutputError(f"Cannot write {file}: {error.strerror or error}.") from error

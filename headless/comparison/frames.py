@@ -36,13 +36,11 @@ def compare(frames: np.ndarray, reference: np.ndarray) -> Likeness:
     squares: list[float] = []  # mean square and largest error of each frame, NaN where it is broken
     errors: list[float] = []
     for frame, expected in zip(frames, reference, strict=True):  # one by one: a video in float64 may not fit
-        with np.errstate(invalid="ignore"):  # infinity from infinity
-            apart = np.abs(frame.astype(np.float64) - expected)
+        apart = _apart(frame, expected)
         is_black = not frame.any() and bool(expected.any())
         finite, black = finite + bool(np.isfinite(frame).all()), black + is_black
-        broken = is_black or not np.isfinite(apart).all()
-        squares.append(math.nan if broken else float(np.square(apart).mean()))
-        errors.append(math.nan if broken else float(apart.max()))
+        squares.append(math.nan if is_black else float(np.square(apart).mean()))
+        errors.append(math.nan if is_black else float(apart.max()))
     most = float(np.max(errors))
     psnr = _psnr(float(np.mean(squares)))
     return Likeness(finite, black, tuple(map(_psnr, squares)), psnr, None if math.isnan(most) else most)
@@ -50,8 +48,13 @@ def compare(frames: np.ndarray, reference: np.ndarray) -> Likeness:
 
 def difference(frame: np.ndarray, reference: np.ndarray) -> np.ndarray:
     """max |difference| over a pixel's channels, [height, width]; NaN where either is not finite."""
+    return _apart(frame, reference).max(axis=-1)
+
+
+def _apart(frame: np.ndarray, reference: np.ndarray) -> np.ndarray:
+    """|difference|, NaN where either is not finite."""
     with np.errstate(invalid="ignore"):  # infinity from infinity
-        apart = np.abs(frame.astype(np.float64) - reference).max(axis=-1)
+        apart = np.abs(frame.astype(np.float64) - reference)
     return np.where(np.isfinite(apart), apart, np.nan)
 
 

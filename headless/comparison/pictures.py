@@ -38,6 +38,7 @@ class Run:
     colour: Colour
     numbers: str
     frames: np.ndarray  # uint8 [frames, height, width, 3]
+    difference: np.ndarray | None = None  # of a frame from the reference's, [height, width], NaN where there is none
 
     def height(self, width: int) -> int:
         """Of its frames, where they are that wide."""
@@ -74,13 +75,11 @@ class Page:
         self._draw.rectangle((x, y, x + width - 1, y + height - 1), outline=EDGE)
 
 
-def grid(
-    runs: Sequence[Run], differences: Sequence[np.ndarray | None], words: tuple[str, str, str], *, frame: int
-) -> Image.Image:
+def grid(runs: Sequence[Run], words: tuple[str, str, str], *, frame: int) -> Image.Image:
     """One column for each run: a frame, what differs in it from the reference, and `numbers` in lines of their own.
 
-    differences: [height, width], NaN where there is none; None for the reference, in whose place the scale stands. A
-        run without frames failed: its `numbers` stand in place of its picture.
+    runs: the scale stands below one without a difference. One without frames failed: its `numbers` stand in place of
+        its picture.
     words: heading, subheading, footnote.
     """
     whole = [run for run in runs if len(run.frames)]
@@ -90,15 +89,15 @@ def grid(
     captions = LABEL + 2 * (height + GAP)
     page = Page(_across(len(runs), width) - GAP + MARGIN, HEAD + captions + lines * LINE + FOOT)
     page.head(*words)
-    for number, (run, difference) in enumerate(zip(runs, differences, strict=True)):
+    for number, run in enumerate(runs):
         column = Page(width, captions + lines * LINE)
         column.label(0, LABEL // 2, run)
         if len(run.frames):
             column.show(0, LABEL, run.frames[frame], width, height)
-            if difference is None:
+            if run.difference is None:
                 column.image.paste(_scale(width, height), (0, LABEL + height + GAP))
             else:
-                column.show(0, LABEL + height + GAP, _coloured(difference), width, height)
+                column.show(0, LABEL + height + GAP, _coloured(run.difference), width, height)
             column.write(0, captions, run.numbers, 15, anchor="la")
         else:
             column.write(0, LABEL, textwrap.fill(run.numbers, width // 9), 15, anchor="la")

@@ -87,19 +87,18 @@ def _frames(graph: Graph, schemas: Mapping[str, Schema], varied: set[str]) -> Li
     made of."""
     outputs = [node for node in graph.nodes.values() if schemas[node.class_type].is_output]
     hanging: set[str] = set()
+    videos: list[Node] = []
     for node_id in graph.order_for(node.id for node in outputs):  # no links into nowhere or in a circle
-        if node_id in varied or any(link.node in hanging for link in graph.nodes[node_id].links().values()):
+        node = graph.nodes[node_id]
+        if node_id in varied or any(link.node in hanging for link in node.links().values()):
             hanging.add(node_id)
-    waiting, seen = outputs[::-1], set[str]()
-    while waiting:
-        for link in waiting.pop().links().values():
-            source = graph.nodes[link.node]
-            kind = dict(enumerate(schemas[source.class_type].outputs)).get(link.slot)
-            if kind == "IMAGE" and link.node in hanging:
+        if "VIDEO" in schemas[node.class_type].outputs:
+            videos.append(node)
+    for node in [*outputs, *reversed(videos)]:
+        for link in node.links().values():
+            kinds = schemas[graph.nodes[link.node].class_type].outputs
+            if link.node in hanging and kinds[link.slot : link.slot + 1] == ("IMAGE",):
                 return link
-            if kind == "VIDEO" and link.node not in seen:
-                seen.add(link.node)
-                waiting.append(source)
     found = listed(node.label for node in outputs) or "none"
     raise WorkflowError(
         f"The workflow saves no pictures that could be compared. Its output nodes: {found}. "

@@ -49,7 +49,7 @@ def start(
     server: Server, workflow: Path, folder: Path, changes: Mapping[str, Any] | None = None
 ) -> subprocess.Popen[str]:
     """Start `onediff-guard run --server` on a workflow. folder: gets the results. changes: become --set."""
-    command = [sys.executable, "-m", "comfyui_onediff_guard.headless", "run", str(workflow)]
+    command = [sys.executable, "-m", "comfyui_onediff_guard", "run", str(workflow)]
     command += ["--server", server.url, "--out", str(folder / "out"), "--json", "--timeout", str(HANG_SECONDS)]
     for name, value in (changes or {}).items():
         command += ["--set", f"{name}={json.dumps(value)}"]

@@ -29,7 +29,7 @@ def start_compare(server: legs.Server, tmp_path: Path) -> Callable[..., subproce
 
     def start(precisions: str, **changes: Any) -> subprocess.Popen[str]:
         sets = OVERFLOWS | {f"OneDiffGuard{name.replace('__', '.')}": value for name, value in changes.items()}
-        command = [sys.executable, "-m", "comfyui_onediff_guard.headless", "compare", str(server.leg.workflow)]
+        command = [sys.executable, "-m", "comfyui_onediff_guard", "compare", str(server.leg.workflow)]
         command += [
             "--server",
             server.url,

@@ -92,7 +92,7 @@ def test_page_server_and_headless_make_the_same_frames(
         return pixels(ran.files)
 
     page, api = anew(server, from_page), anew(server, from_api)
-    command = [sys.executable, "-m", "comfyui_onediff_guard.headless", "run", str(file), "--json"]
+    command = [sys.executable, "-m", "comfyui_onediff_guard", "run", str(file), "--json"]
     command += ["--models", str(server.base / "models"), "--out", str(tmp_path / "headless")]
     alone = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert alone.returncode == 0, alone.stdout + alone.stderr

@@ -22,7 +22,7 @@ from aiohttp import web
 from at_once import HANG_SECONDS
 from comfyui_onediff_guard.headless.batch import ray_pool
 from comfyui_onediff_guard.headless.commands import cli
-from comfyui_onediff_guard.headless.hosts import core_nodes
+from comfyui_onediff_guard.headless.hosts import core_nodes, local
 from comfyui_onediff_guard.headless.hosts.local import run_local
 from comfyui_onediff_guard.headless.hosts.result import RunResult
 from comfyui_onediff_guard.headless.server import api as server
@@ -285,11 +285,21 @@ def console(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str,
     """console(*arguments of onediff-guard) → (exit status, what it printed, and to stderr)."""
 
     def run(*arguments: Any) -> tuple[int, str, str]:
+        capsys.readouterr()  # what building a model printed
         code = cli.main([*map(str, arguments)])
         out, err = capsys.readouterr()
         return code, out, err
 
     return run
+
+
+@pytest.fixture
+def here(tmp_path: Path, workflow: dict[str, Any], classes: dict[str, type], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A current folder with workflow.json, where the stand-in nodes are what this process knows."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(local, "default_classes", lambda: classes)
+    (tmp_path / "workflow.json").write_text(json.dumps(workflow))
+    return tmp_path
 
 
 @pytest.fixture

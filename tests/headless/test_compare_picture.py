@@ -15,7 +15,10 @@ WORDS = ("workflow.json", "One seed", "Errors from float frames.")
 
 
 def grid(*differences: np.ndarray | None, runs: list[pictures.Run] | None = None) -> Image.Image:
-    return pictures.grid(runs or [RUN] * len(differences), differences, WORDS, frame=1)
+    runs = [
+        replace(run, difference=each) for run, each in zip(runs or [RUN] * len(differences), differences, strict=True)
+    ]
+    return pictures.grid(runs, WORDS, frame=1)
 
 
 def flat(value: float) -> np.ndarray:

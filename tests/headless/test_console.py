@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
+from collections.abc import Callable
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,31 +12,22 @@ from typing import Any
 
 import pytest
 from comfyui_onediff_guard.headless.commands import cli
-from comfyui_onediff_guard.headless.hosts import local
-from comfyui_onediff_guard.pipelines.errors import DeviceGone, LibraryFailed
+from comfyui_onediff_guard.pipelines.errors import BadSize, DeviceGone, LibraryFailed
+
+Console = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture
-def here(tmp_path: Path, workflow: dict[str, Any], classes: dict[str, type], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A current folder with workflow.json, where the stand-in nodes are what this process knows."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(local, "default_classes", lambda: classes)
-    (tmp_path / "workflow.json").write_text(json.dumps(workflow))
-    return tmp_path
-
-
-def test_files_and_summary_for_people(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["run", "workflow.json", "--set", "1.text=a fox"]) == 0
-    out, err = capsys.readouterr()
+def test_files_and_summary_for_people(here: Path, console: Console) -> None:
+    code, out, err = console("run", "workflow.json", "--set", "1.text=a fox")
     files = [str(Path("output", "pictures", f"noise_0000{n}_.png")) for n in (1, 2, 3)]
-    assert out.splitlines() == [*files, "1: 32 px, a fox"]
+    assert (code, out.splitlines()) == (0, [*files, "1: 32 px, a fox"])
     assert err.splitlines() == ["node 1 (Some Noise)", "node 2 (SaveImage)"]
 
 
-def test_one_json_object_for_scripts(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["run", "workflow.json", "--json", "--out", "elsewhere"]) == 0
-    told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert told["status"] == "done"
+def test_one_json_object_for_scripts(here: Path, console: Console) -> None:
+    code, out, _ = console("run", "workflow.json", "--json", "--out", "elsewhere")
+    told = json.loads(out, parse_constant=pytest.fail)
+    assert (code, told["status"]) == (0, "done")
     assert all(Path(path).is_file() for path in told["files"])
     assert told["outputs"]["1"]["onediff_guard"] == [{"peak": "inf"}]
 
@@ -63,17 +54,15 @@ def test_a_console_without_the_character_is_no_error(here: Path, monkeypatch: py
     ],
 )
 def test_exit_codes(
-    here: Path, workflow: dict[str, Any], arguments: list[str], code: int, message: str, capsys: Any
+    here: Path, workflow: dict[str, Any], console: Console, arguments: list[str], code: int, message: str
 ) -> None:
     broken = workflow | {"2": {"class_type": "Broken", "inputs": {"images": ["1", 0]}}}
     (here / "broken.json").write_text(json.dumps(broken))
-    assert cli.main(["run", *arguments, "--json"]) == code
-    out, err = capsys.readouterr()
+    found, out, err = console("run", *arguments, "--json")
     told = json.loads(out)
-    assert (told["status"], told["exit_code"]) == ("error", code)
-    assert message in told["error"]
-    assert message in err
-    assert "Traceback" not in err
+    assert (found, told["status"], told["exit_code"]) == (code, "error", code)
+    assert message in told["error"] and message in err and "Traceback" not in err
+    assert "Traceback" in console("run", *arguments, "--verbose")[2]
 
 
 @pytest.mark.parametrize(
@@ -84,6 +73,12 @@ def test_exit_codes(
         ["fly"],
         *(["run", "w.json", "--timeout", seconds] for seconds in ("-1", "nan", "1e400", "1e300", "x")),
         ["run", "w", "--server", "a", "--comfyui", "b"],
+        *(["compare", "workflow.json", "--precisions", precisions] for precisions in ("fp32", "", ",")),
+        ["doctor", "--precision", "int4"],
+        ["doctor", "--accumulation", "on"],
+        ["doctor", "model"],
+        ["doctor", "--vram", "12 GB"],
+        ["doctor", "--vram", "12", "--size", "720"],
     ],
 )
 def test_bad_usage(arguments: list[str]) -> None:
@@ -93,33 +88,30 @@ def test_bad_usage(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "code", "said"),
     [
-        (LibraryFailed("transformers cannot be imported."), "transformers cannot be imported."),
-        (DeviceGone("cuda:0 gives no answer any more."), "cuda:0 gives no answer any more."),
-        (KeyError("x"), "Unexpected KeyError: 'x'. Run with --verbose to see where."),
+        (LibraryFailed("transformers cannot be imported."), 4, "transformers cannot be imported."),
+        (DeviceGone("cuda:0 gives no answer any more."), 4, "cuda:0 gives no answer any more."),
+        (BadSize("0 x 0 is no size."), 2, "0 x 0 is no size."),
+        (KeyError("x"), 4, "Unexpected KeyError: 'x'. Run with --verbose to see where."),
+        (KeyboardInterrupt(), 130, "Interrupted."),
     ],
 )
-def test_an_error_meant_for_people_is_said_as_it_is(error: Exception, said: str, capsys: Any) -> None:
-    def main(_args: Any) -> int:
+def test_an_error_meant_for_people_is_said_as_it_is(error: BaseException, code: int, said: str, capsys: Any) -> None:
+    def main(_args: Any) -> cli.Answer:
         raise error
 
     command = cli.Subcommand("fly", "", lambda: SimpleNamespace(add_arguments=lambda _parser: None, main=main))
-    assert cli.main(["fly"], [command]) == 4
+    assert cli.main(["fly"], [command]) == code
     assert capsys.readouterr().err.strip() == f"onediff-guard: {said}"
 
 
-def test_verbose_shows_where(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["run", "nothing.json", "--verbose"]) == 2
-    assert "Traceback" in capsys.readouterr().err
-
-
-def test_help_imports_nothing_heavy() -> None:
+@pytest.mark.parametrize(("command", "option"), [("run", "--set"), ("doctor", "--arch")])
+def test_help_imports_nothing_heavy(fresh_python: Callable[..., str], command: str, option: str) -> None:
     code = (
         "import sys; from comfyui_onediff_guard.headless.commands import cli\n"
-        "try: cli.main(['run', '--help'])\n"
-        "except SystemExit: print(sorted({'torch', 'av', 'aiohttp', 'diffusers'} & set(sys.modules)), file=sys.stderr)"
+        f"try: cli.main(['{command}', '--help'])\n"
+        "except SystemExit: print(sorted({'torch', 'av', 'aiohttp', 'diffusers'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stderr.strip() == "[]"
-    assert "--set" in done.stdout
+    out = fresh_python(code)
+    assert out.endswith("[]\n") and option in out

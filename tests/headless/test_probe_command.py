@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import shared_models
 from comfyui_onediff_guard.comfyui_host.host import profiles_directory
-from comfyui_onediff_guard.headless.commands import cli
 from comfyui_onediff_guard.precision.overrides import NOTHING
 from comfyui_onediff_guard.precision.profile_store import read
 from overflows import ISLAND
@@ -19,14 +18,8 @@ SMALL = ("--steps", "1", "--width", "64", "--height", "48", "--frames", "9")
 
 
 @pytest.fixture
-def probe(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
-    def run(*arguments: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = cli.main(["probe", "--out", str(tmp_path / "out"), *arguments])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
+def probe(console, tmp_path):
+    return partial(console, "probe", "--out", tmp_path / "out")
 
 
 def test_it_writes_picture_text_and_profile(probe, model_folder, tmp_path):

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from comfyui_onediff_guard.comfyui_host.host import SELFTEST_VARIABLE
-from comfyui_onediff_guard.headless.commands import cli
 from comfyui_onediff_guard.pipelines.errors import DeviceGone
 from comfyui_onediff_guard.pipelines.selftest import checks as module
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
 from comfyui_onediff_guard.precision.self_test import Line, SelfTest
 
+Console = Callable[..., tuple[int, str, str]]
 NO_COMPILER = {"a compiled block"} if os.environ.get("ATEN_CPU_CAPABILITY") == "default" else set[str]()
 MADE_UP = SelfTest(
     device="cuda:0",
@@ -38,13 +39,12 @@ def made_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return lambda result: monkeypatch.setattr(module, "selftest", lambda *_: result)
 
 
-def test_it_runs_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_runs_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, console: Console) -> None:
     monkeypatch.setenv(SELFTEST_VARIABLE, str(tmp_path))
-    assert cli.main(["selftest", "--json"]) == 0
-    out, err = capsys.readouterr()
+    code, out, err = console("selftest", "--json")
     answer = json.loads(out, parse_constant=pytest.fail)
     (file,) = tmp_path.iterdir()
-    assert answer["status"] == "done" and Path(answer["file"]) == file
+    assert (code, answer["status"], Path(answer["file"])) == (0, "done", file)
     kept = json.loads(file.read_text(encoding="utf-8"))
     assert kept["lines"] == answer["lines"]
     of_cards = {"offload 'group'", "peak memory beyond the estimate"}
@@ -52,12 +52,10 @@ def test_it_runs_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: p
     assert "attention in bf16 …" in err.splitlines()
 
 
-def test_a_wrong_line_is_said_and_is_an_exit_code(
-    made_up: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_line_is_said_and_is_an_exit_code(made_up: Any, tmp_path: Path, console: Console) -> None:
     made_up(MADE_UP)
-    assert cli.main(["selftest"]) == 4
-    out = capsys.readouterr().out
+    code, out, _ = console("selftest")
+    assert code == 4
     for part in (
         "Self-test of NVIDIA GeForce RTX 2080 Ti (cuda:0), 2026-11-30",
         "torch 2.13.0+cu128, driver 610.2",
@@ -71,8 +69,8 @@ def test_a_wrong_line_is_said_and_is_an_exit_code(
     ):
         assert part in out
     made_up(replace(MADE_UP, lines=MADE_UP.lines[:1]))
-    assert cli.main(["selftest"]) == 0
-    assert "Result: OK. All 1 lines that ran are right." in capsys.readouterr().out
+    code, out, _ = console("selftest")
+    assert code == 0 and "Result: OK. All 1 lines that ran are right." in out
 
 
 def test_another_card_driver_or_pytorch_is_another_file() -> None:
@@ -80,21 +78,32 @@ def test_another_card_driver_or_pytorch_is_another_file() -> None:
     assert len(names | {MADE_UP.key}) == 1 + len(MADE_UP.machine)
 
 
-def test_bad_input_and_a_file_that_cannot_be_written(
-    made_up: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--device", "cuda:7"], 2, "--device cuda:7: PyTorch has no such device here"),
+        (["--device", "card"], 2, "Found: cpu."),
+        (["--out", "file/below.json"], 5, "Cannot write"),
+    ],
+)
+def test_bad_input(
+    made_up: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    console: Console,
+    arguments: Any,
+    code: int,
+    says: str,
 ) -> None:
     made_up(MADE_UP)
-    for name in ("cuda:7", "card", ""):
-        assert cli.main(["selftest", "--device", name]) == (2 if name else 4)
-    err = capsys.readouterr().err
-    assert "--device cuda:7: PyTorch has no such device here" in err and "Found: cpu." in err
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    assert cli.main(["selftest", "--out", str(tmp_path / "file" / "below.json")]) == 5
-    assert "Cannot write" in capsys.readouterr().err
+    found, _, err = console("selftest", *arguments)
+    assert found == code and says in err
 
 
 def test_a_device_that_goes_away_leaves_no_result(
-    monkeypatch: pytest.MonkeyPatch, made_up: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, made_up: Any, tmp_path: Path, console: Console
 ) -> None:
     made_up(MADE_UP)
 
@@ -102,5 +111,5 @@ def test_a_device_that_goes_away_leaves_no_result(
         raise DeviceGone("{} gives no answer any more after the check '{}' ({}).", "cuda:0", "attention", "Xid 79")
 
     monkeypatch.setattr(module, "selftest", gone)
-    assert cli.main(["selftest"]) == 4 and not (tmp_path / "kept").exists()
-    assert "cuda:0 gives no answer any more" in capsys.readouterr().err
+    code, _, err = console("selftest")
+    assert code == 4 and not (tmp_path / "kept").exists() and "cuda:0 gives no answer any more" in err

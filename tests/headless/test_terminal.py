@@ -12,12 +12,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from comfyui_onediff_guard.headless.commands import cli
-from comfyui_onediff_guard.headless.hosts import local
 from comfyui_onediff_guard.headless.terminal import Cleaned, cleaned_output
 from PIL import Image
 
@@ -27,17 +27,15 @@ OBEYED = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e]")
 
 
 @pytest.fixture
-def here(tmp_path: Path, workflow: dict[str, Any], classes: dict[str, type], monkeypatch: pytest.MonkeyPatch) -> Path:
+def hostile(here: Path, workflow: dict[str, Any]) -> Path:
     """A current folder with a workflow whose every text is hostile."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(local, "default_classes", lambda: classes)
     workflow["1"]["_meta"]["title"] = HOSTILE
     workflow["1"]["inputs"]["text"] = HOSTILE
-    (tmp_path / "workflow.json").write_text(json.dumps(workflow))
-    (tmp_path / "unknown.json").write_text(json.dumps({HOSTILE: {"class_type": HOSTILE}}))
+    (here / "workflow.json").write_text(json.dumps(workflow))
+    (here / "unknown.json").write_text(json.dumps({HOSTILE: {"class_type": HOSTILE}}))
     workflow["1"]["inputs"]["kind"] = HOSTILE
-    (tmp_path / "wrong.json").write_text(json.dumps(workflow))
-    return tmp_path
+    (here / "wrong.json").write_text(json.dumps(workflow))
+    return here
 
 
 @pytest.mark.parametrize(
@@ -57,22 +55,17 @@ def here(tmp_path: Path, workflow: dict[str, Any], classes: dict[str, type], mon
         ["profile", "show", HOSTILE],
         ["compiled", "--dir", HOSTILE, "list"],
         ["profile", "--dir", HOSTILE, "list"],
+        ["run", "w.json", "--timeout", HOSTILE, HOSTILE],
     ],
 )
-def test_nothing_printed_is_obeyed(here: Path, console: Console, arguments: list[str]) -> None:
-    _, out, err = console(*arguments)
+def test_nothing_printed_is_obeyed(hostile: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    with suppress(SystemExit):
+        cli.main(arguments)
+    out, err = capsys.readouterr()
     assert out + err
     assert not OBEYED.search(out + err)
     if "--json" in arguments:
         json.loads(out)
-
-
-def test_wrong_usage_is_not_obeyed_either(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["run", "w.json", "--timeout", HOSTILE, HOSTILE])
-    said = capsys.readouterr().err
-    assert "unrecognized" in said or "expected seconds" in said
-    assert not OBEYED.search(said)
 
 
 def test_what_is_logged_goes_through_the_gate_too(capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,7 +99,7 @@ def test_a_reader_that_goes_away_ends_a_command_silently(arguments: list[str], t
     """As `| head` does once it has its lines."""
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "comfyui_onediff_guard.headless", *arguments]
+    command = [sys.executable, "-m", "comfyui_onediff_guard", *arguments]
     ended = subprocess.run(command, cwd=tmp_path, stdout=writing, stderr=subprocess.PIPE, check=False)
     os.close(writing)
     assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, b"")
@@ -121,7 +114,7 @@ def test_streams_that_are_closed_take_nothing_away(closed: str, tmp_path: Path) 
     load = {"class_type": "LoadImage", "inputs": {"image": "a.png"}}
     save = {"class_type": "SaveImage", "inputs": {"images": ["1", 0], "filename_prefix": "x"}}
     (tmp_path / "w.json").write_text(json.dumps({"1": load, "2": save}))
-    command = f'exec {closed}; "{sys.executable}" -m comfyui_onediff_guard.headless run w.json --input input --out out'
+    command = f'exec {closed}; "{sys.executable}" -m comfyui_onediff_guard run w.json --input input --out out'
     ended = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, check=False)
     assert ended.returncode == 0, ended
     with Image.open(tmp_path / "out" / "x_00001_.png") as picture:
