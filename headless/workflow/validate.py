@@ -82,8 +82,7 @@ def _checked(
 ) -> tuple[dict[str, Any], list[str]]:
     """A node's inputs, converted, and what is wrong with them by its schema and its own VALIDATE_INPUTS."""
     known = schemas[node.class_type].inputs_with(node.inputs)
-    parameters = inspect.signature(own_check).parameters if own_check else {}
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    own = inspect.signature(own_check).parameters if own_check else {}
     faults: list[str] = []
     if unknown := [name for name in node.inputs if name not in known and name not in FRONTEND_LEFTOVERS]:
         faults.append(f"has no input {listed(map(_told, unknown))}. Its inputs: {listed(known, 50) or 'none'}")
@@ -95,19 +94,14 @@ def _checked(
                 checked[name] = _link(spec, value, graph, schemas)
             elif name in node.inputs:
                 checked[name] = _converted(spec, value)
-                if not (takes_any or name in parameters):  # as in ComfyUI: else range and options are the node's
+                if name not in own:  # as in ComfyUI: else range and options are the node's
                     _check_range(spec, checked[name])
             elif spec.required:
                 raise ValueError(f"({spec.type}) is missing")
         except ValueError as fault:
             faults.append(f"input '{name}' {fault}")
     if own_check and not faults:
-        given = {name: None if isinstance(value, Link) else value for name, value in checked.items()}
-        if not takes_any:
-            given = {name: value for name, value in given.items() if name in parameters}
-        if "input_types" in parameters:
-            links = {name: value for name, value in checked.items() if isinstance(value, Link)}
-            given["input_types"] = {name: _type_of(link, graph, schemas) for name, link in links.items()}
+        given = {name: None if isinstance(checked[name], Link) else checked[name] for name in own if name in checked}
         try:
             verdict = own_check(**given)
         except Exception as error:  # noqa: BLE001 - a node may raise anything
@@ -117,20 +111,15 @@ def _checked(
     return checked, faults
 
 
-def _type_of(link: Link, graph: Graph, schemas: Mapping[str, Schema]) -> str:
-    """Raises ValueError: it goes to an output that its node has not."""
+def _link(spec: InputSpec, link: Link, graph: Graph, schemas: Mapping[str, Schema]) -> Link:
     source = graph.nodes[link.node]
     outputs = schemas[source.class_type].outputs
     if not 0 <= link.slot < len(outputs):
         raise ValueError(f"is linked to output {link.slot} of {source.label}, which has {len(outputs)}")
-    return outputs[link.slot]
-
-
-def _link(spec: InputSpec, link: Link, graph: Graph, schemas: Mapping[str, Schema]) -> Link:
-    given = _type_of(link, graph, schemas)
+    given = outputs[link.slot]
     ours, theirs = ({kind.strip() for kind in side.split(",")} for side in (spec.type, given))
     if "*" not in ours | theirs and ours.isdisjoint(theirs):
-        raise ValueError(f"takes {spec.type}, but {graph.nodes[link.node].label} gives {given}")
+        raise ValueError(f"takes {spec.type}, but {source.label} gives {given}")
     return link
 
 
