@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from functools import cache
 from typing import Any
 
@@ -34,35 +33,27 @@ _HALF = (torch.float16, torch.bfloat16)
 SAGE_CHANNELS = 128  # of a head, at most
 
 
-class Errors(Enum):
-    """What a kernel's errors come of, and the most that they may be."""
-
-    ROUNDING = "rounding"  # by as much as half precision does: 4 times the least error of any
-    QUANTISING = "quantising"  # by more: 5 % of the norm
-
-
-TOLERANCE = 4.0  # times the least max |difference| to fp32
-BUDGET = 0.05  # of the norm; on normal numbers, int8 scores and fp8 values come to about 0.02 to 0.04
+TOLERANCE = 4.0  # times the least max |difference| to fp32 of any kernel, that one of PyTorch's may have
+BUDGET = 0.05  # of the norm, that one that quantises may be off; int8 scores and fp8 values come to about 0.02 to 0.04
 
 
 @dataclass(frozen=True)
-class Measured:
-    """How far a kernel's results are from fp32's."""
+class Error:
+    """How far a kernel's results are from fp32's; infinite where one is NaN."""
 
-    largest: float  # max |difference|; infinite where one is NaN
+    largest: float  # max |difference|
     share: float  # of the norm
 
+    def over_budget(self, quantises: bool, least: float) -> str:
+        """Say by how much it is more than it may be; "" where it is not.
 
-def over_budget(errors: Errors, found: Measured, least: float) -> str:
-    """Say by how much a kernel's error is more than it may be; "" where it is not.
-
-    least: max |difference| to fp32 of the best kernel.
-    """
-    if errors is Errors.QUANTISING:
-        return "" if found.share <= BUDGET else f"its error is {found.share:.0%} of the norm, beyond {BUDGET:.0%}"
-    if found.largest <= TOLERANCE * least:
-        return ""
-    return f"its error is {found.largest / least if least else math.inf:.2g} times the least"
+        quantises: whether the kernel does. least: max |difference| to fp32 of the best kernel.
+        """
+        if quantises:
+            return "" if self.share <= BUDGET else f"its error is {self.share:.0%} of the norm, beyond {BUDGET:.0%}"
+        if self.largest <= TOLERANCE * least:
+            return ""
+        return f"its error is {self.largest / least if least else math.inf:.2g} times the least"
 
 
 @dataclass(frozen=True)
@@ -72,7 +63,7 @@ class Kernel:
     name: str
     preferring: Callable[[], AbstractContextManager[Any]]  # in it, attention is by the kernel wherever it takes a call
     run: Callable[[Mapping[str, Any]], torch.Tensor]  # by it alone; raises where it does not take the call
-    errors: Errors = Errors.ROUNDING
+    quantises: bool = False  # it errs by more than rounding
     timed: bool = True  # whether it may be the fastest
     lacking: Callable[[torch.device], str] = lambda _device: ""  # what it needs and is not here; "" where nothing is
     devices: tuple[str, ...] = ()  # kinds of devices that PyTorch has it for; (): wherever it lacks nothing
@@ -110,7 +101,7 @@ def _without_sage(device: torch.device) -> str:
     return ""
 
 
-def sage_takes(
+def sage(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -119,22 +110,12 @@ def sage_takes(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> bool:
-    """Return whether SageAttention takes a call of PyTorch's attention."""
-    del is_causal, scale
+) -> torch.Tensor | None:
+    """Compute attention by SageAttention: NaN where a query, a key or a value is not finite. None where it does not
+    take the call."""
     alike = query.ndim == 4 and query.dtype in _HALF and query.dtype is key.dtype is value.dtype
-    return alike and attn_mask is None and not dropout_p and not enable_gqa and query.shape[-1] <= SAGE_CHANNELS
-
-
-def sage(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    is_causal: bool = False,
-    scale: float | None = None,
-    **_: Any,
-) -> torch.Tensor:
-    """Compute attention by SageAttention. NaN where a query, a key or a value is not finite."""
+    if not alike or attn_mask is not None or dropout_p or enable_gqa or query.shape[-1] > SAGE_CHANNELS:
+        return None
     made = _sage_operator()(query, key, value, is_causal, scale)
     bounds = [bound for tensor in (query, key, value) for bound in torch.aminmax(tensor)]
     return made + sum(bound * 0 for bound in bounds)
@@ -164,29 +145,14 @@ class _BySage(Mode):
         given = kwargs or {}
         if func is torch.Tensor.unflatten:  # it calls super(), which dynamo cannot follow from here
             return args[0].unflatten(*args[1:], **given)
-        if func is sdpa and sage_takes(*args, **given):
-            return _given_to_sage(*args, **given)
-        return func(*args, **given)
-
-
-def _given_to_sage(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    del attn_mask, dropout_p, enable_gqa
-    return sage(query, key, value, is_causal, scale)
+        made = sage(*args, **given) if func is sdpa else None
+        return func(*args, **given) if made is None else made
 
 
 def _sage_alone(given: Mapping[str, Any]) -> torch.Tensor:
-    if not sage_takes(**given):
+    if (made := sage(**given)) is None:
         raise RuntimeError("SageAttention does not take this call.")
-    return _given_to_sage(**given)
+    return made
 
 
 # A new kernel is one row, at the end: their names stand in people's workflow files.
@@ -197,7 +163,7 @@ KERNELS: dict[str, Kernel] = {
         _torchs("cudnn", _TORCHS["cudnn"], "cuda"),
         _torchs("efficient", _TORCHS["efficient"], "cuda"),
         _torchs("math", _TORCHS["math"], timed=False),  # it keeps all scores in memory, and is never the fastest
-        Kernel("sage", _BySage, _sage_alone, Errors.QUANTISING, lacking=_without_sage),
+        Kernel("sage", _BySage, _sage_alone, quantises=True, lacking=_without_sage),
     )
 }
 
@@ -316,25 +282,26 @@ def measure(calls: Mapping[Call, int], device: torch.device) -> Choice:
     with torch.inference_mode(), TURNS.alone():
         others = [kernel for kernel in offered(device) if all(_takes(kernel, call, device) for call in calls)]
         own = {_own(call, device) for call in calls} if others else set[SDPBackend]()
-        if all({kernel.torch} == own for kernel in others) or not calls:
+        if not calls or all({kernel.torch} == own for kernel in others):
             return Choice("", {})
-        tried = {kernel.name: _errors_or_why_not(kernel.name, calls, device) for kernel in others}
-        over = {name: found for name, found in tried.items() if isinstance(found, str)}
-        errors = {"auto": _errors("auto", calls, device)}
-        errors |= {name: found for name, found in tried.items() if isinstance(found, Measured)}
-        names = [*errors]
-        seconds = dict.fromkeys(names, 0.0)
+        errors, left_out = {"auto": _errors("auto", calls, device)}, dict[str, str]()
+        for kernel in others:
+            try:
+                errors[kernel.name] = _errors(kernel.name, calls, device)
+            except Exception as error:  # noqa: BLE001, PERF203 - another library's is its own
+                left_out[kernel.name] = f"it failed ({type(error).__name__})"
+        seconds = dict.fromkeys(errors, 0.0)
         for call, count in calls.items():
-            for name, each in _seconds(names, call, device).items():
+            for name, each in _seconds([*errors], call, device).items():
                 seconds[name] += count * each
     least = min(error.largest for error in errors.values())
-    kinds = {"auto": Errors.ROUNDING, **{kernel.name: kernel.errors for kernel in others}}
-    over |= {name: why for name in names if (why := over_budget(kinds[name], errors[name], least))}
-    handicapped = {name: seconds[name] * (1 if name == "auto" else MARGIN) for name in names}
-    fastest = min((name for name in names if name not in over), key=handicapped.__getitem__, default="auto")
-    timings = {name: Timing(seconds[name], errors[name].largest, errors[name].share) for name in names}
+    quantise = {kernel.name for kernel in others if kernel.quantises}
+    left_out |= {name: why for name in errors if (why := errors[name].over_budget(name in quantise, least))}
+    handicapped = {name: seconds[name] * (1 if name == "auto" else MARGIN) for name in errors if name not in left_out}
+    fastest = min(handicapped, key=handicapped.__getitem__, default="auto")
+    timings = {name: Timing(seconds[name], error.largest, error.share) for name, error in errors.items()}
     chosen_anyway = fastest == "auto" or {KERNELS[fastest].torch} == own
-    return Choice("" if chosen_anyway else fastest, timings, over)
+    return Choice("" if chosen_anyway else fastest, timings, left_out)
 
 
 def _call(
@@ -386,19 +353,12 @@ def _own(call: Call, device: torch.device) -> SDPBackend:
         return SDPBackend(torch._fused_sdp_choice(**_tensors(call.with_queries(_CHECKED), device)))
 
 
-def _errors(name: str, calls: Iterable[Call], device: torch.device) -> Measured:
+def _errors(name: str, calls: Iterable[Call], device: torch.device) -> Error:
     found = [_error(name, call, device) for call in calls]
-    return Measured(max(error.largest for error in found), max(error.share for error in found))
+    return Error(max(error.largest for error in found), max(error.share for error in found))
 
 
-def _errors_or_why_not(name: str, calls: Iterable[Call], device: torch.device) -> Measured | str:
-    try:
-        return _errors(name, calls, device)
-    except Exception as error:  # noqa: BLE001 - PyTorch's is a RuntimeError; what another library raises is its own
-        return f"it failed ({type(error).__name__})"
-
-
-def _error(name: str, call: Call, device: torch.device) -> Measured:
+def _error(name: str, call: Call, device: torch.device) -> Error:
     """Make the whole call by a kernel, and compare some of its queries with fp32's result for these."""
     given = _tensors(call, device)
     rows = _rows(call)
@@ -409,7 +369,7 @@ def _error(name: str, call: Call, device: torch.device) -> Measured:
     right = _run("math", {key: value.float() if _is_floating(value) else value for key, value in some.items()})
     difference = made - right
     largest, share = difference.abs().max().item(), (difference.norm() / right.norm()).item()
-    return Measured(*(math.inf if math.isnan(value) else value for value in (largest, share)))
+    return Error(*(math.inf if math.isnan(value) else value for value in (largest, share)))
 
 
 def _rows(call: Call) -> list[int]:

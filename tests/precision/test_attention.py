@@ -24,14 +24,11 @@ from comfyui_onediff_guard.precision.attention import (
     Attended,
     Call,
     Choice,
-    Errors,
-    Measured,
+    Error,
     attention_calls,
     measure,
     offered,
-    over_budget,
     preferring,
-    sage_takes,
 )
 from kernel_clock import timed_as
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -222,20 +219,20 @@ def given(channels: int = 64) -> Given:
 
 
 @pytest.mark.parametrize(
-    ("errors", "largest", "share", "least", "refused"),
+    ("quantises", "largest", "share", "least", "refused"),
     [
-        (Errors.ROUNDING, TOLERANCE * 0.01, 0.5, 0.01, False),
-        (Errors.ROUNDING, TOLERANCE * 0.0101, 0.0, 0.01, True),
-        (Errors.ROUNDING, math.inf, math.inf, 0.01, True),
-        (Errors.ROUNDING, 1e-9, 1e-9, 0.0, True),  # beside none
-        (Errors.ROUNDING, 0.0, 0.0, 0.0, False),
-        (Errors.QUANTISING, 1.0, BUDGET, 0.01, False),
-        (Errors.QUANTISING, 0.0, 1.01 * BUDGET, 0.01, True),
-        (Errors.QUANTISING, math.inf, math.inf, 0.01, True),
+        (False, TOLERANCE * 0.01, 0.5, 0.01, False),
+        (False, TOLERANCE * 0.0101, 0.0, 0.01, True),
+        (False, math.inf, math.inf, 0.01, True),
+        (False, 1e-9, 1e-9, 0.0, True),  # beside none
+        (False, 0.0, 0.0, 0.0, False),
+        (True, 1.0, BUDGET, 0.01, False),
+        (True, 0.0, 1.01 * BUDGET, 0.01, True),
+        (True, math.inf, math.inf, 0.01, True),
     ],
 )
-def test_each_class_of_errors_has_its_budget(errors, largest, share, least, refused) -> None:
-    assert bool(over_budget(errors, Measured(largest, share), least=least)) == refused
+def test_each_class_of_errors_has_its_budget(quantises, largest, share, least, refused) -> None:
+    assert bool(Error(largest, share).over_budget(quantises, least)) == refused
 
 
 def test_names_stand_in_workflow_files_and_sage_needs_a_card_and_the_package() -> None:
@@ -256,11 +253,12 @@ def test_names_stand_in_workflow_files_and_sage_needs_a_card_and_the_package() -
         ({"enable_gqa": True}, False),
     ],
 )
-def test_what_sage_takes(changes: Any, takes: bool) -> None:
+def test_what_sage_takes(sage: Any, changes: Any, takes: bool) -> None:
+    sage(in_int8)
     query, key, value = given()
-    assert sage_takes(query, key, value, **changes) == takes
-    assert not sage_takes(query.float(), key.float(), value.float(), **changes)
-    assert not sage_takes(*given(channels=136), **changes)
+    assert (attention.sage(query, key, value, **changes) is not None) == takes
+    assert attention.sage(query.float(), key.float(), value.float(), **changes) is None
+    assert attention.sage(*given(channels=136), **changes) is None
 
 
 def test_sage_is_taken_where_it_is_fast_and_within_its_budget(sage: Any) -> None:
