@@ -27,7 +27,6 @@ NEXFORT_SWITCH = "NEXFORT_ENABLE_FUSE_ATTENTION_FP16_REDUCTION"
 SOURCE = "https://github.com/siliconflow/onediff/issues/958"
 FAST_SOURCE = "https://github.com/siliconflow/onediff/pull/454"
 _TRUE = frozenset({"1", "true", "yes", "on", "y"})  # what OneFlow itself takes for true
-_FALSE = frozenset({"0", "false", "no", "off", "n", ""})
 
 
 class Accumulation(str, Enum):
@@ -105,63 +104,64 @@ class _Spec:
     name: str
     values: dict[Mode, str]
     default: str | None  # PyTorch's; None for a variable, which is unset by default
-    read: Callable[[], str | None]
+    read: Callable[[], str | None]  # None: a variable that is unset, or a PyTorch that is older than the switch
     write: Callable[[str | None], None]
-    kind: str = ""  # "integer", or a boolean
+
+    def is_missing(self, before: str | None) -> bool:
+        return before is None and self.default is not None
+
+    def is_users(self, before: str | None) -> bool:
+        """Whether the user set it. Only a variable can tell: ComfyUI and other packs set PyTorch's, some at import."""
+        return before is not None and self.default is None
 
 
-def _environment(name: str, values: dict[Mode, str], kind: str = "") -> _Spec:
+def _environment(name: str, values: dict[Mode, str]) -> _Spec:
     def write(value: str | None) -> None:
         if value is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
 
-    return _Spec(name, values, None, lambda: os.environ.get(name), write, kind)
+    return _Spec(name, values, None, lambda: os.environ.get(name), write)
 
 
-def _torch(name: str, default: bool, read: Callable[[Any], bool], write: Callable[[Any, bool], None]) -> _Spec:
-    def backends() -> Any:
-        import torch
-
-        return torch.backends.cuda
+def _torch(name: str, default: bool, read: Callable[[Any], bool], write: Callable[[Any, bool], object]) -> _Spec:
+    """read, write: are given `torch.backends.cuda`."""
 
     def current() -> str | None:
+        import torch
+
         try:
-            return str(read(backends()))
-        except AttributeError:  # this PyTorch is older than the switch
+            return str(read(torch.backends.cuda))
+        except AttributeError:
             return None
 
     def set_to(value: str | None) -> None:
-        if value is not None:
-            write(backends(), value == "True")
+        import torch
+
+        write(torch.backends.cuda, value == "True")
 
     return _Spec(f"torch.backends.cuda.{name}", {Mode.OFF: "False"}, str(default), current, set_to)
 
 
-def _write_matmul(name: str) -> Callable[[Any, bool], None]:
-    return lambda cuda, value: setattr(cuda.matmul, name, value)
+def _matmul(name: str, default: bool) -> _Spec:
+    return _torch(
+        f"matmul.{name}",
+        default,
+        lambda cuda: getattr(cuda.matmul, name),
+        lambda cuda, value: setattr(cuda.matmul, name, value),
+    )
 
 
 SPECS: tuple[_Spec, ...] = (
     _environment(ATTENTION_SWITCH, {Mode.OFF: "0", Mode.FAST: "1", Mode.ON: "1"}),
-    _environment(SCORES_SWITCH, {Mode.FAST: "0"}, kind="integer"),
+    _environment(SCORES_SWITCH, {Mode.FAST: "0"}),
     # on by default; open OneFlow's flash attention accumulates in fp16 and does not read the switch for scores
     _environment("ONEFLOW_KERNEL_FMHA_ENABLE_TRT_FLASH_ATTN_IMPL", {Mode.OFF: "0", Mode.FAST: "0", Mode.ON: "1"}),
     _environment(NEXFORT_SWITCH, {Mode.OFF: "0", Mode.FAST: "0", Mode.ON: "1"}),
     _environment("NEXFORT_ENABLE_MATMUL_FP16_REDUCTION", {Mode.OFF: "0", Mode.FAST: "1", Mode.ON: "1"}),
-    _torch(
-        "matmul.allow_fp16_reduced_precision_reduction",
-        True,
-        lambda cuda: cuda.matmul.allow_fp16_reduced_precision_reduction,
-        _write_matmul("allow_fp16_reduced_precision_reduction"),
-    ),
-    _torch(
-        f"matmul.{FP16_SUMS}",
-        False,
-        lambda cuda: getattr(cuda.matmul, FP16_SUMS),
-        _write_matmul(FP16_SUMS),
-    ),
+    _matmul("allow_fp16_reduced_precision_reduction", True),
+    _matmul(FP16_SUMS, False),
     _torch(
         "allow_fp16_bf16_reduction_math_sdp",
         False,
@@ -200,15 +200,15 @@ class _Holders:
         return tuple(
             _describe(spec, before[spec.name], own, safest.mode, safest.reason_on(architecture))
             for spec in SPECS
-            if not _missing(spec, before[spec.name])
+            if not spec.is_missing(before[spec.name])
         )
 
     def apply(self) -> None:
         mode = _safest(self.current).mode if self.current else None
         for spec in SPECS:
             before = self.before[spec.name]
-            if not _missing(spec, before):
-                values = {} if _is_users(spec, before) else spec.values
+            if not spec.is_missing(before):
+                values = {} if spec.is_users(before) else spec.values
                 value = before if mode is None else values.get(mode, before)
                 if spec.read() != value:  # to write PyTorch's switch for reductions is to allow split-k
                     spec.write(value)
@@ -278,41 +278,17 @@ def allowed(name: str) -> bool:
     return os.environ.get(name, "1").lower() in _TRUE
 
 
-def _is_users(spec: _Spec, before: str | None) -> bool:
-    """Return whether the user set the value. Only a variable can tell: ComfyUI and other packs set PyTorch's switches,
-    some at import."""
-    return spec.default is None and before is not None
-
-
-def _missing(spec: _Spec, before: str | None) -> bool:
-    return before is None and spec.default is not None
-
-
 def _describe(spec: _Spec, before: str | None, own: Decision, mode: Mode, reason: str) -> Switch:
-    if before is not None and _is_users(spec, before):
-        return Switch(spec.name, before, "user", _judge(spec, before, own))
+    if before is not None and spec.is_users(before):
+        unsafe = own.mode is Mode.OFF and spec.values.get(Mode.OFF) == "0" and before.strip().lower() in _TRUE
+        return Switch(spec.name, before, "user", f"{_SET}, although {own.reason}" if unsafe else _SET)
     by_others = before != spec.default
     value = spec.values.get(mode, before)
     if value == before:
         return Switch(spec.name, "unset" if value is None else value, "others" if by_others else "default", _LEFT)
-    after = f"; {_OTHERS} had it {before}, as it is again after the run" if by_others else ""
+    after = f"; ComfyUI or another pack had it {before}, as it is again after the run" if by_others else ""
     return Switch(spec.name, value or "", "onediff-guard", reason + after)
-
-
-def _judge(spec: _Spec, value: str, own: Decision) -> str:
-    """Say in words whether a value that the user set can be read, and is safe."""
-    plain = value.strip().lower()
-    if spec.kind == "integer":
-        if not plain.lstrip("-").isdigit():
-            return f"'{value}' is no number: unset it, or write -1 or 0"
-        unsafe = own.mode is Mode.FAST and plain != spec.values[Mode.FAST]
-        return f"{_SET}, although 'fast' is reported right with {spec.values[Mode.FAST]}" if unsafe else _SET
-    if plain not in _TRUE | _FALSE:
-        return f"'{value}' is neither true nor false, and is taken for false: unset it, or write 0 or 1"
-    unsafe = spec.values.get(Mode.OFF) == "0" and plain in _TRUE and own.mode is Mode.OFF
-    return f"{_SET}, although {own.reason}" if unsafe else _SET
 
 
 _SET = "set before this run, respected"
 _LEFT = "left as it is"
-_OTHERS = "ComfyUI or another pack"
