@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ def with_wide_stream(
 
     Raises CannotWiden where a named layer is neither linear nor a convolution.
     """
-    wide = _wide_layers(module, names, device)
+    wide: dict[str, Make] = {name: partial(_wide, name=name, device=device) for name in names}
     inside = tuple(f"{name}." for name in [*wide, *_adapted_in_fp32(module)])  # adapters' own layers
     rest: dict[str, Make] = {}
     for name, layer in module.named_modules(remove_duplicate=False):
@@ -77,60 +78,27 @@ def _adapted_in_fp32(module: torch.nn.Module) -> list[str]:
     return [name for name, layer in named if isinstance(getattr(layer, "base_layer", None), KeptInFp32)]
 
 
-def _wide_layers(module: torch.nn.Module, names: Iterable[str], device: torch.device | None) -> dict[str, Make]:
-    names = [*names]
-    for name in names:
-        _expect(module, name)
-    made = _wide([module.get_submodule(name) for name in names], device)
-    return {name: lambda _layer, shell=shell: shell for name, shell in zip(names, made, strict=True)}
-
-
-def wide(layer: torch.nn.Module, device: torch.device | None = None) -> torch.nn.Module:
+def _wide(layer: Any, name: str, device: torch.device | None) -> torch.nn.Module:
     """Return a wide shell of a linear layer or a convolution, or of peft's LoRA around one: it takes half precision or
-    float32, and gives float32.
-
-    device: where the shell computes, if its weights are elsewhere until they are needed.
-    """
-    return _wide([layer], device)[0]
-
-
-def _wide(layers: list[torch.nn.Module], device: torch.device | None) -> list[torch.nn.Module]:
-    """Return wide shells of layers. What they need beside their weights is made where the weights are, and brought to
-    the device in one copy."""
-    limits, sums = [*map(_limit, layers)], [*map(_bias_with_adapters, layers)]
-    found = _brought([*limits, *(each for each in sums if each is not None)], device)
-    limits, left = found[: len(layers)], iter(found[len(layers) :])
-    biases = [None if each is None else next(left) for each in sums]
-    return [*map(_wide_shell, layers, limits, biases)]
-
-
-def _brought(tensors: list[torch.Tensor], device: torch.device | None) -> list[torch.Tensor]:
-    """Bring float32 tensors to a device, by one copy for each device that they are on. None: they stay."""
-    made = [*tensors]
-    for origin in {each.device for each in tensors} if device else ():
-        places = [place for place, each in enumerate(tensors) if each.device == origin]
-        parts = torch.cat([tensors[place].flatten() for place in places]).to(device)
-        for place, part in zip(places, parts.split([tensors[place].numel() for place in places]), strict=True):
-            made[place] = part.view(tensors[place].shape).clone()  # with an address as kernels like it
-    return made
-
-
-def _wide_shell(layer: torch.nn.Module, limit: torch.Tensor, bias: torch.Tensor | None) -> torch.nn.Module:
-    base: Any = getattr(layer, "base_layer", layer)
+    float32, and gives float32."""
+    base = getattr(layer, "base_layer", layer)  # as peft names it
+    fits = isinstance(base, LAYERS)
+    if not fits or getattr(layer, "lora_variant", None):  # of LoRA, DoRA is no mere sum
+        raise CannotWiden(
+            "'{}' is a {}, and only a Linear or a convolution can be wide. Use precision 'bf16' or 'fp32' for this "
+            "model.",
+            name,
+            type(layer).__name__ + (" with DoRA" if fits else ""),
+        )
+    bias = _bias_with_adapters(layer)
     state = {
         "wide_dtype": base.weight.dtype,
-        "wide_bias": base.bias if bias is None else bias,
-        "wide_limit": limit,
+        "wide_bias": base.bias if bias is None else bias.to(device=device),
+        "wide_limit": _limit(layer).to(device=device),
         "wide_spatial": base.weight.ndim - 2,
     }
-    if base is layer:
-        return _as(_without_bias(layer), Wide, **state)
-    biased = {
-        name: _without_bias
-        for name, part in layer.named_modules()
-        if isinstance(part, LAYERS) and part.bias is not None  # pyright: ignore[reportUnnecessaryComparison]
-    }
-    return _as(replace_submodules(layer, biased), Wide, **state)
+    biased = [part for part, each in layer.named_modules() if isinstance(each, LAYERS) and each.bias is not None]
+    return _as(replace_submodules(layer, dict.fromkeys(biased, _without_bias)), Wide, **state)
 
 
 def _without_bias(layer: torch.nn.Module) -> torch.nn.Module:
@@ -159,19 +127,6 @@ def _bias_with_adapters(layer: Any) -> torch.Tensor | None:
 def _adapters(layer: Any) -> list[str]:
     """Return the names of peft's adapters that are in use in a layer."""
     return [name for name in getattr(layer, "active_adapters", ()) if name in layer.lora_A]
-
-
-def _expect(module: torch.nn.Module, name: str) -> None:
-    found = module.get_submodule(name)
-    fits = isinstance(getattr(found, "base_layer", found), LAYERS)  # as peft names it
-    if not fits or getattr(found, "lora_variant", None):  # of LoRA, DoRA is no mere sum
-        what = type(found).__name__ + (" with DoRA" if fits else "")
-        raise CannotWiden(
-            "'{}' is a {}, and only a Linear or a convolution can be wide. Use precision 'bf16' or 'fp32' for this "
-            "model.",
-            name,
-            what,
-        )
 
 
 class Wide(torch.nn.Module):
