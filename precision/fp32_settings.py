@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Generator, Iterable
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -20,24 +19,20 @@ def device_types() -> tuple[str, ...]:
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
-@contextmanager
-def autocast_off(device_types: Iterable[str]) -> Generator[None]:
-    """Switch autocast off inside, whatever is set around it."""
-    with ExitStack() as stack:
-        for device_type in device_types:
-            stack.enter_context(torch.autocast(device_type, enabled=False))
-        yield
-
-
-def autocast_off_where_on(device_types: Iterable[str]) -> AbstractContextManager[None]:
-    """Return a context that does the same, at next to no cost where autocast is off: one is entered for each function
-    that is called."""
+def autocast_off_where_on(device_types: Iterable[str]) -> AbstractContextManager[Any]:
+    """Return a context with autocast off, whatever is set around it, at next to no cost where it is off anyway: one is
+    entered for each function that is called."""
     on = [
         device_type
         for device_type in device_types
         if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)  # "meta" has none
     ]
-    return autocast_off(on) if on else _AS_IT_IS
+    if not on:
+        return _AS_IT_IS
+    with ExitStack() as stack:
+        for device_type in on:
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        return stack.pop_all()
 
 
 _AS_IT_IS = nullcontext()
@@ -55,40 +50,10 @@ def _allow_fp32_attention() -> Callable[[], None]:
         return held.pop_all().close
 
 
-class Tf32:
-    """TF32 in this process's matrix products and convolutions: allowed while a run holds it so, and off while one
-    computes in plain fp32, which PyTorch's convolutions do not do by default. Plain fp32 wins where runs overlap."""
-
-    def __init__(self) -> None:
-        self._holders = {True: 0, False: 0}
-        self._now: bool | None = None
-        self._restore: Callable[[], None] = lambda: None
-        self._lock = threading.Lock()
-
-    @property
-    def is_held(self) -> bool:
-        return any(self._holders.values())
-
-    @contextmanager
-    def held(self, allowed: bool) -> Generator[None]:
-        """Hold it on or off inside."""
-        self._count(allowed, 1)
-        try:
-            yield
-        finally:
-            self._count(allowed, -1)
-
-    def off(self, wanted: bool) -> AbstractContextManager[None]:
-        """Hold it off inside, or where that is not wanted, leave it as it is."""
-        return self.held(False) if wanted else _AS_IT_IS
-
-    def _count(self, allowed: bool, one: int) -> None:
-        with self._lock:
-            self._holders[allowed] += one
-            wanted = False if self._holders[False] else True if self._holders[True] else None
-            if wanted is not self._now:
-                self._restore()
-                self._restore, self._now = (lambda: None) if wanted is None else _set_tf32(wanted), wanted
+def tf32_off(wanted: bool) -> AbstractContextManager[None]:
+    """Return a context with TF32 off in this process's products and convolutions, which PyTorch lets take it; where
+    that is not wanted, it is as it is."""
+    return TF32.held(False) if wanted else _AS_IT_IS
 
 
 def _set_tf32(on: bool) -> Callable[[], None]:
@@ -157,5 +122,5 @@ class _Switch(NamedTuple):
 
 
 EAGER_ONLY = SharedSetting(_force_eager)
-TF32 = Tf32()
+TF32 = SharedSetting(_set_tf32)  # where runs overlap, plain fp32 wins
 FP32_ATTENTION = SharedSetting(_allow_fp32_attention)

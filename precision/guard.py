@@ -22,7 +22,7 @@ from ..trust.message import Message, Told
 from .accumulation import fp16_accumulation
 from .dtypes import DTYPES
 from .fallback import FallbackAdapter, HalfPrecisionForward
-from .fp32_settings import TF32
+from .fp32_settings import tf32_off
 from .observe import Agree, alone, broken_weight, first_broken, floating, non_finite
 from .overflow import Extremes, Pending, Places, Range, measured, only_minus_inf, places, propagate_nonfinite_attention
 from .overrides import STAY, OverflowDiagnosis, PrecisionOverrides
@@ -179,7 +179,7 @@ class StageGuard:
         with (
             propagate_nonfinite_attention((half_args, half_kwargs))
             if self.dtype != "fp32"
-            else TF32.off(self.policy.strict)
+            else tf32_off(self.policy.strict)
         ):
             if self._learner and self._learner.attempt.measure:
                 self._learner.prepare(*half_args, **half_kwargs)

@@ -18,34 +18,41 @@ class SharedSetting:
     Saving and restoring in each run would leave the setting stuck when two threads overlap
     (A enters, B enters, A restores, B restores A's value).
 
-    apply: sets it and returns the function that restores what was there before.
+    apply: sets it and returns the function that restores what was there before. It is given what `held` is: of what
+        runs hold at the same time, the least.
     """
 
-    def __init__(self, apply: Callable[[], Callable[[], None]]):
+    def __init__(self, apply: Callable[..., Callable[[], None]]):
         self._apply = apply
-        self._restore: Callable[[], None] | None = None
-        self._holders = 0
+        self._restore: Callable[[], None] = lambda: None
+        self._now: tuple[bool, ...] | None = None
+        self._holders: list[tuple[bool, ...]] = []
         self._lock = threading.Lock()
 
     @property
     def is_held(self) -> bool:
-        return self._holders > 0
+        return bool(self._holders)
 
     @contextmanager
-    def held(self) -> Generator[None]:
-        """Hold the setting inside."""
-        with self._lock:
-            if self._holders == 0:
-                self._restore = self._apply()
-            self._holders += 1
+    def held(self, *value: bool) -> Generator[None]:
+        """Hold the setting inside. value: for one that can be on or off, which it shall be."""
         try:
+            with self._lock:
+                self._holders.append(value)
+                self._update()
             yield
         finally:
             with self._lock:
-                self._holders -= 1
-                if self._holders == 0 and self._restore is not None:
-                    restore, self._restore = self._restore, None
-                    restore()
+                self._holders.remove(value)
+                self._update()
+
+    def _update(self) -> None:
+        wanted = min(self._holders, default=None)
+        if wanted != self._now:
+            self._restore()
+            self._restore, self._now = lambda: None, None
+            if wanted is not None:
+                self._restore, self._now = self._apply(*wanted), wanted
 
 
 class Turns:

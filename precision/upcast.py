@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from torch.utils import _pytree as pytree
 
 from ..trust.message import Told
-from .fp32_settings import EAGER_ONLY, FP32_ATTENTION, TF32, autocast_off, autocast_off_where_on, device_types
+from .fp32_settings import EAGER_ONLY, FP32_ATTENTION, TF32, autocast_off_where_on, device_types
 
 
 class Mode(TorchFunctionMode):
@@ -144,7 +144,7 @@ def fp32_mode(mode: Fp32Mode, *, tf32: bool) -> Generator[None]:
             stack.enter_context(EAGER_ONLY.held())
         stack.enter_context(TF32.held(tf32))
         stack.enter_context(torch.no_grad())
-        stack.enter_context(autocast_off(device_types()))
+        stack.enter_context(autocast_off_where_on(device_types()))
         stack.enter_context(mode)
         yield
 

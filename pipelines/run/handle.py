@@ -12,7 +12,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 from ...precision.accumulation import Accumulation, accumulation, without_fp16_accumulation
 from ...precision.arch import Architecture, present
 from ...precision.error_estimate import CachePolicy
-from ...precision.fp32_settings import TF32
+from ...precision.fp32_settings import tf32_off
 from ...precision.guard import GuardPolicy, OnFailure
 from ...precision.machine import check_torch
 from ...precision.memory import Memory, peak_memory
@@ -168,7 +168,7 @@ def in_turn(
     @wraps(stage)
     def waiting(handle: PipelineHandle, *args: Args.args, **kwargs: Args.kwargs) -> tuple[Result, RunReport]:
         again = False
-        with handle.store.turn(), TF32.off(handle.policy.strict):  # also what diffusers computes around the models
+        with handle.store.turn(), tf32_off(handle.policy.strict):  # also what diffusers computes around the models
             while True:
                 try:
                     made, report = stage(handle, *args, **kwargs)

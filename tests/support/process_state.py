@@ -168,7 +168,7 @@ def _shared_settings(module: ModuleType) -> list[str]:
 
 
 def _holders(setting: Any) -> Any:
-    return setting._holders if hasattr(setting, "_holders") else setting.current.copy()
+    return [*(setting._holders if hasattr(setting, "_holders") else setting.current)]
 
 
 def _loaded(name: str) -> Any:
