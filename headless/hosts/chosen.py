@@ -106,16 +106,13 @@ def opened(args: argparse.Namespace) -> Generator[Host]:
     else:
         from .local import read_local, run_local
 
-        folders = {"models": args.models or [DEFAULT_MODELS], "input_dir": args.input or DEFAULT_INPUT}
-        if args.gpus == "1":
-            yield Host(read_local, partial(run_local, **folders))
-            return
-        from .ranks import chosen_number, run_over_ranks
+        run, folders = run_local, {"models": args.models or [DEFAULT_MODELS], "input_dir": args.input or DEFAULT_INPUT}
+        if args.gpus != "1":
+            from .ranks import chosen_number, run_over_ranks
 
-        size = chosen_number(args.gpus)
-        yield Host(
-            read_local, partial(run_over_ranks, size=size, **folders) if size > 1 else partial(run_local, **folders)
-        )
+            size = chosen_number(args.gpus)
+            run = partial(run_over_ranks, size=size) if size > 1 else run_local
+        yield Host(read_local, partial(run, **folders))
 
 
 def _gpus(text: str) -> str:

@@ -11,8 +11,8 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ def run_local(
         started = time.perf_counter()
         with _stoppable(interrupt, timeout) as stop, libraries_without_bars():
             order = checked.order if first else _together(checked, node_classes)
-            outputs, results = _Runner(checked, node_classes, stop, on_progress).run(order)
+            outputs, results = _run(checked, order, node_classes, stop, on_progress)
         entries = [entry for ui in outputs.values() for entry in file_entries(ui) if entry.type != "input"]
         files = [output_dir / entry.path for entry in entries]
     return RunResult(outputs, results, files, time.perf_counter() - started)
@@ -90,17 +90,13 @@ def run_local(
 
 def _together(checked: Plan, classes: Mapping[str, type]) -> Sequence[str]:
     """The nodes that all of several processes run, and those that they need, in the order of the plan."""
-    nodes = checked.graph.nodes
     needed: set[str] = set()
     for node_id in reversed(checked.order):
-        if node_id in needed or _is_together(nodes[node_id], classes):
-            needed |= {node_id, *(value.node for value in nodes[node_id].inputs.values() if isinstance(value, Link))}
+        node = checked.graph.nodes[node_id]
+        together = getattr(classes[node.class_type], "TOGETHER", False)  # or the input that it hangs on
+        if node_id in needed or (node.inputs.get(together) if isinstance(together, str) else together):
+            needed |= {node_id, *(value.node for value in node.inputs.values() if isinstance(value, Link))}
     return [node_id for node_id in checked.order if node_id in needed]
-
-
-def _is_together(node: Node, classes: Mapping[str, type]) -> bool:
-    together = getattr(classes[node.class_type], "TOGETHER", False)
-    return bool(node.inputs.get(together)) if isinstance(together, str) else together
 
 
 def read_local(workflow: Graph | Mapping[str, Any]) -> tuple[Graph, dict[str, Schema]]:
@@ -128,6 +124,10 @@ class _Stop:
 
     reason: HeadlessError | None = None
 
+    def check(self, cause: BaseException | None = None) -> None:
+        if self.reason is not None:
+            raise self.reason from cause
+
 
 @contextmanager
 def _stoppable(interrupt: Any, timeout: float | None) -> Iterator[_Stop]:
@@ -144,83 +144,69 @@ def _stoppable(interrupt: Any, timeout: float | None) -> Iterator[_Stop]:
         logger.warning("Stopping after the current step; press Ctrl-C again to stop at once.")
         ask(InterruptedRunError("Interrupted: nothing more was written."))
 
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    previous = signal.signal(signal.SIGINT, on_signal) if in_main_thread else None
-    timer = threading.Timer(
-        timeout or 0, ask, [RunFailedError(f"Stopped: the run was not done after {timeout or 0:g} s.")]
-    )
-    timer.daemon = True
-    if timeout:
-        timer.start()
-    try:
+    with ExitStack() as restored:
+        if threading.current_thread() is threading.main_thread():
+            restored.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, on_signal))
+        if timeout:
+            late = RunFailedError(f"Stopped: the run was not done after {timeout:g} s.")
+            timer = threading.Timer(timeout, ask, [late])
+            timer.daemon = True
+            timer.start()
+            restored.callback(timer.cancel)
         yield stop
-    finally:
-        timer.cancel()
-        if in_main_thread:
-            signal.signal(signal.SIGINT, previous)
 
 
-@dataclass
-class _Runner:
-    plan: Plan
-    classes: Mapping[str, type]
-    stop: _Stop
-    on_progress: ProgressCallback
-    outputs: dict[str, dict[str, Any]] = field(default_factory=dict)
-    results: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+def _run(
+    plan: Plan, order: Sequence[str], classes: Mapping[str, type], stop: _Stop, on_progress: ProgressCallback
+) -> tuple[dict[str, dict[str, Any]], dict[str, tuple[Any, ...]]]:
+    """Run nodes one after the other. Returns the `ui` dictionary and the outputs of each, by its id."""
+    import torch
 
-    def run(self, order: Sequence[str]) -> tuple[dict[str, dict[str, Any]], dict[str, tuple[Any, ...]]]:
-        import torch
+    outputs: dict[str, dict[str, Any]] = {}
+    results: dict[str, tuple[Any, ...]] = {}
+    with torch.inference_mode():  # as ComfyUI does, so that nodes behave here as there
+        for node_id in order:
+            node = plan.graph.nodes[node_id]
+            stop.check()
+            on_progress(Progress(node.label))
+            returned = _call(node, classes[node.class_type], _arguments(plan, node, results), stop)
+            if isinstance(returned, dict):
+                if returned.get("ui"):
+                    outputs[node_id] = dict(returned["ui"])
+                returned = returned.get("result")
+            results[node_id] = tuple(returned or ())
+            given, promised = len(results[node_id]), len(plan.schemas[node.class_type].outputs)
+            if given != promised:
+                raise RunFailedError(f"{node.label} gave {given} outputs, its type promises {promised}.")
+    return outputs, results
 
-        with torch.inference_mode():  # as ComfyUI does, so that nodes behave here as there
-            for node_id in order:
-                self._raise_if_stopped()
-                self.on_progress(Progress(self.plan.graph.nodes[node_id].label))
-                self._run_node(node_id)
-        return self.outputs, self.results
 
-    def _raise_if_stopped(self, cause: BaseException | None = None) -> None:
-        if self.stop.reason is not None:
-            raise self.stop.reason from cause
+def _call(node: Node, node_class: Any, arguments: Mapping[str, Any], stop: _Stop) -> Any:
+    from ...comfyui_host import host
 
-    def _run_node(self, node_id: str) -> None:
-        from ...comfyui_host import host
+    try:
+        return getattr(node_class(), node_class.FUNCTION)(**arguments)
+    except HeadlessError:
+        raise
+    except host.Interrupted as error:
+        stop.check(error)
+        raise InterruptedRunError(f"{node.label} was interrupted: nothing more was written.") from error
+    except Exception as error:
+        stop.check(error)
+        raise RunFailedError(f"{node.label} failed: {type(error).__name__}: {error}") from error
 
-        node = self.plan.graph.nodes[node_id]
-        node_class = self.classes[node.class_type]
-        arguments = self._arguments(node_id)
-        try:
-            returned = getattr(node_class(), node_class.FUNCTION)(**arguments)
-        except HeadlessError:
-            raise
-        except host.Interrupted as error:
-            self._raise_if_stopped(error)
-            raise InterruptedRunError(f"{node.label} was interrupted: nothing more was written.") from error
-        except Exception as error:
-            self._raise_if_stopped(error)
-            raise RunFailedError(f"{node.label} failed: {type(error).__name__}: {error}") from error
-        if isinstance(returned, dict):
-            if returned.get("ui"):
-                self.outputs[node_id] = dict(returned["ui"])
-            returned = returned.get("result")
-        result = tuple(returned or ())
-        expected = self.plan.schemas[node.class_type].outputs
-        if len(result) != len(expected):
-            raise RunFailedError(f"{node.label} gave {len(result)} outputs, its type promises {len(expected)}.")
-        self.results[node_id] = result
 
-    def _arguments(self, node_id: str) -> dict[str, Any]:
-        graph = self.plan.graph
-        node = graph.nodes[node_id]
-        arguments = {
-            name: self.results[value.node][value.slot] if isinstance(value, Link) else value
+def _arguments(plan: Plan, node: Node, results: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    graph = plan.graph
+    hidden = {
+        "UNIQUE_ID": node.id,
+        "PROMPT": graph.to_api(),
+        "EXTRA_PNGINFO": {"workflow": graph.workflow} if graph.workflow else {},
+    }
+    return {
+        **{
+            name: results[value.node][value.slot] if isinstance(value, Link) else value
             for name, value in node.inputs.items()
-        }
-        for name, kind in self.plan.schemas[node.class_type].hidden.items():
-            if kind == "UNIQUE_ID":
-                arguments[name] = node_id
-            elif kind == "PROMPT":
-                arguments[name] = graph.to_api()
-            elif kind == "EXTRA_PNGINFO":
-                arguments[name] = {"workflow": graph.workflow} if graph.workflow else {}
-        return arguments
+        },
+        **{name: hidden[kind] for name, kind in plan.schemas[node.class_type].hidden.items() if kind in hidden},
+    }

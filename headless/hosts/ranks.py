@@ -1,8 +1,8 @@
 """One run over several GPUs: a process for each, none of which is ComfyUI's, and this one that watches them.
 
 The processes are called ranks. The first one writes outputs and tells progress; the others help with what all compute
-together. One that ends before its time, or is not heard of any more, ends the run, and is named: the others may wait
-for it in a call that nothing interrupts.
+together. One that ends before its time ends the run, and is named: the others may wait for it in a call that nothing
+interrupts.
 """
 
 from __future__ import annotations
@@ -10,27 +10,28 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
+import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from ..errors import HeadlessError, InterruptedRunError, RunFailedError, WorkflowError
+from ..errors import HeadlessError, InterruptedRunError, OutputError, RunFailedError, WorkflowError
 from ..scratch import temporary_folder
+from ..terminal import cleaned_output
 from ..workflow.graph import Graph
-from ..workflow.settings import Setting
-from . import rank
-from .rank import Beat, Done, Failed, Job, Message
 from .result import Progress, ProgressCallback, RunResult, no_progress
 
 TICK = 0.5  # seconds between looks at the ranks
-SETTLE = 2.0  # seconds in which others may say why they ended too, after the first one did
+SETTLE = 1.0  # seconds in which others may say why they ended too, after the first one did
 GRACE = 5.0  # seconds between the polite signal and the other one
-SILENT = 60.0  # seconds without a sign of life. One that computes gives one every second
+_VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 
 
 def gpus_here() -> int:
@@ -46,8 +47,6 @@ def chosen_number(asked: str) -> int:
     Raises:
         WorkflowError: there are not as many GPUs, or this system's PyTorch has no `torch.distributed`.
     """
-    if asked == "1":
-        return 1
     from torch import distributed
 
     have = gpus_here()
@@ -66,12 +65,9 @@ def run_over_ranks(
     workflow: Graph | Mapping[str, Any],
     *,
     size: int,
-    models: Sequence[Path],
-    input_dir: Path,
-    output_dir: Path,
-    changes: Sequence[Setting] = (),
     timeout: float | None = None,
     on_progress: ProgressCallback = no_progress,
+    **options: Any,
 ) -> RunResult:
     """Run a workflow over several GPUs; on a machine without any, in as many processes on its CPU.
 
@@ -80,199 +76,213 @@ def run_over_ranks(
     """
     started = time.perf_counter()
     with temporary_folder("onediff-guard-ranks-") as folder:
-        job = Job(
-            workflow=workflow,
-            options={
-                "models": tuple(models),
-                "input_dir": input_dir,
-                "output_dir": output_dir,
-                "changes": tuple(changes),
-            },
-            size=size,
-            gpus=gpus_here(),
-            meeting=folder / "meeting",
-        )
+        job = _Job(workflow, options, size, gpus_here(), folder / "meeting")
         with _started(job) as ranks:
-            done = _watched(ranks, timeout, on_progress)
-    return RunResult(done.outputs, {}, list(done.files), time.perf_counter() - started)
+            result = _watch(ranks, timeout, on_progress)
+    return replace(result, seconds=time.perf_counter() - started)
 
 
-# of signals by which a process ends itself; on Windows, of an access violation and a broken stack
-_CRASHES = {-getattr(signal, name, 0) for name in ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT")} - {0}
-_CRASHES |= {0xC0000005, 0xC0000409}
+@dataclass(frozen=True)
+class _Job:
+    """A run, as every rank is given it.
+
+    options: of `run_local`. gpus: that PyTorch sees; 0: it runs on the CPU. meeting: a file by which ranks find each
+    other.
+    """
+
+    workflow: Any
+    options: Mapping[str, Any]
+    size: int
+    gpus: int
+    meeting: Path
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """Why a rank ends. at: when, by the clock that all processes of a machine share; the others may fail because it
+    did."""
+
+    kind: type[HeadlessError]
+    text: str
+    at: float
+
+
+# --- in the process of a rank -----------------------------------------------------------------------------------------
+
+
+def _run_rank(number: int, job: _Job, channel: Any) -> None:
+    """Run one rank, until it is done and let go. It ends with whoever watches it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _stop)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    with cleaned_output(), Path(os.devnull).open("w") as nowhere:
+        if number:  # the first one's lines are those of all
+            sys.stderr = nowhere
+        try:
+            _see_one_gpu(number, job)
+            _compute(number, job, channel)
+        except BaseException as error:  # noqa: BLE001 - whatever it is, who watches is told
+            with suppress(OSError):
+                channel.send(_failed(error))
+            os._exit(1)  # not by way of what may still wait for other ranks
+
+
+def _compute(number: int, job: _Job, channel: Any) -> None:
+    from tqdm import tqdm
+
+    from ...pipelines.parallel.group import joined
+    from .local import run_local
+
+    tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system's, which a kill would leave
+    with joined(number, job.size, job.meeting, cuda=bool(job.gpus)):
+        tell = no_progress if number else channel.send
+        result = run_local(job.workflow, **job.options, on_progress=tell, first=number == 0)
+        channel.send(replace(result, results={}))
+        with suppress(EOFError, OSError):
+            channel.recv()  # until all are done: the others may still need what this one has
+
+
+def _stop(_number: int, _frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent
+    parent.join()
+    os._exit(1)
+
+
+def _see_one_gpu(number: int, job: _Job) -> None:
+    """Have this process see its own GPU alone, and speak to the others by way of this machine alone. PyTorch has not
+    been imported yet."""
+    if job.gpus:
+        variable = next((name for name in _VISIBLE if os.environ.get(name)), _VISIBLE[-1])
+        visible = os.environ.get(variable, "")
+        os.environ[variable] = visible.split(",")[number].strip() if visible else str(number)
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
+
+
+def _failed(error: BaseException) -> _Failed:
+    """What to tell of an error. Of ours, those that say that nothing ran, and that a file could not be written, keep
+    their kind."""
+    kind = next((kind for kind in (WorkflowError, OutputError) if isinstance(error, kind)), RunFailedError)
+    text = str(error) if isinstance(error, HeadlessError) else f"{type(error).__name__}: {error}"
+    return _Failed(kind, text, time.monotonic())
+
+
+# --- in the process that watches them ---------------------------------------------------------------------------------
 
 
 @dataclass
 class _Rank:
-    """One of the processes, and what is known of it."""
+    """One of the processes, and what it said."""
 
-    number: int
     name: str  # for messages
     process: BaseProcess
-    channel: Any  # a Connection; on Windows a class of its own
-    done: Done | None = None
-    failed: Failed | None = None
-    silent: float = 0.0  # seconds
-    open: bool = True  # its channel
-    told: list[Progress] = field(default_factory=list)
+    channel: Any  # a Connection
+    result: RunResult | None = None
+    failed: _Failed | None = None
 
-    def read(self) -> None:
+    def read(self, on_progress: ProgressCallback) -> None:
         """Take in what it said."""
-        while self.open:
-            try:
-                if not self.channel.poll():
-                    return
-                message: Message = self.channel.recv()
-            except (EOFError, OSError):
-                self.open = False
-                return
-            self.silent = 0.0
-            match message:
-                case Done():
-                    self.done = message
-                case Failed():
-                    self.failed = self.failed or message
-                case Progress():
-                    self.told.append(message)
-                case Beat():
-                    pass
+        with suppress(EOFError, OSError):
+            while self.channel.poll():
+                match self.channel.recv():
+                    case RunResult() as result:
+                        self.result = result
+                    case _Failed() as failed:
+                        self.failed = failed
+                    case Progress() as progress:
+                        on_progress(progress)
 
     @property
     def gone(self) -> bool:
         """Whether it failed, or ended: none does before it is let go."""
         return self.failed is not None or self.process.exitcode is not None
 
-    @property
-    def blame(self) -> int:
-        """How likely the others failed because of it: what was killed is the cause, and what failed while it waited
-        for others is none."""
-        if self.failed is None:
-            return 3 if self.process.exitcode is not None else 0
-        return 1 if self.failed.waiting else 2
-
-    def end(self) -> str:
-        """How it ended, in words."""
-        code = self.process.exitcode
-        if code is not None and code < 0:
-            with suppress(ValueError):
-                return f"was killed by {signal.Signals(-code).name}"
-        return f"ended with exit code {code}"
-
-    def advice(self) -> str:
-        """What may be behind that, in a sentence after a space."""
+    def error(self) -> HeadlessError:
+        if self.failed:
+            named = self.failed.text if self.failed.kind is WorkflowError else f"{self.name}: {self.failed.text}"
+            return self.failed.kind(named)
         code = self.process.exitcode or 0
-        if code in (-9, 128 + 9):
-            return (
-                " A kill that nobody asked for is the system's, where main memory ran out: see its log, or use fewer "
-                "GPUs."
+        if code >= 0:
+            return RunFailedError(f"{self.name} ended with exit code {code}, so the run was ended.")
+        killed = f"{self.name} was killed by {signal.Signals(-code).name}, so the run was ended."
+        if -code == signal.SIGKILL:
+            return RunFailedError(
+                f"{killed} A kill that nobody asked for is the system's, where main memory ran out: see its log, or "
+                "use fewer GPUs."
             )
-        if code in _CRASHES:
-            return (
-                " Code of a library, a driver or a compiled block crashed in it, which is not for want of memory: run "
-                "again with PYTHONFAULTHANDLER=1 to see where, and try backend 'eager', or another version of it."
-            )
-        return ""
+        return RunFailedError(
+            f"{killed} If nobody asked for that, a library, a driver or a compiled block crashed: run again with "
+            "PYTHONFAULTHANDLER=1 to see where, and try backend 'eager'."
+        )
 
 
 @contextmanager
-def _started(job: Job) -> Iterator[list[_Rank]]:
+def _started(job: _Job) -> Iterator[list[_Rank]]:
     """Start the ranks. At the end none is left, however that came."""
     context = multiprocessing.get_context("spawn")
     ranks: list[_Rank] = []
     try:
-        with _deaf_to_interrupts():  # which a terminal sends them as well: this process ends them
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a terminal sends them too: this process ends them
+        try:
             for number in range(job.size):
                 here, there = context.Pipe()
-                process = context.Process(
-                    target=rank.main, args=(number, job, there), name=f"rank {number}", daemon=False
-                )
-                ranks.append(_Rank(number, job.name(number), process, here))
+                name = f"Rank {number} of {job.size}" + (f" (GPU {number})" if job.gpus else " (on the CPU)")
+                process = context.Process(target=_run_rank, args=(number, job, there), name=name, daemon=False)
+                ranks.append(_Rank(name, process, here))
                 process.start()
                 there.close()
+        finally:
+            signal.signal(signal.SIGINT, before)
         yield ranks
         for each in ranks:
             with suppress(OSError):
                 each.channel.send(None)  # it may go
             each.process.join(GRACE)
     finally:
-        _end(ranks)
+        _end([each for each in ranks if each.process.pid is not None])
 
 
 def _end(ranks: Sequence[_Rank]) -> None:
     """End those that are left: politely first, so that files of theirs that are half-written go."""
-    left = [each for each in ranks if each.process.pid is not None and each.process.is_alive()]
-    for each in left:
+    for each in ranks:
         each.process.terminate()
     until = time.monotonic() + GRACE
-    for each in left:
-        each.process.join(max(0.0, until - time.monotonic()))
-        if each.process.is_alive():
-            each.process.kill()
-            each.process.join()
     for each in ranks:
+        each.process.join(max(0.0, until - time.monotonic()))
+        each.process.kill()
+        each.process.join()
         each.channel.close()
 
 
-@contextmanager
-def _deaf_to_interrupts() -> Iterator[None]:
-    try:
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    except ValueError:  # signals are the main thread's
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _watched(ranks: Sequence[_Rank], timeout: float | None, on_progress: ProgressCallback) -> Done:
+def _watch(ranks: Sequence[_Rank], timeout: float | None, on_progress: ProgressCallback) -> RunResult:
     """Wait until all are done. Returns what the first one made.
 
     Raises HeadlessError, for the rank that is to blame.
     """
-    began = seen = time.monotonic()
+    until = time.monotonic() + timeout if timeout else float("inf")
     try:
-        while not all(each.done for each in ranks):
-            wait([each.channel for each in ranks if each.open], TICK)
-            now = time.monotonic()
-            _take_in(ranks, min(now - seen, 2 * TICK), on_progress)  # not what this process was stopped for itself
-            seen = now
-            if any(each.gone for each in ranks):
-                raise _why(_settled(ranks))
+        while not all(each.result for each in ranks):
+            wait([each.channel for each in ranks if not each.result], TICK)
             for each in ranks:
-                if each.silent > SILENT:
-                    raise RunFailedError(f"{each.name} gave no sign of life for {SILENT:g} s, so the run was ended.")
-            if timeout and now - began > timeout:
+                each.read(on_progress)
+            if any(each.gone for each in ranks):
+                time.sleep(SETTLE)
+                for each in ranks:
+                    each.read(no_progress)
+                raise _to_blame(ranks).error()
+            if time.monotonic() > until:
                 raise RunFailedError(f"Stopped: the run was not done after {timeout:g} s.")
     except KeyboardInterrupt:
         raise InterruptedRunError("Interrupted: nothing more was written.") from None
-    first = ranks[0].done
-    assert first
-    return first
+    assert ranks[0].result
+    return ranks[0].result
 
 
-def _take_in(ranks: Sequence[_Rank], passed: float, on_progress: ProgressCallback) -> None:
-    for each in ranks:
-        each.silent += passed
-        each.read()
-        for progress in each.told:
-            on_progress(progress)
-        each.told.clear()
-
-
-def _settled(ranks: Sequence[_Rank]) -> _Rank:
-    """Return the rank because of which the others end too, once they had time to say why they do."""
-    until = time.monotonic() + SETTLE
-    while time.monotonic() < until and not all(each.gone for each in ranks):
-        wait([each.process.sentinel for each in ranks if each.process.exitcode is None], TICK / 2)
-        _take_in(ranks, 0.0, no_progress)
-    return max(ranks, key=lambda each: each.blame)
-
-
-def _why(culprit: _Rank) -> HeadlessError:
-    if culprit.failed is None:
-        return RunFailedError(f"{culprit.name} {culprit.end()}, so the run was ended.{culprit.advice()}")
-    failed = culprit.failed
-    named = failed.text if failed.kind is WorkflowError else f"{culprit.name}: {failed.text}"
-    return failed.kind(named)
+def _to_blame(ranks: Sequence[_Rank]) -> _Rank:
+    """Return the rank because of which the others end too: one that was killed, else the one that failed first."""
+    return min((each for each in ranks if each.gone), key=lambda each: each.failed.at if each.failed else float("-inf"))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import distributed
 
-from .group import ProcessGroup, into_one_tensor
+from .group import ProcessGroup
 
 
 def shares(length: int, size: int) -> list[int]:
@@ -35,9 +35,7 @@ def gathered(part: torch.Tensor, dim: int, length: int, ranks: ProcessGroup) -> 
     even = part.movedim(dim, 0).contiguous()  # gloo gathers parts of one length only
     if len(even) < parts[0]:
         even = torch.cat([even, even.new_zeros(1, *even.shape[1:])])
-    every = even.new_empty(ranks.size * parts[0], *even.shape[1:])
-    into_one_tensor(every, even, ranks.group)
-    kept = [piece[:part_length] for piece, part_length in zip(every.split(parts[0]), parts, strict=True)]
+    kept = [piece[:part_length] for piece, part_length in zip(ranks.all_gather(even), parts, strict=True)]
     return torch.cat(kept).movedim(0, dim).contiguous()
 
 
@@ -73,17 +71,6 @@ def tokens_of_all_heads(made: torch.Tensor, tokens: Sequence[int], heads: int, r
     return torch.cat(parts, 1)
 
 
-def from_each(made: torch.Tensor, sources: Sequence[int], ranks: ProcessGroup) -> list[torch.Tensor]:
-    """Return what some ranks have made, which is of one shape and dtype on all: the same bits on every rank."""
-    found = []
-    for source in sources:
-        tensor = made.clone() if source == ranks.rank else torch.empty_like(made)
-        tensor = tensor.contiguous()
-        distributed.broadcast(tensor, source)
-        found.append(tensor)
-    return found
-
-
 def dealt(whole: torch.Tensor, chunk: int, ranks: ProcessGroup) -> torch.Tensor:
     """Return this rank's chunks of a tensor that all ranks have: they are dealt out one after the other. A rank for
     which none is left in the last round gets the last one, so that all have as many.
@@ -100,10 +87,8 @@ def collected(mine: torch.Tensor, chunk: int, length: int, ranks: ProcessGroup) 
     rounds = -(-length // (chunk * ranks.size))
     even = mine.new_zeros(rounds * chunk, *mine.shape[1:])
     even[: len(mine)] = mine
-    every = even.new_empty(ranks.size * len(even), *even.shape[1:])
-    into_one_tensor(every, even, ranks.group)
-    by_turn = every.unflatten(0, (ranks.size, rounds, chunk)).transpose(0, 1).flatten(0, 2)
-    return by_turn[:length]
+    every = torch.stack(ranks.all_gather(even)).unflatten(1, (rounds, chunk))
+    return every.transpose(0, 1).flatten(0, 2)[:length]
 
 
 def _swapped(sent: Sequence[torch.Tensor], sizes: Sequence[int], ranks: ProcessGroup) -> Sequence[torch.Tensor]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..run.feature import Feature, Run
-from .exchange import from_each, share_of
+from .exchange import share_of
 from .guidance import OverHalves
 from .plan import parallel_layout
 from .shell import over_ranks
@@ -53,4 +53,5 @@ class ParallelRun(Feature):
         """Return a call's whole output, of the half that is made of it here."""
         if not self._layout.halves:
             return made
-        return torch.cat(from_each(made, self._layout.first_of_halves, self._ranks))
+        every = self._ranks.all_gather(made)
+        return torch.cat([every[rank] for rank in self._layout.first_of_halves])

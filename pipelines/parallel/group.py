@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PATIENCE = timedelta(
-    minutes=20
-)  # for a rank that is late: the first one may read an encoder's weights from a slow disk
+PATIENCE = timedelta(minutes=20)  # for a late rank: the first one may read an encoder's weights from a slow disk
 
 
 @dataclass(frozen=True)
@@ -30,12 +28,26 @@ class ProcessGroup:
     rank: int = 0
     size: int = 1
     group: Any = None
-    alone: bool = field(init=False)  # there is no other one
-    first: bool = field(init=False)  # this is the one that writes outputs and profiles
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "alone", self.size == 1)
-        object.__setattr__(self, "first", self.rank == 0)
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other one."""
+        return self.size == 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the one that writes outputs and profiles."""
+        return self.rank == 0
+
+    def all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        """Return each rank's tensor, of one shape and dtype on all: the same bits on every rank."""
+        import torch
+        from torch import distributed
+
+        mine = mine.contiguous()
+        every = [torch.empty_like(mine) for _ in range(self.size)]
+        distributed.all_gather(every, mine, self.group)
+        return every
 
     def all_reduce_absmax(self, values: torch.Tensor) -> torch.Tensor:
         """Return max |x| over all ranks of each value, NaN where any is NaN: the same on every rank. Without one that
@@ -45,9 +57,9 @@ class ProcessGroup:
         """
         if self.alone:
             return values
-        every = values.new_empty(self.size * len(values))
-        into_one_tensor(every, values.contiguous(), self.group)
-        return every.view(self.size, -1).abs().amax(0)
+        import torch
+
+        return torch.stack(self.all_gather(values)).abs().amax(0)
 
     def all_reduce_max(self, number: int) -> int:
         """Return the largest of what the ranks give: the same on every rank."""
@@ -98,7 +110,8 @@ def process_group() -> ProcessGroup:
 def joined(rank: int, size: int, meeting: Path, *, cuda: bool) -> Generator[ProcessGroup]:
     """Make this process a rank, inside. It waits for the others.
 
-    Who leaves early ends what the others still compute together.
+    After an error the group stays, and goes with the process: to leave it ends what the others still compute together,
+    so that they might be heard of before this one.
 
     meeting: a file by which they find each other: not there before, on a disk of this machine, in a folder that is
         this user's alone.
@@ -117,15 +130,7 @@ def joined(rank: int, size: int, meeting: Path, *, cuda: bool) -> Generator[Proc
     try:
         _of_this_process = ProcessGroup(rank, size)
         yield _of_this_process
+        distributed.destroy_process_group()
     finally:
         _of_this_process = ALONE
         _parts.clear()
-        distributed.destroy_process_group()
-
-
-def into_one_tensor(every: torch.Tensor, mine: torch.Tensor, group: Any = None) -> None:
-    """Write what each rank has into one tensor, one after the other. PyTorch has called this by two names."""
-    from torch import distributed
-
-    gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
-    gather(every, mine, group=group)

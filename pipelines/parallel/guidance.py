@@ -18,7 +18,6 @@ from ...precision.shallow_copy import IdentityMemo
 from ...trust.message import Told
 from ..families.spec import PROMPT
 from ..weights.cfg_batch import joined, split_cfg_batch
-from .exchange import from_each
 from .group import ProcessGroup
 from .plan import ParallelLayout
 
@@ -54,37 +53,36 @@ class OverHalves:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         inputs = self._signature.bind(*args, **kwargs).arguments
-        return self._of_two_calls(inputs) if self._prompts else self._of_a_batch(inputs)
-
-    def _of_a_batch(self, inputs: Mapping[str, Any]) -> Any:
-        parted = split_cfg_batch(inputs)
-        if len(parted) != 2:
-            raise HalvesDiffer("found a batch that has no halves, expected one of guidance: run this on one GPU")
-        own = parted[self._half]
-        if isinstance(inputs.get(PROMPT), torch.Tensor):  # the same object in each step, as the whole one is
-            own[PROMPT] = self._own_prompt.of(inputs[PROMPT], lambda _: own[PROMPT])
-        return joined(self._both(own))
-
-    def _of_two_calls(self, inputs: Mapping[str, Any]) -> Any:
-        """The first call of a step is made for both, which differ in their prompts alone."""
         if self._second is not None:
             (expected, made), self._second = self._second, None
             _check(inputs, expected)
             return made
-        first, second = self._prompts
-        _check(inputs, {**inputs, PROMPT: first})
-        made, other = self._both({**inputs, PROMPT: self._prompts[self._half]})
-        self._second = ({**inputs, PROMPT: second}, other)
-        return made
+        if self._prompts:  # the first call of a step is made for both, which differ in their prompts alone
+            calls = [{**inputs, PROMPT: prompt} for prompt in self._prompts]
+            _check(inputs, calls[0])
+            first, second = self._both(calls[self._half])
+            self._second = (calls[1], second)
+            return first
+        halves = split_cfg_batch(inputs)
+        if len(halves) != 2:
+            raise HalvesDiffer("found a batch that has no halves, expected one of guidance: run this on one GPU")
+        own = halves[self._half]
+        if isinstance(inputs.get(PROMPT), torch.Tensor):  # the same object in each step, as the whole one is
+            own[PROMPT] = self._own_prompt.of(inputs[PROMPT], lambda _: own[PROMPT])
+        return joined(self._both(own))
 
     def _both(self, own: Mapping[str, Any]) -> tuple[Any, Any]:
         """Return what the call gives for each half."""
         leaves, tree = pytree.tree_flatten(self._call(**own))
-        sources = self._sharing.first_of_halves
-        both = [
-            from_each(leaf, sources, self._ranks) if isinstance(leaf, torch.Tensor) else [leaf] * 2 for leaf in leaves
+        every = [
+            self._ranks.all_gather(leaf) if isinstance(leaf, torch.Tensor) else [leaf] * self._ranks.size
+            for leaf in leaves
         ]
-        return tuple(pytree.tree_unflatten([pair[half] for pair in both], tree) for half in range(2))  # pyright: ignore[reportReturnType]
+        first, second = self._sharing.first_of_halves
+        return (
+            pytree.tree_unflatten([each[first] for each in every], tree),
+            pytree.tree_unflatten([each[second] for each in every], tree),
+        )
 
 
 def _check(inputs: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

@@ -61,14 +61,10 @@ class ParallelLayout:
     def __str__(self) -> str:
         if self.size == 1:
             return ""
-        if not self.halves:
-            alone = f"each call is computed whole by each of {self.size} GPUs, which gains nothing"
-            return alone if self.context == 1 else f"each call is computed by {self.context} GPUs together"
-        idle = self.size - 2 * self.context
-        said = "a GPU" if self.context == 1 else f"{self.context} GPUs together"
-        said = f"each half of guidance is computed by {said}, at the same time as the other"
-        compute = "computes" if idle == 1 else "compute"
-        return f"{said}; {idle} more {compute} one once more, which gains nothing" if idle else said
+        what, meanwhile = ("half of guidance", ", at the same time as the other") if self.halves else ("call", "")
+        by = "a GPU" if self.context == 1 else f"{self.context} GPUs together"
+        idle = self.size - self.context * (2 if self.halves else 1)
+        return f"each {what} is computed by {by}{meanwhile}" + (f"; GPUs that gain nothing: {idle}" if idle else "")
 
 
 def parallel_layout(size: int, *, guided: bool, splits: bool) -> ParallelLayout:

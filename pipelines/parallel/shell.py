@@ -2,8 +2,8 @@
 
 diffusers and cache-dit split by hooks, which replace `forward` on the module that they are put on: a shell of such a
 module would go on calling the original's, without the wide layers, the islands or the compiled blocks that it is made
-for. So what splits here is a class before the module's own, as for wide layers. Every shell of this shell has it, and
-so do the guard's attempt, what is compiled of it, and the rerun in fp32.
+for. So what splits here is a class derived from the module's own. Every shell of this shell has it, and so do the
+guard's attempt, what is compiled of it, and the rerun in fp32.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -50,81 +50,62 @@ def over_ranks(module: torch.nn.Module, blocks: str, plan: ContextPlan, ranks: P
     blocks: the name of its list of blocks.
     """
     shell, split = structural_copy(module), Split(ranks)
-    _become(shell, _Denoiser, context=plan, split=split)
+    config: Any = module.config
+
+    def count_tokens(given: dict[str, Any]) -> dict[str, Any]:
+        """Note how many tokens the call has, and split what has one value for each."""
+        split.picture = plan.tokens(config, tuple(given[plan.picture].shape))
+        split.text = given[plan.text].shape[1] if plan.text else 0
+        own = {name: share_of(given[name], dim, ranks) for name, dim in plan.given.items() if given[name].ndim > dim}
+        return given | own
+
+    def share_out(given: dict[str, Any], dims: Mapping[str, int]) -> dict[str, Any]:
+        return given | {name: _share_of_each(given.get(name), dim, ranks) for name, dim in dims.items()}
+
+    def whole(made: torch.Tensor) -> torch.Tensor:
+        """[batch, this rank's tokens, channels] → [batch, tokens, channels]."""
+        return gathered(made, 1, split.picture, ranks)
+
+    _wrap(shell, before=count_tokens)
     for number, block in enumerate(shell.get_submodule(blocks).children()):
-        _become(block, _Block, split=split, dims={**(plan.first if number == 0 else {}), **plan.every})
+        _wrap(block, before=partial(share_out, dims={**(plan.first if number == 0 else {}), **plan.every}))
         attention = block.get_submodule(plan.attention)
         attention.__dict__["processor"] = _attending(attention.processor, split)
-    _become(shell.get_submodule(plan.output), _Output, split=split)
+    _wrap(shell.get_submodule(plan.output), after=whole)
     return shell
 
 
-class _Over(torch.nn.Module):
-    """A base before the class of a module that is split."""
-
-    split: Split
-
-
-class _Denoiser(_Over):
-    config: Any  # a diffusers model's
-    context: ContextPlan
-
-    def before(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Note how many tokens the call has, and split what has one value for each."""
-        plan, split = self.context, self.split
-        split.picture = plan.tokens(self.config, tuple(given[plan.picture].shape))
-        split.text = given[plan.text].shape[1] if plan.text else 0
-        for name, dim in plan.given.items():
-            if given[name].ndim > dim:
-                given[name] = share_of(given[name], dim, split.ranks)
-        return given
-
-
-class _Block(_Over):
-    dims: Mapping[str, int]
-
-    def before(self, given: dict[str, Any]) -> dict[str, Any]:
-        ranks = self.split.ranks
-        for name, dim in self.dims.items():
-            given[name] = _each(given.get(name), lambda tensor, dim=dim: share_of(tensor, dim, ranks))
-        return given
-
-
-class _Output(_Over):
-    def after(self, made: torch.Tensor) -> torch.Tensor:
-        """[batch, this rank's tokens, channels] → [batch, tokens, channels]."""
-        return gathered(made, 1, self.split.picture, self.split.ranks)
-
-
-def _each(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a tensor changed, or a tuple of them, each changed; None stays."""
+def _share_of_each(value: Any, dim: int, ranks: ProcessGroup) -> Any:
+    """Return this rank's part of a tensor, or of each of a tuple of them; None stays."""
     if isinstance(value, (tuple, list)):
-        return type(value)(change(part) for part in value)
-    return value if value is None else change(value)
+        return type(value)(share_of(part, dim, ranks) for part in value)
+    return value if value is None else share_of(value, dim, ranks)
 
 
-def _become(shell: torch.nn.Module, base: type[Any], **state: Any) -> None:
-    """Make a shell a `base` as well, with `state` as its attributes."""
-    shell.__class__ = _joined(base, type(shell))
-    shell.__dict__.update(state)
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _wrap(
+    shell: torch.nn.Module,
+    before: Callable[[dict[str, Any]], dict[str, Any]] = _as_it_is,
+    after: Callable[[torch.Tensor], torch.Tensor] = _as_it_is,
+) -> None:
+    """Have a shell change its arguments, by name, and what it returns."""
+    shell.__class__ = _wrapped_class(type(shell))
+    shell.__dict__.update(before=before, after=after)
 
 
 @cache
-def _joined(base: type[Any], kind: type[Any]) -> type[Any]:
-    """Return a class that derives from `base`, then `kind`, and has the names and the signature of `kind`."""
-    signature = inspect.signature(kind.forward)
-    names = [*signature.parameters][1:]
+def _wrapped_class(kind: type[Any]) -> type[Any]:
+    names = [*inspect.signature(kind.forward).parameters][1:]
 
     @wraps(kind.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not hasattr(base, "before"):
-            return self.after(kind.forward(self, *args, **kwargs))
-        return kind.forward(self, **self.before(dict(zip(names, args, strict=False)) | kwargs))
+        return self.after(kind.forward(self, **self.before(dict(zip(names, args, strict=False)) | kwargs)))
 
     return type(
-        kind.__name__,
-        (base, kind),
-        {"forward": forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__},
+        kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     )
 
 

@@ -20,7 +20,6 @@ import pytest
 from comfyui_onediff_guard.headless.commands import cli
 from comfyui_onediff_guard.headless.errors import RunFailedError, WorkflowError
 from comfyui_onediff_guard.headless.hosts import chosen, local, ranks
-from comfyui_onediff_guard.headless.hosts.rank import Failed
 from comfyui_onediff_guard.headless.workflow.graph import from_api
 from comfyui_onediff_guard.headless.workflow.validate import plan
 from PIL import Image
@@ -73,30 +72,8 @@ def test_its_files_are_those_of_one_process(there: Path, tmp_path: Path, capsys:
     report = two["outputs"]["sample"]["onediff_guard"][0]
     shared = "each half of guidance is computed by a GPU, at the same time as the other"
     assert shared in report["notes"] and len(report["steps"]) == 2
-    assert [line for line in lines.splitlines() if line.startswith("node")] == [
-        f"node {name}" for name in _titles(lines)
-    ]
-
-
-def _titles(lines: str) -> list[str]:
-    return [line.removeprefix("node ") for line in lines.splitlines() if line.startswith("node")]
-
-
-def test_precisions_are_compared_over_ranks(there: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--precisions", "bf16", "--json", "--out", str(tmp_path / "out"), "--gpus", "2"]
-    assert cli.main(["compare", "workflow.json", *options]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [(run["precision"], run["steps"], run["finite_frames"]) for run in told["runs"]] == [
-        ("fp32", 2, 9),
-        ("bf16", 2, 9),
-    ]
-    assert told["errors_from"].startswith("8-bit") and told["runs"][1]["psnr_db"] > 20
-    for run in told["runs"]:
-        assert any("each half of guidance is computed by a GPU" in note for note in _notes(run["stages"]))
-
-
-def _notes(stages: list[dict[str, Any]]) -> list[str]:
-    return [note for stage in stages for note in stage["notes"]]
+    told = [line.split()[1] for line in lines.splitlines() if line.startswith("node")]
+    assert told == ["load", "encode", "sample", "decode", "save"]
 
 
 def test_an_error_of_the_workflow_is_the_same(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,13 +111,11 @@ def running(
         run.stderr.close()
 
 
-def ended(run: subprocess.Popen[str]) -> tuple[int, str, float]:
-    """Its exit code, the last line that it said, and after how long."""
-    began = time.monotonic()
+def ended(run: subprocess.Popen[str]) -> tuple[int, str]:
+    """Its exit code, and the last line that it said."""
     code = run.wait(HANG_SECONDS)
     assert run.stderr
-    seconds = time.monotonic() - began
-    return code, (run.stderr.read().strip().splitlines() or [""])[-1], seconds
+    return code, (run.stderr.read().strip().splitlines() or [""])[-1]
 
 
 def none_is_left(processes: list[psutil.Process]) -> bool:
@@ -158,7 +133,9 @@ def test_a_rank_that_is_killed_ends_the_run_and_is_named(
         for connection in process.net_connections(kind="inet"):
             assert connection.laddr.ip == "127.0.0.1"
     processes[killed].kill()
-    code, said, seconds = ended(run)
+    began = time.monotonic()
+    code, said = ended(run)
+    seconds = time.monotonic() - began
     figure(f"rank {killed} of 2 killed: seconds until the run ended with its name", f"{seconds:.1f}")
     assert code == 4 and f"Rank {killed} of 2 (on the CPU) was killed by SIGKILL" in said
     assert none_is_left(processes) and not list(tmp_path.iterdir())
@@ -170,7 +147,7 @@ def test_no_rank_outlives_the_command(
 ) -> None:
     run, processes = running()
     os.kill(run.pid, number)
-    found, said, _ = ended(run)
+    found, said = ended(run)
     assert found == code and (code < 0 or "Interrupted" in said)
     assert none_is_left(processes) and not list(tmp_path.iterdir())
 
@@ -181,15 +158,6 @@ def test_a_timeout_ends_it(there: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert "was not done after 1 s" in capsys.readouterr().err
     assert not [each for each in psutil.Process().children() if "spawn_main" in " ".join(each.cmdline())]
     assert not list(tmp_path.iterdir())
-
-
-def test_a_rank_that_is_not_heard_of_ends_the_run(
-    running: Callable[..., Any],
-) -> None:
-    run, processes = running()
-    processes[1].suspend()
-    code, said, _ = ended(run)
-    assert code == 4 and "Rank 1 of 2 (on the CPU) gave no sign of life for 60 s" in said and none_is_left(processes)
 
 
 @pytest.mark.parametrize("host", [["--server", "127.0.0.1:9"], ["--comfyui", "."]])
@@ -228,24 +196,23 @@ def test_only_the_first_does_what_is_not_computed_together(workflow: Path) -> No
     assert local._together(plan(from_api(nodes), classes), classes) == ["load", "encode", "sample", "decode"]
 
 
-def test_who_is_to_blame() -> None:
-    """What was killed comes before what failed, and that before what failed while it waited for others."""
-
-    def blamed(*facts: tuple[int | None, Failed | None]) -> int:
-        made = [_rank(number, code, failed) for number, (code, failed) in enumerate(facts)]
-        return max(made, key=lambda each: each.blame).number
-
-    waiting, own = Failed(RunFailedError, "closed", waiting=True), Failed(RunFailedError, "x", waiting=False)
-    assert blamed((1, waiting), (-9, None)) == 1
-    assert blamed((1, waiting), (1, own)) == 1
-    assert blamed((None, None), (1, waiting)) == 1
-    assert blamed((1, own), (1, waiting), (None, None)) == 0
+def rank(name: str, code: int | None, failed_at: float | None = None) -> ranks._Rank:
+    failed = None if failed_at is None else ranks._Failed(RunFailedError, "closed", failed_at)
+    process: Any = SimpleNamespace(exitcode=code)
+    return ranks._Rank(name, process, None, failed=failed)
 
 
-def _rank(number: int, code: int | None, failed: Any) -> Any:
-    process: Any = argparse.Namespace(exitcode=code)
-    channel: Any = None
-    return ranks._Rank(number, f"rank {number}", process, channel, failed=failed)
+@pytest.mark.parametrize(
+    ("first", "second", "to_blame"),
+    [
+        ((1, 5.0), (-9, None), "second"),  # what was killed comes before what failed,
+        ((1, 5.0), (1, 4.0), "second"),  # and what failed first before what failed later, since that waited for it
+        ((None, None), (1, 5.0), "second"),
+        ((1, 4.0), (1, 5.0), "first"),
+    ],
+)
+def test_who_is_to_blame(first: tuple[Any, Any], second: tuple[Any, Any], to_blame: str) -> None:
+    assert ranks._to_blame([rank("first", *first), rank("second", *second)]).name == to_blame
 
 
 @pytest.mark.parametrize(
@@ -253,15 +220,9 @@ def _rank(number: int, code: int | None, failed: Any) -> Any:
     [
         (-signal.SIGKILL, "was killed by SIGKILL", True),
         (-signal.SIGSEGV, "was killed by SIGSEGV", False),
-        (-signal.SIGABRT, "was killed by SIGABRT", False),
-        (-signal.SIGBUS, "was killed by SIGBUS", False),
-        (-signal.SIGTERM, "was killed by SIGTERM", False),
         (1, "ended with exit code 1", False),
-        (0xC0000005, "ended with exit code 3221225477", False),
     ],
 )
 def test_main_memory_is_blamed_for_the_systems_kill_alone(code: int, says: str, memory: bool) -> None:
-    gone = ranks._Rank(1, "Rank 1 of 2", SimpleNamespace(exitcode=int(code)), None)  # pyright: ignore[reportArgumentType]
-    told = str(ranks._why(gone))
+    told = str(rank("Rank 1 of 2", int(code)).error())
     assert says in told and ("main memory ran out" in told) is memory
-    assert ("crashed" in told) is (code in (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS, 0xC0000005))

@@ -9,7 +9,6 @@ import torch
 from comfyui_onediff_guard.pipelines.parallel.exchange import (
     collected,
     dealt,
-    from_each,
     gathered,
     heads_of_all_tokens,
     share_of,
@@ -87,7 +86,7 @@ def in_parts() -> dict[str, Any]:
     return {
         "place": (part.rank, part.size, ranks.part(1).alone, ranks.part(4) is ranks, ranks.part(2) == part),
         "worst": part.all_reduce_absmax(values).item(),
-        "from each": [tensor.item() for tensor in from_each(values, (0, 2), ranks)],
+        "every": [tensor.item() for tensor in ranks.all_gather(values)],
         "whole": torch.equal(gathered(share_of(whole, 1, part), 1, 5, part), whole),
         "most": (
             ranks.all_reduce_max(10**15 + ranks.rank),
@@ -113,7 +112,8 @@ def test_three_ranks() -> None:
 def test_parts_of_four_ranks() -> None:
     for number, found in enumerate(in_ranks(4, in_parts)):
         assert found["place"] == (number % 2, 2, True, True, True)
-        assert found["worst"] == [1.0, 1.0, 3.0, 3.0][number] and found["from each"] == [0.0, 2.0] and found["whole"]
+        assert found["worst"] == [1.0, 1.0, 3.0, 3.0][number] and found["whole"]
+        assert found["every"] == [0.0, 1.0, 2.0, 3.0]
         assert found["most"] == (10**15 + 3, 0, [1, 1, 3, 3][number])
 
 

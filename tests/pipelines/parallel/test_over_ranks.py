@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui_onediff_guard.pipelines.parallel.exchange import shares
+from comfyui_onediff_guard.pipelines.parallel.plan import parallel_layout
 from rank_runs import Case, Made, choosing_kernels, in_ranks, run_cases, sampled
 from tiers import drawn
 
@@ -32,22 +33,6 @@ CASES = {  # in words → model, and what differs from the default
 IN_CHUNKS = "Stable Video Diffusion"
 GROUPS = (2, 3, 4)[:: drawn(1, 2)]  # ranks. Of 4 heads, with 3 ranks, the first has one more
 CLOSE = 1e-5  # of the largest value
-SAID = {  # (ranks, guided, whether tokens are split) → what the report says
-    (2, True, True): "each half of guidance is computed by a GPU, at the same time as the other",
-    (3, True, True): "each call is computed by 3 GPUs together",
-    (4, True, True): "each half of guidance is computed by 2 GPUs together, at the same time as the other",
-    (2, False, True): "each call is computed by 2 GPUs together",
-    (3, False, True): "each call is computed by 3 GPUs together",
-    (4, False, True): "each call is computed by 4 GPUs together",
-    (2, True, False): "each half of guidance is computed by a GPU, at the same time as the other",
-    (3, True, False): "each half of guidance is computed by a GPU, at the same time as the other; "
-    "1 more computes one once more, which gains nothing",
-    (4, True, False): "each half of guidance is computed by a GPU, at the same time as the other; "
-    "2 more compute one once more, which gains nothing",
-    (2, False, False): "each call is computed whole by each of 2 GPUs, which gains nothing",
-    (3, False, False): "each call is computed whole by each of 3 GPUs, which gains nothing",
-    (4, False, False): "each call is computed whole by each of 4 GPUs, which gains nothing",
-}
 
 
 @pytest.fixture(scope="module", params=GROUPS)
@@ -75,6 +60,22 @@ def alone(model_folder: Callable[..., Path]) -> Callable[[str], Made]:
     return made
 
 
+@pytest.mark.parametrize(
+    ("size", "guided", "splits", "said"),
+    [
+        (2, True, True, "each half of guidance is computed by a GPU, at the same time as the other"),
+        (3, True, True, "each call is computed by 3 GPUs together"),
+        (4, True, True, "each half of guidance is computed by 2 GPUs together, at the same time as the other"),
+        (3, False, True, "each call is computed by 3 GPUs together"),
+        (3, True, False, "each half of guidance is computed by a GPU, at the same time as the other; "
+            "GPUs that gain nothing: 1"),
+        (2, False, False, "each call is computed by a GPU; GPUs that gain nothing: 1"),
+    ],
+)  # fmt: skip
+def test_what_ranks_share(size: int, guided: bool, splits: bool, said: str) -> None:
+    assert str(parallel_layout(size, guided=guided, splits=splits)) == said
+
+
 @pytest.mark.parametrize("words", CASES)
 def test_in_fp32_it_is_what_one_process_makes(
     words: str, found: tuple[int, dict[str, list[Made]]], alone: Callable[[str], Made], figure: Callable[..., None]
@@ -92,7 +93,7 @@ def test_in_fp32_it_is_what_one_process_makes(
     context = (size // 2 if halves else size) if splits else 1
     assert [each.tokens for each in made] == shares(one.tokens, context) * (size // context)
     assert {each.batch for each in made} == {one.batch // 2 if halves and not two_calls else one.batch}
-    assert SAID[size, guided, splits] in made[0].notes
+    assert str(parallel_layout(size, guided=guided, splits=splits)) in made[0].notes
 
 
 def test_chunks_are_decoded_by_all_ranks(
