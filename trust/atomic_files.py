@@ -1,7 +1,7 @@
 """Files that outlast the process: written whole or not at all, and dropped where they grow beyond a limit.
 
-A file's bytes go to a temporary file beside it, which its process holds locked. A process that is killed leaves that
-file; the next one that writes into the folder finds it unlocked, and removes it.
+A file's bytes go to a temporary file beside it. A process that is killed leaves that file; one that writes into the
+folder a day later removes it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 LIMIT_VARIABLE = "ONEDIFF_GUARD_COMPILED_GB"
 DEFAULT_LIMIT = 2.0  # GB
-STALE_SECONDS = 600.0  # without a byte written; where locks do not reach (some network folders), this has to do
+STALE_SECONDS = 24 * 3600.0  # without a byte written
 _TEMPORARY = ".onediff-guard-{}.tmp"
 _IS_TEMPORARY = re.compile(r"\.onediff-guard-[0-9a-f]{32}\.tmp")
 
@@ -46,9 +46,10 @@ def replacing(file: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def temporary_in(folder: Path) -> Iterator[tuple[Path, BinaryIO]]:
-    """A new file, open and locked, that is gone at the end unless it was given another name. Raises OSError."""
+    """A new file, open, that is gone at the end unless it was given another name. Raises OSError."""
     _remove_stale(folder)
-    path, stream = _new_file(folder)
+    path = folder / _TEMPORARY.format(uuid.uuid4().hex)
+    stream = path.open("xb")
     try:
         yield path, stream
     finally:
@@ -74,35 +75,13 @@ def locked(stream: BinaryIO) -> bool:
     return False
 
 
-def _new_file(folder: Path) -> tuple[Path, BinaryIO]:
-    while True:
-        path = folder / _TEMPORARY.format(uuid.uuid4().hex)
-        stream = path.open("xb")
-        _own(stream)
-        if os.name == "nt" or os.fstat(stream.fileno()).st_nlink:  # else removed by others before it was locked
-            return path, stream
-        stream.close()
-
-
-def _own(stream: BinaryIO) -> bool:
-    """Whether a file is this process's alone now. On Windows an open file cannot be removed: that is lock enough."""
-    return os.name == "nt" or locked(stream)
-
-
 @lru_cache(maxsize=256)
 def _remove_stale(folder: Path) -> None:
     """Remove what processes left that were killed while they wrote. Once a process and folder."""
     for path in folder.iterdir():
-        if not _IS_TEMPORARY.fullmatch(path.name) or path.is_symlink():
-            continue
         with suppress(OSError):
-            if time.time() - path.stat().st_mtime > STALE_SECONDS and path.is_file():
-                with path.open("r+b") as stream:
-                    mine = _own(stream)
-                    if mine and os.name != "nt":
-                        path.unlink()
-                if mine and os.name == "nt":
-                    path.unlink()
+            if _IS_TEMPORARY.fullmatch(path.name) and time.time() - path.lstat().st_mtime > STALE_SECONDS:
+                path.unlink()
 
 
 def limit_of(variables: Mapping[str, str]) -> float:

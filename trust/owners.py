@@ -8,24 +8,12 @@ from pathlib import Path
 _OTHERS, _OTHERS_WRITE = 0o077, 0o022
 
 
-def why_unsafe(found: os.stat_result) -> str:
-    """Say who else could have written a file or folder; "" where only this user and the administrator could. Windows
-    has neither owners nor modes as meant here.
-
-    found: of the open file, so that it is the one that is read.
-    """
+def why_unsafe_below(folder: Path) -> str:
+    """Say who else could have written a folder, or anything that is in it; "" where only this user and the
+    administrator could, and where it is not there. What is in a folder that others cannot enter may have any mode.
+    Windows has neither owners nor modes as meant here."""
     if os.name != "posix":
         return ""
-    if found.st_uid not in (os.geteuid(), 0):
-        return f"it belongs to another user (number {found.st_uid})"
-    if found.st_mode & _OTHERS_WRITE:
-        return f"other users can write to it (mode {found.st_mode & 0o777:o})"
-    return ""
-
-
-def why_unsafe_below(folder: Path) -> str:
-    """The same of a folder and all that is in it; "" where it is not there. What is in a folder that others cannot
-    enter may have any mode."""
     closed = folder.is_dir() and not folder.stat().st_mode & _OTHERS
     for place, folders, files in os.walk(folder):
         for path in (Path(place), *(Path(place, name) for name in (*folders, *files))):
@@ -33,6 +21,8 @@ def why_unsafe_below(folder: Path) -> str:
                 found = path.stat()
             except OSError:  # gone meanwhile
                 continue
-            if why := why_unsafe(os.stat_result((found.st_mode & ~_OTHERS, *found[1:])) if closed else found):
-                return f"'{path}': {why}"
+            if found.st_uid not in (os.geteuid(), 0):
+                return f"'{path}': it belongs to another user (number {found.st_uid})"
+            if not closed and found.st_mode & _OTHERS_WRITE:
+                return f"'{path}': other users can write to it (mode {found.st_mode & 0o777:o})"
     return ""
