@@ -41,12 +41,19 @@ class HostError(HeadlessError):
     exit_code: ExitCode = ExitCode.NO_HOST
 
 
-class TooLongError(HostError):
-    """A server's answer is longer than any that is taken. beginning: of that answer."""
+class NoAnswerError(HostError):
+    """A server cannot be reached, or breaks off. busy: it is there, and says nothing for long."""
 
-    def __init__(self, message: str, beginning: bytes = b"") -> None:
-        super().__init__(message)
-        self.beginning = beginning
+    def __init__(self, server: str, reason: str, *, busy: bool = False) -> None:
+        super().__init__(
+            f"No ComfyUI answers at {server} ({reason}). "
+            "Start it, check the address and port, or use --comfyui DIR to have one started."
+        )
+        self.reason, self.busy = reason, busy
+
+
+class TooLongError(HostError):
+    """A server's answer is longer than any that is taken."""
 
 
 class RunFailedError(HeadlessError):

@@ -10,8 +10,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...trust import paths
-from ..errors import WorkflowError
 from ..hosts import input_images
 from ..workflow.graph import Graph, Link
 from ..workflow.schema import Schema
@@ -88,12 +86,7 @@ def version_that_matters() -> str:
 def _images(graph: Graph, schemas: Mapping[str, Schema], folder: Path) -> dict[str, str]:
     """The SHA-256 of each image that the workflow names, by its name there."""
     found: dict[str, str] = {}
-    for node, _, value in input_images.images_of(graph, schemas):
-        name, kind = input_images.folder_of(value)
-        try:
-            path = input_images.find(folder, name) if kind == "input" else None
-        except paths.Outside as fault:
-            raise WorkflowError(f"{node.label}: {fault}. Images are read from --input {folder} only.") from None
+    for _, _, value, path in input_images.images_of(graph, schemas, folder):
         if path is not None:
             state = path.stat()
             found[value] = _digest(path, state.st_mtime_ns, state.st_size)

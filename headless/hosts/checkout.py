@@ -8,7 +8,6 @@ runs; a stub rather than a copy or a link, since links need rights on Windows an
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
@@ -18,8 +17,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from typing import Any
 from ...comfyui_host import host
 from ..errors import HostError, RunFailedError, UnknownNodesError, WorkflowError
 from ..scratch import temporary_folder
-from ..server.api import Server
 from ..server.follow import read_for_server, run_on_server
 from ..workflow.graph import Graph
 from ..workflow.schema import Schema
@@ -48,8 +47,8 @@ INTERPRETERS = (
 START_SECONDS = 300.0  # many custom nodes on a slow disk take minutes
 ALIVE_SECONDS = 0.25
 PATIENCE_SECONDS = 10.0  # our own ComfyUI doesn't come back once it is away
-LOG_LINES, LOG_BYTES = 25, 20_000  # of its end, in messages
-OPTIONAL_FLAGS = {"--database-url": "sqlite:///:memory:", "--disable-api-nodes": None, "--disable-auto-launch": None}
+LOG_LINES = 25  # of its end, in messages
+OPTIONAL_FLAGS = (["--database-url", "sqlite:///:memory:"], ["--disable-api-nodes"], ["--disable-auto-launch"])
 ACCELERATOR_PROBE = (
     "import torch; "
     "print(torch.cuda.is_available() or torch.backends.mps.is_available() "
@@ -91,7 +90,8 @@ class Running:
         try:
             yield
         except (UnknownNodesError, HostError, RunFailedError) as error:
-            raise type(error)(f"{error}\nThe end of ComfyUI's log:\n{_tail(self.log)}") from error
+            error.args = (f"{error}\nThe end of ComfyUI's log:\n{_tail(self.log)}",)
+            raise
 
 
 @contextmanager
@@ -119,13 +119,10 @@ def started(checkout: Path, *, models: Sequence[Path] = (), input_dir: Path | No
         if not _has_accelerator(python):
             command.append("--cpu")
         logger.info("Starting %s", shlex.join(command))
-        child = process.start(command, cwd=checkout, log=log, env={**os.environ, "PYTHONUNBUFFERED": "1"})
-        try:
-            url = f"http://127.0.0.1:{port}"
-            asyncio.run(_until_up(child, url, log))
-            yield Running(url, log, input_dir or checkout / "input")
-        finally:
-            process.kill_process_tree(child)
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        with process.running(command, cwd=checkout, log=log, env=environment) as child:
+            _wait_until_up(child, port, log)
+            yield Running(f"http://127.0.0.1:{port}", log, input_dir or checkout / "input")
 
 
 def find_interpreter(checkout: Path) -> str:
@@ -145,17 +142,12 @@ def find_interpreter(checkout: Path) -> str:
 
 def has_pack(checkout: Path) -> bool:
     """Whether one of the checkout's enabled custom nodes is this pack."""
-    folder = checkout / "custom_nodes"
-    packs = folder.iterdir() if folder.is_dir() else ()
-    return any(path.is_dir() and not path.name.endswith(".disabled") and _is_pack(path) for path in packs)
-
-
-def _is_pack(folder: Path) -> bool:
-    if folder.resolve() == PACK_ROOT:
-        return True
-    project = folder / "pyproject.toml"
-    text = project.read_text(encoding="utf-8", errors="replace") if project.is_file() else ""
-    return re.search(rf'^name\s*=\s*["\']{PACK}["\']', text, re.MULTILINE | re.IGNORECASE) is not None
+    for project in (checkout / "custom_nodes").glob("*/pyproject.toml"):
+        text = project.read_text(encoding="utf-8", errors="replace")
+        ours = re.search(rf'^name\s*=\s*["\']{PACK}["\']', text, re.MULTILINE | re.IGNORECASE)
+        if ours and not project.parent.name.endswith(".disabled"):
+            return True
+    return False
 
 
 def _arguments(checkout: Path, folder: Path, port: int, models: Sequence[Path], input_dir: Path | None) -> list[str]:
@@ -175,16 +167,11 @@ def _arguments(checkout: Path, folder: Path, port: int, models: Sequence[Path], 
         config.write_text(json.dumps({PACK: paths}), encoding="utf-8")  # JSON is YAML
         arguments += ["--extra-model-paths-config", str(config)]
     known = (checkout / "comfy" / "cli_args.py").read_text(encoding="utf-8", errors="replace")
-    for flag, value in OPTIONAL_FLAGS.items():
-        if f'"{flag}"' in known:
-            arguments += [flag] if value is None else [flag, value]
-    return arguments + _further_arguments()
-
-
-def _further_arguments() -> list[str]:
+    for flag, *value in OPTIONAL_FLAGS:
+        arguments += [flag, *value] if f'"{flag}"' in known else []
     given = os.environ.get("COMFYUI_ARGS", "")
     try:
-        return shlex.split(given, posix=os.name != "nt")
+        return arguments + shlex.split(given, posix=os.name != "nt")
     except ValueError as error:
         raise WorkflowError(f"COMFYUI_ARGS is {given!r}: {error}. Close its quotes.") from None
 
@@ -203,40 +190,37 @@ def _has_accelerator(python: str) -> bool:
         HostError: it has none that can be imported.
     """
     try:
-        asked = subprocess.run([python, "-c", ACCELERATOR_PROBE], capture_output=True, text=True, check=False)
-        reason = (asked.stderr.strip().splitlines() or ["no message"])[-1]
-    except OSError as error:
-        asked, reason = None, error.strerror or str(error)
-    if asked is None or asked.returncode:
+        asked = subprocess.run([python, "-c", ACCELERATOR_PROBE], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = (getattr(error, "stderr", None) or "").strip() or str(error)
         raise HostError(
-            f"{python} cannot import torch ({reason}), so ComfyUI cannot run with it. "
+            f"{python} cannot import torch ({said.splitlines()[-1]}), so ComfyUI cannot run with it. "
             "Set COMFYUI_PYTHON to the interpreter that ComfyUI is installed in."
-        )
+        ) from None
     return asked.stdout.strip().endswith("True")
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
 
 
-async def _until_up(child: subprocess.Popen[bytes], url: str, log: Path) -> None:
+def _wait_until_up(child: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    """ComfyUI listens once its custom nodes are loaded."""
     deadline = time.monotonic() + START_SECONDS
-    async with Server(url) as server:
-        while not await server.alive():
-            if child.poll() is not None:
-                what = f"ended with code {child.returncode}"
-            elif time.monotonic() > deadline:
-                what = f"did not answer within {START_SECONDS:.0f} s"
-            else:
-                await asyncio.sleep(ALIVE_SECONDS)
-                continue
-            raise HostError(f"ComfyUI did not start: it {what}. The end of its log:\n{_tail(log)}")
+    while True:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+            return
+        if child.poll() is not None:
+            what = f"ended with code {child.returncode}"
+        elif time.monotonic() > deadline:
+            what = f"did not answer within {START_SECONDS:.0f} s"
+        else:
+            time.sleep(ALIVE_SECONDS)
+            continue
+        raise HostError(f"ComfyUI did not start: it {what}. The end of its log:\n{_tail(log)}")
 
 
 def _tail(log: Path) -> str:
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - LOG_BYTES))
-        lines = file.read(LOG_BYTES).decode("utf-8", errors="replace").splitlines()
-    return "\n".join(f"  {line}" for line in lines[-LOG_LINES:]) or "  (empty)"
+    with log.open(encoding="utf-8", errors="replace") as file:
+        return "\n".join(f"  {line.rstrip()}" for line in deque(file, LOG_LINES)) or "  (empty)"

@@ -26,7 +26,7 @@ from ...trust.text import shown
 from ..comparison.frames import as_bytes
 from ..errors import WorkflowError
 from ..files import PREVIEW_FOLDER, FileEntry, check_prefix, resolve_prefix, write_counted
-from . import image_frames, input_images
+from . import input_images
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +86,7 @@ class LoadImage:
 
         pictures: list[torch.Tensor] = []
         masks: list[torch.Tensor] = []
-        for frame in image_frames.frames(input_images.read(_input_image(image))):
+        for frame in input_images.frames(input_images.read(_input_image(image))):
             rgba = torch.from_numpy(frame.rgba)
             if pictures and rgba.shape[:2] != pictures[0].shape[:2]:
                 continue

@@ -1,4 +1,4 @@
-"""Images that a workflow names: somebody else's workflow may name any file.
+"""Images that a workflow names: somebody else's workflow may name any file, and other people's programs wrote it.
 
 So a name is one of a file below the input folder, and what is read has to be an image.
 """
@@ -9,17 +9,24 @@ import os
 import stat
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...trust import paths
+from ...trust.text import shown
 from ..errors import WorkflowError
 from ..workflow.graph import Graph, Node
 from ..workflow.schema import InputSpec, Schema
 
-IMAGE_LOADERS = frozenset({"LoadImage", "LoadImageMask"})
+if TYPE_CHECKING:
+    import numpy as np
+    from PIL.Image import Image
+
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "AVIF", "JPEG2000")  # each starts with bytes of its own
 MAX_IMAGE_BYTES = 100 * 2**20  # what a ComfyUI takes by default
+MAX_PIXELS = 2**27  # of all frames together: 2 GB as float32
 FOLDERS = ("input", "output", "temp")
 
 
@@ -32,30 +39,30 @@ def folder_of(name: str) -> tuple[str, str]:
     return name, "input"
 
 
-def images_of(graph: Graph, schemas: Mapping[str, Schema]) -> Iterator[tuple[Node, str, str]]:
-    """The node, input and value of each image that a workflow names: of nodes that take uploaded images.
+def images_of(
+    graph: Graph, schemas: Mapping[str, Schema], folder: Path
+) -> Iterator[tuple[Node, str, str, Path | None]]:
+    """The node, input and value of each image that a workflow names, and its file, where it is in the input folder.
 
-    Videos and sounds are none: a server's own stay with the server.
+    They are those of nodes that take uploaded images. Videos and sounds are none: a server's own stay with the server.
+
+    Raises:
+        WorkflowError: a name leads out of the folders that images are read from.
     """
     for node in graph.nodes.values():
         specs = schemas[node.class_type].inputs_with(node.inputs)
         for name, value in node.inputs.items():
-            spec = specs.get(name)
-            if isinstance(value, str) and value and (_takes_images(spec) or _is_loader(node, name)):
-                yield node, name, value
-
-
-def check(graph: Graph, schemas: Mapping[str, Schema], folder: Path) -> None:
-    """Raises WorkflowError where a workflow names an image outside of the folders that images are read from: older
-    ComfyUIs read it all the same."""
-    for node, _, value in images_of(graph, schemas):
-        name, kind = folder_of(value)
-        try:
-            paths.inside(folder, name) if kind == "input" else paths.relative(name)
-        except paths.Outside as fault:
-            raise WorkflowError(
-                f"{node.label}: {fault}. Images are read from the input folder {folder} only."
-            ) from None
+            if not (isinstance(value, str) and value and name in specs and _takes_images(specs[name])):
+                continue
+            image, kind = folder_of(value)
+            try:
+                paths.relative(image)
+                path = find(folder, image) if kind == "input" else None
+            except paths.Outside as fault:
+                raise WorkflowError(
+                    f"{node.label}: {fault}. Images are read from the input folder {folder} only."
+                ) from None
+            yield node, name, value, path
 
 
 def find(folder: Path, name: str) -> Path | None:
@@ -89,7 +96,26 @@ def read(path: Path) -> bytes:
     return data
 
 
-def decoders() -> list[str]:
+@dataclass(frozen=True)
+class Frame:
+    rgba: np.ndarray  # float32 [height, width, 4], 0 to 1, turned as its EXIF says
+    has_transparency: bool
+
+
+def frames(data: bytes) -> list[Frame]:
+    """All frames of an image file. Raises ValueError: damaged, or more pixels than memory should take."""
+    from PIL import Image
+
+    try:
+        with Image.open(BytesIO(data), formats=_decoders()) as file:
+            return list(_frames(file))
+    except Exception as error:  # of damaged files Pillow raises almost anything
+        raise ValueError(
+            f"the image cannot be read ({type(error).__name__}: {shown(error, 200)}). Save it anew as PNG or JPEG."
+        ) from error
+
+
+def _decoders() -> list[str]:
     """Those of the formats that this Pillow reads. It knows more, among them some that start programs."""
     from PIL import Image
 
@@ -104,24 +130,49 @@ def _open(path: str, flags: int) -> int:
 def _is_image(data: bytes) -> bool:
     from PIL import Image
 
-    known = decoders()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of many pixels: none is decoded here
-            with Image.open(BytesIO(data), formats=known) as image:
+            with Image.open(BytesIO(data), formats=_decoders()) as image:
                 image.verify()
     except Exception:  # noqa: BLE001 - whatever a decoder makes of a damaged file
         return False
     return True
 
 
-def _takes_images(spec: InputSpec | None) -> bool:
-    return (
-        spec is not None
-        and bool(spec.config.get("image_upload"))
-        and spec.config.get("image_folder") in (None, "input")
-    )
+def _takes_images(spec: InputSpec) -> bool:
+    return bool(spec.config.get("image_upload")) and spec.config.get("image_folder") in (None, "input")
 
 
-def _is_loader(node: Node, name: str) -> bool:
-    return node.class_type in IMAGE_LOADERS and name == "image"
+def _frames(file: Image) -> Iterator[Frame]:
+    import numpy as np
+    from PIL import ImageOps, ImageSequence
+
+    pixels = 0
+    for frame in ImageSequence.Iterator(file):
+        pixels += frame.width * frame.height
+        if not 0 < pixels <= MAX_PIXELS:
+            raise ValueError(f"{pixels:,} pixels in all frames together, expected at most {MAX_PIXELS:,}")
+        upright = ImageOps.exif_transpose(frame)
+        deep = _deep(upright)
+        if deep is None:
+            rgba = np.array(upright.convert("RGBA"), dtype=np.float32) / 255
+        else:
+            opaque = np.array(upright) != upright.info.get("transparency")
+            rgba = np.stack([deep, deep, deep, opaque.astype(np.float32)], axis=-1)
+        yield Frame(rgba, upright.has_transparency_data)
+
+
+def _deep(image: Image) -> np.ndarray | None:
+    """Grey of more than 8 bits as float32, 0 to 1, which Pillow would cut off at 255; None for all other pictures.
+
+    16 bits are read as by ComfyUI 0.33. Floats up to 1 are taken as they are; ComfyUI makes black of them.
+    """
+    import numpy as np
+
+    whole = image.mode == "I" or image.mode.startswith("I;16")
+    if not whole and image.mode != "F":
+        return None
+    grey = np.nan_to_num(np.array(image, dtype=np.float32), posinf=np.inf)
+    top = 65535 if whole else 1 if grey.max() <= 1 else 255
+    return np.clip(grey / top, 0, 1)

@@ -14,8 +14,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 STOP_SECONDS = 10.0  # between the polite signal and the other one
@@ -23,15 +23,19 @@ NOT_STARTED = 127  # as of a shell
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGBREAK")
 
 
-def start(command: Sequence[str], *, cwd: Path, log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Start a command under a supervisor, which ends it when this process is gone. Its output goes to `log`.
+@contextmanager
+def running(
+    command: Sequence[str], *, cwd: Path, log: Path, env: Mapping[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A command under a supervisor, which ends it with everything that it started, at the end or when this process is
+    gone. Its output goes to `log`.
 
     Both run in a process group of their own, so that Ctrl-C here doesn't reach them. The supervisor's exit code is the
     command's, or 128 and the signal that ended it, or 127 where it can't be run.
     """
     on_windows = sys.platform == "win32"
     with log.open("wb") as output:
-        return subprocess.Popen(
+        supervisor = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, str(STOP_SECONDS), *command],
             cwd=cwd,
             env=env,
@@ -41,29 +45,27 @@ def start(command: Sequence[str], *, cwd: Path, log: Path, env: dict[str, str]) 
             start_new_session=not on_windows,
             creationflags=subprocess.CREATE_NEW_PROCESS_GROUP if on_windows else 0,
         )
-
-
-def kill_process_tree(supervisor: subprocess.Popen[bytes]) -> None:
-    """End the process and everything it started; returns once it is gone."""
-    assert supervisor.stdin
-    supervisor.stdin.close()  # as if this process had gone
-    with suppress(subprocess.TimeoutExpired):
-        supervisor.wait(2 * STOP_SECONDS)
-    _signal_group(supervisor.pid, "SIGKILL")  # those that outlived their supervisor
-    supervisor.wait()
+    try:
+        yield supervisor
+    finally:
+        assert supervisor.stdin
+        supervisor.stdin.close()  # as if this process had gone
+        with suppress(subprocess.TimeoutExpired):
+            supervisor.wait(2 * STOP_SECONDS)
+        _signal_group(supervisor.pid, "SIGKILL")  # those that outlived their supervisor
+        supervisor.wait()
 
 
 def _signal_group(leader: int, name: str) -> None:
     """Signal all that still are in a process group; on Windows, end a process and what it started."""
     if sys.platform == "win32":
-        end = ["taskkill", "/F", "/T", "/PID", str(leader)]
-        subprocess.run(end, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+        subprocess.run(["taskkill", "/F", "/T", "/PID", str(leader)], capture_output=True, check=False)
     else:
         with suppress(ProcessLookupError):
             os.killpg(leader, getattr(signal, name))
 
 
-def _keep(patience: float, command: list[str]) -> int:
+def _supervise(patience: float, command: list[str]) -> int:
     """The command's exit code, 128 and more where a signal ended it. patience: seconds between the polite signal and
     the other one."""
     for name in SIGNALS:
@@ -99,4 +101,4 @@ def _end_with_owner(child: subprocess.Popen[bytes], patience: float, owner_gone:
 
 
 if __name__ == "__main__":
-    os._exit(_keep(float(sys.argv[1]), sys.argv[2:]))  # a thread may wait in a read, which ordinary exit waits for
+    os._exit(_supervise(float(sys.argv[1]), sys.argv[2:]))  # a thread may wait in a read, which ordinary exit waits for

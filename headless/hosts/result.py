@@ -7,10 +7,38 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...trust.foreign import Foreign, Unreadable, fitting
 from ..errors import RunFailedError
 from ..files import file_entries
 
 MAX_LINE = 2000  # characters of a stage's summary
+
+
+# What a stage's report has to hold for runs to be compared: other people's servers send them too.
+
+
+class StepReport(Foreign):
+    seconds: float
+    stage: str
+    outcome: str
+
+
+class PlanReport(Foreign):
+    component: str
+    dtype: str
+    guarded: bool
+
+
+class EarlierReport(Foreign):
+    """A stage within another, the image's encoder before the sampler for instance."""
+
+    steps: list[StepReport] | tuple[StepReport, ...]
+
+
+class StageReport(EarlierReport):
+    plan: PlanReport
+    before: list[EarlierReport] | tuple[EarlierReport, ...] = []
+    wide: str | None = None
 
 
 @dataclass(frozen=True)
@@ -43,12 +71,9 @@ def _listed(ui: Mapping[str, Any], key: str) -> Sequence[Any]:
 
 
 def _checked(report: dict[str, Any]) -> dict[str, Any]:
-    from ...trust import foreign
-    from .reports import StageReport
-
     try:
-        foreign.fitting(StageReport, report)
-    except foreign.Unreadable as error:
+        fitting(StageReport, report)
+    except Unreadable as error:
         raise RunFailedError(f"The report of a stage is not what this pack's nodes write: {error}.") from None
     return report
 

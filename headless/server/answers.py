@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from ...trust import foreign, paths
 from ...trust.foreign import Foreign, nothing_is_empty
-from ...trust.text import shown
+from ...trust.text import listed, shown
 from ..errors import HeadlessError, InterruptedRunError, RunFailedError
 from ..workflow.graph import Graph
 
 MAX_LINES = 50  # of what was refused
-END_EVENTS = frozenset({"execution_success", "execution_error", "execution_interrupted"})
 
 
 def _text(value: object) -> object:
@@ -35,7 +33,7 @@ class Problem(Foreign):
     details: str | None = None
 
     def __str__(self) -> str:
-        return " ".join(shown(part, 500) for part in (self.message, self.details) if part)
+        return ": ".join(shown(part, 500) for part in (self.message, self.details) if part) or "refused"
 
 
 class NodeProblems(Foreign):
@@ -51,18 +49,10 @@ class Submitted(Foreign):
 
     def refusal(self, graph: Graph) -> str:
         """ComfyUI's validation errors in words, one line each."""
-        lines: list[str] = []
         by_node = self.node_errors if isinstance(self.node_errors, dict) else {}
-        for node_id, fault in by_node.items():
-            for problem in fault.errors:
-                if len(lines) == MAX_LINES:
-                    break
-                message, details = shown(problem.message or "refused", 500), shown(problem.details or "", 1000)
-                lines.append(f"{label(graph, node_id)}: {message}: {details}")
-        more = sum(len(fault.errors) for fault in by_node.values()) - len(lines)
-        lines += [f"and {more} more"] if more else []
-        whole = self.error if isinstance(self.error, Problem) else shown(self.error or "", 1000)
-        return "ComfyUI refuses the workflow:\n" + "\n".join(f"  {line}" for line in lines or [str(whole)])
+        faults = [f"{label(graph, node_id)}: {each}" for node_id, found in by_node.items() for each in found.errors]
+        told = listed(faults or [str(self.error or "")], MAX_LINES, between="\n  ", limit=1500)
+        return f"ComfyUI refuses the workflow:\n  {told}"
 
 
 class Uploaded(Foreign):
@@ -81,32 +71,37 @@ class Uploaded(Foreign):
 # --- GET /queue -------------------------------------------------------------------------------------------------------
 
 
-class ForkItem(Foreign):
-    """The fork's entry, an object."""
+def _entry(value: object) -> object:
+    """[priority, id, prompt, {"client_id": …}, …]; in the fork an object."""
+    if not isinstance(value, list):
+        return value
+    about = value[3] if len(value) > 3 and isinstance(value[3], dict) else {}
+    return {"prompt_id": value[1] if len(value) > 1 else None, "client_id": about.get("client_id")}
 
+
+class Entry(Foreign):
     prompt_id: str
+    client_id: Any = None
 
 
-Item = Annotated[list[Any], Field(min_length=2)] | ForkItem  # [priority, id, prompt, {"client_id": …}, …]
-
-
-FIRST_RUNNING = re.compile(rb'\s*{\s*"queue_running":\s*\[\s*\[\s*[-+.\w]+,\s*"([\w.:-]{1,200})"')  # its prompt's id
+Entries = list[Annotated[Entry, BeforeValidator(_entry)]]
 
 
 class Queue(Foreign):
-    queue_running: list[Item] = []
-    queue_pending: list[Item] = []
+    queue_running: Entries = []
+    queue_pending: Entries = []
 
-    def find(self, prompt_id: str | None, client_id: str) -> tuple[str, str]:
-        """Where a client's prompt stands ("running", "pending", "gone"), and its id, which the client may not know."""
-        for state, items in (("running", self.queue_running), ("pending", self.queue_pending)):
-            for item in items:
-                found = item.prompt_id if isinstance(item, ForkItem) else item[1]
-                about = item[3] if isinstance(item, list) and len(item) > 3 else None
-                mine = isinstance(about, dict) and about.get("client_id") == client_id
-                if isinstance(found, str) and (found == prompt_id if prompt_id is not None else mine):
-                    return state, found
-        return "gone", prompt_id or ""
+    def runs(self, prompt_id: str) -> bool:
+        return any(entry.prompt_id == prompt_id for entry in self.queue_running)
+
+    def has(self, prompt_id: str) -> bool:
+        """Whether it runs or waits."""
+        return self.runs(prompt_id) or any(entry.prompt_id == prompt_id for entry in self.queue_pending)
+
+    def prompt_of(self, client_id: str) -> str | None:
+        """The id of a client's prompt, which the client may not know."""
+        entries = (*self.queue_running, *self.queue_pending)
+        return next((entry.prompt_id for entry in entries if entry.client_id == client_id), None)
 
 
 # --- GET /history/<id> ------------------------------------------------------------------------------------------------
@@ -124,15 +119,6 @@ class Status(Foreign):
     status_str: str | None = None
     messages: list[str | Annotated[list[Any], Field(min_length=2, max_length=2)]] | None = None  # text in the fork
 
-    def told(self, kind: str) -> Fault | None:
-        """What the last message of this kind says."""
-        said = [message[1] for message in self.messages or () if not isinstance(message, str) and message[0] == kind]
-        return foreign.fitting(Fault, said[-1]) if said else None
-
-    @property
-    def texts(self) -> list[str]:
-        return [message for message in self.messages or () if isinstance(message, str)]
-
 
 class HistoryEntry(Foreign):
     """What came of a run."""
@@ -143,16 +129,20 @@ class HistoryEntry(Foreign):
     def failure(self, graph: Graph, server: str) -> HeadlessError | None:
         """Why the run failed, where it did. Raises Unreadable."""
         status = self.status or Status()
-        if any(text.startswith("execution_interrupted") for text in status.texts):
-            return InterruptedRunError("The run was interrupted on the server.")
-        if fault := status.told("execution_error"):
-            kind = shown(fault.exception_type.removeprefix("builtins."), 100)
-            message = fault.exception_message[:2000].strip()
-            return RunFailedError(f"{label(graph, fault.node_id)} failed: {kind}: {message}")
-        if fault := status.told("execution_interrupted"):
-            return InterruptedRunError(f"The run was interrupted on the server, at {label(graph, fault.node_id)}.")
+        texts: list[str] = []
+        for message in status.messages or ():
+            kind, told = message if isinstance(message, list) else (message, {})
+            if kind == "execution_error" and isinstance(message, list):
+                fault = foreign.fitting(Fault, told)
+                error = shown(fault.exception_type.removeprefix("builtins."), 100)
+                said = fault.exception_message[:2000].strip()
+                return RunFailedError(f"{label(graph, fault.node_id)} failed: {error}: {said}")
+            if isinstance(kind, str) and kind.startswith("execution_interrupted"):
+                place = foreign.fitting(Fault, told).node_id
+                return InterruptedRunError(f"The run was interrupted on the server, at {label(graph, place)}.")
+            texts += [kind] if isinstance(message, str) else []
         if status.status_str == "error":
-            why = "; ".join(shown(text, 500) for text in status.texts[:MAX_LINES]) or "but not why: look at its log"
+            why = listed(texts, MAX_LINES, between="; ", limit=500) or "but not why: look at its log"
             return RunFailedError(f"{server} says that the run failed, {why}.")
         return None
 
@@ -168,27 +158,16 @@ class EventData(Foreign):
 
 
 class Event(Foreign):
-    type: str
+    """A node that begins, or its steps."""
+
+    type: Literal["executing", "progress"]
     data: EventData
-
-    @property
-    def ends(self) -> bool:
-        """Whether it says that a run is over."""
-        return self.type in END_EVENTS or (self.type == "executing" and self.data.node is None)
-
-
-KNOWN_EVENTS = END_EVENTS | {"executing", "progress"}
-
-
-class _Kind(Foreign):
-    type: str
 
 
 def event(text: str) -> Event | None:
-    """An event that tells of a run; None for others, and for what is no event."""
+    """None for other events, and for what is no event."""
     try:
-        value = foreign.parse(text, nan=True)
-        return foreign.fitting(Event, value) if foreign.fitting(_Kind, value).type in KNOWN_EVENTS else None
+        return foreign.fitting(Event, foreign.parse(text, nan=True))
     except foreign.Unreadable:
         return None
 

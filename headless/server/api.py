@@ -1,77 +1,118 @@
-"""A running ComfyUI's HTTP API, old (0.0.1, 2024) and new: submit, ask, cancel, upload and download."""
+"""A running ComfyUI's HTTP API, old (0.0.1, 2024) and new: submit, ask, cancel, upload and download.
+
+Requests are never redirected, and bounded in time and in size, whatever the server does. An answer is taken as it is,
+never unpacked: a few compressed kilobytes may hold gigabytes.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
 import uuid
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
+from yarl import URL
 
 from ...trust import foreign, paths
-from ...trust.text import for_terminal, shown
-from ..errors import HostError, OutputError, RunFailedError, TooLongError, UnknownNodesError, WorkflowError
+from ...trust.text import for_terminal, shown, without_password
+from ..errors import (
+    HostError,
+    NoAnswerError,
+    OutputError,
+    RunFailedError,
+    TooLongError,
+    UnknownNodesError,
+    WorkflowError,
+)
 from ..files import Arriving, FileEntry
 from ..workflow.graph import Graph
 from ..workflow.schema import Schema, from_object_info
-from . import wire
-from .answers import FIRST_RUNNING, HistoryEntry, Queue, Submitted, Uploaded
-from .wire import Allowance, Answer, Wire, reason
+from .answers import HistoryEntry, Queue, Submitted, Uploaded
 
+CONNECT_SECONDS = 10.0
+STALL_SECONDS = 120.0  # without a byte; a ComfyUI that compiles a model answers nothing for a while
+REQUEST_SECONDS = 300.0  # for a request and the whole of its answer
+UPLOAD_SECONDS = 900.0
+DOWNLOAD_SECONDS = 6 * 3600.0  # for a file
+CLOSE_SECONDS = 1.0
+ANSWER_BYTES = 20 * 2**20  # of JSON: an entry of the history has its workflow twice
+ANSWER_VALUES = 800_000  # in it
+EVENT_BYTES = 8 * 2**20  # previews are events too
+CHUNK_BYTES = 2**18
 MAX_FILE_BYTES = 16 * 2**30  # of one result
 FREE_BYTES = 2**28  # of the disk's, that results leave
 DOWNLOADS = 3  # tries for a file whose download breaks off
 PAUSE_SECONDS = 1.0  # before each of them but the first
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Taken:
-    """A workflow that is queued."""
+class Answer:
+    """What a server answered."""
 
-    prompt_id: str
-    refusal: str | None  # why some of its outputs are left out
+    place: str  # whose answer it is, for messages
+    status: int
+    data: bytes = field(repr=False)
+
+    def fitting(self, kind: type[T]) -> T:
+        """The answer as `kind`, a model. Raises HostError: it is no JSON, or none of ComfyUI's; TooLongError."""
+        check_size(self.place, values=foreign.values_in(self.data))
+        try:
+            return foreign.fitting(kind, foreign.parse(self.data, nan=True))
+        except foreign.Unreadable as error:
+            raise HostError(f"{self.place} does not answer as ComfyUI does: {error}.") from None
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a prompt stands on the server."""
-
-    state: str  # "pending", "running", "done", "gone", or "waiting": in a queue too long to be read
-    entry: HistoryEntry | None = None  # once it is done
-
-
-class Server(Wire):
-    """One ComfyUI, for the length of an `async with`."""
+class Server:
+    """One ComfyUI, for the length of an `async with`. Every request may raise HostError, as NoAnswerError where none
+    answers, or the connection breaks."""
 
     def __init__(self, url: str) -> None:
-        super().__init__(url)
+        self.url = _address(url if "://" in url else f"http://{url}")
+        self.name = shown(without_password(str(self.url)), 200)  # for messages
         self.client_id = uuid.uuid4().hex
+
+    async def __aenter__(self) -> Server:
+        self._session = self._new_session()
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        closing = asyncio.ensure_future(self._session.close())
+        await asyncio.wait({closing}, timeout=CLOSE_SECONDS)  # it waits for what was not sent, of whoever takes nothing
 
     async def schemas(self, types: Iterable[str]) -> dict[str, Schema]:
         """The schemas of these node types.
 
         Raises:
-            HostError: nothing answers, or it isn't ComfyUI.
             UnknownNodesError: the server lacks some of them.
         """
-        names = sorted(set(types))
-        together = Allowance()
-        found = await asyncio.gather(*(self._schema(name, together) for name in names))
-        unknown = [shown(name) for name, schema in zip(names, found, strict=True) if not schema]
-        if unknown:
+        needed, found, size, values = sorted(set(types)), dict[str, Schema](), 0, 0
+        asked = [name for name in needed if name.strip(".")]  # dots are no part of an address
+        answers = await asyncio.gather(*(self._get("object_info", name) for name in asked))
+        for name, answer in zip(asked, answers, strict=True):
+            size, values = size + len(answer.data), values + foreign.values_in(answer.data)
+            check_size(answer.place, size, values)
+            node_types = answer.fitting(dict[str, Any])
+            try:
+                if name in node_types:
+                    found[name] = from_object_info(name, node_types[name])
+            except foreign.Unreadable as error:
+                raise HostError(f"{answer.place} does not describe the node type as ComfyUI does: {error}.") from None
+        if unknown := [name for name in needed if name not in found]:
             raise UnknownNodesError(
-                f"The ComfyUI at {self.name} has no node type {', '.join(unknown)}. Install the pack that brings it "
-                "there, and look for 'IMPORT FAILED' in its log if it is installed. If only the browser has it, "
-                "as with labels: run what Workflow > Export (API) writes."
+                f"The ComfyUI at {self.name} has no node type {', '.join(map(shown, unknown))}. Install the pack that "
+                "brings it there, and look for 'IMPORT FAILED' in its log if it is installed. If only the browser has "
+                "it, as with labels: run what Workflow > Export (API) writes."
             )
-        return {name: schema for name, schema in zip(names, found, strict=True) if schema is not None}
+        return found
 
-    async def submit(self, graph: Graph) -> Taken:
-        """Queue a workflow.
+    async def submit(self, graph: Graph) -> Submitted:
+        """Queue a workflow. What comes back has a prompt_id; where it has node_errors too, some outputs are left out.
 
         Raises:
             WorkflowError: the server found faults in all of it.
@@ -79,44 +120,47 @@ class Server(Wire):
         body: dict[str, Any] = {"prompt": graph.to_api(), "client_id": self.client_id}
         if graph.workflow is not None:
             body["extra_data"] = {"extra_pnginfo": {"workflow": graph.workflow}}
-        answer = await self.post("prompt", json=body)
-        if answer.status == 400:
-            try:
-                raise WorkflowError(answer.fitting(Submitted).refusal(graph))
-            except HostError:
-                raise WorkflowError(f"ComfyUI refuses the workflow:\n  {answer.text(1000)}") from None
-        if answer.status != 200:
-            raise RunFailedError(f"{self.name} refused the workflow with HTTP {answer.status}: {answer.text()}")
+        answer = await self._ask("POST", "prompt", json=body)
+        if answer.status not in (200, 400):
+            said = shown(answer.data[:1000].decode(errors="replace"), 300)
+            raise RunFailedError(f"{self.name} refused the workflow with HTTP {answer.status}: {said}")
         submitted = answer.fitting(Submitted)
+        if answer.status == 400:
+            raise WorkflowError(submitted.refusal(graph))
         if submitted.prompt_id is None:
             raise HostError(f"{answer.place} does not answer as ComfyUI does: it gave the run no prompt_id.")
-        return Taken(submitted.prompt_id, submitted.refusal(graph) if submitted.node_errors else None)
+        return submitted
 
-    async def place(self, prompt_id: str) -> Place:
-        """Where a prompt stands. One that ends between the two questions looks gone, until asked about again."""
-        history = await self._get("history", prompt_id)
-        found = history.fitting(dict[str, Any]).get(prompt_id)
+    async def result(self, prompt_id: str) -> HistoryEntry | None:
+        """What came of a prompt; None while it is not done, and where the server does not know it."""
+        answer = await self._get("history", prompt_id)
+        found = answer.fitting(dict[str, Any]).get(prompt_id)
         try:
-            if found is not None:
-                return Place("done", foreign.fitting(HistoryEntry, found))
+            return None if found is None else foreign.fitting(HistoryEntry, found)
         except foreign.Unreadable as error:
-            raise HostError(f"{history.place} does not tell what came of the run as ComfyUI does: {error}.") from None
-        state, _ = await self._in_queue(prompt_id)  # all prompts in full, so it comes second
-        return Place(state)
+            raise HostError(f"{answer.place} does not tell what came of the run as ComfyUI does: {error}.") from None
+
+    async def has(self, prompt_id: str) -> bool:
+        """Whether a prompt runs or waits. A shared server's queue may hold hundreds of large workflows, each in full:
+        one that is too long to be read is taken to hold it."""
+        try:
+            return (await self._queue()).has(prompt_id)
+        except TooLongError:
+            return True
 
     async def cancel(self, prompt_id: str | None) -> None:
         """Take a prompt out of the queue, or interrupt it if it runs; other people's prompts stay.
 
         prompt_id: None where the server took it, and its answer was lost.
         """
-        found = prompt_id or (await self._in_queue(None))[1]
+        found = prompt_id or (await self._queue()).prompt_of(self.client_id)
         if not found:
             return
-        asked = await self.post("api", "jobs", found, "cancel")  # since 0.26: whichever it is, in one
+        asked = await self._ask("POST", "api", "jobs", found, "cancel")  # since 0.26: whichever it is, in one
         if asked.status != 200:
-            await self.post("queue", json={"delete": [found]})  # which leaves one that runs
-            if (await self._in_queue(found))[0] == "running":
-                await self.post("interrupt", json={"prompt_id": found})
+            await self._ask("POST", "queue", json={"delete": [found]})  # which leaves one that runs
+            if (await self._queue()).runs(found):
+                await self._ask("POST", "interrupt", json={"prompt_id": found})
 
     async def upload(self, name: str, image: bytes) -> str:
         """Put an image into the server's input folder; the name that it has there.
@@ -126,7 +170,7 @@ class Server(Wire):
         """
         form = aiohttp.FormData(quote_fields=False)  # names in UTF-8, as the page sends them
         form.add_field("image", image, filename=for_terminal(name))
-        answer = await self.post("upload", "image", seconds=wire.UPLOAD_SECONDS, data=form)
+        answer = await self._ask("POST", "upload", "image", seconds=UPLOAD_SECONDS, data=form)
         if answer.status != 200:
             raise WorkflowError(f"{self.name} did not take the image {name}: HTTP {answer.status}.")
         try:
@@ -146,35 +190,52 @@ class Server(Wire):
         for attempt in range(1, DOWNLOADS + 1):
             try:
                 return await self._fetch(entry, into, folder)
-            except (aiohttp.ClientError, asyncio.TimeoutError) as error:  # noqa: PERF203
+            except NoAnswerError as error:  # noqa: PERF203
                 if attempt == DOWNLOADS:
                     raise RunFailedError(
                         f"{self.name} broke off its result {shown(entry.path, 200)} after {into.size:,} bytes, "
-                        f"{DOWNLOADS} times ({reason(error)}). The run is done: look into its output folder."
+                        f"{DOWNLOADS} times ({error.reason}). The run is done: look into its output folder."
                     ) from error
                 into.start_again()
                 await asyncio.sleep(PAUSE_SECONDS)
         return None
 
+    async def alive(self, seconds: float) -> bool:
+        """Whether the server answers in time."""
+        try:
+            return (await self._ask("GET", "queue", seconds=seconds)).status == 200
+        except HostError:
+            return False
+
+    @asynccontextmanager
+    async def events(self) -> AsyncGenerator[aiohttp.ClientWebSocketResponse[bool]]:
+        """The websocket, with aiohttp's own errors. Left without a goodbye, for which all that the server has sent by
+        then would be read: closed with its session."""
+        async with self._new_session() as session:
+            yield await session.ws_connect(
+                self.url.joinpath("ws").with_query(clientId=self.client_id), max_msg_size=EVENT_BYTES
+            )
+
     async def _fetch(self, entry: FileEntry, into: Arriving, folder: Path) -> None:
         query = {"filename": entry.filename, "subfolder": entry.subfolder, "type": entry.type}
         name = shown(entry.path, 200)
-        async with self.file("view", **query) as body:
-            if body.status >= 500:
-                raise aiohttp.ClientError(f"HTTP {body.status}")
-            if body.status != 200:
-                raise RunFailedError(f"{self.name} does not hand out its result {name}: HTTP {body.status}.")
-            if not body.whole_is_known:
+        async with self._request("GET", "view", seconds=DOWNLOAD_SECONDS, params=query) as (_, response):
+            if response.status >= 500:
+                raise aiohttp.ClientError(f"HTTP {response.status}")
+            if response.status != 200:
+                raise RunFailedError(f"{self.name} does not hand out its result {name}: HTTP {response.status}.")
+            length = response.content_length
+            if length is None and "Transfer-Encoding" not in response.headers:
                 raise RunFailedError(f"{self.name} does not say how long its result {name} is.")
             room = max(0, shutil.disk_usage(folder).free - FREE_BYTES)
-            self._check_size(name, body.length or 0, room)
-            async for chunk in body.chunks():
-                self._check_size(name, into.size + len(chunk), room)
+            self._check_room(name, length or 0, room)
+            async for chunk in response.content.iter_chunked(CHUNK_BYTES):
+                self._check_room(name, into.size + len(chunk), room)
                 into.write(chunk)
-            if body.length not in (None, into.size):
-                raise aiohttp.ClientPayloadError(f"{into.size:,} of {body.length:,} bytes")
+            if length not in (None, into.size):
+                raise aiohttp.ClientPayloadError(f"{into.size:,} of {length:,} bytes")
 
-    def _check_size(self, name: str, size: int, room: int) -> None:
+    def _check_room(self, name: str, size: int, room: int) -> None:
         if size > MAX_FILE_BYTES:
             raise RunFailedError(
                 f"{self.name} hands out more than {MAX_FILE_BYTES:,} bytes as {name}. It was not kept."
@@ -185,40 +246,93 @@ class Server(Wire):
                 f"{FREE_BYTES:,} that are left alone). Free some space, or choose another folder with --out."
             )
 
-    async def alive(self) -> bool:
-        """Whether the server answers."""
-        try:
-            return (await self.get("queue")).status == 200
-        except (aiohttp.ClientError, asyncio.TimeoutError, HostError):
-            return False
+    async def _queue(self) -> Queue:
+        return (await self._get("queue")).fitting(Queue)
 
-    async def _schema(self, name: str, allowance: Allowance) -> Schema | None:
-        if not name.strip("."):  # no part of an address
-            return None
-        try:
-            answer = await self._get("object_info", name, allowance=allowance)
-        except (aiohttp.ClientError, asyncio.TimeoutError) as error:
-            raise HostError(
-                f"No ComfyUI answers at {self.name} ({reason(error)}). "
-                "Start it, check the address and port, or use --comfyui DIR to have one started."
-            ) from error
-        found = answer.fitting(dict[str, Any])
-        try:
-            return from_object_info(name, found[name]) if name in found else None
-        except foreign.Unreadable as error:
-            raise HostError(f"{answer.place} does not describe the node type as ComfyUI does: {error}.") from None
-
-    async def _in_queue(self, prompt_id: str | None) -> tuple[str, str]:
-        """As Queue.find. A shared server's queue may hold hundreds of large workflows, each in full."""
-        try:
-            return (await self._get("queue")).fitting(Queue).find(prompt_id, self.client_id)
-        except TooLongError as error:
-            first = FIRST_RUNNING.match(error.beginning)
-            runs = prompt_id is not None and first is not None and first[1] == prompt_id.encode()
-            return "running" if runs else "waiting", prompt_id or ""
-
-    async def _get(self, *parts: str, allowance: Allowance | None = None) -> Answer:
-        answer = await self.get(*parts, allowance=allowance)
+    async def _get(self, *parts: str) -> Answer:
+        answer = await self._ask("GET", *parts)
         if answer.status != 200:
             raise HostError(f"{answer.place} answers HTTP {answer.status}: is {self.name} a ComfyUI?")
         return answer
+
+    async def _ask(self, method: str, *parts: str, seconds: float = REQUEST_SECONDS, **body: Any) -> Answer:
+        """body: `json=` or `data=`, as aiohttp takes them."""
+        data = bytearray()
+        async with self._request(method, *parts, seconds=seconds, **body) as (place, response):
+            async for chunk in response.content.iter_chunked(CHUNK_BYTES):
+                check_size(place, len(data) + len(chunk))
+                data += chunk
+            return Answer(place, response.status, bytes(data))
+
+    @asynccontextmanager
+    async def _request(
+        self, method: str, *parts: str, seconds: float, **options: Any
+    ) -> AsyncGenerator[tuple[str, aiohttp.ClientResponse]]:
+        """Whose answer it is, for messages, and the answer. It is cut off where the block raises."""
+        address = self.url.joinpath(*(part.replace("/", "%2F") for part in parts))
+        place = "/".join((self.name.rstrip("/"), *map(shown, parts)))
+        try:
+            async with self._session.request(method, address, timeout=_times(seconds), **options) as response:
+                try:
+                    packed = response.headers.get("Content-Encoding", "identity").lower()
+                    if packed != "identity":
+                        raise HostError(f"{place} answers packed ({shown(packed)}), although it was asked not to.")
+                    yield place, response
+                except BaseException:
+                    response.close()
+                    raise
+        except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+            busy = isinstance(error, aiohttp.SocketTimeoutError)
+            raise NoAnswerError(self.name, _reason(error), busy=busy) from error
+
+    def _new_session(self) -> aiohttp.ClientSession:
+        tracing = aiohttp.TraceConfig()
+        tracing.on_request_redirect.append(self._on_redirect)
+        return aiohttp.ClientSession(
+            timeout=_times(REQUEST_SECONDS),
+            auto_decompress=False,
+            headers={"Accept-Encoding": "identity"},
+            cookie_jar=aiohttp.DummyCookieJar(),
+            trace_configs=[tracing],
+        )
+
+    async def _on_redirect(self, _session: object, _context: object, told: aiohttp.TraceRequestRedirectParams) -> None:
+        """A redirect would take workflow, images and password to another address than the one that was given."""
+        location = told.response.headers.get("Location", "nowhere")
+        told.response.close()
+        raise HostError(
+            f"{self.name} redirects to {shown(without_password(location), 200)}, which is not followed: "
+            "give --server the address that answers itself."
+        )
+
+
+def check_size(place: str, size: int = 0, values: int = 0) -> None:
+    """Raise TooLongError where an answer has too many bytes or JSON values."""
+    for number, most, what in ((size, ANSWER_BYTES, "bytes"), (values, ANSWER_VALUES, "values")):
+        if number > most:
+            raise TooLongError(f"{place} answers with more than {most:,} {what}: is this a ComfyUI?")
+
+
+def _reason(error: BaseException) -> str:
+    """Why a request failed, in a few words."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return shown(error.os_error.strerror or error.os_error, 200)
+    if isinstance(error, aiohttp.ClientResponseError):  # its own text has the address in it, and the password
+        return shown(f"{error.status} {error.message}", 200)
+    return shown(str(error), 200) or type(error).__name__
+
+
+def _address(url: str) -> URL:
+    try:
+        address = URL(url).with_query(None).with_fragment(None)
+        if address.scheme in ("http", "https") and address.host:
+            return address
+    except ValueError:
+        pass
+    raise WorkflowError(
+        f"--server {shown(without_password(url), 200)}: expected an address like http://127.0.0.1:8188."
+    )
+
+
+def _times(total: float) -> aiohttp.ClientTimeout:
+    return aiohttp.ClientTimeout(total=total, sock_connect=CONNECT_SECONDS, sock_read=STALL_SECONDS)

@@ -1,8 +1,7 @@
 """A run on a running ComfyUI, from submission to the last downloaded file.
 
-The websocket tells about progress and that something has ended; the history is what counts. So it does not matter
-how the server says that a run is over (`executing` with node null in 0.0.1, `execution_success` and its siblings
-since), and a websocket that breaks costs nothing.
+The history says when and how a run is over, alike in all versions. The websocket tells about progress alone: one that
+breaks costs nothing.
 """
 
 from __future__ import annotations
@@ -11,33 +10,41 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import aiohttp
 
-from ...trust import paths
 from ...trust.foreign import Unreadable
-from ..errors import HeadlessError, HostError, InterruptedRunError, RunFailedError, ServerLostError, WorkflowError
+from ..errors import (
+    HeadlessError,
+    HostError,
+    InterruptedRunError,
+    NoAnswerError,
+    RunFailedError,
+    ServerLostError,
+    WorkflowError,
+)
 from ..files import arriving, ensure_writable, file_entries
 from ..hosts import input_images
-from ..hosts.result import ProgressCallback, RunResult, no_progress
+from ..hosts.result import Progress, ProgressCallback, RunResult, no_progress
 from ..workflow import settings, ui_format
 from ..workflow.graph import Graph, from_api, is_ui_format
 from ..workflow.schema import Schema
-from .answers import HistoryEntry
-from .api import Place, Server
-from .events import RECONNECT_SECONDS, Listener
-from .wire import reason
+from .answers import HistoryEntry, event, label
+from .api import Server
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 3.0  # between two looks into the history, should the websocket miss the end
+POLL_SECONDS = 0.5  # between two looks into the history
+QUEUE_LOOKS = 6  # after so many of them the queue is asked too, which holds all prompts in full
 CONNECT_SECONDS = 5.0  # for the websocket, before the run starts without it
+RECONNECT_SECONDS = 1.0
+EVENT_CHARACTERS = 2**20  # of one that is read; longer ones tell of results, which the history has too
+PROGRESS_A_SECOND = 200  # at most
 PATIENCE_SECONDS = 60.0  # how long a server may be out of reach in the middle of a run
-SETTLE_SECONDS = 0.1  # between a run's last event and its entry in the history
 CANCEL_SECONDS = 3.0
 LAST_SECONDS = 5.0  # for what is to be put in order when the time is up
 STOP_LOOK_SECONDS = 0.2  # between two looks whether it is to stop
@@ -80,7 +87,6 @@ def run_on_server(
             KeyboardInterrupt.
         OutputError: a result could not be written.
     """
-
     return _through(
         _Job(Server(url), patience, on_progress),
         timeout,
@@ -99,7 +105,6 @@ def read_for_server(
         WorkflowError: it is no workflow, or the server lacks some of its node types.
         RunFailedError: the time was up.
     """
-
     return _through(_Job(Server(url)), timeout, lambda job: job.read(workflow))
 
 
@@ -111,34 +116,31 @@ def _through(
 ) -> T:
     """What came of the work. Whether it fails, its time is up, or Ctrl-C or `stop` ends it, it is over when this
     returns."""
-    until = time.monotonic() + timeout if timeout else None
+    until = time.monotonic() + timeout if timeout else float("inf")
 
     async def within_time() -> T:
         async with job.server:
             task = asyncio.ensure_future(work(job))
             try:
-                await (asyncio.wait({task}, timeout=timeout) if stop is None else _unless(stop, task, until))
+                while not (task.done() or (stop and stop.is_set()) or time.monotonic() >= until):
+                    await asyncio.wait({task}, timeout=max(0, min(STOP_LOOK_SECONDS, until - time.monotonic())))
             finally:
-                while not task.done():
-                    task.cancel()
-                    await asyncio.wait({task}, timeout=LAST_SECONDS)
+                await _end(task, LAST_SECONDS)
             try:
                 return task.result()
             except asyncio.CancelledError:
-                if stop is not None and stop.is_set():
+                if stop and stop.is_set():
                     raise InterruptedRunError(f"The run on {job.server.name} was interrupted.") from None
                 raise RunFailedError(f"{job.out_of_time} ({timeout:g} s).") from None
-            except aiohttp.ClientError as error:
-                raise HostError(f"{job.server.name} broke off the connection: {reason(error)}.") from error
 
     return asyncio.run(within_time())
 
 
-async def _unless(stop: threading.Event, task: asyncio.Task[Any], until: float | None) -> None:
-    """Wait for the task until it is to stop, or its time is up. until: on the monotonic clock."""
-    while not (task.done() or stop.is_set() or (until is not None and time.monotonic() >= until)):
-        left = STOP_LOOK_SECONDS if until is None else min(STOP_LOOK_SECONDS, max(until - time.monotonic(), 0))
-        await asyncio.wait({task}, timeout=left)
+async def _end(task: asyncio.Task[Any], seconds: float) -> None:
+    """Cancel a task that is not done, again where it did not end within `seconds`."""
+    while not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=seconds)
 
 
 class _Job:
@@ -162,8 +164,8 @@ class _Job:
         graph, schemas = await self.read(workflow)
         graph = settings.apply(graph, changes, schemas)
         ensure_writable(output_dir)
-        if reads_from is not None:
-            input_images.check(graph, schemas, reads_from)
+        if reads_from is not None:  # older ComfyUIs would read images from anywhere
+            list(input_images.images_of(graph, schemas, reads_from))
         if input_dir is not None:
             self.out_of_time = f"{self.server.name} did not take the images in time; nothing ran"
             graph = await self._upload(graph, schemas, input_dir)
@@ -184,40 +186,33 @@ class _Job:
         """The graph with the names that its images have on the server; those that are not in the folder stay."""
         there: dict[Path, str] = {}
         values: dict[str, dict[str, str]] = {}
-        for node, name, value in input_images.images_of(graph, schemas):
-            image, kind = input_images.folder_of(value)
-            try:
-                path = input_images.find(folder, image) if kind == "input" else None
-            except paths.Outside as fault:
-                raise WorkflowError(f"{node.label}: {fault}. Images are read from --input {folder} only.") from None
+        for node, name, _, path in input_images.images_of(graph, schemas, folder):
             if path is not None:
-                if path not in there:
-                    there[path] = await self._upload_one(path)
+                try:
+                    there[path] = there.get(path) or await self.server.upload(path.name, input_images.read(path))
+                except WorkflowError as error:
+                    raise WorkflowError(f"{error} It was not sent, and nothing ran.") from None
                 values.setdefault(node.id, {})[name] = there[path]
         return graph.with_inputs(values)
-
-    async def _upload_one(self, path: Path) -> str:
-        try:
-            return await self.server.upload(path.name, input_images.read(path))
-        except WorkflowError as error:
-            raise WorkflowError(f"{error} It was not sent, and nothing ran.") from None
-        except (aiohttp.ClientError, asyncio.TimeoutError) as error:
-            reasons = f"{path}: {reason(error)}"
-            raise HostError(f"{self.server.name} did not take the image {reasons}. Nothing ran.") from error
 
     async def _until_done(self, graph: Graph) -> HistoryEntry:
         """The run's history entry. Whatever goes wrong before it is there (an error, the time, Ctrl-C), the run is
         taken from the server."""
         self.out_of_time = f"{self.server.name} did not take the workflow in time"
-        async with Listener(self.server, graph, self.on_progress) as events:
-            await events.wait(events.connected, CONNECT_SECONDS)
-            try:
-                events.prompt_id = await self._submit(graph)
-                self.out_of_time = "The run was not done in time and was interrupted"
-                entry = await self._follow(events.prompt_id, events)
-            except BaseException:
-                await self._cancel(events)
-                raise
+        connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        listening = asyncio.ensure_future(self._listen(graph, connected))
+        try:
+            await asyncio.wait({listening, connected}, timeout=CONNECT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            submitted = await self.server.submit(graph)
+            self.prompt_id = submitted.prompt_id
+            if submitted.node_errors:
+                raise WorkflowError(submitted.refusal(graph))
+            self.out_of_time = "The run was not done in time and was interrupted"
+            entry = await self._follow(str(self.prompt_id), listening)
+        except BaseException:
+            await self._cancel(listening)
+            raise
+        await _end(listening, CANCEL_SECONDS)
         try:
             failure = entry.failure(graph, self.server.name)
         except Unreadable as error:
@@ -228,63 +223,72 @@ class _Job:
             raise failure
         return entry
 
-    async def _submit(self, graph: Graph) -> str:
-        try:
-            taken = await self.server.submit(graph)
-        except (aiohttp.ClientError, asyncio.TimeoutError) as error:
-            raise HostError(f"{self.server.name} did not take the workflow: {reason(error)}.") from error
-        self.prompt_id = taken.prompt_id
-        if taken.refusal:
-            raise WorkflowError(taken.refusal)
-        return taken.prompt_id
+    async def _follow(self, prompt_id: str, listening: asyncio.Task[None]) -> HistoryEntry:
+        """Look into the history until the run is in it. A server that is merely busy may take any time, one that is
+        away may not. Raises what the one raised who is told the progress."""
+        known, looks, lost_since = True, 0, None
+        while True:
+            looks += 1
+            try:
+                if entry := await self.server.result(prompt_id):
+                    return entry
+                if not known:
+                    raise ServerLostError(
+                        f"{self.server.name} no longer knows the run {prompt_id}: it was taken out of the queue, or "
+                        "ComfyUI was restarted. Run it again."
+                    )
+                if looks % QUEUE_LOOKS == 0:  # one that ends between the two questions is in the history next time
+                    known = await self.server.has(prompt_id)
+                lost_since = None
+            except HostError as error:
+                busy = isinstance(error, NoAnswerError) and error.busy
+                lost_since = None if busy else lost_since or time.monotonic()
+                if lost_since and time.monotonic() - lost_since > self.patience:
+                    raise ServerLostError(
+                        f"{self.server.name} does not answer any more. ComfyUI may have run out of memory: look at its "
+                        f"log. {error}"
+                    ) from error
+            await asyncio.wait({listening}, timeout=POLL_SECONDS)
+            if listening.done():
+                listening.result()
 
-    async def _cancel(self, events: Listener) -> None:
+    async def _listen(self, graph: Graph, connected: asyncio.Future[None]) -> None:
+        """Tell of progress, connecting again for as long as it takes. Others' events are dropped, once the run's id is
+        known, and what comes too fast."""
+        node, second, told = "", 0, 0
+        while True:
+            with suppress(aiohttp.ClientError, asyncio.TimeoutError, HeadlessError):
+                async with self.server.events() as socket:
+                    if not connected.done():
+                        connected.set_result(None)
+                    async for message in socket:  # previews, which are binary, are dropped
+                        await asyncio.sleep(0)  # a flood of events leaves the others their turn
+                        if message.type is not aiohttp.WSMsgType.TEXT or len(message.data) > EVENT_CHARACTERS:
+                            continue
+                        found = event(message.data)
+                        if found is None or (self.prompt_id and found.data.prompt_id not in (None, self.prompt_id)):
+                            continue
+                        node = found.data.node or ("" if found.type == "executing" else node)
+                        now = int(time.monotonic())
+                        second, told = now, told + 1 if now == second else 1
+                        if node and told <= PROGRESS_A_SECOND:
+                            self.on_progress(Progress(label(graph, node), found.data.value, found.data.max))
+            await asyncio.sleep(RECONNECT_SECONDS)
+
+    async def _cancel(self, listening: asyncio.Task[None]) -> None:
         """Take the run from the server, within CANCEL_SECONDS; whoever stops this meanwhile waits for it."""
-        taking = asyncio.ensure_future(self._take_back(events))
+        taking = asyncio.ensure_future(self._take_back(listening))
         while not taking.done():
             with suppress(asyncio.CancelledError):
                 await asyncio.wait({taking})
 
-    async def _take_back(self, events: Listener) -> None:
-        await events.stop()  # a flood of them would leave no time for it
+    async def _take_back(self, listening: asyncio.Task[None]) -> None:
+        await _end(listening, 1.0)  # a flood of events would leave no time for it
         try:
             await asyncio.wait_for(self.server.cancel(self.prompt_id), CANCEL_SECONDS)
-        except (aiohttp.ClientError, asyncio.TimeoutError, HeadlessError) as error:
-            logger.info("The run could not be taken from %s: %s.", self.server.name, reason(error))
+        except (asyncio.TimeoutError, HeadlessError) as error:
+            logger.info("The run could not be taken from %s: %s.", self.server.name, error)
             self.out_of_time = f"The run was not done in time, and {self.server.name} took no interrupt: it may go on"
-
-    async def _follow(self, prompt_id: str, events: Listener) -> HistoryEntry:
-        gone = 0
-        while True:
-            if await events.wait(events.ended, POLL_SECONDS):
-                await asyncio.sleep(SETTLE_SECONDS)
-            events.ended.clear()
-            place = await self._patiently(lambda: self.server.place(prompt_id))
-            if place.entry is not None:
-                return place.entry
-            gone = gone + 1 if place.state == "gone" else 0
-            if gone > 1:
-                raise ServerLostError(
-                    f"{self.server.name} no longer knows the run {prompt_id}: it was taken out of the queue, or "
-                    "ComfyUI was restarted. Run it again."
-                )
-
-    async def _patiently(self, ask: Callable[[], Awaitable[Place]]) -> Place:
-        """Ask until there is an answer. A server that is merely busy may take any time, one that is away may not."""
-        lost_since: float | None = None
-        while True:
-            try:
-                return await ask()
-            except aiohttp.SocketTimeoutError:  # noqa: PERF203
-                lost_since = None
-            except (aiohttp.ClientError, asyncio.TimeoutError, HostError) as error:
-                lost_since = lost_since or time.monotonic()
-                if time.monotonic() - lost_since > self.patience:
-                    raise ServerLostError(
-                        f"{self.server.name} does not answer any more ({reason(error)}). "
-                        "Look at its log: ComfyUI may have run out of memory."
-                    ) from error
-                await asyncio.sleep(RECONNECT_SECONDS)
 
     async def _download(self, outputs: Mapping[str, Mapping[str, Any]], output_dir: Path) -> list[Path]:
         entries = [entry for ui in outputs.values() for entry in file_entries(ui) if entry.type != "input"]

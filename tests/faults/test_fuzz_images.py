@@ -7,7 +7,7 @@ from collections.abc import Callable
 from io import BytesIO
 
 import pytest
-from comfyui_onediff_guard.headless.hosts.image_frames import frames
+from comfyui_onediff_guard.headless.hosts.input_images import frames
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mutations import mutated_bytes

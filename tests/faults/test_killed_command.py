@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from comfyui_onediff_guard.headless import scratch
 from comfyui_onediff_guard.headless.hosts import checkout
+from stand_in_checkout import is_running, write_checkout
 from waiting import HANG_SECONDS, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="its signals are POSIX's")
@@ -26,46 +27,17 @@ from comfyui_onediff_guard.headless.hosts import checkout
 checkout._has_accelerator = lambda python: False
 sys.exit(cli.main(["run", sys.argv[1], "--comfyui", sys.argv[2]]))
 """
-# Answers that it is up, and nothing else. Its child takes no notice of polite signals.
-MAIN = """\
-import json, os, signal, subprocess, sys, time
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
-
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        if not self.path.startswith("/queue"):
-            Path("asked").touch()
-            time.sleep(600)
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(b"{}")
-
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-signal.signal(signal.SIGTERM, signal.SIG_DFL)
-Path("seen.json").write_text(json.dumps([os.getpid(), os.getppid(), child.pid]))
-HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
-"""
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkout whose ComfyUI is busy for ever with the first question that is asked of it."""
-    monkeypatch.delenv("COMFYUI_PYTHON", raising=False)
-    monkeypatch.delenv("COMFYUI_ARGS", raising=False)
+    write_checkout(tmp_path, monkeypatch)
+    (tmp_path / "busy").touch()
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    (tmp_path / "main.py").write_text(MAIN)
-    (tmp_path / "comfy").mkdir()
-    (tmp_path / "comfy" / "cli_args.py").touch()
     (tmp_path / "workflow.json").write_text('{"1": {"class_type": "SaveImage", "inputs": {}}}')
     return tmp_path
-
-
-def is_running(pid: int) -> bool:
-    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False)
-    return state.stdout.strip() not in ("", "Z")
 
 
 @pytest.mark.parametrize(
@@ -81,7 +53,7 @@ def test_nothing_outlives_the_command(
     wait_until((folder / "asked").exists, "ComfyUI did not come up")
     started.send_signal(getattr(signal, how))
     assert started.wait(HANG_SECONDS) == (-signal.SIGKILL if how == "SIGKILL" else 130)
-    for pid in json.loads((folder / "seen.json").read_text()):
+    for pid in json.loads((folder / "seen.json").read_text())["pids"]:
         wait_until(lambda pid=pid: not is_running(pid), "a process outlives the command that started it")
     left = list((folder / "tmp").iterdir())
     assert len(left) == (1 if how == "SIGKILL" else 0)

@@ -91,7 +91,7 @@ def test_a_lie(
         started = time.monotonic()
         code = cli.main([*arguments, "--server", server.url])
         ENDED[f"{endpoint}: {name}"] = time.monotonic() - started - TIMEOUT
-        interrupted = "interrupt" in server.posted
+        interrupted = any(path.endswith(("interrupt", "/cancel")) for path in server.posted)
     _, said = capsys.readouterr()
     errors = [line for line in said.splitlines() if line.startswith("onediff-guard: ")]
     assert "Unexpected" not in said and "Traceback" not in said
@@ -109,7 +109,7 @@ def test_leaving_the_websocket_waits_for_nothing_that_the_server_says() -> None:
     """Not for its goodbye, nor until all is read that it has sent by then."""
 
     async def leave(url: str) -> None:
-        async with Server(url) as server, server.websocket() as socket:
+        async with Server(url) as server, server.events() as socket:
             await socket.receive()
 
     with LyingServer("ws", told((b"{}", 1, True))) as server:

@@ -25,8 +25,7 @@ from comfyui_onediff_guard.headless.commands import cli
 from comfyui_onediff_guard.headless.hosts import core_nodes, local
 from comfyui_onediff_guard.headless.hosts.local import run_local
 from comfyui_onediff_guard.headless.hosts.result import RunResult
-from comfyui_onediff_guard.headless.server import api as server
-from comfyui_onediff_guard.headless.server import events, follow
+from comfyui_onediff_guard.headless.server import api, follow
 from comfyui_onediff_guard.headless.server.follow import run_on_server
 from cpu_bf16 import cpu_multiplies_bf16  # noqa: F401 - a fixture for all tests here
 from waiting import wait_until
@@ -307,11 +306,9 @@ def there(
     comfy: Any, workflow: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., RunResult]:
     """Run the workflow on the stand-in server, with short pauses."""
-    monkeypatch.setattr(follow, "POLL_SECONDS", 0.2)
+    monkeypatch.setattr(follow, "POLL_SECONDS", 0.05)
     monkeypatch.setattr(follow, "RECONNECT_SECONDS", 0.05)
-    monkeypatch.setattr(events, "RECONNECT_SECONDS", 0.05)
-    monkeypatch.setattr(follow, "SETTLE_SECONDS", 0.01)
-    monkeypatch.setattr(server, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(api, "PAUSE_SECONDS", 0.01)
 
     def run(**options: Any) -> RunResult:
         return run_on_server(

@@ -14,45 +14,15 @@ from urllib.request import urlopen
 import pytest
 from comfyui_onediff_guard.headless.errors import HostError, WorkflowError
 from comfyui_onediff_guard.headless.hosts import checkout
+from stand_in_checkout import is_running, write_checkout
 from waiting import wait_until
-
-REALLY_HAS_ACCELERATOR = checkout._has_accelerator
-MAIN = """\
-import json, subprocess, sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from collections.abc import Callable
-from pathlib import Path
-
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(b"{}")
-
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-Path("seen.json").write_text(json.dumps({"argv": sys.argv, "child": child.pid}))
-HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
-"""
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkout whose main.py only answers."""
-    monkeypatch.delenv("COMFYUI_PYTHON", raising=False)
-    monkeypatch.delenv("COMFYUI_ARGS", raising=False)
     monkeypatch.setattr(checkout, "_has_accelerator", lambda python: False)
-    (tmp_path / "main.py").write_text(MAIN)
-    (tmp_path / "comfy").mkdir()
-    (tmp_path / "comfy" / "cli_args.py").write_text('add_argument("--database-url")')
-    return tmp_path
-
-
-def is_running(pid: int) -> bool:
-    if sys.platform == "win32":
-        listed = subprocess.run(["tasklist", "/FI", f"PID eq {pid}"], capture_output=True, text=True, check=True)
-        return str(pid) in listed.stdout
-    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False)
-    return state.stdout.strip() not in ("", "Z")
+    return write_checkout(tmp_path, monkeypatch)
 
 
 def test_it_is_started_and_the_whole_tree_is_stopped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +39,8 @@ def test_it_is_started_and_the_whole_tree_is_stopped(folder: Path, monkeypatch: 
     assert argv[argv.index("--input-directory") + 1] == str((folder / "in").resolve())
     assert {"--database-url", "--cpu", "--extra"} <= set(argv)
     assert "--disable-api-nodes" not in argv, "an older ComfyUI knows no such argument"
-    wait_until(lambda: not is_running(seen["child"]), "the child outlives the checkout that started it")
+    for pid in seen["pids"]:
+        wait_until(lambda pid=pid: not is_running(pid), "a process outlives the checkout that started it")
     assert not temporary.exists()
 
 
@@ -114,19 +85,10 @@ def test_arguments_that_cannot_be_split(folder: Path, monkeypatch: pytest.Monkey
         pytest.fail("it started")
 
 
-def test_an_interpreter_that_is_no_program(folder: Path) -> None:
-    with pytest.raises(HostError, match=r"cannot import torch .*COMFYUI_PYTHON"):
-        REALLY_HAS_ACCELERATOR(str(folder / "main.py"))
-
-
-def test_a_folder_with_another_main(folder: Path) -> None:
-    (folder / "comfy" / "cli_args.py").unlink()
-    with pytest.raises(WorkflowError, match=r"there is no comfy/cli_args\.py"), checkout.started(folder):
-        pytest.fail("it started")
-
-
-def test_a_folder_without_comfyui(tmp_path: Path) -> None:
-    with pytest.raises(WorkflowError, match=r"there is no main\.py"), checkout.started(tmp_path):
+@pytest.mark.parametrize("missing", ["main.py", "comfy/cli_args.py"])
+def test_a_folder_without_comfyui(folder: Path, missing: str) -> None:
+    (folder / missing).unlink()
+    with pytest.raises(WorkflowError, match=f"there is no {missing}"), checkout.started(folder):
         pytest.fail("it started")
 
 
@@ -168,11 +130,11 @@ def test_the_stub_brings_the_packs_nodes(tmp_path: Path) -> None:
     assert "OneDiffGuardSampleCogVideoX" in done.stdout
 
 
-def test_an_interpreter_without_torch_is_named(tmp_path: Path) -> None:
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell script stands in for the interpreter")
+@pytest.mark.parametrize(("rights", "reason"), [(0o755, "no torch here"), (0o644, "Permission denied")])
+def test_an_interpreter_without_torch_is_named(tmp_path: Path, rights: int, reason: str) -> None:
     fake = tmp_path / "python"
     fake.write_text("#!/bin/sh\necho no torch here >&2\nexit 1\n")
-    fake.chmod(0o755)
-    if sys.platform == "win32":
-        pytest.skip("a shell script stands in for the interpreter")
-    with pytest.raises(HostError, match=r"cannot import torch \(no torch here\).*COMFYUI_PYTHON"):
+    fake.chmod(rights)
+    with pytest.raises(HostError, match=rf"cannot import torch \(.*{reason}.*COMFYUI_PYTHON"):
         checkout._has_accelerator(str(fake))

@@ -17,7 +17,7 @@ import pytest
 import torch
 from comfyui_onediff_guard.headless import files
 from comfyui_onediff_guard.headless.errors import OutputError, RunFailedError, WorkflowError
-from comfyui_onediff_guard.headless.hosts import core_nodes, image_frames
+from comfyui_onediff_guard.headless.hosts import core_nodes, input_images
 from comfyui_onediff_guard.headless.hosts.result import RunResult
 from PIL import Image, ImageSequence
 
@@ -218,7 +218,7 @@ def test_load_image_with_more_frames_than_memory(run: Run, tmp_path: Path, monke
     pictures = [Image.new("L", (8, 8), shade) for shade in range(0, 250, 10)]
     pictures[0].save(tmp_path / "input" / "a.gif", save_all=True, append_images=pictures[1:])
     assert len(run(load_image("a.gif")).results["1"][0]) == 25
-    monkeypatch.setattr(image_frames, "MAX_PIXELS", 24 * 64)
+    monkeypatch.setattr(input_images, "MAX_PIXELS", 24 * 64)
     with pytest.raises(RunFailedError, match="1,600 pixels in all frames together, expected at most 1,536"):
         run(load_image("a.gif"))
 

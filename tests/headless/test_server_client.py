@@ -21,22 +21,13 @@ from comfyui_onediff_guard.headless.errors import (
     WorkflowError,
 )
 from comfyui_onediff_guard.headless.hosts.result import Progress, RunResult
-from comfyui_onediff_guard.headless.server import follow
+from comfyui_onediff_guard.headless.server import api, follow
 from comfyui_onediff_guard.headless.server.follow import run_on_server
 from comfyui_onediff_guard.headless.workflow.settings import Setting
 from PIL import Image
 
 RunThere = Callable[..., RunResult]
 TIME = 2.0  # seconds that are up while a run hangs: a busy machine has sent it by then
-
-
-async def old_success(server: Any) -> None:
-    """0.0.1: no execution_success, the history comes last."""
-    await server.send("execution_start")
-    await server.send("executing", node="1")
-    await server.send("executed", node="2", output={})
-    server.finish({"2": {"images": [{"filename": "a_00001_.png", "subfolder": "", "type": "output"}]}})
-    await server.send("executing", node=None)
 
 
 async def silent_success(server: Any) -> None:
@@ -103,11 +94,6 @@ def test_a_run_is_followed_and_its_files_fetched(comfy: Any, there: RunThere, tm
     assert comfy.requests[0][1]["prompt"]["1"]["inputs"]["width"] == 16
 
 
-def test_the_old_end_of_a_run(comfy: Any, there: RunThere, tmp_path: Path) -> None:
-    comfy.script = old_success
-    assert there().files == [tmp_path / "out" / "a_00001_.png"]
-
-
 @pytest.mark.parametrize("script", [silent_success, broken_socket, success_in_the_fork])
 def test_the_history_counts_not_the_websocket(comfy: Any, there: RunThere, script: Any) -> None:
     comfy.script = script
@@ -130,43 +116,37 @@ def test_runs_that_fail(comfy: Any, there: RunThere, script: Any, error: type[He
         there()
 
 
-def test_a_run_out_of_time_is_interrupted_by_its_id(comfy: Any, there: RunThere) -> None:
-    comfy.script = hang
+async def wait_in_line(server: Any) -> None:
+    server.pending, server.running = server.running, []
+
+
+@pytest.mark.parametrize(
+    ("script", "cancels", "asked"),
+    [
+        (hang, False, ["queue", "interrupt"]),
+        (hang, True, ["cancel"]),  # since 0.26
+        (wait_in_line, False, ["queue"]),
+    ],
+)
+def test_a_run_out_of_time_is_taken_from_the_server_by_its_id(
+    comfy: Any, there: RunThere, script: Any, cancels: bool, asked: list[str]
+) -> None:
+    comfy.script, comfy.cancels = script, cancels
     with pytest.raises(RunFailedError, match=r"not done in time and was interrupted \(2 s\)"):
         there(timeout=TIME)
-    assert comfy.requests[-1] == ("interrupt", {"prompt_id": comfy.prompt_id})
+    bodies = {"interrupt": {"prompt_id": comfy.prompt_id}, "queue": {"delete": [comfy.prompt_id]}}
+    assert comfy.requests[1:] == [(kind, bodies.get(kind, comfy.prompt_id)) for kind in asked]
 
 
-def test_a_server_of_2026_is_asked_to_cancel_that_one_run(comfy: Any, there: RunThere) -> None:
-    comfy.script, comfy.cancels = hang, True
-    with pytest.raises(RunFailedError, match="not done in time and was interrupted"):
-        there(timeout=TIME)
-    assert comfy.requests[-1] == ("cancel", comfy.prompt_id)
-    assert not {"queue", "interrupt"} & dict(comfy.requests).keys()
-
-
-def test_a_run_that_still_waits_is_taken_from_the_queue(comfy: Any, there: RunThere) -> None:
-    async def wait_in_line(server: Any) -> None:
-        server.pending, server.running = server.running, []
-
-    comfy.script = wait_in_line
-    with pytest.raises(RunFailedError):
-        there(timeout=TIME)
-    assert ("queue", {"delete": [comfy.prompt_id]}) in comfy.requests
-    assert "interrupt" not in dict(comfy.requests)
-
-
-@pytest.fixture
-def others(comfy: Any) -> list[Any]:
-    """A queue as a shared server has it: more of others' workflows than are read."""
+def test_a_run_waits_in_a_queue_that_is_too_long_to_be_read(
+    comfy: Any, there: RunThere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a shared server has it: more of others' workflows than are read."""
     large = {"extra_pnginfo": {"workflow": "x" * 250_000}}
-    return [[number, f"others-{number}", {}, {"client_id": "somebody", **large}, []] for number in range(1, 100)]
-
-
-def test_a_run_waits_in_a_queue_that_is_too_long_to_be_read(comfy: Any, there: RunThere, others: list[Any]) -> None:
+    others = [[number, f"others-{number}", {}, {"client_id": "somebody", **large}, []] for number in range(1, 100)]
     asked: list[str] = []
 
-    async def wait_in_line(server: Any) -> None:
+    async def wait_in_a_long_line(server: Any) -> None:
         server.pending, server.running = [*others, *server.running], others[:1]
 
     def finish_in_the_end(request: web.Request) -> None:
@@ -174,25 +154,13 @@ def test_a_run_waits_in_a_queue_that_is_too_long_to_be_read(comfy: Any, there: R
         if asked.count("/queue") == 3:
             comfy.finish({"2": {}})
 
-    comfy.script, comfy.first = wait_in_line, finish_in_the_end
-    assert there(patience=0.0).outputs == {"2": {}}
-
-
-@pytest.mark.parametrize("runs", [True, False])
-def test_a_run_is_taken_from_a_queue_that_is_too_long_to_be_read(
-    comfy: Any, there: RunThere, others: list[Any], runs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def wait_in_line(server: Any) -> None:
-        server.pending = others if runs else [*others, *server.running]
-        server.running = server.running if runs else others[:1]
-
     monkeypatch.setattr(follow, "CANCEL_SECONDS", 60)
-    comfy.script = wait_in_line
-    with pytest.raises(RunFailedError, match="not done in time and was interrupted"):
+    comfy.script, comfy.first = wait_in_a_long_line, finish_in_the_end
+    assert there(patience=0.0).outputs == {"2": {}}
+    comfy.history, comfy.first = {}, lambda _: None
+    with pytest.raises(RunFailedError, match="took no interrupt: it may go on"):
         there(timeout=TIME)
-    interrupts = [body for path, body in comfy.requests if path == "interrupt"]
-    assert ("queue", {"delete": [comfy.prompt_id]}) in comfy.requests
-    assert interrupts == ([{"prompt_id": comfy.prompt_id}] if runs else [])
+    assert comfy.requests[-1] == ("queue", {"delete": [comfy.prompt_id]})
 
 
 def test_a_refusal_names_nodes_and_reasons(comfy: Any, there: RunThere) -> None:
@@ -250,15 +218,6 @@ def test_a_server_that_names_files_outside_is_not_obeyed(comfy: Any, there: RunT
     with pytest.raises(OutputError, match="outside the output folder"):
         there()
     assert not (tmp_path / "x.png").exists()
-
-
-def test_images_are_uploaded_from_the_input_folder(comfy: Any, there: RunThere, tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    Image.new("RGB", (8, 8)).save(tmp_path / "in" / "a.png")
-    workflow = {"1": {"class_type": "LoadImage", "inputs": {"image": "a.png"}}}
-    there(workflow=workflow, input_dir=tmp_path / "in")
-    assert comfy.requests[0] == ("upload", (tmp_path / "in" / "a.png").read_bytes())
-    assert comfy.requests[1][1]["prompt"]["1"]["inputs"]["image"] == "uploaded a.png"
 
 
 @pytest.mark.parametrize("name", ["Bild ä (1) 100%.png", "絵.png", 'a"b.png'])
@@ -348,9 +307,7 @@ def test_what_is_told_the_progress_may_end_the_run(comfy: Any, there: RunThere) 
     assert comfy.requests[-1][0] == "interrupt"
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"plan": 5}, {"steps": 5}, {"steps": [{"seconds": "x"}]}, {"learned": []}, {"before": [1]}]
-)
+@pytest.mark.parametrize("wrong", [{"plan": 5}, {"steps": 5}, {"steps": [{"seconds": "x"}]}, {"before": [1]}])
 def test_reports_that_no_node_wrote(comfy: Any, there: RunThere, wrong: dict[str, Any]) -> None:
     step = {"seconds": 1.0, "stage": "denoiser", "outcome": "ok"}
     report = {"plan": {"component": "denoiser", "dtype": "fp16", "guarded": True}, "steps": [step]}
@@ -363,3 +320,63 @@ def test_reports_that_no_node_wrote(comfy: Any, there: RunThere, wrong: dict[str
     assert result.summaries() == ["fine"]
     with pytest.raises(RunFailedError, match="report of a stage is not what this pack's nodes write"):
         result.stages()
+
+
+# --- result files: whole under their own names, or not at all --------------------------------------------------------
+
+
+def test_files_that_are_there_already_stay(comfy: Any, there: RunThere, tmp_path: Path) -> None:
+    mine = tmp_path / "out" / "sub" / "a_00001_.png"
+    mine.parent.mkdir(parents=True)
+    mine.write_bytes(b"mine")
+    assert [path.name for path in there().files] == ["a_00002_.png"]
+    assert mine.read_bytes() == b"mine"
+
+
+def test_a_download_that_fails(comfy: Any, there: RunThere) -> None:
+    comfy.files.clear()
+    with pytest.raises(RunFailedError, match=r"does not hand out its result sub/a_00001_\.png: HTTP 404"):
+        there()
+
+
+def test_a_download_that_breaks_off_is_fetched_again(comfy: Any, there: RunThere, tmp_path: Path) -> None:
+    tries: list[str] = []
+
+    def answer(request: web.Request) -> web.StreamResponse | None:
+        if request.path == "/view":
+            tries.append(request.path)
+        return web.Response(status=502) if request.path == "/view" and len(tries) < 3 else None
+
+    comfy.first = answer
+    assert there().files[0].read_bytes() == b"picture"
+    assert len(tries) == 3
+    comfy.files["a_00001_.png"] = b"another"
+    comfy.first = lambda request: web.Response(status=503) if request.path == "/view" else None
+    with pytest.raises(
+        RunFailedError, match=r"broke off its result sub/a_00001_\.png after 0 bytes, 3 times \(HTTP 503"
+    ):
+        there()
+    assert [path.name for path in (tmp_path / "out" / "sub").iterdir()] == ["a_00001_.png"]
+
+
+@pytest.mark.parametrize(
+    ("constant", "value", "error", "message"),
+    [
+        ("MAX_FILE_BYTES", 6, RunFailedError, "hands out more than 6 bytes"),
+        ("FREE_BYTES", 2**80, OutputError, "does not fit the disk"),
+    ],
+)
+def test_a_file_that_is_too_large(
+    comfy: Any,
+    there: RunThere,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    constant: str,
+    value: int,
+    error: type[HeadlessError],
+    message: str,
+) -> None:
+    monkeypatch.setattr(api, constant, value)
+    with pytest.raises(error, match=message):
+        there()
+    assert list((tmp_path / "out" / "sub").iterdir()) == []

@@ -209,13 +209,10 @@ def started(leg: Leg, base: Path, *options: str, port: int = 0) -> Iterator[Serv
         "TORCH_LOGS": "recompiles",
     }
     log = base / "comfyui.log"
-    child = process.start([*leg.command(base, port), *options], cwd=base, log=log, env=environment)
-    server = Server(leg, f"http://127.0.0.1:{port}", base, log, child.pid)
-    try:
+    with process.running([*leg.command(base, port), *options], cwd=base, log=log, env=environment) as child:
+        server = Server(leg, f"http://127.0.0.1:{port}", base, log, child.pid)
         wait_until(lambda: _answers(server), lambda: f"ComfyUI is up\n{server.tail()}", child)
         yield server
-    finally:
-        process.kill_process_tree(child)
 
 
 def _answers(server: Server) -> bool:
