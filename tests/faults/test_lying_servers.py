@@ -91,7 +91,7 @@ def test_a_lie(
         started = time.monotonic()
         code = cli.main([*arguments, "--server", server.url])
         ENDED[f"{endpoint}: {name}"] = time.monotonic() - started - TIMEOUT
-        interrupted = any(path.endswith(("interrupt", "/cancel")) for path in server.posted)
+        interrupted = "interrupt" in server.posted
     _, said = capsys.readouterr()
     errors = [line for line in said.splitlines() if line.startswith("onediff-guard: ")]
     assert "Unexpected" not in said and "Traceback" not in said
