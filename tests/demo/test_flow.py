@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import shared_models
 import torch
-from comfyui_onediff_guard.demo import flow_decoder, flow_denoiser
+from comfyui_onediff_guard.demo import flow_denoiser
 from comfyui_onediff_guard.demo.small_model import build_cogvideox
 from diffusers import CogVideoXPipeline
 
@@ -53,25 +53,6 @@ def test_from_noise_it_predicts_a_blur_of_unit_size(pipeline: Any, noise: torch.
     assert clean.mean((0, 1, 3, 4)).abs().max() < 0.2
 
 
-def test_a_ramp_stays_a_ramp(pipeline: Any) -> None:
-    """Each of a patch's four latents has a blur of its own centre: no steps from patch to patch."""
-    ramp = torch.linspace(-1, 1, 32).expand(1, 5, 16, 12, 32).contiguous()
-    steps = predict(pipeline, ramp, 999)[0, 2, 0, 6].diff()[10:21]
-    assert steps.min() > 0.9 * steps.max() > 0
-
-
-@pytest.mark.parametrize(("timestep", "alike"), [(749, 0.6), (374, 0.9), (124, 0.9)])
-def test_noise_leaves_and_the_picture_stays(pipeline: Any, noise: torch.Tensor, timestep: int, alike: float) -> None:
-    smooth = predict(pipeline, noise, 999)
-    alpha, sigma = (level[timestep].float() for level in flow_denoiser.noise_levels(pipeline.scheduler))
-    fresh = torch.randn(noise.shape, generator=torch.Generator().manual_seed(4))
-    noisy = sigma * fresh
-    noisy[:, :, :FIELDS] += alpha * smooth
-    clean = predict(pipeline, noisy, timestep)
-    assert roughness(clean) < 1.1 * roughness(smooth)
-    assert torch.corrcoef(torch.stack([clean.flatten(), smooth.flatten()]))[0, 1] > alike
-
-
 def test_videos_are_smooth_colourful_and_move_evenly(pipeline: Any, noise: torch.Tensor) -> None:
     video = sample(pipeline, "a slow river", noise, output_type="pt")[0]
     assert video.std() > 0.15
@@ -92,17 +73,6 @@ def test_the_seed_decides_the_video_and_the_prompt_its_colours(pipeline: Any, no
     assert (other - one - shift).abs().max() < 0.1
     elsewhere = sample(pipeline, "a cat", noise.flip(4), output_type="latent")[:, :, :FIELDS]
     assert (elsewhere - one).abs().mean() > 0.3
-
-
-def test_the_decoder_shows_the_palette(pipeline: Any) -> None:
-    fields = torch.tensor([[0.0, 0.0, 0.0], [1.0, 0.5, 0.0], [-1.0, -0.5, 0.0], [0.0, 0.3, 1.0], [0.5, -1.0, -1.0]])
-    expected = flow_decoder.palette(fields)
-    for field, colour in zip(fields, expected, strict=True):
-        latents = torch.zeros(1, 16, 1, 6, 6)
-        latents[:, :FIELDS] = field[None, :, None, None, None]
-        with torch.inference_mode():
-            shown = pipeline.vae.decode(latents).sample[0, :, 0, 24, 24] / 2 + 0.5
-        assert (shown.clamp(0, 1) - colour).abs().max() < 0.16, field
 
 
 def test_the_stream_stays_small_where_no_overflow_is_asked_for(noise: torch.Tensor) -> None:

@@ -11,7 +11,8 @@ import torch
 from comfyui_onediff_guard.demo import small_model
 from comfyui_onediff_guard.demo.small_model import Look, Overflow, Variant, build_cogvideox
 from comfyui_onediff_guard.demo.small_tokenizer import TEXT_LENGTH
-from diffusers import CogVideoXPipeline
+from comfyui_onediff_guard.pipelines.models.folder import family_of, inspect
+from diffusers import CogVideoXPipeline, CogVideoXTransformer3DModel
 
 SIZE = {"width": 96, "height": 64, "num_frames": 9}
 LOOKS: list[tuple[Variant, Look]] = [("2b", "noise"), ("5b", "noise"), ("1.5", "noise"), ("2b", "flow")]
@@ -49,6 +50,28 @@ def test_the_real_pipeline_loads_and_runs_it(variant: Variant, look: Look) -> No
     assert pipeline.scheduler.alphas_cumprod[-1] == 0  # zero terminal SNR, as published
 
 
+@pytest.mark.parametrize(
+    ("variant", "name", "channels", "learned"),
+    [
+        ("2b", "CogVideoX-2B", 16, False),
+        ("5b", "CogVideoX-5B", 16, False),
+        ("1.5", "CogVideoX-1.5-5B", 16, False),
+        ("5b-i2v", "CogVideoX-5B-I2V", 32, True),
+        ("1.5-i2v", "CogVideoX-1.5-5B-I2V", 32, False),
+    ],
+)
+def test_each_variant_is_laid_out_as_the_published_one(
+    variant: Variant, name: str, channels: int, learned: bool
+) -> None:
+    folder = build(variant, "noise")
+    found = inspect(folder, family_of(folder))
+    assert found.variant.name == name
+    transformer = CogVideoXTransformer3DModel.from_pretrained(folder / "transformer")
+    assert (transformer.config.in_channels, transformer.config.out_channels) == (channels, 16)
+    assert ("patch_embed.pos_embedding" in transformer.state_dict()) == learned
+    assert (transformer.config.ofs_embed_dim is not None) == (variant == "1.5-i2v")
+
+
 def test_a_flow_overflows_in_fp16_at_each_step_and_in_nothing_else() -> None:
     folder = build("2b", "flow", "stream")
     for dtype in (torch.float32, torch.bfloat16):
@@ -74,6 +97,29 @@ def test_the_tokenizer_is_a_real_one() -> None:
     assert words[-1] == tokenizer.eos_token_id
     assert tokenizer.decode(words, skip_special_tokens=True) == "A red balloon"
     assert len(tokenizer) <= 384  # the text encoder's embeddings
+
+
+@pytest.mark.parametrize("options", [{"look": "flow", "overflow": "stream"}, {"variant": "1.5-i2v"}])
+def test_two_builds_have_the_same_bytes(tmp_path: Path, options: dict[str, Any]) -> None:
+    state = torch.get_rng_state()
+    first, second, other = (build_cogvideox(tmp_path / str(n), **options, seed=n // 2) for n in range(3))
+    assert torch.equal(torch.get_rng_state(), state), "the random state is left alone"
+    files = sorted(path.relative_to(first) for path in first.rglob("*") if path.is_file())
+    assert files == sorted(path.relative_to(second) for path in second.rglob("*") if path.is_file())
+    assert all((first / file).read_bytes() == (second / file).read_bytes() for file in files)
+    weights = [file for file in files if file.suffix == ".safetensors"]
+    drawn = "look" not in options  # a flow is set by formulas
+    assert not drawn or all((first / file).read_bytes() != (other / file).read_bytes() for file in weights)
+
+
+def test_a_failed_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_args: Any, **_options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(CogVideoXPipeline, "save_pretrained", full)
+    with pytest.raises(OSError, match="No space left"):
+        build_cogvideox(tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_existing_folder_is_refused_and_kept(tmp_path: Path) -> None:

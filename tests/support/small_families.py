@@ -53,47 +53,31 @@ GLM_SPECIAL = (
 )
 
 
-def build_cogview3(
-    folder: Path,
-    *,
-    overflow: Overflow = "none",
-    seed: int = 0,
-    layers: int = 2,
-    heads: int = 4,
-    head_dim: int = 16,
-    size: int = 128,
-    dtype: torch.dtype = torch.float32,
-) -> Path:
-    """Write a small CogView3-Plus pipeline to `folder` and return `folder`.
+def build_cogview3(folder: Path, *, overflow: Overflow = "none", layers: int = 2) -> Path:
+    """Write a small CogView3-Plus pipeline to `folder`, which must not exist yet, and return `folder`.
 
-    Args:
-        folder: must not exist yet. It appears whole or not at all; the same arguments give the same bytes.
-        overflow: "stream" makes the feed-forward of one block write |x| of about 5e5 into the residual stream. In plain
-            fp16 the block clips that to 65504: each step comes out finite, and wrong.
-        layers, heads, head_dim: of the denoiser; its width is heads * head_dim.
-        size: pixels of the sample size noted in the config, the pipeline's default. 2048 is the most that it can make.
-        dtype: of the stored weights.
-
-    Raises:
-        FileExistsError: `folder` is there already.
+    overflow: "stream" makes the feed-forward of one block write |x| of about 5e5 into the residual stream. In plain
+    fp16 the block clips that to 65504: each step comes out finite, and wrong.
     """
     with new_folder(folder) as temporary, torch.random.fork_rng(devices=[]):
         tokenizer = train_tokenizer(temporary / "tokenizer")
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         text_encoder = small_text_encoder()
-        torch.manual_seed(seed + 1)
+        torch.manual_seed(1)
         transformer = CogView3PlusTransformer2DModel(
             num_layers=layers,
-            num_attention_heads=heads,
-            attention_head_dim=head_dim,
+            num_attention_heads=4,
+            attention_head_dim=16,
             text_embed_dim=text_encoder.config.d_model,
             time_embed_dim=32,
             condition_dim=8,
-            sample_size=size // 8,
+            sample_size=16,
         )
         if overflow == "stream":
-            make_stream_overflow(transformer, ("norm1.linear", (5, 11)), lambda: cogview_step(transformer))
-        torch.manual_seed(seed + 2)
+            make_stream_overflow(
+                transformer, ("norm1.linear", (5, 11)), lambda: transformer(**cogview_call(transformer))
+            )
+        torch.manual_seed(2)
         pipeline = CogView3PlusPipeline(
             tokenizer=tokenizer,
             text_encoder=text_encoder,
@@ -111,49 +95,31 @@ def build_cogview3(
                 timestep_spacing="trailing",
             ),
         )
-        save(pipeline, temporary, dtype)
+        save(pipeline, temporary, torch.float32)
     return folder
 
 
-def build_cogview4(
-    folder: Path,
-    *,
-    overflow: Overflow = "none",
-    seed: int = 0,
-    layers: int = 2,
-    heads: int = 4,
-    head_dim: int = 16,
-    size: int = 128,
-    dtype: torch.dtype = torch.float32,
-) -> Path:
-    """Write a small CogView4 pipeline to `folder` and return `folder`.
-
-    The arguments are those of build_cogview3, except that "stream" is NaN in plain fp16: CogView4 clips nothing.
-    head_dim: a multiple of 4.
-
-    Raises:
-        FileExistsError: `folder` is there already.
-        ValueError: a head_dim that rotary positions cannot split.
-    """
-    if head_dim % 4:
-        raise ValueError(f"head_dim is {head_dim}; 2D rotary positions need a multiple of 4.")
+def build_cogview4(folder: Path, *, overflow: Overflow = "none") -> Path:
+    """As build_cogview3, but CogView4 clips nothing: "stream" is NaN in plain fp16."""
     with new_folder(folder) as temporary, torch.random.fork_rng(devices=[]):
         tokenizer: Any = train_glm_tokenizer(temporary / "tokenizer")  # diffusers annotates it as AutoTokenizer
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         text_encoder = small_glm(tokenizer)
-        torch.manual_seed(seed + 1)
+        torch.manual_seed(1)
         transformer = CogView4Transformer2DModel(
-            num_layers=layers,
-            num_attention_heads=heads,
-            attention_head_dim=head_dim,
+            num_layers=2,
+            num_attention_heads=4,
+            attention_head_dim=16,
             text_embed_dim=TEXT_WIDTH,
             time_embed_dim=32,
             condition_dim=8,
-            sample_size=size // 8,
+            sample_size=16,
         )
         if overflow == "stream":
-            make_stream_overflow(transformer, ("norm1.linear", (10, 11)), lambda: cogview_step(transformer))
-        torch.manual_seed(seed + 2)
+            make_stream_overflow(
+                transformer, ("norm1.linear", (10, 11)), lambda: transformer(**cogview_call(transformer))
+            )
+        torch.manual_seed(2)
         pipeline = CogView4Pipeline(
             tokenizer=tokenizer,
             text_encoder=text_encoder,
@@ -169,25 +135,16 @@ def build_cogview4(
                 use_dynamic_shifting=True,
             ),
         )
-        save(pipeline, temporary, dtype, named={"tokenizer": "PreTrainedTokenizerFast"})
+        save(pipeline, temporary, torch.float32, named={"tokenizer": "PreTrainedTokenizerFast"})
     return folder
 
 
-def build_svd(folder: Path, *, frames: int = 14, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
-    """Write a small Stable Video Diffusion pipeline to `folder` and return `folder`.
-
-    Args:
-        folder: must not exist yet. It appears whole or not at all; the same arguments give the same bytes.
-        frames: 14 is SVD, 25 is SVD-XT. Noted in the config as the pipeline's default.
-        dtype: of the stored weights.
-
-    Raises:
-        FileExistsError: `folder` is there already.
-    """
+def build_svd(folder: Path, *, frames: int = 14) -> Path:
+    """Write a small Stable Video Diffusion pipeline. frames: 14 is SVD, 25 is SVD-XT; the pipeline's default."""
     with new_folder(folder) as temporary, torch.random.fork_rng(devices=[]):
         (temporary / "feature_extractor").mkdir()
         write_json(temporary / "feature_extractor" / "preprocessor_config.json", CLIP_IMAGES)
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         image_encoder = CLIPVisionModelWithProjection(
             CLIPVisionConfig(
                 hidden_size=32,
@@ -201,7 +158,7 @@ def build_svd(folder: Path, *, frames: int = 14, seed: int = 0, dtype: torch.dty
             )
         )
         draw_weights(image_encoder)
-        torch.manual_seed(seed + 1)
+        torch.manual_seed(1)
         # groups of the norms are 32 in the class, so no level can be narrower
         unet = UNetSpatioTemporalConditionModel(
             sample_size=8,
@@ -213,7 +170,7 @@ def build_svd(folder: Path, *, frames: int = 14, seed: int = 0, dtype: torch.dty
             num_attention_heads=(2, 2, 2, 4),
             num_frames=frames,
         )
-        torch.manual_seed(seed + 2)
+        torch.manual_seed(2)
         levels: dict[str, Any] = {  # diffusers annotates them as tuples of one
             "block_out_channels": (32, 32, 32, 32),
             "down_block_types": ("DownEncoderBlock2D",) * 4,
@@ -240,7 +197,7 @@ def build_svd(folder: Path, *, frames: int = 14, seed: int = 0, dtype: torch.dty
             ),
             feature_extractor=CLIPImageProcessor.from_pretrained(temporary / "feature_extractor"),
         )
-        save(pipeline, temporary, dtype, named={"feature_extractor": "CLIPImageProcessor"})
+        save(pipeline, temporary, torch.float32, named={"feature_extractor": "CLIPImageProcessor"})
     return folder
 
 
@@ -333,19 +290,23 @@ def small_glm(tokenizer: PreTrainedTokenizerFast) -> GlmModel:
     return draw_weights(GlmModel(GlmConfig(**config)))
 
 
-def cogview_step(transformer: CogView3PlusTransformer2DModel | CogView4Transformer2DModel) -> None:
-    """One step from random latents."""
-    config: Any = transformer.config
+def _overflow_stream(transformer: Any, gates: tuple[int, int]) -> None:
+    make_stream_overflow(transformer, ("norm1.linear", gates), lambda: transformer(**cogview_call(transformer)))
+
+
+def cogview_call(transformer: Any, batch: int = 1) -> dict[str, Any]:
+    """Arguments of one step, from random latents of 16 × 16."""
     generator = torch.Generator().manual_seed(0)
-    sizes = torch.tensor([[128.0, 128.0]])
-    transformer(
-        hidden_states=torch.randn(1, config.in_channels, 16, 16, generator=generator),
-        encoder_hidden_states=torch.randn(1, 32, config.text_embed_dim, generator=generator),
-        timestep=torch.tensor([500]),
-        original_size=sizes,
-        target_size=sizes,
-        crop_coords=torch.zeros(1, 2),
-    )
+    sizes = torch.tensor([[128.0, 128.0]] * batch)
+    return {
+        "hidden_states": torch.randn(batch, 16, 16, 16, generator=generator),
+        "encoder_hidden_states": torch.randn(batch, 32, transformer.config.text_embed_dim, generator=generator),
+        "timestep": torch.tensor([500] * batch),
+        "original_size": sizes,
+        "target_size": sizes,
+        "crop_coords": torch.zeros(batch, 2),
+        "return_dict": False,
+    }
 
 
 CLIP_IMAGES: dict[str, Any] = {  # the published preprocessor_config.json
