@@ -2,7 +2,7 @@
 # make check   ruff, basedpyright, and the tests that load no pipeline and compile nothing
 # make test    those, and one real thing of each kind (tests/tiers.toml), in a real ComfyUI and the demo too
 # make test-slow  the other tests that need no checkout of ComfyUI, and the tests' own types
-# make test-all  every test, in each ComfyUI that is found; a table of them ends it
+# make test-all  every test, in each ComfyUI that is found
 # make comfyui-env CHECKOUT=~/ComfyUI  an environment beside a ComfyUI's checkout, for the tests to run it with
 # make reliability  faults, fuzzing, threads and soak at full depth: docs/reliability.md, from their figures
 # make audit   known holes in the packages that tests run with, by pip-audit (needs the internet)

@@ -17,9 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
-import legs
-import legs_table
-import model_calls
 import process_state
 import pytest
 import reliability
@@ -34,7 +31,6 @@ SERVED = (
     "hundred_prompts",
     "in_old_comfyui",
 )  # modules of tests/comfyui with one server for each ComfyUI
-IN_MAKE_TEST = pytest.StashKey[int | None]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -77,10 +73,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     selected = tiers.selected(tier, names)
     if tier == "slow":
         selected &= tiers.covering((item.nodeid, *tiers.axes(item)) for item in items if item.nodeid in selected)
-    if not config.getoption("keyword") and config.args == config.getini("testpaths"):
-        if not config.getoption("ignore") and (wrong := tiers.unfitting(tier, names)):
-            raise pytest.UsageError(f"tests/tiers.toml names what is no test: {', '.join(sorted(wrong))}")
-        config.stash[IN_MAKE_TEST] = len(tiers.selected("test", names)) if tier != "check" else None
+    whole = config.args == config.getini("testpaths")
+    whole = whole and not config.getoption("keyword") and not config.getoption("ignore")
+    if whole and (wrong := tiers.unfitting(tier, names)):
+        raise pytest.UsageError(f"tests/tiers.toml names what is no test: {', '.join(sorted(wrong))}")
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in selected])
     items[:] = [item for item in items if item.nodeid in selected]
     tests_in = Counter(_one_process(item.nodeid) for item in items)
@@ -89,53 +85,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     )
 
 
-@pytest.fixture
-def tests_in_make_test(pytestconfig: pytest.Config) -> int:
-    """How many tests `make test` runs; known where its whole list was collected."""
-    count = pytestconfig.stash.get(IN_MAKE_TEST, None)
-    if count is None:
-        pytest.skip("the list of `make test` was not collected as a whole")
-    return count
-
-
-def pytest_runtest_setup() -> None:
-    model_calls.watch()
-
-
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A run fails whose tests changed a model that they share. Each of its processes tells it how many calls of models
-    it made."""
-    if output := getattr(session.config, "workeroutput", None):
-        output["model calls"] = model_calls.counted
-    elif shared_models.changed():
+    """A run fails whose tests changed a model that they share."""
+    if not hasattr(session.config, "workerinput") and shared_models.changed():
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    model_calls.counted += getattr(node, "workeroutput", {}).get("model calls", 0)
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> Iterator[None]:
-    """Print what tests measured of reliability, and write it down where that was asked for. After all that pytest has
-    to say, what came of the tests in each ComfyUI."""
-    figures = reliability.found(terminalreporter.stats.get("passed", []))
-    if figures and not hasattr(config, "workerinput"):  # a process of a run that has another one to tell of it all
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print what tests measured of reliability, and write it down where that was asked for."""
+    if hasattr(config, "workerinput"):  # a process of a run that has another one to tell of it all
+        return
+    if figures := reliability.found(terminalreporter.stats.get("passed", [])):
         terminalreporter.section("figures")
         for row in figures:
             terminalreporter.write_line(f"{row['what']}: {row['figure']}")
         if config.getoption("--write-figures"):
             terminalreporter.write_line(f"written: {reliability.write(figures)}")
-    if not hasattr(config, "workerinput"):
-        ran = sum(len(terminalreporter.stats.get(outcome, ())) for outcome in ("passed", "failed"))
-        terminalreporter.write_line(f"{ran} tests ran and called models {model_calls.counted} times")
-    yield
-    if table := [*legs_table.lines(terminalreporter.stats, {leg.name: leg.version for leg in legs.LEGS})]:
-        terminalreporter.section("ComfyUI")
-        for line in table:
-            terminalreporter.write_line(line)
-    if not hasattr(config, "workerinput") and (changed := shared_models.changed()):
+    if changed := shared_models.changed():
         terminalreporter.section("the run fails", red=True)
         for name in changed:
             terminalreporter.write_line(f"changed by a test, though all tests share it: {name}", red=True)
@@ -145,7 +111,7 @@ def _one_process(nodeid: str) -> str:
     """What goes to one process: a module's tests in one ComfyUI, and all that share a server of it."""
     module = nodeid.partition("::")[0]
     what = "server" if any(name in module for name in SERVED) else module
-    return f"{what} {legs_table.leg_of(nodeid)}"
+    return f"{what} {tiers.leg_of(nodeid)}"
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -11,11 +11,10 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 from typing import Any
-
-from legs_table import leg_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -26,8 +25,7 @@ TIERS = ("check", "test", "slow", "all")
 VARIABLE = "ONEDIFF_GUARD_TIER"  # for drawn cases, which ask when they are imported
 FILE = Path(__file__).resolve().parents[1] / "tiers.toml"
 SECTIONS: Mapping[str, Mapping[str, str]] = tomllib.loads(FILE.read_text(encoding="utf-8"))
-GROWTH = 1.1  # how much the list of `make test` may grow without a line in CHANGELOG.md
-COUNTED = re.compile(r"`make test` runs ([\d,]+) tests")  # that line
+LEG = re.compile(r"[\[-]leg_([a-z])[-\]]")
 
 
 def drawn(all_: int, fewer: int) -> int:
@@ -35,15 +33,27 @@ def drawn(all_: int, fewer: int) -> int:
     return all_ if os.environ.get(VARIABLE, "all") == "all" else fewer
 
 
+def leg_of(node_id: str) -> str:
+    """The letter of the ComfyUI (legs.py) that a case of a test runs in, "" of a test that runs in none."""
+    found = LEG.search(node_id)
+    return found[1] if found else ""
+
+
+@cache
+def _pattern(rule: str) -> re.Pattern[str]:
+    text = re.escape(rule).replace(r"\*", ".*")
+    return re.compile(text if rule.endswith("/") else rf"{text}(?=[:\[]|$)")
+
+
 def fits(rule: str, node_id: str) -> bool:
-    """Whether a line of the list names the test: its folder, file, function or case."""
-    return node_id == rule or (node_id.startswith(rule) and (rule.endswith("/") or node_id[len(rule)] in ":["))
+    """Whether a line of the list names the test: its folder, file, function or case; `*` stands for any text."""
+    return bool(_pattern(rule).match(node_id))
 
 
 def listed(section: str, node_ids: Iterable[str]) -> set[str]:
     """The node ids that a section names."""
-    rules = SECTIONS[section]
-    return {name for name in node_ids if any(fits(rule, name) for rule in rules)}
+    named = re.compile("|".join(_pattern(rule).pattern for rule in SECTIONS[section]))
+    return {name for name in node_ids if named.match(name)}
 
 
 def selected(tier: str, node_ids: Iterable[str]) -> set[str]:
@@ -107,11 +117,3 @@ def unfitting(tier: str, node_ids: Iterable[str]) -> set[str]:
     names = [*node_ids]
     sections = {"check": ("check",), "test": ("check", "test", "slow")}.get(tier, tuple(SECTIONS))
     return {rule for section in sections for rule in SECTIONS[section] if not any(fits(rule, name) for name in names)}
-
-
-def last_count(changelog: str) -> int:
-    """The number of tests in `make test` that the newest such line of CHANGELOG.md tells."""
-    found = COUNTED.search(changelog)
-    if not found:
-        raise ValueError("CHANGELOG.md has no line '`make test` runs N tests'")
-    return int(found[1].replace(",", ""))
