@@ -11,7 +11,8 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,140 +22,75 @@ import torch
 import torch._dynamo
 from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.precision.fp32_settings import EAGER_ONLY
+from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-Undo = Callable[[], Any]
 
-
-def variable() -> Undo:
-    os.environ["LEFT_BEHIND"] = "1"
-    return lambda: os.environ.pop("LEFT_BEHIND")
-
-
-def working_directory() -> Undo:
-    before = Path.cwd()
-    os.chdir("/")
-    return lambda: os.chdir(before)
-
-
-def mask() -> Undo:
-    before = os.umask(0o077)
-    return lambda: os.umask(before)
-
-
-def path() -> Undo:
-    sys.path.append("/left")
-    return sys.path.pop
-
-
-def signal_handler() -> Undo:
-    before = signal.signal(signal.SIGUSR1, lambda *_: None)
-    return lambda: signal.signal(signal.SIGUSR1, before)
-
-
-def level() -> Undo:
-    logger = logging.getLogger("torch")
-    before = logger.level
-    logger.setLevel(before + 1)
-    return lambda: logger.setLevel(before)
-
-
-def warning_filter() -> Undo:
-    caught = warnings.catch_warnings()
-    caught.__enter__()
-    warnings.simplefilter("error", ResourceWarning)
-    return lambda: caught.__exit__(None, None, None)
-
-
-def thread(monkeypatch: pytest.MonkeyPatch) -> Undo:
-    monkeypatch.setattr(process_state, "ENDING_SECONDS", 0.01)
+def thread(patch: pytest.MonkeyPatch, stack: ExitStack) -> None:
+    patch.setattr(process_state, "ENDING_SECONDS", 0.01)
     done = threading.Event()
     started = threading.Thread(target=done.wait, name="left")
     started.start()
-    return lambda: (done.set(), started.join())
+    stack.callback(started.join)
+    stack.callback(done.set)
 
 
-def descriptor() -> Undo:
-    return socket.socket().close
+def warning_filter(_patch: pytest.MonkeyPatch, stack: ExitStack) -> None:
+    stack.enter_context(warnings.catch_warnings())
+    warnings.simplefilter("error", ResourceWarning)
 
 
-def default_dtype() -> Undo:
-    torch.set_default_dtype(torch.float64)
-    return lambda: torch.set_default_dtype(torch.float32)
+def after(change: Callable[[Any], Any], value: Any, before: Any) -> Leave:
+    return lambda _patch, stack: (stack.callback(change, before), change(value))
 
 
-def backend_flag() -> Undo:
-    torch.backends.cudnn.benchmark = True
-    return lambda: setattr(torch.backends.cudnn, "benchmark", False)
+def inside(context: Callable[[], AbstractContextManager[Any]]) -> Leave:
+    return lambda _patch, stack: stack.enter_context(context())
 
 
-def default_device() -> Undo:
-    torch.set_default_device("meta")
-    return lambda: torch.set_default_device(None)
+def replaced(of: Any, name: str, value: Any = None) -> Leave:
+    return lambda patch, _stack: patch.setattr(of, name, value)
 
 
-def gradients() -> Undo:
-    torch.set_grad_enabled(False)
-    return lambda: torch.set_grad_enabled(True)
-
-
-def entered(*contexts: Any) -> Undo:
-    stack = ExitStack()
-    for context in contexts:
-        stack.enter_context(context)
-    return stack.close
-
-
-def patched(of: Any, name: str) -> Undo:
-    before = getattr(of, name)
-    setattr(of, name, lambda *_: None)
-    return lambda: setattr(of, name, before)
-
-
-def hook() -> Undo:
-    return torch.nn.modules.module.register_module_forward_hook(lambda *_: None).remove
-
-
-KINDS: dict[str, Callable[..., Undo]] = {
-    "variable": variable,
-    "interpreter working directory": working_directory,
-    "interpreter umask": mask,
-    "interpreter path": path,
-    "signal": signal_handler,
-    "logger torch": level,
+Leave = Callable[[pytest.MonkeyPatch, ExitStack], object]
+KINDS: dict[str, Leave] = {
+    "variable": lambda patch, _: patch.setenv("LEFT_BEHIND", "1"),
+    "interpreter working directory": lambda patch, _: patch.chdir("/"),
+    "signal": lambda _, stack: stack.callback(
+        signal.signal, signal.SIGUSR1, signal.signal(signal.SIGUSR1, lambda *_: None)
+    ),
+    "logger torch": replaced(logging.getLogger("torch"), "level", 1),
     "warnings": warning_filter,
     "thread": thread,
-    "descriptor socket": descriptor,
-    "torch flag default dtype": default_dtype,
-    "torch flag _get_cudnn_benchmark": backend_flag,
-    "torch flag grad mode": gradients,
-    "torch flag inference mode": lambda: entered(torch.inference_mode()),
-    "torch flag autocast": lambda: entered(torch.autocast("cpu", torch.bfloat16)),
-    "torch flag function modes": lambda: entered(TorchFunctionMode()),
-    "torch flag default device": default_device,
-    "torch flag dispatch modes": lambda: entered(TorchDispatchMode()),
-    "torch flag functions can be overridden": lambda: entered(torch._C.DisableTorchFunction()),
-    "torch name nn.Module.register_parameter": lambda: patched(torch.nn.Module, "register_parameter"),
-    "torch name nn.init.normal_": lambda: patched(torch.nn.init, "normal_"),
-    "torch name torch.empty": lambda: patched(torch, "empty"),
-    "hooks": hook,
-    "compiler": lambda: entered(torch._dynamo.config.patch(suppress_errors=True)),
-    "compiler stance": lambda: entered(torch.compiler.set_stance("force_eager")),
-    "pack": lambda: entered(EAGER_ONLY.held()),
-    "pack folders of a run": lambda: entered(host.plain_folders(models=[], input=Path(), output=Path())),
+    "descriptor socket": inside(socket.socket),
+    "torch flag default dtype": after(torch.set_default_dtype, torch.float64, torch.float32),
+    "torch flag _get_cudnn_benchmark": after(partial(setattr, torch.backends.cudnn, "benchmark"), True, False),
+    "torch flag grad mode": after(torch.set_grad_enabled, False, True),
+    "torch flag inference mode": inside(torch.inference_mode),
+    "torch flag autocast": inside(lambda: torch.autocast("cpu", torch.bfloat16)),
+    "torch flag function modes": inside(TorchFunctionMode),
+    "torch flag default device": after(torch.set_default_device, "meta", None),
+    "torch flag dispatch modes": inside(TorchDispatchMode),
+    "torch flag functions can be overridden": inside(torch._C.DisableTorchFunction),
+    "torch name nn.Module.register_parameter": replaced(torch.nn.Module, "register_parameter"),
+    "torch name nn.init.normal_": replaced(torch.nn.init, "normal_"),
+    "torch name torch.empty": replaced(torch, "empty"),
+    "hooks": lambda _, stack: stack.callback(register_module_forward_hook(lambda *_: None).remove),
+    "compiler": inside(lambda: torch._dynamo.config.patch(suppress_errors=True)),
+    "compiler stance": inside(lambda: torch.compiler.set_stance("force_eager")),
+    "pack": inside(EAGER_ONLY.held),
+    "pack folders of a run": inside(lambda: host.plain_folders(models=[], input=Path(), output=Path())),
 }
 
 
-@pytest.mark.parametrize(("kind", "leave"), KINDS.items(), ids=KINDS)
-def test_what_is_left_behind_is_named(kind: str, leave: Callable[..., Undo], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_left_behind_is_named(kind: str) -> None:
     before = process_state.read()
     assert process_state.changes(before) == []
-    undo = leave(monkeypatch) if leave is thread else leave()
-    try:
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        KINDS[kind](patch, stack)
         found = process_state.changes(before)
-    finally:
-        undo()
     assert [line for line in found if line.startswith(kind)], found
     assert process_state.changes(before) == []
 
@@ -187,13 +123,10 @@ def test_a_run_fails_whose_tests_change_a_model_that_they_share(root: Path, tmp_
 
 def test_what_libraries_do_when_they_are_first_imported_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     before, modules = process_state.read(), [*sys.modules]
-    undo = warning_filter()
-    try:
+    with ExitStack() as stack:
+        KINDS["warnings"](monkeypatch, stack)
         assert process_state.left_behind(before, modules)
         monkeypatch.setitem(sys.modules, "a_library", sys)
         assert not process_state.left_behind(before, modules)
-        torch.set_default_dtype(torch.float64)
+        KINDS["torch flag default dtype"](monkeypatch, stack)
         assert "torch flag default dtype" in process_state.left_behind(before, modules)[0]
-    finally:
-        torch.set_default_dtype(torch.float32)
-        undo()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -34,15 +35,8 @@ def variables() -> Facts:
 
 
 def interpreter() -> Facts:
-    mask = os.umask(0o077)
-    os.umask(mask)
     return {
         "working directory": Path.cwd(),
-        "umask": oct(mask),
-        "path": tuple(sys.path),
-        "importers": tuple(sys.meta_path),
-        "recursion limit": sys.getrecursionlimit(),
-        "garbage collection": gc.isenabled(),
         "sys.excepthook": sys.excepthook,
         "sys.unraisablehook": sys.unraisablehook,
         "threading.excepthook": threading.excepthook,
@@ -93,7 +87,7 @@ def torch_flags() -> Facts:
     if not (torch := _loaded("torch")):
         return {}
     core, devices = torch._C, ("cpu", "cuda")
-    facts: Facts = {name: _told(getattr(core, name)) for name in _SWITCHES if hasattr(core, name)}
+    facts: Facts = {name: _told(getattr(core, name)) for name in vars(core) if _SWITCHES.fullmatch(name)}
     if precision := getattr(core, "_get_fp32_precision_getter", None):  # PyTorch 2.9's
         facts |= {f"fp32 precision of {where}": _told(precision, *where) for where in _PRECISIONS}
     return facts | {
@@ -202,27 +196,7 @@ _PRECISIONS = [
     *(("cuda", operation) for operation in ("all", "matmul", "conv", "rnn")),
     *(("mkldnn", operation) for operation in ("all", "matmul", "conv", "rnn")),
 ]
-_SWITCHES = (
-    "_get_cublas_allow_bf16_reduced_precision_reduction",
-    "_get_cublas_allow_fp16_accumulation",
-    "_get_cublas_allow_fp16_reduced_precision_reduction",
-    "_get_cublas_allow_tf32",
-    "_get_cudnn_allow_tf32",
-    "_get_cudnn_benchmark",
-    "_get_cudnn_deterministic",
-    "_get_cudnn_enabled",
-    "_get_cudnn_sdp_enabled",
-    "_get_deterministic_algorithms",
-    "_get_flash_sdp_enabled",
-    "_get_float32_matmul_precision",
-    "_get_math_sdp_allow_fp16_bf16_reduction",
-    "_get_math_sdp_enabled",
-    "_get_mem_efficient_sdp_enabled",
-    "_get_mkldnn_enabled",
-    "_get_onednn_allow_tf32",
-)
-
-
+_SWITCHES = re.compile(r"_get_(cublas|cudnn|flash|math|mem_eff|mkldnn|onednn|deterministic|float32)\w*(?<!_size)")
 OF_LIBRARIES = ("interpreter", "logger", "warnings", "torch name", "compiler")  # kinds that an import may change
 
 
@@ -312,17 +286,6 @@ ALLOWED: Mapping[str, Mapping[str, Rule]] = {
         "a module makes its loggers when it is imported": lambda _name, old, _new: old == ABSENT,
         "dynamo takes its trace handler away when it finds that it has nothing to do": lambda name, _old, _new: (
             name == "torch.__trace"
-        ),
-    },
-    "interpreter": {
-        "inductor needs more of it": lambda name, old, new: name == "recursion limit" and (old, new) == (1000, 2000),
-        "transformers finds its old names by an importer of its own": lambda name, old, new: (
-            name == "importers"
-            and {*map(id, old)} <= {*map(id, new)}
-            and all(each in old or type(each).__module__.startswith("transformers.") for each in new)
-        ),
-        "setuptools, which inductor asks, brings packages of its own": lambda name, old, new: (
-            name == "path" and all(path in old or path.endswith("_vendor") for path in new) and {*old} <= {*new}
         ),
     },
     "warnings": {
