@@ -23,6 +23,7 @@ from .accumulation import fp16_accumulation
 from .dtypes import DTYPES
 from .fallback import FallbackAdapter, HalfPrecisionForward
 from .fp32_settings import tf32_off
+from .memory import extra_peak
 from .observe import Agree, alone, broken_weight, first_broken, floating, non_finite
 from .overflow import Extremes, Pending, Places, Range, measured, only_minus_inf, places, propagate_nonfinite_attention
 from .overrides import STAY, OverflowDiagnosis, PrecisionOverrides
@@ -269,13 +270,14 @@ class StageGuard:
         """
         started, finding = time.perf_counter(), None
         learner = self._learner if to_blame and (self._learns or not self._failures) else None
-        if learner:
-            (output, made, _), finding = learner.watch(lambda: self._in_fp32(args, kwargs))
-        else:
-            output, made, _ = self._in_fp32(args, kwargs)
+        with extra_peak(self._owner, (args, kwargs)) as extra_bytes:
+            if learner:
+                (output, made, _), finding = learner.watch(lambda: self._in_fp32(args, kwargs))
+            else:
+                output, made, _ = self._in_fp32(args, kwargs)
         if self._extremes.learn(ends, output):
             right = OverflowDiagnosis("fp32 has the same at the same places, so it is right from the next call on")
-            return output, made, right, Rerun("", None, "", time.perf_counter() - started)
+            return output, made, right, Rerun("", None, "", time.perf_counter() - started, extra_bytes())
         if self.policy.on_failure is OnFailure.STOP:
             self._refuse("saturated" if saturated else "non-finite", args, kwargs, may_be_right=False)
         if learner and finding is None:
@@ -285,7 +287,7 @@ class StageGuard:
                     finding = learner.locate(*half_args, saturated=saturated, **half_kwargs)
         action = self._follow(finding)
         module, peak = (finding.module, finding.peak) if finding else ("", None)
-        return output, made, finding, Rerun(module, peak, action, time.perf_counter() - started)
+        return output, made, finding, Rerun(module, peak, action, time.perf_counter() - started, extra_bytes())
 
     def _recorded(
         self, output: Any, started: float, timestep: float | None, dtype: str, outcome: str, made: Range, **more: Any

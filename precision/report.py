@@ -26,6 +26,7 @@ class Rerun:
     peak: float | None  # max |x| there in fp32, where it was measured
     action: str  # what the next calls do otherwise; "" where nothing
     seconds: float  # beyond the attempt that failed
+    extra_bytes: int | None  # at its peak; measured on CUDA, elsewhere the largest layer's weights in float32
 
 
 @dataclass(frozen=True)
@@ -235,6 +236,8 @@ def _largest(value: float) -> str:
 
 def _rerun(rerun: Rerun) -> str:
     parts = [f"{rerun.seconds:.3f} s"]
+    if rerun.extra_bytes is not None:
+        parts.append(f"{rerun.extra_bytes / 1e6:.3g} MB more")
     if rerun.module:
         peak = "" if rerun.peak is None else f", max |x| {rerun.peak:.4g}"
         parts.append(f"first in '{rerun.module}'{peak}")

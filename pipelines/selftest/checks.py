@@ -273,7 +273,7 @@ def _peak_beyond_estimate(device: torch.device) -> float:
     wide(x)  # libraries keep the workspaces that they take at the first call
     with peak_memory(device) as peak:
         before = peak()
-        if before is None:
+        if before is None or before.reserved is None:
             raise _NotRunError("memory is counted on cards of CUDA and ROCm alone")
         wide(x)
         taken = peak()

@@ -19,6 +19,7 @@ import torch
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision.arch import detect
 from comfyui_onediff_guard.precision.guard import GuardPolicy, StageGuard
+from comfyui_onediff_guard.precision.memory import largest_layer
 from comfyui_onediff_guard.precision.observe import leaf_peaks
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
 from comfyui_onediff_guard.precision.report import RunReport
@@ -69,7 +70,7 @@ def main() -> None:
         }
     extra = peaks["fp32 rerun, activations and weights"] - peaks["fp32 copy, activations"]
     weights = 4 * sum(p.numel() for p in denoiser.parameters())
-    largest = 4 * max(sum(p.numel() for p in layer.parameters(recurse=False)) for layer in denoiser.modules())
+    largest = largest_layer(denoiser)
     result = setting("guard", denoiser, call, dtype, device, args.rounds) | {
         "median_seconds": medians(healthy | rerun),
         "ratios": {

@@ -126,7 +126,7 @@ def test_another_choice_holds_from_then_on(page: Choose) -> None:
 
 
 STEP = StepRecord("denoiser", 0, None, "bf16", "finite", 0.1, 1.0)
-RERUN = Rerun("blocks.7.ff", 9e4, Message("{} from the next call on", Message("{} wide", "'blocks.7'")), 0.1)
+RERUN = Rerun("blocks.7.ff", 9e4, Message("{} from the next call on", Message("{} wide", "'blocks.7'")), 0.1, None)
 
 
 def _report(variant: Variant, architecture: str, component: Component, *steps: StepRecord) -> RunReport:

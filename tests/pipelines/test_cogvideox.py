@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import json
 import logging
 import weakref
 from dataclasses import replace
@@ -261,6 +262,25 @@ def test_offload_rests_components_in_host_memory(model_folder, open_pipeline):
     handle.store.placement.to_host = lambda name, module: rested.append(name)  # type: ignore[method-assign]
     make(handle)
     assert rested == ["text_encoder", "transformer", "vae"]
+
+
+def test_each_report_says_what_the_stage_took_of_memory(model_folder, open_pipeline):
+    gc.collect()
+    handle = open_pipeline(model_folder("2b"))
+    _, encoding = encode_prompts(handle, ["a red kite"])
+    *_, report = make(handle)
+    weights = {
+        name: sum(t.nbytes for t in {*module.parameters(), *module.buffers()})
+        for name, module in ((name, handle.store.module(name, "fp32")) for name in ("text_encoder", "transformer"))
+    }
+    weights["transformer"] += weights["text_encoder"]  # which rests where a CPU computes
+    for component, found in (("text_encoder", encoding), ("transformer", report)):
+        if found.memory is None:
+            pytest.skip("this system does not count")
+        assert found.memory.weights == weights[component]
+        assert found.memory.peak.used > found.memory.weights
+        assert f"\nmemory: {found.memory}\n" in found.text()
+        assert json.loads(json.dumps(found.as_dict()))["memory"]["peak"]["used"] == found.memory.peak.used
 
 
 def test_t5_keeps_wo_in_fp32(model_folder, open_pipeline):

@@ -293,6 +293,7 @@ def test_reruns_in_the_report():
     step, *rest = run.report.steps
     assert isinstance(step.rerun, Rerun) and all(later.rerun is None for later in rest)
     assert 0 < step.rerun.seconds <= step.seconds
+    assert step.rerun.extra_bytes == 4 * (8 * 8 + 8), "the largest layer's weights and bias in float32"
     facts = run.report.as_dict()
     assert facts["rerun_seconds"] == step.rerun.seconds and facts["learned"]["wide_parts"] == ["blocks.2"]
     assert json.loads(json.dumps(facts, allow_nan=False)) == facts
@@ -302,7 +303,7 @@ def test_reruns_in_the_report():
 
 def test_what_is_not_finite_is_a_word_in_json():
     run = guarded(build())
-    rerun = Rerun("a", math.inf, "", 1.0)
+    rerun = Rerun("a", math.inf, "", 1.0, None)
     run.report.add(StepRecord("denoiser", 0, math.nan, "fp32", "rerun", 1.0, -math.inf, rerun=rerun))
     (step,) = run.report.as_dict()["steps"]
     assert (step["rerun"]["peak"], step["timestep"], step["largest"]) == ("inf", "nan", "-inf")

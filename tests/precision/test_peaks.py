@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 from at_once import HANG_SECONDS
 from comfyui_onediff_guard.precision import memory as peaks
-from comfyui_onediff_guard.precision.memory import Memory, Peak, peak_memory
+from comfyui_onediff_guard.precision.memory import Memory, Peak, extra_peak, peak_memory
 
 CUDA = torch.device("cuda", 0)
 
@@ -35,7 +37,9 @@ class Allocator:
 @pytest.fixture
 def allocator(monkeypatch):
     made = Allocator()
+    monkeypatch.setattr(peaks, "_COUNTERS", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: made.now)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _device: made.peak)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _device: 2 * made.peak)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", made.reset)
@@ -63,16 +67,52 @@ def test_a_stage_and_a_rerun_inside_it_both_know_their_own_peak(allocator, first
     assert stage() == Peak(100 + max(first, 60), 2 * (100 + max(first, 60)))
 
 
+def test_a_rerun_counts_what_it_takes_beyond_what_was_there(allocator):
+    class OnCuda(torch.Tensor):
+        is_cuda = True  # pyright: ignore[reportAssignmentType]
+        device = CUDA  # pyright: ignore[reportAssignmentType]
+
+    activations: Any = OnCuda([0.0])
+    allocator.use(100)
+    with peak_memory(CUDA) as stage, extra_peak(torch.nn.Linear(2, 2), [activations]) as extra:
+        allocator.use_once(60)
+    assert extra() == 60, "its weights are in main memory, and it computes on CUDA"
+    assert stage() == Peak(160, 320)
+
+
 def test_a_run_that_fails_leaves_nobody_watching(allocator):
     with pytest.raises(KeyError), peak_memory(CUDA):
         raise KeyError
-    assert not peaks._watches
+    assert [counter.watches for counter in peaks._COUNTERS.values()] == [[]]
 
 
-@pytest.mark.parametrize("device", ["cpu", "mps"])
-def test_a_device_that_does_not_count_says_so(device):
-    with peak_memory(torch.device(device)) as peak:
-        assert peak() is None
+def use_and_give_back(n_bytes):
+    """Of the system itself: an allocator may have as much at hand."""
+    with mmap.mmap(-1, n_bytes) as region:
+        region[:: mmap.PAGESIZE] = b"\1" * len(range(0, n_bytes, mmap.PAGESIZE))
+
+
+def test_the_peak_of_a_process_on_a_cpu():
+    if peaks._counter(torch.device("cpu")) is None:
+        pytest.skip("this system does not count")
+    size = 64 * 2**20
+    with peak_memory(torch.device("cpu")) as stage:
+        before = peaks._resident().used
+        use_and_give_back(size)
+        with peak_memory(torch.device("cpu")) as rerun:
+            use_and_give_back(size // 4)
+    found, inner = stage(), rerun()
+    assert found and inner and found.reserved is None
+    assert 0.9 * size < found.used - before < 1.5 * size
+    assert 0.9 * size / 4 < inner.used - before < 0.6 * size, "what was given back before it is not its own"
+
+
+def test_a_system_that_does_not_count_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(peaks, "_COUNTERS", {})
+    monkeypatch.setattr(peaks, "_CLEAR", tmp_path / "missing" / "clear_refs")
+    for device in ("cpu", "mps"):
+        with peak_memory(torch.device(device)) as peak:
+            assert peak() is None
 
 
 def test_threads_that_overlap_are_told_what_was_reached_while_they_ran(allocator):
@@ -97,3 +137,4 @@ def test_threads_that_overlap_are_told_what_was_reached_while_they_ran(allocator
 def test_in_words():
     cuda = Memory("cuda:0", Peak(11_300_000_000, 12_000_000_000), 5_100_000_000)
     assert str(cuda) == "11.3 GB at its peak on cuda:0, 5.1 GB of it weights; 12.0 GB with what PyTorch keeps for later"
+    assert str(Memory("cpu", Peak(912_000_000), 0)) == "912 MB at its peak of the process on cpu, 0 MB of it weights"

@@ -144,8 +144,6 @@ def test_room_is_asked_for_what_comes_not_for_the_whole(room: Room, monkeypatch:
     total = sum(tensor.nbytes for tensor in tensors_of(weights.component))
     assert asked.count(weights.most_bytes) == 1 and total not in asked
     assert report.memory.weights == weights.most_bytes < total
-    assert report.memory.weights < report.memory.peak.used
-    assert f"\nmemory: {report.memory}\n" in report.text()
 
 
 @pytest.mark.parametrize("offload", ["model", *IN_PARTS])
