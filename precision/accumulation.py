@@ -27,6 +27,7 @@ NEXFORT_SWITCH = "NEXFORT_ENABLE_FUSE_ATTENTION_FP16_REDUCTION"
 SOURCE = "https://github.com/siliconflow/onediff/issues/958"
 FAST_SOURCE = "https://github.com/siliconflow/onediff/pull/454"
 _TRUE = frozenset({"1", "true", "yes", "on", "y"})  # what OneFlow itself takes for true
+_FALSE = frozenset({"0", "false", "no", "off", "n", ""})
 
 
 class Accumulation(str, Enum):
@@ -280,7 +281,7 @@ def allowed(name: str) -> bool:
 
 def _describe(spec: _Spec, before: str | None, own: Decision, mode: Mode, reason: str) -> Switch:
     if before is not None and spec.is_users(before):
-        unsafe = own.mode is Mode.OFF and spec.values.get(Mode.OFF) == "0" and before.strip().lower() in _TRUE
+        unsafe = spec.values.get(own.mode) == "0" and before.strip().lower() not in _FALSE
         return Switch(spec.name, before, "user", f"{_SET}, although {own.reason}" if unsafe else _SET)
     by_others = before != spec.default
     value = spec.values.get(mode, before)

@@ -209,20 +209,34 @@ def test_a_value_that_the_user_exported_wins_and_is_reported(monkeypatch, name: 
             assert os.environ[name] == value
             found = switch(switches, name)
             assert (found.value, found.set_by) == (value, "user")
-            doubted = means_true and card is SM80 and request is not FAST
-            doubt = f", although {decide(SM80).reason}" if doubted else ""
+            doubted = means_true and (name in (FMHA, NEXFORT_ATTENTION) if request is FAST else card is SM80)
+            doubt = f", although {decide(card, request).reason}" if doubted else ""
             assert found.reason == RESPECTED + doubt
             others = {found.set_by for found in switches if found.name != name}
             assert "user" not in others and "onediff-guard" in others
         assert os.environ[name] == value
 
 
-@pytest.mark.parametrize(("name", "value"), [(ATTENTION, "maybe"), (FMHA, "maybe"), (SCORES, "-1"), (SCORES, "")])
-def test_nonsense_and_the_limit_for_scores_are_left_alone(monkeypatch, name: str, value: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "doubted"),
+    [
+        (ATTENTION, "maybe", (AUTO,)),
+        (FMHA, "maybe", (AUTO, FAST)),
+        (SCORES, "-1", (FAST,)),
+        (SCORES, "256", (FAST,)),
+        (SCORES, "many", (FAST,)),
+        (SCORES, "0", ()),
+        (SCORES, "", ()),
+    ],
+)
+def test_nonsense_and_the_limit_for_scores_are_left_alone_and_doubted(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, doubted: tuple[Accumulation, ...]
+) -> None:
     monkeypatch.setenv(name, value)
-    for asked in Accumulation:
+    for asked in (AUTO, FAST):
+        doubt = f", although {decide(SM80, asked).reason}" if asked in doubted else ""
         with accumulation(SM80, asked) as switches:
-            assert switch(switches, name) == Switch(name, value, "user", RESPECTED)
+            assert switch(switches, name) == Switch(name, value, "user", RESPECTED + doubt)
         assert os.environ[name] == value
 
 
