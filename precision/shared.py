@@ -49,8 +49,8 @@ class SharedSetting:
     def _update(self) -> None:
         wanted = min(self._holders, default=None)
         if wanted != self._now:
-            self._restore()
-            self._restore, self._now = lambda: None, None
+            restore, self._restore, self._now = self._restore, lambda: None, None
+            restore()
             if wanted is not None:
                 self._restore, self._now = self._apply(*wanted), wanted
 
