@@ -48,6 +48,21 @@ class Memory:
         return f"{size(self.peak.used)} at its peak{whose} on {self.device}, {size(self.weights)} of it weights{kept}"
 
 
+def size(n_bytes: float) -> str:
+    """Write a number of bytes for people: '11.3 GB', '120 MB'."""
+    return f"{n_bytes / 1e9:.1f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.3g} MB"
+
+
+class _Watch:
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.peak = _peak(device)
+
+
+_watches: list[_Watch] = []
+_lock = threading.Lock()
+
+
 @contextmanager
 def peak_memory(device: torch.device) -> Generator[Callable[[], Peak | None]]:
     """Yield a function that returns the peak since then; None where nobody counts (Apple's GPUs, a CPU that is not
@@ -55,91 +70,57 @@ def peak_memory(device: torch.device) -> Generator[Callable[[], Peak | None]]:
 
     The device's counter starts anew. Whoever measures around this one is told what it showed before.
     """
-    counter = _counter(device)
-    if counter is None:
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    with _lock:
+        _note(device)
+        mine = _Watch(device) if _start_anew(device) else None
+        if mine:
+            _watches.append(mine)
+    if mine is None:
         yield lambda: None
         return
-    with counter.lock:
-        counter.note()
-        counter.reset()
-        mine = _Watch(counter.read())
-        counter.watches.append(mine)
 
     def peak() -> Peak:
-        with counter.lock:
-            if mine in counter.watches:
-                counter.note()
+        with _lock:
+            if mine in _watches:
+                _note(device)
             return mine.peak
 
     try:
         yield peak
     finally:
-        with counter.lock:
-            counter.note()
-            counter.watches.remove(mine)
+        with _lock:
+            _note(device)
+            _watches.remove(mine)
 
 
-def size(n_bytes: float) -> str:
-    """Write a number of bytes for people: '11.3 GB', '120 MB'."""
-    return f"{n_bytes / 1e9:.1f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.3g} MB"
+def _note(device: torch.device) -> None:
+    """Have all who watch a device know what its counter shows now."""
+    for watch in _watches:
+        if watch.device == device:
+            watch.peak = watch.peak.or_more(_peak(device))
 
 
-class _Watch:
-    def __init__(self, peak: Peak):
-        self.peak = peak
-
-
-class _Counter:
-    """A peak counter that starts anew for each watch, and the watches that need to know what it showed."""
-
-    def __init__(self, read: Callable[[], Peak], reset: Callable[[], None]):
-        self.read = read
-        self.reset = reset
-        self.watches: list[_Watch] = []
-        self.lock = threading.Lock()
-
-    def note(self) -> None:
-        if self.watches:
-            now = self.read()
-            for watch in self.watches:
-                watch.peak = watch.peak.or_more(now)
-
-
-_COUNTERS: dict[str, _Counter] = {}
-
-
-def _counter(device: torch.device) -> _Counter | None:
+def _peak(device: torch.device) -> Peak:
     if device.type == "cuda":
-        on = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        return _COUNTERS.setdefault(str(on), _Counter(lambda: _allocated(on), lambda: _start_anew(on)))
-    if device.type == "cpu" and ("cpu" in _COUNTERS or _process_counts()):
-        return _COUNTERS.setdefault("cpu", _Counter(_resident, _start_process_anew))
-    return None
-
-
-def _allocated(device: torch.device) -> Peak:
-    return Peak(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
-
-
-def _start_anew(device: torch.device) -> None:
-    torch.cuda.reset_peak_memory_stats(device)
-
-
-def _process_counts() -> bool:
-    try:
-        _start_process_anew()
-        return _resident().used > 0
-    except OSError:
-        return False
-
-
-def _resident() -> Peak:
+        return Peak(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
     found = re.search(r"^VmHWM:\s+(\d+) kB", _STATUS.read_text(encoding="ascii", errors="replace"), re.MULTILINE)
     return Peak(int(found[1]) * 1024 if found else 0)
 
 
-def _start_process_anew() -> None:
-    _CLEAR.write_text("5", encoding="ascii")  # Linux: VmHWM, and nothing else
+def _start_anew(device: torch.device) -> bool:
+    """Set a device's counter to what is in use now. Returns False where nobody counts."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return True
+    if device.type != "cpu":
+        return False
+    try:
+        _CLEAR.write_text("5", encoding="ascii")  # Linux: VmHWM, and nothing else
+        return _peak(device).used > 0
+    except OSError:
+        return False
 
 
 @contextmanager

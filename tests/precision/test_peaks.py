@@ -37,7 +37,6 @@ class Allocator:
 @pytest.fixture
 def allocator(monkeypatch):
     made = Allocator()
-    monkeypatch.setattr(peaks, "_COUNTERS", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: made.now)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _device: made.peak)
@@ -83,7 +82,7 @@ def test_a_rerun_counts_what_it_takes_beyond_what_was_there(allocator):
 def test_a_run_that_fails_leaves_nobody_watching(allocator):
     with pytest.raises(KeyError), peak_memory(CUDA):
         raise KeyError
-    assert [counter.watches for counter in peaks._COUNTERS.values()] == [[]]
+    assert not peaks._watches
 
 
 def use_and_give_back(n_bytes):
@@ -93,13 +92,14 @@ def use_and_give_back(n_bytes):
 
 
 def test_the_peak_of_a_process_on_a_cpu():
-    if peaks._counter(torch.device("cpu")) is None:
+    cpu = torch.device("cpu")
+    if not peaks._start_anew(cpu):
         pytest.skip("this system does not count")
     size = 64 * 2**20
-    with peak_memory(torch.device("cpu")) as stage:
-        before = peaks._resident().used
+    with peak_memory(cpu) as stage:
+        before = peaks._peak(cpu).used
         use_and_give_back(size)
-        with peak_memory(torch.device("cpu")) as rerun:
+        with peak_memory(cpu) as rerun:
             use_and_give_back(size // 4)
     found, inner = stage(), rerun()
     assert found and inner and found.reserved is None
@@ -108,11 +108,11 @@ def test_the_peak_of_a_process_on_a_cpu():
 
 
 def test_a_system_that_does_not_count_says_so(monkeypatch, tmp_path):
-    monkeypatch.setattr(peaks, "_COUNTERS", {})
     monkeypatch.setattr(peaks, "_CLEAR", tmp_path / "missing" / "clear_refs")
     for device in ("cpu", "mps"):
         with peak_memory(torch.device(device)) as peak:
             assert peak() is None
+    assert not peaks._watches
 
 
 def test_threads_that_overlap_are_told_what_was_reached_while_they_ran(allocator):
