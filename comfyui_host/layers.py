@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 
-from ..precision.dtypes import dtype_name
+from ..precision.dtypes import HALF_DTYPES, dtype_name
 from ..precision.shared import SharedSetting
-from ..precision.upcast import HALF_DTYPES, OneOperation, RerunUnsupported
+from ..precision.upcast import OneOperation, RerunUnsupported
 
 _IN_FULL = "_full_precision_mm"  # ComfyUI's own switch, on each layer that may hold quantised weights
 

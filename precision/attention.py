@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .dtypes import HALF_DTYPES
 from .shared import NO_WARNINGS, TURNS
 from .upcast import Mode
 
 sdpa = torch.nn.functional.scaled_dot_product_attention
-_HALF = (torch.float16, torch.bfloat16)
 SAGE_CHANNELS = 128  # of a head, at most
 
 
@@ -113,7 +113,7 @@ def sage(
 ) -> torch.Tensor | None:
     """Compute attention by SageAttention: NaN where a query, a key or a value is not finite. None where it does not
     take the call."""
-    alike = query.ndim == 4 and query.dtype in _HALF and query.dtype is key.dtype is value.dtype
+    alike = query.ndim == 4 and query.dtype in HALF_DTYPES and query.dtype is key.dtype is value.dtype
     if not alike or attn_mask is not None or dropout_p or enable_gqa or query.shape[-1] > SAGE_CHANNELS:
         return None
     made = _sage_operator()(query, key, value, is_causal, scale)

@@ -7,6 +7,7 @@ from functools import cache
 import torch
 
 DTYPES: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
 FP16_MAX: float = torch.finfo(torch.float16).max  # 65504
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

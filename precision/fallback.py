@@ -130,7 +130,17 @@ def with_islands(
 
     def island(name: str, run: Callable[..., Any]) -> Make:
         block = origin.get_submodule(name)
-        return lambda _replaced: with_forward(block, _Island(partial(run, block, tf32=tf32), DTYPES[dtype]))
+
+        def narrowed(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.is_floating_point():
+                return tensor
+            return tensor.to(DTYPES[dtype], memory_format=torch.contiguous_format)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            made = run(block, *args, tf32=tf32, **kwargs)
+            return pytree.tree_map_only(torch.Tensor, narrowed, made)
+
+        return lambda _replaced: with_forward(block, forward)
 
     found: dict[str, Make] = {}
     if learned.wide_parts:
@@ -138,23 +148,6 @@ def with_islands(
         found |= {name: island(name, wide) for name in learned.wide_parts}
     found |= {name: island(name, run_in_fp32) for name in learned.islands}
     return replace_submodules(module, found) if found else module
-
-
-class _Island:
-    """A block's forward, which `run` computes in float32. Its output is cast to its neighbours' dtype."""
-
-    def __init__(self, run: Callable[..., Any], dtype: torch.dtype):
-        self._run = run
-        self._dtype = dtype
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        made = self._run(*args, **kwargs)
-        return pytree.tree_map_only(torch.Tensor, self._narrowed, made)
-
-    def _narrowed(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_floating_point():
-            return tensor
-        return tensor.to(self._dtype, memory_format=torch.contiguous_format)
 
 
 class FallbackAdapter:

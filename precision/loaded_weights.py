@@ -11,19 +11,16 @@
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..trust.message import Message, Told
-from .dtypes import dtype_name
+from .dtypes import HALF_DTYPES, dtype_name
 from .observe import has_children
 from .shallow_copy import KeptInFp32, keep_in_fp32
-
-_HALF = (torch.float16, torch.bfloat16)
+from .shared import NO_WARNINGS
 
 
 class DamagedByCast(Told, ValueError):
@@ -57,7 +54,7 @@ def as_loaded(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def _put_back(module: torch.nn.Module, kept: frozenset[str]) -> Iterator[str]:
-    cast = {name: p for name, p in module.named_parameters() if _in(kept, name) and p.dtype in _HALF}
+    cast = {name: p for name, p in module.named_parameters() if _in(kept, name) and p.dtype in HALF_DTYPES}
     for name, parameter in cast.items():
         broken = int((~torch.isfinite(parameter)).sum())
         if broken:
@@ -123,7 +120,7 @@ def _is_half_norm(module: torch.nn.Module) -> bool:
     weight: Any = getattr(module, "weight", None)
     if has_children(module) or not isinstance(weight, torch.nn.Parameter):
         return False
-    return "norm" in type(module).__name__.lower() and weight.dtype in _HALF and weight.ndim == 1
+    return "norm" in type(module).__name__.lower() and weight.dtype in HALF_DTYPES and weight.ndim == 1
 
 
 def _refuses_mixed_dtypes(module: Any, device: torch.device | None) -> bool:
@@ -139,8 +136,7 @@ def _refuses_mixed_dtypes(module: Any, device: torch.device | None) -> bool:
 @torch.no_grad()
 def _takes(module: torch.nn.Module, row: torch.Tensor) -> bool:
     try:
-        with warnings.catch_warnings():  # PyTorch's, of a norm that takes another dtype slowly: that is what is asked
-            warnings.simplefilter("ignore")
+        with NO_WARNINGS.held():  # PyTorch's, of a norm that takes another dtype slowly: that is what is asked
             module(row)
     except (RuntimeError, TypeError, ValueError):
         return False
@@ -174,36 +170,32 @@ def mend_narrowed(module: torch.nn.Module, stored: Stored) -> list[str]:
     return [*_bring_back(module, named, stored), *_count_small(named, stored)]
 
 
-@dataclass(frozen=True)
-class _Weight:
-    names: tuple[str, ...]  # several where it is tied
-    parameter: torch.nn.Parameter
+_Weights = Mapping[torch.nn.Parameter, tuple[str, ...]]  # each once, with all of its names
 
 
-def _named(module: torch.nn.Module) -> list[_Weight]:
-    """Return a module's fp16 weights, each once, with all of its names."""
-    weights: dict[int, _Weight] = {}
+def _named(module: torch.nn.Module) -> _Weights:
+    """Return a module's fp16 weights."""
+    weights: dict[torch.nn.Parameter, tuple[str, ...]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.dtype is torch.float16 and parameter.numel():
-            names = weights[id(parameter)].names if id(parameter) in weights else ()
-            weights[id(parameter)] = _Weight((*names, name), parameter)
-    return list(weights.values())
+            weights[parameter] = (*weights.get(parameter, ()), name)
+    return weights
 
 
-def _bring_back(module: torch.nn.Module, named: Sequence[_Weight], stored: Stored) -> Iterator[str]:
+def _bring_back(module: torch.nn.Module, named: _Weights, stored: Stored) -> Iterator[str]:
     if not named:
         return
-    largest = torch.stack([torch.stack(torch.aminmax(weight.parameter)).abs().amax() for weight in named])
+    largest = torch.stack([torch.stack(torch.aminmax(weight)).abs().amax() for weight in named])
     back: list[str] = []
     peak = 0.0
-    for weight, finite in zip(named, torch.isfinite(largest).tolist(), strict=True):
-        values = None if finite else stored(weight.names).float()
+    for (weight, names), finite in zip(named.items(), torch.isfinite(largest).tolist(), strict=True):
+        values = None if finite else stored(names).float()
         if values is None or not torch.isfinite(values).all():
             continue
-        for name in weight.names:
+        for name in names:
             keep_in_fp32(module.get_submodule(name.rpartition(".")[0]), torch.float16)
-        weight.parameter.data = values.to(weight.parameter.device, torch.float32)
-        back.append(weight.names[0])
+        weight.data = values.to(weight.device, torch.float32)
+        back.append(names[0])
         peak = max(peak, values.abs().max().item())
     if back:
         which = (
@@ -216,19 +208,19 @@ def _bring_back(module: torch.nn.Module, named: Sequence[_Weight], stored: Store
         )
 
 
-def _count_small(named: Sequence[_Weight], stored: Stored) -> Iterator[str]:
-    shares = [_small_share(weight.parameter) for weight in named]
-    total = sum(weight.parameter.numel() for weight in named)
+def _count_small(named: _Weights, stored: Stored) -> Iterator[str]:
+    shares = [_small_share(weight) for weight in named]
+    total = sum(weight.numel() for weight in named)
     suspects = [weight for weight, share in zip(named, shares, strict=True) if share > TRACE]
-    if sum(share * weight.parameter.numel() for weight, share in zip(named, shares, strict=True)) <= TRACE * total:
+    if sum(share * weight.numel() for weight, share in zip(named, shares, strict=True)) <= TRACE * total:
         return
     lost: dict[str, int] = {}
     flushed = 0
     for weight in suspects:
-        values = stored(weight.names).float()  # fp8 cannot be compared
+        values = stored(named[weight]).float()  # fp8 cannot be compared
         narrowed = values.half()
         small = (values.abs() < LEAST_NORMAL) & (values != narrowed)  # what is stored in few digits may lose none
-        lost[weight.names[0]] = int(torch.count_nonzero(small))
+        lost[named[weight][0]] = int(torch.count_nonzero(small))
         flushed += int(torch.count_nonzero(small & (narrowed == 0)))
     count = sum(lost.values())
     if count > TRACE * total:

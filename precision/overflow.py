@@ -269,7 +269,7 @@ class Clips(Mode):
 
     def _see(self, given: Any, bound: Any) -> None:
         """Note what is clipped to an upper bound. One that is not near fp16's end is the model's own, in fp32 too."""
-        if not isinstance(given, torch.Tensor) or given.dtype is not torch.float16 or not given.numel():
+        if not _is_fp16(given):
             return
         counts: bool | torch.Tensor = False
         to_fp8 = False
@@ -294,7 +294,7 @@ class Clips(Mode):
         """Note what is not finite where the model asks for it: it goes on with something else there, which is finite,
         and wrong. Where -inf is the only such value and nothing is above 0, it is a mask, which is -inf in fp32 too."""
         self._needed = True
-        if isinstance(given, torch.Tensor) and given.dtype is torch.float16 and given.numel():
+        if _is_fp16(given):
             least, most = torch.aminmax(given.detach())
             masks = (least == -math.inf) & (most <= 0)
             peak = torch.maximum(least.abs(), most.abs()).float()
@@ -302,26 +302,30 @@ class Clips(Mode):
 
     def _see_norm(self, input: Any, p: float = 2.0, dim: Any = 1, *_: Any, **__: Any) -> None:  # noqa: A002
         """Note a norm beyond fp16. What is divided by it becomes zeros, as in the VAEs of Wan and HunyuanVideo 1.5."""
-        if isinstance(input, torch.Tensor) and input.dtype is torch.float16 and input.numel():
+        if _is_fp16(input):
             peak = torch.linalg.vector_norm(input.detach(), p, dim, dtype=torch.float32).amax()
             self._keep(torch.where(peak >= BEYOND, peak, 0.0))
 
     def _see_divisor(self, given: Any) -> None:
         """Note the same where the norm is written out, as in LTXV's VAE: a mean of squares leaves fp16 where the values
         reach 256."""
-        if isinstance(given, torch.Tensor) and given.dtype is torch.float16 and given.numel():
+        if _is_fp16(given):
             peak = largest(given)
             self._keep(torch.where(peak.isinf(), peak, 0.0))
 
     def _see_rounded(self, given: Any) -> None:
         """Note what is rounded and not finite: a CPU leaves NaN as it is, a GPU's kernel makes a number of it."""
-        if isinstance(given, torch.Tensor) and given.dtype is torch.float16 and given.numel():
+        if _is_fp16(given):
             peak = largest(given)
             self._keep(torch.where(peak.isfinite(), 0.0, peak))
 
     def _keep(self, peak: torch.Tensor) -> None:
         self._needed = True
         self._peak.copy_(torch.maximum(self._peak, peak.to(self._peak.device)))  # nothing new may outlive the call
+
+
+def _is_fp16(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype is torch.float16 and value.numel() > 0
 
 
 def _asks_for_the_end(values: Any = None, bound: Any = None) -> bool:

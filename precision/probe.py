@@ -14,7 +14,7 @@ import torch
 
 from ..trust.plain import for_json
 from .arch import Architecture
-from .dtypes import DTYPES
+from .dtypes import DTYPES, HALF_DTYPES
 from .fallback import counts
 from .half_products import error_beside_bf16
 from .observe import hooked, largest, leaves
@@ -32,7 +32,6 @@ from .overrides import (
 )
 from .policy import Plan
 from .profile_store import Profile
-from .upcast import HALF_DTYPES
 
 WORST = 10  # layers that are named
 

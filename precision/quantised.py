@@ -22,14 +22,13 @@ import importlib.util
 import math
 import re
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from .dtypes import DTYPES
+from .dtypes import HALF_DTYPES
 from .observe import Agree, alone, sampled
 from .overrides import covered
 from .shallow_copy import mixin_class, replace_submodules
@@ -45,40 +44,24 @@ _SMALLEST = 1e-12  # of fp8: torchao divides by a row's largest value, and a row
 _ONE_ROW = re.compile(r"(^|\.)(norm|time_|emb|ada|modulation)")  # holds layers that are given a row a sample
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What decides whether a linear layer is quantised."""
-
-    name: str
-    inputs: int  # features
-    outputs: int
-    half: bool  # its weights are fp16 or bf16
-
-
-def worth_quantising(layers: Iterable[Facts], blocks: Collection[str]) -> tuple[str, ...]:
-    """Return the names of the layers that are quantised: the large ones in the blocks.
+def worth_quantising(module: torch.nn.Module, blocks: Collection[str]) -> tuple[str, ...]:
+    """Return the names of the layers that are quantised: the large linear ones in the blocks. Those of a class with a
+    forward of its own are none.
 
     What embeds, what projects in the end and what modulates norms is left alone: it takes next to no time, and an error
     in it reaches every token.
     """
     return tuple(
-        layer.name
-        for layer in layers
-        if layer.half
-        and min(layer.inputs, layer.outputs) >= LEAST
-        and layer.inputs % STEP == layer.outputs % STEP == 0
-        and covered(layer.name, blocks)
-        and not _ONE_ROW.search(layer.name)
-    )
-
-
-def facts_of(module: torch.nn.Module) -> list[Facts]:
-    """Return the facts of a module's linear layers. Those of a class with a forward of its own are none."""
-    return [
-        Facts(name, layer.in_features, layer.out_features, layer.weight.dtype in (DTYPES["fp16"], DTYPES["bf16"]))
+        name
         for name, layer in module.named_modules()
-        if isinstance(layer, torch.nn.Linear) and type(layer).forward is torch.nn.Linear.forward
-    ]
+        if isinstance(layer, torch.nn.Linear)
+        and type(layer).forward is torch.nn.Linear.forward
+        and layer.weight.dtype in HALF_DTYPES
+        and min(layer.in_features, layer.out_features) >= LEAST
+        and layer.in_features % STEP == layer.out_features % STEP == 0
+        and covered(name, blocks)
+        and not _ONE_ROW.search(name)
+    )
 
 
 def lacking(kind: str) -> str:
@@ -184,7 +167,7 @@ class QuantisedLinears:
 
     def __init__(self, module: torch.nn.Module, blocks: Collection[str], kind: str, agree: Agree = alone):
         self.kind = kind
-        self.names = worth_quantising(facts_of(module), blocks)
+        self.names = worth_quantising(module, blocks)
         self.errors: dict[str, float] | None = None  # of each layer on its first input; None: not measured yet
         self._agree = agree
         self._layers: dict[str, Any] = {}

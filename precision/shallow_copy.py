@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from .dtypes import HALF_DTYPES
+
 Make = Callable[[torch.nn.Module], torch.nn.Module]
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
@@ -141,9 +143,6 @@ def structural_copy(module: torch.nn.Module) -> torch.nn.Module:
     return copied(module)
 
 
-_HALF = (torch.float16, torch.bfloat16)
-
-
 class KeptInFp32:
     """A base before a layer's own class: half inputs become float32, and floating outputs have `outside`'s dtype.
 
@@ -177,4 +176,4 @@ def keep_in_fp32(layer: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in _HALF else tensor
+    return tensor.float() if tensor.dtype in HALF_DTYPES else tensor

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .upcast import HALF_DTYPES
+from .dtypes import HALF_DTYPES
 
 COPIED = 2**29  # bytes of tensors that a snapshot copies. Of what is beyond, it notices that it changed
 _ENTRIES = 200_000  # of containers, that a snapshot looks at

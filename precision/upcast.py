@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from torch.utils import _pytree as pytree
 
 from ..trust.message import Told
+from .dtypes import HALF_DTYPES
 from .fp32_settings import EAGER_ONLY, FP32_ATTENTION, TF32, autocast_off_where_on, device_types
 
 
@@ -50,8 +51,6 @@ def _compile_what_it_calls_alone(code: CodeType) -> None:
         action = known._FrameAction
         known.set_code_exec_strategy(code, known._FrameExecStrategy(action.SKIP, action.DEFAULT))
 
-
-HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
 
 Result = TypeVar("Result")
 _Copied = tuple[Any, Any, list[Any]]  # a list or dict of the caller's, its copy, and what that held at first
@@ -202,7 +201,11 @@ class Fp32Mode(Mode):
             args, kwargs = _mapped(dequantised, (args, kwargs))
 
         memo: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        fp32_args, fp32_kwargs = _mapped(lambda leaf: _in_fp32(leaf, memo), (args, kwargs), _TYPED)
+
+        def in_fp32(leaf: Any) -> Any:
+            return _upcast(leaf, memo) if isinstance(leaf, torch.Tensor) else _fp32_dtype(leaf)
+
+        fp32_args, fp32_kwargs = _mapped(in_fp32, (args, kwargs), (torch.Tensor, torch.dtype))
         with autocast_off_where_on(self._device_types):
             attends = func in _ATTENTION
             result = _call_attention(func, fp32_args, fp32_kwargs) if attends else func(*fp32_args, **fp32_kwargs)
@@ -212,10 +215,6 @@ class Fp32Mode(Mode):
         if not written and _shares_storage(result, memo.values()):  # a view: return one of the half tensor instead
             return func(*args, **kwargs)
         return _mapped(lambda t: written.get(id(t)) if id(t) in written else _float(t), result)
-
-
-def _in_fp32(leaf: Any, memo: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Any:
-    return _upcast(leaf, memo) if isinstance(leaf, torch.Tensor) else _fp32_dtype(leaf)
 
 
 def _mapped(change: Callable[[Any], Any], tree: Any, only: Any = torch.Tensor) -> Any:
@@ -336,7 +335,6 @@ def _call_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return func(*args, **kwargs)
 
 
-_TYPED = (torch.Tensor, torch.dtype)
 _T = torch.Tensor
 _LEAVES = frozenset(
     {_T, torch.nn.Parameter, torch.dtype, torch.device, torch.Size, type(None), bool, int, float, str, slice}

@@ -14,9 +14,7 @@ from comfyui_onediff_guard.precision import quantised
 from comfyui_onediff_guard.precision.fallback import FallbackAdapter, build_half_precision_forward
 from comfyui_onediff_guard.precision.overrides import NOTHING, ModuleStructure, PrecisionOverrides
 from comfyui_onediff_guard.precision.quantised import (
-    Facts,
     QuantisedLinears,
-    facts_of,
     lacking,
     quantised_weight,
     worth_quantising,
@@ -97,17 +95,20 @@ def filled(module: nn.Module, kind: str = "int8") -> QuantisedLinears:
     ],
 )
 def test_the_large_layers_of_the_blocks_are_quantised(name, inputs, outputs, half, chosen) -> None:
-    facts = [Facts(f"{block}{name}", inputs, outputs, half) for block in ("blocks.3.", "blocks.30.", "proj_out.", "")]
-    assert worth_quantising(facts, ["blocks.3"]) == ((f"blocks.3.{name}",) if chosen else ())
+    def worth(name: str, kind: type[nn.Linear] = nn.Linear) -> tuple[str, ...]:
+        module: nn.Module = kind(inputs, outputs, device="meta", dtype=torch.float16 if half else torch.float32)
+        for part in reversed(name.split(".")):
+            module = nn.ModuleDict({part: module})
+        return worth_quantising(module, ["blocks.3"])
+
+    inside = f"blocks.3.{name}"
+    assert worth(inside) == ((inside,) if chosen else ()) and worth(inside, Own) == ()
+    assert not any(worth(f"{block}{name}") for block in ("blocks.30.", "proj_out.", ""))
 
 
-def test_the_facts_are_those_of_plain_linear_layers() -> None:
-    class Own(nn.Linear):
-        def forward(self, input):  # noqa: A002
-            return super().forward(input) * 2
-
-    module = nn.ModuleDict({"a": nn.Linear(4, 8).half(), "b": Own(4, 8), "c": nn.Conv1d(4, 8, 1), "d": nn.Linear(4, 8)})
-    assert facts_of(module) == [Facts("a", 4, 8, True), Facts("d", 4, 8, False)]
+class Own(nn.Linear):
+    def forward(self, input):  # noqa: A002
+        return super().forward(input) * 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
