@@ -349,8 +349,7 @@ def _takes(kernel: Kernel, call: Call, device: torch.device) -> bool:
 
 def _own(call: Call, device: torch.device) -> SDPBackend:
     """Return the kernel that PyTorch would choose."""
-    with torch.inference_mode():
-        return SDPBackend(torch._fused_sdp_choice(**_tensors(call.with_queries(_CHECKED), device)))
+    return SDPBackend(torch._fused_sdp_choice(**_tensors(call.with_queries(_CHECKED), device)))
 
 
 def _errors(name: str, calls: Iterable[Call], device: torch.device) -> Error:

@@ -157,7 +157,6 @@ class FallbackAdapter:
     build: builds the attempt, at the start and after each lesson.
     learned: what earlier runs taught.
     agree: makes what was measured the same in all processes that compute the stage together.
-    tell: is told each attempt that is built.
     """
 
     def __init__(
@@ -168,13 +167,10 @@ class FallbackAdapter:
         anatomy: ModuleStructure = LAYERS,
         learned: PrecisionOverrides = NOTHING,
         agree: Agree = alone,
-        tell: Callable[[HalfPrecisionForward], None] = lambda _: None,
     ):
         self.module = module
         self.learned = learned
         self.attempt = build(learned)
-        self._tell = tell
-        tell(self.attempt)
         self._dtype = dtype
         self._build = build
         self._anatomy = anatomy
@@ -227,7 +223,7 @@ class FallbackAdapter:
         if learned.whole_run_fp32:
             return self.stay()
         try:
-            self._rebuild(learned)
+            self.attempt = self._build(learned)
         except CannotWiden as error:
             logger.warning("%s", error)
             return self.stay()
@@ -238,7 +234,7 @@ class FallbackAdapter:
         """Find out before the first call what of the attempt may be quantised, by a call with the same arguments."""
         assert self.attempt.measure
         self.attempt.measure(lambda: self.attempt.eager(*args, **kwargs))
-        self._rebuild(self.learned)
+        self.attempt = self._build(self.learned)
 
     def on_success(self) -> None:
         """Note that a call of the attempt came out right, so what was learned helps."""
@@ -265,11 +261,7 @@ class FallbackAdapter:
         found = float(self._agree(error.reshape(1)))
         if not math.isnan(found):
             self.learned = replace(self.learned, fp16_error=min(found, 1.0))
-            self._rebuild(self.learned)
-
-    def _rebuild(self, learned: PrecisionOverrides) -> None:
-        self.attempt = self._build(learned)
-        self._tell(self.attempt)
+            self.attempt = self._build(self.learned)
 
     def stay(self) -> str:
         """Give up half precision for the rest of the run, and say so in words. What no call came out right with is

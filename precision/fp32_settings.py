@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -69,56 +69,53 @@ def _set_tf32(on: bool) -> Callable[[], None]:
         else:
             torch.set_float32_matmul_precision(value)
 
-    products = _Switch(torch.get_float32_matmul_precision, write_products, ("highest", "high"))
-    convolutions = _Switch(lambda: cudnn.allow_tf32, lambda value: setattr(cudnn, "allow_tf32", value), (False, True))
-    undo = (
-        products.turned(on, (matmul, mkldnn.matmul) if hasattr(mkldnn, "matmul") else (matmul,)),
-        convolutions.turned(on, (cudnn.conv, cudnn.rnn) if hasattr(cudnn, "conv") else ()),
-    )
+    def write_convolutions(value: bool) -> None:
+        cudnn.allow_tf32 = value
+
+    products = (matmul, mkldnn.matmul) if hasattr(mkldnn, "matmul") else (matmul,)
+    convolutions = (cudnn.conv, cudnn.rnn) if hasattr(cudnn, "conv") else ()
+    with ExitStack() as undo:
+        undo.callback(_turn(on, torch.get_float32_matmul_precision, write_products, ("highest", "high"), products))
+        undo.callback(_turn(on, lambda: cudnn.allow_tf32, write_convolutions, (False, True), convolutions))
+        return undo.pop_all().close
+
+
+def _turn(
+    on: bool,
+    read: Callable[[], Any],
+    write: Callable[[Any], None],
+    values: tuple[Any, Any],
+    operations: tuple[Any, ...],
+) -> Callable[[], None]:
+    """Set TF32 where it is not set so. Returns the function that undoes it.
+
+    read, write: an old switch. values: its values for off and on.
+    operations: those whose new settings the old switch sets too; the first is the one that it is about.
+    """
+    operations = tuple(each for each in operations if hasattr(each, "fp32_precision"))
+    before = [each.fp32_precision for each in operations]  # their own, or what stands above them
+    try:
+        old = read()
+        is_on = before[0] == "tf32" if before else old != values[False]
+        mixed = (old != values[False]) != is_on  # by another's new settings alone
+    except RuntimeError:
+        old, is_on, mixed = None, before[0] == "tf32", True
+    if is_on == on:
+        return lambda: None
+    if mixed:
+        for operation in operations[:1] if on else operations:
+            operation.fp32_precision = "tf32" if on else "ieee"
+    else:
+        write(values[on])
 
     def restore() -> None:
-        for each in undo:
-            each()
+        if not mixed:
+            write(old)
+        for operation, precision in zip(operations, before, strict=True):
+            inherited = precision == torch.backends.cudnn.fp32_precision  # it stands for all of CUDA
+            operation.fp32_precision = "none" if inherited else precision
 
     return restore
-
-
-class _Switch(NamedTuple):
-    """An old switch of TF32, and its values for off and on."""
-
-    read: Callable[[], Any]
-    write: Callable[[Any], None]
-    values: tuple[Any, Any]
-
-    def turned(self, on: bool, operations: tuple[Any, ...]) -> Callable[[], None]:
-        """Set TF32 where it is not set so. Returns the function that undoes it.
-
-        operations: those whose new settings the old switch sets too; the first is the one that it is about.
-        """
-        operations = tuple(each for each in operations if hasattr(each, "fp32_precision"))
-        before = [each.fp32_precision for each in operations]  # their own, or what stands above them
-        try:
-            old = self.read()
-            is_on = before[0] == "tf32" if before else old != self.values[False]
-            mixed = (old != self.values[False]) != is_on  # by another's new settings alone
-        except RuntimeError:
-            old, is_on, mixed = None, before[0] == "tf32", True
-        if is_on == on:
-            return lambda: None
-        if mixed:
-            for operation in operations[:1] if on else operations:
-                operation.fp32_precision = "tf32" if on else "ieee"
-        else:
-            self.write(self.values[on])
-
-        def restore() -> None:
-            if not mixed:
-                self.write(old)
-            for operation, precision in zip(operations, before, strict=True):
-                inherited = precision == torch.backends.cudnn.fp32_precision  # it stands for all of CUDA
-                operation.fp32_precision = "none" if inherited else precision
-
-        return restore
 
 
 EAGER_ONLY = SharedSetting(_force_eager)

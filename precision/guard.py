@@ -292,6 +292,8 @@ class StageGuard:
     def _recorded(
         self, output: Any, started: float, timestep: float | None, dtype: str, outcome: str, made: Range, **more: Any
     ) -> Any:
+        if self._learner:
+            self.report.wide = self._learner.attempt.in_words
         seconds = time.perf_counter() - started
         record = StepRecord(self.stage, self._step, timestep, dtype, outcome, seconds, made.largest, **more)
         self.report.add(record)

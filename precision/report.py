@@ -167,12 +167,14 @@ class RunReport:
         for s in [step for report in (*self.before, self) for step in report.steps]:
             at = "" if s.timestep is None else f" t={s.timestep:g}"
             largest = "" if s.largest is None else f", max |x| {s.largest:.4g}"
+            note = f" — {s.note}" if s.note else ""
             came_to = f"{s.outcome}, cached" if s.cached else s.outcome
-            lines.append(f"{s.stage} {s.step + 1}{at}: {s.dtype}, {came_to}, {s.seconds:.3f} s{largest}{_dash(s.note)}")
+            lines.append(f"{s.stage} {s.step + 1}{at}: {s.dtype}, {came_to}, {s.seconds:.3f} s{largest}{note}")
             if s.rerun:
                 lines.append(f"    rerun: {_rerun(s.rerun)}")
         lines += [f"note: {note}" for note in (*self.warnings, *self.notes)]
-        return "\n".join([*lines, *_switches(self.switches)])
+        lines += [f"{s.name}={s.value} (by {s.set_by}: {s.reason})" for s in self.switches]
+        return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
         """Return all of it as JSON takes it, with the sums over the steps."""
@@ -214,15 +216,8 @@ _CELLS = ("cached", "half", "fp32", "rerun", "failed")  # from the best
 
 
 def _cell(step: StepRecord) -> str:
-    if step.outcome == "finite":
-        if step.cached:
-            return "cached"
-        return "fp32" if step.dtype == "fp32" else "half"
-    return "rerun" if step.outcome == "rerun" else "failed"
-
-
-def _switches(switches: tuple[Switch, ...]) -> list[str]:
-    return [f"{s.name}={s.value} (by {s.set_by}: {s.reason})" for s in switches]
+    finite = "cached" if step.cached else "fp32" if step.dtype == "fp32" else "half"
+    return {"finite": finite, "rerun": "rerun"}.get(step.outcome, "failed")
 
 
 def counted(number: int, one: str, several: str) -> Message:
@@ -235,14 +230,7 @@ def _largest(value: float) -> str:
 
 
 def _rerun(rerun: Rerun) -> str:
-    parts = [f"{rerun.seconds:.3f} s"]
-    if rerun.extra_bytes is not None:
-        parts.append(f"{rerun.extra_bytes / 1e6:.3g} MB more")
-    if rerun.module:
-        peak = "" if rerun.peak is None else f", max |x| {rerun.peak:.4g}"
-        parts.append(f"first in '{rerun.module}'{peak}")
-    return "; ".join([*parts, rerun.action] if rerun.action else parts)
-
-
-def _dash(note: str) -> str:
-    return f" — {note}" if note else ""
+    peak = "" if rerun.peak is None else f", max |x| {rerun.peak:.4g}"
+    where = f"first in '{rerun.module}'{peak}" if rerun.module else ""
+    more = "" if rerun.extra_bytes is None else f"{rerun.extra_bytes / 1e6:.3g} MB more"
+    return "; ".join(filter(None, [f"{rerun.seconds:.3f} s", more, where, rerun.action]))

@@ -63,12 +63,8 @@ class Stage:
         anatomy: ModuleStructure,
         learned: PrecisionOverrides = NOTHING,
     ) -> FallbackAdapter:
-        """Return a FallbackAdapter, which has the same arguments. The report says what of each attempt is float32."""
-
-        def tell(made: HalfPrecisionForward) -> None:
-            self.report.wide = made.in_words
-
-        return FallbackAdapter(network, self.plan.dtype, build, anatomy, learned, self.agree, tell)
+        """Return a FallbackAdapter, which has the same arguments."""
+        return FallbackAdapter(network, self.plan.dtype, build, anatomy, learned, self.agree)
 
     def guard(
         self, network: torch.nn.Module, attempt: Callable[..., Any] | FallbackAdapter, **options: Any

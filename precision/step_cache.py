@@ -11,7 +11,7 @@ range of the output.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -267,7 +267,10 @@ class StepCache:
         first, *middle, last = self._blocks
         forwards = {first: self._run_first_block, last: self._extrapolate_last_block}
         forwards |= dict.fromkeys(middle, self._skip_block)
-        makes: Mapping[str, Make] = {name: partial(_with_first_argument, forwards[name]) for name in self._blocks}
+        makes: dict[str, Make] = {
+            name: lambda block, forward=forward: with_forward(block, partial(forward, block))
+            for name, forward in forwards.items()
+        }
         if isinstance(run, partial):
             module, *rest = run.args
             return partial(run.func, replace_submodules(module, makes), *rest, **run.keywords)
@@ -363,10 +366,6 @@ def block_names(module: torch.nn.Module, blocks: str) -> list[str]:
     """
     found = [f"{blocks}.{name}" for name, _ in module.get_submodule(blocks).named_children()] if blocks else []
     return found if len(found) > 1 else []
-
-
-def _with_first_argument(forward: Callable[..., Any], block: torch.nn.Module) -> torch.nn.Module:
-    return with_forward(block, partial(forward, block))
 
 
 def _hidden(output: Any) -> torch.Tensor:

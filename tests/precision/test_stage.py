@@ -9,7 +9,7 @@ import torch
 from comfyui_onediff_guard.precision.arch import named
 from comfyui_onediff_guard.precision.fallback import HalfPrecisionForward
 from comfyui_onediff_guard.precision.guard import GuardPolicy, OnFailure, Scope
-from comfyui_onediff_guard.precision.overrides import ModuleStructure, PrecisionOverrides
+from comfyui_onediff_guard.precision.overrides import NOTHING, ModuleStructure, PrecisionOverrides
 from comfyui_onediff_guard.precision.stage import Stage
 from guards import report_of
 
@@ -45,12 +45,11 @@ def test_the_report_says_what_of_the_latest_attempt_is_float32() -> None:
     made, layer = stage("fp16"), torch.nn.Linear(2, 2)
 
     def build(known: PrecisionOverrides) -> HalfPrecisionForward:
-        return HalfPrecisionForward(layer, layer, everything=known.everything)
+        return HalfPrecisionForward(torch.relu, torch.relu, everything=known.everything)
 
-    made.learner(layer, build, ModuleStructure())
-    assert made.report.wide == ""
-    made.learner(layer, build, ModuleStructure(), PrecisionOverrides(everything=True))
-    assert made.report.wide
+    for known in (NOTHING, PrecisionOverrides(everything=True)):
+        made.guard(layer, made.learner(layer, build, ModuleStructure(), known))(torch.ones(1, 2))
+        assert bool(made.report.wide) == known.everything
 
 
 def test_a_guard_has_what_the_stage_has_and_reruns_the_original() -> None:
