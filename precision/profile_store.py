@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -238,20 +239,16 @@ class ProfileFile:
         if self.folder is None or self._is_given(profile):
             return
         try:
-            if not self._is_kept(profile):
-                logger.info("keeping a profile: %s", write(self.folder, profile))
+            with suppress(BadProfile):
+                if self._on_disk() == profile:
+                    return
+            logger.info("keeping a profile: %s", write(self.folder, profile))
         except OSError as error:
             logger.warning("The profile %s could not be kept in %s: %s", profile.name, self.folder, error)
 
     def _is_given(self, profile: Profile) -> bool:
         given, known = self.given, profile.learned
         return given is not None and given.learned == known and not given.misfit(profile, known.parts)
-
-    def _is_kept(self, profile: Profile) -> bool:
-        try:
-            return self._on_disk() == profile
-        except BadProfile:
-            return False
 
     def _on_disk(self) -> Profile | None:
         file = self.folder and self.folder / f"{self.here.name}.json"
