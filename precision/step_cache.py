@@ -12,7 +12,7 @@ range of the output.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -145,14 +145,11 @@ class _Call:
     first_output: Any = None
     signal: torch.Tensor | None = None
     values: _Values | None = None
+    comparison: torch.Tensor | None = None  # of its outputs, as `StepCacheController.compare` takes it
 
 
-@dataclass
-class _GuardedCall:
-    """The calls of the denoiser in one call of the guard: one, or one for each half of a batch."""
-
-    calls: list[_Call] = field(default_factory=list)
-    comparisons: list[torch.Tensor] = field(default_factory=list)
+def _comparisons(calls: Sequence[_Call]) -> list[torch.Tensor]:
+    return [call.comparison for call in calls if call.comparison is not None]
 
 
 def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
@@ -179,7 +176,7 @@ class StepCache:
         self.controller = controller
         self.history: dict[int, tuple[_Values, ...]] = {}  # call of a step → of the latest steps
         self._blocks, self._weights, self._own, self._whole = blocks, weights, own, whole
-        self._guarded, self._call = _GuardedCall(), _Call()
+        self._calls: list[_Call] = []  # in one call of the guard: one, or one for each half of a batch
         self._step, self._before = 0, 0  # the present step, and how many of its calls are done
 
     def attempt(self, run: Any) -> Callable[..., Any]:
@@ -196,25 +193,25 @@ class StepCache:
         accepted: its output was finite. Where the guard lets through what is not, nothing of it is kept.
         """
         self._advance()
-        guarded, self._guarded, self._call = self._guarded, _GuardedCall(), _Call()
+        calls, self._calls = self._calls, []
         if not accepted:
             self.controller.stop("the guard let an output through that is not finite, or does not fit")
-        elif any(call.values is None and call.choice is not Choice.REUSE for call in guarded.calls):
+        elif any(call.values is None and call.choice is not Choice.REUSE for call in calls):
             self.controller.stop("the way in which it runs here hides what would be extrapolated")
         if accepted:
-            self.controller.keep(guarded.comparisons)
-            for number, call in enumerate(guarded.calls, self._before):
+            self.controller.keep(_comparisons(calls))
+            for number, call in enumerate(calls, self._before):
                 if call.values:
                     self.history[number] = (*self.history.get(number, ()), call.values)[-ORDER - 1 :]
-        self._before += len(guarded.calls)
-        return any(call.choice is Choice.REUSE for call in guarded.calls)
+        self._before += len(calls)
+        return any(call.choice is Choice.REUSE for call in calls)
 
     def forget(self) -> None:
         """Begin anew, since later calls are made otherwise: the latest one, which will be made again, is computed."""
         self._advance()
         self.controller.recompute(whole=not self._before)
         self.history.clear()
-        self._guarded = _GuardedCall()
+        self._calls = []
 
     def _advance(self) -> None:
         self.controller.begin_call(self)
@@ -225,24 +222,23 @@ class StepCache:
         """Wrap what the guard calls: an attempt or a rerun, or one of each half of a batch."""
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
-            self._guarded = _GuardedCall()
+            self._calls = []
             self._advance()
             if rerun:
                 self.controller.recompute(whole=not self._before)
             output = call(*args, **kwargs)
-            self.controller.compare(self._guarded.comparisons, self._weights)
+            self.controller.compare(_comparisons(self._calls), self._weights)
             return output
 
         return guarded
 
     def _compute(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._call = _Call()
-        self._guarded.calls.append(self._call)
+        self._calls.append(_Call())
         return run(*args, **kwargs)
 
     def _attempt(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        call = self._call = self._begin()
-        self._guarded.calls.append(call)
+        call = self._begin()
+        self._calls.append(call)
         before = Snapshot(args, kwargs) if call.choice is Choice.COMPUTE else None  # the first block is called once
         output = run(*args, **kwargs)
         if before is None:
@@ -251,12 +247,12 @@ class StepCache:
         cached, call.skips, call.history = floating(output)[0].float(), False, ()
         output = run(*args, **kwargs)
         computed = floating(output)[0].float()
-        self._guarded.comparisons.append(self._whole(torch.stack([cached - computed, computed], dim=-1)))
+        call.comparison = self._whole(torch.stack([cached - computed, computed], dim=-1))
         return output
 
     def _begin(self) -> _Call:
         """Return the present call, and what becomes of it where it may be cached."""
-        number = self._before + len(self._guarded.calls)
+        number = self._before + len(self._calls)
         history = self.history.get(number, ())
         follows = number == 0 or self.controller.choice is not None
         if not (follows and len(history) > ORDER and self.controller.estimate.may_reuse):
@@ -277,7 +273,7 @@ class StepCache:
         return replace_submodules(run, makes)
 
     def _run_first_block(self, block: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        call = self._call
+        call = self._calls[-1]
         if call.first_output is not None:  # the same call again, in full
             return call.first_output
         output = call.first_output = block(*args, **kwargs)
@@ -291,14 +287,14 @@ class StepCache:
         return output
 
     def _skip_block(self, block: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self._call.skips:
+        if self._calls[-1].skips:
             self._count_skip()
-            return self._call.first_output
+            return self._calls[-1].first_output
         self.controller.count(skipped=False)
         return block(*args, **kwargs)
 
     def _extrapolate_last_block(self, block: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        call = self._call
+        call = self._calls[-1]
         if call.skips:
             self._count_skip()
             with torch._C.DisableTorchFunction():
@@ -315,12 +311,12 @@ class StepCache:
 
     def _count_skip(self) -> None:
         """Where the call is made again in full, nothing was skipped."""
-        if self._call.choice is Choice.REUSE:
+        if self._calls[-1].choice is Choice.REUSE:
             self.controller.count(skipped=True)
 
     def _extrapolated(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the values at the present step, in float32."""
-        weights = extrapolation_weights([each.step for each in self._call.history], self._step)
+        weights = extrapolation_weights([each.step for each in self._calls[-1].history], self._step)
         made = values[0].float() * weights[0]
         for value, weight in zip(values[1:], weights[1:], strict=True):
             made.add_(value, alpha=weight)
@@ -328,8 +324,8 @@ class StepCache:
 
     def fill_history(self, calls: int) -> None:
         """Keep the values of the latest call for as many steps, and calls of each, as a run ever keeps."""
-        (call,) = self._guarded.calls
-        values, self._guarded, self._call = call.values, _GuardedCall(), _Call()
+        (call,) = self._calls
+        values, self._calls = call.values, []
         assert values is not None
         for number in range(calls):
             copied = [_Values(step, values.signal.clone(), values.added.clone()) for step in range(ORDER + 1)]
