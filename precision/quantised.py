@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from .dtypes import HALF_DTYPES
 from .observe import Agree, alone, sampled
 from .overrides import covered
-from .shallow_copy import mixin_class, replace_submodules
+from .shallow_copy import copy_with_base, replace_submodules
 from .wide import largest_of
 
 TORCHAO = "torchao==0.18.0"
@@ -173,9 +173,7 @@ class QuantisedLinears:
         self._layers: dict[str, Any] = {}
         for name in self.names:
             layer = module.get_submodule(name)
-            shell = self._layers[name] = copy.copy(layer)
-            shell.__class__ = mixin_class(QuantisedLinear, type(layer))
-            shell.__dict__["_parameters"] = dict(layer._parameters)
+            self._layers[name] = copy_with_base(layer, QuantisedLinear, _parameters=dict(layer._parameters))
         self.empty()
 
     def shell(self, module: torch.nn.Module, but: Iterable[str] = ()) -> torch.nn.Module:
@@ -199,10 +197,7 @@ class QuantisedLinears:
         noted: dict[str, list[torch.Tensor]] = {name: [] for name in self.names}
 
         def make(layer: torch.nn.Module, name: str) -> torch.nn.Module:
-            shell = copy.copy(layer)
-            shell.__class__ = mixin_class(MeasuredLinear, type(layer))
-            shell.__dict__.update(quantised=(self._layers[name],), quantised_errors=noted[name])
-            return shell
+            return copy_with_base(layer, MeasuredLinear, quantised=(self._layers[name],), quantised_errors=noted[name])
 
         def measure(call: Callable[[], Any]) -> None:
             call()

@@ -125,6 +125,14 @@ def mixin_class(base: type[torch.nn.Module], kind: type[torch.nn.Module]) -> typ
     return type(kind.__name__, (base, kind), {"__module__": base.__module__})
 
 
+def copy_with_base(layer: torch.nn.Module, base: type[torch.nn.Module], **state: Any) -> Any:
+    """Return a shallow copy of `layer` that is a `base` as well, before its own class, with `state` as attributes."""
+    copied = shallow_copy(layer)
+    copied.__class__ = mixin_class(base, type(layer))
+    copied.__dict__.update(state)  # set as attributes, tensors and modules would become parts of `layer`, too
+    return copied
+
+
 def structural_copy(module: torch.nn.Module) -> torch.nn.Module:
     """Return a shell whose submodules are shells too: what is put into it, at any depth, does not get into `module`.
 

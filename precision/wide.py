@@ -22,7 +22,7 @@ import torch
 from torch.nn import functional as F
 
 from ..trust.message import Told
-from .shallow_copy import KeptInFp32, Make, mixin_class, replace_submodules
+from .shallow_copy import KeptInFp32, Make, copy_with_base, replace_submodules
 
 ROOM = 3e4  # of fp16's 65504: the largest product of a scaled row, so that rounding on the way does not pass the end
 LARGEST = 2.0**14  # of a scaled row's values, so that small ones beside the largest keep digits
@@ -60,8 +60,8 @@ def with_wide_stream(
     for name, layer in module.named_modules(remove_duplicate=False):
         if isinstance(layer, (*LAYERS, *NORMS)) and not name.startswith(inside) and not _in_fp32(layer):
             kind = Narrow if isinstance(layer, LAYERS) else NormToHalf
-            rest[name] = lambda layer, kind=kind: _as(layer, kind, wide_dtype=dtype)
-    around = {name: lambda reader: _as(reader, Reader, wide_dtype=dtype) for name in readers}
+            rest[name] = lambda layer, kind=kind: copy_with_base(layer, kind, wide_dtype=dtype)
+    around = {name: lambda reader: copy_with_base(reader, Reader, wide_dtype=dtype) for name in readers}
     return replace_submodules(replace_submodules(module, rest | wide), around)
 
 
@@ -98,7 +98,7 @@ def _wide(layer: Any, name: str, device: torch.device | None) -> torch.nn.Module
         "wide_spatial": base.weight.ndim - 2,
     }
     biased = [part for part, each in layer.named_modules() if isinstance(each, LAYERS) and each.bias is not None]
-    return _as(replace_submodules(layer, dict.fromkeys(biased, _without_bias)), Wide, **state)
+    return copy_with_base(replace_submodules(layer, dict.fromkeys(biased, _without_bias)), Wide, **state)
 
 
 def _without_bias(layer: torch.nn.Module) -> torch.nn.Module:
@@ -276,11 +276,3 @@ def _scale(largest: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
     """Return the power of two that rows which reach `largest` are divided by to stay below `limit`."""
     above = largest.clamp(min=LEAST).log2().floor() + 1.0
     return above.exp2() / limit
-
-
-def _as(layer: torch.nn.Module, base: type[torch.nn.Module], **state: Any) -> torch.nn.Module:
-    """Return a shell of `layer` that is a `base` as well, with `state` as its attributes."""
-    shell = copy.copy(layer)
-    shell.__class__ = mixin_class(base, type(layer))
-    shell.__dict__.update(state)  # set as attributes, tensors would become parts of `layer`, too
-    return shell
