@@ -26,7 +26,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .dtypes import HALF_DTYPES
-from .shared import NO_WARNINGS, TURNS
+from .shared import NO_WARNINGS, PROCESS_GATE
 from .upcast import Mode
 
 sdpa = torch.nn.functional.scaled_dot_product_attention
@@ -245,9 +245,9 @@ class Attended(torch.nn.Module):
         self.kernel = kernel
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # who compiles is alone already
+        if torch.compiler.is_compiling():  # who compiles holds it exclusively already
             return self._preferring(*args, **kwargs)
-        with TURNS.alone():  # the choice of kernels is the process's
+        with PROCESS_GATE.exclusive():  # the choice of kernels is the process's
             return self._preferring(*args, **kwargs)
 
     def _preferring(self, *args: Any, **kwargs: Any) -> Any:
@@ -279,7 +279,7 @@ def measure(calls: Mapping[Call, int], device: torch.device) -> Choice:
 
     calls: how often each call comes in a step.
     """
-    with torch.inference_mode(), TURNS.alone():
+    with torch.inference_mode(), PROCESS_GATE.exclusive():
         others = [kernel for kernel in offered(device) if all(_takes(kernel, call, device) for call in calls)]
         own = {_own(call, device) for call in calls} if others else set[SDPBackend]()
         if not calls or all({kernel.torch} == own for kernel in others):

@@ -1,4 +1,4 @@
-"""What a whole process shares: settings that several runs hold at the same time, and turns where they cannot do so."""
+"""What a whole process shares: settings that several runs hold at the same time, and a lock where they cannot."""
 
 from __future__ import annotations
 
@@ -55,115 +55,116 @@ class SharedSetting:
                 self._restore, self._now = self._apply(*wanted), wanted
 
 
-class Turns:
-    """Turns that threads take: many compute at the same time, or one is alone and changes what all compute with.
+class ProcessGate:
+    """A lock for the threads of this process: many compute and share it, or one holds it exclusively and changes what
+    all compute with.
 
     diffusers, transformers and peft replace `nn.Module.register_parameter`, `torch.nn.init` and PyTorch's default dtype
     while they build a module, and put back what they found. Two threads that did so at the same time would leave them
     replaced, and one that computes meanwhile would get tensors of another dtype. So a thread that changes such things
-    waits until those that compute give way, between two calls of a network. Other packs' threads, and ComfyUI's own
+    waits until those that compute yield, between two calls of a network. Other packs' threads, and ComfyUI's own
     samplers, are not asked.
 
-    No thread is passed twice: one that gave way comes back before another is alone again. `computing` and `alone` may
-    be nested. A thread that waits for something else that another one holds is `away` meanwhile.
+    No thread is overtaken twice: one that yielded shares the gate again before the next exclusive holder. `shared` and
+    `exclusive` may be nested. A thread that waits for something else that another one holds has to `release` meanwhile.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._computing = 0  # threads that compute
-        self._wanting = 0  # threads that wait to be alone
-        self._taken = False  # whether a thread is alone
-        self._times = 0  # how often one has been alone
-        self._back: list[int] = []  # for each thread that waits to compute, `_times` when it began to wait
+        self._sharing = 0  # threads that share it
+        self._wanting = 0  # threads that wait to hold it exclusively
+        self._taken = False  # whether a thread holds it exclusively
+        self._times = 0  # how often one has held it exclusively
+        self._returning: list[int] = []  # for each thread that waits to share it, `_times` when it began to wait
         self._own = _Own()
 
     @contextmanager
-    def computing(self) -> Generator[None]:
-        """Keep other threads from being `alone` inside, except where this one gives way."""
-        if self._own.computes or self._own.alone:
+    def shared(self) -> Generator[None]:
+        """Share it inside: no other thread holds it exclusively, except where this one yields."""
+        if self._own.shares or self._own.excludes:
             yield
             return
         try:
-            self._come_back()
+            self._join()
             yield
         finally:
             self._leave()
 
     @contextmanager
-    def alone(self) -> Generator[None]:
-        """Wait until no other thread is `computing` or alone, and keep them from it inside."""
-        if self._own.alone:
+    def exclusive(self) -> Generator[None]:
+        """Wait until no other thread shares or holds it, and hold it exclusively inside."""
+        if self._own.excludes:
             yield
             return
-        computed = self._own.computes
+        shared = self._own.shares
         with self._changed:
             self._wanting += 1
             try:
                 self._leave()
-                self._changed.wait_for(lambda: not (self._taken or self._computing or self._passed()))
-                self._taken = self._own.alone = True
+                self._changed.wait_for(lambda: not (self._taken or self._sharing or self._overtaken()))
+                self._taken = self._own.excludes = True
             finally:
                 self._wanting -= 1
-                self._back_if(computed and not self._own.alone)
+                self._share_if(shared and not self._own.excludes)
         try:
             yield
         finally:
             with self._changed:
-                self._taken = self._own.alone = False
+                self._taken = self._own.excludes = False
                 self._times += 1
-                self._back_if(computed)  # at once: nobody else was let in
+                self._share_if(shared)  # at once: nobody else was let in
 
     @contextmanager
-    def away(self) -> Generator[None]:
-        """Let other threads be alone inside, although this one is `computing`."""
-        computed = self._own.computes
+    def release(self) -> Generator[None]:
+        """Let other threads hold it exclusively inside, although this one shares it."""
+        shared = self._own.shares
         self._leave()
         try:
             yield
         finally:
-            if computed:
-                self._come_back()
+            if shared:
+                self._join()
 
-    def give_way(self) -> None:
-        """Let the threads that wait to be alone have their turn, if this one is `computing`. Each has one at most: this
-        thread begins to wait in the moment in which it stops computing."""
-        if self._wanting and self._own.computes:
+    def yield_(self) -> None:
+        """Let the threads that wait to hold it exclusively do so, if this one shares it. Each does once at most: this
+        thread begins to wait in the moment in which it stops sharing."""
+        if self._wanting and self._own.shares:
             with self._changed:
                 self._leave()
-                self._come_back()
+                self._join()
 
     def _leave(self) -> None:
         with self._changed:
-            self._computing -= self._own.computes
-            self._own.computes = False
+            self._sharing -= self._own.shares
+            self._own.shares = False
             self._changed.notify_all()
 
-    def _come_back(self) -> None:
+    def _join(self) -> None:
         with self._changed:
             since = self._times
-            self._back.append(since)
+            self._returning.append(since)
             try:
                 self._changed.wait_for(lambda: not self._taken and (not self._wanting or self._times > since))
-            finally:  # also where a signal ends the waiting: `computing` leaves again
-                self._back.remove(since)
-                self._back_if(True)
+            finally:  # also where a signal ends the waiting: `shared` leaves again
+                self._returning.remove(since)
+                self._share_if(True)
 
-    def _passed(self) -> bool:
-        """Return whether a thread waits to compute that has let another be alone already while it waited."""
-        return any(since < self._times for since in self._back)
+    def _overtaken(self) -> bool:
+        """Return whether a thread that waits to share it has been overtaken already."""
+        return any(since < self._times for since in self._returning)
 
-    def _back_if(self, computed: bool) -> None:
-        self._computing += computed
-        self._own.computes = computed
+    def _share_if(self, shared: bool) -> None:
+        self._sharing += shared
+        self._own.shares = shared
         self._changed.notify_all()
 
 
 class _Own(threading.local):
-    computes = False
-    alone = False
+    shares = False
+    excludes = False
 
 
-TURNS = Turns()  # of this process
+PROCESS_GATE = ProcessGate()  # of this process
 
 
 def _without_warnings() -> Callable[[], None]:

@@ -18,7 +18,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ...precision.shallow_copy import with_forward
-from ...precision.shared import TURNS, SharedSetting
+from ...precision.shared import PROCESS_GATE, SharedSetting
 from ...trust.message import Message, joined
 from ..errors import is_interrupt
 from ..pace import Pace
@@ -178,7 +178,7 @@ class Compiling:
         graphs = graphs_compiled()
         given = _Given.of(args, kwargs) if compiled.by.replaceable else None
         try:
-            with TURNS.alone(), disable_cache_limit(), OLDEST_GRAPH.held():
+            with PROCESS_GATE.exclusive(), disable_cache_limit(), OLDEST_GRAPH.held():
                 made = compiled.blocks[index](*args, **kwargs)
         except Exception as error:
             if given is None or _is_the_runs(error):

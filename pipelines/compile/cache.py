@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...precision.machine import first_line
-from ...precision.shared import TURNS
+from ...precision.shared import PROCESS_GATE
 from ...trust.atomic_files import LIMIT_VARIABLE, delete, drop_oldest, last_used, limit_here, limit_of, size_of
 from ...trust.message import Message
 from ...trust.owners import why_unsafe_below
@@ -169,7 +169,7 @@ def _save(folder: Path, target: Target, limit: float, report: RunReport) -> None
 
 @contextmanager
 def _own_turn(tell: Tell) -> Generator[None]:
-    with TURNS.away():
+    with PROCESS_GATE.release():
         while not _TURN.acquire(timeout=_ASKED_AGAIN):
             tell(Message("waiting for another run that compiles"))
     try:
@@ -182,12 +182,12 @@ def _own_turn(tell: Tell) -> Generator[None]:
 def _exported(variables: Mapping[str, str]) -> Generator[None]:
     """Inductor and Triton read these whenever they compile."""
     before = {variable: os.environ.get(variable) for variable in variables}
-    with TURNS.alone():
+    with PROCESS_GATE.exclusive():
         os.environ.update(variables)
     try:
         yield
     finally:
-        with TURNS.alone():
+        with PROCESS_GATE.exclusive():
             for variable, value in before.items():
                 os.environ.pop(variable, None) if value is None else os.environ.update({variable: value})
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...precision.shallow_copy import Make, replace_submodules, with_forward
-from ...precision.shared import TURNS
+from ...precision.shared import PROCESS_GATE
 from ...trust.message import Message
 
 CallTold = Callable[[int, int, str], None]  # calls done, calls in all, a line of text; may raise, to interrupt
@@ -31,7 +31,7 @@ class Calls:
     def telling(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def told(*args: Any, **kwargs: Any) -> Any:
             self._tell()
-            TURNS.give_way()
+            PROCESS_GATE.yield_()
             made = call(*args, **kwargs)
             self.done += 1
             if self.done == self.total:

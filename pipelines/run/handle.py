@@ -20,7 +20,7 @@ from ...precision.policy import Component, Plan, PlanImpossible, Precision, choo
 from ...precision.profile_store import Profile
 from ...precision.report import RunReport
 from ...precision.self_test import verified_architecture
-from ...precision.shared import TURNS
+from ...precision.shared import PROCESS_GATE
 from ...trust.message import Message
 from ..compile.backends import BackendChoice, CompileOptions, choose_backend
 from ..errors import BadLora
@@ -120,7 +120,7 @@ class PipelineHandle:
         computes inside, beside other threads' stages."""
         device = self.store.placement.device
         held = accumulation(self.architecture, self.accumulation, self.beside)
-        with peak_memory(device) as peak, held as switches, TURNS.computing():
+        with peak_memory(device) as peak, held as switches, PROCESS_GATE.shared():
             report.switches = switches
             try:
                 yield

@@ -14,7 +14,7 @@ import torch
 from ...precision.policy import Component, Precision
 from ...precision.report import RunReport
 from ...precision.shallow_copy import reporting, with_forward
-from ...precision.shared import TURNS
+from ...precision.shared import PROCESS_GATE
 from ...trust.message import BadInput, Message
 from ..compile import auto_compile
 from ..compile.backends import EAGER
@@ -137,7 +137,7 @@ def sample(
             feature.on_step_end(values["latents"])
         if step_done:
             step_done(step + 1, settings.computed_steps, report)
-        TURNS.give_way()
+        PROCESS_GATE.yield_()
         return values
 
     for each in unused:

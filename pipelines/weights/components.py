@@ -24,7 +24,7 @@ from ...precision.dtypes import DTYPES
 from ...precision.loaded_weights import DamagedByCast, make_consistent, mend_narrowed
 from ...precision.overrides import PrecisionOverrides
 from ...precision.quantised import QuantisedLinears
-from ...precision.shared import TURNS
+from ...precision.shared import PROCESS_GATE
 from ..compile.backends import CompileOptions
 from ..errors import BadFolder
 from ..models.folder import fingerprint
@@ -83,7 +83,7 @@ class ComponentStore:
     def turn(self) -> Generator[None]:
         """Hold the store for one stage. Weights are there once, and another thread's stage may want them in another
         dtype or place."""
-        with TURNS.away():
+        with PROCESS_GATE.release():
             self._in_use.acquire()
         try:
             yield
@@ -396,7 +396,7 @@ class ComponentStore:
 def _loading() -> Generator[None]:
     """Libraries change the whole process while they build a module. diffusers leaves its default dtype behind where
     that fails."""
-    with TURNS.alone():
+    with PROCESS_GATE.exclusive():
         dtype = torch.get_default_dtype()
         try:
             yield

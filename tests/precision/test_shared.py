@@ -14,7 +14,7 @@ import pytest
 import torch._dynamo  # noqa: F401 - its settings are compared
 from at_once import HANG_SECONDS, at_once
 from comfyui_onediff_guard.precision import fp32_settings
-from comfyui_onediff_guard.precision.shared import NO_WARNINGS, Turns
+from comfyui_onediff_guard.precision.shared import NO_WARNINGS, ProcessGate
 
 HOLD: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "no warnings": NO_WARNINGS.held,
@@ -41,67 +41,67 @@ def test_a_setting_is_taken_away_by_who_leaves_last(name: str) -> None:
 
 
 def test_who_is_alone_waits_for_those_who_compute_and_they_for_it() -> None:
-    turns, log = Turns(), []
+    gate, log = ProcessGate(), []
     wanted = threading.Event()
 
     def compute() -> None:
-        with turns.computing(), turns.computing():
+        with gate.shared(), gate.shared():
             inside.wait(HANG_SECONDS)
-            while not turns._wanting:
+            while not gate._wanting:
                 wanted.wait(0.001)
             log.append("computes")
-            turns.give_way()
+            gate.yield_()
             log.append("computes again")
 
     def change() -> None:
         inside.wait(HANG_SECONDS)
-        with turns.computing(), turns.alone(), turns.alone(), turns.computing():
-            turns.give_way()  # nobody else may come in
+        with gate.shared(), gate.exclusive(), gate.exclusive(), gate.shared():
+            gate.yield_()  # nobody else may come in
             log.append("alone")
 
     inside = threading.Barrier(2)
     at_once(compute, change)
     assert log == ["computes", "alone", "computes again"]
-    assert (turns._computing, turns._wanting, turns._taken) == (0, 0, False)
+    assert (gate._sharing, gate._wanting, gate._taken) == (0, 0, False)
 
 
 def test_who_computes_is_passed_once_at_most_each_time_that_it_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where others get to run the moment it stops computing."""
-    turns, done = Turns(), threading.Event()
-    times, leave = [0], turns._leave
+    gate, done = ProcessGate(), threading.Event()
+    times, leave = [0], gate._leave
 
     def leave_and_let_others_run() -> None:
         leave()
         for _ in range(20):
             time.sleep(0)
 
-    monkeypatch.setattr(turns, "_leave", leave_and_let_others_run)
+    monkeypatch.setattr(gate, "_leave", leave_and_let_others_run)
 
     def compute() -> int:
         passed = 0
-        with turns.computing():
+        with gate.shared():
             for _ in range(200):
-                while not turns._wanting:
+                while not gate._wanting:
                     time.sleep(0)
                 before = times[0]
-                turns.give_way()
+                gate.yield_()
                 passed = max(passed, times[0] - before)
         done.set()
         return passed
 
     def change() -> None:
         while not done.is_set():
-            with turns.alone():
+            with gate.exclusive():
                 times[0] += 1
 
     assert at_once(compute, change, change)[0] == 1
 
 
-@pytest.mark.parametrize("where", ["computing", "alone", "away"])
+@pytest.mark.parametrize("where", ["shared", "exclusive", "release"])
 def test_turns_are_given_back_after_an_error(where: str) -> None:
-    turns = Turns()
-    with pytest.raises(KeyboardInterrupt), turns.computing(), getattr(turns, where)():
+    gate = ProcessGate()
+    with pytest.raises(KeyboardInterrupt), gate.shared(), getattr(gate, where)():
         raise KeyboardInterrupt
-    assert (turns._computing, turns._wanting, turns._taken) == (0, 0, False)
-    with turns.alone():
-        assert turns._taken
+    assert (gate._sharing, gate._wanting, gate._taken) == (0, 0, False)
+    with gate.exclusive():
+        assert gate._taken
