@@ -39,7 +39,7 @@ def _itself(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
-class _Once(Generic[_T]):
+class lazy_property(Generic[_T]):  # noqa: N801 - a decorator, as cached_property is
     """A property that is computed at its first use. `functools.cached_property` of Python 3.10 and 3.11 has one lock
     for all stages: one that loads would wait for another that waits for the store that the first one holds."""
 
@@ -67,7 +67,7 @@ class ComponentStage(Stage):
     def loras(self) -> tuple[Lora, ...]:
         return self.handle.loras_of(self.name) if self.plan.component is Component.DENOISER else ()
 
-    @_Once
+    @lazy_property
     def module(self) -> torch.nn.Module:
         """The untouched original, with the pipeline's LoRAs, wherever it is, or what `adapt` makes of it. Raises
         BadFolder, BadLora."""
@@ -132,7 +132,7 @@ class ComponentStage(Stage):
             return Message("channels last: not used, {} lays weights out itself", self.handle.backend.name)
         return Message("channels last: {} of its 2D convolutions", len(of_layout(module)))
 
-    @_Once
+    @lazy_property
     def weights(self) -> OffloadPolicy:
         """How the weights come to the device."""
         _ = self.module
@@ -183,7 +183,7 @@ class ComponentStage(Stage):
         handle.store.handles.discard(other)  # a way of this one's, and no user beside it
         return replace(self, handle=other, plan=self.plan.unquantised)
 
-    @_Once
+    @lazy_property
     def anatomy(self) -> ModuleStructure:
         """Its parts, as far as the guard needs them; those of an encoder of text are not told apart."""
         if self.plan.component is not Component.DENOISER:
