@@ -53,16 +53,16 @@ def _without_weights(module: torch.nn.Module) -> torch.nn.Module:
 
 
 @contextmanager
-def counting(kernels: Kernels = LEAN) -> Generator[Alive]:
+def counting(kernels: Kernels = LEAN) -> Generator[ActivationMemoryMode]:
     """Count what is made inside, on "meta". What was there before is not counted, and what is handed on is.
 
     kernels: those of the device that it is counted for.
     """
-    with torch.no_grad(), Alive(kernels) as alive, FusedAttention(alive.attends_in_full):
-        yield alive
+    with torch.no_grad(), ActivationMemoryMode(kernels) as memory, FusedAttention(memory.attends_in_full):
+        yield memory
 
 
-class Alive(TorchDispatchMode):
+class ActivationMemoryMode(TorchDispatchMode):
     """Counts the bytes of all tensors that are made inside and are still held by somebody."""
 
     def __init__(self, kernels: Kernels = LEAN) -> None:
@@ -127,7 +127,7 @@ class Alive(TorchDispatchMode):
             key = shapes_of((args, kwargs))
             given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             if key not in known:
-                with Alive(self.kernels) as inside:
+                with ActivationMemoryMode(self.kernels) as inside:
                     made = call(*args, **kwargs)
                 places = {id(tensor): place for place, tensor in enumerate(given)}
                 known[key] = inside.most, pytree.tree_map_only(torch.Tensor, lambda t: _Like.of(t, places), made)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ...precision.activations import Alive, counting, on_meta
+from ...precision.activations import ActivationMemoryMode, counting, on_meta
 from ...precision.dtypes import DTYPES
 from ...precision.fallback import FallbackAdapter, HalfPrecisionForward, build_half_precision_forward
 from ...precision.fp32_settings import TF32, autocast_off_where_on, device_types
@@ -50,8 +50,8 @@ def signatures_of_calls(
     def cast(value: torch.Tensor) -> torch.Tensor:
         return value.to(dtype) if value.is_floating_point() else value
 
-    with counting() as alive:
-        once = alive.each_shape_once(bare)
+    with counting() as memory:
+        once = memory.each_shape_once(bare)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = pytree.tree_map_only(torch.Tensor, cast, (args, kwargs))
@@ -70,13 +70,13 @@ def room_for_vae(
     part: its network. given: what it is given. run: calls a VAE with that. how: what else tells such calls apart.
     """
 
-    def prepare() -> Callable[[Alive], object]:
+    def prepare() -> Callable[[ActivationMemoryMode], object]:
         network, bare, bare_given = stage.module.get_submodule(part), on_meta(stage.module), on_meta(given)
         writes = stage.handle.family.layout.cache_is_written
         attempt = attempt_on_meta(stage, _handing_on_its_cache(network) if writes else network, _anatomy(network))
 
-        def count(alive: Alive) -> None:
-            call = alive.each_shape_once(attempt)
+        def count(memory: ActivationMemoryMode) -> None:
+            call = memory.each_shape_once(attempt)
             run(_with_call(bare, part, _into_the_cache(call) if writes else call), bare_given)
 
         return count

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ...precision.activations import META, Alive, counting, on_meta, shapes_of
+from ...precision.activations import META, ActivationMemoryMode, counting, on_meta, shapes_of
 from ...precision.dtypes import DTYPES
 from ...precision.fallback import build_half_precision_forward
 from ...precision.kernels import LEAN, Kernels, kernels_of
@@ -34,7 +34,7 @@ def estimate_activation_bytes(
     cached: how many calls of a step have values in a step cache, which stay on the device; 0: there is none.
     """
 
-    def prepare() -> Callable[[Alive], object]:
+    def prepare() -> Callable[[ActivationMemoryMode], object]:
         call = attempt_on_meta(stage, stage.module, stage.anatomy, learned, cached)
         given = on_meta(dict(inputs))
         return lambda _: call(**given)
@@ -42,7 +42,9 @@ def estimate_activation_bytes(
     return counted(stage, (learned, shapes_of(dict(inputs)), cached), prepare)
 
 
-def counted(stage: ComponentStage, what: Hashable, prepare: Callable[[], Callable[[Alive], object]]) -> int:
+def counted(
+    stage: ComponentStage, what: Hashable, prepare: Callable[[], Callable[[ActivationMemoryMode], object]]
+) -> int:
     """Return the bytes that are made at once by what `prepare` returns, on "meta". The report says where its device has
     no lean kernel for that.
 
@@ -63,12 +65,14 @@ def counted(stage: ComponentStage, what: Hashable, prepare: Callable[[], Callabl
     return store.room[key]
 
 
-def _most(prepare: Callable[[], Callable[[Alive], object]], kernels: Kernels) -> tuple[int, Collection[str]]:
+def _most(
+    prepare: Callable[[], Callable[[ActivationMemoryMode], object]], kernels: Kernels
+) -> tuple[int, Collection[str]]:
     """Return the most bytes at once, and why they are more than they have to be."""
     call = prepare()
-    with counting(kernels) as alive:
-        call(alive)
-    return alive.most, alive.lacks
+    with counting(kernels) as memory:
+        call(memory)
+    return memory.most, memory.lacks
 
 
 def attempt_on_meta(

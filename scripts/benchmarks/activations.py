@@ -103,12 +103,12 @@ def decode_of(decode: Decode) -> dict[str, float]:
             vae: Any = getattr(diffusers, decode.kind)(**decode.config)
         vae = on_meta(torch.nn.Module.to(vae, dtype))  # some of it was made on the CPU
         more = {"num_frames": decode.frames} if decode.frames else {}
-        with counting(kernels) as alive:
-            once = alive.each_shape_once(vae.decoder.__call__)
+        with counting(kernels) as memory:
+            once = memory.each_shape_once(vae.decoder.__call__)
             shell: Any = replace_submodules(vae, {"decoder": partial(_calling, once)})
             shell.use_tiling = decode.tiling
             shell.decode(torch.empty(decode.latents, dtype=dtype, device=META), **more)
-        found[name] = alive.most / 1e9
+        found[name] = memory.most / 1e9
     return rounded(found)
 
 
@@ -117,9 +117,9 @@ def _calling(call: Callable[..., Any], network: torch.nn.Module) -> torch.nn.Mod
 
 
 def taken(call: Callable[[], Any], kernels: Kernels = LEAN) -> float:
-    with counting(kernels) as alive:
+    with counting(kernels) as memory:
         _ = call()
-    return alive.most / 1e9
+    return memory.most / 1e9
 
 
 def rounded(found: dict[str, float]) -> dict[str, float]:

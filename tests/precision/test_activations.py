@@ -22,10 +22,10 @@ PUBLISHED = {  # model → GB that a step takes in half and in fp32, as the revi
 
 
 def most(call, *given, **options) -> int:
-    with counting(**options) as alive:
+    with counting(**options) as memory:
         kept = call(*given)
     del kept
-    return alive.most
+    return memory.most
 
 
 def rows(count: int) -> torch.Tensor:
@@ -82,11 +82,11 @@ def test_calls_that_no_kernel_takes_are_counted_apart_and_said_once() -> None:
         return [F.scaled_dot_product_attention(heads, heads, heads, is_causal=True) for _ in range(2)]
 
     scores = 4 * 512 * 512 * 4
-    with counting(Kernels(attention=no_wide_heads)) as alive:
+    with counting(Kernels(attention=no_wide_heads)) as memory:
         kept = attend(64)
-        assert not alive.lacks and alive.most < scores
+        assert not memory.lacks and memory.most < scores
         kept = attend(128)
-    assert [*alive.lacks] == ["no heads of 128"] and alive.most > scores and kept
+    assert [*memory.lacks] == ["no heads of 128"] and memory.most > scores and kept
 
 
 def test_what_a_convolution_unfolds_is_counted_while_it_runs() -> None:
@@ -102,10 +102,10 @@ def test_what_a_convolution_unfolds_is_counted_while_it_runs() -> None:
         given = video[:, :, 0] if other is flat else video
         assert most(other, given, kernels=unfolding) == most(other, given)
     half, given = half.half(), video.half()
-    with counting(unfolding) as alive:
-        call = alive.each_shape_once(half)
+    with counting(unfolding) as memory:
+        call = memory.each_shape_once(half)
         kept = call(given), call(given)
-    assert [*alive.lacks] == ["no cuDNN"] and alive.most == 2 * made + columns and kept
+    assert [*memory.lacks] == ["no cuDNN"] and memory.most == 2 * made + columns and kept
 
 
 def test_a_call_of_each_shape_is_made_once_and_counts_each_time() -> None:
@@ -118,10 +118,10 @@ def test_a_call_of_each_shape_is_made_once_and_counts_each_time() -> None:
     def loop(call):
         return torch.cat([call(rows(n)) for n in (10, 10, 4, 10)])
 
-    with counting() as alive:
-        kept = loop(alive.each_shape_once(network))
+    with counting() as memory:
+        kept = loop(memory.each_shape_once(network))
     assert made == [10, 4] and kept.shape == (34, 64)
-    assert alive.most == most(loop, network)
+    assert memory.most == most(loop, network)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
