@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 from comfyui_onediff_guard.__main__ import main
-from comfyui_onediff_guard.demo.files import STILL_WIDTH, write
+from comfyui_onediff_guard.demo.files import STILL_WIDTH, still, write
 from comfyui_onediff_guard.demo.outcome import MODEL, RUNS, WIDE, Outcome
+from comfyui_onediff_guard.headless.comparison import pictures
 from comfyui_onediff_guard.headless.errors import ExitCode, OutputError
 from PIL import Image
 
@@ -148,3 +149,13 @@ def test_numbers_name_what_was_computed_again() -> None:
     reference = _outcome(0.5)
     assert reference.verdict(reference) == "reference"
     assert "1 of 2 steps computed again" in _outcome(0.51, ("finite", "rerun")).numbers(reference)
+
+
+def test_a_still_has_a_row_for_each_run() -> None:
+    run, black = (
+        pictures.Run("fp16", "right", pictures.GOOD, "numbers", np.full((7, 32, 48, 3), shade, dtype=np.uint8))
+        for shade in (200, 0)
+    )
+    one, two, dark = (still(runs, heading="", subheading="", footnote="") for runs in ([run], [run, run], [run, black]))
+    assert one.width == two.width == STILL_WIDTH and two.height - one.height > 100
+    assert np.asarray(dark).mean() < np.asarray(two).mean()

@@ -74,9 +74,7 @@ def build_cogview3(folder: Path, *, overflow: Overflow = "none", layers: int = 2
             sample_size=16,
         )
         if overflow == "stream":
-            make_stream_overflow(
-                transformer, ("norm1.linear", (5, 11)), lambda: transformer(**cogview_call(transformer))
-            )
+            _overflow_stream(transformer, (5, 11))
         torch.manual_seed(2)
         pipeline = CogView3PlusPipeline(
             tokenizer=tokenizer,
@@ -116,9 +114,7 @@ def build_cogview4(folder: Path, *, overflow: Overflow = "none") -> Path:
             sample_size=16,
         )
         if overflow == "stream":
-            make_stream_overflow(
-                transformer, ("norm1.linear", (10, 11)), lambda: transformer(**cogview_call(transformer))
-            )
+            _overflow_stream(transformer, (10, 11))
         torch.manual_seed(2)
         pipeline = CogView4Pipeline(
             tokenizer=tokenizer,

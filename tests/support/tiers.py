@@ -52,7 +52,7 @@ def fits(rule: str, node_id: str) -> bool:
 
 def listed(section: str, node_ids: Iterable[str]) -> set[str]:
     """The node ids that a section names."""
-    named = re.compile("|".join(_pattern(rule).pattern for rule in SECTIONS[section]))
+    named = re.compile("|".join(_pattern(rule).pattern for rule in SECTIONS[section]) or "(?!)")
     return {name for name in node_ids if named.match(name)}
 
 
