@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from cogview_step import cogview3_call
 from comfyui_onediff_guard.pipelines.families.cogview import COGVIEW3PLUS
 from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH
 from onediff.infer_compiler.backends.env_var import set_oneflow_env_vars
+from small_families import cogview_call
 from stream_peaks import stream_peak
 from torch.nn import functional as F
 
@@ -59,21 +59,6 @@ def beyond_fp16(text_encoder):
     feed_forward.wi_1.weight[5] *= 2**-9
 
 
-class FusedAttention:
-    """Stands in for OneFlow's kernel: it reads the switch at each launch, and unset counts as true."""
-
-    def __init__(self):
-        self.seen: list[str | None] = []
-
-    def __call__(self, query, key, value, **options):
-        switch = os.environ.get(ATTENTION_SWITCH)
-        self.seen.append(switch)
-        if query.dtype == torch.float16 and (switch or "true").lower() in {"1", "true", "yes", "on", "y"}:
-            scores = (query.float() @ key.float().transpose(-1, -2)) * 1e6  # K is large, as in SVD: OneDiff PR 454
-            return (scores.half().softmax(-1) @ value).to(value.dtype)
-        return F.scaled_dot_product_attention.__wrapped__(query, key, value, **options)
-
-
 def overflow_stream(gates: tuple[int, ...], writer: str) -> Callable[[Any], None]:
     """The stream of the image's tokens, the text's, or both, reaches 5e5 after a block."""
 
@@ -83,7 +68,7 @@ def overflow_stream(gates: tuple[int, ...], writer: str) -> Callable[[Any], None
             block.norm1.linear.bias[gate * width : (gate + 1) * width] = 16.0
         linear = block.get_submodule(writer)
         for _ in range(3):
-            peak = stream_peak(denoiser, COGVIEW3PLUS.stream, lambda: denoiser(**cogview3_call(denoiser)))
+            peak = stream_peak(denoiser, COGVIEW3PLUS.stream, lambda: denoiser(**cogview_call(denoiser, 2)))
             linear.weight.mul_(5e5 / peak)
 
     return change
@@ -92,6 +77,11 @@ def overflow_stream(gates: tuple[int, ...], writer: str) -> Callable[[Any], None
 FLASH_SWITCH = "ONEFLOW_KERNEL_FMHA_ENABLE_TRT_FLASH_ATTN_IMPL"
 FEED_FORWARD, ATTENTION = "ff.net.2", "attn1.to_out.0"
 IMAGE, TEXT = 5, 11  # chunks of norm1.linear: the gates of the feed-forward; 3 before each, those of attention
+CLIPPED = {  # gates, and who writes
+    "a finite wrong picture": ((IMAGE, TEXT), FEED_FORWARD),
+    "a clipped text, of which the last norm sees nothing": ((TEXT,), FEED_FORWARD),
+    "NaN, which the clip keeps": ((IMAGE - 3, TEXT - 3), ATTENTION),
+}
 
 
 class Launch(NamedTuple):

@@ -11,14 +11,7 @@ import torch
 from as_comfyui import GRAPHS, call
 from comfyui_onediff_guard.comfyui_host import host
 from diffusers import CogVideoXTransformer3DModel, CogView3PlusTransformer2DModel
-from mechanisms import (
-    ATTENTION,
-    FEED_FORWARD,
-    IMAGE,
-    TEXT,
-    overflow_inside_a_feed_forward,
-    overflow_stream,
-)
+from mechanisms import CLIPPED, overflow_inside_a_feed_forward, overflow_stream
 
 
 @pytest.fixture
@@ -64,12 +57,9 @@ def test_an_inner_overflow(model_folder, changed, probed_and_applied):
     assert_nothing_failed(steps, latents)
 
 
-@pytest.mark.parametrize(
-    ("gates", "writer"),
-    [((IMAGE, TEXT), FEED_FORWARD), ((TEXT,), FEED_FORWARD), ((IMAGE - 3, TEXT - 3), ATTENTION)],
-)
-def test_a_stream_that_is_clipped(cogview3_folder, changed, probed_and_applied, gates, writer):
-    change = overflow_stream(gates, writer)
+@pytest.mark.parametrize("clipped", CLIPPED)
+def test_a_stream_that_is_clipped(cogview3_folder, changed, probed_and_applied, clipped):
+    change = overflow_stream(*CLIPPED[clipped])
     folder = changed(cogview3_folder, "transformer", CogView3PlusTransformer2DModel, change)
     told, steps, latents = probed_and_applied("cogview3", folder)
     assert told["learned"]["wide"]

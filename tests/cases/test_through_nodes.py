@@ -5,6 +5,7 @@ First what users report: plain fp16, diffusers by hand, or the switch as it was.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import diffusers
@@ -13,14 +14,14 @@ import pytest
 import torch
 from as_comfyui import GRAPHS, PROMPT
 from comfyui_onediff_guard.comfyui_host import host
-from comfyui_onediff_guard.pipelines.compile import backends as backends
-from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH
+from comfyui_onediff_guard.pipelines.compile import backends
+from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice
+from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
+from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
+from comfyui_onediff_guard.precision.accumulation import ATTENTION_SWITCH, Accumulation
 from diffusers import CogVideoXTransformer3DModel, CogView3PlusTransformer2DModel
 from mechanisms import (
-    ATTENTION,
-    FEED_FORWARD,
-    IMAGE,
-    TEXT,
+    CLIPPED,
     FusedRMSNorm,
     OneFlow,
     beyond_fp16,
@@ -82,7 +83,8 @@ def test_case_1_stream(model_folder, through_nodes, family):
     assert largest_difference(asked, expected) < VISIBLE
     ampere = through_nodes(family, folder, "sm80")
     assert outcomes(ampere) == [("bf16", "finite")] * calls
-    assert error(turing.latents, expected.latents) <= error(ampere.latents, expected.latents)
+    nearer = 4 if family == "1.5" else 1  # than an A100's bf16
+    assert error(turing.latents, expected.latents) <= error(ampere.latents, expected.latents) / nearer
 
 
 # --- case 2: a model belongs in the dtype that it was trained in ------------------------------------------------------
@@ -99,7 +101,9 @@ def test_case_2_trained_in_bf16(model_folder, changed, through_nodes, family):
     assert outcomes(ampere) == [("bf16", "finite")] * STEPS
     assert "was trained in bf16, which sm80 (Ampere) computes natively" in ampere.text
     turing = through_nodes(family, folder, "sm75")
-    assert broken(turing) == 0
+    assert broken(turing) == 0 and turing.reports["sample"]["reruns"] == 1
+    assert "inside a block, apart from the residual stream" in turing.text
+    assert error(turing.latents, expected.latents) < 5e-3
     assert largest_difference(turing, expected) < VISIBLE
     assert largest_difference(ampere, expected) < 5 * VISIBLE
 
@@ -158,6 +162,27 @@ def test_case_3_weights_beyond_fp16(model_folder, changed, through_nodes, family
     assert largest_difference(made, expected) < VISIBLE
 
 
+def test_case_3_a_text_encoder_that_was_cast_after_loading_is_put_right(model_folder, changed, on_card, monkeypatch):
+    load = T5EncoderModel.from_pretrained
+
+    def load_and_cast(*args, **options):
+        loaded: Any = load(*args, **options)  # the model, and what was found of it on disk
+        return torch.nn.Module.to(loaded[0], torch.float16), loaded[1]
+
+    def encoded(folder, precision):
+        (embeddings, _), report = encode_prompts(on_card(folder, "sm75", precision), ["a boat", ""])
+        return embeddings, report
+
+    folders = model_folder("2b"), changed(model_folder("2b"), "text_encoder", T5EncoderModel, beyond_fp16)
+    expected = [encoded(folder, "fp32")[0] for folder in folders]
+    monkeypatch.setattr(T5EncoderModel, "from_pretrained", load_and_cast)
+    for folder, right in zip(folders, expected, strict=True):
+        embeddings, report = encoded(folder, "fp16")
+        assert "put back in fp32, where T5EncoderModel keeps wo" in report.text()
+        assert ("which fp16 cannot hold" in report.text()) == (folder is folders[1])
+        assert error(embeddings, right) < 1e-2 and report.reruns == 0
+
+
 # --- case 4: half-precision accumulation in fused attention, by contract ----------------------------------------------
 
 
@@ -181,17 +206,14 @@ def is_near(made, expected):
     return (made.images - expected.images).abs().mean().item() < VISIBLE
 
 
-WRONG = ("sm75", "sm80", "sm86", "sm89")
-
-
-@pytest.mark.parametrize("name", ["sm70", *WRONG, "sm90"])
+@pytest.mark.parametrize("name", ["sm70", "sm75"])
 def test_case_4_svd_on_oneflow(svd_folder, through_nodes, oneflow, monkeypatch, name):
     folder, kernel = svd_folder, oneflow(name)
     expected = through_nodes("svd", folder, name, "fp32", backend="oneflow")
     with monkeypatch.context() as exported:
         exported.setenv(ATTENTION_SWITCH, "1")  # as it was: what unset counts as
         plain = through_nodes("svd", folder, name, "fp16 (plain)", backend="oneflow")
-    if name in WRONG:
+    if name == "sm75":
         assert_is_black(plain)
     else:
         assert is_near(plain, expected), "right on V100, as users say"
@@ -232,12 +254,37 @@ def test_case_4_a_switch_that_the_user_exported_is_respected_and_the_guard_saves
     assert f"{ATTENTION_SWITCH}=1 (by user: set before this run, respected, although" in made.text
 
 
-# --- case 5: CogView3-Plus clips its stream in fp16 -------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("name", "request_", "exported", "expected"),
+    [
+        ("sm70", "auto", None, "1"),
+        ("sm80", "auto", None, "0"),
+        ("sm80", "fast", None, "1"),
+        ("sm70", "auto", "0", "0"),
+        ("sm80", "auto", "1", "1"),
+    ],
+)
+def test_case_4_a_run_that_compiles_nothing_sees_what_the_one_that_compiled_saw(
+    model_folder, on_card, oneflow, monkeypatch, name, request_, exported, expected
+):
+    kernel = oneflow("sm70")  # whose results are right in either mode: what it sees is looked at
+    if exported:
+        monkeypatch.setenv(ATTENTION_SWITCH, exported)
+    before = kernel.environment()
+    handle = on_card(model_folder("2b"), name)
+    handle = replace(handle, backend=BackendChoice("oneflow", "asked for"), accumulation=Accumulation(request_))
+    handle.store.compiled.clear()  # what another test's stand-in made
+    positive, negative = encode_prompts(handle, [PROMPT, ""])[0]
+    for _ in range(2):
+        kernel.launches.clear()
+        _, report = sample(handle, positive, negative, SampleSettings(64, 48, frames=9, steps=STEPS, seed=3))
+        assert {launch.attention for launch in kernel.launches if launch.compiled} == {expected}
+        assert kernel.environment() == before
+        (told,) = [switch for switch in report.switches if switch.name == ATTENTION_SWITCH]
+        assert (told.value, told.set_by) == (expected, "user" if exported else "onediff-guard")
 
-CLIPPED = {
-    "a finite wrong picture": ((IMAGE, TEXT), FEED_FORWARD),
-    "NaN, which the clip keeps": ((IMAGE - 3, TEXT - 3), ATTENTION),
-}
+
+# --- case 5: CogView3-Plus clips its stream in fp16 -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("clipped", CLIPPED)
@@ -250,7 +297,7 @@ def test_case_5_clip(cogview3_folder, changed, through_nodes, clipped):
     if clipped == "a finite wrong picture":
         assert torch.isfinite(plain.images).all()
         assert largest_difference(plain, expected) > 0.5
-    else:
+    elif "NaN" in clipped:
         assert_is_black(plain)
 
     turing = through_nodes("cogview3", folder, "sm75")

@@ -6,8 +6,8 @@ import diffusers
 import pytest
 import svd_layout
 import torch
-from comfyui_onediff_guard.pipelines.families.cogview import COGVIEW3PLUS
 from comfyui_onediff_guard.pipelines.families.svd import SVD
+from comfyui_onediff_guard.pipelines.models.folder import family_of
 from comfyui_onediff_guard.pipelines.models.lora import Lora
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
@@ -21,23 +21,7 @@ from transformers import T5EncoderModel
 
 SMALL = SampleSettings(width=32, height=32, frames=5, steps=3, guidance_scale=6.0, seed=3, scheduler="DPM")
 BLOCK = "transformer_blocks.1"
-DENOISER = {
-    "a convolution": "patch_embed.proj.weight",
-    "a linear layer": f"{BLOCK}.attn1.to_q.weight",
-    "a norm": f"{BLOCK}.norm1.norm.weight",
-    "a writer of the stream, which is wide": f"{BLOCK}.ff.net.2.weight",
-    "the modulation": f"{BLOCK}.norm1.linear.weight",
-}
-TEXT_ENCODER = {
-    "the embedding": "shared.weight",
-    "a linear layer": "encoder.block.0.layer.0.SelfAttention.q.weight",
-    "a norm": "encoder.block.1.layer.1.layer_norm.weight",
-}
-VAE = {
-    "a convolution": "decoder.conv_in.weight",
-    "the norm whose dtype the decoder asks": "decoder.up_blocks.0.resnets.0.norm1.weight",
-    "a norm": "decoder.mid_block.resnets.1.norm2.weight",
-}
+TO_Q = f"{BLOCK}.attn1.to_q.weight"
 
 
 def one_large(name, value=1e5):
@@ -55,41 +39,52 @@ def sampled(handle):
     return sample(handle, positive, negative, SMALL)
 
 
+def encoded(handle):
+    (embeddings, _), report = encode_prompts(handle, ["a boat", ""])
+    return embeddings, report
+
+
+def decoded(handle):
+    return decode(handle, torch.randn(1, 16, 8, 8, generator=torch.Generator().manual_seed(0)))
+
+
+COMPONENTS = {  # model, class, what runs it
+    "transformer": ("5b", diffusers.CogVideoXTransformer3DModel, sampled),
+    "text_encoder": ("2b", T5EncoderModel, encoded),
+    "vae": ("cogview3", diffusers.AutoencoderKL, decoded),
+}
+WEIGHTS = {
+    "a convolution": ("transformer", "patch_embed.proj.weight"),
+    "a linear layer": ("transformer", TO_Q),
+    "a norm": ("transformer", f"{BLOCK}.norm1.norm.weight"),
+    "a writer of the stream, which is wide": ("transformer", f"{BLOCK}.ff.net.2.weight"),
+    "the modulation": ("transformer", f"{BLOCK}.norm1.linear.weight"),
+    "the text encoder's embedding": ("text_encoder", "shared.weight"),
+    "its linear layer": ("text_encoder", "encoder.block.0.layer.0.SelfAttention.q.weight"),
+    "its norm": ("text_encoder", "encoder.block.1.layer.1.layer_norm.weight"),
+    "the VAE's convolution": ("vae", "decoder.conv_in.weight"),
+    "the norm whose dtype the decoder asks": ("vae", "decoder.up_blocks.0.resnets.0.norm1.weight"),
+    "its other norm": ("vae", "decoder.mid_block.resnets.1.norm2.weight"),
+}
+
+
 def told(report, name):
     (note,) = [note for note in report.notes if "fp16 cannot hold" in note]
     assert name in note and note in report.text()
     return note
 
 
-@pytest.mark.parametrize("what", DENOISER)
-def test_of_the_denoiser(model_folder, changed, on_card, what):
-    name = DENOISER[what]
-    folder = changed(model_folder("5b"), "transformer", diffusers.CogVideoXTransformer3DModel, one_large(name))
-    expected, _ = sampled(on_card(folder, "sm75", "fp32"))
-    latents, report = sampled(on_card(folder, "sm75"))
-    assert report.plan.dtype == "fp16" and report.plan.wide and not report.failed
-    assert error(latents, expected) < 2e-2
+@pytest.mark.parametrize("what", WEIGHTS)
+def test_a_large_weight(model_folder, changed, on_card, what):
+    component, name = WEIGHTS[what]
+    model, kind, run = COMPONENTS[component]
+    folder = changed(model_folder(model), component, kind, one_large(name))
+    family = family_of(folder)
+    expected, _ = run(on_card(folder, "sm75", "fp32", family))
+    made, report = run(on_card(folder, "sm75", "auto" if component == "transformer" else "fp16", family))
+    assert report.plan.dtype == "fp16" and not report.failed and error(made, expected) < 2e-2
+    assert report.plan.wide or component != "transformer"
     assert "up to 1e+05" in told(report, f"'{name}'")
-
-
-@pytest.mark.parametrize("what", TEXT_ENCODER)
-def test_of_the_text_encoder(model_folder, changed, on_card, what):
-    name = TEXT_ENCODER[what]
-    folder = changed(model_folder("2b"), "text_encoder", T5EncoderModel, one_large(name))
-    (expected, _), _ = encode_prompts(on_card(folder, "sm75", "fp32"), ["a boat", ""])
-    (embeddings, _), report = encode_prompts(on_card(folder, "sm75", "fp16"), ["a boat", ""])
-    assert report.plan.dtype == "fp16" and error(embeddings, expected) < 2e-2
-    told(report, f"'{name}'")
-
-
-@pytest.mark.parametrize("what", VAE)
-def test_of_the_vae(model_folder, changed, on_card, what):
-    folder = changed(model_folder("cogview3"), "vae", diffusers.AutoencoderKL, one_large(VAE[what]))
-    latents = torch.randn(1, 16, 8, 8, generator=torch.Generator().manual_seed(0))
-    expected, _ = decode(on_card(folder, "sm75", "fp32", COGVIEW3PLUS), latents)
-    images, report = decode(on_card(folder, "sm75", "fp16", COGVIEW3PLUS), latents)
-    assert report.plan.dtype == "fp16" and error(images, expected) < 2e-2
-    told(report, f"'{VAE[what]}'")
 
 
 def test_a_layer_that_stays_in_fp16s_range_needs_no_rerun(model_folder, changed, on_card):
@@ -99,8 +94,8 @@ def test_a_layer_that_stays_in_fp16s_range_needs_no_rerun(model_folder, changed,
         attention.layer_norm.weight[5] = 1e-4
 
     folder = changed(model_folder("2b"), "text_encoder", T5EncoderModel, change)
-    (expected, _), _ = encode_prompts(on_card(folder, "sm75", "fp32"), ["a boat", ""])
-    (embeddings, _), report = encode_prompts(on_card(folder, "sm75"), ["a boat", ""])
+    expected, _ = encoded(on_card(folder, "sm75", "fp32"))
+    embeddings, report = encoded(on_card(folder, "sm75"))
     assert report.plan.dtype == "fp16" and report.reruns == 0
     assert error(embeddings, expected) < 1e-2
 
@@ -124,7 +119,7 @@ def test_of_a_single_file(tmp_path, on_card, stored):
 
 @pytest.mark.parametrize("broken", [float("inf"), float("nan")])
 def test_a_weight_that_is_stored_broken_is_said_to_be_damaged(model_folder, changed, on_card, broken):
-    change = one_large(DENOISER["a linear layer"], broken)
+    change = one_large(TO_Q, broken)
     folder = changed(model_folder("2b"), "transformer", diffusers.CogVideoXTransformer3DModel, change)
     handle = on_card(folder, "sm75")
     with pytest.raises(GuardStopped, match=rf"'{BLOCK}.attn1.to_q.weight' holds 1 non-finite .* is damaged"):
@@ -133,9 +128,7 @@ def test_a_weight_that_is_stored_broken_is_said_to_be_damaged(model_folder, chan
 
 
 def test_a_lora_on_such_a_layer(model_folder, changed, on_card, tmp_path):
-    folder = changed(
-        model_folder("5b"), "transformer", diffusers.CogVideoXTransformer3DModel, one_large(DENOISER["a linear layer"])
-    )
+    folder = changed(model_folder("5b"), "transformer", diffusers.CogVideoXTransformer3DModel, one_large(TO_Q))
     generator = torch.Generator().manual_seed(1)
     layers = {f"{BLOCK}.attn1.to_q": (64, 64), f"{BLOCK}.ff.net.2": (64, 256)}
     lora = {}
