@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from card_faults import opened
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.precision.shallow_copy import reporting
 from diffusers import CogVideoXPipeline
-from small_runs import sampled
+from small_runs import opened, sampled
 
 
 def test_without_an_accelerator_it_is_as_model_and_says_so(model_folder):

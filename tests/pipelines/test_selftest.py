@@ -38,7 +38,7 @@ class Broken(TorchFunctionMode):
 
 # inductor's code for fp16 does not compile where this is set: PyTorch's headers leave its vectors out
 NO_COMPILER = ["a compiled block"] if os.environ.get("ATEN_CPU_CAPABILITY") == "default" else []
-OF_CARDS = ["offload 'group'", "peak memory beyond the estimate"]  # second_device_cases.py has them
+OF_CARDS = ["offload 'group'", "peak memory beyond the estimate"]  # devices/on_it/device_itself.py has them
 
 
 def test_all_is_right_here() -> None:

@@ -9,16 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-import shared_models
 import torch
-from comfyui_onediff_guard.pipelines.models.recognised import family_of
-from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
+from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
 from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.pipelines.weights.placement import DeviceMemory, PlainPlacement, bytes_on
 from comfyui_onediff_guard.precision.guard import StageGuard
-from comfyui_onediff_guard.precision.policy import Precision
-
-CUDA = torch.device("cuda:0")
+from small_runs import CUDA, opened
 
 
 class Room:
@@ -38,8 +34,7 @@ class Room:
         stores._STORES.clear()
         _settle()
         self._others = self._card.used()
-        folder, options = shared_models.model_folder(model), {"backend": "eager", "placement": _Placement(self)}
-        handle = load(folder, family_of(folder), precision=Precision(precision), offload=offload, **options)
+        handle = opened(model, offload, precision, placement=_Placement(self))
         self._store = handle.store
         return handle
 

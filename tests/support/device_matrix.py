@@ -113,19 +113,15 @@ COMPILED = (
 
 def ran(folder: Path, device: torch.device, leg: Leg) -> Iterator[tuple[torch.Tensor, torch.Tensor, Any, Any]]:
     """Yield latents, frames and the reports of sampling and decoding, of each run of a leg."""
-    from comfyui_onediff_guard.pipelines.models.recognised import family_of
     from comfyui_onediff_guard.pipelines.run.decode import decode
     from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
-    from comfyui_onediff_guard.pipelines.run.handle import add_lora, load
-    from comfyui_onediff_guard.pipelines.run.pictures import fitted
+    from comfyui_onediff_guard.pipelines.run.handle import add_lora
     from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
-    from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
     from comfyui_onediff_guard.precision.error_estimate import CachePolicy
     from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
-    from comfyui_onediff_guard.precision.policy import Precision
+    from small_runs import opened, picture
 
-    options: dict[str, Any] = {"backend": leg.backend, "offload": leg.offload, "placement": PlainPlacement(device)}
-    handle = load(folder, family_of(folder), precision=Precision(leg.precision), **options)
+    handle = opened(folder, leg.offload, leg.precision, device=device, backend=leg.backend)
     policy = GuardPolicy(scope=Scope(leg.scope), strict=leg.strict)
     handle = replace(handle, policy=policy, step_cache=CachePolicy(0.1) if leg.step_cache else None)
     if leg.lora:
@@ -138,8 +134,7 @@ def ran(folder: Path, device: torch.device, leg: Leg) -> Iterator[tuple[torch.Te
         handle.store.prompts.clear()
         prompts = ["a red kite", "grey"] if number == 0 else ["a blue kite over the sea", "grey"]
         positive, negative = encode_prompts(handle, prompts)[0] if handle.family.prompt else (None, None)
-        picture = torch.rand(1, 64, 96, 3, generator=torch.Generator().manual_seed(2 + number))
-        image = fitted(picture, width, height, "crop")[0]
+        image = picture(width, height, seed=2 + number)
         start: dict[str, Any] = {"image": image} if handle.family.takes_image else {}
         start |= {"video": [image.rotate(9 * n) for n in range(frames)]} if leg.video else {}
         latents, sampled = sample(handle, positive, negative, settings, **start)

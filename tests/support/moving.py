@@ -10,19 +10,15 @@ from typing import Any
 from unittest import mock
 
 import second_device
+import small_runs
 import torch
 from comfyui_onediff_guard.pipelines.models.lora import Lora
-from comfyui_onediff_guard.pipelines.models.recognised import family_of
-from comfyui_onediff_guard.pipelines.run.decode import decode
-from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
-from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, add_lora, load
-from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
+from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, add_lora
 from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.pipelines.weights.placement import Placement, tensors_of
 from comfyui_onediff_guard.precision.policy import Precision
 from diffusers.hooks.group_offloading import ModuleGroup
-
-CUDA = torch.device("cuda", 0)
+from small_runs import CUDA
 
 
 class Moves:
@@ -72,8 +68,7 @@ class Moves:
 def opened(folder: Path, offload: str, placement: Placement) -> PipelineHandle:
     """Each with a store of its own."""
     stores._STORES.clear()
-    options: dict[str, Any] = {"backend": "eager", "offload": offload, "placement": placement}
-    return load(folder, family_of(folder), precision=Precision("fp32"), **options)
+    return small_runs.opened(folder, offload, placement=placement)
 
 
 def there(*modules: torch.nn.Module) -> int:
@@ -82,11 +77,7 @@ def there(*modules: torch.nn.Module) -> int:
 
 
 def frames(handle: PipelineHandle, seed: int = 3) -> torch.Tensor:
-    handle.store.prompts.clear()  # the text encoder is needed each time
-    (positive, negative), _ = encode_prompts(handle, ["a red kite", "grey"])
-    settings = SampleSettings(32, 32, steps=1, seed=seed, frames=5, guidance_scale=6.0)
-    latents, _ = sample(handle, positive, negative, settings)
-    return decode(handle, latents)[0].cpu()
+    return small_runs.frames(handle, (32, 32, 5), steps=1, seed=seed)
 
 
 BEFORE: dict[str, Callable[[PipelineHandle, Lora], object]] = {  # the run that fails

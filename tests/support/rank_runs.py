@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,6 @@ class Case:
     cache: bool = False  # with a step cache
     chunk: int = 0  # frames decoded at once; 0: nothing is decoded
     offload: str = "none"
-    there: bool = False  # within a place in which an offload in parts has two places to move weights between
     lora: Path | None = None
     guidance: float = 5.0  # SVD has its own where it is above 1
 
@@ -82,28 +82,27 @@ class Made:
 
 def sampled(case: Case) -> Made:
     """Run a case in this process, alone or as one of several."""
-    from comfyui_onediff_guard.pipelines.models.folder import family_of
+    from weights_apart import weights_apart
+
+    with weights_apart() if case.offload in ("group", "sequential") else nullcontext():
+        return _sampled(case)
+
+
+def _sampled(case: Case) -> Made:
     from comfyui_onediff_guard.pipelines.models.lora import Lora
     from comfyui_onediff_guard.pipelines.parallel.group import process_group
     from comfyui_onediff_guard.pipelines.run.decode import decode
     from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
-    from comfyui_onediff_guard.pipelines.run.handle import add_lora, load
+    from comfyui_onediff_guard.pipelines.run.handle import add_lora
     from comfyui_onediff_guard.pipelines.run.pictures import fitted
     from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
     from comfyui_onediff_guard.pipelines.weights import components
-    from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
     from comfyui_onediff_guard.precision.error_estimate import CachePolicy
-    from comfyui_onediff_guard.precision.policy import Component, Precision
+    from comfyui_onediff_guard.precision.policy import Component
+    from small_runs import opened
 
-    if case.offload in ("group", "sequential") and not case.there:
-        from weights_apart import weights_apart
-
-        with weights_apart():
-            return sampled(replace(case, there=True))
     components._STORES.clear()
-    options: dict[str, Any] = {"backend": case.backend, "offload": case.offload, "placement": PlainPlacement()}
-    options["ranks"] = process_group()
-    handle = load(case.folder, family_of(case.folder), precision=Precision(case.precision), **options)
+    handle = opened(case.folder, case.offload, case.precision, backend=case.backend, ranks=process_group())
     handle = replace(handle, step_cache=CachePolicy(error=0.5, check_every=3)) if case.cache else handle
     handle = add_lora(handle, Lora(case.lora)) if case.lora else handle
     width, height, frames = case.size or SIZES[case.model]

@@ -71,22 +71,14 @@ class Costs:
             self.found.update({name: card.counts()[name] for name in card.counts() if not name.startswith("waits")})
 
 
-def ours(folder: Path, card: Any, **options: Any) -> Callable[[int], Costs]:
+def ours(folder: Path, card: Any, *, step_cache: bool = False, **options: Any) -> Callable[[int], Costs]:
     """A run of this pack: of so many steps, to what it costs."""
-    from comfyui_onediff_guard.pipelines.models.recognised import family_of
-    from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
-    from comfyui_onediff_guard.pipelines.run.handle import load
     from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
-    from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
     from comfyui_onediff_guard.precision.error_estimate import CachePolicy
-    from comfyui_onediff_guard.precision.policy import Precision
+    from small_runs import opened, prompts
 
-    cached, precision = options.pop("step_cache", False), Precision(options.pop("precision"))
-    offload = options.pop("offload", "none")
-    placement = PlainPlacement(torch.device("cuda:0"))
-    handle = load(folder, family_of(folder), precision=precision, backend="eager", offload=offload, placement=placement)
-    handle = replace(handle, step_cache=CachePolicy(0.1) if cached else None)
-    positive, negative = encode_prompts(handle, ["a red kite", "grey"])[0]
+    handle = replace(opened(folder, **options), step_cache=CachePolicy(0.1) if step_cache else None)
+    positive, negative = prompts(handle)
     width, height, frames = SIZES.get(folder.name.rpartition("-")[0], (64, 48, 5))
     name = handle.family.denoisers[0]
     plan = handle.denoising()[0].plan

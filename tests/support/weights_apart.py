@@ -23,10 +23,8 @@ class Apart(group_offloading.ModuleGroup):
     """Weights that cannot be computed with before they are brought. As with a stream, what is brought is known by its
     object, and of modules the buffers stay on the device."""
 
-    log: list[tuple[str, Apart]]
     here: set[Apart]
     at_rest: dict[torch.Tensor, torch.Tensor]
-    most_bytes: int
 
     @property
     def tensors(self):
@@ -34,16 +32,13 @@ class Apart(group_offloading.ModuleGroup):
         return list(dict.fromkeys([*modules, *self.parameters, *self.buffers]))
 
     def onload_(self):
-        Apart.log.append(("onload", self))
         if self not in Apart.here:
             for tensor in self.tensors:
                 tensor.data = self.kept[tensor]
                 Apart.at_rest.pop(tensor, None)
             Apart.here.add(self)
-        Apart.most_bytes = max(Apart.most_bytes, sum(t.nbytes for group in Apart.here for t in group.tensors))
 
     def offload_(self):
-        Apart.log.append(("offload", self))
         if self in Apart.here or not hasattr(self, "kept"):
             self.kept = {tensor: Apart.at_rest.get(tensor, tensor.data) for tensor in self.tensors}
             buffers = {buffer for module in self.modules for buffer in module.buffers()}
@@ -54,7 +49,7 @@ class Apart(group_offloading.ModuleGroup):
 
 
 @contextmanager
-def weights_apart() -> Iterator[type[Apart]]:
+def weights_apart() -> Iterator[None]:
     """Inside, what an offload in parts does not bring is not there."""
     gc.collect()
     reach = wide.reach
@@ -62,13 +57,13 @@ def weights_apart() -> Iterator[type[Apart]]:
         held.enter_context(mock.patch.object(group_offloading, "ModuleGroup", Apart))
         for module in (handles, offloading, stores):
             held.enter_context(mock.patch.object(module, "brings_parts_to", return_value=True))
-        Apart.log, Apart.here, Apart.at_rest, Apart.most_bytes = [], set(), {}, 0
+        Apart.here, Apart.at_rest = set(), {}
         at_rest = lambda weight: reach(Apart.at_rest.get(weight, weight))  # noqa: E731
         held.enter_context(mock.patch.object(wide, "reach", at_rest))  # once, in main memory
         biases = _reading_at_rest(wide._bias_with_adapters)  # the same
         held.enter_context(mock.patch.object(wide, "_bias_with_adapters", biases))
-        yield Apart
-    Apart.log, Apart.here, Apart.at_rest = [], set(), {}
+        yield
+    Apart.here, Apart.at_rest = set(), {}
 
 
 def _reading_at_rest(bias: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from card_faults import opened
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
 from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.pipelines.weights.block_offload import most_on_device
 from comfyui_onediff_guard.pipelines.weights.offload import Offload
-from small_runs import SIZES, sampled
+from small_runs import SIZES, opened, sampled
 
 
 def deep(handle: PipelineHandle) -> PipelineHandle:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from card_room import Room, everything_away
-from comfyui_onediff_guard.pipelines.models.recognised import family_of
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
-from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
+from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.oom_fallback import _MARGIN
-from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement, bytes_of
+from comfyui_onediff_guard.pipelines.weights.placement import bytes_of
 from comfyui_onediff_guard.precision.error_estimate import CachePolicy
-from comfyui_onediff_guard.precision.policy import Precision
 from comfyui_onediff_guard.precision.step_cache import StepCache
-from small_runs import sampled
+from small_runs import CPU, opened, sampled
 
 WIDE = CachePolicy(error=0.5, check_every=3)  # random weights change from step to step more than trained ones
 STEPS = 5  # of which the fourth one is compared, which takes most
@@ -82,9 +78,7 @@ def test_auto_gives_up_the_cache_where_it_has_no_room_for_it(room: Room) -> None
         assert not any("memory ran out" in note for note in report.notes), "it was foreseen"
 
 
-def test_a_second_denoiser_finds_nothing_that_the_first_one_kept(
-    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_denoiser_finds_nothing_that_the_first_one_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wan 2.2's two transformers, of which the first is done when the second one is called."""
     caches: list[StepCache] = []
     full: list[int] = []
@@ -97,9 +91,7 @@ def test_a_second_denoiser_finds_nothing_that_the_first_one_kept(
         return made
 
     monkeypatch.setattr(StepCache, "keep", noted)
-    folder = model_folder("wan-two")
-    options: dict[str, Any] = {"precision": Precision("fp32"), "backend": "eager", "offload": "none"}
-    handle = load(folder, family_of(folder), **options, placement=PlainPlacement(torch.device("cpu")))
+    handle = opened("wan-two", device=CPU)
     positive, negative = encode_prompts(handle, ["a red kite", "grey"])[0]
     settings = SampleSettings(64, 48, steps=STEPS, seed=3, frames=5, guidance_scale=5.0)
     sample(replace(handle, step_cache=WIDE), positive, negative, settings)

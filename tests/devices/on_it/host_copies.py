@@ -8,23 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from card_faults import CUDA, frames, opened
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, add_lora
 from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.pipelines.weights import placement
 from comfyui_onediff_guard.pipelines.weights.placement import DeviceMemory, move, tensors_of
-from small_runs import sampled
+from small_runs import CUDA, frames, opened, sampled
 from torch import nn
 from trained_lora import train_lora
 
 HOST = torch.device("cpu")
 OTHERS = 2**17  # bytes of prompts, positions, latents and norms that go to the card in a run, at most
-
-
-@pytest.fixture(autouse=True)
-def stores_of_its_own(card: Any) -> None:
-    stores._STORES.clear()
 
 
 def run_of(handle: PipelineHandle) -> None:
@@ -119,7 +113,7 @@ def test_main_memory_that_is_short_keeps_nothing(card: Any, monkeypatch: pytest.
     handle.store.empty()
 
 
-def test_layer_by_layer_weights_go_back_to_where_they_were(card: Any) -> None:
+def test_layer_by_layer_weights_go_back_to_where_they_were() -> None:
     handle, at_rest = opened("2b", "sequential"), []
     for _ in range(2):
         frames(handle)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from card_faults import CUDA, opened
 from card_room import Room
 from comfyui_onediff_guard.pipelines.compile import backends
 from comfyui_onediff_guard.pipelines.compile.backends import CompileOptions
@@ -22,7 +21,7 @@ from comfyui_onediff_guard.precision.error_estimate import CachePolicy
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from onediff.infer_compiler.backends import registry
 from safetensors.torch import save_file
-from small_runs import sampled
+from small_runs import CUDA, opened, sampled
 from torch._dynamo.utils import counters
 
 IN_PARTS = ["group", "sequential"]
@@ -59,9 +58,7 @@ def learning(handle: Any) -> Any:
 
 
 @pytest.mark.parametrize(("offload", "backend"), [("group", "eager"), ("group", "inductor"), ("sequential", "eager")])
-def test_what_is_learned_makes_parts_wide(
-    card: Any, monkeypatch: pytest.MonkeyPatch, offload: str, backend: str
-) -> None:
+def test_what_is_learned_makes_parts_wide(monkeypatch: pytest.MonkeyPatch, offload: str, backend: str) -> None:
     if backend == "inductor":  # it has no compiler for the card: what it traced runs as it is
         backends._register_inductor()
         monkeypatch.setitem(backends._PROBES, "inductor", lambda _device: "")
@@ -75,7 +72,7 @@ def test_what_is_learned_makes_parts_wide(
 
 
 @pytest.mark.parametrize("offload", IN_PARTS)
-def test_an_attention_kernel_is_chosen_alike(card: Any, offload: str) -> None:
+def test_an_attention_kernel_is_chosen_alike(offload: str) -> None:
     how = CompileOptions(attention="math")
     assert "attention: math" in same_run(offload, lambda handle: replace(handle, compile_options=how)).backend_reason
 
@@ -100,7 +97,7 @@ def lora(tmp_path_factory: pytest.TempPathFactory) -> Lora:
 
 
 @pytest.mark.parametrize(("offload", "precision"), [("group", "fp16"), ("sequential", "bf16")])
-def test_loras_come_with_their_layers(card: Any, lora: Lora, offload: str, precision: str) -> None:
+def test_loras_come_with_their_layers(lora: Lora, offload: str, precision: str) -> None:
     how = {"precision": precision, "overflow": "stream"}
     report = same_run(offload, lambda handle: add_lora(handle, lora), **how)
     assert bool(report.wide) == (precision == "fp16") and not report.reruns
@@ -124,7 +121,7 @@ def test_a_skipped_block_is_not_brought(card: Any, offload: str) -> None:
     assert offload == "group" or brought < 0.95 * cached(CachePolicy(0.0), offload)[2]
 
 
-def test_one_model_open_with_several_kinds(card: Any) -> None:
+def test_one_model_open_with_several_kinds() -> None:
     """Of one store, whose weights every kind finds where the other left them."""
     stores._STORES.clear()
     first = opened("2b", "none")
@@ -147,7 +144,7 @@ def test_room_is_asked_for_what_comes_not_for_the_whole(room: Room, monkeypatch:
 
 
 @pytest.mark.parametrize("offload", ["model", *IN_PARTS])
-def test_a_text_encoder_with_every_layer_wide(card: Any, offload: str) -> None:
+def test_a_text_encoder_with_every_layer_wide(offload: str) -> None:
     def encoded(offload: str) -> Any:
         stores._STORES.clear()
         handle = opened("2b", offload, "fp16")
@@ -163,7 +160,7 @@ def test_a_text_encoder_with_every_layer_wide(card: Any, offload: str) -> None:
 
 
 @pytest.mark.parametrize("offload", IN_PARTS)
-def test_the_text_encoder_is_what_is_let_go(card: Any, monkeypatch: pytest.MonkeyPatch, offload: str) -> None:
+def test_the_text_encoder_is_what_is_let_go(monkeypatch: pytest.MonkeyPatch, offload: str) -> None:
     handle, asked = opened("2b", offload), []
     monkeypatch.setattr(handle.store.placement, "make_room", lambda _: asked.append([*handle.store._onloading]))
     sampled(handle, "2b")
@@ -171,7 +168,7 @@ def test_the_text_encoder_is_what_is_let_go(card: Any, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("model", "encoders"), [("5b-i2v", ["vae"]), ("svd", ["image_encoder", "vae"])])
-def test_what_encoded_the_image_rests_while_the_denoiser_runs(card: Any, model: str, encoders: list[str]) -> None:
+def test_what_encoded_the_image_rests_while_the_denoiser_runs(model: str, encoders: list[str]) -> None:
     handle, there = opened(model, "group"), []
 
     def look(*_: object) -> None:
@@ -183,7 +180,7 @@ def test_what_encoded_the_image_rests_while_the_denoiser_runs(card: Any, model: 
 
 @pytest.mark.parametrize(("offload", "times"), [("none", 0), ("group", 1)])
 def test_page_locked_memory_goes_back_to_the_system_with_its_component(
-    card: Any, monkeypatch: pytest.MonkeyPatch, offload: str, times: int
+    monkeypatch: pytest.MonkeyPatch, offload: str, times: int
 ) -> None:
     released = []
     monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: released.append(True), raising=False)

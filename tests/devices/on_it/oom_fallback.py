@@ -57,18 +57,13 @@ def test_what_takes_more_for_want_of_a_kernel_is_asked_for_and_said_once_in_each
     for _ in range(2):
         latents, report = sampled(handle, "2b")
         _, decoded = decode(handle, latents)
-        for said, why in (
-            (report, "no fused attention in torch.bfloat16."),
-            (decoded, "no cuDNN for 3D convolutions."),
-        ):
+        for said, why in ((report, "no fused attention"), (decoded, "no cuDNN")):
             (note,) = [note for note in said.notes if "beside its weights" in note]
             stage = said.plan.component
             (takes,) = [most for key, most in handle.store.room.items() if key[1].component is stage]
             (needs,) = [most for key, most in lean.store.room.items() if key[1].component is stage]
             assert takes > 1.1 * needs and takes in room.asked and needs in asked
-            assert note == (
-                f"{stage.words} takes {size(takes)} beside its weights, where {size(needs)} would do: {why}"
-            )
+            assert size(takes) in note and size(needs) in note and why in note
 
 
 def weights_of(handle: PipelineHandle, name: str, dtype: str = "fp32") -> int:

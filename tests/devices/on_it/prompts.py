@@ -6,17 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from card_faults import CUDA, opened
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.pipelines.weights.placement import DeviceMemory, bytes_of, bytes_on
+from small_runs import CUDA, opened
 
 PROMPTS = ("a red kite", "a blue kite over the sea", "a red kite")
-
-
-@pytest.fixture(autouse=True)
-def stores_of_its_own(card: Any) -> None:
-    stores._STORES.clear()
 
 
 def encoded(model: str, offload: str, device: str) -> list[torch.Tensor]:

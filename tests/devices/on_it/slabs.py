@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import gc
-import logging
 import mmap
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from card_faults import CUDA, frames, opened
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, add_lora
 from comfyui_onediff_guard.pipelines.weights import components as stores
@@ -24,14 +21,10 @@ from comfyui_onediff_guard.pipelines.weights.pinned_buffer import PinnedBuffer, 
 from comfyui_onediff_guard.pipelines.weights.placement import tensors_of
 from diffusers import CogVideoXTransformer3DModel
 from second_device import runtime
+from small_runs import CUDA, frames, opened
 from trained_lora import train_lora
 
 MODELS = ["2b", "1.5", "5b-i2v", "cogview3", "cogview4", "svd", "wan", "wan-ti2v"]
-
-
-@pytest.fixture(autouse=True)
-def stores_of_its_own(card: Any) -> None:
-    stores._STORES.clear()
 
 
 def begun(model: str = "2b") -> tuple[PipelineHandle, weakref.ref[PinnedBuffer]]:
@@ -87,7 +80,7 @@ def test_tensors_stay_what_they_are() -> None:
     assert not runtime.registered and torch.equal(wide.t(), tensors["transposed"])
 
 
-def test_memory_is_given_back_when_nothing_copies_from_it_any_more(card: Any) -> None:
+def test_memory_is_given_back_when_nothing_copies_from_it_any_more() -> None:
     stream = torch.cuda.Stream(CUDA)
     slab = PinnedBuffer([torch.randn(64)], stream)
     slab.lock()
@@ -187,23 +180,6 @@ def test_a_lora_has_its_layers_page_locked(model_folder: Callable[..., Path], tm
     assert torch.equal(frames(handle), without)
 
 
-@pytest.mark.parametrize("pages", [0, 200])
-def test_where_the_system_does_not_let_it_weights_are_page_locked_as_they_come(
-    card: Any, caplog: pytest.LogCaptureFixture, pages: int
-) -> None:
-    right = expected()
-    runtime.limit, runtime.most = pages * mmap.PAGESIZE, 0
-    card.reset()
-    with caplog.at_level(logging.WARNING):
-        handle = opened("2b", "group")
-        assert torch.equal(frames(handle), right)
-    (said,) = [line for line in caplog.messages if "page-locked" in line]
-    assert said.startswith("main memory cannot be page-locked for all blocks (CUDA error: out of memory): slower")
-    assert bool(runtime.most) == bool(pages), "in the middle"
-    weights = sum(t.nbytes for t in tensors_of(handle.store._modules["transformer"][1]))
-    assert not runtime.registered and card.counts()["bytes page-locked as they came"] > weights
-
-
 def test_without_main_memory_for_a_slab_the_weights_stay_where_they_are(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -221,22 +197,6 @@ def test_without_main_memory_for_a_slab_the_weights_stay_where_they_are(
     assert torch.equal(frames(opened("2b", "group")), right)
     assert len(sizes) == 2 and not runtime.most
     assert any("([Errno 12] Cannot allocate memory): slower" in line for line in caplog.messages)
-
-
-def test_an_error_in_a_block_leaves_copies_alone() -> None:
-    handle = replace(opened("2b", "none"), offload=Offload.GROUP)
-    layer = handle.store.module("transformer", "fp32", place=False).transformer_blocks[0].ff.net[2]
-
-    def fail(*_: Any) -> None:
-        assert runtime.registered
-        raise KeyError("as an interrupt")
-
-    failing = layer.register_forward_pre_hook(fail)
-    with pytest.raises(KeyError, match="as an interrupt"):
-        frames(handle)
-    failing.remove()
-    handle.store.drop("transformer")
-    assert not runtime.registered
 
 
 def test_another_thread_that_computes_keeps_its_memory() -> None:

@@ -1,23 +1,23 @@
-"""What the second device has to do, as test_second_device.py judges it: each case raises where it does not."""
+"""The second device refuses what a card refuses, and sees what nothing orders."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import re
-import traceback
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import second_device
 import torch
+from comfyui_onediff_guard.pipelines.selftest import checks
 from torch.nn import functional as F
 
 
-def case_tensors_are_on_a_card_of_their_own() -> None:
+def test_tensors_are_on_a_card_of_their_own() -> None:
     x = torch.randn(4, 5)
     there = x.cuda()
     assert there.device == torch.device("cuda:0") and torch.accelerator.current_accelerator() == torch.device("cuda")
@@ -30,84 +30,28 @@ def case_tensors_are_on_a_card_of_their_own() -> None:
     assert (there + torch.tensor(2.0)).sum().item() == 40, "a scalar of the CPU's may be"
 
 
-def case_kernels_are_the_cpus() -> None:
-    image, tokens, volume = torch.randn(2, 8, 12, 12), torch.randn(2, 4, 7, 8), torch.randn(1, 8, 3, 6, 6)
-    weight, kernel, cube = torch.randn(9, 8), torch.randn(4, 8, 3, 3), torch.randn(4, 8, 3, 3, 3)
-    ones = torch.rand(8)
-    cases: list[tuple[Any, tuple[torch.Tensor, ...]]] = [
-        (F.linear, (tokens, weight)),
-        (F.conv2d, (image, kernel)),
-        (F.conv3d, (volume, cube)),
-        (F.scaled_dot_product_attention, (tokens, tokens, tokens)),
-        (lambda x, scale: F.layer_norm(x, (8,), scale), (tokens, ones)),
-        (lambda x, scale: F.group_norm(x, 2, scale), (image, ones)),
-        (lambda x, scale: F.rms_norm(x, (8,), scale), (tokens, ones)),
-        (lambda x: F.interpolate(x, scale_factor=2.0, mode="nearest"), (image,)),
-        (lambda x: torch.linalg.vector_norm(x, float("inf")), (image,)),
-        (lambda x: x.softmax(-1), (tokens,)),
-        (lambda x: x[x > 0], (image,)),
-        (lambda x: torch.cat([x, x.transpose(-1, -2).contiguous().transpose(-1, -2)]), (image,)),
-        (lambda x: x.unbind(0)[1].chunk(2)[0].flip(0), (image,)),
-        (lambda x: torch.view_as_complex(x.view(2, 4, 7, 4, 2)).abs(), (tokens,)),
-    ]
-    for compute, given in cases:
-        for dtype in (torch.float32, torch.float16):
-            if dtype == torch.float16 and compute.__name__ == "<lambda>" and given[0] is tokens and len(given) == 1:
-                continue  # no complex numbers of it
-            here = [each.to(dtype) for each in given]
-            made = compute(*(each.cuda() for each in here))
-            assert made.is_cuda and torch.equal(made.cpu(), compute(*here)), (compute, dtype)
-
-
-def case_random_numbers_are_a_seeds() -> None:
-    there = torch.randn(5, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
-    assert torch.equal(there.cpu(), torch.randn(5, generator=torch.Generator().manual_seed(1)))
-    _refused(lambda: torch.randn(5, generator=torch.Generator(), device="cuda"), "generator")
-    torch.cuda.manual_seed(3)
-    before = torch.cuda.get_rng_state(device=0)
-    first = torch.randn(5, device="cuda")
-    torch.cuda.set_rng_state(before, device=0)
-    assert torch.equal(torch.randn(5, device="cuda"), first)
-
-
-def case_autocast() -> None:
-    layer = torch.nn.Linear(4, 4).cuda()
-    with torch.autocast("cuda", dtype=torch.float16):
-        assert layer(torch.randn(2, 4, device="cuda")).dtype == torch.float16
-
-
-def case_modules_move() -> None:
-    network = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)).eval()
-    x = torch.randn(3, 4)
-    exact, before = network(x), DEVICE.used()
-    network.cuda()
-    assert DEVICE.used() > before and torch.equal(network(x.cuda()).cpu(), exact)
-    network.cpu()
-    assert DEVICE.used() == before and torch.equal(network(x), exact)
-
-
-def case_memory_runs_out() -> None:
-    total, used = DEVICE.total(), DEVICE.used()
+def test_memory_runs_out(card: Any) -> None:
+    total, used = card.total(), card.used()
     assert torch.cuda.mem_get_info() == (total - used, total) and torch.cuda.memory_allocated() == used
     try:
-        DEVICE.set_total(used + 1000)
+        card.set_total(used + 1000)
         _refused(lambda: torch.empty(1000, device="cuda"), "CUDA out of memory", torch.OutOfMemoryError)
         _refused(lambda: torch.randn(1000).cuda(), "CUDA out of memory", torch.OutOfMemoryError)
         x = torch.ones(200, device="cuda")
         _refused(partial(torch.add, x, x), "CUDA out of memory", torch.OutOfMemoryError)
-        assert DEVICE.used() == used + 800
-        DEVICE.fail_in(2)
+        assert card.used() == used + 800
+        card.fail_in(2)
         _ = x[:5] + 1
         _refused(partial(torch.add, x[:5], 1), "CUDA out of memory", torch.OutOfMemoryError)
         _ = x[:5] + 1
     finally:
-        DEVICE.set_total(total)
+        card.set_total(total)
     del x, _
     torch.cuda.reset_peak_memory_stats()
-    assert torch.cuda.max_memory_allocated() == used == DEVICE.used()
+    assert torch.cuda.max_memory_allocated() == used == card.used()
 
 
-def case_what_nothing_orders_is_seen() -> None:
+def test_what_nothing_orders_is_seen() -> None:
     x, side = torch.ones(5, device="cuda"), torch.cuda.Stream()
     with torch.cuda.stream(side):
         _ = x + 1
@@ -119,7 +63,7 @@ def case_what_nothing_orders_is_seen() -> None:
     _hazard("aten::mul_ writes what aten::add writes on another stream")
 
 
-def case_events_and_waits_order() -> None:
+def test_events_and_waits_order() -> None:
     x, side, event = torch.ones(5, device="cuda"), torch.cuda.Stream(), torch.cuda.Event()
     event.record()
     side.wait_event(event)
@@ -136,7 +80,7 @@ def case_events_and_waits_order() -> None:
     _no_hazard()
 
 
-def case_memory_given_out_again_while_a_stream_uses_it_is_seen() -> None:
+def test_memory_given_out_again_while_a_stream_uses_it_is_seen(card: Any) -> None:
     side = torch.cuda.Stream()
     for recorded, waits in ((False, False), (False, True), (True, False)):
         x = torch.ones(5, device="cuda")
@@ -145,20 +89,20 @@ def case_memory_given_out_again_while_a_stream_uses_it_is_seen() -> None:
             y = x + 1
         if recorded:
             x.record_stream(side)
-        held = DEVICE.used()
+        held = card.used()
         del x
-        assert held - DEVICE.used() == (0 if recorded else 20), "it stays until the host has waited"
+        assert held - card.used() == (0 if recorded else 20), "it stays until the host has waited"
         if waits:
             torch.cuda.current_stream().wait_stream(side)
         z = torch.empty(1, device="cuda")
         right = recorded or waits
         _no_hazard() if right else _hazard("memory given out again while aten::add uses it on another stream")
         torch.cuda.synchronize()
-        assert held - DEVICE.used() == 20 - z.nbytes
+        assert held - card.used() == 20 - z.nbytes
         del y, z
 
 
-def case_page_locked_memory_changed_during_a_copy_is_seen() -> None:
+def test_page_locked_memory_changed_during_a_copy_is_seen() -> None:
     x = torch.ones(5).pin_memory()
     assert x.is_pinned() and not torch.ones(5).is_pinned()
     there = x.to("cuda", non_blocking=True)
@@ -171,7 +115,7 @@ def case_page_locked_memory_changed_during_a_copy_is_seen() -> None:
     del there
 
 
-def case_page_locked_memory_given_back_during_a_copy_is_seen() -> None:
+def test_page_locked_memory_given_back_during_a_copy_is_seen() -> None:
     x = torch.ones(1024)
     assert _cudart().cudaHostRegister(x.data_ptr(), x.nbytes, 0) == 0 and x.is_pinned()
     there = x.to("cuda", non_blocking=True)
@@ -182,7 +126,7 @@ def case_page_locked_memory_given_back_during_a_copy_is_seen() -> None:
     assert torch.equal((there + 1).cpu(), x + 1), "CUDA's error is the next kernel's alone"
 
 
-def case_a_copy_to_the_host_arrives_when_it_was_waited_for() -> None:
+def test_a_copy_to_the_host_arrives_when_it_was_waited_for() -> None:
     there, host = torch.ones(5, device="cuda"), torch.zeros(5).pin_memory()
     host.copy_(there, non_blocking=True)
     assert not torch.equal(host, torch.ones(5)), "too early"
@@ -190,10 +134,10 @@ def case_a_copy_to_the_host_arrives_when_it_was_waited_for() -> None:
     assert torch.equal(host, torch.ones(5))
 
 
-def case_waits_are_counted_with_their_place() -> None:
+def test_waits_are_counted_with_their_place(card: Any) -> None:
     x, told = torch.ones(5, device="cuda"), list[str]()
-    DEVICE.reset()
-    DEVICE.set_on_wait(told.append)
+    card.reset()
+    card.set_on_wait(told.append)
     try:
         x.sum().item()
         x[x > 0]
@@ -201,39 +145,36 @@ def case_waits_are_counted_with_their_place() -> None:
         torch.ones(3).cuda()
         y = x + 1
     finally:
-        DEVICE.set_on_wait(None)
+        card.set_on_wait(None)
     del y
     assert told == ["item", "aten::index", "copy to the host", "copy to the device"], told
-    counts = DEVICE.counts()
+    counts = card.counts()
     assert counts["waits: item"] == counts["waits: copy to the host"] == 1, counts
     assert counts["bytes to the host"] >= 20 and counts["bytes to the device"] == 12, counts
-    assert DEVICE.kernels_by_op()["aten::add"] == 1
+    assert card.kernels_by_op()["aten::add"] == 1
 
 
-def case_a_wait_while_a_graph_is_captured_is_refused() -> None:
+def test_a_wait_while_a_graph_is_captured_is_refused(card: Any) -> None:
     x = torch.ones(5, device="cuda")
-    DEVICE.set_capturing(True)
+    card.set_capturing(True)
     try:
         _ = x + 1
         _refused(lambda: x.sum().item(), "stream is capturing")
         _refused(x.cpu, "stream is capturing")
     finally:
-        DEVICE.set_capturing(False)
+        card.set_capturing(False)
     assert x.sum().item() == 5
 
 
-def case_what_cuda_has_no_kernel_for_is_refused() -> None:
+def test_what_cuda_has_no_kernel_for_is_refused() -> None:
     q = torch.randint(-9, 9, (8, 16), dtype=torch.int8, device="cuda")
     _refused(lambda: torch._int_mm(q, q.t()), "greater than 16")
     _refused(lambda: torch.ops.aten.mkldnn_linear(q, q), "CUDA", NotImplementedError)
 
 
-def case_the_self_test_finds_it_right() -> None:
-    from comfyui_onediff_guard.pipelines.selftest import checks as module
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(module.TIMED, "card", (64, 64, 64))
-        found = module.selftest(torch.device("cuda:0"))
+def test_the_self_test_finds_it_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(checks.TIMED, "card", (64, 64, 64))
+    found = checks.selftest(torch.device("cuda:0"))
     verdicts = {line.name: (line.verdict, line.note) for line in found.lines}
     assert found.machine["device"] == "Second device" and "NVIDIA" not in found.machine["driver"]
     assert verdicts.pop("a compiled block")[0] == "not run", "inductor needs a compiler for the card"
@@ -242,17 +183,15 @@ def case_the_self_test_finds_it_right() -> None:
     _no_hazard()
 
 
-def case_the_self_test_notices_what_cards_alone_have() -> None:
-    from comfyui_onediff_guard.pipelines.selftest import checks as module
-
-    every, in_parts = module._checks, module.in_parts
+def test_the_self_test_notices_what_cards_alone_have(card: Any) -> None:
+    every, in_parts = checks._checks, checks.in_parts
 
     def verdict(name: str, part: str, broken: Any) -> str:
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(module, "_times", lambda *_: ())
-            patched.setattr(module, "_checks", lambda card: [each for each in every(card) if each.name == name])
-            patched.setattr(f"{module.__name__}.{part}", broken)
-            return module.selftest(torch.device("cuda:0")).lines[0].verdict
+            patched.setattr(checks, "_times", lambda *_: ())
+            patched.setattr(checks, "_checks", lambda card: [each for each in every(card) if each.name == name])
+            patched.setattr(f"{checks.__name__}.{part}", broken)
+            return checks.selftest(torch.device("cuda:0")).lines[0].verdict
 
     def little(_: Any) -> Any:
         return contextlib.nullcontext(SimpleNamespace(most=2**20))
@@ -260,9 +199,6 @@ def case_the_self_test_notices_what_cards_alone_have() -> None:
     assert verdict("peak memory beyond the estimate", "counting", little) == "wrong"
     of_another = lambda network, *args, **kwargs: in_parts(copy.deepcopy(network), *args, **kwargs)  # noqa: E731
     assert verdict("offload 'group'", "in_parts", of_another) == "wrong", "this one's weights stay where they are"
-
-
-CASES = {name.removeprefix("case_"): each for name, each in [*globals().items()] if name.startswith("case_")}
 
 
 def _refused(call: Callable[[], object], says: str, kind: type[Exception] = RuntimeError) -> None:
@@ -275,34 +211,11 @@ def _cudart() -> Any:
 
 
 def _hazard(says: str) -> None:
-    import second_device
-
     found = second_device.hazards()
-    DEVICE.reset()
+    second_device.card.reset()
     assert any(says in each for each in found), (says, found)
 
 
 def _no_hazard() -> None:
-    import second_device
-
     found = second_device.hazards()
     assert not found, found
-
-
-def main() -> None:
-    errors = {}
-    for name, case in CASES.items():
-        DEVICE.reset()
-        try:
-            case()
-            errors[name] = ""
-        except Exception:  # noqa: BLE001 - the test shows it
-            errors[name] = traceback.format_exc()
-    print(json.dumps(errors))
-
-
-if __name__ == "__main__":
-    import second_device
-
-    DEVICE = second_device.install()
-    main()
