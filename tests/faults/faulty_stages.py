@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from comfyui_onediff_guard.comfyui_host import host
@@ -15,22 +16,9 @@ from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.models.hub import fetch
 from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
-from generations import Generation, opened
+from generations import Generation
 from hub_files import ID, files_of
-
-
-class Stage(Protocol):
-    """`fresh` is as after a start of the process; `run` may be called again after it raised."""
-
-    folders: tuple[Path, ...]  # that it reads or writes
-    torch: bool  # its operations are torch's too
-    served: bool  # by a server in this process, whose threads and connections come and go meanwhile
-
-    def fresh(self) -> None: ...
-
-    def run(self) -> Any:
-        """What it makes, to compare by bits."""
-        ...
+from small_runs import opened
 
 
 @dataclass
@@ -82,67 +70,54 @@ class ModelStage:
         shutil.rmtree(self.kept, ignore_errors=True)
 
     def _opened(self) -> Generation:
-        handle = opened(self.folder, self.precision, profiles=self.kept)
+        handle = opened(self.folder, "none", self.precision, profiles=self.kept)
         return Generation(replace(handle, policy=GuardPolicy(scope=Scope.LEARNED)), self.variant)
 
 
 @dataclass
-class Saving:
-    out: Path
-    torch: bool = True
-    served: bool = False
+class FileStage:
+    """What makes files in a folder, which is empty at first."""
+
+    folder: Path
+    run: Callable[[], Any]
+    torch: bool = False
+    served: bool = True
 
     def __post_init__(self) -> None:
-        self.folders = (self.out,)
-        self._images = torch.rand(1, 16, 24, 3, generator=torch.Generator().manual_seed(4))
+        self.folders = (self.folder,)
 
     def fresh(self) -> None:
-        for file in self.out.rglob("*") if self.out.is_dir() else ():
-            file.unlink()
-
-    def run(self) -> Any:
-        """The picture that it wrote."""
-        with host.plain_folders(models=[], input=self.out, output=self.out):
-            shown = SaveImage().save(self._images, "a")["ui"]["images"]
-        return [(self.out / picture["filename"]).read_bytes() for picture in shown]
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
-@dataclass
-class Download:
+# `fresh` is as after a start of the process; `run` makes what is compared by bits, and may be called again after it
+# raised. torch: its operations are torch's too. served: by a server in this process, whose threads and connections come
+# and go meanwhile
+Stage = ModelStage | FileStage
+
+
+def saving(out: Path) -> FileStage:
+    """The picture that a node writes."""
+    images = torch.rand(1, 16, 24, 3, generator=torch.Generator().manual_seed(4))
+
+    def run() -> list[bytes]:
+        with host.plain_folders(models=[], input=out, output=out):
+            shown = SaveImage().save(images, "a")["ui"]["images"]
+        return [(out / picture["filename"]).read_bytes() for picture in shown]
+
+    return FileStage(out, run, torch=True, served=False)
+
+
+def download(cache: Path) -> FileStage:
     """From a hub on this machine."""
-
-    cache: Path
-    torch: bool = False
-    served: bool = True
-
-    def __post_init__(self) -> None:
-        self.folders = (self.cache,)
-
-    def fresh(self) -> None:
-        shutil.rmtree(self.cache, ignore_errors=True)
-
-    def run(self) -> Any:
-        return files_of(fetch(ID, None, COGVIDEOX))
+    return FileStage(cache, lambda: files_of(fetch(ID, None, COGVIDEOX)))
 
 
-@dataclass
-class ServerDownload:
+def server_download(url: str, workflow: dict[str, Any], out: Path) -> FileStage:
     """A run's result, from a ComfyUI that is elsewhere."""
-
-    url: str
-    workflow: dict[str, Any]
-    out: Path
-    torch: bool = False
-    served: bool = True
-
-    def __post_init__(self) -> None:
-        self.folders = (self.out,)
-
-    def fresh(self) -> None:
-        shutil.rmtree(self.out, ignore_errors=True)
-
-    def run(self) -> Any:
-        return [file.read_bytes() for file in run_on_server(self.workflow, url=self.url, output_dir=self.out).files]
+    return FileStage(
+        out, lambda: [file.read_bytes() for file in run_on_server(workflow, url=url, output_dir=out).files]
+    )
 
 
 def same(made: Any, expected: Any) -> bool:

@@ -4,30 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from comfyui_onediff_guard.pipelines.models.folder import family_of
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
-from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
-from comfyui_onediff_guard.pipelines.run.pictures import fitted
+from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
-from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
-from comfyui_onediff_guard.precision.policy import Precision
 from comfyui_onediff_guard.precision.report import RunReport
+from small_runs import start_of
 
 PROMPTS = ["a red kite", "grey"]
 STEPS = 2
 _SIZES = {"cogview3": (64, 64, 1), "cogview4": (64, 64, 1), "svd": (64, 64, 2), "svd-xt": (64, 64, 2)}
 _SIZES |= {"5b-i2v": (96, 64, 9)}  # has positions for one size only
 _SIZE = (64, 48, 9)
-
-
-def opened(folder: Path, precision: str = "fp32", backend: str = "eager", **options: Any) -> PipelineHandle:
-    options = {"offload": "none", "placement": PlainPlacement(), **options}
-    return load(folder, family_of(folder), precision=Precision(precision), backend=backend, **options)
 
 
 @dataclass
@@ -50,13 +41,9 @@ class Generation:
 
     def sample(self) -> torch.Tensor:
         width, height, frames = _SIZES.get(self.variant, _SIZE)
-        start = {}
-        if self.handle.family.takes_image:
-            image = torch.rand(1, 64, 96, 3, generator=torch.Generator().manual_seed(2))
-            start["image"] = fitted(image, width, height, "crop")[0]
         guidance = 5.0 if self.handle.family.prompt else None
         settings = SampleSettings(width, height, STEPS, self.seed, frames, guidance)
-        self.latents, report = sample(self.handle, *self.prompts, settings, **start)
+        self.latents, report = sample(self.handle, *self.prompts, settings, **start_of(self.handle, width, height))
         self.reports |= {before.plan.component.value: before for before in report.before} | {"denoiser": report}
         return self.latents
 

@@ -29,7 +29,6 @@ WORKFLOW = {
     "1": {"class_type": "LoadImage", "inputs": {"image": "a.png"}},
     "2": {"class_type": "SaveImage", "inputs": {"images": ["1", 0], "filename_prefix": "a"}},
 }
-ENDPOINTS = ("object_info", "upload", "prompt", "history", "queue", "view", "ws")
 UNFINISHED = ("prompt", "history", "queue")  # a lie there meets a run that goes on until it is interrupted
 
 

@@ -8,12 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
-from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
 from comfyui_onediff_guard.pipelines.run.profiles import profile_of
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
-from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.overrides import PrecisionOverrides
 from comfyui_onediff_guard.precision.policy import Precision
@@ -21,6 +18,7 @@ from comfyui_onediff_guard.precision.profile_store import BadProfile, Profile, p
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mutations import mutated, mutated_text
+from small_runs import opened
 from tiers import drawn
 
 PROFILE = Profile(
@@ -74,8 +72,7 @@ class Tiny:
     SETTINGS = SampleSettings(width=64, height=48, frames=9, steps=2, guidance_scale=6.0, seed=3, scheduler="DDIM")
 
     def __init__(self, folder: Path):
-        common: dict[str, Any] = {"backend": "eager", "offload": "none", "placement": PlainPlacement()}
-        self._handle: PipelineHandle = load(folder, COGVIDEOX, precision=Precision.FP32, **common)
+        self._handle = opened(folder)
         (self._positive, self._negative), _ = encode_prompts(self._handle, ["a red kite", ""])
         self._exact, _ = sample(self._handle, self._positive, self._negative, self.SETTINGS)
         self.profile = profile_of(self._handle, "transformer", "fp16")

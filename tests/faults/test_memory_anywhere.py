@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from card_room import ways
-from comfyui_onediff_guard.pipelines.models.recognised import family_of
 from comfyui_onediff_guard.pipelines.run.decode import decode
-from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
-from comfyui_onediff_guard.pipelines.weights import components as stores
-from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
-from comfyui_onediff_guard.precision.policy import Precision
-from small_runs import SIZES, sampled
+from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
+from small_runs import CPU, SIZES, opened, sampled
 from tiers import drawn
 
 FAULTS = drawn(20, 5)  # of each family
@@ -56,13 +50,8 @@ def places(calls: list[str]) -> list[int]:
 
 
 @pytest.mark.parametrize("model", SIZES)
-def test_memory_that_runs_out_once_changes_no_bit(
-    model_folder: Callable[..., Path], figure: Callable[[str, object], None], model: str
-) -> None:
-    stores._STORES.clear()
-    folder = model_folder(model)
-    options: dict[str, Any] = {"backend": "eager", "offload": "auto", "placement": PlainPlacement(torch.device("cpu"))}
-    handle = load(folder, family_of(folder), precision=Precision("fp32"), **options)
+def test_memory_that_runs_out_once_changes_no_bit(figure: Callable[[str, object], None], model: str) -> None:
+    handle = opened(model, "auto", device=CPU)
     layers = Layers(handle)
 
     def run(fails_at: int = -1) -> tuple[torch.Tensor, list[str]]:

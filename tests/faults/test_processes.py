@@ -18,14 +18,15 @@ import hashlib, json, sys
 from dataclasses import replace
 from pathlib import Path
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
-from generations import Generation, opened
+from generations import Generation
+from small_runs import opened
 
 model, profiles, times = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 print("ready", flush=True)
 sys.stdin.readline()
 frames, outcomes = set(), []
 for _ in range(times):
-    handle = replace(opened(model, "fp16", profiles=profiles), policy=GuardPolicy(scope=Scope.LEARNED))
+    handle = replace(opened(model, "none", "fp16", profiles=profiles), policy=GuardPolicy(scope=Scope.LEARNED))
     generation = Generation(handle, "5b", seed=3)
     generation.whole()
     report = generation.reports["denoiser"].as_dict()
@@ -37,7 +38,8 @@ print(json.dumps({"frames": sorted(frames), "outcomes": outcomes}))
 
 def at_once(code: str, arguments: list[list[str]]) -> list[Any]:
     """What processes told that were started together, and begin when all are ready."""
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    here = Path(__file__).parent
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (here, here.parent / "support")))}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", code, *each],

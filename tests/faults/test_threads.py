@@ -10,10 +10,12 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import shared_models
 import torch
 import torch._dynamo
 from at_once import HANG_SECONDS, at_once
@@ -23,34 +25,20 @@ from comfyui_onediff_guard.headless.hosts.local import run_local
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, CompileOptions
 from comfyui_onediff_guard.pipelines.compile.cache import INDUCTOR, TRITON
 from comfyui_onediff_guard.pipelines.compile.feature import while_compiling
-from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
-from comfyui_onediff_guard.pipelines.models.folder import family_of
-from comfyui_onediff_guard.pipelines.models.lora import Lora
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
-from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, add_lora, load
+from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, add_lora
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights import components as stores
-from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
-from comfyui_onediff_guard.precision.policy import Component, Precision
+from comfyui_onediff_guard.precision.policy import Component
 from comfyui_onediff_guard.trust.atomic_files import LIMIT_VARIABLE
+from small_runs import opened
 from tiers import drawn
 from trained_lora import train_lora
 
 
-@pytest.fixture(scope="module")
-def lora(model_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Lora:
-    return train_lora(tmp_path_factory.mktemp("loras"), model_folder("2b"))
-
-
-def opened(folder: Path, precision: str = "fp32", offload: str = "none", kernel: str = "") -> PipelineHandle:
-    options: dict[str, Any] = {"backend": "eager", "offload": offload, "placement": PlainPlacement()}
-    handle = load(folder, family_of(folder), precision=Precision(precision), **options)
-    return replace(handle, compile_options=CompileOptions(attention=kernel)) if kernel else handle
-
-
-def frames(handle: PipelineHandle, prompt: str = "a red kite", steps: int = 2) -> torch.Tensor:
-    (positive, negative), _ = encode_prompts(handle, [prompt, "grey"])
+def frames(handle: PipelineHandle, steps: int = 2) -> torch.Tensor:
+    (positive, negative), _ = encode_prompts(handle, ["a red kite", "grey"])
     sizes = SampleSettings(32, 32, steps=steps, seed=3, frames=5, guidance_scale=6.0)
     latents, _ = sample(handle, positive, negative, sizes)
     return decode(handle, latents)[0]
@@ -65,16 +53,6 @@ def loading_anew(handle: PipelineHandle) -> torch.Tensor:
             handle.store.drop(name)
         handle.store._unweighted.clear()
     return frames(handle)
-
-
-def repeated(times: int, run: Callable[[], torch.Tensor], expected: torch.Tensor) -> Callable[[], list[bool]]:
-    return lambda: [torch.equal(run(), expected) for _ in range(times)]
-
-
-def alone(make: Callable[[], PipelineHandle]) -> torch.Tensor:
-    stores._STORES.clear()
-    with torch.inference_mode():
-        return frames(make())
 
 
 @pytest.fixture
@@ -99,10 +77,8 @@ def slow_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modeling_utils, "local_torch_dtype", local_torch_dtype)
 
 
-def test_a_stage_loads_while_another_ones_store_is_held(
-    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = (opened(model_folder(size)).stage(Component.VAE_DECODE, None) for size in ("2b", "5b"))
+def test_a_stage_loads_while_another_ones_store_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (opened(model).stage(Component.VAE_DECODE, None) for model in ("2b", "5b"))
     loading = first.handle.store.module
 
     def beside_the_second(*args: Any, **kwargs: Any) -> torch.nn.Module:
@@ -114,59 +90,54 @@ def test_a_stage_loads_while_another_ones_store_is_held(
         assert first.module is not second.module
 
 
-def test_two_threads_that_load_and_run_are_right_each_time(
-    model_folder: Callable[..., Path], slow_loading: None, figure: Callable[[str, object], None]
+def with_kernel(model: str, kernel: str) -> PipelineHandle:
+    return replace(opened(model), compile_options=CompileOptions(attention=kernel))
+
+
+BESIDE: dict[str, tuple[Callable[[PipelineHandle], torch.Tensor], tuple[Callable[[Path], PipelineHandle], ...]]] = {
+    "two that load": (loading_anew, (lambda _: opened("2b", "none", "bf16"), lambda _: opened("5b", "none", "fp16"))),
+    "one store in two precisions": (frames, (lambda _: opened("2b"), lambda _: opened("2b", "none", "bf16"))),
+    "and offloaded": (frames, (lambda _: opened("2b", "model"), lambda _: opened("2b", "model", "bf16"))),
+    "two kernels of attention and a LoRA": (
+        loading_anew,
+        (
+            lambda _: with_kernel("2b", "math"),
+            lambda _: with_kernel("5b", "flash"),
+            lambda folder: add_lora(
+                opened("2b", overflow="inside"), train_lora(folder, shared_models.model_folder("2b"))
+            ),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BESIDE)
+def test_threads_that_load_and_run_are_right_each_time(
+    tmp_path: Path, slow_loading: None, figure: Callable[[str, object], None], case: str
 ) -> None:
-    times = drawn(all_=100, fewer=4)
-    makers = [lambda: opened(model_folder("2b"), "bf16"), lambda: opened(model_folder("5b"), "fp16")]
-    expected = [alone(make) for make in makers]
-    handles = [make() for make in makers]
-    jobs = [
-        repeated(times, lambda handle=handle: loading_anew(handle), right)
-        for handle, right in zip(handles, expected, strict=True)
-    ]
-    right = at_once(*jobs)
-    failures = sum(not each for thread in right for each in thread)
-    figure("two threads that load and run at the same time: runs that were not right", f"{failures} of {2 * times}")
-    assert right == [[True] * times] * 2
-
-
-@pytest.mark.parametrize("offload", ["none", "model"])
-def test_one_store_in_two_precisions(model_folder: Callable[..., Path], offload: str) -> None:
-    times = drawn(all_=20, fewer=2)
-    makers = [
-        lambda precision=precision: opened(model_folder("2b"), precision, offload) for precision in ("fp32", "bf16")
-    ]
-    expected = [alone(make) for make in makers]
+    run, makers = BESIDE[case]
+    times = drawn(all_=100 if case == "two that load" else 20, fewer=4 if case == "two that load" else 2)
+    expected = []
+    for make in makers:
+        stores._STORES.clear()
+        with torch.inference_mode():
+            expected.append(frames(make(tmp_path)))
     stores._STORES.clear()
-    handles = [make() for make in makers]
-    assert handles[0].store is handles[1].store
-    jobs = [
-        repeated(times, lambda handle=handle: frames(handle), right)
-        for handle, right in zip(handles, expected, strict=True)
-    ]
-    assert at_once(*jobs) == [[True] * times] * 2
+    handles = [make(tmp_path) for make in makers]
+    assert len({id(handle.store) for handle in handles}) == (len(handles) if run is loading_anew else 1)
+
+    def repeated(handle: PipelineHandle, right: torch.Tensor) -> list[bool]:
+        return [torch.equal(run(handle), right) for _ in range(times)]
+
+    right = at_once(*(partial(repeated, *each) for each in zip(handles, expected, strict=True)))
+    failures = sum(not each for thread in right for each in thread)
+    figure(f"threads, {case}: runs that were not right", f"{failures} of {len(handles) * times}")
+    assert right == [[True] * times] * len(handles)
 
 
-def test_two_kernels_of_attention_and_a_lora(model_folder: Callable[..., Path], lora: Lora) -> None:
-    times = drawn(all_=20, fewer=2)
-    makers = [
-        lambda: opened(model_folder("2b"), kernel="math"),
-        lambda: opened(model_folder("5b"), kernel="flash"),
-        lambda: add_lora(opened(model_folder("2b", "inside")), lora),
-    ]
-    expected = [alone(make) for make in makers]
-    handles = [make() for make in makers]
-    jobs = [
-        repeated(times, lambda handle=handle: loading_anew(handle), right)
-        for handle, right in zip(handles, expected, strict=True)
-    ]
-    assert at_once(*jobs) == [[True] * times] * 3
-
-
-def test_who_samples_is_not_disturbed_by_who_loads(model_folder: Callable[..., Path], slow_loading: None) -> None:
+def test_who_samples_is_not_disturbed_by_who_loads(slow_loading: None) -> None:
     steps = drawn(all_=200, fewer=20)
-    sampler, loader = opened(model_folder("5b"), "fp32"), opened(model_folder("2b"), "fp16")
+    sampler, loader = opened("5b"), opened("2b", "none", "fp16")
     with torch.inference_mode():
         expected = frames(sampler, steps=steps)
     done, loads = threading.Event(), []
@@ -188,15 +159,13 @@ def test_who_samples_is_not_disturbed_by_who_loads(model_folder: Callable[..., P
     assert all(not p.is_meta and p.dtype == torch.float16 for module in loads for p in module.parameters())
 
 
-def test_a_load_that_fails_leaves_the_default_dtype_as_it_was(
-    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_that_fails_leaves_the_default_dtype_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     import diffusers
 
     def broken(*_: Any, **__: Any) -> None:
         raise ValueError("no such layer")
 
-    handle = opened(model_folder("2b"), "fp16")
+    handle = opened("2b", "none", "fp16")
     monkeypatch.setattr(diffusers.CogVideoXTransformer3DModel, "from_config", broken)
     with pytest.raises(ValueError, match="no such layer"):
         handle.store.module("transformer", "fp16")
@@ -239,10 +208,8 @@ def test_a_run_that_times_out_stops_no_other(tmp_path: Path) -> None:
     assert patient.outputs == {}
 
 
-def compiling(folder: Path, compiled: Path) -> PipelineHandle:
-    options: dict[str, Any] = {"backend": "eager", "offload": "none", "placement": PlainPlacement()}
-    handle = load(folder, COGVIDEOX, precision=Precision("fp32"), **options, compiled=compiled)
-    return replace(handle, backend=BackendChoice("inductor", "asked for"))
+def compiling(model: str, compiled: Path) -> PipelineHandle:
+    return replace(opened(model, compiled=compiled), backend=BackendChoice("inductor", "asked for"))
 
 
 @pytest.fixture
@@ -255,10 +222,8 @@ def nothing_exported(process_as_before: None) -> Generator[None]:
         yield
 
 
-def test_two_runs_that_compile_have_inductors_folders_in_turn(
-    model_folder: Callable[..., Path], tmp_path: Path, nothing_exported: None
-) -> None:
-    first, second = (compiling(model_folder(name), tmp_path) for name in ("2b", "5b"))
+def test_two_runs_that_compile_have_inductors_folders_in_turn(tmp_path: Path, nothing_exported: None) -> None:
+    first, second = (compiling(name, tmp_path) for name in ("2b", "5b"))
     waits, notes, folders = threading.Event(), [], []
 
     def run(handle: PipelineHandle, begun: Sequence[threading.Event], tell: Callable[[str], None]) -> None:
@@ -285,10 +250,8 @@ def test_two_runs_that_compile_have_inductors_folders_in_turn(
     assert notes == [], "neither took the other's folder for one that the user exported"
 
 
-def test_a_run_that_waits_to_compile_can_be_interrupted(
-    model_folder: Callable[..., Path], tmp_path: Path, nothing_exported: None
-) -> None:
-    handle = compiling(model_folder("2b"), tmp_path)
+def test_a_run_that_waits_to_compile_can_be_interrupted(tmp_path: Path, nothing_exported: None) -> None:
+    handle = compiling("2b", tmp_path)
     report = handle.report(handle.plan(Component.DENOISER))
 
     def interrupted(line: str) -> None:
