@@ -31,9 +31,14 @@ def _none(here: str, *names: str, native: str = "") -> Row:
     return Row(names, NO_EFFECT, here, native)
 
 
-def _precision(what: str, node: str, *names: str, under: str = "'inherit'") -> Row:
+def _precision(dtype: str, node: str, name: str, *, wider: bool = False) -> Row:
+    """wider: 'auto' keeps to it as well, where it is fp32."""
+    under = "'inherit' and 'auto'" if wider and dtype == "fp32" else "'inherit'"
     native = f"counts under NaN Guard's precision {under}; another takes its place"
-    return _none(f"choose precision {what} at {node}", *names, native=native)
+    return _none(f"choose precision '{dtype}' at {node}", name, native=native)
+
+
+_DTYPES = ("fp32", "fp16", "bf16")
 
 
 _STAYS = (
@@ -72,12 +77,8 @@ ROWS = (
     _none("weights are read from safetensors alone, by diffusers", "--disable-mmap", "--mmap-torch-files"),
     Row(("--disable-cuda-malloc",), HONOURED, "PyTorch's allocator, for the whole process"),
     # --- what is computed in
-    _precision("'fp32'", "the loader", "--force-fp32", under="'inherit' and 'auto'"),
-    _precision("'fp16'", "the loader", "--force-fp16"),
-    _precision("'bf16'", "the loader", "--force-bf16"),
-    _precision("'fp32'", "the sampler", "--fp32-unet", under="'inherit' and 'auto'"),
-    _precision("'fp16'", "the sampler", "--fp16-unet"),
-    _precision("'bf16'", "the sampler", "--bf16-unet"),
+    *(_precision(dtype, "the loader", f"--force-{dtype}", wider=True) for dtype in _DTYPES),
+    *(_precision(dtype, "the sampler", f"--{dtype}-unet", wider=True) for dtype in _DTYPES),
     _none(
         "no pipeline computes in fp64: choose precision 'fp32' at the sampler",
         "--fp64-unet",
@@ -91,12 +92,8 @@ ROWS = (
         "no text encoder has weights in fp8: choose the loader's offload 'group' or 'sequential'",
         *("--fp8_e4m3fn-text-enc", "--fp8_e5m2-text-enc"),
     ),
-    _precision("'fp32'", "Decode Latents", "--fp32-vae"),
-    _precision("'fp16'", "Decode Latents", "--fp16-vae"),
-    _precision("'bf16'", "Decode Latents", "--bf16-vae"),
-    _none("choose precision 'fp32' at Encode Prompt", "--fp32-text-enc"),
-    _none("choose precision 'fp16' at Encode Prompt", "--fp16-text-enc"),
-    _none("choose precision 'bf16' at Encode Prompt", "--bf16-text-enc"),
+    *(_precision(dtype, "Decode Latents", f"--{dtype}-vae") for dtype in _DTYPES),
+    *(_none(f"choose precision '{dtype}' at Encode Prompt", f"--{dtype}-text-enc") for dtype in _DTYPES),
     _none("latents and frames leave this pack's nodes in float32", "--fp16-intermediates"),
     _none("choose precision 'fp8' at the sampler, on a card that has it", "--supports-fp8-compute"),
     _none("nothing of a pipeline uses comfy-kitchen", "--enable-triton-backend", "--disable-triton-backend"),

@@ -124,27 +124,24 @@ def denoiser_of(call: ModelCall) -> ComfyNetwork:
 
 
 class _VaeGuard(threading.local):
-    """The runs of a VAE that are going on in this thread. Each is a call of a method, which may call another one."""
+    """The run of a VAE that is going on in this thread: a call of a method, which may call another one."""
+
+    _run: Run | None = None
 
     def __init__(self, settings: Settings):
         self._settings = settings
-        self._runs: list[Run] = []
 
     @contextmanager
     def run(self) -> Generator[Run]:
-        with guarded_run(self._settings) as run:
-            self._runs.append(run)
+        """The run that is going on, else one of its own."""
+        if self._run:
+            yield self._run
+            return
+        with guarded_run(self._settings) as self._run:
             try:
-                yield run
+                yield self._run
             finally:
-                self._runs.remove(run)
-
-    def call(self, of: ComfyNetwork, *args: Any, **kwargs: Any) -> Any:
-        """One guarded call, in the run that is going on; else in one of its own."""
-        if self._runs:
-            return self._runs[-1].call(of, *args, **kwargs)
-        with self.run() as run:
-            return run.call(of, *args, **kwargs)
+                self._run = None
 
 
 def _guarded_network(
@@ -160,7 +157,8 @@ def _guarded_network(
         in_full = MethodType(full, network)
         name = type(network).__name__
         of = ComfyNetwork(name, component, network, vae.vae_dtype, vae.device, method, in_full, in_full)
-        return guard.call(of, *args, **kwargs)
+        with guard.run() as run:
+            return run.call(of, *args, **kwargs)
 
     return wraps(method)(call)
 

@@ -21,6 +21,7 @@ import sys
 import threading
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,20 +109,31 @@ class _InFull:
 
 def _make_whole_products() -> Callable[[], None]:
     ops: Any = sys.modules.get("comfy.ops")
-    undo = [
-        _replace(ops, "fp8_linear", lambda original, *args, **kwargs: None),
-        _replace(ops, "linear_input_act", _with_unquantised_layer),
-    ]
-    base = getattr(ops, "CastWeightBiasOp", None)  # of all its layers
-    if base is not None:
-        setattr(base, _IN_FULL, _InFull())
-        undo.append(lambda: delattr(base, _IN_FULL))
+    with ExitStack() as undo:
+        _replace(undo, ops, "fp8_linear", partial(_in_full, lambda _original, *_, **__: None))
+        _replace(undo, ops, "linear_input_act", partial(_in_full, _with_unquantised_layer))
+        if base := getattr(ops, "CastWeightBiasOp", None):  # of all its layers
+            setattr(base, _IN_FULL, _InFull())
+            undo.callback(delattr, base, _IN_FULL)
+        return undo.pop_all().close
 
-    def restore() -> None:
-        for each in undo:
-            each()
 
-    return restore
+def _in_full(made_in_full: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of ComfyUI's, for which threads that rerun have `made_in_full(original, ...)`."""
+
+    @functools.wraps(original)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return made_in_full(original, *args, **kwargs) if _here.whole else original(*args, **kwargs)
+
+    return replaced
+
+
+def _replace(undo: ExitStack, module: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Put what `make` makes of a function in its place, where a ComfyUI has it."""
+    original = getattr(module, name, None)
+    if original is not None:
+        undo.callback(setattr, module, name, original)
+        setattr(module, name, make(original))
 
 
 class _Unquantised:
@@ -147,30 +159,7 @@ def _with_unquantised_layer(original: Callable[..., Any], *args: Any, **kwargs: 
     return original(**{**kwargs, "linear": _Unquantised(kwargs["linear"])})
 
 
-def _replace(ops: Any, name: str, in_full: Callable[..., Any]) -> Callable[[], None]:
-    """In threads that rerun, have `in_full(original, ...)` for that function, where there is one; returns the undo."""
-    original = getattr(ops, name, None)
-    if original is None:
-        return lambda: None
-
-    @functools.wraps(original)
-    def replaced(*args: Any, **kwargs: Any) -> Any:
-        return in_full(original, *args, **kwargs) if _here.whole else original(*args, **kwargs)
-
-    setattr(ops, name, replaced)
-    return lambda: setattr(ops, name, original)
-
-
 _WHOLE_PRODUCTS = SharedSetting(_make_whole_products)
-
-
-_MOVES = {
-    "comfy.ops": (
-        "cast_bias_weight",  # a layer's, when it runs
-        "cast_modules_with_vbar",  # a block's, ahead of it, with dynamic VRAM
-    ),
-    "comfy.model_management": ("load_models_gpu",),  # a whole model's: a patch may load one of its own
-}
 
 
 @contextmanager
@@ -206,13 +195,8 @@ def loaded_anew(model: torch.nn.Module) -> bool:
 
 def _as_operations() -> Callable[[], None]:
     with ExitStack() as undo:
-        for name, functions in _MOVES.items():
-            module = sys.modules.get(name)
-            for function in functions:
-                original = getattr(module, function, None)
-                if original is not None:  # older ComfyUIs have some of them
-                    undo.callback(setattr, module, function, original)
-                    setattr(module, function, OneOperation(original, _FOR_PRODUCTS.get(function)))
+        for module, name, for_products in _MOVES:
+            _replace(undo, sys.modules.get(module), name, partial(OneOperation, for_products=for_products))
         return undo.pop_all().close
 
 
@@ -246,5 +230,9 @@ def _cast_to(products: torch.dtype, layer: Any) -> torch.dtype:
     return torch.float32 if patched else stored
 
 
-_FOR_PRODUCTS = {"cast_bias_weight": _cast_for_products}
+_MOVES = (
+    ("comfy.ops", "cast_bias_weight", _cast_for_products),  # a layer's, when it runs
+    ("comfy.ops", "cast_modules_with_vbar", None),  # a block's, ahead of it, with dynamic VRAM
+    ("comfy.model_management", "load_models_gpu", None),  # a whole model's: a patch may load one of its own
+)
 _MOVES_ARE_OPERATIONS = SharedSetting(_as_operations)

@@ -16,7 +16,7 @@ from ..precision.arch import Architecture, present
 from ..precision.dtypes import DTYPES, dtype_name
 from ..precision.guard import GuardPolicy
 from ..precision.policy import Component, Plan, Precision, unless_failed, with_failure
-from ..precision.profile_store import Profile, ProfileFile
+from ..precision.profile_store import Profile
 from ..precision.report import RunReport
 from ..precision.self_test import verified_architecture
 from ..precision.snapshot import Snapshot
@@ -25,7 +25,6 @@ from ..trust.message import BadInput, Message
 from ..trust.text import shown
 from . import host
 from .calls import OPAQUE
-from .host import selftest_directory
 
 
 def comfy_plan(
@@ -46,7 +45,11 @@ def comfy_plan(
         raise BadInput(
             "{} computes in {}. The NaN Guard and the Numerics Probe know {}.", model, chosen, ", ".join(DTYPES)
         )
-    dtype, reason = _dtype(model, chosen, architecture, request)
+    if request is Precision.AUTO:
+        dtype, reason = unless_failed(architecture, *_automatic(model, chosen, architecture))
+    else:
+        dtype, asked = _asked(model, chosen, architecture, request)
+        reason = with_failure(architecture, dtype, asked)
     by_us = request is Precision.AUTO and (_best_in_fp16(architecture) or dtype != chosen)
     ours = request is Precision.FP16 or by_us
     wide = dtype == "fp16" and ours
@@ -67,13 +70,6 @@ def comfy_plan(
         accumulation_reason=switched.reason_on(architecture) if switched else "ComfyUI's own",
         accumulation_source=switched.source if switched else "ComfyUI",
     )
-
-
-def _dtype(model: str, chosen: str, architecture: Architecture, request: Precision | None) -> tuple[str, str]:
-    if request is Precision.AUTO:
-        return unless_failed(architecture, *_automatic(model, chosen, architecture))
-    dtype, reason = _asked(model, chosen, architecture, request)
-    return dtype, with_failure(architecture, dtype, reason)
 
 
 def _asked(model: str, chosen: str, architecture: Architecture, request: Precision | None) -> tuple[str, str]:
@@ -136,7 +132,7 @@ class ComfyNetwork:
 
     def stage(self, policy: GuardPolicy, request: Precision | None = None) -> Stage:
         """It, set up to compute as is asked. request: None for what ComfyUI chose. Raises BadInput."""
-        architecture = verified_architecture(self.device, selftest_directory())
+        architecture = verified_architecture(self.device, host.selftest_directory())
         plan = comfy_plan(self.component, self.model, self.dtype, architecture, request)
         return Stage(plan, RunReport(self.model, str(architecture), plan), architecture, policy)
 
@@ -150,11 +146,6 @@ def profile_of(of: ComfyNetwork, architecture: Architecture, dtype: str) -> Prof
     versions = {package: ".".join(version.split(".")[:2]) for package, version in full.items()}
     name = of.model if of.component is Component.DENOISER else f"{of.model}, {of.component.words}"
     return Profile(shown(name, 300), _fingerprint(of), (), architecture.name, dtype, versions)
-
-
-def kept_profile(of: Profile, given: Profile | None) -> ProfileFile:
-    """Among those that ComfyUI's user folder holds."""
-    return ProfileFile(of, host.profiles_directory(), given)
 
 
 def _fingerprint(of: ComfyNetwork) -> str:

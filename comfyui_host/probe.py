@@ -19,7 +19,6 @@ from .calls import ModelCall, apply_model_in_fp32, around_apply_model, wrapped
 from .guards import denoiser_of
 from .networks import profile_of
 from .refining import refining_guarded
-from .runs import PerExecutor
 
 
 class KSampling(NamedTuple):
@@ -86,11 +85,12 @@ class _Run:
         self._stage = self._of.stage(GuardPolicy())
         blocks = _lists_of_blocks(call.network)
         self.probe = Probe(call.network, replace(ModuleStructure.of(call.network, blocks), everything=True))
-        self._guards = PerExecutor[StageGuard]()
+        self._guards: dict[tuple[torch.nn.Module, int], StageGuard] = {}  # by network and thread
         self._started = time.perf_counter()
 
     def call(self, call: ModelCall) -> Any:
-        guard = self._guards.of(call.network, lambda: self._guard(call.network))
+        key = call.network, threading.get_ident()
+        guard = self._guards[key] = self._guards.get(key) or self._guard(call.network)
         return self.probe.watch(lambda: guard(**call.arguments), call.network)
 
     def _guard(self, network: torch.nn.Module) -> StageGuard:

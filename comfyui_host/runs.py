@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, MutableMapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 
@@ -29,7 +29,7 @@ from ..trust.message import Message, joined, message_of
 from . import host
 from .language import speaking, translated
 from .layers import rerun_from
-from .networks import ComfyNetwork, kept_profile, profile_of
+from .networks import ComfyNetwork, profile_of
 from .refining import refining_guarded
 
 logger = logging.getLogger(__name__)
@@ -68,8 +68,9 @@ class Run:
         self._settings = settings
         self._node_id = settings.node_id
         self._steps = steps
-        self._executors = PerExecutor[_Executor]()
-        self._log = CallLog()
+        self._executors: dict[tuple[torch.nn.Module, int], _Executor] = {}  # by network and thread
+        self._calls: list[StepRecord] = []  # of all executors, in the order in which they ended
+        self._lock = threading.Lock()
         self._before: list[str] = []  # what had to be made again before the first call
 
     def refining(self, model: Any) -> Any:
@@ -81,26 +82,37 @@ class Run:
         host.say(self._node_id, line)
 
     def call(self, of: ComfyNetwork, *args: Any, **kwargs: Any) -> Any:
-        executor = self._executors.of(of.network, lambda: _executor(of, self._settings))
+        executor = self._executor(of)
         try:
             made = executor(*args, **kwargs)
         except CannotWiden as error:
             policy = self._settings.policy
             scope = Scope.STEP if policy.scope is Scope.LEARNED else policy.scope
             plain = replace(self._settings, request=None, policy=replace(policy, scope=scope))
-            executor = self._executors.replace(of.network, _executor(of, plain))
+            executor = self._executor(of, plain)
             executor.guard.report.note(Message("as ComfyUI computes it, since not every layer can be wide: {}", error))
             made = executor(*args, **kwargs)
         if learned := executor.guard.learned:
             self._settings.learned[of.component, executor.guard.dtype] = replace(learned, whole_run_fp32=False)
-        step = self._log.add(executor.guard.report.steps[-1])
+        with self._lock:
+            step = replace(executor.guard.report.steps[-1], step=len(self._calls))
+            self._calls.append(step)
         if step.outcome != "finite":
             host.say(self._node_id, Message("call {}: {}", step.step + 1, _what_happened(step)))
         return made
 
+    def _executor(self, of: ComfyNetwork, settings: Settings | None = None) -> _Executor:
+        """This thread's one for a network. settings: for another one in its place."""
+        key = of.network, threading.get_ident()
+        with self._lock:
+            if settings or key not in self._executors:
+                self._executors[key] = _executor(of, settings or self._settings)
+            return self._executors[key]
+
     def end(self) -> None:
         """Show the report on the node, and write it to the log."""
-        executors, steps = self._executors.all(), [*self._log.steps]
+        with self._lock:
+            executors, steps = [*self._executors.values()], [*self._calls]
         if not steps:
             return
         for executor in executors:
@@ -113,11 +125,8 @@ class Run:
         if report.reruns and (reference := executors[0].reference):
             report.note(reference)
         if any(switch.set_by == "onediff-guard" for switch in report.switches):
-            report.note(
-                Message(
-                    "half-precision accumulation: {} ({})", report.plan.accumulation, report.plan.accumulation_reason
-                )
-            )
+            plan = report.plan
+            report.note(Message("half-precision accumulation: {} ({})", plan.accumulation, plan.accumulation_reason))
         text = joined("\n", (report.summary(), *list(notes)[:1], *report.notes))
         host.say(self._node_id, text)
         host.send_report(self._node_id, {"text": [translated(text)], "onediff_guard": [report.as_dict()]})
@@ -170,10 +179,13 @@ def _executor(of: ComfyNetwork, settings: Settings) -> _Executor:
 
     learned, profile = NOTHING, None
     if stage.learns:
-        profile = kept_profile(profile_of(of, stage.architecture, plan.dtype), settings.profile)
-        learned, notes = _recalled(settings, (of.component, plan.dtype), profile)
-        for line in notes:
-            report.note(line)
+        own = profile_of(of, stage.architecture, plan.dtype)
+        profile = ProfileFile(own, host.profiles_directory(), settings.profile)
+        if (key := (of.component, plan.dtype)) not in settings.learned:
+            settings.learned[key], notes = profile.load()
+            for line in notes:
+                report.note(line)
+        learned = settings.learned[key]
     learner = stage.learner(of.network, build, ModuleStructure(everything=True), learned)
 
     def peak_inside() -> torch.Tensor | None:
@@ -182,58 +194,3 @@ def _executor(of: ComfyNetwork, settings: Settings) -> _Executor:
     how = {"rerun": of.rerun, "renew": of.renew, "peak_inside": peak_inside, "snapshot": of.snapshot}
     guard = stage.guard(of.network, learner, **how)
     return _Executor(guard, switched, rerun_from(of.network), learned, profile)
-
-
-def _recalled(
-    settings: Settings, key: tuple[Component, str], profile: ProfileFile
-) -> tuple[PrecisionOverrides, tuple[str, ...]]:
-    """What is known, and lines for the report."""
-    if key in settings.learned:
-        return settings.learned[key], ()
-    settings.learned[key], notes = profile.load()
-    return settings.learned[key], notes
-
-
-Made = TypeVar("Made")
-
-
-class PerExecutor(Generic[Made]):
-    """One of something for each network and thread that computes with it."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[torch.nn.Module, int], Made] = {}
-        self._lock = threading.Lock()
-
-    def of(self, network: torch.nn.Module, make: Callable[[], Made]) -> Made:
-        """This thread's one for a network; made where there is none yet."""
-        executor = network, threading.get_ident()
-        with self._lock:
-            if executor not in self._made:
-                self._made[executor] = make()
-            return self._made[executor]
-
-    def replace(self, network: torch.nn.Module, made: Made) -> Made:
-        """Put another one in the place of this thread's, and return it."""
-        with self._lock:
-            self._made[network, threading.get_ident()] = made
-            return made
-
-    def all(self) -> list[Made]:
-        """All of them, in the order in which they began."""
-        with self._lock:
-            return [*self._made.values()]
-
-
-class CallLog:
-    """The calls of all executors, in the order in which they ended."""
-
-    def __init__(self) -> None:
-        self.steps: list[StepRecord] = []
-        self._lock = threading.Lock()
-
-    def add(self, record: StepRecord) -> StepRecord:
-        """record: as its executor counts. Returns it as the run does."""
-        with self._lock:
-            counted = replace(record, step=len(self.steps))
-            self.steps.append(counted)
-            return counted
