@@ -177,7 +177,8 @@ class _Job:
 
     async def read(self, workflow: Graph | Mapping[str, Any]) -> tuple[Graph, dict[str, Schema]]:
         if not isinstance(workflow, Graph) and is_ui_format(workflow):
-            schemas = await self.server.schemas(ui_format.class_types(workflow))
+            types, named = ui_format.class_types(workflow), ui_format.named_types(workflow)
+            schemas = await self.server.schemas(types, also=named)
             return ui_format.convert(workflow, schemas), schemas
         graph = workflow if isinstance(workflow, Graph) else from_api(workflow)
         return graph, await self.server.schemas(graph.class_types())

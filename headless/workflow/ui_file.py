@@ -101,6 +101,11 @@ class UiNode(Foreign):
         """What its first widget holds, in a node that the page itself makes."""
         return next(iter(self.stored), None)
 
+    @cached_property
+    def first_of_type(self) -> dict[str, UiInput]:
+        """By type, its first input of exactly that."""
+        return {slot.type: slot for slot in reversed(self.inputs or ())}
+
 
 class UiLink(Foreign):
     id: Id

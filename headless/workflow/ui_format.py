@@ -18,11 +18,20 @@ from .graph import Graph, Link, Node, whole
 from .schema import Schema
 from .ui_file import BYPASSED, MUTED, Level, UiFile, UiNode, Unfolded, unfold
 from .ui_links import HANDS_ON, Sources
-from .ui_texts import PREFIX, SAVERS, Names, chosen
+from .ui_texts import PREFIX, SAVERS, Names, chosen, types_named
 from .ui_widgets import OF_THE_PAGE
 
 FRONTEND_ONLY = HANDS_ON | OF_THE_PAGE.keys()
 DATE = "%date:"
+# nodes that are no more than the page draws or does: their packs bring no such type to a server
+OF_THE_PAGE_ALONE = frozenset(
+    f"{name} (rgthree)"
+    for name in (
+        *("Label", "Bookmark", "Fast Muter", "Fast Bypasser", "Fast Groups Muter", "Fast Groups Bypasser"),
+        *("Fast Actions Button", "Mute / Bypass Relay", "Mute / Bypass Repeater", "Random Unmuter"),
+        *("Node Collector", "Node Combiner"),
+    )
+)
 # nodes, and types of inputs, whose pictures and sounds the page makes as it sends the workflow
 RECORDERS = frozenset({"Load3D", "Load3DAnimation", "Load3DAdvanced", "WebcamCapture", "RecordAudio"})
 RECORDED = frozenset({"LOAD_3D", "LOAD_3D_ANIMATION", "WEBCAM", "AUDIO_RECORD"})
@@ -44,6 +53,12 @@ def class_types(data: Mapping[str, Any]) -> set[str]:
     return _class_types(_read(data))
 
 
+def named_types(data: Mapping[str, Any]) -> set[str]:
+    """The node types whose schemas `convert` uses where the host has them: also of nodes that do not run, where a file
+    name may mean one. Raises WorkflowError as `class_types` does."""
+    return types_named(_read(data))
+
+
 def convert(data: Mapping[str, Any], schemas: Mapping[str, Schema]) -> Graph:
     """The graph that ComfyUI's page would send for this UI-format workflow. Nodes in subgraphs have ids like "1:2:3".
 
@@ -62,7 +77,7 @@ def convert(data: Mapping[str, Any], schemas: Mapping[str, Schema]) -> Graph:
             f"the browser has it, as with labels: {EXPORT_HINT}"
         )
     sources = Sources(unfolded, schemas)
-    names = Names(unfolded, schemas, sources)
+    names = Names(unfolded, schemas, sources.widgets)
     converted: dict[str, Node] = {}
     prompts: dict[tuple[str, str], str] = {}
     dated: dict[tuple[str, str], str] = {}
@@ -72,7 +87,7 @@ def convert(data: Mapping[str, Any], schemas: Mapping[str, Schema]) -> Graph:
         node_id, schema = f"{level.path}{node.id}", schemas[node.type]
         inputs = dict(sources.widgets.of(node))
         in_widgets = set(inputs)  # those that the page sends as their widgets make them
-        patterns = {PREFIX} if node.type in SAVERS else set[str]()
+        patterns = [PREFIX] if node.type in SAVERS else []  # inputs, as often as the page fills in theirs
         for slot in node.inputs or ():
             found = sources.of(level, node, slot)
             if found is None:
@@ -80,17 +95,17 @@ def convert(data: Mapping[str, Any], schemas: Mapping[str, Schema]) -> Graph:
             inputs[slot.name] = found.value
             (in_widgets.add if found.in_widget else in_widgets.discard)(slot.name)
             if found.has_patterns:
-                patterns.add(slot.name)
+                patterns.append(slot.name)
         specs = schema.inputs_with(inputs)
         if any(spec.type in RECORDED and not isinstance(inputs.get(spec.name), Link) for spec in specs.values()):
             raise _only_in_browser(level, node, f"a '{shown(node.type)}', {RECORDING}")
         for name, text in inputs.items():
             if name not in in_widgets or not isinstance(text, str):
                 continue
-            if name in patterns:
-                inputs[name] = names.fill_in(text)
-                if DATE in text:
-                    dated[node_id, name] = text
+            for _ in range(patterns.count(name)):
+                inputs[name] = names.fill_in(inputs[name])
+            if name in patterns and DATE in text:
+                dated[node_id, name] = text
             if name in specs and specs[name].config.get("dynamicPrompts") is True:
                 prompts[node_id, name] = inputs[name]
         converted[node_id] = whole(Node(node_id, node.type, inputs, node.title or None, level.title))
@@ -115,6 +130,8 @@ def _class_types(unfolded: Unfolded) -> set[str]:
             continue
         if A_SUBGRAPH.fullmatch(node.type):
             raise _only_in_browser(level, node, "a subgraph that the file does not define")
+        if node.type in OF_THE_PAGE_ALONE:
+            raise _only_in_browser(level, node, f"a '{node.type}', which is in the browser alone")
         if node.type in RECORDERS:
             raise _only_in_browser(level, node, f"a '{node.type}', {RECORDING}")
         types.add(node.type)

@@ -18,8 +18,7 @@ from .ui_widgets import GETTER, PRIMITIVE, Widgets
 
 REROUTES = frozenset({"Reroute", "Reroute (rgthree)"})
 HANDS_ON = REROUTES | {SETTER}  # what their first input gets
-MAX_LINKS = 1000  # that one input's value comes through
-MAX_COMPARED = 100  # inputs of a bypassed node; no real one has as many
+MAX_COMPARED = 100  # inputs of a bypassed node, where none is of the very type that is asked for
 ANY = frozenset({"*", "", "0"})
 
 
@@ -41,16 +40,21 @@ class _Step:
     target: UiNode | None  # that it leads to; None for an output of a subgraph
     wanted: str  # the type that is asked for
 
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.level.path, self.link, self.wanted
+
 
 _Next = _Step | Found | None
 
 
 class Sources:
-    """Follows links against their direction."""
+    """Follows links against their direction, each once for each type that is asked for behind it."""
 
     def __init__(self, unfolded: Unfolded, schemas: Mapping[str, Schema]) -> None:
         self.unfolded = unfolded
         self.widgets = Widgets(unfolded.subgraphs, schemas)
+        self.found: dict[tuple[str, str, str], Found | None] = {}  # by the steps that led there
 
     def of(self, level: Level, node: UiNode, slot: UiInput) -> Found | None:
         """What the input of a node gets, or None where nothing feeds it.
@@ -58,19 +62,22 @@ class Sources:
         Raises:
             WorkflowError: it leads nowhere, or in a circle.
         """
-        first = at = self._into(level, node, slot, slot.type)
-        for _ in range(MAX_LINKS):
-            if not isinstance(at, _Step):
-                return at
-            at = self._upstream(at)
-        assert isinstance(first, _Step)
-        raise WorkflowError(
-            "The workflow's reroutes, Get nodes, bypassed nodes or subgraphs run in a circle, or through more than "
-            f"{MAX_LINKS:,} links, at link {shown(level.path + first.link)}. Cut it."
-        )
+        at = self._into(level, node, slot)
+        way: set[tuple[str, str, str]] = set()
+        while isinstance(at, _Step):
+            if at.key in way:
+                raise WorkflowError(
+                    "The workflow's reroutes, Get nodes, bypassed nodes or subgraphs run in a circle at link "
+                    f"{shown(at.level.path + at.link)}. Cut it."
+                )
+            way.add(at.key)
+            at = self.found[at.key] if at.key in self.found else self._upstream(at)
+        self.found |= dict.fromkeys(way, at)
+        return at
 
-    def _into(self, level: Level, node: UiNode, slot: UiInput | None, wanted: str) -> _Next:
-        """What stands at an input: a value that the subgraph node around it shows, or a link."""
+    def _into(self, level: Level, node: UiNode, slot: UiInput | None, wanted: str | None = None) -> _Next:
+        """What stands at an input: a value that the subgraph node around it shows, or a link. wanted: where that is
+        not the input's own type."""
         if slot is None:
             return None
         if level.host:
@@ -79,7 +86,7 @@ class Sources:
                 return Found(value)
         if slot.link is None:
             return None
-        return _Step(level, slot.link, node, wanted if node.type in HANDS_ON else slot.type)
+        return _Step(level, slot.link, node, slot.type if wanted is None else wanted)
 
     def _first_input(self, level: Level, node: UiNode, wanted: str) -> _Next:
         return self._into(level, node, node.inputs[0] if node.inputs else None, wanted)
@@ -97,13 +104,13 @@ class Sources:
             return self._primitive(step, node)
         if node.mode == MUTED:
             return None
+        if node.mode == BYPASSED:
+            where = shown(level.path + node.id)
+            return self._into(level, node, _stand_in(node, link.origin_slot, step.wanted, where))
         if node.type in HANDS_ON:
             return self._first_input(level, node, step.wanted)
         if node.type == GETTER:
-            return None if node.mode == BYPASSED else self._got(step, node)
-        if node.mode == BYPASSED:
-            where = shown(level.path + node.id)
-            return self._into(level, node, _stand_in(node, link.origin_slot, step.wanted, where), step.wanted)
+            return self._got(step, node)
         if node.type in self.unfolded.subgraphs:
             inside = self.unfolded.levels[f"{level.path}{node.id}:"]
             outputs = inside.canvas.outputs
@@ -121,15 +128,15 @@ class Sources:
                 f"which has {len(canvas.inputs)}."
             )
         name = canvas.inputs[place].name
-        at = self._into(level, node, next((slot for slot in node.inputs or () if slot.name == name), None), step.wanted)
+        at = self._into(level, node, next((slot for slot in node.inputs or () if slot.name == name), None))
         value = self.widgets.of(node).get(name, NOTHING)
         return Found(value) if at is None and value is not NOTHING else at
 
     def _got(self, step: _Step, node: UiNode) -> _Next:
         """What a Get node gets: what the Set node of its name does, on its canvas, else on one around that."""
         name, found = node.first_value, list[tuple[Level, UiNode]]()
-        for level in step.level.around():
-            found += [(level, setter) for setter in level.canvas.setters.get(str(name), ())]
+        for level in step.level.around() if isinstance(name, str) else ():
+            found += [(level, setter) for setter in level.canvas.setters.get(name, ())]
             if found and level is step.level:
                 break
         if len(found) > 1:
@@ -137,7 +144,12 @@ class Sources:
                 f"Node {shown(step.level.path + node.id)} gets '{shown(name)}', which {len(found)} Set nodes set. "
                 "Rename all but one of them, and save the workflow again."
             )
-        return self._first_input(*found[0], step.wanted) if found else None
+        if not found:
+            return None
+        level, setter = found[0]
+        into = self._first_input(level, setter, step.wanted)
+        link = level.canvas.links.get(into.link) if isinstance(into, _Step) and level is not step.level else None
+        return None if link and link.origin_id == INPUTS else into  # as KJNodes has it
 
     def _primitive(self, step: _Step, node: UiNode) -> Found | None:
         """The value of a primitive, which the page hands to the node beside it, and to none further on."""
@@ -151,20 +163,22 @@ class Sources:
 
 def _stand_in(node: UiNode, output: int, wanted: str, where: str) -> UiInput | None:
     """The input that stands in for an output of a bypassed node: that of the same place, else of the type."""
-    inputs, outputs = (node.inputs or [])[:MAX_COMPARED], node.outputs or []
+    inputs, outputs = node.inputs or [], node.outputs or []
     if not 0 <= output < len(outputs):
         raise WorkflowError(f"A link takes output {shown(output)} of node {where}, which has {len(outputs)}.")
-    beside = inputs[output : output + 1]
+    beside, given = inputs[output : output + 1], outputs[output].type
     if wanted in ANY:
-        return next(iter([*beside, *inputs]), None)
-    given = outputs[output].type
-    fits = [slot for slot in [*beside, *inputs] if _connects(slot.type, given) and _connects(slot.type, wanted)]
+        return next(iter([*beside, *inputs[:1]]), None)
+    fits = [
+        slot
+        for slot in [*beside, *inputs[:MAX_COMPARED]]
+        if _connects(slot.type, given) and _connects(slot.type, wanted)
+    ]
     if beside and fits and fits[0] is beside[0]:
         return beside[0]
-    return next((slot for slot in inputs if slot.type == wanted), next(iter(fits), None))
+    return node.first_of_type.get(wanted, next(iter(fits), None))
 
 
 def _connects(one: str, other: str) -> bool:
-    if one in ANY or other in ANY:
-        return True
-    return not set(one.lower().split(",")).isdisjoint(other.lower().split(","))
+    kinds, others = set(one.lower().split(",")), set(other.lower().split(","))
+    return not (ANY.isdisjoint(kinds | others) and kinds.isdisjoint(others))

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from decimal import Decimal
+from functools import cache
 from random import Random
 from typing import Any
 
 from ..errors import WorkflowError
 from .graph import Graph, Link
 from .schema import SEED_NAMES, Schema
-from .ui_file import Level, UiNode, Unfolded
-from .ui_links import Sources
-from .ui_widgets import OF_THE_PAGE
+from .ui_file import Canvas, UiNode, Unfolded
+from .ui_widgets import OF_THE_PAGE, PRIMITIVE, Widgets
 
 PREFIX = "filename_prefix"
 # the nodes whose file names the page fills in; of the last, its pack does
@@ -31,6 +31,7 @@ MAX_REPLACED = 100_000  # letters of a text with its patterns filled in
 _TOKEN = re.compile(r"\\.|[^\\{|}]+|.", re.DOTALL)
 _LINE_COMMENT = re.compile(r"//[^\n\r\u2028\u2029]*")
 _COMMENT = re.compile(rf"{_LINE_COMMENT.pattern}|/\*")  # the whole of it, or where it begins
+_ESCAPED = re.compile(r"\\([{|}])")
 _PATTERN = re.compile(r"%([^%]+)%")
 _DATE_PART = re.compile(r"dd?|MM?|hh?|mm?|ss?|yyy?y?")
 _NO_FILE_NAME = re.compile(r'[/?<>\\:*|"\x00-\x1f\x7f]')
@@ -58,6 +59,7 @@ def _numbers(graph: Graph, value: Any) -> list[int]:
 
 def choose(text: str, random: Callable[[], float]) -> str:
     """A prompt without its comments, of each `{a|b}` one option, and `\\{` as `{`: `processDynamicPrompt` of the page.
+    An option loses one backslash before a brace for each choice that it stands in.
 
     random: asked for a number from 0 to below 1 at each choice.
 
@@ -68,7 +70,7 @@ def choose(text: str, random: Callable[[], float]) -> str:
 
     def close() -> None:
         options = opened.pop()
-        opened[-1][-1].append("".join(options[int(random() * len(options))]))
+        opened[-1][-1].append(_unescaped(options[int(random() * len(options))]))
 
     for token in _TOKEN.findall(_without_comments(text)):
         if token == "{":
@@ -80,10 +82,14 @@ def choose(text: str, random: Callable[[], float]) -> str:
         elif token == "}" and len(opened) > 1:
             close()
         else:
-            opened[-1][-1].append(token[1:] if token in (r"\{", r"\|", r"\}") else token)
+            opened[-1][-1].append(token if token != "\\" else r"\undefined")  # which the page reads after the end
     while len(opened) > 1:  # to the end of the text
         close()
-    return "".join(opened[0][0])
+    return _unescaped(opened[0][0])
+
+
+def _unescaped(parts: Iterable[str]) -> str:
+    return _ESCAPED.sub(r"\1", "".join(parts))
 
 
 def _without_comments(text: str) -> str:
@@ -140,7 +146,7 @@ def _date_part(part: str, now: datetime) -> str:
 
 
 def as_page_text(value: Any) -> str:
-    """A widget's value as JavaScript writes it, but that no number has an exponent."""
+    """A widget's value as JavaScript writes it."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -149,51 +155,77 @@ def as_page_text(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, list):
         return ",".join(map(as_page_text, value))
-    if not isinstance(value, (int, float)):
-        return "[object Object]"
+    return _number(value) if isinstance(value, (int, float)) else "[object Object]"
+
+
+def _number(number: float) -> str:
     try:
-        return f"{Decimal(repr(float(value))).normalize() + 0:f}"
+        value = float(number)
     except OverflowError:
         return "Infinity"
+    text = repr(value)
+    if value == 0 or 1e-6 <= abs(value) < 1e21:
+        return f"{Decimal(text) + 0:f}".removesuffix(".0")
+    digits, _, power = text.partition("e")
+    return f"{digits.removesuffix('.0')}e{int(power):+}"
 
 
 class Names:
     """Fills in file names as of one moment."""
 
-    def __init__(self, unfolded: Unfolded, schemas: Mapping[str, Schema], sources: Sources) -> None:
+    def __init__(self, unfolded: Unfolded, schemas: Mapping[str, Schema], widgets: Widgets) -> None:
         self.nodes = _by_name(unfolded, schemas)
-        self.sources = sources
+        self.widgets = widgets
+        self.value = cache(self._value)
         self.now = datetime.now()
 
     def fill_in(self, text: str) -> str:
         """Raises WorkflowError: it gets too long."""
-        return fill_in(text, self._value, self.now)
+        return fill_in(text, self.value, self.now)
 
     def _value(self, name: str, widget: str) -> Any:
-        level, node = self.nodes[name]
-        value = self.sources.widgets.of(node)[widget]
+        """What a widget holds, muted or not; raises KeyError."""
+        canvas, node = self.nodes[name]
+        value = self.widgets.of(node)[widget]
         slot = next((slot for slot in node.inputs or () if slot.name == widget), None)
-        found = self.sources.of(level, node, slot) if slot else None
-        return found.value if found and found.in_widget else value
+        link = canvas.links.get(slot.link) if slot and slot.link else None
+        source = canvas.nodes.get(link.origin_id) if link else None
+        return source.first_value if source and source.type == PRIMITIVE else value
 
 
-def _by_name(unfolded: Unfolded, schemas: Mapping[str, Schema]) -> dict[str, tuple[Level, UiNode]]:
+def types_named(unfolded: Unfolded) -> set[str]:
+    """The types of all nodes, where file names may mean any of them."""
+    nodes = [node for _, node in _in_order(unfolded)]
+    stored = [node.widgets_values for node in nodes if node.type in SAVERS | {PRIMITIVE}]
+    texts = [text for each in stored for text in (each.values() if isinstance(each, dict) else each or ())]
+    is_named = any(isinstance(text, str) and "." in "".join(_PATTERN.findall(text)) for text in texts)
+    return {node.type for node in nodes} - OF_THE_PAGE.keys() - unfolded.subgraphs.keys() if is_named else set()
+
+
+def _by_name(unfolded: Unfolded, schemas: Mapping[str, Schema]) -> dict[str, tuple[Canvas, UiNode]]:
     """The first node of each name, else of each title."""
-    names: dict[str, tuple[Level, UiNode]] = {}
-    titles: dict[str, tuple[Level, UiNode]] = {}
-    for level, node in _in_order(unfolded, unfolded.levels[""]):
+    names: dict[str, tuple[Canvas, UiNode]] = {}
+    titles: dict[str, tuple[Canvas, UiNode]] = {}
+    for canvas, node in _in_order(unfolded):
         unnamed = "" if node.type in SAVERS | OF_THE_PAGE.keys() else node.type
         name = unnamed if node.more.name == "" else node.more.name
         if isinstance(name, str) and name:
-            names.setdefault(name, (level, node))
-        title = node.title or (node.type in schemas and schemas[node.type].title) or node.type
-        titles.setdefault(title, (level, node))
+            names.setdefault(name, (canvas, node))
+        inside = unfolded.subgraphs.get(node.type)
+        new = inside.name if inside else schemas[node.type].title if node.type in schemas else ""
+        titles.setdefault(node.title or new or node.type, (canvas, node))
     return titles | names
 
 
-def _in_order(unfolded: Unfolded, level: Level) -> Iterator[tuple[Level, UiNode]]:
-    """Every node in the page's order: what is in a subgraph before its node."""
-    for node in level.canvas.nodes.values():
-        if below := unfolded.levels.get(f"{level.path}{node.id}:"):
-            yield from _in_order(unfolded, below)
-        yield level, node
+def _in_order(unfolded: Unfolded) -> Iterator[tuple[Canvas, UiNode]]:
+    """Every node in the page's order: what is in a subgraph before its node, and only once where that is used twice."""
+    canvas, entered = unfolded.levels[""].canvas, set[Canvas]()
+    waiting = [(canvas, node) for node in reversed(canvas.nodes.values())]
+    while waiting:
+        canvas, node = waiting.pop()
+        inside = unfolded.subgraphs.get(node.type)
+        if inside is None or inside in entered:
+            yield canvas, node
+            continue
+        entered.add(inside)
+        waiting += [(canvas, node), *((inside, each) for each in reversed(inside.nodes.values()))]

@@ -159,6 +159,7 @@ def test_set_reaches_into_subgraphs() -> None:
 INNER = subgraph("inner", [get_node(14, "pic"), save(9, node_id=12)], [link(9, 14, 12)])
 SETS = subgraph("sets", [host(21, "inner"), noise(22), set_node(23, "pic", 1)], [link(1, 22, 23)])
 NONE = subgraph("sets", [host(21, "inner"), noise(22), set_node(23, "own", 1)], [link(1, 22, 23)])
+FED = subgraph("sets", [host(21, "inner"), set_node(23, "pic", 1)], [link(1, IN, 23)], {"in": [1]})
 PASSES = subgraph(
     "sets",
     [set_node(13, "pic", 1), get_node(14, "pic"), save(9, node_id=12)],
@@ -174,6 +175,7 @@ PASSES = subgraph(
         ([host(5, "sets")], [SETS, INNER], {"5:21:12": "5:22"}),
         ([*SET, *GET, save(9), host(5, "sets", ("in", "IMAGE", 8))], [PASSES], {"5:12": "1", "2": "1"}),
         ([SET[0], *GET, save(9), host(5, "sets", ("in", "IMAGE", 8))], [PASSES], {"5:12": "1", "2": None}),
+        ([SET[0], host(5, "sets", ("in", "IMAGE", 8))], [FED, INNER], {"5:21:12": None}),  # as KJNodes has it
     ],
 )
 def test_a_get_node_takes_from_its_own_canvas_else_from_those_around_it(

@@ -98,7 +98,7 @@ def link(number: int, origin: int, target: int, slot: int = 0) -> Json:
 
 def convert(nodes: list[Json], *links: Any, **more: Any) -> Graph:
     data = {"nodes": nodes, "links": list(links), **more}
-    types = ui_format.class_types(data)
+    types = ui_format.class_types(data) | ui_format.named_types(data)
     return ui_format.convert(data, {name: SCHEMAS[name] for name in types & SCHEMAS.keys()})
 
 
@@ -178,6 +178,10 @@ def get_node(node_id: int, name: Any, **more: Any) -> Json:
 
 LOADER = node(5, "UpscaleLoader", ["a.pth"], (), ["UPSCALE_MODEL"])
 BYPASSED = [empty(), LOADER, upscale()]
+MANY = [("model", "UPSCALE_MODEL", 2), *((f"mask{n}", "MASK", None) for n in range(130)), ("image", "IMAGE", 1)]
+WIDE = [empty(), LOADER, node(6, "OfAPack", None, MANY, ["IMAGE"], mode=4)]
+ANY_PART = [("model", "UPSCALE_MODEL", 2), ("any", "LATENT,*", 1)]
+LONG = [reroute(n, n) for n in range(100, 1300)], [link(100, 1, 100), *(link(n, n - 1, n) for n in range(101, 1300))]
 NO_IMAGE = node(6, "Words", ["x"], [("value", "STRING", None)], ["IMAGE"], mode=4)
 SET, GET = [empty(), set_node(3, "pic", 1)], [get_node(4, "pic")]
 FEEDS, FEED = [link(1, 1, 6), link(2, 5, 6)], [link(1, 1, 3)]
@@ -203,7 +207,11 @@ FEEDS, FEED = [link(1, 1, 6), link(2, 5, 6)], [link(1, 1, 3)]
             9,
             True,
         ),
+        (WIDE, FEEDS, 6, True),
+        ([empty(), LOADER, node(6, "OfAPack", None, ANY_PART, ["IMAGE"], mode=4)], FEEDS, 6, True),
+        ([*BYPASSED, reroute(7, 3, mode=4)], [*FEEDS, link(3, 6, 7)], 7, "5"),  # which asks for anything: a model
         ([NO_IMAGE], [], 6, False),
+        ([empty(), *LONG[0]], LONG[1], 1299, True),
         # KJNodes: a Get node gets what the Set node of its name does
         ([*SET, *GET], FEED, 4, True),
         ([*GET, *reversed(SET)], FEED, 4, True),
@@ -214,14 +222,16 @@ FEEDS, FEED = [link(1, 1, 6), link(2, 5, 6)], [link(1, 1, 3)]
         ([empty(mode=2), set_node(3, "pic", 1), *GET], FEED, 4, False),
         *(([*SET, get_node(4, name)], FEED, 4, False) for name in ("other", "", 5)),
         ([*SET, get_node(4, "pic", mode=2)], FEED, 4, False),
+        ([empty(), set_node(3, "None", 1), get_node(4, None)], FEED, 4, False),
         ([empty(), set_node(3, "pic", None), *GET], [], 4, False),
     ],
 )
 def test_an_input_gets_what_stands_at_the_end_of_its_links(
-    between: list[Json], links: list[Any], source: int, found: bool
+    between: list[Json], links: list[Any], source: int, found: bool | str
 ) -> None:
     graph = convert([*between, save(99), node(20, "Note", ["hi"])], *links, link(99, source, 2))
-    assert graph.nodes["2"].inputs.get("images") == (Link("1", 0) if found else None)
+    expected = {True: Link("1", 0), False: None}.get(found, Link("5", 0))
+    assert graph.nodes["2"].inputs.get("images") == expected
     assert {each.class_type for each in graph.nodes.values()} <= {"Empty", "SaveImage", "UpscaleLoader"}
 
 
@@ -277,8 +287,9 @@ def test_a_primitive_reaches_the_node_beside_it_and_none_behind_a_bypassed_one()
         (
             [node(1, "Label (rgthree)")],
             [],
-            r"no node type Label \(rgthree\). Install its pack there; if only",
+            r"Node 1 is a 'Label \(rgthree\)', which is in the browser alone\. In ComfyUI, use .* Export \(API\)",
         ),
+        ([node(1, "OfAPack")], [], "no node type OfAPack. Install its pack there; if only"),
         ([node(1, "workflow/two images")], [], "Node 1 is a group node.*save it again: that makes a subgraph of it"),
         ([node(1, "workflow>mine")], [], r"Node 1 is a group node.*Export \(API\)"),
     ],
@@ -314,7 +325,9 @@ def sent(text: str, seed: int = 1) -> str:
         ("a {boat} at {sea", "a boat at sea"),
         ("a } b | c", "a } b | c"),
         (r"\{a\|b\} {c\|d|c\|d}", "{a|b} c|d"),
-        (r"\\{a} {\{|\{}", r"\\a {"),
+        # an option loses one backslash before a brace for each choice that it stands in
+        (r"\\{a} {\{|\{} {\\\{|\\\{} {{\\\{}}", r"\\a { \{ {"),
+        ("ends in \\", "ends in \\undefined"),
         ("a boat /* old\none */ at sea // harbour\nat noon", "a boat  at sea \nat noon"),
         ("see http://a.example/b\nhere", "see http:\nhere"),
         ("a /* b // c", "a /* b "),
@@ -397,6 +410,8 @@ def noon(monkeypatch: pytest.MonkeyPatch) -> None:
         ("%Note.text%-%Primitive.value%", "hello-%Empty.height%"),
         ("%Inside.width%", "7"),
         ("%Red.width%", "%Red.width%"),  # of a pack that the host does not have
+        ("%Picky.number%_%Off.width%_%My box.size%", "4_8_9"),  # all muted: no other is of their types
+        ("%Fed.value%", "fox"),  # by a primitive
     ],
 )
 @pytest.mark.usefixtures("noon")
@@ -414,24 +429,37 @@ def test_patterns_in_file_names(prefix: str, expected: str) -> None:
         node(10, "PrimitiveNode", ["%Empty.height%", "fixed"], title="Primitive"),
         node(11, "s"),
         node(12, "OfAPack", [1], mode=2, title="Red"),
+        node(13, "Picky", [4], mode=2),
+        node(14, "box", [9], [("size", "INT", None)], mode=2),
     ]
-    graph = convert(nodes, link(1, 1, 2), definitions={"subgraphs": [inside]})
+    sized = node(21, "Noise", [8, 7, "fixed", "nan", "", 1], [("width", "INT", None), ("seed", "INT", 1)], title="Off")
+    fed = [node(22, "Words", ["x"], [("value", "STRING", 2)], title="Fed"), node(23, "PrimitiveNode", ["fox"])]
+    ports = [{"name": "size", "linkIds": [1]}]
+    box = {"id": "box", "name": "My box", "nodes": [sized, *fed], "links": [link(1, -10, 21), link(2, 23, 22)]}
+    graph = convert(nodes, link(1, 1, 2), definitions={"subgraphs": [inside, box | {"inputs": ports}]})
     assert graph.nodes["2"].inputs["filename_prefix"] == expected
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "fills_in", "expected"),
     [
-        ("SaveImage", "filename_prefix", False, "32_a"),
-        ("SaveText", "filename_prefix", False, "%Empty.height%_a"),
-        ("SaveText", "filename_prefix", True, "32_a"),
-        ("Encode", "text", False, "%Empty.height%_a"),
+        ("SaveImage", "filename_prefix", False, "%Empty.height%_a"),
+        ("SaveImage", "filename_prefix", True, "32_a"),
+        ("SaveText", "filename_prefix", False, "%Words.value%_a"),
+        ("SaveText", "filename_prefix", True, "%Empty.height%_a"),
+        ("Encode", "text", False, "%Words.value%_a"),
     ],
 )
 def test_patterns_through_a_primitive(kind: str, name: str, fills_in: bool, expected: str) -> None:
     properties = {"Run widget replace on values": fills_in}
-    primitive = node(3, "PrimitiveNode", ["%Empty.height%_a", "fixed"], (), ["STRING"], properties=properties)
-    graph = convert([empty(), node(2, kind, ["x", "md"], [(name, "STRING", 2)]), primitive], link(2, 3, 2))
+    primitive = node(3, "PrimitiveNode", ["%Words.value%_a", "fixed"], (), ["STRING"], properties=properties)
+    nodes = [
+        empty(),
+        node(4, "Words", ["%Empty.height%"]),
+        node(2, kind, ["x", "md"], [(name, "STRING", 2)]),
+        primitive,
+    ]
+    graph = convert(nodes, link(2, 3, 2))
     assert graph.nodes["2"].inputs[name] == expected
 
 
@@ -473,6 +501,8 @@ def test_file_names_that_grow_without_end_are_refused() -> None:
         (7.0, "7"),
         (0.1, "0.1"),
         (1e-6, "0.000001"),
+        (1.5e-7, "1.5e-7"),
+        (1e21, "1e+21"),
         (2**64 - 1, "18446744073709552000"),
         (10**400, "Infinity"),
         (-0.0, "0"),
