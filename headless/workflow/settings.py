@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pydantic import JsonValue
+from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from ...trust.foreign import Unreadable, fitting, parse
 from ...trust.text import is_whole, listed, shown
@@ -18,6 +18,7 @@ from .schema import NOTHING, InputSpec, Schema, walk
 from .ui_texts import chosen
 
 JSON: Any = JsonValue
+BOOLEAN = TypeAdapter(bool)
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,12 @@ def _value(text: str, spec: InputSpec) -> object:
     try:
         value = fitting(JSON, parse(text))
     except Unreadable:
-        return text
+        value = text
+    if spec.type == "BOOLEAN" and isinstance(value, str):  # ComfyUI takes any text for true
+        try:
+            return BOOLEAN.validate_python(value)
+        except ValidationError:
+            raise WorkflowError(f"--set {spec.name}={shown(text)}: expected true or false.") from None
     if spec.type == "STRING" and spec.widget and not isinstance(value, str):
         return text
     return from_json(value)

@@ -129,6 +129,20 @@ def test_set(
 
 
 @pytest.mark.parametrize(
+    ("text", "value"),
+    [("true", True), ("False", False), ('"off"', False), ("0", 0), ('["2", 0]', Link("2", 0)), ("perhaps", None)],
+)
+def test_set_a_switch_of_which_comfyui_would_take_any_text_for_true(text: str, value: Any) -> None:
+    schemas = {"Switch": schema.from_object_info("Switch", {"input": {"required": {"on": ["BOOLEAN", {}]}}})}
+    graph, setting = from_api({"1": {"class_type": "Switch"}}), Setting.parse(f"1.on={text}")
+    if value is None:
+        with pytest.raises(WorkflowError, match="--set on=perhaps: expected true or false"):
+            settings.apply(graph, [setting], schemas)
+    else:
+        assert repr(settings.apply(graph, [setting], schemas).nodes["1"].inputs["on"]) == repr(value)
+
+
+@pytest.mark.parametrize(
     ("argument", "message"),
     [
         ("1.width", "expected NODE.INPUT=VALUE"),
