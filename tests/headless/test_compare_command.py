@@ -135,6 +135,14 @@ def test_a_precision_that_fails_loses_none_of_the_others(here: Path, compare: An
     assert [set(run) == {"precision", "error"} for run in told["runs"]] == [False, True, False]
 
 
+def test_frames_of_another_number_are_a_failure(here: Path, compare: Any, monkeypatch: Any) -> None:
+    paint = Painter.paint
+    monkeypatch.setattr(Painter, "paint", lambda self, precision, frames: paint(self, precision, len(precision)))
+    code, out, _ = compare("workflow.json", "--precisions", "fp16,auto,fp16 (plain)")
+    assert code == 4 and "failed: Its frames have the shape (12, 24, 32, 3), the reference's (4, 24, 32, 3)" in out
+    assert rows(out)["fp16"][1] == "48.2"
+
+
 @pytest.mark.parametrize(
     ("paint", "precisions", "code", "says"),
     [  # without fp32 there is nothing to compare with
