@@ -19,6 +19,7 @@ from .ui_texts import chosen
 
 JSON: Any = JsonValue
 BOOLEAN = TypeAdapter(bool)
+MAX_PARTS = 10  # of an input's name
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Setting:
         """
         parts = f"{self.node}.{self.input}".split(".")
         missing: list[NodeNotFoundError] = []
-        for end in range(len(parts) - 1, 0, -1):
+        for end in range(len(parts) - 1, max(len(parts) - 1 - MAX_PARTS, 0), -1):
             try:
                 node = graph.find(".".join(parts[:end]))
             except NodeNotFoundError as error:

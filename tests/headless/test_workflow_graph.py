@@ -14,6 +14,7 @@ from comfyui_onediff_guard.headless.workflow.graph import Graph, Link, Node, fro
 from comfyui_onediff_guard.headless.workflow.settings import Setting
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import no_hang
 
 
 def chain(*links: tuple[str, str]) -> Graph:
@@ -150,6 +151,7 @@ def test_set_a_switch_of_which_comfyui_would_take_any_text_for_true(text: str, v
         ("1.text=\udcff", "expected UTF-8"),
         ("1.wdith=3", "has no input 'wdith'. Its inputs: width, seed"),
         ("7.width=3", "no node '7'. Its nodes: 1 \\(Some Noise\\), 2 \\(SaveImage\\)"),
+        ("a." * 100_000 + "x=1", "no node 'a.a.a"),
         ("SaveImage.filename_prefix=a", r"'SaveImage' names 2 nodes of the workflow \(2, 3\): use the node's id"),
     ],
 )
@@ -157,7 +159,7 @@ def test_set_that_means_nothing(
     workflow: dict[str, Any], classes: dict[str, type], argument: str, message: str
 ) -> None:
     workflow |= {"3": workflow["2"]} if "SaveImage" in argument else {}
-    with pytest.raises(WorkflowError, match=message):
+    with pytest.raises(WorkflowError, match=message), no_hang(f"--set {argument[:50]}"):
         apply(workflow, classes, argument)
 
 
