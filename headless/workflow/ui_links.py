@@ -135,7 +135,9 @@ class Sources:
     def _got(self, step: _Step, node: UiNode) -> _Next:
         """What a Get node gets: what the Set node of its name does, on its canvas, else on one around that."""
         name, found = node.first_value, list[tuple[Level, UiNode]]()
-        for level in step.level.around() if isinstance(name, str) else ():
+        if not isinstance(name, str):
+            return None
+        for level in step.level.around():
             found += [(level, setter) for setter in level.canvas.setters.get(name, ())]
             if found and level is step.level:
                 break

@@ -220,7 +220,7 @@ def _by_name(unfolded: Unfolded, schemas: Mapping[str, Schema]) -> dict[str, tup
 def _in_order(unfolded: Unfolded) -> Iterator[tuple[Canvas, UiNode]]:
     """Every node in the page's order: what is in a subgraph before its node, and only once where that is used twice."""
     canvas, entered = unfolded.levels[""].canvas, set[Canvas]()
-    waiting = [(canvas, node) for node in reversed(canvas.nodes.values())]
+    waiting = [(canvas, node) for node in canvas.nodes.values()][::-1]
     while waiting:
         canvas, node = waiting.pop()
         inside = unfolded.subgraphs.get(node.type)
@@ -228,4 +228,4 @@ def _in_order(unfolded: Unfolded) -> Iterator[tuple[Canvas, UiNode]]:
             yield canvas, node
             continue
         entered.add(inside)
-        waiting += [(canvas, node), *((inside, each) for each in reversed(inside.nodes.values()))]
+        waiting += [*((inside, each) for each in inside.nodes.values()), (canvas, node)][::-1]
