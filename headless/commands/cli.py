@@ -9,7 +9,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -53,8 +53,13 @@ def main(argv: Sequence[str] | None = None, subcommands: Sequence[Subcommand] = 
             sys.stdout.flush()
             return code
         except BrokenPipeError:  # whoever read the output has gone (`| head`)
-            drop_output()
-            return int(ExitCode.BROKEN_PIPE)
+            code = ExitCode.BROKEN_PIPE
+        except OSError as error:  # such as of a full disk
+            code = ExitCode.OUTPUT_FAILED
+            with suppress(OSError):
+                print(f"onediff-guard: Cannot print what came of it: {error}.", file=sys.stderr)
+        drop_output()
+        return int(code)
 
 
 def _answer(args: argparse.Namespace) -> Answer:

@@ -105,6 +105,16 @@ def test_a_reader_that_goes_away_ends_a_command_silently(arguments: list[str], t
     assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, b"")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("arguments", [["profile", "list"], ["profile", "list", "--json"]])
+def test_a_disk_that_is_full_under_standard_output_is_said(arguments: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "comfyui_onediff_guard", *arguments]
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, check=False)
+    assert ended.returncode == 5
+    assert ended.stderr.startswith(b"onediff-guard: Cannot print what came of it") and ended.stderr.count(b"\n") == 1
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell there closes nothing")
 @pytest.mark.parametrize("closed", ["2>&-", "0<&- 1>&- 2>&-"])
 def test_streams_that_are_closed_take_nothing_away(closed: str, tmp_path: Path) -> None:
