@@ -1,8 +1,8 @@
 """One run over several GPUs: a process for each, none of which is ComfyUI's, and this one that watches them.
 
 The processes are called ranks. The first one writes outputs and tells progress; the others help with what all compute
-together. One that ends before its time ends the run, and is named: the others may wait for it in a call that nothing
-interrupts.
+together. One that ends before its time, or is not heard of any more, ends the run, and is named: the others may wait
+for it in a call that nothing interrupts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
@@ -31,6 +31,8 @@ from .result import Progress, ProgressCallback, RunResult, no_progress
 TICK = 0.5  # seconds between looks at the ranks
 SETTLE = 1.0  # seconds in which others may say why they ended too, after the first one did
 GRACE = 5.0  # seconds between the polite signal and the other one
+BEAT = 1.0  # seconds between a rank's signs of life, from a thread that also runs while it computes, loads or compiles
+SILENT = 60.0  # seconds without any
 _VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 
 
@@ -114,20 +116,26 @@ def _run_rank(number: int, job: _Job, channel: Any) -> None:
     """Run one rank, until it is done and let go. It ends with whoever watches it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _stop)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    lock = threading.Lock()
+
+    def tell(message: Any) -> None:
+        with lock:
+            channel.send(message)
+
+    threading.Thread(target=_beat, args=(tell,), daemon=True).start()
     with cleaned_output(), Path(os.devnull).open("w") as nowhere:
         if number:  # the first one's lines are those of all
             sys.stderr = nowhere
         try:
             _see_one_gpu(number, job)
-            _compute(number, job, channel)
+            _compute(number, job, tell, channel)
         except BaseException as error:  # noqa: BLE001 - whatever it is, who watches is told
             with suppress(OSError):
-                channel.send(_failed(error))
+                tell(_failed(error))
             os._exit(1)  # not by way of what may still wait for other ranks
 
 
-def _compute(number: int, job: _Job, channel: Any) -> None:
+def _compute(number: int, job: _Job, tell: Callable[[Any], None], channel: Any) -> None:
     from tqdm import tqdm
 
     from ...pipelines.parallel.group import joined
@@ -135,9 +143,9 @@ def _compute(number: int, job: _Job, channel: Any) -> None:
 
     tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system's, which a kill would leave
     with joined(number, job.size, job.meeting, cuda=bool(job.gpus)):
-        tell = no_progress if number else channel.send
-        result = run_local(job.workflow, **job.options, on_progress=tell, first=number == 0)
-        channel.send(replace(result, results={}))
+        on_progress = no_progress if number else tell
+        result = run_local(job.workflow, **job.options, on_progress=on_progress, first=number == 0)
+        tell(replace(result, results={}))
         with suppress(EOFError, OSError):
             channel.recv()  # until all are done: the others may still need what this one has
 
@@ -146,10 +154,12 @@ def _stop(_number: int, _frame: object) -> None:
     raise KeyboardInterrupt
 
 
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent
-    parent.join()
+def _beat(tell: Callable[[Any], None]) -> None:
+    """Give signs of life, and end with whoever watches."""
+    with suppress(OSError):
+        while True:
+            tell(None)
+            time.sleep(BEAT)
     os._exit(1)
 
 
@@ -184,12 +194,15 @@ class _Rank:
     channel: Any  # a Connection
     result: RunResult | None = None
     failed: _Failed | None = None
+    silent: float = 0.0  # seconds
 
     def read(self, on_progress: ProgressCallback) -> None:
         """Take in what it said."""
         with suppress(EOFError, OSError):
             while self.channel.poll():
-                match self.channel.recv():
+                message = self.channel.recv()
+                self.silent = 0.0
+                match message:
                     case RunResult() as result:
                         self.result = result
                     case _Failed() as failed:
@@ -264,18 +277,24 @@ def _watch(ranks: Sequence[_Rank], timeout: float | None, on_progress: ProgressC
 
     Raises HeadlessError, for the rank that is to blame.
     """
-    until = time.monotonic() + timeout if timeout else float("inf")
+    seen = time.monotonic()
+    until = seen + timeout if timeout else float("inf")
     try:
         while not all(each.result for each in ranks):
-            wait([each.channel for each in ranks if not each.result], TICK)
+            wait([each.channel for each in ranks], TICK)
+            before, seen = seen, time.monotonic()
             for each in ranks:
+                each.silent += min(seen - before, 2 * TICK)  # not what this process was stopped for itself
                 each.read(on_progress)
             if any(each.gone for each in ranks):
                 time.sleep(SETTLE)
                 for each in ranks:
                     each.read(no_progress)
                 raise _to_blame(ranks).error()
-            if time.monotonic() > until:
+            for each in ranks:
+                if each.silent > SILENT:
+                    raise RunFailedError(f"{each.name} gave no sign of life for {SILENT:g} s, so the run was ended.")
+            if seen > until:
                 raise RunFailedError(f"Stopped: the run was not done after {timeout:g} s.")
     except KeyboardInterrupt:
         raise InterruptedRunError("Interrupted: nothing more was written.") from None

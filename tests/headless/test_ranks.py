@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +23,7 @@ import pytest
 from comfyui_onediff_guard.headless.commands import cli
 from comfyui_onediff_guard.headless.errors import RunFailedError, WorkflowError
 from comfyui_onediff_guard.headless.hosts import chosen, local, ranks
+from comfyui_onediff_guard.headless.hosts.result import no_progress
 from comfyui_onediff_guard.headless.workflow.graph import from_api
 from comfyui_onediff_guard.headless.workflow.validate import plan
 from PIL import Image
@@ -74,6 +78,18 @@ def test_its_files_are_those_of_one_process(there: Path, tmp_path: Path, capsys:
     assert shared in report["notes"] and len(report["steps"]) == 2
     told = [line.split()[1] for line in lines.splitlines() if line.startswith("node")]
     assert told == ["load", "encode", "sample", "decode", "save"]
+
+
+def test_precisions_are_compared_over_ranks(there: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--precisions", "bf16", "--json", "--out", str(tmp_path / "out"), "--gpus", "2"]
+    assert cli.main(["compare", "workflow.json", *options]) == 0
+    told = json.loads(capsys.readouterr().out)
+    found = [(run["precision"], run["steps"], run["finite_frames"]) for run in told["runs"]]
+    assert found == [("fp32", 2, 9), ("bf16", 2, 9)]
+    assert told["errors_from"].startswith("8-bit") and told["runs"][1]["psnr_db"] > 20
+    for run in told["runs"]:
+        notes = [note for stage in run["stages"] for note in stage["notes"]]
+        assert any("each half of guidance is computed by a GPU" in note for note in notes)
 
 
 def test_an_error_of_the_workflow_is_the_same(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,6 +174,43 @@ def test_a_timeout_ends_it(there: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert "was not done after 1 s" in capsys.readouterr().err
     assert not [each for each in psutil.Process().children() if "spawn_main" in " ".join(each.cmdline())]
     assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_that_is_stopped_ends_the_run_and_is_named(running: Callable[..., Any]) -> None:
+    run, processes = running()
+    processes[1].suspend()
+    code, said = ended(run)
+    assert code == 4 and "Rank 1 of 2 (on the CPU) gave no sign of life for 60 s" in said and none_is_left(processes)
+
+
+def test_a_rank_is_slow_as_long_as_it_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "BEAT", 0.1)
+    monkeypatch.setattr(ranks, "SILENT", 1.0)
+    slow, stopped = rank("slow", None), rank("stopped", None)
+    slow.channel, there = multiprocessing.Pipe()
+    stopped.channel, nowhere = multiprocessing.Pipe()
+    over = threading.Event()
+
+    def tell(message: Any) -> None:
+        if over.is_set():
+            raise SystemExit
+        there.send(message)
+
+    def beat() -> None:
+        with suppress(SystemExit):
+            ranks._beat(tell)
+
+    beating = threading.Thread(target=beat)
+    beating.start()
+    try:
+        with pytest.raises(RunFailedError, match="not done after 3 s"):
+            ranks._watch([slow], 3.0, no_progress)
+        with pytest.raises(RunFailedError, match="stopped gave no sign of life for 1 s"):
+            ranks._watch([slow, stopped], None, no_progress)
+    finally:
+        over.set()
+        beating.join()
+    nowhere.close()
 
 
 @pytest.mark.parametrize("host", [["--server", "127.0.0.1:9"], ["--comfyui", "."]])
