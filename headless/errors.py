@@ -53,7 +53,11 @@ class NoAnswerError(HostError):
 
 
 class TooLongError(HostError):
-    """A server's answer is longer than any that is taken."""
+    """A server's answer is longer than any that is taken. beginning: of that answer."""
+
+    def __init__(self, message: str, beginning: bytes = b"") -> None:
+        super().__init__(message)
+        self.beginning = beginning
 
 
 class RunFailedError(HeadlessError):

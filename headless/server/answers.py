@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -85,6 +86,7 @@ class Entry(Foreign):
 
 
 Entries = list[Annotated[Entry, BeforeValidator(_entry)]]
+FIRST_RUNNING = re.compile(rb'\s*{\s*"queue_running":\s*\[\s*\[\s*[-+.\w]+,\s*"([\w.:-]{1,200})"')  # its prompt's id
 
 
 class Queue(Foreign):

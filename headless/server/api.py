@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 import uuid
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import asynccontextmanager
@@ -32,16 +33,18 @@ from ..errors import (
 from ..files import Arriving, FileEntry
 from ..workflow.graph import Graph
 from ..workflow.schema import Schema, from_object_info
-from .answers import HistoryEntry, Queue, Submitted, Uploaded
+from .answers import FIRST_RUNNING, HistoryEntry, Queue, Submitted, Uploaded
 
 CONNECT_SECONDS = 10.0
 STALL_SECONDS = 120.0  # without a byte; a ComfyUI that compiles a model answers nothing for a while
 REQUEST_SECONDS = 300.0  # for a request and the whole of its answer
 UPLOAD_SECONDS = 900.0
 DOWNLOAD_SECONDS = 6 * 3600.0  # for a file
+SLOWEST = 1000  # bytes a second of a file, after STALL_SECONDS
 CLOSE_SECONDS = 1.0
 ANSWER_BYTES = 20 * 2**20  # of JSON: an entry of the history has its workflow twice
 ANSWER_VALUES = 800_000  # in it
+BEGINNING_BYTES = 2**12  # of an answer that is too long
 EVENT_BYTES = 8 * 2**20  # previews are events too
 CHUNK_BYTES = 2**18
 MAX_FILE_BYTES = 16 * 2**30  # of one result
@@ -61,7 +64,7 @@ class Answer:
 
     def fitting(self, kind: type[T]) -> T:
         """The answer as `kind`, a model. Raises HostError: it is no JSON, or none of ComfyUI's; TooLongError."""
-        check_size(self.place, values=foreign.values_in(self.data))
+        check_size(self.place, values=foreign.values_in(self.data), beginning=self.data)
         try:
             return foreign.fitting(kind, foreign.parse(self.data, nan=True))
         except foreign.Unreadable as error:
@@ -91,12 +94,12 @@ class Server:
         Raises:
             UnknownNodesError: the server lacks some of them.
         """
-        needed, found, size, values = sorted(set(types)), dict[str, Schema](), 0, 0
+        needed, found, values, together = sorted(set(types)), dict[str, Schema](), 0, list[bytearray]()
         asked = [name for name in sorted({*needed, *also}) if name.strip(".")]  # dots are no part of an address
-        answers = await asyncio.gather(*(self._get("object_info", name) for name in asked))
+        answers = await asyncio.gather(*(self._get("object_info", name, together=together) for name in asked))
         for name, answer in zip(asked, answers, strict=True):
-            size, values = size + len(answer.data), values + foreign.values_in(answer.data)
-            check_size(answer.place, size, values)
+            values += foreign.values_in(answer.data)
+            check_size(answer.place, values=values)
             node_types = answer.fitting(dict[str, Any])
             try:
                 if name in node_types:
@@ -121,12 +124,15 @@ class Server:
         if graph.workflow is not None:
             body["extra_data"] = {"extra_pnginfo": {"workflow": graph.workflow}}
         answer = await self._ask("POST", "prompt", json=body)
-        if answer.status not in (200, 400):
-            said = shown(answer.data[:1000].decode(errors="replace"), 300)
+        said = shown(answer.data[:4000].decode(errors="replace"), 1000)
+        if answer.status == 400:
+            try:
+                raise WorkflowError(answer.fitting(Submitted).refusal(graph))
+            except HostError:
+                raise WorkflowError(f"ComfyUI refuses the workflow:\n  {said}") from None
+        if answer.status != 200:
             raise RunFailedError(f"{self.name} refused the workflow with HTTP {answer.status}: {said}")
         submitted = answer.fitting(Submitted)
-        if answer.status == 400:
-            raise WorkflowError(submitted.refusal(graph))
         if submitted.prompt_id is None:
             raise HostError(f"{answer.place} does not answer as ComfyUI does: it gave the run no prompt_id.")
         return submitted
@@ -159,7 +165,7 @@ class Server:
         asked = await self._ask("POST", "api", "jobs", found, "cancel")  # since 0.26: whichever it is, in one
         if asked.status != 200:
             await self._ask("POST", "queue", json={"delete": [found]})  # which leaves one that runs
-            if (await self._queue()).runs(found):
+            if await self._runs(found):
                 await self._ask("POST", "interrupt", json={"prompt_id": found})
 
     async def upload(self, name: str, image: bytes) -> str:
@@ -229,7 +235,11 @@ class Server:
                 raise RunFailedError(f"{self.name} does not say how long its result {name} is.")
             room = max(0, shutil.disk_usage(folder).free - FREE_BYTES)
             self._check_room(name, length or 0, room)
+            began = time.monotonic()
             async for chunk in response.content.iter_chunked(CHUNK_BYTES):
+                seconds = time.monotonic() - began
+                if seconds > STALL_SECONDS + into.size / SLOWEST:
+                    raise asyncio.TimeoutError(f"{into.size} bytes in {seconds:.0f} s")
                 self._check_room(name, into.size + len(chunk), room)
                 into.write(chunk)
             if length not in (None, into.size):
@@ -246,22 +256,38 @@ class Server:
                 f"{FREE_BYTES:,} that are left alone). Free some space, or choose another folder with --out."
             )
 
+    async def _runs(self, prompt_id: str) -> bool:
+        try:
+            return (await self._queue()).runs(prompt_id)
+        except TooLongError as error:  # with the one that runs at its beginning
+            first = FIRST_RUNNING.match(error.beginning)
+            return first is not None and first[1] == prompt_id.encode()
+
     async def _queue(self) -> Queue:
         return (await self._get("queue")).fitting(Queue)
 
-    async def _get(self, *parts: str) -> Answer:
-        answer = await self._ask("GET", *parts)
+    async def _get(self, *parts: str, together: list[bytearray] | None = None) -> Answer:
+        answer = await self._ask("GET", *parts, together=together)
         if answer.status != 200:
             raise HostError(f"{answer.place} answers HTTP {answer.status}: is {self.name} a ComfyUI?")
         return answer
 
-    async def _ask(self, method: str, *parts: str, seconds: float = REQUEST_SECONDS, **body: Any) -> Answer:
-        """body: `json=` or `data=`, as aiohttp takes them."""
+    async def _ask(
+        self,
+        method: str,
+        *parts: str,
+        seconds: float = REQUEST_SECONDS,
+        together: list[bytearray] | None = None,
+        **body: Any,
+    ) -> Answer:
+        """together: answers that may be as long as one. body: `json=` or `data=`, as aiohttp takes them."""
         data = bytearray()
+        together = [] if together is None else together
+        together.append(data)
         async with self._request(method, *parts, seconds=seconds, **body) as (place, response):
             async for chunk in response.content.iter_chunked(CHUNK_BYTES):
-                check_size(place, len(data) + len(chunk))
                 data += chunk
+                check_size(place, sum(map(len, together)), beginning=data)
             return Answer(place, response.status, bytes(data))
 
     @asynccontextmanager
@@ -306,11 +332,12 @@ class Server:
         )
 
 
-def check_size(place: str, size: int = 0, values: int = 0) -> None:
+def check_size(place: str, size: int = 0, values: int = 0, beginning: bytes | bytearray = b"") -> None:
     """Raise TooLongError where an answer has too many bytes or JSON values."""
     for number, most, what in ((size, ANSWER_BYTES, "bytes"), (values, ANSWER_VALUES, "values")):
         if number > most:
-            raise TooLongError(f"{place} answers with more than {most:,} {what}: is this a ComfyUI?")
+            message = f"{place} answers with more than {most:,} {what}: is this a ComfyUI?"
+            raise TooLongError(message, bytes(beginning[:BEGINNING_BYTES]))
 
 
 def _reason(error: BaseException) -> str:

@@ -193,6 +193,9 @@ class _Job:
                     there[path] = there.get(path) or await self.server.upload(path.name, input_images.read(path))
                 except WorkflowError as error:
                     raise WorkflowError(f"{error} It was not sent, and nothing ran.") from None
+                except NoAnswerError as error:
+                    reason = f"{path}: {error.reason}"
+                    raise HostError(f"{self.server.name} did not take the image {reason}. Nothing ran.") from error
                 values.setdefault(node.id, {})[name] = there[path]
         return graph.with_inputs(values)
 
@@ -238,7 +241,7 @@ class _Job:
                         f"{self.server.name} no longer knows the run {prompt_id}: it was taken out of the queue, or "
                         "ComfyUI was restarted. Run it again."
                     )
-                if looks % QUEUE_LOOKS == 0:  # one that ends between the two questions is in the history next time
+                if lost_since or looks % QUEUE_LOOKS == 0:  # one that ends meanwhile is in the history next time
                     known = await self.server.has(prompt_id)
                 lost_since = None
             except HostError as error:

@@ -25,6 +25,7 @@ from comfyui_onediff_guard.headless.server import api, follow
 from comfyui_onediff_guard.headless.server.follow import run_on_server
 from comfyui_onediff_guard.headless.workflow.settings import Setting
 from PIL import Image
+from waiting import HANG_SECONDS
 
 RunThere = Callable[..., RunResult]
 TIME = 2.0  # seconds that are up while a run hangs: a busy machine has sent it by then
@@ -138,12 +139,14 @@ def test_a_run_out_of_time_is_taken_from_the_server_by_its_id(
     assert comfy.requests[1:] == [(kind, bodies.get(kind, comfy.prompt_id)) for kind in asked]
 
 
-def test_a_run_waits_in_a_queue_that_is_too_long_to_be_read(
-    comfy: Any, there: RunThere, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a shared server has it: more of others' workflows than are read."""
+@pytest.fixture
+def others() -> list[Any]:
+    """A queue as a shared server has it: more of others' workflows than are read."""
     large = {"extra_pnginfo": {"workflow": "x" * 250_000}}
-    others = [[number, f"others-{number}", {}, {"client_id": "somebody", **large}, []] for number in range(1, 100)]
+    return [[number, f"others-{number}", {}, {"client_id": "somebody", **large}, []] for number in range(1, 100)]
+
+
+def test_a_run_waits_in_a_queue_that_is_too_long_to_be_read(comfy: Any, there: RunThere, others: list[Any]) -> None:
     asked: list[str] = []
 
     async def wait_in_a_long_line(server: Any) -> None:
@@ -154,19 +157,35 @@ def test_a_run_waits_in_a_queue_that_is_too_long_to_be_read(
         if asked.count("/queue") == 3:
             comfy.finish({"2": {}})
 
-    monkeypatch.setattr(follow, "CANCEL_SECONDS", 60)
     comfy.script, comfy.first = wait_in_a_long_line, finish_in_the_end
     assert there(patience=0.0).outputs == {"2": {}}
-    comfy.history, comfy.first = {}, lambda _: None
-    with pytest.raises(RunFailedError, match="took no interrupt: it may go on"):
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_run_is_taken_from_a_queue_that_is_too_long_to_be_read(
+    comfy: Any, there: RunThere, others: list[Any], runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def stay_in_a_long_line(server: Any) -> None:
+        server.pending = others if runs else [*others, *server.running]
+        server.running = server.running if runs else others[:1]
+
+    monkeypatch.setattr(follow, "CANCEL_SECONDS", 60)
+    comfy.script = stay_in_a_long_line
+    with pytest.raises(RunFailedError, match="not done in time and was interrupted"):
         there(timeout=TIME)
-    assert comfy.requests[-1] == ("queue", {"delete": [comfy.prompt_id]})
+    assert comfy.requests[1:] == [
+        ("queue", {"delete": [comfy.prompt_id]}),
+        *([("interrupt", {"prompt_id": comfy.prompt_id})] if runs else []),
+    ]
 
 
 def test_a_refusal_names_nodes_and_reasons(comfy: Any, there: RunThere) -> None:
     comfy.refuse = True
     comfy.node_errors = {"1": {"errors": [{"message": "Value too small", "details": "width"}]}}
     with pytest.raises(WorkflowError, match=r"node 1 \(Some Noise\): Value too small: width"):
+        there()
+    comfy.first = lambda request: web.Response(status=400, text="too hot") if request.path == "/prompt" else None
+    with pytest.raises(WorkflowError, match="too hot"):
         there()
 
 
@@ -183,6 +202,22 @@ def test_unknown_types_are_named_and_nothing_is_sent(comfy: Any, there: RunThere
     with pytest.raises(UnknownNodesError, match="has no node type Noise"):
         there()
     assert comfy.requests == []
+
+
+def test_node_types_are_together_as_long_as_one_answer_may_be(
+    comfy: Any, there: RunThere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def break_off(request: web.Request, handler: Any) -> web.StreamResponse:
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        await answer.write(b"x" * 600)
+        await asyncio.sleep(HANG_SECONDS)
+        return answer
+
+    monkeypatch.setattr(api, "ANSWER_BYTES", 1000)
+    comfy.around = break_off
+    with pytest.raises(HostError, match="answers with more than 1,000 bytes"):
+        there(timeout=10)
 
 
 def test_no_server(workflow: dict[str, Any], tmp_path: Path) -> None:
@@ -207,6 +242,14 @@ def test_a_server_that_goes_away(comfy: Any, there: RunThere) -> None:
     comfy.script = die
     with pytest.raises(RunFailedError, match="does not answer any more"):
         there(patience=0.3)
+
+
+@pytest.mark.parametrize("path", ["/queue", "/history/the-prompt"])
+def test_a_server_that_answers_one_of_two_questions(comfy: Any, there: RunThere, path: str) -> None:
+    """As one behind a proxy that wants a login for it."""
+    comfy.script, comfy.first = hang, lambda request: web.Response(status=403) if request.path == path else None
+    with pytest.raises(RunFailedError, match=r"does not answer any more.*HTTP 403"):
+        there(patience=0.3, timeout=10)
 
 
 def test_a_server_that_names_files_outside_is_not_obeyed(comfy: Any, there: RunThere, tmp_path: Path) -> None:
@@ -365,6 +408,22 @@ def test_a_download_that_breaks_off_is_fetched_again(comfy: Any, there: RunThere
     ):
         there()
     assert [path.name for path in (tmp_path / "out" / "sub").iterdir()] == ["a_00001_.png"]
+
+
+def test_a_download_by_drops_is_given_up(comfy: Any, there: RunThere, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def drip(request: web.Request, handler: Any) -> web.StreamResponse:
+        if request.path != "/view":
+            return await handler(request)
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        while True:
+            await answer.write(b"x")
+            await asyncio.sleep(0.02)
+
+    monkeypatch.setattr(api, "STALL_SECONDS", 0.3)
+    comfy.around = drip
+    with pytest.raises(RunFailedError, match=r"broke off its result .*, 3 times \(\d+ bytes in 0 s\)"):
+        there(timeout=20)
 
 
 @pytest.mark.parametrize(
