@@ -23,6 +23,9 @@ import reliability
 import shared_models
 import tiers
 
+# Before a folder's own conftest.py imports torch, which reads it then: threads that wait for each other's cores cost
+# many times more, and a forked child waits forever for those that it does not have.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
 SERVED = (
     "in_comfyui",
@@ -50,7 +53,6 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[tiers.VARIABLE] = tier
     if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2"):  # without this, PyTorch's attention raises in bf16
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that wait for each other's cores cost many times more
     if not hasattr(config, "workerinput"):  # else a process of a run whose folders stand in the environment
         for variable, what in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), (shared_models.VARIABLE, "models")):
             folder = os.environ[variable] = tempfile.mkdtemp(prefix=f"onediff-guard-{what}-")

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 FILES = frozenset({"open", "os.rename", "os.remove", "os.mkdir", "os.link", "os.truncate"})
@@ -102,6 +103,7 @@ def raising(error: BaseException) -> Action:
 
 def killed_in_a_child(run: Callable[[], object], operations: Operations) -> int:
     """Runs in a process of its own until the operation at which its action kills it. Returns its exit status."""
+    assert torch.get_num_threads() == 1, "a forked child waits forever for the threads that it does not have"
     child = os.fork()
     if child == 0:
         try:
