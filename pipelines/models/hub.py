@@ -161,7 +161,7 @@ class _Download:
             return cached
         sizes = {file.rfilename: file.size for file in info.siblings or () if file.size is not None}
         sizes = {k: n for k, n in sizes.items() if k.endswith(".safetensors") or n <= MOST_VOCABULARY_BYTES}
-        folder = self._snapshot(info.sha, {INDEX: sizes.get(INDEX, 0)})
+        folder = self._snapshot(info.sha, {INDEX: sizes[INDEX]} if INDEX in sizes else {})
         needed = _needed(sizes, _family(folder, families), self._hub_id)
         self._expect({folder / path: sizes[path] for path in needed})
         checksums = {file.rfilename: file.lfs.sha256 for file in info.siblings or () if file.lfs}
@@ -280,7 +280,7 @@ def _explained(error: Exception, hub_id: str, revision: str) -> HubError:
         error = error.__cause__
     status = getattr(getattr(error, "response", None), "status_code", 0)
     again = "Run it again: files that are complete are kept."
-    if 400 <= status < 500:
+    if status in (401, 403, 404, 410):
         return HubError(
             "The hub hands out nothing of '{}' at '{}' (HTTP {}). Check how both are written. Where it is private or "
             "gated, accept its terms on its page, and set HF_TOKEN to a token that may read it.",

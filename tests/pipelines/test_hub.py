@@ -223,6 +223,20 @@ def test_no_network(
     assert f"'{ID}' cannot be downloaded now" in caplog.text and folder.name in caplog.text and TOKEN not in caplog.text
 
 
+@pytest.mark.parametrize("status", [408, 429, 503])
+def test_a_hub_that_has_no_time(
+    server: HubServer, files: dict[str, bytes], caplog: pytest.LogCaptureFixture, status: int
+) -> None:
+    server.push(ID, files)
+    folder = fetch(ID, None, COGVIDEOX)
+    server.faults.status = {"api": (status, "")}
+    with pytest.raises(HubError, match=f"'owner/other' cannot be downloaded now .HTTP {status}"):
+        fetch("owner/other", None, COGVIDEOX)
+    with caplog.at_level(logging.WARNING):
+        assert fetch(ID, None, COGVIDEOX) == folder
+    assert folder.name in caplog.text
+
+
 def test_a_hub_that_does_not_answer(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
@@ -274,6 +288,16 @@ def test_a_repository_without_the_files_costs_no_weights(
     with pytest.raises(BadFolder, match=said):
         fetch(ID, None, COGVIDEOX)
     assert not server.gets(".safetensors")
+
+
+def test_an_index_that_is_too_large_is_not_downloaded(
+    server: HubServer, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "MOST_VOCABULARY_BYTES", len(files["model_index.json"]) - 1)
+    server.push(ID, files)
+    with pytest.raises(BadFolder, match=f"'{ID}' has no model_index.json"):
+        fetch(ID, None, COGVIDEOX)
+    assert {request.path for request in server.gets()} == {"api"}
 
 
 # --- interrupted, cut off, damaged ------------------------------------------------------------------------------------
