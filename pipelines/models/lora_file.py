@@ -131,10 +131,12 @@ def place(shapes: Mapping[str, Shape], family: FamilySpec, denoiser: torch.nn.Mo
             found[layer][part] = key
     if not shapes:
         raise Unreadable("it holds nothing")
-    if nowhere or not found:
-        raise Unreadable(f"this {family.name} has no place for {_some(nowhere or placed.image_only)}")
+    if nowhere:
+        raise Unreadable(f"this {family.name} has no place for {_some(nowhere)}")
     for layer, keys in found.items():
         _fit(placed, layer, keys, shapes, names)
+    if not (placed.layers or placed.differences):
+        raise Unreadable(f"this {family.name} has no place for {_some(placed.image_only)}")
     return placed
 
 

@@ -311,6 +311,16 @@ def test_what_cannot_be_applied_is_refused_by_name(key: str, tmp_path: Path) -> 
         check_lora(path, WAN, model)
 
 
+def test_a_file_of_which_nothing_can_be_applied_is_refused(tmp_path: Path) -> None:
+    """It holds what only a model that takes an image has: the image's channels of the first layer."""
+    model, _ = wan()
+    outputs, inputs, *kernel = model.patch_embedding.weight.shape
+    made = {"A": torch.ones(2, inputs + 4, *kernel), "B": torch.ones(outputs, 2, 1, 1, 1)}
+    path = saved(tmp_path, {f"diffusion_model.patch_embedding.lora_{half}.weight": it for half, it in made.items()})
+    with pytest.raises(BadLora, match="has no place for 2 tensors"):
+        check_lora(path, WAN, model)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_differences_lose_nothing_to_rounding_in_half_precision(dtype: torch.dtype, tmp_path: Path) -> None:
