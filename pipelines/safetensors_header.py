@@ -15,6 +15,7 @@ from pathlib import Path
 from ..trust.foreign import Unreadable, check_whole
 from ..trust.text import shown
 
+_MOST_BYTES = 100_000_000  # of a header, as the library has it
 FLOATS = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}  # by safetensors' names
 
 
@@ -58,6 +59,10 @@ def read_header(file: Path) -> Header:
 
 
 def header_text(file: Path) -> bytes:
-    """Return the JSON of a header, of a file that `read_header` has checked: after 8 bytes, which hold its length."""
+    """Return the JSON of a header, not parsed. Raises OSError, or Unreadable where the file is shorter than that."""
+    check_whole(file)
     with file.open("rb") as stream:
-        return stream.read(int.from_bytes(stream.read(8), "little"))
+        length = int.from_bytes(stream.read(8), "little")
+        if length > min(file.stat().st_size - 8, _MOST_BYTES):
+            raise Unreadable(f"its header is to have {length:,} bytes, and the file has {file.stat().st_size:,}")
+        return stream.read(length)
