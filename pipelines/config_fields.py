@@ -31,8 +31,37 @@ _MOST_OF = {  # what is built, or is computed, as often
     **dict.fromkeys(("sample_height", "sample_width", "sample_frames", "num_frames", "pos_embed_max_size"), 4096),
     **dict.fromkeys(("extra_ids", "steps_offset"), 1000),
     "num_train_timesteps": 100_000,
+    "resample": 5,
+    "partial_rotary_factor": 1,
 }
 _MAY_BE_0 = re.compile(r"dropout|_token_id$")  # though the class's own default is above 0
+_MAY_BE_NULL = re.compile(  # though the class's own default is not
+    r"\w+_token_id|out_channels|num_key_value_heads|qk_norm|scale_factor_\w+|use_\w+_sigmas"
+    r"|(base|max)_(shift|image_seq_len)"
+)
+_MAY_BE_LIST = re.compile(  # though the class's own default is one number
+    r"\w+_token_id|sample_size|(transformer_)?layers_per_block|cross_attention_dim"
+)
+_MAY_BE_ONE = re.compile(r"num_attention_heads|image_(mean|std)|(crop_)?size")  # where the example is several
+_LENGTHS = {"sample_size": 2, "rope_axes_dim": 2}  # of lists
+_EXAMPLES: Mapping[str, Any] = {  # what fits where the class's own default is null or an empty list
+    **dict.fromkeys(("patch_size", "patch_size_t", "ofs_embed_dim", "image_dim", "added_kv_proj_dim"), 1),
+    **dict.fromkeys(("pos_embed_seq_len", "decoder_base_dim", "num_decoder_layers", "sample_size"), 1),
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "extra_ids", "resample"), 0),
+    **dict.fromkeys(("sigma_min", "sigma_max", "shift_terminal"), 1.0),
+    **dict.fromkeys(("rescale_factor", "rope_theta", "partial_rotary_factor"), 1.0),
+    **dict.fromkeys(("legacy", "add_bos_token", "add_eos_token", "is_gated_act", "tie_word_embeddings"), True),
+    **dict.fromkeys(("do_center_crop", "do_convert_rgb", "do_normalize", "do_rescale", "do_resize"), True),
+    **dict.fromkeys(("latents_mean", "latents_std", "image_mean", "image_std", "attn_scales"), (0.0,)),
+    "dense_act_fn": "relu",
+    "shift_factor": 0.0,
+    "trained_betas": (1.0,),
+    "disable_corrector": (0,),
+    "size": {"height": 1},
+    "crop_size": {"height": 1},
+    "rope_scaling": {"rope_type": None},
+    "rope_parameters": {"rope_type": None},
+}
 
 
 def fields_of(component: ComponentSpec, name: str, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,7 +79,10 @@ def fields_of(component: ComponentSpec, name: str, config: Mapping[str, Any]) ->
     defaults = component.defaults(name)
     fields = {field: value for field, value in config.items() if field in defaults}
     for field, value in fields.items():
-        _check(field, value, defaults[field])
+        default = defaults[field]
+        may_be_null = default is None or _MAY_BE_NULL.fullmatch(field)
+        if not (value is None and may_be_null) and not (value == [] == default):
+            _check(field, value, _EXAMPLES.get(field) if default in (None, []) else default)
     return fields
 
 
@@ -67,46 +99,56 @@ def _refuse_hooks(value: Any, place: str = "") -> None:
             _refuse_hooks(inner, here)
 
 
-def _check(field: str, value: Any, default: Any, depth: int = 0) -> None:
-    """Raise Unreadable unless a value, or each in a list, is of the kind of its default. None fits all, and all fits a
-    default of None."""
-    if isinstance(default, (list, tuple)):
-        default = default[0] if default else None
-    if isinstance(value, (list, dict)):
-        if len(value) > _MOST_VALUES or depth > 2 or (isinstance(value, dict) and default is not None):
-            raise Unreadable(f"its '{shown(field)}' is {shown(value, 20)}, where {_wanted(field, default)} belongs")
-        named = value.items() if isinstance(value, dict) else ((field, inner) for inner in value)
-        for name, inner in named:
-            _check(name, inner, default, depth + 1)
-    elif value is not None and not _fits(field, value, default):
-        raise Unreadable(f"its '{shown(field)}' is {shown(value)}, where {_wanted(field, default)} belongs")
+def _check(field: str, value: Any, example: Any) -> None:
+    """Raise Unreadable unless a value is of the kind of an example, and within bounds. An example of None stands for a
+    name or a number."""
+    is_list, is_object = isinstance(example, (list, tuple)), isinstance(example, dict)
+    inner = next(iter(example.values() if is_object else example)) if is_list or is_object else example
+    if isinstance(value, dict) and is_object and len(value) <= _MOST_VALUES:
+        for name, each in value.items():
+            if each is not None:
+                _check(name, each, inner)
+        return
+    if isinstance(value, list):
+        fits = is_list or example is None or _MAY_BE_LIST.fullmatch(field)
+        fits = fits and 0 < len(value) <= _MOST_VALUES and len(value) == _LENGTHS.get(field, len(value))
+        fits = fits and all(_fits(field, each, inner) for each in value)
+    else:
+        fits = (not (is_list or is_object) or _MAY_BE_ONE.fullmatch(field)) and _fits(field, value, inner)
+    if not fits:
+        length = f" of {_LENGTHS[field]}" if field in _LENGTHS else ""
+        kind = f"a list{length}, each of it " if is_list else "an object, each field of it " if is_object else ""
+        raise Unreadable(f"its '{shown(field)}' is {shown(value, 20)}, where {kind}{_wanted(field, inner)} belongs")
 
 
-def _fits(field: str, value: Any, default: Any) -> bool:
-    if isinstance(value, bool):
-        return default is None or isinstance(default, bool)
-    if isinstance(value, str):
-        return (default is None or isinstance(default, str)) and _WORD.fullmatch(value) is not None
-    most, is_positive = _most(field, default), _is_positive(field, default)
-    fits_kind = default is None or (isinstance(default, (int, float)) and not isinstance(default, bool))
-    fits_bounds = (value > 0 if is_positive else -most <= value) and value <= most
-    return fits_kind and fits_bounds and not (isinstance(default, int) and value % 1)
+def _fits(field: str, value: Any, example: Any) -> bool:
+    if isinstance(value, str) and not _WORD.fullmatch(value):
+        return False
+    if isinstance(value, (bool, str)) or isinstance(example, (bool, str)):
+        return example is None or type(value) is type(example)
+    if not isinstance(value, int if isinstance(example, int) else (int, float)):
+        return False
+    lowest, most = _bounds(field, example)
+    return lowest <= value <= most and not (value == 0 and _is_positive(field, example))
 
 
-def _most(field: str, default: Any) -> float:
-    return _MOST_OF.get(field, _MOST_WHOLE if isinstance(default, int) else _MOST)
+def _bounds(field: str, example: Any) -> tuple[float, float]:
+    most = _MOST_OF.get(field, _MOST_WHOLE if isinstance(example, int) else _MOST)
+    if _is_positive(field, example):
+        return 0, most
+    return (-1 if field.endswith("_token_id") else 0) if isinstance(example, int) else -most, most
 
 
-def _is_positive(field: str, default: Any) -> bool:
-    return isinstance(default, (int, float)) and default > 0 and not _MAY_BE_0.search(field)
+def _is_positive(field: str, example: Any) -> bool:
+    return isinstance(example, (int, float)) and example > 0 and not _MAY_BE_0.search(field)
 
 
-def _wanted(field: str, default: Any) -> str:
+def _wanted(field: str, example: Any) -> str:
     """Return in words what belongs into a field."""
-    if isinstance(default, bool):
+    if isinstance(example, bool):
         return "true or false"
-    if isinstance(default, str):
+    if isinstance(example, str):
         return "a name"
-    most = f"{_most(field, default):,.0f}"
-    bounds = f"above 0 and at most {most}" if _is_positive(field, default) else f"between -{most} and {most}"
-    return f"{'' if default is not None else 'a name or '}a {'whole ' * isinstance(default, int)}number {bounds}"
+    lowest, most = _bounds(field, example)
+    bounds = f"{'above' if _is_positive(field, example) else 'of at least'} {lowest:,.0f} and at most {most:,.0f}"
+    return f"{'' if example is not None else 'a name or '}a {'whole ' * isinstance(example, int)}number {bounds}"

@@ -25,6 +25,8 @@ MOST_CONFIG_BYTES = 2**20  # of a config; the largest published one, a tokenizer
 MOST_VOCABULARY_BYTES = 64 * 2**20  # the largest published one is a tokenizer.json of 20 MB
 _VOCABULARIES = ("spiece.model", "tokenizer.json")
 _NAMES_CLASS = {"tokenizer_config.json": "tokenizer_class", "preprocessor_config.json": "image_processor_type"}
+_MOST_TOKENS = 2**20
+_MOST_ADDED = 2**14  # tokens beside those of the vocabulary; published: 300
 _SPARE_ROWS = 512  # of an encoder's embedding, without a token of their own; published: 28 (T5), 84 (UMT5), 209 (GLM)
 _PROBES = ("a red cat sleeps in the sun", "two dogs run over a wide bridge")
 
@@ -65,18 +67,26 @@ def load(path: Path, name: str, component: ComponentSpec, cls: str) -> Any:
     name: the component, and its folder.
     cls: its class in model_index.json.
 
-    Raises BadFolder where one that the class needs is missing, or where one of them is too large, cut off, a pointer of
-    Git LFS or of something else.
+    Raises BadFolder where one that the class needs is missing, where one of them is too large, cut off, a pointer of
+    Git LFS or of something else, and where two vocabularies differ.
     """
     where = f"{name_of(path)}/{name}"
     files: dict[str, bytes] = {}
+    vocabularies: list[list[str]] = []
     for file in component.files:
         if (path / name / file).exists():
             with explaining(where, cls), reading_file(f"{where}/{file}"):
-                files[file] = _checked(path / name / file, component, cls)
+                files[file], tokens = _checked(path / name / file, component, cls)
+                vocabularies += [tokens] if tokens else []
     for group in component.needs:
         if not files.keys() & set(group):
             raise BadFolder("'{}' has no {}. The download is incomplete: fetch it again.", where, " or ".join(group))
+    if len(vocabularies) > 1 and not _alike(*vocabularies):
+        raise BadFolder(
+            "'{}' holds two vocabularies: spiece.model and tokenizer.json have other tokens. Download both again, of "
+            "the same model.",
+            where,
+        )
     with tempfile.TemporaryDirectory(prefix="onediff-guard-") as folder, explaining(where, cls):
         for file, data in files.items():
             (Path(folder) / file).write_bytes(data)
@@ -131,18 +141,21 @@ def explaining(where: str, cls: str) -> Iterator[None]:
         ) from error
 
 
-def _checked(file: Path, component: ComponentSpec, cls: str) -> bytes:
-    """Return what a file holds, without a byte order mark. Raises OSError, or Unreadable where it cannot be used."""
+def _checked(file: Path, component: ComponentSpec, cls: str) -> tuple[bytes, list[str]]:
+    """Return what a file holds, without a byte order mark, and the tokens of a vocabulary, by id. Raises OSError, or
+    Unreadable where it cannot be used."""
     check_whole(file)
     if file.name == "spiece.model":
         data = read_bytes(file, limit=MOST_VOCABULARY_BYTES)
-        _check_pieces(data)
-        return data
+        return data, _pieces(data)
     data = read_bytes(file, limit=MOST_VOCABULARY_BYTES if file.name in _VOCABULARIES else MOST_CONFIG_BYTES)
     data = data.removeprefix(BOM)
     content = object_in(parse(data))
-    if file.name in (*_VOCABULARIES, "added_tokens.json"):
-        return data
+    if file.name == "tokenizer.json":
+        return data, _tokens(content)
+    if file.name == "added_tokens.json":
+        _refuse_many(content)
+        return data, []
     named = content.get(_NAMES_CLASS.get(file.name, ""))
     if named is not None and named not in component.classes:
         raise Unreadable(f"it is of a {shown(named)}, and model_index.json names {cls}")
@@ -151,12 +164,14 @@ def _checked(file: Path, component: ComponentSpec, cls: str) -> bytes:
     inner = content.get("image_processor")  # as transformers 5 nests it
     for fields in (content, *([inner] if isinstance(inner, dict) else [])):
         fields_of(component, cls, fields)
-    return data
+    return data, []
 
 
-def _check_pieces(data: bytes) -> None:
-    """Raise Unreadable where a sentencepiece model is cut off. Its tokens come first in the file, and then how text is
-    split into them, without which it would be split otherwise."""
+def _pieces(data: bytes) -> list[str]:
+    """Return the tokens of a sentencepiece model, by id. Raises Unreadable where it is cut off.
+
+    Its tokens come first in the file, and then how text is split into them, without which it would be split otherwise.
+    """
     from google.protobuf.message import DecodeError
     from sentencepiece import sentencepiece_model_pb2
 
@@ -167,6 +182,32 @@ def _check_pieces(data: bytes) -> None:
         model.Clear()
     if not (model.pieces and model.HasField("trainer_spec") and model.HasField("normalizer_spec")):
         raise Unreadable("it is no sentencepiece model, or cut off")
+    _refuse_many(model.pieces, _MOST_TOKENS)
+    return [piece.piece for piece in model.pieces]
+
+
+def _tokens(content: Mapping[str, Any]) -> list[str]:
+    """Return the tokens of a tokenizer.json, by id. Raises Unreadable where it holds none, or too many."""
+    model = content.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if not vocabulary or not isinstance(vocabulary, (dict, list)):
+        raise Unreadable("it holds no vocabulary")
+    _refuse_many(vocabulary, _MOST_TOKENS)
+    _refuse_many(content.get("added_tokens") or [])
+    if isinstance(vocabulary, dict):
+        return list(vocabulary)
+    return [str(entry[0]) if isinstance(entry, list) and entry else "" for entry in vocabulary]
+
+
+def _refuse_many(tokens: Any, most: int = _MOST_ADDED) -> None:
+    """Raise Unreadable for more tokens than any model has: a library takes minutes for them."""
+    if not hasattr(tokens, "__len__") or len(tokens) > most:
+        raise Unreadable(f"it has {shown(tokens)} for tokens, and {most:,} is the most that is read")
+
+
+def _alike(one: list[str], other: list[str]) -> bool:
+    """Return whether two vocabularies have mostly the same tokens at the same ids. One may have more at its end."""
+    return 2 * sum(map(str.__eq__, one, other)) > min(len(one), len(other))
 
 
 def _loader(component: ComponentSpec, cls: str, files: Mapping[str, bytes]) -> Any:

@@ -222,13 +222,17 @@ def _on_meta(where: str, component: ComponentSpec, fields: Mapping[str, Any]) ->
     except (LibraryFailed, MemoryError):
         raise
     except Exception as error:  # whatever a class makes of sizes
+        what = component.classes[0], type(error).__name__, shown(str(error), 200)
+        try:
+            component.on_meta({})
+        except Exception:  # noqa: BLE001, which the first one explains: no file is to blame
+            raise LibraryFailed(
+                "No {} can be built here, whatever its config.json says ({}: {}). Install requirements.txt of this "
+                "pack again.",
+                *what,
+            ) from error
         raise BadFolder(
-            "'{}': no {} can be built from its config.json ({}: {}). Download it again. If it is the authors' own, "
-            "install requirements.txt of this pack again.",
-            where,
-            component.classes[0],
-            type(error).__name__,
-            shown(str(error), 200),
+            "'{}': no {} can be built from its config.json ({}: {}). Download it again.", where, *what
         ) from error
 
 

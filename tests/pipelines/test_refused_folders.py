@@ -44,7 +44,11 @@ REFUSED: list[tuple[str, str, Any, str]] = [  # variant, file, what is put there
     ("2b", "model_index.json", b"<html>", "it is not JSON"),
     ("2b", "model_index.json", [], r"it holds \[\] where an object belongs"),
     ("2b", SCHEDULE, b"{}", "it names no '_class_name'"),
-    ("2b", "tokenizer/tokenizer.json", {"model": {"vocab": {}}}, "'model/tokenizer' "),
+    # vocabularies
+    ("2b", "tokenizer/tokenizer.json", {"model": {"vocab": {}}}, "tokenizer.json' cannot be used: it holds no vocab"),
+    ("2b", "tokenizer/tokenizer.json", {"model": {"vocab": [["a", 0]] * (2**20 + 1)}}, "it has a list of 1048577"),
+    ("2b", "tokenizer/tokenizer.json", {"model": {"vocab": {"a": 0}}, "added_tokens": [{}] * 10**6}, "a list of 10000"),
+    ("2b", "tokenizer/added_tokens.json", {f"{n}": n for n in range(20_000)}, "it has an object of 20000 for tokens"),
     # weights
     ("2b", WEIGHTS, f"{STEM}.bin", f"'model/transformer' has no {STEM}.safetensors. It holds .*{STEM}.bin.*refused"),
     ("2b", WEIGHTS, "model.pt", "holds config.json, model.pt. .*are refused"),
@@ -77,6 +81,18 @@ REFUSED: list[tuple[str, str, Any, str]] = [  # variant, file, what is put there
     ("2b", VAE, {"layers_per_block": 10**6}, "its 'layers_per_block' is 1000000"),
     ("2b", VAE, {"scaling_factor": 0.0}, "its 'scaling_factor' is 0.0"),
     ("2b", VAE, {"temporal_compression_ratio": 0.5}, "its 'temporal_compression_ratio' is 0.5, where a whole number"),
+    ("2b", VAE, {"scaling_factor": None}, "its 'scaling_factor' is None, where a number above 0"),
+    ("2b", VAE, {"scaling_factor": [0.5]}, r"its 'scaling_factor' is \[0.5\], where a number above 0"),
+    ("2b", VAE, {"invert_scale_latents": None}, "its 'invert_scale_latents' is None, where true or false"),
+    ("cogview4", VAE, {"shift_factor": True}, "its 'shift_factor' is True, where a number of at least"),
+    ("cogview4", VAE, {"latents_mean": 0.5}, "its 'latents_mean' is 0.5, where a list, each of it a number"),
+    ("cogview4", DENOISER, {"rope_axes_dim": [8]}, r"its 'rope_axes_dim' is \[8\], where a list of 2, each of it a"),
+    ("wan", DENOISER, {"eps": None}, "its 'eps' is None"),
+    ("svd", "unet/config.json", {"num_frames": 25.0}, "its 'num_frames' is 25.0, where a whole number"),
+    ("svd", "unet/config.json", {"sample_size": "x"}, "its 'sample_size' is x, where a whole number"),
+    ("2b", WORDS, {"extra_ids": -1}, "its 'extra_ids' is -1, where a whole number of at least 0"),
+    ("2b", SCHEDULE, {"beta_schedule": None}, "its 'beta_schedule' is None, where a name"),
+    ("svd", "feature_extractor/preprocessor_config.json", {"do_resize": 3}, "its 'do_resize' is 3, where true or"),
     ("2b", VAE, {"norm_num_groups": 7}, "no AutoencoderKLCogVideoX can be built from its config.json"),
     ("cogview4", ENCODER, {"rope_parameters": {"factor": "a b"}}, "its 'factor' is a b"),
     ("svd", "unet/config.json", {"transformer_layers_per_block": 10**6}, "its 'transformer_layers_per_block'"),
@@ -304,9 +320,16 @@ def another_end(folder: Path) -> None:
         say(folder / "tokenizer" / file, eos_token="[SEP]")
 
 
+def two_vocabularies(folder: Path) -> None:
+    T5TokenizerFast.from_pretrained(folder / "tokenizer").save_pretrained(folder / "fast")
+    other_letters(folder)
+    shutil.copy(folder / "fast" / "tokenizer.json", folder / "tokenizer")
+
+
 MISFITS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "larger than the encoder": (other_sizes, "has 300 tokens, and the encoder's embedding 256 rows"),
     "smaller than the encoder": (few_tokens, "has 60 tokens, and the encoder's embedding 384 rows"),
+    "two that differ": (two_vocabularies, "holds two vocabularies: spiece.model and tokenizer.json"),
     "unknown tokens only": (other_letters, "makes the same or no tokens of"),
     "other special tokens": (another_end, "its eos_token has the id 300, and 1 by the encoder's config.json"),
     "a huge one": (lambda f: os.truncate(f / "tokenizer/spiece.model", 2**30), "it is larger than 67,108,864 bytes"),
@@ -370,3 +393,18 @@ def test_a_library_that_cannot_be_imported_is_no_files_fault(
     ) as told:
         checked(folder)
     assert isinstance(told.value.__cause__, ValueError)
+
+
+def test_a_class_that_builds_of_no_config_is_no_files_fault(
+    copy: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = copy("2b")
+
+    def broken(self: Any, **_: Any) -> None:
+        raise TypeError("of another version")
+
+    folders._built.cache_clear()
+    monkeypatch.setattr(diffusers.AutoencoderKLCogVideoX, "__init__", broken)
+    with pytest.raises(LibraryFailed, match=r"No AutoencoderKLCogVideoX can be built here.*another version") as told:
+        checked(folder)
+    assert isinstance(told.value.__cause__, TypeError)
