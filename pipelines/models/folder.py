@@ -176,17 +176,8 @@ def list_folders(roots: Iterable[Path], depth: int = 3) -> dict[str, Path]:
     """
     found: dict[str, Path] = {}
     for root in roots:
-        seen: dict[Path, int] = {}  # real folder → at what depth it was looked through
-        for here, below, files in os.walk(root, followlinks=True):
-            folder, real = Path(here), Path(here).resolve()
-            level = len(folder.relative_to(root).parts)
-            if INDEX in files:
-                found.setdefault(folder.name if folder == root else folder.relative_to(root).as_posix(), folder)
-            if INDEX in files or level >= min(depth, seen.get(real, depth)):
-                below.clear()
-            seen[real] = min(level, seen.get(real, level))
-            below[:] = sorted(name for name in below if not name.startswith("."))
-            below.sort(key=lambda name, folder=folder: (folder / name).is_symlink())
+        for folder in _walk(root, depth, {}):
+            found.setdefault(folder.name if folder == root else folder.relative_to(root).as_posix(), folder)
     return dict(sorted(found.items()))
 
 
@@ -264,6 +255,20 @@ def _mixed(weights: Mapping[str, Weights]) -> Iterator[str]:
             total = sum(component.dtypes.values())
             shares = ", ".join(f"{dtype} {n / total:.0%}" for dtype, n in component.dtypes.items())
             yield Message("{} is stored in several dtypes ({}): loaded in one, that of its plan", name, shares)
+
+
+def _walk(folder: Path, depth: int, seen: dict[Path, int]) -> Iterator[Path]:
+    """seen: to what depth each real folder was looked through, also where a thousand links lead to it."""
+    try:
+        if (folder / INDEX).is_file():
+            yield folder
+        elif depth > 0 and folder.is_dir() and seen.get(real := folder.resolve(), 0) < depth:
+            seen[real] = depth
+            for child in sorted(folder.iterdir(), key=lambda child: (child.is_symlink(), child)):
+                if child.is_dir() and not child.name.startswith("."):
+                    yield from _walk(child, depth - 1, seen)
+    except OSError:
+        return
 
 
 def _ignored(

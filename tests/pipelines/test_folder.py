@@ -73,7 +73,7 @@ def test_listing(folder, tmp_path):
     assert found["model"] == folder
 
 
-def test_links_that_lead_back_are_looked_through_once(folder, tmp_path):
+def test_links_that_lead_back_are_looked_through_once(folder, tmp_path, monkeypatch):
     """A thousand of them, three deep, are a thousand million ways; a folder keeps its own name beside a link to it."""
     root = tmp_path / "root"
     shutil.copytree(folder, root / "real" / "model")
@@ -82,8 +82,15 @@ def test_links_that_lead_back_are_looked_through_once(folder, tmp_path):
     for number in range(1000):
         (root / "real" / f"back {number}").symlink_to(root)
     (root / "lost").symlink_to(tmp_path / "absent")
+    (root / "broken").mkdir()
+    (root / "broken" / "model_index.json").symlink_to(tmp_path / "absent")
+    read = []
+    for name in ("listdir", "scandir"):
+        original = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda path, original=original: read.append(path) or original(path))
     with no_hang("a folder with links that lead back"):
         assert list(list_folders([root])) == ["linked", "real/model"]
+    assert len(read) < 10
 
 
 def test_fingerprint_changes_with_the_files(folder):
