@@ -48,8 +48,9 @@ class SvdFile(StoredModel):
         return module.eval().requires_grad_(False)
 
     def stored(self, name: str, parameter: Sequence[str]) -> torch.Tensor:
-        keys = {parameter[0]: self.keys[name][parameter[0]]}
-        return self._read(keys, {}, torch.float32)[parameter[0]]
+        key = self.keys[name][parameter[0]]
+        shape = () if key else self.bare(name, torch.float32).get_parameter(parameter[0]).shape
+        return self._read({parameter[0]: key}, {parameter[0]: shape}, torch.float32)[parameter[0]]
 
     def unweighted(self, name: str) -> Any:
         """Make the "scheduler" or the "feature_extractor", which no single file holds, as they are published."""
