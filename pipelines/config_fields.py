@@ -1,5 +1,5 @@
 """The fields of a config.json that somebody else wrote: those that its class takes, each of the kind of the class's own
-default, and within bounds that are far beyond every published model.
+default, or of an example where that is null, and within bounds that are far beyond every published model.
 
 What a config could ask of a library beyond numbers (a kernel of the hub, a quantiser, other files) is refused by name.
 """

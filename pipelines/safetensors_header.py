@@ -15,7 +15,7 @@ from pathlib import Path
 from ..trust.foreign import Unreadable, check_whole
 from ..trust.text import shown
 
-_MOST_BYTES = 100_000_000  # of a header, as the library has it
+_MOST_BYTES = 32 * 2**20  # of a header; the largest published one, of a checkpoint with its trainer's notes, has 2 MB
 FLOATS = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}  # by safetensors' names
 
 
@@ -48,7 +48,7 @@ def read_header(file: Path) -> Header:
     """Return what a file holds. Raises OSError, or Unreadable where it is not whole: the end of a sentence."""
     from safetensors import SafetensorError, safe_open
 
-    check_whole(file)
+    _length(file)
     try:
         with safe_open(file, framework="np") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118, it is no dictionary
@@ -60,9 +60,20 @@ def read_header(file: Path) -> Header:
 
 def header_text(file: Path) -> bytes:
     """Return the JSON of a header, not parsed. Raises OSError, or Unreadable where the file is shorter than that."""
+    length, size = _length(file), file.stat().st_size
+    if length > size - 8:
+        raise Unreadable(f"its header is cut off, after {size:,} bytes")
+    with file.open("rb") as stream:
+        stream.seek(8)
+        return stream.read(length)
+
+
+def _length(file: Path) -> int:
+    """Return how many bytes a header is to have, by the file's first 8. Raises OSError, or Unreadable where there is no
+    file, and where its header is larger than any model's."""
     check_whole(file)
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
-        if length > min(file.stat().st_size - 8, _MOST_BYTES):
-            raise Unreadable(f"its header is to have {length:,} bytes, and the file has {file.stat().st_size:,}")
-        return stream.read(length)
+    if _MOST_BYTES < length < file.stat().st_size:
+        raise Unreadable(f"its header has {length:,} bytes, and {_MOST_BYTES:,} is the most that is read")
+    return length

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines.safetensors_header import FLOATS, read_header
+from comfyui_onediff_guard.pipelines.safetensors_header import FLOATS, header_text, read_header
 from comfyui_onediff_guard.trust.foreign import Unreadable
 from safetensors import torch as safetensors
 
@@ -35,3 +36,16 @@ def test_values_of_less_than_a_byte_are_counted_in_bits(tmp_path: Path, dtype: s
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(Unreadable):
         read_header(file)
+
+
+def test_a_header_that_is_too_long_or_cut_off_is_not_read(tmp_path: Path) -> None:
+    """The library takes 12 s and 1.5 GB for one of 90 MB."""
+    file = tmp_path / "a.safetensors"
+    file.write_bytes(struct.pack("<Q", 2**25 + 1))
+    os.truncate(file, 2**26)
+    for read in (read_header, header_text):
+        with pytest.raises(Unreadable, match="has 33,554,433 bytes, and 33,554,432 is the most"):
+            read(file)
+    file.write_bytes(struct.pack("<Q", 2**60) + b"{}")
+    with pytest.raises(Unreadable, match="cut off, after 10 bytes"):
+        header_text(file)
