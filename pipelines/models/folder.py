@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...precision.machine import first_line
 from ...precision.policy import Variant, as_stored
-from ...trust.foreign import fitting
+from ...trust.foreign import Unreadable, fitting
 from ...trust.message import Message, joined
 from ...trust.text import listed, shown
 from ..config_fields import fields_of
@@ -122,7 +122,8 @@ def inspect(path: Path, expected: FamilySpec) -> ModelFolder:
     with reading_file(f"{name_of(path)}/{INDEX}"):
         options = fitting(expected.options, index).model_dump(exclude_unset=True)
     denoiser_config = configs[expected.denoiser]
-    variant = as_stored(VARIANTS[expected.variant(denoiser_config)], weights[expected.denoiser].stored_dtype)
+    with reading_file(f"{name_of(path)}/{expected.denoiser}/config.json"):
+        variant = _variant(expected, denoiser_config, weights[expected.denoiser])
     return ModelFolder(
         path=path,
         family=expected,
@@ -237,6 +238,13 @@ def _with_config(loader: Any, config: Mapping[str, Any]) -> Any:
     and no byte order mark."""
     reads = classmethod(lambda *_, **__: deepcopy(dict(config)))
     return type(loader.__name__, (loader,), {"_dict_from_json_file": reads, "__module__": loader.__module__})
+
+
+def _variant(family: FamilySpec, config: Mapping[str, Any], weights: Weights) -> Variant:
+    try:
+        return as_stored(VARIANTS[family.variant(config)], weights.stored_dtype)
+    except TypeError as error:  # of fields that nobody checked, since no module can be built
+        raise Unreadable(f"its fields are of other kinds ({error})") from None
 
 
 def _unlike(variant: Variant, config: Mapping[str, Any]) -> Iterator[str]:

@@ -72,6 +72,9 @@ def test_a_config_with_unknown_fields(folder: Path) -> None:
 def test_a_diffusers_that_cannot_be_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "diffusers", None)
     assert sum("import of diffusers halted" in note for note in diagnose(folder).notes) == 1
+    edit_config(folder, "transformer", in_channels="sixteen")
+    with pytest.raises(BadFolder, match=r"transformer/config.json' cannot be used: its fields are of other kinds"):
+        diagnose(folder)
 
 
 def test_sums_in_fp16_are_told_with_what_is_lacking(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
