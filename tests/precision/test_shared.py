@@ -14,7 +14,7 @@ import pytest
 import torch._dynamo  # noqa: F401 - its settings are compared
 from at_once import HANG_SECONDS, at_once
 from comfyui_onediff_guard.precision import fp32_settings
-from comfyui_onediff_guard.precision.shared import NO_WARNINGS, ProcessGate
+from comfyui_onediff_guard.precision.shared import NO_WARNINGS, ProcessGate, SharedSetting
 
 HOLD: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "no warnings": NO_WARNINGS.held,
@@ -38,6 +38,19 @@ def test_a_setting_is_taken_away_by_who_leaves_last(name: str) -> None:
     assert not process_state.changes(held, kinds)
     second.close()
     assert not process_state.changes(before, kinds)
+
+
+def test_a_setting_that_could_not_be_restored_is_set_again_by_the_next_holder() -> None:
+    applied: list[int] = []
+
+    def restore() -> None:
+        raise RuntimeError("it cannot be restored")
+
+    setting = SharedSetting(lambda: applied.append(1) or restore)
+    for _ in range(2):
+        with pytest.raises(RuntimeError), setting.held():
+            pass
+    assert len(applied) == 2 and not setting.is_held
 
 
 def test_who_is_alone_waits_for_those_who_compute_and_they_for_it() -> None:

@@ -95,6 +95,15 @@ def test_half_and_float32_inputs_come_to_the_same_and_the_layer_is_not_touched(n
     assert torch.equal(wide(layer.half())(x.half()), wide(layer)(x.half().float()))
 
 
+def test_a_layer_with_its_own_method_as_an_attribute_is_wide():
+    """transformers 4 leaves it on layers of which it recorded outputs."""
+    layer, x = drawn_layer("linear")
+    expected = wide(layer.half())(x)
+    layer.forward = layer.forward
+    made = wide(layer)(x)
+    assert made.dtype is torch.float32 and torch.equal(made, expected)
+
+
 def test_no_sign_takes_the_product_out_of_range():
     """The worst case: every product in a sum at its largest, and all of one sign."""
     layer = nn.Linear(4096, 8, bias=False).half().requires_grad_(False)
