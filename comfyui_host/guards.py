@@ -72,6 +72,11 @@ def guarded_vae(vae: Any, settings: Settings) -> Any:
     return copied
 
 
+def is_guarded(of: Any) -> bool:
+    """Whether a MODEL or VAE has a guard already."""
+    return hasattr(of, _UNGUARDED) or any(KEY in named for named in getattr(of, "wrappers", {}).values())
+
+
 # --- MODEL ------------------------------------------------------------------------------------------------------------
 
 

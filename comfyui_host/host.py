@@ -241,6 +241,31 @@ def server() -> Any:
     return getattr(getattr(_comfy("server"), "PromptServer", None), "instance", None)
 
 
+def prompt_id() -> str | None:
+    """The prompt that ComfyUI executes."""
+    return getattr(server(), "last_prompt_id", None)
+
+
+def node_classes() -> Mapping[str, Any]:
+    """ComfyUI's node classes and those of all packs, by name."""
+    holder = _comfy("nodes") or getattr(server(), "nodes", None)  # the latter in 0.0.1
+    return getattr(holder, "NODE_CLASS_MAPPINGS", {})
+
+
+def executing_node() -> str | None:
+    """The id, as the page knows it, of the node that this thread runs; None where that cannot be told."""
+    context = getattr(sys.modules.get("comfy_execution.utils"), "get_executing_context", lambda: None)()
+    state = getattr(sys.modules.get("comfy_execution.progress"), "get_progress_state", lambda: None)()
+    if context is None or state is None:
+        return None
+    return state.dynprompt.get_display_node_id(context.node_id)
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether an error is how a run ends that somebody stopped."""
+    return isinstance(error, (Interrupted, getattr(_model_management(), "InterruptProcessingException", Interrupted)))
+
+
 def say(node_id: str | None, text: str, *, as_it_is: bool = False) -> None:
     """Show text on a node, where the host can, in the page's language. The page takes it for HTML, and model folders
     and prompts are other people's. as_it_is: in English."""
@@ -254,7 +279,7 @@ def send_report(node_id: str | None, output: dict[str, list[Any]]) -> None:
     as its output would be. Without our extension (`web/`) the page ignores it."""
     client = getattr(server(), "client_id", None)
     if node_id is not None and client is not None:
-        facts = {"node": node_id, "prompt": getattr(server(), "last_prompt_id", None), "output": output}
+        facts = {"node": node_id, "prompt": prompt_id(), "output": output}
         server().send_sync("onediff_guard.report", facts, client)
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
 from ..trust.message import Message, message_of
+from .page_settings import settings_of
 
 LOCALES = Path(__file__).resolve().parents[1] / "locales"
 JOINTS = ("; ", ", ", ": ", " · ", " → ")  # between the parts of a line; their translations are in the catalogue too
@@ -27,21 +27,8 @@ _WORD = re.compile(r"[^\W\d_]{3}")
 
 def page_language() -> str:
     """The language of ComfyUI's page: "zh", "ru" and so on; "" where none is known, or no ComfyUI."""
-    folder_paths = sys.modules.get("folder_paths") or sys.modules.get("comfy.cmd.folder_paths")
-    user = getattr(folder_paths, "get_user_directory", None)  # 0.0.1 has none
-    if user is None:
-        return ""
-    settings = Path(user()) / "default" / "comfy.settings.json"
-    try:
-        return _chosen(settings, settings.stat().st_mtime_ns)
-    except (OSError, ValueError):
-        return ""
-
-
-@lru_cache(maxsize=1)
-def _chosen(settings: Path, _changed: int) -> str:
-    held = json.loads(settings.read_text(encoding="utf-8"))
-    chosen = [held.get(setting) for setting in SETTINGS] if isinstance(held, dict) else []
+    settings = settings_of()
+    chosen = (settings.get(setting) for setting in SETTINGS)
     return next((each for each in chosen if isinstance(each, str) and each.isalpha()), "")
 
 

@@ -16,7 +16,7 @@ from ..precision.accumulation import accumulation
 from ..precision.arch import present
 from ..precision.dtypes import DTYPES, dtype_name
 from ..precision.fallback import HalfPrecisionForward
-from ..precision.guard import GuardPolicy, Scope, StageGuard
+from ..precision.guard import GuardPolicy, GuardStopped, Scope, StageGuard
 from ..precision.half_products import HalfProducts, run_with_half_products
 from ..precision.overflow import Clips
 from ..precision.overrides import NOTHING, ModuleStructure, PrecisionOverrides
@@ -25,7 +25,7 @@ from ..precision.profile_store import Profile, ProfileFile
 from ..precision.report import StepRecord, together
 from ..precision.upcast import RerunUnsupported
 from ..precision.wide import CannotWiden
-from ..trust.message import Message, joined, message_of
+from ..trust.message import BadInput, Message, joined, message_of
 from . import host
 from .language import speaking, translated
 from .layers import rerun_from
@@ -33,6 +33,8 @@ from .networks import ComfyNetwork, profile_of
 from .refining import refining_guarded
 
 logger = logging.getLogger(__name__)
+
+MOST_SUMMARIES = 64  # of the latest runs of one guard, which ComfyUI's history may hold
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Settings:
     policy: GuardPolicy
     request: Precision | None = None  # None: what ComfyUI chose
     node_id: str | None = None
+    inserted: bool = False  # by 'Guard every workflow': it never ends a run, and is silent unless something happened
+    history: list[Any] = field(default_factory=list)  # summaries of runs, which ComfyUI's history shows
     profile: Profile | None = None  # in place of a kept one
     learned: MutableMapping[tuple[Component, str], PrecisionOverrides] = field(default_factory=dict)
 
@@ -57,7 +61,12 @@ def guarded_run(settings: Settings, steps: int = 0) -> Generator[Run]:
         with speaking():
             yield run
     finally:
-        run.end()
+        try:
+            run.end()
+        except Exception:
+            if not settings.inserted:
+                raise
+            logger.exception("NaN Guard: no report of this run")
 
 
 class Run:
@@ -66,22 +75,48 @@ class Run:
 
     def __init__(self, settings: Settings, steps: int):
         self._settings = settings
-        self._node_id = settings.node_id
+        self._node_id = host.executing_node() if settings.inserted else settings.node_id
         self._steps = steps
         self._executors: dict[tuple[torch.nn.Module, int], _Executor] = {}  # by network and thread
         self._calls: list[StepRecord] = []  # of all executors, in the order in which they ended
         self._lock = threading.Lock()
         self._before: list[str] = []  # what had to be made again before the first call
+        self._given_up: str = ""  # why an inserted guard lets the rest of the run through
 
     def refining(self, model: Any) -> Any:
         """A loaded BaseModel, whose text refiner is guarded too."""
-        return refining_guarded(model, self._settings.policy, self._refined)
+        give_up = self._give_up if self._settings.inserted else None
+        return refining_guarded(model, self._settings.policy, self._refined, give_up)
 
     def _refined(self, line: str) -> None:
         self._before.append(line)
         host.say(self._node_id, line)
 
     def call(self, of: ComfyNetwork, *args: Any, **kwargs: Any) -> Any:
+        """One guarded call. Where an inserted guard fails, the call as ComfyUI makes it without one."""
+        if not self._given_up:
+            try:
+                return self._guarded(of, *args, **kwargs)
+            except Exception as error:
+                if not self._settings.inserted or host.is_interrupt(error):
+                    raise
+                self._give_up(error)
+            if "memory" in kwargs:
+                kwargs["memory"].forget()
+        return of.attempt(*args, **kwargs)
+
+    def _give_up(self, error: Exception) -> None:
+        """Let this call and the rest of the run through."""
+        if isinstance(error, (GuardStopped, BadInput)):
+            self._given_up = Message("Not guarded from call {} on. {}", len(self._calls) + 1, message_of(error))
+            logger.warning("NaN Guard: %s", self._given_up)
+        else:
+            kind = type(error).__name__
+            self._given_up = Message("Not guarded from call {} on: {}", len(self._calls) + 1, kind)
+            logger.warning("NaN Guard: %s", self._given_up, exc_info=error)
+        host.say(self._node_id, self._given_up)
+
+    def _guarded(self, of: ComfyNetwork, *args: Any, **kwargs: Any) -> Any:
         executor = self._executor(of)
         try:
             made = executor(*args, **kwargs)
@@ -127,10 +162,16 @@ class Run:
         if any(switch.set_by == "onediff-guard" for switch in report.switches):
             plan = report.plan
             report.note(Message("half-precision accumulation: {} ({})", plan.accumulation, plan.accumulation_reason))
+        if self._given_up:
+            report.note(self._given_up)
         text = joined("\n", (report.summary(), *list(notes)[:1], *report.notes))
-        host.say(self._node_id, text)
-        host.send_report(self._node_id, {"text": [translated(text)], "onediff_guard": [report.as_dict()]})
-        logger.log(logging.WARNING if notes or self._before or report.failed else logging.INFO, "NaN Guard: %s", text)
+        eventful = bool(notes or self._before or report.failed or self._given_up)
+        if eventful or not self._settings.inserted:
+            host.say(self._node_id, text)
+            host.send_report(self._node_id, {"text": [translated(text)], "onediff_guard": [report.as_dict()]})
+        self._settings.history.append({"prompt_id": host.prompt_id(), "text": text})
+        del self._settings.history[:-MOST_SUMMARIES]
+        logger.log(logging.WARNING if eventful else logging.INFO, "NaN Guard: %s", text)
 
 
 def _what_happened(step: StepRecord) -> str:

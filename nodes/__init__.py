@@ -6,6 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
 
+from ..comfyui_host import every_workflow
 from .node import Node, titled
 
 for _module in iter_modules([str(Path(__file__).parent)]):
@@ -13,3 +14,5 @@ for _module in iter_modules([str(Path(__file__).parent)]):
 
 NODE_CLASS_MAPPINGS: dict[str, type] = {f"OneDiffGuard{node.__name__}": node for node in titled(Node)}
 NODE_DISPLAY_NAME_MAPPINGS: dict[str, str] = {key: node.TITLE for key, node in NODE_CLASS_MAPPINGS.items()}
+
+every_workflow.install()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..comfyui_host import host
+from ..comfyui_host.every_workflow import INSERTED
 from ..trust.message import Message
 from . import guard, inputs
 from .node import Node
@@ -12,6 +16,9 @@ from .probe import PICTURE, TEXT, shown
 
 if TYPE_CHECKING:
     from ..comfyui_host.runs import Settings
+
+
+logger = logging.getLogger(__name__)
 
 
 class NaNGuardModel(Node):
@@ -40,10 +47,10 @@ class NaNGuardModel(Node):
     def VALIDATE_INPUTS(cls, profile: str | None = None) -> bool | str:
         return guard.what_is_wrong_with(profile) or True
 
-    def apply(self, model: Any, *policy: Any, **further: Any) -> tuple[Any]:
+    def apply(self, model: Any, *policy: Any, **further: Any) -> Any:
         from ..comfyui_host.guards import guarded_model
 
-        return (guarded_model(model, _settings(*policy, **further)),)
+        return _guarded(guarded_model, model, *policy, **further)
 
 
 class NaNGuardVAE(Node):
@@ -67,10 +74,10 @@ class NaNGuardVAE(Node):
         required = {"vae": ("VAE", {"tooltip": tip}), **_policy_inputs()}
         return {"required": required, "optional": {"precision": inputs.native_precision()}, "hidden": inputs.node_id()}
 
-    def apply(self, vae: Any, *policy: Any, **further: Any) -> tuple[Any]:
+    def apply(self, vae: Any, *policy: Any, **further: Any) -> Any:
         from ..comfyui_host.guards import guarded_vae
 
-        return (guarded_vae(vae, _settings(*policy, **further)),)
+        return _guarded(guarded_vae, vae, *policy, **further)
 
 
 class NumericsProbeModel(Node):
@@ -156,6 +163,23 @@ def _policy_inputs() -> dict[str, Any]:
             default="learned",
         ),
     }
+
+
+def _guarded(guard: Callable[[Any, Settings], Any], of: Any, *policy: Any, **further: Any) -> Any:
+    """What a node puts out: a guarded MODEL or VAE. A guard that 'Guard every workflow' inserted leaves it as it is
+    where it has one already, or can have none."""
+    from ..comfyui_host.guards import is_guarded
+
+    if not str(further.get("node_id")).startswith(INSERTED):
+        return (guard(of, _settings(*policy, **further)),)
+    if is_guarded(of):
+        return (of,)
+    try:
+        settings = replace(_settings(*policy, **further), inserted=True)
+        return {"ui": {"onediff_guard": [settings.history]}, "result": (guard(of, settings),)}
+    except Exception as error:  # noqa: BLE001 - the run is somebody else's
+        logger.warning("Guard every workflow: %s stays unguarded: %s", type(of).__name__, error)
+        return (of,)
 
 
 def _settings(

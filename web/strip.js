@@ -75,8 +75,16 @@ function keep(id, more) {
   show(node, app.nodeOutputs[locator])
 }
 
-/** A native guard reports after its node has run, once for each sampler of a prompt. */
+/** A native guard reports after its node has run, once for each sampler of a prompt. One that was inserted reports on
+ * the node that samples or decodes, only where something happened; that node's own outputs stay as they are. */
 function reported({ node, prompt, output }) {
+  const [, there] = nodeByExecutionId(node)
+  if (!there?.type?.startsWith(OURS)) {
+    if (there) stripOf(there).show(output)
+    const detail = `${there?.title ?? node}: ${output.text[0].split("\n")[0]}`
+    app.extensionManager?.toast?.add({ severity: "warn", summary: "NaN Guard", detail, life: 10000 })
+    return
+  }
   keep(node, (earlier) => {
     const before = earlier?.prompt?.[0] === prompt ? earlier.onediff_guard : []
     return { ...output, prompt: [prompt], onediff_guard: [...before, ...output.onediff_guard].slice(-MOST_REPORTS) }

@@ -1,0 +1,214 @@
+"""Guard every workflow: where guards go in a prompt, and whether it is to have any."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from comfyui_onediff_guard.comfyui_host import every_workflow
+from comfyui_onediff_guard.comfyui_host.every_workflow import with_guards
+
+
+class AnyType(str):
+    """As packs write it: a string that equals every other one."""
+
+    def __ne__(self, _other: object) -> bool:
+        return False
+
+
+def node_class(*outputs: Any, **inputs: str) -> type:
+    types = {"required": {name: (kind,) for name, kind in inputs.items()}}
+    return type("Node", (), {"RETURN_TYPES": outputs, "INPUT_TYPES": classmethod(lambda _: types)})
+
+
+CLASSES = {
+    "Checkpoint": node_class("MODEL", "CLIP", "VAE"),
+    "Lora": node_class("MODEL", "CLIP", model="MODEL"),
+    "Sampler": node_class("LATENT", model="MODEL", latent="LATENT"),
+    "Decode": node_class("IMAGE", vae="VAE", samples="LATENT"),
+    "Encode": node_class("LATENT", vae="VAE"),
+    "AllInOne": node_class("MODEL", "LATENT", "IMAGE", "VAE", model="MODEL", vae="VAE"),
+    "Save": node_class(model="MODEL"),
+    "Schedule": node_class("SIGMAS", model="MODEL"),
+    "Train": node_class("LORA_MODEL", "LOSS_MAP", "INT", model="MODEL"),
+    "Guider": node_class("GUIDER", model="MODEL"),
+    "Reroute": node_class("*", value="*"),
+    "Switch": node_class(AnyType("*"), first="*"),
+    "Matched": node_class("COMFY_MATCHTYPE_V3", value="COMFY_MATCHTYPE_V3"),
+    "Choice": node_class(["a", "b"], "MODEL"),
+    "Nothing": type("Nothing", (), {}),
+    "OneDiffGuardNaNGuardModel": node_class("MODEL", model="MODEL"),
+    "OneDiffGuardNumericsProbeModel": node_class("IMAGE", "STRING", model="MODEL"),
+}
+
+
+def node(class_type: str, **inputs: Any) -> dict[str, Any]:
+    return {"class_type": class_type, "inputs": inputs}
+
+
+LOADED = {"1": node("Checkpoint")}
+CASES: dict[str, tuple[dict[str, Any], list[str]]] = {  # a prompt, and the inputs that are guarded, "id.name"
+    "sampler and decoder": (
+        {**LOADED, "2": node("Sampler", model=["1", 0]), "3": node("Decode", vae=["1", 2], samples=["2", 0])},
+        ["2.model", "3.vae"],
+    ),
+    "after a LoRA": ({**LOADED, "2": node("Lora", model=["1", 0]), "3": node("Sampler", model=["2", 0])}, ["3.model"]),
+    "an all-in-one sampler": ({**LOADED, "2": node("AllInOne", model=["1", 0], vae=["1", 2])}, ["2.model", "2.vae"]),
+    "behind reroutes": (
+        {
+            **LOADED,
+            "2": node("Reroute", value=["1", 0]),
+            "3": node("Matched", value=["2", 0]),
+            "4": node("Switch", first=["3", 0]),
+            "5": node("Sampler", model=["4", 0]),
+        },
+        ["5.model"],
+    ),
+    "a guider": ({**LOADED, "2": node("Guider", model=["1", 0])}, ["2.model"]),
+    "after a drop-down": ({"1": node("Choice"), "2": node("Sampler", model=["1", 1])}, ["2.model"]),
+    "in a subgraph": ({"5:1": node("Checkpoint"), "5:2": node("Encode", vae=["5:1", 2])}, ["5:2.vae"]),
+    "saved, scheduled, trained": (
+        {**LOADED, **{str(2 + i): node(kind, model=["1", 0]) for i, kind in enumerate(("Save", "Schedule", "Train"))}},
+        [],
+    ),
+    "guarded by hand": (
+        {**LOADED, "2": node("OneDiffGuardNaNGuardModel", model=["1", 0]), "3": node("Sampler", model=["2", 0])},
+        [],
+    ),
+    "our own probe": ({**LOADED, "2": node("OneDiffGuardNumericsProbeModel", model=["1", 0])}, []),
+    "a link to nowhere": ({"2": node("Sampler", model=["1", 0])}, []),
+    "a slot out of range": (
+        {**LOADED, "2": node("Sampler", model=["1", 3]), "3": node("Sampler", model=["1", -1])},
+        [],
+    ),
+    "unknown classes": (
+        {"1": node("Unknown"), "2": node("Sampler", model=["1", 0]), "3": node("Other", x=["1", 0])},
+        [],
+    ),
+    "no outputs": ({"1": node("Nothing"), "2": node("Sampler", model=["1", 0])}, []),
+    "values that are no links": (
+        {
+            **LOADED,
+            "2": node("Sampler", model=[1, 0], latent=["1"]),
+            "3": node("Sampler", model=["1", True], latent=None),
+        },
+        [],
+    ),
+    "another type than the input's": (
+        {**LOADED, "2": node("Reroute", value=["1", 1]), "3": node("Sampler", x=["2", 0])},
+        [],
+    ),
+    "no nodes at all": (
+        {"1": None, "2": [], "3": {"class_type": []}, "4": {"class_type": "Sampler", "inputs": []}},
+        [],
+    ),
+    "a circle": ({"1": node("Lora", model=["2", 0]), "2": node("Lora", model=["1", 0])}, []),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_guards_go_where_a_model_or_vae_is_used(name: str) -> None:
+    prompt, expected = CASES[name]
+    before = copy.deepcopy(prompt)
+    made, count = with_guards(prompt, CLASSES, "auto")
+    assert prompt == before, "the prompt that was queued is not changed"
+    moved = {}
+    for id_, was in prompt.items():
+        for name_, value in (was["inputs"] if made[id_] != was else {}).items():
+            if (now := made[id_]["inputs"][name_]) != value:
+                moved[f"{id_}.{name_}"] = value, made[now[0]]
+                assert now[1] == 0 and ":" not in now[0]
+    assert list(moved) == expected and count == len(made) - len(prompt) == len(expected)
+    for source, guard in moved.values():
+        assert source in guard["inputs"].values()
+        assert guard["inputs"]["precision"] == "auto"
+        assert guard["class_type"] in ("OneDiffGuardNaNGuardModel", "OneDiffGuardNaNGuardVAE")
+
+
+def test_one_guard_serves_all_uses_of_an_output() -> None:
+    prompt = {**LOADED, **{str(n): node("Sampler", model=["1", 0]) for n in range(2, 9)}, "onediff_guard_1_0": None}
+    made, count = with_guards(prompt, CLASSES)
+    assert count == 1 and made["onediff_guard_1_0"] is None
+    assert {tuple(made[str(n)]["inputs"]["model"]) for n in range(2, 9)} == {("onediff_guard_1_0_", 0)}
+
+
+ON = {"OneDiffGuard.EveryWorkflow": True}
+WISHES: list[tuple[Any, str, dict[str, Any], str]] = [  # extra_data.onediff_guard, variable, settings, what it comes to
+    (None, "", {}, ""),
+    (None, "", ON, "inherit"),
+    (None, "", {"OneDiffGuard.EveryWorkflow": "yes please"}, ""),
+    (None, "", {**ON, "OneDiffGuard.FastFp16": True}, "auto"),
+    (None, "", {"OneDiffGuard.FastFp16": True}, ""),
+    (None, "1", {}, "inherit"),
+    (None, "auto", {}, "auto"),
+    (None, "on", {"OneDiffGuard.FastFp16": True}, "auto"),
+    (None, "0", ON, ""),
+    (False, "1", ON, ""),
+    (True, "0", {}, "inherit"),
+    ("auto", "", {}, "auto"),
+    ("inherit", "", {**ON, "OneDiffGuard.FastFp16": True}, "inherit"),
+    ([], "", ON, ""),
+    ({"a": 1}, "", ON, ""),
+]
+
+
+@pytest.mark.parametrize(("asked", "variable", "settings", "expected"), WISHES)
+def test_the_prompt_goes_before_the_variable_and_that_before_the_setting(
+    asked: Any, variable: str, settings: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(every_workflow.VARIABLE, variable)
+    monkeypatch.setattr(every_workflow, "settings_of", lambda _user: settings)
+    extra = {} if asked is None else {"onediff_guard": asked}
+    assert every_workflow.wanted({"prompt": {}, "extra_data": extra}) == expected
+
+
+@pytest.fixture
+def users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """ComfyUI's folder of users."""
+    held = SimpleNamespace(get_user_directory=lambda: str(tmp_path))
+    monkeypatch.setitem(sys.modules, "folder_paths", held)  # pyright: ignore[reportArgumentType]
+    for user, settings in {"default": json.dumps(ON), "anna": '{"OneDiffGuard.EveryWorkflow": false}'}.items():
+        (tmp_path / user).mkdir()
+        (tmp_path / user / "comfy.settings.json").write_text(settings, encoding="utf-8")
+    return tmp_path
+
+
+def test_each_user_has_settings_of_their_own(users: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(every_workflow.VARIABLE, raising=False)
+    found = {}
+    for user in ("default", "anna", "somebody new"):
+        token = every_workflow._user.set(user)
+        found[user] = every_workflow.wanted({})
+        every_workflow._user.reset(token)
+    assert found == {"default": "inherit", "anna": "", "somebody new": "inherit"}
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"OneDiffGuard.EveryWorkflow": ', "\udcff"])
+def test_settings_that_cannot_be_read_are_none(users: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(every_workflow.VARIABLE, raising=False)
+    (users / "default" / "comfy.settings.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    assert every_workflow.wanted({}) == ""
+
+
+@pytest.mark.parametrize(
+    "data",
+    [None, [], "prompt", {}, {"prompt": None}, {"prompt": []}, {"prompt": {}, "extra_data": []}, {"extra_data": 1}],
+)
+def test_what_is_no_prompt_goes_on_as_it_came(data: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(every_workflow.VARIABLE, "1")
+    assert every_workflow.on_prompt(data) is data
+
+
+def test_an_error_of_ours_leaves_the_prompt_as_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Any:
+        raise RuntimeError("no classes")
+
+    monkeypatch.setenv(every_workflow.VARIABLE, "1")
+    monkeypatch.setattr(every_workflow.host, "node_classes", broken)
+    data = {"prompt": LOADED}
+    assert every_workflow.on_prompt(data) is data

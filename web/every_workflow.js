@@ -1,0 +1,98 @@
+// Guard every workflow: its settings, and the offer to run again, guarded, what came out black.
+import { app } from "../../scripts/app.js"
+import { api } from "../../scripts/api.js"
+import { words } from "./words.js"
+
+const OFFER = "OneDiffGuard.OfferRerun"
+const STYLE = `position: fixed; right: 16px; bottom: 16px; z-index: 10000; max-width: 360px; padding: 12px 14px;
+  display: flex; flex-direction: column; gap: 8px; border-radius: 8px; font: 13px/1.4 Inter, Arial, sans-serif;
+  color: var(--input-text, #ddd); background: var(--comfy-menu-bg, #353535); border: 1px solid var(--border-color, #4e4e4e);
+  box-shadow: 0 4px 16px rgba(0, 0, 0, 0.5);`
+const ATTEMPTS = 20 // to find a prompt in the history, where it comes when it has ended
+
+/** Queues a prompt of the history again with guards: same nodes, same seed; what is cached is used again. */
+async function runAgain(prompt) {
+  for (let attempt = 0; attempt < ATTEMPTS; attempt++) {
+    const entry = (await (await api.fetchApi(`/history/${prompt}`)).json())[prompt]
+    if (entry) {
+      const [, , nodes, extra] = entry.prompt
+      const body = { prompt: nodes, client_id: api.clientId, extra_data: { ...extra, onediff_guard: true } }
+      const answer = await api.fetchApi("/prompt", {
+        method: "POST",
+        headers: { "Content-Type": "application/json" },
+        body: JSON.stringify(body),
+      })
+      if (!answer.ok) throw new Error(await answer.text())
+      return
+    }
+    await new Promise((done) => setTimeout(done, 500))
+  }
+  throw new Error(words().gone)
+}
+
+function offer({ prompt, problem }) {
+  if (app.extensionManager?.setting?.get(OFFER) === false) return
+  document.getElementById("onediff-guard-offer")?.remove()
+  const say = words()
+  const box = document.createElement("div")
+  box.id = "onediff-guard-offer"
+  box.setAttribute("role", "alert")
+  box.style.cssText = STYLE
+  const text = document.createElement("div")
+  text.textContent = say.black.replace("{}", problem === "black" ? say.allBlack : say.nonFinite)
+  const buttons = document.createElement("div")
+  buttons.style.cssText = "display: flex; gap: 8px;"
+  const button = (label, then) => {
+    const made = document.createElement("button")
+    made.textContent = label
+    made.onclick = then
+    buttons.append(made)
+  }
+  button(say.runAgain, async () => {
+    box.remove()
+    try {
+      await runAgain(prompt)
+    } catch (error) {
+      app.extensionManager?.toast?.add({ severity: "error", summary: "NaN Guard", detail: error.message, life: 8000 })
+    }
+  })
+  button(say.notNow, () => box.remove())
+  box.append(text, buttons)
+  document.body.append(box)
+}
+
+const setting = (id, name, tooltip, defaultValue) => ({
+  id: `OneDiffGuard.${id}`,
+  category: ["OneDiff Guard", "NaN Guard", id],
+  name,
+  tooltip,
+  type: "boolean",
+  defaultValue,
+})
+
+app.registerExtension({
+  name: "OneDiffGuard.EveryWorkflow",
+  settings: [
+    setting(
+      "EveryWorkflow",
+      "Guard every workflow",
+      "Each workflow that you run is guarded: a step that comes out NaN or infinite is recomputed in fp32. No file is changed.",
+      false,
+    ),
+    setting(
+      "FastFp16",
+      "Use fast fp16 on this card",
+      "With 'Guard every workflow': on cards without native bf16 (T4, V100, RTX 20), fp16 with overflow protection where ComfyUI would use fp32.",
+      false,
+    ),
+    setting(
+      "OfferRerun",
+      "Offer a rerun",
+      "After a run that came out black, offer to run it again with the NaN Guard.",
+      true,
+    ),
+  ],
+  setup() {
+    api.addEventListener("onediff_guard.black", ({ detail }) => offer(detail))
+  },
+})
