@@ -6,27 +6,24 @@ ComfyUI 0.33 and newer show each node's outputs to cache providers. Ours looks a
 from __future__ import annotations
 
 import logging
+import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from ..precision.observe import floating
 from . import host
-from .every_workflow import computes, with_guards
+from .guarded_prompt import computes, outputs_of, with_guards
 
 NON_FINITE, BLACK = "non-finite", "black"
 logger = logging.getLogger(__name__)
 
 
-def install() -> None:
+def watch(_server: Any) -> None:
     """Look at outputs, where this ComfyUI shows them."""
     caching: Any = getattr(sys.modules.get("comfy_api.latest"), "Caching", None)
-    if caching is None or host.server() is None:
+    providers: Any = sys.modules.get("comfy_execution.cache_provider")
+    if caching is None or providers is None:
         return
-    from comfy_execution.cache_provider import register_cache_provider
-
     look = _Look()
 
     class Watch(caching.CacheProvider):
@@ -49,25 +46,29 @@ def install() -> None:
         def on_prompt_end(self, prompt_id: str) -> None:
             look.tell(prompt_id)
 
-    register_cache_provider(Watch())
+    providers.register_cache_provider(Watch())
 
 
-def problem_of(outputs: Any) -> str:
-    """ "non-finite" or "black" of what a node put out: latents or pictures; "" where nothing is wrong with them.
+def problem_of(outputs: Any, types: Sequence[str]) -> str:
+    """ "non-finite" or "black" of what a node put out; "" where nothing is wrong with it.
 
-    outputs: a list for each slot. A sum shows whether a value is non-finite in a fraction of isfinite's time.
+    outputs: a list for each slot. types: of the slots; pictures and latents are looked at. A sum shows whether a value
+    is non-finite in a fraction of isfinite's time.
     """
-    for slot in outputs or ():
-        for item in slot if isinstance(slot, (list, tuple)) else [slot]:
-            latents = isinstance(item, Mapping)
-            for tensor in floating(item.get("samples") if latents else item):
-                if tensor.ndim < 3 or not tensor.numel() or tensor.is_nested:
-                    continue
-                total = tensor.sum(dtype=torch.float32).item()
-                if total - total != 0 and not tensor.isfinite().all():
-                    return NON_FINITE
-                if total == 0 and not latents and not tensor.any():
-                    return BLACK
+    import torch
+
+    for slot, kind in zip(outputs or (), types, strict=False):
+        if kind not in ("IMAGE", "LATENT"):
+            continue
+        for item in slot if isinstance(slot, list) else [slot]:
+            tensor = item.get("samples") if isinstance(item, dict) else item
+            if not isinstance(tensor, torch.Tensor) or tensor.is_nested or not tensor.is_floating_point():
+                continue
+            total = tensor.sum(dtype=torch.float32).item() if tensor.numel() else 1.0
+            if not math.isfinite(total) and not tensor.isfinite().all():
+                return NON_FINITE
+            if total == 0 and kind == "IMAGE" and not tensor.any():
+                return BLACK
     return ""
 
 
@@ -76,7 +77,8 @@ class _Look:
         self.found: tuple[str, str] | None = None  # of this prompt: a node, and what is wrong with what it put out
 
     def at(self, node_id: str, class_type: str, outputs: Any) -> None:
-        if self.found is None and (wrong := problem_of(outputs)) and computes(host.node_classes().get(class_type)):
+        node = host.node_classes().get(class_type)
+        if self.found is None and (wrong := problem_of(outputs, outputs_of(node))) and computes(node):
             self.found = node_id, wrong
 
     def tell(self, prompt_id: str) -> None:

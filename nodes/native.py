@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..comfyui_host import host
-from ..comfyui_host.every_workflow import INSERTED
+from ..comfyui_host.guarded_prompt import INSERTED
 from ..trust.message import Message
 from . import guard, inputs
 from .node import Node

@@ -23,7 +23,10 @@ RECORD = ROOT / "locales" / "sources.json"
 def translations(language: str) -> dict[str, tuple[str, Path]]:
     """Map each name to its English text and to the file that holds its translation."""
     locale = ROOT / "locales" / language
-    found = {"main.json": ((ROOT / "locales" / "en" / "main.json").read_text("utf-8"), locale / "main.json")}
+    found = {
+        name: ((ROOT / "locales" / "en" / name).read_text("utf-8"), locale / name)
+        for name in ("main.json", "settings.json")
+    }
     for node, said in english_locale.texts().items():
         found[f"nodes/{node}"] = (json.dumps(said, ensure_ascii=False), locale / "nodeDefs.json")
     for node in NODE_CLASS_MAPPINGS:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +148,30 @@ def test_a_guard_that_was_wired_by_hand_wins(server: legs.Server) -> None:
     prompt[guard]["inputs"]["on_failure"] = "stop"
     on = Queued(server, prompt, SWITCHED_ON)
     assert on.ended == "error" and "set to stop" in on.log
+
+
+def test_each_user_of_a_server_has_their_own_switch(leg: legs.Leg, tmp_path: Path) -> None:
+    """Nothing runs: what they queue is refused, since there is no such model."""
+    legs.install_pack(tmp_path / "custom_nodes")
+    prompt = unguarded(NAME)
+    with legs.started(leg, tmp_path, "--multi-user") as server:
+
+        def ask(path: str, body: Any, user: str) -> None:
+            headers = {"Content-Type": "application/json", "comfy-user": user}
+            request = urllib.request.Request(server.url + path, json.dumps(body).encode(), headers)
+            with suppress(urllib.error.HTTPError), urllib.request.urlopen(request, timeout=60):
+                pass
+
+        for name in ("anna", "bert"):
+            ask("/users", {"username": name}, "")
+        users = {name: id_ for id_, name in server.ask("/users")["users"].items()}
+        ask(f"/settings/{SWITCH}", True, users["anna"])
+        guarded = {}
+        for name in ("bert", "anna", "bert"):
+            before = server.count("Guard every workflow: 2 guards")
+            ask("/prompt", {"prompt": prompt}, users[name])
+            guarded[name] = server.count("Guard every workflow: 2 guards") - before
+        assert guarded == {"anna": 1, "bert": 0}, server.tail()
 
 
 BYPASS = "types => app.graph.nodes.filter(node => types.includes(node.type)).forEach(node => (node.mode = 4))"

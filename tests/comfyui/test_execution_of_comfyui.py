@@ -1,4 +1,4 @@
-"""ComfyUI's own tests come to the same with the pack in custom_nodes as without.
+"""ComfyUI's own tests come to the same with the pack in custom_nodes as without, and with every workflow guarded.
 
 They run in a copy of each checkout. Those that start a ComfyUI start it with the leg's interpreter there, where theirs
 is the one named `python`, and wait longer for it, since a slow machine takes more than their 20 or 90 seconds.
@@ -6,6 +6,7 @@ is the one named `python`, and wait longer for it, since a slow machine takes mo
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import xml.etree.ElementTree as ET
@@ -47,14 +48,15 @@ def checkout(leg: legs.Leg, tmp_path: Path) -> Path:
     return copied
 
 
-def outcomes(python: Path, checkout: Path, suite: str, name: str) -> dict[str, str]:
+def outcomes(python: Path, checkout: Path, suite: str, name: str, **variables: str) -> dict[str, str]:
     """What came of each test: passed, failed, error or skipped."""
     results = checkout.with_name(f"{name}.xml")
     command = [python, "-m", "pytest", suite, *SUITES[suite], f"--junitxml={results}", "-p", "no:cacheprovider"]
     if suite == "tests/execution":
         command += ["--port", str(legs.free_port()), "--output_dir", str(checkout / "output")]
     with checkout.with_name(f"{name}.log").open("w", encoding="utf-8") as log:
-        subprocess.run(command, cwd=checkout, stdout=log, stderr=log, check=False, timeout=SECONDS)
+        environment = os.environ | variables
+        subprocess.run(command, cwd=checkout, env=environment, stdout=log, stderr=log, check=False, timeout=SECONDS)
     assert results.is_file(), Path(log.name).read_text(encoding="utf-8")[-4000:]
     return {
         f"{case.get('classname')}::{case.get('name')}": next(
@@ -73,5 +75,6 @@ def test_comfyuis_own_tests_come_to_the_same_with_the_pack(leg: legs.Leg, checko
     assert outcomes(leg.python, checkout, suite, "with") == without
     if suite == "tests/execution":
         log = checkout.with_name("with.log").read_text(encoding="utf-8", errors="replace")
+        assert outcomes(leg.python, checkout, suite, "guarded", ONEDIFF_GUARD_EVERY_WORKFLOW="1") == without
         assert f"seconds: {pack}" in log  # ComfyUI's list of what it imported; of what it could not, this is no part
     print(f"{len(passed)} of {len(without)} passed, both ways: {Counter(without.values())}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import urllib.error
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,40 @@ def test_the_page_and_the_reader_make_the_same_graph(
     figure("templates of ComfyUI: with subgraphs among them", unfolded)
     assert not differing, json.dumps(differing, indent=1)[:5000]
     assert unfolded
+
+
+def test_the_server_answers_the_same_with_guard_every_workflow(
+    server: legs.Server, templates: list[Path], schemas: dict[str, Schema], figure: Callable[[str, object], None]
+) -> None:
+    differing: dict[str, Any] = {}
+    guarded = asked = 0
+    for path in templates:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        kinds = types_of(data)
+        if kinds is None or kinds - set(schemas):
+            continue
+        prompt = ui_format.convert(data, schemas).to_api()
+        logged = server.count("Guard every workflow: ")
+        answers = [answer_to(server, prompt, switch) for switch in (False, True)]
+        asked += 1
+        guarded += server.count("Guard every workflow: ") > logged
+        if answers[0] != answers[1]:
+            differing[path.stem] = answers
+    figure("templates of ComfyUI: the server's answer with guards and without", f"{asked - len(differing)} of {asked}")
+    figure("templates of ComfyUI: guarded among them", guarded)
+    assert not differing, json.dumps(differing, indent=1)[:5000]
+    assert guarded > asked / 2
+
+
+def answer_to(server: legs.Server, prompt: dict[str, Any], switch: bool) -> Any:
+    """What the server says of a prompt; it runs nothing of it."""
+    try:
+        answer = server.ask("/prompt", {"prompt": prompt, "extra_data": {"onediff_guard": switch}})
+    except urllib.error.HTTPError as refused:
+        return refused.code, json.loads(refused.read())
+    server.ask("/queue", {"delete": [answer["prompt_id"]]})
+    server.ask("/interrupt", {"prompt_id": answer["prompt_id"]})
+    return 200, answer["node_errors"]
 
 
 def types_of(data: dict[str, Any]) -> set[str] | None:

@@ -10,8 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from comfyui_onediff_guard.comfyui_host import every_workflow
-from comfyui_onediff_guard.comfyui_host.every_workflow import with_guards
+from comfyui_onediff_guard.comfyui_host.black_output import problem_of
+from comfyui_onediff_guard.comfyui_host.guarded_prompt import computes, with_guards
 
 
 class AnyType(str):
@@ -193,6 +195,41 @@ def test_settings_that_cannot_be_read_are_none(users: Path, text: str, monkeypat
     monkeypatch.delenv(every_workflow.VARIABLE, raising=False)
     (users / "default" / "comfy.settings.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     assert every_workflow.wanted({}) == ""
+
+
+X = torch.full((1, 8, 8, 3), 0.5)
+OUTPUTS: list[tuple[str, Any, str]] = [  # a slot's type, what is in it, and what is wrong with that
+    ("IMAGE", [X], ""),
+    ("IMAGE", [X, X * torch.nan], "non-finite"),
+    ("IMAGE", [X - X], "black"),
+    ("IMAGE", [X * 1e37], ""),  # its sum overflows
+    ("IMAGE", [torch.cat([X, X * torch.inf, -X * torch.inf])], "non-finite"),
+    ("IMAGE", [torch.cat([X, -X])], ""),  # its sum is 0
+    ("IMAGE", [(X * 6e4).half()], ""),
+    ("IMAGE", [X[:0]], ""),
+    ("IMAGE", [None], ""),
+    ("IMAGE", None, ""),
+    ("LATENT", [{"samples": X - X}], ""),  # an empty one
+    ("LATENT", [{"samples": X * torch.nan}], "non-finite"),
+    ("LATENT", [{"samples": torch.nested.nested_tensor([X, X * torch.nan])}], ""),
+    ("LATENT", [{}], ""),
+    ("MASK", [X[..., 0] - X[..., 0]], ""),
+    ("MODEL", [torch.nn.Linear(2, 2)], ""),
+]
+
+
+@pytest.mark.parametrize(("kind", "slot", "wrong"), OUTPUTS)
+def test_what_is_wrong_with_an_output(kind: str, slot: Any, wrong: str) -> None:
+    assert problem_of([["text"], slot], ["STRING", kind]) == wrong
+    assert problem_of([slot], [kind, "IMAGE"]) == wrong
+
+
+@pytest.mark.parametrize(
+    ("class_type", "computed"),
+    [("Sampler", True), ("Decode", True), ("Lora", False), ("Save", False), ("Nothing", False), ("Unknown", False)],
+)
+def test_a_black_picture_counts_where_a_model_or_vae_made_it(class_type: str, computed: bool) -> None:
+    assert computes(CLASSES.get(class_type)) is computed
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,10 @@ def test_a_language_covers_everything_and_nothing_else(folder: Path) -> None:
     assert shape(read(folder / "main.json")) == shape(english)
     parts = {part for node in NODE_CLASS_MAPPINGS.values() for part in node.CATEGORY.split("/")}
     assert set(english["nodeCategories"]) == parts
+    settings = read(ROOT / "locales" / "en" / "settings.json")
+    assert shape(read(folder / "settings.json")) == shape(settings)
+    page = (ROOT / "web" / "every_workflow.js").read_text(encoding="utf-8")
+    assert all(f'"{text}"' in page for text in texts(settings).values())
 
 
 def texts(node: Any, path: str = "") -> dict[str, str]:

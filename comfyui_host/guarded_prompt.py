@@ -1,0 +1,103 @@
+"""Which inputs of a queued prompt get a guard: those by which a node computes with a MODEL or a VAE."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+INSERTED = "onediff_guard_"  # the ids of inserted guards begin so
+INHERIT = "inherit"  # what an inserted guard computes in; or "auto"
+
+_GUARDS = {"MODEL": ("OneDiffGuardNaNGuardModel", "model"), "VAE": ("OneDiffGuardNaNGuardVAE", "vae")}
+_OURS = "OneDiffGuard"
+_ANY = {"*", "COMFY_MATCHTYPE_V3"}
+_NOTHING_COMPUTED = {"INT", "FLOAT", "STRING", "BOOLEAN", "SIGMAS", "LORA_MODEL", "LOSS_MAP"}
+
+
+def with_guards(
+    prompt: Mapping[str, Any], classes: Mapping[str, Any], precision: str = INHERIT
+) -> tuple[dict[str, Any], int]:
+    """A prompt in API format with a guard at each use of a MODEL or VAE, and how many they are.
+
+    A node uses one where it does not hand it on. What is not as ComfyUI has it (unknown classes, broken links, slots
+    out of range) stays as it is.
+    classes: the node classes by name.
+    """
+    made: dict[str, Any] = {}
+    guards: dict[tuple[str, int, str], str] = {}  # (source, slot, type) → the guard's id
+    for id_, node in prompt.items():
+        made[id_] = node
+        target = _class_of(node, classes)
+        inputs = node.get("inputs") if target else None
+        if not isinstance(inputs, dict) or node["class_type"].startswith(_OURS):
+            continue
+        changed = dict[str, Any]()
+        for name, value in inputs.items():
+            if (kind := _kind(value, prompt, classes, target, name)) in _GUARDS and _uses(target, kind):
+                source, slot = value
+                guard = guards.setdefault((source, slot, kind), _free_id(source, slot, prompt))
+                changed[name] = [guard, 0]
+        if changed:
+            made[id_] = {**node, "inputs": {**inputs, **changed}}
+    for (source, slot, kind), id_ in guards.items():
+        class_type, input_ = _GUARDS[kind]
+        settings = {"on_failure": "rerun", "strict": False, "scope": "learned", "precision": precision}
+        made[id_] = {
+            "class_type": class_type,
+            "inputs": {input_: [source, slot], **settings},
+            "_meta": {"title": f"NaN Guard ({kind}), by the setting 'Guard every workflow'"},
+        }
+    return made, len(guards)
+
+
+def _class_of(node: Any, classes: Mapping[str, Any]) -> Any:
+    type_ = node.get("class_type") if isinstance(node, dict) else None
+    return classes.get(type_) if isinstance(type_, str) else None
+
+
+def _kind(value: Any, prompt: Mapping[str, Any], classes: Mapping[str, Any], target: Any, name: str) -> str:
+    """The type of what a link hands to an input; "" where it is no link, or is not to be touched."""
+    if not (isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and type(value[1]) is int):
+        return ""
+    source = prompt.get(value[0])
+    outputs = outputs_of(_class_of(source, classes))
+    if not 0 <= value[1] < len(outputs) or source["class_type"].startswith(_OURS):
+        return ""
+    return _inputs_of(target).get(name, "") if outputs[value[1]] in _ANY else outputs[value[1]]
+
+
+def outputs_of(cls: Any) -> list[str]:
+    """The types of what a node puts out. Packs have strings of their own kinds there, which equal what they are not."""
+    return [str.__str__(kind) if isinstance(kind, str) else "COMBO" for kind in getattr(cls, "RETURN_TYPES", ()) or ()]
+
+
+def _inputs_of(cls: Any) -> dict[str, str]:
+    """The types of what a node takes, by name; {} of one that fails to say them."""
+    try:
+        types = cls.INPUT_TYPES()
+        specs = {name: spec[0] for part in ("optional", "required") for name, spec in types.get(part, {}).items()}
+    except Exception:  # noqa: BLE001 - other people's code
+        return {}
+    return {name: str.__str__(kind) for name, kind in specs.items() if isinstance(kind, str)}
+
+
+def _uses(cls: Any, kind: str) -> bool:
+    """Whether a node computes with a MODEL or VAE: it does not hand it on, or makes pictures as well (all-in-one
+    samplers); and what it puts out is not only figures, schedules and what training gives."""
+    outputs = set(outputs_of(cls))
+    if kind in outputs or outputs & _ANY:
+        return {"MODEL": {"LATENT", "IMAGE"}, "VAE": {"VAE", "IMAGE"}}[kind] <= outputs
+    return bool(outputs - _NOTHING_COMPUTED)
+
+
+def computes(cls: Any) -> bool:
+    """Whether a node computes with a MODEL or VAE that it is given."""
+    declared = set(_inputs_of(cls).values())
+    return any(kind in declared and _uses(cls, kind) for kind in _GUARDS)
+
+
+def _free_id(source: str, slot: int, prompt: Mapping[str, Any]) -> str:
+    id_ = f"{INSERTED}{source.replace(':', '_')}_{slot}"  # a colon stands between a subgraph's id and a node's
+    while id_ in prompt:
+        id_ += "_"
+    return id_
