@@ -23,7 +23,7 @@ def with_guards(
     out of range) stays as it is.
     classes: the node classes by name.
     """
-    made: dict[str, Any] = {}
+    made, taken = dict[str, Any](), set(prompt)
     guards: dict[tuple[str, int, str], str] = {}  # (source, slot, type) → the guard's id
     for id_, node in prompt.items():
         made[id_] = node
@@ -34,9 +34,11 @@ def with_guards(
         changed = dict[str, Any]()
         for name, value in inputs.items():
             if (kind := _kind(value, prompt, classes, target, name)) in _GUARDS and _uses(target, kind):
-                source, slot = value
-                guard = guards.setdefault((source, slot, kind), _free_id(source, slot, prompt))
-                changed[name] = [guard, 0]
+                key = (*value, kind)
+                if key not in guards:
+                    guards[key] = _free_id(*value, taken)
+                    taken.add(guards[key])
+                changed[name] = [guards[key], 0]
         if changed:
             made[id_] = {**node, "inputs": {**inputs, **changed}}
     for (source, slot, kind), id_ in guards.items():
@@ -96,8 +98,8 @@ def computes(cls: Any) -> bool:
     return any(kind in declared and _uses(cls, kind) for kind in _GUARDS)
 
 
-def _free_id(source: str, slot: int, prompt: Mapping[str, Any]) -> str:
+def _free_id(source: str, slot: int, taken: set[str]) -> str:
     id_ = f"{INSERTED}{source.replace(':', '_')}_{slot}"  # a colon stands between a subgraph's id and a node's
-    while id_ in prompt:
+    while id_ in taken:
         id_ += "_"
     return id_

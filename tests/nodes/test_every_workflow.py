@@ -139,6 +139,15 @@ def test_one_guard_serves_all_uses_of_an_output() -> None:
     assert {tuple(made[str(n)]["inputs"]["model"]) for n in range(2, 9)} == {("onediff_guard_1_0_", 0)}
 
 
+def test_each_guard_has_an_id_of_its_own() -> None:
+    any_output = {"1": node("Reroute", value=["9", 0]), "2": node("AllInOne", model=["1", 0], vae=["1", 0])}
+    much_alike = {"5:1": node("Checkpoint"), "5_1": node("Checkpoint"), "6": node("AllInOne", model=["5:1", 0])}
+    much_alike |= {"7": node("AllInOne", model=["5_1", 0]), "onediff_guard_5_1_0_": node("Nothing")}
+    for prompt in (any_output, much_alike):
+        made, count = with_guards(prompt, CLASSES)
+        assert count == 2 and len(made) == len(prompt) + 2
+
+
 ON = {"OneDiffGuard.EveryWorkflow": True}
 WISHES: list[tuple[Any, str, dict[str, Any], str]] = [  # extra_data.onediff_guard, variable, settings, what it comes to
     (None, "", {}, ""),
