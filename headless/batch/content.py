@@ -55,7 +55,8 @@ def _part(name: str) -> str | None:
 
 
 def content_of(graph: Graph, schemas: Mapping[str, Schema], input_dir: Path | None) -> str:
-    """The hash of a workflow with all its settings made, of the images that it names, and of this pack's version.
+    """The hash of a workflow with all its settings made, of the images that it names, of this pack's version, and of
+    whether it is to be guarded.
 
     In it are every node's type and inputs, by id; not its title, how the page lays it out, nor a date in file names.
     20 and 20.0 are the same number. An image counts by its bytes where it lies in `input_dir`, else by its name alone;
@@ -69,7 +70,7 @@ def content_of(graph: Graph, schemas: Mapping[str, Schema], input_dir: Path | No
         "pack": version_that_matters(),
         "nodes": {node_id: [node["class_type"], node["inputs"]] for node_id, node in nodes.items()},
         "images": _images(graph, schemas, input_dir) if input_dir else {},
-    }
+    } | ({"guarded": True} if graph.guarded else {})
     text = json.dumps(_numbers_alike(facts), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:LENGTH]
 

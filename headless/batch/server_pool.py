@@ -26,7 +26,7 @@ AWAY_SECONDS = 600.0  # without any job done, after which a server that is away 
 PATIENCE_SECONDS = 60.0  # that one may be out of reach in the middle of a job
 
 
-def reader(urls: Sequence[str], timeout: float | None = None) -> Read:
+def reader(urls: Sequence[str], timeout: float | None = None, *, guard: bool = False) -> Read:
     """What reads workflows for several ComfyUIs: with the schemas of the first that answers and has all of their nodes.
 
     It raises HostError where none answers, and UnknownNodesError where none has all node types: those of one of them.
@@ -37,7 +37,7 @@ def reader(urls: Sequence[str], timeout: float | None = None) -> Read:
         faults: list[HostError | UnknownNodesError] = []
         for url in order:
             try:
-                found = read_for_server(workflow, url=url, timeout=timeout)
+                found = read_for_server(workflow, url=url, timeout=timeout, guard=guard)
             except (HostError, UnknownNodesError) as fault:  # noqa: PERF203
                 faults.append(fault)
             else:

@@ -56,6 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run on this ComfyUI, without Ray; may be repeated, for ComfyUIs with the same nodes and models",
     )
     parser.add_argument(
+        "--guard",
+        action="store_true",
+        help="with --server: guard ComfyUI's own models in the workflows, which stay as they are",
+    )
+    parser.add_argument(
         "--workers", type=_count(MAX_WORKERS), metavar="N", help="of Ray (default: one a GPU; without any, one)"
     )
     parser.add_argument(
@@ -104,6 +109,10 @@ def _run(args: argparse.Namespace) -> BatchStats:
 def _check(args: argparse.Namespace) -> None:
     """Raises WorkflowError: options that do not go together, or Ray is not installed."""
     if not args.server:
+        if args.guard:
+            raise WorkflowError(
+                "--guard has no meaning without --server: this pack's pipelines are guarded without it."
+            )
         require()
         return
     for name in ("ray", "models", "workers"):
@@ -117,7 +126,7 @@ def _jobs(args: argparse.Namespace) -> JobsFile:
     if args.server:
         from ..batch.server_pool import reader
 
-        read = reader(args.server, args.timeout)
+        read = reader(args.server, args.timeout, guard=args.guard)
     folder = args.workflows or args.jobs.parent
     return JobsFile(args.jobs, workflows=folder, input_dir=input_dir, read=read)
 

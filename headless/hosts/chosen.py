@@ -61,6 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser, *, output: Path, results: str
     host.add_argument("--server", metavar="URL", help="run on this ComfyUI, for example http://127.0.0.1:8188")
     host.add_argument("--comfyui", type=Path, metavar="DIR", help="start this ComfyUI checkout, run there, stop it")
     parser.add_argument(
+        "--guard",
+        action="store_true",
+        help="with --server or --comfyui: guard ComfyUI's own models in the workflow, which stays as it is",
+    )
+    parser.add_argument(
         "--gpus",
         type=_gpus,
         default="1",
@@ -89,20 +94,26 @@ def opened(args: argparse.Namespace) -> Generator[Host]:
             "--gpus has no meaning with --server or --comfyui: a run over several GPUs has a process for each, and "
             "none may be ComfyUI's. Leave the host out, and name the models with --models."
         )
+    if args.guard and not (args.server or args.comfyui):
+        raise WorkflowError(
+            "--guard has no meaning without --server or --comfyui: this pack's pipelines are guarded without it."
+        )
     if args.server:
         if args.models:
             raise WorkflowError("--models has no meaning with --server: the server has its own model folders.")
         from ..server.follow import read_for_server, run_on_server
 
         yield Host(
-            partial(read_for_server, url=args.server, timeout=args.timeout),
-            partial(run_on_server, url=args.server, input_dir=args.input),
+            partial(read_for_server, url=args.server, timeout=args.timeout, guard=args.guard),
+            partial(run_on_server, url=args.server, input_dir=args.input, guard=args.guard),
         )
     elif args.comfyui:
         from .checkout import started
 
         with started(args.comfyui, models=args.models, input_dir=args.input) as running:
-            yield Host(partial(running.read, timeout=args.timeout), running.run)
+            yield Host(
+                partial(running.read, timeout=args.timeout, guard=args.guard), partial(running.run, guard=args.guard)
+            )
     else:
         from .local import read_local, run_local
 

@@ -120,9 +120,10 @@ class Server:
         Raises:
             WorkflowError: the server found faults in all of it.
         """
-        body: dict[str, Any] = {"prompt": graph.to_api(), "client_id": self.client_id}
+        extra: dict[str, Any] = {"onediff_guard": True} if graph.guarded else {}
         if graph.workflow is not None:
-            body["extra_data"] = {"extra_pnginfo": {"workflow": graph.workflow}}
+            extra["extra_pnginfo"] = {"workflow": graph.workflow}
+        body = {"prompt": graph.to_api(), "client_id": self.client_id} | ({"extra_data": extra} if extra else {})
         answer = await self._ask("POST", "prompt", json=body)
         said = shown(answer.data[:4000].decode(errors="replace"), 1000)
         if answer.status == 400:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,6 +50,7 @@ CANCEL_SECONDS = 3.0
 LAST_SECONDS = 5.0  # for what is to be put in order when the time is up
 STOP_LOOK_SECONDS = 0.2  # between two looks whether it is to stop
 MAX_FILES = 20_000  # that a run leaves
+GUARDS = ("OneDiffGuardNaNGuardModel", "OneDiffGuardNaNGuardVAE")  # that a server needs to guard a workflow
 T = TypeVar("T")
 
 
@@ -61,6 +63,7 @@ def run_on_server(
     reads_from: Path | None = None,
     changes: Sequence[settings.Setting] = (),
     timeout: float | None = None,
+    guard: bool = False,
     patience: float = PATIENCE_SECONDS,
     stop: threading.Event | None = None,
     on_progress: ProgressCallback = no_progress,
@@ -75,6 +78,7 @@ def run_on_server(
         reads_from: the input folder of a server on this machine: a workflow that names images outside is refused.
         changes: inputs to set first.
         timeout: seconds for all of it, the download too. A run that is not done by then is interrupted.
+        guard: the server guards the MODELs and VAEs of the workflow.
         patience: seconds that the server may be out of reach.
         stop: interrupts the run once it is set, from any thread.
         on_progress: told each node and step.
@@ -88,7 +92,7 @@ def run_on_server(
         OutputError: a result could not be written.
     """
     return _through(
-        _Job(Server(url), patience, on_progress),
+        _Job(Server(url), guard, patience, on_progress),
         timeout,
         lambda job: job.run(workflow, output_dir, input_dir, reads_from, changes),
         stop,
@@ -96,16 +100,17 @@ def run_on_server(
 
 
 def read_for_server(
-    workflow: Graph | Mapping[str, Any], *, url: str, timeout: float | None = None
+    workflow: Graph | Mapping[str, Any], *, url: str, timeout: float | None = None, guard: bool = False
 ) -> tuple[Graph, dict[str, Schema]]:
-    """A workflow, and the schemas of its node types on a running ComfyUI. timeout: in seconds.
+    """A workflow, and the schemas of its node types on a running ComfyUI. timeout: in seconds. guard: as of
+    `run_on_server`.
 
     Raises:
         HostError: no ComfyUI answers there.
         WorkflowError: it is no workflow, or the server lacks some of its node types.
         RunFailedError: the time was up.
     """
-    return _through(_Job(Server(url)), timeout, lambda job: job.read(workflow))
+    return _through(_Job(Server(url), guard), timeout, lambda job: job.read(workflow))
 
 
 def _through(
@@ -146,8 +151,10 @@ async def _end(task: asyncio.Task[Any], seconds: float) -> None:
 class _Job:
     """One workflow on its way through a server."""
 
-    def __init__(self, server: Server, patience: float = 0.0, on_progress: ProgressCallback = no_progress) -> None:
-        self.server = server
+    def __init__(
+        self, server: Server, guard: bool, patience: float = 0.0, on_progress: ProgressCallback = no_progress
+    ) -> None:
+        self.server, self.guard = server, guard
         self.patience = patience
         self.on_progress = on_progress
         self.prompt_id: str | None = None
@@ -176,12 +183,15 @@ class _Job:
         return RunResult(entry.outputs, {}, files, time.perf_counter() - started)
 
     async def read(self, workflow: Graph | Mapping[str, Any]) -> tuple[Graph, dict[str, Schema]]:
+        needed = GUARDS if self.guard else ()
         if not isinstance(workflow, Graph) and is_ui_format(workflow):
             types, named = ui_format.class_types(workflow), ui_format.named_types(workflow)
-            schemas = await self.server.schemas(types, also=named)
-            return ui_format.convert(workflow, schemas), schemas
-        graph = workflow if isinstance(workflow, Graph) else from_api(workflow)
-        return graph, await self.server.schemas(graph.class_types())
+            schemas = await self.server.schemas({*types, *needed}, also=named)
+            graph = ui_format.convert(workflow, schemas)
+        else:
+            graph = workflow if isinstance(workflow, Graph) else from_api(workflow)
+            schemas = await self.server.schemas({*graph.class_types(), *needed})
+        return replace(graph, guarded=True) if self.guard else graph, schemas
 
     async def _upload(self, graph: Graph, schemas: Mapping[str, Schema], folder: Path) -> Graph:
         """The graph with the names that its images have on the server; those that are not in the folder stay."""

@@ -46,6 +46,7 @@ class Node:
 class Graph:
     nodes: Mapping[str, Node]
     workflow: Mapping[str, Any] | None = field(default=None, repr=False)  # the UI-format JSON it came from, if it did
+    guarded: bool = False  # a server is asked to guard it, as with its setting 'Guard every workflow'
     # by node and input, as the UI-format JSON has them: texts with choices, and file names with a date
     prompts: Mapping[tuple[str, str], str] = field(default_factory=dict, repr=False)
     dated: Mapping[tuple[str, str], str] = field(default_factory=dict, repr=False)

@@ -49,6 +49,7 @@ def test_a_console_without_the_character_is_no_error(here: Path, monkeypatch: py
         (["workflow.json", "--server", "127.0.0.1:9"], 3, "No ComfyUI answers"),
         (["workflow.json", "--server", "127.0.0.1:9", "--models", "m"], 2, "--models has no meaning"),
         (["workflow.json", "--comfyui", "."], 2, "there is no main.py"),
+        (["workflow.json", "--guard"], 2, "--guard has no meaning without --server"),
         (["broken.json"], 4, "the GPU is on fire"),
         (["workflow.json", "--out", "workflow.json"], 5, "Cannot write"),
     ],

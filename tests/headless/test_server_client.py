@@ -88,11 +88,31 @@ async def hang(server: Any) -> None:
 
 def test_a_run_is_followed_and_its_files_fetched(comfy: Any, there: RunThere, tmp_path: Path) -> None:
     seen: list[Progress] = []
+
+    async def succeed_once_told(server: Any) -> None:
+        await server.send("executing", node="1")
+        await server.send("progress", node="1", value=1, max=2)
+        while len(seen) < 2:
+            await asyncio.sleep(0.01)
+        server.finish({"2": {"images": [{"filename": "a_00001_.png", "subfolder": "sub", "type": "output"}]}})
+
+    comfy.script = succeed_once_told
     result = there(on_progress=seen.append, changes=[Setting("1", "width", "16")])
     assert result.files == [tmp_path / "out" / "sub" / "a_00001_.png"]
     assert result.files[0].read_bytes() == b"picture"
     assert seen == [Progress("node 1 (Some Noise)"), Progress("node 1 (Some Noise)", 1, 2)]
     assert comfy.requests[0][1]["prompt"]["1"]["inputs"]["width"] == 16
+
+
+def test_a_server_is_asked_to_guard_a_workflow(comfy: Any, there: RunThere) -> None:
+    with pytest.raises(UnknownNodesError, match="no node type OneDiffGuardNaNGuardModel, OneDiffGuardNaNGuardVAE"):
+        there(guard=True)
+    assert not comfy.requests, "without the pack there, nothing ran"
+    comfy.object_info |= {name: {"input": {"required": {}}} for name in follow.GUARDS}
+    there(guard=True)
+    there()
+    asked = [body.get("extra_data", {}).get("onediff_guard") for path, body in comfy.requests if path == "prompt"]
+    assert asked == [True, None]
 
 
 @pytest.mark.parametrize("script", [silent_success, broken_socket, success_in_the_fork])

@@ -8,6 +8,7 @@ import json
 import tracemalloc
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,8 @@ def test_the_hash_is_of_what_the_outputs_hang_on(root: Path, monkeypatch: pytest
     assert len({first, *others}) == 4
     ui = hash_of(dict(read_json(root / "workflows/cogvideox_text_to_video.json")))
     assert ui == first, "both formats of a workflow are the same job"
+    graph, schemas = read_local(workflow())
+    assert content_of(replace(graph, guarded=True), schemas, None) != first == content_of(graph, schemas, None)
     monkeypatch.setattr(content, "version_that_matters", lambda: "9.9")
     assert hash_of(workflow()) != first
 

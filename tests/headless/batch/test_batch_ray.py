@@ -209,6 +209,13 @@ def test_servers_have_their_own(
     assert code == 2 and f"{option[0]} has no meaning with --server" in err
 
 
+def test_pipelines_are_guarded_without_being_asked(
+    console: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    code, _, err = console("batch", tmp_path / "none", "--guard")
+    assert code == 2 and "--guard has no meaning without --server" in err
+
+
 @pytest.mark.parametrize("number", ["0", "-1", "x", "99999999"])
 def test_a_number_of_workers_is_one(capsys: pytest.CaptureFixture[str], number: str, tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
