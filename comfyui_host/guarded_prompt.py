@@ -34,11 +34,11 @@ def with_guards(
         changed = dict[str, Any]()
         for name, value in inputs.items():
             if (kind := _kind(value, prompt, classes, target, name)) in _GUARDS and _uses(target, kind):
-                key = (*value, kind)
-                if key not in guards:
-                    guards[key] = _free_id(*value, taken)
-                    taken.add(guards[key])
-                changed[name] = [guards[key], 0]
+                source, slot = value
+                if (source, slot, kind) not in guards:
+                    guards[source, slot, kind] = _free_id(source, slot, taken)
+                    taken.add(guards[source, slot, kind])
+                changed[name] = [guards[source, slot, kind], 0]
         if changed:
             made[id_] = {**node, "inputs": {**inputs, **changed}}
     for (source, slot, kind), id_ in guards.items():
@@ -61,7 +61,7 @@ def _kind(value: Any, prompt: Mapping[str, Any], classes: Mapping[str, Any], tar
     """The type of what a link hands to an input; "" where it is no link, or is not to be touched."""
     if not (isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and type(value[1]) is int):
         return ""
-    source = prompt.get(value[0])
+    source = prompt.get(value[0]) or {}
     outputs = outputs_of(_class_of(source, classes))
     if not 0 <= value[1] < len(outputs) or source["class_type"].startswith(_OURS):
         return ""

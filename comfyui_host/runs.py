@@ -44,10 +44,10 @@ class Settings:
     policy: GuardPolicy
     request: Precision | None = None  # None: what ComfyUI chose
     node_id: str | None = None
-    inserted: bool = False  # by 'Guard every workflow': it never ends a run, and is silent unless something happened
-    history: list[Any] = field(default_factory=list)  # summaries of runs, which ComfyUI's history shows
     profile: Profile | None = None  # in place of a kept one
     learned: MutableMapping[tuple[Component, str], PrecisionOverrides] = field(default_factory=dict)
+    inserted: bool = False  # by 'Guard every workflow': it never ends a run, and is silent unless something happened
+    history: list[Any] = field(default_factory=list)  # summaries of runs, which ComfyUI's history shows
 
 
 @contextmanager

@@ -46,10 +46,10 @@ class Node:
 class Graph:
     nodes: Mapping[str, Node]
     workflow: Mapping[str, Any] | None = field(default=None, repr=False)  # the UI-format JSON it came from, if it did
-    guarded: bool = False  # a server is asked to guard it, as with its setting 'Guard every workflow'
     # by node and input, as the UI-format JSON has them: texts with choices, and file names with a date
     prompts: Mapping[tuple[str, str], str] = field(default_factory=dict, repr=False)
     dated: Mapping[tuple[str, str], str] = field(default_factory=dict, repr=False)
+    guarded: bool = False  # a server is asked to guard it, as with its setting 'Guard every workflow'
 
     def class_types(self) -> set[str]:
         return {node.class_type for node in self.nodes.values()}
