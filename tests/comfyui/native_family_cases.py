@@ -48,6 +48,19 @@ def case_streams() -> Figures:
     return found
 
 
+def case_inserted() -> Figures:
+    """Of each family in fp16: whether a guard that 'Guard every workflow' inserted comes to what one comes to that was
+    wired by hand, and what it says of a healthy run."""
+    found: Figures = {}
+    for name, layout in LAYOUTS.items():
+        for hot in (False, True):
+            patcher = make_model(layout, hot=hot)
+            by_hand, _ = _guarded(patcher, layout, STEPS), said.clear()
+            inserted = sample(node("NaNGuardModel", patcher, inserted=True), layout, steps=STEPS)
+            found[f"{name}, overflowing" if hot else name] = {"same": torch.equal(by_hand, inserted), "said": [*said]}
+    return found
+
+
 def case_about() -> Figures:
     lumina = import_module("comfy.ldm.lumina.model")
     version = import_module("comfyui_version").__version__

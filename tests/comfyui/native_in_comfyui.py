@@ -53,10 +53,18 @@ def import_pack(folder: Path) -> None:
 
 
 def node(
-    name: str, *wired: Any, on_failure: str = "rerun", strict: bool = False, scope: str = "step", **further: Any
+    name: str,
+    *wired: Any,
+    on_failure: str = "rerun",
+    strict: bool = False,
+    scope: str = "step",
+    inserted: bool = False,
+    **further: Any,
 ) -> Any:
-    """What one of the pack's guards puts out."""
-    return pack_node(name, *wired, on_failure, strict, scope, node_id=NODE_ID, **further)[0]
+    """What one of the pack's guards puts out. inserted: as by 'Guard every workflow'."""
+    node_id = "onediff_guard_1_0" if inserted else NODE_ID
+    made = pack_node(name, *wired, on_failure, strict, scope, node_id=node_id, **further)
+    return (made["result"] if inserted else made)[0]
 
 
 def pack_node(name: str, *args: Any, **kwargs: Any) -> Any:

@@ -47,6 +47,14 @@ def test_a_healthy_run_is_the_same_to_the_bit(ran: native.Ran, family: str, stat
     assert found["plain"] > 0  # it did run in half precision
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_inserted_guard_comes_to_the_same(ran: native.Ran, family: str) -> None:
+    if family not in ran["about/families"]:
+        pytest.skip(f"ComfyUI {ran['about/version']} has no {family}")
+    healthy, overflowing = ran[f"inserted/{family}"], ran[f"inserted/{family}, overflowing"]
+    assert healthy["same"] and overflowing["same"] and not healthy["said"]
+
+
 @pytest.mark.parametrize("state", FP16)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_run_that_overflows_is_broken_without_and_right_with_it(ran: native.Ran, family: str, state: str) -> None:
