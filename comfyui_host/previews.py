@@ -16,7 +16,7 @@ from . import host
 if TYPE_CHECKING:
     import torch
 
-    from ..pipelines.preview.frames import Previews, ToPicture
+    from ..pipelines.run.previews import Previews, ToPicture
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ def previews(progress: host.Progress) -> Previews | None:
     method = _method()
     if method == "none" or not host.in_comfyui():
         return None
-    from ..pipelines.preview.frames import Previews
+    from ..pipelines.run.previews import Previews
 
     return Previews(progress.show, partial(_to_picture, small_decoder=method == "taesd"))
 
@@ -49,7 +49,7 @@ def _method() -> str:
 def _to_picture(kind: str, *, small_decoder: bool) -> ToPicture | None:
     """Return what ComfyUI shows latents of a kind with: its own decoder, which is a file in models/vae_approx, where
     that is asked for and there, else its factors for colours; None where it has neither."""
-    from ..pipelines.preview import to_rgb
+    from ..pipelines.run.previews import picture
 
     latent_format = getattr(sys.modules.get("comfy.latent_formats"), kind, None) if kind else None
     if latent_format is None:
@@ -70,4 +70,4 @@ def _to_picture(kind: str, *, small_decoder: bool) -> ToPicture | None:
     if not (factors := getattr(known, "latent_rgb_factors", None)):
         return None
     bias = getattr(known, "latent_rgb_factors_bias", None)
-    return lambda latents: to_rgb.picture(scaled(latents).flatten(0, -3), factors, bias)
+    return lambda latents: picture(scaled(latents).flatten(0, -3), factors, bias)

@@ -15,8 +15,8 @@ from ...precision.report import RunReport, StepRecord
 
 if TYPE_CHECKING:
     from ...precision.overflow import Pending
-    from ..preview.frames import Previews
     from .handle import PipelineHandle
+    from .previews import Previews
     from .sample import SampleSettings
     from .stage import ComponentStage
 

@@ -54,7 +54,7 @@ def features_of(run: Run) -> list[Feature]:
     if parallel:
         found.append(parallel)
     if run.previews and run.settings:
-        from ..preview.frames import PreviewedRun
+        from .previews import PreviewedRun
 
         found.append(PreviewedRun(run.previews, handle, run.settings.frames))
     return found

@@ -30,7 +30,7 @@ from .profiles import save_profile
 from .stage import ComponentStage
 
 if TYPE_CHECKING:
-    from ..preview.frames import Previews
+    from .previews import Previews
 
 MakeDenoiser = Callable[[ComponentStage], torch.nn.Module]
 StepDone = Callable[[int, int, RunReport], None]  # steps done, steps in all, report so far; raises to interrupt

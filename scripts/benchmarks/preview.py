@@ -14,7 +14,7 @@ import io
 
 import torch
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
-from comfyui_onediff_guard.pipelines.preview import to_rgb
+from comfyui_onediff_guard.pipelines.run.previews import of_cogvideox
 from measure import arguments, build, device_and_dtype, interleave, medians, ratio, setting, write
 from PIL import ImageOps
 
@@ -32,7 +32,7 @@ def main() -> None:
 
     def picture() -> None:
         latents = COGVIDEOX.layout.unscaled(finished, FRAMES, VAE)
-        made = to_rgb.of_cogvideox(latents[0, :, latents.shape[2] // 2])
+        made = of_cogvideox(latents[0, :, latents.shape[2] // 2])
         ImageOps.contain(made, (PIXELS, PIXELS)).save(io.BytesIO(), "JPEG", quality=95, compress_level=1)
 
     with torch.no_grad():

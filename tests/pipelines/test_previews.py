@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.pipelines.models.recognised import family_of
-from comfyui_onediff_guard.pipelines.preview import predicted, to_rgb
-from comfyui_onediff_guard.pipelines.preview.frames import Previews
+from comfyui_onediff_guard.pipelines.run import previews
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
+from comfyui_onediff_guard.pipelines.run.previews import Previews
 from comfyui_onediff_guard.pipelines.weights import components as stores
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.policy import Precision
@@ -26,7 +26,7 @@ CHANNELS = {"SD15": 4, "Wan21": 16, "Wan22": 48}  # of latents for which a Comfy
 
 def of_the_host(kind: str) -> Callable[[torch.Tensor], Any] | None:
     factors = torch.eye(CHANNELS.get(kind, 0))[:, :3].tolist()
-    return partial(to_rgb.picture, factors=factors) if kind in CHANNELS else None
+    return partial(previews.picture, factors=factors) if kind in CHANNELS else None
 
 
 def opened(folder: Path) -> PipelineHandle:
@@ -43,12 +43,12 @@ def test_each_step_is_shown_and_the_last_is_what_the_run_returns(
     expected, _ = sampled(handle, model)
     shown: list[Image.Image] = []
     watched: list[torch.Tensor] = []
-    watch = predicted.watch
+    watch = previews.watch_predictions
 
     def listening(scheduler: Any, seen: Callable[[torch.Tensor], None]) -> None:
         watch(scheduler, lambda latents: (watched.append(latents), seen(latents)))
 
-    monkeypatch.setattr(predicted, "watch", listening)
+    monkeypatch.setattr(previews, "watch_predictions", listening)
     latents, _ = sampled(handle, model, previews=Previews(shown.append, of_the_host))
     assert torch.equal(latents, expected)
     if model == "cogview3":
@@ -113,12 +113,12 @@ def test_a_run_goes_on_where_previews_do_not_work(
     def fails(*_: Any) -> Any:
         raise error
 
-    previews = Previews(shown.append)
+    shows = Previews(shown.append)
     if when in ("to_picture", "show"):
-        previews = replace(previews, **{when: fails})
+        shows = replace(shows, **{when: fails})
     else:
-        monkeypatch.setattr(to_rgb, when, fails)
-    made, _ = sampled(handle, "2b", previews=previews)
+        monkeypatch.setattr(previews, when, fails)
+    made, _ = sampled(handle, "2b", previews=shows)
     assert torch.equal(made, expected)
     assert not shown and [r.message for r in caplog.records if "no previews of" in r.message] == [
         f"no previews of {handle.store.model.name}: {error}"
@@ -141,11 +141,11 @@ def test_colours_are_mixed_by_the_factors(level: float) -> None:
     factors, bias = torch.randn(16, 3, generator=draw), torch.tensor([0.1, -0.1, 0.2])
     wanted = torch.full((2, 3, 3), level)
     latents = torch.linalg.pinv(factors.T.double()) @ (wanted - bias).double().flatten(0, 1).T
-    made = to_rgb.picture(latents.view(16, 2, 3), factors.tolist(), bias.tolist())
+    made = previews.picture(latents.view(16, 2, 3), factors.tolist(), bias.tolist())
     assert made.size == (3, 2) and made.getcolors() == [(6, (round((level + 1) * 127.5),) * 3)]
     with pytest.raises(ValueError, match="4 channels, and colours are known of 16"):
-        to_rgb.picture(latents.view(16, 2, 3)[:4], factors.tolist())
-    assert to_rgb.picture(latents.view(16, 2, 3) * float("nan"), factors.tolist()).getcolors() == [(6, (0, 0, 0))]
+        previews.picture(latents.view(16, 2, 3)[:4], factors.tolist())
+    assert previews.picture(latents.view(16, 2, 3) * float("nan"), factors.tolist()).getcolors() == [(6, (0, 0, 0))]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_every_scheduler_ends_at_what_it_predicts_last(name: str) -> None:
     draw, seen = torch.Generator().manual_seed(0), []
     scheduler = getattr(diffusers, name)()
     scheduler.set_timesteps(4)
-    predicted.watch(scheduler, seen.append)
+    previews.watch_predictions(scheduler, seen.append)
     latents, before, earlier = torch.randn(1, 4, 8, 8, generator=draw), None, None
     for timestep in scheduler.timesteps:
         output = torch.randn(latents.shape, generator=draw)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 from comfyui_onediff_guard.pipelines.insight.probe import usual_size
-from comfyui_onediff_guard.pipelines.preview.frames import Previews
+from comfyui_onediff_guard.pipelines.run.previews import Previews
 from small_runs import CPU, frames, opened
 
 
