@@ -48,8 +48,7 @@ def _list(compile_cache_dir: Path, _args: argparse.Namespace) -> Answer:
 
 
 def _export(compile_cache_dir: Path, args: argparse.Namespace) -> Answer:
-    from ...pipelines.compile.cache import exportable
-    from ...pipelines.compile.code import write
+    from ...pipelines.compile.cache import exportable, write
 
     folder = kept_files.the_one(_by_name(compile_cache_dir), args.name, compile_cache_dir, "that is kept")
     write(args.file, *exportable(folder))
@@ -58,8 +57,7 @@ def _export(compile_cache_dir: Path, args: argparse.Namespace) -> Answer:
 
 def _import(compile_cache_dir: Path, args: argparse.Namespace) -> Answer:
     """Check a file and keep it, without running anything of it."""
-    from ...pipelines.compile.cache import keep_imported
-    from ...pipelines.compile.code import read
+    from ...pipelines.compile.cache import keep_imported, read
     from ...pipelines.errors import BadCompiled
     from ...precision.arch import detect
     from ...precision.machine import default_device, platform_of
@@ -89,7 +87,6 @@ def _clear(compile_cache_dir: Path, args: argparse.Namespace) -> Answer:
 
 def _by_name(compile_cache_dir: Path) -> dict[str, Path]:
     """Those used last first."""
-    from ...pipelines.compile.cache import kept_folders
-    from ...pipelines.compile.code import SUFFIX
+    from ...pipelines.compile.cache import SUFFIX, kept_folders
 
     return {folder.name.removesuffix(SUFFIX): folder for folder in kept_folders(compile_cache_dir)}

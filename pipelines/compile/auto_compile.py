@@ -59,7 +59,7 @@ def denoiser_key(handle: PipelineHandle, request: Precision | None) -> str:
 
 
 def decide_denoiser(handle: PipelineHandle, key: str) -> BackendChoice:
-    from .code import SUFFIX
+    from .cache import SUFFIX
 
     folder = handle.compiled / f"{key}{SUFFIX}" if handle.compiled and handle.backend.name == "inductor" else None
     kept = folder is not None and any(path.is_file() for path in folder.rglob("*"))
@@ -146,6 +146,6 @@ class DecoderCompiler:
 
 def _target(handle: PipelineHandle, plan: Plan, options: CompileOptions) -> str:
     """Return what a component is compiled for, as the name of its file in the compile cache."""
-    from .target import target_of
+    from .cache import target_of
 
     return target_of(handle.store.model, plan, options, handle.store.placement.device, handle.architecture).name

@@ -22,6 +22,7 @@ import torch
 from ...precision.accumulation import NEXFORT_OPTION, NEXFORT_SWITCH, allowed
 from ...precision.arch import COMPILED, Architecture
 from ...precision.attention import KERNELS, Attended
+from ...precision.machine import first_line
 from ...precision.overflow import ShownInside
 from ...precision.policy import failure
 from ...precision.shallow_copy import Make, replace_submodules
@@ -254,7 +255,7 @@ def _missing_package(package: str, load: Callable[[], object], why: str, device:
     try:
         load()
     except Exception as error:  # noqa: BLE001 - PyPI's placeholder raises RuntimeError, an extension is for one torch
-        return f"this {package} cannot be used ({_first_line(error)}; {why})"
+        return f"this {package} cannot be used ({first_line(error)}; {why})"
     return None
 
 
@@ -298,7 +299,3 @@ BACKENDS = ("auto", *_PROBES, "eager")
 
 def _list(missing_by_name: dict[str, str]) -> str:
     return "; ".join(f"no {name}: {missing}" for name, missing in missing_by_name.items())
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"

@@ -7,6 +7,7 @@ and that 'auto' goes on to the next compiler where one does not work.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,6 @@ from ...precision.shared import PROCESS_GATE, SharedSetting
 from ...trust.message import Message, joined
 from ..errors import is_interrupt
 from ..pace import Pace
-from .counts import graphs_compiled
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,25 @@ def listening(progress: Tell, note: Tell) -> Generator[None]:
         yield
     finally:
         _listener.reset(token)
+
+
+def graphs_compiled() -> int:
+    """Return how many graphs dynamo compiled in this process so far. OneFlow compiles without it."""
+    counters = _counters()
+    return counters["stats"]["unique_graphs"] if counters else 0
+
+
+def graphs_from_cache() -> int:
+    """Return those whose code inductor found instead of compiling it, in this process so far."""
+    counters = _counters()
+    if not counters:
+        return 0
+    return max(counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"])
+
+
+def _counters() -> Any:
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo and dynamo.counters
 
 
 @dataclass(frozen=True)
@@ -176,12 +195,15 @@ class Compiling:
             said = Message("{}: compiling block {} of {}", compiled.by.name, index + 1, len(self._originals))
             listener.progress(joined(" · ", filter(None, (said, left))))
         graphs = graphs_compiled()
-        given = _Given.of(args, kwargs) if compiled.by.replaceable else None
+        # a compiler that fails may have written into what it was given; what is expanded is not written to
+        written = [each for each in _tensors(args, kwargs) if compiled.by.replaceable and 0 not in each.stride()]
+        with torch.no_grad():
+            before = [each.clone() for each in written]
         try:
             with PROCESS_GATE.exclusive(), disable_cache_limit(), OLDEST_GRAPH.held():
                 made = compiled.blocks[index](*args, **kwargs)
         except Exception as error:
-            if given is None or _is_the_runs(error):
+            if not compiled.by.replaceable or _is_the_runs(error):
                 raise
             logger.debug("%s failed", compiled.by.name, exc_info=True)
             failure = _in_words(error)
@@ -190,7 +212,9 @@ class Compiling:
             return made
         finally:
             self._anew |= graphs_compiled() > graphs
-        given.put_back()
+        with torch.no_grad():
+            for tensor, copy in zip(written, before, strict=True):
+                tensor.copy_(copy)
         made = self._originals[index](*args, **kwargs)  # raises what is not the compiler's
         with self._swapping:
             if compiled is self._compiled:  # and no other thread was here
@@ -208,24 +232,6 @@ class Compiling:
         if line not in self._logged:
             logger.warning("%s", line)
             self._logged.add(line)
-
-
-@dataclass(frozen=True)
-class _Given:
-    """What a block was given, as it was before the call: a compiler that fails may have written into it."""
-
-    tensors: list[tuple[torch.Tensor, torch.Tensor]]  # each, and a copy
-
-    @classmethod
-    def of(cls, args: Args, kwargs: KwArgs) -> _Given:
-        written = (tensor for tensor in _tensors(args, kwargs) if 0 not in tensor.stride())  # one expanded is not
-        with torch.no_grad():
-            return cls([(tensor, tensor.clone()) for tensor in written])
-
-    def put_back(self) -> None:
-        with torch.no_grad():
-            for tensor, copy in self.tensors:
-                tensor.copy_(copy)
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,41 +1,144 @@
 """Where inductor keeps what it compiles: a folder for each target, so that later processes compile nothing anew.
 
 Each folder is a `TORCHINDUCTOR_CACHE_DIR`. Beside inductor's files it holds what `torch.compiler.save_cache_artifacts`
-returned after the last run that compiled, for `onediff-guard compiled export`. Nothing here fails a run: what goes
-wrong is a line in the report and the log.
+returned after the last run that compiled, for `onediff-guard compiled export`: behind one line of JSON, which says what
+it is for. Nothing here fails a run: what goes wrong is a line in the report and the log.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import tempfile
 import threading
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from ...precision.machine import first_line
+from pydantic import ConfigDict, Field
+
+from ...precision.machine import Platform, first_line, platform_of
 from ...precision.shared import PROCESS_GATE
-from ...trust.atomic_files import LIMIT_VARIABLE, delete, drop_oldest, last_used, limit_here, limit_of, size_of
+from ...trust.atomic_files import (
+    LIMIT_VARIABLE,
+    delete,
+    drop_oldest,
+    last_used,
+    limit_here,
+    limit_of,
+    replacing,
+    size_of,
+)
+from ...trust.foreign import Foreign, parse_as
 from ...trust.message import Message
 from ...trust.owners import why_unsafe_below
-from .code import SUFFIX, read, write
-from .counts import graphs_compiled, graphs_from_cache
+from ...trust.text import for_file_name, shown
+from ..errors import BadCompiled
 
 if TYPE_CHECKING:
+    import torch
+
+    from ...precision.arch import Architecture
+    from ...precision.policy import Plan
     from ...precision.report import RunReport
+    from ..models.on_disk import StoredModel
+    from .backends import CompileOptions
     from .block import Tell
-    from .target import Target
 
 logger = logging.getLogger(__name__)
 
+SUFFIX = ".compiled"  # of a target's folder
+_MAX_HEADER = 2**16  # bytes
 INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 SAVED, IMPORTED = "artifacts", "imported"  # files in a target's folder; the next run loads what was imported
 _ASKED_AGAIN = 0.5  # seconds after which a run that waits may be interrupted
 _TURN = threading.RLock()  # a run that warms up may be inside of another
+_Text = Annotated[str, Field(max_length=1000)]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What code was compiled for."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=False)  # from an object, not an instance alone
+
+    model: _Text  # the variant's name
+    config: _Text  # hash of the denoiser's config
+    dtype: _Text
+    plan: _Text  # what else of the plan and the compile options the code hangs on
+    machine: Platform
+
+    @property
+    def name(self) -> str:
+        """Of its folder, without the suffix."""
+        facts = json.dumps(asdict(self), sort_keys=True)
+        words = (for_file_name(text, limit=60) for text in (self.model, self.machine.architecture, self.dtype))
+        return f"{'-'.join(words)}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
+
+    def in_words(self) -> str:
+        machine = self.machine
+        return f"{self.model}, {self.dtype}, {self.plan}; {machine.device}, torch {machine.torch}, {machine.python}"
+
+
+def target_of(
+    model: StoredModel, plan: Plan, options: CompileOptions, device: torch.device, architecture: Architecture
+) -> Target:
+    """What a model's denoiser, or the decoder of its VAE, is compiled for, as the plan says. Sizes, LoRAs and
+    fallback blocks are told apart by inductor itself."""
+    of_vae = plan.component.value == "vae_decode"
+    read = model.vae_config if of_vae else model.denoiser_config
+    config = {name: value for name, value in read.items() if not name.startswith("_")}
+    stream = "VAE decoder" if of_vae else "wide stream" if plan.wide else "narrow stream"
+    layout = "channels last" if options.channels_last else ""
+    parts = [stream, f"half accumulation {plan.accumulation}", layout, options.in_words("inductor")]
+    return Target(
+        model=model.variant.name,
+        config=hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16],
+        dtype=plan.numerics,
+        plan=", ".join(filter(None, parts)),
+        machine=platform_of(device, architecture.name),
+    )
+
+
+class _Header(Foreign):
+    kind: Literal["onediff-guard compiled code"]
+    format: Literal[2]
+    target: Target = Field(alias="for")
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]  # of the artifacts
+
+
+def read(file: Path) -> tuple[Target, bytes]:
+    """What it is for, and the artifacts; nothing of them is run. Raises BadCompiled, OSError."""
+    if file.exists() and not file.is_file():  # opening a pipe waits for whoever writes into it
+        raise BadCompiled("'{}' is no compiled code that can be used: {}.", shown(file.name, 100), "it is no file")
+    return parse(file.read_bytes(), file.name)
+
+
+def parse(data: bytes, name: str) -> tuple[Target, bytes]:
+    """The same of the bytes of a file called `name`. Raises BadCompiled."""
+    line, _, artifacts = data.partition(b"\n")
+    try:
+        if len(line) > _MAX_HEADER:
+            raise ValueError(f"its first line has more than {_MAX_HEADER:,} bytes")
+        header = parse_as(_Header, line)
+        if hashlib.sha256(artifacts).hexdigest() != header.sha256:
+            raise ValueError("it is damaged, or not whole")
+    except ValueError as error:
+        raise BadCompiled("'{}' is no compiled code that can be used: {}.", shown(name, 100), error) from None
+    return header.target, artifacts
+
+
+def write(file: Path, target: Target, artifacts: bytes) -> None:
+    """Whole or not at all. Raises OSError."""
+    digest = hashlib.sha256(artifacts).hexdigest()
+    header = {"kind": "onediff-guard compiled code", "format": 2, "for": asdict(target), "sha256": digest}
+    with replacing(file) as stream:
+        stream.write(json.dumps(header).encode() + b"\n" + artifacts)
 
 
 @contextmanager
@@ -64,6 +167,8 @@ def compile_cache(
             )
         if folder:
             _load_imported(folder, target, report)
+        from .block import graphs_compiled, graphs_from_cache
+
         anew = graphs_compiled() - graphs_from_cache()
         try:
             yield

@@ -105,15 +105,26 @@ def while_compiling(handle: PipelineHandle, report: RunReport, tell: Tell) -> Ge
         yield
         return
     from .block import listening
-    from .cache import compile_cache
-    from .counts import counted
-    from .target import target_of
+    from .cache import compile_cache, target_of
 
     model, device = handle.store.model, handle.store.placement.device
     with ExitStack() as held:
-        held.enter_context(counted(report))
+        held.enter_context(_counted(report))
         if handle.backend.name == "inductor":
             target = target_of(model, report.plan, handle.compile_options, device, handle.architecture)
             held.enter_context(compile_cache(handle.compiled, target, report, tell))
         held.enter_context(listening(tell, report.note))
         yield
+
+
+@contextmanager
+def _counted(report: RunReport) -> Generator[None]:
+    """Count the graphs that a run compiles, and those that an earlier process had compiled, for its report."""
+    from .block import graphs_compiled, graphs_from_cache
+
+    graphs, from_cache = graphs_compiled(), graphs_from_cache()
+    try:
+        yield
+    finally:
+        report.graphs = None if report.backend in (EAGER, "oneflow") else graphs_compiled() - graphs
+        report.graphs_kept = min(graphs_from_cache() - from_cache, report.graphs or 0)

@@ -15,11 +15,10 @@ import weakref
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ...precision.attention import Choice
 from ...precision.dtypes import DTYPES
 from ...precision.loaded_weights import DamagedByCast, make_consistent, mend_narrowed
 from ...precision.overrides import PrecisionOverrides
@@ -35,6 +34,9 @@ from .layout import laid_out, lay_out
 from .offload import NoOffload, Offload, OffloadPolicy, brings_parts_to
 from .oom_fallback import FailedEstimate
 from .placement import MOVING, Placement, bytes_coming, bytes_of, bytes_on, has_room, let_go_of_host_copies, move
+
+if TYPE_CHECKING:
+    from ..compile.attention import Chosen
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +65,7 @@ class ComponentStore:
         self.quantised: dict[tuple[str, tuple[LoraKey, ...], str], QuantisedLinears] = {}  # by denoiser, LoRAs and kind
         self.learned: dict[MemoryKey, PrecisionOverrides] = {}  # what runs taught about a denoiser
         self.recalled: set[MemoryKey] = set()  # of these, a profile on disk was where runs began
-        self.attention: dict[tuple[str, tuple[torch.Size, ...]], Choice] = {}  # by dtype and sizes, measured
+        self.attention: dict[tuple[str, tuple[torch.Size, ...]], Chosen] = {}  # by dtype and sizes, measured
         self.lacks: dict[Any, tuple[int, str]] = {}  # of these, bytes that would do with lean kernels, and what lacks
         self.room: dict[Any, int] = {}  # what a call of a component takes beside its weights, by what tells calls apart
         self.decoder_calls: dict[Any, list[Any]] = {}  # signatures of a decode's calls, by what tells decodes apart

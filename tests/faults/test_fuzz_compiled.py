@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from comfyui_onediff_guard.pipelines.compile.code import parse, write
-from comfyui_onediff_guard.pipelines.compile.target import Target
+from comfyui_onediff_guard.pipelines.compile.cache import Target, parse, write
 from comfyui_onediff_guard.pipelines.errors import BadCompiled
 from comfyui_onediff_guard.precision.machine import Platform
 from hypothesis import HealthCheck, given, settings

@@ -10,9 +10,7 @@ from functools import partial
 import pytest
 import torch
 from comfyui_onediff_guard.comfyui_host.host import COMPILED_VARIABLE, compiled_directory
-from comfyui_onediff_guard.pipelines.compile.cache import IMPORTED, INDUCTOR, SAVED, exportable
-from comfyui_onediff_guard.pipelines.compile.code import SUFFIX, write
-from comfyui_onediff_guard.pipelines.compile.target import Target
+from comfyui_onediff_guard.pipelines.compile.cache import IMPORTED, INDUCTOR, SAVED, SUFFIX, Target, exportable, write
 from comfyui_onediff_guard.precision.machine import platform_of
 from comfyui_onediff_guard.trust.atomic_files import LIMIT_VARIABLE
 

@@ -15,7 +15,7 @@ from comfyui_onediff_guard.comfyui_host import host
 from comfyui_onediff_guard.pipelines.compile import auto_compile
 from comfyui_onediff_guard.pipelines.compile.auto_compile import COMPILE_SECONDS, decide, record
 from comfyui_onediff_guard.pipelines.compile.backends import EAGER, BackendChoice
-from comfyui_onediff_guard.pipelines.compile.code import SUFFIX
+from comfyui_onediff_guard.pipelines.compile.cache import SUFFIX
 from comfyui_onediff_guard.pipelines.compile.warm_up import Size, warm_up
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
 from comfyui_onediff_guard.precision.report import StepRecord

@@ -11,10 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui_onediff_guard.pipelines.compile import cache as compile_cache
-from comfyui_onediff_guard.pipelines.compile import target as targets
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, CompileOptions
-from comfyui_onediff_guard.pipelines.compile.cache import IMPORTED, INDUCTOR, SAVED, TRITON, exportable, keep_imported
-from comfyui_onediff_guard.pipelines.compile.code import SUFFIX
+from comfyui_onediff_guard.pipelines.compile.cache import (
+    IMPORTED,
+    INDUCTOR,
+    SAVED,
+    SUFFIX,
+    TRITON,
+    exportable,
+    keep_imported,
+)
 from comfyui_onediff_guard.pipelines.compile.feature import while_compiling
 from comfyui_onediff_guard.precision import machine
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
@@ -58,7 +64,7 @@ def test_compiled_code_is_found_again_for_what_it_hangs_on_alone(pipeline, compo
         plan = replace(plan, dtype=changed.get("dtype", plan.dtype))
         options = CompileOptions(channels_last=changed.get("channels_last", False))
         card = ARCHITECTURES[changed.get("architecture", "cpu")]
-        return targets.target_of(model, plan, options, device, card).name
+        return compile_cache.target_of(model, plan, options, device, card).name
 
     assert (name(model) != name(replace(model, **configs), **changed)) is other_code
 
@@ -91,7 +97,7 @@ def run(handle, graphs=1, error=None):
 def target(handle):
     plan = handle.plan(Component.DENOISER)
     device = handle.store.placement.device
-    return targets.target_of(handle.store.model, plan, handle.compile_options, device, handle.architecture)
+    return compile_cache.target_of(handle.store.model, plan, handle.compile_options, device, handle.architecture)
 
 
 def lines(handle, report):

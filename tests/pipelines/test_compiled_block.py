@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, CompileOptions, compiled
-from comfyui_onediff_guard.pipelines.compile.block import COMPILED_SIZES, listening
-from comfyui_onediff_guard.pipelines.compile.counts import graphs_compiled
+from comfyui_onediff_guard.pipelines.compile.block import COMPILED_SIZES, graphs_compiled, listening
 
 pytestmark = pytest.mark.usefixtures("traced_alone")
 BLOCKS = 4

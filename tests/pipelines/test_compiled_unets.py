@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, compiled
-from comfyui_onediff_guard.pipelines.compile.counts import graphs_compiled
+from comfyui_onediff_guard.pipelines.compile.block import graphs_compiled
 from comfyui_onediff_guard.pipelines.families.spec import FamilySpec
 from comfyui_onediff_guard.pipelines.models.recognised import family_of
 from comfyui_onediff_guard.pipelines.run.handle import load
