@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from ..pipelines.insight.diagnosis import Flag
     from ..pipelines.weights.components import ComponentStore
-    from ..pipelines.weights.placement import Placement
+    from ..pipelines.weights.placement import PlainPlacement
 
 logger = logging.getLogger(__name__)
 
@@ -353,7 +353,7 @@ class Progress:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def placement() -> Placement:
+def placement() -> PlainPlacement:
     """Where components live: under ComfyUI's memory manager, or simply on this machine's device."""
     management = _model_management()
     if management is None:

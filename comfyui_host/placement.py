@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from ..pipelines.weights.components import ComponentStore
-from ..pipelines.weights.placement import MOVING, DeviceMemory, move_whole
+from ..pipelines.weights.placement import MOVING, DeviceMemory, PlainPlacement, move_whole
 
 
-class ComfyPlacement:
+class ComfyPlacement(PlainPlacement):
     """Asks ComfyUI's memory manager for room, and lets it move components away when others need theirs."""
 
     def __init__(self, management: Any, wish: str = "", *, channels_last: bool = False):
-        self.device: torch.device = management.get_torch_device()
+        super().__init__(management.get_torch_device())
         self.wish = wish
         self.channels_last = channels_last
         self._management = management

@@ -31,7 +31,7 @@ from ..parallel.group import ALONE, ProcessGroup
 from ..weights.components import ComponentStore, MemoryKey, shared_store
 from ..weights.offload import Offload, backend_with, brings_parts_to
 from ..weights.oom_fallback import check_once_more
-from ..weights.placement import Placement
+from ..weights.placement import PlainPlacement
 from ..weights.quantising import check
 from .stage import ComponentStage, stage_of
 
@@ -156,7 +156,7 @@ class PipelineHandle:
         """A stage is done with components, of which some may not have been loaded."""
         if not self.offload.stays:
             for component in components:
-                self.store.rest(component)
+                self.store.offload_to_cpu(component)
 
 
 def in_turn(
@@ -194,7 +194,7 @@ def load(
     precision: Precision,
     backend: str,
     offload: str,
-    placement: Placement,
+    placement: PlainPlacement,
     accumulation: Accumulation = Accumulation.AUTO,
     profiles: Path | None = None,
     compiled: Path | None = None,

@@ -19,11 +19,9 @@ from ...trust.message import Message
 from ..compile.backends import uses_torch_kernels
 from ..errors import BackendUnavailable
 from ..models.lora import Lora
-from ..weights.block_offload import most_on_device
-from ..weights.layout import of_layout
-from ..weights.offload import Offload, OffloadPolicy
+from ..weights.offload import Offload, OffloadPolicy, most_on_device
 from ..weights.oom_fallback import OomFallback, first_line
-from ..weights.placement import bytes_of
+from ..weights.placement import bytes_of, of_layout
 from ..weights.quantising import quantised_bytes
 
 if TYPE_CHECKING:
@@ -113,7 +111,7 @@ class ComponentStage(Stage):
 
     def _loaded(self, *, place: bool, beside: int = 0) -> torch.nn.Module:
         store = self.handle.store
-        module = store.with_loras(self.name, self.weights_in, self.loras, self._offload, place=place, beside=beside)
+        module = store.module(self.name, self.weights_in, self._offload, self.loras, place=place, beside=beside)
         store.lay_out(self.name, channels_last=self.channels_last)
         return module
 

@@ -30,8 +30,7 @@ from ...precision.wide import with_wide_stream
 from ..compile.backends import EAGER, CompileOptions, came_to, choose_backend, compiled
 from ..errors import DeviceGone
 from ..families.table import VARIANTS
-from ..weights.block_offload import in_parts
-from ..weights.offload import Offload, brings_parts_to
+from ..weights.offload import BlockOffload, Offload, brings_parts_to
 from ..weights.oom_fallback import ran_out
 
 logger = logging.getLogger(__name__)
@@ -253,7 +252,7 @@ def _group_offload(device: torch.device) -> float:
         blocks = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4))).requires_grad_(False)
         network = torch.nn.ModuleDict({"blocks": blocks}).half()
     x = _drawn((256, 512), 2).half().to(device)
-    weights = in_parts(network, Offload.GROUP, device, blocks=("blocks",))
+    weights = BlockOffload(network, Offload.GROUP, device, blocks=("blocks",))
     shell = weights.shell(network)
     made = []
     for _ in range(2):  # from page-locked memory the second time

@@ -11,7 +11,7 @@ import torch
 
 from ...precision.memory import size
 from ...trust.message import Message, Told
-from .placement import Placement
+from .placement import PlainPlacement
 
 Result = TypeVar("Result")
 FallbackStep = Callable[[], str]  # makes what follows cheaper. Returns how, for the report; "" where it cannot
@@ -88,7 +88,7 @@ class OomFallback:
         self,
         stage: str,
         first: FallbackStep,
-        placement: Placement,
+        placement: PlainPlacement,
         note: Callable[[str], None],
         needs: Callable[[], str],
         failed_estimates: list[FailedEstimate],
@@ -179,7 +179,7 @@ class OomFallback:
         ) from failed
 
 
-def check_once_more(error: RuntimeError, placement: Placement, *, again: bool) -> None:
+def check_once_more(error: RuntimeError, placement: PlainPlacement, *, again: bool) -> None:
     """Raise the error of a stage unless memory ran out beside its model, for embeddings, noise, or what a scheduler
     computes: then it may run once more with nothing on the device.
 

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from comfyui_onediff_guard.demo.small_model import make_stream_overflow
 from comfyui_onediff_guard.pipelines.weights.components import ComponentStore
-from comfyui_onediff_guard.pipelines.weights.layout import lay_out
-from comfyui_onediff_guard.pipelines.weights.placement import main_memory
+from comfyui_onediff_guard.pipelines.weights.placement import lay_out, main_memory
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from denoisers import Call, Model, Size, build, step

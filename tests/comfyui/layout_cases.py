@@ -21,7 +21,7 @@ def case_layout() -> dict[str, Any]:
     from comfyui_onediff_guard.comfyui_host import host
     from comfyui_onediff_guard.pipelines.compile.backends import CompileOptions
     from comfyui_onediff_guard.pipelines.run.decode import decode
-    from comfyui_onediff_guard.pipelines.weights.layout import laid_out
+    from comfyui_onediff_guard.pipelines.weights.placement import laid_out
     from small_families import BUILDERS
 
     management = sys.modules["comfy.model_management"]

@@ -29,7 +29,7 @@ def case_survived() -> dict[str, Any]:
         positive, negative = encode_prompts(handle, ["a kite", "grey"])[0]
         settings = SampleSettings(32, 32, steps=2, seed=1, frames=5, guidance_scale=5.0)
         expected, _ = sample(handle, positive, negative, settings)
-        transformer = handle.store._modules["transformer"][1]
+        transformer = handle.store.components["transformer"].module
         size = moving.there(transformer)
         there: list[bool] = []
 
@@ -70,7 +70,7 @@ def case_asked() -> dict[str, Any]:
 
         run()
         beside = max(bytes_ for key, bytes_ in handle.store.room.items() if key[0] == "transformer")
-        vae, transformer = handle.store._modules["vae"][1], handle.store._modules["transformer"][1]
+        vae, transformer = handle.store.components["vae"].module, handle.store.components["transformer"].module
         weights, total, moves = moving.there(vae, transformer), card.total(), moving.Moves()
         there: list[bool] = []
         transformer.transformer_blocks[0].register_forward_pre_hook(lambda *_: there.append(moving.there(vae) > 0))

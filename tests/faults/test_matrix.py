@@ -135,8 +135,8 @@ def marks(stage: Stage) -> list[str]:
     if not isinstance(stage, ModelStage) or stage.generation is None:
         return []
     found = []
-    for component, (_, module) in stage.generation.handle.store._modules.items():
-        for name, part in module.named_modules():
+    for component, loaded in stage.generation.handle.store.components.items():
+        for name, part in loaded.module.named_modules():
             hooks = [key for key, held in vars(part).items() if "hooks" in key and not _of_transformers(held)]
             patched = [key for key in ("forward", "__call__", "to") if key in vars(part)]
             odd = [

@@ -82,7 +82,7 @@ def test_comfyuis_memory_manager_holds_what_is_loaded_and_loses_what_is_let_go(c
     assert loaded() == [denoiser]
     size = comfyui.management.current_loaded_models[0].model.model_size()
     assert size == sum(p.nbytes for p in (*denoiser.parameters(), *denoiser.buffers()))
-    pipeline.store.rest("transformer")
+    pipeline.store.offload_to_cpu("transformer")
     assert loaded() == []
     assert pipeline.store.module("transformer", "fp32") is denoiser, "moved, not read again"
 

@@ -15,8 +15,7 @@ from comfyui_onediff_guard.pipelines.models.recognised import family_of
 from comfyui_onediff_guard.pipelines.run.decode import decode
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
 from comfyui_onediff_guard.pipelines.weights import components as stores
-from comfyui_onediff_guard.pipelines.weights.layout import laid_out, lay_out, of_layout
-from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
+from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement, laid_out, lay_out, of_layout
 from comfyui_onediff_guard.precision.activations import counting, on_meta
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
 from comfyui_onediff_guard.precision.policy import Component, Precision

@@ -49,16 +49,20 @@ class Watched(PlainPlacement):
 
     def __init__(self) -> None:
         super().__init__(HOST)
-        self.held: dict[str, list[tuple[torch.Tensor, Any, torch.Tensor]]] = {}
+        self.held: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self.seen: list[tuple[str, bool, bool]] = []  # component, whether it is as it was, and seems so
 
     def to_device(self, name: str, module: nn.Module, beside: int = 0) -> None:
         if name not in self.held:
-            self.held[name] = [(t, placement._state(t), t.detach().clone()) for t in tensors_of(module)]
+            self.held[name] = [(t, t.detach().clone()) for t in tensors_of(module)]
+            for t in tensors_of(module):
+                placement._HOST_COPIES[t] = t, t.data, 0 if t.is_inference() else t._version
 
     def to_host(self, name: str, module: nn.Module) -> None:
-        for tensor, state, values in self.held.pop(name, ()):
-            self.seen.append((name, torch.equal(tensor, values), placement._state(tensor) == state))
+        for tensor, values in self.held.pop(name, ()):
+            seems = placement._host_copy(tensor) is not None
+            placement._HOST_COPIES.pop(tensor, None)
+            self.seen.append((name, torch.equal(tensor, values), seems))
 
 
 @pytest.mark.parametrize("inference", [False, True])

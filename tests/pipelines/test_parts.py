@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
-from comfyui_onediff_guard.pipelines.weights.block_offload import Parts, in_parts, most_on_device
-from comfyui_onediff_guard.pipelines.weights.offload import Offload
+from comfyui_onediff_guard.pipelines.weights.offload import BlockOffload, Offload, Parts, most_on_device
 from comfyui_onediff_guard.pipelines.weights.placement import tensors_of
 from diffusers import CogVideoXTransformer3DModel
 
@@ -62,7 +61,7 @@ def test_of_cogvideox_5b_as_published() -> None:
 def test_what_comes_is_what_was_told() -> None:
     """On a device without streams, where nothing comes ahead."""
     module = blocks(1, 5, 2, 4)
-    sequential = in_parts(module, Offload.SEQUENTIAL, torch.device("cpu"))
+    sequential = BlockOffload(module, Offload.SEQUENTIAL, torch.device("cpu"))
     assert sequential.most_bytes == most_on_device(module, Offload.SEQUENTIAL)
-    group = in_parts(module, Offload.GROUP, torch.device("cpu"))
+    group = BlockOffload(module, Offload.GROUP, torch.device("cpu"))
     assert group.most_bytes == Parts.of(module, Offload.GROUP).most_bytes(ahead=False)

@@ -77,7 +77,8 @@ class Room:
             if self.limit == float("inf"):
                 _settle()
             self._stage, self._most, before = guard.stage, self.most, self.used
-            weights = sum(bytes_on(CUDA, module) for _, module in self._store._modules.values()) if self._store else 0
+            components = self._store.components.values() if self._store else ()
+            weights = sum(bytes_on(CUDA, component.module) for component in components)
             self._card.reset_most_used()
             self._set()
             try:
@@ -129,7 +130,7 @@ def _settle() -> None:
 
 def everything_away(handle: PipelineHandle) -> None:
     for name in handle.store.loaded():
-        handle.store.rest(name)
+        handle.store.offload_to_cpu(name)
     _settle()
 
 

@@ -143,7 +143,9 @@ def ran(folder: Path, device: torch.device, leg: Leg) -> Iterator[tuple[torch.Te
         yield latents.cpu().float(), made.cpu().float(), sampled, decoded
         del positive, negative, latents, made
     if device.type == "cuda":
-        left = {str(each.device) for _, module in handle.store._modules.values() for each in module.parameters()}
+        left = {
+            str(each.device) for component in handle.store.components.values() for each in component.module.parameters()
+        }
         assert leg.offload in ("none", "auto") or left <= {"cpu", "meta"}, f"left on {left} with {leg.offload}"
 
 

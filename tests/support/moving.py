@@ -15,7 +15,7 @@ import torch
 from comfyui_onediff_guard.pipelines.models.lora import Lora
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, add_lora
 from comfyui_onediff_guard.pipelines.weights import components as stores
-from comfyui_onediff_guard.pipelines.weights.placement import Placement, tensors_of
+from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement, tensors_of
 from comfyui_onediff_guard.precision.policy import Precision
 from diffusers.hooks.group_offloading import ModuleGroup
 from small_runs import CUDA
@@ -65,7 +65,7 @@ class Moves:
         self.n, self.fails_at, self.fails_on = 0, move, on
 
 
-def opened(folder: Path, offload: str, placement: Placement) -> PipelineHandle:
+def opened(folder: Path, offload: str, placement: PlainPlacement) -> PipelineHandle:
     """Each with a store of its own."""
     stores._STORES.clear()
     return small_runs.opened(folder, offload, placement=placement)
@@ -120,7 +120,7 @@ def what_is_wrong(moves: Moves, begun: Callable[[], PipelineHandle], step: int =
         torch.cuda.synchronize()
         store = handle.store
         left = second_device.card.used() - there(
-            *(module for _, module in (*store._modules.values(), *store._with_loras.values()))
+            *(part for each in store.components.values() for part in (each.module, each.adapted) if part)
         )
         if left:
             wrong.append(f"move {move}: {left} bytes are there that belong to no component")

@@ -10,8 +10,7 @@ import torch
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
 from comfyui_onediff_guard.pipelines.weights import components as stores
-from comfyui_onediff_guard.pipelines.weights.block_offload import most_on_device
-from comfyui_onediff_guard.pipelines.weights.offload import Offload
+from comfyui_onediff_guard.pipelines.weights.offload import Offload, most_on_device
 from small_runs import SIZES, opened, sampled
 
 

@@ -184,7 +184,7 @@ def test_the_self_test_finds_it_right(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_self_test_notices_what_cards_alone_have(card: Any) -> None:
-    every, in_parts = checks._checks, checks.in_parts
+    every, own = checks._checks, checks.BlockOffload
 
     def verdict(name: str, part: str, broken: Any) -> str:
         with pytest.MonkeyPatch.context() as patched:
@@ -197,8 +197,8 @@ def test_the_self_test_notices_what_cards_alone_have(card: Any) -> None:
         return contextlib.nullcontext(SimpleNamespace(most=2**20))
 
     assert verdict("peak memory beyond the estimate", "counting", little) == "wrong"
-    of_another = lambda network, *args, **kwargs: in_parts(copy.deepcopy(network), *args, **kwargs)  # noqa: E731
-    assert verdict("offload 'group'", "in_parts", of_another) == "wrong", "this one's weights stay where they are"
+    of_another = lambda network, *args, **kwargs: own(copy.deepcopy(network), *args, **kwargs)  # noqa: E731
+    assert verdict("offload 'group'", "BlockOffload", of_another) == "wrong", "this one's weights stay where they are"
 
 
 def _refused(call: Callable[[], object], says: str, kind: type[Exception] = RuntimeError) -> None:

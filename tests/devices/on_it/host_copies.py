@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +64,12 @@ def test_what_did_not_change_is_not_copied_back(card: Any, model: str) -> None:
 def test_of_what_stays_on_the_card_main_memory_keeps_nothing(card: Any, offload: str) -> None:
     results, handle = results_of(card, "2b"), opened("2b", offload)
     first, again = copied(card, handle)
-    sizes = {name: placement.bytes_of(module) for name, (_, module) in handle.store._modules.items()}
+    sizes = {name: placement.bytes_of(component.module) for name, component in handle.store.components.items()}
     encoder = sizes.pop("text_encoder")
     assert min(sizes.values()) > OTHERS
     assert first[0] > encoder and first[1] == again[1] == results
     assert 0 <= again[0] - encoder < OTHERS, "the encoder alone"
-    on_card = {tensor for _, module in handle.store._modules.values() for tensor in tensors_of(module)}
+    on_card = {tensor for component in handle.store.components.values() for tensor in tensors_of(component.module)}
     assert not [tensor for tensor in on_card if tensor in placement._HOST_COPIES]
     handle.store.empty()
 
@@ -79,7 +80,7 @@ def test_what_drives_each_other_out_is_not_copied_back(card: Any, offload: str) 
     results, total = results_of(card, "2b"), card.total()
     handle = opened("2b", offload)
     frames(handle)
-    denoiser, vae = (placement.bytes_of(handle.store._modules[name][1]) for name in ("transformer", "vae"))
+    denoiser, vae = (placement.bytes_of(handle.store.components[name].module) for name in ("transformer", "vae"))
     most = card.most_used()
     handle.store.empty()
     stores._STORES.clear()
@@ -103,12 +104,31 @@ def test_what_a_lora_added_is_not_copied_back(card: Any, model_folder: Callable[
     handle.store.empty()
 
 
+def test_loras_that_come_and_go_are_computed_with(card: Any, model_folder: Callable[..., Path], tmp_path: Path) -> None:
+    lora = train_lora(tmp_path, model_folder("2b"))
+    adapted: list[Callable[[PipelineHandle], PipelineHandle]] = [
+        lambda handle: handle,
+        lambda handle: add_lora(handle, lora),
+        lambda handle: add_lora(handle, replace(lora, scale=-2.0)),
+    ]
+    expected = []
+    for add in adapted:
+        stores._STORES.clear()
+        expected.append(sampled(add(opened("2b", "none")), "2b")[0])
+    assert not any(torch.equal(each, expected[0]) for each in expected[1:]), "they change something"
+    stores._STORES.clear()
+    handle = opened("2b", "model")
+    for index in (0, 1, 2, 0, 2, 1):
+        assert torch.equal(sampled(adapted[index](handle), "2b")[0], expected[index]), index
+    handle.store.empty()
+
+
 def test_main_memory_that_is_short_keeps_nothing(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     results, handle = results_of(card, "2b"), opened("2b", "model")
     monkeypatch.setattr(placement, "main_memory", lambda: DeviceMemory(10, handle.store._unread()))
     found = copied(card, handle)
     assert {*handle.store.loaded()} == {"transformer", "vae"}, "the text encoder is read again"
-    others = sum(placement.bytes_of(module) for _, module in handle.store._modules.values())
+    others = sum(placement.bytes_of(component.module) for component in handle.store.components.values())
     assert [to_host - results for _, to_host in found] == [others, others]
     handle.store.empty()
 
@@ -117,7 +137,7 @@ def test_layer_by_layer_weights_go_back_to_where_they_were() -> None:
     handle, at_rest = opened("2b", "sequential"), []
     for _ in range(2):
         frames(handle)
-        modules = [handle.store._modules[name][1] for name in ("text_encoder", "transformer")]
+        modules = [handle.store.components[name].module for name in ("text_encoder", "transformer")]
         at_rest.append([tensor.data_ptr() for module in modules for tensor in tensors_of(module)])
     assert at_rest[0] == at_rest[1]
     handle.store.empty()

@@ -37,8 +37,8 @@ def same_run(offload: str, change: Change = lambda handle: handle, **how: Any) -
         stores._STORES.clear()
         handle = opened("2b", kind, **how)
         made[kind] = sampled(change(handle), "2b", steps=3)
-        denoiser = handle.store._with_loras.get("transformer", handle.store._modules["transformer"])[1]
-        assert bool(bytes_on(CUDA, denoiser)) == (kind == "none")
+        denoiser = handle.store.components["transformer"]
+        assert bool(bytes_on(CUDA, denoiser.adapted or denoiser.module)) == (kind == "none")
     (right, expected), (latents, report) = made.values()
     assert right.isfinite().all() and torch.equal(latents, right)
     outcomes = [[(step.dtype, step.outcome) for step in each.steps] for each in (report, expected)]
@@ -129,7 +129,7 @@ def test_one_model_open_with_several_kinds() -> None:
     for kind in ("group", "none", "sequential", "model", "group", "none"):
         handle = replace(first, offload=Offload(kind))
         assert torch.equal(sampled(handle, "2b")[0], right)
-        assert ("transformer" in handle.store._onloading) == handle.offload.in_parts, kind
+        assert bool(handle.store.components["transformer"].offloaded) == handle.offload.in_parts, kind
     first.store.empty()
 
 
@@ -137,7 +137,8 @@ def test_room_is_asked_for_what_comes_not_for_the_whole(room: Room, monkeypatch:
     handle, asked = room.opened("2b", "sequential"), []
     monkeypatch.setattr(handle.store.placement, "make_room", asked.append)
     _, report = sampled(handle, "2b")
-    weights = handle.store._onloading["transformer"][1]
+    weights = handle.store.components["transformer"].offloaded
+    assert weights
     total = sum(tensor.nbytes for tensor in tensors_of(weights.component))
     assert asked.count(weights.most_bytes) == 1 and total not in asked
     assert report.memory.weights == weights.most_bytes < total
@@ -160,11 +161,15 @@ def test_a_text_encoder_with_every_layer_wide(offload: str) -> None:
 
 
 @pytest.mark.parametrize("offload", IN_PARTS)
-def test_the_text_encoder_is_what_is_let_go(monkeypatch: pytest.MonkeyPatch, offload: str) -> None:
+def test_the_text_encoder_leaves_first(monkeypatch: pytest.MonkeyPatch, offload: str) -> None:
     handle, asked = opened("2b", offload), []
-    monkeypatch.setattr(handle.store.placement, "make_room", lambda _: asked.append([*handle.store._onloading]))
+
+    def in_parts() -> list[str]:
+        return [name for name, component in handle.store.components.items() if component.offloaded]
+
+    monkeypatch.setattr(handle.store.placement, "make_room", lambda _: asked.append(in_parts()))
     sampled(handle, "2b")
-    assert asked[0] == ["text_encoder"] and [*handle.store._onloading] == ["transformer"]
+    assert asked[0] == ["text_encoder"] and in_parts() == ["transformer"]
 
 
 @pytest.mark.parametrize(("model", "encoders"), [("5b-i2v", ["vae"]), ("svd", ["image_encoder", "vae"])])

@@ -75,7 +75,7 @@ def in_parts(handle: PipelineHandle, offload: Offload) -> int:
     """Bytes of the denoiser's weights that are on the card at once."""
     most = replace(handle, offload=offload).stage(Component.DENOISER).weights.most_bytes
     everything_away(handle)
-    handle.store._onloading.clear()
+    handle.store.components[handle.family.denoiser].forget_parts()
     return most
 
 

@@ -52,7 +52,7 @@ def test_the_text_encoder_stays_where_models_are_to_stay_and_all_have_room(
     rest = sum(files.n_bytes for name, files in store.model.weights.items() if name != "text_encoder")
     placement.wish, placement.memory = wish, lambda: DeviceMemory(1 << 40, rest - short_of)
     encode_prompts(handle, ["a red kite"])
-    encoder = store._modules["text_encoder"][1]
+    encoder = store.components["text_encoder"].module
     there = bytes_on(CUDA, encoder)
     card.reset()
     encode_prompts(handle, ["a blue kite"])

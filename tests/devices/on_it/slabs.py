@@ -15,9 +15,13 @@ import torch
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, add_lora
 from comfyui_onediff_guard.pipelines.weights import components as stores
-from comfyui_onediff_guard.pipelines.weights.block_offload import BlockOffload, Parts, in_parts
-from comfyui_onediff_guard.pipelines.weights.offload import Offload
-from comfyui_onediff_guard.pipelines.weights.pinned_buffer import PinnedBuffer, laid_out
+from comfyui_onediff_guard.pipelines.weights.offload import (
+    BlockOffload,
+    Offload,
+    Parts,
+    PinnedBuffer,
+    laid_out,
+)
 from comfyui_onediff_guard.pipelines.weights.placement import tensors_of
 from diffusers import CogVideoXTransformer3DModel
 from second_device import runtime
@@ -102,7 +106,7 @@ def test_page_locked_is_no_more_than_the_weights(model: str) -> None:
     """Pages counted whole."""
     handle = opened(model, "none", "bf16")
     denoiser = handle.store.module(handle.family.denoiser, "bf16", place=False)
-    with in_parts(denoiser, Offload.GROUP, CUDA, blocks=handle.family.blocks):
+    with BlockOffload(denoiser, Offload.GROUP, CUDA, blocks=handle.family.blocks):
         assert 1 <= runtime.page_locked / sum(t.nbytes for t in {*tensors_of(denoiser)}) <= 1.05
     handle.store.empty()
 
@@ -133,13 +137,15 @@ def test_each_is_copied_from_where_it_is_and_page_locked_again_after_it_rested(c
         assert torch.equal(frames(handle, step_done=step_done), right)
         assert seen[-1][0][0] and len({*seen[-1]}) == 1, "step for step"
         assert not runtime.registered, "at rest"
-        at.append([tensor.data_ptr() for tensor in tensors_of(handle.store._onloading["transformer"][1].component)])
+        offloaded = handle.store.components["transformer"].offloaded
+        assert offloaded
+        at.append([tensor.data_ptr() for tensor in tensors_of(offloaded.component)])
     assert at[0] == at[1]
     handle.store.empty()
 
 
 AFTERWARDS: dict[str, Callable[[PipelineHandle, str], object]] = {
-    "rest": lambda handle, name: handle.store.rest(name),
+    "rest": lambda handle, name: handle.store.offload_to_cpu(name),
     "rest or drop": lambda handle, name: handle.store.offload_or_unload(name),
     "drop": lambda handle, name: handle.store.drop(name),
     "empty": lambda handle, _name: handle.store.empty(),

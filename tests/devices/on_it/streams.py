@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.pipelines.weights.block_offload import BlockOffload, in_parts
-from comfyui_onediff_guard.pipelines.weights.offload import Offload
+from comfyui_onediff_guard.pipelines.weights.offload import BlockOffload, Offload
 from diffusers.hooks.group_offloading import ModuleGroup
 from second_device import runtime
 
@@ -73,7 +72,7 @@ def made(offload: Offload, fails: str = "", once: bool = False) -> tuple[BlockOf
     PARAMETERS["rest"] = module.embed.weight
     for block in module.blocks:
         PARAMETERS[block.name], block.fails = block.weight, block.name == fails
-    weights = in_parts(module, offload, CUDA, once=once)
+    weights = BlockOffload(module, offload, CUDA, once=once)
     LOG.clear()
     return weights, weights.shell(module), exact
 
