@@ -50,15 +50,27 @@ def record(key: Hashable, report: RunReport, steps: Iterable[StepRecord]) -> Non
     _eager_seconds[key] = _eager_seconds.get(key, 0.0) + seconds
 
 
-def denoiser_key(handle: PipelineHandle, request: Precision | None) -> str:
-    """Return what the seconds of its denoiser are counted by; "" where 'auto' did not choose a compiler, and for
-    quantised layers, which are compiled at once: eager, they take longer than in half precision."""
-    choice, plan = handle.backend, handle.plan(Component.DENOISER, request)
-    automatic = choice.automatic and choice.name != EAGER and not plan.quantised
-    return _target(handle, plan, handle.compile_options) if automatic else ""
+def with_backend_of_run(
+    handle: PipelineHandle, request: Precision | None, *, compile_now: bool
+) -> tuple[PipelineHandle, str]:
+    """Return a pipeline, for which 'auto' chose a compiler, with the backend of a sampling run, and what its eager
+    seconds are counted by; "": they are not. Quantised layers are compiled at once: eager, they take longer than in
+    half precision.
+
+    compile_now: compile in this run, where 'auto' would wait.
+    """
+    plan = handle.plan(Component.DENOISER, request)
+    if plan.quantised:
+        return handle, ""
+    key = _target(handle, plan, handle.compile_options)
+    if compile_now:
+        return handle, key
+    chosen = handle.ranks.broadcast_from_rank0(lambda: decide_denoiser(handle, key))
+    return replace(handle, backend=chosen), key
 
 
 def decide_denoiser(handle: PipelineHandle, key: str) -> BackendChoice:
+    """Return the backend of a run, as `decide` does."""
     from .cache import SUFFIX
 
     folder = handle.compiled / f"{key}{SUFFIX}" if handle.compiled and handle.backend.name == "inductor" else None
@@ -96,17 +108,19 @@ class DecoderCompiler:
 
         Returns the pipeline as it is compiled, and what its seconds are to be recorded by; None where they are not.
         """
-        backend, key, dominant = BackendChoice(EAGER, ""), None, None
-        if calls and self.backend.name != EAGER:
+        backend, key, self._dominant = self.backend, None, None
+        if not calls and backend.name != EAGER:
+            backend = BackendChoice(EAGER, "nothing is compiled, since its calls could not be foreseen")
+            self._say(backend)
+        elif backend.name != EAGER:
             work = Counter({call: calls.count(call) * call[0].numel() for call in calls})
             ((dominant, _),) = work.most_common(1)
-            backend = self.backend
             if backend.automatic:
                 key = _target(self._handle, self._plan, self._how), dominant
                 backend = decide(backend, key)
             which = f"{calls.count(dominant)} of {len(calls)} calls, of latents {'×'.join(map(str, dominant[0]))}"
             self._say(backend, "" if backend.name == EAGER else f"; compiled: {which}")
-        self._dominant = None if backend.name == EAGER else dominant
+            self._dominant = None if backend.name == EAGER else dominant
         return replace(self._handle, backend=backend, compile_options=self._how), key
 
     def shell(

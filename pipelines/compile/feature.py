@@ -49,11 +49,9 @@ class _CompiledBlocks(CallFeature):
         if self._options.attention == MEASURED and len(offered(handle.store.placement.device)) < 2:
             self._options = replace(self._options, attention="")
         elif self._options.attention == MEASURED:
-            from ..weights.cfg_batch import split_cfg_batch
             from .attention import with_attention
 
-            given = split_cfg_batch(setup.inputs)[0] if setup.halves_apart else setup.inputs
-            self._options, self._attention = with_attention(stage, self._backend.name, given)
+            self._options, self._attention = with_attention(stage, self._backend.name, setup.inputs)
         self._compiled: torch.nn.Module | None = None  # a shell of the latest attempt's
         self._compiles = True  # the latest attempt is compiled, where there is a backend that does
         self._tell()

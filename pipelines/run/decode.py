@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -22,13 +21,11 @@ from ..compile.feature import while_compiling
 from ..families.table import FAMILIES
 from ..parallel.exchange import collected, dealt
 from ..parallel.group import ALONE, ProcessGroup
-from ..weights.oom_fallback import ExecutionOption, first_line
-from .calls import Calls, CallTold, calls_of_vae
+from ..weights.oom_fallback import ExecutionOption, OomFallback
+from .calls import Calls, CallTold
 from .handle import PipelineHandle, in_turn
 from .stage import ComponentStage
-from .vae import guarded_decoder, room_for_vae, signatures_of_calls
-
-logger = logging.getLogger(__name__)
+from .vae import dry_run, guarded_decoder
 
 
 class Portions(NamedTuple):
@@ -71,21 +68,9 @@ class Portions(NamedTuple):
         for _ in self.decode(stage, vae, latents):
             pass
 
-    def room(self, stage: ComponentStage, latents: torch.Tensor) -> int:
-        """Return the bytes that decoding takes beside the weights."""
-        return room_for_vae(stage, "decoder", latents, partial(self.decode_all, stage), self)
-
-    def calls(self, stage: ComponentStage, latents: torch.Tensor) -> list[CallSignature]:
-        """Return the signatures of the decoder's calls, in order; none where they cannot be known beforehand."""
-        known, key = stage.handle.store.decoder_calls, (stage.plan.dtype, latents.shape, self)
-        try:
-            if key not in known:
-                known[key] = signatures_of_calls(stage, latents, partial(self.decode_all, stage))
-            return known[key]
-        except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # a decoder that reads values
-            logger.warning("which calls are alike is not known: %s", error, exc_info=True)
-            stage.report.note(f"nothing is compiled, since which calls are alike is not known ({first_line(error)})")
-            return []
+    def foreseen(self, stage: ComponentStage, latents: torch.Tensor) -> tuple[int, list[CallSignature]]:
+        """Return the bytes that decoding takes beside the weights, and the signature of each call of the decoder."""
+        return dry_run(stage, "decoder", latents, partial(self.decode_all, stage), self)
 
 
 def ways_to_decode(
@@ -96,8 +81,7 @@ def ways_to_decode(
 ) -> Iterator[ExecutionOption]:
     """Yield the ways to decode latents: the one that was asked for, and those that take less memory."""
     for each in (portions, *portions.smaller(stage, latents)):
-        beside = stage.counted(partial(each.room, stage, latents))
-        yield ExecutionOption(str(each), stage.weights_at_once(), beside, partial(take, each))
+        yield ExecutionOption(str(each), stage.weights_at_once(), each.foreseen(stage, latents)[0], partial(take, each))
 
 
 @in_turn
@@ -139,15 +123,13 @@ def decode(
     calls = Calls("decoding {} of {}", progress or (lambda *_: None))
     compiler = DecoderCompiler(handle, stage.plan, stage.report, backend)
     vae = guarded_decoder(stage, calls, compiler if compiler.backend.name != EAGER else None)
-    fallback = stage.oom_fallback()
 
     def decoded() -> torch.Tensor:
         mine = latents if ranks.alone else dealt(latents, portions.chunk, ranks)
-        calls.done = 0
-        calls.total = calls_of_vae(vae, lambda counting: portions.decode_all(stage, counting, mine.to("meta")))
-        stage.place(lambda: portions.room(stage, mine))
+        takes, signatures = portions.foreseen(stage, mine)
+        calls.done, calls.total = 0, len(signatures)
+        stage.place(lambda: takes)
         on_device = mine.to(handle.store.placement.device)
-        signatures = portions.calls(stage, mine) if compiler.backend.name != EAGER else []
         compiles_as, key = compiler.begin(signatures)
         before = len(stage.report.steps)
         with while_compiling(compiles_as, stage.report, calls.tell):
@@ -156,19 +138,16 @@ def decode(
             auto_compile.record(key, stage.report, stage.report.steps[before:])
         return pixels if ranks.alone else collected(pixels, portions.chunk, len(latents), ranks)
 
-    def go_on(smaller: Portions) -> str:
+    def go_on(smaller: Portions) -> None:
         nonlocal portions
-        if smaller in portions.smaller(stage, latents):
-            portions = smaller
-            return str(smaller)
-        return ""
+        portions = smaller
+
+    def ways() -> Iterator[ExecutionOption]:
+        return ways_to_decode(stage, latents, portions, go_on)
 
     try:
         with handle.switched(stage.report), torch.no_grad():
-            if room := stage.room():
-                fallback.choose_upfront(ways_to_decode(stage, latents, portions, go_on), -ranks.all_reduce_max(-room))
-            steps = [partial(go_on, smaller) for smaller in portions.smaller(stage, latents)]
-            pixels = fallback.run(decoded, steps) if ranks.alone else decoded()  # the others wait in theirs
+            pixels = OomFallback(stage, ranks).run(decoded, ways)
     finally:
         handle.finish("vae")
     return (pixels * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 3, 1), stage.report

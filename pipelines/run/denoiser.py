@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -17,11 +18,10 @@ from ...precision.guard import StageGuard
 from ...precision.overrides import NOTHING, PrecisionOverrides
 from ...precision.shallow_copy import reporting, with_forward
 from ..families.spec import ENCODERS, PROMPT
+from ..parallel.group import ALONE, ProcessGroup
 from ..weights.activation_memory import estimate_activation_bytes
-from ..weights.cfg_batch import split_cfg_batch
-from ..weights.offload import Offload
-from ..weights.oom_fallback import ExecutionOption, FallbackStep
-from .feature import CallFeature, DenoiserSetup, Feature, Run
+from ..weights.oom_fallback import ExecutionOption, OomFallback
+from .feature import CallFeature, Feature, Run, options_of, setup_of, wrapped
 from .features import features_of
 from .profiles import load_profile, update_cache
 from .stage import ComponentStage
@@ -42,140 +42,103 @@ def guarded_denoiser(stage: ComponentStage, features: Sequence[Feature] | None =
     return reporting(shell, dtype=torch.float32, device=stage.handle.store.placement.device)
 
 
-def ways_to_denoise(
+def ways_to_run(
     stage: ComponentStage,
     inputs: Mapping[str, Any],
     known: PrecisionOverrides = NOTHING,
-    take: Callable[[ComponentStage, bool, bool], object] = lambda *_: None,
-    cached: int = 0,
+    features: Sequence[Feature] | None = None,
+    savings: tuple[str, ...] = (),
+    take: Callable[[ComponentStage, tuple[str, ...]], object] = lambda *_: None,
+    ranks: ProcessGroup = ALONE,
 ) -> Iterator[ExecutionOption]:
-    """Yield the ways to make the calls of a run, the fastest first.
+    """Yield the ways to make the calls of a denoiser or a text encoder in a run, the fastest first.
 
-    ProcessGroup count alike, by the one that takes most: what they have to agree on may hang on the way.
-
-    inputs: of a call. take: is given the stage, whether both halves of its batch are computed one after the other, and
-    whether steps are cached.
-    cached: how many calls of a step have values in a step cache; 0: there is none.
+    inputs: of a call. features: as `guarded_denoiser` has them. savings: that are made already. take: is given the
+    stage, and what its features do to take less memory. ranks: that make the calls together. They count alike, by the
+    one that takes most: what they have to agree on may hang on the way.
     """
-    ranks = stage.handle.ranks
-    parted = split_cfg_batch(inputs) if ranks.alone else []  # ranks make the same calls, whatever room each has
+    if features is None:
+        features = features_of(Run(stage.handle, stage.plan, stage.report))
+    more = [each for feature in features if (each := feature.saving(stage, inputs)) and each not in savings]
     for offload, kind in stage.ways():
-        for apart in (False, True)[: max(len(parted), 1)]:
-            given = parted[0] if apart else inputs
-            for calls in dict.fromkeys((cached * (1 + apart), 0)):
-                said = [offload, "halves apart" if apart else "", "no step cache" if cached and not calls else ""]
-                yield ExecutionOption(
-                    ", ".join(filter(None, said)),
-                    kind.weights_at_once(),
-                    ranks.all_reduce_max(kind.counted(partial(estimate_activation_bytes, kind, given, known, calls))),
-                    partial(take, kind, apart, bool(calls)),
-                )
+        for chosen in product(*(("", each) for each in reversed(more))):
+            saved = (*savings, *filter(None, chosen))
+            beside = estimate_activation_bytes(setup_of(kind, inputs, features, saved), known, features)
+            yield ExecutionOption(
+                ", ".join((offload, *saved)),
+                kind.weights_at_once(),
+                ranks.all_reduce_max(beside),
+                partial(take, kind, saved),
+            )
 
 
-class GuardedDenoiser:
-    """Calls of the denoiser in one run. It returns float32, so that guidance and scheduler compute in that."""
+class GuardedCalls:
+    """Calls of a denoiser or a text encoder in one run: under the guard, with features, placed before they are made."""
 
     def __init__(self, stage: ComponentStage, features: Sequence[Feature]):
         self._stage = stage
         self._features = features
         self._signature = inspect.signature(stage.module.forward)
-        self._known, notes = _known(stage)
-        stage.report.notes += notes
-        self._earlier: PrecisionOverrides | None = None  # what another denoiser learned in this run
+        self._known = NOTHING  # what earlier runs taught
         self._guard: StageGuard | None = None
         self._of_calls: list[CallFeature] = []
-        self._cached = any(
-            feature.keeps_calls(stage) for feature in features
-        )  # values of each call may stay on the device
-        self._foreseen = self._placed = False
-        self._apart = False  # both halves of a batch are computed one after the other
-        self._oom_fallback = stage.oom_fallback()
+        self._savings: tuple[str, ...] = ()  # what features do to take less memory
+        self._placed = False
+        self._oom_fallback = OomFallback(stage, self._ranks)
+
+    @property
+    def _ranks(self) -> ProcessGroup:
+        """Those that make the calls together."""
+        return ALONE
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         inputs = self._signature.bind(*args, **kwargs).arguments
-        if not self._stage.handle.ranks.alone:  # made once more, the other ranks would wait in another call
-            return self._called(inputs)
-        return self._oom_fallback.run(partial(self._called, inputs), self._fallback_steps(inputs))
+        for name, parameter in self._signature.parameters.items():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                inputs |= inputs.pop(name, {})
+        return self._oom_fallback.run(partial(self._called, inputs), partial(self._ways, inputs))
+
+    def _ways(self, inputs: Mapping[str, Any]) -> Iterator[ExecutionOption]:
+        taken = self._features, self._savings
+        return ways_to_run(self._stage, inputs, self._known, *taken, self._go_on, self._ranks)
 
     def _called(self, inputs: dict[str, Any]) -> Any:
-        if not self._foreseen and (room := self._stage.room()):
-            ways = ways_to_denoise(self._stage, inputs, self._known, self._go_on, self._calls_cached())
-            self._oom_fallback.choose_upfront(ways, -self._stage.handle.ranks.all_reduce_max(-room))  # on each
-        self._foreseen = True
         if not self._placed:
-            self._place(split_cfg_batch(inputs)[0] if self._apart else inputs)
+            self._place(inputs)
         try:
             with self._stage.weights:
                 self._guard = self._guard or self._set_up(inputs)
                 for feature in self._of_calls:
                     feature.begin_call()
                 output = self._guard(**inputs)
-                self._note(self._guard)
+                for feature in self._of_calls:
+                    feature.end_call(self._stage.report.steps[-1])
         except BaseException:
             self._placed = False  # where memory ran out, it may have to leave for a while
             raise
-        return pytree.tree_map_only(torch.Tensor, torch.Tensor.float, output)
+        return self._returned(output)
 
-    def _note(self, guard: StageGuard) -> None:
-        """Note what came of a call."""
-        stage = self._stage
-        for feature in self._of_calls:
-            feature.end_call(stage.report.steps[-1])
-        learned = guard.learned
-        if learned:
-            update_cache(stage.handle, stage.name, stage.plan.numerics, learned)
-        stage.report.learned = (
-            self._earlier.with_component(stage.name, learned) if self._earlier and learned else learned
-        )
+    def _returned(self, output: Any) -> Any:
+        """Return what the caller is given for a call's output."""
+        return output
 
     def _place(self, inputs: Mapping[str, Any]) -> None:
-        """What came before may make room for it."""
-        stage = self._stage
-        stage.handle.finish(*ENCODERS, *(name for name in stage.handle.family.denoisers if name != stage.name))
-        calls = self._calls_cached() * (1 + self._apart)
-        stage.place(lambda: estimate_activation_bytes(stage, inputs, self._known, calls))
-        if self._guard is None:
-            self._earlier = stage.report.learned
+        setup = setup_of(self._stage, inputs, self._features, self._savings)
+        self._stage.place(lambda: estimate_activation_bytes(setup, self._known, self._features))
         self._placed = True
 
-    def _calls_cached(self) -> int:
-        """Return how many calls of a step have values in the cache, where no batch is halved."""
-        return self._stage.report.calls_per_step if self._cached else 0
-
-    def _go_on(self, stage: ComponentStage, apart: bool, cached: bool) -> None:
-        """Have the next call set up the stage, with what this run learned so far."""
+    def _go_on(self, stage: ComponentStage, savings: tuple[str, ...]) -> None:
+        """Have the next call place and set up the stage, with what this run learned so far."""
         for feature in self._features:
             feature.reset(stage.name)
         if self._guard and self._guard.learned:
             self._known = self._guard.learned
-        self._stage, self._apart, self._cached = stage, apart, self._cached and cached
+        self._stage, self._savings = stage, savings
         self._guard, self._of_calls, self._placed = None, [], False
-
-    def _fallback_steps(self, inputs: Mapping[str, Any]) -> list[FallbackStep]:
-        """Cheaper ways to make the calls of this run, after which it is placed anew."""
-
-        def uncached() -> str:
-            if not self._cached:
-                return ""
-            self._go_on(self._stage, self._apart, False)
-            return "no step cache"
-
-        def halves_apart() -> str:
-            if self._apart or len(split_cfg_batch(inputs)) < 2:
-                return ""
-            self._go_on(self._stage, True, self._cached)
-            return "both halves of its batch one after the other"
-
-        def in_parts(offload: Offload) -> str:
-            if cheaper := self._stage.cheaper(offload):
-                self._go_on(cheaper, self._apart, self._cached)
-            return f"offload '{offload.value}'" if cheaper else ""
-
-        return [uncached, halves_apart, partial(in_parts, Offload.GROUP), partial(in_parts, Offload.SEQUENTIAL)]
 
     def _set_up(self, inputs: dict[str, Any]) -> StageGuard:
         stage = self._stage
-        setup = DenoiserSetup(stage, inputs, self._apart, self._cached)
+        setup = setup_of(stage, inputs, self._features, self._savings)
         self._of_calls = of_calls = list(filter(None, (feature.of_calls(setup) for feature in self._features)))
         rerun = stage.weights.shell(stage.module)
         call: Callable[..., Any] = rerun
@@ -197,26 +160,45 @@ class GuardedDenoiser:
         )
 
 
+class GuardedDenoiser(GuardedCalls):
+    """Calls of the denoiser in one run. It returns float32, so that guidance and scheduler compute in that."""
+
+    def __init__(self, stage: ComponentStage, features: Sequence[Feature]):
+        super().__init__(stage, features)
+        self._known, notes = _known(stage)
+        stage.report.notes += notes
+        self._earlier: PrecisionOverrides | None = None  # what another denoiser learned in this run
+
+    @property
+    def _ranks(self) -> ProcessGroup:
+        return self._stage.handle.ranks
+
+    def _returned(self, output: Any) -> Any:
+        stage, learned = self._stage, self._guard and self._guard.learned
+        if learned:
+            update_cache(stage.handle, stage.name, stage.plan.numerics, learned)
+        stage.report.learned = (
+            self._earlier.with_component(stage.name, learned) if self._earlier and learned else learned
+        )
+        return pytree.tree_map_only(torch.Tensor, torch.Tensor.float, output)
+
+    def _place(self, inputs: Mapping[str, Any]) -> None:
+        """What came before may make room for it."""
+        handle = self._stage.handle
+        handle.finish(*ENCODERS, *(name for name in handle.family.denoisers if name != self._stage.name))
+        super()._place(inputs)
+        if self._guard is None:
+            self._earlier = self._stage.report.learned
+
+
 def build_attempt(
     stage: ComponentStage, features: Sequence[CallFeature], overrides: PrecisionOverrides
 ) -> HalfPrecisionForward:
     """Build what is called in half precision, as the plan, earlier failures and the features ask for."""
-    options: dict[str, Any] = {}
-    for feature in features:
-        options |= feature.build_options()
-    made = build_half_precision_forward(
-        stage.module,
-        stage.anatomy,
-        overrides,
-        stage.plan.dtype,
-        wide=stage.plan.wide,
-        onloaded=stage.weights.shell,
-        device=stage.handle.store.placement.device,
-        tf32=stage.tf32,
-        **options,
-    )
-    for feature in features:
-        made = feature.wrap_attempt(made)
+    options: dict[str, Any] = {"onloaded": stage.weights.shell, "device": stage.handle.store.placement.device}
+    options |= options_of(features) | stage.numerics
+    made = build_half_precision_forward(stage.module, stage.anatomy, overrides, stage.plan.dtype, **options)
+    made = wrapped(made, features)
     run = made.run
     for feature in features:
         run = feature.wrap_guarded(run, rerun=False)

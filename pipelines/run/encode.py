@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from ...precision.fallback import HalfPrecisionForward, build_half_precision_forward
-from ...precision.guard import StageGuard
+from ...precision.fallback import HalfPrecisionForward
 from ...precision.overflow import Clips
-from ...precision.overrides import PrecisionOverrides
 from ...precision.policy import Component, Precision
 from ...precision.report import RunReport
 from ...precision.shallow_copy import reporting, with_forward
 from ...trust.message import BadInput, Message
 from ...trust.text import is_whole, listed
-from ..weights.activation_memory import estimate_activation_bytes
-from ..weights.offload import Offload
-from ..weights.oom_fallback import ExecutionOption, FallbackStep
 from .calls import Calls, CallTold
+from .denoiser import GuardedCalls
+from .feature import CallFeature, DenoiserSetup, Feature
 from .handle import PipelineHandle, in_turn
 from .stage import ComponentStage
 
@@ -41,7 +37,7 @@ def encode_prompts(
 ) -> tuple[list[torch.Tensor], RunReport]:
     """Encode each prompt. Returns float32 embeddings [1, tokens, channels] in the host's memory, and the report.
 
-    The text encoder is loaded only where a prompt is new. Afterwards it rests in main memory, where that has room.
+    The text encoder is loaded only where a prompt is new. Afterwards it is in main memory, where that has room.
     progress: is told each prompt that is new.
     Raises BadInput where the model takes no prompt, or a prompt holds half a character.
     """
@@ -71,98 +67,40 @@ def encode_prompts(
     return [found[key] for key in keys], report
 
 
+@torch.no_grad()
 def _encode_all(stage: ComponentStage, prompts: list[str], calls: Calls) -> list[torch.Tensor]:
-    pipe = _pipeline(stage)
-    encode = calls.telling(_encode)
-    embeddings = []
-    for prompt in prompts:
-        logger.info("encoding prompt of %d characters in %s", len(prompt), stage.plan.dtype)
-        embeddings.append(encode(stage.handle, pipe, prompt))
-    return embeddings
-
-
-def _pipeline(stage: ComponentStage) -> object:
     import diffusers
 
-    handle = stage.handle
-    return getattr(diffusers, handle.family.pipeline)(
+    handle, device = stage.handle, stage.handle.store.placement.device
+    pipe = getattr(diffusers, handle.family.pipeline)(
         tokenizer=_Tokenizer(handle.store.unweighted("tokenizer")),
-        text_encoder=reporting(with_forward(stage.module, _Calls(stage)), device=handle.store.placement.device),
+        text_encoder=reporting(with_forward(stage.module, GuardedCalls(stage, [ClippingEncoder()])), device=device),
         vae=None,
         transformer=None,
         scheduler=None,
     )
+    logger.info("encoding %d prompts in %s", len(prompts), stage.plan.dtype)
+    how = {"do_classifier_free_guidance": False, "max_sequence_length": _limit(handle)}
+    encode = calls.telling(partial(pipe.encode_prompt, **how, device=device, dtype=torch.float32))
+    return [encode(prompt)[0].cpu() for prompt in prompts]
 
 
-def ways_to_encode(
-    stage: ComponentStage, inputs: Mapping[str, Any], take: Callable[[ComponentStage], object] = lambda _: None
-) -> Iterator[ExecutionOption]:
-    """Yield the ways to call the text encoder, the fastest first. inputs: of a call. take: is given the stage."""
-    for offload, kind in stage.ways():
-        beside = kind.counted(partial(estimate_activation_bytes, kind, inputs))
-        yield ExecutionOption(offload, kind.weights_at_once(), beside, partial(take, kind))
+class ClippingEncoder(Feature):
+    """Looks at what a text encoder clips: T5 clamps at ±64504."""
+
+    def of_calls(self, setup: DenoiserSetup) -> CallFeature:
+        return _Clipping(setup.stage.plan.dtype)
 
 
-class _Calls:
-    """Calls of the text encoder, one for each prompt."""
+class _Clipping(CallFeature):
+    def __init__(self, dtype: str):
+        self._clips = Clips(dtype)
 
-    def __init__(self, stage: ComponentStage):
-        self._stage = stage
-        self._guard: StageGuard | None = None
-        self._oom_fallback = stage.oom_fallback()
-        self._signature = inspect.signature(stage.module.forward)
-        self._foreseen = False
+    def wrap_attempt(self, made: HalfPrecisionForward) -> HalfPrecisionForward:
+        return made if made.everything else replace(made, run=self._clips.watched(made.run))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        inputs = self._signature.bind(*args, **kwargs).arguments
-
-        def called() -> Any:
-            if not self._foreseen and (room := self._stage.room()):
-                self._oom_fallback.choose_upfront(ways_to_encode(self._stage, inputs, self._go_on), room)
-            self._foreseen = True
-            self._stage.place(partial(estimate_activation_bytes, self._stage, inputs))
-            self._guard = self._guard or _guarded(self._stage)
-            with self._stage.weights:
-                return self._guard(*args, **kwargs)
-
-        return self._oom_fallback.run(called, self._fallback_steps())
-
-    def _go_on(self, stage: ComponentStage) -> None:
-        self._stage, self._guard = stage, None
-
-    def _fallback_steps(self) -> list[FallbackStep]:
-        def in_parts(offload: Offload) -> str:
-            if cheaper := self._stage.cheaper(offload):
-                self._go_on(cheaper)
-            return f"offload '{offload.value}'" if cheaper else ""
-
-        return [partial(in_parts, Offload.GROUP), partial(in_parts, Offload.SEQUENTIAL)]
-
-
-def _guarded(stage: ComponentStage) -> StageGuard:
-    plan, text_encoder = stage.plan, stage.module
-    shell, clips = stage.weights.shell(text_encoder), Clips(plan.dtype)  # T5 clamps at ±64504
-
-    def build(learned: PrecisionOverrides) -> HalfPrecisionForward:
-        made = build_half_precision_forward(
-            shell, stage.anatomy, learned, plan.dtype, everything=plan.wide, tf32=stage.tf32
-        )
-        return made if made.everything else replace(made, run=clips.watched(shell))
-
-    learner = stage.learner(text_encoder, build, stage.anatomy)
-    return stage.guard(text_encoder, learner, rerun=shell, peak_inside=clips.take)
-
-
-@torch.no_grad()
-def _encode(handle: PipelineHandle, pipe: object, prompt: str) -> torch.Tensor:
-    embeddings, _ = pipe.encode_prompt(  # pyright: ignore[reportAttributeAccessIssue]
-        prompt,
-        do_classifier_free_guidance=False,
-        max_sequence_length=_limit(handle),
-        device=handle.store.placement.device,
-        dtype=torch.float32,
-    )
-    return embeddings.cpu()
+    def peak_inside(self) -> torch.Tensor | None:
+        return self._clips.take()
 
 
 def _limit(handle: PipelineHandle) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -49,15 +49,17 @@ class Run:
 class DenoiserSetup:
     """How a denoiser is set up: once in a run, and anew where memory ran out.
 
-    inputs: of its next call, by name.
-    halves_apart: a batch of two halves is computed one half after the other.
-    cached: values of earlier steps may be kept.
+    calls: the arguments, by name, of each call of the network that the next guarded call makes.
+    savings: what features were asked to do to take less memory, as `Feature.saving` names it.
     """
 
     stage: ComponentStage
-    inputs: dict[str, Any]
-    halves_apart: bool = False
-    cached: bool = True
+    calls: Sequence[Mapping[str, Any]]
+    savings: tuple[str, ...] = ()
+
+    @property
+    def inputs(self) -> Mapping[str, Any]:
+        return self.calls[0]
 
 
 class CallFeature:
@@ -110,10 +112,18 @@ class Feature:
         del stage
         return call
 
-    def keeps_calls(self, stage: ComponentStage) -> bool:
-        """Return whether values of each call of a denoiser stay on the device."""
-        del stage
-        return False
+    def saving(self, stage: ComponentStage, inputs: Mapping[str, Any]) -> str:
+        """Return how the feature can take less memory in calls of a denoiser, for the report; "": it cannot.
+
+        inputs: of a call.
+        """
+        del stage, inputs
+        return ""
+
+    def split(self, inputs: Mapping[str, Any], savings: tuple[str, ...]) -> Sequence[Mapping[str, Any]]:
+        """Return the arguments of each call of the network that a guarded call with these arguments makes."""
+        del savings
+        return [inputs]
 
     def reset(self, denoiser: str) -> None:
         """Free what is kept of a denoiser's calls: it is about to be placed and set up anew. denoiser: its name."""
@@ -123,4 +133,31 @@ class Feature:
         del setup
         return None
 
+    def on_meta(self, setup: DenoiserSetup) -> CallFeature | None:
+        """Return what takes as much memory on "meta" as the feature does inside the guard; None: next to nothing."""
+        del setup
+        return None
+
     def on_step_end(self, latents: torch.Tensor) -> None: ...
+
+
+def setup_of(
+    stage: ComponentStage, inputs: Mapping[str, Any], features: Iterable[Feature], savings: tuple[str, ...] = ()
+) -> DenoiserSetup:
+    """Return how a denoiser is set up for a guarded call with these arguments."""
+    calls = [inputs]
+    for feature in features:
+        calls = [part for each in calls for part in feature.split(each, savings)]
+    return DenoiserSetup(stage, calls, savings)
+
+
+def options_of(features: Iterable[CallFeature]) -> dict[str, Any]:
+    """Return options of `build_half_precision_forward`, as the features ask for."""
+    return {name: value for feature in features for name, value in feature.build_options().items()}
+
+
+def wrapped(made: HalfPrecisionForward, features: Iterable[CallFeature]) -> HalfPrecisionForward:
+    """Return what is called in half precision, as the features wrap it."""
+    for feature in features:
+        made = feature.wrap_attempt(made)
+    return made

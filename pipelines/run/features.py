@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,11 +16,16 @@ from ...precision.fallback import HalfPrecisionForward
 from ...precision.observe import BlockOutputs
 from ...precision.overrides import MAX_FP16_ERROR, fp16_accumulation_in_words
 from ...precision.report import RunReport, StepRecord
-from ...precision.shallow_copy import IdentityMemo, with_identity_memo
+from ...precision.shallow_copy import IdentityMemo, with_forward, with_identity_memo
 from ..compile.backends import EAGER, MEASURED, for_dtype
-from ..weights.cfg_batch import with_split_cfg_batch
+from ..weights.cfg_batch import joined, split_cfg_batch
 from .feature import CallFeature, DenoiserSetup, Feature, Run
 from .handle import PipelineHandle
+
+if TYPE_CHECKING:
+    from .stage import ComponentStage
+
+APART = "halves apart"  # how `SplitBatch` takes less memory
 
 
 def features_of(run: Run) -> list[Feature]:
@@ -50,7 +55,7 @@ def features_of(run: Run) -> list[Feature]:
         from .step_cache import CachedRun
 
         found.append(CachedRun(run, run.settings, handle.step_cache, parallel))
-    found.append(HalvesApart())
+    found.append(SplitBatch())
     if parallel:
         found.append(parallel)
     if run.previews and run.settings:
@@ -117,6 +122,8 @@ class PromptMemo(Feature):
     def of_calls(self, setup: DenoiserSetup) -> CallFeature:
         return _PromptMemo(setup.stage.handle.family.of_prompt)
 
+    on_meta = of_calls
+
 
 class _PromptMemo(CallFeature):
     def __init__(self, layers: Sequence[str]):
@@ -135,16 +142,30 @@ class _PromptMemo(CallFeature):
                 memo.forget()
 
 
-class HalvesApart(Feature):
-    """Computes both halves of a batch one after the other, where memory ran out."""
+class SplitBatch(Feature):
+    """Computes both halves of a batch one after the other, where memory is short. Ranks make the same calls, whatever
+    room each has."""
+
+    def saving(self, stage: ComponentStage, inputs: Mapping[str, Any]) -> str:
+        return APART if stage.handle.ranks.alone and len(split_cfg_batch(inputs)) > 1 else ""
+
+    def split(self, inputs: Mapping[str, Any], savings: tuple[str, ...]) -> Sequence[Mapping[str, Any]]:
+        return split_cfg_batch(inputs) if APART in savings else [inputs]
 
     def of_calls(self, setup: DenoiserSetup) -> CallFeature | None:
-        return _HalvesApart() if setup.halves_apart else None
+        return _HalfByHalf() if APART in setup.savings else None
 
 
-class _HalvesApart(CallFeature):
+class _HalfByHalf(CallFeature):
     def wrap_attempt(self, made: HalfPrecisionForward) -> HalfPrecisionForward:
-        return replace(made, run=with_split_cfg_batch(made.run), eager=with_split_cfg_batch(made.eager))
+        return replace(made, run=_half_by_half(made.run), eager=_half_by_half(made.eager))
 
     def wrap_rerun(self, rerun: Callable[..., Any]) -> Callable[..., Any]:
-        return with_split_cfg_batch(rerun)
+        return _half_by_half(rerun)
+
+
+def _half_by_half(call: Callable[..., Any]) -> Callable[..., Any]:
+    def apart(**inputs: Any) -> Any:
+        return joined([call(**part) for part in split_cfg_batch(inputs)])
+
+    return with_forward(call, apart) if isinstance(call, torch.nn.Module) else apart

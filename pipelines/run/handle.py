@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ from ...precision.arch import Architecture, present
 from ...precision.error_estimate import CachePolicy
 from ...precision.fp32_settings import tf32_off
 from ...precision.guard import GuardPolicy, OnFailure
-from ...precision.machine import check_torch
+from ...precision.machine import check_torch, first_line
 from ...precision.memory import Memory, peak_memory
 from ...precision.policy import Component, Plan, PlanImpossible, Precision, choose
 from ...precision.profile_store import Profile
@@ -30,7 +31,7 @@ from ..models.recognised import open_model
 from ..parallel.group import ALONE, ProcessGroup
 from ..weights.components import ComponentStore, MemoryKey, shared_store
 from ..weights.offload import Offload, backend_with, brings_parts_to
-from ..weights.oom_fallback import check_once_more
+from ..weights.oom_fallback import NoRoom, ran_out
 from ..weights.placement import PlainPlacement
 from ..weights.quantising import check
 from .stage import ComponentStage, stage_of
@@ -167,22 +168,29 @@ def in_turn(
 
     @wraps(stage)
     def waiting(handle: PipelineHandle, *args: Args.args, **kwargs: Args.kwargs) -> tuple[Result, RunReport]:
-        again = False
+        placement = handle.store.placement
         with handle.store.turn(), tf32_off(handle.policy.strict):  # also what diffusers computes around the models
-            while True:
-                try:
-                    made, report = stage(handle, *args, **kwargs)
-                except RuntimeError as error:
-                    if not handle.ranks.alone:  # the other ranks would go on
-                        raise
-                    check_once_more(error, handle.store.placement, again=again)
-                else:
-                    if again:
-                        report.note(Message("memory ran out; the stage began again with nothing else on the device"))
-                    return made, report
-                again = True
-                handle.store.leave_device()
-                handle.store.placement.give_back()
+            try:
+                return stage(handle, *args, **kwargs)
+            except RuntimeError as error:
+                if isinstance(error, NoRoom) or not ran_out(error) or not handle.ranks.alone:  # others would go on
+                    raise
+                traceback.clear_frames(error.__traceback__)
+            handle.store.leave_device()
+            placement.give_back()
+            try:
+                made, report = stage(handle, *args, **kwargs)
+            except RuntimeError as error:
+                if isinstance(error, NoRoom) or not ran_out(error):
+                    raise
+                raise NoRoom(
+                    "Memory ran out, with nothing else of the model on {}. Choose a smaller size, close what else uses "
+                    "the card, or take a card with more memory. PyTorch said: {}",
+                    placement.device,
+                    first_line(error),
+                ) from error
+            report.note(Message("memory ran out; the stage began again with nothing else on the device"))
+            return made, report
 
     return waiting
 
@@ -226,12 +234,9 @@ def load(
         measured=compiled,
         ranks=ranks,
     )
-    for component in model.variant.components:
-        handle.plan(component)
-    planned = dict.fromkeys(model.family.denoisers, Component.DENOISER) | {"vae": Component.VAE_DECODE}
-    if model.family.prompt:
-        planned["text_encoder"] = Component.TEXT_ENCODER
-    wanted = {name: handle.plan(component).dtype for name, component in planned.items()}
+    family = model.family
+    wanted = {family.folder(component): handle.plan(component).dtype for component in model.variant.components}
+    wanted |= dict.fromkeys(family.denoisers, wanted[family.denoiser])
     handle.store.drop_unless(wanted, handle)  # before anything is read beside it
     return handle
 

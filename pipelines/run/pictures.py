@@ -18,7 +18,7 @@ def fitted(images: torch.Tensor, width: int, height: int, fit: str) -> list[Any]
         the size is another.
     Grey becomes RGB; transparent pixels become black. Raises BadInput where it is no image, or not finite.
     """
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     if images.ndim != 4 or images.shape[-1] not in (1, 3, 4) or not images.numel():
         raise BadInput(
@@ -40,15 +40,9 @@ def fitted(images: torch.Tensor, width: int, height: int, fit: str) -> list[Any]
     for image in images.float().clamp(0, 1).cpu():
         rgb = image[..., :3] * image[..., 3:] if image.shape[-1] == 4 else image.expand(*image.shape[:2], 3)
         picture = Image.fromarray((rgb * 255).round().to(torch.uint8).numpy())
-        pictures.append(_resized(picture, width, height, keep_aspect=fit == "crop"))
+        if fit == "crop" and found != (width, height):
+            picture = ImageOps.fit(picture, (width, height), Image.Resampling.LANCZOS)
+        elif found != (width, height):
+            picture = picture.resize((width, height), Image.Resampling.LANCZOS)
+        pictures.append(picture)
     return pictures
-
-
-def _resized(picture: Any, width: int, height: int, *, keep_aspect: bool) -> Any:
-    from PIL import Image, ImageOps
-
-    if picture.size == (width, height):
-        return picture
-    if keep_aspect:
-        return ImageOps.fit(picture, (width, height), Image.Resampling.LANCZOS)
-    return picture.resize((width, height), Image.Resampling.LANCZOS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +16,11 @@ from ...precision.report import RunReport
 from ...precision.shallow_copy import reporting, with_forward
 from ...precision.shared import PROCESS_GATE
 from ...trust.message import BadInput, Message
-from ..compile import auto_compile
+from ..compile.auto_compile import with_backend_of_run
 from ..compile.backends import EAGER
 from ..errors import BadSize
 from ..families.spec import ENCODERS, FamilySpec
+from ..weights.oom_fallback import OomFallback
 from . import vae
 from .calls import Calls
 from .denoiser import guarded_denoiser
@@ -105,7 +106,9 @@ def sample(
         model = handle.store.model
         before = family.before_video(len(video), model.denoiser_config, family.layout.temporal(model.vae_config))
         video = [video[0]] * before + video
-    handle, compile_key = _choose_backend(handle, request, compile_now=compile_now)
+    compile_key = ""
+    if handle.backend.automatic and handle.backend.name != EAGER:
+        handle, compile_key = with_backend_of_run(handle, request, compile_now=compile_now)
     stages = handle.denoising(request)
     report = stages[0].report
     if handle.step_cache and not family.cached_blocks:
@@ -182,19 +185,6 @@ def sample(
     return latents.cpu().contiguous(), report  # ComfyUI 0.0.1's SaveLatent takes no other
 
 
-def _choose_backend(
-    handle: PipelineHandle, request: Precision | None, *, compile_now: bool
-) -> tuple[PipelineHandle, str]:
-    """Return the pipeline with the backend of this run, and what its eager seconds are counted by; "": they are not."""
-    if not handle.backend.automatic or handle.backend.name == EAGER:
-        return handle, ""
-    key = auto_compile.denoiser_key(handle, request)
-    if not key or compile_now:
-        return handle, key
-    chosen = handle.ranks.broadcast_from_rank0(lambda: auto_compile.decide_denoiser(handle, key))
-    return replace(handle, backend=chosen), key
-
-
 def _pipeline(
     stages: Sequence[ComponentStage],
     run: Run,
@@ -235,7 +225,7 @@ def _pipeline(
 
 
 def _guarded_image_encoder(stage: ComponentStage, calls: Calls) -> torch.nn.Module:
-    guard, fallback = stage.guard(stage.module, stage.module), stage.oom_fallback()
+    guard, fallback = stage.guard(stage.module, stage.module), OomFallback(stage)
 
     def encoded(pixels: torch.Tensor) -> Any:
         stage.place()

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from ...precision.dtypes import DTYPES
-from ...precision.memory import size
 from ...precision.observe import alone
 from ...precision.overrides import ModuleStructure
 from ...precision.policy import Component, Precision
@@ -20,14 +17,11 @@ from ..compile.backends import uses_torch_kernels
 from ..errors import BackendUnavailable
 from ..models.lora import Lora
 from ..weights.offload import Offload, OffloadPolicy, most_on_device
-from ..weights.oom_fallback import OomFallback, first_line
 from ..weights.placement import bytes_of, of_layout
 from ..weights.quantising import quantised_bytes
 
 if TYPE_CHECKING:
     from .handle import PipelineHandle
-
-logger = logging.getLogger(__name__)
 
 _IN_PARTS = (Component.TEXT_ENCODER, Component.DENOISER)  # an offload in parts is for these, which are large
 _T = TypeVar("_T")
@@ -82,7 +76,7 @@ class ComponentStage(Stage):
         room: returns the bytes that its next calls take beside its weights. Asked where that is not main memory.
         """
         store = self.handle.store
-        beside = self.counted(room) + quantised_bytes(self) if store.placement.memory() else 0
+        beside = room() + quantised_bytes(self) if store.placement.memory() else 0
         self._loaded(place=True, beside=beside)
         if beside and self.weights.most_bytes:
             store.evict_until_free(self.name, self.weights.most_bytes + beside)
@@ -100,14 +94,6 @@ class ComponentStage(Stage):
             return bytes_of(self.module) + quantised_bytes(self)
         blocks = self.handle.family.blocks if self.plan.component is Component.DENOISER else ()
         return most_on_device(self.module, self._offload, blocks)
-
-    def counted(self, room: Callable[[], int]) -> int:
-        try:
-            return room()
-        except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # a network that reads values
-            logger.warning("what %s takes could not be counted: %s", self.name, error, exc_info=True)
-            self.report.note(f"what it takes of memory could not be counted ({first_line(error)})")
-            return 0
 
     def _loaded(self, *, place: bool, beside: int = 0) -> torch.nn.Module:
         store = self.handle.store
@@ -137,32 +123,21 @@ class ComponentStage(Stage):
         blocks = self.handle.family.blocks if self.plan.component is Component.DENOISER else ()
         return self.handle.store.onloading(self.name, self._offload, self.loras, blocks)
 
-    def oom_fallback(self) -> OomFallback:
-        """What to try where memory runs out in this stage: first, that nothing else of the model is on the device."""
-        store = self.handle.store
-
-        def others_away() -> str:
-            store.leave_device(but=self.name)
-            return "nothing else on the device"
-
-        def needs() -> str:
-            found = [size(bytes_of(store.model.bare(self.name, DTYPES[self.weights_in]))) + " of weights"]
-            found += [f"{size(beside)} beside them" for key, beside in store.room.items() if key[0] == self.name][-1:]
-            return f" A call needs {' and '.join(found)}."
-
-        said = self.plan.component.value.replace("_", " ")
-        sized = self.plan.component not in (Component.TEXT_ENCODER, Component.IMAGE_ENCODER)
-        failed_estimates = store.failed_estimates.setdefault(self.name, [])
-        return OomFallback(said, others_away, store.placement, self.report.note, needs, failed_estimates, sized=sized)
+    @property
+    def numerics(self) -> dict[str, Any]:
+        """Options of `build_half_precision_forward`. Where the plan is wide, a denoiser's residual stream is float32,
+        and every layer of another component is scaled."""
+        denoiser = self.plan.component is Component.DENOISER
+        return {"wide": denoiser and self.plan.wide, "everything": not denoiser and self.plan.wide, "tf32": self.tf32}
 
     def ways(self) -> Iterator[tuple[str, ComponentStage]]:
-        """Yield the kinds of offload that it can run with, by name, the fastest first: from the one on that the process
-        was started for, if it can."""
-        kinds = {Offload.NONE.value: self}
+        """Yield the kinds of offload that it can run with, by name, the fastest first: its own, and those that take
+        less. 'auto' begins with the one that the process was started for, if it can."""
+        automatic = self._offload is Offload.AUTO
+        kinds = {Offload.NONE.value if automatic else self._offload.value: self}
         kinds |= {each.value: cheaper for each in Offload if each.in_parts and (cheaper := self.cheaper(each))}
-        wish = self.handle.store.placement.wish
-        names = [*kinds]
-        for name in names[names.index(wish) if wish in names else 0 :]:
+        names, wish = [*kinds], self.handle.store.placement.wish
+        for name in names[names.index(wish) if automatic and wish in names else 0 :]:
             yield name, kinds[name]
 
     def cheaper(self, offload: Offload) -> ComponentStage | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ import torch
 from ...precision.error_estimate import CachePolicy
 from ...precision.fallback import HalfPrecisionForward
 from ...precision.report import StepRecord
-from ...precision.step_cache import GuidanceWeights, StepCache, StepCacheController, block_names
+from ...precision.step_cache import GuidanceWeights, StepCache, StepCacheController, block_names, with_most_memory
 from .feature import CallFeature, DenoiserSetup, Feature, Run
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from ..parallel.feature import ParallelRun
     from .sample import SampleSettings
     from .stage import ComponentStage
+
+UNCACHED = "no step cache"
 
 
 class CachedRun(Feature):
@@ -40,8 +42,9 @@ class CachedRun(Feature):
         finally:
             self._report.account(self._controller.use)
 
-    def keeps_calls(self, stage: ComponentStage) -> bool:
-        return bool(block_names(stage.module, stage.handle.family.cached_blocks))
+    def saving(self, stage: ComponentStage, inputs: Mapping[str, Any]) -> str:
+        del inputs
+        return UNCACHED if _blocks(stage) else ""
 
     def reset(self, denoiser: str) -> None:
         if own := self._caches.get(denoiser):
@@ -52,14 +55,19 @@ class CachedRun(Feature):
 
     def of_calls(self, setup: DenoiserSetup) -> CallFeature | None:
         stage, known = setup.stage, self._caches.get(setup.stage.name)
-        blocks = block_names(stage.module, stage.handle.family.cached_blocks)
+        blocks = _blocks(stage)
         if not blocks:
             stage.report.note("no step is cached: the denoiser has nothing that a cached step could leave out")
-        if not blocks or not setup.cached:
+        if not blocks or UNCACHED in setup.savings:
             return None
         weights = self._weights[stage.handle.family.denoisers.index(stage.name)]
         self._caches[stage.name] = cache = known or StepCache(blocks, self._controller, weights, *self._shares)
         return CachedCalls(cache, setup)
+
+    def on_meta(self, setup: DenoiserSetup) -> CallFeature | None:
+        blocks = _blocks(setup.stage)
+        calls = setup.stage.report.calls_per_step * len(setup.calls)
+        return _FullCache(blocks, calls) if blocks and UNCACHED not in setup.savings else None
 
     def on_step_end(self, latents: torch.Tensor) -> None:
         self._controller.end_step(latents)
@@ -81,6 +89,20 @@ class CachedCalls(CallFeature):
 
     def end_call(self, record: StepRecord) -> None:
         self._report.cached(self._cache.keep(accepted=record.outcome in ("finite", "rerun")))
+
+
+class _FullCache(CallFeature):
+    """A cache that keeps as much as it ever does."""
+
+    def __init__(self, blocks: Sequence[str], calls: int):
+        self._blocks, self._calls = blocks, calls
+
+    def wrap_attempt(self, made: HalfPrecisionForward) -> HalfPrecisionForward:
+        return replace(made, run=with_most_memory(made.run, self._blocks, self._calls))
+
+
+def _blocks(stage: ComponentStage) -> list[str]:
+    return block_names(stage.module, stage.handle.family.cached_blocks)
 
 
 def guidance_weights(family: FamilySpec, settings: SampleSettings) -> tuple[GuidanceWeights, ...]:

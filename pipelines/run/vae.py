@@ -13,10 +13,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from ...precision.activations import ActivationMemoryMode, counting, on_meta
-from ...precision.dtypes import DTYPES
+from ...precision.activations import ActivationMemoryMode, on_meta
 from ...precision.fallback import FallbackAdapter, HalfPrecisionForward, build_half_precision_forward
 from ...precision.fp32_settings import TF32, autocast_off_where_on, device_types
 from ...precision.overrides import ModuleStructure, PrecisionOverrides
@@ -24,8 +22,8 @@ from ...precision.shallow_copy import Make, mixin_class, replace_submodules, rep
 from ...precision.upcast import run_in_fp32
 from ..compile.auto_compile import CallSignature, DecoderCompiler, signature_of
 from ..weights.activation_memory import attempt_on_meta, counted
-from ..weights.oom_fallback import ExecutionOption
-from .calls import Calls, calls_of_vae
+from ..weights.oom_fallback import ExecutionOption, OomFallback
+from .calls import Calls
 from .stage import ComponentStage
 
 _BLOCKS = ("down_blocks", "mid_block", "up_blocks")  # of diffusers' encoders and decoders
@@ -36,52 +34,35 @@ def guarded_decoder(stage: ComponentStage, calls: Calls, compiler: DecoderCompil
     return _guarded(stage, "decoder", calls, compiler)
 
 
-def signatures_of_calls(
-    stage: ComponentStage, latents: torch.Tensor, run: Callable[[Any, torch.Tensor], object]
-) -> list[CallSignature]:
-    """Return the signature of each call that decoding makes of the decoder, in order. Nothing is computed.
-
-    run: calls a VAE with latents.
-    """
-    network, writes = stage.module.get_submodule("decoder"), stage.handle.family.layout.cache_is_written
-    bare, dtype = on_meta(_handing_on_its_cache(network) if writes else network), DTYPES[stage.plan.dtype]
-    signatures: list[CallSignature] = []
-
-    def cast(value: torch.Tensor) -> torch.Tensor:
-        return value.to(dtype) if value.is_floating_point() else value
-
-    with counting() as memory:
-        once = memory.each_shape_once(bare)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = pytree.tree_map_only(torch.Tensor, cast, (args, kwargs))
-            signatures.append(signature_of(*args, **kwargs))
-            return once(*args, **kwargs)
-
-        run(_with_call(on_meta(stage.module), "decoder", _into_the_cache(call) if writes else call), on_meta(latents))
-    return signatures
-
-
-def room_for_vae(
+def dry_run(
     stage: ComponentStage, part: str, given: torch.Tensor, run: Callable[[Any, torch.Tensor], object], *how: Hashable
-) -> int:
-    """Return the bytes that a VAE takes beside its weights to encode or decode.
+) -> tuple[int, list[CallSignature]]:
+    """Return the bytes that a VAE takes beside its weights to encode or decode, and the signature of each call that it
+    makes of its network, in order; none where that cannot be told. Nothing is computed: it runs on "meta".
 
-    part: its network. given: what it is given. run: calls a VAE with that. how: what else tells such calls apart.
+    part: its network. given: what it is given. run: calls a VAE with that. how: what else tells such runs apart.
     """
+    what, known = (part, given.shape, *how), stage.handle.store.network_calls
 
     def prepare() -> Callable[[ActivationMemoryMode], object]:
         network, bare, bare_given = stage.module.get_submodule(part), on_meta(stage.module), on_meta(given)
         writes = stage.handle.family.layout.cache_is_written
         attempt = attempt_on_meta(stage, _handing_on_its_cache(network) if writes else network, _anatomy(network))
+        signatures: list[CallSignature] = []
 
         def count(memory: ActivationMemoryMode) -> None:
-            call = memory.each_shape_once(attempt)
+            once = memory.each_shape_once(attempt)
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                signatures.append(signature_of(*args, **kwargs))
+                return once(*args, **kwargs)
+
             run(_with_call(bare, part, _into_the_cache(call) if writes else call), bare_given)
+            known[stage.plan, what] = signatures
 
         return count
 
-    return counted(stage, (part, given.shape, *how), prepare)
+    return counted(stage, what, prepare), known.get((stage.plan, what), [])
 
 
 def guarded_encoder(stage: ComponentStage, calls: Calls) -> Any:
@@ -96,38 +77,30 @@ def guarded_encoder(stage: ComponentStage, calls: Calls) -> Any:
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
         from diffusers.models.modeling_outputs import AutoencoderKLOutput
 
-        moments = stage.handle.ranks.broadcast_from_rank0(lambda: fallback.run(lambda: moments_of(pixels), [tiled]))
+        moments = stage.handle.ranks.broadcast_from_rank0(
+            lambda: fallback.run(partial(moments_of, pixels), partial(ways, pixels))
+        )
         return AutoencoderKLOutput(latent_dist=DiagonalGaussianDistribution(moments))  # pyright: ignore[reportArgumentType]
 
     def moments_of(pixels: torch.Tensor) -> torch.Tensor:
-        nonlocal foreseen
-        if not foreseen and (room := stage.room()):
-            fallback.choose_upfront(ways(pixels), room)
-        foreseen = True
-        stage.place(lambda: taken(pixels, vae.use_tiling))
-        calls.total = calls.done + calls_of_vae(vae, lambda counting: counting.encode(pixels.to("meta")))
+        takes, made = foreseen(pixels, vae.use_tiling)
+        stage.place(lambda: takes)
+        calls.total = calls.done + len(made)
         return vae.encode(pixels).latent_dist.parameters.float()
 
-    def taken(pixels: torch.Tensor, tiling: bool) -> int:
+    def foreseen(pixels: torch.Tensor, tiling: bool) -> tuple[int, list[CallSignature]]:
         def encode(vae: Any, pixels: torch.Tensor) -> None:
             vae.use_tiling = tiling
             vae.encode(pixels)
 
-        return room_for_vae(stage, "encoder", pixels, encode, tiling)
+        return dry_run(stage, "encoder", pixels, encode, tiling)
 
     def ways(pixels: torch.Tensor) -> Iterator[ExecutionOption]:
-        weights = stage.weights_at_once()
-        yield ExecutionOption("whole", weights, stage.counted(lambda: taken(pixels, False)))
-        if tiles:
-            yield ExecutionOption("tiling", weights, stage.counted(lambda: taken(pixels, True)), tiled)
+        for tiling in sorted({vae.use_tiling, hasattr(vae, "tiled_encode")}):
+            said, take = "tiling" if tiling else "whole", partial(setattr, vae, "use_tiling", tiling)
+            yield ExecutionOption(said, stage.weights_at_once(), foreseen(pixels, tiling)[0], take)
 
-    def tiled() -> str:
-        if not tiles or vae.use_tiling:
-            return ""
-        vae.use_tiling = True
-        return "tiling"
-
-    tiles, foreseen, fallback = hasattr(vae, "tiled_encode"), False, stage.oom_fallback()
+    fallback = OomFallback(stage)
     vae.use_tiling = False
 
     shell: Any = reporting(vae, dtype=torch.float32, device=stage.handle.store.placement.device)
@@ -177,7 +150,6 @@ def _with_call(vae: torch.nn.Module, part: str, call: Callable[..., Any]) -> Any
 
 def _learning(stage: ComponentStage, network: torch.nn.Module, compiler: DecoderCompiler | None) -> FallbackAdapter:
     anatomy = _anatomy(network)
-    plan = stage.plan
 
     def build(known: PrecisionOverrides) -> HalfPrecisionForward:
         parts = known.parts  # inside of what would be compiled whole
@@ -187,9 +159,7 @@ def _learning(stage: ComponentStage, network: torch.nn.Module, compiler: Decoder
                 return half
             return compiler.shell(half, around=partial(_unwatched, half))
 
-        made = build_half_precision_forward(
-            network, anatomy, known, plan.dtype, everything=plan.wide, compiled=whole, tf32=stage.tf32
-        )
+        made = build_half_precision_forward(network, anatomy, known, stage.plan.dtype, compiled=whole, **stage.numerics)
         if compiler and (parts or made.everything):
             wider = "every layer wide" if made.everything else "parts of it wide or in fp32"
             compiler.leave(f"nothing is compiled with {wider}")

@@ -49,6 +49,8 @@ OPERATIONS: Mapping[str, tuple[_Compute, tuple[tuple[int, ...], ...]]] = {
     "3D convolution": (partial(F.conv3d, padding=1), ((1, 32, 4, 12, 12), (32, 32, 3, 3, 3))),
     "attention": (F.scaled_dot_product_attention, ((1, 4, 192, 64),) * 3),
 }
+# A product that adds up as many numbers as the widest layers of the models here: fp16 sums lose digits of it.
+_LONG_SUMS = ((16, 16384), (64, 16384))
 
 STREAM = ("embed", "layers.0", "layers.1", "layers.2")  # the layers of `_Stream` that write to it
 
@@ -121,7 +123,8 @@ def _checks(architecture: Architecture) -> Iterator[_Check]:
         in_fp32 = partial(_in_fp32, compute, shapes)
         yield _Check(f"{name} in fp32, without TF32", BOUNDS["fp32"], in_fp32, "fp32")
         yield _Check(f"{name} in fp16, scaled", _SCALED, partial(_scaled, compute, shapes), "fp16")
-    yield _Check("the accumulation switches", BOUNDS["fp16"], partial(_long_sums, architecture), "fp16")
+    long_sums = partial(_plain, architecture, F.linear, _LONG_SUMS, "fp16")
+    yield _Check("the accumulation switches", BOUNDS["fp16"], long_sums, "fp16")
     rerun = partial(_rerun, architecture)
     yield _Check("a call that overflows, computed again in fp32", BOUNDS["fp32"], rerun, "fp16")
     yield _Check("a residual stream in float32, beyond fp16", 2 * BOUNDS["fp16"], _stream, "fp16")
@@ -155,15 +158,6 @@ def _scaled(compute: _Compute, shapes: tuple[tuple[int, ...], ...], device: torc
     given = [each if index == large % len(given) else each.half() for index, each in enumerate(given)]
     made = run_with_half_products(compute, *(each.to(device) for each in given), products=HalfProducts(torch.float16))
     return _off(made, compute(*(each.double() for each in given)))
-
-
-def _long_sums(architecture: Architecture, device: torch.device) -> float:
-    """A product that adds up as many numbers as the widest layers of the models here, under the switches that runs
-    hold: fp16 sums lose digits of it."""
-    given = [_drawn(shape, seed).half() for seed, shape in enumerate(((16, 16384), (64, 16384)))]
-    with accumulation(architecture):
-        made = F.linear(*(each.to(device) for each in given))
-    return _off(made, F.linear(*(each.double() for each in given)))
 
 
 def _rerun(architecture: Architecture, device: torch.device) -> float:

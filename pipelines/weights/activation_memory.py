@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping
+import logging
+from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,68 +12,63 @@ from torch.utils import _pytree as pytree
 
 from ...precision.activations import META, ActivationMemoryMode, counting, on_meta, shapes_of
 from ...precision.dtypes import DTYPES
-from ...precision.fallback import build_half_precision_forward
-from ...precision.kernels import LEAN, Kernels, kernels_of
+from ...precision.fallback import HalfPrecisionForward, build_half_precision_forward
+from ...precision.kernels import kernels_of
+from ...precision.machine import first_line
 from ...precision.memory import size
 from ...precision.overrides import NOTHING, ModuleStructure, PrecisionOverrides
-from ...precision.policy import Component
-from ...precision.shallow_copy import with_identity_memo
 from ...precision.snapshot import copies
-from ...precision.step_cache import block_names, with_most_memory
-from .quantising import quantised_on_meta
+from ..run.feature import CallFeature, DenoiserSetup, Feature, options_of, wrapped
 
 if TYPE_CHECKING:
     from ..run.stage import ComponentStage
 
+logger = logging.getLogger(__name__)
+
 
 def estimate_activation_bytes(
-    stage: ComponentStage, inputs: Mapping[str, Any], learned: PrecisionOverrides = NOTHING, cached: int = 0
+    setup: DenoiserSetup, learned: PrecisionOverrides = NOTHING, features: Sequence[Feature] = ()
 ) -> int:
     """Return the bytes that one call of a stage's component takes, made in the plan's dtype as `learned` asks for.
 
-    inputs: its arguments, of which the shapes and dtypes count.
-    cached: how many calls of a step have values in a step cache, which stay on the device; 0: there is none.
+    setup: of the calls, of whose arguments the shapes and dtypes count. features: of the run.
     """
+    stage, inputs = setup.stage, dict(setup.inputs)
+    made = [each for feature in features if (each := feature.on_meta(setup))]
 
     def prepare() -> Callable[[ActivationMemoryMode], object]:
-        call = attempt_on_meta(stage, stage.module, stage.anatomy, learned, cached)
-        given = on_meta(dict(inputs))
+        call = attempt_on_meta(stage, stage.module, stage.anatomy, learned, made)
+        given = on_meta(inputs)
         return lambda _: call(**given)
 
-    return counted(stage, (learned, shapes_of(dict(inputs)), cached), prepare)
+    told_apart = (len(setup.calls), stage.report.calls_per_step, *(type(each) for each in made))
+    return counted(stage, (learned, shapes_of(inputs), told_apart), prepare)
 
 
 def counted(
     stage: ComponentStage, what: Hashable, prepare: Callable[[], Callable[[ActivationMemoryMode], object]]
 ) -> int:
-    """Return the bytes that are made at once by what `prepare` returns, on "meta". The report says where its device has
-    no lean kernel for that.
+    """Return the bytes that are made at once by what `prepare` returns, on "meta"; 0 where that cannot be counted. The
+    report says so, and where its device has no lean kernel for that.
 
     what: tells a component's calls apart. They are counted once.
     """
     store = stage.handle.store
     key = (stage.name, stage.plan, what, stage.channels_last)
-    if key not in store.room:
-        store.room[key], lacks = _most(prepare, kernels_of(store.placement.device))
-        if lacks:
-            store.lacks[key] = (_most(prepare, LEAN)[0], " ".join(lacks))
-    if key in store.lacks:
-        lean, why = store.lacks[key]
+    try:
+        if key not in store.room:
+            call = prepare()
+            with counting(kernels_of(store.placement.device)) as memory:
+                call(memory)
+            store.room[key], store.lacks[key] = memory.most, " ".join(memory.lacks)
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # a network that reads values
+        logger.warning("what %s takes could not be counted: %s", stage.name, error, exc_info=True)
+        stage.report.note(f"what it takes of memory could not be counted ({first_line(error)})")
+        return 0
+    if why := store.lacks[key]:
         takes = f"{stage.plan.component.words} takes "
-        stage.report.note(
-            f"{takes}{size(store.room[key])} beside its weights, where {size(lean)} would do: {why}", instead_of=takes
-        )
+        stage.report.note(f"{takes}{size(store.room[key])} beside its weights: {why}", instead_of=takes)
     return store.room[key]
-
-
-def _most(
-    prepare: Callable[[], Callable[[ActivationMemoryMode], object]], kernels: Kernels
-) -> tuple[int, Collection[str]]:
-    """Return the most bytes at once, and why they are more than they have to be."""
-    call = prepare()
-    with counting(kernels) as memory:
-        call(memory)
-    return memory.most, memory.lacks
 
 
 def attempt_on_meta(
@@ -80,35 +76,18 @@ def attempt_on_meta(
     network: torch.nn.Module,
     anatomy: ModuleStructure,
     learned: PrecisionOverrides = NOTHING,
-    cached: int = 0,
+    features: Sequence[CallFeature] = (),
 ) -> Callable[..., Any]:
-    """Return what a stage's guard would call of a network, on "meta". cached: as `estimate_activation_bytes` has it."""
+    """Return what a stage's guard would call of a network, on "meta". features: of a denoiser's calls, on "meta"."""
     bare = on_meta(network)
-    blocks = block_names(bare, stage.handle.family.cached_blocks) if cached else []
-
-    def kept(run: Any) -> Any:
-        return with_most_memory(run, blocks, cached) if blocks else run
-
-    once = stage.handle.family.of_prompt if stage.plan.component is Component.DENOISER else ()
-    copying = partial(_copying, bare)
     if not stage.plan.half:
-        bare, _ = with_identity_memo(bare, once)
-        return copying(kept(stage.in_fp32(bare)))
-    wide, whole = stage.plan.wide, stage.plan.component is not Component.DENOISER
-    made = build_half_precision_forward(
-        bare,
-        anatomy,
-        learned,
-        stage.plan.dtype,
-        wide=wide and not whole,
-        everything=wide and whole,
-        quantised=quantised_on_meta(bare, anatomy, stage.plan),
-        device=META,
-    )
+        return _copying(bare, stage.in_fp32(wrapped(HalfPrecisionForward(bare, bare), features).run))
+    options = options_of(features) | stage.numerics
+    made = build_half_precision_forward(bare, anatomy, learned, stage.plan.dtype, device=META, **options)
+    made = wrapped(made, features)
     if made.everything:
-        return copying(kept(made.run))
-    run, _ = with_identity_memo(made.run, once)
-    return copying(partial(_narrowed, kept(run), stage.inputs, DTYPES[stage.plan.dtype]))
+        return _copying(bare, made.run)
+    return _copying(bare, partial(_narrowed, made.run, stage.inputs, DTYPES[stage.plan.dtype]))
 
 
 def _copying(network: torch.nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
-
-from ...precision.shallow_copy import with_forward
 
 
 def split_cfg_batch(inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -30,21 +28,10 @@ def split_cfg_batch(inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [half(0), half(1)]
 
 
-def with_split_cfg_batch(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the same call, made half by half. Of a module, a shell."""
-
-    def apart(**inputs: Any) -> Any:
-        return joined([call(**part) for part in split_cfg_batch(inputs)])
-
-    return with_forward(call, apart) if isinstance(call, torch.nn.Module) else apart
-
-
 def joined(made: Sequence[Any]) -> Any:
     """Return what a call gives for its whole batch, of what it gives for parts of it."""
-    flat = [pytree.tree_flatten(each) for each in made]
-    leaves = [_cat(parts) for parts in zip(*(each for each, _ in flat), strict=True)]
-    return pytree.tree_unflatten(leaves, flat[0][1])
 
+    def cat(*parts: Any) -> Any:
+        return torch.cat(parts) if isinstance(parts[0], torch.Tensor) else parts[0]
 
-def _cat(parts: Sequence[Any]) -> Any:
-    return torch.cat([*parts]) if isinstance(parts[0], torch.Tensor) else parts[0]
+    return pytree.tree_map(cat, *made)

@@ -90,9 +90,9 @@ class ComponentStore:
         self.learned: dict[MemoryKey, PrecisionOverrides] = {}  # what runs taught about a denoiser
         self.recalled: set[MemoryKey] = set()  # of these, a profile on disk was where runs began
         self.attention: dict[tuple[str, tuple[torch.Size, ...]], Chosen] = {}  # by dtype and sizes, measured
-        self.lacks: dict[Any, tuple[int, str]] = {}  # of these, bytes that would do with lean kernels, and what lacks
         self.room: dict[Any, int] = {}  # what a call of a component takes beside its weights, by what tells calls apart
-        self.decoder_calls: dict[Any, list[Any]] = {}  # signatures of a decode's calls, by what tells decodes apart
+        self.lacks: dict[Any, str] = {}  # of these, why they take more than with lean kernels
+        self.network_calls: dict[Any, list[Any]] = {}  # signatures of a VAE's calls of its network, by the same
         self.failed_estimates: dict[str, list[FailedEstimate]] = {}  # of a component's stages
         self.handles: weakref.WeakSet[Any] = weakref.WeakSet()  # who still uses it
         self.emptied = False

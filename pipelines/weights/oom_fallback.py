@@ -1,20 +1,28 @@
-"""The ways to run a stage, from the one that costs least: the first one for which there is room, and where memory runs
-out all the same, the same call again in the next cheaper way, each way once."""
+"""The ways to run a stage, the fastest first: it takes the first one for which there is room, and where memory runs out
+all the same, the next one."""
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, TypeVar
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
+from ...precision.dtypes import DTYPES
+from ...precision.machine import first_line
 from ...precision.memory import size
+from ...precision.policy import Component
 from ...trust.message import Message, Told
-from .placement import PlainPlacement
+from ..parallel.group import ALONE, ProcessGroup
+from .placement import bytes_of
+
+if TYPE_CHECKING:
+    from ..run.stage import ComponentStage
 
 Result = TypeVar("Result")
-FallbackStep = Callable[[], str]  # makes what follows cheaper. Returns how, for the report; "" where it cannot
 
 _MARGIN = 1.15  # of what is counted beside weights: cuDNN's and cuBLAS's workspaces and gaps come on top
 
@@ -73,40 +81,43 @@ def first_that_fits(
 
 
 class OomFallback:
-    """The ways to run a stage. What was tried stays for its later calls.
+    """How a stage runs, and what follows where memory runs out. What was tried stays for its later calls.
 
-    stage: as messages name it.
-    first: the first step.
-    note: is told each step that is taken.
-    needs: returns what the stage needs, in words, where that was counted.
-    failed_estimates: is added to, and lives as long as the model does: what ran out is not tried again with as much
-        memory.
-    sized: what it takes beside weights grows with the size of what is made.
+    stage: with offload 'auto', the first way that fits is taken before its first call.
+    ranks: that make its calls together. They choose alike, and no call is made again: the others would wait in another.
     """
 
-    def __init__(
-        self,
-        stage: str,
-        first: FallbackStep,
-        placement: PlainPlacement,
-        note: Callable[[str], None],
-        needs: Callable[[], str],
-        failed_estimates: list[FailedEstimate],
-        *,
-        sized: bool,
-    ):
+    def __init__(self, stage: ComponentStage, ranks: ProcessGroup = ALONE):
         self._stage = stage
-        self._first = first
-        self._tried = 0  # steps
-        self._placement = placement
-        self._note = note
-        self._needs = needs
-        self._failed_estimates = failed_estimates
-        self._sized = sized
+        self._words = stage.plan.component.value.replace("_", " ")
+        self._ranks = ranks
+        self._store, self._placement = stage.handle.store, stage.handle.store.placement
+        self._failed_estimates = self._store.failed_estimates.setdefault(stage.name, [])
+        self._chosen = False
         self._foreseen: FailedEstimate | None = None  # if memory runs out
         self._taken: list[str] = []
 
-    def choose_upfront(self, ways: Iterable[ExecutionOption], has: int) -> None:
+    def run(self, call: Callable[[], Result], ways: Callable[[], Iterable[ExecutionOption]] | None = None) -> Result:
+        """Make a call, and again where memory runs out in it. Raises NoRoom where no way is left.
+
+        ways: returns the way in which the call is made now, and those that take less memory; None: there is one alone.
+        """
+        if ways and not self._chosen and (room := self._stage.room()):
+            self._choose(ways(), -self._ranks.all_reduce_max(-room))
+        self._chosen = True
+        if not self._ranks.alone:
+            return call()
+        while True:
+            try:
+                return call()
+            except RuntimeError as error:
+                if isinstance(error, NoRoom) or not ran_out(error):
+                    raise
+                failed = error
+                traceback.clear_frames(failed.__traceback__)  # which hold what the call had made
+            self._go_on(failed, ways)
+
+    def _choose(self, ways: Iterable[ExecutionOption], has: int) -> None:
         """Take the first way that fits, and note why. Raises NoRoom, before anything is computed, where none does.
 
         has: bytes that the device has for the stage.
@@ -117,7 +128,7 @@ class OomFallback:
             raise NoRoom(
                 "{}: there is not enough memory, in any way that there is to run it. {}, which takes least, takes {}, "
                 "of {}. {}",
-                self._stage,
+                self._words,
                 way.said,
                 way.in_words(),
                 where,
@@ -125,7 +136,7 @@ class OomFallback:
             )
         instead = "" if way is first else Message("; {} would take {}", first.said, first.in_words())
         self._note(
-            Message("{}: offload auto chose {}: {}, of {}{}", self._stage, way.said, way.in_words(), where, instead)
+            Message("{}: offload auto chose {}: {}, of {}{}", self._words, way.said, way.in_words(), where, instead)
         )
         way.take()
         self._foreseen = FailedEstimate(way.takes, has)
@@ -133,73 +144,46 @@ class OomFallback:
     def _what_would_fit(self, way: ExecutionOption, has: int) -> str:
         other = "Close what else uses the card, or take a card with more memory."
         part = (has - way.weights) / (way.beside * _MARGIN) if way.beside else 0
-        if not self._sized:
+        if self._stage.plan.component in (Component.TEXT_ENCODER, Component.IMAGE_ENCODER):
             return other
         if part < 0.01:
             return f"No size would fit. {other}"
         return f"About {part:.0%} of this size (width × height × frames) would fit: choose less. {other}"
 
-    def run(self, call: Callable[[], Result], steps: Sequence[FallbackStep] = ()) -> Result:
-        """Make a call, and again where memory runs out in it. Raises NoRoom at the end of the fallback.
-
-        steps: those after the first one, the same in each call. They are not kept: most hold who holds the fallback.
-        """
-        while True:
-            try:
-                return call()
-            except RuntimeError as error:
-                if isinstance(error, NoRoom) or not ran_out(error):
-                    raise
-                failed = error
-                traceback.clear_frames(failed.__traceback__)  # which hold what the call had made
-            self._next(failed, steps)
-
-    def _next(self, failed: RuntimeError, steps: Sequence[FallbackStep]) -> None:
+    def _go_on(self, failed: RuntimeError, ways: Callable[[], Iterable[ExecutionOption]] | None) -> None:
         before = self._placement.memory()
         self._placement.give_back()
         if self._foreseen:
             self._failed_estimates.append(self._foreseen)
             self._foreseen = None
-        for step in (self._first, *steps)[self._tried :]:
-            self._tried += 1
-            if how := step():
-                self._taken.append(how)
-                self._note(Message("{}: memory ran out; went on with {}", self._stage, how))
-                return
-        tried = f" Tried: {'; '.join(self._taken)}." if self._taken else ""
+        following = next(islice(ways(), 1, None), None) if ways and self._taken else None
+        if not self._taken:
+            leave_alone = partial(self._store.leave_device, but=self._stage.name)
+            following = ExecutionOption("nothing else on the device", 0, 0, leave_alone)
+        if following:
+            following.take()
+            self._taken.append(following.said)
+            self._note(Message("{}: memory ran out; went on with {}", self._words, following.said))
+            return
         has = f" {self._placement.device} has {size(before.total)}, {size(before.free)} of it free." if before else ""
         raise NoRoom(
             "{}: out of memory, all fallbacks failed.{}{}{} Choose a smaller size, fewer frames or a "
             "smaller batch, close what else uses the card, or take a card with more memory. PyTorch said: {}",
-            self._stage,
-            tried,
+            self._words,
+            f" Tried: {'; '.join(self._taken)}.",
             has,
             self._needs(),
             first_line(failed),
         ) from failed
 
+    def _needs(self) -> str:
+        store, name = self._store, self._stage.name
+        found = [size(bytes_of(store.model.bare(name, DTYPES[self._stage.weights_in]))) + " of weights"]
+        found += [f"{size(beside)} beside them" for key, beside in store.room.items() if key[0] == name][-1:]
+        return f" A call needs {' and '.join(found)}."
 
-def check_once_more(error: RuntimeError, placement: PlainPlacement, *, again: bool) -> None:
-    """Raise the error of a stage unless memory ran out beside its model, for embeddings, noise, or what a scheduler
-    computes: then it may run once more with nothing on the device.
-
-    again: it did so already. Raises NoRoom then.
-    """
-    if isinstance(error, NoRoom) or not ran_out(error):
-        raise error
-    if again:
-        raise NoRoom(
-            "Memory ran out, with nothing else of the model on {}. Choose a smaller size, close what else uses the "
-            "card, or take a card with more memory. PyTorch said: {}",
-            placement.device,
-            first_line(error),
-        ) from error
-    traceback.clear_frames(error.__traceback__)
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says, or its name where it says nothing."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    def _note(self, line: str) -> None:
+        self._stage.report.note(line)
 
 
 def ran_out(error: BaseException) -> bool:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ...precision.activations import on_meta
 from ...precision.fallback import HalfPrecisionForward
-from ...precision.overrides import ModuleStructure
 from ...precision.policy import Plan, PlanImpossible
 from ...precision.quantised import LEAST, QuantisedLinears, lacking
 from ...precision.report import RunReport
@@ -27,6 +27,10 @@ class QuantisedRun(Feature):
     def of_calls(self, setup: DenoiserSetup) -> CallFeature | None:
         layers = quantised_of(setup.stage)
         return _QuantisedLayers(layers, setup.stage.report) if layers else None
+
+    def on_meta(self, setup: DenoiserSetup) -> CallFeature | None:
+        quantised = setup.stage.plan.quantised
+        return _LayersOnMeta(setup.stage) if quantised and not lacking(quantised) else None
 
 
 class _QuantisedLayers(CallFeature):
@@ -47,6 +51,18 @@ class _QuantisedLayers(CallFeature):
 
     def peak_inside(self) -> torch.Tensor | None:
         return self._layers.take()
+
+
+class _LayersOnMeta(CallFeature):
+    """fp8 counts as int8, whose product is the larger one: torchao quantises to fp8 on a card alone."""
+
+    def __init__(self, stage: ComponentStage):
+        self._stage = stage
+
+    def build_options(self) -> dict[str, Any]:
+        layers = QuantisedLinears(on_meta(self._stage.module), self._stage.anatomy.repeated, "int8")
+        layers.fill()
+        return {"quantised": layers}
 
 
 def check(plan: Plan, offload: Offload, device: torch.device) -> None:
@@ -74,16 +90,6 @@ def quantised_of(stage: ComponentStage) -> QuantisedLinears | None:
     if not known[key].names:
         stage.report.note(f"nothing is quantised: no linear layer of its blocks is {LEAST} wide or wider")
     return known[key]
-
-
-def quantised_on_meta(network: torch.nn.Module, anatomy: ModuleStructure, plan: Plan) -> QuantisedLinears | None:
-    """The quantised layers of a network on "meta", by which its calls are counted. fp8 counts as int8, whose product is
-    the larger one: torchao quantises to fp8 on a card alone."""
-    if not plan.quantised or lacking(plan.quantised):
-        return None
-    layers = QuantisedLinears(network, anatomy.repeated, "int8")
-    layers.fill()
-    return layers
 
 
 def quantised_bytes(stage: ComponentStage) -> int:

@@ -116,7 +116,7 @@ def test_what_warm_up_or_an_earlier_process_compiled_is_used_in_the_first_run(
     auto_compile._eager_seconds.clear()
     kept = replace(handle, compiled=tmp_path / "kept")
     assert "not compiled yet" in sampled(kept)
-    key = auto_compile.denoiser_key(kept, None)
+    _, key = auto_compile.with_backend_of_run(kept, None, compile_now=True)
     folder = tmp_path / "kept" / f"{key}{SUFFIX}"
     folder.mkdir(parents=True)
     assert auto_compile.decide_denoiser(kept, key).name == "eager", "an interrupted compile leaves an empty folder"

@@ -11,6 +11,7 @@ from card_room import Room, everything_away
 from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
+from comfyui_onediff_guard.pipelines.run.step_cache import _FullCache
 from comfyui_onediff_guard.pipelines.weights.oom_fallback import _MARGIN
 from comfyui_onediff_guard.pipelines.weights.placement import bytes_of
 from comfyui_onediff_guard.precision.error_estimate import CachePolicy
@@ -27,7 +28,8 @@ def cached(handle: PipelineHandle, model: str) -> tuple[torch.Tensor, Any]:
 
 def asked_for(handle: PipelineHandle) -> dict[int, int]:
     """{calls of a step that are cached: bytes beside the denoiser's weights}"""
-    return {key[2][2]: n_bytes for key, n_bytes in handle.store.room.items() if key[0] == handle.family.denoiser}
+    found = [(key[2][2], n_bytes) for key, n_bytes in handle.store.room.items() if key[0] == handle.family.denoiser]
+    return {calls * per_step * (_FullCache in made): n_bytes for (calls, per_step, *made), n_bytes in found}
 
 
 @pytest.mark.parametrize(("model", "precision"), [("2b", "fp32"), ("2b", "fp16"), ("wan", "bf16")])
