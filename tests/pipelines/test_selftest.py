@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from typing import Any
@@ -82,6 +83,14 @@ def test_a_line_is_wrong_where_what_it_checks_is_broken(only: Only, name: str) -
     assert found.verdict == "wrong" and (found.concern in name or found.concern == "fp16")
 
 
+def without_its_first_block(network: torch.nn.Module, parts: tuple[str, ...], *_: Any, **__: Any) -> torch.nn.Module:
+    """As compiled code that leaves out what a block computes."""
+    made = copy.deepcopy(network)
+    for weight in next(made.get_submodule(parts[0]).children()).parameters():
+        weight.data.zero_()
+    return made
+
+
 @pytest.mark.parametrize(
     ("name", "part", "stand_in", "note"),
     [
@@ -94,6 +103,7 @@ def test_a_line_is_wrong_where_what_it_checks_is_broken(only: Only, name: str) -
         ("a residual stream in float32, beyond fp16", "with_wide_stream", lambda network, *_: network, ""),
         ("a compiled block", "compiled", lambda network, *_, **__: network.float(), "RuntimeError"),
         ("a compiled block", "compiled", lambda *_, **__: lambda x: x.mul(3), ""),
+        ("a compiled block", "compiled", without_its_first_block, ""),
     ],
 )
 def test_a_part_of_the_pack_that_does_nothing_is_noticed(
