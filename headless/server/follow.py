@@ -47,6 +47,7 @@ EVENT_CHARACTERS = 2**20  # of one that is read; longer ones tell of results, wh
 PROGRESS_A_SECOND = 200  # at most
 PATIENCE_SECONDS = 60.0  # how long a server may be out of reach in the middle of a run
 CANCEL_SECONDS = 3.0
+TOLD_SECONDS = 1.0  # for the last progress of a run that is over
 LAST_SECONDS = 5.0  # for what is to be put in order when the time is up
 STOP_LOOK_SECONDS = 0.2  # between two looks whether it is to stop
 MAX_FILES = 20_000  # that a run leaves
@@ -214,6 +215,7 @@ class _Job:
         taken from the server."""
         self.out_of_time = f"{self.server.name} did not take the workflow in time"
         connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._told: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # that no node runs any more
         listening = asyncio.ensure_future(self._listen(graph, connected))
         try:
             await asyncio.wait({listening, connected}, timeout=CONNECT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
@@ -223,6 +225,8 @@ class _Job:
                 raise WorkflowError(submitted.refusal(graph))
             self.out_of_time = "The run was not done in time and was interrupted"
             entry = await self._follow(str(self.prompt_id), listening)
+            if connected.done():  # a short run is over before its progress was read
+                await asyncio.wait({listening, self._told}, timeout=TOLD_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         except BaseException:
             await self._cancel(listening)
             raise
@@ -282,6 +286,8 @@ class _Job:
                         found = event(message.data)
                         if found is None or (self.prompt_id and found.data.prompt_id not in (None, self.prompt_id)):
                             continue
+                        if found.type == "executing" and found.data.node is None and not self._told.done():
+                            self._told.set_result(None)
                         node = found.data.node or ("" if found.type == "executing" else node)
                         now = int(time.monotonic())
                         second, told = now, told + 1 if now == second else 1

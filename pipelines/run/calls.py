@@ -19,17 +19,17 @@ class Calls:
 
     what: str  # a Message's template: "decoding {} of {}", of a call and how many there are
     told: CallTold
-    total: int = 0  # set before the first call
+    total: int = 0  # set before the first call; 0 where that cannot be told
     done: int = 0
 
     def telling(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def told(*args: Any, **kwargs: Any) -> Any:
-            self._tell()
+            self._tell(self.done + 1)
             PROCESS_GATE.yield_()
             made = call(*args, **kwargs)
             self.done += 1
-            if self.done == self.total:
-                self._tell()
+            if self.done >= self.total:
+                self._tell(self.done)
             return made
 
         return told
@@ -38,6 +38,6 @@ class Calls:
         """Tell what takes long within a call."""
         self.told(self.done, self.total, text)
 
-    def _tell(self) -> None:
-        at = min(self.done + 1, self.total)
-        self.told(self.done, self.total, Message(self.what, at, self.total))
+    def _tell(self, at: int) -> None:
+        total = max(self.total, at)
+        self.told(self.done, total, Message(self.what, at, total))
