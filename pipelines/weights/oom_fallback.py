@@ -3,6 +3,7 @@ all the same, the next one."""
 
 from __future__ import annotations
 
+import gc
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -152,6 +153,7 @@ class OomFallback:
 
     def _go_on(self, failed: RuntimeError, ways: Callable[[], Iterable[ExecutionOption]] | None) -> None:
         before = self._placement.memory()
+        gc.collect()  # what earlier calls had made may still wait in a reference cycle
         self._placement.give_back()
         if self._foreseen:
             self._failed_estimates.append(self._foreseen)
