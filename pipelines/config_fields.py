@@ -42,7 +42,9 @@ _MAY_BE_NULL = re.compile(  # though the class's own default is not
 _MAY_BE_LIST = re.compile(  # though the class's own default is one number
     r"\w+_token_id|sample_size|(transformer_)?layers_per_block|cross_attention_dim"
 )
-_MAY_BE_ONE = re.compile(r"num_attention_heads|image_(mean|std)|(crop_)?size")  # where the example is several
+_MAY_BE_ONE = re.compile(
+    r"\w+_token_id|num_attention_heads|image_(mean|std)|(crop_)?size"
+)  # where the example is several
 _LENGTHS = {"sample_size": 2, "rope_axes_dim": 2}  # of lists
 _EXAMPLES: Mapping[str, Any] = {  # what fits where the class's own default is null or an empty list
     **dict.fromkeys(("patch_size", "patch_size_t", "ofs_embed_dim", "image_dim", "added_kv_proj_dim"), 1),

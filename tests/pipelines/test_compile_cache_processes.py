@@ -96,6 +96,6 @@ def test_what_was_exported_serves_elsewhere(run, first, tmp_path):
 
 def test_a_run_that_is_not_compiled_reads_nothing_of_the_cache(run, tmp_path):
     eager = run(tmp_path / "compiled", backend="eager")
-    files = ["auto_compile", "backends", "block", "counts"]
+    files = ["auto_compile", "backends", "block"]
     assert sorted(eager["files"]) == files, "and neither the cache nor its code"
     assert eager["graphs"] is None and not (tmp_path / "compiled").exists()

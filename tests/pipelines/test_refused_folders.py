@@ -13,7 +13,10 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from comfyui_onediff_guard.pipelines.config_fields import fields_of
 from comfyui_onediff_guard.pipelines.errors import BadFolder, LibraryFailed
+from comfyui_onediff_guard.pipelines.families.cogview import COGVIEW4
+from comfyui_onediff_guard.pipelines.families.components import ComponentSpec
 from comfyui_onediff_guard.pipelines.models import folder as folders
 from hostile import checked, file_of, put, rewrite, say
 from safetensors.torch import load_file, save_file
@@ -408,3 +411,15 @@ def test_a_class_that_builds_of_no_config_is_no_files_fault(
     with pytest.raises(LibraryFailed, match=r"No AutoencoderKLCogVideoX can be built here.*another version") as told:
         checked(folder)
     assert isinstance(told.value.__cause__, TypeError)
+
+
+@pytest.mark.parametrize("default", [None, 7, [7, 8]])
+@pytest.mark.parametrize("value", [None, 7, [7, 8], -1])
+def test_a_token_is_one_or_several_whatever_the_library_has(
+    default: Any, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GlmModel's own ends of a text are a list in transformers 4, and none in transformers 5."""
+    monkeypatch.setattr(ComponentSpec, "defaults", lambda *_: {"eos_token_id": default})
+    assert fields_of(COGVIEW4.components["text_encoder"], "GlmModel", {"eos_token_id": value}) == {
+        "eos_token_id": value
+    }
