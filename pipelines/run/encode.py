@@ -79,10 +79,13 @@ def _encode_all(stage: ComponentStage, prompts: list[str], calls: Calls) -> list
         transformer=None,
         scheduler=None,
     )
-    logger.info("encoding %d prompts in %s", len(prompts), stage.plan.dtype)
     how = {"do_classifier_free_guidance": False, "max_sequence_length": _limit(handle)}
     encode = calls.telling(partial(pipe.encode_prompt, **how, device=device, dtype=torch.float32))
-    return [encode(prompt)[0].cpu() for prompt in prompts]
+    embeddings = []
+    for prompt in prompts:
+        logger.info("encoding prompt of %d characters in %s", len(prompt), stage.plan.dtype)
+        embeddings.append(encode(prompt)[0].cpu())
+    return embeddings
 
 
 class ClippingEncoder(Feature):
