@@ -259,8 +259,9 @@ class CallMemory:
         """Around all calls."""
         try:
             yield
-        except BaseException:
-            self._rewind()
+        except BaseException as error:
+            if lost := self._rewind():
+                error.lost = lost  # pyright: ignore[reportAttributeAccessIssue] - for Run.or_plain
             raise
         self._easycache.settle()
         if self._kept is not None:

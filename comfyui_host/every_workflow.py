@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,6 +21,7 @@ VARIABLE = "ONEDIFF_GUARD_EVERY_WORKFLOW"
 KEY = "onediff_guard"  # in a prompt's extra_data
 SETTING = "OneDiffGuard.EveryWorkflow"  # of the page (web/every_workflow.js)
 FAST_FP16 = "OneDiffGuard.FastFp16"
+OFFER_RERUN = "OneDiffGuard.OfferRerun"  # on where nobody has set it
 INHERIT, AUTO = "inherit", "auto"  # what an inserted guard computes in
 
 _user: ContextVar[str] = ContextVar("onediff_guard_user", default="default")
@@ -35,15 +35,10 @@ def install() -> None:
     if not hasattr(server, "add_on_prompt_handler"):
         return
     server.add_on_prompt_handler(on_prompt)
-    _where_it_fits(_note_users, server)
-    _where_it_fits(black_output.watch, server)
-
-
-def _where_it_fits(add: Callable[[Any], None], server: Any) -> None:
     try:
-        add(server)
+        _note_users(server)
     except Exception as error:  # noqa: BLE001 - a server of another kind
-        logger.info("Guard every workflow: %s is not possible in this ComfyUI: %s", add.__name__, error)
+        logger.info("Guard every workflow: this ComfyUI's users have one setting for all: %s", error)
 
 
 def on_prompt(data: Any) -> Any:
@@ -58,6 +53,8 @@ def on_prompt(data: Any) -> Any:
                 milliseconds = (time.perf_counter() - started) * 1e3
                 logger.info("Guard every workflow: %d guards, %s, put in in %.2f ms", guards, precision, milliseconds)
                 return {**data, "prompt": guarded}
+        elif isinstance(data, dict) and settings_of(_user.get()).get(OFFER_RERUN) is not False:
+            black_output.watch(data)
     except Exception:
         logger.exception("Guard every workflow: this prompt runs as it came")
     return data

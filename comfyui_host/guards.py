@@ -46,7 +46,7 @@ def guarded_model(patcher: Any, settings: Settings) -> Any:
     wrappers = {
         "OUTER_SAMPLE": guard.sample,
         "PREPARE_SAMPLING": guard.prepare,
-        "APPLY_MODEL": around_apply_model(guard.apply_model),
+        "APPLY_MODEL": guard.or_plain(around_apply_model(guard.apply_model)),
     }
     return wrapped(patcher, wrappers)
 
@@ -67,7 +67,8 @@ def guarded_vae(vae: Any, settings: Settings) -> Any:
     for name in ("decode", "decode_tiled", "encode", "encode_tiled"):
         if name in vars(vae):
             raise BadInput("Another node has replaced this VAE's '{}'. Put the NaN Guard before that node.", name)
-        setattr(copied, name, _as_one_run(guard, getattr(copied, name)))
+        retried = not name.endswith("tiled")
+        setattr(copied, name, _as_one_run(guard, getattr(copied, name), retried=retried))
     setattr(copied, _UNGUARDED, vae)
     return copied
 
@@ -100,6 +101,24 @@ class _ModelGuard:
         model, *more = executor(*args, model_options=model_options, **by_name)
         run: Run | None = ((model_options or {}).get("transformer_options") or {}).get(KEY)
         return model if run is None else run.refining(model), *more
+
+    def or_plain(self, guarded: Callable[..., Any]) -> Callable[..., Any]:
+        """The wrapper, or where an inserted guard fails, the call without it."""
+        if not self._settings.inserted:
+            return guarded
+
+        def apply(executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            options: Any = kwargs.get("transformer_options") or (args[4] if len(args) > 4 else None) or {}
+            run: Run | None = options.get(KEY)
+            if run is None:
+                return executor(x, *args, **kwargs)
+            return run.or_plain(
+                lambda: guarded(executor, x, *args, **kwargs),
+                lambda: executor(x, *args, **kwargs),
+                lambda: torch.full_like(x, torch.nan),
+            )
+
+        return apply
 
     def apply_model(self, call: ModelCall) -> Any:
         run: Run | None = call.arguments["memory"].options.get(KEY)
@@ -137,12 +156,13 @@ class _VaeGuard(threading.local):
         self._settings = settings
 
     @contextmanager
-    def run(self) -> Generator[Run]:
-        """The run that is going on, else one of its own."""
+    def run(self, *, retried: bool = False) -> Generator[Run]:
+        """The run that is going on, else one of its own. retried: ComfyUI goes on tiled where memory runs out."""
         if self._run:
             yield self._run
             return
         with guarded_run(self._settings) as self._run:
+            self._run.retried = retried
             try:
                 yield self._run
             finally:
@@ -159,19 +179,22 @@ def _guarded_network(
             return method(*args, **kwargs)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        in_full = MethodType(full, network)
-        name = type(network).__name__
-        of = ComfyNetwork(name, component, network, vae.vae_dtype, vae.device, method, in_full, in_full)
-        with guard.run() as run:
+        def guarded() -> Any:
+            in_full = MethodType(full, network)
+            name = type(network).__name__
+            of = ComfyNetwork(name, component, network, vae.vae_dtype, vae.device, method, in_full, in_full)
             return run.call(of, *args, **kwargs)
+
+        with guard.run() as run:
+            return run.or_plain(guarded, lambda: method(*args, **kwargs))
 
     return wraps(method)(call)
 
 
-def _as_one_run(guard: _VaeGuard, method: Callable[..., Any]) -> Callable[..., Any]:
+def _as_one_run(guard: _VaeGuard, method: Callable[..., Any], *, retried: bool) -> Callable[..., Any]:
     @wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with guard.run():
+        with guard.run(retried=retried):
             return method(*args, **kwargs)
 
     return run

@@ -252,13 +252,15 @@ def node_classes() -> Mapping[str, Any]:
     return getattr(holder, "NODE_CLASS_MAPPINGS", {})
 
 
-def executing_node() -> str | None:
-    """The id, as the page knows it, of the node that this thread runs; None where that cannot be told."""
+def executing_node() -> tuple[str | None, str]:
+    """The id and the type, as the page knows them, of the node that this thread runs; (None, "") where that cannot be
+    told."""
     context = getattr(sys.modules.get("comfy_execution.utils"), "get_executing_context", lambda: None)()
     state = getattr(sys.modules.get("comfy_execution.progress"), "get_progress_state", lambda: None)()
     if context is None or state is None:
-        return None
-    return state.dynprompt.get_display_node_id(context.node_id)
+        return None, ""
+    shown = state.dynprompt.get_display_node_id(context.node_id)
+    return shown, state.dynprompt.get_node(shown)["class_type"]
 
 
 def is_interrupt(error: BaseException) -> bool:
@@ -274,12 +276,12 @@ def say(node_id: str | None, text: str, *, as_it_is: bool = False) -> None:
         send(for_page(text if as_it_is else translated(text)), node_id)
 
 
-def send_report(node_id: str | None, output: dict[str, list[Any]]) -> None:
+def send_report(node_id: str | None, output: dict[str, list[Any]], node_type: str = "") -> None:
     """Hand the page of whoever queued the run what a node has to show that ended before there was anything to report:
-    as its output would be. Without our extension (`web/`) the page ignores it."""
+    as its output would be. Without our extension (`web/`) the page ignores it. node_type: of another pack's node."""
     client = getattr(server(), "client_id", None)
     if node_id is not None and client is not None:
-        facts = {"node": node_id, "prompt": prompt_id(), "output": output}
+        facts = {"node": node_id, "type": node_type, "prompt": prompt_id(), "output": output}
         server().send_sync("onediff_guard.report", facts, client)
 
 

@@ -19,7 +19,6 @@ from ..precision.overflow import Clips, Extremes, only_minus_inf, places
 from ..precision.snapshot import Snapshot
 from ..precision.upcast import run_in_fp32
 from ..trust.message import Message
-from . import host
 from .calls import OPAQUE, ModelCall
 from .layers import products_in_fp32
 
@@ -32,37 +31,26 @@ def refining_guarded(
     model: Any,
     policy: GuardPolicy,
     tell: Callable[[str], None],
-    give_up: Callable[[Exception], None] | None = None,
+    or_plain: Callable[[Callable[[], Any], Callable[[], Any]], Any] = lambda guarded, _plain: guarded(),
 ) -> Any:
     """The same BaseModel, with its state, which prepares conditions in fp32 where half precision does not hold them;
     the model itself where its network prepares none.
 
     tell: is told what was made again, and why.
-    give_up: is told why conditions are what the model prepares itself, in place of the error. Without it,
-    the view raises GuardStopped, naming what is broken, where fp32 does not help, or the policy says stop.
+    or_plain: `Run.or_plain`.
+    The view raises GuardStopped, naming what is broken, where fp32 does not help, or the policy says stop.
     """
     if not any(name.startswith(_PREPARES) for name in dir(model.diffusion_model)):
         return model
-    guarded = _guarded(model.extra_conds, ModelCall(model, {}), policy, tell)
-    if give_up:
-        guarded = _or_as_it_is(guarded, model.extra_conds, give_up)
+    guarded, plain = _guarded(model.extra_conds, ModelCall(model, {}), policy, tell), model.extra_conds
+
+    def extra_conds(**given: Any) -> dict[str, Any]:
+        return or_plain(lambda: guarded(**given), lambda: plain(**given))
+
     kind = type(model)
-    view = object.__new__(type(kind.__name__, (kind,), {"extra_conds": staticmethod(guarded)}))
+    view = object.__new__(type(kind.__name__, (kind,), {"extra_conds": staticmethod(extra_conds)}))
     object.__setattr__(view, "__dict__", vars(model))  # so that nothing is set on the model, and all else is
     return view
-
-
-def _or_as_it_is(guarded: Prepare, plain: Prepare, give_up: Callable[[Exception], None]) -> Prepare:
-    def extra_conds(**given: Any) -> dict[str, Any]:
-        try:
-            return guarded(**given)
-        except Exception as error:
-            if host.is_interrupt(error):
-                raise
-            give_up(error)
-        return plain(**given)
-
-    return extra_conds
 
 
 def _guarded(prepare: Prepare, model: ModelCall, policy: GuardPolicy, tell: Callable[[str], None]) -> Prepare:

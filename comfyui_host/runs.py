@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import traceback
 from collections.abc import Callable, Generator, MutableMapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ from ..precision.report import StepRecord, together
 from ..precision.upcast import RerunUnsupported
 from ..precision.wide import CannotWiden
 from ..trust.message import BadInput, Message, joined, message_of
+from ..trust.text import shown
 from . import host
 from .language import speaking, translated
 from .layers import rerun_from
@@ -75,48 +77,56 @@ class Run:
 
     def __init__(self, settings: Settings, steps: int):
         self._settings = settings
-        self._node_id = host.executing_node() if settings.inserted else settings.node_id
+        self._node_id, self._node_type = host.executing_node() if settings.inserted else (settings.node_id, "")
         self._steps = steps
         self._executors: dict[tuple[torch.nn.Module, int], _Executor] = {}  # by network and thread
         self._calls: list[StepRecord] = []  # of all executors, in the order in which they ended
         self._lock = threading.Lock()
         self._before: list[str] = []  # what had to be made again before the first call
         self._given_up: str = ""  # why an inserted guard lets the rest of the run through
+        self.retried = False  # ComfyUI makes a call that runs out of memory again, tiled
 
     def refining(self, model: Any) -> Any:
         """A loaded BaseModel, whose text refiner is guarded too."""
-        give_up = self._give_up if self._settings.inserted else None
-        return refining_guarded(model, self._settings.policy, self._refined, give_up)
+        policy = self._settings.policy
+        return self.or_plain(lambda: refining_guarded(model, policy, self._refined, self.or_plain), lambda: model)
 
     def _refined(self, line: str) -> None:
         self._before.append(line)
-        host.say(self._node_id, line)
+        self._say(line)
+
+    def _say(self, line: str) -> None:
+        if not self._settings.inserted:  # else the node is another pack's
+            host.say(self._node_id, line)
+
+    def or_plain(
+        self, guarded: Callable[[], Any], plain: Callable[[], Any], broken: Callable[[], Any] | None = None
+    ) -> Any:
+        """What is guarded. Where an inserted guard fails, what ComfyUI computes without it, then and in the rest of the
+        run, which raises what it raises without us.
+
+        broken: in place of `plain`, where what the failed call has overwritten could not be put back.
+        """
+        if self._given_up:
+            return plain()
+        try:
+            return guarded()
+        except Exception as error:
+            if not self._settings.inserted or host.is_interrupt(error):
+                raise
+            if self.retried and isinstance(error, torch.OutOfMemoryError):
+                self.retried = False
+                raise
+            why, details = _why(error), "".join(traceback.format_exception(error))  # which holds no tensors
+            plain = broken if broken and getattr(error, "lost", "") else plain
+        made = plain()
+        with self._lock:
+            self._given_up = Message("Not guarded from call {} on: {}", len(self._calls) + 1, why)
+        logger.warning("NaN Guard: %s", self._given_up)
+        logger.debug("%s", details)
+        return made
 
     def call(self, of: ComfyNetwork, *args: Any, **kwargs: Any) -> Any:
-        """One guarded call. Where an inserted guard fails, the call as ComfyUI makes it without one."""
-        if not self._given_up:
-            try:
-                return self._guarded(of, *args, **kwargs)
-            except Exception as error:
-                if not self._settings.inserted or host.is_interrupt(error):
-                    raise
-                self._give_up(error)
-            if "memory" in kwargs:
-                kwargs["memory"].forget()
-        return of.attempt(*args, **kwargs)
-
-    def _give_up(self, error: Exception) -> None:
-        """Let this call and the rest of the run through."""
-        if isinstance(error, (GuardStopped, BadInput)):
-            self._given_up = Message("Not guarded from call {} on. {}", len(self._calls) + 1, message_of(error))
-            logger.warning("NaN Guard: %s", self._given_up)
-        else:
-            kind = type(error).__name__
-            self._given_up = Message("Not guarded from call {} on: {}", len(self._calls) + 1, kind)
-            logger.warning("NaN Guard: %s", self._given_up, exc_info=error)
-        host.say(self._node_id, self._given_up)
-
-    def _guarded(self, of: ComfyNetwork, *args: Any, **kwargs: Any) -> Any:
         executor = self._executor(of)
         try:
             made = executor(*args, **kwargs)
@@ -133,7 +143,7 @@ class Run:
             step = replace(executor.guard.report.steps[-1], step=len(self._calls))
             self._calls.append(step)
         if step.outcome != "finite":
-            host.say(self._node_id, Message("call {}: {}", step.step + 1, _what_happened(step)))
+            self._say(Message("call {}: {}", step.step + 1, _what_happened(step)))
         return made
 
     def _executor(self, of: ComfyNetwork, settings: Settings | None = None) -> _Executor:
@@ -149,6 +159,8 @@ class Run:
         with self._lock:
             executors, steps = [*self._executors.values()], [*self._calls]
         if not steps:
+            if self._given_up:
+                self._tell(joined("\n", (*self._before, self._given_up)))
             return
         for executor in executors:
             executor.keep()
@@ -166,12 +178,22 @@ class Run:
             report.note(self._given_up)
         text = joined("\n", (report.summary(), *list(notes)[:1], *report.notes))
         eventful = bool(notes or self._before or report.failed or self._given_up)
+        self._say(text)
+        self._tell(text, report.as_dict(), eventful=eventful)
+
+    def _tell(self, text: str, *reports: Any, eventful: bool = True) -> None:
         if eventful or not self._settings.inserted:
-            host.say(self._node_id, text)
-            host.send_report(self._node_id, {"text": [translated(text)], "onediff_guard": [report.as_dict()]})
+            output = {"text": [translated(text)], "onediff_guard": [*reports]}
+            host.send_report(self._node_id, output, self._node_type)
         self._settings.history.append({"prompt_id": host.prompt_id(), "text": text})
         del self._settings.history[:-MOST_SUMMARIES]
         logger.log(logging.WARNING if eventful else logging.INFO, "NaN Guard: %s", text)
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, (GuardStopped, BadInput)):
+        return message_of(error)
+    return f"{type(error).__name__}: {shown(str(error), 300)}"
 
 
 def _what_happened(step: StepRecord) -> str:

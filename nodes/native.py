@@ -172,9 +172,9 @@ def _guarded(guard: Callable[[Any, Settings], Any], of: Any, *policy: Any, **fur
 
     if not str(further.get("node_id")).startswith(INSERTED):
         return (guard(of, _settings(*policy, **further)),)
-    if is_guarded(of):
-        return (of,)
     try:
+        if is_guarded(of):
+            return (of,)
         settings = replace(_settings(*policy, **further), inserted=True)
         return {"ui": {"onediff_guard": [settings.history]}, "result": (guard(of, settings),)}
     except Exception as error:  # noqa: BLE001 - the run is somebody else's

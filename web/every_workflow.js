@@ -15,8 +15,19 @@ async function runAgain(prompt) {
   for (let attempt = 0; attempt < ATTEMPTS; attempt++) {
     const entry = (await (await api.fetchApi(`/history/${prompt}`)).json())[prompt]
     if (entry) {
-      const [, , nodes, extra] = entry.prompt
-      const body = { prompt: nodes, client_id: api.clientId, extra_data: { ...extra, onediff_guard: true } }
+      const [, , nodes, extra, targets] = entry.prompt
+      const body = {
+        prompt: nodes,
+        partial_execution_targets: targets,
+        client_id: api.clientId,
+        // the history holds no credentials
+        extra_data: {
+          ...extra,
+          auth_token_comfy_org: api.authToken,
+          api_key_comfy_org: api.apiKey,
+          onediff_guard: true,
+        },
+      }
       const answer = await api.fetchApi("/prompt", {
         method: "POST",
         headers: { "Content-Type": "application/json" },

@@ -75,12 +75,26 @@ function keep(id, more) {
   show(node, app.nodeOutputs[locator])
 }
 
+const others = new Map() // nodes of other packs that have a strip, and their sizes without it
+
+function clearOthers() {
+  for (const [node, size] of others) {
+    const widget = node.widgets?.find((widget) => widget.strip)
+    if (widget) node.removeWidget(widget)
+    node.setSize(size)
+  }
+  others.clear()
+}
+
 /** A native guard reports after its node has run, once for each sampler of a prompt. One that was inserted reports on
  * the node that samples or decodes, only where something happened; that node's own outputs stay as they are. */
-function reported({ node, prompt, output }) {
+function reported({ node, type, prompt, output }) {
   const [, there] = nodeByExecutionId(node)
-  if (!there?.type?.startsWith(OURS)) {
-    if (there) stripOf(there).show(output)
+  if (type) {
+    if (there?.type === type) {
+      if (!others.has(there)) others.set(there, [...there.size])
+      stripOf(there).show(output)
+    }
     const detail = `${there?.title ?? node}: ${output.text[0].split("\n")[0]}`
     app.extensionManager?.toast?.add({ severity: "warn", summary: "NaN Guard", detail, life: 10000 })
     return
@@ -107,6 +121,7 @@ app.registerExtension({
   setup() {
     let cached = { nodes: [] }
     api.addEventListener("onediff_guard.report", ({ detail }) => reported(detail))
+    api.addEventListener("execution_start", clearOthers)
     api.addEventListener("execution_cached", ({ detail }) => (cached = detail))
     api.addEventListener("executing", ({ detail: node }) => node ?? recall(cached)) // null: the history has it all now
   },

@@ -229,6 +229,12 @@ def test_what_was_saved_is_told_where_it_happened(server: legs.Server, pictures:
         told = {node: " ".join(map(str, canvas.widgets(node).values())) for node in ("KSampler", "VAEDecode")}
         assert "1 rerun" in told["KSampler"] and "1 rerun" in told["VAEDecode"]
         assert any("NaN Guard" in notice for notice in canvas.notices())
+        canvas.set_widgets({f"{CASES[NAME].loader}.ckpt_name": CASES[NAME].file})
+        end, detail = canvas.queue(seconds=240)
+        assert end == "execution_success", detail
+        canvas.picture("healthy_after_saved")
+        told = {node: " ".join(map(str, canvas.widgets(node).values())) for node in ("KSampler", "VAEDecode")}
+        assert "rerun" not in told["KSampler"] and "rerun" not in told["VAEDecode"], "of the run before"
     assert last_frames(server).std() > 2
 
 

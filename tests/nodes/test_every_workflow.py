@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.comfyui_host import every_workflow
+from comfyui_onediff_guard.comfyui_host import every_workflow, host
 from comfyui_onediff_guard.comfyui_host.black_output import problem_of
 from comfyui_onediff_guard.comfyui_host.guarded_prompt import computes, with_guards
+from comfyui_onediff_guard.comfyui_host.runs import Run, Settings
+from comfyui_onediff_guard.precision.guard import GuardPolicy, GuardStopped
 
 
 class AnyType(str):
@@ -196,7 +199,7 @@ def test_each_user_has_settings_of_their_own(users: Path, monkeypatch: pytest.Mo
         token = every_workflow._user.set(user)
         found[user] = every_workflow.wanted({})
         every_workflow._user.reset(token)
-    assert found == {"default": "inherit", "anna": "", "somebody new": "inherit"}
+    assert found == {"default": "inherit", "anna": "", "somebody new": ""}
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"OneDiffGuard.EveryWorkflow": ', "\udcff"])
@@ -258,3 +261,51 @@ def test_an_error_of_ours_leaves_the_prompt_as_it_came(monkeypatch: pytest.Monke
     monkeypatch.setattr(every_workflow.host, "node_classes", broken)
     data = {"prompt": LOADED}
     assert every_workflow.on_prompt(data) is data
+
+
+def run_of(*, inserted: bool = True) -> Run:
+    return Run(Settings(GuardPolicy(), inserted=inserted), steps=1)
+
+
+def raising(error: Exception) -> Callable[[], Any]:
+    def call() -> Any:
+        raise error
+
+    return call
+
+
+def test_an_inserted_guard_that_fails_lets_the_run_through(caplog: pytest.LogCaptureFixture) -> None:
+    run, calls = run_of(), []
+    assert run.or_plain(raising(TypeError("of ours")), lambda: "plain") == "plain"
+    assert run.or_plain(lambda: calls.append("guarded"), lambda: "plain again") == "plain again" and not calls
+    run.end()
+    assert "Not guarded from call 1 on: TypeError: of ours" in caplog.text
+    assert [entry["text"] for entry in run._settings.history] == ["Not guarded from call 1 on: TypeError: of ours"]
+
+
+def test_what_comfyui_itself_raises_is_raised_as_without_a_guard() -> None:
+    run = run_of()
+    with pytest.raises(ValueError, match="a wrong LoRA"):
+        run.or_plain(raising(ValueError("seen under the guard")), raising(ValueError("a wrong LoRA")))
+    assert not run._given_up
+
+
+@pytest.mark.parametrize(("error", "inserted"), [(host.Interrupted("stop"), True), (TypeError("ours"), False)])
+def test_an_interrupt_ends_the_run_and_an_error_of_a_guard_that_was_wired(error: Exception, inserted: bool) -> None:
+    with pytest.raises(type(error)):
+        run_of(inserted=inserted).or_plain(raising(error), lambda: "plain")
+
+
+def test_where_comfyui_goes_on_in_tiles_memory_may_run_out_once() -> None:
+    run = run_of()
+    run.retried = True
+    with pytest.raises(torch.OutOfMemoryError):
+        run.or_plain(raising(torch.OutOfMemoryError("whole")), lambda: "plain")
+    assert run.or_plain(lambda: "a tile", lambda: "plain") == "a tile", "tiles are guarded"
+    assert run.or_plain(raising(torch.OutOfMemoryError("a tile")), lambda: "plain") == "plain"
+
+
+def test_what_cannot_be_put_back_makes_no_result_that_looks_right() -> None:
+    error = GuardStopped("overwritten")
+    error.lost = "ar_state"  # pyright: ignore[reportAttributeAccessIssue]
+    assert run_of().or_plain(raising(error), lambda: "plain", lambda: "broken") == "broken"
