@@ -72,12 +72,13 @@ function offer({ prompt, problem }) {
   document.body.append(box)
 }
 
-const setting = (id, name, tooltip, defaultValue) => ({
+const setting = (sortOrder, id, name, tooltip, defaultValue) => ({
   id: `OneDiffGuard.${id}`,
   category: ["OneDiff Guard", "NaN Guard", id],
   name,
   tooltip,
   type: "boolean",
+  sortOrder, // the greatest comes first
   defaultValue,
 })
 
@@ -85,18 +86,21 @@ app.registerExtension({
   name: "OneDiffGuard.EveryWorkflow",
   settings: [
     setting(
+      3,
       "EveryWorkflow",
       "Guard every workflow",
       "Each workflow that you run is guarded: a step that comes out NaN or infinite is recomputed in fp32. No file is changed.",
       false,
     ),
     setting(
+      2,
       "FastFp16",
       "Use fast fp16 on this card",
       "With 'Guard every workflow': on cards without native bf16 (T4, V100, RTX 20), fp16 with overflow protection where ComfyUI would use fp32.",
       false,
     ),
     setting(
+      1,
       "OfferRerun",
       "Offer a rerun",
       "After a run that came out black, offer to run it again with the NaN Guard.",
