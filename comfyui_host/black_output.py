@@ -28,10 +28,7 @@ def watch(data: dict[str, Any]) -> None:
     """
     providers: Any = sys.modules.get("comfy_execution.cache_provider")
     base: Any = getattr(providers, "CacheProvider", None)
-    prompt = data.get("prompt")
-    if base is None or not data.get("client_id") or not isinstance(prompt, dict) or not _is_small(prompt):
-        return
-    if not with_guards(prompt, host.node_classes())[1]:  # nothing is to be gained
+    if base is None or not _is_looked_at(data.get("prompt"), data.get("client_id")):
         return
     with _lock:
         if not _watching:
@@ -44,10 +41,14 @@ _lock = threading.Lock()
 _watching: list[Any] = []  # our cache provider, while it is registered
 
 
-def _is_small(prompt: dict[str, Any]) -> bool:
+def _is_looked_at(prompt: Any, client_id: Any) -> bool:
+    """Whether a prompt comes from a page, is small, and has no guard where it could have one."""
+    if not client_id or not isinstance(prompt, dict):
+        return False
     inputs = [node.get("inputs") for node in prompt.values() if isinstance(node, dict)]
     texts = [value for each in inputs if isinstance(each, dict) for value in each.values() if isinstance(value, str)]
-    return len(prompt) <= MOST_NODES and sum(map(len, texts)) <= MOST_CHARACTERS
+    is_small = len(prompt) <= MOST_NODES and sum(map(len, texts)) <= MOST_CHARACTERS
+    return is_small and with_guards(prompt, host.node_classes())[1] > 0
 
 
 def _watch_of(base: Any) -> Any:
@@ -118,19 +119,21 @@ class _Look:
 
     def tell(self, prompt_id: str) -> bool:
         """Tell of what was found in a prompt that ends, where a guard may have prevented it. Returns whether the prompt
-        is one that has no guards, and could have."""
+        is one that is looked at."""
         server, found = host.server(), self.found
         self.found = None
-        running = {item[1]: item[2] for item in server.prompt_queue.currently_running.values()}
-        prompt: dict[str, Any] = running.get(prompt_id) or {}
-        guarded, possible = with_guards(prompt, host.node_classes())
+        running = {item[1]: item[2:4] for item in server.prompt_queue.currently_running.values()}
+        prompt, extra = running.get(prompt_id) or ({}, {})
+        if not _is_looked_at(prompt, extra.get("client_id")):
+            return False
         if found and server.client_id is not None:
             node_id, wrong = found
             logger.warning("Node %s put out a result that is %s.", node_id, wrong)
+            guarded, _ = with_guards(prompt, host.node_classes())
             if any(guarded[each] is not prompt[each] for each in _before(prompt, node_id)):
                 told = {"prompt": prompt_id, "node": node_id, "problem": wrong}
                 server.send_sync("onediff_guard.black", told, server.client_id)
-        return bool(possible)
+        return True
 
 
 def _before(prompt: dict[str, Any], node_id: str) -> set[str]:

@@ -113,7 +113,7 @@ class _Failed:
 
 
 def _run_rank(number: int, job: _Job, channel: Any) -> None:
-    """Run one rank, until it is done and let go. It ends with whoever watches it."""
+    """Run one rank, until it is done and is told to end. It ends with whoever watches it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _stop)
     lock = threading.Lock()

@@ -79,7 +79,7 @@ class GuardedCalls:
         self._stage = stage
         self._features = features
         self._signature = inspect.signature(stage.module.forward)
-        self._known = NOTHING  # what earlier runs taught
+        self._known = NOTHING  # learned in earlier runs
         self._guard: StageGuard | None = None
         self._of_calls: list[CallFeature] = []
         self._savings: tuple[str, ...] = ()  # what features do to take less memory

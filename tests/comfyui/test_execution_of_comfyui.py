@@ -1,4 +1,4 @@
-"""ComfyUI's own tests come to the same with the pack in custom_nodes as without, and with every workflow guarded.
+"""ComfyUI's own tests have the same outcomes with the pack in custom_nodes as without, and with every workflow guarded.
 
 They run in a copy of each checkout. Those that start a ComfyUI start it with the leg's interpreter there, where theirs
 is the one named `python`, and wait longer for it, since a slow machine takes more than their 20 or 90 seconds.
