@@ -82,7 +82,7 @@ ROWS = (
     _none(
         "no pipeline computes in fp64: choose precision 'fp32' at the sampler",
         "--fp64-unet",
-        native="NaN Guard (MODEL) refuses what computes in fp64",
+        native="NaN Guard (native) refuses what computes in fp64",
     ),
     _none(
         "choose precision 'fp8' at the sampler to multiply in it, the loader's offload 'group' to save memory",

@@ -8,7 +8,8 @@ from typing import Any
 INSERTED = "onediff_guard_"  # the ids of inserted guards begin so
 INHERIT = "inherit"  # what an inserted guard computes in; or "auto"
 
-_GUARDS = {"MODEL": ("OneDiffGuardNaNGuardModel", "model"), "VAE": ("OneDiffGuardNaNGuardVAE", "vae")}
+_GUARD = "OneDiffGuardNaNGuardNative"
+_SLOTS = {"MODEL": (0, "model"), "VAE": (1, "vae")}  # of the guard
 _OURS = "OneDiffGuard"
 _ANY = {"*", "COMFY_MATCHTYPE_V3"}
 _NOTHING_COMPUTED = {"INT", "FLOAT", "STRING", "BOOLEAN", "SIGMAS", "LORA_MODEL", "LOSS_MAP"}
@@ -33,20 +34,19 @@ def with_guards(
             continue
         changed = dict[str, Any]()
         for name, value in inputs.items():
-            if (kind := _kind(value, prompt, classes, target, name)) in _GUARDS and _uses(target, kind):
+            if (kind := _kind(value, prompt, classes, target, name)) in _SLOTS and _uses(target, kind):
                 source, slot = value
                 if (source, slot, kind) not in guards:
                     guards[source, slot, kind] = _free_id(source, slot, taken)
                     taken.add(guards[source, slot, kind])
-                changed[name] = [guards[source, slot, kind], 0]
+                changed[name] = [guards[source, slot, kind], _SLOTS[kind][0]]
         if changed:
             made[id_] = {**node, "inputs": {**inputs, **changed}}
     for (source, slot, kind), id_ in guards.items():
-        class_type, input_ = _GUARDS[kind]
         settings = {"on_failure": "rerun", "strict": False, "scope": "learned", "precision": precision}
         made[id_] = {
-            "class_type": class_type,
-            "inputs": {input_: [source, slot], **settings},
+            "class_type": _GUARD,
+            "inputs": {_SLOTS[kind][1]: [source, slot], **settings},
             "_meta": {"title": f"NaN Guard ({kind}), by the setting 'Guard every workflow'"},
         }
     return made, len(guards)
@@ -95,7 +95,7 @@ def _uses(cls: Any, kind: str) -> bool:
 def computes(cls: Any) -> bool:
     """Whether a node computes with a MODEL or VAE that it is given."""
     declared = set(_inputs_of(cls).values())
-    return any(kind in declared and _uses(cls, kind) for kind in _GUARDS)
+    return any(kind in declared and _uses(cls, kind) for kind in _SLOTS)
 
 
 def _free_id(source: str, slot: int, taken: set[str]) -> str:

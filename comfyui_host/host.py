@@ -263,6 +263,13 @@ def executing_node() -> tuple[str | None, str]:
     return shown, state.dynprompt.get_node(shown)["class_type"]
 
 
+def blocked(why: str) -> Any:
+    """What a node puts out where it has nothing: a node that takes it does not run, and shows why. None in a ComfyUI
+    that is too old for that."""
+    blocker = getattr(sys.modules.get("comfy_execution.graph_utils"), "ExecutionBlocker", None)
+    return blocker and blocker(translated(why))
+
+
 def is_interrupt(error: BaseException) -> bool:
     """Whether an error is how a run ends that somebody stopped."""
     return isinstance(error, (Interrupted, getattr(_model_management(), "InterruptProcessingException", Interrupted)))

@@ -101,7 +101,7 @@ class _Run:
     def result(self, sampled: str) -> ProbeResult:
         probed, plan, card = self.probe.probed, self._stage.plan, self._stage.architecture
         chosen = recommend(probed, plan.dtype, native_bf16=card.native_bf16)
-        profile, to_apply = None, f"put NaN Guard (MODEL) behind the model, with precision '{chosen.dtype}'"
+        profile, to_apply = None, f"put NaN Guard (native) behind the model, with precision '{chosen.dtype}'"
         if chosen.learned.everything:
             profile = replace(profile_of(self._of, card, chosen.dtype), learned=chosen.learned.to_share)
         if chosen.dtype != plan.dtype:

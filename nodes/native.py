@@ -1,15 +1,15 @@
-"""The guard and the numerics probe for ComfyUI's own MODEL, and the guard for its VAE."""
+"""The guard for ComfyUI's own MODEL and VAE, and the numerics probe for its MODEL."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..comfyui_host import host
 from ..comfyui_host.guarded_prompt import INSERTED
-from ..trust.message import Message
+from ..trust.message import BadInput, Message
 from . import guard, inputs
 from .node import Node
 from .probe import PICTURE, TEXT, shown
@@ -21,63 +21,81 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class NaNGuardModel(Node):
-    """MODEL → the same MODEL, guarded."""
+class NaNGuardNative(Node):
+    """MODEL, VAE or both → the same, guarded."""
 
-    TITLE = "NaN Guard (MODEL)"
+    TITLE = "NaN Guard (native)"
     CATEGORY = inputs.NATIVE
-    SEARCH_ALIASES = [*guard.WORDS, "Flux", "SDXL", "SVD"]
+    SEARCH_ALIASES = [*guard.WORDS, "Flux", "SDXL", "SVD", "VAE decode"]
     DESCRIPTION = (
-        "Guards any of ComfyUI's own models (SD1.5, SDXL, Flux, SVD and others): a sampling step that comes out NaN or "
-        "infinite is computed again in fp32 from the same weights. What it did is shown on this node while sampling."
+        "Guards any of ComfyUI's own models and VAEs (SD1.5, SDXL, Flux, SVD and others): a sampling step, an encoding "
+        "or a decoding that comes out NaN or infinite (a black picture) is recomputed in fp32 from the same weights. "
+        "Wire a model, a VAE or both through it. What it did is shown on this node."
     )
-    RETURN_TYPES = ("MODEL",)
-    RETURN_NAMES = ("model",)
-    OUTPUT_TOOLTIPS = ("The guarded model. Wire it to KSampler or any other node that takes a model.",)
+    RETURN_TYPES = ("MODEL", "VAE")
+    RETURN_NAMES = ("model", "vae")
+    OUTPUT_TOOLTIPS = (
+        "The guarded model. Wire it to KSampler or any other node that takes a model.",
+        "The guarded VAE. Wire it to VAE Decode, VAE Encode or any other node that takes a VAE.",
+    )
     FUNCTION = "apply"
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        tip = "From a loader, a LoRA or another node that changes it. It stays as it is; what comes out is guarded."
-        further = {"precision": inputs.native_precision(), "profile": inputs.profile(wired=True)}
-        required = {"model": ("MODEL", {"tooltip": tip}), **_policy_inputs()}
-        return {"required": required, "optional": further, "hidden": inputs.node_id()}
+        model = "From a loader, a LoRA or another node that changes it. It stays as it is; what comes out is guarded."
+        vae = "From a loader. It stays as it is; what comes out is guarded."
+        scope = (
+            "step: recompute what failed alone. run: the rest of the run is in fp32. learned: where fp16 failed, every "
+            "layer has overflow protection from the next call on, in later runs too."
+        )
+        return {
+            "optional": {
+                "model": ("MODEL", {"tooltip": model}),
+                "vae": ("VAE", {"tooltip": vae}),
+                "on_failure": inputs.on_failure(),
+                "strict": inputs.strict(),
+                "scope": inputs.choice(inputs.NATIVE_SCOPES, scope, default="learned"),
+                "precision": inputs.native_precision(),
+                "profile": inputs.profile(wired=True),
+            },
+            "hidden": {**inputs.node_id(), "prompt": "PROMPT"},
+        }
 
     @classmethod
     def VALIDATE_INPUTS(cls, profile: str | None = None) -> bool | str:
         return guard.what_is_wrong_with(profile) or True
 
-    def apply(self, model: Any, *policy: Any, **further: Any) -> Any:
-        from ..comfyui_host.guards import guarded_model
+    def apply(
+        self,
+        model: Any = None,
+        vae: Any = None,
+        on_failure: str = "rerun",
+        strict: bool = False,
+        scope: str = "learned",
+        precision: str = inputs.INHERIT,
+        profile: str = "",
+        node_id: str | None = None,
+        prompt: Mapping[str, Any] | None = None,
+    ) -> Any:
+        from ..comfyui_host.guards import guarded_model, guarded_vae, is_guarded
 
-        return _guarded(guarded_model, model, *policy, **further)
-
-
-class NaNGuardVAE(Node):
-    """VAE → the same VAE, guarded."""
-
-    TITLE = "NaN Guard (VAE)"
-    CATEGORY = inputs.NATIVE
-    SEARCH_ALIASES = [*guard.WORDS, "VAE decode"]
-    DESCRIPTION = (
-        "Guards any of ComfyUI's own VAEs: an encoding or decoding that comes out NaN or infinite (a black picture) is "
-        "computed again in fp32 from the same weights, tile by tile. What it did is shown on this node."
-    )
-    RETURN_TYPES = ("VAE",)
-    RETURN_NAMES = ("vae",)
-    OUTPUT_TOOLTIPS = ("The guarded VAE. Wire it to VAE Decode, VAE Encode or any other node that takes a VAE.",)
-    FUNCTION = "apply"
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict[str, Any]:
-        tip = "From a loader. It stays as it is; what comes out is guarded."
-        required = {"vae": ("VAE", {"tooltip": tip}), **_policy_inputs()}
-        return {"required": required, "optional": {"precision": inputs.native_precision()}, "hidden": inputs.node_id()}
-
-    def apply(self, vae: Any, *policy: Any, **further: Any) -> Any:
-        from ..comfyui_host.guards import guarded_vae
-
-        return _guarded(guarded_vae, vae, *policy, **further)
+        inserted = str(node_id).startswith(INSERTED)
+        if not inserted:
+            _check_wires({"model": model, "vae": vae}, node_id, prompt or {})
+        try:
+            if inserted and any(of is not None and is_guarded(of) for of in (model, vae)):
+                return model, vae
+            settings = replace(_settings(on_failure, strict, scope, precision, profile, node_id), inserted=inserted)
+            made = (
+                host.blocked(_lacking("model")) if model is None else guarded_model(model, settings),
+                host.blocked(_lacking("vae")) if vae is None else guarded_vae(vae, replace(settings, profile=None)),
+            )
+        except Exception as error:
+            if not inserted:
+                raise
+            logger.warning("Guard every workflow: node %s guards nothing: %s", node_id, error)
+            return model, vae
+        return {"ui": {"onediff_guard": [settings.history]}, "result": made} if inserted else made
 
 
 class NumericsProbeModel(Node):
@@ -96,7 +114,7 @@ class NumericsProbeModel(Node):
     OUTPUT_TOOLTIPS = (
         PICTURE,
         TEXT,
-        "Wire it to NaN Guard (MODEL)'s profile, with scope learned. Empty where nothing has to be wide.",
+        "Wire it to NaN Guard (native)'s profile, with scope learned. Empty where nothing has to be wide.",
     )
     OUTPUT_NODE = True
     EXPERIMENTAL = True  # its recommendations have not been tried on many cards and models yet
@@ -152,43 +170,27 @@ class NumericsProbeModel(Node):
         return shown(found, found.text(), node_id, found.profile_text)
 
 
-def _policy_inputs() -> dict[str, Any]:
-    return {
-        "on_failure": inputs.on_failure(),
-        "strict": inputs.strict(),
-        "scope": inputs.choice(
-            inputs.NATIVE_SCOPES,
-            "step: rerun what failed alone. run: the rest of the run is in fp32. learned: where fp16 failed, every "
-            "layer is wide from the next call on, in later runs too: its products in fp16, all else in float32.",
-            default="learned",
-        ),
-    }
+def _lacking(name: str) -> Message:
+    return Message("NaN Guard (native) gives no {}, since none is wired to its input '{}'. Wire one to it.", name, name)
 
 
-def _guarded(guard: Callable[[Any, Settings], Any], of: Any, *policy: Any, **further: Any) -> Any:
-    """What a node puts out: a guarded MODEL or VAE. A guard that 'Guard every workflow' inserted leaves it as it is
-    where it has one already, or can have none."""
-    from ..comfyui_host.guards import is_guarded
-
-    if not str(further.get("node_id")).startswith(INSERTED):
-        return (guard(of, _settings(*policy, **further)),)
-    try:
-        if is_guarded(of):
-            return (of,)
-        settings = replace(_settings(*policy, **further), inserted=True)
-        return {"ui": {"onediff_guard": [settings.history]}, "result": (guard(of, settings),)}
-    except Exception as error:  # noqa: BLE001 - the run is somebody else's
-        logger.warning("Guard every workflow: %s stays unguarded: %s", type(of).__name__, error)
-        return (of,)
+def _check_wires(given: Mapping[str, Any], node_id: str | None, prompt: Mapping[str, Any]) -> None:
+    """Raises BadInput where a node takes what is not wired to a guard, or nothing is."""
+    if all(of is None for of in given.values()):
+        raise BadInput("Nothing is wired to NaN Guard (native). Wire a model, a VAE or both through it.")
+    taken = [value for node in prompt.values() for value in node.get("inputs", {}).values()]
+    for slot, (name, of) in enumerate(given.items()):
+        if of is None and [node_id, slot] in taken:
+            raise BadInput(_lacking(name))
 
 
 def _settings(
     on_failure: str,
     strict: bool,
-    scope: str = "learned",
-    precision: str = inputs.INHERIT,
-    profile: str = "",
-    node_id: str | None = None,
+    scope: str,
+    precision: str,
+    profile: str,
+    node_id: str | None,
 ) -> Settings:
     """Collect a guard's inputs. Raises TorchTooOld where no rerun would work, and BadProfile."""
     from ..comfyui_host.runs import Settings

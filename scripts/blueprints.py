@@ -66,11 +66,10 @@ BLUEPRINTS = (
     Blueprint(
         "Guarded KSampler and VAE Decode",
         "native_sd15_text_to_image",
-        "KSampler and VAE Decode for any of ComfyUI's own models, with a guard before each: a step that comes out NaN "
-        "or infinite is computed again in fp32.",
+        "KSampler and VAE Decode for any of ComfyUI's own models, guarded: what comes out NaN or infinite is "
+        "recomputed in fp32.",
         {
-            "OneDiffGuardNaNGuardModel": ("precision",),
-            "OneDiffGuardNaNGuardVAE": (),
+            "OneDiffGuardNaNGuardNative": ("precision",),
             "KSampler": ("seed", "steps", "cfg", "sampler_name", "scheduler", "denoise"),
             "VAEDecode": (),
         },

@@ -77,7 +77,7 @@ def main() -> None:
             print(f"{calls:6} {file}")
         print("\n".join(deepest))
     loaded = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True, cwd="/").stdout
-    print(f"NaN Guard (MODEL) loads {loaded.strip()} modules")
+    print(f"NaN Guard (native) loads {loaded.strip()} modules")
 
 
 if __name__ == "__main__":

@@ -241,9 +241,7 @@ imported, settings = loaded(), Settings(GuardPolicy())
 ran = run(guarded_model(Patcher(), settings), guarded_vae(Vae(), settings))
 
 from comfyui_onediff_guard import NODE_CLASS_MAPPINGS as nodes
-(model,) = nodes["OneDiffGuardNaNGuardModel"]().apply(Patcher(), "rerun", False)
-(vae,) = nodes["OneDiffGuardNaNGuardVAE"]().apply(Vae(), "rerun", False)
-through_nodes = run(model, vae)
+through_nodes = run(*nodes["OneDiffGuardNaNGuardNative"]().apply(Patcher(), Vae()))
 import comfyui_onediff_guard.comfyui_host.probe
 print(json.dumps([imported, ran, through_nodes, loaded()]))
 """

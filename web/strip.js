@@ -100,8 +100,9 @@ function reported({ node, type, prompt, output }) {
     return
   }
   keep(node, (earlier) => {
-    const before = earlier?.prompt?.[0] === prompt ? earlier.onediff_guard : []
-    return { ...output, prompt: [prompt], onediff_guard: [...before, ...output.onediff_guard].slice(-MOST_REPORTS) }
+    const before = earlier?.prompt?.[0] === prompt ? earlier : { text: [], onediff_guard: [] }
+    const reports = [...before.onediff_guard, ...output.onediff_guard].slice(-MOST_REPORTS)
+    return { text: [...new Set([...before.text, ...output.text])], prompt: [prompt], onediff_guard: reports }
   })
 }
 

@@ -51,7 +51,7 @@ TOLD_SECONDS = 1.0  # for the last progress of a run that is over
 LAST_SECONDS = 5.0  # for what is to be put in order when the time is up
 STOP_LOOK_SECONDS = 0.2  # between two looks whether it is to stop
 MAX_FILES = 20_000  # that a run leaves
-GUARDS = ("OneDiffGuardNaNGuardModel", "OneDiffGuardNaNGuardVAE")  # that a server needs to guard a workflow
+GUARD = "OneDiffGuardNaNGuardNative"  # that a server needs to guard a workflow
 T = TypeVar("T")
 
 
@@ -184,7 +184,7 @@ class _Job:
         return RunResult(entry.outputs, {}, files, time.perf_counter() - started)
 
     async def read(self, workflow: Graph | Mapping[str, Any]) -> tuple[Graph, dict[str, Schema]]:
-        needed = GUARDS if self.guard else ()
+        needed = (GUARD,) if self.guard else ()
         if not isinstance(workflow, Graph) and is_ui_format(workflow):
             types, named = ui_format.class_types(workflow), ui_format.named_types(workflow)
             schemas = await self.server.schemas({*types, *needed}, also=named)

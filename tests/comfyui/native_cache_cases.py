@@ -92,7 +92,7 @@ def case_autoregressive() -> dict[str, Any]:
     for name, hot, calls in (("healthy", False, set()), ("some", False, {1, 2, 4}), ("hot", True, set())):
         model = make_model(CAUSAL, hot=hot)
         fail(model, calls)
-        results[f"{name}/guarded"] = sampled(node("NaNGuardModel", model), CAUSAL, sampler, sigmas)
+        results[f"{name}/guarded"] = sampled(node("model", model), CAUSAL, sampler, sigmas)
         results[f"{name}/said"] = said[-1]
         results[f"{name}/fp32"] = sampled(in_fp32(model, CAUSAL), CAUSAL, sampler, sigmas)
         if not hot:
@@ -110,7 +110,7 @@ def case_hidream() -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name, hot in (("healthy", False), ("hot", True)):
         model = make_model(HIDREAM, hot=hot)
-        guarded = node("NaNGuardModel", model)
+        guarded = node("model", model)
         for run in ("first", "second"):
             results[f"{name}/{run}"] = sampled(guarded, HIDREAM, sampler, sigmas, **tokens)
             results[f"{name}/{run}_said"] = said[-1]
@@ -120,7 +120,7 @@ def case_hidream() -> dict[str, Any]:
     results["healthy/plain"] = sampled(plain, HIDREAM, sampler, sigmas, **tokens)
     stopped = make_model(HIDREAM, hot=True)
     results["stopped/error"] = error_of(
-        lambda: sampled(node("NaNGuardModel", stopped, on_failure="stop"), HIDREAM, sampler, sigmas, **tokens)
+        lambda: sampled(node("model", stopped, on_failure="stop"), HIDREAM, sampler, sigmas, **tokens)
     )
     results["stopped/remembers"] = len(stopped.model.diffusion_model._kv_cache_entries)
     return results
@@ -140,9 +140,9 @@ def case_animate() -> dict[str, Any]:
     model = make_model(layout, hot=True)
     cached = cache.execute(model, "cpu").args[0]
     return {
-        "guarded": sampled(node("NaNGuardModel", cached), layout, sampler, sigmas, **conditions),
+        "guarded": sampled(node("model", cached), layout, sampler, sigmas, **conditions),
         "said": said[-1],
-        "uncached": sampled(node("NaNGuardModel", model), layout, sampler, sigmas, **conditions),
+        "uncached": sampled(node("model", model), layout, sampler, sigmas, **conditions),
         "fp32": sampled(in_fp32(model, layout), layout, sampler, sigmas, **conditions),
     }
 
@@ -174,6 +174,6 @@ def case_prefix() -> dict[str, Any]:
         network.prefix = Prefix(network)
         network.blocks[0].ffn.register_forward_hook(network.prefix.through)
         network.blocks[1].register_forward_pre_hook(lambda _block, given: (given[0].mul_(2), None)[1])
-        asked = node("NaNGuardModel", model) if name == "guarded" else model
+        asked = node("model", model) if name == "guarded" else model
         results[name] = sampled(asked, layout, sampler, sigmas)
     return results | {"said": said[-1]}

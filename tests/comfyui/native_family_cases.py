@@ -56,7 +56,7 @@ def case_inserted() -> Figures:
         for hot in (False, True):
             patcher = make_model(layout, hot=hot)
             by_hand, _ = _guarded(patcher, layout, STEPS), said.clear()
-            inserted = sample(node("NaNGuardModel", patcher, inserted=True), layout, steps=STEPS)
+            inserted = sample(node("model", patcher, inserted=True), layout, steps=STEPS)
             found[f"{name}, overflowing" if hot else name] = {"same": torch.equal(by_hand, inserted), "said": [*said]}
     return found
 
@@ -117,7 +117,7 @@ def overflowing(layout: Layout, patcher: Any, exact: Any, *, steps: int = STEPS)
 
 def _guarded(patcher: Any, layout: Layout, steps: int) -> torch.Tensor:
     said.clear()
-    return sample(node("NaNGuardModel", patcher), layout, steps=steps)
+    return sample(node("model", patcher), layout, steps=steps)
 
 
 def _reruns() -> int:

@@ -14,7 +14,8 @@ import numpy as np
 from runs import Ran, finish, frames_of, start
 
 WORKFLOWS = legs.ROOT / "workflows"
-GUARDS = ("OneDiffGuardNaNGuardModel", "OneDiffGuardNaNGuardVAE")
+GUARD = "OneDiffGuardNaNGuardNative"
+GUARDED = ("model", "vae")
 SMALL = {"width": 16, "height": 16, "video_frames": 2, "steps": 2}
 HOT = "overflowing_"
 Graph = dict[str, Any]
@@ -61,7 +62,7 @@ class Made:
 
 
 def graph(name: str, *, hot: bool = False, half: bool = False, without: Container[str] = ()) -> Graph:
-    """The shipped API file, small. hot: on the overflowing checkpoint. without: classes of guards to leave out."""
+    """The shipped API file, small. hot: on the overflowing checkpoint. without: "model", "vae": what is not guarded."""
     found: Graph = json.loads((WORKFLOWS / "api" / f"{name}.json").read_text(encoding="utf-8"))
     case = CASES[name]
     for node in found.values():
@@ -71,9 +72,12 @@ def graph(name: str, *, hot: bool = False, half: bool = False, without: Containe
     if half:
         _relink(found, [loader, 0], ["half", 0])
         found["half"] = {"class_type": "ModelComputeDtype", "inputs": {"model": [loader, 0], "dtype": "fp16"}}
-    for id_ in [id_ for id_, node in found.items() if node["class_type"] in GUARDS and node["class_type"] in without]:
-        inputs = found.pop(id_)["inputs"]
-        _relink(found, [id_, 0], inputs.get("model") or inputs["vae"])
+    (guard,) = (id_ for id_, node in found.items() if node["class_type"] == GUARD)
+    for slot, name in enumerate(GUARDED):
+        if name in without:
+            _relink(found, [guard, slot], found[guard]["inputs"].pop(name))
+    if not found[guard]["inputs"].keys() & set(GUARDED):
+        del found[guard]
     return found
 
 

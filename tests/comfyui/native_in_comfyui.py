@@ -53,18 +53,20 @@ def import_pack(folder: Path) -> None:
 
 
 def node(
-    name: str,
-    *wired: Any,
+    kind: str,
+    wired: Any,
+    *,
     on_failure: str = "rerun",
     strict: bool = False,
     scope: str = "step",
     inserted: bool = False,
     **further: Any,
 ) -> Any:
-    """What one of the pack's guards puts out. inserted: as by 'Guard every workflow'."""
+    """The guarded 'model' or 'vae'. inserted: as by 'Guard every workflow'."""
     node_id = "onediff_guard_1_0" if inserted else NODE_ID
-    made = pack_node(name, *wired, on_failure, strict, scope, node_id=node_id, **further)
-    return (made["result"] if inserted else made)[0]
+    policy = {"on_failure": on_failure, "strict": strict, "scope": scope}
+    made = pack_node("NaNGuardNative", **{kind: wired}, **policy, node_id=node_id, **further)
+    return (made["result"] if inserted else made)[kind == "vae"]
 
 
 def pack_node(name: str, *args: Any, **kwargs: Any) -> Any:

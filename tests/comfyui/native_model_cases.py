@@ -18,7 +18,7 @@ STEPS = 3
 
 
 def guarded(patcher: Any, **policy: Any) -> Any:
-    return node("NaNGuardModel", patcher, **policy)
+    return node("model", patcher, **policy)
 
 
 @contextmanager

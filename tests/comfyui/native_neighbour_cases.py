@@ -21,7 +21,7 @@ LINEAR = "diffusion_model.middle_block.1.transformer_blocks.0.ff.net.2.weight"
 
 
 def guarded(patcher: Any, **policy: Any) -> Any:
-    return node("NaNGuardModel", patcher, **policy)
+    return node("model", patcher, **policy)
 
 
 def case_wrappers() -> dict[str, Any]:

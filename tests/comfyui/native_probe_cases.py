@@ -44,18 +44,16 @@ def _overflowing() -> dict[str, Any]:
         results[f"{name}, facts"] = facts(shown)
         for precision in (facts(shown)["dtype"], "fp16"):
             said.clear()
-            results[f"{name}, {precision}"] = sample(node("NaNGuardModel", patcher, precision=precision), layout)
+            results[f"{name}, {precision}"] = sample(node("model", patcher, precision=precision), layout)
             results[f"{name}, {precision} said"] = list(said)
         with on("sm75"):
             shown = probed(patcher, layout)
             results[f"{name}, text on sm75"], profile = shown["result"][1:]
             said.clear()
-            results[f"{name}, profiled"] = sample(
-                node("NaNGuardModel", patcher, scope="learned", profile=profile), layout
-            )
+            results[f"{name}, profiled"] = sample(node("model", patcher, scope="learned", profile=profile), layout)
             results[f"{name}, profiled said"] = list(said)
         said.clear()
-        sample(node("NaNGuardModel", patcher, scope="learned", profile=profile), layout)
+        sample(node("model", patcher, scope="learned", profile=profile), layout)
         results[f"{name}, profiled elsewhere said"] = list(said)
         results[f"{name}, reached"] = _reached(in_fp32(patcher, layout), layout, *layout.hot)
     return results
@@ -120,7 +118,7 @@ def case_empty_latents() -> dict[str, Any]:
 def case_leaves_nothing() -> dict[str, Any]:
     """The MODEL that was probed, guarded before, and what is behind it."""
     patcher = make_model(SD15)
-    before, guarded = sample(patcher, SD15), node("NaNGuardModel", patcher)
+    before, guarded = sample(patcher, SD15), node("model", patcher)
     said.clear()
     shown = facts(probed(guarded, SD15))
     told = list(said)

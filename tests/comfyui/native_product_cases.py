@@ -82,11 +82,11 @@ def case_products() -> dict[str, Any]:
             results[f"{name}, healthy plain"] = sample(healthy, SD15, steps=STEPS)
             results[f"{name}, in fp8"] = any(made)
             said.clear()
-            results[f"{name}, healthy guarded"] = sample(node("NaNGuardModel", healthy), SD15, steps=STEPS)
+            results[f"{name}, healthy guarded"] = sample(node("model", healthy), SD15, steps=STEPS)
             results[f"{name}, healthy said"] = said[-1]
             results[f"{name}, plain"] = sample(hot, SD15, steps=STEPS)
             said.clear()
-            results[f"{name}, guarded"] = sample(node("NaNGuardModel", hot), SD15, steps=STEPS)
+            results[f"{name}, guarded"] = sample(node("model", hot), SD15, steps=STEPS)
         results[f"{name}, said"] = said[-1]
         results[f"{name}, fp32"] = sample(in_fp32(hot), SD15, steps=STEPS)
     return results
@@ -101,7 +101,7 @@ def case_hidden() -> dict[str, Any]:
     layer.weight = torch.nn.Parameter(layer.weight.float() * hot, requires_grad=False)
     results: dict[str, Any] = {"plain": sample(patcher, SD15, steps=STEPS)}
     said.clear()
-    results["guarded"] = sample(node("NaNGuardModel", patcher), SD15, steps=STEPS)
+    results["guarded"] = sample(node("model", patcher), SD15, steps=STEPS)
     results["said"] = said[-1]
     results["fp32"] = sample(in_fp32(patcher), SD15, steps=STEPS)
     return results
@@ -112,7 +112,7 @@ def case_leaves_nothing() -> dict[str, Any]:
     broken = make(OPS.fp8_ops, hot=True)
     broken.model.diffusion_model.out[0].weight = torch.nn.Parameter(torch.full((32,), torch.nan), requires_grad=False)
     with counting():
-        error = error_of(lambda: sample(node("NaNGuardModel", broken), SD15))
+        error = error_of(lambda: sample(node("model", broken), SD15))
     products = sys.modules["custom_nodes_pack.comfyui_host.layers"]
     layer = OPS.fp8_ops.Linear(16, 16, dtype=FP8).eval().requires_grad_(False)
     layer.weight.copy_(torch.eye(16))

@@ -69,12 +69,12 @@ def case_formats() -> dict[str, Any]:
             hot, twin = quantised(WAN, kind, hot=True, **how)
             results[f"{key}, healthy plain"] = sampled(healthy)
             said.clear()
-            results[f"{key}, healthy guarded"] = sampled(node("NaNGuardModel", healthy))
+            results[f"{key}, healthy guarded"] = sampled(node("model", healthy))
             results[f"{key}, healthy said"] = said[-1]
             results[f"{key}, plain"] = sampled(hot)
             before = switches(hot)
             said.clear()
-            results[f"{key}, guarded"] = sampled(node("NaNGuardModel", hot))
+            results[f"{key}, guarded"] = sampled(node("model", hot))
             results[f"{key}, said"] = said[-1]
             results[f"{key}, switches as before"] = before == switches(hot)
             results[f"{key}, fp32"] = sampled(twin)
@@ -151,7 +151,7 @@ def case_interrupted() -> dict[str, Any]:
 
     hook = patcher.model.diffusion_model.blocks[1].ffn[2].register_forward_pre_hook(interrupt)
     try:
-        sampled(node("NaNGuardModel", patcher))
+        sampled(node("model", patcher))
     except interrupted:
         results["interrupted"] = True
     hook.remove()
@@ -173,7 +173,7 @@ def case_lora() -> dict[str, Any]:
             patcher.load(CPU, lowvram_model_memory=1)
             layer = patcher.model.diffusion_model.blocks[0].ffn[2]
             results[f"{key}, on the way"] = len(layer.weight_function)
-            results[f"{key}, lowvram guarded"] = denoised(node("NaNGuardModel", patcher))
+            results[f"{key}, lowvram guarded"] = denoised(node("model", patcher))
             weight = twin.model.diffusion_model.get_parameter(name)
             stored = weight.clone()
             weight += patch
@@ -181,7 +181,7 @@ def case_lora() -> dict[str, Any]:
             weight.copy_(stored)
             results[f"{key}, fp32 without"] = denoised(twin)
             patcher.detach()
-        guarded = node("NaNGuardModel", patcher)
+        guarded = node("model", patcher)
         results[f"{key}, loaded guarded"] = sampled(guarded)
         with torch.inference_mode():
             weight.copy_(layer.weight.float().dequantize())
@@ -202,7 +202,7 @@ def case_hidden() -> dict[str, Any]:
         whole.copy_(weight)
     results: dict[str, Any] = {"plain": sample(patcher, SD15, steps=1)}
     said.clear()
-    results["guarded"] = sample(node("NaNGuardModel", patcher), SD15, steps=1)
+    results["guarded"] = sample(node("model", patcher), SD15, steps=1)
     return results | {"said": said[-1], "fp32": sample(twin, SD15, steps=1)}
 
 
@@ -220,8 +220,8 @@ def case_refused() -> dict[str, Any]:
     with torch.inference_mode():
         broken.model.diffusion_model.blocks[1].ffn[2].weight._params.scale.fill_(torch.nan)
     return {
-        "no switch": error_of(lambda: sampled(node("NaNGuardModel", patcher))),
-        "broken": error_of(lambda: sampled(node("NaNGuardModel", broken))),
+        "no switch": error_of(lambda: sampled(node("model", patcher))),
+        "broken": error_of(lambda: sampled(node("model", broken))),
     }
 
 

@@ -29,7 +29,7 @@ NAMES = {  # workflow → the model and the VAE that stand in
 }
 SMALL = {"width": 64, "height": 64, "length": 13, "steps": 2}
 FOLDERS = {"unet_name": "diffusion_models", "clip_name": "text_encoders", "vae_name": "vae"}  # by the loader's input
-GUARDS = ("OneDiffGuardNaNGuardModel", "OneDiffGuardNaNGuardVAE")
+GUARD = "OneDiffGuardNaNGuardNative"
 Graph = dict[str, Any]
 
 
@@ -155,9 +155,8 @@ def run(name: str, layout: Any, model: Any, *, guarded: bool = True, card: str =
     def output(id_: str, slot: int) -> Any:
         if (id_, slot) not in made:
             node = graph[id_]
-            if node["class_type"] in GUARDS and not guarded:
-                given = node["inputs"]
-                return output(*(given.get("model") or given["vae"]))
+            if node["class_type"] == GUARD and not guarded:
+                return output(*node["inputs"][("model", "vae")[slot]])
             inputs = {key: output(*v) if isinstance(v, list) else v for key, v in node["inputs"].items()}
             made.update({(id_, i): value for i, value in enumerate(_call(node["class_type"], inputs))})
         return made[id_, slot]
@@ -168,7 +167,7 @@ def run(name: str, layout: Any, model: Any, *, guarded: bool = True, card: str =
 
 def _call(kind: str, inputs: dict[str, Any]) -> Any:
     cls = known()[kind]
-    if kind in GUARDS:
+    if kind == GUARD:
         inputs = inputs | {"node_id": NODE_ID}
     if hasattr(cls, "execute") and hasattr(cls, "define_schema"):
         return cls.execute(**inputs).result

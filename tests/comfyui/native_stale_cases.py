@@ -68,7 +68,7 @@ def counting_loads() -> Iterator[list[str]]:
 def _run(patcher: Any, layout: Any = SD15, **more: Any) -> dict[str, Any]:
     said.clear()
     with counting_loads() as loads:
-        made = sample(node("NaNGuardModel", patcher), layout, **more)
+        made = sample(node("model", patcher), layout, **more)
     return {"guarded": made, "said": said[-1], "loads": len(loads)}
 
 
@@ -79,7 +79,7 @@ def _named(name: str, results: dict[str, Any]) -> dict[str, Any]:
 def case_patched() -> dict[str, Any]:
     healthy, hot = with_lora(make_model(SD15)), with_lora(make_model(SD15, hot=True))
     results: dict[str, Any] = {"healthy, expected": sample(healthy, SD15)}
-    results["hot, expected"] = sample(node("NaNGuardModel", hot), SD15)
+    results["hot, expected"] = sample(node("model", hot), SD15)
     results |= _named("healthy", _run(spoiled(healthy, spoil_patched)))
     results |= _named("hot", _run(spoiled(hot, spoil_patched)))
     return results
@@ -141,9 +141,9 @@ def case_hopeless() -> dict[str, Any]:
     nan = torch.full(SD15.latents, torch.nan)
     results: dict[str, Any] = {}
     for name, run in {
-        "weight": lambda: sample(node("NaNGuardModel", broken), SD15),
-        "latents": lambda: sample(node("NaNGuardModel", make_model(SD15)), SD15, latents=nan),
-        "stop": lambda: sample(node("NaNGuardModel", spoiled(stale, spoil_patched), on_failure="stop"), SD15),
+        "weight": lambda: sample(node("model", broken), SD15),
+        "latents": lambda: sample(node("model", make_model(SD15)), SD15, latents=nan),
+        "stop": lambda: sample(node("model", spoiled(stale, spoil_patched), on_failure="stop"), SD15),
     }.items():
         with counting_loads() as loads:
             results[name] = error_of(run)

@@ -29,7 +29,7 @@ RUNS: dict[str, tuple[Any, ...]] = {  # layout, dtype of the weights, and what t
 
 
 def guarded(patcher: Any, **policy: Any) -> Any:
-    return node("NaNGuardModel", patcher, **policy)
+    return node("model", patcher, **policy)
 
 
 def streamed(patcher: Any, way: str) -> Any:
@@ -166,5 +166,5 @@ def case_vae() -> dict[str, Any]:
             results["fp32"] = exact.decode(latents)
             vae.patcher = streamed(vae.patcher, way)
             results[f"{way}, plain"] = vae.decode(latents)
-            results[way] = node("NaNGuardVAE", vae).decode(latents)
+            results[way] = node("vae", vae).decode(latents)
     return results

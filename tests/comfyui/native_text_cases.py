@@ -104,7 +104,7 @@ def sampled(name: str, patcher: Any) -> Mapping[str, torch.Tensor]:
 
 
 def guarded(patcher: Any, **policy: Any) -> Any:
-    return node("NaNGuardModel", patcher, **policy)
+    return node("model", patcher, **policy)
 
 
 def case_families() -> dict[str, Any]:

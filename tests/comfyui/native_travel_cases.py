@@ -41,7 +41,7 @@ def case_prompt() -> dict[str, Any]:
     patcher = make_model(SD15)
     return {
         "ksampler": error_of(lambda: sampled(patcher, foreign)),
-        "guarded": error_of(lambda: sampled(node("NaNGuardModel", make_model(SD15)), foreign)),
+        "guarded": error_of(lambda: sampled(node("model", make_model(SD15)), foreign)),
         "next": sampled(patcher, right[0][0]),
         "right": sampled(patcher, labels.prompt_of(right[0][0], MODEL, SAMPLER)),
     }
@@ -52,7 +52,7 @@ def case_latents() -> dict[str, Any]:
     vae = make_vae(torch.float32)
     return {
         "decode": error_of(lambda: vae.decode(foreign)),
-        "guarded": error_of(lambda: node("NaNGuardVAE", make_vae(torch.float32)).decode(foreign)),
+        "guarded": error_of(lambda: node("vae", make_vae(torch.float32)).decode(foreign)),
         "next": run(CALLS["decode"], vae),
         "right": run(lambda vae: vae.decode(labels.latents_of(latents(), MODEL)), vae),
     }

@@ -32,7 +32,7 @@ CALLS: dict[str, Callable[[Any], torch.Tensor]] = {
 
 
 def guarded(vae: Any, **policy: Any) -> Any:
-    return node("NaNGuardVAE", vae, **policy)
+    return node("vae", vae, **policy)
 
 
 def run(call: Callable[[Any], torch.Tensor], vae: Any) -> torch.Tensor:

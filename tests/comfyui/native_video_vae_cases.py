@@ -144,12 +144,12 @@ def case_each() -> dict[str, Any]:
                     key = f"{name}, {call}, {state}"
                     results[f"{key}, plain"] = run(vae, kind)
                     said.clear()
-                    results[f"{key}, guarded"] = run(node("NaNGuardVAE", vae), kind)
+                    results[f"{key}, guarded"] = run(node("vae", vae), kind)
                     results[f"{key}, said"] = said[-1]
                     if state != "healthy":
                         results[f"{key}, fp32"] = run(in_fp32(vae, kind), kind)
                         said.clear()
-                        results[f"{key}, wide"] = run(node("NaNGuardVAE", vae, precision="fp16"), kind)
+                        results[f"{key}, wide"] = run(node("vae", vae, precision="fp16"), kind)
                         results[f"{key}, wide said"] = said[-1]
     return results
 
@@ -164,7 +164,7 @@ def case_half_buffer() -> dict[str, Any]:
         try:
             with in_chunks():
                 results[f"{name}, plain"] = decode(vae, kind)
-                results[f"{name}, guarded"] = decode(node("NaNGuardVAE", vae), kind)
+                results[f"{name}, guarded"] = decode(node("vae", vae), kind)
                 results[f"{name}, fp32"] = decode(in_fp32(vae, kind), kind)
         finally:
             ARGS.fp16_intermediates = False
@@ -189,7 +189,7 @@ def case_quantised() -> dict[str, Any]:
         twin = in_fp32(vae, kind, whole)
         results[f"{state}, plain"] = decode(vae, kind)
         said.clear()
-        results[f"{state}, guarded"] = decode(node("NaNGuardVAE", vae), kind)
+        results[f"{state}, guarded"] = decode(node("vae", vae), kind)
         results[f"{state}, said"] = said[-1]
         results[f"{state}, fp32"] = decode(twin, kind)
     return results

@@ -39,7 +39,7 @@ Around = Callable[[], AbstractContextManager[Any]]
 
 
 def wide(patcher: Any) -> Any:
-    return node("NaNGuardModel", patcher, precision="fp16")
+    return node("model", patcher, precision="fp16")
 
 
 def case_beside() -> Figures:
@@ -211,9 +211,9 @@ def case_two_guards() -> Figures:
         patcher, _ = with_its_twin(layout, hot=True)
         plain, once = (sample(model, layout, steps=STEPS) for model in (patcher, wide(patcher)))
         said.clear()
-        twice = sample(wide(node("NaNGuardModel", patcher, precision="bf16")), layout, steps=STEPS)
+        twice = sample(wide(node("model", patcher, precision="bf16")), layout, steps=STEPS)
         text = said[-1]
-        off = sample(node("NaNGuardModel", wide(patcher), on_failure="off"), layout, steps=STEPS)
+        off = sample(node("model", wide(patcher), on_failure="off"), layout, steps=STEPS)
         found[name] = {"wide": same(once, twice), "inherit": same(plain, off), "said": text}
     return found
 
@@ -226,7 +226,7 @@ def case_learned() -> Figures:
         for _ in range(2):
             patcher = streamed(make_model(layout, hot=True), way)
             with around():
-                sample(node("NaNGuardModel", patcher, scope="learned"), layout, steps=STEPS)
+                sample(node("model", patcher, scope="learned"), layout, steps=STEPS)
             told.append(said[-1])
         found[way] = told
     return found
@@ -244,7 +244,7 @@ def case_work_units() -> Figures:
             made = sample(patcher, layout, steps=STEPS)
             found[f"{name}, {order}"] = {"distance": distance(layout, made, reference), "said": said[-1]}
         said.clear()
-        learner = node("NaNGuardModel", work_units.on_two(layout, hot=True), scope="learned")
+        learner = node("model", work_units.on_two(layout, hot=True), scope="learned")
         made = [distance(layout, sample(learner, layout, steps=STEPS), reference) for _ in range(2)]
         found[f"{name}, learned"] = {"distance": max(made), "said": said[-1]}
     return found

@@ -91,12 +91,12 @@ def case_learned() -> Figures:
 
 def _learned(layout: Layout, patcher: Any, exact: Any) -> Figures:
     reference = sample(exact, layout, steps=STEPS)
-    learner = node("NaNGuardModel", patcher, scope="learned")
+    learner = node("model", patcher, scope="learned")
     found: Figures = {}
     for run in ("first", "second", "after a restart"):
         said.clear()
         if run == "after a restart":
-            learner = node("NaNGuardModel", patcher, scope="learned")
+            learner = node("model", patcher, scope="learned")
         found[run] = distance(layout, sample(learner, layout, steps=STEPS), reference)
         found[f"{run} said"] = list(said)
     return found
@@ -111,7 +111,7 @@ def case_learned_of_others() -> Figures:
     def run(name: str, patcher: Any, around: Any = nullcontext) -> torch.Tensor:
         said.clear()
         with around():
-            made = sample(node("NaNGuardModel", patcher, scope="learned"), layout, steps=STEPS)
+            made = sample(node("model", patcher, scope="learned"), layout, steps=STEPS)
         found[name] = said[-1]
         return made
 
@@ -229,7 +229,7 @@ def guarded(
     """A run, and what is shown on the guard's node in the end. Where it is refused: zeros, and why."""
     said.clear()
     made: list[torch.Tensor] = []
-    patcher = node("NaNGuardModel", patcher, precision=precision, **policy)
+    patcher = node("model", patcher, precision=precision, **policy)
     refused = error_of(lambda: made.append(sample(patcher, layout, steps=steps)))
     return (torch.zeros(layout.latents), refused) if refused else (made[0], said[-1])
 

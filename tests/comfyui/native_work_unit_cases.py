@@ -46,7 +46,7 @@ def on_two(layout: Layout, **model: Any) -> Any:
 
 
 def guarded(patcher: Any, **policy: Any) -> Any:
-    return node("NaNGuardModel", patcher, **policy)
+    return node("model", patcher, **policy)
 
 
 def wrapped(patcher: Any, wrapper: Callable[..., Any], kind: str = KINDS.DIFFUSION_MODEL) -> Any:

@@ -18,7 +18,7 @@ import legs
 import numpy as np
 import pytest
 import torch
-from native_graphs import CASES, GUARDS, HOT, SMALL, WORKFLOWS, Graph, graph
+from native_graphs import CASES, GUARD, GUARDED, HOT, SMALL, WORKFLOWS, Graph, graph
 from runs import frames_of
 from safetensors.torch import load_file, save_file
 from waiting import wait_until
@@ -86,7 +86,7 @@ class Queued:
 
 
 def unguarded(name: str, **how: Any) -> Graph:
-    return graph(name, half=True, without=GUARDS, **how)
+    return graph(name, half=True, without=GUARDED, **how)
 
 
 def with_seed(prompt: Graph, seed: int) -> Graph:
@@ -141,7 +141,7 @@ def test_what_cannot_be_saved_ends_as_without_guards(server: legs.Server, name: 
 def test_a_guard_that_was_wired_by_hand_wins(server: legs.Server) -> None:
     """Behind another node, too, which hands on what it is given."""
     prompt = with_seed(graph("native_sd15_text_to_image", hot=True, half=True), 6)
-    (guard,) = (id_ for id_, node in prompt.items() if node["class_type"] == GUARDS[0])
+    (guard,) = (id_ for id_, node in prompt.items() if node["class_type"] == GUARD)
     for node in prompt.values():
         node["inputs"] |= {name: ["after", 0] for name, value in node["inputs"].items() if value == [guard, 0]}
     prompt["after"] = {"class_type": "ModelComputeDtype", "inputs": {"model": [guard, 0], "dtype": "fp16"}}
@@ -174,7 +174,7 @@ def test_each_user_of_a_server_has_their_own_switch(leg: legs.Leg, tmp_path: Pat
         assert guarded == {"anna": 1, "bert": 0}, server.tail()
 
 
-BYPASS = "types => app.graph.nodes.filter(node => types.includes(node.type)).forEach(node => (node.mode = 4))"
+BYPASS = "type => app.graph.nodes.filter(node => node.type === type).forEach(node => (node.mode = 4))"
 SAVED = "() => JSON.stringify(app.graph.serialize())"
 NAME = "native_sd15_text_to_image"
 SWITCH = "OneDiffGuard.EveryWorkflow"
@@ -193,8 +193,8 @@ def opened(server: legs.Server, pictures: Path, checkpoint: str, **settings: Any
             {f"{node}.{key}": value for node in ("EmptyLatentImage", "KSampler") for key, value in SMALL.items()}
         )
         canvas.set_widgets({f"{CASES[NAME].loader}.ckpt_name": checkpoint})
-        canvas.insert("ModelComputeDtype", before=GUARDS[0], dtype="fp16")
-        canvas.evaluate(BYPASS, list(GUARDS))
+        canvas.insert("ModelComputeDtype", before=GUARD, dtype="fp16")
+        canvas.evaluate(BYPASS, GUARD)
         yield canvas
     server.ask(f"/settings/{SWITCH}", False)
 

@@ -1,4 +1,4 @@
-"""NaN Guard (MODEL) on networks that remember earlier calls: a rerun starts from what the failed call found."""
+"""NaN Guard (native) on networks that remember earlier calls: a rerun starts from what the failed call found."""
 
 from __future__ import annotations
 

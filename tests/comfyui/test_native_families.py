@@ -1,4 +1,4 @@
-"""NaN Guard (MODEL) on every family of ComfyUI's own that people ask for, small, in every state of its weights."""
+"""NaN Guard (native) on every family of ComfyUI's own that people ask for, small, in every state of its weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The guards for ComfyUI's own models in comfyui 0.0.1, whose MODEL has no wrappers: one says so, the other works."""
+"""The guard for ComfyUI's own models in comfyui 0.0.1, whose MODEL has no wrappers: it says so, and guards VAEs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import legs
 import native_checkpoints
 import pytest
-from native_graphs import CASES, GUARDS, HOT, graph, make, run
+from native_graphs import CASES, GUARDED, HOT, graph, make, run
 
 pytestmark = [
     pytest.mark.comfyui,
@@ -16,7 +16,6 @@ pytestmark = [
 ]
 
 NAME = "native_sd15_text_to_image"
-MODEL_GUARD = GUARDS[0]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,7 +32,7 @@ def test_the_guard_of_models_says_what_is_missing_and_the_next_run_works(server:
     assert ran.code == 4, ran.answer
     assert "This ComfyUI cannot wrap a MODEL's apply_model" in ran.answer["error"]
     assert "Update ComfyUI" in ran.answer["error"]
-    guarded = make(server, graph(NAME, hot=True, without={MODEL_GUARD}))
+    guarded = make(server, graph(NAME, hot=True, without={"model"}))
     assert guarded.frames.shape == (*CASES[NAME].size, 3)
     assert guarded.frames.std() > 2
 
@@ -41,8 +40,8 @@ def test_the_guard_of_models_says_what_is_missing_and_the_next_run_works(server:
 def test_the_guard_of_vaes_works(server: legs.Server) -> None:
     profiles = server.base / "user" / "onediff_guard" / "profiles"
     shutil.rmtree(profiles, ignore_errors=True)
-    plain = make(server, graph(NAME, hot=True, without=GUARDS))
-    guarded = make(server, graph(NAME, hot=True, without={MODEL_GUARD}))
+    plain = make(server, graph(NAME, hot=True, without=GUARDED))
+    guarded = make(server, graph(NAME, hot=True, without={"model"}))
     assert plain.frames.max() == 0
     assert guarded.frames.std() > 2
     assert "1 call, 1 rerun" in guarded.report("VAE decoder: AutoencoderKL computes in fp16")

@@ -1,4 +1,4 @@
-"""ComfyUI's node for torch.compile, with the compiler that people use, put on before NaN Guard (MODEL) and after it."""
+"""ComfyUI's node for torch.compile, with the compiler that people use, before NaN Guard (native) and after it."""
 
 from __future__ import annotations
 

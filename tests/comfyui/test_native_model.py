@@ -1,4 +1,4 @@
-"""NaN Guard (MODEL) on ComfyUI's own small models, in a current ComfyUI: what it does, says and leaves."""
+"""NaN Guard (native) on ComfyUI's own small models, in a current ComfyUI: what it does, says and leaves."""
 
 from __future__ import annotations
 

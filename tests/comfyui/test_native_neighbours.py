@@ -1,4 +1,4 @@
-"""NaN Guard (MODEL) beside other packs' wrappers, EasyCache, LoRAs, lowvram, torch.compile and each attention."""
+"""NaN Guard (native) beside other packs' wrappers, EasyCache, LoRAs, lowvram, torch.compile and each attention."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def test_the_recommendation_applied_leads_to_no_rerun(ran: native.Ran, layout: s
     found = ran[f"overflowing/{layout}, facts"]
     assert found["dtype"] == "bf16", "which it computes natively"
     text = ran[f"overflowing/{layout}, text"]
-    assert "put NaN Guard (MODEL) behind the model, with precision 'bf16'" in text
+    assert "put NaN Guard (native) behind the model, with precision 'bf16'" in text
     for precision in ("bf16", "fp16"):
         said = ran[f"overflowing/{layout}, {precision} said"]
         assert f"{STEPS} steps, 0 reruns" in said[-1] and f"asked for {precision}" in said[-1]

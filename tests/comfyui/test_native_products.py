@@ -1,4 +1,4 @@
-"""NaN Guard (MODEL) on models with fp8 weights, of which some layers multiply in fp8: its rerun is fp32."""
+"""NaN Guard (native) on models with fp8 weights, of which some layers multiply in fp8: its rerun is fp32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NaN Guard (MODEL) on quantised checkpoints, in every format that ComfyUI has: its rerun is fp32."""
+"""NaN Guard (native) on quantised checkpoints, in every format that ComfyUI has: its rerun is fp32."""
 
 from __future__ import annotations
 

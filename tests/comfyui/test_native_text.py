@@ -1,4 +1,4 @@
-"""NaN Guard (MODEL) where a model refines text itself before it samples: MiniMax H3 and LTX-2, in a current ComfyUI."""
+"""NaN Guard (native) where a model refines text itself before it samples: MiniMax H3 and LTX-2, in a new ComfyUI."""
 
 from __future__ import annotations
 

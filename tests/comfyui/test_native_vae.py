@@ -1,4 +1,4 @@
-"""NaN Guard (VAE) on ComfyUI's own small VAEs, in a current ComfyUI: SD1.5's layout and SVD's, whole and tiled."""
+"""NaN Guard (native) on ComfyUI's own small VAEs, in a current ComfyUI: SD1.5's layout and SVD's, whole and tiled."""
 
 from __future__ import annotations
 

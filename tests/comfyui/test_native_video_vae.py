@@ -1,4 +1,4 @@
-"""NaN Guard (VAE) on ComfyUI's video VAEs, many of which decode in chunks, into what they were handed."""
+"""NaN Guard (native) on ComfyUI's video VAEs, many of which decode in chunks, into what they were handed."""
 
 from __future__ import annotations
 

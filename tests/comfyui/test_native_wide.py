@@ -1,4 +1,4 @@
-"""NaN Guard (MODEL) with a precision of its own, and every layer wide, on every family of ComfyUI's own."""
+"""NaN Guard (native) with a precision of its own, and every layer wide, on every family of ComfyUI's own."""
 
 from __future__ import annotations
 

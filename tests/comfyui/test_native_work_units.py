@@ -1,4 +1,4 @@
-"""NaN Guard (MODEL) and its probe where ComfyUI computes guidance halves at the same time, in threads of its own."""
+"""NaN Guard (native) and its probe where ComfyUI computes guidance halves at the same time, in threads of its own."""
 
 from __future__ import annotations
 

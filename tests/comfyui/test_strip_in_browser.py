@@ -313,7 +313,7 @@ def test_a_native_guard_has_one_of_all_samplers_that_use_it(
     assert end == "execution_success", detail
     canvas.settle()
     canvas.picture("strip_native")
-    strip = canvas.evaluate(STRIPS)["OneDiffGuardNaNGuardModel"]
+    strip = canvas.evaluate(STRIPS)["OneDiffGuardNaNGuardNative"]
     assert strip["cells"] == ["fp32", "fp32"] and "SD15" in strip["report"]
     (told,) = canvas.evaluate(
         "() => Object.values(app.nodeOutputs).flatMap(({onediff_guard}) => onediff_guard ?? [])"
@@ -321,6 +321,6 @@ def test_a_native_guard_has_one_of_all_samplers_that_use_it(
     )
     canvas.evaluate("told => { window.told = told }", told)
     for prompt, cells in (("one", ["half"]), ("one", ["rerun"]), ("two", ["fp32"]), ("two", ["half"])):
-        canvas.evaluate(NATIVE_REPORT, ["OneDiffGuardNaNGuardModel", prompt, cells])
-    assert canvas.evaluate(STRIPS)["OneDiffGuardNaNGuardModel"]["cells"] == ["fp32", "half"], "of the last prompt"
+        canvas.evaluate(NATIVE_REPORT, ["OneDiffGuardNaNGuardNative", prompt, cells])
+    assert canvas.evaluate(STRIPS)["OneDiffGuardNaNGuardNative"]["cells"] == ["fp32", "half"], "of the last prompt"
     assert complaints(canvas) == []

@@ -105,10 +105,10 @@ def test_a_run_is_followed_and_its_files_fetched(comfy: Any, there: RunThere, tm
 
 
 def test_a_server_is_asked_to_guard_a_workflow(comfy: Any, there: RunThere) -> None:
-    with pytest.raises(UnknownNodesError, match="no node type OneDiffGuardNaNGuardModel, OneDiffGuardNaNGuardVAE"):
+    with pytest.raises(UnknownNodesError, match="no node type OneDiffGuardNaNGuardNative"):
         there(guard=True)
     assert not comfy.requests, "without the pack there, nothing ran"
-    comfy.object_info |= {name: {"input": {"required": {}}} for name in follow.GUARDS}
+    comfy.object_info[follow.GUARD] = {"input": {"required": {}}}
     there(guard=True)
     there()
     asked = [body.get("extra_data", {}).get("onediff_guard") for path, body in comfy.requests if path == "prompt"]

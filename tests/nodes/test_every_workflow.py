@@ -47,7 +47,7 @@ CLASSES = {
     "Matched": node_class("COMFY_MATCHTYPE_V3", value="COMFY_MATCHTYPE_V3"),
     "Choice": node_class(["a", "b"], "MODEL"),
     "Nothing": type("Nothing", (), {}),
-    "OneDiffGuardNaNGuardModel": node_class("MODEL", model="MODEL"),
+    "OneDiffGuardNaNGuardNative": node_class("MODEL", "VAE", model="MODEL", vae="VAE"),
     "OneDiffGuardNumericsProbeModel": node_class("IMAGE", "STRING", model="MODEL"),
 }
 
@@ -82,7 +82,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {  # a prompt, and the inpu
         [],
     ),
     "guarded by hand": (
-        {**LOADED, "2": node("OneDiffGuardNaNGuardModel", model=["1", 0]), "3": node("Sampler", model=["2", 0])},
+        {**LOADED, "2": node("OneDiffGuardNaNGuardNative", model=["1", 0]), "3": node("Sampler", model=["2", 0])},
         [],
     ),
     "our own probe": ({**LOADED, "2": node("OneDiffGuardNumericsProbeModel", model=["1", 0])}, []),
@@ -127,12 +127,12 @@ def test_guards_go_where_a_model_or_vae_is_used(name: str) -> None:
         for name_, value in (was["inputs"] if made[id_] != was else {}).items():
             if (now := made[id_]["inputs"][name_]) != value:
                 moved[f"{id_}.{name_}"] = value, made[now[0]]
-                assert now[1] == 0 and ":" not in now[0]
+                assert ["model", "vae"][now[1]] in made[now[0]]["inputs"] and ":" not in now[0]
     assert list(moved) == expected and count == len(made) - len(prompt) == len(expected)
     for source, guard in moved.values():
         assert source in guard["inputs"].values()
         assert guard["inputs"]["precision"] == "auto"
-        assert guard["class_type"] in ("OneDiffGuardNaNGuardModel", "OneDiffGuardNaNGuardVAE")
+        assert guard["class_type"] == "OneDiffGuardNaNGuardNative"
 
 
 def test_one_guard_serves_all_uses_of_an_output() -> None:

@@ -6,15 +6,15 @@ import pytest
 from comfyui_onediff_guard import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
 
 FOUND = {
-    "black": {"NaN Guard", "NaN Guard (MODEL)", "NaN Guard (VAE)", "Numerics Probe", "Precision Report"},
+    "black": {"NaN Guard", "NaN Guard (native)", "Numerics Probe", "Precision Report"},
     "black video": {"NaN Guard", "Decode Latents", "Sample CogVideoX", "Sample Stable Video Diffusion (SVD)"},
-    "black image": {"NaN Guard", "NaN Guard (MODEL)", "Decode Latents", "Sample CogView"},
-    "NaN": {"NaN Guard", "NaN Guard (MODEL)", "NaN Guard (VAE)", "Numerics Probe", "Numerics Probe (MODEL)"},
-    "overflow": {"NaN Guard", "NaN Guard (MODEL)", "NaN Guard (VAE)", "Numerics Probe", "Numerics Probe (MODEL)"},
+    "black image": {"NaN Guard", "NaN Guard (native)", "Decode Latents", "Sample CogView"},
+    "NaN": {"NaN Guard", "NaN Guard (native)", "Numerics Probe", "Numerics Probe (MODEL)"},
+    "overflow": {"NaN Guard", "NaN Guard (native)", "Numerics Probe", "Numerics Probe (MODEL)"},
     "fp16": {"Precision Report", "NaN Guard", "Load CogVideoX", "Load Stable Video Diffusion (SVD)"},
     "bf16": {"Precision Report", "NaN Guard", "Load CogVideoX", "Load CogView4"},
     "fp32": {"Precision Report", "NaN Guard", "Load CogVideoX", "Load CogView3-Plus"},
-    "precision": {"Precision Report", "NaN Guard (MODEL)", "Load CogVideoX"},
+    "precision": {"Precision Report", "NaN Guard (native)", "Load CogVideoX"},
     "SVD": {"Load Stable Video Diffusion (SVD)", "Sample Stable Video Diffusion (SVD)"},
     "torch.compile": {"OneDiff Compile", "Warm Up"},
     "T5": {"Encode Prompt"},

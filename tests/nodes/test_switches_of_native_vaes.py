@@ -1,4 +1,4 @@
-"""NaN Guard (VAE) on a VAE of few lines: the switches and clips that a call sees, without ComfyUI."""
+"""NaN Guard (native) on a VAE of few lines: the switches and clips that a call sees, without ComfyUI."""
 
 from __future__ import annotations
 

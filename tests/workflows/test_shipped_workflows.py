@@ -31,6 +31,7 @@ LOADERS = {  # of the workflows for ComfyUI's own models
     "native_svd_image_to_video": "ImageOnlyCheckpointLoader",
 }
 SPLIT = ("native_cogvideox_text_to_video", "native_qwen_image_text_to_image", "native_z_image_text_to_image")
+GUARD = "OneDiffGuardNaNGuardNative"
 PART_LOADERS = {"UNETLoader": "diffusion_models", "CLIPLoader": "text_encoders", "VAELoader": "vae"}  # of these
 NATIVE = {*LOADERS, *SPLIT}
 TEXT_TO_VIDEO = WORKFLOWS / "api" / "cogvideox_text_to_video.json"
@@ -107,23 +108,20 @@ def test_a_guarded_workflow_has_guard_and_report(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_a_native_workflow_has_both_guards_where_they_belong(name: str) -> None:
+def test_a_native_workflow_has_the_guard_where_it_belongs(name: str) -> None:
     nodes = api_graph(WORKFLOWS / "api" / f"{name}.json").nodes
     sources = {
         (node.class_type, key): nodes[link.node].class_type
         for node in nodes.values()
         for key, link in node.links().items()
     }
-    assert sources["KSampler", "model"] == "OneDiffGuardNaNGuardModel"
-    assert {source for (_, key), source in sources.items() if key == "vae"} == {
-        LOADERS[name],
-        "OneDiffGuardNaNGuardVAE",
-    }
-    assert sources["OneDiffGuardNaNGuardVAE", "vae"] == LOADERS[name]
+    assert sources["KSampler", "model"] == GUARD
+    assert {source for (_, key), source in sources.items() if key == "vae"} == {LOADERS[name], GUARD}
+    assert sources[GUARD, "vae"] == LOADERS[name]
 
 
 @pytest.mark.parametrize("name", SPLIT)
-def test_a_native_workflow_of_several_files_has_both_guards_last(name: str) -> None:
+def test_a_native_workflow_of_several_files_has_the_guard_last(name: str) -> None:
     graph = api_graph(WORKFLOWS / "api" / f"{name}.json")
     nodes = graph.nodes
     taken = {
@@ -132,11 +130,11 @@ def test_a_native_workflow_of_several_files_has_both_guards_last(name: str) -> N
         for key, link in node.links().items()
     }
     samplers = {"KSampler", "CFGGuider", "BasicScheduler"} & graph.class_types()
-    assert {taken[sampler, "model"] for sampler in samplers} == {"OneDiffGuardNaNGuardModel"}
-    assert taken["VAEDecode", "vae"] == "OneDiffGuardNaNGuardVAE"
-    assert taken["OneDiffGuardNaNGuardVAE", "vae"] == "VAELoader"
+    assert {taken[sampler, "model"] for sampler in samplers} == {GUARD}
+    assert taken["VAEDecode", "vae"] == GUARD
+    assert taken[GUARD, "vae"] == "VAELoader"
     precisions = {node.class_type: node.inputs["precision"] for node in nodes.values() if "precision" in node.inputs}
-    assert precisions == {"OneDiffGuardNaNGuardModel": "auto", "OneDiffGuardNaNGuardVAE": "inherit"}
+    assert precisions == {GUARD: "auto"}
 
 
 @pytest.mark.parametrize("name", SPLIT)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from comfyui_onediff_guard.nodes.native import NaNGuardVAE
+from comfyui_onediff_guard.nodes.native import NaNGuardNative
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.insight.diagnosis import diagnose
 from comfyui_onediff_guard.pipelines.run.handle import load
@@ -210,7 +210,7 @@ def test_a_pytorch_that_is_too_old_is_named_here_and_by_whatever_would_run(
     with refused as loading:
         load(folder, COGVIDEOX, precision=Precision.FP32, **options)
     with refused as guarding:
-        NaNGuardVAE().apply(_Vae(), "rerun", strict=False)
+        NaNGuardNative().apply(vae=_Vae())
     assert [str(error.value) for error in (loading, guarding) if error] == list(found.machine.advice) * 2
     assert all(f"needs PyTorch 2.6 or newer, and this is {version}" in advice for advice in found.machine.advice)
 
