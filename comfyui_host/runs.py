@@ -18,7 +18,7 @@ from ..precision.arch import present
 from ..precision.dtypes import DTYPES, dtype_name
 from ..precision.fallback import HalfPrecisionForward
 from ..precision.guard import GuardPolicy, GuardStopped, Scope, StageGuard
-from ..precision.half_products import HalfProducts, run_with_half_products
+from ..precision.half_products import ScaledHalfMatmulMode, run_with_half_products
 from ..precision.overflow import Clips
 from ..precision.overrides import NOTHING, ModuleStructure, PrecisionOverrides
 from ..precision.policy import Component, Precision
@@ -224,7 +224,7 @@ def _executor(of: ComfyNetwork, settings: Settings) -> _Executor:
     plan, report = stage.plan, stage.report
     in_fp16 = plan.dtype == "fp16"
     switched = partial(accumulation, stage.architecture, others=present()) if in_fp16 else partial(nullcontext, ())
-    clips, products = Clips(plan.dtype), HalfProducts(DTYPES[plan.dtype])
+    clips, products = Clips(plan.dtype), ScaledHalfMatmulMode(DTYPES[plan.dtype])
 
     def in_half(*args: Any, **kwargs: Any) -> Any:
         try:

@@ -19,7 +19,7 @@ from .outcome import Outcome
 if TYPE_CHECKING:
     from PIL import Image
 
-    from ..headless.comparison.pictures import Run
+    from ..headless.comparison.pictures import PicturedRun
 
 FPS = 8.0
 STILL_WIDTH = 1200  # px; what a README shows without scaling
@@ -36,7 +36,9 @@ def write_pictures(output: Path, outcomes: Sequence[Outcome], footnote: str) -> 
     for outcome in outcomes:
         verdict = outcome.verdict(reference)
         frames = to_uint8(outcome.images.nan_to_num())
-        runs.append(pictures.Run(outcome.case.title, verdict, colours[verdict], outcome.numbers(reference), frames))
+        runs.append(
+            pictures.PicturedRun(outcome.case.title, verdict, colours[verdict], outcome.numbers(reference), frames)
+        )
     picture = still(
         runs,
         heading="CogVideoX in fp16, plain and made safe",
@@ -51,7 +53,9 @@ def write_pictures(output: Path, outcomes: Sequence[Outcome], footnote: str) -> 
     ]
 
 
-def still(runs: Sequence[Run], *, heading: str, subheading: str, footnote: str, columns: int = 5) -> Image.Image:
+def still(
+    runs: Sequence[PicturedRun], *, heading: str, subheading: str, footnote: str, columns: int = 5
+) -> Image.Image:
     """One row for each run: a line about it, and `columns` frames spread evenly over its video."""
     from ..headless.comparison import pictures
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TextIO
 
-from .hosts.result import Progress, ProgressCallback
+from .hosts.result import ProgressCallback, RunProgress
 
 
 @contextmanager
@@ -14,7 +14,7 @@ def printed_progress(stream: TextIO) -> Iterator[ProgressCallback]:
     """Prints each node as it starts, and on a terminal its steps too."""
     node, open_line = "", False
 
-    def tell(progress: Progress) -> None:
+    def tell(progress: RunProgress) -> None:
         nonlocal node, open_line
         if progress.node != node:
             print(f"\n{progress.node}" if open_line else progress.node, file=stream, flush=True)

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .kernels import LEAN, Kernels
 from .shallow_copy import HOOKS, structural_copy
-from .upcast import Mode
+from .upcast import TraceableMode
 
 META = torch.device("meta")
 
@@ -158,7 +158,7 @@ class _Like:
         return torch.empty(self.shape, dtype=self.dtype, device=META)
 
 
-class FusedAttention(Mode):
+class FusedAttention(TraceableMode):
     """Attention as one kernel, which reads queries, keys and values, and writes no scores; by PyTorch's mathematics
     where no kernel takes a call."""
 

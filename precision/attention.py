@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .dtypes import HALF_DTYPES
 from .shared import NO_WARNINGS, PROCESS_GATE
-from .upcast import Mode
+from .upcast import TraceableMode
 
 sdpa = torch.nn.functional.scaled_dot_product_attention
 SAGE_CHANNELS = 128  # of a head, at most
@@ -140,7 +140,7 @@ def _sage_operator() -> Any:
     return torch.ops.onediff_guard.sage_attention
 
 
-class _BySage(Mode):
+class _BySage(TraceableMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
         if func is torch.Tensor.unflatten:  # it calls super(), which dynamo cannot follow from here
@@ -183,7 +183,7 @@ MARGIN = 1.05  # by which another kernel must be faster than PyTorch's own choic
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionCall:
     """One call of scaled dot-product attention."""
 
     query: tuple[int, ...]  # [batch, heads, tokens, channels]
@@ -194,7 +194,7 @@ class Call:
     causal: bool = False
     scale: float | None = None
 
-    def with_queries(self, number: int) -> Call:
+    def with_queries(self, number: int) -> AttentionCall:
         """Return the call with `number` of its queries alone. A mask with a row for each query is cut alike."""
         tokens = min(number, self.query[-2])
         mask = self.mask and ((*self.mask[0][:-2], min(tokens, self.mask[0][-2]), self.mask[0][-1]), self.mask[1])
@@ -211,7 +211,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Choice:
+class KernelChoice:
     """The fastest kernel whose results are right."""
 
     kernel: str  # "" where that is PyTorch's own choice
@@ -255,11 +255,11 @@ class Attended(torch.nn.Module):
             return self.block(*args, **kwargs)
 
 
-def attention_calls(run: Callable[[], object]) -> Counter[Call]:
+def attention_calls(run: Callable[[], object]) -> Counter[AttentionCall]:
     """Count the calls of attention that are made while `run` runs, which may be on the meta device."""
-    seen: Counter[Call] = Counter()
+    seen: Counter[AttentionCall] = Counter()
 
-    class Recording(Mode):
+    class Recording(TraceableMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is sdpa:
                 seen[_call(*args, **(kwargs or {}))] += 1
@@ -270,7 +270,7 @@ def attention_calls(run: Callable[[], object]) -> Counter[Call]:
     return seen
 
 
-def measure(calls: Mapping[Call, int], device: torch.device) -> Choice:
+def measure(calls: Mapping[AttentionCall, int], device: torch.device) -> KernelChoice:
     """Time the kernels on random numbers, interleaved, check each against fp32, and return the fastest that is right.
 
     A kernel is left out where it does not take one of the calls, where it fails in one, or where its error is beyond
@@ -283,7 +283,7 @@ def measure(calls: Mapping[Call, int], device: torch.device) -> Choice:
         others = [kernel for kernel in offered(device) if all(_takes(kernel, call, device) for call in calls)]
         own = {_own(call, device) for call in calls} if others else set[SDPBackend]()
         if not calls or all({kernel.torch} == own for kernel in others):
-            return Choice("", {})
+            return KernelChoice("", {})
         errors, left_out = {"auto": _errors("auto", calls, device)}, dict[str, str]()
         for kernel in others:
             try:
@@ -301,7 +301,7 @@ def measure(calls: Mapping[Call, int], device: torch.device) -> Choice:
     fastest = min(handicapped, key=handicapped.__getitem__, default="auto")
     timings = {name: Timing(seconds[name], error.largest, error.share) for name, error in errors.items()}
     chosen_anyway = fastest == "auto" or {KERNELS[fastest].torch} == own
-    return Choice("" if chosen_anyway else fastest, timings, left_out)
+    return KernelChoice("" if chosen_anyway else fastest, timings, left_out)
 
 
 def _call(
@@ -313,13 +313,13 @@ def _call(
     is_causal: bool = False,
     scale: float | None = None,
     **_: Any,
-) -> Call:
+) -> AttentionCall:
     del dropout_p
     mask = None if attn_mask is None else (tuple(attn_mask.shape), attn_mask.dtype)
-    return Call(tuple(query.shape), tuple(key.shape), tuple(value.shape), query.dtype, mask, is_causal, scale)
+    return AttentionCall(tuple(query.shape), tuple(key.shape), tuple(value.shape), query.dtype, mask, is_causal, scale)
 
 
-def _tensors(call: Call, device: torch.device) -> dict[str, Any]:
+def _tensors(call: AttentionCall, device: torch.device) -> dict[str, Any]:
     generator = torch.Generator(device).manual_seed(0)
 
     def random(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -337,7 +337,7 @@ def _run(name: str, given: Mapping[str, Any]) -> torch.Tensor:
     return sdpa(**given) if name == "auto" else KERNELS[name].run(given)
 
 
-def _takes(kernel: Kernel, call: Call, device: torch.device) -> bool:
+def _takes(kernel: Kernel, call: AttentionCall, device: torch.device) -> bool:
     try:
         with NO_WARNINGS.held():  # of why it does not
             _run(kernel.name, _tensors(call.with_queries(_CHECKED), device))
@@ -347,17 +347,17 @@ def _takes(kernel: Kernel, call: Call, device: torch.device) -> bool:
     return True
 
 
-def _own(call: Call, device: torch.device) -> SDPBackend:
+def _own(call: AttentionCall, device: torch.device) -> SDPBackend:
     """Return the kernel that PyTorch would choose."""
     return SDPBackend(torch._fused_sdp_choice(**_tensors(call.with_queries(_CHECKED), device)))
 
 
-def _errors(name: str, calls: Iterable[Call], device: torch.device) -> Error:
+def _errors(name: str, calls: Iterable[AttentionCall], device: torch.device) -> Error:
     found = [_error(name, call, device) for call in calls]
     return Error(max(error.largest for error in found), max(error.share for error in found))
 
 
-def _error(name: str, call: Call, device: torch.device) -> Error:
+def _error(name: str, call: AttentionCall, device: torch.device) -> Error:
     """Make the whole call by a kernel, and compare some of its queries with fp32's result for these."""
     given = _tensors(call, device)
     rows = _rows(call)
@@ -371,7 +371,7 @@ def _error(name: str, call: Call, device: torch.device) -> Error:
     return Error(*(math.inf if math.isnan(value) else value for value in (largest, share)))
 
 
-def _rows(call: Call) -> list[int]:
+def _rows(call: AttentionCall) -> list[int]:
     """Return the queries that are compared, from all over the call. A causal one's are the first: what they attend to
     does not hang on how many there are."""
     tokens = call.query[-2]
@@ -379,7 +379,7 @@ def _rows(call: Call) -> list[int]:
     return [*range(number)] if call.causal else [tokens * row // number for row in range(number)]
 
 
-def _seconds(names: Sequence[str], call: Call, device: torch.device) -> dict[str, float]:
+def _seconds(names: Sequence[str], call: AttentionCall, device: torch.device) -> dict[str, float]:
     given = _tensors(call, device)
     taken: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(1 + _ROUNDS):

@@ -44,7 +44,7 @@ def extrapolation_weights(at: Sequence[int], wanted: int) -> list[float]:
     return [math.prod((wanted - other) / (step - other) for other in at if other != step) for step in at]
 
 
-class Choice(Enum):
+class CacheDecision(Enum):
     """What becomes of a step that could be cached."""
 
     COMPUTE = "computed"  # and compared with what the cache would have given
@@ -126,13 +126,13 @@ class ErrorEstimate:
         """Whether the present step may be cached, as far as its place in the run tells."""
         return not self.stopped and self.policy.error > 0 and FIRST <= self.at < self.steps - LAST
 
-    def choice(self) -> Choice:
+    def choice(self) -> CacheDecision:
         """Return what becomes of the present step, which may be cached. The target error is spent evenly."""
         if self.ratio is None or len(self.open) + 1 >= self.policy.check_every:
-            return Choice.COMPUTE
+            return CacheDecision.COMPUTE
         allowed = self.policy.error * (self.at + 1 - FIRST) / (self.steps - FIRST - LAST)
         adds = MARGIN * GROWTH * self.ratio * self.predicted_signal() * self._change(self.at)
-        return Choice.REUSE if self.drift + adds <= allowed else Choice.COMPUTE
+        return CacheDecision.REUSE if self.drift + adds <= allowed else CacheDecision.COMPUTE
 
     def predicted_signal(self) -> float:
         """Return the signal of the present step that the latest one tells: a polynomial departs from what it continues

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from .accumulation import fp16_accumulation
 from .dtypes import DTYPES, FP16_MAX
-from .half_products import HalfProducts, run_with_half_products
+from .half_products import ScaledHalfMatmulMode, run_with_half_products
 from .observe import Agree, alone, difference, first_broken, floating, leaf_peaks
 from .overflow import propagate_nonfinite_attention
 from .overrides import (
@@ -89,7 +89,7 @@ def build_half_precision_forward(
     Raises CannotWiden where the stream is to be wide and a layer of it cannot be.
     """
     if dtype == "fp16" and (everything or learned.everything):
-        products = HalfProducts(DTYPES[dtype])
+        products = ScaledHalfMatmulMode(DTYPES[dtype])
         run = partial(run_with_half_products, onloaded(module, module), products=products, tf32=tf32)
         return HalfPrecisionForward(run, run, everything=True, overrides=learned)
     wide = anatomy.widens(dtype) and (wide or learned.wide)
@@ -144,7 +144,7 @@ def with_islands(
 
     found: dict[str, Make] = {}
     if learned.wide_parts:
-        wide = partial(run_with_half_products, products=HalfProducts(torch.float16))
+        wide = partial(run_with_half_products, products=ScaledHalfMatmulMode(torch.float16))
         found |= {name: island(name, wide) for name in learned.wide_parts}
     found |= {name: island(name, run_in_fp32) for name in learned.islands}
     return replace_submodules(module, found) if found else module

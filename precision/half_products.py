@@ -49,7 +49,7 @@ _BROADEST = _Bounds(18, 2.0**-28)  # nearer than bf16 on average; beyond, fp16 f
 
 
 def run_with_half_products(
-    function: Callable[..., Result], *args: Any, products: HalfProducts, tf32: bool = False, **kwargs: Any
+    function: Callable[..., Result], *args: Any, products: ScaledHalfMatmulMode, tf32: bool = False, **kwargs: Any
 ) -> Result:
     """Call `function` (a module or any callable that runs modules) with products in half precision and all else in
     float32. Otherwise it does what `run_in_fp32` does, with the same arguments and errors.
@@ -59,7 +59,7 @@ def run_with_half_products(
     return run_in(products, function, args, kwargs, tf32=tf32)
 
 
-class HalfProducts(Fp32Mode):
+class ScaledHalfMatmulMode(Fp32Mode):
     """The mode in which products are computed in `dtype`, and all else in float32. It remembers what weights reach,
     which costs reading them once."""
 

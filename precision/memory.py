@@ -21,17 +21,17 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 @dataclass(frozen=True)
-class Peak:
+class PeakMemory:
     """The most memory in use, in bytes: of PyTorch's allocator on a CUDA device, of the whole process (resident) on a
     CPU."""
 
     used: int
     reserved: int | None = None  # what the allocator keeps for later included; None on a CPU
 
-    def or_more(self, other: Peak) -> Peak:
+    def or_more(self, other: PeakMemory) -> PeakMemory:
         """Return the larger of both; reserved is None where either is."""
         reserved = None if self.reserved is None or other.reserved is None else max(self.reserved, other.reserved)
-        return Peak(max(self.used, other.used), reserved)
+        return PeakMemory(max(self.used, other.used), reserved)
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Memory:
     """What a stage took of its device's memory, in bytes."""
 
     device: str
-    peak: Peak
+    peak: PeakMemory
     weights: int  # of the model's components that were there at once
 
     def __str__(self) -> str:
@@ -53,18 +53,18 @@ def size(n_bytes: float) -> str:
     return f"{n_bytes / 1e9:.1f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.3g} MB"
 
 
-class _Watch:
+class _PeakWatch:
     def __init__(self, device: torch.device):
         self.device = device
         self.peak = _peak(device)
 
 
-_watches: list[_Watch] = []
+_watches: list[_PeakWatch] = []
 _lock = threading.Lock()
 
 
 @contextmanager
-def peak_memory(device: torch.device) -> Generator[Callable[[], Peak | None]]:
+def peak_memory(device: torch.device) -> Generator[Callable[[], PeakMemory | None]]:
     """Yield a function that returns the peak since then; None where nobody counts (Apple's GPUs, a CPU that is not
     Linux's).
 
@@ -74,14 +74,14 @@ def peak_memory(device: torch.device) -> Generator[Callable[[], Peak | None]]:
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     with _lock:
         _note(device)
-        mine = _Watch(device) if _start_anew(device) else None
+        mine = _PeakWatch(device) if _start_anew(device) else None
         if mine:
             _watches.append(mine)
     if mine is None:
         yield lambda: None
         return
 
-    def peak() -> Peak:
+    def peak() -> PeakMemory:
         with _lock:
             if mine in _watches:
                 _note(device)
@@ -102,11 +102,11 @@ def _note(device: torch.device) -> None:
             watch.peak = watch.peak.or_more(_peak(device))
 
 
-def _peak(device: torch.device) -> Peak:
+def _peak(device: torch.device) -> PeakMemory:
     if device.type == "cuda":
-        return Peak(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
+        return PeakMemory(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
     found = re.search(r"^VmHWM:\s+(\d+) kB", _STATUS.read_text(encoding="ascii", errors="replace"), re.MULTILINE)
-    return Peak(int(found[1]) * 1024 if found else 0)
+    return PeakMemory(int(found[1]) * 1024 if found else 0)
 
 
 def _start_anew(device: torch.device) -> bool:

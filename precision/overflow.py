@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from .dtypes import DTYPES, FP16_MAX
 from .observe import Agree, alone, floating, largest
-from .upcast import Mode, is_quantised
+from .upcast import TraceableMode, is_quantised
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ _MINIMUM = frozenset({torch.minimum, _T.minimum})
 _PARSE_TO = getattr(torch._C, "_nn")._parse_to  # noqa: B009 - it has no stubs
 
 
-class Clips(Mode):
+class Clips(TraceableMode):
     """A function mode that notes the largest |x| that a call of a stage clips. It waits for no device.
 
     A mode costs about 3 µs of Python for each function that the stage calls. So where the first call neither clipped
@@ -381,7 +381,7 @@ def propagate_nonfinite_attention(inputs: Any) -> AbstractContextManager[Any]:
     inputs: a nest of what the call inside will be given; its tensors tell the device.
     """
     on_cpu = {leaf.device.type for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)} == {"cpu"}
-    return _ShowingWhatIsBroken() if on_cpu else nullcontext()
+    return _NonfiniteAttentionMode() if on_cpu else nullcontext()
 
 
 class ShownInside(torch.nn.Module):
@@ -396,19 +396,19 @@ class ShownInside(torch.nn.Module):
         self.block = block
 
     def forward(self, shown: bool, *args: Any, **kwargs: Any) -> Any:
-        with _ShowingWhatIsBroken() if shown else nullcontext():
+        with _NonfiniteAttentionMode() if shown else nullcontext():
             return self.block(*args, **kwargs)
 
     @staticmethod
     def run(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call what was compiled of one."""
-        if not isinstance(_get_current_function_mode(), _ShowingWhatIsBroken):
+        if not isinstance(_get_current_function_mode(), _NonfiniteAttentionMode):
             return compiled(False, *args, **kwargs)
         with _pop_mode_temporarily():
             return compiled(True, *args, **kwargs)
 
 
-class _ShowingWhatIsBroken(Mode):
+class _NonfiniteAttentionMode(TraceableMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.unflatten:  # it calls super(), which dynamo cannot follow from here
             return args[0].unflatten(*args[1:], **(kwargs or {}))

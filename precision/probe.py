@@ -39,7 +39,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Entry:
+class ProbedLayer:
     """A layer or block in the step in which it reached most."""
 
     name: str
@@ -78,19 +78,19 @@ class Probed:
                     peaks[name] = peaks.get(name, peak).widened(peak)
         return peaks
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[ProbedLayer]:
         """Return every layer and block in the first step in which it reached most, the largest first."""
-        stream, found = self.anatomy.blocks if self.anatomy.stream else (), dict[str, Entry]()
+        stream, found = self.anatomy.blocks if self.anatomy.stream else (), dict[str, ProbedLayer]()
         for index, step in enumerate(self.steps):
             for name, peak in step.items():
-                entry = Entry(name, self.reach(name, peak), index, name in stream)
+                entry = ProbedLayer(name, self.reach(name, peak), index, name in stream)
                 found[name] = max(found.get(name, entry), entry, key=lambda each: order(each.reach))
         return sorted(found.values(), key=lambda entry: -order(entry.reach))
 
-    def worst(self) -> list[Entry]:
+    def worst(self) -> list[ProbedLayer]:
         """Return the first of `entries`. The residual stream, which runs through all blocks, and a value that several
         layers are given or hand on stand there once."""
-        found: dict[object, Entry] = {}
+        found: dict[object, ProbedLayer] = {}
         for entry in self.entries():
             found.setdefault("stream" if entry.in_stream else (entry.reach, entry.step), entry)
         return [*found.values()][:WORST]

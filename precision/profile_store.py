@@ -133,7 +133,7 @@ class _LearnedPart(Foreign):
     fp16_error: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
 
 
-class _File(Foreign):
+class _ProfileJson(Foreign):
     """A profile as JSON."""
 
     kind: Literal["onediff-guard profile"]
@@ -171,7 +171,7 @@ def parse(text: str, where: str) -> Profile:
 
 
 def _fitting(value: Any) -> Profile:
-    facts = foreign.fitting(_File, value)
+    facts = foreign.fitting(_ProfileJson, value)
     given = facts.model_dump(exclude={"kind", "format", "learned", "loras"})
     learned = facts.learned
     lists: dict[str, Any] = {name: tuple(getattr(learned, name)) for name in ("islands", "wide_parts", "unquantised")}

@@ -31,7 +31,7 @@ _MAX_BYTES = 2**20
 
 
 @dataclass(frozen=True)
-class Line:
+class CheckResult:
     """What one check came to."""
 
     name: str
@@ -43,18 +43,18 @@ class Line:
 
 
 @dataclass(frozen=True)
-class SelfTest:
+class SelfTestReport:
     """What was found on one device."""
 
     device: str
     architecture: Architecture
     machine: Mapping[str, str]  # card, driver, versions
     date: str  # of the day, in local time: "2026-11-30"
-    lines: tuple[Line, ...]
+    lines: tuple[CheckResult, ...]
     seconds: Mapping[str, float]  # what was timed → of one call, the median
 
     @property
-    def wrong(self) -> tuple[Line, ...]:
+    def wrong(self) -> tuple[CheckResult, ...]:
         return tuple(line for line in self.lines if line.verdict == "wrong")
 
     @property
@@ -79,7 +79,7 @@ class SelfTest:
         return "\n".join([*lines, f"Result: {len(self.wrong)} of {ran} lines are WRONG on this card.{then}"])
 
 
-def _in_words(line: Line) -> str:
+def _in_words(line: CheckResult) -> str:
     verdict = {"right": "right  ", "wrong": "WRONG  ", "not run": "not run"}[line.verdict]
     error = "" if line.error is None else f"error {line.error:.1e}, of {line.bound:.1e} at most"
     return f"{verdict}  {line.name:<48} {line.note or error}".rstrip()
@@ -91,7 +91,7 @@ def machine_of(device: torch.device, architecture: Architecture) -> dict[str, st
     return {**facts, "driver": "" if device.type == "cpu" else driver()}
 
 
-def keep(result: SelfTest, file: Path) -> Path:
+def keep(result: SelfTestReport, file: Path) -> Path:
     """Write it as JSON, whole or not at all. Raises OSError."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with replacing(file) as stream:

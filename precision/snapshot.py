@@ -47,7 +47,7 @@ class _Held(NamedTuple):
 
 
 @dataclass
-class _Found:
+class _Reachable:
     """Everything changeable that can be reached from some roots."""
 
     opaque: tuple[str, ...]
@@ -77,22 +77,22 @@ class _Found:
         if issubclass(kind, _LEAVES):
             return None
         if issubclass(kind, torch.Tensor):
-            return None if hasattr(kind, "__tensor_flatten__") else _Found._tensor  # of those, only weights
+            return None if hasattr(kind, "__tensor_flatten__") else _Reachable._tensor  # of those, only weights
         if issubclass(kind, torch.nn.Module):
-            return _Found._module
+            return _Reachable._module
         if issubclass(kind, (torch.Generator, random.Random)):
-            return _Found._generator
+            return _Reachable._generator
         if issubclass(kind, dict):
-            return _Found._dict
+            return _Reachable._dict
         if issubclass(kind, (list, deque, set, bytearray)):
-            return _Found._items
+            return _Reachable._items
         if issubclass(kind, (tuple, frozenset)):
             return lambda _found, value, _path: enumerate(value)
         if issubclass(kind, partial):
             return lambda _found, value, _path: enumerate((value.func, value.args, value.keywords))
         if f"{kind.__module__}.".startswith((*_FOREIGN, *self.opaque)):
             return None
-        return _Found._object
+        return _Reachable._object
 
     def _tensor(self, value: torch.Tensor, path: Path) -> Iterable[tuple[Any, Any]]:
         if (value.device.type != "meta" or self.on_meta) and value.layout is torch.strided:
@@ -160,7 +160,7 @@ class Snapshot:
     """
 
     def __init__(self, *roots: Any, opaque: tuple[str, ...] = (), rewritten: Iterable[Any] = ()):
-        found = _Found(opaque)
+        found = _Reachable(opaque)
         with _AS_IT_IS():
             found.walk(rewritten)
             left_out = {*found.tensors}
@@ -233,8 +233,8 @@ class Snapshot:
                     elif not isinstance(container, set):
                         object.__setattr__(container, str(key), narrowed)
 
-    def _now(self) -> _Found:
-        found = _Found(self._opaque)
+    def _now(self) -> _Reachable:
+        found = _Reachable(self._opaque)
         found.walk((*self._roots, *self._rewritten))
         return found
 
@@ -290,7 +290,7 @@ def _copied(entries: Iterable[tuple[torch.Tensor, Path]]) -> Generator[_Copy]:
 
 def copies(*roots: Any) -> list[torch.Tensor]:
     """Return what a Snapshot of the roots copies, of tensors without values too."""
-    found = _Found((), on_meta=True)
+    found = _Reachable((), on_meta=True)
     with _AS_IT_IS():
         found.walk(roots)
         return [copy.values for copy in _copied(found.tensors.values()) if copy.values is not None]

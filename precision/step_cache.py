@@ -18,7 +18,16 @@ from typing import Any
 
 import torch
 
-from .error_estimate import FIRST, LAST, ORDER, CachePolicy, CacheUse, Choice, ErrorEstimate, extrapolation_weights
+from .error_estimate import (
+    FIRST,
+    LAST,
+    ORDER,
+    CacheDecision,
+    CachePolicy,
+    CacheUse,
+    ErrorEstimate,
+    extrapolation_weights,
+)
 from .observe import floating
 from .overflow import Pending
 from .shallow_copy import Make, replace_submodules, with_forward
@@ -41,11 +50,11 @@ class StepCacheController:
     def __init__(self, policy: CachePolicy, steps: int):
         self.estimate = ErrorEstimate(policy, steps)
         self.pending = Pending()
-        self.choice: Choice | None = None  # of the present step; None: not made yet
+        self.choice: CacheDecision | None = None  # of the present step; None: not made yet
         self._computed = self._skipped = 0  # calls of blocks
         self._comparisons: list[torch.Tensor] = []  # of the present step's earlier calls, as in `compare`
         self._latents: torch.Tensor | None = None  # that the present step begins from
-        self._cache: StepCache | None = None  # of the denoiser that was called latest
+        self._cache: DenoiserHistory | None = None  # of the denoiser that was called latest
 
     @property
     def use(self) -> CacheUse:
@@ -65,7 +74,7 @@ class StepCacheController:
         """Cache nothing more in this run."""
         self.estimate = self.estimate.stop(why)
 
-    def begin_call(self, cache: StepCache) -> None:
+    def begin_call(self, cache: DenoiserHistory) -> None:
         """Note which denoiser is called. The one before it is done: its history goes, and tells nothing of this one."""
         if self._cache is not None and self._cache is not cache:
             self._cache.history.clear()
@@ -76,7 +85,7 @@ class StepCacheController:
         self._skipped += skipped
         self._computed += not skipped
 
-    def choose(self) -> Choice:
+    def choose(self) -> CacheDecision:
         """Return what becomes of the present step. Its first call decides that; the others follow."""
         self.choice = self.choice or self.estimate.choice()
         return self.choice
@@ -108,7 +117,7 @@ class StepCacheController:
         self._latents = latents
         signal, error = self.pending.take("signal"), self.pending.take("error")
         signal = torch.nan if signal is None else signal
-        if self.choice is Choice.REUSE:
+        if self.choice is CacheDecision.REUSE:
             self.estimate = self.estimate.after_reuse(signal)
         elif error is not None:
             self.estimate = self.estimate.after_comparison(signal, error)
@@ -122,7 +131,7 @@ class StepCacheController:
         self._comparisons = []
         self.pending.drop("error")
         if whole:
-            self.choice = Choice.COMPUTE
+            self.choice = CacheDecision.COMPUTE
 
 
 @dataclass(frozen=True)
@@ -135,11 +144,11 @@ class _Values:
 
 
 @dataclass
-class _Call:
+class _DenoiserCall:
     """One call of the denoiser."""
 
     history: tuple[_Values, ...] = ()  # to extrapolate from; none: everything is computed
-    choice: Choice | None = None
+    choice: CacheDecision | None = None
     leads: bool = False  # it is a step's first one, whose signal is measured
     skips: bool = False  # the blocks behind the first one
     first_output: Any = None
@@ -148,7 +157,7 @@ class _Call:
     comparison: torch.Tensor | None = None  # of its outputs, as `StepCacheController.compare` takes it
 
 
-def _comparisons(calls: Sequence[_Call]) -> list[torch.Tensor]:
+def _comparisons(calls: Sequence[_DenoiserCall]) -> list[torch.Tensor]:
     return [call.comparison for call in calls if call.comparison is not None]
 
 
@@ -156,7 +165,7 @@ def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-class StepCache:
+class DenoiserHistory:
     """The history of one denoiser in a run, and the calls that use it.
 
     blocks: names of the denoiser's blocks, two or more, in the order in which they are called.
@@ -176,7 +185,7 @@ class StepCache:
         self.controller = controller
         self.history: dict[int, tuple[_Values, ...]] = {}  # call of a step → of the latest steps
         self._blocks, self._weights, self._own, self._whole = blocks, weights, own, whole
-        self._calls: list[_Call] = []  # in one call of the guard: one, or one for each half of a batch
+        self._calls: list[_DenoiserCall] = []  # in one call of the guard: one, or one for each half of a batch
         self._step, self._before = 0, 0  # the present step, and how many of its calls are done
 
     def attempt(self, run: Any) -> Callable[..., Any]:
@@ -196,7 +205,7 @@ class StepCache:
         calls, self._calls = self._calls, []
         if not accepted:
             self.controller.stop("the guard let an output through that is not finite, or does not fit")
-        elif any(call.values is None and call.choice is not Choice.REUSE for call in calls):
+        elif any(call.values is None and call.choice is not CacheDecision.REUSE for call in calls):
             self.controller.stop("the way in which it runs here hides what would be extrapolated")
         if accepted:
             self.controller.keep(_comparisons(calls))
@@ -204,7 +213,7 @@ class StepCache:
                 if call.values:
                     self.history[number] = (*self.history.get(number, ()), call.values)[-ORDER - 1 :]
         self._before += len(calls)
-        return any(call.choice is Choice.REUSE for call in calls)
+        return any(call.choice is CacheDecision.REUSE for call in calls)
 
     def forget(self) -> None:
         """Begin anew, since later calls are made otherwise: the latest one, which will be made again, is computed."""
@@ -233,13 +242,15 @@ class StepCache:
         return guarded
 
     def _compute(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._calls.append(_Call())
+        self._calls.append(_DenoiserCall())
         return run(*args, **kwargs)
 
     def _attempt(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         call = self._begin()
         self._calls.append(call)
-        before = Snapshot(args, kwargs) if call.choice is Choice.COMPUTE else None  # the first block is called once
+        before = (
+            Snapshot(args, kwargs) if call.choice is CacheDecision.COMPUTE else None
+        )  # the first block is called once
         output = run(*args, **kwargs)
         if before is None:
             return output
@@ -250,14 +261,14 @@ class StepCache:
         call.comparison = self._whole(torch.stack([cached - computed, computed], dim=-1))
         return output
 
-    def _begin(self) -> _Call:
+    def _begin(self) -> _DenoiserCall:
         """Return the present call, and what becomes of it where it may be cached."""
         number = self._before + len(self._calls)
         history = self.history.get(number, ())
         follows = number == 0 or self.controller.choice is not None
         if not (follows and len(history) > ORDER and self.controller.estimate.may_reuse):
-            return _Call()
-        return _Call(history, self.controller.choose(), leads=number == 0, skips=True)
+            return _DenoiserCall()
+        return _DenoiserCall(history, self.controller.choose(), leads=number == 0, skips=True)
 
     def _with_blocks(self, run: Any) -> Any:
         first, *middle, last = self._blocks
@@ -311,7 +322,7 @@ class StepCache:
 
     def _count_skip(self) -> None:
         """Where the call is made again in full, nothing was skipped."""
-        if self._calls[-1].choice is Choice.REUSE:
+        if self._calls[-1].choice is CacheDecision.REUSE:
             self.controller.count(skipped=True)
 
     def _extrapolated(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -341,7 +352,7 @@ def with_most_memory(run: Any, blocks: Sequence[str], calls: int) -> Callable[..
     """
     controller = StepCacheController(CachePolicy(), FIRST + LAST + 1)
     controller.estimate = replace(controller.estimate, at=FIRST)
-    cache = StepCache(blocks, controller)
+    cache = DenoiserHistory(blocks, controller)
     call = cache.guarded(cache.attempt(run))
 
     def filled(*args: Any, **kwargs: Any) -> Any:

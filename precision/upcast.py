@@ -30,7 +30,7 @@ from .dtypes import HALF_DTYPES
 from .fp32_settings import EAGER_ONLY, FP32_ATTENTION, TF32, autocast_off_where_on, device_types
 
 
-class Mode(TorchFunctionMode):
+class TraceableMode(TorchFunctionMode):
     """A function mode that a compiler traces into what it compiles, and that is never compiled by itself.
 
     Where dynamo gives a frame up, what that calls runs one call after the other, and each mode's `__torch_function__`
@@ -170,7 +170,7 @@ class OneOperation:
         return self._function(*args, **kwargs)
 
 
-class Fp32Mode(Mode):
+class Fp32Mode(TraceableMode):
     """The mode in which every function of PyTorch computes in float32."""
 
     def __init__(self) -> None:

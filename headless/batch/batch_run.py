@@ -19,7 +19,7 @@ from ...trust.text import for_terminal
 from ..errors import HostError, OutputError
 from .jobs import Job, Unmade
 from .outputs import Outputs
-from .worker_pool import End, Outcome, Ready, Worker, WorkerPool
+from .worker_pool import End, JobOutcome, Ready, Worker, WorkerPool
 
 CHUNK = 1024  # jobs that are sorted together; of some 10 KB each
 LOOK_SECONDS = 1.0  # between two looks for new workers, and at what another batch computes
@@ -233,7 +233,7 @@ class BatchRun:
         error = call.exception()  # of Ray's kinds: the process ended
         died = " ".join(str(error).split())[:1000] or type(error).__name__ if error else ""
         if job:
-            self._finished(worker, job, Outcome(End.DIED, died) if died else call.result())
+            self._finished(worker, job, JobOutcome(End.DIED, died) if died else call.result())
         else:
             self._connected(worker, Ready(worker.name, died) if died else call.result())
 
@@ -246,7 +246,7 @@ class BatchRun:
         else:
             self._idle.append(worker)
 
-    def _finished(self, worker: Worker, job: Job, outcome: Outcome) -> None:
+    def _finished(self, worker: Worker, job: Job, outcome: JobOutcome) -> None:
         if outcome.end in (End.DIED, End.AWAY):
             self._call(worker, None, worker.connect())
         else:

@@ -23,7 +23,7 @@ from ...trust.foreign import BOM, Foreign, Unreadable, parse_as
 from ...trust.text import listed
 from ..errors import WorkflowError
 from ..workflow import settings
-from ..workflow.graph import Graph, Link, Node, read_json
+from ..workflow.graph import Graph, GraphNode, Link, read_json
 from ..workflow.schema import SEED_NAMES, Schema
 from ..workflow.settings import Setting
 from .content import CacheKey, cache_key_of, content_of
@@ -63,7 +63,7 @@ class Matrix(Foreign):
     seeds: _Some[_Seed] | Seeds = []
 
 
-class Line(Foreign):
+class JobLine(Foreign):
     model_config = ConfigDict(extra="forbid")
     workflow: Annotated[str, Field(min_length=1, max_length=1000)] | dict[str, JsonValue]  # a file's name, or itself
     changes: list[Annotated[str, Field(max_length=MAX_LINE)]] = Field(default=[], alias="set")
@@ -145,7 +145,7 @@ class JobsFile:
         """How many jobs a line is, and each."""
         where = f"{self.file.name}, line {number}"
         try:
-            line = parse_as(Line, text.removeprefix(BOM))
+            line = parse_as(JobLine, text.removeprefix(BOM))
             named = line.workflow
             graph, schemas = self._read_file(self._path(named)) if isinstance(named, str) else self._read(named)
             graph = settings.apply(graph, map(Setting.parse, line.changes), schemas)
@@ -206,7 +206,7 @@ def axes_of(matrix: Matrix, graph: Graph, schemas: Mapping[str, Schema]) -> list
         WorkflowError: the workflow has no input, or several, that an axis could mean; or there are too many jobs.
     """
 
-    def having(name: str) -> list[Node]:
+    def having(name: str) -> list[GraphNode]:
         """The nodes with an input of this name that holds a value, and no link."""
         return [
             node
@@ -244,7 +244,7 @@ def axes_of(matrix: Matrix, graph: Graph, schemas: Mapping[str, Schema]) -> list
     return axes
 
 
-def _only(axis: str, found: Sequence[tuple[Node, str]]) -> tuple[str, str]:
+def _only(axis: str, found: Sequence[tuple[GraphNode, str]]) -> tuple[str, str]:
     """The one input that an axis can mean."""
     if len(found) != 1:
         raise WorkflowError(

@@ -36,7 +36,7 @@ from ..workflow.graph import Graph
 from .content import version_that_matters
 from .jobs import Job
 from .outputs import Outputs
-from .worker_pool import End, Outcome, Ready, Run, execute
+from .worker_pool import End, JobOutcome, Ready, Run, execute
 
 INSTALL = 'pip install "comfyui-onediff-guard[scale]", or in a clone: pip install ".[scale]"'
 STORE_BYTES = 80 * 2**20  # of a Ray that is started here; nothing large goes through it
@@ -206,7 +206,7 @@ class RayWorker:
         hello = self.actor.hello.options(name="hello", max_task_retries=-1)
         return hello.remote(version_that_matters()).future()
 
-    def run(self, job: Job) -> Future[Outcome]:
+    def run(self, job: Job) -> Future[JobOutcome]:
         """Not tried again by Ray: the job may be the reason why the process ends, and another worker may be free."""
         call = self.actor.run.options(name=f"{job.name} {job.content[:8]}", max_task_retries=0)
         return call.remote(job).future()
@@ -235,7 +235,7 @@ class RayActor:
             trouble = f"it has no folder {', '.join(lacking)}: models have to be there on every machine"
         return Ready(self._name, trouble)
 
-    def run(self, job: Job) -> Outcome:
+    def run(self, job: Job) -> JobOutcome:
         setup, needed = self._setup, job.cache_key[:2]
         if needed != self._loaded:
             self._unload()

@@ -18,7 +18,7 @@ from ..workflow.graph import Graph
 from ..workflow.schema import Schema
 from .jobs import Job, Read
 from .outputs import Outputs
-from .worker_pool import End, Outcome, Ready, execute
+from .worker_pool import End, JobOutcome, Ready, execute
 
 ASK_SECONDS = 5.0  # between two questions to a server that is away
 ANSWER_SECONDS = 5.0  # for the answer to one
@@ -85,10 +85,10 @@ class ServerWorker:
     def connect(self) -> Future[Ready]:
         return self._pool.threads.submit(self._connect)
 
-    def run(self, job: Job) -> Future[Outcome]:
+    def run(self, job: Job) -> Future[JobOutcome]:
         return self._pool.threads.submit(self._run, job)
 
-    def _run(self, job: Job) -> Outcome:
+    def _run(self, job: Job) -> JobOutcome:
         pool, self.busy = self._pool, True
         try:
             outcome = execute(job, pool.outputs, partial(pool.run, url=self._url), self.name)

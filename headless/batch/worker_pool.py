@@ -36,7 +36,7 @@ ENDS: tuple[tuple[type[HeadlessError], End], ...] = (  # the first that an error
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JobOutcome:
     end: End
     error: str = ""
     seconds: float = 0.0  # of the run
@@ -56,17 +56,17 @@ class Worker(Protocol):
 
     def connect(self) -> Future[Ready]: ...  # once it can be given jobs: at first, and after it died or was away
 
-    def run(self, job: Job) -> Future[Outcome]: ...
+    def run(self, job: Job) -> Future[JobOutcome]: ...
 
 
 class WorkerPool(Protocol):
     def new_workers(self) -> Sequence[Worker]: ...  # that have come since the last call; asked every second or so
 
 
-def execute(job: Job, outputs: Outputs, run: Run, worker: str) -> Outcome:
+def execute(job: Job, outputs: Outputs, run: Run, worker: str) -> JobOutcome:
     """Run a job, unless its outputs are there. worker: its name, for the job's record."""
     if outputs.has(job.content):
-        return Outcome(End.DONE)
+        return JobOutcome(End.DONE)
     try:
         with outputs.arriving(job.content) as (folder, record):
             result = run(job.graph, output_dir=folder)
@@ -81,5 +81,5 @@ def execute(job: Job, outputs: Outputs, run: Run, worker: str) -> Outcome:
                 "attempts": job.attempts + 1,
             }
     except HeadlessError as error:
-        return Outcome(next(end for kind, end in ENDS if isinstance(error, kind)), str(error))
-    return Outcome(End.DONE, seconds=result.seconds)
+        return JobOutcome(next(end for kind, end in ENDS if isinstance(error, kind)), str(error))
+    return JobOutcome(End.DONE, seconds=result.seconds)

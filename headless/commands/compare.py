@@ -20,7 +20,7 @@ from ..comparison.precisions import REFERENCE, SHOWN, Comparable, comparable
 from ..errors import HostError, RunFailedError, WorkflowError
 from ..files import ensure_writable, write_together
 from ..hosts import chosen as hosts
-from ..hosts.result import Progress, RunResult
+from ..hosts.result import RunProgress, RunResult
 from ..progress import printed_progress
 from ..scratch import temporary_folder
 from ..workflow.graph import read_json
@@ -60,7 +60,7 @@ def main(args: argparse.Namespace) -> Answer:
     return Answer(lines, {"files": written, **facts}, error)
 
 
-def _compare(args: argparse.Namespace) -> tuple[list[Outcome], str]:
+def _compare(args: argparse.Namespace) -> tuple[list[PrecisionOutcome], str]:
     """What each precision came to, the reference first, and what the frames were read from."""
     workflow = read_json(args.workflow)
     changes = [Setting.parse(change) for change in args.changes]
@@ -69,19 +69,19 @@ def _compare(args: argparse.Namespace) -> tuple[list[Outcome], str]:
         ensure_writable(args.out)
 
         def run(precision: str) -> tuple[RunResult, np.ndarray]:
-            on_progress(Progress(f"in {precision}:"))
+            on_progress(RunProgress(f"in {precision}:"))
             with temporary_folder(".compare-", args.out) as folder:
                 graph = subject.in_precision(precision)
                 result = host.run(graph, output_dir=folder, timeout=args.timeout, on_progress=on_progress)
                 return result, _frames(result, subject)
 
         result, reference = run(REFERENCE)
-        outcomes = [Outcome.of(REFERENCE, result, reference, reference)]
+        outcomes = [PrecisionOutcome.of(REFERENCE, result, reference, reference)]
         for precision in args.precisions[1:]:
             try:
-                outcomes.append(Outcome.of(precision, *run(precision), reference))
+                outcomes.append(PrecisionOutcome.of(precision, *run(precision), reference))
             except (RunFailedError, WorkflowError, HostError) as error:  # noqa: PERF203
-                outcomes.append(Outcome.failed(precision, str(error)))
+                outcomes.append(PrecisionOutcome.failed(precision, str(error)))
     return outcomes, "float frames" if result.results else "8-bit PNG files, whose steps are 1/255"
 
 
@@ -104,15 +104,15 @@ def _precisions(text: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PrecisionOutcome:
     """What one precision came to."""
 
     facts: dict[str, Any]  # for JSON
     row: tuple[str, ...]  # of the table; what one that failed says is in its second cell
-    run: pictures.Run  # without frames where it failed
+    run: pictures.PicturedRun  # without frames where it failed
 
     @classmethod
-    def of(cls, precision: str, result: RunResult, frames: np.ndarray, reference: np.ndarray) -> Outcome:
+    def of(cls, precision: str, result: RunResult, frames: np.ndarray, reference: np.ndarray) -> PrecisionOutcome:
         """frames: float32 [frames, height, width, 3], as the reference's. Raises RunFailedError where they are not."""
         like, stages, count = compare(frames, reference), result.stages(), len(frames)
         seconds = [step["seconds"] for stage in stages for step in stage["steps"] if step["stage"] == "denoiser"]
@@ -146,23 +146,23 @@ class Outcome:
             verdict = "black" if broken == count else "partly black" if broken else "not finite"
         colour, middle = VERDICTS.get(verdict, pictures.BAD), count // 2
         apart = None if frames is reference else difference(frames[middle], reference[middle])
-        return cls(facts, row, pictures.Run(precision, verdict, colour, numbers, as_bytes(frames), apart))
+        return cls(facts, row, pictures.PicturedRun(precision, verdict, colour, numbers, as_bytes(frames), apart))
 
     @classmethod
-    def failed(cls, precision: str, error: str) -> Outcome:
+    def failed(cls, precision: str, error: str) -> PrecisionOutcome:
         row = precision, f"failed: {shown(next(iter(error.splitlines()), ''), 300)}"
-        run = pictures.Run(precision, "failed", pictures.BAD, error, pictures.NO_FRAMES)
+        run = pictures.PicturedRun(precision, "failed", pictures.BAD, error, pictures.NO_FRAMES)
         return cls({"precision": precision, "error": error}, row, run)
 
 
-def _table(outcomes: Sequence[Outcome]) -> list[str]:
+def _table(outcomes: Sequence[PrecisionOutcome]) -> list[str]:
     rows = [HEADER, *(outcome.row for outcome in outcomes)]
     widths = [max(len(row[column]) for row in rows if len(row) == len(HEADER)) for column in range(len(HEADER))]
     widths[0] = max(len(row[0]) for row in rows)
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
-def _drawn(workflow: str, outcomes: Sequence[Outcome], footnote: str) -> dict[str, bytes]:
+def _drawn(workflow: str, outcomes: Sequence[PrecisionOutcome], footnote: str) -> dict[str, bytes]:
     """The pictures, by suffix."""
     runs = [outcome.run for outcome in outcomes]
     frames = len(runs[0].frames)

@@ -30,7 +30,7 @@ NO_FRAMES = np.zeros((0, 1, 1, 3), np.uint8)  # of a run that failed
 
 
 @dataclass(frozen=True)
-class Run:
+class PicturedRun:
     """One video and what is said about it."""
 
     title: str
@@ -61,7 +61,7 @@ class Page:
         """anchor: the point of the words that lies there, as Pillow calls it."""
         self._draw.text((x, y), words, colour, _font(size), anchor, spacing=5)
 
-    def label(self, x: float, y: float, run: Run) -> None:
+    def label(self, x: float, y: float, run: PicturedRun) -> None:
         """A run's title, and its verdict behind it."""
         self.write(x, y, run.title, 21, TEXT)
         x += self._draw.textlength(run.title, _font(21)) + 14
@@ -75,7 +75,7 @@ class Page:
         self._draw.rectangle((x, y, x + width - 1, y + height - 1), outline=EDGE)
 
 
-def grid(runs: Sequence[Run], words: tuple[str, str, str], *, frame: int) -> Image.Image:
+def grid(runs: Sequence[PicturedRun], words: tuple[str, str, str], *, frame: int) -> Image.Image:
     """One column for each run: a frame, what differs in it from the reference, and `numbers` in lines of their own.
 
     runs: the scale stands below one without a difference. One without frames failed: its `numbers` stand in place of
@@ -105,7 +105,7 @@ def grid(runs: Sequence[Run], words: tuple[str, str, str], *, frame: int) -> Ima
     return page.image
 
 
-def animation(runs: Sequence[Run], *, footnote: str) -> Iterator[Image.Image]:
+def animation(runs: Sequence[PicturedRun], *, footnote: str) -> Iterator[Image.Image]:
     """The runs beside each other, one picture for each frame of the videos."""
     width, height = MOVING_WIDTH, runs[0].height(MOVING_WIDTH)
     for frames in zip(*(run.frames for run in runs), strict=False):

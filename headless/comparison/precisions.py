@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ...trust.text import listed
 from ..errors import WorkflowError
 from ..workflow import settings
-from ..workflow.graph import Graph, Link, Node
+from ..workflow.graph import Graph, GraphNode, Link
 from ..workflow.schema import Schema
 
 INPUT = "precision"
@@ -41,7 +41,7 @@ class Comparable:
         if precision == PLAIN:
             graph = graph.with_inputs({node_id: {GUARD: UNGUARDED} for node_id in self.guards})
         needed = {node_id: graph.nodes[node_id] for node_id in graph.order_for([self.frames.node])}
-        return replace(graph, nodes={**needed, SHOWN: Node(SHOWN, "PreviewImage", {"images": self.frames})})
+        return replace(graph, nodes={**needed, SHOWN: GraphNode(SHOWN, "PreviewImage", {"images": self.frames})})
 
 
 def comparable(
@@ -76,7 +76,7 @@ def comparable(
     return Comparable(graph, varied, guards, _frames(graph, schemas, set(varied)))
 
 
-def _with_choice(graph: Graph, schemas: Mapping[str, Schema], name: str, option: str) -> list[Node]:
+def _with_choice(graph: Graph, schemas: Mapping[str, Schema], name: str, option: str) -> list[GraphNode]:
     """The nodes that have a drop-down of this name with this option in it."""
     having = [(node, schemas[node.class_type].inputs.get(name)) for node in graph.nodes.values()]
     return [node for node, spec in having if spec and option in spec.options]
@@ -87,7 +87,7 @@ def _frames(graph: Graph, schemas: Mapping[str, Schema], varied: set[str]) -> Li
     made of."""
     outputs = [node for node in graph.nodes.values() if schemas[node.class_type].is_output]
     hanging: set[str] = set()
-    videos: list[Node] = []
+    videos: list[GraphNode] = []
     for node_id in graph.order_for(node.id for node in outputs):  # no links into nowhere or in a circle
         node = graph.nodes[node_id]
         if node_id in varied or any(link.node in hanging for link in node.links().values()):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from ...trust import paths
 from ...trust.text import shown
 from ..errors import WorkflowError
-from ..workflow.graph import Graph, Node
+from ..workflow.graph import Graph, GraphNode
 from ..workflow.schema import InputSpec, Schema
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def folder_of(name: str) -> tuple[str, str]:
 
 def images_of(
     graph: Graph, schemas: Mapping[str, Schema], folder: Path
-) -> Iterator[tuple[Node, str, str, Path | None]]:
+) -> Iterator[tuple[GraphNode, str, str, Path | None]]:
     """The node, input and value of each image that a workflow names, and its file, where it is in the input folder.
 
     They are those of nodes that take uploaded images. Videos and sounds are none: a server's own stay with the server.

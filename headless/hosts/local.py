@@ -20,10 +20,10 @@ from ..errors import HeadlessError, InterruptedRunError, RunFailedError
 from ..files import ensure_writable, file_entries
 from ..progress import libraries_without_bars
 from ..workflow import settings, ui_format
-from ..workflow.graph import Graph, Link, Node, from_api, is_ui_format
+from ..workflow.graph import Graph, GraphNode, Link, from_api, is_ui_format
 from ..workflow.schema import Schema
-from ..workflow.validate import Plan, known_schemas, plan
-from .result import Progress, ProgressCallback, RunResult, no_progress
+from ..workflow.validate import WorkflowPlan, known_schemas, plan
+from .result import ProgressCallback, RunProgress, RunResult, no_progress
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def run_local(
     return RunResult(outputs, results, files, time.perf_counter() - started)
 
 
-def _together(checked: Plan, classes: Mapping[str, type]) -> Sequence[str]:
+def _together(checked: WorkflowPlan, classes: Mapping[str, type]) -> Sequence[str]:
     """The nodes that all of several processes run, and those that they need, in the order of the plan."""
     needed: set[str] = set()
     for node_id in reversed(checked.order):
@@ -158,7 +158,7 @@ def _stoppable(interrupt: Any, timeout: float | None) -> Iterator[_Stop]:
 
 
 def _run(
-    plan: Plan, order: Sequence[str], classes: Mapping[str, type], stop: _Stop, on_progress: ProgressCallback
+    plan: WorkflowPlan, order: Sequence[str], classes: Mapping[str, type], stop: _Stop, on_progress: ProgressCallback
 ) -> tuple[dict[str, dict[str, Any]], dict[str, tuple[Any, ...]]]:
     """Run nodes one after the other. Returns the `ui` dictionary and the outputs of each, by its id."""
     import torch
@@ -169,7 +169,7 @@ def _run(
         for node_id in order:
             node = plan.graph.nodes[node_id]
             stop.check()
-            on_progress(Progress(node.label))
+            on_progress(RunProgress(node.label))
             returned = _call(node, classes[node.class_type], _arguments(plan, node, results), stop)
             if isinstance(returned, dict):
                 if returned.get("ui"):
@@ -182,7 +182,7 @@ def _run(
     return outputs, results
 
 
-def _call(node: Node, node_class: Any, arguments: Mapping[str, Any], stop: _Stop) -> Any:
+def _call(node: GraphNode, node_class: Any, arguments: Mapping[str, Any], stop: _Stop) -> Any:
     from ...comfyui_host import host
 
     try:
@@ -197,7 +197,7 @@ def _call(node: Node, node_class: Any, arguments: Mapping[str, Any], stop: _Stop
         raise RunFailedError(f"{node.label} failed: {type(error).__name__}: {error}") from error
 
 
-def _arguments(plan: Plan, node: Node, results: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+def _arguments(plan: WorkflowPlan, node: GraphNode, results: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
     graph = plan.graph
     hidden = {
         "UNIQUE_ID": node.id,

@@ -26,7 +26,7 @@ from ..errors import HeadlessError, InterruptedRunError, OutputError, RunFailedE
 from ..scratch import temporary_folder
 from ..terminal import cleaned_output
 from ..workflow.graph import Graph
-from .result import Progress, ProgressCallback, RunResult, no_progress
+from .result import ProgressCallback, RunProgress, RunResult, no_progress
 
 TICK = 0.5  # seconds between looks at the ranks
 SETTLE = 1.0  # seconds in which others may say why they ended too, after the first one did
@@ -78,14 +78,14 @@ def run_over_ranks(
     """
     started = time.perf_counter()
     with temporary_folder("onediff-guard-ranks-") as folder:
-        job = _Job(workflow, options, size, gpus_here(), folder / "meeting")
+        job = _RankRun(workflow, options, size, gpus_here(), folder / "meeting")
         with _started(job) as ranks:
             result = _watch(ranks, timeout, on_progress)
     return replace(result, seconds=time.perf_counter() - started)
 
 
 @dataclass(frozen=True)
-class _Job:
+class _RankRun:
     """A run, as every rank is given it.
 
     options: of `run_local`. gpus: that PyTorch sees; 0: it runs on the CPU. meeting: a file by which ranks find each
@@ -112,7 +112,7 @@ class _Failed:
 # --- in the process of a rank -----------------------------------------------------------------------------------------
 
 
-def _run_rank(number: int, job: _Job, channel: Any) -> None:
+def _run_rank(number: int, job: _RankRun, channel: Any) -> None:
     """Run one rank, until it is done and is told to end. It ends with whoever watches it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _stop)
@@ -135,7 +135,7 @@ def _run_rank(number: int, job: _Job, channel: Any) -> None:
             os._exit(1)  # not by way of what may still wait for other ranks
 
 
-def _compute(number: int, job: _Job, tell: Callable[[Any], None], channel: Any) -> None:
+def _compute(number: int, job: _RankRun, tell: Callable[[Any], None], channel: Any) -> None:
     from tqdm import tqdm
 
     from ...pipelines.parallel.group import joined
@@ -163,7 +163,7 @@ def _beat(tell: Callable[[Any], None]) -> None:
     os._exit(1)
 
 
-def _see_one_gpu(number: int, job: _Job) -> None:
+def _see_one_gpu(number: int, job: _RankRun) -> None:
     """Have this process see its own GPU alone, and speak to the others by way of this machine alone. PyTorch has not
     been imported yet."""
     if job.gpus:
@@ -207,7 +207,7 @@ class _Rank:
                         self.result = result
                     case _Failed() as failed:
                         self.failed = failed
-                    case Progress() as progress:
+                    case RunProgress() as progress:
                         on_progress(progress)
 
     @property
@@ -235,7 +235,7 @@ class _Rank:
 
 
 @contextmanager
-def _started(job: _Job) -> Iterator[list[_Rank]]:
+def _started(job: _RankRun) -> Iterator[list[_Rank]]:
     """Start the ranks. At the end none is left, however that came."""
     context = multiprocessing.get_context("spawn")
     ranks: list[_Rank] = []

@@ -79,14 +79,14 @@ def _checked(report: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Progress:
+class RunProgress:
     node: str  # label of the node that runs
     value: float | None = None  # steps done, where the node counts any
     maximum: float | None = None
 
 
-ProgressCallback = Callable[[Progress], None]
+ProgressCallback = Callable[[RunProgress], None]
 
 
-def no_progress(progress: Progress) -> None:
+def no_progress(progress: RunProgress) -> None:
     """Tell nobody."""

@@ -80,12 +80,12 @@ def _entry(value: object) -> object:
     return {"prompt_id": value[1] if len(value) > 1 else None, "client_id": about.get("client_id")}
 
 
-class Entry(Foreign):
+class QueueEntry(Foreign):
     prompt_id: str
     client_id: Any = None
 
 
-Entries = list[Annotated[Entry, BeforeValidator(_entry)]]
+Entries = list[Annotated[QueueEntry, BeforeValidator(_entry)]]
 FIRST_RUNNING = re.compile(rb'\s*{\s*"queue_running":\s*\[\s*\[\s*[-+.\w]+,\s*"([\w.:-]{1,200})"')  # its prompt's id
 
 

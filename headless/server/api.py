@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Answer:
+class HttpResponse:
     """What a server answered."""
 
     place: str  # whose answer it is, for messages
@@ -267,7 +267,7 @@ class Server:
     async def _queue(self) -> Queue:
         return (await self._get("queue")).fitting(Queue)
 
-    async def _get(self, *parts: str, together: list[bytearray] | None = None) -> Answer:
+    async def _get(self, *parts: str, together: list[bytearray] | None = None) -> HttpResponse:
         answer = await self._ask("GET", *parts, together=together)
         if answer.status != 200:
             raise HostError(f"{answer.place} answers HTTP {answer.status}: is {self.name} a ComfyUI?")
@@ -280,7 +280,7 @@ class Server:
         seconds: float = REQUEST_SECONDS,
         together: list[bytearray] | None = None,
         **body: Any,
-    ) -> Answer:
+    ) -> HttpResponse:
         """together: answers that may be as long as one. body: `json=` or `data=`, as aiohttp takes them."""
         data = bytearray()
         together = [] if together is None else together
@@ -289,7 +289,7 @@ class Server:
             async for chunk in response.content.iter_chunked(CHUNK_BYTES):
                 data += chunk
                 check_size(place, sum(map(len, together)), beginning=data)
-            return Answer(place, response.status, bytes(data))
+            return HttpResponse(place, response.status, bytes(data))
 
     @asynccontextmanager
     async def _request(

@@ -30,7 +30,7 @@ from ..errors import (
 )
 from ..files import arriving, ensure_writable, file_entries
 from ..hosts import input_images
-from ..hosts.result import Progress, ProgressCallback, RunResult, no_progress
+from ..hosts.result import ProgressCallback, RunProgress, RunResult, no_progress
 from ..workflow import settings, ui_format
 from ..workflow.graph import Graph, from_api, is_ui_format
 from ..workflow.schema import Schema
@@ -93,7 +93,7 @@ def run_on_server(
         OutputError: a result could not be written.
     """
     return _through(
-        _Job(Server(url), guard, patience, on_progress),
+        _ServerRun(Server(url), guard, patience, on_progress),
         timeout,
         lambda job: job.run(workflow, output_dir, input_dir, reads_from, changes),
         stop,
@@ -111,13 +111,13 @@ def read_for_server(
         WorkflowError: it is no workflow, or the server lacks some of its node types.
         RunFailedError: the time was up.
     """
-    return _through(_Job(Server(url), guard), timeout, lambda job: job.read(workflow))
+    return _through(_ServerRun(Server(url), guard), timeout, lambda job: job.read(workflow))
 
 
 def _through(
-    job: _Job,
+    job: _ServerRun,
     timeout: float | None,
-    work: Callable[[_Job], Coroutine[Any, Any, T]],
+    work: Callable[[_ServerRun], Coroutine[Any, Any, T]],
     stop: threading.Event | None = None,
 ) -> T:
     """What came of the work. Whether it fails, its time is up, or Ctrl-C or `stop` ends it, it is over when this
@@ -149,7 +149,7 @@ async def _end(task: asyncio.Task[Any], seconds: float) -> None:
         await asyncio.wait({task}, timeout=seconds)
 
 
-class _Job:
+class _ServerRun:
     """One workflow on its way through a server."""
 
     def __init__(
@@ -292,7 +292,7 @@ class _Job:
                         now = int(time.monotonic())
                         second, told = now, told + 1 if now == second else 1
                         if node and told <= PROGRESS_A_SECOND:
-                            self.on_progress(Progress(label(graph, node), found.data.value, found.data.max))
+                            self.on_progress(RunProgress(label(graph, node), found.data.value, found.data.max))
             await asyncio.sleep(RECONNECT_SECONDS)
 
     async def _cancel(self, listening: asyncio.Task[None]) -> None:

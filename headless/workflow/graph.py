@@ -25,7 +25,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Node:
+class GraphNode:
     id: str
     class_type: str
     inputs: Mapping[str, Any]  # name -> Link or plain value
@@ -44,7 +44,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Graph:
-    nodes: Mapping[str, Node]
+    nodes: Mapping[str, GraphNode]
     workflow: Mapping[str, Any] | None = field(default=None, repr=False)  # the UI-format JSON it came from, if it did
     # by node and input, as the UI-format JSON has them: texts with choices, and file names with a date
     prompts: Mapping[tuple[str, str], str] = field(default_factory=dict, repr=False)
@@ -58,7 +58,7 @@ class Graph:
         """The `prompt` object that ComfyUI's `POST /prompt` takes."""
         return {node.id: _node_to_api(node) for node in self.nodes.values()}
 
-    def find(self, name: str) -> Node:
+    def find(self, name: str) -> GraphNode:
         """The node that `name` means: an id, or a title or class id that only one node has.
 
         Raises:
@@ -166,9 +166,9 @@ def from_api(data: Mapping[str, Any]) -> Graph:
     return Graph({node_id: _node_from_api(node_id, node) for node_id, node in nodes.items()})
 
 
-def _node_from_api(node_id: str, node: ApiNode) -> Node:
+def _node_from_api(node_id: str, node: ApiNode) -> GraphNode:
     inputs = {name: from_json(value) for name, value in node.inputs.items()}
-    return whole(Node(node_id, node.class_type, inputs, node.title))
+    return whole(GraphNode(node_id, node.class_type, inputs, node.title))
 
 
 def from_json(value: JsonValue) -> Any:
@@ -180,7 +180,7 @@ def from_json(value: JsonValue) -> Any:
     return value
 
 
-def whole(node: Node) -> Node:
+def whole(node: GraphNode) -> GraphNode:
     """The node, all of whose texts can be sent and encoded. Raises WorkflowError where one holds half a character."""
     for name, value in node.inputs.items():
         text = json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict)) else value
@@ -192,7 +192,7 @@ def whole(node: Node) -> Node:
     return node
 
 
-def _node_to_api(node: Node) -> dict[str, Any]:
+def _node_to_api(node: GraphNode) -> dict[str, Any]:
     def plain(value: Any) -> Any:
         if isinstance(value, Link):
             return [value.node, value.slot]

@@ -13,7 +13,7 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 from ...trust.foreign import Unreadable, fitting, parse
 from ...trust.text import is_whole, listed, shown
 from ..errors import NodeNotFoundError, WorkflowError
-from .graph import Graph, Link, Node, from_json, whole
+from .graph import Graph, GraphNode, Link, from_json, whole
 from .schema import NOTHING, InputSpec, Schema, walk
 from .ui_texts import chosen
 
@@ -46,7 +46,7 @@ class Setting:
             raise WorkflowError(f"--set {shown(argument)}: expected NODE.INPUT=VALUE, for example --set 4.steps=20.")
         return cls(node.strip(), name.strip(), text)
 
-    def found_in(self, graph: Graph, schemas: Mapping[str, Schema]) -> tuple[Node, InputSpec]:
+    def found_in(self, graph: Graph, schemas: Mapping[str, Schema]) -> tuple[GraphNode, InputSpec]:
         """The node and the input that are meant.
 
         Raises:

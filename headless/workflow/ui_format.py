@@ -14,11 +14,11 @@ from typing import Any
 from ...trust.foreign import Unreadable, fitting
 from ...trust.text import listed, shown
 from ..errors import UnknownNodesError, WorkflowError
-from .graph import Graph, Link, Node, whole
+from .graph import Graph, GraphNode, Link, whole
 from .schema import Schema
 from .ui_file import BYPASSED, MUTED, Level, UiFile, UiNode, Unfolded, unfold
 from .ui_links import HANDS_ON, Sources
-from .ui_texts import PREFIX, SAVERS, Names, chosen, types_named
+from .ui_texts import PREFIX, SAVERS, FileNames, chosen, types_named
 from .ui_widgets import OF_THE_PAGE
 
 FRONTEND_ONLY = HANDS_ON | OF_THE_PAGE.keys()
@@ -77,8 +77,8 @@ def convert(data: Mapping[str, Any], schemas: Mapping[str, Schema]) -> Graph:
             f"the browser has it, as with labels: {EXPORT_HINT}"
         )
     sources = Sources(unfolded, schemas)
-    names = Names(unfolded, schemas, sources.widgets)
-    converted: dict[str, Node] = {}
+    names = FileNames(unfolded, schemas, sources.widgets)
+    converted: dict[str, GraphNode] = {}
     prompts: dict[tuple[str, str], str] = {}
     dated: dict[tuple[str, str], str] = {}
     for level, node in unfolded.nodes():
@@ -108,7 +108,7 @@ def convert(data: Mapping[str, Any], schemas: Mapping[str, Schema]) -> Graph:
                 dated[node_id, name] = text
             if name in specs and specs[name].config.get("dynamicPrompts") is True:
                 prompts[node_id, name] = inputs[name]
-        converted[node_id] = whole(Node(node_id, node.type, inputs, node.title or None, level.title))
+        converted[node_id] = whole(GraphNode(node_id, node.type, inputs, node.title or None, level.title))
     return chosen(Graph(converted, _as_saved(data), prompts, dated))
 
 

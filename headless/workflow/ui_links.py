@@ -23,7 +23,7 @@ ANY = frozenset({"*", "", "0"})
 
 
 @dataclass(frozen=True)
-class Found:
+class InputValue:
     """What an input gets: a link to a node's output, or a plain value."""
 
     value: Any
@@ -45,7 +45,7 @@ class _Step:
         return self.level.path, self.link, self.wanted
 
 
-_Next = _Step | Found | None
+_Next = _Step | InputValue | None
 
 
 class Sources:
@@ -54,9 +54,9 @@ class Sources:
     def __init__(self, unfolded: Unfolded, schemas: Mapping[str, Schema]) -> None:
         self.unfolded = unfolded
         self.widgets = Widgets(unfolded.subgraphs, schemas)
-        self.found: dict[tuple[str, str, str], Found | None] = {}  # by the steps that led there
+        self.found: dict[tuple[str, str, str], InputValue | None] = {}  # by the steps that led there
 
-    def of(self, level: Level, node: UiNode, slot: UiInput) -> Found | None:
+    def of(self, level: Level, node: UiNode, slot: UiInput) -> InputValue | None:
         """What the input of a node gets, or None where nothing feeds it.
 
         Raises:
@@ -83,7 +83,7 @@ class Sources:
         if level.host:
             value = self.widgets.shown_on(level.host[1]).get((node.id, slot.name), NOTHING)
             if value is not NOTHING:
-                return Found(value)
+                return InputValue(value)
         if slot.link is None:
             return None
         return _Step(level, slot.link, node, slot.type if wanted is None else wanted)
@@ -117,7 +117,7 @@ class Sources:
             links = outputs[link.origin_slot].links if 0 <= link.origin_slot < len(outputs) else None
             within = next((each for each in links or () if each in inside.canvas.links), None)
             return None if within is None else _Step(inside, within, None, step.wanted)
-        return Found(Link(f"{level.path}{node.id}", link.origin_slot))
+        return InputValue(Link(f"{level.path}{node.id}", link.origin_slot))
 
     def _outside(self, level: Level, node: UiNode, step: _Step, place: int) -> _Next:
         """What comes into a subgraph: from outside, else what its node shows."""
@@ -130,7 +130,7 @@ class Sources:
         name = canvas.inputs[place].name
         at = self._into(level, node, next((slot for slot in node.inputs or () if slot.name == name), None))
         value = self.widgets.of(node).get(name, NOTHING)
-        return Found(value) if at is None and value is not NOTHING else at
+        return InputValue(value) if at is None and value is not NOTHING else at
 
     def _got(self, step: _Step, node: UiNode) -> _Next:
         """What a Get node gets: what the Set node of its name does, on its canvas, else on one around that."""
@@ -153,14 +153,14 @@ class Sources:
         link = level.canvas.links.get(into.link) if isinstance(into, _Step) and level is not step.level else None
         return None if link and link.origin_id == INPUTS else into  # as KJNodes has it
 
-    def _primitive(self, step: _Step, node: UiNode) -> Found | None:
+    def _primitive(self, step: _Step, node: UiNode) -> InputValue | None:
         """The value of a primitive, which the page hands to the node beside it, and to none further on."""
         target = step.target
         if target is None or target.mode == BYPASSED or target.type in HANDS_ON | self.unfolded.subgraphs.keys():
             return None
         shown_on = self.widgets.shown_on(step.level.host[1]) if step.level.host else {}
         value = shown_on.get((node.id, "value"), node.first_value)
-        return Found(value, in_widget=True, has_patterns=bool(node.more.fills_in))
+        return InputValue(value, in_widget=True, has_patterns=bool(node.more.fills_in))
 
 
 def _stand_in(node: UiNode, output: int, wanted: str, where: str) -> UiInput | None:

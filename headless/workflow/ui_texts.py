@@ -170,7 +170,7 @@ def _number(number: float) -> str:
     return f"{digits.removesuffix('.0')}e{int(power):+}"
 
 
-class Names:
+class FileNames:
     """Fills in file names as of one moment."""
 
     def __init__(self, unfolded: Unfolded, schemas: Mapping[str, Schema], widgets: Widgets) -> None:

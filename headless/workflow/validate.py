@@ -13,7 +13,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from ...trust.text import listed, shown
 from ..errors import UnknownNodesError, WorkflowError
 from . import schema as schemas_of
-from .graph import Graph, Link, Node
+from .graph import Graph, GraphNode, Link
 from .schema import InputSpec, Schema
 
 FRONTEND_LEFTOVERS = frozenset({"upload", "speak_and_recognation"})  # exported by the browser, read by no node
@@ -26,7 +26,7 @@ TYPES: Mapping[str, tuple[TypeAdapter[Any], str]] = {  # what reads their values
 
 
 @dataclass(frozen=True)
-class Plan:
+class WorkflowPlan:
     """A workflow that is fit to run."""
 
     graph: Graph  # with every value converted to its input's type
@@ -50,7 +50,7 @@ def known_schemas(types: set[str], classes: Mapping[str, type]) -> dict[str, Sch
     return {name: schemas_of.from_class(name, classes[name]) for name in types}
 
 
-def plan(graph: Graph, classes: Mapping[str, type]) -> Plan:
+def plan(graph: Graph, classes: Mapping[str, type]) -> WorkflowPlan:
     """Check the whole workflow and decide what runs in which order.
 
     Raises:
@@ -74,11 +74,11 @@ def plan(graph: Graph, classes: Mapping[str, type]) -> Plan:
         if len(faults) > len(lines):
             lines.append(f"  and {len(faults) - len(lines)} more")
         raise WorkflowError("\n".join(["The workflow cannot run:", *lines]))
-    return Plan(replace(graph, nodes=nodes), tuple(order), schemas)
+    return WorkflowPlan(replace(graph, nodes=nodes), tuple(order), schemas)
 
 
 def _checked(
-    node: Node, graph: Graph, schemas: Mapping[str, Schema], own_check: Callable[..., Any] | None
+    node: GraphNode, graph: Graph, schemas: Mapping[str, Schema], own_check: Callable[..., Any] | None
 ) -> tuple[dict[str, Any], list[str]]:
     """A node's inputs, converted, and what is wrong with them by its schema and its own VALIDATE_INPUTS."""
     known = schemas[node.class_type].inputs_with(node.inputs)

@@ -19,7 +19,7 @@ import torch
 from pydantic import AfterValidator, Field
 from torch.utils import _pytree as pytree
 
-from ...precision.attention import BUDGET, KERNELS, MARGIN, TOLERANCE, Call, attention_calls, measure, offered
+from ...precision.attention import BUDGET, KERNELS, MARGIN, TOLERANCE, AttentionCall, attention_calls, measure, offered
 from ...precision.dtypes import DTYPES
 from ...precision.machine import driver, platform_of, version_of
 from ...trust import foreign
@@ -52,7 +52,7 @@ class Chosen(foreign.Foreign):
     said: _Text
 
 
-class _File(foreign.Foreign):
+class _MeasurementFile(foreign.Foreign):
     choices: Annotated[dict[_Text, Chosen], Field(max_length=_CHOICES)]
 
 
@@ -85,7 +85,7 @@ def _chosen(stage: ComponentStage, inputs: Mapping[str, Any]) -> Chosen:
     return known[key]
 
 
-def calls_of(stage: ComponentStage, inputs: Mapping[str, Any]) -> Mapping[Call, int]:
+def calls_of(stage: ComponentStage, inputs: Mapping[str, Any]) -> Mapping[AttentionCall, int]:
     """Return the calls of attention in one call of the denoiser, as this process makes them: of several ranks, each
     attends with a share of the heads. They are those of a denoiser without weights, which computes nothing."""
     denoiser, dtype = skeleton(stage.handle.store.model), stage.plan.dtype
@@ -102,7 +102,7 @@ def calls_of(stage: ComponentStage, inputs: Mapping[str, Any]) -> Mapping[Call, 
         return attention_calls(lambda: denoiser(**given))
 
 
-def _recalled(handle: PipelineHandle, calls: Mapping[Call, int]) -> Chosen:
+def _recalled(handle: PipelineHandle, calls: Mapping[AttentionCall, int]) -> Chosen:
     """Return what this machine chose for these calls. At the first time it is measured, and kept; where another process
     has done so meanwhile, its choice counts."""
     device = handle.store.placement.device
@@ -129,7 +129,7 @@ def machine_facts(device: torch.device, architecture: Architecture) -> dict[str,
     return facts
 
 
-def _key(calls: Mapping[Call, int], machine: Mapping[str, str]) -> str:
+def _key(calls: Mapping[AttentionCall, int], machine: Mapping[str, str]) -> str:
     """Return what tells a machine and calls apart, and shows those that take most: heads and channels, lengths, dtype,
     mask, scale, and how often each comes."""
     longest = max(calls, key=lambda call: (math.prod(call.query) * call.key[-2], str(call)), default=None)
@@ -142,7 +142,11 @@ def _key(calls: Mapping[Call, int], machine: Mapping[str, str]) -> str:
 
 def _read(file: Path | None) -> dict[str, Chosen]:
     try:
-        return foreign.fitting(_File, foreign.read(file, limit=2**20)).choices if file and file.is_file() else {}
+        return (
+            foreign.fitting(_MeasurementFile, foreign.read(file, limit=2**20)).choices
+            if file and file.is_file()
+            else {}
+        )
     except (OSError, foreign.Unreadable) as error:
         logger.warning("'%s' is left alone, and measured anew: %s", file, error)
         return {}

@@ -105,7 +105,7 @@ def target_of(
     )
 
 
-class _Header(Foreign):
+class _ArchiveHeader(Foreign):
     kind: Literal["onediff-guard compiled code"]
     format: Literal[2]
     target: Target = Field(alias="for")
@@ -125,7 +125,7 @@ def parse(data: bytes, name: str) -> tuple[Target, bytes]:
     try:
         if len(line) > _MAX_HEADER:
             raise ValueError(f"its first line has more than {_MAX_HEADER:,} bytes")
-        header = parse_as(_Header, line)
+        header = parse_as(_ArchiveHeader, line)
         if hashlib.sha256(artifacts).hexdigest() != header.sha256:
             raise ValueError("it is damaged, or not whole")
     except ValueError as error:

@@ -13,7 +13,7 @@ from ...precision.attention import Attended, offered
 from ...precision.fallback import HalfPrecisionForward
 from ...precision.report import RunReport, StepRecord
 from ..models.lora import keys
-from ..run.feature import CallFeature, DenoiserSetup, Feature, Run, Tell
+from ..run.feature import CallFeature, DenoiserSetup, Feature, RunContext, Tell
 from . import auto_compile
 from .backends import EAGER, MEASURED, came_to, compiled, for_dtype
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class CompiledRun(Feature):
-    def __init__(self, run: Run):
+    def __init__(self, run: RunContext):
         self._run = run
 
     @contextmanager

@@ -24,7 +24,7 @@ from ...trust.text import shown
 from ..errors import BadLora
 from ..families.spec import FamilySpec
 from ..small_files import reading_file
-from .lora_file import MOST_ALPHA, Names, Placed, Settings, beside, files_of, header, place
+from .lora_file import MOST_ALPHA, LayerNames, LoraSettings, Placed, beside, files_of, header, place
 from .on_disk import StoredModel
 
 LoraKey = tuple[str, int, int, float]
@@ -92,11 +92,11 @@ def check_lora(path: Path, family: FamilySpec, denoiser: torch.nn.Module) -> tup
     with reading_file(path.name, BadLora):
         shapes, settings = header(path)
         placed = place(shapes, family, denoiser)
-        _alphas(placed, settings, Names(family, denoiser), {})
+        _alphas(placed, settings, LayerNames(family, denoiser), {})
     return tuple(_notes(path.name, placed, settings))
 
 
-def _notes(name: str, placed: Placed, settings: Settings) -> Iterator[str]:
+def _notes(name: str, placed: Placed, settings: LoraSettings) -> Iterator[str]:
     if what := placed.left_out:
         yield Message("LoRA {}: left out what only a model that takes an image has, {}", name, what)
     if placed.by_peft and settings.lora_alpha is None and not placed.alphas:
@@ -109,7 +109,7 @@ def read_lora(path: Path, family: FamilySpec, denoiser: torch.nn.Module) -> Lora
     """Check a file and read it. Raises BadLora as check_lora does, and where a weight is not finite."""
     from safetensors.torch import load_file
 
-    names = Names(family, denoiser)
+    names = LayerNames(family, denoiser)
     with reading_file(path.name, BadLora):
         _, settings = header(path)
         tensors = load_file(path)
@@ -231,7 +231,7 @@ def _check_family(family: FamilySpec) -> None:
 
 
 def _alphas(
-    placed: Placed, settings: Settings, names: Names, known: Mapping[str, float]
+    placed: Placed, settings: LoraSettings, names: LayerNames, known: Mapping[str, float]
 ) -> tuple[dict[str, float], bool]:
     """Return the alpha of each layer, and whether the root of its rank divides it, and not the rank. Without alphas in
     the file, or in its settings, an addition is taken as it is: alpha = rank. known: layer → alpha in the file.

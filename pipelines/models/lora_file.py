@@ -79,7 +79,7 @@ class Placed:
         return f"{len(self.image_only)} tensors: {shown(', '.join(named), 1000)}" if named else ""
 
 
-class Names:
+class LayerNames:
     """The names under which files know the layers and parameters of a denoiser: diffusers' and its authors', with dots
     or with underscores."""
 
@@ -114,7 +114,7 @@ def place(shapes: Mapping[str, Shape], family: FamilySpec, denoiser: torch.nn.Mo
 
     Raises Unreadable unless every one has a place and fits it, or belongs to what only a model that takes an image has.
     """
-    names, parts = Names(family, denoiser), {key: _parted(key) for key in shapes}
+    names, parts = LayerNames(family, denoiser), {key: _parted(key) for key in shapes}
     if unknown := [key for key, (_, part) in parts.items() if not part]:
         raise not_plain(_some(unknown))
     placed = Placed(by_peft=any(key.startswith("base_model.model.") for key in shapes))
@@ -149,7 +149,7 @@ def _parted(key: str) -> tuple[str, str]:
     return key, ""
 
 
-def _takes(name: str, part: str, names: Names) -> bool:
+def _takes(name: str, part: str, names: LayerNames) -> bool:
     """Return whether a layer, or a parameter that is in none, can have such a part."""
     layer = names.layers.get(name)
     if part == "bias difference":
@@ -157,7 +157,7 @@ def _takes(name: str, part: str, names: Names) -> bool:
     return part == "weight difference" or (isinstance(layer, LAYERS) and bool(part))
 
 
-def _fit(placed: Placed, layer: str, found: dict[str, str], shapes: Mapping[str, Shape], names: Names) -> None:
+def _fit(placed: Placed, layer: str, found: dict[str, str], shapes: Mapping[str, Shape], names: LayerNames) -> None:
     """Put the parts of a layer, or of a parameter that is in none, where they belong. Raises Unreadable where they do
     not fit."""
     weight = layer if layer in names.parameters else f"{layer}.weight"
@@ -196,7 +196,7 @@ def _alike(shape: Shape, wanted: Shape) -> bool:
     return shape == wanted or (same and (len(shape) == 2 or shape[: len(wanted)] == wanted))
 
 
-def header(path: Path) -> tuple[dict[str, Shape], Settings]:
+def header(path: Path) -> tuple[dict[str, Shape], LoraSettings]:
     """Return {key: shape} and the settings of a whole safetensors file. Raises OSError, or Unreadable."""
     if path.suffix.lower() != ".safetensors":
         raise Unreadable("it is no safetensors file, and other formats can run code when they are opened")
@@ -218,7 +218,7 @@ def _some(keys: Collection[str]) -> str:
     return f"{len(keys)} tensor{'s' * (len(keys) != 1)}, such as '{shown(min(keys), 100)}'"
 
 
-class Settings(Foreign):
+class LoraSettings(Foreign):
     """The fields of peft's LoraConfig that are used: what scales the additions, and what rules the file out. Ranks are
     in the tensors' shapes."""
 
@@ -230,7 +230,7 @@ class Settings(Foreign):
     alpha_pattern: dict[str, _Alpha] | None = None  # layer, or the end of its name → alpha
 
 
-def settings_of(path: Path, metadata: Mapping[str, str]) -> Settings:
+def settings_of(path: Path, metadata: Mapping[str, str]) -> LoraSettings:
     """Return how a LoRA file says that its additions are scaled, in its header or in the settings beside it.
 
     metadata: what its safetensors header holds beside the tensors.
@@ -238,7 +238,7 @@ def settings_of(path: Path, metadata: Mapping[str, str]) -> Settings:
     Raises OSError, or Unreadable where they are no settings or cannot be honoured.
     """
     known = object_in(parse(metadata[_METADATA])) if _METADATA in metadata else beside(path) or {}
-    settings = fitting(Settings, {key.removeprefix("transformer."): value for key, value in known.items()})
+    settings = fitting(LoraSettings, {key.removeprefix("transformer."): value for key, value in known.items()})
     if settings.peft_type not in (None, "LORA"):
         raise not_plain(shown(settings.peft_type))
     if settings.init_lora_weights not in _PLAIN_STARTS:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..run.feature import Feature, Run
+from ..run.feature import Feature, RunContext
 from .exchange import share_of
 from .guidance import OverHalves
 from .plan import parallel_layout
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class ParallelRun(Feature):
     """Ranks share the halves of guidance, the tokens of a call, or both."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: RunContext):
         family, self._ranks = run.handle.family, run.handle.ranks
         splits = family.context is not None
         self._layout = parallel_layout(self._ranks.size, guided=run.guided, splits=splits)

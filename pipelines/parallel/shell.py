@@ -18,7 +18,7 @@ import torch
 
 from ...precision.attention import sdpa
 from ...precision.shallow_copy import structural_copy
-from ...precision.upcast import Mode
+from ...precision.upcast import TraceableMode
 from ...trust.message import Told
 from .exchange import gathered, heads_of_all_tokens, share_of, shares, tokens_of_all_heads
 from .group import ProcessGroup
@@ -127,7 +127,7 @@ def _attending_class(kind: type[Any]) -> type[Any]:
     return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
 
 
-class _Exchanging(Mode):
+class _Exchanging(TraceableMode):
     """A function mode in which attention is over the tokens of all ranks, by a share of the heads each. Whatever a
     processor does before and behind it, it does with its own tokens."""
 

@@ -21,7 +21,7 @@ from ..families.spec import ENCODERS, PROMPT
 from ..parallel.group import ALONE, ProcessGroup
 from ..weights.activation_memory import estimate_activation_bytes
 from ..weights.oom_fallback import ExecutionOption, OomFallback
-from .feature import CallFeature, Feature, Run, options_of, setup_of, wrapped
+from .feature import CallFeature, Feature, RunContext, options_of, setup_of, wrapped
 from .features import features_of
 from .profiles import load_profile, update_cache
 from .stage import ComponentStage
@@ -34,7 +34,7 @@ def guarded_denoiser(stage: ComponentStage, features: Sequence[Feature] | None =
     features: of the run; None: those of single calls.
     """
     if features is None:
-        features = features_of(Run(stage.handle, stage.plan, stage.report))
+        features = features_of(RunContext(stage.handle, stage.plan, stage.report))
     call: Callable[..., Any] = GuardedDenoiser(stage, features)
     for feature in features:
         call = feature.wrap_denoiser(stage, call)
@@ -58,7 +58,7 @@ def ways_to_run(
     one that takes most: what they have to agree on may hang on the way.
     """
     if features is None:
-        features = features_of(Run(stage.handle, stage.plan, stage.report))
+        features = features_of(RunContext(stage.handle, stage.plan, stage.report))
     more = [each for feature in features if (each := feature.saving(stage, inputs)) and each not in savings]
     for offload, kind in stage.ways():
         for chosen in product(*(("", each) for each in reversed(more))):

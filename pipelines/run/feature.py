@@ -24,7 +24,7 @@ Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Run:
+class RunContext:
     """What features are made for.
 
     plan, report: of the denoiser.

@@ -19,7 +19,7 @@ from ...precision.report import RunReport, StepRecord
 from ...precision.shallow_copy import IdentityMemo, with_forward, with_identity_memo
 from ..compile.backends import EAGER, MEASURED, for_dtype
 from ..weights.cfg_batch import joined, split_cfg_batch
-from .feature import CallFeature, DenoiserSetup, Feature, Run
+from .feature import CallFeature, DenoiserSetup, Feature, RunContext
 from .handle import PipelineHandle
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 APART = "halves apart"  # how `SplitBatch` takes less memory
 
 
-def features_of(run: Run) -> list[Feature]:
+def features_of(run: RunContext) -> list[Feature]:
     """Return the features of a run, the innermost first."""
     handle, family, plan = run.handle, run.handle.family, run.plan
     found: list[Feature] = []

@@ -24,7 +24,7 @@ from ..weights.oom_fallback import OomFallback
 from . import vae
 from .calls import Calls
 from .denoiser import guarded_denoiser
-from .feature import Run, Tell
+from .feature import RunContext, Tell
 from .features import features_of
 from .handle import PipelineHandle, in_turn
 from .profiles import save_profile
@@ -120,7 +120,7 @@ def sample(
     report.warnings += unused
     guided = settings.scale(family) > 1
     report.calls_per_step = family.guidance.calls if guided else 1
-    run = Run(
+    run = RunContext(
         handle,
         stages[0].plan,
         report,
@@ -187,7 +187,7 @@ def sample(
 
 def _pipeline(
     stages: Sequence[ComponentStage],
-    run: Run,
+    run: RunContext,
     denoiser: MakeDenoiser,
     request: Precision | None,
     video: list[Any] | None,

@@ -12,8 +12,8 @@ import torch
 from ...precision.error_estimate import CachePolicy
 from ...precision.fallback import HalfPrecisionForward
 from ...precision.report import StepRecord
-from ...precision.step_cache import GuidanceWeights, StepCache, StepCacheController, block_names, with_most_memory
-from .feature import CallFeature, DenoiserSetup, Feature, Run
+from ...precision.step_cache import DenoiserHistory, GuidanceWeights, StepCacheController, block_names, with_most_memory
+from .feature import CallFeature, DenoiserSetup, Feature, RunContext
 
 if TYPE_CHECKING:
     from ..families.spec import FamilySpec
@@ -27,12 +27,12 @@ UNCACHED = "no step cache"
 class CachedRun(Feature):
     """On predictable steps, most of a denoiser is skipped. The run's denoisers share the controller."""
 
-    def __init__(self, run: Run, settings: SampleSettings, policy: CachePolicy, parallel: ParallelRun | None):
+    def __init__(self, run: RunContext, settings: SampleSettings, policy: CachePolicy, parallel: ParallelRun | None):
         self._controller = StepCacheController(policy, settings.computed_steps)
         self._weights = guidance_weights(run.handle.family, settings)
         self._shares = (parallel.own_share, parallel.of_both_halves) if parallel else ()
         self._report = run.report
-        self._caches: dict[str, StepCache] = {}  # by denoiser
+        self._caches: dict[str, DenoiserHistory] = {}  # by denoiser
         self.pending = self._controller.pending
 
     @contextmanager
@@ -61,7 +61,7 @@ class CachedRun(Feature):
         if not blocks or UNCACHED in setup.savings:
             return None
         weights = self._weights[stage.handle.family.denoisers.index(stage.name)]
-        self._caches[stage.name] = cache = known or StepCache(blocks, self._controller, weights, *self._shares)
+        self._caches[stage.name] = cache = known or DenoiserHistory(blocks, self._controller, weights, *self._shares)
         return CachedCalls(cache, setup)
 
     def on_meta(self, setup: DenoiserSetup) -> CallFeature | None:
@@ -75,7 +75,7 @@ class CachedRun(Feature):
 
 
 class CachedCalls(CallFeature):
-    def __init__(self, cache: StepCache, setup: DenoiserSetup):
+    def __init__(self, cache: DenoiserHistory, setup: DenoiserSetup):
         self._cache, self._report = cache, setup.stage.report
 
     def wrap_attempt(self, made: HalfPrecisionForward) -> HalfPrecisionForward:

@@ -18,13 +18,13 @@ from ...precision.activations import META, counting, on_meta
 from ...precision.arch import COMPILED, Architecture, detect
 from ...precision.dtypes import DTYPES
 from ...precision.guard import GuardPolicy, StageGuard
-from ...precision.half_products import HalfProducts, run_with_half_products
+from ...precision.half_products import ScaledHalfMatmulMode, run_with_half_products
 from ...precision.kernels import kernels_of
 from ...precision.machine import first_line
 from ...precision.memory import peak_memory
 from ...precision.policy import Component, Precision, choose
 from ...precision.report import RunReport
-from ...precision.self_test import Concern, Line, SelfTest, machine_of
+from ...precision.self_test import CheckResult, Concern, SelfTestReport, machine_of
 from ...precision.upcast import run_in_fp32
 from ...precision.wide import with_wide_stream
 from ..compile.backends import EAGER, CompileOptions, came_to, choose_backend, compiled
@@ -62,7 +62,7 @@ class _Check(NamedTuple):
     concern: Concern  # what 'auto' does not choose where it is wrong
 
 
-def selftest(device: torch.device, tell: Callable[[str, int, int], object] = lambda *_: None) -> SelfTest:
+def selftest(device: torch.device, tell: Callable[[str, int, int], object] = lambda *_: None) -> SelfTestReport:
     """Run every check on a device, also after one that failed.
 
     tell: is given the name of each as it begins, how many ended, and how many there are; may raise, to interrupt.
@@ -78,26 +78,28 @@ def selftest(device: torch.device, tell: Callable[[str, int, int], object] = lam
     tell("times", len(lines), len(checks) + 1)
     machine = machine_of(device, architecture)
     today = time.strftime("%Y-%m-%d")
-    return SelfTest(str(device), architecture, machine, today, tuple(lines), dict(_times(device, architecture)))
+    return SelfTestReport(str(device), architecture, machine, today, tuple(lines), dict(_times(device, architecture)))
 
 
 class _NotRunError(Exception):
     """A check has nothing to run here; says why."""
 
 
-def _line(check: _Check, device: torch.device) -> Line:
+def _line(check: _Check, device: torch.device) -> CheckResult:
     try:
         with torch.inference_mode():
             error = check.measure(device)
     except _NotRunError as why:
-        return Line(check.name, "not run", note=str(why), concern=check.concern)
+        return CheckResult(check.name, "not run", note=str(why), concern=check.concern)
     except Exception as error:
         logger.debug("%s", check.name, exc_info=True)
         if ran_out(error):
             note = f"too little memory is free: {first_line(error)}"
-            return Line(check.name, "not run", note=note, concern=check.concern)
-        return Line(check.name, "wrong", bound=check.bound, note=first_line(error), concern=check.concern)
-    return Line(check.name, "right" if error <= check.bound else "wrong", error, check.bound, concern=check.concern)
+            return CheckResult(check.name, "not run", note=note, concern=check.concern)
+        return CheckResult(check.name, "wrong", bound=check.bound, note=first_line(error), concern=check.concern)
+    return CheckResult(
+        check.name, "right" if error <= check.bound else "wrong", error, check.bound, concern=check.concern
+    )
 
 
 def _ask(device: torch.device, name: str) -> None:
@@ -156,7 +158,9 @@ def _scaled(compute: _Compute, shapes: tuple[tuple[int, ...], ...], device: torc
     large = -1 if compute is F.scaled_dot_product_attention else 0  # its values, since softmax takes no such logits
     given[large] = given[large] * _BEYOND
     given = [each if index == large % len(given) else each.half() for index, each in enumerate(given)]
-    made = run_with_half_products(compute, *(each.to(device) for each in given), products=HalfProducts(torch.float16))
+    made = run_with_half_products(
+        compute, *(each.to(device) for each in given), products=ScaledHalfMatmulMode(torch.float16)
+    )
     return _off(made, compute(*(each.double() for each in given)))
 
 
@@ -179,7 +183,7 @@ def _report(architecture: Architecture) -> RunReport:
     return RunReport("self-test", str(architecture), plan)
 
 
-class _Stream(torch.nn.Module):
+class _StreamNetwork(torch.nn.Module):
     """x [tokens, width] → the same: a residual stream, with a norm before each layer that reads it. It leaves fp16
     where x is as large as 2**8."""
 
@@ -200,7 +204,7 @@ class _Stream(torch.nn.Module):
 
 
 def _stream(device: torch.device) -> float:
-    network, x = _Stream().half(), 2.0**8 * _drawn((32, 64), 9).half()
+    network, x = _StreamNetwork().half(), 2.0**8 * _drawn((32, 64), 9).half()
     wide = with_wide_stream(network.to(device), STREAM, torch.float16)
     made = wide(x.to(device)).cpu()
     return _off(made, network.cpu().double()(x.double()))
@@ -259,7 +263,7 @@ def _group_offload(device: torch.device) -> float:
 
 def _peak_beyond_estimate(device: torch.device) -> float:
     """What a wide stream takes of the device's memory, beyond what was counted for it beforehand: a share of that."""
-    network, x = _Stream().half().to(device), _drawn((65536, 64), 9).half().to(device)
+    network, x = _StreamNetwork().half().to(device), _drawn((65536, 64), 9).half().to(device)
     with counting(kernels_of(device)) as alive:
         with_wide_stream(on_meta(network), STREAM, torch.float16, device=META)(x.to(META))
     wide = with_wide_stream(network, STREAM, torch.float16)
@@ -291,10 +295,10 @@ def _times(device: torch.device, architecture: Architecture) -> Iterator[tuple[s
 
     def scaled() -> Callable[[], object]:
         x, weight = factors()
-        return partial(run_with_half_products, F.linear, x, weight.half(), products=HalfProducts(torch.float16))
+        return partial(run_with_half_products, F.linear, x, weight.half(), products=ScaledHalfMatmulMode(torch.float16))
 
     def layers(around: Callable[[torch.nn.Module], Callable[..., object]]) -> Callable[[], object]:
-        return partial(around(_Stream(width).half().to(device)), _drawn((tokens, width), 9).half().to(device))
+        return partial(around(_StreamNetwork(width).half().to(device)), _drawn((tokens, width), 9).half().to(device))
 
     def guarded(network: torch.nn.Module) -> Callable[..., object]:
         report = _report(architecture)

@@ -19,7 +19,7 @@ from typing import Any
 import diffusers
 import torch
 from comfyui_onediff_guard.precision.activations import META, counting, on_meta
-from comfyui_onediff_guard.precision.half_products import HalfProducts
+from comfyui_onediff_guard.precision.half_products import ScaledHalfMatmulMode
 from comfyui_onediff_guard.precision.kernels import LEAN, Kernels
 from comfyui_onediff_guard.precision.shallow_copy import replace_submodules, with_forward
 from comfyui_onediff_guard.precision.upcast import run_in, run_in_fp32
@@ -90,7 +90,7 @@ def step_of(network: Network, size: str) -> dict[str, float]:
         writers, readers = network.stream.writer_names(module), network.stream.reader_names(module)
         shell = with_wide_stream(module, writers, HALF, readers=readers)
         found["fp16, stream wide"] = taken(lambda: shell(**call))
-    found["fp16, every layer wide"] = taken(lambda: run_in(HalfProducts(HALF), module, (), call))
+    found["fp16, every layer wide"] = taken(lambda: run_in(ScaledHalfMatmulMode(HALF), module, (), call))
     found["rerun in fp32"] = taken(lambda: run_in_fp32(module, **call))
     return rounded(found)
 

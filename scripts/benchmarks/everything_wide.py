@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from comfyui_onediff_guard.precision.dtypes import DTYPES
-from comfyui_onediff_guard.precision.half_products import HalfProducts, run_with_half_products
+from comfyui_onediff_guard.precision.half_products import ScaledHalfMatmulMode, run_with_half_products
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from measure import Step, arguments, build, device_and_dtype, interleave, machine, medians, quartiles, ratio, write_json
 from networks import NETWORKS
@@ -30,7 +30,7 @@ HOST = ("cogvideox-2b", "sdxl")
 Subject = tuple[Any, dict[str, Any]]  # a network and one call's arguments
 
 
-class Scaled(HalfProducts):
+class Scaled(ScaledHalfMatmulMode):
     """Scaled in any half precision, as in fp16."""
 
     def __init__(self, dtype: torch.dtype):
@@ -38,7 +38,7 @@ class Scaled(HalfProducts):
         self._scales = True
 
 
-class Unscaled(HalfProducts):
+class Unscaled(ScaledHalfMatmulMode):
     def __init__(self, dtype: torch.dtype):
         super().__init__(dtype)
         self._scales = False
@@ -146,7 +146,7 @@ def host(name: str, rounds: int, device: torch.device, dtype: str) -> dict[str, 
     }
 
 
-def wide(products: HalfProducts, subject: Subject) -> Callable[[], torch.Tensor]:
+def wide(products: ScaledHalfMatmulMode, subject: Subject) -> Callable[[], torch.Tensor]:
     module, call = subject
     return lambda: run_with_half_products(module, products=products, **call)[0]
 

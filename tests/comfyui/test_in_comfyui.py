@@ -13,7 +13,7 @@ import legs
 import numpy as np
 import pytest
 from comfyui_onediff_guard.headless.errors import InterruptedRunError
-from comfyui_onediff_guard.headless.hosts.result import Progress
+from comfyui_onediff_guard.headless.hosts.result import RunProgress
 from comfyui_onediff_guard.headless.server.follow import run_on_server
 from comfyui_onediff_guard.headless.workflow.settings import Setting
 from comfyui_onediff_guard.nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
@@ -91,7 +91,7 @@ class Interrupting:
         self.done: list[float] = []
         self.total = 0.0
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: RunProgress) -> None:
         if self.node in progress.node and progress.value is not None:
             self.done.append(progress.value)
             self.total = progress.maximum or 0.0

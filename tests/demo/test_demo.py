@@ -153,7 +153,7 @@ def test_numbers_name_what_was_computed_again() -> None:
 
 def test_a_still_has_a_row_for_each_run() -> None:
     run, black = (
-        pictures.Run("fp16", "right", pictures.GOOD, "numbers", np.full((7, 32, 48, 3), shade, dtype=np.uint8))
+        pictures.PicturedRun("fp16", "right", pictures.GOOD, "numbers", np.full((7, 32, 48, 3), shade, dtype=np.uint8))
         for shade in (200, 0)
     )
     one, two, dark = (still(runs, heading="", subheading="", footnote="") for runs in ([run], [run, run], [run, black]))

@@ -13,7 +13,7 @@ from comfyui_onediff_guard.headless.files import FileEntry, file_entries
 from comfyui_onediff_guard.headless.hosts import input_images
 from comfyui_onediff_guard.headless.hosts.result import RunResult
 from comfyui_onediff_guard.headless.server import answers
-from comfyui_onediff_guard.headless.server.api import Answer
+from comfyui_onediff_guard.headless.server.api import HttpResponse
 from comfyui_onediff_guard.headless.workflow.graph import from_api
 from comfyui_onediff_guard.headless.workflow.schema import from_object_info
 from comfyui_onediff_guard.trust import foreign, paths
@@ -100,8 +100,8 @@ def test_the_answers_are_read_as_they_are() -> None:
     assert answers.Uploaded.model_validate(UPLOADED[0]).path == "sub/a.png"
 
 
-def _answer(data: bytes) -> Answer:
-    return Answer("http://host/x", 200, data)
+def _answer(data: bytes) -> HttpResponse:
+    return HttpResponse("http://host/x", 200, data)
 
 
 @settings(max_examples=drawn(4_000, 40))

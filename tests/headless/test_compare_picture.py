@@ -10,11 +10,13 @@ from comfyui_onediff_guard.headless.comparison import pictures
 from PIL import Image
 
 FRAMES = np.full((3, 100, 160, 3), 200, np.uint8)
-RUN = pictures.Run("bf16", "finite", pictures.GOOD, "bf16\nPSNR 30.0 dB, max error 0.1\n1.00 s, 0 reruns", FRAMES)
+RUN = pictures.PicturedRun(
+    "bf16", "finite", pictures.GOOD, "bf16\nPSNR 30.0 dB, max error 0.1\n1.00 s, 0 reruns", FRAMES
+)
 WORDS = ("workflow.json", "One seed", "Errors from float frames.")
 
 
-def grid(*differences: np.ndarray | None, runs: list[pictures.Run] | None = None) -> Image.Image:
+def grid(*differences: np.ndarray | None, runs: list[pictures.PicturedRun] | None = None) -> Image.Image:
     runs = [
         replace(run, difference=each) for run, each in zip(runs or [RUN] * len(differences), differences, strict=True)
     ]
@@ -66,7 +68,7 @@ def test_it_is_never_wider_than_a_page(runs: int, shape: tuple[int, int]) -> Non
 
 def test_a_run_that_failed_says_why_in_its_own_column() -> None:
     error = "node 4 (Sample CogVideoX) failed: OutOfMemoryError: " + "a_very_long_word_without_a_space" * 9
-    failed = pictures.Run("fp16", "failed", pictures.BAD, error, pictures.NO_FRAMES)
+    failed = pictures.PicturedRun("fp16", "failed", pictures.BAD, error, pictures.NO_FRAMES)
     picture = grid(None, None, flat(0.1), runs=[RUN, failed, RUN])
     clean = np.asarray(grid(None, flat(0.1), flat(0.1)))
     column = pictures.MARGIN + 2 * (pictures.CELL_WIDTH + pictures.GAP) - pictures.GAP

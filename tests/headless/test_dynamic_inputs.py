@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from comfyui_onediff_guard.headless.errors import WorkflowError
 from comfyui_onediff_guard.headless.workflow import schema, settings, ui_format
-from comfyui_onediff_guard.headless.workflow.graph import Graph, Link, Node
+from comfyui_onediff_guard.headless.workflow.graph import Graph, GraphNode, Link
 from comfyui_onediff_guard.headless.workflow.settings import Setting
 from comfyui_onediff_guard.trust.foreign import Unreadable
 
@@ -82,7 +82,7 @@ def test_links_to_inputs_that_others_bring_keep_their_names() -> None:
 
 def changed(inputs: Json, *changes: str) -> Json:
     graph = settings.apply(
-        Graph({"1": Node("1", "Save", inputs, "v1.5 save")}), list(map(Setting.parse, changes)), {"Save": SAVE}
+        Graph({"1": GraphNode("1", "Save", inputs, "v1.5 save")}), list(map(Setting.parse, changes)), {"Save": SAVE}
     )
     return dict(graph.nodes["1"].inputs)
 
@@ -138,7 +138,7 @@ def test_what_no_input_is_called(change: str, message: str) -> None:
 
 
 def test_a_name_that_two_nodes_have_is_told_for_a_dotted_input_too() -> None:
-    graph = Graph({"1": Node("1", "Save", {}), "2": Node("2", "Save", {})})
+    graph = Graph({"1": GraphNode("1", "Save", {}), "2": GraphNode("2", "Save", {})})
     with pytest.raises(WorkflowError, match="'Save' names 2 nodes"):
         settings.apply(graph, [Setting.parse("Save.format.codec=h264")], {"Save": SAVE})
 

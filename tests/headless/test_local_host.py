@@ -20,7 +20,7 @@ from comfyui_onediff_guard.headless.errors import (
     UnknownNodesError,
     WorkflowError,
 )
-from comfyui_onediff_guard.headless.hosts.result import Progress, RunResult
+from comfyui_onediff_guard.headless.hosts.result import RunProgress, RunResult
 from comfyui_onediff_guard.headless.workflow.settings import Setting
 from PIL import Image
 
@@ -28,7 +28,7 @@ Run = Callable[..., RunResult]
 
 
 def test_a_run_gives_files_outputs_and_results(run: Run, workflow: dict[str, Any], tmp_path: Path) -> None:
-    seen: list[Progress] = []
+    seen: list[RunProgress] = []
     result = run(workflow, on_progress=seen.append)
     assert [path.name for path in result.files] == [f"noise_0000{n}_.png" for n in (1, 2, 3)]
     assert all(path.is_file() and path.parent == tmp_path / "out" / "pictures" for path in result.files)

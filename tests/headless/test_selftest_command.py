@@ -14,19 +14,19 @@ from comfyui_onediff_guard.comfyui_host.host import SELFTEST_VARIABLE
 from comfyui_onediff_guard.pipelines.errors import DeviceGone
 from comfyui_onediff_guard.pipelines.selftest import checks as module
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
-from comfyui_onediff_guard.precision.self_test import Line, SelfTest
+from comfyui_onediff_guard.precision.self_test import CheckResult, SelfTestReport
 
 Console = Callable[..., tuple[int, str, str]]
 NO_COMPILER = {"a compiled block"} if os.environ.get("ATEN_CPU_CAPABILITY") == "default" else set[str]()
-MADE_UP = SelfTest(
+MADE_UP = SelfTestReport(
     device="cuda:0",
     architecture=ARCHITECTURES["sm75"],
     machine={"device": "NVIDIA GeForce RTX 2080 Ti", "torch": "2.13.0+cu128", "driver": "610.2", "triton": ""},
     date="2026-11-30",
     lines=(
-        Line("matrix product in fp16", "right", 2e-4, 4.9e-4),
-        Line("attention in fp16", "wrong", 0.3, 4.9e-4, concern="fp16"),
-        Line("a compiled block", "not run", note="no compiler"),
+        CheckResult("matrix product in fp16", "right", 2e-4, 4.9e-4),
+        CheckResult("attention in fp16", "wrong", 0.3, 4.9e-4, concern="fp16"),
+        CheckResult("a compiled block", "not run", note="no compiler"),
     ),
     seconds={"4096×4096 product in fp16": 0.0021},
 )
@@ -107,7 +107,7 @@ def test_a_device_that_goes_away_leaves_no_result(
 ) -> None:
     made_up(MADE_UP)
 
-    def gone(*_: Any) -> SelfTest:
+    def gone(*_: Any) -> SelfTestReport:
         raise DeviceGone("{} gives no answer any more after the check '{}' ({}).", "cuda:0", "attention", "Xid 79")
 
     monkeypatch.setattr(module, "selftest", gone)

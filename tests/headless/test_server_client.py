@@ -20,7 +20,7 @@ from comfyui_onediff_guard.headless.errors import (
     UnknownNodesError,
     WorkflowError,
 )
-from comfyui_onediff_guard.headless.hosts.result import Progress, RunResult
+from comfyui_onediff_guard.headless.hosts.result import RunProgress, RunResult
 from comfyui_onediff_guard.headless.server import api, follow
 from comfyui_onediff_guard.headless.server.follow import run_on_server
 from comfyui_onediff_guard.headless.workflow.settings import Setting
@@ -87,7 +87,7 @@ async def hang(server: Any) -> None:
 
 
 def test_a_run_is_followed_and_its_files_fetched(comfy: Any, there: RunThere, tmp_path: Path) -> None:
-    seen: list[Progress] = []
+    seen: list[RunProgress] = []
 
     async def succeed_once_told(server: Any) -> None:
         await server.send("executing", node="1")
@@ -100,7 +100,7 @@ def test_a_run_is_followed_and_its_files_fetched(comfy: Any, there: RunThere, tm
     result = there(on_progress=seen.append, changes=[Setting("1", "width", "16")])
     assert result.files == [tmp_path / "out" / "sub" / "a_00001_.png"]
     assert result.files[0].read_bytes() == b"picture"
-    assert seen == [Progress("node 1 (Some Noise)"), Progress("node 1 (Some Noise)", 1, 2)]
+    assert seen == [RunProgress("node 1 (Some Noise)"), RunProgress("node 1 (Some Noise)", 1, 2)]
     assert comfy.requests[0][1]["prompt"]["1"]["inputs"]["width"] == 16
 
 
@@ -369,7 +369,7 @@ def test_a_password_in_the_address_is_used_and_never_told(comfy: Any, there: Run
 def test_what_is_told_the_progress_may_end_the_run(comfy: Any, there: RunThere) -> None:
     class Enough(Exception): ...
 
-    def stop(progress: Progress) -> None:
+    def stop(progress: RunProgress) -> None:
         raise Enough
 
     comfy.script = hang

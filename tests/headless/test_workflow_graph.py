@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from comfyui_onediff_guard.headless.errors import WorkflowError
 from comfyui_onediff_guard.headless.workflow import schema, settings
-from comfyui_onediff_guard.headless.workflow.graph import Graph, Link, Node, from_api, is_ui_format, read_json
+from comfyui_onediff_guard.headless.workflow.graph import Graph, GraphNode, Link, from_api, is_ui_format, read_json
 from comfyui_onediff_guard.headless.workflow.settings import Setting
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +22,7 @@ def chain(*links: tuple[str, str]) -> Graph:
     names = {name for link in links for name in link}
     return Graph(
         {
-            name: Node(name, "Node", {source: Link(source, 0) for source, target in links if target == name})
+            name: GraphNode(name, "Node", {source: Link(source, 0) for source, target in links if target == name})
             for name in names
         }
     )
@@ -53,7 +53,7 @@ def test_every_node_comes_after_its_sources(links: set[tuple[int, int]]) -> None
 def test_a_circle_and_a_link_to_nowhere_are_named() -> None:
     with pytest.raises(WorkflowError, match=r"circle: node .* -> node"):
         chain(("a", "b"), ("b", "c"), ("c", "a")).order_for(["a"])
-    lost = Graph({"2": Node("2", "SaveImage", {"images": Link("9", 0)})})
+    lost = Graph({"2": GraphNode("2", "SaveImage", {"images": Link("9", 0)})})
     with pytest.raises(WorkflowError, match="'images' is linked to node 9, which is not in the workflow"):
         lost.order_for(["2"])
 

@@ -14,7 +14,7 @@ from comfyui_onediff_guard.headless.commands.doctor import examine
 from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice
 from comfyui_onediff_guard.pipelines.selftest import checks as module
 from comfyui_onediff_guard.precision.arch import detect
-from comfyui_onediff_guard.precision.self_test import Line, verified_architecture
+from comfyui_onediff_guard.precision.self_test import CheckResult, verified_architecture
 from comfyui_onediff_guard.trust import foreign
 from self_tests import DAY, kept_here
 
@@ -29,7 +29,11 @@ def test_loader_report_and_doctor_read_it(
     loader, report = (NODE_CLASS_MAPPINGS[f"OneDiffGuard{name}"]() for name in ("LoadCogVideoX", "PrecisionReport"))
     texts, changed = [], []
     with host.plain_folders(models=[folder.parent], input=tmp_path, output=tmp_path):
-        for lines in ((), (Line("a product", "right"),), (Line("a product in fp32", "wrong", concern="fp32"),)):
+        for lines in (
+            (),
+            (CheckResult("a product", "right"),),
+            (CheckResult("a product in fp32", "wrong", concern="fp32"),),
+        ):
             if lines:
                 kept_here(tmp_path, *lines)
             changed.append(loader.IS_CHANGED(model=folder.name))

@@ -18,7 +18,7 @@ from comfyui_onediff_guard.pipelines.run.encode import encode_prompts
 from comfyui_onediff_guard.pipelines.run.handle import PipelineHandle, load
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES
-from comfyui_onediff_guard.precision.attention import KERNELS, Attended, Call, Choice, Timing
+from comfyui_onediff_guard.precision.attention import KERNELS, Attended, AttentionCall, KernelChoice, Timing
 from comfyui_onediff_guard.precision.policy import Component, Precision
 from comfyui_onediff_guard.precision.report import RunReport
 from comfyui_onediff_guard.trust.atomic_files import LIMIT_VARIABLE
@@ -84,7 +84,7 @@ def test_a_size_is_measured_once(model_folder: Any, monkeypatch: pytest.MonkeyPa
     assert [sum(calls.values()) for calls in measured] == [blocks] * 2
 
 
-FASTER = Choice("math", {"auto": Timing(2.0, 0.1), "math": Timing(1.0, 0.1)})
+FASTER = KernelChoice("math", {"auto": Timing(2.0, 0.1), "math": Timing(1.0, 0.1)})
 
 
 def test_a_kernel_that_is_named_is_used_by_the_attempts_and_not_by_reruns(model_folder: Any) -> None:
@@ -141,7 +141,7 @@ class Machine:
         monkeypatch.setattr(attention, "measure", self._measure)
         monkeypatch.setenv(LIMIT_VARIABLE, "1")
 
-    def _measure(self, _calls: object, _device: object) -> Choice:
+    def _measure(self, _calls: object, _device: object) -> KernelChoice:
         self.measured += 1
         return self.found
 
@@ -162,7 +162,7 @@ def machine(model_folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 def test_a_choice_outlasts_the_process(machine: Machine) -> None:
     said = machine.process()
-    machine.found = Choice("", FASTER.timings)  # what it would come to now
+    machine.found = KernelChoice("", FASTER.timings)  # what it would come to now
     assert machine.process() == said and "attention: math, measured 2.00 times as fast" in said
     assert machine.measured == 1
     ((calls, choice),) = json.loads(machine.file.read_text())["choices"].items()
@@ -179,7 +179,7 @@ def test_other_lengths_and_dtypes_are_measured_for_themselves(machine: Machine) 
 
 
 def test_calls_are_told_apart_by_all_that_a_kernel_may_hang_on() -> None:
-    call = Call((1, 2, 9, 8), (1, 2, 9, 8), (1, 2, 9, 8), torch.bfloat16)
+    call = AttentionCall((1, 2, 9, 8), (1, 2, 9, 8), (1, 2, 9, 8), torch.bfloat16)
     others = [
         replace(call, query=(1, 4, 9, 8)),
         replace(call, query=(1, 2, 10, 8)),
@@ -243,9 +243,9 @@ def test_what_another_process_chose_meanwhile_counts(machine: Machine, monkeypat
     written = machine.file.read_bytes()
     machine.file.unlink()
 
-    def slower(_calls: object, _device: object) -> Choice:
+    def slower(_calls: object, _device: object) -> KernelChoice:
         machine.file.write_bytes(written)
-        return Choice("", FASTER.timings)
+        return KernelChoice("", FASTER.timings)
 
     monkeypatch.setattr(attention, "measure", slower)
     assert machine.process() == first and machine.file.read_bytes() == written
@@ -255,7 +255,7 @@ def test_what_another_process_chose_meanwhile_counts(machine: Machine, monkeypat
 def test_where_nothing_can_be_measured_pytorch_chooses_and_nothing_is_kept(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    def fails(*_: object) -> Choice:
+    def fails(*_: object) -> KernelChoice:
         raise error
 
     monkeypatch.setattr(attention, "measure", fails)
@@ -292,7 +292,7 @@ def test_a_measured_kernel_is_compiled_into_blocks_and_known_for_compiled(
         assert {key[3].attention for key in handle.store.compiled} == {"math"}
         number = len(made)
         handle.store.attention.clear()
-        monkeypatch.setattr(attention, "measure", lambda *_: Choice("", FASTER.timings))
+        monkeypatch.setattr(attention, "measure", lambda *_: KernelChoice("", FASTER.timings))
         run(handle, SIZES["2b"])
         assert len(made) == 2 * number and not any(isinstance(block, Attended) for block in made[number:])
     finally:

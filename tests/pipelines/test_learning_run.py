@@ -18,7 +18,7 @@ from comfyui_onediff_guard.pipelines.run.pictures import fitted
 from comfyui_onediff_guard.pipelines.run.sample import SampleSettings, sample
 from comfyui_onediff_guard.pipelines.weights.placement import PlainPlacement
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
-from comfyui_onediff_guard.precision.half_products import HalfProducts
+from comfyui_onediff_guard.precision.half_products import ScaledHalfMatmulMode
 from comfyui_onediff_guard.precision.overrides import PrecisionOverrides
 from comfyui_onediff_guard.precision.policy import Component, Precision
 from torch._dynamo.utils import counters
@@ -145,7 +145,7 @@ def test_an_overflow_outside_of_the_blocks_costs_one_rerun_and_no_more(model_fol
 
 def fails_wide(_layer, _given, made):
     """As a hook: what the layer puts out is right in fp32 alone."""
-    is_wide = any(isinstance(mode, HalfProducts) for mode in _get_current_function_mode_stack())
+    is_wide = any(isinstance(mode, ScaledHalfMatmulMode) for mode in _get_current_function_mode_stack())
     return made * math.inf if is_wide or made.dtype != torch.float32 else None
 
 

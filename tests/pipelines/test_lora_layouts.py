@@ -16,7 +16,7 @@ from comfyui_onediff_guard.pipelines.errors import BadLora
 from comfyui_onediff_guard.pipelines.families.cogvideox import COGVIDEOX
 from comfyui_onediff_guard.pipelines.families.wan import WAN
 from comfyui_onediff_guard.pipelines.models.lora import Lora, check_lora, with_loras
-from comfyui_onediff_guard.pipelines.models.lora_file import Names
+from comfyui_onediff_guard.pipelines.models.lora_file import LayerNames
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from comfyui_onediff_guard.precision.wide import with_wide_stream
 from diffusers import WanTransformer3DModel
@@ -273,7 +273,7 @@ def test_an_image_to_video_lora_loads_without_what_is_the_images(
 
 def test_the_authors_names_are_those_that_diffusers_converts() -> None:
     model = WanTransformer3DModel(**WAN_SIZES, image_dim=8, added_kv_proj_dim=24)
-    names, theirs = Names(WAN, model), {}
+    names, theirs = LayerNames(WAN, model), {}
     for name, tensor in model.state_dict().items():
         layer, _, kind = name.rpartition(".")
         layer, kind = (layer, f".{kind}") if kind in ("weight", "bias") else (name, "")

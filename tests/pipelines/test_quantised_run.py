@@ -303,7 +303,7 @@ def test_offloads_that_have_neither_weights_on_the_card_are_refused(offload: Off
 
 
 def test_what_a_call_takes_is_counted_with_the_int8_products(opened: Any) -> None:
-    from comfyui_onediff_guard.pipelines.run.feature import Run, setup_of
+    from comfyui_onediff_guard.pipelines.run.feature import RunContext, setup_of
     from comfyui_onediff_guard.pipelines.run.features import features_of
     from comfyui_onediff_guard.pipelines.weights.activation_memory import estimate_activation_bytes
 
@@ -317,7 +317,7 @@ def test_what_a_call_takes_is_counted_with_the_int8_products(opened: Any) -> Non
             "image_rotary_emb": (torch.empty(3 * 3 * 4, 64), torch.empty(3 * 3 * 4, 64)),
             "return_dict": False,
         }
-        features = features_of(Run(stage.handle, stage.plan, stage.report))
+        features = features_of(RunContext(stage.handle, stage.plan, stage.report))
         return estimate_activation_bytes(setup_of(stage, inputs, features), features=features)
 
     assert 1.2 * most("bf16") < most("int8") < 4 * most("bf16"), "int8's products are int32, before they are scaled"

@@ -14,11 +14,11 @@ from comfyui_onediff_guard.pipelines.errors import DeviceGone
 from comfyui_onediff_guard.pipelines.selftest import checks as module
 from comfyui_onediff_guard.pipelines.selftest.checks import selftest
 from comfyui_onediff_guard.precision.arch import COMPILED, detect
-from comfyui_onediff_guard.precision.self_test import Line
+from comfyui_onediff_guard.precision.self_test import CheckResult
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-Only = Callable[..., tuple[Line, ...]]
+Only = Callable[..., tuple[CheckResult, ...]]
 CPU = torch.device("cpu")
 LAYERS = {"matrix product": F.linear, "2D convolution": F.conv2d, "3D convolution": F.conv3d}
 KINDS = {**LAYERS, "attention": F.scaled_dot_product_attention}
@@ -56,7 +56,7 @@ def only(monkeypatch: pytest.MonkeyPatch) -> Only:
     """only(name, …) runs the checks of these names, and no times; returns their lines."""
     every = module._checks
 
-    def run(*names: str) -> tuple[Line, ...]:
+    def run(*names: str) -> tuple[CheckResult, ...]:
         with monkeypatch.context() as patched:
             patched.setattr(module, "_checks", lambda card: [each for each in every(card) if each.name in names])
             patched.setattr(module, "_times", lambda *_: ())

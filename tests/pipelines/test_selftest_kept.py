@@ -14,7 +14,7 @@ from comfyui_onediff_guard.pipelines.compile.backends import BackendChoice, for_
 from comfyui_onediff_guard.pipelines.families.table import VARIANTS
 from comfyui_onediff_guard.precision.arch import ARCHITECTURES, COMPILED, Architecture, detect
 from comfyui_onediff_guard.precision.policy import Component, Precision, choose
-from comfyui_onediff_guard.precision.self_test import Line, machine_of, verified_architecture
+from comfyui_onediff_guard.precision.self_test import CheckResult, machine_of, verified_architecture
 from self_tests import DAY, kept_here
 
 CPU = torch.device("cpu")
@@ -93,11 +93,13 @@ def test_it_holds_for_this_card_driver_and_pytorch_alone(tmp_path: Path) -> None
         == verified_architecture(CPU, tmp_path / "none")
         == detect(CPU)
     )
-    wrong = Line("attention in fp16", "wrong", 1.0, 0.1, concern="fp16")
+    wrong = CheckResult("attention in fp16", "wrong", 1.0, 0.1, concern="fp16")
     for fact in machine_of(CPU, detect(CPU)):
         kept_here(tmp_path, wrong, **{fact: "another"})
         assert verified_architecture(CPU, tmp_path) == detect(CPU), fact
-    kept_here(tmp_path, wrong, Line("a product", "right", concern="bf16"), Line("offload", "wrong"), wrong)
+    kept_here(
+        tmp_path, wrong, CheckResult("a product", "right", concern="bf16"), CheckResult("offload", "wrong"), wrong
+    )
     assert verified_architecture(CPU, tmp_path) == replace(detect(CPU), tested=DAY, failed=("fp16",))
 
 
@@ -124,7 +126,7 @@ def test_a_damaged_file_counts_as_none(
 
 
 def test_a_file_of_before_says_nothing_of_what_it_concerns(tmp_path: Path) -> None:
-    file = kept_here(tmp_path, Line("attention in fp16", "wrong", 1.0, 0.1, concern="fp16"))
+    file = kept_here(tmp_path, CheckResult("attention in fp16", "wrong", 1.0, 0.1, concern="fp16"))
     kept = json.loads(file.read_text(encoding="utf-8"))
     for line in kept["lines"]:
         del line["concern"]

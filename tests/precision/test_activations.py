@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from comfyui_onediff_guard.precision.activations import META, counting, on_meta
-from comfyui_onediff_guard.precision.half_products import HalfProducts
+from comfyui_onediff_guard.precision.half_products import ScaledHalfMatmulMode
 from comfyui_onediff_guard.precision.kernels import Kernels
 from comfyui_onediff_guard.precision.upcast import run_in, run_in_fp32
 from comfyui_onediff_guard.precision.wide import with_wide_stream
@@ -141,6 +141,6 @@ def test_what_is_wide_or_rerun_takes_more() -> None:
     assert stream
     wide = with_wide_stream(module, stream.writer_names(module), torch.float16)
     plain, with_stream = most(lambda: module(**call)), most(lambda: wide(**call))
-    everything = most(lambda: run_in(HalfProducts(torch.float16), module, (), call))
+    everything = most(lambda: run_in(ScaledHalfMatmulMode(torch.float16), module, (), call))
     rerun = most(lambda: run_in_fp32(module, **call))
     assert plain < with_stream < everything <= 1.1 * rerun

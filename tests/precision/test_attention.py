@@ -22,9 +22,9 @@ from comfyui_onediff_guard.precision.attention import (
     KERNELS,
     TOLERANCE,
     Attended,
-    Call,
-    Choice,
+    AttentionCall,
     Error,
+    KernelChoice,
     attention_calls,
     measure,
     offered,
@@ -37,9 +37,9 @@ from torch.profiler import profile
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def call_of(tokens: int, channels: int = 16, dtype: torch.dtype = torch.bfloat16, **more: Any) -> Call:
+def call_of(tokens: int, channels: int = 16, dtype: torch.dtype = torch.bfloat16, **more: Any) -> AttentionCall:
     shape = (1, 2, tokens, channels)
-    return Call(shape, shape, shape, dtype, **more)
+    return AttentionCall(shape, shape, shape, dtype, **more)
 
 
 SMALL, LONG = call_of(80), call_of(300, 64)
@@ -71,10 +71,10 @@ def test_a_step_on_the_meta_device_tells_its_calls() -> None:
             sdpa(query, key, key, attn_mask=mask)
         sdpa(query, query, query, is_causal=True, scale=0.5)
 
-    first = Call((2, 4, 6, 8), (2, 4, 9, 8), (2, 4, 9, 8), torch.float16, ((2, 1, 6, 9), torch.bool))
-    second = Call((2, 4, 6, 8), (2, 4, 6, 8), (2, 4, 6, 8), torch.float16, causal=True, scale=0.5)
+    first = AttentionCall((2, 4, 6, 8), (2, 4, 9, 8), (2, 4, 9, 8), torch.float16, ((2, 1, 6, 9), torch.bool))
+    second = AttentionCall((2, 4, 6, 8), (2, 4, 6, 8), (2, 4, 6, 8), torch.float16, causal=True, scale=0.5)
     assert attention_calls(step) == {first: 3, second: 1}
-    assert first.with_queries(4) == Call(
+    assert first.with_queries(4) == AttentionCall(
         (2, 4, 4, 8), (2, 4, 9, 8), (2, 4, 9, 8), torch.float16, ((2, 1, 4, 9), torch.bool)
     )
 
@@ -106,7 +106,7 @@ def test_a_block_is_computed_by_its_kernel_compiled_or_not(compiled: bool) -> No
 def test_where_there_is_no_choice_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_seconds", lambda *_: pytest.fail("timed"))
     choice = measure({SMALL: 2}, CPU)
-    assert choice == measure({}, CPU) == Choice("", {})
+    assert choice == measure({}, CPU) == KernelChoice("", {})
     assert str(choice) == "attention: PyTorch's own choice, the only one here"
 
 
@@ -165,7 +165,7 @@ def test_a_fast_kernel_that_is_wrong_or_fails_at_the_whole_length_is_not_taken(c
 
 @pytest.mark.parametrize("mask", [torch.bool, torch.float32])
 def test_masks_and_causal_calls_are_timed_and_checked(mask: torch.dtype, choice_here: None) -> None:
-    masked = Call((1, 2, 80, 16), (1, 2, 70, 16), (1, 2, 70, 16), torch.float32, ((1, 1, 80, 70), mask))
+    masked = AttentionCall((1, 2, 80, 16), (1, 2, 70, 16), (1, 2, 70, 16), torch.float32, ((1, 1, 80, 70), mask))
     causal = call_of(80, dtype=torch.float32, causal=True, scale=0.3)
     choice = measure({masked: 1, causal: 1}, CPU)
     assert len(choice.timings) == 3 and max(timing.error for timing in choice.timings.values()) < 1e-5

@@ -11,9 +11,9 @@ from comfyui_onediff_guard.precision.error_estimate import (
     GROWTH,
     LAST,
     ORDER,
+    CacheDecision,
     CachePolicy,
     CacheUse,
-    Choice,
     ErrorEstimate,
     extrapolation_weights,
 )
@@ -40,7 +40,7 @@ def run(known: ErrorEstimate, signal_of: Any, ratio: float = 1.0) -> tuple[Error
         signal = signal_of(known)
         if not known.may_reuse:
             known = known.after_compute()
-        elif known.choice() is Choice.REUSE:
+        elif known.choice() is CacheDecision.REUSE:
             known = known.after_reuse(signal)
             added += ratio * signal * CHANGE
         else:
@@ -71,15 +71,15 @@ def test_a_run_of_few_steps_or_with_a_target_of_0_is_computed(steps: int, error:
 
 
 def test_nothing_is_cached_before_something_was_compared() -> None:
-    assert estimate_of(at=FIRST).choice() is Choice.COMPUTE
-    assert compared(0.0, 0.0).choice() is Choice.COMPUTE  # from which no ratio follows
-    assert compared(0.1, 0.0).choice() is Choice.REUSE
+    assert estimate_of(at=FIRST).choice() is CacheDecision.COMPUTE
+    assert compared(0.0, 0.0).choice() is CacheDecision.COMPUTE  # from which no ratio follows
+    assert compared(0.1, 0.0).choice() is CacheDecision.REUSE
 
 
 def test_of_another_denoiser_something_is_compared_first() -> None:
     known = compared().after_reuse(0.01)
     another = known.with_another_denoiser()
-    assert another.choice() is Choice.COMPUTE and another.drift == known.drift > 0
+    assert another.choice() is CacheDecision.COMPUTE and another.drift == known.drift > 0
     assert another.after_comparison(0.1, 0.9).settled == known.drift, "which tells nothing of the first one"
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from comfyui_onediff_guard.precision import half_products
 from comfyui_onediff_guard.precision.fallback import FallbackAdapter, HalfPrecisionForward, build_half_precision_forward
-from comfyui_onediff_guard.precision.half_products import HalfProducts, run_with_half_products
+from comfyui_onediff_guard.precision.half_products import ScaledHalfMatmulMode, run_with_half_products
 from comfyui_onediff_guard.precision.overrides import STAY, ModuleStructure, PrecisionOverrides
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from diffusers.models.attention_processor import Attention
@@ -78,7 +78,9 @@ def attention(tensors: dict[str, torch.Tensor], named: dict[str, Any], dtype: to
 
 
 def wide(tensors: dict[str, torch.Tensor], named: dict[str, Any], dtype: torch.dtype = FP16) -> torch.Tensor:
-    return run_with_half_products(F.scaled_dot_product_attention, **tensors, **named, products=HalfProducts(dtype))
+    return run_with_half_products(
+        F.scaled_dot_product_attention, **tensors, **named, products=ScaledHalfMatmulMode(dtype)
+    )
 
 
 def exactly(tensors: dict[str, torch.Tensor], named: dict[str, Any]) -> torch.Tensor:
@@ -134,7 +136,7 @@ def test_channels_of_queries_that_keys_make_up_for_change_nothing(gain: float, c
     layer.to_q.weight[channels] *= gain
     layer.to_k.weight[channels] /= gain
     x = torch.randn(2, 6, 32)
-    assert error(run_with_half_products(layer, x, products=HalfProducts(FP16)), run_in_fp32(layer, x)) < 1e-3
+    assert error(run_with_half_products(layer, x, products=ScaledHalfMatmulMode(FP16)), run_in_fp32(layer, x)) < 1e-3
 
 
 @pytest.mark.parametrize("hidden", [LEAST, -torch.inf, -1e9, -1e30, torch.finfo(BF16).min])

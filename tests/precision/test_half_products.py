@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from comfyui_onediff_guard.precision import half_products
-from comfyui_onediff_guard.precision.half_products import HalfProducts, run_with_half_products
+from comfyui_onediff_guard.precision.half_products import ScaledHalfMatmulMode, run_with_half_products
 from comfyui_onediff_guard.precision.upcast import OneOperation, RerunUnsupported, run_in_fp32
 from comfyui_onediff_guard.precision.wide import LAYERS as CAN_BE_WIDE
 from comfyui_onediff_guard.precision.wide import with_wide_stream
@@ -66,7 +66,7 @@ def latents() -> torch.Tensor:
 
 
 def wide(module: Any, *given: Any, dtype: torch.dtype = FP16, **named: Any) -> Any:
-    return run_with_half_products(module, *given, **named, products=HalfProducts(dtype))
+    return run_with_half_products(module, *given, **named, products=ScaledHalfMatmulMode(dtype))
 
 
 @pytest.mark.parametrize("stored", [FP16, BF16, torch.float32])
@@ -199,7 +199,7 @@ def test_where_the_host_cannot_look_they_are_right_or_not_finite(part: str, monk
     monkeypatch.setattr(half_products, "_can_look", lambda _: False)
     for ratio in RATIOS:
         layer, x = compensated(part, ratio, FP16)
-        exact, products = run_in_fp32(layer, x), HalfProducts(FP16)
+        exact, products = run_in_fp32(layer, x), ScaledHalfMatmulMode(FP16)
         small = (..., slice(4, None), slice(4, None)) if part == "pixel" else ...
         for _ in range(2):
             made = run_with_half_products(layer, x, products=products)
@@ -226,7 +226,7 @@ CHANGES = {
 def test_a_weight_that_changes_is_read_again(change: Any, kind: Any, in_inference_mode: bool) -> None:
     with torch.inference_mode(in_inference_mode):
         layer = (kind(8, 4) if kind is nn.Linear else kind(8, 4, 1)).half().requires_grad_(False)
-        x, products = torch.randn(3, 8) if kind is nn.Linear else torch.randn(3, 8, 5), HalfProducts(FP16)
+        x, products = torch.randn(3, 8) if kind is nn.Linear else torch.randn(3, 8, 5), ScaledHalfMatmulMode(FP16)
         run_with_half_products(layer, x, products=products)
         change(layer.weight)
         for _ in range(2):

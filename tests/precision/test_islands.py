@@ -11,7 +11,7 @@ from blocky import STREAM, Block, build, latents, overflow_inside, overflow_stre
 from comfyui_onediff_guard.precision import fallback
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.fallback import build_half_precision_forward, with_islands
-from comfyui_onediff_guard.precision.half_products import HalfProducts, run_with_half_products
+from comfyui_onediff_guard.precision.half_products import ScaledHalfMatmulMode, run_with_half_products
 from comfyui_onediff_guard.precision.overrides import ModuleStructure, PrecisionOverrides
 from comfyui_onediff_guard.precision.shallow_copy import replace_submodules
 from torch import nn
@@ -85,7 +85,7 @@ def test_an_island_computes_in_fp32_or_multiplies_in_half_and_everything_else_is
     with products:
         made = shell.blocks[1](embedded)
     block = module.blocks[1]
-    wide = run_with_half_products(block, embedded, products=HalfProducts(half))
+    wide = run_with_half_products(block, embedded, products=ScaledHalfMatmulMode(half))
     expected = wide if learned is made_wide else copy.deepcopy(block).float()(embedded.float())
     assert made.dtype == half and made.is_contiguous() and torch.equal(made, expected.to(half))
     assert products.seen == {multiplies_in}

@@ -13,7 +13,7 @@ import torch
 from blocky import Faults, build, guarded, latents, overflow_inside, overflow_stream
 from comfyui_onediff_guard.precision.fallback import HalfPrecisionForward
 from comfyui_onediff_guard.precision.guard import GuardPolicy, Scope
-from comfyui_onediff_guard.precision.half_products import HalfProducts
+from comfyui_onediff_guard.precision.half_products import ScaledHalfMatmulMode
 from comfyui_onediff_guard.precision.overrides import NOTHING, OverflowDiagnosis, PrecisionOverrides
 from comfyui_onediff_guard.precision.report import Rerun, StepRecord
 from torch import nn
@@ -43,7 +43,7 @@ class FailsWide(nn.Module):
 
     def forward(self, x):
         made = self.layer(x)
-        is_wide = any(isinstance(mode, HalfProducts) for mode in _get_current_function_mode_stack())
+        is_wide = any(isinstance(mode, ScaledHalfMatmulMode) for mode in _get_current_function_mode_stack())
         return made * math.inf if is_wide or made.dtype != torch.float32 else made
 
 

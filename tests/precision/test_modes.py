@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from comfyui_onediff_guard.precision.overflow import Clips, propagate_nonfinite_attention
-from comfyui_onediff_guard.precision.upcast import Mode
+from comfyui_onediff_guard.precision.upcast import TraceableMode
 
 
-class Bare(Mode):
+class Bare(TraceableMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from at_once import HANG_SECONDS
 from comfyui_onediff_guard.precision import memory as peaks
-from comfyui_onediff_guard.precision.memory import Memory, Peak, extra_peak, peak_memory
+from comfyui_onediff_guard.precision.memory import Memory, PeakMemory, extra_peak, peak_memory
 
 CUDA = torch.device("cuda", 0)
 
@@ -51,7 +51,7 @@ def test_what_was_used_before_is_not_counted(allocator):
     with peak_memory(CUDA) as peak:
         allocator.use_once(50)
     allocator.use(500)
-    assert peak() == Peak(150, 300), "nor is what came afterwards"
+    assert peak() == PeakMemory(150, 300), "nor is what came afterwards"
 
 
 @pytest.mark.parametrize("first", [700, 20])
@@ -62,8 +62,8 @@ def test_a_stage_and_a_rerun_inside_it_both_know_their_own_peak(allocator, first
         with peak_memory(CUDA) as rerun:
             allocator.use_once(60)
         allocator.use_once(10)
-    assert rerun() == Peak(160, 320)
-    assert stage() == Peak(100 + max(first, 60), 2 * (100 + max(first, 60)))
+    assert rerun() == PeakMemory(160, 320)
+    assert stage() == PeakMemory(100 + max(first, 60), 2 * (100 + max(first, 60)))
 
 
 def test_a_rerun_counts_what_it_takes_beyond_what_was_there(allocator):
@@ -76,7 +76,7 @@ def test_a_rerun_counts_what_it_takes_beyond_what_was_there(allocator):
     with peak_memory(CUDA) as stage, extra_peak(torch.nn.Linear(2, 2), [activations]) as extra:
         allocator.use_once(60)
     assert extra() == 60, "its weights are in main memory, and it computes on CUDA"
-    assert stage() == Peak(160, 320)
+    assert stage() == PeakMemory(160, 320)
 
 
 def test_a_run_that_fails_leaves_nobody_watching(allocator):
@@ -130,11 +130,13 @@ def test_threads_that_overlap_are_told_what_was_reached_while_they_ran(allocator
         allocator.use_once(70)
         with peak_memory(CUDA) as mine:
             go_on.set()
-            assert found.result(HANG_SECONDS) == Peak(70, 140)
-    assert mine() == Peak(0, 0)
+            assert found.result(HANG_SECONDS) == PeakMemory(70, 140)
+    assert mine() == PeakMemory(0, 0)
 
 
 def test_in_words():
-    cuda = Memory("cuda:0", Peak(11_300_000_000, 12_000_000_000), 5_100_000_000)
+    cuda = Memory("cuda:0", PeakMemory(11_300_000_000, 12_000_000_000), 5_100_000_000)
     assert str(cuda) == "11.3 GB at its peak on cuda:0, 5.1 GB of it weights; 12.0 GB with what PyTorch keeps for later"
-    assert str(Memory("cpu", Peak(912_000_000), 0)) == "912 MB at its peak of the process on cpu, 0 MB of it weights"
+    assert (
+        str(Memory("cpu", PeakMemory(912_000_000), 0)) == "912 MB at its peak of the process on cpu, 0 MB of it weights"
+    )

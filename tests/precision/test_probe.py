@@ -12,7 +12,7 @@ from blocky import STREAM, Gain, build, hooks, overflow_inside, overflow_stream
 from comfyui_onediff_guard.precision import half_products
 from comfyui_onediff_guard.precision.dtypes import DTYPES
 from comfyui_onediff_guard.precision.fallback import build_half_precision_forward
-from comfyui_onediff_guard.precision.half_products import HalfProducts, run_with_half_products
+from comfyui_onediff_guard.precision.half_products import ScaledHalfMatmulMode, run_with_half_products
 from comfyui_onediff_guard.precision.overrides import NOTHING, ModuleStructure, Peak, PrecisionOverrides
 from comfyui_onediff_guard.precision.probe import Probe, judge, recommend
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
@@ -161,7 +161,7 @@ def test_values_that_every_layer_wide_does_not_resolve_are_named(monkeypatch, la
     assert ("'0' is given values too far apart" in verdict.reason) is apart
     assert recommend(probed, "fp16", native_bf16=False).plan == ("fp32" if apart else "fp16 every layer wide")
     monkeypatch.setattr(half_products, "_can_look", lambda _: False)  # as on a GPU, where a run then ends in fp32
-    made = run_with_half_products(module, x, products=HalfProducts(torch.float16))
+    made = run_with_half_products(module, x, products=ScaledHalfMatmulMode(torch.float16))
     assert bool(made.isfinite().all()) is not apart
 
 

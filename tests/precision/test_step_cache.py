@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
-from comfyui_onediff_guard.precision.error_estimate import FIRST, ORDER, CachePolicy, Choice, ErrorEstimate
-from comfyui_onediff_guard.precision.step_cache import StepCache, StepCacheController, block_names
+from comfyui_onediff_guard.precision.error_estimate import FIRST, ORDER, CacheDecision, CachePolicy, ErrorEstimate
+from comfyui_onediff_guard.precision.step_cache import DenoiserHistory, StepCacheController, block_names
 from guards import error
 
 
@@ -54,7 +54,7 @@ class Run:
 
     def __init__(self, module: torch.nn.Module, error: float = 0.05):
         self.controller = StepCacheController(CachePolicy(error), 30)
-        self.cache = StepCache(block_names(module, "blocks"), self.controller, (-1.0, 2.0))
+        self.cache = DenoiserHistory(block_names(module, "blocks"), self.controller, (-1.0, 2.0))
         self.attempt = self.cache.guarded(self.cache.attempt(module))
         self.rerun = self.cache.guarded(self.cache.rerun(module), rerun=True)
         self.cached: list[int] = []
@@ -160,12 +160,12 @@ def test_a_second_call_that_fails_leaves_the_first_one_counted() -> None:
     toy = Toy()
     run = Run(toy)
     first, second = latents(0).split(1)
-    while run.controller.choice is not Choice.REUSE:
+    while run.controller.choice is not CacheDecision.REUSE:
         for half in (first, second):
             run.attempt(hidden_states=half * (1 + 0.01 * run.controller.estimate.at))
             read(run.controller)
             run.cache.keep()
-            if run.controller.choice is Choice.REUSE:
+            if run.controller.choice is CacheDecision.REUSE:
                 break
         else:
             run.controller.end_step(latents(0))
@@ -214,7 +214,7 @@ def to_compare() -> StepCacheController:
     """In the first step that could be cached, which will be compared."""
     controller = StepCacheController(CachePolicy(1.0), 40)
     controller.estimate = ErrorEstimate(controller.estimate.policy, 40, at=FIRST)
-    assert controller.choose() is Choice.COMPUTE
+    assert controller.choose() is CacheDecision.COMPUTE
     controller.pending.ask("signal", torch.tensor(0.1))
     return controller
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import diffusers
 import pytest
 import torch
-from comfyui_onediff_guard.precision.half_products import HalfProducts, run_with_half_products
+from comfyui_onediff_guard.precision.half_products import ScaledHalfMatmulMode, run_with_half_products
 from comfyui_onediff_guard.precision.upcast import run_in_fp32
 from guards import error
 from hypothesis import HealthCheck, given, settings
@@ -141,7 +141,7 @@ def step(dtype: torch.dtype) -> Any:
 
 
 def wide(module: Any, call: Callable[[Any], Any], dtype: torch.dtype = torch.float16) -> torch.Tensor:
-    return run_with_half_products(call, module, products=HalfProducts(dtype))
+    return run_with_half_products(call, module, products=ScaledHalfMatmulMode(dtype))
 
 
 PLACES = ("embed", "final", "first", "last", "out")

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import torch
 from comfyui_onediff_guard.precision.arch import detect
-from comfyui_onediff_guard.precision.self_test import Line, SelfTest, keep, machine_of
+from comfyui_onediff_guard.precision.self_test import CheckResult, SelfTestReport, keep, machine_of
 
 CPU, DAY = torch.device("cpu"), "2026-11-30"
 
 
-def kept_here(folder: Path, *lines: Line, **machine: str) -> Path:
+def kept_here(folder: Path, *lines: CheckResult, **machine: str) -> Path:
     """Keep a self-test of this machine, or of one that differs from it."""
     architecture = detect(CPU)
     facts = machine_of(CPU, architecture) | machine
-    result = SelfTest("cpu", architecture, facts, DAY, lines or (Line("a product", "right"),), {})
+    result = SelfTestReport("cpu", architecture, facts, DAY, lines or (CheckResult("a product", "right"),), {})
     return keep(result, folder / f"{result.key}.json")

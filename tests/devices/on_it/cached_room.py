@@ -15,7 +15,7 @@ from comfyui_onediff_guard.pipelines.run.step_cache import _FullCache
 from comfyui_onediff_guard.pipelines.weights.oom_fallback import _MARGIN
 from comfyui_onediff_guard.pipelines.weights.placement import bytes_of
 from comfyui_onediff_guard.precision.error_estimate import CachePolicy
-from comfyui_onediff_guard.precision.step_cache import StepCache
+from comfyui_onediff_guard.precision.step_cache import DenoiserHistory
 from small_runs import CPU, opened, sampled
 
 WIDE = CachePolicy(error=0.5, check_every=3)  # random weights change from step to step more than trained ones
@@ -38,15 +38,15 @@ def test_what_is_asked_for_is_what_a_cached_run_takes(
 ) -> None:
     handle = room.opened(model, precision=precision)
     kept: list[int] = []
-    keep = StepCache.keep
+    keep = DenoiserHistory.keep
 
-    def counted(cache: StepCache, **how: Any) -> bool:
+    def counted(cache: DenoiserHistory, **how: Any) -> bool:
         made = keep(cache, **how)
         entries = [entry for left in cache.history.values() for entry in left]
         kept.append(sum(entry.signal.nbytes + entry.added.nbytes for entry in entries))
         return made
 
-    monkeypatch.setattr(StepCache, "keep", counted)
+    monkeypatch.setattr(DenoiserHistory, "keep", counted)
 
     def whole() -> Any:
         return sampled(handle, model, steps=STEPS)[1]
@@ -82,17 +82,17 @@ def test_auto_gives_up_the_cache_where_it_has_no_room_for_it(room: Room) -> None
 
 def test_a_second_denoiser_finds_nothing_that_the_first_one_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wan 2.2's two transformers, of which the first is done when the second one is called."""
-    caches: list[StepCache] = []
+    caches: list[DenoiserHistory] = []
     full: list[int] = []
-    keep = StepCache.keep
+    keep = DenoiserHistory.keep
 
-    def noted(cache: StepCache, **how: Any) -> bool:
+    def noted(cache: DenoiserHistory, **how: Any) -> bool:
         made = keep(cache, **how)
         caches.extend([] if cache in caches else [cache])
         full.append(sum(bool(each.history) for each in caches))
         return made
 
-    monkeypatch.setattr(StepCache, "keep", noted)
+    monkeypatch.setattr(DenoiserHistory, "keep", noted)
     handle = opened("wan-two", device=CPU)
     positive, negative = encode_prompts(handle, ["a red kite", "grey"])[0]
     settings = SampleSettings(64, 48, steps=STEPS, seed=3, frames=5, guidance_scale=5.0)

@@ -17,22 +17,22 @@ from comfyui_onediff_guard.headless.batch.batch_run import BatchRun, BatchStats,
 from comfyui_onediff_guard.headless.batch.content import CacheKey
 from comfyui_onediff_guard.headless.batch.jobs import Job
 from comfyui_onediff_guard.headless.batch.outputs import Outputs
-from comfyui_onediff_guard.headless.batch.worker_pool import End, Outcome, Ready
+from comfyui_onediff_guard.headless.batch.worker_pool import End, JobOutcome, Ready
 from comfyui_onediff_guard.headless.errors import HostError, OutputError
 from comfyui_onediff_guard.headless.workflow.graph import Graph
 
-Does = Callable[[Job, "Scripted"], Outcome]
+Does = Callable[[Job, "Scripted"], JobOutcome]
 
 
 def job(number: int, kind: str = "a") -> Job:
     return Job(f"job {number}", Graph({}), f"{number:032x}", CacheKey(kind, "", ""))
 
 
-def does(job: Job, worker: Scripted) -> Outcome:
+def does(job: Job, worker: Scripted) -> JobOutcome:
     folder = worker.pool.outputs.folder / job.content
     folder.mkdir(exist_ok=True)
     (folder / "job.json").touch()
-    return Outcome(End.DONE)
+    return JobOutcome(End.DONE)
 
 
 def ended(answer: Callable[[], Any]) -> Future[Any]:
@@ -112,7 +112,7 @@ def test_jobs_are_sorted_by_cache_key_and_read_in_chunks(run: RunOf, monkeypatch
             read[0] += 1
             yield job(number, "abcd"[number % 4])
 
-    def measured(each: Job, worker: Scripted) -> Outcome:
+    def measured(each: Job, worker: Scripted) -> JobOutcome:
         ahead.append(read[0] - len(worker.pool.begun))
         return does(each, worker)
 
@@ -127,17 +127,17 @@ HALF = json.loads('"a cut-off emoji: \\ud83d"')
 @pytest.mark.parametrize(
     ("outcome", "begun", "connected", "error"),
     [
-        (Outcome(End.FAILED, "no"), 1, 0, "no"),
-        (Outcome(End.FAILED, HALF), 1, 0, "a cut-off emoji: "),
-        (Outcome(End.REFUSED, "no such model"), 2, 0, "no such model"),  # by each worker
-        (Outcome(End.DIED, "segfault"), 3, 3, "It ended its worker 3 times, at last so: segfault"),
+        (JobOutcome(End.FAILED, "no"), 1, 0, "no"),
+        (JobOutcome(End.FAILED, HALF), 1, 0, "a cut-off emoji: "),
+        (JobOutcome(End.REFUSED, "no such model"), 2, 0, "no such model"),  # by each worker
+        (JobOutcome(End.DIED, "segfault"), 3, 3, "It ended its worker 3 times, at last so: segfault"),
         (RuntimeError("\n segfault\n"), 3, 3, "It ended its worker 3 times, at last so: segfault"),
     ],
 )
 def test_a_job_that_fails_is_parked_and_the_others_are_done(
-    run: RunOf, tmp_path: Path, outcome: Outcome | Exception, begun: int, connected: int, error: str
+    run: RunOf, tmp_path: Path, outcome: JobOutcome | Exception, begun: int, connected: int, error: str
 ) -> None:
-    def fails(each: Job, worker: Scripted) -> Outcome:
+    def fails(each: Job, worker: Scripted) -> JobOutcome:
         if each.content != job(3).content:
             return does(each, worker)
         if isinstance(outcome, Exception):
@@ -158,9 +158,9 @@ def test_a_job_that_fails_is_parked_and_the_others_are_done(
 
 
 def test_what_one_worker_refuses_goes_to_the_others(run: RunOf) -> None:
-    def lacks(each: Job, worker: Scripted) -> Outcome:
+    def lacks(each: Job, worker: Scripted) -> JobOutcome:
         lacking = worker.name == "worker 0" and each.cache_key.model == "a"
-        return Outcome(End.REFUSED, "no such node") if lacking else does(each, worker)
+        return JobOutcome(End.REFUSED, "no such node") if lacking else does(each, worker)
 
     stats, _ = run([job(number, "ab"[number % 2]) for number in range(20)], lacks)
     assert stats.done == 20 and not stats.failed
@@ -171,7 +171,7 @@ def test_what_waits_for_one_that_does_not_come_is_parked(run: RunOf, other: Futu
     def connects(worker: Scripted) -> Future[Any]:
         return other if worker.name == "worker 1" else ended(lambda: Ready(worker.name))
 
-    stats, _ = run([job(0)], lambda *_: Outcome(End.REFUSED, "no such model"), connects=connects)
+    stats, _ = run([job(0)], lambda *_: JobOutcome(End.REFUSED, "no such model"), connects=connects)
     assert stats.failed == 1 and stats.faults[0]["error"] == "no such model"
 
 
@@ -182,14 +182,14 @@ def test_workers_that_come_later_get_work(run: RunOf) -> None:
 
 @pytest.mark.parametrize("reason", ["no answer", HALF])
 def test_a_worker_that_is_away_costs_the_job_no_attempt(run: RunOf, reason: str) -> None:
-    away = iter([Outcome(End.AWAY, reason)] * 5)
+    away = iter([JobOutcome(End.AWAY, reason)] * 5)
     stats, pool = run([job(1)], lambda each, worker: next(away, None) or does(each, worker), attempts=1)
     assert stats.done == 1 and stats.workers_lost == 0 and {each.attempts for each in pool.begun} == {0}
 
 
 def test_outputs_that_cannot_be_written_end_it(run: RunOf) -> None:
     with pytest.raises(OutputError, match="disk is full"):
-        run([job(1)], lambda *_: Outcome(End.UNWRITABLE, "the disk is full"))
+        run([job(1)], lambda *_: JobOutcome(End.UNWRITABLE, "the disk is full"))
 
 
 @pytest.mark.parametrize("raises", [False, True])
@@ -230,11 +230,11 @@ def test_two_batches_into_one_folder_compute_each_job_once(tmp_path: Path, monke
         outputs, stats, first = Outputs(tmp_path), BatchStats(20, io.StringIO()), [True]
         outputs.ensure()
 
-        def once(each: Job, worker: Scripted) -> Outcome:
+        def once(each: Job, worker: Scripted) -> JobOutcome:
             begun.append(each.content)
             if first.pop() if first else False:
                 both.wait()
-            return Outcome(End.FAILED, "broken") if each.name == "job 7" else does(each, worker)
+            return JobOutcome(End.FAILED, "broken") if each.name == "job 7" else does(each, worker)
 
         found.append(stats)
         pool = ScriptedPool(outputs, once, waves=[1])

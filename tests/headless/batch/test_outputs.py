@@ -17,7 +17,7 @@ from comfyui_onediff_guard.headless.batch.content import CacheKey, cache_key_of
 from comfyui_onediff_guard.headless.batch.jobs import Job
 from comfyui_onediff_guard.headless.batch.outputs import Outputs
 from comfyui_onediff_guard.headless.batch.ray_pool import RayActor, Setup
-from comfyui_onediff_guard.headless.batch.worker_pool import ENDS, End, Outcome, execute
+from comfyui_onediff_guard.headless.batch.worker_pool import ENDS, End, JobOutcome, execute
 from comfyui_onediff_guard.headless.errors import HeadlessError, OutputError, RunFailedError
 from comfyui_onediff_guard.headless.hosts.result import RunResult
 from comfyui_onediff_guard.headless.workflow.graph import Graph, from_api
@@ -34,7 +34,7 @@ def test_what_a_job_made_takes_its_place_at_once(tmp_path: Path) -> None:
         return RunResult({"1": {"text": ["a line"], "onediff_guard": [{}]}}, {}, [file], 1.5)
 
     outputs = Outputs(tmp_path / "out")
-    assert execute(JOB, outputs, ran, "here") == Outcome(End.DONE, seconds=1.5)
+    assert execute(JOB, outputs, ran, "here") == JobOutcome(End.DONE, seconds=1.5)
     folder = tmp_path / "out" / CONTENT
     assert sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*")) == ["job.json", "sub", "sub/a.txt"]
     record = json.loads((folder / "job.json").read_text())
@@ -54,7 +54,7 @@ def test_a_job_that_fails_leaves_nothing(tmp_path: Path, error: type[HeadlessErr
         raise error("no")
 
     outputs = Outputs(tmp_path)
-    assert execute(JOB, outputs, fails, "here") == Outcome(end, "no")
+    assert execute(JOB, outputs, fails, "here") == JobOutcome(end, "no")
     assert not outputs.has(CONTENT) and not [*tmp_path.rglob("half")]
 
 
