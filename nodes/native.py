@@ -49,6 +49,7 @@ class NaNGuardNative(Node):
             "layer has overflow protection from the next call on, in later runs too."
         )
         return {
+            "required": {},  # which ComfyUI 0.0.1 looks up
             "optional": {
                 "model": ("MODEL", {"tooltip": model}),
                 "vae": ("VAE", {"tooltip": vae}),

@@ -102,7 +102,8 @@ function reported({ node, type, prompt, output }) {
   keep(node, (earlier) => {
     const before = earlier?.prompt?.[0] === prompt ? earlier : { text: [], onediff_guard: [] }
     const reports = [...before.onediff_guard, ...output.onediff_guard].slice(-MOST_REPORTS)
-    return { text: [...new Set([...before.text, ...output.text])], prompt: [prompt], onediff_guard: reports }
+    const lines = [...before.text, ...output.text].flatMap((text) => text.split("\n"))
+    return { text: [[...new Set(lines)].join("\n")], prompt: [prompt], onediff_guard: reports }
   })
 }
 

@@ -314,7 +314,8 @@ def test_a_native_guard_has_one_of_all_samplers_that_use_it(
     canvas.settle()
     canvas.picture("strip_native")
     strip = canvas.evaluate(STRIPS)["OneDiffGuardNaNGuardNative"]
-    assert strip["cells"] == ["fp32", "fp32"] and "SD15" in strip["report"]
+    assert strip["cells"] == ["fp32"] * 3 and "SD15" in strip["report"], "two steps, and the VAE's call"
+    assert all(kind in strip["text"] for kind in ("SD15 computes", "VAE decoder: AutoencoderKL computes"))
     (told,) = canvas.evaluate(
         "() => Object.values(app.nodeOutputs).flatMap(({onediff_guard}) => onediff_guard ?? [])"
         ".filter(({plan}) => plan.component === 'denoiser')"
