@@ -9,6 +9,8 @@ import logging
 import math
 import sys
 import threading
+import time
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,11 +19,13 @@ from .guarded_prompt import computes, outputs_of, with_guards
 
 NON_FINITE, BLACK = "non-finite", "black"
 MOST_NODES, MOST_CHARACTERS = 100, 100_000  # of a prompt that is looked at
+SECONDS_TO_QUEUE = 60.0  # until a prompt that was not refused is in the queue
 logger = logging.getLogger(__name__)
 
 
-def watch(data: dict[str, Any]) -> None:
-    """Look at the outputs of a prompt that was queued from a page, where this ComfyUI shows them.
+def watch(data: dict[str, Any]) -> dict[str, Any]:
+    """Look at the outputs of a prompt that was queued from a page, where this ComfyUI shows them. Returns the request,
+    which gets an id for its prompt where it has none.
 
     ComfyUI hashes what each node's outputs hang on, for as long as it has a cache provider: so ours comes off with the
     last prompt that is looked at, and prompts with large values are left alone.
@@ -29,16 +33,32 @@ def watch(data: dict[str, Any]) -> None:
     providers: Any = sys.modules.get("comfy_execution.cache_provider")
     base: Any = getattr(providers, "CacheProvider", None)
     if base is None or not _is_looked_at(data.get("prompt"), data.get("client_id")):
-        return
+        return data
+    prompt_id = str(data.get("prompt_id") or uuid.uuid4())
     with _lock:
+        _awaited[prompt_id] = time.monotonic()
         if not _watching:
             _watching.append(_watch_of(base))
             providers.register_cache_provider(_watching[0])
-        _watching[0].awaited += 1
+    return {**data, "prompt_id": prompt_id}
 
 
 _lock = threading.Lock()
 _watching: list[Any] = []  # our cache provider, while it is registered
+_awaited: dict[str, float] = {}  # the ids of prompts that are to be looked at, and when they came
+
+
+def _come_off(ended: str = "") -> None:
+    """Take the provider off where no prompt is to be looked at any more. Those that were refused, or taken from the
+    queue, never end: ComfyUI is given a minute to queue one."""
+    running, pending = host.server().prompt_queue.get_current_queue_volatile()
+    queued = {item[1] for item in (*running, *pending)} - {ended}
+    with _lock:
+        for prompt_id, since in [*_awaited.items()]:
+            if prompt_id == ended or (prompt_id not in queued and time.monotonic() - since > SECONDS_TO_QUEUE):
+                del _awaited[prompt_id]
+        if not _awaited and _watching:
+            sys.modules["comfy_execution.cache_provider"].unregister_cache_provider(_watching.pop())
 
 
 def _is_looked_at(prompt: Any, client_id: Any) -> bool:
@@ -57,10 +77,8 @@ def _watch_of(base: Any) -> Any:
     class Watch(base):
         """Every method of it may be called from the thread that executes prompts, and raise nothing."""
 
-        awaited = 0  # prompts that are to be looked at
-
         def should_cache(self, context: Any, value: Any = None) -> bool:
-            if value is not None:
+            if value is not None and look.prompt_id:
                 look.at(context.node_id, context.class_type, value.outputs)
             return False
 
@@ -71,15 +89,14 @@ def _watch_of(base: Any) -> Any:
             return None
 
         def on_prompt_start(self, prompt_id: str) -> None:
-            look.found = None
+            look.found, look.prompt_id = None, prompt_id if prompt_id in _awaited else ""
+            _come_off()
 
         def on_prompt_end(self, prompt_id: str) -> None:
-            was_awaited = look.tell(prompt_id)
-            with _lock:
-                self.awaited -= was_awaited
-                if self.awaited <= 0:
-                    _watching.clear()
-                    sys.modules["comfy_execution.cache_provider"].unregister_cache_provider(self)
+            try:
+                look.tell()
+            finally:
+                _come_off(prompt_id)
 
     return Watch()
 
@@ -109,31 +126,27 @@ def problem_of(outputs: Any, types: Sequence[str]) -> str:
 
 
 class _Look:
-    def __init__(self) -> None:
-        self.found: tuple[str, str] | None = None  # of this prompt: a node, and what is wrong with what it put out
+    prompt_id = ""  # of the prompt that runs, where it is looked at
+    found: tuple[str, str] | None = None  # of this prompt: a node, and what is wrong with what it put out
 
     def at(self, node_id: str, class_type: str, outputs: Any) -> None:
         node = host.node_classes().get(class_type)
         if self.found is None and (wrong := problem_of(outputs, outputs_of(node))) and computes(node):
             self.found = node_id, wrong
 
-    def tell(self, prompt_id: str) -> bool:
-        """Tell of what was found in a prompt that ends, where a guard may have prevented it. Returns whether the prompt
-        is one that is looked at."""
+    def tell(self) -> None:
+        """Tell of what was found in a prompt that ends, where a guard may have prevented it."""
         server, found = host.server(), self.found
-        self.found = None
-        running = {item[1]: item[2:4] for item in server.prompt_queue.currently_running.values()}
-        prompt, extra = running.get(prompt_id) or ({}, {})
-        if not _is_looked_at(prompt, extra.get("client_id")):
-            return False
-        if found and server.client_id is not None:
-            node_id, wrong = found
-            logger.warning("Node %s put out a result that is %s.", node_id, wrong)
-            guarded, _ = with_guards(prompt, host.node_classes())
-            if any(guarded[each] is not prompt[each] for each in _before(prompt, node_id)):
-                told = {"prompt": prompt_id, "node": node_id, "problem": wrong}
-                server.send_sync("onediff_guard.black", told, server.client_id)
-        return True
+        if not found or server.client_id is None:
+            return
+        node_id, wrong = found
+        logger.warning("Node %s put out a result that is %s.", node_id, wrong)
+        running, _ = server.prompt_queue.get_current_queue_volatile()
+        (prompt,) = (item[2] for item in running if item[1] == self.prompt_id)
+        guarded, _ = with_guards(prompt, host.node_classes())
+        if any(guarded[each] is not prompt[each] for each in _before(prompt, node_id)):
+            told = {"prompt": self.prompt_id, "node": node_id, "problem": wrong}
+            server.send_sync("onediff_guard.black", told, server.client_id)
 
 
 def _before(prompt: dict[str, Any], node_id: str) -> set[str]:

@@ -54,7 +54,7 @@ def on_prompt(data: Any) -> Any:
                 logger.info("Guard every workflow: %d guards, %s, put in in %.2f ms", guards, precision, milliseconds)
                 return {**data, "prompt": guarded}
         elif isinstance(data, dict) and settings_of(_user.get()).get(OFFER_RERUN) is not False:
-            black_output.watch(data)
+            return black_output.watch(data)
     except Exception:
         logger.exception("Guard every workflow: this prompt runs as it came")
     return data

@@ -1,0 +1,147 @@
+"""Looking at what nodes put out: which prompts' outputs, and for how long ComfyUI has our cache provider."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from comfyui_onediff_guard.comfyui_host import black_output, every_workflow
+from test_every_workflow import CLASSES, LOADED, node
+
+BLACK = [[torch.zeros(1, 8, 8, 3)]]
+PROMPT = {**LOADED, "2": node("Sampler", model=["1", 0]), "3": node("Decode", vae=["1", 2], samples=["2", 0])}
+GUARDED = {**LOADED, "2": node("Save", model=["1", 0])}
+
+
+class Comfy:
+    """What of ComfyUI queues prompts, runs them and asks cache providers."""
+
+    class CacheProvider:
+        pass
+
+    def __init__(self) -> None:
+        self.providers: list[Any] = []
+        self.register_cache_provider, self.unregister_cache_provider = self.providers.append, self.providers.remove
+        self.told: list[Any] = []
+        self.client_id = "page"
+        self.prompt_queue = self
+        self.running: list[Any] = []
+        self.pending: list[Any] = []
+        self.ids = map(str, itertools.count())
+
+    def get_current_queue_volatile(self) -> tuple[list[Any], list[Any]]:
+        return [*self.running], [*self.pending]
+
+    def send_sync(self, event: str, told: dict[str, Any], client: str) -> None:
+        self.told.append((event, told["prompt"], told["node"], told["problem"], client))
+
+    def post(self, prompt: dict[str, Any] = PROMPT, *, refused: bool = False, **more: Any) -> str:
+        data = every_workflow.on_prompt({"prompt": prompt, "client_id": "page", **more})
+        prompt_id = data.get("prompt_id") or next(self.ids)
+        if not refused:
+            self.pending.append((0, prompt_id, data["prompt"], {"client_id": "page"}, []))
+        return prompt_id
+
+    def run(self, *, outputs: Any = BLACK, error: bool = False) -> None:
+        """Execute the next one of the queue. error: in its last node."""
+        self.running = [self.pending.pop(0)]
+        _, prompt_id, prompt, *_ = self.running[0]
+        self.notify("on_prompt_start", prompt_id)
+        for id_, each in [*prompt.items()][: -1 if error else None]:
+            context = SimpleNamespace(node_id=id_, class_type=each["class_type"])
+            self.notify("should_cache", context)
+            self.notify("should_cache", context, SimpleNamespace(outputs=outputs))
+        self.notify("on_prompt_end", prompt_id)
+        self.running = []
+
+    def notify(self, name: str, *arguments: Any) -> None:
+        for provider in tuple(self.providers):
+            with suppress(RuntimeError):
+                getattr(provider, name)(*arguments)
+
+
+@pytest.fixture
+def comfy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Comfy]:
+    made = Comfy()
+    monkeypatch.setitem(sys.modules, "comfy_execution.cache_provider", made)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr(black_output.host, "server", lambda: made)
+    monkeypatch.setattr(black_output.host, "node_classes", lambda: CLASSES)
+    monkeypatch.setattr(every_workflow, "settings_of", lambda _user: {})
+    monkeypatch.delenv(every_workflow.VARIABLE, raising=False)
+    yield made
+    black_output._awaited.clear()
+    black_output._watching.clear()
+
+
+def test_the_page_is_told_of_the_node_that_came_out_black(comfy: Comfy) -> None:
+    mine, theirs = comfy.post(), comfy.post(prompt_id="its own")
+    assert theirs == "its own" != mine
+    for _ in range(2):
+        comfy.run()
+    assert comfy.told == [("onediff_guard.black", each, "3", "black", "page") for each in (mine, theirs)]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"client_id": None}, {"prompt": GUARDED}, {"extra_data": {"onediff_guard": True}}, {"prompt": {}}],
+    ids=["by API", "no guard could help", "guarded", "empty"],
+)
+def test_what_is_not_looked_at_goes_on_as_it_came(comfy: Comfy, more: dict[str, Any]) -> None:
+    comfy.post(**more)
+    assert not comfy.providers and not black_output._awaited
+    comfy.run()
+    assert not comfy.told
+
+
+def test_a_prompt_between_those_that_are_looked_at_is_not(comfy: Comfy) -> None:
+    first, _, last = comfy.post(), comfy.post(client_id=None), comfy.post()
+    for _ in range(3):
+        comfy.run()
+    assert [told[1] for told in comfy.told] == [first, last] and not comfy.providers
+
+
+@pytest.mark.parametrize("how", ["healthy", "black", "error", "telling fails", "a node without a class"])
+def test_nothing_stays_registered_after_the_last_prompt(
+    comfy: Comfy, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError(how)
+
+    if how == "telling fails":
+        monkeypatch.setattr(comfy, "send_sync", broken)
+    if how == "a node without a class":
+        monkeypatch.setattr(black_output.host, "node_classes", lambda: CLASSES if not comfy.running else {})
+    for _ in range(2):
+        comfy.post()
+    comfy.run(outputs=[[torch.ones(1, 8, 8, 3)]] if how == "healthy" else BLACK, error=how == "error")
+    assert len(comfy.providers) == 1, "one for all prompts"
+    comfy.run(outputs=[[torch.ones(1, 8, 8, 3)]] if how == "healthy" else BLACK, error=how == "error")
+    assert not comfy.providers and not black_output._awaited
+
+
+@pytest.mark.parametrize("gone", ["refused", "taken from the queue"])
+def test_what_never_runs_is_not_waited_for(comfy: Comfy, gone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ComfyUI validates a prompt after it was seen, so it is given time to come into the queue."""
+    comfy.post(refused=True)
+    if gone == "taken from the queue":
+        comfy.post()
+        comfy.pending.clear()
+    monkeypatch.setattr(black_output.time, "monotonic", lambda: 1e12)
+    comfy.post(client_id=None)
+    comfy.run()
+    assert not comfy.providers and not black_output._awaited and not comfy.told
+
+
+def test_what_is_being_validated_is_waited_for(comfy: Comfy) -> None:
+    late = comfy.post(refused=True)
+    comfy.post(client_id=None)
+    comfy.run()
+    comfy.pending.append((0, late, PROMPT, {"client_id": "page"}, []))
+    comfy.run()
+    assert [told[1] for told in comfy.told] == [late] and not comfy.providers
