@@ -45,6 +45,7 @@ def on_prompt(data: Any) -> Any:
     """The request's JSON, with guards in its prompt where it is to be guarded. Never raises."""
     started = time.perf_counter()
     try:
+        data = _without_summaries(data)
         precision = wanted(data)
         prompt = data.get("prompt") if precision and isinstance(data, dict) else None
         if isinstance(prompt, dict):
@@ -70,6 +71,14 @@ def wanted(data: Any) -> str:
             word = str(asked).strip().lower()
             return word if word in (INHERIT, AUTO) else automatic if word in ("1", "true", "yes", "on") else ""
     return ""
+
+
+def _without_summaries(data: Any) -> Any:
+    """The request, which may come from the history, without what is said there of the run that it was."""
+    extra = data.get("extra_data") if isinstance(data, dict) else None
+    if not isinstance(extra, dict) or host.SUMMARIES not in extra:
+        return data
+    return {**data, "extra_data": {key: value for key, value in extra.items() if key != host.SUMMARIES}}
 
 
 def _note_users(server: Any) -> None:

@@ -292,6 +292,18 @@ def send_report(node_id: str | None, output: dict[str, list[Any]], node_type: st
         server().send_sync("onediff_guard.report", facts, client)
 
 
+SUMMARIES = "onediff_guard_summaries"  # in a prompt's extra_data
+MOST_SUMMARIES = 64  # the latest ones of one prompt
+
+
+def note_in_history(line: str) -> None:
+    """Have ComfyUI's history hold a line with the prompt that runs: in its extra_data, since it holds what a node puts
+    out only where the node was not cached."""
+    running = getattr(getattr(server(), "prompt_queue", None), "currently_running", {})
+    for extra in (item[3] for item in [*running.values()] if item[1] == prompt_id()):
+        extra[SUMMARIES] = [*extra.get(SUMMARIES, ()), str(line)][-MOST_SUMMARIES:]
+
+
 class Progress:
     """A progress bar with a line of text; raises when the run was asked to stop. total: 0 where not known yet.
     Without ComfyUI it is on standard error: where that is no terminal, as one line at the end."""

@@ -36,8 +36,6 @@ from .refining import refining_guarded
 
 logger = logging.getLogger(__name__)
 
-MOST_SUMMARIES = 64  # of the latest runs of one guard, which ComfyUI's history may hold
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -49,7 +47,6 @@ class Settings:
     profile: Profile | None = None  # in place of a kept one
     learned: MutableMapping[tuple[Component, str], PrecisionOverrides] = field(default_factory=dict)
     inserted: bool = False  # by 'Guard every workflow': it never ends a run, and is silent unless something happened
-    history: list[Any] = field(default_factory=list)  # summaries of runs, which ComfyUI's history shows
 
 
 @contextmanager
@@ -184,9 +181,11 @@ class Run:
     def _tell(self, text: str, *reports: Any, eventful: bool = True) -> None:
         if eventful or not self._settings.inserted:
             output = {"text": [translated(text)], "onediff_guard": [*reports]}
+            if self._given_up:
+                output["unguarded"] = [translated(self._given_up)]
             host.send_report(self._node_id, output, self._node_type)
-        self._settings.history.append({"prompt_id": host.prompt_id(), "text": text})
-        del self._settings.history[:-MOST_SUMMARIES]
+        if self._settings.inserted:
+            host.note_in_history(text)
         logger.log(logging.WARNING if eventful else logging.INFO, "NaN Guard: %s", text)
 
 

@@ -96,7 +96,7 @@ class NaNGuardNative(Node):
                 raise
             logger.warning("Guard every workflow: node %s guards nothing: %s", node_id, error)
             return model, vae
-        return {"ui": {"onediff_guard": [settings.history]}, "result": made} if inserted else made
+        return made
 
 
 class NumericsProbeModel(Node):

@@ -4,10 +4,15 @@ import { api } from "../../scripts/api.js"
 import { words } from "./words.js"
 
 const OFFER = "OneDiffGuard.OfferRerun"
-const STYLE = `position: fixed; right: 16px; bottom: 16px; z-index: 10000; max-width: 360px; padding: 12px 14px;
-  display: flex; flex-direction: column; gap: 8px; border-radius: 8px; font: 13px/1.4 Inter, Arial, sans-serif;
-  color: var(--input-text, #ddd); background: var(--comfy-menu-bg, #353535); border: 1px solid var(--border-color, #4e4e4e);
-  box-shadow: 0 4px 16px rgba(0, 0, 0, 0.5);`
+const MOST_OFFERED = 100 // runs; the latest ones
+// at the left: the page has its own buttons at the right, and in App mode its outputs in the middle
+const STYLE = `position: fixed; left: 84px; bottom: 24px; z-index: 10000; width: 400px; max-width: 80vw;
+  box-sizing: border-box; padding: 12px 14px; display: flex; flex-direction: column; gap: 10px;
+  border-radius: 8px; font: 13px/1.4 Inter, Arial, sans-serif; color: var(--input-text, #ddd);
+  background: var(--comfy-menu-bg, #353535); border: 1px solid #f0b429; box-shadow: 0 4px 16px rgba(0, 0, 0, 0.5);`
+const BUTTON = `all: unset; cursor: pointer; padding: 5px 12px; border-radius: 6px; font-weight: 600;
+  border: 1px solid var(--border-color, #4e4e4e);`
+const FIRST_BUTTON = "background: #f0b429; border-color: #f0b429; color: #201400;"
 const ATTEMPTS = 20 // to find a prompt in the history, where it comes when it has ended
 
 /** Queues a prompt of the history again with guards: same nodes, same seed; what is cached is used again. */
@@ -41,8 +46,12 @@ async function runAgain(prompt) {
   throw new Error(words().gone)
 }
 
+let offered = [] // prompts, the latest one last
+
+/** One offer for all runs that came out black since somebody answered: a queue may have many of them. */
 function offer({ prompt, problem }) {
   if (app.extensionManager?.setting?.get(OFFER) === false) return
+  offered = [...offered, prompt].slice(-MOST_OFFERED)
   document.getElementById("onediff-guard-offer")?.remove()
   const say = words()
   const box = document.createElement("div")
@@ -50,24 +59,33 @@ function offer({ prompt, problem }) {
   box.setAttribute("role", "alert")
   box.style.cssText = STYLE
   const text = document.createElement("div")
-  text.textContent = say.black.replace("{}", problem === "black" ? say.allBlack : say.nonFinite)
+  text.textContent =
+    offered.length > 1
+      ? say.manyBlack.replace("{}", offered.length)
+      : say.black.replace("{}", problem === "black" ? say.allBlack : say.nonFinite)
   const buttons = document.createElement("div")
   buttons.style.cssText = "display: flex; gap: 8px;"
-  const button = (label, then) => {
+  const button = (label, style, then) => {
     const made = document.createElement("button")
     made.textContent = label
-    made.onclick = then
+    made.style.cssText = BUTTON + style
+    made.onclick = () => {
+      const prompts = offered
+      offered = []
+      box.remove()
+      then(prompts)
+    }
     buttons.append(made)
   }
-  button(say.runAgain, async () => {
-    box.remove()
-    try {
-      await runAgain(prompt)
-    } catch (error) {
-      app.extensionManager?.toast?.add({ severity: "error", summary: "NaN Guard", detail: error.message, life: 8000 })
-    }
+  button(say.runAgain, FIRST_BUTTON, async (prompts) => {
+    for (const each of prompts)
+      try {
+        await runAgain(each)
+      } catch (error) {
+        app.extensionManager?.toast?.add({ severity: "error", summary: "NaN Guard", detail: error.message, life: 8000 })
+      }
   })
-  button(say.notNow, () => box.remove())
+  button(say.notNow, "", () => {})
   box.append(text, buttons)
   document.body.append(box)
 }

@@ -2,6 +2,7 @@
 import { app } from "../../scripts/app.js"
 import { api } from "../../scripts/api.js"
 import { StripView } from "./strip_view.js"
+import { words } from "./words.js"
 
 const OURS = "OneDiffGuard" // node types begin so
 const NAME = "$$node-text-preview" // ComfyUI's own widget for a node's progress text: where there is one, it says it there
@@ -37,7 +38,8 @@ function resize(node, strip, width) {
   if (width) strip.before ??= [...node.size]
   const [atLeast, before] = [node.computeSize(), strip.before ?? node.size]
   if (width === 0) strip.before = undefined
-  const wanted = width === 0 ? before : [Math.max(node.size[0], width ?? 0), node.size[1]]
+  const height = strip.least ?? (width === 0 ? before : node.size)[1]
+  const wanted = [width === 0 ? before[0] : Math.max(node.size[0], width ?? 0), height]
   node.setSize([Math.max(wanted[0], atLeast[0]), Math.max(wanted[1], atLeast[1])])
   node.setDirtyCanvas?.(true, true)
 }
@@ -75,28 +77,90 @@ function keep(id, more) {
   show(node, app.nodeOutputs[locator])
 }
 
-const others = new Map() // nodes of other packs that have a strip, and their sizes without it
+const VERDICTS = ["rescued", "unguarded", "broken"] // the worst last
+const SEVERITIES = { rescued: "success", unguarded: "warn", broken: "error" } // of ComfyUI's toasts
+const SECONDS = { rescued: 10, unguarded: 30, broken: 30 }
 
-function clearOthers() {
-  for (const [node, size] of others) {
+// Nodes of other packs on which a guard has reported in this prompt: by their ids, what they are called, what was
+// reported, and where they are on the canvas, how they are put back
+const others = new Map()
+
+/** Returns what takes all that a strip changes about a node off again. Files and undo never see it. */
+function putBack(node) {
+  const { widgets, onSerialize } = node
+  const size = [...node.size]
+  node.onSerialize = function (saved) {
+    onSerialize?.apply(this, arguments)
+    saved.size = [...size]
+    if (!widgets) for (const key of ["widgets_values", "widgets_values_named"]) delete saved[key]
+  }
+  return () => {
     const widget = node.widgets?.find((widget) => widget.strip)
     if (widget) node.removeWidget(widget)
+    if (!widgets && !node.widgets?.length) node.widgets = widgets
+    node.onSerialize = onSerialize
     node.setSize(size)
   }
+}
+
+function newPrompt() {
+  for (const { putBack } of others.values()) putBack?.()
   others.clear()
 }
 
-/** A native guard reports after its node has run, once for each sampler of a prompt. One that was inserted reports on
- * the node that samples or decodes, only where something happened; that node's own outputs stay as they are. */
+/** Whether the result of a node can be used, from what guards reported of it, and that in words. */
+function verdictOf(outputs) {
+  const isBroken = ({ outcomes }) => (outcomes?.["non-finite"] ?? 0) + (outcomes?.saturated ?? 0) > 0
+  const verdicts = outputs.map(({ onediff_guard: reports, unguarded }) =>
+    reports.some(isBroken) ? "broken" : unguarded ? "unguarded" : "rescued",
+  )
+  const verdict = VERDICTS.findLast((each) => verdicts.includes(each))
+  const reasons = new Set(outputs.flatMap(({ unguarded }) => unguarded ?? []))
+  return [verdict, [words()[verdict], ...reasons].join(" ")]
+}
+
+/** A guard that was inserted reports on the node that samples or decodes, only where something happened, and once for
+ * each sampling there; that node's own outputs stay as they are. */
+function reportedOnOther(id, type, output) {
+  const [, node] = nodeByExecutionId(id)
+  const there = node?.type === type
+  if (!others.has(id)) others.set(id, { title: node?.title ?? id, outputs: [], putBack: there && putBack(node) })
+  const { outputs } = others.get(id)
+  outputs.push(output)
+  if (!there) return
+  const strip = stripOf(node)
+  strip.least ??= node.size[1]
+  strip.show(
+    {
+      text: [...new Set(outputs.flatMap(({ text }) => text.join("\n").split("\n")))],
+      onediff_guard: outputs.flatMap(({ onediff_guard }) => onediff_guard).slice(-MOST_REPORTS),
+    },
+    verdictOf(outputs),
+  )
+}
+
+/** At the end of a prompt, one toast for all nodes of which the same is to be said: in subgraphs, in App mode and in
+ * another tab nobody sees their strips. */
+function sayAtEnd() {
+  const told = new Map() // words → severity and nodes
+  for (const { title, outputs } of others.values()) {
+    const [verdict, inWords] = verdictOf(outputs)
+    const titles = told.get(inWords)?.titles ?? []
+    told.set(inWords, { verdict, titles: [...titles, title] })
+  }
+  for (const [inWords, { verdict, titles }] of told)
+    app.extensionManager?.toast?.add({
+      severity: SEVERITIES[verdict],
+      summary: "NaN Guard",
+      detail: `${[...new Set(titles)].join(", ")}: ${inWords}`,
+      life: SECONDS[verdict] * 1000,
+    })
+}
+
+/** A native guard reports after its node has run, once for each sampler of a prompt. */
 function reported({ node, type, prompt, output }) {
-  const [, there] = nodeByExecutionId(node)
   if (type) {
-    if (there?.type === type) {
-      if (!others.has(there)) others.set(there, [...there.size])
-      stripOf(there).show(output)
-    }
-    const detail = `${there?.title ?? node}: ${output.text[0].split("\n")[0]}`
-    app.extensionManager?.toast?.add({ severity: "warn", summary: "NaN Guard", detail, life: 10000 })
+    reportedOnOther(node, type, output)
     return
   }
   keep(node, (earlier) => {
@@ -123,7 +187,9 @@ app.registerExtension({
   setup() {
     let cached = { nodes: [] }
     api.addEventListener("onediff_guard.report", ({ detail }) => reported(detail))
-    api.addEventListener("execution_start", clearOthers)
+    api.addEventListener("execution_start", newPrompt)
+    for (const end of ["execution_success", "execution_error", "execution_interrupted"])
+      api.addEventListener(end, sayAtEnd)
     api.addEventListener("execution_cached", ({ detail }) => (cached = detail))
     api.addEventListener("executing", ({ detail: node }) => node ?? recall(cached)) // null: the history has it all now
   },

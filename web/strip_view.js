@@ -14,6 +14,11 @@ const STYLE = `
 .onediff-guard > .head { display: flex; flex-direction: column; gap: 4px; user-select: text; overflow-wrap: anywhere; }
 .onediff-guard .said { white-space: pre-wrap; max-height: 8em; overflow-y: auto; }
 .onediff-guard .stale { opacity: 0.4; }
+.onediff-guard .verdict { font-weight: 600; }
+.onediff-guard .verdict:empty { display: none; }
+.onediff-guard .verdict.rescued { color: #4cae72; }
+.onediff-guard .verdict.unguarded { color: #f0b429; }
+.onediff-guard .verdict.broken { color: #f06a6a; }
 .onediff-guard .what { font-weight: 600; font-size: 13px; }
 .onediff-guard .cells { display: flex; flex-wrap: wrap; gap: 2px; max-height: 70px; overflow-y: auto; }
 .onediff-guard .told { display: flex; flex-wrap: wrap; align-items: center; gap: 3px 10px; margin: 2px 0; }
@@ -89,11 +94,12 @@ export class StripView {
     this.resized = resized
     this.open = false
     this.text = ""
+    this.verdict = element("div", "verdict")
     this.said = element("div", "said")
     this.report = element("div", "head")
     this.button = element("button")
     this.button.onclick = () => this.toggle()
-    this.head = element("div", "head", "", [this.said, this.report, this.button])
+    this.head = element("div", "head", "", [this.verdict, this.said, this.report, this.button])
     this.full = element("textarea")
     this.full.readOnly = true
     this.full.wrap = "off"
@@ -106,7 +112,7 @@ export class StripView {
 
   /** Whether the text is all there is, as in a Precision Report: it is shown folded too. */
   get plain() {
-    return !this.report.childElementCount
+    return !this.report.childElementCount && !this.verdict.textContent
   }
 
   /** px that all of it needs. */
@@ -133,9 +139,13 @@ export class StripView {
     this.full.classList.add("stale")
   }
 
-  /** @param {{text: string[], onediff_guard: object[]}} output of a node that ran */
-  show(output) {
+  /** @param {{text: string[], onediff_guard: object[]}} output of a node that ran
+   * @param {[string, string]} verdict on nodes of other packs, which have little room: whether the result can be used,
+   * "rescued", "unguarded" or "broken", and in words. The rest unfolds. */
+  show(output, [verdict, inWords] = ["", ""]) {
     const say = words()
+    this.verdict.className = `verdict ${verdict}`
+    this.verdict.textContent = inWords
     const reports = output.onediff_guard.filter((report) => report?.cells)
     this.text = (output.text ?? []).join("\n")
     this.said.textContent = ""
@@ -147,15 +157,17 @@ export class StripView {
 
   summary(reports, say) {
     const runs = reports.flatMap((report) => [...report.before, report])
-    const { plan, architecture } = reports.at(-1)
+    const told = element("div", "told", "", [
+      element("div", "cells", "", cellsOf(runs, say)),
+      element("div", "legend", "", legendOf(runs, say)),
+    ])
+    if (this.verdict.textContent) return [told]
     const [why, ...notes] = this.text.split("\n")
+    const dtypes = [...new Set(reports.map(({ plan }) => plan.dtype))].join(", ")
     return [
-      element("div", "what", `${plan.dtype} · ${architecture}`),
+      element("div", "what", `${dtypes} · ${reports.at(-1).architecture}`),
       element("div", "why", why),
-      element("div", "told", "", [
-        element("div", "cells", "", cellsOf(runs, say)),
-        element("div", "legend", "", legendOf(runs, say)),
-      ]),
+      told,
       ...notes.map((line) => element("div", "", line)),
     ]
   }

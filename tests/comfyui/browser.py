@@ -16,6 +16,7 @@ FLAGS += ("--disable-background-networking", "--disable-component-update")
 # pages open what was open last, after they know the nodes
 READY = """() => Boolean(window.app?.extensionManager?.workflow?.activeWorkflow?.isLoaded
     && window.LiteGraph?.registered_node_types?.SaveVideo)"""
+WINDOW = {"width": 1920, "height": 1000}
 LOUD = ("warning", "error")
 ENDS = ("execution_success", "execution_error", "execution_interrupted")
 
@@ -60,10 +61,10 @@ LISTED = """([type, name]) => {
     const values = node.widgets.find(widget => widget.name === name).options.values
     new LiteGraph.ContextMenu(typeof values === 'function' ? values() : values, {})
 }"""
-QUEUE = """async ends => {
+QUEUE = """async ([ends, command]) => {
     window.ended = null
     for (const end of ends) app.api.addEventListener(end, event => { window.ended = [end, event.detail] })
-    await app.queuePrompt(0, 1)
+    await (command ? app.extensionManager.command.execute(command) : app.queuePrompt(0, 1))
 }"""
 WIDGETS = """type => Object.fromEntries(
     app.graph.nodes.find(node => node.type === type).widgets.map(widget => [widget.name, widget.value]))"""
@@ -112,6 +113,18 @@ class Canvas:
         for name, value in settings.items():
             address = f"{url}/api/settings/Comfy.{name.replace('_', '.')}"
             self._page.request.post(address, data=json.dumps(value), headers={"Content-Type": "application/json"})
+
+    def switch(self, setting: str, words: str) -> None:
+        """Open the settings, look for one, and click its switch."""
+        self._page.evaluate("() => app.extensionManager.command.execute('Comfy.ShowSettingsDialog')")
+        self._page.locator("[role=dialog] input:visible").first.fill(words, timeout=PATIENCE)
+        self._page.wait_for_timeout(700)
+        self._page.locator(f"[id='{setting}'] [role=switch], [role=switch][id='{setting}']").first.click()
+        self._page.wait_for_timeout(700)
+
+    def press(self, key: str) -> None:
+        self._page.keyboard.press(key)
+        self._page.wait_for_timeout(300)
 
     def titles(self) -> list[str]:
         """What the nodes on the canvas are called."""
@@ -212,9 +225,9 @@ class Canvas:
     def widgets(self, node_type: str) -> dict[str, Any]:
         return self._page.evaluate(WIDGETS, node_type)
 
-    def queue(self, seconds: float = 90.0) -> tuple[str, Any]:
-        """Press Run and wait: how the run ended, and what the server said about it."""
-        self._page.evaluate(QUEUE, ENDS)
+    def queue(self, seconds: float = 90.0, command: str = "") -> tuple[str, Any]:
+        """Press Run and wait: how the run ended, and what the server said about it. command: in place of Run."""
+        self._page.evaluate(QUEUE, [ENDS, command])
         self._page.wait_for_function("() => window.ended", timeout=seconds * 1000)
         self._page.wait_for_timeout(500)
         return tuple(self._page.evaluate("() => window.ended"))
@@ -248,6 +261,19 @@ class Canvas:
             path,
         )
 
+    @contextmanager
+    def beside(self, url: str, user: str) -> Iterator[Canvas]:
+        """The page of a server with several users, in a profile of its own where one is logged in, by their id."""
+        headers = {"comfy-user": user}
+        page = self._page.context.browser.new_page(viewport=WINDOW, locale="en-US", extra_http_headers=headers)
+        page.add_init_script(f"localStorage['Comfy.userId'] = localStorage['Comfy.userName'] = '{user}'")
+        try:
+            opened = Canvas(page, self._pictures)
+            opened.open(url)
+            yield opened
+        finally:
+            page.close()
+
     def picture(self, name: str) -> Path:
         path = self._pictures / f"{name}.png"
         self._page.screenshot(path=str(path))
@@ -262,7 +288,7 @@ def canvas(url: str, pictures: Path, language: str = "en-US") -> Iterator[Canvas
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=executable(), args=list(FLAGS))
         try:
-            canvas = Canvas(browser.new_page(viewport={"width": 1920, "height": 1000}, locale=language), pictures)
+            canvas = Canvas(browser.new_page(viewport=WINDOW, locale=language), pictures)
             canvas.open(url)
             yield canvas
         finally:

@@ -6,6 +6,7 @@ import copy
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -274,13 +275,39 @@ def raising(error: Exception) -> Callable[[], Any]:
     return call
 
 
+def test_each_prompt_in_the_history_has_the_summaries_of_its_own_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One guard serves them all: ComfyUI caches it."""
+    server = SimpleNamespace(client_id=None, prompt_queue=SimpleNamespace(currently_running={}))
+    monkeypatch.setattr(host, "server", lambda: server)
+    settings = Settings(GuardPolicy(), inserted=True)
+    held = dict[str, Any]()
+    for prompt_id in ("first", "second", "of a guard that was wired"):
+        server.last_prompt_id, extra = prompt_id, {"client_id": "page"}
+        server.prompt_queue.currently_running = {7: (0, prompt_id, {}, extra, [])}
+        for _ in range(2):
+            run = Run(replace(settings, inserted="wired" not in prompt_id), steps=1)
+            run._given_up = f"of the {prompt_id}"
+            run.end()
+        held[prompt_id] = extra.get("onediff_guard_summaries")
+    assert held == {
+        "first": ["of the first"] * 2,
+        "second": ["of the second"] * 2,
+        "of a guard that was wired": None,
+    }
+
+
+def test_a_prompt_from_the_history_brings_no_summaries_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(every_workflow, "settings_of", lambda _user: {})
+    data = {"prompt": {}, "extra_data": {"onediff_guard_summaries": ["of then"], "extra_pnginfo": {}}}
+    assert every_workflow.on_prompt(data) == {"prompt": {}, "extra_data": {"extra_pnginfo": {}}}
+
+
 def test_an_inserted_guard_that_fails_lets_the_run_through(caplog: pytest.LogCaptureFixture) -> None:
     run, calls = run_of(), []
     assert run.or_plain(raising(TypeError("of ours")), lambda: "plain") == "plain"
     assert run.or_plain(lambda: calls.append("guarded"), lambda: "plain again") == "plain again" and not calls
     run.end()
     assert "Not guarded from call 1 on: TypeError: of ours" in caplog.text
-    assert [entry["text"] for entry in run._settings.history] == ["Not guarded from call 1 on: TypeError: of ours"]
 
 
 def test_what_comfyui_itself_raises_is_raised_as_without_a_guard() -> None:

@@ -1,0 +1,378 @@
+"""Guard every workflow as a person meets it: the switch, what the page tells of a run, and the offer to run again.
+
+Their nodes are ComfyUI's own, on a small SD1.5 whose fp16 overflows. Pictures: see `browser.py`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import browser
+import comfyui_nodes
+import legs
+import native_checkpoints
+import numpy as np
+import pytest
+from native_graphs import HOT
+from runs import frames_of
+from test_strip_in_browser import STRIPS
+from waiting import wait_until
+
+pytestmark = pytest.mark.comfyui
+
+SWITCH, OFFER = "OneDiffGuard.EveryWorkflow", "OneDiffGuard.OfferRerun"
+HEALTHY = comfyui_nodes.SD15_FILE
+SAMPLING = {"seed": 1, "steps": 2, "cfg": 8.0, "sampler_name": "euler", "scheduler": "normal", "denoise": 1.0}
+NODES: dict[str, tuple[str, dict[str, Any]]] = {
+    "1": ("CheckpointLoaderSimple", {"ckpt_name": HOT + HEALTHY}),
+    "2": ("ModelComputeDtype", {"model": ["1", 0], "dtype": "fp16"}),
+    "3": ("CLIPTextEncode", {"clip": ["1", 1], "text": "a small wooden boat on a calm lake"}),
+    "4": ("CLIPTextEncode", {"clip": ["1", 1], "text": "blurry"}),
+    "5": ("EmptyLatentImage", {"width": 16, "height": 16, "batch_size": 1}),
+    "6": (
+        "KSampler",
+        {"model": ["2", 0], "positive": ["3", 0], "negative": ["4", 0], "latent_image": ["5", 0], **SAMPLING},
+    ),
+    "7": ("VAEDecode", {"samples": ["6", 0], "vae": ["1", 2]}),
+    "8": ("SaveImage", {"images": ["7", 0], "filename_prefix": "guarded"}),
+}
+SECOND = {  # another sampler and output
+    "16": ("KSampler", NODES["6"][1] | {"latent_image": ["6", 0], "seed": 2, "denoise": 0.5}),
+    "17": ("VAEDecode", {"samples": ["16", 0], "vae": ["1", 2]}),
+    "18": ("SaveImage", {"images": ["17", 0], "filename_prefix": "second"}),
+}
+PROVIDERS = """
+from aiohttp import web
+from server import PromptServer
+
+@PromptServer.instance.routes.get("/test_providers")
+async def providers(request):
+    try:
+        from comfy_execution.cache_provider import _get_cache_providers
+    except ImportError:
+        return web.json_response([])
+    return web.json_response([type(provider).__name__ for provider in _get_cache_providers()])
+
+NODE_CLASS_MAPPINGS = {}
+"""
+LOADED = "graph => app.loadApiJson(graph, 'mine')"
+SAVED = "() => JSON.stringify((app.rootGraph ?? app.graph).serialize())"
+SIZES = "() => Object.fromEntries(app.graph.nodes.map(node => [node.type, [...node.size]]))"
+COMMAND = "name => app.extensionManager.command.execute(name)"
+SUBGRAPH = """type => {
+    const node = app.graph.nodes.find(node => node.type === type)
+    app.canvas.graph.convertToSubgraph(new Set([node]))
+}"""
+SELECTED = """prefix => {
+    const node = app.graph.nodes.find(node => node.widgets?.some(widget => widget.value === prefix))
+    app.canvas.selectNode(node)
+}"""
+REPORTED = """([outputs, type, end]) => {
+    const node = String(app.graph.nodes.find(node => node.type === type).id)
+    const send = (event, detail) => app.api.dispatchEvent(new CustomEvent(event, {detail}))
+    for (const output of outputs) send('onediff_guard.report', {node, type, prompt: 'one', output})
+    send(end, {})
+}"""
+OFFERED = "#onediff-guard-offer"
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A healthy and an overflowing one; these go when the tests are over, for their size."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    native_checkpoints.write_sd15(folder / HEALTHY, overflows=False)
+    native_checkpoints.write_sd15(folder / (HOT + HEALTHY), overflows=True)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@contextmanager
+def started(leg: legs.Leg, folder: Path, checkpoints: Path, *options: str) -> Iterator[legs.Server]:
+    if reason := browser.missing_browser():
+        pytest.skip(reason)
+    legs.install_pack(folder / "custom_nodes")
+    (folder / "custom_nodes" / "test_providers.py").write_text(PROVIDERS, encoding="utf-8")
+    (folder / "models").mkdir()
+    (folder / "models" / "checkpoints").symlink_to(checkpoints)
+    with legs.started(leg, folder, "--force-fp16", "--fp16-vae", *options) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def server(leg: legs.Leg, checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[legs.Server]:
+    with started(leg, tmp_path_factory.mktemp("page"), checkpoints) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def page(server: legs.Server, pictures: Path) -> Iterator[browser.Canvas]:
+    with browser.canvas(server.url, pictures) as opened:
+        yield opened
+
+
+@pytest.fixture
+def canvas(page: browser.Canvas, server: legs.Server) -> Iterator[browser.Canvas]:
+    """The page anew, with the switch off, nothing cached and nothing learned."""
+    for name, value in {SWITCH: False, OFFER: True, "Comfy.VueNodes.Enabled": False}.items():
+        server.ask(f"/settings/{name}", value)
+    shutil.rmtree(server.base / "user" / "onediff_guard" / "profiles", ignore_errors=True)
+    server.ask("/free", {"free_memory": True, "unload_models": True})
+    page.open(server.url)
+    load(page, api())
+    yield page
+    assert server.ask("/test_providers") in ([], None), "a cache provider is left"
+
+
+def api(*, second: bool = False, **inputs: Any) -> dict[str, Any]:
+    """The workflow in API format. inputs: in place of those of that name."""
+    made = {}
+    for id_, (class_type, given) in (NODES | (SECOND if second else {})).items():
+        changed = {name: inputs.get(name, value) for name, value in given.items()}
+        made[id_] = {"class_type": class_type, "inputs": changed}
+    return made
+
+
+def load(canvas: browser.Canvas, graph: dict[str, Any]) -> None:
+    canvas.evaluate(LOADED, graph)
+    canvas.set_widgets({"KSampler.control_after_generate": "fixed"})
+    canvas.settle()
+
+
+def run(canvas: browser.Canvas, command: str = "") -> None:
+    end, detail = canvas.queue(300, command)
+    assert end == "execution_success", detail
+    canvas.settle()
+
+
+def entries(server: legs.Server) -> list[dict[str, Any]]:
+    return sorted(server.history().values(), key=lambda entry: entry["prompt"][0])
+
+
+def pictures_of(server: legs.Server, entry: dict[str, Any]) -> list[np.ndarray]:
+    files = [image for output in entry["outputs"].values() for image in output.get("images", [])]
+    return [frames_of(server.base / "output" / file["subfolder"] / file["filename"]) for file in files]
+
+
+def is_finite(server: legs.Server, entry: dict[str, Any]) -> bool:
+    made = pictures_of(server, entry)
+    assert made
+    return all(picture.std() > 2 for picture in made)
+
+
+def needs_providers(server: legs.Server) -> None:
+    if server.leg.name == "b":
+        pytest.skip("ComfyUI 0.3.64 shows nobody what nodes put out")
+
+
+def guard_notices(canvas: browser.Canvas) -> list[str]:
+    return [notice for notice in canvas.notices() if "NaN Guard" in notice]
+
+
+def strips(canvas: browser.Canvas) -> dict[str, Any]:
+    return canvas.evaluate(STRIPS)
+
+
+def test_the_switch_in_the_settings_guards_and_leaves_other_nodes_as_they_were(
+    canvas: browser.Canvas, server: legs.Server
+) -> None:
+    saved: list[str] = []  # after each run, what a file would hold
+
+    def run_with(checkpoint: str) -> dict[str, Any]:
+        canvas.set_widgets({"CheckpointLoaderSimple.ckpt_name": checkpoint})
+        run(canvas)
+        saved.append(canvas.evaluate(SAVED).replace(HOT + HEALTHY, HEALTHY))
+        assert is_finite(server, entries(server)[-1])
+        return strips(canvas)
+
+    assert run_with(HEALTHY) == {}
+    sizes = canvas.evaluate(SIZES)
+    canvas.switch(SWITCH, "Guard every workflow")
+    canvas.picture("every_settings")
+    wait_until(lambda: server.ask("/settings").get(SWITCH) is True, "the setting is not kept")
+    canvas.press("Escape")
+    assert run_with(HEALTHY) == {} and "Guard every workflow: 2 guards" in server.log_text()
+    assert canvas.evaluate(SIZES) == sizes and not guard_notices(canvas)
+    assert set(run_with(HOT + HEALTHY)) == {"KSampler", "VAEDecode"}
+    assert run_with(HEALTHY) == {} and canvas.evaluate(SIZES) == sizes
+    canvas.picture("every_healthy_after_rescued")
+    assert [each == saved[0] for each in saved] == [True] * 4, saved
+
+
+def plainly(canvas: browser.Canvas) -> None:
+    run(canvas)
+
+
+def in_app_mode(canvas: browser.Canvas) -> None:
+    canvas.evaluate(COMMAND, "Comfy.ToggleLinear")
+    canvas.settle()
+    run(canvas)
+
+
+def in_a_subgraph(canvas: browser.Canvas) -> None:
+    canvas.evaluate(SUBGRAPH, "KSampler")
+    canvas.settle()
+    run(canvas)
+
+
+def of_the_selected_output(canvas: browser.Canvas) -> None:
+    load(canvas, api(second=True))
+    canvas.evaluate(SELECTED, "guarded")
+    run(canvas, "Comfy.QueueSelectedOutputNodes")
+
+
+def in_nodes_2(canvas: browser.Canvas) -> None:
+    canvas.evaluate("() => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', true)")
+    canvas.settle()
+    run(canvas)
+
+
+WAYS: dict[Callable[[browser.Canvas], None], str] = {  # and since when pages have it
+    plainly: "",
+    of_the_selected_output: "",
+    in_a_subgraph: "",
+    in_nodes_2: "0.33",
+    in_app_mode: "0.33",
+}
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_what_was_rescued_is_told(canvas: browser.Canvas, server: legs.Server, way: Callable[..., None]) -> None:
+    if WAYS[way] and server.leg.name == "b":
+        pytest.skip(f"this page has no {way.__name__}")
+    server.ask(f"/settings/{SWITCH}", True)
+    canvas.set_widgets({"KSampler.seed": 7})
+    way(canvas)
+    canvas.settle()
+    canvas.picture(f"every_{way.__name__}")
+    entry = entries(server)[-1]
+    assert is_finite(server, entry) and len(pictures_of(server, entry)) == 1
+    told = guard_notices(canvas)
+    assert len(told) == 1 and "KSampler, VAE Decode: Rescued" in told[0], told
+    shown = strips(canvas)
+    assert set(shown) == {"KSampler", "VAEDecode"}
+    for strip in shown.values():
+        assert strip["text"].startswith("Rescued") and "rerun" in strip["cells"]
+
+
+def test_several_reports_on_a_node_are_shown_together(canvas: browser.Canvas) -> None:
+    """Of a node with two models, or a MODEL and a VAE, or that samples several times."""
+    outputs = [
+        report("fp16", "the first", ["rerun", "half"]),
+        report("bf16", "the second", ["rerun"]),
+        report("fp16", "the first", ["half", "rerun"]) | {"unguarded": ["Not guarded from call 3 on: why"]},
+        {"text": ["Not guarded from call 1 on: other"], "onediff_guard": [], "unguarded": ["other"]},
+    ]
+    canvas.evaluate(REPORTED, [outputs[:1], "KSampler", "execution_success"])
+    assert strips(canvas)["KSampler"]["text"].startswith("Rescued")
+    canvas.evaluate(REPORTED, [outputs[1:], "KSampler", "execution_success"])
+    canvas.settle()
+    canvas.picture("every_several_reports")
+    strip = strips(canvas)["KSampler"]
+    assert strip["cells"] == ["rerun", "half", "rerun", "half", "rerun"]
+    said = strip["text"]
+    assert said.startswith("Not guarded to the end") and "why" in said and "other" in said
+    assert "fp16, bf16" in said and all(text in strip["report"] for text in ("whole the first", "whole the second"))
+    broken = report("fp16", "the last", ["failed"]) | {"unguarded": []}
+    broken["onediff_guard"][0]["outcomes"] = {"non-finite": 1}
+    canvas.evaluate(REPORTED, [[broken], "KSampler", "execution_error"])
+    assert strips(canvas)["KSampler"]["text"].startswith("Not rescued")
+    assert len(guard_notices(canvas)) == 3, "one at each end of a prompt"
+
+
+def report(dtype: str, summary: str, cells: list[str]) -> dict[str, Any]:
+    plan = {"component": "denoiser", "dtype": dtype, "reason": "said"}
+    run = {"plan": plan, "architecture": "CPU", "cells": cells, "before": [], "text": f"whole {summary}"}
+    return {"text": [f"{summary}\na note"], "onediff_guard": [run | {"outcomes": {"finite": 1, "rerun": 1}}]}
+
+
+def rerun_at_a_click(canvas: browser.Canvas, server: legs.Server, runs: int) -> list[dict[str, Any]]:
+    """The history's entries of what was run again, of as many prompts that came out black."""
+    before = len(entries(server))
+    canvas.click(f"{OFFERED} button")
+    wait_until(lambda: len(entries(server)) == before + runs, lambda: f"not all ran again:\n{server.tail()}")
+    canvas.settle()
+    assert canvas.count(OFFERED) == 0
+    return entries(server)[before:]
+
+
+def test_what_came_out_black_is_run_again_at_a_click(canvas: browser.Canvas, server: legs.Server) -> None:
+    """The same prompt and seed; what is cached is used again, and only what was asked for is made."""
+    needs_providers(server)
+    load(canvas, api(second=True, seed=4711))
+    canvas.evaluate(SELECTED, "guarded")
+    run(canvas, "Comfy.QueueSelectedOutputNodes")
+    black = entries(server)[-1]
+    assert [picture.max() for picture in pictures_of(server, black)] == [0]
+    canvas.wait_for_text("Guard and run again")
+    canvas.picture("every_offer")
+    (again,) = rerun_at_a_click(canvas, server, 1)
+    canvas.picture("every_offer_taken")
+    assert is_finite(server, again) and len(pictures_of(server, again)) == 1
+    of_prompts = [
+        {id_: node for id_, node in entry["prompt"][2].items() if "KSampler" in str(node)} for entry in (black, again)
+    ]
+    assert [node["6"]["inputs"]["seed"] for node in of_prompts] == [4711, 4711]
+    cached = {
+        node for kind, told in again["status"]["messages"] if kind == "execution_cached" for node in told["nodes"]
+    }
+    assert cached == {"1", "2", "3", "4", "5"}
+    assert "KSampler, VAE Decode: Rescued" in str(guard_notices(canvas))
+
+
+def test_one_offer_is_for_all_that_came_out_black(canvas: browser.Canvas, server: legs.Server) -> None:
+    """A queue may have had many of them; in App mode the offer covers nothing."""
+    needs_providers(server)
+    seeds = [11, 12, 13]
+    for seed in seeds:
+        canvas.set_widgets({"KSampler.seed": seed})
+        run(canvas)
+    assert canvas.count(OFFERED) == 1
+    canvas.wait_for_text("3 runs came out black")
+    canvas.picture("every_offer_of_three")
+    canvas.evaluate(COMMAND, "Comfy.ToggleLinear")
+    canvas.settle()
+    canvas.picture("every_offer_in_app_mode")
+    again = rerun_at_a_click(canvas, server, 3)
+    assert all(is_finite(server, entry) for entry in again)
+    assert [entry["prompt"][2]["6"]["inputs"]["seed"] for entry in again] == seeds
+
+
+@pytest.mark.parametrize("why", ["turned down", "switched off", "of another run"])
+def test_nothing_more_is_offered(canvas: browser.Canvas, server: legs.Server, why: str) -> None:
+    needs_providers(server)
+    if why == "switched off":
+        canvas.switch(OFFER, "Offer a rerun")
+        wait_until(lambda: server.ask("/settings").get(OFFER) is False, "the setting is not kept")
+        canvas.press("Escape")
+    if why == "of another run":
+        canvas.set_widgets({"CheckpointLoaderSimple.ckpt_name": HEALTHY})
+    canvas.set_widgets({"KSampler.seed": 21})
+    run(canvas)
+    assert canvas.count(OFFERED) == (why == "turned down")
+    if why == "turned down":
+        canvas.click(f"{OFFERED} button >> nth=1")
+        assert canvas.count(OFFERED) == 0
+        canvas.set_widgets({"KSampler.seed": 22})
+        run(canvas)
+        canvas.wait_for_text("A result of this run")
+
+
+def test_each_user_has_their_own_switch(leg: legs.Leg, checkpoints: Path, page: browser.Canvas, tmp_path: Path) -> None:
+    with started(leg, tmp_path, checkpoints, "--multi-user") as server:
+        for name in ("anna", "bert"):
+            server.ask("/users", {"username": name})
+        users = {name: id_ for id_, name in server.ask("/users")["users"].items()}
+        for name in ("anna", "bert"):
+            with page.beside(server.url, users[name]) as canvas:
+                load(canvas, api())
+                if name == "anna":
+                    canvas.switch(SWITCH, "Guard every workflow")
+                    canvas.press("Escape")
+                run(canvas)
+                canvas.picture(f"every_of_{name}")
+                assert is_finite(server, entries(server)[-1]) is bool(guard_notices(canvas)) is (name == "anna")
+                assert canvas.count(OFFERED) == (name == "bert" and leg.name != "b")
