@@ -300,7 +300,8 @@ def note_in_history(line: str) -> None:
     """Have ComfyUI's history hold a line with the prompt that runs: in its extra_data, since it holds what a node puts
     out only where the node was not cached."""
     running = getattr(getattr(server(), "prompt_queue", None), "currently_running", {})
-    for extra in (item[3] for item in [*running.values()] if item[1] == prompt_id()):
+    items = [getattr(item, "queue_tuple", item) for item in [*running.values()]]  # the former in 0.0.1
+    for extra in (item[3] for item in items if item[1] == prompt_id()):
         extra[SUMMARIES] = [*extra.get(SUMMARIES, ()), str(line)][-MOST_SUMMARIES:]
 
 

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 
 import legs
 import native_checkpoints
+import numpy as np
 import pytest
 from native_graphs import CASES, GUARDED, HOT, graph, make, run
+from runs import frames_of
 
 pytestmark = [
     pytest.mark.comfyui,
@@ -46,3 +48,17 @@ def test_the_guard_of_vaes_works(server: legs.Server) -> None:
     assert guarded.frames.std() > 2
     assert "1 call, 1 rerun" in guarded.report("VAE decoder: AutoencoderKL computes in fp16")
     assert len([*profiles.glob("*.json")]) == 1, "what was learned is kept for later runs"
+
+
+def test_guard_every_workflow_guards_vaes_and_lets_models_run_on(server: legs.Server) -> None:
+    by_hand = make(server, graph(NAME, hot=True, without={"model"}))
+    shutil.rmtree(server.base / "user" / "onediff_guard" / "profiles", ignore_errors=True)
+    before = len(server.log_text())
+    prompt = graph(NAME, hot=True, without=GUARDED)
+    answer = server.ask("/prompt", {"prompt": prompt, "extra_data": {"onediff_guard": True}})
+    entry = server.ended(answer["prompt_id"])
+    (file,) = (file for output in entry["outputs"].values() for file in output.get("images", []))
+    assert np.array_equal(frames_of(server.base / "output" / file["subfolder"] / file["filename"]), by_hand.frames)
+    log = server.log_text()[before:]
+    assert "guards nothing: This ComfyUI cannot wrap a MODEL's apply_model" in log
+    assert "1 call, 1 rerun" in log and "Traceback" not in log
