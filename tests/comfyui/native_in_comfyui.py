@@ -66,7 +66,7 @@ def node(
     node_id = "onediff_guard_1_0" if inserted else NODE_ID
     policy = {"on_failure": on_failure, "strict": strict, "scope": scope}
     made = pack_node("NaNGuardNative", **{kind: wired}, **policy, node_id=node_id, **further)
-    return (made["result"] if inserted else made)[kind == "vae"]
+    return made[kind == "vae"]
 
 
 def pack_node(name: str, *args: Any, **kwargs: Any) -> Any:

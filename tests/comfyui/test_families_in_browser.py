@@ -1,0 +1,113 @@
+"""Guard every workflow on all of ComfyUI's own families, queued from its page: all of them in one prompt."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import browser
+import legs
+import pytest
+import torch
+from test_every_workflow_in_browser import LOADED, SWITCH
+
+pytestmark = pytest.mark.comfyui
+
+HERE = Path(__file__).resolve().parent
+NODES = f"""
+import sys
+sys.path += {[str(HERE), str(HERE.parent / "support")]!r}
+from model_nodes import NODE_CLASS_MAPPINGS
+"""
+SAMPLING = {"seed": 1, "steps": 2, "cfg": 4.0, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0}
+TILES = {"tile_size": 64, "overlap": 0, "temporal_size": 64, "temporal_overlap": 8}
+VAE_NODES = {  # of the one for pictures
+    "decode tiled": ("VAEDecodeTiled", TILES),
+    "encode": ("VAEEncode", {}),
+    "encode tiled": ("VAEEncodeTiled", TILES),
+}
+RUNS = {"healthy": False, "healthy, guarded": True, "hot": False, "hot, guarded": True, "hot in fp32": False}
+Made = dict[str, dict[str, torch.Tensor]]  # what came of each case, by run
+
+
+def graph(server: legs.Server, state: str) -> dict[str, Any]:
+    """Each family's KSampler, two that share a model, and each VAE's nodes. Keeps what each makes in CASE.pt."""
+    info = server.ask("/object_info")
+    made: dict[str, Any] = {}
+
+    def add(kind: str, **inputs: Any) -> str:
+        made[str(len(made) + 1)] = {"class_type": kind, "inputs": inputs}
+        return str(len(made))
+
+    def sampler(model: str, latent: list[Any], **changed: Any) -> str:
+        wires = {"model": [model, 0], "positive": [model, 1], "negative": [model, 2], "latent_image": latent}
+        return add("KSampler", **wires, **SAMPLING | changed)
+
+    def keep(case: str, node: str) -> None:
+        add("TestKeep", made=[node, 0], file=f"{case}.pt")
+
+    for name in info["TestSmallModel"]["input"]["required"]["name"][0]:
+        model = add("TestSmallModel", name=name, state=state)
+        first = sampler(model, [model, 3])
+        keep(f"model {name}", first)
+        if name == "sd15":
+            keep("model sd15 twice", sampler(model, [first, 0], denoise=0.5, seed=2))
+    for name in info["TestSmallVAE"]["input"]["required"]["name"][0]:
+        vae = add("TestSmallVAE", name=name, state=state)
+        keep(f"vae {name}", add("VAEDecode", vae=[vae, 0], samples=[vae, 1]))
+        for case, (kind, more) in VAE_NODES.items() if name == "image" else ():
+            given = {"samples": [vae, 1]} if "Decode" in kind else {"pixels": [vae, 2]}
+            keep(f"vae {name} {case}", add(kind, vae=[vae, 0], **given, **more))
+    return made
+
+
+@pytest.fixture(scope="module")
+def made(leg: legs.Leg, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
+    if reason := browser.missing_browser():
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("families_page")
+    legs.install_pack(folder / "custom_nodes")
+    (folder / "custom_nodes" / "small_models.py").write_text(NODES, encoding="utf-8")
+    with legs.started(leg, folder) as server, browser.canvas(server.url, folder) as canvas:
+        found: Made = {}
+        for run, switch in RUNS.items():
+            server.ask(f"/settings/{SWITCH}", switch)
+            canvas.evaluate(LOADED, graph(server, run.removesuffix(", guarded")))
+            canvas.set_widgets({"KSampler.control_after_generate": "fixed"})
+            end, detail = canvas.queue(seconds=900)
+            assert end == "execution_success", (run, detail)
+            found[run] = {file.stem: torch.load(file) for file in (folder / "output").glob("*.pt")}
+            shutil.rmtree(folder / "output")
+            (folder / "output").mkdir()
+        yield found
+
+
+def test_all_families_are_there(made: Made, leg: legs.Leg) -> None:
+    cases = [*made["healthy"]]
+    assert all(found.keys() == made["healthy"].keys() for found in made.values())
+    assert len(cases) == (31 if leg.name == "c" else 22), cases
+
+
+def test_healthy_runs_are_the_same_to_the_bit(made: Made) -> None:
+    guarded = made["healthy, guarded"]
+    assert [case for case, plain in made["healthy"].items() if not torch.equal(plain, guarded[case])] == []
+    assert all(plain.isfinite().all() for plain in made["healthy"].values())
+
+
+def test_overflowing_runs_are_rescued(made: Made) -> None:
+    """As far from fp32 as half precision is: from the failed step on, every layer is wide."""
+    figures = {
+        case: [distance(made[run][case], exact) for run in ("hot", "hot, guarded")]
+        for case, exact in made["hot in fp32"].items()
+    }
+    assert {case: both for case, both in figures.items() if not both[1] < 0.01} == {}
+    harmless = {case: both for case, both in figures.items() if both[0] < 0.02}
+    assert harmless.keys() <= {"model ace"}, "which clips in fp32 too"
+
+
+def distance(ours: torch.Tensor, exact: torch.Tensor) -> float:
+    """Largest, as a share of the largest value; NaN where it is not finite."""
+    return ((ours - exact).abs().max() / exact.abs().max()).item() if ours.isfinite().all() else math.nan
