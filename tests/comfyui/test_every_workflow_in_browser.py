@@ -124,7 +124,7 @@ def canvas(page: browser.Canvas, server: legs.Server) -> Iterator[browser.Canvas
     page.open(server.url)
     load(page, api())
     yield page
-    assert server.ask("/test_providers") in ([], None), "a cache provider is left"
+    assert providers(server) == [], "a cache provider is left"
 
 
 def api(*, second: bool = False, **inputs: Any) -> dict[str, Any]:
@@ -161,6 +161,11 @@ def is_finite(server: legs.Server, entry: dict[str, Any]) -> bool:
     made = pictures_of(server, entry)
     assert made
     return all(picture.std() > 2 for picture in made)
+
+
+def providers(server: legs.Server) -> list[str]:
+    """The classes of ComfyUI's cache providers."""
+    return server.ask("/test_providers")
 
 
 def needs_providers(server: legs.Server) -> None:
@@ -359,6 +364,24 @@ def test_nothing_more_is_offered(canvas: browser.Canvas, server: legs.Server, wh
         canvas.set_widgets({"KSampler.seed": 22})
         run(canvas)
         canvas.wait_for_text("A result of this run")
+
+
+@pytest.mark.parametrize("ends", ["error", "interrupt"])
+def test_no_cache_provider_stays_after_a_run_that_did_not_end(
+    server: legs.Server, checkpoints: Path, ends: str
+) -> None:
+    needs_providers(server)
+    (checkpoints / "damaged.safetensors").write_bytes(b"no weights")
+    changed = {"ckpt_name": "damaged.safetensors"} if ends == "error" else {"steps": 10_000}
+    for name in (SWITCH, OFFER):
+        server.ask(f"/settings/{name}", name == OFFER)
+    prompt_id = server.ask("/prompt", {"prompt": api(**changed), "client_id": "a page"})["prompt_id"]
+    if ends == "interrupt":
+        wait_until(lambda: "Watch" in str(providers(server)), "nothing looks at the outputs")
+        server.wait_until_running()
+        server.ask("/interrupt", {})
+    assert server.ended(prompt_id)["status"]["status_str"] == "error"
+    assert providers(server) == []
 
 
 def test_each_user_has_their_own_switch(leg: legs.Leg, checkpoints: Path, page: browser.Canvas, tmp_path: Path) -> None:
